@@ -28,7 +28,7 @@ from recckpt.policies.bloom import Bloom
 from recckpt.sparse.optim import SparseAdam
 from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.initializers import Normal
-from recckpt.sparse.table.marks import Tracker
+from recckpt.sparse.table.tracker import Tracker
 from recckpt.sparse.table.table import HashTable
 
 BATCH_IDS = 65_536

@@ -71,11 +71,6 @@ class LoadTarget:
         """Return at which places there are ids that the table can have a row of; None for all."""
         return None
 
-    @property
-    def owns_all(self) -> bool:
-        """Whether the table owns every id."""
-        return self.slice is None or self.slice.is_everything
-
     def check(self, ids: Int64s) -> None:
         """Refuse ids that the table cannot have a row of, before anything has changed."""
 
