@@ -23,8 +23,9 @@ from recckpt.format.catalog import Batch, Part
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.fence import Fence
+from recckpt.parallel.connection import Connection
 from recckpt.parallel.process_group import Parcel
-from recckpt.parallel.ranks import Connection, Ranks
+from recckpt.parallel.ranks import Ranks
 from recckpt.policies.deltas import Chain, Deltas
 from recckpt.save.check import Owned
 from recckpt.save.choice import Choice

@@ -28,8 +28,8 @@ from recckpt.policies.bloom import Bloom
 from recckpt.sparse.optim import SparseAdam
 from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.initializers import Normal
-from recckpt.sparse.table.tracker import Tracker
 from recckpt.sparse.table.table import HashTable
+from recckpt.sparse.table.tracker import Tracker
 
 BATCH_IDS = 65_536
 FEATURES, BATCH, DIM, VOCABULARY = 4, 8_192, 32, 1_000_000

@@ -20,18 +20,26 @@ _LAYOUT = (
 
 
 class KeyedOptimizer:
-    """Wraps an optimizer of the form of TorchRec's ``KeyedOptimizer``, which is known by its ``params`` and methods."""
+    """Wraps an optimizer of the form of TorchRec's ``KeyedOptimizer``, which is known by its ``params`` and methods.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    ``is_table`` says of a name that it is a weight that is saved as a table, with its states: they are not saved here,
+    and a load leaves them as they are.
+    """
+
+    def __init__(self, optimizer: Optimizer, is_table: Callable[[str], bool] = lambda name: False) -> None:
         self.optimizer: Any = optimizer
+        self._is_table = is_table
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its state, as it gives it: that of this rank's parameters."""
-        return dict(self.optimizer.state_dict())
+        """Return its state, as it gives it: that of this rank's parameters that are not tables."""
+        state = dict(self.optimizer.state_dict())
+        return {**state, "state": {name: own for name, own in state["state"].items() if not self._is_table(name)}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`gathered` has made."""
-        self.optimizer.load_state_dict(state)
+        own = self.optimizer.state_dict()["state"]
+        tables = {name: values for name, values in own.items() if self._is_table(name)}
+        self.optimizer.load_state_dict({**state, "state": {**tables, **state["state"]}})
 
     def gathered(
         self, name: str, saved: Iterable[Mapping[str, Any]], stored: Callable[[str], StoredTensor]
@@ -42,7 +50,8 @@ class KeyedOptimizer:
         all that does not fit.
         """
         live = self.state_dict()
-        names, states, groups = set(self.optimizer.params), dict[str, Any](), list[Mapping[str, Any]]()
+        names = {name for name in self.optimizer.params if not self._is_table(name)}
+        states, groups = dict[str, Any](), list[Mapping[str, Any]]()
         for state in saved:
             states |= {key: values for key, values in state["state"].items() if key in names and key not in states}
             groups += state.get("param_groups", [])

@@ -200,13 +200,19 @@ def _without_names(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_name(
-    obj: Any, named_parameters: Callable[[], Any], is_table: Callable[[Tensor], bool] = lambda parameter: False
+    obj: Any,
+    named_parameters: Callable[[], Any],
+    is_table: Callable[[Tensor], bool] = lambda parameter: False,
+    is_table_key: Callable[[str], bool] = lambda name: False,
 ) -> Any:
-    """Return what stands for a registered object: dense optimizers keep their state by the names of parameters."""
+    """Return what stands for a registered object: dense optimizers keep their state by the names of parameters.
+
+    ``is_table`` is as of :class:`NamedOptimizer`, and ``is_table_key`` as ``is_table`` of :class:`KeyedOptimizer`.
+    """
     if not isinstance(obj, Optimizer):
         return obj
     if is_keyed(obj):
-        return KeyedOptimizer(obj)
+        return KeyedOptimizer(obj, is_table_key)
     is_zero = callable(
         getattr(obj, "consolidate_state_dict", None)
     )  # ZeroRedundancyOptimizer, and what gathers like it

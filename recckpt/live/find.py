@@ -2,106 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from recckpt.dense.optimizer_class import updater
 from recckpt.dense.sharded import is_sharded
 from recckpt.errors import LiveTableError
+from recckpt.live.fbgemm import FbgemmTable, Kernel, is_kernel, is_other_kernel
+from recckpt.live.found import FINGERPRINTS, Candidate, FoundTable
 from recckpt.live.torch_embedding import TorchEmbedding
-from recckpt.live.torch_rules import KNOWN, rule_of
+from recckpt.live.torch_optimizers import optimizers_in, trainer_of
+from recckpt.live.torchrec import collection_tables
+from recckpt.live.torchrec_modules import is_collection
+from recckpt.parallel.ranks import Ranks
 from recckpt.sparse.split import parameters_of, unwrapped, wrappers_in
 from recckpt.text import nearest
-from recckpt.types import LiveTable, check_table_name
-
-FINGERPRINTS = "fingerprints"  # of all rows, at each save
-
-
-@dataclass(frozen=True)
-class FoundTable:
-    """A live table of a model.
-
-    Attributes:
-        live: the table.
-        path: of its module.
-        kind: of module.
-        keys: of its weight in the state dict of the model.
-        weights: returns the parameters that are its rows by now.
-        marks: how its changes are known: ``"gradient"`` by the optimizer's step, or ``FINGERPRINTS`` by looking at
-            all rows at a save.
-        is_announced: whether all that changes rows is announced; otherwise training waits while they are copied.
-        optimizer: that trains it; None where it is frozen, or updates itself.
-        why: why that is not the best; None where it is.
-    """
-
-    live: LiveTable
-    path: str
-    kind: str
-    keys: tuple[str, ...]
-    weights: Callable[[], tuple[Tensor, ...]]
-    marks: str
-    is_announced: bool
-    optimizer: Optimizer | None = None
-    why: str | None = None
-
-    def is_trained_by(self, optimizer: Optimizer) -> bool:
-        """Say whether the table has the states that an optimizer keeps of its weights."""
-        return self.is_announced if self.optimizer is None else updater(optimizer) is self.optimizer
+from recckpt.types import Box, check_table_name
 
 
 def find_tables(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
+    ranks: Ranks,
     *,
     min_rows: int,
     names: dict[str, str],
     exclude: Collection[str],
 ) -> tuple[list[FoundTable], dict[str, str]]:
-    """Return the tables of a model, and path -> why of embeddings that stay dense.
+    """Return the tables of a model, and path -> why of embeddings that stay dense. Collective where it is sharded.
 
     Raises:
         LiveTableError: tables cannot be saved so, or a path is not one of an embedding; all of it.
     """
-    tables: list[FoundTable] = []
+    optimizers = optimizers_in(optimizers, model)
     left: dict[str, str] = {}
-    problems: list[str] = []
-    keys: dict[int, tuple[str, ...]] = {}
-    for key, parameter in parameters_of(model):
-        keys[id(parameter)] = (*keys.get(id(parameter), ()), key)
-    embeddings = _embeddings(model, keys)
-    for path in (*names, *exclude):
-        if path not in embeddings:
-            problems.append(f"{path!r} is not the path of an embedding{nearest(path, embeddings)}")
-    for path, module in embeddings.items():
+    candidates = {
+        candidate.path: candidate
+        for candidate in (
+            *collection_tables(model, optimizers, ranks),
+            *_kernel_tables(model, left),
+            *_torch_tables(model, optimizers),
+        )
+    }
+    known = candidates.keys() | left.keys()
+    problems = [
+        f"{path!r} is not the path of an embedding{nearest(path, known)}"
+        for path in (*names, *exclude)
+        if path not in known
+    ]
+    tables: list[FoundTable] = []
+    for path, candidate in candidates.items():
         if path in exclude:
             continue
-        if len(module.weight) < min_rows and path not in names:
-            left[path] = f"{len(module.weight)} rows, fewer than min_rows={min_rows}"
+        if candidate.n_rows < min_rows and path not in names:
+            left[path] = f"{candidate.n_rows} rows, fewer than min_rows={min_rows}"
             continue
         try:
-            if dict(module.named_parameters(recurse=False)).get("weight") is None:
-                raise LiveTableError("its weight is made of other tensors, as by a parametrization: they are saved")
-            if is_sharded(module.weight):
-                raise LiveTableError("its weight is sharded over ranks, and saved in pieces")
-            name = check_table_name(names.get(path, path))
-            tables.append(_torch_table(name, path, module, keys[id(module.weight)], optimizers))
+            tables.append(candidate.make(check_table_name(names.get(path, candidate.name))))
         except LiveTableError as error:
             left[path] = str(error)
-    problems += _repeated(tables)
+    problems += [*_torn(candidates.values(), exclude), *_repeated(tables)]
     if problems:
         raise LiveTableError("; ".join(problems))
     return tables, left
 
 
+def _torch_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Candidate]:
+    """Yield the embeddings of torch, those of TorchRec's unsharded collections by the names of their configs.
+
+    Those of a tied weight are one.
+    """
+    keys: dict[int, tuple[str, ...]] = {}
+    for key, parameter in parameters_of(model):
+        keys[id(parameter)] = (*keys.get(id(parameter), ()), key)
+    of_collections = {id(table) for one in model.modules() if is_collection(one) for table in one.modules()}
+    wrappers, paths = wrappers_in(model), set[str]()
+    for at, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            own = keys.get(id(module.weight), ())
+            path = own[0].removesuffix(".weight") if own else unwrapped(at, wrappers)
+            name = path.rpartition(".")[2] if id(module) in of_collections else path
+            if path not in paths:
+                paths.add(path)
+                yield Candidate(path, name, len(module.weight), partial(_torch_table, path, module, own, optimizers))
+
+
 def _torch_table(
-    name: str,
     path: str,
     module: nn.Embedding | nn.EmbeddingBag,
     keys: tuple[str, ...],
     optimizers: Sequence[Optimizer],
+    name: str,
 ) -> FoundTable:
     """Return the table of a module of torch.
 
@@ -109,20 +103,11 @@ def _torch_table(
         LiveTableError: its weight is to stay a dense tensor; says why.
     """
     weight = module.weight
-    inner = [one if _is_zero(one) else updater(one) for one in optimizers]
-    own = [one for one in inner for group in one.param_groups if any(weight is each for each in group["params"])]
-    if len(own) > 1:
-        raise LiveTableError(f"{len(own)} of the optimizers train it, expected one")
-    optimizer = own[0] if own else None
-    rule = None if optimizer is None else rule_of(optimizer)
-    if optimizer is None and weight.requires_grad:
-        raise LiveTableError("none of the optimizers trains it: give live_tables the one that does, or freeze it")
-    if optimizer is not None and rule is None:
-        raise LiveTableError(f"{type(optimizer).__name__} is not an optimizer that is known: {', '.join(KNOWN)}")
-    if optimizer is not None and rule is not None:
-        group = next(group for group in optimizer.param_groups if any(weight is each for each in group["params"]))
-        if why := rule.refusal(group):
-            raise LiveTableError(f"{type(optimizer).__name__}: {why}")
+    if not keys:
+        raise LiveTableError("its weight is made of other tensors, as by a parametrization: they are saved")
+    if is_sharded(weight):
+        raise LiveTableError("its weight is sharded over ranks, and saved in pieces")
+    optimizer, rule = trainer_of(weight, optimizers)
     live = TorchEmbedding(name, module, optimizer, rule)
     why = live.reason if optimizer is not None else "no optimizer trains it: whoever writes it is not seen"
     marks, kind = FINGERPRINTS if why else "gradient", type(module).__name__
@@ -139,21 +124,61 @@ def _torch_table(
     )
 
 
-def _embeddings(model: nn.Module, keys: Mapping[int, tuple[str, ...]]) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
-    """Return the embeddings of a model by path; those of a tied weight are one."""
+def _kernel_tables(model: nn.Module, left: dict[str, str]) -> Iterator[Candidate]:
+    """Yield the tables of FBGEMM's kernels that are modules of the model; put into ``left`` those that cannot be."""
     wrappers = wrappers_in(model)
-    embeddings: dict[str, nn.Embedding | nn.EmbeddingBag] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            of_weight = keys.get(id(dict(module.named_parameters(recurse=False)).get("weight")))
-            path = of_weight[0].removesuffix(".weight") if of_weight else unwrapped(name, wrappers)
-            embeddings.setdefault(path, module)
-    return embeddings
+    for at, module in model.named_modules():
+        path = unwrapped(at, wrappers)
+        if is_other_kernel(module):
+            left[path] = f"a {type(module).__name__} keeps its rows elsewhere, which is not yet saved by rows"
+        if not is_kernel(module):
+            continue
+        try:
+            kernel = Kernel(module)
+        except LiveTableError as error:
+            left[path] = str(error)
+            continue
+        yield from _tables_of(kernel, path)
 
 
-def _is_zero(optimizer: Optimizer) -> bool:
-    """Say whether the optimizer that updates has a part of the parameters only."""
-    return callable(getattr(optimizer, "consolidate_state_dict", None))
+def _tables_of(kernel: Kernel, path: str) -> Iterator[Candidate]:
+    """Yield the tables of a kernel, all or none by its largest: their rows are one tensor of the state dict."""
+    module: Any = kernel.module
+    sizes = [rows for rows, *_ in module.embedding_specs]
+    keys = tuple(f"{path}.{key}" if path else key for key in module.state_dict())
+    paths = [f"{path}.{number}" if path else str(number) for number in range(len(sizes))]
+    for number, (name, of_table) in enumerate(zip(module.table_names or paths, paths, strict=True)):
+        make = partial(_kernel_table, kernel, number, of_table, keys)
+        yield Candidate(of_table, name, max(sizes), make, together=path)
+
+
+def _kernel_table(kernel: Kernel, number: int, path: str, keys: tuple[str, ...], name: str) -> FoundTable:
+    n_rows = int(kernel.module.embedding_specs[number][0])
+    live = FbgemmTable(name, kernel, number, Box((0, n_rows)), n_rows)
+    kind, marks = type(kernel.module).__name__, FINGERPRINTS if live.reason else "backward"
+    return FoundTable(
+        live,
+        path,
+        kind,
+        keys,
+        lambda: tuple(kernel.module.parameters()),
+        marks,
+        is_announced=True,
+        why=live.reason,
+        is_tensor=False,
+    )
+
+
+def _torn(candidates: Iterable[Candidate], exclude: Collection[str]) -> Iterator[str]:
+    """Yield messages of modules whose tables are one tensor, and of which some are excluded."""
+    groups: dict[str, list[str]] = {}
+    for candidate in candidates:
+        if candidate.together is not None:
+            groups.setdefault(candidate.together, []).append(candidate.path)
+    for path, tables in groups.items():
+        left = [table for table in tables if table not in exclude]
+        if left and len(left) < len(tables):
+            yield f"the tables of {path!r} are one tensor: exclude {', '.join(map(repr, left))} too, or none"
 
 
 def _repeated(tables: Sequence[FoundTable]) -> list[str]:

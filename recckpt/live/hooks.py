@@ -48,3 +48,14 @@ class WeakDoor:
     @property
     def _open(self) -> Door | None:
         return None if self._door is None else self._door()
+
+
+class AnnounceAll:
+    """A hook of whatever arguments which says that any row is about to change."""
+
+    def __init__(self, door: WeakDoor) -> None:
+        self._door = door
+
+    def __call__(self, *args: Any) -> None:
+        """Say it."""
+        self._door.announce_all()

@@ -190,9 +190,7 @@ class LiveStore(Store):
         if problems:
             raise LiveTableError(f"table {self._table.name!r}: {'; '.join(problems)}")
         return {
-            name: Column.over(
-                SlotSpec(name, _dtype_name(tensor), tuple(tensor.shape[1:])), tensor.detach()[begin : begin + n_rows]
-            )
+            name: Column.over(spec_of(name, tensor), tensor.detach()[begin : begin + n_rows])
             for name, tensor in tensors.items()
         }
 
@@ -207,6 +205,11 @@ class LiveStore(Store):
         if tensor.device.type == "meta":
             return f"{name} is {form}, expected memory: materialize it first"
         return None if tensor.is_contiguous() else f"{name} is {form} and not contiguous: recckpt reads it in place"
+
+
+def spec_of(name: str, tensor: Tensor) -> SlotSpec:
+    """Return what a slot is whose values are the rows of a tensor."""
+    return SlotSpec(name, _dtype_name(tensor), tuple(tensor.shape[1:]))
 
 
 def _dtype_name(tensor: Tensor) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recckpt.errors import LiveTableError
+from recckpt.live.absent import AbsentTable
 from recckpt.live.attached import AttachedTable
-from recckpt.live.find import FINGERPRINTS, FoundTable, find_tables
+from recckpt.live.find import find_tables
+from recckpt.live.found import FINGERPRINTS, FoundTable
+from recckpt.parallel.ranks import DEFAULT_TIMEOUT_SEC, Ranks, RanksNow
 from recckpt.text import Table, count, nearest, plain
 from recckpt.types import EMBEDDING, SavableTable, is_list, positive_int
 
@@ -26,8 +30,14 @@ class LiveTables(Mapping[str, AttachedTable]):
     """
 
     def __init__(
-        self, model: nn.Module | None, tables: Sequence[FoundTable], left: Mapping[str, str], audit: int = 0
+        self,
+        model: nn.Module | None,
+        tables: Sequence[FoundTable],
+        left: Mapping[str, str],
+        ranks: Ranks | None = None,
+        audit: int = 0,
     ) -> None:
+        self._ranks = ranks if ranks is not None and any(table.collection for table in tables) else None
         self._model = None if model is None else weakref.ref(model)
         self._found = {table.live.name: table for table in tables}
         self._tables = {
@@ -39,6 +49,7 @@ class LiveTables(Mapping[str, AttachedTable]):
             )
             for name, table in self._found.items()
         }
+        self._keys = frozenset(key for entry in self._found.values() for key in entry.keys)
         self._left = left
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # each has doors of its own
@@ -69,8 +80,34 @@ class LiveTables(Mapping[str, AttachedTable]):
         self._check_weights(dense)
         if twice := sorted(tables.keys() & self.keys()):
             raise ValueError(f"two tables are named {twice[0]!r}: give the live one another name by names=")
-        keys = {key for entry in self._found.values() for key in entry.keys}
-        return {**tables, **self}, {key: value for key, value in dense.items() if key not in keys}
+        return {**tables, **self}, {key: value for key, value in dense.items() if key not in self._keys}
+
+    @property
+    def collections(self) -> Mapping[nn.Module, Collection[str]]:
+        """The sharded collections that have some of the tables, with the keys of these in their state dicts."""
+        collections = defaultdict[nn.Module, set[str]](set)
+        for table in self._found.values():
+            if table.collection is not None:
+                collections[table.collection].update(".".join(key.rsplit(".", 3)[-3:]) for key in table.keys)
+        return collections
+
+    def share_settings(self) -> None:
+        """Let ranks that have no rows of a table know what others know of its optimizer. Collective, if there are such.
+
+        Raises:
+            RankLostError: a rank is missing.
+        """
+        if self._ranks is None:
+            return
+        own = {name: (table.live.scalars(), table.live.settings()) for name, table in self.items() if _is_here(table)}
+        of_ranks = self._ranks.on_all(lambda: own)
+        for name, table in self.items():
+            if not _is_here(table):
+                table.live.finish(*next(known[name] for known in of_ranks if name in known))
+
+    def has_key(self, name: str) -> bool:
+        """Say whether a key of a state dict, with or without a prefix of an optimizer, is a weight of a live table."""
+        return name in self._keys or any(name.endswith(f".{key}") for key in self._keys)
 
     def is_live(self, parameter: Tensor, optimizer: Optimizer) -> bool:
         """Say whether what an optimizer keeps of a parameter is saved with the rows of a live table."""
@@ -112,7 +149,7 @@ class LiveTables(Mapping[str, AttachedTable]):
         other = [
             name
             for name, entry in self._found.items()
-            for key in entry.keys
+            for key in (entry.keys if entry.is_tensor else ())
             if isinstance(there := dense.get(key), Tensor) and not _is_same(there, self[name].live.tensors()[EMBEDDING])
         ]
         if other:
@@ -148,10 +185,11 @@ def live_tables(
     Nothing of the model is replaced; hooks announce which rows change, for as long as somebody, such as a saver, has
     the tables, or until they are closed. Call it on each rank once the model is wrapped and the optimizers are made,
     before training and restoring; a second call for the same model gives the same tables. Not thread-safe.
+    Collective where TorchRec has sharded the model.
 
     Args:
-        model: whose ``nn.Embedding`` and ``nn.EmbeddingBag`` are tables.
-        optimizers: those that train them.
+        model: whose ``nn.Embedding`` and ``nn.EmbeddingBag``, kernels of FBGEMM and collections of TorchRec are tables.
+        optimizers: those that train them; fused ones are found in the model.
         min_rows: smaller embeddings stay dense tensors.
         names: path of a module -> name of its table; other tables are called as their paths.
         exclude: paths of modules that stay dense.
@@ -175,15 +213,20 @@ def live_tables(
         raise TypeError(f"exclude must be a list of paths of modules, found {exclude!r:.200}")
     if type(audit) is not int or audit < 0:
         raise ValueError(f"audit must be an int of at least 0, found {audit!r}")
-    found, left = find_tables(model, listed, min_rows=min_rows, names=dict(names or {}), exclude=exclude)
+    ranks = RanksNow(DEFAULT_TIMEOUT_SEC).of(None, None)
+    found, left = find_tables(model, listed, ranks, min_rows=min_rows, names=dict(names or {}), exclude=exclude)
     found = _with_marks(found, marks)
     made = _made.get(id(model))
     if made is not None and made.model is model:
         made.check_same(found)
         return made
-    tables = LiveTables(model, found, left, audit)
+    tables = LiveTables(model, found, left, ranks, audit)
     _made[id(model)] = tables
     return tables
+
+
+def _is_here(table: AttachedTable) -> bool:
+    return not isinstance(table.live, AbsentTable)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -53,7 +53,7 @@ class TorchAnnouncer:
                 optimizer.register_step_pre_hook(self.before_step),
                 optimizer.register_step_post_hook(self.after_write),
             ]
-        if module.max_norm is not None:
+        if getattr(module, "max_norm", None) is not None:
             handles += [
                 module.register_forward_pre_hook(self.before_forward, with_kwargs=True),
                 module.register_forward_hook(self.after_write, always_call=True),

@@ -21,16 +21,15 @@ class TorchEmbedding:
 
     Args:
         name: in checkpoints.
-        module: whose weight it is.
+        module: whose ``weight`` it is.
         optimizer: that trains it; None where the weight is frozen.
         rule: of the optimizer.
     """
 
-    def __init__(
-        self, name: str, module: nn.Embedding | nn.EmbeddingBag, optimizer: Optimizer | None, rule: TorchRule | None
-    ) -> None:
-        self.name, self.n_rows = name, len(module.weight)
-        self._module, self._optimizer, self._rule = module, optimizer, rule
+    def __init__(self, name: str, module: nn.Module, optimizer: Optimizer | None, rule: TorchRule | None) -> None:
+        self._module: Any = module
+        self._optimizer, self._rule = optimizer, rule
+        self.name, self.n_rows = name, len(self.weight)
         self._rank, self._n_ranks = rank_and_size()
         self._announcer = TorchAnnouncer()
         self._make_state()
@@ -38,7 +37,8 @@ class TorchEmbedding:
     @property
     def weight(self) -> Tensor:
         """The weight of now."""
-        return self._module.weight
+        weight: Tensor = self._module.weight
+        return weight
 
     @property
     def reason(self) -> str | None:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from recckpt.dense.state_copy import load_rng
 from recckpt.errors import RecckptError, StateMismatchError
 from recckpt.format.names import GLOBAL_STEP, ID
+from recckpt.live.load_around import load_around
 from recckpt.live.optimizers import RowOptimizers
 from recckpt.load.dense_and_registered import OtherState, read_other_state
 from recckpt.load.hyper_parameters import HyperParameters
@@ -28,7 +29,6 @@ from recckpt.sparse.files.load_target import LinkLoad, TableLoad
 from recckpt.sparse.files.loader import Loaded, load_tables
 from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.sparse.files.table_target import LoadTarget
-from recckpt.sparse.split import load_dense
 from recckpt.storage.transfers import WorkDir
 from recckpt.text import Progress
 from recckpt.types import SavableTable
@@ -124,7 +124,7 @@ def _apply(live: LiveState, other: OtherState, rows: Sequence[LinkLoad], fill: F
         for load in (load for link in rows for load in link.tables):
             load.take_history()
         if other.dense:
-            load_dense(live.model, other.dense)
+            load_around(live.model, other.dense, live.live_tables.collections)
     if other.generators:
         load_rng(other.generators)
     return loaded

@@ -68,7 +68,7 @@ def live_tables_of(model: nn.Module, tables: object) -> LiveTables:
 
 def form_of_registered(model: nn.Module, live: LiveTables) -> Callable[[Any], Any]:
     """Return what makes of a registered object the form in which its state is saved, as :func:`by_name`."""
-    return lambda obj: by_name(obj, lambda: parameters_of(model), lambda parameter: live.is_live(parameter, obj))
+    return lambda obj: by_name(obj, lambda: parameters_of(model), lambda one: live.is_live(one, obj), live.has_key)
 
 
 def check_options(

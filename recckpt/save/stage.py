@@ -164,6 +164,7 @@ def stage(
         ValueError, TypeError: what could not be loaded back safely, or is neither number nor string in ``state``.
         StateMismatchError: a foreign table that does not fit the protocol, or has an id twice.
     """
+    live.live_tables.share_settings()
     scalars = {**_learning_rates(live.row_optimizers), **as_scalars(state)}
     sharded = ShardedTensors()
     dense = sharded.take_from_model(dense)

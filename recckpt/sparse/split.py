@@ -73,10 +73,10 @@ def load_dense(model: nn.Module, state: Mapping[str, Any]) -> None:
 def wrappers_in(model: nn.Module) -> list[tuple[str, str]]:
     """Return where in a model torch has wrapped a module, outer ones first, and what it put behind that in names."""
     named = model.named_modules(remove_duplicate=False)
-    return [(f"{name}." if name else "", inner) for name, module in named if (inner := _inner(module))]
+    return [(f"{name}." if name else "", inner) for name, module in named if (inner := inner_name(module))]
 
 
-def _inner(module: nn.Module) -> str:
+def inner_name(module: nn.Module) -> str:
     """Return what a wrapper puts before the names of what it wraps; nothing where it is not one."""
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return "module."

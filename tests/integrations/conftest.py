@@ -10,7 +10,10 @@ NEEDS = {
     "test_clipping_lightning.py": "lightning",
     "test_clipping_transformers.py": "transformers",
     "test_lightning_averages.py": "lightning",
+    "test_live_fbgemm.py": "fbgemm_gpu",
+    "test_live_torchrec.py": "torchrec",
     "test_torchrec.py": "torchrec",
+    "test_train_torchrec.py": "torchrec",
     "test_usearch.py": "usearch",
 }
 collect_ignore = [name for name, library in NEEDS.items() if find_spec(library) is None]

@@ -83,6 +83,7 @@ def run(rank, size, root, before):
 
 if __name__ == "__main__":
     root, *sizes = sys.argv[1:]
+    torch.set_num_threads(1)
     before = 0
     for size in map(int, sizes):
         fork_ranks(size, Path(root), partial(run, before=before))

@@ -109,11 +109,11 @@ def test_how_changes_are_known_is_part_of_what_is_shown(tower):
     shown = text(tower, [optim.Adagrad(weights[0]), optim.AdamW(weights[1])])
     users, tags = (line for line in shown.splitlines() if line.startswith(("users", "tags")))
     assert users.split() == ["users", "2,000", "x", "4", "Embedding", "sparse_adagrad_sum", "gradient"]
-    assert tags.endswith("none      its moments move every row at each step")
+    assert tags.endswith("fingerprints  its moments move every row at each step")
 
 
 def test_a_frozen_weight_is_a_table_that_is_copied(tower):
     tower.users.weight.requires_grad_(False)
     table = found(tower, optim.SGD(tower.tags.parameters()))["users"]
-    assert (table.marks, table.is_announced) == ("none", False)
+    assert (table.marks, table.is_announced) == ("fingerprints", False)
     assert "whoever writes it is not seen" in table.why

@@ -14,7 +14,8 @@ from torch import nn
 
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadConfError, StateMismatchError
-from recckpt.parallel.ranks import Connection, Ranks
+from recckpt.parallel.connection import Connection
+from recckpt.parallel.ranks import Ranks
 from recckpt.sparse import gen_slice
 
 

@@ -12,7 +12,8 @@ from support.warm_python import WarmProcess
 
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import RankLostError, RecckptError, SaveFailedError, StateMismatchError
-from recckpt.parallel.ranks import Connection, Ranks, RanksNow, this_rank
+from recckpt.parallel.connection import Connection
+from recckpt.parallel.ranks import Ranks, RanksNow, this_rank
 from recckpt.sparse import ShardedHashTable
 
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from recckpt import Saver
 from recckpt.errors import RankLostError, SaveFailedError
-from recckpt.parallel.ranks import Connection, Ranks
+from recckpt.parallel.connection import Connection
+from recckpt.parallel.ranks import Ranks
 from recckpt.save import save as hallway
 from recckpt.save.background_save import SaveHandle, settle_on_all
 from recckpt.save.save_info import SaveInfo

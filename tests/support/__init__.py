@@ -15,6 +15,8 @@ drawn: Properties that hypothesis draws examples for: few in the default suite, 
 dying_ranks: Jobs of real ranks of which one dies in a phase of a save; for test_dying_ranks.py: ``dying_ranks.py ROOT
     CASES``.
 entered: Looks whether the tests of each source file enter it: ``pytest --entered=FILE``, as ``make test-entered`` does.
+fake_fbgemm: A stand-in for FBGEMM's fused kernel: it is known by its names, writes rows in backward, and may have a
+    cache.
 follow_page: Run as a script: follows a page of the documentation in the working directory.
 foreign: A table that is not ours.
 forge: Checkpoints of tables alone, and damaged ones whose planted fault is the only one.
@@ -28,7 +30,9 @@ interrupted_run: A run that trains and saves while Ctrl-C comes every few millis
 killed: Work that is killed at one of its calls of the local storage.
 late_storage: A local directory as a network file system shows it: what others have written appears after some looks.
 links: Manifests of full checkpoints, deltas and forms that no disk has seen.
+live_rows: What of live tables has changed, bit for bit, beside what was announced and what was saved.
 live_runs: A model of plain embeddings with optimizers of torch, trained at random, and copies of all that it is.
+live_torchrec: Models of TorchRec with live tables for the tests: plans, batches, and the state of all ranks in one.
 memory_store: A key-value store as ranks share it, in this process.
 mutations: Bytes and JSON that are almost what was written.
 pages: Pages that may hold hostile names: nothing in them runs, and nothing is fetched.

@@ -5,8 +5,9 @@ import threading
 
 import numpy as np
 
+from recckpt.parallel.connection import Connection
 from recckpt.parallel.meetings import Meetings
-from recckpt.parallel.ranks import Connection, Ranks
+from recckpt.parallel.ranks import Ranks
 from recckpt.parallel.threads import run_all
 
 

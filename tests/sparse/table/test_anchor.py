@@ -12,7 +12,7 @@ from recckpt.errors import LookupFailedError
 from recckpt.policies.admit import MinCount
 from recckpt.policies.evict import Unseen
 from recckpt.sparse import Constant, EmbeddingCollection, HashTable, Normal, ShardedHashTable, SparseAdam, SparseSGD
-from recckpt.sparse.table.marks import Tracker
+from recckpt.sparse.table.tracker import Tracker
 
 OPTIONS = {"initializer": Normal(), "track": ("count", "step")}
 

@@ -1,0 +1,69 @@
+"""What looking for live tables finds: candidates, and the tables that they become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from recckpt.dense.optimizer_class import updater
+from recckpt.types import LiveTable
+
+FINGERPRINTS = "fingerprints"  # of all rows, at each save
+
+
+@dataclass(frozen=True)
+class FoundTable:
+    """A live table of a model.
+
+    Attributes:
+        live: the table.
+        path: of its module.
+        kind: of module.
+        keys: of its weight in the state dict of the model.
+        weights: returns the parameters that are its rows by now.
+        marks: how its changes are known: ``"gradient"`` by the optimizer's step, ``"backward"`` by that of a kernel, or
+            ``FINGERPRINTS`` by looking at all rows at a save.
+        is_announced: whether all that changes rows is announced; otherwise training waits while they are copied.
+        optimizer: that trains it; None where it is frozen, or updates itself.
+        why: why that is not the best; None where it is.
+        is_tensor: whether the keys are of the tensor of its rows, and not of one around it, or of pieces.
+        collection: of TorchRec, of which the table is one, spread over ranks; None where it is of none.
+    """
+
+    live: LiveTable
+    path: str
+    kind: str
+    keys: tuple[str, ...]
+    weights: Callable[[], tuple[Tensor, ...]]
+    marks: str
+    is_announced: bool
+    optimizer: Optimizer | None = None
+    why: str | None = None
+    is_tensor: bool = True
+    collection: nn.Module | None = None
+
+    def is_trained_by(self, optimizer: Optimizer) -> bool:
+        """Say whether the table has the states that an optimizer keeps of its weights."""
+        return self.is_announced if self.optimizer is None else updater(optimizer) is self.optimizer
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What may become a live table.
+
+    Attributes:
+        path: of its module, by which ``names`` and ``exclude`` mean it.
+        name: of the table, where ``names`` gives no other.
+        n_rows: that it has over all ranks.
+        make: makes the table of this name; raises LiveTableError where it is to stay dense.
+        together: path of the module whose tables are one tensor, so that all of them are live, or none.
+    """
+
+    path: str
+    name: str
+    n_rows: int
+    make: Callable[[str], FoundTable]
+    together: str | None = None

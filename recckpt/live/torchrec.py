@@ -1,0 +1,207 @@
+"""The tables of TorchRec's collections: sharded ones, and unsharded ones with fused optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from recckpt.errors import LiveTableError
+from recckpt.live.absent import AbsentTable
+from recckpt.live.boxes import RankPart, problem_of
+from recckpt.live.fbgemm import FbgemmTable, Kernel, is_kernel
+from recckpt.live.found import FINGERPRINTS, Candidate, FoundTable
+from recckpt.live.hooks import AnnounceAll, WeakDoor
+from recckpt.live.store import spec_of
+from recckpt.live.torch_embedding import TorchEmbedding
+from recckpt.live.torch_optimizers import trainer_of
+from recckpt.live.torch_rules import TorchRule
+from recckpt.live.torchrec_modules import Collection, collections_of
+from recckpt.parallel.ranks import Ranks
+from recckpt.types import Box, Door
+
+_BY_COLUMNS = ("column_wise", "table_column_wise", "grid_shard")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Where the rows of a table are on a rank: in a kernel, under a number; ``owner`` has it, and its optimizer."""
+
+    kernel: Kernel
+    number: int
+    owner: Any
+
+
+class CollectionTable(FbgemmTable):
+    """A table in a fused kernel that a collection owns, which loads it and its optimizer in ways of its own.
+
+    Args:
+        name, box, n_rows: as of FbgemmTable.
+        shard: where it is.
+        collection: whose state dict has the weights.
+    """
+
+    def __init__(self, name: str, shard: Shard, box: Box, n_rows: int, collection: nn.Module) -> None:
+        super().__init__(name, shard.kernel, shard.number, box, n_rows)
+        self._shard = shard
+        self._collection: Any = collection
+
+    def attach(self, door: Door) -> Callable[[], object]:
+        """Announce what backward passes, loads and methods are about to change."""
+        kernel, owner = self._shard.kernel, self._shard.owner
+        removers = [
+            super().attach(door),
+            self._collection.register_load_state_dict_pre_hook(AnnounceAll(WeakDoor(door))).remove,
+            kernel.announce_calls(owner, "init_parameters"),
+            kernel.note_replaced(owner.fused_optimizer, "post_load_state_dict"),
+        ]
+        return lambda: [remove() for remove in removers]
+
+
+@dataclass(frozen=True)
+class _Local:
+    """A table of a collection as this rank sees it: a shard, a copy, or neither."""
+
+    collection: Collection
+    table: str
+    part: RankPart
+    shard: Shard | None = None
+    trainer: tuple[Optimizer | None, TorchRule | None] | None = None
+
+    @property
+    def path(self) -> str:
+        return self.collection.path_of(self.table)
+
+
+def collection_tables(model: nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks) -> list[Candidate]:
+    """Return the tables of all collections. Collective where the model has sharded ones.
+
+    Raises:
+        LiveTableError: what the ranks have does not make up the tables; says all that is wrong.
+    """
+    locals_ = [local for collection in collections_of(model) for local in _locals(collection, optimizers)]
+    if not locals_:
+        return []
+    is_sharded = any(local.collection.is_sharded for local in locals_)
+    own = {local.path: local.part for local in locals_}
+    of_ranks = ranks.on_all(lambda: own) if is_sharded else [own]
+    unknown = sorted({path for paths in of_ranks for path in paths.keys() ^ own.keys()})
+    if unknown:
+        raise LiveTableError(f"{unknown[0]!r} is not a table on all ranks: make the same model on each of them")
+    candidates, problems = [], []
+    for local in locals_:
+        parts = [paths[local.path] for paths in of_ranks]
+        refusal = next((part.refusal for part in parts if part.refusal), None)
+        problem = None if refusal else problem_of(parts)
+        if problem:
+            problems.append(f"{local.path!r}: {problem}")
+        make = partial(_made, replace(local, part=replace(local.part, refusal=refusal)), parts)
+        candidates.append(Candidate(local.path, local.table, local.part.n_rows, make))
+    if problems:
+        raise LiveTableError(f"tables cannot be saved by rows: {'; '.join(problems)}")
+    return candidates
+
+
+def _locals(collection: Collection, optimizers: Sequence[Optimizer]) -> Iterator[_Local]:
+    """Yield the tables of a collection as they are on this rank."""
+    kernels: dict[int, Kernel | str] = {}
+    placed: dict[str, list[tuple[Any, Any, int, Any]]] = {}
+    for owner, configs in collection.kernels:
+        for number, config in enumerate(configs):
+            placed.setdefault(config.name, []).append((owner, owner._emb_module, number, config))
+    for table, config in collection.configs.items():
+        n_rows, shards = int(config.num_embeddings), placed.get(table, [])
+        refusal = collection.refusal or _refusal_of_plan(collection, table)
+        if refusal or not shards:
+            yield _Local(collection, table, RankPart(n_rows, refusal=refusal))
+            continue
+        owner, module, number, config_here = shards[0]
+        if collection.sharding_of(table) == "data_parallel":
+            yield _copied(collection, table, n_rows, optimizers)
+        elif len(shards) > 1 or not is_kernel(module):
+            what = f"its kernel is a {type(module).__name__}" if len(shards) == 1 else "several shards lie on one rank"
+            yield _Local(
+                collection, table, RankPart(n_rows, refusal=f"{what}, expected one fused kernel of FBGEMM in memory")
+            )
+        else:
+            kernel = kernels[id(module)] = kernels.get(id(module)) or _kernel(owner, module)
+            if isinstance(kernel, str):
+                yield _Local(collection, table, RankPart(n_rows, refusal=kernel))
+            else:
+                yield _Local(
+                    collection, table, _part(n_rows, kernel, number, config_here), Shard(kernel, number, owner)
+                )
+
+
+def _refusal_of_plan(collection: Collection, table: str) -> str | None:
+    how = collection.sharding_of(table)
+    if how in _BY_COLUMNS:
+        return f"its columns lie apart ({how}), which is not yet saved by rows: shard it row_wise or table_wise"
+    return None
+
+
+def _kernel(owner: Any, module: Any) -> Kernel | str:
+    try:
+        return Kernel(module, next(iter(owner.fused_optimizer.param_groups)))
+    except LiveTableError as error:
+        return str(error)
+
+
+def _part(n_rows: int, kernel: Kernel, number: int, config: Any) -> RankPart:
+    tensors = kernel.tensors(number)
+    place = getattr(config, "local_metadata", None)
+    first = int(place.shard_offsets[0]) if place is not None else 0
+    rows = (first, first + len(tensors["embedding"]))
+    slots = tuple(spec_of(name, tensor) for name, tensor in tensors.items())
+    return RankPart(
+        n_rows, rows, slots=slots, scalars={"step": kernel.step}, settings=kernel.settings, why=kernel.reason
+    )
+
+
+def _copied(collection: Collection, table: str, n_rows: int, optimizers: Sequence[Optimizer]) -> _Local:
+    module = collection.module_of(table)
+    try:
+        trainer = trainer_of(module.weight, optimizers)
+    except LiveTableError as error:
+        return _Local(collection, table, RankPart(n_rows, refusal=str(error)))
+    return _Local(collection, table, RankPart(n_rows, (0, n_rows), is_copy=True), trainer=trainer)
+
+
+def _made(local: _Local, parts: Sequence[RankPart], name: str) -> FoundTable:
+    """Return the table of this rank.
+
+    Raises:
+        LiveTableError: it is to stay dense on all ranks.
+    """
+    if local.part.refusal:
+        raise LiveTableError(local.part.refusal)
+    collection, table, n_rows = local.collection, local.table, local.part.n_rows
+    live: FbgemmTable | AbsentTable | TorchEmbedding
+    marks, optimizer, is_announced = "backward", None, True
+    if local.trainer is not None:
+        live = TorchEmbedding(name, collection.module_of(table), *local.trainer)
+        marks, optimizer = "gradient", local.trainer[0]
+        is_announced = optimizer is not None
+    elif local.shard is not None:
+        live = CollectionTable(name, local.shard, Box(local.part.rows), n_rows, collection.module)
+    else:
+        there = next(part for part in parts if part.slots)
+        live = AbsentTable(name, n_rows, there)
+    why = live.reason if is_announced else "no optimizer trains it: whoever writes it is not seen"
+    return FoundTable(
+        live,
+        local.path,
+        f"{type(collection.module).__name__} {collection.sharding_of(table) or ''}".strip(),
+        (f"{local.path}.weight",),
+        lambda: (collection.module_of(table).weight,),
+        FINGERPRINTS if why else marks,
+        is_announced=is_announced,
+        optimizer=optimizer,
+        why=why,
+        is_tensor=False,
+        collection=collection.module if collection.is_sharded else None,
+    )
