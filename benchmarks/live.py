@@ -1,0 +1,185 @@
+"""Live tables: the pause of a save, what a delta costs and holds, a step with marks, and fingerprints.
+
+    python benchmarks/live.py --rows 4000000
+
+Each case measures its peer in the same run: a small table, DCP of the same model, the same step without marks, a copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shutil
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import describe_machine
+from measuring import report, scratch, timed
+from torch import nn
+from torch.distributed.checkpoint import state_dict_saver
+
+from recckpt import Saver
+from recckpt.live import LiveTables, live_tables
+from recckpt.sparse.table.fingerprints import fingerprints
+
+_LOOK_UPS = 8192  # of a step
+
+
+class Run:
+    """An ``nn.Embedding`` that SparseAdam or Adam trains, with live tables where they are wanted."""
+
+    def __init__(self, rows: int, dim: int, kind: type[torch.optim.SparseAdam | torch.optim.Adam], *, is_live: bool = True) -> None:
+        self.model = nn.Embedding(rows, dim, sparse=kind is torch.optim.SparseAdam)
+        self.optimizer: torch.optim.Optimizer = kind([self.model.weight])
+        self.step(torch.arange(16))  # the states are there
+        self.tables: LiveTables | None = live_tables(self.model, self.optimizer, min_rows=1) if is_live else None
+
+    def step(self, ids: torch.Tensor) -> None:
+        """Train the rows of ids."""
+        self.optimizer.zero_grad()
+        torch.autograd.backward(self.model(ids).square().sum())
+        self.optimizer.step()
+
+    def saver(self, output_dir: Path, *, deltas: bool = True) -> Saver:
+        """Return a saver of this run."""
+        return Saver(self.model, output_dir=str(output_dir), tables=self.tables, deltas=deltas, progress=False)
+
+
+def pause(root: Path, rows: int, dim: int, rounds: int) -> None:
+    """Report what a call of ``save_async`` takes of the training thread's processor, beside a table of a thirtieth."""
+    medians = {}
+    for n in (max(1000, rows // 30), rows):
+        run = Run(n, dim, torch.optim.SparseAdam)
+        saver, seconds = run.saver(root / f"pause-{n}"), []
+        for number in range(rounds + 1):
+            run.step(torch.randint(n, (_LOOK_UPS,)))
+            begin = time.thread_time()
+            handle = saver.save_async(f"{number}", step=number)
+            seconds.append(time.thread_time() - begin)
+            handle.wait()
+        saver.close()
+        medians[n] = statistics.median(seconds[1:])
+    small, large = medians
+    ratio = round(medians[large] / medians[small], 2)
+    report({"case": "live, pause", "rows": [small, large], "ms": round(1e3 * medians[large], 2), "to_small": ratio})
+
+
+def delta(root: Path, rows: int, dim: int, rounds: int) -> None:
+    """Report how many times as long DCP takes for the model as a delta of 1 % does, and which rows the delta holds."""
+    run = Run(rows, dim, torch.optim.SparseAdam)
+    saver = run.saver(root / "delta")
+    saver.save("base", step=0)
+    seconds: dict[str, list[float]] = {"delta": [], "dcp": []}
+    held = []
+    for number in range(1, rounds + 1):
+        ids = torch.randperm(rows)[: rows // 100]
+        before = run.model.weight.detach().clone()
+        run.step(ids)
+        changed = int((run.model.weight.detach() != before).any(1).sum())
+        del before
+        begin = time.perf_counter()
+        table = saver.save(f"{number}", step=number).tables[0]
+        seconds["delta"].append(time.perf_counter() - begin)
+        held.append((table.delta.upserts if table.delta else table.rows) / changed)
+        state = {"model": run.model.state_dict(), "optim": run.optimizer.state_dict()}
+        seconds["dcp"].append(timed(partial(save_dcp, state, root / "dcp")))
+        shutil.rmtree(root / "dcp")
+    saver.close()
+    medians = {peer: statistics.median(values) for peer, values in seconds.items()}
+    report(
+        {
+            "case": "live, delta of 1 %",
+            "rows": rows,
+            "ms": {peer: round(1e3 * median) for peer, median in medians.items()},
+            "dcp_to_delta": round(medians["dcp"] / medians["delta"], 1),
+            "held_to_changed": round(max(held), 4),
+        }
+    )
+
+
+def step(root: Path, rows: int, dim: int, rounds: int) -> None:
+    """Report a step with marks beside one without; both in turn."""
+    marked, plain = Run(rows, dim, torch.optim.SparseAdam), Run(rows, dim, torch.optim.SparseAdam, is_live=False)
+    saver = marked.saver(root / "step")
+    saver.save("base", step=0)
+    seconds: dict[str, list[float]] = {"marked": [], "plain": []}
+    for _ in range(20 * rounds):
+        ids = torch.randint(rows, (_LOOK_UPS,))
+        for name, run in (("plain", plain), ("marked", marked)):
+            begin = time.process_time()
+            run.step(ids)
+            seconds[name].append(time.process_time() - begin)
+    saver.close()
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    ratio = round(medians["marked"] / medians["plain"], 3)
+    report({"case": "live, step", "rows": rows, "ms": round(1e3 * medians["plain"], 2), "marked_to_plain": ratio})
+
+
+def prints(root: Path, rows: int, dim: int, rounds: int) -> None:
+    """Report the processor time of the fingerprints of all rows beside that of a copy, and beside a full save."""
+    run = Run(rows, dim, torch.optim.Adam)
+    assert run.tables is not None
+    [table] = run.tables.values()
+    own = [tensor.detach() for tensor in table.live.tensors().values()]
+    target = [torch.empty_like(tensor) for tensor in own]
+    saver = run.saver(root / "prints", deltas=False)
+    seconds: dict[str, list[float]] = {"prints": [], "copy": [], "save": []}
+    threads = torch.get_num_threads()
+    for number in range(rounds + 1):
+        torch.set_num_threads(1)
+        for name, work in (
+            ("prints", lambda: fingerprints(table.store.snapshot("t"))),
+            ("copy", lambda: [one.copy_(other) for one, other in zip(target, own, strict=True)]),
+            ("save", partial(saver.save, f"{number}", step=number)),
+        ):
+            seconds[name].append(processor_time(work))
+    torch.set_num_threads(threads)
+    saver.close()
+    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    report(
+        {
+            "case": "live, fingerprints",
+            "rows": rows,
+            "to_copy": round(medians["prints"] / medians["copy"], 2),
+            "to_full_save": round(medians["prints"] / medians["save"], 2),
+        }
+    )
+
+
+def save_dcp(state: Mapping[str, Any], directory: Path) -> None:
+    """Save a state by torch.distributed.checkpoint."""
+    state_dict_saver.save(dict(state), checkpoint_id=directory, no_dist=True)
+
+
+def processor_time(work: Callable[[], Any]) -> float:
+    """Return the seconds of the processor that work takes in all threads."""
+    begin = time.process_time()
+    work()
+    return time.process_time() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=4_000_000)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dir", type=Path, default=Path("/dev/shm"))
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)
+    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+    report({"case": "machine", "dim": args.dim, **describe_machine()})
+    with scratch(args.dir) as root:
+        for case in (pause, delta, step, prints):
+            case(root, args.rows if case is delta else args.rows * 3 // 4, args.dim, args.rounds)
+            for path in root.iterdir():
+                shutil.rmtree(path)
+
+
+if __name__ == "__main__":
+    main()
