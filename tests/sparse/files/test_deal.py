@@ -28,7 +28,7 @@ def evenly(n_ranks, tables=("t",)):
 def part_of(n_batches, *, table="t", file="p", buckets=(0, N_BUCKETS), rows=50):
     """Return a part whose batches have equal ranges of buckets, one after the other."""
     edges = np.linspace(*buckets, n_batches + 1).astype(int).tolist()
-    batches = [Batch(table, rows, span, {}) for span in pairwise(edges)]
+    batches = [Batch(table, rows, span, (0, 0), {}) for span in pairwise(edges)]
     return Part(file, 1 << 20, 0, (table,), tuple(batches))
 
 
@@ -105,13 +105,13 @@ def test_owners_by_buckets_own_what_their_slices_own(ids, n_ranks, size):
     for rank, positions in owners.of(ids, range(n_ranks)):
         assert positions.tolist() == np.flatnonzero(slices[rank][0].owns(ids)).tolist()
     for bucket in bucket_of(ids).tolist():
-        batch = Batch("t", 1, (bucket, bucket + 1), {})
+        batch = Batch("t", 1, (bucket, bucket + 1), (0, 0), {})
         assert owners.shares(batch) == {rank: 1.0 for rank in slices if slices[rank][0].meets(*batch.buckets)}
 
 
 def test_copies_of_a_slice_on_two_ranks_both_get_its_rows():
     owners = SliceOwners({0: [gen_slice(0, 2)], 1: [gen_slice(1, 2)], 2: [gen_slice(1, 2)], 3: [Slice(5, 5)]})
-    assert owners.shares(Batch("t", 1, (N_BUCKETS // 2, N_BUCKETS), {})) == {1: 1.0, 2: 1.0}
+    assert owners.shares(Batch("t", 1, (N_BUCKETS // 2, N_BUCKETS), (0, 0), {})) == {1: 1.0, 2: 1.0}
     ids = np.arange(100)
     (_, second), (_, third) = owners.of(ids, [1, 2])
     assert second.tolist() == third.tolist() == np.flatnonzero(gen_slice(1, 2).owns(ids)).tolist()
