@@ -29,12 +29,13 @@ from recckpt.live import LiveTables, live_tables
 from recckpt.sparse.table.fingerprints import fingerprints
 
 _LOOK_UPS = 8192  # of a step
+Kind = type[torch.optim.SparseAdam] | type[torch.optim.Adam]
 
 
 class Run:
     """An ``nn.Embedding`` that SparseAdam or Adam trains, with live tables where they are wanted."""
 
-    def __init__(self, rows: int, dim: int, kind: type[torch.optim.SparseAdam | torch.optim.Adam], *, is_live: bool = True) -> None:
+    def __init__(self, rows: int, dim: int, kind: Kind, *, is_live: bool = True) -> None:
         self.model = nn.Embedding(rows, dim, sparse=kind is torch.optim.SparseAdam)
         self.optimizer: torch.optim.Optimizer = kind([self.model.weight])
         self.step(torch.arange(16))  # the states are there
