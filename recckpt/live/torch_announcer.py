@@ -64,12 +64,12 @@ class TorchAnnouncer:
         """Announce the rows that have a gradient; where a closure makes it, once that has."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            self._announce_step()
+            self._announce_step(is_final=self._is_last_hook(optimizer))
             return None
 
         def announcing() -> Any:
             loss = closure()
-            self._announce_step()
+            self._announce_step(is_final=True)  # all hooks were called before the closure
             return loss
 
         return ((args[0], announcing, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"})
@@ -88,13 +88,20 @@ class TorchAnnouncer:
         """Take what was written for known."""
         self.guard.end()
 
-    def _announce_step(self) -> None:
+    def _is_last_hook(self, optimizer: Optimizer) -> bool:
+        """Say whether no hook of somebody else follows before the step, which might change the gradient."""
+        owners = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
+        place = next((number for number, owner in enumerate(owners) if owner is self), 0)
+        return all(isinstance(owner, TorchAnnouncer) for owner in owners[place:])
+
+    def _announce_step(self, *, is_final: bool) -> None:
+        """Announce what a step changes, by the gradient where that ``is_final``."""
         with self._known_write():
             table = self._table
             grad = table.weight.grad if table is not None else None
             if table is None or grad is None:
                 return  # torch's optimizers leave such a parameter as it is
-            if table.reason is not None:
+            if table.reason is not None or not is_final:
                 self._door.announce_all()
             elif grad.is_sparse:
                 self._door.announce(grad._indices()[0])

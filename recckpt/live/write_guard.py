@@ -29,9 +29,9 @@ class WriteGuard:
         self._versions = self._now()
 
     def begin(self) -> None:
-        """Look once more before a write that was announced."""
+        """Look once more before a write that was announced; one that has not ended was ended by an exception."""
         with self._lock:
-            self.look()
+            self.settle()
             self._is_writing = True
 
     def end(self) -> None:
@@ -50,10 +50,12 @@ class WriteGuard:
                 self._on_unseen()
 
     def settle(self) -> None:
-        """Look in the thread that trains: a write that is still under way there was ended by an exception."""
+        """Look in the thread that trains: a write that is still under way there was ended by an exception.
+
+        What it wrote itself is not told from what came after it, so that counts as not announced either.
+        """
         with self._lock:
-            if self._is_writing:
-                self.end()
+            self._is_writing = False
             self.look()
 
     def _now(self) -> Versions:

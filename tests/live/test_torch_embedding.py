@@ -171,6 +171,36 @@ def test_a_second_optimizer_that_steps_the_same_weights_is_noticed(run):
         handle.wait()
 
 
+@pytest.mark.parametrize("steps_after", [0, 1])
+def test_a_write_after_a_step_that_raises_is_in_the_next_save(run, steps_after):
+    def closure():
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run.row_optim.step(closure)
+    handle = run.row_optim.register_step_pre_hook(lambda *args: 1 / 0)
+    run.backward()
+    with pytest.raises(ZeroDivisionError):
+        run.step()
+    handle.remove()
+    fill(run)
+    run.train(steps_after)
+    save(run)
+
+
+def test_a_hook_that_comes_after_ours_and_changes_the_gradient_is_followed(run):
+    run.row_optim.register_step_pre_hook(lambda *args: add_noise(run))
+    run.model.users(torch.tensor([3])).sum().backward()
+    run.step()
+    assert holds_all(save(run))
+
+
+def add_noise(run):
+    weight = run.model.users.weight
+    noise = torch.full_like(weight, 0.5)
+    weight.grad = weight.grad + (noise.to_sparse(1) if weight.grad.is_sparse else noise)
+
+
 def test_a_step_that_raises_does_not_hide_a_later_write(run):
     def closure():
         raise ZeroDivisionError

@@ -2,6 +2,7 @@
 
 import threading
 
+import pytest
 import torch
 
 from recckpt.live.write_guard import WriteGuard
@@ -42,12 +43,21 @@ def test_a_write_before_a_known_one_is_noticed_when_that_begins():
     assert guarded.n_unseen == 1
 
 
+@pytest.mark.parametrize("look", ["settle", "begin"])
+def test_a_write_after_a_step_that_raised_is_noticed(look):
+    guarded = Guarded()
+    guarded.guard.begin()  # and no end
+    getattr(guarded.guard, look)()
+    assert guarded.n_unseen == 0
+    guarded.tensors["embedding"].add_(1)
+    getattr(guarded.guard, look)()
+    assert guarded.n_unseen == 1
+
+
 def test_a_step_that_raised_leaves_nothing_open():
     guarded = Guarded()
     guarded.guard.begin()
-    guarded.tensors["embedding"].add_(1)
     guarded.guard.settle()
-    assert guarded.n_unseen == 0
     guarded.tensors["embedding"].add_(1)
     guarded.guard.look()
     assert guarded.n_unseen == 1
