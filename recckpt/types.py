@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 if TYPE_CHECKING:
@@ -88,30 +89,40 @@ class SavableTable(Protocol):
 
 @dataclass(frozen=True)
 class Box:
-    """What one rank has of a live table: a range of its rows, whole or some of their columns.
+    """What one rank has of a live table: a range of its rows, with all their columns or with a range of these.
 
     Attributes:
         rows: (first, end) of the rows; their numbers are the ids.
-        columns: (first, end) of the columns of the embedding; None for all.
         replica: which of several equal copies of these rows it is.
         n_replicas: how many there are, one each on as many ranks.
+        columns: the ranges [begin, end) over which the embeddings of these rows are divided, in order and without gaps,
+            each on another rank; () where a rank has whole rows. Slots have as many columns, or one value a row.
+        part: which of these ranges it is.
     """
 
     rows: tuple[int, int]
-    columns: tuple[int, int] | None = None
     replica: int = 0
     n_replicas: int = 1
+    columns: tuple[tuple[int, int], ...] = ()
+    part: int = 0
 
     @property
     def own_rows(self) -> tuple[int, int]:
-        """(first, end) of the rows that this copy saves: of k copies each saves a k-th, and every row is saved once."""
+        """(first, end) of the rows that this rank saves: of k copies, or parts, each a k-th, so that all are once."""
+        return self.shares[self.part if self.columns else self.replica]
+
+    @property
+    def shares(self) -> tuple[tuple[int, int], ...]:
+        """The rows that each of the copies, or parts, saves."""
         first, end = self.rows
-        return tuple(first + (end - first) * i // self.n_replicas for i in (self.replica, self.replica + 1))  # type: ignore[return-value]
+        n = len(self.columns) or self.n_replicas
+        borders = [first + (end - first) * i // n for i in range(n + 1)]
+        return tuple(pairwise(borders))
 
 
 @dataclass(frozen=True)
-class IdRange:
-    """The ids [begin, end) of a table whose ids are 0 to ``size - 1``: what one rank saves of it."""
+class RowShare:
+    """The rows [begin, end) that one rank saves of a live table, of ``size`` in all; their numbers are the ids."""
 
     begin: int
     end: int
@@ -125,7 +136,11 @@ class Door(Protocol):
     """
 
     def announce(self, rows: Tensor) -> None:
-        """Say that ``rows``, int64 of any device, repeats allowed, are about to change; some more do no harm."""
+        """Say that ``rows``, int64 of any device, repeats allowed, are about to change; some more do no harm.
+
+        On CUDA the current stream of the caller is the one that will write. Once this returns, what snapshots need of
+        the rows is in the memory of the host, so the write may be queued at once.
+        """
 
     def announce_all(self) -> None:
         """Say that any row is about to change: which ones do is not known."""
@@ -157,6 +172,8 @@ class LiveTable(Protocol):
     def prepare(self) -> None:
         """Bring the memory up to date before it is read or written: flush caches, wait for evictions.
 
+        On CUDA what is read is what the current stream of the caller finds, as it does after ``loss.backward()``.
+
         Raises:
             LiveTableError: it cannot be read now, as while the weights are stashed elsewhere.
         """
@@ -177,7 +194,10 @@ class LiveTable(Protocol):
         """Return the settings of the optimizer as they stand in a parameter group, such as ``lr`` and ``eps``."""
 
     def finish(self, scalars: Mapping[str, int | float], settings: Mapping[str, Any]) -> None:
-        """Take over scalars and settings after a load, once its last row is in the tensors."""
+        """Take over scalars and settings after a load, which may have none; its last row is in the tensors by then.
+
+        Called with none for each table of which rows were loaded: what was cached of them is to be read anew.
+        """
 
 
 @runtime_checkable

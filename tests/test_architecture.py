@@ -250,9 +250,12 @@ def test_no_room_has_the_name_of_a_public_function():
 
 # Attributes that a function sets on an object that it has neither made nor is a method of: (file, what it sets).
 SET_ON_OTHERS = {
-    # Objects of torch, Lightning and transformers, which have no other way.
+    # Objects of torch, TorchRec, Lightning and transformers, which have no other way.
     ("integrations.lightning", "stepped._optimizer"),
     ("integrations.transformers", "args.max_grad_norm"),
+    ("live.collision_map", "module._current_history_buffer_offset"),
+    ("live.collision_map", "module._current_iter"),
+    ("live.collision_map", "module._evicted"),
     ("load.hyper_parameters", "outer._last_lr"),
     ("sparse.average.models", "AveragedModel.update_parameters"),
     ("sparse.sharded.lookup", "ctx.trip"),

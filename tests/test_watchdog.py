@@ -9,7 +9,6 @@ import sys
 import pytest
 from support.in_fork import in_fork
 from support.paths import PYTHONPATH
-from support.sweeps import mostly_slow
 from support.watchdog import Watchdog
 
 TESTS = """
@@ -28,7 +27,7 @@ def test_that_leaves_a_thread():
 """
 
 
-@mostly_slow()
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [["-n1"], []], ids=["a worker", "alone"])
 def test_what_does_not_end_says_where_it_stands(tmp_path, options):
     (tmp_path / "test_it.py").write_text(TESTS)

@@ -99,7 +99,7 @@ class Attempt:
         """Remove what was written where the block fails, unless it is another's to judge.
 
         Args:
-            is_idle: says whether, after an error, nobody else is at work there.
+            is_idle: says whether, after an error, no other rank is still writing there.
         """
         try:
             yield

@@ -12,7 +12,7 @@ from recckpt.dense.sharded import STAND_IN
 from recckpt.dense.tensors import StoredTensor
 from recckpt.errors import StateMismatchError
 
-_FILLS = "an optimizer that fills the state it has needs init_state() before the load"
+_FILLS = "its optimizer has no state of these yet: call its init_state() before the load, so that there is one to fill"
 _LAYOUT = (
     "TorchRec has one value a row for each shard of columns, so that as many are needed; "
     "leave the state out with 'exclude': [{name!r}] to start it fresh"

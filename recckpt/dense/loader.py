@@ -84,13 +84,13 @@ def as_live(stored: StoredValue, live: Tensor | None, reader: DenseTensors, dtyp
     tensor; without ``dtype`` they get that of ``live``.
     """
     if live is None:
-        return _box(stored, (0,) * len(stored.shape), tuple(stored.shape), reader)
+        return box_of(stored, (0,) * len(stored.shape), tuple(stored.shape), reader)
     parts = []
     for piece in Pieces().of("", live):
         sizes = tuple(piece.values.shape)
         ends = [min(begin + size, whole) for begin, size, whole in zip(piece.offsets, sizes, stored.shape, strict=True)]
         inside = tuple(max(0, end - begin) for begin, end in zip(piece.offsets, ends, strict=True))
-        values = _box(stored, piece.offsets, inside, reader).to(dtype or piece.values.dtype)
+        values = box_of(stored, piece.offsets, inside, reader).to(dtype or piece.values.dtype)
         if inside != sizes:
             padded = piece.values.detach().clone().cpu()
             padded[tuple(map(slice, inside))] = values
@@ -136,8 +136,8 @@ def _below(like: Any, key: Any) -> Any:
     return like[key] if isinstance(like, list | tuple) and isinstance(key, int) and key < len(like) else None
 
 
-def _box(stored: StoredValue, offsets: Sequence[int], sizes: tuple[int, ...], reader: DenseTensors) -> Tensor:
-    """Return a box of a stored tensor."""
+def box_of(stored: StoredValue, offsets: Sequence[int], sizes: tuple[int, ...], reader: DenseTensors) -> Tensor:
+    """Return a box of a stored tensor, on the CPU."""
     if isinstance(stored, StoredTensor):
         values = reader.read_box(stored, sizes, planned_reads(stored, offsets, sizes))
         return torch.from_numpy(values).view(_dtype(stored))
@@ -153,6 +153,10 @@ def _dtype(stored: StoredTensor) -> torch.dtype:
 
 def planned_reads(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int]) -> list[Read]:
     """Return which boxes of a stored tensor's chunks make up a box of the tensor."""
+    if not math.prod(sizes):
+        return []
+    if len(stored.chunks) == 1:  # the imports below take a second
+        return [Read(0, tuple(offsets), (0,) * len(sizes), tuple(sizes))]
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
     from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -160,8 +164,6 @@ def planned_reads(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[
     numbers = [n for n, (_, box) in enumerate(boxes) if math.prod(box)]
     there = [ChunkStorageMetadata(torch.Size(boxes[n][0]), torch.Size(boxes[n][1])) for n in numbers]
     target = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    if not math.prod(sizes):
-        return []
     stored_as = TensorStorageMetadata(TensorProperties(), torch.Size(stored.shape), there)
     return [
         Read(

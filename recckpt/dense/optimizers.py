@@ -199,6 +199,11 @@ def _without_names(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in (NAMES, SHAPES)}
 
 
+def is_zero(optimizer: Optimizer) -> bool:
+    """Say whether an optimizer has a part of the parameters: a ``ZeroRedundancyOptimizer``, or what gathers like it."""
+    return callable(getattr(optimizer, "consolidate_state_dict", None))
+
+
 def by_name(
     obj: Any,
     named_parameters: Callable[[], Any],
@@ -213,10 +218,7 @@ def by_name(
         return obj
     if is_keyed(obj):
         return KeyedOptimizer(obj, is_table_key)
-    is_zero = callable(
-        getattr(obj, "consolidate_state_dict", None)
-    )  # ZeroRedundancyOptimizer, and what gathers like it
-    return (ZeroOptimizer if is_zero else NamedOptimizer)(obj, named_parameters, is_table)
+    return (ZeroOptimizer if is_zero(obj) else NamedOptimizer)(obj, named_parameters, is_table)
 
 
 class ZeroOptimizer(NamedOptimizer):

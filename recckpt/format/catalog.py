@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -64,11 +64,7 @@ class Catalog:
     @cached_property
     def ids(self) -> Mapping[str, IdRange]:
         """The range of the ids of its rows by table, of the tables that have any."""
-        ranges: dict[str, IdRange] = {}
-        for batch in (batch for part in self.parts if part.holds == "rows" for batch in part.batches):
-            least, greatest = ranges.get(batch.table, batch.ids)
-            ranges[batch.table] = min(least, batch.ids[0]), max(greatest, batch.ids[1])
-        return ranges
+        return id_ranges(self.parts)
 
     @property
     def rows(self) -> dict[str, int]:
@@ -93,6 +89,15 @@ class Catalog:
             for batch in part.batches if part.holds == kind else ():
                 counts[batch.table] = counts.get(batch.table, 0) + batch.rows
         return counts
+
+
+def id_ranges(parts: Iterable[Part]) -> dict[str, IdRange]:
+    """Return the range of the ids of rows by table, of the tables that have any in these parts."""
+    ranges: dict[str, IdRange] = {}
+    for batch in (batch for part in parts if part.holds == "rows" for batch in part.batches):
+        least, greatest = ranges.get(batch.table, batch.ids)
+        ranges[batch.table] = min(least, batch.ids[0]), max(greatest, batch.ids[1])
+    return ranges
 
 
 def encode(catalog: Catalog) -> bytes:

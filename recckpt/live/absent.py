@@ -17,19 +17,19 @@ class AbsentTable:
 
     Args:
         name: in checkpoints.
-        n_rows: over all ranks.
         there: what another rank has of it.
+        box: no rows, of the part that the other has.
     """
 
-    def __init__(self, name: str, n_rows: int, there: RankPart) -> None:
-        self.name, self.n_rows, self.reason = name, n_rows, there.why
+    def __init__(self, name: str, there: RankPart, box: Box) -> None:
+        self.name, self.n_rows, self.reason, self._box = name, there.n_rows, there.why, box
         slots = there.slots
         self._tensors = {slot.name: torch.empty((0, *slot.shape), dtype=getattr(torch, slot.dtype)) for slot in slots}
-        self.finish(there.scalars, there.settings)
+        self._scalars, self._settings = dict(there.scalars), dict(there.settings)
 
     def box(self) -> Box:
         """Return no rows."""
-        return Box((0, 0))
+        return self._box
 
     def prepare(self) -> None:
         """Do nothing: there are no rows."""
@@ -52,4 +52,4 @@ class AbsentTable:
 
     def finish(self, scalars: Mapping[str, int | float], settings: Mapping[str, Any]) -> None:
         """Take what other ranks have."""
-        self._scalars, self._settings = dict(scalars), dict(settings)
+        self._scalars, self._settings = {**self._scalars, **scalars}, {**self._settings, **settings}

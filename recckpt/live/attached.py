@@ -9,14 +9,17 @@ import numpy.typing as npt
 from torch import Tensor
 
 from recckpt.errors import LiveTableError
+from recckpt.live.column_slots import whole_spec
 from recckpt.live.store import LiveStore
-from recckpt.types import EMBEDDING, IdRange, LiveTable, WatchedTable, check_table_name
+from recckpt.sparse.files.reduced_rows import file_order
+from recckpt.sparse.table.store import Store
+from recckpt.types import EMBEDDING, LiveTable, RowShare, SlotSpec, WatchedTable, check_table_name
 
 Int64s = npt.NDArray[np.int64]
 
 
 class AttachedTable:
-    """A live table whose changes are announced from now on, for as long as somebody has this, or until it is closed.
+    """A live table whose changes are announced from now on, while this is referenced and not closed.
 
     Args:
         live: the table.
@@ -27,18 +30,23 @@ class AttachedTable:
     Attributes:
         name: in checkpoints.
         live: the table.
-        store: its rows.
+        rows: its rows by their numbers.
     """
 
     def __init__(
         self, live: LiveTable, *, is_announced: bool = True, says_what_changes: bool = True, audit: int = 0
     ) -> None:
         self.name, self.live = check_table_name(live.name), live
-        self.store = LiveStore(live, is_announced=is_announced, says_what_changes=says_what_changes, audit=audit)
+        self.rows = LiveStore(live, is_announced=is_announced, says_what_changes=says_what_changes, audit=audit)
         # Not at the end of this object, which may come in the middle of a step: hooks cannot be removed while they are
         # called. Those without a door do nothing.
-        self._detach = live.attach(self.store)
+        self._detach = live.attach(self.rows)
         self._is_closed = False
+
+    @property
+    def store(self) -> Store:
+        """Its rows by the ids that they are saved by: their numbers."""
+        return self.rows
 
     def close(self) -> None:
         """End the announcements; the table can be saved and loaded no more."""
@@ -53,7 +61,10 @@ class AttachedTable:
             LiveTableError: this is closed, or the table cannot be read now.
         """
         if self._is_closed:
-            raise LiveTableError(f"table {self.name!r}: it was closed, and nobody notes its changes; call live_tables")
+            raise LiveTableError(
+                f"table {self.name!r}: it is closed, so its changes are not noted any more; call live_tables, "
+                "and make another saver"
+            )
         self.live.prepare()
 
     def look(self) -> None:
@@ -62,20 +73,35 @@ class AttachedTable:
             self.live.look()
 
     @property
-    def share(self) -> IdRange:
+    def share(self) -> RowShare:
         """The rows that this rank saves, by their ids."""
-        first = self.store.ids.first
-        return IdRange(first, first + len(self.store), self.live.n_rows)
+        return RowShare(*self.rows.box.own_rows, self.live.n_rows)
+
+    @property
+    def n_saved(self) -> int:
+        """How many rows this rank saves."""
+        begin, end = self.rows.box.own_rows
+        return end - begin
+
+    @property
+    def specs(self) -> tuple[SlotSpec, ...]:
+        """The slots of a row in a checkpoint, which has all its columns; as they stand there."""
+        specs = [whole_spec(column.spec, self.rows.box) for column in self.rows.saved_columns.values()]
+        return file_order(specs)
 
     def __len__(self) -> int:
         return len(self.store)
 
     def ids(self) -> Tensor:
-        """Return the numbers of the rows that this rank saves."""
+        """Return the numbers of the rows of which a save reads values here."""
         return self.store.ids.to_tensor(len(self))
 
+    def has_all_of(self, n_rows: int) -> bool:
+        """Say whether a checkpoint of so many rows has all of the table, and a load of it leaves nothing otherwise."""
+        return n_rows == self.live.n_rows
+
     def embeddings(self) -> Tensor:
-        """Return their values."""
+        """Return these values."""
         return self.store.saved_columns[EMBEDDING].blocks[0]
 
     @property
@@ -97,24 +123,19 @@ class AttachedTable:
         Raises:
             LiveTableError: there is no such row on this rank.
         """
-        first, end = self.store.box.rows
-        self._refuse_outside(ids.numpy(), first, end)
-        self.store.write(ids.numpy() - first, values)
+        self.rows.write(ids.numpy() - self.rows.box.rows[0], values)
 
-    def check(self, ids: Int64s) -> None:
-        """Refuse ids that have no row on any rank.
+    def check_ids(self, least: int, greatest: int) -> None:
+        """Refuse a checkpoint with ids from ``least`` to ``greatest`` if one of them has no row on any rank.
 
         Raises:
-            LiveTableError: there are some; says how many, and the first.
+            LiveTableError: there is none.
         """
-        self._refuse_outside(ids, 0, self.live.n_rows)
-
-    def _refuse_outside(self, ids: Int64s, first: int, end: int) -> None:
-        outside = ids[(ids < first) | (ids >= end)]
-        if len(outside):
+        n_rows = self.live.n_rows
+        if least < 0 or greatest >= n_rows:
             raise LiveTableError(
-                f"table {self.name!r}: found {len(outside)} ids without a row, such as {int(outside[0])}, expected ids "
-                f"from {first} to {end - 1}: make the table larger, or drop them by 'out_of_range': 'skip' in load_conf"
+                f"table {self.name!r}: found ids from {least} to {greatest}, expected ids from 0 to {n_rows - 1}: make "
+                "the table larger, or drop those without a row by 'out_of_range': 'skip' in load_conf"
             )
 
     def clear(self) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from recckpt.errors import LiveTableError
+from recckpt.live.devices import wait_for_devices
 from recckpt.live.fbgemm_hooks import KernelHooks, announce_calls
 from recckpt.live.fbgemm_rules import reason_of, settings_of, slots_of
 from recckpt.live.kinds import is_a
@@ -39,7 +40,7 @@ class Kernel:
 
     Args:
         module: the kernel.
-        group: the parameter group from which its owner sets the learning rate at each step; None where nobody does.
+        group: the parameter group from which its owner sets the learning rate at each step; None if it has no owner.
 
     Raises:
         LiveTableError: its tables cannot be saved by rows; says why.
@@ -96,10 +97,30 @@ class Kernel:
         """Take all rows of all tables for others at each call of a method of its owner, which has written them."""
         return announce_calls(obj, name, self._hooks.replaced)
 
-    def flush(self, table: int) -> None:
-        """Write back what caches of rows have, once for all tables: their turn comes in the order of their numbers."""
-        if self._hooks.is_first(table):
+    @property
+    def is_stashed(self) -> bool:
+        """Whether the weights, or their memory, are not where they are trained."""
+        weights = getattr(self.module, "weights_dev", None)
+        if weights is None or not weights.numel():
+            return False
+        is_freed = weights.device.type != "meta" and not weights.untyped_storage().nbytes()
+        return is_freed or weights.device.type != self.module.current_device.type
+
+    def prepare(self) -> None:
+        """Write back the rows that are newer in a cache, once for all tables until training writes the next.
+
+        What evicts a row of the cache later writes one that was announced before it changed, or one that is the same.
+        """
+        if self._hooks.was_written and self._has_cache:
+            # A stream that fetches rows ahead changes the cache too, so nothing else runs while it is written back.
+            wait_for_devices([self.module.lxu_cache_weights])
             self.module.flush()
+            wait_for_devices([self.module.lxu_cache_weights])
+        self._hooks.note_written_back()
+
+    @property
+    def _has_cache(self) -> bool:
+        return bool(self.module.lxu_cache_weights.numel())
 
     def resume(self, step: int | None, rate: float | None) -> None:
         """Take over steps and the learning rate, and let caches read anew the rows that were written beneath them."""
@@ -110,7 +131,8 @@ class Kernel:
             self.module.set_learning_rate(rate)
             if self._group is not None:
                 self._group["lr"] = rate
-        self.module.reset_cache_states()
+        if not self._hooks.was_written:  # else the cache has what no load has written since, and must not lose it
+            self.module.reset_cache_states()
 
 
 class FbgemmTable:
@@ -141,11 +163,21 @@ class FbgemmTable:
         return self._box
 
     def prepare(self) -> None:
-        """Write caches back."""
-        self._kernel.flush(self._table)
+        """Write caches back.
+
+        Raises:
+            LiveTableError: the weights lie elsewhere for now.
+        """
+        self._check_there()
+        self._kernel.prepare()
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the weights and states of the optimizer, as they lie in the kernel."""
+        """Return the weights and states of the optimizer, as they lie in the kernel.
+
+        Raises:
+            LiveTableError: the weights lie elsewhere for now.
+        """
+        self._check_there()
         return self._kernel.tensors(self._table)
 
     def attach(self, door: Door) -> Callable[[], object]:
@@ -164,3 +196,11 @@ class FbgemmTable:
         """Take over the steps and the learning rate."""
         step = int(scalars["step"]) if "step" in scalars else None
         self._kernel.resume(step, float(settings["lr"]) if "lr" in settings else None)
+
+    def _check_there(self) -> None:
+        if self._kernel.is_stashed:
+            raise LiveTableError(
+                f"table {self.name!r}: its weights are stashed in the memory of the host, expected them on "
+                f"{self._kernel.module.current_device}: save and load between steps, or call "
+                "MemoryStashingManager.restore_embedding_weights() before"
+            )

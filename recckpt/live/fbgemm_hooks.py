@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recckpt.live.devices import is_capturing
 from recckpt.live.hooks import WeakDoor
 from recckpt.types import Door
 
@@ -33,6 +34,7 @@ class KernelHooks:
         self._kernel, self._is_proven = kernel, is_proven
         self._doors: dict[int, WeakDoor] = {}
         self._removers: list[Callable[[], object]] = []
+        self.was_written = True  # since the cache was last written back; what was before is not known
 
     def attach(self, table: int, door: Door) -> Callable[[], object]:
         """Announce what changes in a table; return what ends that."""
@@ -53,8 +55,9 @@ class KernelHooks:
         self, indices: Tensor, offsets: Tensor, sizes: Sequence[Sequence[int]] | None, *gradients: Any
     ) -> None:
         """Announce the rows that these inputs look up; ``sizes`` are those of batches by feature and rank, or None."""
+        self.was_written = True
         try:
-            if not self._is_proven:
+            if not self._is_proven or is_capturing():
                 self.announce_all()
                 return
             for table, rows in self._rows(indices, offsets, sizes):
@@ -67,6 +70,7 @@ class KernelHooks:
 
     def announce_all(self, *args: Any) -> None:
         """Announce that any row of any table is about to change."""
+        self.was_written = True
         for door in self._doors.values():
             door.announce_all()
 
@@ -75,9 +79,9 @@ class KernelHooks:
         for door in self._doors.values():
             door.replaced()
 
-    def is_first(self, table: int) -> bool:
-        """Say whether a table is the first whose changes are announced."""
-        return table == min(self._doors, default=table)
+    def note_written_back(self) -> None:
+        """Take what the cache has for no newer than what lies below it."""
+        self.was_written = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KernelHooks:
         return _of_a_copy()
@@ -90,17 +94,18 @@ class KernelHooks:
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield (table, rows) of each feature that looks a table up whose changes are announced."""
         tables = self._kernel.feature_table_map
+        indices, offsets = indices.detach().cpu(), offsets.cpu()  # once for all features: each copy waits for a device
         if sizes is None:
             size = (len(offsets) - 1) // len(tables)
             bounds = offsets[:: max(size, 1)].tolist() if size else [0] * (len(tables) + 1)
         else:
-            bounds = offsets[torch.tensor([0, *accumulate(map(sum, sizes))], device=offsets.device)].tolist()
+            bounds = offsets[torch.tensor([0, *accumulate(map(sum, sizes))])].tolist()
         for table, begin, end in zip(tables, bounds[:-1], bounds[1:], strict=True):
             if table in self._doors and begin < end:
                 yield table, _looked_up(indices[begin:end], self._kernel.embedding_specs[table][0])
 
     def _install(self) -> None:
-        kernel = self._kernel
+        kernel, self.was_written = self._kernel, True
         handles = [
             kernel.register_forward_hook(self.after_forward, with_kwargs=True),
             kernel.register_load_state_dict_pre_hook(self.announce_all),

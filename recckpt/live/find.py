@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,16 +13,21 @@ from torch.optim import Optimizer
 
 from recckpt.dense.sharded import is_sharded
 from recckpt.errors import LiveTableError
+from recckpt.live.dtensor import reshard, why_not_by_rows
+from recckpt.live.dtensor_embedding import DTensorEmbedding, kind_of
 from recckpt.live.fbgemm import FbgemmTable, Kernel, is_kernel, is_other_kernel
-from recckpt.live.found import FINGERPRINTS, Candidate, FoundTable
+from recckpt.live.found import FINGERPRINTS, OWN, Candidate, FoundTable
 from recckpt.live.torch_embedding import TorchEmbedding
 from recckpt.live.torch_optimizers import optimizers_in, trainer_of
 from recckpt.live.torchrec import collection_tables
+from recckpt.live.torchrec_collision import Collision, collisions_of, unsharded_table
 from recckpt.live.torchrec_modules import is_collection
 from recckpt.parallel.ranks import Ranks
 from recckpt.sparse.split import parameters_of, unwrapped, wrappers_in
 from recckpt.text import nearest
-from recckpt.types import Box, check_table_name
+from recckpt.types import Box, LiveTable, check_table_name
+
+log = logging.getLogger("recckpt")
 
 
 def find_tables(
@@ -31,12 +38,16 @@ def find_tables(
     min_rows: int,
     names: dict[str, str],
     exclude: Collection[str],
+    adapters: Sequence[LiveTable] = (),
 ) -> tuple[list[FoundTable], dict[str, str]]:
-    """Return the tables of a model, and path -> why of embeddings that stay dense. Collective where it is sharded.
+    """Return the tables of a model and of ``adapters``, and path -> why of embeddings that stay dense.
+
+    Collective where the model is sharded.
 
     Raises:
         LiveTableError: tables cannot be saved so, or a path is not one of an embedding; all of it.
     """
+    reshard(model)
     optimizers = optimizers_in(optimizers, model)
     left: dict[str, str] = {}
     candidates = {
@@ -48,26 +59,37 @@ def find_tables(
         )
     }
     known = candidates.keys() | left.keys()
-    problems = [
-        f"{path!r} is not the path of an embedding{nearest(path, known)}"
-        for path in (*names, *exclude)
-        if path not in known
-    ]
-    tables: list[FoundTable] = []
+    tables, small, beside = list[FoundTable](), set[str](), set[str]()
     for path, candidate in candidates.items():
         if path in exclude:
             continue
         if candidate.n_rows < min_rows and path not in names:
+            small.add(path)
             left[path] = f"{candidate.n_rows} rows, fewer than min_rows={min_rows}"
             continue
         try:
-            tables.append(candidate.make(check_table_name(names.get(path, candidate.name))))
+            table = candidate.make(check_table_name(names.get(path, candidate.name)))
+            tables += [table, *(other for other in table.companions if other.path not in exclude)]
+            beside |= {other.path for other in table.companions}
         except LiveTableError as error:
             left[path] = str(error)
+    tables += [_adapted(live, number) for number, live in enumerate(adapters)]
+    unknown = {"names": names.keys() - known, "exclude": set(exclude) - known - beside}
+    problems = list(_unknown(unknown, known | beside))
     problems += [*_torn(candidates.values(), exclude), *_repeated(tables)]
     if problems:
         raise LiveTableError("; ".join(problems))
+    dense = [f"{path!r}: {why}" for path, why in left.items() if path not in small]
+    if dense and ranks.rank == 0:
+        log.warning("no live tables, but dense tensors, saved whole each time, are %s", "; ".join(dense))
     return tables, left
+
+
+def _unknown(paths: Mapping[str, Collection[str]], known: Collection[str]) -> Iterator[str]:
+    """Yield messages of paths, by the argument that has them, which are not of an embedding."""
+    for argument, some in paths.items():
+        for path in sorted(some):
+            yield f"{argument}: {path!r} is not the path of an embedding{nearest(path, known)}"
 
 
 def _torch_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Candidate]:
@@ -79,6 +101,7 @@ def _torch_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator
     for key, parameter in parameters_of(model):
         keys[id(parameter)] = (*keys.get(id(parameter), ()), key)
     of_collections = {id(table) for one in model.modules() if is_collection(one) for table in one.modules()}
+    collisions = {id(module): collision for module, collision in collisions_of(model)}
     wrappers, paths = wrappers_in(model), set[str]()
     for at, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -87,7 +110,10 @@ def _torch_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator
             name = path.rpartition(".")[2] if id(module) in of_collections else path
             if path not in paths:
                 paths.add(path)
-                yield Candidate(path, name, len(module.weight), partial(_torch_table, path, module, own, optimizers))
+                make = partial(_torch_table, path, module, own, optimizers)
+                if id(module) in collisions:
+                    make = partial(_colliding_table, make, collisions[id(module)], wrappers)
+                yield Candidate(path, name, len(module.weight), make)
 
 
 def _torch_table(
@@ -105,12 +131,20 @@ def _torch_table(
     weight = module.weight
     if not keys:
         raise LiveTableError("its weight is made of other tensors, as by a parametrization: they are saved")
-    if is_sharded(weight):
-        raise LiveTableError("its weight is sharded over ranks, and saved in pieces")
+    is_spread = is_sharded(weight)
+    if not is_spread and weight.dim() != 2:
+        raise LiveTableError(
+            f"its weight is {tuple(weight.shape)}, expected rows: FullyShardedDataParallel flattens it, fully_shard not"
+        )
+    if is_spread and (refusal := why_not_by_rows(weight)):
+        raise LiveTableError(refusal)
+    if is_spread and module.max_norm is not None:
+        raise LiveTableError("its max_norm writes in forward passes, which is not known of a DTensor")
     optimizer, rule = trainer_of(weight, optimizers)
-    live = TorchEmbedding(name, module, optimizer, rule)
+    live = (DTensorEmbedding if is_spread else TorchEmbedding)(name, module, optimizer, rule)
     why = live.reason if optimizer is not None else "no optimizer trains it: whoever writes it is not seen"
-    marks, kind = FINGERPRINTS if why else "gradient", type(module).__name__
+    marks = FINGERPRINTS if why else "gradient"
+    kind = kind_of(module, weight) if is_spread else type(module).__name__
     return FoundTable(
         live,
         path,
@@ -121,7 +155,19 @@ def _torch_table(
         is_announced=optimizer is not None,
         optimizer=optimizer,
         why=why,
+        tensors=keys,
     )
+
+
+def _colliding_table(
+    make: Callable[[str], FoundTable], collision: Collision, wrappers: list[tuple[str, str]], name: str
+) -> FoundTable:
+    """Return the table of a module of torch whose ids are remapped.
+
+    Raises:
+        LiveTableError: it is to stay a dense tensor; says why.
+    """
+    return unsharded_table(make(name), replace(collision, path=unwrapped(collision.path, wrappers)))
 
 
 def _kernel_tables(model: nn.Module, left: dict[str, str]) -> Iterator[Candidate]:
@@ -167,6 +213,10 @@ def _kernel_table(kernel: Kernel, number: int, path: str, keys: tuple[str, ...],
         why=live.reason,
         is_tensor=False,
     )
+
+
+def _adapted(live: LiveTable, number: int) -> FoundTable:
+    return FoundTable(live, f"adapters[{number}]", type(live).__name__, (), lambda: (), OWN, is_announced=True)
 
 
 def _torn(candidates: Iterable[Candidate], exclude: Collection[str]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from recckpt.dense.optimizer_class import updater
 from recckpt.types import LiveTable
 
 FINGERPRINTS = "fingerprints"  # of all rows, at each save
+OWN = "own"
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,14 @@ class FoundTable:
         keys: of its weight in the state dict of the model.
         weights: returns the parameters that are its rows by now.
         marks: how its changes are known: ``"gradient"`` by the optimizer's step, ``"backward"`` by that of a kernel, or
-            ``FINGERPRINTS`` by looking at all rows at a save.
+            ``OWN`` by what an adapter of somebody else announces, or ``FINGERPRINTS`` by looking at all rows at a save.
         is_announced: whether all that changes rows is announced; otherwise training waits while they are copied.
         optimizer: that trains it; None where it is frozen, or updates itself.
         why: why that is not the best; None where it is.
         is_tensor: whether the keys are of the tensor of its rows, and not of one around it, or of pieces.
         collection: of TorchRec, of which the table is one, spread over ranks; None where it is of none.
+        tensors: names under which a checkpoint without live tables has its rows, as one dense tensor.
+        companions: tables of rows that lie in the same memory.
     """
 
     live: LiveTable
@@ -44,6 +47,8 @@ class FoundTable:
     why: str | None = None
     is_tensor: bool = True
     collection: nn.Module | None = None
+    tensors: tuple[str, ...] = ()
+    companions: tuple[FoundTable, ...] = ()
 
     def is_trained_by(self, optimizer: Optimizer) -> bool:
         """Say whether the table has the states that an optimizer keeps of its weights."""

@@ -43,17 +43,19 @@ class RowOptimizers:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give each optimizer its part of a saved state; live tables take what there is for them."""
+        """Give each optimizer its part of a saved state; a live table of which it has no step begins anew."""
         groups = state["param_groups"]
         if self._sparse_optim is not None:
             ours = [group for group in groups if not {*group["tables"]} <= self._tables.keys()]
             steps = {name: values for name, values in state["state"].items() if name not in self._tables}
             slots = self._sparse_optim.state_dict()["slots"]
             self._sparse_optim.load_state_dict({"slots": slots, "state": steps, "param_groups": ours})
-        for name, table in self._tables.items():
+        scalars = {name: state["state"].get(name, {"step": 0}) for name in self._tables}
+        # The tables of a kernel have one step, which is that of the last: one that begins anew leaves it to the others.
+        for name in sorted(scalars, key=lambda name: int(scalars[name].get("step", 0))):
             settings: Mapping[str, Any] = next((group for group in groups if name in group["tables"]), {})
             own = {key: value for key, value in settings.items() if key != "tables"}
-            table.live.finish(state["state"].get(name, {}), own)
+            self._tables[name].live.finish(scalars[name], own)
 
     def set_settings(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Give each optimizer the settings of saved groups."""

@@ -15,7 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from recckpt.errors import LiveTableError
 from recckpt.format.distinct import distinct
+from recckpt.live.column_slots import misfit_of
+from recckpt.live.devices import is_capturing, wait_for_devices
 from recckpt.live.row_range import RowRange
+from recckpt.sparse.table.checks import spec_of
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.mark_set import HasMarkSets
 from recckpt.sparse.table.observers import Observers
@@ -25,6 +28,8 @@ from recckpt.types import EMBEDDING, ITEM_BYTES, LiveTable, SlotSpec
 
 Int64s = npt.NDArray[np.int64]
 log = logging.getLogger("recckpt")
+_DEVICES = ("cpu", "cuda")  # of others it is not known in which order they read and write
+_RESIZED = "close() the live tables, call live_tables once more, and make another saver"
 _PIECE_ROWS = 1 << 20  # rows announced at a time, of a table of which any row may change
 
 
@@ -64,10 +69,12 @@ class LiveStore(Store):
         self.lock, self.says_what_changes, self.audit = threading.RLock(), says_what_changes, audit
         self._table, self._is_announced, self._observers = table, is_announced, Observers()
         self.box = table.box()
-        first, end = self.box.own_rows
+        # A part of several has its columns of all rows, and sends them to the ranks that save the rows.
+        first, end = self.box.rows if self.box.columns else self.box.own_rows
         self._begin = first - self.box.rows[0]  # of the rows of the box
         self._ids = RowRange(first, end - first)
         self._failure: Exception | None = None
+        self._is_in_graph = False
         self._memory: dict[str, _Place] = {}  # slot -> where it was at the last snapshot
         self._noted_columns()
 
@@ -90,7 +97,7 @@ class LiveStore(Store):
 
     @property
     def saved_columns(self) -> Mapping[str, Column]:
-        """The same, with the rows that this rank saves."""
+        """The same, with the rows that this rank saves; of a table by columns, with all rows of the box."""
         return self._columns(self._begin, len(self))
 
     def snapshot(self, name: str, slots: Collection[str] | None = None) -> Snapshot:
@@ -100,6 +107,11 @@ class LiveStore(Store):
             LiveTableError: a tensor cannot be saved; or what the adapter has met since the last snapshot.
         """
         with self.lock:
+            if self._is_in_graph:
+                raise LiveTableError(
+                    f"table {self._table.name!r}: a step that changes it was captured in a CUDA graph, whose replays "
+                    "announce nothing: keep the table out of the graph, or out of live_tables by exclude="
+                )
             if self._failure is not None:
                 failure, self._failure = self._failure, None
                 raise LiveTableError(f"table {self._table.name!r}: its changes were not seen: {failure!r}") from failure
@@ -115,7 +127,16 @@ class LiveStore(Store):
             self._observers.track(marks)
 
     def write(self, rows: Int64s, values: Mapping[str, Tensor]) -> None:
-        """Set slots of rows of the box, all different, where they lie."""
+        """Set slots of rows of the box, all different, where they lie.
+
+        Raises:
+            LiveTableError: there is no such row: what lies beyond is the memory of others.
+        """
+        n_rows = self.box.rows[1] - self.box.rows[0]
+        if len(rows) and not 0 <= rows.min() <= rows.max() < n_rows:
+            first, end = self.box.rows
+            found = f"rows {first + rows.min()} to {first + rows.max()}"
+            raise LiveTableError(f"table {self._table.name!r}: found {found}, expected rows {first} to {end - 1}")
         with self.lock:
             self._noted_columns()
             columns = self.columns
@@ -126,6 +147,8 @@ class LiveStore(Store):
     def announce(self, rows: Tensor) -> None:
         """Let snapshots copy, and marks mark, rows of the box that are about to change."""
         try:
+            if self._is_captured():
+                return
             own = self._own(rows.detach().to("cpu", torch.int64).numpy().reshape(-1))
             with self.lock:
                 if self._observers.has_snapshot:  # which copies each row once
@@ -137,6 +160,8 @@ class LiveStore(Store):
     def announce_all(self) -> None:
         """Let snapshots copy all rows that are still to be written, and marks take all for changed."""
         try:
+            if self._is_captured():
+                return
             with self.lock:
                 for rows in self._all_rows() if self._is_announced and self._observers.has_snapshot else ():
                     self._observers.keep(rows, with_ids=False)
@@ -163,6 +188,13 @@ class LiveStore(Store):
         log.error("table %r: its changes were not seen, and the next save fails: %r", self._table.name, error)
         self.replaced()
         self._failure = error
+
+    def _is_captured(self) -> bool:
+        """Say whether a change is captured in a CUDA graph, from where no row can be copied; no save is right then."""
+        if is_capturing():
+            self._is_in_graph = True
+            self.replaced()
+        return self._is_in_graph
 
     def _noted_columns(self) -> Mapping[str, Column]:
         """Return the columns of now; where they lie elsewhere than before, all rows have changed."""
@@ -194,23 +226,32 @@ class LiveStore(Store):
             for name, tensor in tensors.items()
         }
 
+    def wait(self) -> None:
+        """Wait until what was asked of the devices of the rows is done, in whichever stream."""
+        wait_for_devices(self._table.tensors().values())
+
     def _problem(self, name: str, tensor: Tensor) -> str | None:
         """Return why a tensor cannot be saved."""
         n_rows = self.box.rows[1] - self.box.rows[0]
-        form = f"{_dtype_name(tensor)} {tuple(tensor.shape)} on {tensor.device}"
-        if _dtype_name(tensor) not in ITEM_BYTES or tensor.dim() == 0 or 0 in tensor.shape[1:]:
+        dtype = spec_of(name, tensor).dtype
+        form = f"{dtype} {tuple(tensor.shape)} on {tensor.device}"
+        expected = misfit_of(spec_of(name, tensor), self.box)
+        if dtype not in ITEM_BYTES or tensor.dim() == 0 or 0 in tensor.shape[1:]:
             return f"{name} is {form}, expected one of the dtypes {', '.join(ITEM_BYTES)}, and values in each row"
         if len(tensor) != n_rows:
-            return f"{name} is {form}, expected {n_rows} rows, as its box has"
-        if tensor.device.type == "meta":
-            return f"{name} is {form}, expected memory: materialize it first"
-        return None if tensor.is_contiguous() else f"{name} is {form} and not contiguous: recckpt reads it in place"
+            return f"{name} is {form}, expected {n_rows} rows, as live_tables found them: {_RESIZED}"
+        if expected is not None:
+            return f"{name} is {form}, expected {expected}, as its box has"
+        problem = _problem_of_memory(tensor)
+        return None if problem is None else f"{name} is {form}{problem}"
 
 
-def spec_of(name: str, tensor: Tensor) -> SlotSpec:
-    """Return what a slot is whose values are the rows of a tensor."""
-    return SlotSpec(name, _dtype_name(tensor), tuple(tensor.shape[1:]))
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _problem_of_memory(tensor: Tensor) -> str | None:
+    """Return why the memory of a tensor cannot be read in place, None where it can."""
+    if tensor.device.type == "meta":
+        return ", expected memory: materialize it first"
+    if tensor.device.type not in _DEVICES:
+        return f", expected one of the devices {', '.join(_DEVICES)}"
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        return ", whose memory is freed for now: save and load where it is there, as between steps"
+    return None if tensor.is_contiguous() else " and not contiguous: recckpt reads it in place"

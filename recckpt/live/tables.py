@@ -14,11 +14,14 @@ from torch.optim import Optimizer
 from recckpt.errors import LiveTableError
 from recckpt.live.absent import AbsentTable
 from recckpt.live.attached import AttachedTable
+from recckpt.live.dtensor import local_of
 from recckpt.live.find import find_tables
 from recckpt.live.found import FINGERPRINTS, FoundTable
+from recckpt.live.keyed_table import AttachedKeyedTable
+from recckpt.live.keyed_types import KeyedLiveTable
 from recckpt.parallel.ranks import DEFAULT_TIMEOUT_SEC, Ranks, RanksNow
 from recckpt.text import Table, count, nearest, plain
-from recckpt.types import EMBEDDING, SavableTable, is_list, positive_int
+from recckpt.types import EMBEDDING, LiveTable, SavableTable, is_list, positive_int
 
 _made: weakref.WeakValueDictionary[int, LiveTables] = weakref.WeakValueDictionary()  # by id of the model
 
@@ -27,6 +30,9 @@ class LiveTables(Mapping[str, AttachedTable]):
     """The live tables of a model by name; ``print`` shows what is saved how, and why not better.
 
     Made by :func:`live_tables`.
+
+    Attributes:
+        optimizers: those that it was given, which may train other parameters too.
     """
 
     def __init__(
@@ -35,22 +41,18 @@ class LiveTables(Mapping[str, AttachedTable]):
         tables: Sequence[FoundTable],
         left: Mapping[str, str],
         ranks: Ranks | None = None,
+        *,
         audit: int = 0,
+        optimizers: Sequence[Optimizer] = (),
     ) -> None:
         self._ranks = ranks if ranks is not None and any(table.collection for table in tables) else None
         self._model = None if model is None else weakref.ref(model)
         self._found = {table.live.name: table for table in tables}
-        self._tables = {
-            name: AttachedTable(
-                table.live,
-                is_announced=table.is_announced,
-                says_what_changes=table.marks != FINGERPRINTS,
-                audit=audit,
-            )
-            for name, table in self._found.items()
-        }
+        self._tables = {name: _attached(table, audit) for name, table in self._found.items()}
         self._keys = frozenset(key for entry in self._found.values() for key in entry.keys)
         self._left = left
+        self.optimizers = tuple(optimizers)
+        self._is_closed = False
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # each has doors of its own
 
@@ -91,6 +93,10 @@ class LiveTables(Mapping[str, AttachedTable]):
                 collections[table.collection].update(".".join(key.rsplit(".", 3)[-3:]) for key in table.keys)
         return collections
 
+    def tensors_of(self, name: str) -> tuple[str, ...]:
+        """Return the names of the dense tensor that a checkpoint without live tables has in place of a table."""
+        return self._found[name].tensors
+
     def share_settings(self) -> None:
         """Let ranks that have no rows of a table know what others know of its optimizer. Collective, if there are such.
 
@@ -99,8 +105,8 @@ class LiveTables(Mapping[str, AttachedTable]):
         """
         if self._ranks is None:
             return
-        own = {name: (table.live.scalars(), table.live.settings()) for name, table in self.items() if _is_here(table)}
-        of_ranks = self._ranks.on_all(lambda: own)
+        here = {name: table.live for name, table in self.items() if _is_here(table)}
+        of_ranks = self._ranks.on_all(lambda: {name: (t.scalars(), t.settings()) for name, t in here.items()})
         for name, table in self.items():
             if not _is_here(table):
                 table.live.finish(*next(known[name] for known in of_ranks if name in known))
@@ -123,10 +129,23 @@ class LiveTables(Mapping[str, AttachedTable]):
 
     def close(self) -> None:
         """Remove the hooks. Savers that have these tables refuse to save and load from now on; others can be made."""
+        self._is_closed = True
         for table in self.values():
             table.close()
         if (model := self.model) is not None and _made.get(id(model)) is self:
             del _made[id(model)]
+
+    def check_open(self) -> None:
+        """Refuse tables that are closed.
+
+        Raises:
+            LiveTableError: they are.
+        """
+        if self._is_closed:
+            raise LiveTableError(
+                f"the live tables {', '.join(map(repr, self))} are closed: call live_tables once more, and give the "
+                "saver what that returns"
+            )
 
     def check_same(self, tables: Sequence[FoundTable]) -> None:
         """Refuse tables that are others than these.
@@ -135,7 +154,7 @@ class LiveTables(Mapping[str, AttachedTable]):
             LiveTableError: they are.
         """
         before, now = (
-            {one.live.name: (one.path, one.optimizer, one.marks) for one in some}
+            {one.live.name: (one.path, one.optimizer, one.marks, None if one.keys else one.live) for one in some}
             for some in (self._found.values(), tables)
         )
         if before != now:
@@ -159,7 +178,7 @@ class LiveTables(Mapping[str, AttachedTable]):
             )
 
     def __str__(self) -> str:
-        rows = [_row(entry) for entry in self._found.values()]
+        rows = [_row(entry, self[name]) for name, entry in self._found.items()]
         table = Table(("table", "rows x dim", "kind", "slots", "marks", "why"), rows)
         left = [f"not a live table: {path}: {why}" for path, why in self._left.items()]
         return "\n".join([*plain([table] if rows else ["no live tables"]), *left])
@@ -179,11 +198,12 @@ def live_tables(
     exclude: Sequence[str] = (),
     marks: str | Mapping[str, str] = "auto",
     audit: int = 0,
+    adapters: Sequence[LiveTable] = (),
 ) -> LiveTables:
     """Find the embedding tables of a model that recckpt saves where they lie, with their optimizers' states.
 
-    Nothing of the model is replaced; hooks announce which rows change, for as long as somebody, such as a saver, has
-    the tables, or until they are closed. Call it on each rank once the model is wrapped and the optimizers are made,
+    Nothing of the model is replaced; hooks announce which rows change, while the tables are referenced, by a saver for
+    one, and not closed. Call it on each rank once the model is wrapped and the optimizers are made,
     before training and restoring; a second call for the same model gives the same tables. Not thread-safe.
     Collective where TorchRec has sharded the model.
 
@@ -197,6 +217,7 @@ def live_tables(
             whoever writes them. For all tables, or by the names of tables.
         audit: every ``audit``-th save compares the marks of hooks with fingerprints, and fails where a row was missed;
             0 for never.
+        adapters: tables in the memory of somebody else, which announce what changes in them.
 
     Raises:
         LiveTableError: tables cannot be saved so; says all that is wrong at once.
@@ -208,21 +229,41 @@ def live_tables(
     wrong = [type(one).__name__ for one in listed if not isinstance(one, Optimizer)]
     if wrong:
         raise TypeError(f"optimizers must be optimizers of torch, found a {wrong[0]}")
-    positive_int("min_rows", min_rows)
-    if not is_list(exclude) or not all(isinstance(path, str) for path in exclude):
-        raise TypeError(f"exclude must be a list of paths of modules, found {exclude!r:.200}")
-    if type(audit) is not int or audit < 0:
-        raise ValueError(f"audit must be an int of at least 0, found {audit!r}")
+    _check_options(min_rows, names, exclude, audit, adapters)
     ranks = RanksNow(DEFAULT_TIMEOUT_SEC).of(None, None)
-    found, left = find_tables(model, listed, ranks, min_rows=min_rows, names=dict(names or {}), exclude=exclude)
+    found, left = find_tables(
+        model, listed, ranks, min_rows=min_rows, names=dict(names or {}), exclude=exclude, adapters=adapters
+    )
     found = _with_marks(found, marks)
     made = _made.get(id(model))
     if made is not None and made.model is model:
         made.check_same(found)
         return made
-    tables = LiveTables(model, found, left, ranks, audit)
+    tables = LiveTables(model, found, left, ranks, audit=audit, optimizers=listed)
     _made[id(model)] = tables
     return tables
+
+
+def _check_options(min_rows: Any, names: Any, exclude: Any, audit: Any, adapters: Sequence[Any]) -> None:
+    positive_int("min_rows", min_rows)
+    if names is not None and not (isinstance(names, Mapping) and all(isinstance(path, str) for path in names)):
+        raise TypeError(f"names must be a dict, path of a module -> name of its table, found {names!r:.200}")
+    if not is_list(exclude) or not all(isinstance(path, str) for path in exclude):
+        raise TypeError(f"exclude must be a list of paths of modules, found {exclude!r:.200}")
+    if type(audit) is not int or audit < 0:
+        raise ValueError(f"audit must be an int of at least 0, found {audit!r}")
+    for adapter in adapters:
+        if not isinstance(adapter, LiveTable):
+            raise TypeError(f"adapters must be tables as recckpt.types.LiveTable, found a {type(adapter).__name__}")
+
+
+def _attached(table: FoundTable, audit: int) -> AttachedTable:
+    says_what_changes = table.marks != FINGERPRINTS
+    if isinstance(table.live, KeyedLiveTable):
+        return AttachedKeyedTable(
+            table.live, is_announced=table.is_announced, says_what_changes=says_what_changes, audit=audit
+        )
+    return AttachedTable(table.live, is_announced=table.is_announced, says_what_changes=says_what_changes, audit=audit)
 
 
 def _is_here(table: AttachedTable) -> bool:
@@ -230,7 +271,8 @@ def _is_here(table: AttachedTable) -> bool:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.data_ptr() == other.data_ptr()
+    here = local_of(one)
+    return here.shape == other.shape and here.data_ptr() == other.data_ptr()
 
 
 def _with_marks(tables: Sequence[FoundTable], marks: str | Mapping[str, str]) -> list[FoundTable]:
@@ -250,9 +292,8 @@ def _with_marks(tables: Sequence[FoundTable], marks: str | Mapping[str, str]) ->
     return [replace(table, marks=FINGERPRINTS) if table.live.name in printed else table for table in tables]
 
 
-def _row(entry: FoundTable) -> tuple[str, ...]:
-    table = entry.live
-    tensors = table.tensors()
-    shape = f"{count(table.n_rows)} x {'x'.join(map(str, tensors[EMBEDDING].shape[1:]))}"
-    names = ", ".join(name for name in tensors if name != EMBEDDING) or "-"
+def _row(entry: FoundTable, table: AttachedTable) -> tuple[str, ...]:
+    embedding, *others = table.specs
+    shape = f"{count(entry.live.n_rows)} x {'x'.join(map(str, embedding.shape))}"
+    names = ", ".join(spec.name for spec in others) or "-"
     return table.name, shape, entry.kind, names, entry.marks, entry.why or ""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recckpt.live.devices import is_capturing
 from recckpt.live.hooks import WeakDoor
 from recckpt.live.write_guard import WriteGuard
 
@@ -28,8 +29,11 @@ class AnnouncedTable(Protocol):
     def reason(self) -> str | None:
         """Why rows may change that have no gradient; None where none does."""
 
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Return all tensors that have a value a row."""
+    def whole(self) -> Mapping[str, Tensor]:
+        """Return all tensors that have a value a row, as the module and the optimizer have them."""
+
+    def part_of(self, gradient: Tensor) -> Tensor | None:
+        """Return the gradient of the rows of this rank; None where that is not known yet."""
 
 
 class TorchAnnouncer:
@@ -101,12 +105,14 @@ class TorchAnnouncer:
             grad = table.weight.grad if table is not None else None
             if table is None or grad is None:
                 return  # torch's optimizers leave such a parameter as it is
-            if table.reason is not None or not is_final:
+            is_known = table.reason is None and is_final and not is_capturing()
+            part = table.part_of(grad) if is_known else None
+            if part is None:
                 self._door.announce_all()
-            elif grad.is_sparse:
-                self._door.announce(grad._indices()[0])
+            elif part.is_sparse:
+                self._door.announce(part._indices()[0])
             else:
-                self._door.announce(_rows_of(grad))
+                self._door.announce(_rows_of(part))
 
     @contextmanager
     def _known_write(self) -> Iterator[None]:
@@ -123,7 +129,7 @@ class TorchAnnouncer:
 
     def _tensors(self) -> Mapping[str, Tensor]:
         table = self._table
-        return {} if table is None else table.tensors()
+        return {} if table is None else table.whole()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchAnnouncer:
         return TorchAnnouncer()

@@ -10,10 +10,12 @@ from torch.optim import Optimizer
 
 from recckpt.errors import LiveTableError
 from recckpt.live.hooks import WeakDoor
+from recckpt.live.optimizer_slots import slot_of
 from recckpt.live.torch_announcer import TorchAnnouncer
 from recckpt.live.torch_rules import TorchRule, make_state, set_step
 from recckpt.parallel.ranks import rank_and_size
-from recckpt.types import EMBEDDING, Box, Door
+from recckpt.sparse.table.checks import spec_of
+from recckpt.types import EMBEDDING, Box, Door, SlotSpec
 
 
 class TorchEmbedding:
@@ -69,11 +71,27 @@ class TorchEmbedding:
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the weight and the states of the optimizer that have a value a row."""
-        tensors = {EMBEDDING: self.weight.detach()}
+        whole = self.whole()
+        return {**whole, EMBEDDING: whole[EMBEDDING].detach()}
+
+    def whole(self) -> Mapping[str, Tensor]:
+        """Return them as the module and the optimizer have them."""
+        tensors = {EMBEDDING: self.weight}
         slots = self._rule.slots(self._group) if self._rule and self._group else {}
         return tensors | {
             slot: self._state[key] for key, slot in slots.items() if isinstance(self._state.get(key), Tensor)
         }
+
+    def other_slots(self) -> Mapping[str, SlotSpec]:
+        """Return the slots that it gets once a load has given its optimizer settings that need them."""
+        if self._rule is None:
+            return {}
+        slots = (slot_of(self._rule.prefix, key) for key in self._rule.others)
+        return {slot: spec_of(slot, self.weight) for slot in slots if slot not in self.tensors()}
+
+    def part_of(self, gradient: Tensor) -> Tensor | None:
+        """Return the gradient of the rows of this rank."""
+        return gradient
 
     def attach(self, door: Door) -> Callable[[], object]:
         """Announce what a step, a load, and in forward passes ``max_norm`` are about to change."""

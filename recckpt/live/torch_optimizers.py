@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from recckpt.dense.keyed_optimizer import is_keyed
 from recckpt.dense.optimizer_class import updater
+from recckpt.dense.optimizers import is_zero
 from recckpt.errors import LiveTableError
 from recckpt.live.torch_rules import KNOWN, TorchRule, rule_of
 
@@ -28,12 +29,7 @@ def _inner(optimizer: Optimizer) -> Iterator[Optimizer]:
         for part in parts:
             yield from _inner(part)
     else:
-        yield optimizer if _is_zero(optimizer) else updater(optimizer)
-
-
-def _is_zero(optimizer: Optimizer) -> bool:
-    """Say whether the optimizer that updates has a part of the parameters only."""
-    return callable(getattr(optimizer, "consolidate_state_dict", None))
+        yield optimizer if is_zero(optimizer) else updater(optimizer)
 
 
 def trainer_of(weight: Tensor, optimizers: Sequence[Optimizer]) -> tuple[Optimizer | None, TorchRule | None]:

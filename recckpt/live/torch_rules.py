@@ -1,6 +1,6 @@
 """The optimizers of torch whose states are slots of live tables: their names here, and which rows a step changes.
 
-Rows without a gradient that a step changes all the same were counted for each rule: docs/tables.md has the figures.
+A rule says that no row without a gradient changes only where that follows from its arithmetic, bit for bit.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
+
+from recckpt.live.optimizer_slots import PREFIXES, slot_of
 
 Group = Mapping[str, Any]
 
@@ -45,29 +47,32 @@ class TorchRule:
         keys: of the states that have a value a row, by the settings of a group.
         reason: why a step may change rows without a gradient, None where it does not.
         refusal: why a group cannot be saved as a table, None where it can.
+        others: keys of the states that it has with other settings.
     """
 
     prefix: str
     keys: Callable[[Group], list[str]]
     reason: Callable[[Group], str | None]
     refusal: Callable[[Group], str | None] = lambda group: None
+    others: tuple[str, ...] = ()
 
     def slots(self, group: Group) -> dict[str, str]:
         """Return key of a state -> slot."""
-        return {key: f"{self.prefix}_{_SLOTS.get(key, key)}" for key in self.keys(group)}
+        return {key: slot_of(self.prefix, key) for key in self.keys(group)}
 
 
-_SLOTS = {"momentum_buffer": "momentum"}
+_AMSGRAD = ("max_exp_avg_sq",)
 _RULES: Mapping[type[Optimizer], TorchRule] = {  # of exactly these classes: a subclass may do anything
-    optim.SparseAdam: TorchRule("sparse_adam", _adam_keys, lambda group: None),
-    optim.Adam: TorchRule("sparse_adam", _adam_keys, _adam_reason),
-    optim.AdamW: TorchRule("sparse_adamw", _adam_keys, _adam_reason),
-    optim.Adagrad: TorchRule("sparse_adagrad", lambda group: ["sum"], _adagrad_reason),
+    optim.SparseAdam: TorchRule(PREFIXES["SparseAdam"], _adam_keys, lambda group: None),
+    optim.Adam: TorchRule(PREFIXES["Adam"], _adam_keys, _adam_reason, others=_AMSGRAD),
+    optim.AdamW: TorchRule(PREFIXES["AdamW"], _adam_keys, _adam_reason, others=_AMSGRAD),
+    optim.Adagrad: TorchRule(PREFIXES["Adagrad"], lambda group: ["sum"], _adagrad_reason),
     optim.SGD: TorchRule(
-        "sparse_sgd",
+        PREFIXES["SGD"],
         lambda group: ["momentum_buffer"] if group["momentum"] else [],
         _sgd_reason,
         lambda group: "dampening spares its first step" if group["momentum"] and group["dampening"] else None,
+        others=("momentum_buffer",),
     ),
 }
 KNOWN = tuple(kind.__name__ for kind in _RULES)
@@ -94,7 +99,7 @@ def make_state(optimizer: Optimizer, group: Group, parameter: Tensor, rule: Torc
 
 def set_step(optimizer: Optimizer, parameter: Tensor, step: int) -> None:
     """Set the steps of a parameter, in place where torch keeps them in a tensor."""
-    state = optimizer.state[parameter]
+    state = optimizer.state.get(parameter, {})
     if isinstance(state.get("step"), Tensor):
         state["step"].fill_(step)
     elif "step" in state:

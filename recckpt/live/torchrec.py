@@ -12,19 +12,17 @@ from torch.optim import Optimizer
 
 from recckpt.errors import LiveTableError
 from recckpt.live.absent import AbsentTable
-from recckpt.live.boxes import RankPart, problem_of
+from recckpt.live.boxes import RankPart, column_ranges, problem_of
 from recckpt.live.fbgemm import FbgemmTable, Kernel, is_kernel
 from recckpt.live.found import FINGERPRINTS, Candidate, FoundTable
 from recckpt.live.hooks import AnnounceAll, WeakDoor
-from recckpt.live.store import spec_of
 from recckpt.live.torch_embedding import TorchEmbedding
 from recckpt.live.torch_optimizers import trainer_of
 from recckpt.live.torch_rules import TorchRule
 from recckpt.live.torchrec_modules import Collection, collections_of
 from recckpt.parallel.ranks import Ranks
-from recckpt.types import Box, Door
-
-_BY_COLUMNS = ("column_wise", "table_column_wise", "grid_shard")
+from recckpt.sparse.table.checks import spec_of
+from recckpt.types import EMBEDDING, Box, Door
 
 
 @dataclass(frozen=True)
@@ -115,9 +113,8 @@ def _locals(collection: Collection, optimizers: Sequence[Optimizer]) -> Iterator
             placed.setdefault(config.name, []).append((owner, owner._emb_module, number, config))
     for table, config in collection.configs.items():
         n_rows, shards = int(config.num_embeddings), placed.get(table, [])
-        refusal = collection.refusal or _refusal_of_plan(collection, table)
-        if refusal or not shards:
-            yield _Local(collection, table, RankPart(n_rows, refusal=refusal))
+        if collection.refusal or not shards:
+            yield _Local(collection, table, RankPart(n_rows, refusal=collection.refusal))
             continue
         owner, module, number, config_here = shards[0]
         if collection.sharding_of(table) == "data_parallel":
@@ -132,34 +129,41 @@ def _locals(collection: Collection, optimizers: Sequence[Optimizer]) -> Iterator
             if isinstance(kernel, str):
                 yield _Local(collection, table, RankPart(n_rows, refusal=kernel))
             else:
-                yield _Local(
-                    collection, table, _part(n_rows, kernel, number, config_here), Shard(kernel, number, owner)
-                )
-
-
-def _refusal_of_plan(collection: Collection, table: str) -> str | None:
-    how = collection.sharding_of(table)
-    if how in _BY_COLUMNS:
-        return f"its columns lie apart ({how}), which is not yet saved by rows: shard it row_wise or table_wise"
-    return None
+                part = _part(config, kernel, number, config_here)
+                yield _Local(collection, table, part, Shard(kernel, number, owner))
 
 
 def _kernel(owner: Any, module: Any) -> Kernel | str:
+    if any(getattr(config, "stash_weights", False) for config in owner._config.embedding_tables):
+        return "its weights are stashed in forward passes (stash_weights=True), which frees what a save still reads"
     try:
         return Kernel(module, next(iter(owner.fused_optimizer.param_groups)))
     except LiveTableError as error:
         return str(error)
 
 
-def _part(n_rows: int, kernel: Kernel, number: int, config: Any) -> RankPart:
+def _part(config: Any, kernel: Kernel, number: int, config_here: Any) -> RankPart:
     tensors = kernel.tensors(number)
-    place = getattr(config, "local_metadata", None)
-    first = int(place.shard_offsets[0]) if place is not None else 0
-    rows = (first, first + len(tensors["embedding"]))
-    slots = tuple(spec_of(name, tensor) for name, tensor in tensors.items())
+    place = getattr(config_here, "local_metadata", None)
+    first, begin = map(int, place.shard_offsets[:2]) if place is not None else (0, 0)
+    n_rows_here, n_columns = tensors[EMBEDDING].shape
+    width = int(config.embedding_dim)
     return RankPart(
-        n_rows, rows, slots=slots, scalars={"step": kernel.step}, settings=kernel.settings, why=kernel.reason
+        int(config.num_embeddings),
+        (first, first + n_rows_here),
+        columns=(begin, begin + n_columns) if n_columns < width else None,
+        width=width if n_columns < width else 0,
+        slots=tuple(spec_of(name, tensor) for name, tensor in tensors.items()),
+        scalars={"step": kernel.step},
+        settings=kernel.settings,
+        why=kernel.reason,
     )
+
+
+def _box(part: RankPart, parts: Sequence[RankPart]) -> Box:
+    """Return what a rank has, of the columns that other ranks have the rest of."""
+    columns = column_ranges(parts)
+    return Box(part.rows, columns=columns, part=columns.index(part.columns) if part.columns in columns else 0)
 
 
 def _copied(collection: Collection, table: str, n_rows: int, optimizers: Sequence[Optimizer]) -> _Local:
@@ -187,10 +191,10 @@ def _made(local: _Local, parts: Sequence[RankPart], name: str) -> FoundTable:
         marks, optimizer = "gradient", local.trainer[0]
         is_announced = optimizer is not None
     elif local.shard is not None:
-        live = CollectionTable(name, local.shard, Box(local.part.rows), n_rows, collection.module)
+        live = CollectionTable(name, local.shard, _box(local.part, parts), n_rows, collection.module)
     else:
         there = next(part for part in parts if part.slots)
-        live = AbsentTable(name, n_rows, there)
+        live = AbsentTable(name, there, replace(_box(there, parts), rows=(0, 0)))
     why = live.reason if is_announced else "no optimizer trains it: whoever writes it is not seen"
     return FoundTable(
         live,
@@ -204,4 +208,5 @@ def _made(local: _Local, parts: Sequence[RankPart], name: str) -> FoundTable:
         why=why,
         is_tensor=False,
         collection=collection.module if collection.is_sharded else None,
+        tensors=(f"{local.path}.weight",),
     )

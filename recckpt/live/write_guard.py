@@ -7,14 +7,17 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from recckpt.live.dtensor import version_of
+
 Versions = Mapping[str, tuple[int, int]]  # slot -> where it lies, and how often it was written in place
 
 
 class WriteGuard:
     """Compares the versions of tensors between writes that were announced: torch counts each change in place.
 
-    It does not count what goes past autograd: ``weight.data.mul_(2)``, and the steps of fused optimizers. Those of the
-    optimizer that trains a table are announced all the same; for the former, docs/your-tables.md says what to do.
+    It does not count what goes past autograd: ``weight.data.mul_(2)``, the steps of fused optimizers, and of a DTensor
+    those with ``foreach``. Those of the optimizer that trains a table are announced all the same; for the former,
+    docs/your-tables.md says what to do.
     Thread-safe.
 
     Args:
@@ -59,7 +62,7 @@ class WriteGuard:
             self.look()
 
     def _now(self) -> Versions:
-        return {slot: (tensor.data_ptr(), tensor._version) for slot, tensor in self._tensors().items()}
+        return {slot: version_of(tensor) for slot, tensor in self._tensors().items()}
 
 
 def _both(one: Versions, other: Versions) -> list[tuple[tuple[int, int], tuple[int, int]]]:

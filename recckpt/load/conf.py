@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -34,7 +35,9 @@ class Entry:
         strict: whether names must match both ways; None: those of ``dense``, where that group is named.
         on_mismatch: table or tensor pattern -> what to do where dtype or shape differ; a name goes before patterns.
         where: which rows are taken.
+        convert: whether slots with a value for each range of columns may be brought to other ranges, or to whole rows.
         out_of_range: what becomes of ids that a table with a fixed number of rows has no row for.
+        zch: what becomes of ids that are more than a table of managed collisions has rows.
         is_own: whether this is the run's own output dir, from which a run is resumed.
         keeps_settings: whether hyper-parameters of optimizers, and base rates of schedulers, stay those of this run.
         only: the names that may be taken at all, None for any.
@@ -51,7 +54,9 @@ class Entry:
     strict: bool | None = None
     on_mismatch: tuple[tuple[Pattern, str], ...] = ()
     where: RowFilter = field(default_factory=RowFilter)
+    convert: bool = False
     out_of_range: str = "error"
+    zch: str = "error"
     is_own: bool = False
     keeps_settings: bool = False
     only: frozenset[Name] | None = None
@@ -184,9 +189,9 @@ def _on_mismatch(value: Any) -> tuple[tuple[Pattern, str], ...]:
     return tuple((Pattern(str(name)), str(action)) for name, action in actions.items())
 
 
-def _out_of_range(value: Any) -> str:
-    if value not in ("error", "skip"):
-        raise ValueError(f"found {value!r}, expected 'error' or 'skip'")
+def _error_or(other: str, value: Any) -> str:
+    if value not in ("error", other):
+        raise ValueError(f"found {value!r}, expected 'error' or {other!r}")
     return str(value)
 
 
@@ -201,5 +206,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "strict": _flag,
     "on_mismatch": _on_mismatch,
     "where": parse_row_filter,
-    "out_of_range": _out_of_range,
+    "convert": _flag,
+    "out_of_range": partial(_error_or, "skip"),
+    "zch": partial(_error_or, "drop"),
 }

@@ -16,8 +16,10 @@ from recckpt.format import layout
 from recckpt.load.inventory import registered_names
 from recckpt.load.live_state import LiveState
 from recckpt.load.open_source import OpenSource
-from recckpt.load.optimizer_states import as_here, dense_optimizer_states, sparse_optimizer_state
+from recckpt.load.optimizer_states import as_here, dense_optimizer_states
 from recckpt.load.report import Planned
+from recckpt.load.row_optimizer_states import sparse_optimizer_state
+from recckpt.load.table_tensors import Converted, TableTensors
 
 
 @dataclass(frozen=True)
@@ -32,32 +34,44 @@ class OtherState:
 
 
 def read_other_state(
-    live: LiveState, items: Sequence[Planned], sources: Sequence[OpenSource], *, rng: bool
+    live: LiveState,
+    items: Sequence[Planned],
+    sources: Sequence[OpenSource],
+    converted: Converted,
+    *,
+    rng: bool,
 ) -> OtherState:
-    """Read and check what is planned; with ``rng`` also the random generators, from the last source."""
+    """Read and check what is planned; with ``rng`` also the random generators, from the last source.
+
+    ``converted`` is what each source gives in another form.
+    """
     taken: dict[str, list[tuple[Planned, OpenSource]]] = {"dense": [], "extra": [], "io_state": []}
     for item in items:
         if item.offer is not None and item.name.group in taken:
             taken[item.name.group].append((item, sources[item.offer]))
     return OtherState(
-        dense=_dense_state(taken["dense"], live.dense),
+        dense=_dense_state(taken["dense"], live, dict(zip(sources, converted.tables, strict=True))),
         extra={
             **_unclaimed_extra(live, sources),
             **{item.name.text: _extra_state(live, item, source) for item, source in taken["extra"]},
-            **dense_optimizer_states(live, items, sources),
+            **dense_optimizer_states(live, items, sources, converted.tables),
         },
         io_state={item.name.text: _position(live, item, source) for item, source in taken["io_state"]},
-        sparse_optim=sparse_optimizer_state(live.row_optimizers, items, sources),
+        sparse_optim=sparse_optimizer_state(live.row_optimizers, items, sources, converted.tensors),
         generators=_generators(live, sources[-1]) if rng else {},
     )
 
 
-def _dense_state(taken: Sequence[tuple[Planned, OpenSource]], live: Mapping[str, Any]) -> dict[str, Any]:
+def _dense_state(
+    taken: Sequence[tuple[Planned, OpenSource]], live: LiveState, tables: Mapping[OpenSource, TableTensors]
+) -> dict[str, Any]:
     # Every rank reads: 1.1 s for 256 MiB on two ranks of one host, where sending it from rank 0 took 1.3 s.
-    states = {source: source.dense(live) for source in dict.fromkeys(source for _, source in taken)}
+    names = live.tensor_names
+    states = {source: source.dense(names) for source in dict.fromkeys(source for _, source in taken)}
     state: dict[str, Any] = {}
     for item, source in taken:
-        value, there = states[source][item.source], live[item.name.text]
+        there = live.dense[item.name.text]
+        value = tables[source].tensor(item) if item.thing.table else states[source][item.source]
         if isinstance(value, StoredTensor) or (isinstance(value, torch.Tensor) and is_sharded(there)):
             state[item.name.text] = as_live(value, there, source.tensors)
         else:

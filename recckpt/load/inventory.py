@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from recckpt.dense.tensors import StoredTensor
@@ -15,9 +15,10 @@ from recckpt.format.training import Lineage, Unsaved
 from recckpt.load.conf import Entry
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.text import escaped
-from recckpt.types import SlotSpec
+from recckpt.types import EMBEDDING, SlotSpec
 
 PLAIN = "plain data"  # in place of a dtype: state that is not a tensor
+_COLUMNS = "columns "  # before the ranges of a slot
 _WRAPPED, _COMPILED = "module.", "_orig_mod"  # what DistributedDataParallel and torch.compile put into names
 _N_AVERAGED = "n_averaged"  # of AveragedModel, which wraps as DistributedDataParallel does
 
@@ -30,8 +31,14 @@ class Thing:
     shape: tuple[int, ...] = ()  # of one row of a slot, or of a tensor
     rows: int = 0  # of the table; 0 for what is not a slot
     n_bytes: int = 0  # to read, 0 where that is not known
-    tied: tuple[str, ...] = ()  # other names of a tensor there, or of the parameter whose optimizer state this is
+    tied: tuple[str, ...] = ()  # other names of a tensor there, or of the parameter whose optimizer state this is;
+    # of a slot of a live table the names of the dense tensor that has its rows in a checkpoint without live tables
     lineage: Lineage = ()  # of the class of a dense optimizer; () where that is not known
+    tensor: str = ""  # of a slot: the dense tensor whose rows these are, by its name in the model; "" in a table
+    table: str = ""  # of a dense tensor, and its states in optimizers: the table that has them there
+    state: str = ""  # of a slot: the sharded tensor beside the model that has it
+    optimizer: str = ""  # the registered optimizer that has the states of these rows, and their step
+    columns: tuple[tuple[int, int], ...] = ()  # ranges of them with one value each in a slot; () where they have none
 
     def __str__(self) -> str:
         return f"{self.dtype} {self.shape}" if self.dtype not in ("", PLAIN) else self.dtype or "state"
@@ -49,6 +56,7 @@ class LoadCandidate:
     inventory: Inventory  # its names
     reduced: Mapping[str, Reduced] = field(default_factory=dict)  # of tables that were not saved as they were
     unsaved: Unsaved = field(default_factory=Unsaved)  # what it should have and lacks
+    sharded: Collection[StoredTensor] = ()  # sharded tensors beside the model, as of TorchRec's optimizers
 
     @property
     def called(self) -> str:
@@ -66,7 +74,9 @@ def checkpoint_inventory(
         dtypes = table.reduced.dtypes if table.reduced is not None else {}
         for slot in (SlotSpec(ID, "int64", ()), *table.slots):
             dtype = dtypes.get(slot.name, slot.dtype)  # of the table, which stored it narrower
-            thing = Thing(dtype, slot.shape, table.rows, table.rows * slot.row_bytes)
+            columns = table.live.columns if table.live is not None and slot.name not in (ID, EMBEDDING) else ()
+            of_ranges = columns if slot.shape == (len(columns),) else ()
+            thing = Thing(dtype, slot.shape, table.rows, table.rows * slot.row_bytes, columns=of_ranges)
             things[slot_name(table.name, slot.name)] = thing
     dense = dict.fromkeys(manifest.names.dense, Thing(PLAIN))
     here = names_here(dense, model_dense)
@@ -131,7 +141,8 @@ def listed_inventory(lines: Iterable[str]) -> Inventory:
     """Return the names of a model from a list, as ``Saver.names`` makes it.
 
     A line is one name; group, dtype, shape and the other names of a tied parameter, or of a dense optimizer the names
-    of its classes, may follow it, behind tabs. Names that begin with ``"`` are JSON strings.
+    of its classes, or of a slot the names of its dense tensor and its ranges of columns, as ``columns 0:4,4:8``, may
+    follow it, behind tabs. Names that begin with ``"`` are JSON strings.
 
     Raises:
         LoadConfError: a group that does not exist, a shape that is not one, or a string that does not end.
@@ -151,8 +162,10 @@ def listed_inventory(lines: Iterable[str]) -> Inventory:
         is_slot = "@" in text and group in ("", "sparse", "sparse_opt")
         name = slot_name(*text.rsplit("@", 1)) if is_slot else Name(group or "dense", text)
         texts = tuple(_unescaped(other) for other in others if other)
-        tied, lineage = ((), texts) if name.is_settings else (texts, ())
-        things[name] = Thing(dtype, sizes, tied=tied, lineage=lineage)
+        ranges = [text for text in texts if name.is_slot and text.startswith(_COLUMNS)]
+        tied, lineage = ((), texts) if name.is_settings else (tuple(text for text in texts if text not in ranges), ())
+        columns = tuple(pair for text in ranges for pair in _columns(text))
+        things[name] = Thing(dtype, sizes, tied=tied, lineage=lineage, columns=columns)
     return things
 
 
@@ -163,8 +176,17 @@ def list_inventory(inventory: Inventory) -> list[str]:
             (escaped(name.text), name.group, thing.dtype, ",".join(map(str, thing.shape)), *map(escaped, others))
         ).rstrip("\t")
         for name, thing in sorted(inventory.items())
-        for others in [thing.lineage or thing.tied]
+        for spans in [",".join(f"{begin}:{end}" for begin, end in thing.columns)]
+        for others in [thing.lineage or [*thing.tied, *([_COLUMNS + spans] if spans else [])]]
     ]
+
+
+def _columns(text: str) -> Iterator[tuple[int, int]]:
+    for span in text.removeprefix(_COLUMNS).split(","):
+        begin, _, end = span.partition(":")
+        if not (begin.isdecimal() and end.isdecimal()):
+            raise LoadConfError([f"model names: {text!r} has no ranges of columns; write columns 0:4,4:8"])
+        yield int(begin), int(end)
 
 
 def _unescaped(text: str) -> str:

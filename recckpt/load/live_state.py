@@ -18,18 +18,21 @@ from recckpt.dense.registered import Registry
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.names import GLOBAL_STEP, ID, Name, slot_name, state_name
 from recckpt.live.attached import AttachedTable
+from recckpt.live.keyed_table import AttachedKeyedTable
+from recckpt.live.keyed_target import live_target
 from recckpt.live.optimizers import RowOptimizers, row_optimizers
 from recckpt.live.tables import NO_TABLES, LiveTables
-from recckpt.live.target import LiveTarget
+from recckpt.live.torch_embedding import TorchEmbedding
 from recckpt.load.inventory import PLAIN, Inventory, Thing
 from recckpt.load.open_source import Needs
 from recckpt.load.problems import Problems
 from recckpt.load.report import Planned
 from recckpt.load.source import LocatedCheckpoint
+from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.sparse.files.table_rows import source_of
 from recckpt.sparse.files.table_target import LoadTarget, target_of
 from recckpt.sparse.split import state_of
-from recckpt.types import EMBEDDING, SavableTable
+from recckpt.types import EMBEDDING, SavableTable, SlotSpec
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class LiveState:
     def targets(self) -> Mapping[str, LoadTarget]:
         """What fills the tables, by name."""
         return {
-            name: LiveTarget(table) if isinstance(table, AttachedTable) else target_of(table)
+            name: live_target(table) if isinstance(table, AttachedTable) else target_of(table)
             for name, table in self.tables.items()
         }
 
@@ -70,6 +73,11 @@ class LiveState:
     def dense(self) -> Mapping[str, Any]:
         """The dense state."""
         return self._state[1]
+
+    @property
+    def tensor_names(self) -> list[str]:
+        """The names that a checkpoint may have for dense tensors: of the dense state, and of live tables."""
+        return [*self.dense, *(tensor for name in self.live_tables for tensor in self.live_tables.tensors_of(name))]
 
     @cached_property
     def optimizers(self) -> Mapping[str, NamedOptimizer]:
@@ -81,16 +89,23 @@ class LiveState:
         """What this rank reads of what each rank reads some of."""
         slices = {name: self.targets[name.table].slice for name in self.inventory if name.is_slot}
         gathers = any(map(self.extra.gathers, self.extra))
-        return Needs(self.shard, self.shards, slices, positions=len(self.io_state) > 0, gathers=gathers)
+        tensors = {
+            name: int(value.shape[0])
+            for name, value in self.dense.items()
+            if isinstance(value, torch.Tensor) and len(value.shape) > 1
+        }
+        return Needs(self.shard, self.shards, slices, len(self.io_state) > 0, gathers, tensors)
 
     @cached_property
     def inventory(self) -> Inventory:
         """The names that can be loaded."""
         things: dict[Name, Thing] = {Name(GLOBAL_STEP, GLOBAL_STEP): Thing(PLAIN)}
-        for table in self.tables.values():
-            things[slot_name(table.name, ID)] = Thing("int64", ())
-            for slot in source_of(table).slots:
-                things[slot_name(table.name, slot.name)] = Thing(slot.dtype, slot.shape)
+        for name, table in self.tables.items():
+            if isinstance(table, AttachedTable):
+                things |= _live_slots(table, self.live_tables.tensors_of(name))
+                continue
+            for slot in (SlotSpec(ID, "int64", ()), *source_of(table).slots):
+                things[slot_name(name, slot.name)] = Thing(slot.dtype, slot.shape)
         things |= {Name("dense", name): _thing(value) for name, value in self.dense.items()}
         things |= {Name("extra", name): Thing(PLAIN) for name in self.extra if name not in self.optimizers}
         for name, optimizer in self.optimizers.items():
@@ -101,6 +116,40 @@ class LiveState:
         if self.row_optimizers is not None:
             things[Name("sparse_opt", SPARSE_OPTIM)] = Thing(PLAIN)
         return things
+
+    def inventory_beside(self, sources: Iterable[LocatedCheckpoint]) -> Inventory:
+        """Return the names that can be loaded of checkpoints, one of which may bring settings that need more slots."""
+        things = dict(self.inventory)
+        for source in sources:
+            for name in self.live_tables if _brings_settings(source) else ():
+                entry = source.checkpoint.manifest.table(name)
+                there = {slot.name for slot in entry.slots} if entry is not None else set()
+                tied = self.live_tables.tensors_of(name)
+                for slot in (slot for slot in self.other_slots(name) if slot.name in there):
+                    things.setdefault(slot_name(name, slot.name), Thing(slot.dtype, slot.shape, tied=tied))
+        return things
+
+    def other_slots(self, table: str) -> Iterable[SlotSpec]:
+        """Return the slots that a live table would have with other settings of its optimizer."""
+        live = self.live_tables[table].live
+        return live.other_slots().values() if isinstance(live, TorchEmbedding) else ()
+
+
+def _brings_settings(source: LocatedCheckpoint) -> bool:
+    """Say whether a load takes the settings of the optimizers of rows from a checkpoint."""
+    is_there = SPARSE_OPTIM in source.checkpoint.manifest.names.extra
+    return is_there and not source.entry.keeps_settings and source.entry.wants(Name("sparse_opt", SPARSE_OPTIM))
+
+
+def _live_slots(table: AttachedTable, tied: tuple[str, ...]) -> dict[Name, Thing]:
+    """Return the slots of whole rows; ``columns`` of those that have one value for each range of columns."""
+    of_ranges = {name for name, column in table.rows.columns.items() if not column.spec.shape}
+    columns = table.rows.box.columns
+    things = {slot_name(table.name, ID): Thing("int64", (), tied=tied)}
+    for spec in table.specs:
+        own = columns if spec.name in of_ranges else ()
+        things[slot_name(table.name, spec.name)] = Thing(spec.dtype, spec.shape, tied=tied, columns=own)
+    return things
 
 
 def _thing(value: Any) -> Thing:
@@ -120,6 +169,22 @@ def check_live(
         elif item.offer is not None and item.name.group in ("extra", "dense_opt"):
             _check_own_state(live, sources[item.offer], item, problems)
     _check_foreign(live, sources, items, problems)
+    _check_rooms(live, sources, items, problems)
+
+
+def _check_rooms(
+    live: LiveState, sources: Sequence[LocatedCheckpoint], items: Iterable[Planned], problems: Problems
+) -> None:
+    """A live table that gives ids places has no more of them than it has rows."""
+    for item in items:
+        table = live.tables.get(item.name.table) if item.name.slot == ID and item.offer is not None else None
+        if not isinstance(table, AttachedKeyedTable) or table.live.n_ids is None or item.offer is None:
+            continue
+        source, most = sources[item.offer], table.live.n_ids
+        n_ids = source.checkpoint.manifest.named_table(item.source.rpartition("@")[0]).rows
+        if n_ids > most and source.entry.zch == "error" and source.entry.where == RowFilter():
+            expected = f"at most {most}: make its zch_size larger, or keep those that count most by 'zch': 'drop'"
+            problems.misfit(source.entry, table.name, f"{n_ids} ids", expected)
 
 
 def _check_positions(live: LiveState, source: LocatedCheckpoint, item: Planned, problems: Problems) -> None:

@@ -23,23 +23,24 @@ from recckpt.load.open_source import OpenSource
 from recckpt.load.plan import plan_load
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, LoadReport, Planned
+from recckpt.load.row_loads import Into, RowLoads, row_loads
+from recckpt.load.table_tensors import Converted, TableTensors
+from recckpt.load.tensor_rows import settled, tensor_rows
 from recckpt.parallel.meetings import Meetings
-from recckpt.sparse.average.averaged import AverageTable
-from recckpt.sparse.files.load_target import LinkLoad, TableLoad
 from recckpt.sparse.files.loader import Loaded, load_tables
 from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.sparse.files.table_target import LoadTarget
 from recckpt.storage.transfers import WorkDir
 from recckpt.text import Progress
-from recckpt.types import SavableTable
 
 Fill = Callable[[Callable[[], object]], Loaded]  # tables; is given what to call once all bytes are checked
 
 
 def plan(live: LiveState, sources: Sequence[OpenSource], problems: Problems) -> LoadPlan:
     """Decide what is loaded from where, as :func:`recckpt.load.plan.plan_load`; reads no rows and changes nothing."""
-    check = partial(check_live, live, [source.at for source in sources])
-    return plan_load(live.inventory, [source.offer(live.inventory) for source in sources], problems, check)
+    located = [source.at for source in sources]
+    check, inventory = partial(check_live, live, located), live.inventory_beside(located)
+    return plan_load(inventory, [source.offer(inventory) for source in sources], problems, check)
 
 
 def load(
@@ -74,13 +75,19 @@ def load(
     """
     begin = time.perf_counter()
     planned = plan(live, sources, problems)
-    other = read_other_state(live, planned.items, sources, rng=rng)
+    tensors = tensor_rows(live, planned.items, sources)
+    planned = replace(planned, items=settled(planned.items, tensors))
+    tables = [
+        TableTensors(live, planned.items, source, number, download_dir=download_dir, concurrency=concurrency)
+        for number, source in enumerate(sources)
+    ]
+    other = read_other_state(live, planned.items, sources, Converted(tensors, tables), rng=rng)
     for source in sources:
         source.forget_states()
-    rows = _rows(live.targets, planned.items, sources, download_dir, concurrency)
-    n_bytes = sum(each.n_bytes for each in rows)
+    to = Into(live.targets, _global_step(planned.items, sources), _fresh_slots(planned.items), live.inventory)
+    rows = row_loads(to, planned.items, zip(sources, tensors, strict=True), download_dir, concurrency)
     what = sources[0].at.checkpoint.ckpt_id if len(sources) == 1 else f"{len(sources)} checkpoints"
-    progress = Progress(f"loading {what}", n_bytes, has_bar=has_bar and live.shard == 0)
+    progress = Progress(f"loading {what}", rows.n_bytes, has_bar=has_bar and live.shard == 0)
     settings = HyperParameters(live, kept=any(source.at.entry.keeps_settings for source in sources))
     loaded = _apply(live, other, rows, partial(_fill_tables, rows, progress, concurrency, meetings))
     others = {item.name.text for item in planned.items if item.name.is_settings and item.is_of_other_class}
@@ -114,14 +121,14 @@ def _as_taken(item: Planned, loaded: Loaded) -> Planned:
     return replace(item, thing=replace(there, rows=rows, n_bytes=there.n_bytes * rows // there.rows))
 
 
-def _apply(live: LiveState, other: OtherState, rows: Sequence[LinkLoad], fill: Fill) -> Loaded:
+def _apply(live: LiveState, other: OtherState, rows: RowLoads, fill: Fill) -> Loaded:
     """Change the live state; return what was loaded into tables."""
     with ExitStack() as undone_on_error:  # what can refuse its state goes first
         undone_on_error.enter_context(_optimizer_loaded(live.row_optimizers, other.sparse_optim))
         registries = ((live.extra, other.extra), (live.io_state, other.io_state))
         rests = [undone_on_error.enter_context(registry.loaded(states)) for registry, states in registries]
         loaded = fill(lambda: [give_rest() for give_rest in rests])
-        for load in (load for link in rows for load in link.tables):
+        for load in (load for link in rows.links for load in link.tables):
             load.take_history()
         if other.dense:
             load_around(live.model, other.dense, live.live_tables.collections)
@@ -164,7 +171,7 @@ def _optimizer_loaded(optimizer: Optimizer | RowOptimizers | None, state: Mappin
 
 
 def _fill_tables(
-    rows: Sequence[LinkLoad],
+    rows: RowLoads,
     progress: Progress,
     concurrency: int,
     meetings: Meetings,
@@ -172,59 +179,24 @@ def _fill_tables(
 ) -> Loaded:
     with progress:
         loaded = load_tables(
-            rows, concurrency=concurrency, advance=progress.advance, when_checked=when_checked, meetings=meetings
+            rows.links,
+            concurrency=concurrency,
+            advance=progress.advance,
+            when_checked=when_checked,
+            meetings=meetings,
+            others=rows.others,
         )
         progress.add_rows(sum(loaded.rows_taken.values()))
     return loaded
 
 
-def _rows(
-    targets: Mapping[str, LoadTarget],
-    items: Sequence[Planned],
-    sources: Sequence[OpenSource],
-    download_dir: WorkDir | None,
-    concurrency: int,
-) -> list[LinkLoad]:
-    """Return what fills the tables: checkpoint by checkpoint in the order of the bank, and each link by link."""
-    by_source: list[list[Planned]] = [[] for _ in sources]
+def _fresh_slots(items: Iterable[Planned]) -> Mapping[str, frozenset[str]]:
+    """Return the slots of each table that nothing gives."""
+    fresh: dict[str, set[str]] = {}
     for item in items:
-        if item.offer is not None and item.name.is_slot:
-            by_source[item.offer].append(item)
-    rows: list[LinkLoad] = []
-    step = _global_step(items, sources)
-    for number, (slots, source) in enumerate(zip(by_source, sources, strict=True)):
-        rows += source.rows(number, _table_loads(slots, source, targets, step), download_dir, concurrency)
-    return rows
-
-
-def _table_loads(
-    items: Iterable[Planned], source: OpenSource, targets: Mapping[str, LoadTarget], step: int | None
-) -> list[TableLoad]:
-    """Gather the slots that come from one table of one checkpoint, whose ids are then read once."""
-    slots: dict[tuple[str, str], dict[str, str]] = {}
-    for item in items:
-        table, slot = item.source.rsplit("@", 1)
-        slots.setdefault((item.name.table, table), {})[item.name.slot] = slot
-    entries = {entry.name: entry for entry in source.at.checkpoint.manifest.tables}
-    return [
-        TableLoad(
-            target=targets[name],
-            entry=entries[there],
-            slots=_columns(targets[name].table, {slot: other for slot, other in pairs.items() if slot != ID}),
-            with_rows=ID in pairs,
-            clear=source.at.entry.hashtable_clear,
-            where=source.at.entry.where,
-            is_update=there in source.updates,
-            ages=targets[name].ages(source.at.checkpoint.manifest, step, entries[there].clock),
-            skips_outside=source.at.entry.out_of_range == "skip",
-        )
-        for (name, there), pairs in slots.items()
-    ]
-
-
-def _columns(table: SavableTable, slots: dict[str, str]) -> Mapping[str, str]:
-    """Return which columns of a table its slots in a checkpoint fill: an average has others than those it shows."""
-    return table.filled_by(slots) if isinstance(table, AverageTable) else slots
+        if item.offer is None and item.name.is_slot:
+            fresh.setdefault(item.name.table, set()).add(item.name.slot)
+    return {table: frozenset(slots) for table, slots in fresh.items()}
 
 
 def _global_step(items: Iterable[Planned], sources: Sequence[OpenSource]) -> int | None:

@@ -196,7 +196,7 @@ def _lacks_rows(tables: Mapping[str, SavableTable], manifest: Manifest) -> bool:
     """Say whether a live table has rows that the checkpoint does not have, which stay as they are."""
     rows = {table.name: table.rows for table in manifest.tables}
     live = (table for table in tables.values() if isinstance(table, AttachedTable))
-    return any(rows[table.name] != table.live.n_rows for table in live)
+    return any(not table.has_all_of(rows[table.name]) for table in live)
 
 
 def _takes_all(entry: Entry) -> bool:

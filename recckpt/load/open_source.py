@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import starmap
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,9 +16,12 @@ from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import Slice
 from recckpt.format.names import Name
+from recckpt.format.tensor_index import EXTRA
 from recckpt.load.inventory import Inventory, LoadCandidate, checkpoint_inventory, names_here, reduced_tables
 from recckpt.load.source import LocatedCheckpoint
+from recckpt.load.tensor_tables import tables_of_tensor
 from recckpt.storage.transfers import WorkDir
+from recckpt.types import EMBEDDING
 
 if TYPE_CHECKING:
     from recckpt.sparse.files.link_batches import LinkBatches
@@ -36,6 +40,7 @@ class Needs:
     slices: Mapping[Name, Slice | None]  # slot of a table of the model -> the ids that this rank owns, None for all
     positions: bool  # whether it has positions in the data
     gathers: bool  # whether a registered object takes what it needs from the states of all ranks that saved
+    tensors: Mapping[str, int]  # dense tensors that may be tables there -> their rows
 
 
 class OpenSource:
@@ -82,10 +87,24 @@ class OpenSource:
         of_ranks += [layout.extra_of(shard) for shard in (everyone if needs.gathers and is_resharded else own)]
         self._chain.files.keep_open(name for name in of_ranks if self._manifest.file(name))
         slices = {owned for name, owned in needs.slices.items() if self.at.entry.wants(name)}
+        if any(starmap(self._may_be_table, needs.tensors.items())):
+            slices.add(None)
         if slices:
             self._batches, self.updates = self._chain.batches(slices, self.at.loaded_save_id)
             read = self._chain.links[: len(self._batches)]
             self._n_bytes += sum(entry.n_bytes for link in read for entry in link.catalog_files(slices))
+
+    def _may_be_table(self, tensor: str, n_rows: int) -> bool:
+        """Say whether a table has the rows of a dense tensor of the model."""
+        name = Name("dense", tensor)
+        try:
+            there = self.at.entry.renames.source(name)
+        except ValueError:  # which the plan refuses
+            return False
+        if there in self._manifest.names.dense or not self.at.entry.wants(name):
+            return False
+        tables = map(self._manifest.table, tables_of_tensor(there))
+        return any(table is not None and table.rows == n_rows for table in tables)
 
     @property
     def bytes_read(self) -> int:
@@ -95,9 +114,12 @@ class OpenSource:
     def offer(self, model: Inventory) -> LoadCandidate:
         """Return what it has of the names of a model."""
         dense = [name.text for name in model if name.group == "dense"]
+        dense += [tensor for name, thing in model.items() if name.slot == EMBEDDING for tensor in thing.tied]
         inventory = checkpoint_inventory(self.at.checkpoint, self.tensors.model, dense)
         unsaved = self.at.checkpoint.manifest.training.unsaved
-        return LoadCandidate(self.at.entry, self.at.label, inventory, reduced_tables(self.at.checkpoint), unsaved)
+        sharded = [tensor for tensor in self.tensors.tensors.values() if tensor.of == EXTRA]
+        reduced = reduced_tables(self.at.checkpoint)
+        return LoadCandidate(self.at.entry, self.at.label, inventory, reduced, unsaved, sharded)
 
     def rows(
         self, number: int, tables: Sequence[TableLoad], download_dir: WorkDir | None, concurrency: int
@@ -174,7 +196,7 @@ class OpenSource:
         """Return the error that says what is wrong with a file."""
         return CorruptCheckpointError(layout.join(self._directory, name), where, found=found, expected=expected)
 
-    def dense(self, live: Mapping[str, Any]) -> dict[str, Any]:
+    def dense(self, live: Iterable[str]) -> dict[str, Any]:
         """Return the dense state under the model's names; of sharded tensors, where their values lie."""
         from recckpt.dense.loader import check_indexed  # torch, which a plan does without
 

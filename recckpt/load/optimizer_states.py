@@ -9,33 +9,32 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
-from torch.optim import Optimizer
-
 from recckpt.dense.loader import fitted, has_stand_ins
 from recckpt.dense.optimizers import NAMES, NamedOptimizer, is_named, states_by_name
 from recckpt.dense.sharded import may_be_sharded
 from recckpt.format import layout
-from recckpt.format.layout import SPARSE_OPTIM
-from recckpt.format.names import ID, Name, state_name
-from recckpt.live.optimizers import RowOptimizers
+from recckpt.format.names import Name, state_name
 from recckpt.load.live_state import LiveState
 from recckpt.load.open_source import OpenSource
 from recckpt.load.report import Planned
-from recckpt.types import EMBEDDING
+from recckpt.load.table_tensors import TableTensors
 
 log = logging.getLogger("recckpt")
-_SCALARS = Name("sparse_opt", SPARSE_OPTIM)
 _States = dict[str, tuple[tuple[int, ...], Mapping[str, Any]]]  # parameter -> (its shape, its state)
 
 
-def dense_optimizer_states(live: LiveState, items: Iterable[Planned], sources: Sequence[OpenSource]) -> dict[str, Any]:
+def dense_optimizer_states(
+    live: LiveState, items: Iterable[Planned], sources: Sequence[OpenSource], tables: Sequence[TableTensors]
+) -> dict[str, Any]:
     """Return the states to load into the registered dense optimizers.
 
     A parameter that is loaded takes the state it has there; where it has none, its state starts fresh. All others
-    keep what they have, and so do the settings of the groups, where they are not planned.
+    keep what they have, and so do the settings of the groups, where they are not planned. ``tables`` are those of each
+    source that are dense tensors here.
     """
     planned = {item.name: item for item in items}
-    states = {name: _Composer(name, one, live, planned, sources).state() for name, one in live.optimizers.items()}
+    pairs = [*zip(sources, tables, strict=True)]
+    states = {name: _Composer(name, one, live, planned, pairs).state() for name, one in live.optimizers.items()}
     return {name: state for name, state in states.items() if state is not None}
 
 
@@ -48,10 +47,11 @@ class _Composer:
         optimizer: NamedOptimizer,
         live: LiveState,
         planned: Mapping[Name, Planned],
-        sources: Sequence[OpenSource],
+        sources: Sequence[tuple[OpenSource, TableTensors]],
     ) -> None:
         self._name, self._optimizer, self._live = name, optimizer, live
-        self._planned, self._sources = planned, sources
+        self._planned, self._sources = planned, [source for source, _ in sources]
+        self._tables = [tables for _, tables in sources]
         self._parameters, self._names = optimizer.parameters, {names[0]: names for names in optimizer.names}
         self._uses = Counter((item.offer, item.source) for item in planned.values() if item.name.parameter)
         self._saved: dict[tuple[int, str], _States] = {}
@@ -60,7 +60,13 @@ class _Composer:
         """Return the state to load, None where the optimizer keeps what it has."""
         settings = self._planned[Name("dense_opt", self._name)]
         groups = None
-        if settings.offer is not None:
+        if settings.offer is not None and settings.thing.table:
+            groups = [
+                {**self._tables[settings.offer].settings(item), NAMES: [name]}
+                for name in self._parameters
+                if (item := self._planned[state_name(name, self._name)]).thing.table and item.offer == settings.offer
+            ]
+        elif settings.offer is not None:
             source = self._sources[settings.offer]
             saved = self._value(source, settings.source)
             if not is_named(saved):  # by the places of the parameters, as torch has it
@@ -83,7 +89,7 @@ class _Composer:
 
     def _renamed(self, groups: Sequence[Mapping[str, Any]], source: OpenSource) -> list[dict[str, Any]]:
         """Return saved groups with the names that their parameters have here."""
-        called = [set(source.under_names_of(self._live.dense, dict.fromkeys(group[NAMES]))) for group in groups]
+        called = [set(source.under_names_of(self._live.tensor_names, dict.fromkeys(group[NAMES]))) for group in groups]
         known = set().union(*called)
         there = {first: [_source(name, source) for name in names] for first, names in self._names.items()}
         for first, names in there.items():
@@ -99,6 +105,8 @@ class _Composer:
         ]
 
     def _state_of(self, parameter: str, item: Planned, offer: int) -> Mapping[str, Any]:
+        if item.thing.table:
+            return self._tables[offer].state(item)
         source, (there, is_listed, name) = self._sources[offer], item.source.rpartition("@")
         if not is_listed:  # it was planned to come whole
             found, expected = "the names of its parameters", "none, since the manifest lists none"
@@ -139,7 +147,7 @@ class _Composer:
         if not is_named(saved):
             expected = "the state of an optimizer with the names of its parameters, as the manifest says"
             raise source.corrupt(layout.EXTRA, repr(name), found=type(saved).__name__, expected=expected)
-        return source.under_names_of(self._live.dense, states_by_name(saved))
+        return source.under_names_of(self._live.tensor_names, states_by_name(saved))
 
 
 def as_here(saved: Any, beside: Callable[[], tuple[Any, Any]], source: OpenSource) -> Any:
@@ -156,102 +164,3 @@ def _source(parameter: str, source: OpenSource) -> str:
         return source.at.entry.renames.source(Name("dense", parameter))
     except ValueError:
         return parameter
-
-
-def sparse_optimizer_state(
-    optimizer: Optimizer | RowOptimizers | None, items: Sequence[Planned], sources: Sequence[OpenSource]
-) -> dict[str, Any] | None:
-    """Return the scalars to load into the sparse optimizer, None where there are none to take.
-
-    The step of a table comes from where its slots come from, since they belong together; it starts from 0 where the
-    table is emptied and its slots start fresh. The hyper-parameters come from the checkpoint that ``sparse_optim`` is
-    taken from, group by group where one there holds all of its tables; from another run that has to be asked for.
-    """
-    if optimizer is None:
-        return None
-    scalars = next((i.offer for i in items if i.name == _SCALARS), None)
-    saved = None if scalars is None else _scalars(sources[scalars])
-    live = optimizer.state_dict()
-    slots: dict[str, list[Planned]] = {name: [] for g in live.get("param_groups", []) for name in g.get("tables", [])}
-    if not slots:
-        return saved if saved is not None else _foreign_steps(live, items, sources)
-    for item in items:
-        slots.get(item.name.table, []).append(item)
-    steps = dict(live["state"])
-    for table, its_slots in slots.items():
-        origin = _origin(its_slots, live, sources)
-        if origin is not None:
-            steps[table] = _scalars(sources[origin[0]]).get("state", {}).get(origin[1])
-        elif _is_emptied(its_slots, sources):
-            steps[table] = None
-    steps = {table: step for table, step in steps.items() if step is not None}
-    if saved is None:
-        return None if steps == live["state"] else {**live, "state": steps}
-    there = {item.name.table: item.source.rpartition("@")[0] for item in items if item.offer == scalars}
-    groups = [_with_settings(group, saved.get("param_groups", []), there) for group in live["param_groups"]]
-    return {**live, "state": steps, "param_groups": groups}
-
-
-def _origin(slots: Sequence[Planned], live: Mapping[str, Any], sources: Sequence[OpenSource]) -> tuple[int, str] | None:
-    """Return the checkpoint and table that the step of a table belongs to, None where it is not loaded."""
-    own = [item for item in slots if item.name.group == "sparse_opt"]
-    rows = [item for item in slots if item.name.slot == EMBEDDING and _gives_steps(item, live, sources)]
-    taken = own or rows  # a rule without slots has a step all the same
-    return next(((i.offer, i.source.rpartition("@")[0]) for i in taken if i.offer is not None), None)
-
-
-def _gives_steps(item: Planned, live: Mapping[str, Any], sources: Sequence[OpenSource]) -> bool:
-    """Say whether the step of a table without slots of the optimizer comes along with its rows."""
-    if item.offer is None or any(pattern.matches(_SCALARS) for pattern in sources[item.offer].at.entry.exclude):
-        return False
-    return bool(_scalars(sources[item.offer]).get("slots") == live.get("slots"))
-
-
-def _foreign_steps(
-    live: Mapping[str, Any], items: Iterable[Planned], sources: Sequence[OpenSource]
-) -> dict[str, Any] | None:
-    """Return the state of an optimizer that is not ours with the settings it has, from where the last slots come."""
-    offers = [item.offer for item in items if item.name.is_slot and item.name.group == "sparse_opt"]
-    taken = [offer for offer in offers if offer is not None]
-    saved = _scalars(sources[max(taken)]) if taken else {}
-    groups = [[len(group.get("params", ())) for group in state.get("param_groups", ())] for state in (saved, live)]
-    return {**saved, "param_groups": live["param_groups"]} if saved and groups[0] and groups[0] == groups[1] else None
-
-
-def _is_emptied(slots: Iterable[Planned], sources: Sequence[OpenSource]) -> bool:
-    """Say whether the rows of a table are replaced."""
-    ids = next((item.offer for item in slots if item.name.slot == ID), None)
-    return ids is not None and sources[ids].at.entry.hashtable_clear
-
-
-def _with_settings(
-    live: Mapping[str, Any], saved_groups: Iterable[Mapping[str, Any]], there: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return a group with the hyper-parameters of the saved one that holds its tables, under their names there."""
-    tables = {there.get(table, table) for table in live["tables"]}
-    saved = next((group for group in saved_groups if tables <= set(group.get("tables", ()))), None)
-    if saved is None:
-        log.warning("sparse optimizer: %s were in no one group; their hyper-parameters stay", sorted(tables))
-    return {**live, **(saved or {}), "tables": live["tables"]}
-
-
-def _scalars(source: OpenSource) -> dict[str, Any]:
-    """Return the scalars in a checkpoint, of the shape that optimizers give; {} where it has none."""
-    is_there = SPARSE_OPTIM in source.at.checkpoint.manifest.names.extra
-    state = source.value(layout.EXTRA, SPARSE_OPTIM) if is_there else {}
-    if not _is_state(state):
-        expected = "the state dict of an optimizer"
-        raise source.corrupt(layout.EXTRA, repr(SPARSE_OPTIM), found=f"{state!s:.80}", expected=expected)
-    return dict(state)
-
-
-def _is_state(state: Any) -> bool:
-    if not isinstance(state, dict) or not isinstance(state.get("state", {}), dict):
-        return False
-    groups = state.get("param_groups", [])
-    return isinstance(groups, list) and all(isinstance(group, dict) and _has_names(group) for group in groups)
-
-
-def _has_names(group: Mapping[str, Any]) -> bool:
-    names = group.get("tables", [])
-    return isinstance(names, list) and all(isinstance(name, str) for name in names)

@@ -7,18 +7,15 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from recckpt.format.layout import SPARSE_OPTIM
-from recckpt.format.names import ID, Name, slot_name, state_name
-from recckpt.format.reduced import descriptions_of
+from recckpt.format.names import ID, Name, slot_name
 from recckpt.format.training import Lineage, misfit
 from recckpt.load.conf import Entry
-from recckpt.load.inventory import PLAIN, Inventory, LoadCandidate, Thing
-from recckpt.load.problems import Problems, check_patterns, first_few, names_and_tables
+from recckpt.load.inventory import Inventory, LoadCandidate, Thing
+from recckpt.load.match import RESIZE, Match, as_rows
+from recckpt.load.problems import Problems
 from recckpt.load.report import SAVED_BY, SETTINGS_STAY, UNASKED, LoadPlan, Planned
-from recckpt.text import nearest
+from recckpt.load.tensor_tables import with_tables_as_tensors, with_tensors_as_tables
 from recckpt.types import EMBEDDING, is_optimizer_slot
-
-_RESIZE = "resize"
-_EXTRA_STATE = "_extra_state"  # torch's: what a module gives it takes back, of whatever shape
 
 
 def plan_load(
@@ -51,13 +48,14 @@ def plan_load(
 
 def resolve(model: Inventory, offers: Sequence[LoadCandidate], problems: Problems) -> list[Planned]:
     """Take each name once, from the last offer that has it; what is wrong is added to ``problems``."""
+    offers = [with_tables_as_tensors(model, with_tensors_as_tables(model, offer)) for offer in offers]
     matches = [Match(model, offer, problems) for offer in offers]
     for match in matches:
         match.check(problems)
     names = sorted(model, key=_order)
     planned = {name: _resolve_one(name, matches, problems) for name in names if not name.parameter}
     planned |= {name: _follow(name, model[name].tied, planned, matches) for name in names if name.parameter}
-    items = [_checked_optimizer(planned[name], model, offers) for name in names]
+    items = [_checked_optimizer(planned[name], matches) for name in names]
     _check_filters(items, offers, problems)
     return items
 
@@ -89,8 +87,7 @@ def _resolve_one(name: Name, matches: Sequence[Match], problems: Problems) -> Pl
         reasons.append(reason)
     if missing_in:
         problems.miss(missing_in, name.table or name.text)
-    unasked = SETTINGS_STAY if name.is_settings else UNASKED
-    return Planned(name, reason="; ".join(reasons) or unasked)
+    return Planned(name, reason="; ".join(reasons) or (SETTINGS_STAY if name.is_settings else UNASKED))
 
 
 def _follow(name: Name, tied: Sequence[str], planned: Mapping[Name, Planned], matches: Sequence[Match]) -> Planned:
@@ -104,7 +101,7 @@ def _follow(name: Name, tied: Sequence[str], planned: Mapping[Name, Planned], ma
         return Planned(name, reason="its parameter is not loaded")
     if name not in matches[parameter.offer].there:
         return Planned(name, reason=UNASKED)
-    if _RESIZE in parameter.conversion:
+    if RESIZE in parameter.conversion:
         return Planned(name, reason="its parameter is resized")
     settings, inventory = planned.get(Name("dense_opt", name.optimizer)), matches[parameter.offer].offer.inventory
     is_resumed = settings is not None and settings.offer == parameter.offer
@@ -119,7 +116,9 @@ def _state_of(name: Name, number: int, matches: Sequence[Match]) -> Planned:
     source, saved, inventory = match.there[name], match.saved(name), match.offer.inventory
     if saved is not None:
         other = misfit(_lineage(inventory, source), _lineage(match.model, name))
-        return Planned(name, reason=SAVED_BY + other) if other else Planned(name, number, source.text, saved)
+        if other:
+            return Planned(name, reason=SAVED_BY + other)
+        return Planned(name, number, source.text, saved, as_rows(name, saved) if saved.table else "")
     if Name("dense_opt", source.optimizer) in inventory:
         return Planned(name, reason=f"{source.optimizer!r} there does not train {source.parameter!r}")
     if Name("extra", source.optimizer) in inventory:
@@ -132,20 +131,25 @@ def _lineage(inventory: Inventory, state: Name) -> Lineage:
     return inventory.get(Name("dense_opt", state.optimizer), Thing()).lineage
 
 
-def _checked_optimizer(item: Planned, model: Inventory, offers: Sequence[LoadCandidate]) -> Planned:
-    """Leave out the scalars of another sparse optimizer, which is known by its slots."""
+def _checked_optimizer(item: Planned, matches: Sequence[Match]) -> Planned:
+    """Leave out the scalars of another sparse optimizer, which is known by the slots of its tables."""
     if item.name.text != SPARSE_OPTIM or item.name.is_slot or item.offer is None:
         return item
-    offer, live = offers[item.offer], _optimizer_slots(model)
-    left_out = {slot for reduced in offer.reduced.values() for slot in reduced.slots if is_optimizer_slot(slot)}
-    saved = sorted({*_optimizer_slots(offer.inventory), *left_out})  # a save that leaves slots out has their optimizer
-    if saved == live:
+    match = matches[item.offer]
+    saved, live = sorted(_all_slots(match.offer)), sorted(_optimizer_slots(match.model))
+    if saved == live or any(map(match.is_trained_alike, {name.table for name in match.model if name.is_slot})):
         return item
     return Planned(item.name, reason=f"{SAVED_BY}an optimizer with slots {saved}, this one has {live}")
 
 
-def _optimizer_slots(inventory: Inventory) -> list[str]:
-    return sorted({name.slot for name in inventory if name.group == "sparse_opt" and name.is_slot})
+def _all_slots(offer: LoadCandidate) -> set[str]:
+    """Return the slots of the optimizer that saved, those among them that it has left out."""
+    left_out = {slot for reduced in offer.reduced.values() for slot in reduced.slots if is_optimizer_slot(slot)}
+    return _optimizer_slots(offer.inventory) | left_out
+
+
+def _optimizer_slots(inventory: Inventory) -> set[str]:
+    return {name.slot for name in inventory if name.group == "sparse_opt" and name.is_slot}
 
 
 def _check_filters(planned: Iterable[Planned], offers: Sequence[LoadCandidate], problems: Problems) -> None:
@@ -170,129 +174,3 @@ def _excuse(offers: Sequence[LoadCandidate], items: Sequence[Planned], problems:
         if own and all(item.offer in own for item in asked):
             problems.not_found.remove((entry, error))
             problems.warn(entry, f"{error}; it is not needed, since the run resumes")
-
-
-class Match:
-    """An offer beside the names of the model.
-
-    Attributes:
-        model: the names of the model.
-        there: name of the model that the entry asks for -> its name in the checkpoint.
-    """
-
-    def __init__(self, model: Inventory, offer: LoadCandidate, problems: Problems) -> None:
-        self.offer, self.model = offer, model
-        self.there: dict[Name, Name] = {}
-        self._known: set[Name] = set()  # names in the checkpoint that have a partner, asked for or not
-        for name in model:
-            is_asked = offer.entry.wants(name)
-            try:
-                source = _source(name, model[name].tied, offer)
-            except ValueError as error:
-                if is_asked:
-                    problems.about_names(offer.entry, f"'oname': {error}")
-                continue
-            self._known.add(source)
-            if is_asked:
-                self.there[name] = source
-
-    def check(self, problems: Problems) -> None:
-        """Add what is wrong with the entry by itself, whatever the others offer."""
-        entry, label, inventory = self.offer.entry, self.offer.label, self.offer.inventory
-        check_patterns(entry, self.model, inventory, problems)
-        for name, source in self.there.items():
-            if source not in inventory and self._is_explicit(name):
-                hint = nearest(self.called(source), names_and_tables(inventory))
-                problems.about_names(entry, f"{label} has no {self.called(source)!r}{hint}")
-        left = [name for name in inventory if name not in self._known and entry.wants(name)]
-        whole = [name for name in left if name.group == "dense" or name.slot == EMBEDDING]
-        for name in (name for name in whole if name.group in entry.strict_groups):
-            problems.surprise(entry, name.table or name.text)
-        others = [name.table or name.text for name in whole if name.group not in entry.strict_groups]
-        others += [n.text for n in left if n.slot not in ("", ID, EMBEDDING) and slot_name(n.table, ID) in self._known]
-        if others:
-            problems.warn(entry, f"{label} has what is not in the model: {first_few(others)}")
-        taken = {source.table for source in self.there.values() if source in inventory}
-        for line in descriptions_of({table: each for table, each in self.offer.reduced.items() if table in taken}):
-            what = "training that goes on from there is not, bit for bit, the training that was saved"
-            problems.warn(entry, f"{label} was saved with {line}: {what}")
-        for line in self.offer.unsaved.descriptions if entry.is_own else ():
-            problems.warn(entry, f"{label} lacks {line}")
-        objects = [name.text for name in left if name.is_object]
-        if entry.is_own and objects:
-            remedy = "register it before it is loaded, or saves to come lack it"
-            problems.warn(entry, f"{label} has the state of what is not registered: {first_few(objects)}; {remedy}")
-
-    def _is_explicit(self, name: Name) -> bool:
-        """Say whether somebody asked for just this; of a whole table the embedding is what must be there."""
-        entry = self.offer.entry
-        asked = {pattern.text for pattern in entry.load if pattern.is_explicit}
-        if name.text in asked or entry.renames.is_explicit(name.text):
-            return True
-        return name.slot == EMBEDDING and (name.table in asked or entry.renames.is_explicit(name.table))
-
-    def saved(self, name: Name) -> Thing | None:
-        """Return what the checkpoint has of a name that the entry asks for."""
-        return self.offer.inventory.get(self.there[name])
-
-    def fit(self, name: Name) -> tuple[str, str]:
-        """Return (conversion, why it is left out) of a name that is there; a ValueError says (found, expected)."""
-        saved, live = self.offer.inventory[self.there[name]], self.model[name]
-        if other := misfit(saved.lineage, live.lineage):
-            return "", SAVED_BY + other
-        takes_anything = "" in (saved.dtype, live.dtype) or name.text.endswith(_EXTRA_STATE)
-        if not takes_anything and (saved.dtype, saved.shape) != (live.dtype, live.shape):
-            action = self.offer.entry.action(name)
-            if action == "skip":
-                return "", f"{self.offer.label} has {saved}, the model {live}: skipped"
-            return _conversion(saved, live, action, of_rows=name.is_slot), ""
-        embedding = slot_name(name.table, EMBEDDING)
-        if name.is_slot and name != embedding and embedding in self.there and self.saved(embedding):
-            try:
-                return "", self.fit(embedding)[1]  # a table without its embedding is of no use
-            except ValueError:
-                return "", ""  # the embedding itself is refused
-        return "", ""
-
-    def called(self, source: Name) -> str:
-        """Return the table where all of it is missing, else the name itself."""
-        is_missing = bool(source.table) and slot_name(source.table, ID) not in self.offer.inventory
-        return source.table if is_missing else source.text
-
-
-def _source(name: Name, tied: tuple[str, ...], offer: LoadCandidate) -> Name:
-    """Return the name that the checkpoint has for one of the model, of a tied parameter for any that it has there."""
-    renames = offer.entry.renames
-    text = renames.source(Name("dense_opt", name.optimizer) if name.parameter else name)
-    if name.parameter:
-        names = _names_there([renames.source(Name("dense", one)) for one in (name.parameter, *tied)], text, offer)
-        return next((one for one in names if one in offer.inventory), names[0])
-    if name.group == "dense_opt" and Name("dense_opt", text) not in offer.inventory:
-        return Name("extra", text)  # saved without the names of its parameters
-    return slot_name(*text.rsplit("@", 1)) if name.is_slot and "@" in text else Name(name.group, text)
-
-
-def _names_there(parameters: Sequence[str], optimizer: str, offer: LoadCandidate) -> list[Name]:
-    """Return the names that the state of a parameter may have there, where it may be tied to others."""
-    things = [offer.inventory.get(Name("dense", parameter), Thing()) for parameter in parameters]
-    return [state_name(one, optimizer) for one in dict.fromkeys([*parameters, *(n for t in things for n in t.tied)])]
-
-
-def _conversion(saved: Thing, live: Thing, action: str, *, of_rows: bool) -> str:
-    """Say how ``saved`` becomes ``live``, or raise ValueError(found, expected) where the action does not allow it.
-
-    Rows of tables, which lie one after the other in their files, get another last dimension only.
-    """
-    steps = []
-    if saved.dtype != live.dtype:
-        allowed = action in ("cast", "resize") and PLAIN not in (saved.dtype, live.dtype)
-        steps.append(f"cast {saved.dtype} -> {live.dtype}" if allowed else "")
-    if saved.shape != live.shape:
-        allowed = action == "resize" and len(saved.shape) == len(live.shape)
-        is_width = saved.shape[:-1] == live.shape[:-1]
-        sides = (saved.shape[-1:], live.shape[-1:]) if is_width else (saved.shape, live.shape)
-        step = " -> ".join("x".join(map(str, side)) for side in sides)
-        steps.append(f"{_RESIZE} {step}" if allowed and (is_width or not of_rows) else "")
-    if not all(steps):
-        raise ValueError(str(saved), str(live))
-    return ", ".join(steps)

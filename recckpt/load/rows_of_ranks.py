@@ -1,8 +1,8 @@
-"""Whether the ranks have read as many rows as a checkpoint says, each those of its slice; one alone cannot check it."""
+"""Whether the ranks have read as many rows as a checkpoint says, each those that it owns; one alone cannot check it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
 
@@ -13,8 +13,9 @@ from recckpt.load.live_state import LiveState
 from recckpt.load.report import LoadReport
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.sparse.files.catalogs import count_error
+from recckpt.sparse.files.owners import OwnedIds
 
-Counts = Mapping[tuple[str, str], tuple[Slice, int]]  # table there and here -> ids of a rank, rows of them
+Counts = Mapping[tuple[str, str], tuple[OwnedIds, int]]  # table there and here -> ids of a rank, rows of them
 
 
 def rows_read(live: LiveState, report: LoadReport, number: int) -> Counts:
@@ -24,14 +25,17 @@ def rows_read(live: LiveState, report: LoadReport, number: int) -> Counts:
     counts = {}
     for item in report.items:
         here, there = item.name.table, item.source.rpartition("@")[0]
-        owned = live.targets[here].slice if here in filled else None
-        if item.name.slot == ID and item.offer == number and owned is not None:
-            counts[there, here] = owned, report.rows_taken.get(here, 0) + report.rows_filtered.get(here, 0)
+        if item.name.slot != ID or item.offer != number or here not in filled or item.thing.tensor:
+            continue
+        target = live.targets[here]
+        if target.owns_all or not target.owned_ids.is_everything:  # else it chooses ids by a rule of its own
+            n_rows = report.rows_taken.get(here, 0) + report.rows_filtered.get(here, 0)
+            counts[there, here] = target.owned_ids, n_rows
     return counts
 
 
 def row_errors(checkpoint: Checkpoint, of_ranks: Sequence[Counts]) -> Iterator[CorruptCheckpointError]:
-    """Yield an error for each table of which the ranks, whose slices make up all ids, have read more or fewer rows."""
+    """Yield an error for each table of which the ranks, whose ids make up all ids, have read more or fewer rows."""
     for key in dict.fromkeys(key for counts in of_ranks for key in counts):
         rows = dict(counts[key] for counts in of_ranks if key in counts)
         entry = checkpoint.manifest.named_table(key[0])
@@ -39,8 +43,16 @@ def row_errors(checkpoint: Checkpoint, of_ranks: Sequence[Counts]) -> Iterator[C
             yield count_error(checkpoint.directory, entry.name, entry.rows, sum(rows.values()))
 
 
-def _tile(slices: Mapping[Slice, int]) -> bool:
-    """Say whether slices make up all ids, each of them once."""
-    spans = sorted((Fraction(one.begin, one.size), Fraction(one.end, one.size)) for one in slices)
+def _tile(owned: Collection[OwnedIds]) -> bool:
+    """Say whether the ids that ranks own make up all ids, each of them once; those of copies are there once."""
+    spans = sorted(span for span in map(_span, owned) if span[0] < span[1])
     meets = all(before[1] == after[0] for before, after in pairwise(spans))
-    return meets and spans[0][0] == 0 and spans[-1][1] == 1
+    is_of_one_kind = len({type(one) for one in owned}) == 1
+    return is_of_one_kind and meets and bool(spans) and spans[0][0] == 0 and spans[-1][1] == 1
+
+
+def _span(owned: OwnedIds) -> tuple[Fraction, Fraction]:
+    """Return what part of all buckets, or of all ids, it is."""
+    if isinstance(owned, Slice):
+        return Fraction(owned.begin, owned.size), Fraction(owned.end, owned.size)
+    return Fraction(owned.least + (1 << 63), 1 << 64), Fraction(owned.greatest + 1 + (1 << 63), 1 << 64)

@@ -55,13 +55,15 @@ def live_tables_of(model: nn.Module, tables: object) -> LiveTables:
     Raises:
         TypeError: they are something else.
         ValueError: they are those of another model, or have the name of a table of the model.
+        LiveTableError: they are closed.
     """
     if tables is None:
         return NO_TABLES
     if not isinstance(tables, LiveTables):
-        raise TypeError(f"tables must be what recckpt.live.tables(model) returns, found a {type(tables).__name__}")
+        raise TypeError(f"tables must be what live_tables(model, optimizers) returns, found a {type(tables).__name__}")
     if tables.model is not model:
         raise ValueError("tables must be the live tables of the model of the saver, found those of another one")
+    tables.check_open()
     tables.joined(*state_of(model))
     return tables
 

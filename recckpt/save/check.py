@@ -11,9 +11,9 @@ from recckpt.live.attached import AttachedTable
 from recckpt.save.arguments import check_trained
 from recckpt.save.job import Live
 from recckpt.save.room import estimated_bytes
-from recckpt.types import IdRange, SavableTable
+from recckpt.types import RowShare, SavableTable
 
-Owned = Mapping[Slice | IdRange | None, Sequence[str]]  # names of tables, by the ids that a rank owns of them
+Owned = Mapping[Slice | RowShare | None, Sequence[str]]  # names of tables, by the ids that a rank owns of them
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def check(live: Live, tables: Mapping[str, SavableTable], dense: Mapping[str, An
 
 
 def _owned(tables: Mapping[str, SavableTable]) -> Owned:
-    names: dict[Slice | IdRange | None, list[str]] = {}
+    names: dict[Slice | RowShare | None, list[str]] = {}
     for name, table in tables.items():
         own = table.share if isinstance(table, AttachedTable) else getattr(table, "slice", None)
         names.setdefault(own, []).append(name)

@@ -9,6 +9,7 @@ from typing import Any
 
 from recckpt.format.names import GROUPS, ID, Pattern, slot_name, wildcards
 from recckpt.format.reduced import FLOATS, Narrowed, Reduced, is_narrower
+from recckpt.live.attached import AttachedTable
 from recckpt.sparse.files.reduced_rows import TableChoice, file_order
 from recckpt.sparse.files.row_filter import RowFilter, parse_row_filter
 from recckpt.sparse.files.table_rows import source_of
@@ -82,7 +83,10 @@ class Choice:
         problems = [
             problem
             for name, table in tables.items()
-            for problem in self.of_table(table)._problems(name, slots_of_table(table))
+            for problem in (
+                *self.of_table(table)._problems(name, slots_of_table(table)),
+                *self._problems_of_columns(name, table),
+            )
         ]
         if problems:
             raise ValueError("; ".join(problems))
@@ -135,6 +139,13 @@ class Choice:
             elif math.prod(by_name[name].shape) != 1:
                 yield f"save_where: {table}@{name} is of shape {by_name[name].shape}, expected one number a row"
 
+    def _problems_of_columns(self, name: str, table: SavableTable) -> Iterator[str]:
+        if isinstance(table, AttachedTable) and table.rows.box.columns and self._where(name) is not None:
+            yield (
+                f"save_where: the columns of table {name!r} lie on several ranks, so that none can choose its rows: "
+                "save all of them, or shard it by rows"
+            )
+
     def _store_problems(self, table: str, slots: Sequence[SlotSpec]) -> Iterator[str]:
         for slot in slots:
             dtype = self._stored(table, slot)
@@ -159,6 +170,8 @@ def parse_choice(save_slots: Any, save_where: Any, store: Any) -> Choice:
 
 def slots_of_table(table: SavableTable) -> Sequence[SlotSpec]:
     """Return the slots of a table, of our own or a user's."""
+    if isinstance(table, AttachedTable):
+        return table.specs
     if is_stored(table):
         return [column.spec for column in table.store.columns.values()]
     return source_of(table).slots

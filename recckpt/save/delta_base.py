@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest
 from recckpt.format.reduced import Reduced
+from recckpt.format.tables import LiveLayout
 from recckpt.output_dir.commit import chain_of
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint
@@ -29,6 +30,7 @@ class Origin:
     place: tuple[int, int]  # where it stands in the order of commits
     slots: Mapping[str, tuple[SlotSpec, ...]]  # those of its tables
     reduced: Mapping[str, Reduced]  # what was left out of those that were not saved as they were
+    live: Mapping[str, LiveLayout]  # how those lay that were live
     is_candidate: bool = False  # whether it was restored, and is yet to be confirmed
 
 
@@ -128,7 +130,8 @@ def changes_of(deltas: bool | Deltas) -> Changes | None:
 def _origin(record: Manifest) -> Origin:
     slots = {table.name: table.slots for table in record.tables}
     reduced = {table.name: table.reduced for table in record.tables if table.reduced is not None}
-    return Origin(record.origin, record.place, slots, reduced)
+    live = {table.name: table.live for table in record.tables if table.live is not None}
+    return Origin(record.origin, record.place, slots, reduced, live)
 
 
 def _is_there(storage: Storage, link: Checkpoint) -> bool:

@@ -10,6 +10,7 @@ from itertools import chain, compress
 import numpy as np
 import numpy.typing as npt
 
+from recckpt.format.tables import LiveLayout
 from recckpt.policies.deltas import MAX_DELTAS, Chain, Deltas
 from recckpt.save.delta_base import Changes
 from recckpt.sparse.files.reduced_rows import TableChoice
@@ -78,9 +79,20 @@ def delta_proposal(
     chain: Chain | None,
     tables: Sequence[TableSource],
     frozen: Mapping[str, FrozenRows],
+    *,
     choices: Mapping[str, TableChoice],
+    layouts: Mapping[str, LiveLayout],
 ) -> DeltaProposal:
-    """Return what a rank would write; ``choices`` has, by name, the tables that are not saved whole."""
+    """Return what a rank would write.
+
+    Args:
+        changes: from which checkpoint it counts.
+        chain: that a delta would stand on.
+        tables: all rows.
+        frozen: by name, which of them have changed.
+        choices: by name, what is saved of tables that are not saved whole.
+        layouts: by name, how live tables lie.
+    """
     base = changes.base
 
     def changes_of(table: TableSource) -> tuple[int, int, int, bool, bool]:
@@ -93,6 +105,7 @@ def delta_proposal(
         marks = frozen.get(table.name)  # a table of the user's own has none
         is_replaced = base is None or marks is None or marks.is_replaced(base.save_id)
         is_replaced = is_replaced or marks is None or base is None or base.slots.get(table.name) != slots
+        is_replaced = is_replaced or base is None or base.live.get(table.name) != layouts.get(table.name)
         n_changed = table.n_rows if is_replaced or marks is None else marks.n_changed
         return n_changed, table.n_rows, row_bytes, is_replaced, is_otherwise
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from recckpt.save.check import Owned
-from recckpt.types import IdRange
+from recckpt.types import RowShare
 
 _LIVE_REMEDY = "start the process group before live_tables is called on each rank, and save with all ranks"
 _Range = tuple[float, float, int]  # part of the ids from 0 to 1, and the rank that owns it
@@ -39,7 +39,7 @@ def why_shared(owned: Sequence[Owned]) -> str | None:
             problems.append(f"table {name!r}: ranks {min(two)} and {max(two)} own the same ids")
     if not problems:
         return None
-    if any(isinstance(own, IdRange) for of_rank in owned for own in of_rank):
+    if any(isinstance(own, RowShare) for of_rank in owned for own in of_rank):
         return f"{'; '.join(problems)}: {_LIVE_REMEDY}"
     return (
         f"{'; '.join(problems)}: an id belongs to one rank, or it is saved several times and cannot be loaded; "
@@ -57,10 +57,10 @@ def _overlap(ranges: list[_Range]) -> tuple[int, int] | None:
 
 def why_missing(owned: Sequence[Owned]) -> str | None:
     """Return which rows of live tables no rank saves, and what to do; None where there are none."""
-    ranges: dict[tuple[str, int], list[IdRange]] = {}
+    ranges: dict[tuple[str, int], list[RowShare]] = {}
     for of_rank in owned:
         for own, names in of_rank.items():
-            if isinstance(own, IdRange):
+            if isinstance(own, RowShare):
                 for name in names:
                     ranges.setdefault((name, own.size), []).append(own)
     problems = [

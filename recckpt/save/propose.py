@@ -68,7 +68,9 @@ class _Errors:
 def propose(
     live: Live, job: Job, to: Destination, settle: Callable[[], object], closed_on_error: ExitStack
 ) -> Preparation:
-    """Prepare a save on this rank, and propose it; what goes wrong is proposed too. Not collective.
+    """Prepare a save on this rank, and propose it; what goes wrong is proposed too.
+
+    Collective where live tables are spread over ranks, so that each knows their settings; otherwise not.
 
     Args:
         live: what is saved.
@@ -88,6 +90,8 @@ def propose(
     digest = to.digests.begin() if ranks.size > 1 else None  # on all ranks: which saves look at what is large
     proposal = Proposal(job.info.ckpt_id, job.info.step, live.choice, writes_deltas=to.changes is not None)
     parts = room = staged = None
+    with errors.kept(Phase.CHECK):
+        live.live_tables.share_settings()  # before anything can fail here: the other ranks wait for it
     with errors.kept(Phase.CHECK):
         parts = live.parts
         checked = check(live, *parts, ranks.rank)
@@ -136,4 +140,7 @@ def _staged(live: Live, parts: State, digest: RankDigest | None, job: Job, to: D
 def _delta_proposal(staged: Staged, to: Destination) -> DeltaProposal | None:
     if to.changes is None:
         return None
-    return delta_proposal(to.changes, to.changes.chain(to.fence), staged.tables, staged.frozen, staged.choices)
+    chain = to.changes.chain(to.fence)
+    return delta_proposal(
+        to.changes, chain, staged.tables, staged.frozen, choices=staged.choices, layouts=staged.layouts
+    )

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from recckpt.dense.sharded import is_sharded, local_bytes
+from recckpt.live.attached import AttachedTable
 from recckpt.save.choice import Choice, slots_of_table
 from recckpt.save.job import Destination
 from recckpt.sparse.files.table_rows import source_of
@@ -93,6 +94,8 @@ def _rows_bytes(table: SavableTable, choice: Choice) -> int:
     if chosen is not None and chosen.where is not None:
         return 0
     row_bytes = 8 + sum(slot.row_bytes for slot in slots) if chosen is None else chosen.row_bytes
+    if isinstance(table, AttachedTable):
+        return table.n_saved * row_bytes
     return source_of(table).n_rows * row_bytes
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from recckpt.checkpoint.attempt import Attempt
 from recckpt.errors import CommitNotDurableError, RecckptError
 from recckpt.format.manifest import Manifest
+from recckpt.live.column_exchange import join_columns
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.commit import begin
 from recckpt.parallel.ranks import Ranks
@@ -80,6 +81,8 @@ def write_and_commit(staged: Staged, plan: SavePlan, job: Job, to: Destination) 
         attempt = Attempt(to.storage, *ranks.on_first(lambda: _begin(staged, job, to)))
         with attempt.abandoned_on_error(lambda error: _is_idle(error, ranks)):
             info.outcome.note_open(ranks.rank)
+            if staged.by_columns:
+                ranks.in_meetings(partial(join_columns, staged.by_columns))
             head = head_of(staged, compared_names(staged, plan, ranks), attempt, info)
             record = _commit(staged, head, attempt, job, to)
         if to.changes is not None and not record.ephemeral:

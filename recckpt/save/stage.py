@@ -19,9 +19,11 @@ from recckpt.dense.state_copy import Copy, DenseBuffers, as_it_is, dump_rng, por
 from recckpt.format.dtypes import NUMPY_DTYPES
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.manifest import Scalar
-from recckpt.format.tables import ClockDates
+from recckpt.format.tables import ClockDates, LiveLayout
 from recckpt.format.training import Lineage, Training
 from recckpt.live.attached import AttachedTable
+from recckpt.live.column_rows import ColumnRows, FrozenColumns
+from recckpt.live.column_slots import layout_of
 from recckpt.live.optimizers import RowOptimizers
 from recckpt.save.arguments import as_scalars
 from recckpt.save.choice import Choice, slots_of_table
@@ -58,6 +60,10 @@ class Staged:
     evicted_to: dict[str, int | None] = field(default_factory=dict)  # tables of ours by name: up to which step
     clock: dict[str, ClockDates | None] = field(default_factory=dict)  # the same: when the clock has dated rows
     live: list[tuple[AttachedTable, Snapshot]] = field(default_factory=list)  # live tables, as they are read
+    layouts: dict[str, LiveLayout] = field(default_factory=dict)  # by name, how live tables lie
+    by_columns: list[ColumnRows] = field(
+        default_factory=list
+    )  # sources among the tables whose columns are to be joined
 
     @property
     def sparse_bytes(self) -> int:
@@ -88,10 +94,21 @@ class Staged:
                     self.tables.append(self.frozen[table.name].snapshot)
                 else:
                     self.tables.append(source_to_save(table, slots, detached=detached))
-            if isinstance(table, AttachedTable) and isinstance(self.tables[-1], Snapshot):
-                self.live.append((table, self.tables[-1]))
+            if isinstance(table, AttachedTable):
+                self._take_live(table)
             if chosen is not None:
                 self.choices[table.name] = chosen
+
+    def _take_live(self, table: AttachedTable) -> None:
+        """Note how a live table lies, whose rows are taken; of one by columns, what ranks are to join."""
+        rows, box = self.tables[-1], table.rows.box
+        assert isinstance(rows, Snapshot)
+        self.live.append((table, rows))
+        self.layouts[table.name] = layout_of(table.live.n_rows, rows.slots, box)
+        if box.columns:
+            self.tables[-1] = ColumnRows(rows, box)
+            if table.name in self.frozen:
+                self.frozen[table.name] = FrozenColumns(self.frozen[table.name], box)
 
     def check_live(self) -> None:
         """Make sure that all that was read of live tables is what was staged.
@@ -105,15 +122,28 @@ class Staged:
 
     def written_as(self, kind: Kind) -> Staged:
         """Return what is to be written; a delta keeps only the rows that have changed, and releases the others."""
-        return replace(self, kind=kind, tables=[self._written(table, kind) for table in self.tables])
+        sources = [self._source(table, kind) for table in self.tables]
+        return replace(
+            self,
+            kind=kind,
+            tables=[self._chosen(source) for source in sources],
+            by_columns=[source for source in sources if isinstance(source, ColumnRows)],
+        )
 
-    def _written(self, table: TableSource, kind: Kind) -> TableSource:
-        chosen = self.choices.get(table.name)
-        if kind.base is not None and table.name not in kind.replaced:
-            frozen = self.frozen[table.name]
-            is_filtered = chosen is not None and chosen.where is not None  # then it counts all rows first
-            table = frozen.changes(kind.base) if is_filtered else frozen.delta(kind.base)
-        return table if chosen is None else ReducedSource(table, chosen)
+    def _chosen(self, source: TableSource) -> TableSource:
+        """Return what is saved of a source."""
+        chosen = self.choices.get(source.name)
+        return source if chosen is None else ReducedSource(source, chosen)
+
+    def _source(self, table: TableSource, kind: Kind) -> TableSource:
+        """Return the rows of a table that are written, with all slots that are read."""
+        if kind.base is None or table.name in kind.replaced:
+            return table
+        frozen, chosen = self.frozen[table.name], self.choices.get(table.name)
+        if isinstance(frozen, FrozenColumns):
+            return frozen.rows_since(kind.base)
+        is_filtered = chosen is not None and chosen.where is not None  # then it counts all rows first
+        return frozen.changes(kind.base) if is_filtered else frozen.delta(kind.base)
 
     def release(self) -> None:
         """Release the tables: training need not copy rows aside for them."""
@@ -164,7 +194,6 @@ def stage(
         ValueError, TypeError: what could not be loaded back safely, or is neither number nor string in ``state``.
         StateMismatchError: a foreign table that does not fit the protocol, or has an id twice.
     """
-    live.live_tables.share_settings()
     scalars = {**_learning_rates(live.row_optimizers), **as_scalars(state)}
     sharded = ShardedTensors()
     dense = sharded.take_from_model(dense)

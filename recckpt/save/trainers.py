@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from recckpt.dense.keyed_optimizer import is_keyed
 from recckpt.dense.optimizer_class import lineage_of, updater
 from recckpt.dense.optimizers import has_values
 from recckpt.dense.registered import Registry
@@ -65,6 +66,8 @@ class Trainers:
         self._stepped: _Optimizers = weakref.WeakValueDictionary()
         _savers[id(self)] = self
         _note_steps()
+        for optimizer in live_tables.optimizers:  # fused ones step in backward passes, without hooks
+            self.note_step(optimizer)
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped, whosever parameters it trains."""
@@ -79,7 +82,7 @@ class Trainers:
         """
         noted = set[int]()
         with ExitStack() as hooked:
-            for optimizer, _ in self._left():
+            for optimizer in (one for one, _ in self._left() if not is_keyed(one)):  # TorchRec's have no such hooks
                 handle = optimizer.register_state_dict_pre_hook(lambda one: noted.add(id(one)))
                 hooked.callback(handle.remove)
             yield noted
@@ -115,9 +118,24 @@ class Trainers:
             return []
         if any(saver._saves(optimizer) for saver in _alive(_savers)):
             return []
+        if is_keyed(optimizer) and any(optimizer is one for one in self._live_tables.optimizers):
+            return self._keys_left(optimizer)
         left = set(_values_of(optimizer))
         dense = self._live_tables.without(parameters_of(self._model), optimizer)
         return [name for name, parameter in dense if id(parameter) in left]
+
+    def _keys_left(self, optimizer: Any) -> list[str]:
+        """Return the names of the parameters of which an optimizer of TorchRec has a state that is not saved."""
+        registered = self._registered
+        keyed: list[Any] = [one for one in registered if is_keyed(one)]
+        saved = {key for one in keyed for key in one.params}
+        values = {number for one in registered for number in _values_of(one)}
+        return [
+            key
+            for key, state in optimizer.state_dict()["state"].items()
+            if state and not self._live_tables.has_key(key) and key not in saved
+            if id(optimizer.params[key]) not in values
+        ]
 
     def _saves(self, optimizer: Optimizer) -> bool:
         """Say whether what an optimizer trains is trained by registered ones."""

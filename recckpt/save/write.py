@@ -126,4 +126,5 @@ def _written_tables(staged: Staged, catalog: Catalog) -> WrittenTables:
         {table.name: table.reduced for table in tables if isinstance(table, ReducedSource)},
         {name: step for name, step in staged.evicted_to.items() if step is not None},
         {name: dates for name, dates in staged.clock.items() if dates is not None},
+        staged.layouts,
     )

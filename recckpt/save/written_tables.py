@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from recckpt.errors import StateMismatchError
 from recckpt.format.reduced import Reduced
-from recckpt.format.tables import ClockDates, DeltaRows, TableEntry
+from recckpt.format.tables import ClockDates, DeltaRows, LiveLayout, TableEntry
 from recckpt.types import SlotSpec
 
 Slots = tuple[SlotSpec, ...]
@@ -45,6 +45,7 @@ class WrittenTables:
         reduced: by name, what the tables had more; of those that were not saved as they were.
         evicted_to: by name, the step up to which eviction was done; of those where rows are evicted in steps.
         clock: by name, when the clock has dated rows; of those where it has.
+        live: by name, how the table lies, the same on all ranks; of live tables.
     """
 
     heads: NamesAndSlots
@@ -52,6 +53,7 @@ class WrittenTables:
     reduced: Mapping[str, Reduced] = field(default_factory=dict)
     evicted_to: Mapping[str, int] = field(default_factory=dict)
     clock: Mapping[str, ClockDates] = field(default_factory=dict)
+    live: Mapping[str, LiveLayout] = field(default_factory=dict)
 
 
 def tables_of_all(ranks: Sequence[WrittenTables], replaced: Collection[str]) -> tuple[TableEntry, ...]:
@@ -78,6 +80,7 @@ def tables_of_all(ranks: Sequence[WrittenTables], replaced: Collection[str]) -> 
     reduced = _by_name(tables.reduced for tables in ranks)
     clock = _by_name(tables.clock for tables in ranks)
     evicted_to = _by_name(tables.evicted_to for tables in ranks)
+    live = _by_name(tables.live for tables in ranks)
 
     def entry(name: str, n_rows: int, *changed: int) -> TableEntry:
         steps = evicted_to.get(name, [])
@@ -90,6 +93,7 @@ def tables_of_all(ranks: Sequence[WrittenTables], replaced: Collection[str]) -> 
             reduce(Reduced.plus, reduced[name]) if name in reduced else None,
             steps[0] if is_even else None,
             reduce(ClockDates.joined, clock[name]) if name in clock else None,
+            live[name][0] if name in live else None,
         )
 
     return tuple(entry(name, *of_table) for name, of_table in zip(slots, counts.T.tolist(), strict=True))

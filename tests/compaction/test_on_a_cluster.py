@@ -91,6 +91,7 @@ def test_what_the_pages_do_on_a_cluster_runs_as_it_stands(client, tmp_path, monk
     assert (names["done"].ckpt_id, names["done"].n_links) == ("ckpt_20", 2)
 
 
+@pytest.mark.slow
 def test_the_workers_of_a_cluster_verify_what_a_process_would(client, run):
     directory = recckpt.compact(run.url, out=f"{run.url} whole").directory
     part = next(Path(f"{run.url} whole", directory).glob("sparse/*.arrow"))

@@ -52,7 +52,7 @@ def test_it_is_saved_in_its_own_form_and_filled_where_it_lies(tmp_path, with_gro
         values["sum"].fill_(number + 1)
     saver.save("c")
     other, restored = run(0.1)
-    with pytest.raises(StateMismatchError, match=r"'keyed'[\s\S]*'ebc.weight'[\s\S]*needs init_state\(\) before"):
+    with pytest.raises(StateMismatchError, match=r"'keyed'[\s\S]*'ebc.weight'[\s\S]*call its init_state\(\) before"):
         other.load()
     restored.init_state()
     sums = [values["sum"] for values in restored.state.values()]

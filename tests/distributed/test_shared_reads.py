@@ -12,6 +12,8 @@ from support.paths import SUPPORT
 from support.rank_processes import results, run_script
 from support.resharding import Job, check
 from support.shared_reads import LAST_STEP, TABLES, ChainJob, expected, union
+from support.store_bytes import count_bytes
+from support.sweeps import mostly_slow
 from support.thread_ranks import ThreadGroup, on_ranks
 
 from recckpt.errors import CorruptCheckpointError, PartlyLoadedError, RecckptError
@@ -19,7 +21,6 @@ from recckpt.format.buckets import Slice
 from recckpt.sparse.files import link_reads
 from recckpt.sparse.files.link_batches import LinkBatches
 from recckpt.sparse.files.table_fill import TableFiller
-from recckpt.storage.remote import RangedFile, RemoteStorage
 
 ALL = {name: expected(name) for name in TABLES}
 
@@ -69,6 +70,7 @@ def restored(url, m_ranks, *, before=0, **options):
     return on_ranks(m_ranks, work)
 
 
+@mostly_slow("n_ranks", "m_ranks")
 @pytest.mark.parametrize("before", [0, 1])
 @pytest.mark.parametrize(("n_ranks", "m_ranks"), list(product([1, 2, 3], [1, 2, 3, 4])))
 def test_a_chain_with_deletes_comes_back_on_any_number_of_ranks(chain_of, n_ranks, m_ranks, before):
@@ -128,7 +130,7 @@ def test_a_warm_start_gives_what_one_rank_alone_gets(chain_of, tmp_path, conf):
     assert started(3) == alone
 
 
-def test_tables_that_only_one_rank_has_or_all_have_whole_are_read_by_each(chain_of):
+def test_tables_that_only_one_rank_has_or_several_have_whole_come_back_whole(chain_of):
     def work(rank, connect):
         names = {"wide": "wide", "narrow": "narrow"} if rank else {"wide": "wide"}
         job = ChainJob(chain_of(2), rank, 3, connect=connect, names=names)
@@ -197,23 +199,7 @@ def test_damage_after_the_check_says_on_all_ranks_that_tables_have_changed(chain
 @pytest.fixture
 def counted(monkeypatch):
     """Bytes that the storage has given, of files with rows and their catalogs."""
-    n_bytes, lock = Counter(), threading.Lock()
-    open_, read_file, read_small = RemoteStorage.open, RangedFile.read, RemoteStorage.read
-
-    def note(name, data):
-        with lock:
-            n_bytes["rows" if "/sparse/" in name else "others"] += len(data)
-        return data
-
-    def opened(storage, name):
-        file = open_(storage, name)
-        file.name = name
-        return file
-
-    monkeypatch.setattr(RemoteStorage, "open", opened)
-    monkeypatch.setattr(RangedFile, "read", lambda file, size=-1: note(file.name, read_file(file, size)))
-    monkeypatch.setattr(RemoteStorage, "read", lambda self, name, most: note(name, read_small(self, name, most)))
-    return n_bytes
+    return count_bytes(monkeypatch)
 
 
 @pytest.mark.parametrize("n_ranks", [1, 3])

@@ -27,7 +27,7 @@ _TOLD_BYTES = 1 << 14
 
 def save_in_child(url, max_keep, steps, branch, restore, before, threads, background, plant, file_limit, tell, **how):
     """Save each of the steps; stop before the one whose number is ``before``."""
-    job = Job.resumed(url, restore, max_keep, threads=threads, deltas=how["deltas"])
+    job = Job.resumed(url, restore, max_keep, threads=threads, deltas=how["deltas"], live=how["live"])
     if plant is not None:
         plants.plant(plant)
     for number, step in enumerate(steps):

@@ -2,9 +2,10 @@
 
 import json
 import re
-from typing import NamedTuple
 
 import torch
+from faults.live_content import LiveContent
+from faults.state import NOTHING, State
 from support.builders import bits, table_state
 from torch import nn
 
@@ -17,30 +18,19 @@ ROWS, DIM = 50, 4
 FULL_EVERY = 2  # deltas, of a job that saves them
 
 
-class State(NamedTuple):
-    """What a run is like after a step; runs that went back to an earlier step are on another branch."""
-
-    step: int
-    branch: int = 0
-
-
-NOTHING = State(0)  # where nothing restores
-
-
 class Job:
     """A process of the run. With one thread, which is what it has unless told otherwise, its calls repeat exactly."""
 
-    def __init__(self, url, max_keep=1, *, threads=1, rows=ROWS, deltas=False):
-        self.rows, self.contents = rows, changing_contents if deltas else contents
-        self.table = HashTable(DIM, name="t")
-        self.top = nn.Linear(DIM, 1)
+    def __init__(self, url, max_keep=1, *, threads=1, rows=ROWS, deltas=False, live=False):
+        self.content = LiveContent() if live else TableContent(rows, deltas=deltas)
         self.saver = Saver(
-            nn.ModuleDict({"t": self.table, "top": self.top}),
-            SparseAdagrad([self.table]),
+            self.content.model,
+            self.content.sparse_optim,
             str(url),
             max_keep=max_keep,
             concurrency=threads,
             deltas=Deltas(full_every=FULL_EVERY, max_chain_bytes=99.0) if deltas else False,
+            tables=self.content.live_tables,
         )
         self.manager = CheckpointManager(self.saver, 10**9)
 
@@ -58,7 +48,40 @@ class Job:
         self.set_state(self.manager.global_step, branch)
 
     def set_state(self, step, branch=0):
-        ids, values, slots = self.contents(State(step, branch), self.rows)
+        self.content.become(State(step, branch))
+
+    def save(self, *, background=False):
+        """Save, and return once that is acknowledged."""
+        if not background:
+            self.manager.save()
+            return
+        step = self.manager.global_step
+        self.saver.save_async(f"ckpt_{step}", step=step, overwrite=True).wait()
+
+    def holds(self, state):
+        """Say whether every bit, and the step, is that of a state."""
+        return self.manager.global_step == state.step and self.content.is_of(state)
+
+    def is_of_step(self, step, branch=0):
+        """Say whether every bit is that of a step."""
+        return self.content.is_of(State(step, branch))
+
+
+class TableContent:
+    """A table of ours, and a dense layer, of which all follows from the state."""
+
+    live_tables = None
+
+    def __init__(self, rows, *, deltas):
+        self.rows, self.contents = rows, changing_contents if deltas else contents
+        self.table = HashTable(DIM, name="t")
+        self.top = nn.Linear(DIM, 1)
+        self.model = nn.ModuleDict({"t": self.table, "top": self.top})
+        self.sparse_optim = SparseAdagrad([self.table])
+
+    def become(self, state):
+        """Take over the rows and the weights of a state."""
+        ids, values, slots = self.contents(state, self.rows)
         if self.contents is contents:
             self.table.clear()
             self.table.insert(ids, values, slots)
@@ -75,23 +98,11 @@ class Job:
         self.table.erase(self.table.ids()[~torch.isin(self.table.ids(), ids)])
         self.table.insert(ids[differs], values[differs], {name: slot[differs] for name, slot in slots.items()})
 
-    def save(self, *, background=False):
-        """Save, and return once that is acknowledged."""
-        if not background:
-            self.manager.save()
-            return
-        step = self.manager.global_step
-        self.saver.save_async(f"ckpt_{step}", step=step, overwrite=True).wait()
-
-    def holds(self, state):
-        """Say whether every bit, and the step, is that of a state."""
-        if self.manager.global_step != state.step:
-            return False
-        return len(self.table) == 0 if state == NOTHING else self.is_of_step(*state)
-
-    def is_of_step(self, step, branch=0):
-        """Say whether every bit is that of a step."""
-        ids, values, slots = self.contents(State(step, branch), self.rows)
+    def is_of(self, state):
+        """Say whether every bit is that of a state."""
+        if state == NOTHING:
+            return len(self.table) == 0
+        ids, values, slots = self.contents(state, self.rows)
         rows = {"id": bits(ids), "embedding": bits(values), **{name: bits(slot) for name, slot in slots.items()}}
         dense = torch.full((DIM,), float(values[0, 0])), torch.full((1,), -float(values[0, 0]))
         return table_state(self.table) == rows and [bits(self.top.weight), bits(self.top.bias)] == [*map(bits, dense)]

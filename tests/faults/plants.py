@@ -1,6 +1,7 @@
-"""The bugs that can be planted, by name: of full checkpoints, of deltas, and of their marks."""
+"""The bugs that can be planted, by name: of full checkpoints, of deltas, of their marks, and of live tables."""
 
 from faults.delta_plants import DELTA_PLANTS
+from faults.live_plants import LIVE_PLANTS
 from faults.plant import Plant
 
 SYNC = "os.fsync(fd)"
@@ -98,6 +99,7 @@ PLANTS = {
         "recckpt.sparse.files.part_reader:PartReader.column_problem", "if digest != expected:", "if False:"
     ),
     **DELTA_PLANTS,
+    **LIVE_PLANTS,
 }
 
 

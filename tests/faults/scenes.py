@@ -34,11 +34,18 @@ class Scene:
         return self.last.deltas
 
     @property
+    def kind(self):
+        """What its processes save, as options of a job."""
+        return {"deltas": self.deltas, "live": self.last.live}
+
+    @property
     def after(self):
         return self.last.states[-1]
 
     def counted(self, harness):
-        """Return under which name a harness counts: deltas by themselves."""
+        """Return under which name a harness counts: deltas by themselves, and those of live tables."""
+        if self.last.live:
+            return f"{harness}, live tables, max_keep {self.max_keep}"
         return f"{harness}, deltas, max_keep {self.max_keep}" if self.deltas else harness
 
     def make(self, worker, url):
@@ -48,29 +55,29 @@ class Scene:
             outcome = worker.run(url, self.max_keep, save, *(killing(*kill) if kill else ()))
             assert outcome.word == ("killed" if kill else "saved"), f"{save}: {outcome}"
             if self.pinned in save.steps:
-                Job(url).manager.pin(self.pinned)
+                Job(url, **self.kind).manager.pin(self.pinned)
         if self.last.before == 0:
-            restored(url, [self.before], deltas=self.deltas)
+            restored(url, [self.before], **self.kind)
 
     def go_on(self, url, word):
         """Check what restores after the last save ended, and that others save beside whatever it has left."""
         allowed = {"saved": [self.after], "failed": [self.before]}.get(word, [self.before, self.after])
-        job, found = restored(url, allowed, deltas=self.deltas)
+        job, found = restored(url, allowed, **self.kind)
         job.saver.max_keep = self.max_keep
         if found != self.after:
-            job = Job.resumed(url, self.last.restore, self.max_keep, deltas=self.deltas)
+            job = Job.resumed(url, self.last.restore, self.max_keep, **self.kind)
             while job.manager.global_step < self.after.step:
                 job.advance(self.after.branch)
             job.save()
         job.advance(self.after.branch)
         job.save()
         following = State(self.after.step + 1, self.after.branch)
-        restored(url, [following], deltas=self.deltas)
+        restored(url, [following], **self.kind)
         n_checkpoints = min(self.max_keep, following.step) + (self.pinned is not None)
         is_kept = self.kept_links(job.saver.storage) if self.deltas else n_checkpoints
         check_tidy(job.saver.storage, is_kept, following)
         if self.pinned is not None:
-            pinned = Job.resumed(url, self.pinned, deltas=self.deltas)
+            pinned = Job.resumed(url, self.pinned, **self.kind)
             assert pinned.holds(State(self.pinned)), f"pinned step {self.pinned} is gone"
 
     def kept_links(self, storage):
@@ -87,9 +94,10 @@ class Scene:
         return lambda checkpoint: checkpoint.directory in directories
 
 
-def scene(max_keep, *saves, before, pinned=None, deltas=False):
+def scene(max_keep, *saves, before, pinned=None, deltas=False, live=False):
     pairs = tuple(save if isinstance(save, tuple) else (save, None) for save in saves)
-    return Scene(max_keep, tuple((replace(save, deltas=deltas), kill) for save, kill in pairs), before, pinned)
+    done = tuple((replace(save, deltas=deltas or live, live=live), kill) for save, kill in pairs)
+    return Scene(max_keep, done, before, pinned)
 
 
 FIRST, SECOND = Save((1,)), Save((2,))
@@ -125,12 +133,20 @@ SCENES |= {
     "pinned delta": scene(1, *FOUR, Save((5,)), before=State(4), pinned=2, deltas=True),
     "delta in the background": scene(1, Save((1, 2), before=1, background=True), before=State(1), deltas=True),
 }
+SCENES |= {
+    "live delta": scene(1, *FOUR[:2], before=State(1), live=True),
+    "live delta on a delta": scene(2, *FOUR[:3], before=State(2), live=True),
+    "full after live deltas": scene(1, *FOUR, before=State(3), live=True),
+    "live delta in the background": scene(1, Save((1, 2), before=1, background=True), before=State(1), live=True),
+    "takeover of live deltas": scene(1, *FOUR[:2], (Save((3,)), ("write", 60)), Save((3,)), before=State(2), live=True),
+}
 OFFER = replace(Save((3,)), offers=True)  # the form of 2 is adopted after this save
 FORMS_AND_DOUBTS = {
     "offer and form": scene(1, *FOUR[:2], OFFER, before=State(2), deltas=True),
     "rotation of a form": scene(1, *FOUR[:2], OFFER, FOUR[3], before=State(3), deltas=True),
     # a writer died before its commit was durable, and the next stands on that; or drops what such a form replaces
     "delta in doubt": scene(1, FIRST, (SECOND, ("unlink", 4)), Save((3,)), before=State(2), deltas=True),
+    "live offer and form": scene(1, *FOUR[:2], OFFER, before=State(2), live=True),
     "form in doubt": scene(
         2, *FOUR[:2], (OFFER, ("unlink", 9)), Save((2,), branch=1, restore=1), before=State(3), deltas=True
     ),

@@ -21,20 +21,26 @@ from faults.test_fuzz import (
 )
 from support.builders import Run
 from support.forge import sealed
+from support.live_builders import LiveRun
 from support.mutations import mutated_json
 
 SHORT = 0.1
-INTERVALS = {1: 5, 2: 2}  # by max_keep: a chain of two links, and one of five
+CHAINS = {  # a chain of two links, one of five, and one of live tables
+    "deltas, max_keep 1": (Run, 5, 1),
+    "deltas, max_keep 2": (Run, 2, 2),
+    "live tables, max_keep 2": (LiveRun, 2, 2),
+}
+IN_BRIEF, *IN_FULL = CHAINS
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[IN_BRIEF, *(pytest.param(name, marks=pytest.mark.slow) for name in IN_FULL)])
 def target(request, tmp_path_factory):
     """A delta of step 10, on a chain whose files are all there."""
-    root = tmp_path_factory.mktemp("fuzz") / "runs"
-    Run(root, interval=INTERVALS[request.param], max_keep=request.param, deltas=ALWAYS).train(10)
+    root, (run, interval, max_keep) = tmp_path_factory.mktemp("fuzz") / "runs", CHAINS[request.param]
+    run(root, interval=interval, max_keep=max_keep, deltas=ALWAYS).train(10)
     target = Target(root)
     assert target.values("manifest.json")["kind"] == "delta"
-    target.live, target.max_keep = Live(root), request.param
+    target.live, target.count = Live(root, run), f"bad inputs, {request.param}"
     return target
 
 
@@ -61,14 +67,12 @@ def kinds_of(target):
 
 @pytest.mark.parametrize("faults", [DAMAGE, SEALED])
 def test_files_of_a_chain_that_are_almost_right_are_refused(figures, target, faults):
-    count = f"bad inputs, deltas, max_keep {target.max_keep}"
-    fuzz(figures, target, cases_of(kinds_of(target), target, SHORT, 0)[faults], faults, count)
+    fuzz(figures, target, cases_of(kinds_of(target), target, SHORT, 0)[faults], faults, target.count)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 3))
 def test_thousands_of_files_of_a_chain_that_are_almost_right_are_refused(figures, target, seed):
-    count = f"bad inputs, deltas, max_keep {target.max_keep}"
     for faults, cases in cases_of(kinds_of(target), target, LONG, seed).items():
         if cases:
-            fuzz(figures, target, cases, faults, count)
+            fuzz(figures, target, cases, faults, target.count)

@@ -5,8 +5,10 @@ from itertools import count
 
 import pytest
 import torch
+from faults.live_content import LiveContent
 from faults.storage_faults import WHEN, Faults
 from support import spec_reader
+from support.live_runs import rows_of
 from support.sweeps import SWEEP_STRIDE, mostly_slow
 from torch import nn
 
@@ -20,40 +22,76 @@ DELTAS = Deltas(full_every=4, max_chain_bytes=100)
 HABITS = ("goes on", "restarts", "adopts")  # before the save that a fault strikes; it may adopt an offer that waits
 
 
-class Trainer:
-    """A run with one table, of which each save is to be found by a reader that knows only the page."""
+class OwnTable:
+    """A table of ours."""
 
-    def __init__(self, root, max_keep):
-        self.root, self.max_keep, self.n_saves = root, max_keep, 0
+    live_tables = None
+
+    def __init__(self):
         self.table = HashTable(2, name="t")
         self.table(torch.arange(60))
+        self.model = nn.ModuleDict({"t": self.table})
+
+    def change(self, number):
+        """Change rows, and erase some."""
+        ids = torch.arange(number % 50, number % 50 + 5)
+        self.table.insert(ids, torch.full((5, 2), float(number)))
+        self.table.erase(ids[:2] + 3)
+
+    def rows(self):
+        """Return the rows of now, as the reader gives them."""
+        embeddings, ids = self.table.embeddings(), self.table.ids().tolist()
+        return {"t": {id_: {"embedding": embeddings[row].numpy().tobytes()} for row, id_ in enumerate(ids)}}
+
+
+class TrainedTables(LiveContent):
+    """Live tables, of hooks and of fingerprints."""
+
+    def change(self, number):
+        """Train a step."""
+        self.train(1, number)
+
+    def rows(self):
+        """Return the rows of now, as the reader gives them."""
+        return {
+            name: rows_of({slot: tensor.detach().numpy() for slot, tensor in table.live.tensors().items()})
+            for name, table in self.live_tables.items()
+        }
+
+
+class Trainer:
+    """A run of which each save is to be found by a reader that knows only the page."""
+
+    def __init__(self, root, max_keep, content):
+        self.root, self.max_keep, self.content, self.n_saves = root, max_keep, content(), 0
         self.start()
 
     def start(self):
         """Begin as a new process does that restores what is there."""
-        model = nn.ModuleDict({"t": self.table})
-        self.saver = Saver(model, output_dir=str(self.root), max_keep=self.max_keep, deltas=DELTAS, concurrency=1)
+        self.saver = Saver(
+            self.content.model,
+            output_dir=str(self.root),
+            max_keep=self.max_keep,
+            deltas=DELTAS,
+            concurrency=1,
+            tables=self.content.live_tables,
+        )
         if self.n_saves:
             self.saver.load()
         self.faults = Faults(self.saver.storage)
 
     def change(self):
         self.n_saves += 1
-        ids = torch.arange(self.n_saves % 50, self.n_saves % 50 + 5)
-        self.table.insert(ids, torch.full((5, 2), float(self.n_saves)))
-        self.table.erase(ids[:2] + 3)
+        self.content.change(self.n_saves)
 
     def save(self):
         return self.saver.save(f"c{self.n_saves}")
 
     def check(self):
-        """Compare the newest checkpoint with the table of now."""
-        embeddings = self.table.embeddings()
-        rows = {
-            id_: {"embedding": embeddings[row].numpy().tobytes()} for row, id_ in enumerate(self.table.ids().tolist())
-        }
+        """Compare the newest checkpoint with the tables of now."""
         newest = max(spec_reader.counting(self.root), key=lambda c: c.place)
-        assert spec_reader.read(self.root, newest.manifest["ckpt_id"], "t") == rows
+        for name, rows in self.content.rows().items():
+            assert spec_reader.read(self.root, newest.manifest["ckpt_id"], name) == rows
 
     def prepare(self, habit):
         """Do what comes before a save that a fault strikes."""
@@ -86,7 +124,8 @@ def try_each(figures, trainer, habit, stride, **options):
         trainer.change()
         kinds.add(trainer.save().kind)
         trainer.check()
-        figures.add(f"T3, deltas, max_keep {trainer.max_keep}", faults=has_struck, lost=0)
+        kind = "deltas" if trainer.content.live_tables is None else "live tables"
+        figures.add(f"T3, {kind}, max_keep {trainer.max_keep}", faults=has_struck, lost=0)
         if not has_struck:
             assert kinds == ({"delta"} if habit == "adopts" else {"full", "delta"})
             assert any(c.form_of for c in spec_reader.counting(trainer.root)) == (habit == "adopts")
@@ -98,12 +137,13 @@ def try_each(figures, trainer, habit, stride, **options):
 @mostly_slow()
 @pytest.mark.parametrize(("habit", "stride"), [("goes on", 7), ("restarts", 13), ("adopts", 29)])
 def test_after_a_fault_the_next_save_holds_all_that_has_changed(ram, figures, habit, stride):
-    assert try_each(figures, Trainer(ram, 1), habit, stride) > 40
+    assert try_each(figures, Trainer(ram, 1, OwnTable), habit, stride) > 40
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("content", [OwnTable, TrainedTables])
 @pytest.mark.parametrize("options", [*({"when": when} for when in WHEN), {"for_ever": True}], ids=str)
 @pytest.mark.parametrize("habit", HABITS)
 @pytest.mark.parametrize("max_keep", [1, 2])
-def test_after_any_fault_the_next_save_holds_all_that_has_changed(ram, figures, max_keep, habit, options):
-    assert try_each(figures, Trainer(ram, max_keep), habit, SWEEP_STRIDE, **options) > 40
+def test_after_any_fault_the_next_save_holds_all_that_has_changed(ram, figures, max_keep, habit, options, content):
+    assert try_each(figures, Trainer(ram, max_keep, content), habit, SWEEP_STRIDE, **options) > 40

@@ -5,12 +5,14 @@ import os
 import random
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 
 import pytest
 from support.builders import Run, state_of
 from support.forge import Forge
 from support.forked import outcomes
+from support.live_builders import LiveRun
 from support.sweeps import SWEEP_STRIDE, mostly_slow
 
 from recckpt import Deltas
@@ -32,6 +34,7 @@ class Scene:
     max_keep: int
     step: int  # of the one that is damaged
     steps: int  # of the newest: where this is greater, it is read from the rows of the damaged one too
+    run: type[Run] = Run
 
 
 ALWAYS = Deltas(max_dirty=1.0, max_chain_bytes=1000.0)
@@ -39,6 +42,8 @@ SCENES = {
     "full": Scene(False, 3, 10, 10),
     "delta": Scene(ALWAYS, 1, 10, 10),
     "a link below": Scene(ALWAYS, 2, 10, 15),
+    "live delta": Scene(ALWAYS, 1, 10, 10, LiveRun),
+    "live link below": Scene(ALWAYS, 2, 10, 15, LiveRun),
 }
 
 
@@ -46,12 +51,14 @@ class Damaged:
     """A checkpoint in all ways of being damaged, and a run that restores the one before it."""
 
     def __init__(self, root, scene):
-        run = Run(root, interval=5, max_keep=scene.max_keep, deltas=scene.deltas).train(scene.steps)
+        self.begin, is_live = partial(scene.run, root), scene.run is LiveRun
+        run = self.begin(interval=5, max_keep=scene.max_keep, deltas=scene.deltas).train(scene.steps)
         run.saver.close()
-        self.harness = f"T7, deltas, max_keep {scene.max_keep}" if scene.deltas else "T7"
+        kind = "live tables" if is_live else "deltas"
+        self.harness = f"T7, {kind}, max_keep {scene.max_keep}" if scene.deltas else "T7"
         self.root, self.newer, self.older = root, Forge(root / "ckpt_10"), Forge(root / "ckpt_5")
         self.newest, self.is_newest = scene.steps, scene.step == scene.steps
-        assert any(".deletes." in name for name in self.newer.parts) == (scene.deltas is not False)
+        assert any(".deletes." in name for name in self.newer.parts) == (scene.deltas is not False and not is_live)
         self.names = ["manifest.json", CATALOG, *self.newer.parts, *([INDEX, *PICKLED] if self.is_newest else [])]
         self.whole = {name: self.newer.path(name).read_bytes() for name in self.names}
         self.renew()
@@ -60,7 +67,7 @@ class Damaged:
 
     def renew(self):
         """Make the run anew: it is of the process that made it."""
-        self.run, self.made_by = Run(self.root, interval=1000, seed=5), os.getpid()
+        self.run, self.made_by = self.begin(interval=1000, seed=5), os.getpid()
         assert self.run.manager.restore(5) == 5
 
     def flips(self, count, seed=0):
@@ -150,7 +157,11 @@ class Damaged:
         return "found" if named and " found " in line and ", expected " in line else f"SAID {line}"
 
 
-@pytest.fixture(scope="module", params=["full", "delta", pytest.param("a link below", marks=pytest.mark.slow)])
+IN_BRIEF = ("full", "delta")  # of the default suite
+IN_FULL = [pytest.param(name, marks=pytest.mark.slow) for name in SCENES if name not in IN_BRIEF]
+
+
+@pytest.fixture(scope="module", params=[*IN_BRIEF, *IN_FULL])
 def damaged(request, tmp_path_factory):
     return Damaged(tmp_path_factory.mktemp("flips") / "runs", SCENES[request.param])
 

@@ -92,7 +92,7 @@ def forms(url):
     return [c.ckpt_id for c in list_checkpoints(open_storage(str(url))).committed if c.manifest.form_of]
 
 
-SWEEPS = list(product([*SCENES, "offer and form", "rotation of a form", *OFFERS], CALLS))
+SWEEPS = list(product([*SCENES, "offer and form", "live offer and form", "rotation of a form", *OFFERS], CALLS))
 
 
 @pytest.mark.slow

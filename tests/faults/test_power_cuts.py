@@ -22,7 +22,8 @@ from recckpt.output_dir.listing import list_checkpoints
 
 FULL = ("first", "rotation", "same writer", "again", "takeover", "takeover in rotation")
 DELTAS = ("delta on a delta", "full after deltas", "delta on the second full", "takeover in rotation of deltas")
-HISTORIES = FULL + DELTAS + tuple(FORMS_AND_DOUBTS)
+LIVE = ("live delta on a delta", "full after live deltas", "takeover of live deltas")
+HISTORIES = FULL + DELTAS + tuple(FORMS_AND_DOUBTS) + LIVE
 ALL = SCENES | FORMS_AND_DOUBTS
 
 
@@ -67,19 +68,19 @@ class History:
                     yield op, left, allowed
 
 
-def check(left, allowed, ram, deltas):
+def check(left, allowed, ram, kind):
     """Check that the newest acknowledged checkpoint, or a later one, restores from what is left, and go on from it."""
     with tempfile.TemporaryDirectory(dir=ram) as directory:
         url = Path(directory)
         put(left, url)
-        job, found = restored(url, allowed, deltas=deltas)
+        job, found = restored(url, allowed, **kind)
         listing = list_checkpoints(job.saver.storage)
         assert listing.damaged == {}
         assert not listing.committed or verify(str(url), threads=1) == []
         check_hints(url, allowed)
         job.advance(found.branch)
         job.save()
-        restored(url, [State(found.step + 1, found.branch)], deltas=deltas)
+        restored(url, [State(found.step + 1, found.branch)], **kind)
 
 
 def check_hints(url, allowed):
@@ -100,7 +101,7 @@ def record(worker, ram):
 def try_all(history, figures, ram, indexes, n_random):
     for op, left, allowed in history.trials(history.ops, indexes, n_random):
         try:
-            check(left, allowed, ram, history.scene.deltas)
+            check(left, allowed, ram, history.scene.kind)
         except BaseException as error:
             figures.add(history.scene.counted("T2"), lost=1)
             raise AssertionError(f"a power cut after {op.kind} {op.path}: {error!r}; left is {sorted(left)}") from error
@@ -128,7 +129,7 @@ def n_shown(name):
 
 def n_common(scene, other):
     """Return how many saves two histories have in common: of one that is killed, the other may have the whole."""
-    if (scene.max_keep, scene.deltas) != (other.max_keep, other.deltas):
+    if (scene.max_keep, scene.kind) != (other.max_keep, other.kind):
         return 0
     for number, ((save, kill), (theirs, killed)) in enumerate(zip(scene.saves, other.saves, strict=False)):
         if save != theirs or (kill != killed and killed):

@@ -31,6 +31,7 @@ class Save:
         plant: a bug to plant.
         file_limit: bytes that a file may have.
         deltas: whether it saves what has changed.
+        live: whether its tables are live ones.
         offers: whether it makes an offer of what it stands on before it saves, which it adopts then.
     """
 
@@ -43,6 +44,7 @@ class Save:
     plant: str | None = None
     file_limit: int | None = None
     deltas: bool = False
+    live: bool = False
     offers: bool = False
 
     @property

@@ -12,6 +12,7 @@ NEEDS = {
     "test_lightning_averages.py": "lightning",
     "test_live_tables.py": "lightning",
     "test_live_fbgemm.py": "fbgemm_gpu",
+    "test_live_collisions.py": "torchrec",
     "test_live_torchrec.py": "torchrec",
     "test_torchrec.py": "torchrec",
     "test_train_torchrec.py": "torchrec",

@@ -6,14 +6,17 @@ import sys
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from support import live_torchrec as models
 from support.live_rows import Rows
 from support.rank_processes import fork_ranks
 
-from recckpt import Saver
+from recckpt import CheckpointManager, CheckpointReader, Saver
 from recckpt.dense.keyed_optimizer import KeyedOptimizer
+from recckpt.errors import SaveFailedError
+from recckpt.live import live_tables
 
 
 def no_row_changes_unannounced():
@@ -46,13 +49,13 @@ def look_ups_of_this_rank_miss_rows_of_copies():
         assert rows.changed()["users"] == rows.announced()["users"]
 
 
-def tables_by_columns_stay_dense(root):
+def columns_of_which_a_rank_has_several_ranges_stay_dense(root):
     """They are saved as before, beside live tables of the same collection."""
-    saved = []
+    saved, how = [], dict.fromkeys(("wares", "words"), "columns on one rank")
     for seed in (0, 1):
-        model, optimizer, tables = models.sharded(seed, 2, "rows", "adagrad", columns=("wares", "words"))
+        model, optimizer, tables = models.sharded(seed, 2, "rows", "adagrad", **how)
         assert sorted(tables) == ["clicks", "shops", "users"]
-        assert "bags.embedding_bags.wares: its columns lie apart (column_wise)" in str(tables)
+        assert "bags.embedding_bags.wares: several shards lie on one rank" in str(tables)
         saver = Saver(model, output_dir=str(root / "columns"), tables=tables)
         saver.register_for_checkpointing("optimizer", optimizer)
         if seed == 0:
@@ -80,13 +83,89 @@ def nothing_is_saved_twice(root):
     assert sorted(KeyedOptimizer(optimizer, tables.has_key).state_dict()["state"]) == ["top.bias", "top.weight"]
 
 
+def dense_tensors_of_before_become_rows(root, kind, layout):
+    """What was saved before the tables were live ones, weights and sums, is loaded under another plan."""
+    url = str(root / f"before-{kind}")
+    model, optimizer, tables = models.sharded(0, 2, "rows", kind)
+    saver = Saver(model, output_dir=url)
+    saver.register_for_checkpointing("optimizer", optimizer)
+    for number in range(2):
+        models.step(model, optimizer, number)
+    saver.save("ckpt_2", step=2)
+    truth = models.whole_state(model, tables)
+    model, optimizer, tables = models.sharded(1, 2, layout, kind)
+    models.step(model, optimizer, 7)
+    saver = Saver(model, output_dir=url, tables=tables)
+    saver.register_for_checkpointing("optimizer", optimizer)
+    assert CheckpointManager(saver, 10).restore() == 2
+    assert models.differing(models.whole_state(model, tables), truth) == []
+
+
+def rows_become_dense_tensors_again(root):
+    """Without live tables their weights are sharded tensors, which take the rows; states start fresh if so asked."""
+    url = str(root / "again")
+    model, optimizer, tables = models.sharded(0, 2, "rows", "adagrad")
+    models.step(model, optimizer, 0)
+    Saver(model, output_dir=url, tables=tables).save("a")
+    truth = models.whole_state(model, tables)
+    model, optimizer, tables = models.sharded(1, 2, "tables", "adagrad")
+    Saver(model, output_dir=url).load()
+    other = models.whole_state(model, tables)
+    assert all("sum" in name for name in models.differing(other, truth))
+
+
+def an_optimizer_that_is_not_registered_is_known_to_be_missing(root):
+    """TorchRec's has none of the hooks by which those of torch are watched while registered objects are asked."""
+    model, optimizer, tables = models.sharded(0, 2, "tables", "adagrad")
+    saver = Saver(model, output_dir=str(root / "alone"), tables=tables)
+    models.step(model, optimizer, 3)
+    saver.save("c")
+    with CheckpointReader(str(root / "alone")) as reader:
+        assert "CombinedOptimizer" in reader.manifest.training.unsaved.optimizers
+
+
+def sums_of_a_small_table_that_nobody_registered_are_known_to_be_missing(root):
+    """A fused optimizer steps in backward passes, without hooks: live_tables was given it, which is how it is known."""
+    model, optimizer, tables = models.sharded(0, 2, "tables", "adagrad")
+    tables.close()
+    tables = live_tables(model, optimizer, min_rows=1, exclude=["bags.embedding_bags.wares"])
+    saver = Saver(model, output_dir=str(root / "small"), tables=tables)
+    dense = torch.optim.SGD(next(m for m in model.modules() if isinstance(m, torch.nn.Linear)).parameters())
+    saver.register_for_checkpointing("dense", dense)
+    models.step(model, optimizer, 3)
+    saver.save("c")
+    with CheckpointReader(str(root / "small")) as reader:
+        assert reader.manifest.training.unsaved.optimizers, reader.manifest.training
+
+
+def a_rank_whose_state_cannot_be_taken_is_named_by_all(root):
+    """The others do not wait for it: what ranks say to each other before they stage, they say before anything fails."""
+    model, optimizer, tables = models.sharded(0, 2, "tables", "adagrad")
+    saver = Saver(model, output_dir=str(root / "refused"), tables=tables)
+    models.step(model, optimizer, 3)
+    if dist.get_rank() == 1:
+        next(m for m in model.modules() if isinstance(m, torch.nn.Linear)).register_state_dict_pre_hook(_refuse)
+    with pytest.raises(SaveFailedError if dist.get_rank() == 0 else RuntimeError, match="not here"):
+        saver.save("c")
+
+
+def _refuse(*args):
+    raise RuntimeError("not here")
+
+
 def work(rank, size, root):
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     no_row_changes_unannounced()
     look_ups_of_this_rank_miss_rows_of_copies()
-    tables_by_columns_stay_dense(root.parent)
+    columns_of_which_a_rank_has_several_ranges_stay_dense(root.parent)
     nothing_is_saved_twice(root.parent)
+    dense_tensors_of_before_become_rows(root.parent, "rowwise", "tables")
+    dense_tensors_of_before_become_rows(root.parent, "adagrad", "mixed")
+    rows_become_dense_tensors_again(root.parent)
+    an_optimizer_that_is_not_registered_is_known_to_be_missing(root.parent)
+    sums_of_a_small_table_that_nobody_registered_are_known_to_be_missing(root.parent)
+    a_rank_whose_state_cannot_be_taken_is_named_by_all(root.parent)
 
 
 if __name__ == "__main__":

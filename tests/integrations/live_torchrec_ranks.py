@@ -25,6 +25,13 @@ def kinds_of(layout):
     return [kind for kind in models.KINDS if kind != "rowwise" or not models.copies(layout)]
 
 
+def fitting_for(saved_as, kind):
+    """Return the layouts that another number of ranks restores without a conversion."""
+    if kind == "rowwise" and saved_as == "columns":
+        return []
+    return [layout for layout in LAYOUTS if kind in kinds_of(layout) and (kind, layout) != ("rowwise", "columns")]
+
+
 def made(seed, size, layout, kind, output_dir):
     model, optimizer, tables = models.sharded(seed, size, layout, kind)
     saver = Saver(model, output_dir=str(output_dir), tables=tables, deltas=DELTAS, max_keep=10)
@@ -78,8 +85,9 @@ def work(rank, size, root, *, known):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     for number, source in enumerate(known):
         saved_as, kind, saved_by = source.name.split("-")
-        fitting = [layout for layout in LAYOUTS if kind in kinds_of(layout)]
-        restored(size, saved_as if int(saved_by) == size else fitting[(number + size) % len(fitting)], kind, source)
+        fitting = fitting_for(saved_as, kind)
+        if fitting or int(saved_by) == size:
+            restored(size, saved_as if int(saved_by) == size else fitting[(number + size) % len(fitting)], kind, source)
     for layout in LAYOUTS:
         for kind in kinds_of(layout):
             output_dir = root.parent / f"{layout}-{kind}-{size}"

@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from faults.plants import plant
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -134,6 +135,12 @@ def test_no_row_changes_unannounced_in_random_models(kind, seed):
             model["kernel"](*inputs(draw, **how))
         model["kernel"](*inputs(draw, **how))  # a pass that nothing follows
         assert rows.changed() == rows.announced()
+
+
+def test_random_models_show_that_one_table_of_a_feature_alone_is_marked(monkeypatch):
+    plant("the first table of a feature alone is marked", monkeypatch.setattr)
+    with pytest.raises(AssertionError):
+        test_no_row_changes_unannounced_in_random_models("rowwise", 1)
 
 
 def test_a_feature_of_two_tables_marks_both():

@@ -1,4 +1,4 @@
-"""What real ranks do for test_ddp.py: run it as ``ddp_ranks.py ROOT SIZE...``.
+"""What real ranks do for test_ddp.py: run it as ``ddp_ranks.py ROOT SIZE... [BUG]``, with a bug to plant.
 
 Each run of ranks loads what that before it has saved.
 """
@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from faults.plants import plant
 from support.live_runs import DENSE, N_ROWS, SPARSE, Clicks, rows_of
 from support.rank_processes import fork_ranks
 from torch import nn, optim
@@ -85,6 +86,8 @@ if __name__ == "__main__":
     root, *sizes = sys.argv[1:]
     torch.set_num_threads(1)
     before = 0
+    if not sizes[-1].isdigit():
+        plant(sizes.pop())
     for size in map(int, sizes):
         fork_ranks(size, Path(root), partial(run, before=before))
         before = size

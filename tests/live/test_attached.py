@@ -6,7 +6,7 @@ from torch import nn, optim
 
 from recckpt.errors import LiveTableError
 from recckpt.live import live_tables
-from recckpt.types import IdRange, is_hashtable
+from recckpt.types import RowShare, is_hashtable
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def test_it_is_a_table_that_can_be_saved(table):
     assert table.ids().tolist() == list(range(20))
     assert torch.equal(table.embeddings(), table.live.weight)
     assert list(table.slots) == ["sparse_adagrad_sum"]
-    assert table.share == IdRange(0, 20, 20)
+    assert table.share == RowShare(0, 20, 20)
 
 
 def test_rows_are_written_where_they_lie(table):
@@ -36,7 +36,7 @@ def test_rows_are_written_where_they_lie(table):
 @pytest.mark.parametrize("ids", [[20], [3, -1], [1 << 40]])
 def test_an_id_without_a_row_is_refused_and_nothing_is_written(table, ids):
     before = table.embeddings().clone()
-    with pytest.raises(LiveTableError, match=r"found 1 ids without a row, such as .* expected ids from 0 to 19"):
+    with pytest.raises(LiveTableError, match=r"found rows .* to .*, expected rows 0 to 19"):
         table.insert(torch.tensor(ids), torch.ones(len(ids), 2))
     assert torch.equal(table.embeddings(), before)
 
@@ -49,5 +49,5 @@ def test_rows_cannot_be_dropped(table):
 def test_once_closed_it_is_neither_saved_nor_loaded(table):
     table.close()
     table.close()
-    with pytest.raises(LiveTableError, match="was closed"):
+    with pytest.raises(LiveTableError, match="is closed"):
         table.prepare()

@@ -8,7 +8,7 @@ from support.live_runs import N_ROWS, Run
 from support.rank_processes import results, run_script
 
 from recckpt.save.owners import why_missing, why_shared
-from recckpt.types import IdRange
+from recckpt.types import RowShare
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_each_rank_marks_what_the_gradients_of_all_change(runs):
 
 
 def test_rows_that_no_rank_saves_are_refused():
-    halves = [{IdRange(0, 5, 10): ("t",)}, {IdRange(5, 10, 10): ("t",)}]
+    halves = [{RowShare(0, 5, 10): ("t",)}, {RowShare(5, 10, 10): ("t",)}]
     assert why_shared(halves) is None
     assert why_missing(halves) is None
     assert why_missing(halves[:1]).startswith(
@@ -56,7 +56,7 @@ def test_rows_that_no_rank_saves_are_refused():
 
 
 def test_copies_that_know_nothing_of_each_other_are_refused():
-    whole = [{IdRange(0, 10, 10): ("t",)}] * 2
+    whole = [{RowShare(0, 10, 10): ("t",)}] * 2
     assert why_shared(whole).startswith("table 't': ranks 0 and 1 own the same ids: start the process group")
 
 

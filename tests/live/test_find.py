@@ -48,7 +48,7 @@ def test_what_is_excluded_stays_dense(tower):
 def test_all_that_is_wrong_with_names_is_said_at_once(tower):
     with pytest.raises(LiveTableError) as caught:
         live_tables(tower, optim.SGD(tower.parameters()), names={"users": "t", "tags": "t"}, exclude=["day"])
-    assert "'day' is not the path of an embedding; did you mean 'days'?" in str(caught.value)
+    assert ": 'day' is not the path of an embedding; did you mean 'days'?" in str(caught.value)
     assert "'users' and 'tags' are both named 't': tell them apart by names=" in str(caught.value)
 
 

@@ -154,3 +154,95 @@ def test_settings_of_this_run_are_kept_where_that_is_asked_for(tmp_path):
     assert run.row_optim.param_groups[0]["lr"] == 0.7
     CheckpointManager(run.saver, 10).restore()
     assert run.row_optim.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("rule", ["SparseAdam", "Adagrad"])
+@pytest.mark.parametrize("conf", [None, {"exclude": ["sparse_opt"]}])
+def test_slots_that_nothing_gives_begin_anew_in_a_run_that_has_trained(tmp_path, rule, conf):
+    fresh, run = (
+        Run(tmp_path / "fresh", rule),
+        Run(tmp_path, rule, save_slots=["!*@sparse_*"] if conf is None else None),
+    )
+    run.train(3)
+    run.saver.save("a")
+    run.train(3)
+    report = run.saver.load(load_conf=conf)
+    assert {"users@embedding"} < {item.name.text for item in report.taken}
+    for name, table in fresh.tables.items():
+        assert_same(dict(run.tables[name].slots), dict(table.slots))
+        assert run.tables[name].live.scalars() == {"step": 0}
+
+
+def test_rows_that_are_merged_in_leave_slots_that_nothing_gives_as_they_are(tmp_path):
+    run = Run(tmp_path)
+    run.train(3)
+    run.saver.save("a")
+    run.train(3)
+    state = run.state()
+    run.saver.load(load_conf={"load": ["users@embedding"], "hashtable_clear": False})
+    assert_same(run.state()["0"], state["0"])
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "key"),
+    [("SGD", {"momentum": 0.9}, "momentum_buffer"), ("Adam", {"amsgrad": True}, "max_exp_avg_sq")],
+)
+def test_settings_bring_the_state_that_they_need(tmp_path, rule, options, key):
+    run, other = Run(tmp_path, rule, seed=1), Run(tmp_path, rule, deltas=True)
+    run.row_optim.param_groups[0].update(options)
+    for table in run.tables.values():
+        table.prepare()  # makes the state that these settings need
+    run.train(3)
+    run.saver.save("a")
+    report = other.saver.load()
+    assert_same(other.state(), run.state())
+    assert other.row_optim.state[other.model.users.weight][key].any()
+    assert not report.warnings
+    assert other.saver.save("b").kind == "delta"  # it is all that the checkpoint has
+    for each in (run, other):
+        each.random.manual_seed(1)
+        each.train(2)
+    assert_same(other.state(), run.state())
+
+
+def test_a_run_that_keeps_its_settings_takes_no_state_for_those_of_the_checkpoint(tmp_path):
+    run, other = Run(tmp_path, "SGD", seed=1), Run(tmp_path, "SGD")
+    run.row_optim.param_groups[0]["momentum"] = 0.9
+    run.train(3)
+    run.saver.save("a", step=3)
+    CheckpointManager(other.saver, 10).restore(hyper_parameters="keep")
+    assert other.row_optim.param_groups[0]["momentum"] == 0
+    assert list(other.tables["users"].live.tensors()) == ["embedding"]
+    assert_same(other.state()["model"], run.state()["model"])
+
+
+def test_a_live_table_that_is_new_leaves_the_settings_of_ours_to_the_checkpoint(tmp_path):
+    def made():
+        model = nn.ModuleDict({"ours": HashTable(DIM, name="ours"), "theirs": nn.Embedding(20, DIM)})
+        optimizers = SparseAdagrad([model["ours"]], lr=0.1), optim.Adam(model["theirs"].parameters(), lr=0.1)
+        tables = live_tables(model, optimizers[1], min_rows=1)
+        return optimizers, Saver(model, optimizers[0], str(tmp_path), tables=tables)
+
+    model = nn.ModuleDict({"ours": HashTable(DIM, name="ours")})
+    Saver(model, SparseAdagrad([model["ours"]], lr=0.7), str(tmp_path)).save("a")
+    optimizers, saver = made()
+    saver.load(load_conf={"exclude": ["theirs"]})
+    assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [0.7, 0.1]
+
+
+def test_a_live_table_of_another_optimizer_leaves_the_settings_of_the_others_to_the_checkpoint(tmp_path, caplog):
+    def made(other):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({name: nn.Embedding(20, DIM) for name in ("same", "other")})
+        optimizers = [optim.Adam(model["same"].parameters(), lr=0.1), other(model["other"].parameters(), lr=0.1)]
+        tables = live_tables(model, optimizers, min_rows=1)
+        return Saver(model, output_dir=str(tmp_path), tables=tables), optimizers
+
+    saver, optimizers = made(optim.Adagrad)
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["lr"] = 0.7
+    saver.save("a")
+    saver, optimizers = made(optim.AdamW)
+    saver.load()
+    assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [0.7, 0.1]
+    assert "sparse optimizer: ['other'] had other slots; the hyper-parameters here stay" in caplog.text

@@ -1,11 +1,13 @@
 """Whatever trains, saves and fails in between: each checkpoint is the rows of its moment, and a delta misses none."""
 
 import random
+from collections import Counter
 from contextlib import suppress
 
 import pytest
 import torch
 from support.live_runs import MARKED, OPTIMIZERS, Run, assert_same, read_rows
+from support.sweeps import SWEEP_STRIDE, mostly_slow
 
 from recckpt.errors import CheckpointExistsError
 from recckpt.inspect.verify import verify
@@ -14,15 +16,15 @@ from recckpt.inspect.verify import verify
 class Marathon:
     """A run that does at random what runs do, with two savers, and knows what each checkpoint has to be."""
 
-    def __init__(self, tmp_path, rule, seed):
+    def __init__(self, tmp_path, rule, seed, audit=0, deltas=True):
         self.rule, self.random = rule, random.Random(seed)
-        self.run = Run(tmp_path / "one", rule, seed=seed, deltas=True, max_keep=None)
-        self.savers = [self.run.saver, self.run.new_saver(tmp_path / "two", deltas=True, max_keep=None)]
+        self.run = Run(tmp_path / "one", rule, seed=seed, audit=audit, deltas=deltas, max_keep=None)
+        self.savers = [self.run.saver, self.run.new_saver(tmp_path / "two", deltas=deltas, max_keep=None)]
         self.position = Position()
         for saver in self.savers:
             saver.register_io_state("position", self.position)
         self.urls = [tmp_path / "one", tmp_path / "two"]
-        self.rows = [{}, {}]  # ckpt id -> rows of that moment
+        self.taken = [None, None]  # an id that stays
         self.bases = [None, None]  # rows of the base
         self.states = [{}, {}]
         self.open = []  # outputs of forwards whose backward is still to come
@@ -70,8 +72,8 @@ class Marathon:
         saver, ckpt_id, rows, state = self.savers[number], f"c{self.n_saves}", self.run.rows(), self.run.state()
         self.n_saves += 1
         begin = saver.save_async if in_background else saver.save
-        if fails and self.rows[number]:  # once the state was taken
-            handle = saver.save_async(next(iter(self.rows[number])), step=self.n_saves)
+        if fails and self.taken[number]:  # once the state was taken
+            handle = saver.save_async(self.taken[number], step=self.n_saves)
             self.train()
             with pytest.raises(CheckpointExistsError):
                 handle.wait()
@@ -102,9 +104,8 @@ class Marathon:
                 if not table.delta.replaced and self.rule in MARKED:
                     self.n_written += table.delta.upserts
                     self.n_changed += changed
-        self.rows[number] = {**({} if ephemeral else self.rows[number]), record.ckpt_id: rows}
         if not ephemeral:
-            self.bases[number] = rows
+            self.bases[number], self.taken[number] = rows, record.ckpt_id
         self.states[number] = {record.ckpt_id: state}
         self.run.url = self.urls[number]
         assert read_rows(self.run, record.ckpt_id) == rows
@@ -134,6 +135,7 @@ class Position:
         pass
 
 
+@mostly_slow()
 @pytest.mark.parametrize("rule", OPTIMIZERS)
 def test_each_checkpoint_of_a_run_at_random_is_that_of_its_moment(tmp_path, rule):
     marathon = Marathon(tmp_path, rule, seed=1)
@@ -141,14 +143,29 @@ def test_each_checkpoint_of_a_run_at_random_is_that_of_its_moment(tmp_path, rule
     assert marathon.n_deltas or marathon.rule not in MARKED
 
 
-@pytest.mark.slow
-def test_hundreds_of_saves_in_the_background_have_no_wrong_row(tmp_path):
-    n_background = written = changed = 0
-    for rule in OPTIMIZERS:
-        for number in range(4):
-            marathon = Marathon(tmp_path / f"{rule} {number}", rule, seed=number)
+def many(tmp_path, rules, n_models, **options):
+    """Run so many models of each rule, and return what they did, which is all right."""
+    done = Counter()
+    for rule in rules:
+        for number in range(max(1, n_models // SWEEP_STRIDE)):
+            marathon = Marathon(tmp_path / f"{rule} {number}", rule, seed=number, **options)
             marathon.go_on(60)
-            n_background += marathon.n_background
-            written, changed = written + marathon.n_written, changed + marathon.n_changed
-    assert n_background >= 200
-    assert changed <= written <= 1.1 * changed
+            done += Counter(models=1, saves=marathon.n_saves, background=marathon.n_background)
+            done += Counter(deltas=marathon.n_deltas, written=marathon.n_written, changed=marathon.n_changed)
+    return done
+
+
+@pytest.mark.slow
+def test_hundreds_of_saves_in_the_background_have_no_wrong_row(tmp_path, record_property):
+    done = many(tmp_path, OPTIMIZERS, 8)
+    record_property("figures", {"live tables, random saves": {**done, "wrong": 0}})
+    assert done["background"] >= 500 // SWEEP_STRIDE
+    assert done["changed"] <= done["written"] <= 1.1 * done["changed"]
+
+
+@pytest.mark.slow
+def test_an_audit_of_a_hundred_models_finds_no_row_that_was_missed(tmp_path, record_property):
+    done = many(tmp_path, MARKED, 12, audit=1)
+    record_property("figures", {"live tables, audited": {**done, "missed": 0}})
+    assert done["models"] >= 100 // SWEEP_STRIDE
+    assert done["deltas"] >= done["models"]

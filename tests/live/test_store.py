@@ -66,6 +66,13 @@ def test_a_snapshot_stays_as_any_row_changes_once_that_is_announced():
     assert changed(marks) is None
 
 
+def test_memory_that_is_freed_for_now_is_refused():
+    table, store, _ = made()
+    table.held["embedding"].untyped_storage().resize_(0)
+    with pytest.raises(LiveTableError, match="whose memory is freed for now: save and load where it is there"):
+        store.snapshot("t")
+
+
 def test_rows_that_were_announced_are_marked():
     _, store, marks = made()
     store.announce(torch.tensor([3, 3, 9]))

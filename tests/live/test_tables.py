@@ -8,7 +8,7 @@ import torch
 from support.live_runs import Clicks, Run
 from torch import nn, optim
 
-from recckpt import Saver
+from recckpt import CheckpointManager, Deltas, Saver
 from recckpt.errors import LiveTableError
 from recckpt.live import live_tables
 from recckpt.sparse import HashTable
@@ -51,8 +51,10 @@ def test_closing_removes_all_hooks_and_ends_what_savers_can_do(tmp_path):
     tables.close()
     tables.close()
     assert n_hooks(model, optimizer) == 0
-    with pytest.raises(LiveTableError, match="'users': it was closed"):
+    with pytest.raises(LiveTableError, match="'users': it is closed"):
         saver.save("a")
+    with pytest.raises(LiveTableError, match="are closed: call live_tables once more"):
+        Saver(model, output_dir=str(tmp_path), tables=tables)
 
 
 def test_once_nobody_has_the_tables_their_hooks_do_nothing_and_keep_nothing():
@@ -123,6 +125,7 @@ def test_a_live_table_and_one_of_ours_have_different_names(tmp_path):
         ({"model": "model"}, TypeError, "model must be a torch.nn.Module"),
         ({"optimizers": ["adam"]}, TypeError, "optimizers must be optimizers of torch, found a str"),
         ({"min_rows": 0}, ValueError, "min_rows"),
+        ({"names": ["users"]}, TypeError, "names must be a dict, path of a module -> name of its table, found"),
         ({"exclude": "users"}, TypeError, "exclude must be a list of paths"),
         ({"names": {"users": ""}}, ValueError, "a table name is a non-empty string"),
     ],
@@ -132,3 +135,24 @@ def test_arguments_are_checked(arguments, error, text):
     arguments = {"model": model, "optimizers": optim.SGD(model.parameters()), **arguments}
     with pytest.raises(error, match=text):
         live_tables(**arguments)
+
+
+def test_a_delta_holds_all_rows_of_a_table_that_was_not_live_in_its_base(tmp_path):
+    ours = nn.ModuleDict({"user": HashTable(4, name="user")})
+    ours["user"].insert(torch.arange(50), torch.rand(50, 4))
+    Saver(ours, output_dir=str(tmp_path)).save("ckpt_1", step=1)
+    model = nn.ModuleDict({"user": nn.Embedding(50, 4)})
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    tables = live_tables(model, optimizer, min_rows=10)
+    saver = Saver(model, output_dir=str(tmp_path), tables=tables, deltas=Deltas(max_dirty=1, max_chain_bytes=100))
+    CheckpointManager(saver, 10**9).restore()
+    kinds = []
+    for number in (2, 3):
+        model["user"](torch.tensor([number])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        [table] = saver.save(f"ckpt_{number}", step=number).tables
+        kinds.append((table.delta and (table.delta.replaced, table.delta.upserts), table.live.n_rows))
+    saver.close()
+    tables.close()
+    assert kinds == [((True, 50), 50), ((False, 1), 50)]

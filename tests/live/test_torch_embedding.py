@@ -9,6 +9,7 @@ import torch
 from support.live_runs import DIM, N_ROWS, Run, assert_same, read_rows
 from torch import nn, optim
 
+from recckpt import Saver
 from recckpt.errors import LiveTableError
 from recckpt.live import live_tables
 
@@ -317,3 +318,17 @@ def test_a_pickled_model_has_hooks_that_do_nothing(run):
     assert_same(twin.state_dict(), run.model.state_dict())
     pickle.dumps(run.row_optim)
     assert save(run)[0] == "delta"
+
+
+def test_a_step_that_is_captured_in_a_graph_refuses_all_saves_and_waits_for_no_device(tmp_path, monkeypatch):
+    model = nn.ModuleDict({"users": nn.Embedding(1000, DIM)})
+    optimizer = optim.SGD(model.parameters())
+    saver = Saver(model, output_dir=str(tmp_path), tables=live_tables(model, optimizer))
+    model["users"](torch.tensor([3])).sum().backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        patch.setattr(torch.Tensor, "nonzero", lambda tensor: pytest.fail("waited for the device"))
+        optimizer.step()
+    with pytest.raises(LiveTableError, match=r"table 'users': .* captured in a CUDA graph"):
+        saver.save("c0")

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.sweeps import mostly_slow
 from torch import nn
 from torch.optim import lr_scheduler as schedules
 
@@ -118,6 +119,7 @@ SCHEDULES = {
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of", "ignore:The epoch parameter")
+@mostly_slow()
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_kept_rates_follow_the_schedule_from_the_place_that_was_loaded(tmp_path, name):
     """As if the run had had them all along."""

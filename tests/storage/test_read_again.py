@@ -5,6 +5,7 @@ import logging
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from support.builders import Run, flip_bit, state_of
+from support.sweeps import mostly_slow
 
 from recckpt.inspect.reader import CheckpointReader, dataset
 from recckpt.inspect.sql import connect, scan
@@ -47,6 +48,7 @@ def said(caplog, text):
     return [record.message for record in caplog.records if text in record.message]
 
 
+@mostly_slow("file")
 @pytest.mark.parametrize("pre_download", [False, True])
 @pytest.mark.parametrize("file", FILES)
 def test_a_bit_that_flips_on_the_way_costs_no_checkpoint(memory_url, flips, caplog, file, pre_download):
@@ -61,6 +63,7 @@ def test_a_bit_that_flips_on_the_way_costs_no_checkpoint(memory_url, flips, capl
     assert len(said(caplog, f"{file} was damaged on the way, and is whole in the storage")) == 1, caplog.text
 
 
+@mostly_slow()
 @pytest.mark.parametrize("file", [name for name in FILES if not name.startswith("1.")])
 def test_what_is_damaged_in_the_storage_itself_is_damage_after_one_more_read(memory_url, caplog, file):
     Run(memory_url, max_keep=3).train(20)
@@ -86,6 +89,7 @@ def test_what_stays_damaged_is_said_once(memory_url, caplog):
     assert len(said(caplog, "ckpt_10/manifest.json was read twice")) == 1
 
 
+@mostly_slow()
 @pytest.mark.parametrize("file", FILES)
 def test_verify_and_readers_read_once_more_too(memory_url, flips, file):
     Run(memory_url).train(10)

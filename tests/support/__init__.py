@@ -15,8 +15,10 @@ drawn: Properties that hypothesis draws examples for: few in the default suite, 
 dying_ranks: Jobs of real ranks of which one dies in a phase of a save; for test_dying_ranks.py: ``dying_ranks.py ROOT
     CASES``.
 entered: Looks whether the tests of each source file enter it: ``pytest --entered=FILE``, as ``make test-entered`` does.
-fake_fbgemm: A stand-in for FBGEMM's fused kernel: it is known by its names, writes rows in backward, and may have a
+fake_fbgemm: A stand-in for FBGEMM's kernels: known by their names, they write rows in backward; weights in UVM have a
     cache.
+fake_torchrec: Stand-ins for what TorchRec makes on GPUs alone: known by their names, with the attributes that recckpt
+    reads.
 follow_page: Run as a script: follows a page of the documentation in the working directory.
 foreign: A table that is not ours.
 forge: Checkpoints of tables alone, and damaged ones whose planted fault is the only one.
@@ -30,6 +32,10 @@ interrupted_run: A run that trains and saves while Ctrl-C comes every few millis
 killed: Work that is killed at one of its calls of the local storage.
 late_storage: A local directory as a network file system shows it: what others have written appears after some looks.
 links: Manifests of full checkpoints, deltas and forms that no disk has seen.
+live_builders: A training run of live tables: a process as :class:`support.builders.Run`, of which the same is known.
+live_collisions: Models of TorchRec whose ids are remapped by managed collision, trained so that ids are evicted and
+    come again.
+live_reads: A job whose live tables lie on its ranks by rows, on one of them, or as copies.
 live_rows: What of live tables has changed, bit for bit, beside what was announced and what was saved.
 live_runs: A model of plain embeddings with optimizers of torch, trained at random, and copies of all that it is.
 live_torchrec: Models of TorchRec with live tables for the tests: plans, batches, and the state of all ranks in one.
@@ -53,6 +59,7 @@ spec_reader: Reads the rows of a checkpoint by docs/format.md and nothing else: 
     recckpt.
 spec_writer: Writes full checkpoints, deltas and forms by docs/format.md: what recckpt is to write, and damage of it.
 stepped: A writer of a snapshot that goes on only when it is told to, so that a table can change at any point of it.
+store_bytes: Counts what a remote storage gives of files, to any rank.
 sweeps: How far the long tests go, and what of a family of cases the default suite takes.
 symptoms: The symptoms of the page for the night, by heading, each with what brings it about and returns what is said
     then.

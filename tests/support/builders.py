@@ -73,6 +73,8 @@ class Stream:
 class Run:
     """A training run: all that a process of it holds."""
 
+    lies_in_place = False  # whether a restore that fails late may leave tables half written, and says so
+
     def __init__(
         self,
         url: Path | str,
@@ -82,9 +84,7 @@ class Run:
         seed: int = 0,
         **options: Any,
     ) -> None:
-        torch.manual_seed(seed)
-        np.random.seed(seed)
-        random.seed(seed)
+        self.seed(seed)
         self.model = ClickModel()
         self.sparse = OPTIMIZERS[optimizer](self.model.tables)
         self.dense = torch.optim.Adam([*self.model.norm.parameters(), *self.model.top.parameters()], lr=0.01)
@@ -93,6 +93,17 @@ class Run:
         self.saver.register_for_checkpointing("dense_optim", self.dense)
         self.saver.register_io_state("stream", self.stream)
         self.manager = CheckpointManager(self.saver, interval)
+
+    @staticmethod
+    def seed(seed: int) -> None:
+        """Begin all random numbers of the process anew."""
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+
+    def change(self, items: Tensor) -> None:
+        """Let ids leave, which may come back later."""
+        self.model.items.erase(items[:8])
 
     def train(self, n_steps: int) -> "Run":
         for _ in range(n_steps):
@@ -104,8 +115,8 @@ class Run:
             loss.backward()
             self.dense.step()
             self.sparse.step()
-            if self.stream.position % 7 == 0:  # ids leave, and may come back later
-                self.model.items.erase(items[:8])
+            if self.stream.position % 7 == 0:
+                self.change(items)
             self.manager.step()
         return self
 

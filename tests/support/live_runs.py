@@ -60,15 +60,18 @@ class Run:
     Args:
         output_dir: of the saver.
         rule: a key of OPTIMIZERS, which trains the tables.
+        audit: at every how manyth save the marks are compared with fingerprints; 0 for never.
         options: of the saver.
     """
 
-    def __init__(self, output_dir: Any, rule: str = "sparse Adagrad", *, seed: int = 0, **options: Any) -> None:
+    def __init__(
+        self, output_dir: Any, rule: str = "sparse Adagrad", *, seed: int = 0, audit: int = 0, **options: Any
+    ) -> None:
         torch.manual_seed(seed)
         self.url, self.model = Path(output_dir), Clicks(sparse=rule in SPARSE)
         self.row_optim = OPTIMIZERS[rule]([self.model.users.weight, self.model.items.weight])
         self.dense_optim = optim.Adam(self.model.top.parameters(), lr=0.01)
-        self.tables = live_tables(self.model, [self.row_optim], min_rows=10)
+        self.tables = live_tables(self.model, [self.row_optim], min_rows=10, audit=audit)
         self.saver = self.new_saver(output_dir, **options)
         self.random = torch.Generator().manual_seed(seed)
 
@@ -76,6 +79,14 @@ class Run:
         """Return a saver of this run."""
         saver = Saver(self.model, output_dir=str(output_dir), tables=self.tables, progress=False, **options)
         saver.register_for_checkpointing("dense_optim", self.dense_optim)
+        return saver
+
+    def dense_saver(self, output_dir: Any, *, registered: bool = True, **options: Any) -> Saver:
+        """Return a saver to which the weights are dense tensors, and that has both optimizers where ``registered``."""
+        saver = Saver(self.model, output_dir=str(output_dir), progress=False, **options)
+        saver.register_for_checkpointing("dense_optim", self.dense_optim)
+        if registered:
+            saver.register_for_checkpointing("row_optim", self.row_optim)
         return saver
 
     def train(self, n_steps: int = 1, n_ids: int = 4) -> None:

@@ -1,5 +1,6 @@
 """Models of TorchRec with live tables for the tests: plans, batches, and the state of all ranks in one."""
 
+import os
 from functools import partial
 
 import torch
@@ -13,10 +14,12 @@ from torchrec.distributed.sharding_plan import (
     column_wise,
     construct_module_sharding_plan,
     data_parallel,
+    grid_shard,
     row_wise,
+    table_row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingType
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -24,14 +27,15 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from recckpt.live import live_tables
 
-BAGS = {"clicks": (23, 8, ["click", "both"]), "wares": (20, 8, ["both"]), "users": (11, 8, ["user"])}
-SEQUENCES = {"words": (17, 4, ["word"]), "shops": (6, 4, ["shop"])}
+BAGS = {"clicks": (23, 12, ["click", "both"]), "wares": (20, 12, ["both"]), "users": (11, 8, ["user"])}
+SEQUENCES = {"words": (17, 24, ["word"]), "shops": (6, 24, ["shop"])}
 FEATURES = {"click": 23, "both": 20, "user": 11, "word": 17, "shop": 6}  # feature: ids
 LAYOUTS = {
     "rows": dict.fromkeys((*BAGS, *SEQUENCES), "rows"),
     "tables": {"clicks": "last", "wares": "first", "users": "last", "words": "first", "shops": "last"},
     "copies": {"clicks": "copies", "wares": "copies", "users": "copies", "words": "rows", "shops": "first"},
     "mixed": {"clicks": "rows", "wares": "last", "users": "copies", "words": "rows", "shops": "first"},
+    "columns": {"clicks": "columns", "wares": "columns", "users": "host", "words": "equal columns", "shops": "first"},
 }
 KINDS = {  # of fused kernels, and of copies, whose slots are the same
     "sgd": (torch.optim.SGD, torch.optim.SGD),
@@ -61,7 +65,7 @@ class Model(nn.Module):
         ]
         self.bags = EmbeddingBagCollection(tables=bags, device=torch.device("cpu"), is_weighted=is_weighted)
         self.sequences = EmbeddingCollection(tables=sequences, device=torch.device("cpu"))
-        self.top = nn.Linear(8 * 4 + 4 * 2, 1)
+        self.top = nn.Linear(sum(dim * len(names) for _, dim, names in (*BAGS.values(), *SEQUENCES.values())), 1)
 
     def forward(self, bags, sequences):
         found = self.sequences(sequences)
@@ -69,11 +73,21 @@ class Model(nn.Module):
         return self.top(torch.cat([self.bags(bags).values(), *means], 1))
 
 
-def sharded(seed, size, layout, kind, *, is_weighted=False, columns=()):
-    """Return a model whose tables lie as a layout says, its optimizer, and its live tables."""
+def by_columns(size, *, is_last=False):
+    """Return a plan of columns on all ranks, 4 of them on each but the first, or the last, which has the rest."""
+
+    def plan(weight, *options):
+        widths = [weight.shape[1] - 4 * (size - 1), *[4] * (size - 1)]
+        return column_wise(size_per_rank=widths[::-1] if is_last else widths)(weight, *options)
+
+    return plan
+
+
+def sharded(seed, size, layout, kind, *, is_weighted=False, **how):
+    """Return a model whose tables lie as a layout says, but for some of them; its optimizer, and its live tables."""
     torch.manual_seed(seed)
     fused, copied = KINDS[kind]
-    how = {**LAYOUTS[layout], **dict.fromkeys(columns, "columns")}
+    how = {**LAYOUTS[layout], **how}
     model = Model(is_weighted=is_weighted)
     apply_optimizer_in_backward(fused, [*model.bags.parameters(), *model.sequences.parameters()], {"lr": 0.1})
     places = {
@@ -81,15 +95,21 @@ def sharded(seed, size, layout, kind, *, is_weighted=False, columns=()):
         "first": partial(table_wise, 0),
         "last": partial(table_wise, size - 1),
         "copies": data_parallel,
-        "columns": partial(column_wise, ranks=[0, size - 1]),
+        "columns": partial(by_columns, size),
+        "equal columns": partial(column_wise, ranks=list(range(size))),  # of sequences TorchRec has no others
+        "other columns": partial(by_columns, size, is_last=True),
+        "columns on one rank": partial(column_wise, ranks=[0, 0, 0]),
+        "host": partial(table_row_wise, 0),
+        "grid": partial(grid_shard, [0, 1]),
     }
-    any_kind = {"sharding_types": lambda self, device: ["row_wise", "table_wise", "column_wise", "data_parallel"]}
+    any_kind = {"sharding_types": lambda self, device: [kind.value for kind in ShardingType]}
     plan = {}
     for name, sharder in (("bags", EmbeddingBagCollectionSharder), ("sequences", EmbeddingCollectionSharder)):
         module = getattr(model, name)
         configs = module.embedding_bag_configs() if name == "bags" else module.embedding_configs()
         on_cpu = type(sharder.__name__, (sharder,), any_kind)()
-        options = {"sharder": on_cpu, "local_size": size, "world_size": size, "device_type": "cpu"}
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))  # ranks of a host
+        options = {"sharder": on_cpu, "local_size": local_size, "world_size": size, "device_type": "cpu"}
         plan[name] = construct_module_sharding_plan(module, {c.name: places[how[c.name]]() for c in configs}, **options)
     options = {"env": ShardingEnv(size, dist.get_rank(), dist.group.WORLD), "device": torch.device("cpu")}
     sharders = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
@@ -122,18 +142,19 @@ def step(model, optimizer, seed, **how):
 def whole_state(model, tables):
     """Return all rows of all tables and their scalars, whatever rank has them, and the dense parameters."""
     own = {
-        name: (table.live.box().rows, {slot: values.clone() for slot, values in table.live.tensors().items()})
+        name: (table.live.box(), {slot: values.clone() for slot, values in table.live.tensors().items()})
         for name, table in tables.items()
     }
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, own)
     found = {f"dense {name}": value.detach().clone() for name, value in model.module.top.named_parameters()}
     for name, table in tables.items():
-        for rows, slots in (of_rank[name] for of_rank in of_ranks):
+        for box, slots in (of_rank[name] for of_rank in of_ranks):
             for slot, values in slots.items():
-                shape = (table.live.n_rows, *values.shape[1:])
-                whole = found.setdefault(f"{name} {slot}", torch.full(shape, float("nan")))
-                whole[slice(*rows)] = values
+                shape = next(spec.shape for spec in table.specs if spec.name == slot)
+                whole = found.setdefault(f"{name} {slot}", torch.full((table.live.n_rows, *shape), float("nan")))
+                columns = () if not box.columns else (slice(*box.columns[box.part]) if values.dim() > 1 else box.part,)
+                whole[(slice(*box.rows), *columns)] = values
     assert not any(values.isnan().any() for values in found.values())
     return found
 

@@ -8,9 +8,12 @@ from operator import or_
 
 from recckpt.parallel.meetings import Meetings
 from recckpt.sparse.files.deal import LinkRequests, TableRequest
-from recckpt.sparse.files.link_pass import LinkPass, PassOfOthers, Rounds, Take
+from recckpt.sparse.files.link_pass import LinkPass, PassOfOthers, Rounds, Take, Windows
 from recckpt.sparse.files.load_target import LinkLoad
+from recckpt.sparse.files.rounds import agreed_rounds
 from recckpt.sparse.files.table_fill import TableFiller
+
+RECEIVED_BYTES = 64 << 20  # about what a rank gets in a round, if no window alone has more for it
 
 
 class AgreedPasses:
@@ -41,8 +44,8 @@ class AgreedPasses:
                 self._passes.append(PassOfOthers(meetings))
         for one in self._passes:
             one.fetch()
-        of_ranks_rounds = meetings.gather([one.rounds for one in self._passes])
-        self._rounds = [_most(rounds) for rounds in zip(*of_ranks_rounds, strict=True)]
+        of_ranks_windows = meetings.gather([one.windows for one in self._passes])
+        self._rounds = [_rounds(windows) for windows in zip(*of_ranks_windows, strict=True)]
 
     def check(self, concurrency: int) -> int:
         """Have each filler check what its table owns; return the bytes that this rank has read."""
@@ -72,5 +75,5 @@ def _request(fillers: Sequence[TableFiller]) -> TableRequest:
     return reduce(or_, (filler.load.request for filler in fillers))
 
 
-def _most(rounds: Sequence[Rounds]) -> Rounds:
-    return {kind: max(each[kind] for each in rounds) for kind in rounds[0]}
+def _rounds(windows: Sequence[Windows]) -> Rounds:
+    return {kind: agreed_rounds([each[kind] for each in windows], RECEIVED_BYTES) for kind in windows[0]}

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from recckpt.format.buckets import Slice
 from recckpt.format.catalog import Part
-from recckpt.sparse.files.owners import Owners, SliceOwners
+from recckpt.sparse.files.owners import OwnedIds, Owners
 
 
 @dataclass(frozen=True)
@@ -18,17 +17,17 @@ class TableRequest:
     Attributes:
         columns: the slots that it needs, beside the ids.
         row_bytes: bytes of a row in them, with the id.
-        slices: the ids that it owns; None where it takes all of them, which it reads by itself.
+        owned: the ids that it owns.
     """
 
     columns: frozenset[str]
     row_bytes: int
-    slices: tuple[Slice, ...] | None
+    owned: tuple[OwnedIds, ...]
 
     def __or__(self, other: TableRequest) -> TableRequest:
         """Return what a rank takes that fills two tables from one."""
-        slices = None if self.slices is None or other.slices is None else (*self.slices, *other.slices)
-        return TableRequest(self.columns | other.columns, max(self.row_bytes, other.row_bytes), slices)
+        owned = tuple(dict.fromkeys((*self.owned, *other.owned)))
+        return TableRequest(self.columns | other.columns, max(self.row_bytes, other.row_bytes), owned)
 
 
 @dataclass(frozen=True)
@@ -51,24 +50,23 @@ class LinkRequests:
         self._of_tables: dict[str, dict[int, TableRequest]] = {}
         for rank, requests in enumerate(of_ranks):
             for table, request in requests.items():
-                if request.slices is not None:
-                    self._of_tables.setdefault(table, {})[rank] = request
-        known: dict[tuple[tuple[int, tuple[Slice, ...]], ...], Owners] = {}  # tables mostly lie alike
+                self._of_tables.setdefault(table, {})[rank] = request
+        known: dict[tuple[tuple[int, tuple[OwnedIds, ...]], ...], Owners] = {}  # tables mostly lie alike
         self._owners: dict[str, Owners] = {}
         for table, some in self._of_tables.items():
-            slices = tuple((rank, request.slices or ()) for rank, request in some.items())
-            self._owners[table] = known.setdefault(slices, SliceOwners(dict(slices)))
+            owned = tuple((rank, request.owned) for rank, request in some.items())
+            self._owners[table] = known.get(owned) or known.setdefault(owned, Owners(dict(owned)))
 
     def owners(self, table: str) -> Owners:
-        """Return who owns which ids of a table that ranks own parts of."""
+        """Return who owns which ids of a table."""
         return self._owners[table]
 
     def columns(self, table: str, rank: int) -> frozenset[str]:
-        """Return the slots that a rank needs of a table of which it owns a part."""
+        """Return the slots that a rank needs of a table."""
         return self._of_tables[table][rank].columns
 
     def deal(self, parts: Sequence[Part], shard: int) -> dict[tuple[str, int], Turn]:
-        """Return who reads the batches of a shard, by file and number, of those that ranks own parts of.
+        """Return who reads the batches of a shard, by file and number, of those that ranks take rows of.
 
         A batch goes to one of the ranks that need it: that which by then has read the fewest bytes, beside those that
         it owns. So a batch of one rank alone is read by it, ranks as of the save have nothing to send, and otherwise

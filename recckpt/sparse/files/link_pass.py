@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from recckpt.errors import CorruptCheckpointError
@@ -17,11 +17,13 @@ from recckpt.sparse.files.known_ids import LinkDeletes
 from recckpt.sparse.files.link_reads import BatchRun, LinkReads
 from recckpt.sparse.files.load_target import LinkLoad, TableLoad
 from recckpt.sparse.files.once import Int64s, named_twice
+from recckpt.sparse.files.rounds import Window
 from recckpt.sparse.files.table_fill import TableFiller
 from recckpt.types import SlotSpec
 
 Take = Callable[[TableFiller, BatchRows], object]
-Rounds = Mapping[PartKind, int]
+Windows = Mapping[PartKind, Sequence[Window]]  # what a rank has to send
+Rounds = Mapping[PartKind, Sequence[Collection[int]]]  # the ranks that send in each
 
 
 class LinkPass:
@@ -56,9 +58,9 @@ class LinkPass:
         return [filler for some in self._fillers.values() for filler in some]
 
     @property
-    def rounds(self) -> Rounds:
-        """In how many rounds this rank sends rows or deletes to others."""
-        return {kind: len(windows) for kind, windows in self._reads.windows.items()}
+    def windows(self) -> Windows:
+        """What this rank sends to others of the rows and the deletes."""
+        return {kind: [window.sent for window in windows] for kind, windows in self._reads.windows.items()}
 
     def fetch(self) -> None:
         """Copy the files that this rank alone reads, where they are to be copied first."""
@@ -76,7 +78,7 @@ class LinkPass:
         Args:
             take: gives a filler rows of a batch; from several threads.
             concurrency: number of threads.
-            rounds: in how many the ranks send rows and deletes to each other.
+            rounds: in which the ranks send rows and deletes to each other.
             with_values: whether they send rows as a whole; otherwise their ids.
         """
         deletes, threads = LinkDeletes(), self._batches.files.threads(concurrency)
@@ -103,11 +105,12 @@ class LinkPass:
         self, kind: PartKind, take: Callable[[BatchRows], None], rounds: Rounds, threads: int, *, with_values: bool
     ) -> int:
         """Read what others need too, round by round, and take what they send; then read what this rank alone needs."""
-        windows, n_bytes = self._reads.windows[kind], 0
+        windows, n_bytes = iter(self._reads.windows[kind]), 0
         read = partial(self._read, take=take, with_values=with_values)
-        for number in range(rounds[kind]):
+        for senders in rounds[kind]:
             sent: list[list[BatchRows]] = [[] for _ in range(self._meetings.size)]
-            for read_bytes, pieces in run_all(read, windows[number] if number < len(windows) else (), threads):
+            window = next(windows).runs if self._meetings.rank in senders else ()
+            for read_bytes, pieces in run_all(read, window, threads):
                 n_bytes += read_bytes
                 for rank, piece in pieces:
                     sent[rank].append(piece)
@@ -123,7 +126,7 @@ class LinkPass:
         for batch, rows in run.read(self._batches, self._slots(run.part)):
             take(rows)
             n_bytes += rows.n_bytes
-            for rank, positions in self._requests.owners(rows.table).of(rows.ids, batch.others) if batch.others else ():
+            for rank, positions in self._requests.owners(rows.table).of(rows.ids, batch.sent) if batch.sent else ():
                 columns = self._requests.columns(rows.table, rank) if with_values else frozenset[str]()
                 if len(positions):
                     pieces.append((rank, rows.some(positions, columns)))
@@ -148,7 +151,7 @@ class PassOfOthers:
 
     def __init__(self, meetings: Meetings) -> None:
         self._meetings = meetings
-        self.rounds: Rounds = {"deletes": 0, "rows": 0}
+        self.windows: Windows = {"deletes": (), "rows": ()}
 
     def fetch(self) -> None:
         """Copy nothing."""
@@ -158,7 +161,7 @@ class PassOfOthers:
 
     def run(self, take: Take, concurrency: int, rounds: Rounds, *, with_values: bool) -> int:
         """Come to the rounds of the others."""
-        for _ in range(sum(rounds.values())):
+        for _ in range(sum(map(len, rounds.values()))):
             self._meetings.wait()
         return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,6 +18,7 @@ from recckpt.sparse.files.id_check import check_range
 from recckpt.sparse.files.link_batches import LinkBatches
 from recckpt.sparse.files.load_target import TableLoad
 from recckpt.sparse.files.part_reader import PartReader
+from recckpt.sparse.files.rounds import Window
 from recckpt.sparse.table.kernels import first_outside
 from recckpt.types import SlotSpec
 
@@ -31,14 +33,12 @@ class DealtBatch:
     Attributes:
         number: in its part.
         columns: slots that ranks need of it.
-        others: other ranks that need rows of it.
-        sent_bytes: about how many of its bytes they need.
+        sent: other ranks that need rows of it, and about how many of its bytes.
     """
 
     number: int
     columns: frozenset[str]
-    others: tuple[int, ...] = ()
-    sent_bytes: int = 0
+    sent: Window
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,20 @@ class BatchRun:
             yield by_number[number], rows
 
 
+@dataclass(frozen=True)
+class SharedRuns:
+    """What is read before a round, and sent in it."""
+
+    runs: Sequence[BatchRun]
+    sent: Window
+
+
 class LinkReads:
     """What this rank reads of a link.
 
     Attributes:
         own: kind of part -> batches that no other rank needs.
-        windows: kind of part -> batches that others need too, by the round in which they are read.
+        windows: kind of part -> batches that others need too, as many at a time as are sent in a round.
         whole_parts: parts of which this rank reads all batches.
         own_files: parts of which no other rank reads a batch.
 
@@ -92,25 +100,22 @@ class LinkReads:
             for part in parts:
                 dealt = list(self._dealt(part, turns))
                 self._note(part, len(dealt), turns)
-                self.own[part.holds] += _runs(shard, part, [batch for batch in dealt if not batch.others])
-                shared[part.holds] += [(shard, part, batch) for batch in dealt if batch.others]
+                self.own[part.holds] += _runs(shard, part, [batch for batch in dealt if not batch.sent])
+                shared[part.holds] += [(shard, part, batch) for batch in dealt if batch.sent]
         self.windows = {kind: list(_windows(some)) for kind, some in shared.items()}
 
     def _dealt(self, part: Part, turns: Mapping[tuple[str, int], Turn]) -> Iterator[DealtBatch]:
         """Yield the batches of a part that this rank reads."""
         for number, batch in enumerate(part.batches):
-            loads, turn = self._takers(batch), turns.get((part.file, number))
-            if not loads:
+            turn = turns.get((part.file, number))
+            if turn is None or turn.reader != self._rank:
                 continue
+            loads = self._takers(batch)
+            n_bytes = batch.rows * (8 if part.holds == "deletes" else max(load.row_bytes for load in loads))
+            sent = {rank: round(n_bytes * share) for rank, share in turn.shares.items() if rank != self._rank}
             columns = frozenset[str]().union(*(load.columns for load in loads))
-            if turn is None or self._rank not in turn.shares:  # it takes all ids of the table
-                yield DealtBatch(number, columns)
-            elif turn.reader == self._rank:
-                others = tuple(rank for rank in turn.shares if rank != self._rank)
-                columns = columns.union(*(self._requests.columns(batch.table, rank) for rank in others))
-                row_bytes = 8 if part.holds == "deletes" else max(load.row_bytes for load in loads)
-                sent_bytes = round(batch.rows * row_bytes * sum(turn.shares[rank] for rank in others))
-                yield DealtBatch(number, columns, others, sent_bytes)
+            columns = columns.union(*(self._requests.columns(batch.table, rank) for rank in sent))
+            yield DealtBatch(number, columns, sent)
 
     def _note(self, part: Part, n_dealt: int, turns: Mapping[tuple[str, int], Turn]) -> None:
         """Note whether this rank reads a part alone, and whether as a whole."""
@@ -131,22 +136,24 @@ def _runs(shard: int, part: Part, batches: Sequence[DealtBatch]) -> Iterator[Bat
             yield BatchRun(shard, part, some[begin : begin + RUN_BATCHES])
 
 
-def _windows(shared: Sequence[tuple[int, Part, DealtBatch]]) -> Iterator[list[BatchRun]]:
-    """Yield what is read and sent in each round: at least one batch, and no more than a window has room for."""
-    number, left, numbers = -1, 0, []
-    for _, _, batch in shared:
-        if batch.sent_bytes > left:
-            number, left = number + 1, WINDOW_BYTES
-        left -= batch.sent_bytes
-        numbers.append(number)
-    for _, window in groupby(zip(numbers, shared, strict=True), key=lambda each: each[0]):
-        runs = groupby((each for _, each in window), key=lambda each: (each[0], each[1].file))
-        yield [run for _, some in runs for run in _runs_of(list(some))]
+def _windows(shared: Sequence[tuple[int, Part, DealtBatch]]) -> Iterator[SharedRuns]:
+    """Yield what is sent at once: at least one batch, and no more than a window has room for."""
+    window: list[tuple[int, Part, DealtBatch]] = []
+    sent = Counter[int]()
+    for each in shared:
+        if window and sent.total() + sum(each[2].sent.values()) > WINDOW_BYTES:
+            yield SharedRuns(list(_runs_of(window)), sent)
+            window, sent = [], Counter()
+        window.append(each)
+        sent.update(each[2].sent)
+    if window:
+        yield SharedRuns(list(_runs_of(window)), sent)
 
 
-def _runs_of(some: Sequence[tuple[int, Part, DealtBatch]]) -> Iterator[BatchRun]:
-    shard, part, _ = some[0]
-    return _runs(shard, part, [batch for _, _, batch in some])
+def _runs_of(window: Sequence[tuple[int, Part, DealtBatch]]) -> Iterator[BatchRun]:
+    for _, some in groupby(window, key=lambda each: (each[0], each[1].file)):
+        (shard, part, first), *others = some
+        yield from _runs(shard, part, [first, *(batch for _, _, batch in others)])
 
 
 def _check_buckets(ids: npt.NDArray[np.int64], reader: PartReader, number: int) -> None:

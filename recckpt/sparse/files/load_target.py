@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
-from recckpt.format.catalog import Batch, Part
+from torch import Tensor
+
+from recckpt.format.catalog import Batch, Part, id_ranges
 from recckpt.format.tables import TableEntry
 from recckpt.policies.evict import LAST_TIME
 from recckpt.sparse.files.ages import Ages
+from recckpt.sparse.files.batch_rows import BatchRows
+from recckpt.sparse.files.column_ranges import Ranges, regrouped
 from recckpt.sparse.files.deal import TableRequest
 from recckpt.sparse.files.link_batches import LinkBatches
-from recckpt.sparse.files.owners import SliceOwners
+from recckpt.sparse.files.owners import Owners
 from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.sparse.files.table_target import LoadTarget
 from recckpt.types import SavableTable
@@ -29,28 +34,46 @@ class TableLoad:
     where: RowFilter
     is_update: bool  # whether the table holds what older links give, and nothing has changed since it was loaded
     ages: Ages
+    ranges: Mapping[str, tuple[Ranges, Ranges]] = field(default_factory=dict)  # slot here -> those there, and here
     skips_outside: bool = False  # whether ids that the table cannot have a row of are left out; otherwise refused
+    fresh: frozenset[str] = frozenset()  # slots that begin anew in a table that is emptied: nothing gives them
+    drops: bool = False  # whether a table with fewer rows than ids keeps those that count most; otherwise refused
 
     @property
     def table(self) -> SavableTable:
         """The table to fill."""
         return self.target.table
 
+    def values_of(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the values of slots here, of those that were read."""
+        values = {slot: rows[there] for slot, there in self.slots.items()}
+        return values | {slot: regrouped(values[slot], *ranges) for slot, ranges in self.ranges.items()}
+
     def wants(self, batch: Batch) -> bool:
         """Say whether the table may own rows of a batch."""
-        return self.target.slice is None or self.target.slice.meets(*batch.buckets)
+        return self.share(batch) > 0
 
     def share(self, batch: Batch) -> float:
         """Return about which share of the rows of a batch the table owns."""
-        owned = self.target.slice
-        return 1.0 if owned is None else SliceOwners({0: [owned]}).shares(batch).get(0, 0.0)
+        return self._owners.shares(batch).get(0, 0.0)
+
+    def check_ids(self, least: int, greatest: int) -> None:
+        """Refuse ids from ``least`` to ``greatest`` if the table cannot have a row of one, and none is left out.
+
+        Raises:
+            LiveTableError: it cannot.
+        """
+        if not self.skips_outside:
+            self.target.check_ids(least, greatest)
 
     @property
     def request(self) -> TableRequest:
         """What the rank takes of the table of the checkpoint, as other ranks get it."""
-        owned = self.target.slice
-        slices = None if owned is None or self.target.owns_all else (owned,)
-        return TableRequest(self.columns, self.row_bytes, slices)
+        return TableRequest(self.columns, self.row_bytes, (self.target.owned_ids,))
+
+    @cached_property
+    def _owners(self) -> Owners:
+        return Owners({0: [self.target.owned_ids]})
 
     @property
     def empties(self) -> bool:
@@ -90,6 +113,24 @@ class TableLoad:
 
 
 @dataclass(frozen=True)
+class OtherRows:
+    """Rows of a table that lie in no part, such as those of a dense tensor; each rank reads its own.
+
+    Attributes:
+        load: what they fill.
+        read: yields them, checked, as often as it is called.
+    """
+
+    load: TableLoad
+    read: Callable[[], Iterator[BatchRows]]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all rows in the columns that are read."""
+        return self.load.entry.rows * self.load.row_bytes
+
+
+@dataclass(frozen=True)
 class LinkLoad:
     """What is taken of a link; a table of it may fill several.
 
@@ -117,6 +158,17 @@ class LinkLoad:
             for load in self.takers(batch)
             if part.holds == "rows"
         )
+
+    def check_ids(self) -> None:
+        """Refuse ids that a table cannot have a row of: alike on all ranks, from the catalogs alone.
+
+        Raises:
+            LiveTableError: there are some.
+        """
+        ranges = id_ranges(self._parts())
+        for load in self.tables:
+            if load.entry.name in ranges:
+                load.check_ids(*ranges[load.entry.name])
 
     def takers(self, batch: Batch) -> list[TableLoad]:
         """Return the loads that may take something of a batch."""

@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
+
 from recckpt.errors import CheckpointRemovedError, PartlyLoadedError
 from recckpt.parallel.meetings import Meetings
 from recckpt.sparse.files.agreed_passes import AgreedPasses
 from recckpt.sparse.files.arrow_format import ID
 from recckpt.sparse.files.batch_rows import BatchRows
-from recckpt.sparse.files.load_target import LinkLoad
+from recckpt.sparse.files.link_pass import Take
+from recckpt.sparse.files.load_target import LinkLoad, OtherRows
 from recckpt.sparse.files.table_fill import TableFiller
 
 log = logging.getLogger("recckpt")
@@ -36,6 +39,7 @@ def load_tables(
     advance: Callable[[int], object],
     when_checked: Callable[[], object],
     meetings: Meetings,
+    others: Sequence[OtherRows] = (),
 ) -> Loaded:
     """Fill tables with the rows of checkpoints that their slices own, each chain link by link, newest first.
 
@@ -50,9 +54,11 @@ def load_tables(
         advance: is called with the bytes of the rows that a table takes of each batch, from several threads.
         when_checked: is called once all bytes have been read, while all tables can still be as they were.
         meetings: where the ranks exchange rows.
+        others: rows beside those of the links.
 
     Raises:
         Exception: what ``when_checked`` raised; the tables are as they were.
+        LiveTableError: there are ids that a table cannot have a row of. The tables are as they were.
         CorruptCheckpointError: a file is damaged. The tables are as they were.
         CheckpointRemovedError: a file was removed meanwhile. Tables that were to be emptied may be empty.
         PartlyLoadedError: reading failed when tables with rows had been changed; says which.
@@ -61,30 +67,56 @@ def load_tables(
     def fill(filler: TableFiller, rows: BatchRows) -> None:
         advance(filler.fill(rows) * filler.load.row_bytes)
 
-    loads = {id(load): load for link in links for load in link.tables}
+    loads = {id(load): load for link in links for load in link.tables} | {id(one.load): one.load for one in others}
     targets = {id(load.target): load.target for load in loads.values()}
+    _check_ids(links, others)
     for target in targets.values():
         target.begin()
     by_load = {key: TableFiller(load) for key, load in loads.items()}
     fillers = list(by_load.values())
     passes = AgreedPasses(links, by_load, meetings)
+    for other in others:
+        by_load[id(other.load)].expect("", other.load.entry.rows)
     bytes_read = 0
     if passes.has_rows:
         bytes_read += passes.check(concurrency)
+        for other in others:
+            _read(other, by_load[id(other.load)], TableFiller.check)
         when_checked()
         meetings.wait()
     try:
         with _undone_on_error(fillers), meetings.ended_by_errors():
             bytes_read += passes.fill(fill, concurrency)
+            for other in others:
+                by_load[id(other.load)].start()
+                _read(other, by_load[id(other.load)], fill)
             if not passes.has_rows:
                 when_checked()
                 meetings.wait()  # no table has rows of what is damaged for another rank
-            for target in targets.values():
-                target.finish()
+            dropping = {id(load.target) for load in loads.values() if load.drops}
+            dropped = {
+                target.table.name: target.finish(drops=key in dropping)
+                for key, target in sorted(targets.items(), key=lambda item: item[1].finishes_last)
+            }
     finally:
         for filler in reversed(fillers):
             filler.end()
-    return _counted(fillers, bytes_read)
+    return _counted(fillers, dropped, bytes_read)
+
+
+def _check_ids(links: Sequence[LinkLoad], others: Sequence[OtherRows]) -> None:
+    for link in links:
+        link.check_ids()
+    for other in others:
+        if other.load.entry.rows:
+            other.load.check_ids(0, other.load.entry.rows - 1)
+
+
+def _read(other: OtherRows, filler: TableFiller, take: Take) -> None:
+    filler.begin_link()
+    for rows in other.read():
+        take(filler, rows)
+    filler.end_link(np.empty(0, np.int64))
 
 
 @contextmanager
@@ -109,7 +141,7 @@ def _undone_on_error(fillers: Sequence[TableFiller]) -> Iterator[None]:
         raise
 
 
-def _counted(fillers: Sequence[TableFiller], bytes_read: int) -> Loaded:
+def _counted(fillers: Sequence[TableFiller], dropped: Mapping[str, int], bytes_read: int) -> Loaded:
     taken, filtered = Counter[str](), Counter[str]()
     slot_rows: dict[tuple[str, str], int] = {}
     for filler in fillers:  # rows whose slots come from several checkpoints count once
@@ -118,4 +150,7 @@ def _counted(fillers: Sequence[TableFiller], bytes_read: int) -> Loaded:
         filtered[name] = max(filtered[name], filler.n_filtered)
         slots = (*filler.load.slots, *([ID] if filler.load.with_rows else []))
         slot_rows |= {(name, slot): filler.n_rows for slot in slots}
+    for name, n_rows in dropped.items():
+        taken[name] -= n_rows
+        filtered[name] += n_rows
     return Loaded(dict(taken), dict(filtered), slot_rows, bytes_read)

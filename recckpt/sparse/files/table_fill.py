@@ -57,6 +57,7 @@ class TableFiller:
         if self.load.empties:
             self._touched = True
             self._target.clear()
+            self._target.begin_anew(self.load.fresh)
         takes_all = self._where == RowFilter()
         n_rows = len(self._target) + min(self._n_expected, self.load.entry.rows) if takes_all else None
         self._initial = self._target.start(self.load.ages.missing, n_rows)
@@ -98,8 +99,6 @@ class TableFiller:
 
     def check(self, rows: BatchRows) -> int:
         """Refuse rows as ``fill`` would, before ``start``, and change nothing."""
-        if not self.load.skips_outside:
-            self._target.check(rows.ids)
         ids, _ = self._owned(rows.ids, {})
         self._new_rows(ids, {}, rows.path)
         return len(ids)
@@ -120,7 +119,7 @@ class TableFiller:
             ids, rows = self._new_rows(ids, rows, path)
         ids, rows = self._kept(*self._placed(ids, rows))
         self._touched = True
-        values = self.load.ages.of_rows({slot: rows[there] for slot, there in self.load.slots.items()})
+        values = self.load.ages.of_rows(self.load.values_of(rows))
         if not self.load.with_rows:
             self._count(self._target.write_present(ids, values))
         elif self._target.aside is not None:

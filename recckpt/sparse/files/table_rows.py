@@ -11,32 +11,18 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from recckpt.errors import StateMismatchError
 from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.format.distinct import repeated
-from recckpt.sparse.table.checks import check_slot_name
+from recckpt.sparse.table.checks import check_slot_name, spec_of
 from recckpt.sparse.table.column import BLOCK_BYTES, Column
 from recckpt.sparse.table.kernels import count_buckets, place_rows
-from recckpt.sparse.table.store import StoredIds, is_stored
+from recckpt.sparse.table.store import Ids, StoredIds, is_stored
 from recckpt.types import EMBEDDING, ITEM_BYTES, SavableTable, SlotSpec, check_table_name
 
 _UINT32_ROWS = 1 << 32
 _ID_SPEC = SlotSpec("id", "int64", ())
-
-
-class Ids(Protocol):
-    """Ids in row order, on the CPU."""
-
-    def pieces(self, begin: int, end: int) -> Iterator[Tensor]:
-        """Yield the ids of the rows [begin, end), piece by piece."""
-
-    def gather(self, rows: npt.NDArray[np.int64]) -> Tensor:
-        """Return the ids of ``rows``."""
-
-    def to_tensor(self, n_rows: int) -> Tensor:
-        """Return the ids of the first rows."""
 
 
 class BucketOrder:
@@ -198,16 +184,16 @@ def source_of(table: SavableTable) -> StillTable:
     wrong = {
         name: (f"{tensor.dtype} {tuple(tensor.shape)}", f"a storable dtype and {n_rows} rows")
         for name, tensor in tensors.items()
-        if tensor.dim() == 0 or len(tensor) != n_rows or 0 in tensor.shape[1:] or _dtype_name(tensor) not in ITEM_BYTES
+        if tensor.dim() == 0
+        or len(tensor) != n_rows
+        or 0 in tensor.shape[1:]
+        or spec_of(name, tensor).dtype not in ITEM_BYTES
     }
     if ids.dtype != torch.int64 or ids.dim() != 1:
         wrong["id"] = (f"{ids.dtype} {tuple(ids.shape)}", "int64 of one dimension")
     if wrong:
         raise StateMismatchError(f"table {table.name!r}", mismatched=wrong)
-    columns = {
-        name: Column.over(SlotSpec(name, _dtype_name(tensor), tuple(tensor.shape[1:])), tensor)
-        for name, tensor in tensors.items()
-    }
+    columns = {name: Column.over(spec_of(name, tensor), tensor) for name, tensor in tensors.items()}
     return StillTable(check_table_name(table.name), n_rows, Column.over(_ID_SPEC, ids), _in_order(columns), n_rows)
 
 
@@ -254,7 +240,3 @@ def _copied(column: Column, n_rows: int) -> Column:
 
 def _in_order(columns: Mapping[str, Column]) -> dict[str, Column]:
     return {name: columns[name] for name in sorted(columns, key=lambda name: (name != EMBEDDING, name))}
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 
 import numpy as np
@@ -11,10 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from recckpt.format.buckets import Slice
+from recckpt.format.buckets import N_BUCKETS, Slice
 from recckpt.format.manifest import Manifest
 from recckpt.format.tables import ClockDates
 from recckpt.sparse.files.ages import Ages, ages_of
+from recckpt.sparse.files.owners import OwnedIds
 from recckpt.sparse.files.rows_aside import RowsAside, Values, chosen, fitted_to
 from recckpt.sparse.table.first_values import first_embeddings
 from recckpt.sparse.table.row_store import RowStore
@@ -31,7 +32,7 @@ class LoadTarget:
 
     Attributes:
         table: the table.
-        slice: the ids that it owns; None for all.
+        slice: the buckets of the ids that it owns, by which files are opened; None for all.
         was_empty: whether it had no rows when the load began.
         aside: where rows are gathered that the table gets when the load is over; None where it gets them at once.
         takes_slots: whether it takes single slots, and converts what it takes.
@@ -53,9 +54,19 @@ class LoadTarget:
         return len(self.table)
 
     @property
+    def owned_ids(self) -> OwnedIds:
+        """The ids that it owns."""
+        return self.slice or Slice(0, N_BUCKETS)
+
+    @property
+    def finishes_last(self) -> bool:
+        """Whether it takes what other tables leave."""
+        return False
+
+    @property
     def owns_all(self) -> bool:
         """Whether it owns every id."""
-        return self.slice is None or self.slice.is_everything
+        return self.owned_ids.is_everything
 
     def ages(self, manifest: Manifest, taken_step: int | None, clock: ClockDates | None) -> Ages:
         """Return what becomes of the dates of rows of a checkpoint; arguments as of :func:`ages_of`."""
@@ -63,21 +74,22 @@ class LoadTarget:
 
     def owned(self, ids: Int64s) -> Int64s | None:
         """Return at which places there are ids that the table owns; None for all."""
-        if self.slice is None or self.slice.is_everything:
-            return None
-        return np.flatnonzero(self.slice.owns(ids))
+        return None if self.owns_all else np.flatnonzero(self.owned_ids.owns(ids))
 
     def placed(self, ids: Int64s) -> Int64s | None:
         """Return at which places there are ids that the table can have a row of; None for all."""
         return None
 
-    def check(self, ids: Int64s) -> None:
-        """Refuse ids that the table cannot have a row of, before anything has changed."""
+    def check_ids(self, least: int, greatest: int) -> None:
+        """Refuse a checkpoint with ids in this range if the table cannot have a row of the first or the last."""
 
     def clear(self) -> None:
         """Drop all rows."""
         if len(self.table):
             self.table.clear()
+
+    def begin_anew(self, slots: Collection[str]) -> None:
+        """Give slots their first values in all rows, which a table without rows gives them anyway."""
 
     def start(self, initial: Mapping[str, float], n_rows: int | None) -> Mapping[str, float]:
         """Prepare for rows, of which new ones start slots at ``initial`` values; return the values before.
@@ -108,8 +120,9 @@ class LoadTarget:
         """Drop the rows of ids."""
         raise TypeError(f"table {self.table.name!r} is not a recckpt HashTable: it is loaded as a whole")
 
-    def finish(self) -> None:
-        """Give the table what was gathered aside."""
+    def finish(self, *, drops: bool = False) -> int:
+        """Give the table what was gathered aside; return how many rows had no place in it, which ``drops`` allows."""
+        return 0
 
     def take_eviction(self, evicted_to: int | None) -> None:
         """Let the table evict what that of the checkpoint would have evicted next."""
@@ -196,11 +209,12 @@ class OwnTarget(LoadTarget):
         """Drop the rows of ids."""
         self._store.erase(ids)
 
-    def finish(self) -> None:
+    def finish(self, *, drops: bool = False) -> int:
         """Give the table what was gathered aside."""
         if self.aside is not None:
             self._table.store.adopt(self.aside.store)
             self.aside = None
+        return 0
 
     def take_eviction(self, evicted_to: int | None) -> None:
         """Let the table evict what that of the checkpoint would have evicted next."""

@@ -109,21 +109,28 @@ class AuditedFrozen(FrozenRows):
 
     def delta(self, base: str) -> DeltaSource:
         """Return what has changed since this base."""
-        return self._frozen.delta(base) if self._rows is None else self.changes(base)
+        return self._frozen.delta(base) if self._rows is None else self._looked_at(base, self._rows, is_narrowed=True)
 
     def changes(self, base: str) -> DeltaSource:
-        """Return the same, of a snapshot whose other rows can be read until they have been looked at."""
-        changes = self._frozen.changes(base)
-        rows = self._rows
-        if rows is None:
-            return changes
+        """Return the same, of a snapshot whose other rows can be read until :meth:`DeltaSource.narrow` is called."""
+        return self._frozen.changes(base) if self._rows is None else self._looked_at(base, self._rows)
+
+    def _looked_at(self, base: str, rows: PrintedRows, *, is_narrowed: bool = False) -> DeltaSource:
+        self._frozen.changes(base)  # which refuses another base
 
         def bits() -> npt.NDArray[np.uint8]:
-            _ = rows.prints  # of all rows, before others than those that changed are released
-            rows.narrow(self._frozen.bits)
-            return self._frozen.bits
+            bits = self.changed_since(base)  # which looks at all rows before others are released
+            if is_narrowed:
+                rows.narrow(bits)
+            return bits
 
         return DeltaSource(rows, bits, ())
+
+    def changed_since(self, base: str) -> npt.NDArray[np.uint8]:
+        """Return a bit a row, 1 for those that are marked; compares them where that is due."""
+        if self._rows is not None:
+            _ = self._rows.prints  # of all rows, before others than those that changed are released
+        return self._frozen.changed_since(base)
 
     def committed(self, save_id: str) -> None:
         """Make this checkpoint the base."""

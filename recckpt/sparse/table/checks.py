@@ -78,6 +78,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
+def spec_of(name: str, tensor: Tensor) -> SlotSpec:
+    """Return what a slot is whose values are the rows of a tensor, also where the format does not have its dtype."""
+    return SlotSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]))
+
+
 def check_slot_name(table: str, name: str) -> None:
     """Raise ValueError where no optimizer slot can have this name."""
     if not name or name in _RESERVED_SLOTS or "@" in name:

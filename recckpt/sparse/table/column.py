@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from recckpt.errors import LiveTableError
 from recckpt.sparse.table.kernels import gather_rows, lay_over, scatter_rows
 from recckpt.types import SlotSpec
 
@@ -43,6 +44,18 @@ class ColumnMemory(NamedTuple):
     def of(cls, tensors: list[Tensor]) -> ColumnMemory:
         """Wrap tensors."""
         return cls(tensors, np.array([tensor.data_ptr() for tensor in tensors], np.int64))
+
+    def check_unmoved(self) -> None:
+        """Raise where the memory of a tensor was freed under it, as is done to make room on a device for a while.
+
+        Raises:
+            LiveTableError: what was read of it is of other owners.
+        """
+        if any(tensor.data_ptr() != address for tensor, address in zip(self.tensors, self.addresses, strict=True)):
+            raise LiveTableError(
+                "the memory of its rows was freed while they were being saved, as when weights or states of an "
+                "optimizer are stashed: call saver.settle() before that, or save without save_async"
+            )
 
 
 class Column:
@@ -80,6 +93,11 @@ class Column:
         return self._memory
 
     @property
+    def is_on_cpu(self) -> bool:
+        """Whether rows are copied by their addresses; elsewhere torch copies them, in its streams."""
+        return self.device.type == "cpu"
+
+    @property
     def capacity(self) -> int:
         """Rows that fit without growing."""
         return sum(len(block) for block in self.blocks)
@@ -108,9 +126,10 @@ class Column:
         """Return a copy of ``rows``, shape (len(rows), *shape)."""
         out = torch.empty((len(rows), *self.spec.shape), dtype=self.dtype, device=self.device)
         memory = self._memory
-        if self.device.type == "cpu":
+        if self.is_on_cpu:
             gather_rows(memory.addresses, self.shift, self.spec.row_bytes, rows, out.data_ptr())
         else:
+            memory.check_unmoved()
             if self._written is not None:
                 torch.cuda.current_stream(self.device).wait_event(self._written)
             for block, at, inside in self._by_block(memory, rows):
@@ -128,23 +147,32 @@ class Column:
         return out.index_fill_(0, torch.from_numpy(absent).to(self.device), value)
 
     def gather_into(self, rows: npt.NDArray[Any], target: npt.NDArray[np.uint8]) -> None:
-        """Copy the bytes of ``rows`` into ``target``; on the CPU without the GIL and without other memory."""
+        """Copy the bytes of ``rows`` into ``target``; on the CPU without the GIL and without other memory.
+
+        Of a column on CUDA, the bytes are there when this returns; so whoever looks only then which rows were copied
+        aside, before the kernels that change them were queued, knows which of the bytes may be of another moment.
+        """
         memory = self._memory
-        if self.device.type == "cpu":
+        if self.is_on_cpu:
             gather_rows(memory.addresses, self.shift, self.spec.row_bytes, rows, target.ctypes.data)
         else:
             values = self.gather(rows.astype(np.int64)).cpu().contiguous()
+            memory.check_unmoved()
             target[:] = values.view(-1).view(torch.uint8).numpy()
 
     def copy_rows(self, rows: Int64s, target: Column, begin: int) -> None:
-        """Copy ``rows`` to the rows of a column on the CPU from ``begin`` on."""
+        """Copy ``rows`` to the rows of a column on the CPU from ``begin`` on.
+
+        Of a column on CUDA, once all that its current stream had to do before; the copies are there on return.
+        """
         memory, done = self._memory, 0
         for piece in target.pieces(begin, begin + len(rows)):
             some = rows[done : done + len(piece)]
-            if self.device.type == "cpu":
+            if self.is_on_cpu:
                 gather_rows(memory.addresses, self.shift, self.spec.row_bytes, some, piece.data_ptr())
             else:
                 piece.copy_(self.gather(some))
+                memory.check_unmoved()
             done += len(piece)
 
     def lay_over(self, rows: Int64s, at: Int64s, target: npt.NDArray[np.uint8]) -> None:
@@ -155,7 +183,7 @@ class Column:
     def scatter(self, rows: Int64s, values: Tensor) -> None:
         """Set ``rows``, all different, to ``values``."""
         values, memory = self.fitting(values), self._memory
-        if self.device.type == "cpu":
+        if self.is_on_cpu:
             scatter_rows(memory.addresses, self.shift, self.spec.row_bytes, rows, values.data_ptr())
         else:
             for block, at, inside in self._by_block(memory, rows):

@@ -24,12 +24,12 @@ _S27, _S29, _S32, _S33 = np.uint64(27), np.uint64(29), np.uint64(32), np.uint64(
 _WORDS = (np.uint64, np.uint32, np.uint16, np.uint8)
 
 
-def fingerprints(rows: Snapshot, *, is_on_cpu: bool = True) -> Prints:
+def fingerprints(rows: Snapshot) -> Prints:
     """Return the prints of all rows of a snapshot, none of which has been read for the last time. Thread-safe.
 
     Rows on the CPU are read where they lie, without a copy; those that were copied aside meanwhile once more.
     """
-    prints = np.empty(rows.n_rows, np.uint64)
+    prints, is_on_cpu = np.empty(rows.n_rows, np.uint64), rows.is_on_cpu
     n_piece = max(1, _PIECE_BYTES // max(1, sum(spec.row_bytes for spec in rows.slots)))
     for begin in range(0, rows.n_rows, n_piece):
         end = min(rows.n_rows, begin + n_piece)

@@ -49,6 +49,10 @@ class FrozenRows(ABC):
         """Return the same, of a snapshot whose other rows can be read until :meth:`DeltaSource.narrow` is called."""
 
     @abstractmethod
+    def changed_since(self, base: str) -> Bytes:
+        """Return a bit a row, 1 for those that have changed since this base, in whole words; all stay protected."""
+
+    @abstractmethod
     def committed(self, save_id: str) -> None:
         """Make this checkpoint the base."""
 
@@ -156,9 +160,14 @@ class Frozen(FrozenRows):
 
     def changes(self, base: str) -> DeltaSource:
         """Return the same, of a snapshot whose other rows can be read until :meth:`DeltaSource.narrow` is called."""
+        bits = self.changed_since(base)
+        return DeltaSource(self.snapshot, lambda: bits, self._erased)
+
+    def changed_since(self, base: str) -> Bytes:
+        """Return a bit a row, 1 for those that have changed since this base."""
         if self.is_replaced(base):
             raise RuntimeError(f"table {self.snapshot.name!r}: no marks since {base!r}, only since {self._base!r}")
-        return DeltaSource(self.snapshot, lambda: self.bits, self._erased)
+        return self.bits
 
     def committed(self, save_id: str) -> None:
         """Make this checkpoint the base."""

@@ -120,6 +120,12 @@ class PreImages:
             kept[name].lay_over(places, at, target)
         self._opened()  # once this is closed, the memory of the log is another's
 
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether all columns lie where :meth:`memory` can show them."""
+        columns, _ = self._opened()
+        return all(column.is_on_cpu for column in columns.values())
+
     def memory(self, name: str, begin: int, end: int) -> Iterator[Bytes]:
         """Yield the memory of the rows [begin, end) of a column on the CPU, which changes with the table."""
         columns, _ = self._opened()

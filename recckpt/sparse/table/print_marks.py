@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,14 +100,6 @@ class PrintedRows(Snapshot):
             _ = self.prints  # of all rows, before the first may change
         self._rows.read_slots(rows, targets, is_last=is_last)
 
-    def memory(self, slot: str, begin: int, end: int) -> Iterator[Bytes]:
-        """Yield the memory of rows of a slot."""
-        return self._rows.memory(slot, begin, end)
-
-    def kept_among(self, begin: int, end: int) -> npt.NDArray[np.int64]:
-        """Return which rows were copied aside."""
-        return self._rows.kept_among(begin, end)
-
     def narrow(self, bits: Bytes) -> None:
         """Protect from now on, and let be read, only rows whose bit is 1."""
         self._rows.narrow(bits)
@@ -130,8 +122,8 @@ class FrozenPrints(FrozenRows):
 
     def __init__(self, rows: PrintedRows, base: _Base | None, committed: Callable[[_Base | None], None]) -> None:
         self.snapshot: PrintedRows = rows
-        self._base = base if base is not None and base.slots == rows.slots else None
-        self._base = self._base if self._base is not None and len(self._base.prints) == rows.n_rows else None
+        is_comparable = base is not None and base.slots == rows.slots and len(base.prints) == rows.n_rows
+        self._base = base if is_comparable else None
         self._committed = committed
         self._bits: Bytes | None = None
         self._lock = threading.Lock()
@@ -147,18 +139,23 @@ class FrozenPrints(FrozenRows):
 
     def delta(self, base: str) -> DeltaSource:
         """Return what has changed; other rows are protected until it is known which those are."""
-        return self.changes(base)
+        self._check_base(base)
+        return DeltaSource(self.snapshot, self._narrowed, ())
 
     def changes(self, base: str) -> DeltaSource:
-        """Return what has changed since this base."""
-        if self.is_replaced(base):
-            raise RuntimeError(f"table {self.snapshot.name!r}: no prints of {base!r}")
+        """Return the same, of a snapshot whose other rows can be read until :meth:`DeltaSource.narrow` is called."""
+        self._check_base(base)
         return DeltaSource(self.snapshot, self._changed, ())
+
+    def changed_since(self, base: str) -> Bytes:
+        """Return a bit a row, 1 for those that have changed since this base; looks at all rows."""
+        self._check_base(base)
+        return self._changed()
 
     def committed(self, save_id: str) -> None:
         """Make this checkpoint the base; unless no row was read, and there are no prints."""
         prints, before = self.snapshot.known_prints, self._base
-        share = 0.0 if prints is None or before is None else float(np.mean(prints != before.prints))
+        share = 0.0 if prints is None or before is None or not len(prints) else float(np.mean(prints != before.prints))
         self._committed(None if prints is None else _Base(save_id, self.snapshot.slots, prints, share))
 
     def failed(self) -> None:
@@ -172,5 +169,14 @@ class FrozenPrints(FrozenRows):
                 is_other = self.snapshot.prints != self._base.prints
                 bits = np.packbits(is_other, bitorder="little")
                 self._bits = np.concatenate([bits, np.zeros(-len(bits) % 8, np.uint8)])
-                self.snapshot.narrow(self._bits)
             return self._bits
+
+    def _check_base(self, base: str) -> None:
+        if self.is_replaced(base):
+            raise RuntimeError(f"table {self.snapshot.name!r}: no prints of {base!r}")
+
+    def _narrowed(self) -> Bytes:
+        """Return the same, and let the other rows go."""
+        bits = self._changed()
+        self.snapshot.narrow(bits)
+        return bits

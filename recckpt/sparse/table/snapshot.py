@@ -134,6 +134,11 @@ class Snapshot:
         """Copy rows of some slots into a target each; after ``is_last`` they are not read again."""
         self._slots.read(rows, targets, is_last=is_last)
 
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether the slots lie on the CPU."""
+        return self._slots.is_on_cpu
+
     def memory(self, slot: str, begin: int, end: int) -> Iterator[Bytes]:
         """Yield the memory of rows of a slot on the CPU, as it is now: those :meth:`kept_among` are others by then."""
         return self._slots.memory(slot, begin, end)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeGuard
 
 import numpy as np
@@ -14,10 +14,11 @@ from torch import Tensor
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.mark_set import HasMarkSets
 from recckpt.sparse.table.snapshot import Snapshot
+from recckpt.types import EMBEDDING, SlotSpec
 
 
-class StoredIds(Protocol):
-    """The ids of the rows of a store, on the CPU."""
+class Ids(Protocol):
+    """Ids in row order, on the CPU."""
 
     def pieces(self, begin: int, end: int) -> Iterator[Tensor]:
         """Yield the ids of the rows [begin, end), piece by piece."""
@@ -25,11 +26,15 @@ class StoredIds(Protocol):
     def gather(self, rows: npt.NDArray[np.int64]) -> Tensor:
         """Return the ids of ``rows``."""
 
-    def gather_into(self, rows: npt.NDArray[Any], target: npt.NDArray[np.uint8]) -> None:
-        """Copy the bytes of the ids of ``rows`` into ``target``."""
-
     def to_tensor(self, n_rows: int) -> Tensor:
         """Return the ids of the first rows."""
+
+
+class StoredIds(Ids, Protocol):
+    """The ids of the rows of a store."""
+
+    def gather_into(self, rows: npt.NDArray[Any], target: npt.NDArray[np.uint8]) -> None:
+        """Copy the bytes of the ids of ``rows`` into ``target``."""
 
 
 class Store(ABC):
@@ -64,6 +69,11 @@ class Store(ABC):
     def saved_columns(self) -> Mapping[str, Column]:
         """The columns that a checkpoint has of these rows, by the names of slots."""
 
+    @property
+    def slots(self) -> tuple[SlotSpec, ...]:
+        """The slots of :attr:`saved_columns`, in the order of a file: ``embedding`` first, the others by name."""
+        return in_order(column.spec for column in self.saved_columns.values())
+
     @abstractmethod
     def snapshot(self, name: str, slots: Collection[str] | None = None) -> Snapshot:
         """Return the rows of the table ``name`` as they are now, which stay so, with all slots or some of them."""
@@ -71,6 +81,11 @@ class Store(ABC):
     @abstractmethod
     def track(self, marks: HasMarkSets) -> None:
         """Note in these marks, for as long as somebody has them, all that changes."""
+
+
+def in_order(slots: Iterable[SlotSpec]) -> tuple[SlotSpec, ...]:
+    """Return slots in the order of a file."""
+    return tuple(sorted(slots, key=lambda slot: (slot.name != EMBEDDING, slot.name)))
 
 
 class StoredTable(Protocol):

@@ -20,6 +20,8 @@ from collections.abc import Collection
 
 from recckpt.sparse.table.audited_marks import AuditedMarks
 from recckpt.sparse.table.marks import FrozenRows, Marks, SaverMarks
+from recckpt.sparse.table.placed_marks import PlacedMarks
+from recckpt.sparse.table.placed_rows import PlacedStore
 from recckpt.sparse.table.print_marks import PrintMarks
 from recckpt.sparse.table.store import Store, StoredTable
 
@@ -50,6 +52,8 @@ class Tracker:
 
 
 def _marks_of(store: Store) -> SaverMarks:
+    if isinstance(store, PlacedStore):
+        return PlacedMarks(store, _marks_of(store.memory))
     if not store.says_what_changes:
         return PrintMarks(store)
     return AuditedMarks(store, store.audit) if store.audit else Marks(store)

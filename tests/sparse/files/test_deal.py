@@ -7,17 +7,19 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.drawn import drawn
 
 from recckpt.format.buckets import N_BUCKETS, Slice, bucket_of, gen_slice
 from recckpt.format.catalog import Batch, Part
 from recckpt.sparse.files.deal import LinkRequests, TableRequest
-from recckpt.sparse.files.owners import SliceOwners
+from recckpt.sparse.files.owners import IdSpan, Owners
 
 ROW_BYTES = 100
+EVERYTHING = Slice(0, 1, 1)
 
 
 def request(*slices):
-    return TableRequest(frozenset({"embedding"}), ROW_BYTES, slices or None)
+    return TableRequest(frozenset({"embedding"}), ROW_BYTES, slices)
 
 
 def evenly(n_ranks, tables=("t",)):
@@ -79,18 +81,18 @@ def test_shards_begin_with_different_ranks():
     assert sorted(readers) == [0, 1, 2, 3]
 
 
-def test_tables_that_a_rank_takes_as_a_whole_or_not_at_all_are_not_shared():
-    requests = LinkRequests([{"t": request()}, {"t": request(gen_slice(0, 2)), "u": request()}, {}])
-    turns = requests.deal([part_of(4), part_of(1, table="u", file="u")], 0)
+def test_nobody_reads_what_nobody_takes_and_others_do_not_read_for_a_rank_alone():
+    requests = LinkRequests([{"t": request()}, {"t": request(gen_slice(0, 2)), "u": request(EVERYTHING)}, {}])
+    turns = requests.deal([part_of(4), part_of(1, table="u", file="u"), part_of(1, table="v", file="v")], 0)
     assert {turn.reader for turn in turns.values()} == {1}
-    assert turns.keys() == {("p", 0), ("p", 1)}
+    assert turns.keys() == {("p", 0), ("p", 1), ("u", 0)}
 
 
 def test_a_rank_that_fills_two_tables_from_one_needs_what_both_need():
     first = TableRequest(frozenset({"a"}), 10, (gen_slice(0, 4),))
     second = TableRequest(frozenset({"b"}), 12, (gen_slice(1, 4),))
     assert first | second == TableRequest(frozenset({"a", "b"}), 12, (gen_slice(0, 4), gen_slice(1, 4)))
-    assert (first | request()).slices is None
+    assert (first | second | second).owned == (gen_slice(0, 4), gen_slice(1, 4))
 
 
 @given(
@@ -101,7 +103,7 @@ def test_a_rank_that_fills_two_tables_from_one_needs_what_both_need():
 def test_owners_by_buckets_own_what_their_slices_own(ids, n_ranks, size):
     ids = np.array(ids, np.int64)
     slices = {rank: [gen_slice(rank, n_ranks, size)] for rank in range(n_ranks)}
-    owners = SliceOwners(slices)
+    owners = Owners(slices)
     for rank, positions in owners.of(ids, range(n_ranks)):
         assert positions.tolist() == np.flatnonzero(slices[rank][0].owns(ids)).tolist()
     for bucket in bucket_of(ids).tolist():
@@ -110,8 +112,77 @@ def test_owners_by_buckets_own_what_their_slices_own(ids, n_ranks, size):
 
 
 def test_copies_of_a_slice_on_two_ranks_both_get_its_rows():
-    owners = SliceOwners({0: [gen_slice(0, 2)], 1: [gen_slice(1, 2)], 2: [gen_slice(1, 2)], 3: [Slice(5, 5)]})
+    owners = Owners({0: [gen_slice(0, 2)], 1: [gen_slice(1, 2)], 2: [gen_slice(1, 2)], 3: [Slice(5, 5)]})
     assert owners.shares(Batch("t", 1, (N_BUCKETS // 2, N_BUCKETS), (0, 0), {})) == {1: 1.0, 2: 1.0}
     ids = np.arange(100)
     (_, second), (_, third) = owners.of(ids, [1, 2])
     assert second.tolist() == third.tolist() == np.flatnonzero(gen_slice(1, 2).owns(ids)).tolist()
+
+
+def test_rows_of_a_live_table_and_ids_without_a_row_have_one_owner_each():
+    spans = [IdSpan.of_rows(*rows, 10) for rows in ((0, 4), (4, 4), (4, 9), (9, 10))]
+    ids = np.array([-(2**63), -1, 0, 3, 4, 8, 9, 10, 2**63 - 1], np.int64)
+    owned = [ids[span.owns(ids)].tolist() for span in spans]
+    assert owned == [[-(2**63), -1, 0, 3], [], [4, 8], [9, 10, 2**63 - 1]]
+    assert IdSpan.of_rows(0, 10, 10).is_everything
+    assert not any(span.is_everything for span in spans)
+
+
+def test_a_batch_goes_to_the_rank_whose_rows_meet_its_ids():
+    requests = LinkRequests([{"t": request(IdSpan.of_rows(first, first + 50, 100))} for first in (0, 50)])
+    batches = (Batch("t", 9, (0, N_BUCKETS), ids, {}) for ids in ((0, 49), (50, 99), (10, 99), (-5, -3), (100, 2**62)))
+    turns = requests.deal([Part("p", 1, 0, ("t",), tuple(batches))], 0)
+    assert [turns["p", number].reader for number in range(5)] == [0, 1, 1, 0, 1]
+    assert [sorted(turns["p", number].shares) for number in range(5)] == [[0], [1], [0, 1], [0], [1]]
+    assert turns["p", 2].shares == {0: pytest.approx(40 / 90), 1: pytest.approx(50 / 90)}
+
+
+N_ROWS = 40  # of a live table
+some_ids = st.lists(st.integers(-10, N_ROWS + 10) | st.integers(-(2**63), 2**63 - 1), max_size=60, unique=True)
+
+
+@st.composite
+def ownerships(draw):
+    """Return what each rank owns of a table: rows, buckets or copies of it, or parts of all kinds that may overlap."""
+    n_ranks = draw(st.integers(1, 6))
+    kind = draw(st.sampled_from(["rows", "buckets", "copies", "mixed"]))
+    edges = [0, *sorted(draw(st.lists(st.integers(0, N_ROWS), min_size=n_ranks - 1, max_size=n_ranks - 1))), N_ROWS]
+    rows = [IdSpan.of_rows(first, end, N_ROWS) for first, end in pairwise(edges)]
+    buckets = [gen_slice(rank, n_ranks) for rank in range(n_ranks)]
+    any_kind = st.lists(st.sampled_from([*rows, *buckets, EVERYTHING]), max_size=2, unique=True)
+    of_rank = {
+        "rows": lambda rank: [rows[rank]],
+        "buckets": lambda rank: [buckets[rank]],
+        "copies": lambda rank: [IdSpan.of_rows(0, N_ROWS, N_ROWS)],
+        "mixed": lambda rank: draw(any_kind),
+    }[kind]
+    return [of_rank(rank) for rank in range(n_ranks)]
+
+
+def batches_of(ids, n_rows):
+    """Return the batches of a table that has these ids in its order, and the ids of each."""
+    ids = np.array(ids, np.int64)
+    ids = ids[np.argsort(bucket_of(ids), kind="stable")]
+    pieces = [ids[first : first + n_rows] for first in range(0, len(ids), n_rows)]
+    spans = [(int(buckets[0]), int(buckets[-1]) + 1) for buckets in map(bucket_of, pieces)]
+    ranges = [(int(piece.min()), int(piece.max())) for piece in pieces]
+    return [Batch("t", len(p), *at, {}) for p, *at in zip(pieces, spans, ranges, strict=True)], pieces
+
+
+@drawn(ownerships(), some_ids, st.integers(1, 9), st.integers(0, 3), few=60, many=2000)
+def test_each_batch_is_read_by_one_rank_and_each_rank_gets_what_it_owns_once(ownership, ids, n_rows, shard):
+    requests = LinkRequests([{"t": request(*owned)} if owned else {} for owned in ownership])
+    batches, pieces = batches_of(ids, n_rows)
+    turns = requests.deal([Part("p", 1, 0, ("t",), tuple(batches))], shard)
+    received = {rank: [] for rank in range(len(ownership))}
+    for number, piece in enumerate(pieces):
+        if ("p", number) in turns:
+            turn = turns["p", number]
+            assert turn.reader in turn.shares
+            for rank, positions in requests.owners("t").of(piece, turn.shares):
+                received[rank] += piece[positions].tolist()
+    for rank, owned in enumerate(ownership):
+        is_own = np.zeros(len(ids), np.bool_)
+        for one in owned:
+            is_own |= one.owns(np.array(ids, np.int64))
+        assert sorted(received[rank]) == sorted(np.array(ids, np.int64)[is_own].tolist())

@@ -118,7 +118,7 @@ def merging_url(request, tmp_path_factory):
         yield "memory://merged-rows" if request.param == "read" else str(tmp_path_factory.mktemp("merged"))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(LINKS, st.sampled_from([2000, 6000, 1 << 20]), st.sets(st.sampled_from([0, 7, 8, 20_000, N_BUCKETS])))
 def test_the_rows_of_a_chain_are_those_of_a_dict_in_one_go_and_range_by_range(
     merging_url, links, budget_bytes, borders

@@ -122,6 +122,7 @@ def test_parts_roll_at_their_size():
     assert all(abs(n_rows - 100) <= 2 for n_rows in rows)
 
 
+@pytest.mark.slow
 def test_a_thousand_small_tables_make_few_parts():
     tables = [(100 + n % 50, GROUPS[n % 3]) for n in range(1000)]
     assert len(check(tables, 8)) <= 3 + 8

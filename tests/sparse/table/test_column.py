@@ -2,7 +2,9 @@ import numpy as np
 import pytest
 import torch
 
+from recckpt.errors import LiveTableError
 from recckpt.sparse.table import column as column_module
+from recckpt.sparse.table.checks import spec_of
 from recckpt.sparse.table.column import Column
 from recckpt.types import ITEM_BYTES, SlotSpec
 
@@ -125,6 +127,15 @@ def test_blocks_made_in_inference_mode_can_be_written_outside_of_it():
     twin = column.to(CPU)
     column.write(0, torch.zeros(10, 2))
     assert torch.equal(twin.to_tensor(10), torch.ones(10, 2))
+
+
+def test_memory_that_is_freed_or_moved_under_a_column_is_noticed():
+    values = torch.ones(10, 2)
+    memory = Column.over(spec_of("embedding", values), values).memory
+    memory.check_unmoved()
+    values.untyped_storage().resize_(0)
+    with pytest.raises(LiveTableError, match=r"freed while they were being saved.*call saver.settle"):
+        memory.check_unmoved()
 
 
 @pytest.mark.cuda

@@ -1,0 +1,174 @@
+"""Dense tensors of a checkpoint offered as live tables, and tables as dense tensors: what else a model has them as.
+
+There is no torch here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from recckpt.dense.tensors import StoredTensor
+from recckpt.format.layout import SPARSE_OPTIM
+from recckpt.format.names import ID, Name, slot_name, state_name
+from recckpt.live.optimizer_slots import PREFIXES, key_of
+from recckpt.load.inventory import PLAIN, Inventory, LoadCandidate, Thing
+from recckpt.types import EMBEDDING
+
+_WITHOUT_SLOTS = "sparse_sgd"  # keeps nothing of a row
+_WEIGHT = ".weight"
+_STATE = re.compile(r".*\['state'\]\['(?P<key>[^']+)'\]\['(?:[^']*\.)?(?P<state>[^'.]+)'\]")
+_COLLECTIONS = ("embedding_bags", "embeddings")  # under which TorchRec's collections have their tables
+
+
+def with_tensors_as_tables(model: Inventory, offer: LoadCandidate) -> LoadCandidate:
+    """Return an offer with tables in place of the dense tensors that are live tables in a model.
+
+    They are called as the tensors. Their slots are what a registered optimizer has kept of the tensor, if it is of the
+    class of the one that trains the table.
+    """
+    there: dict[Name, Thing] = {}
+    taken: set[str] = set()
+    for name in (name for name in model if name.slot == ID):
+        tensor = _tensor_of(name, model[name].tied, offer)
+        if tensor is not None:
+            there |= _things(tensor, name.table, model, offer)
+            taken |= {tensor, *offer.inventory[Name("dense", tensor)].tied}
+    if not taken:
+        return offer
+    if any(thing.optimizer for thing in there.values()):
+        there.setdefault(Name("sparse_opt", SPARSE_OPTIM), Thing(PLAIN))
+    gone = {Name("dense", tensor) for tensor in taken} | set(_only_of(taken, offer.inventory))
+    kept = {name: thing for name, thing in offer.inventory.items() if name in model or name not in gone}
+    return replace(offer, inventory={**there, **kept})
+
+
+def names_of_table(table: str, renamed: str, tied: Sequence[str]) -> tuple[str, ...]:
+    """Return what a live table may be called as a dense tensor; ``renamed`` is what the checkpoint is to call it."""
+    return tuple(tied) if renamed == table else (renamed, f"{renamed}{_WEIGHT}") if tied else ()
+
+
+def with_tables_as_tensors(model: Inventory, offer: LoadCandidate) -> LoadCandidate:
+    """Return an offer with dense tensors in place of the tables that a model has as tensors of as many rows.
+
+    The registered optimizers that train them there find what was kept of the rows, and their settings.
+    """
+    there: dict[Name, Thing] = {}
+    gone: dict[str, bool] = {}  # table -> whether an optimizer here takes its slots
+    for name, thing in model.items():
+        table = _table_of(name, thing, model, offer)
+        if table is not None:
+            as_tensor = _as_tensor(name, table, model, offer)
+            gone[table] = any(one.parameter for one in as_tensor)
+            there |= as_tensor
+    kept = {
+        name: thing
+        for name, thing in offer.inventory.items()
+        if name.table not in gone or (name.slot not in (ID, EMBEDDING) and not gone[name.table])
+    }
+    return replace(offer, inventory={**there, **kept}) if gone else offer
+
+
+def tables_of_tensor(text: str) -> tuple[str, ...]:
+    """Return what a dense tensor may be called as a table: by its path, of TorchRec by its last part."""
+    path = text.removesuffix(_WEIGHT)
+    above, _, last = path.rpartition(".")
+    return (path, last) if above.rpartition(".")[2] in _COLLECTIONS else (path,)
+
+
+def _table_of(name: Name, thing: Thing, model: Inventory, offer: LoadCandidate) -> str | None:
+    """Return the table that has the rows of a dense tensor, None where there is none."""
+    if name.group != "dense" or thing.dtype == PLAIN or len(thing.shape) < 2:
+        return None
+    try:
+        text = offer.entry.renames.source(name)
+    except ValueError:
+        return None
+    if Name("dense", text) in offer.inventory:
+        return None
+    for table in tables_of_tensor(text):
+        rows = offer.inventory.get(slot_name(table, EMBEDDING), Thing())
+        if rows.rows == thing.shape[0] and not rows.tensor and slot_name(table, ID) not in model:
+            return table
+    return None
+
+
+def _as_tensor(name: Name, table: str, model: Inventory, offer: LoadCandidate) -> dict[Name, Thing]:
+    """Return a table as a dense tensor, with its states."""
+    renames, inventory = offer.entry.renames, offer.inventory
+    text, rows = renames.source(name), inventory[slot_name(table, EMBEDDING)]
+    slots = [one.slot for one in inventory if one.table == table and one.group == "sparse_opt"]
+    things = {Name("dense", text): Thing(rows.dtype, (rows.rows, *rows.shape), 0, rows.n_bytes, table=table)}
+    for state in (one for one in model if one.parameter == name.text):
+        lineage = model[Name("dense_opt", state.optimizer)].lineage
+        kind, there = next(iter(lineage), ""), renames.source(Name("dense_opt", state.optimizer))
+        if any(key_of(kind, slot) for slot in slots) if slots else PREFIXES.get(kind) == _WITHOUT_SLOTS:
+            things[state_name(text, there)] = Thing(PLAIN, table=table)
+            settings = Name("dense_opt", there)
+            if settings not in inventory and Name("sparse_opt", SPARSE_OPTIM) in inventory:
+                things[settings] = Thing(PLAIN, lineage=lineage, table=table)
+    return things
+
+
+def _tensor_of(name: Name, tied: Sequence[str], offer: LoadCandidate) -> str | None:
+    """Return the dense tensor that has the rows of a live table; None where there is none, or a table has them."""
+    try:
+        renamed = offer.entry.renames.source(name).rpartition("@")[0]
+    except ValueError:  # the rules give it several names, which is refused elsewhere
+        return None
+    names = names_of_table(name.table, renamed, tied)
+    if any(slot_name(table, ID) in offer.inventory for table in (renamed, *names)):
+        return None
+    tensors = ((tensor, offer.inventory.get(Name("dense", tensor), Thing(PLAIN))) for tensor in names)
+    return next((tensor for tensor, thing in tensors if thing.dtype != PLAIN and len(thing.shape) > 1), None)
+
+
+def _things(tensor: str, table: str, model: Inventory, offer: LoadCandidate) -> dict[Name, Thing]:
+    """Return the slots of a tensor as a table."""
+    inventory = offer.inventory
+    saved = inventory[Name("dense", tensor)]
+    n_rows, *shape = saved.shape
+    slots = [name.slot for name in model if name.table == table and name.group == "sparse_opt"]
+    optimizer, kind = next(_trainers(tensor, slots, inventory), ("", ""))
+    things = {
+        slot_name(tensor, ID): Thing("int64", (), n_rows, tensor=tensor, optimizer=optimizer),
+        slot_name(tensor, EMBEDDING): Thing(saved.dtype, tuple(shape), n_rows, saved.n_bytes, tensor=tensor),
+    }
+    for slot in slots if optimizer else ():
+        if key_of(kind, slot):
+            things[slot_name(tensor, slot)] = Thing("", (), n_rows, tensor=tensor, optimizer=optimizer)
+    if not optimizer and (state := _fused_sum(tensor, offer.sharded)) is not None:
+        shapes = {"sparse_adagrad_sum": saved.shape, "sparse_rowwise_adagrad_sum": saved.shape[:1]}
+        for slot in (slot for slot in slots if shapes.get(slot) == state.shape):
+            thing = Thing(state.dtype, state.shape[1:], n_rows, state.nbytes, tensor=tensor, state=state.name)
+            things[slot_name(tensor, slot)] = thing
+    return things
+
+
+def _fused_sum(tensor: str, sharded: Iterable[StoredTensor]) -> StoredTensor | None:
+    """Return the only state that a fused optimizer of TorchRec kept of a tensor, if it is called as Adagrad's sums."""
+    matches = [(match, one) for one in sharded if (match := _STATE.fullmatch(one.name))]
+    states = [(match["state"], one) for match, one in matches if f".{match['key']}".endswith(f".{tensor}")]
+    return states[0][1] if len(states) == 1 and states[0][0] in ("momentum1", "sum") else None
+
+
+def _trainers(tensor: str, slots: Sequence[str], inventory: Inventory) -> Iterator[tuple[str, str]]:
+    """Yield (name, class) of the registered optimizers with the states of a tensor that go into a table's slots."""
+    names = {tensor, *inventory[Name("dense", tensor)].tied}
+    for state in (name for name in inventory if name.parameter in names):
+        kind = next(iter(inventory.get(Name("dense_opt", state.optimizer), Thing()).lineage), "")
+        if any(key_of(kind, slot) for slot in slots) if slots else PREFIXES.get(kind) == _WITHOUT_SLOTS:
+            yield state.optimizer, kind
+
+
+def _only_of(tensors: set[str], inventory: Inventory) -> Iterator[Name]:
+    """Yield the states of tensors, and the optimizers that trained nothing else."""
+    trained: dict[str, set[str]] = {}
+    for state in (name for name in inventory if name.parameter):
+        trained.setdefault(state.optimizer, set()).add(state.parameter)
+        if state.parameter in tensors:
+            yield state
+    for optimizer, parameters in trained.items():
+        if parameters <= tensors:
+            yield Name("dense_opt", optimizer)
