@@ -18,6 +18,7 @@ from recckpt.sparse.sharded.all_to_all import Exchange, agree, exchange_of
 from recckpt.sparse.sharded.eviction import evict_due, first_of_all
 from recckpt.sparse.sharded.lookup import RoundTrip, differentiable_rows, flat_batches
 from recckpt.sparse.sharded.shared_gradients import SharedGradients
+from recckpt.sparse.table.embedding_habits import answers_habits
 from recckpt.sparse.table.eviction_plan import Policy
 from recckpt.sparse.table.fetch import inserts
 from recckpt.sparse.table.initializers import InitializerLike
@@ -74,6 +75,7 @@ class ShardedHashTable(HashTable):
         device: where the slots of this rank live.
         initializer: as for a plain table. Those of :mod:`recckpt.sparse` give an id the same first
             values whatever the number of ranks; those of ``torch.nn.init`` draw from the generator of its owner.
+        padding_id: as for a plain table.
         track: as for a plain table; an id is counted over all ranks, and dated by its owner.
         admit: as for a plain table, by the occurrences on all ranks and the step of the owner: the same ids get rows
             whatever the number of ranks. A callable is the same on all of them.
@@ -89,6 +91,7 @@ class ShardedHashTable(HashTable):
         ValueError: an argument is out of range, or this is one of several processes without a process group.
     """
 
+    @answers_habits
     def __init__(
         self,
         embedding_shape: int | Sequence[int],
@@ -97,6 +100,7 @@ class ShardedHashTable(HashTable):
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         initializer: InitializerLike | None = None,
+        padding_id: int | None = None,
         track: Sequence[str] = (),
         admit: Admit | AdmitFunction | None = None,
         evict: Policy | Sequence[Policy] = (),
@@ -115,6 +119,7 @@ class ShardedHashTable(HashTable):
             device=device,
             initializer=initializer,
             slice=gen_slice(exchange.rank, exchange.size),
+            padding_id=padding_id,
             track=track,
             admit=admit,
             evict=evict,
@@ -189,5 +194,7 @@ def _mode(table: ShardedHashTable, is_inserting: bool) -> Iterator[str]:
     yield table.gradients
     if table.track:
         yield f"track={'+'.join(table.track)}"
+    if table.padding_id is not None:
+        yield f"padding_id={table.padding_id}"
     if not is_inserting or table.admit is not None:
         yield f"admit={table.admit if is_inserting else False}"

@@ -58,9 +58,6 @@ def add_gradients(table: TableModule, ids: Int64s, grads: Tensor) -> None:
     """
     if not (table.requires_grad and table.is_trained):
         return
-    if table.padding_id is not None:
-        kept = np.flatnonzero(ids != table.padding_id)
-        ids, grads = ids[kept], grads[torch.from_numpy(kept).to(grads.device)]
     if grads.shape[1:] != table.embedding_shape:
         raise ValueError(
             f"table {table.name!r}: found gradients of shape {tuple(grads.shape[1:])}, expected "

@@ -14,6 +14,7 @@ from recckpt.sparse.table.first_values import embedding_reader, first_embeddings
 from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.initializers import TorchInitializer
 from recckpt.sparse.table.nn_module import TableModule
+from recckpt.sparse.table.padding import around, padding_row
 from recckpt.sparse.table.recomputation import is_in_backward
 from recckpt.sparse.table.row_table import RowTable
 from recckpt.types import flag
@@ -41,8 +42,21 @@ def counts_occurrences(table: RowTable) -> bool:
 def fetch(table: RowTable, ids: Int64s, occurrences: Int64s | None = None, *, admit: bool) -> Fetched:
     """Return the embeddings of ``ids`` as a call of the table does, but not differentiable, and which have rows.
 
-    Without ``occurrences`` each of the ids counts for one.
+    Without ``occurrences`` each of the ids counts for one. Of padding nothing is inserted or counted, and it is not
+    among those that have rows, which alone get gradients.
     """
+    if table.padding_id is None:
+        return _fetch(table, ids, occurrences, admit=admit)
+    places = np.flatnonzero(ids != table.padding_id)
+    if len(places) == len(ids):
+        return _fetch(table, ids, occurrences, admit=admit)
+    others = _fetch(table, ids[places], None if occurrences is None else occurrences[places], admit=admit)
+    rows = around(others.rows, places, len(ids), padding_row(table))
+    return Fetched(rows, places if others.present is None else places[others.present])
+
+
+def _fetch(table: RowTable, ids: Int64s, occurrences: Int64s | None, *, admit: bool) -> Fetched:
+    """Return what :func:`fetch` does of ids that are no padding."""
     if not table.training:
         return Fetched(table.store.look_up(ids, embedding_reader(table)), None)
     if not admit:

@@ -74,7 +74,7 @@ class TableModule(nn.Module):
         is_trained: False for an average, and for a table of counts, which belongs to another one.
     """
 
-    padding_id: int | None = None  # whose row is not trained, and is in no bag
+    padding_id: int | None = None  # stands for no id
     is_trained = True
     sharing: Sharing = NotShared()
     anchor: nn.Parameter
@@ -151,7 +151,8 @@ class TableModule(nn.Module):
         """Return what ``print(model)`` shows of this table."""
         dtype = str(self.dtype).removeprefix("torch.")
         rows = f"rows={len(self.store)}, shape={self.embedding_shape}, dtype={dtype}"
-        return f"{quoted(self.name)}, {rows}, slots={len(self.store.columns) - 1}, {size(self.store.nbytes)}"
+        padding = "" if self.padding_id is None else f", padding_id={self.padding_id}"
+        return f"{quoted(self.name)}, {rows}{padding}, slots={len(self.store.columns) - 1}, {size(self.store.nbytes)}"
 
     def __repr__(self) -> str:
         return super().__repr__() if "store" in vars(self) else object.__repr__(self)  # half made

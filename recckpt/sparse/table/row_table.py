@@ -22,6 +22,7 @@ from recckpt.sparse.table.first_values import embedding_reader
 from recckpt.sparse.table.initializers import InitializerLike
 from recckpt.sparse.table.nn_module import TableModule, erase_rows
 from recckpt.sparse.table.opaque import opaque
+from recckpt.sparse.table.padding import padding_row
 from recckpt.sparse.table.tracking import Now, TableTime, Tracking, checked_event_time, checked_step, checked_track
 from recckpt.types import EMBEDDING, SlotSpec
 
@@ -136,10 +137,12 @@ class RowTable(TableModule):
         Returns:
             Embeddings of shape ``ids.shape + embedding_shape``, and a bool mask of ``ids.shape``.
         """
-        read = embedding_reader(self)
+        read, flat = embedding_reader(self), flat_ids(ids)
         values, seen = self.store.look_up(
-            flat_ids(ids), lambda columns, rows: (read(columns, rows), torch.from_numpy(rows >= 0))
+            flat, lambda columns, rows: (read(columns, rows), torch.from_numpy(rows >= 0))
         )
+        if self.padding_id is not None:
+            values[torch.from_numpy(flat == self.padding_id).to(values.device)] = padding_row(self)
         return values.view(*ids.shape, *values.shape[1:]), seen.to(ids.device).view(ids.shape)
 
     @opaque

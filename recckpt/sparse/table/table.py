@@ -14,8 +14,9 @@ from recckpt.policies.admit import Admit, AdmitFunction
 from recckpt.sparse.average.models import average_tables_too
 from recckpt.sparse.table.admission import admission_of
 from recckpt.sparse.table.bags import Ends, Mode, bags_of, check_mode, pool
-from recckpt.sparse.table.checks import asked_ids
+from recckpt.sparse.table.checks import asked_ids, checked_padding
 from recckpt.sparse.table.differentiable import add_gradients, lookup_with_grad
+from recckpt.sparse.table.embedding_habits import answers_habits, refuse_habit
 from recckpt.sparse.table.eviction import eviction_of
 from recckpt.sparse.table.eviction_plan import Policy
 from recckpt.sparse.table.fetch import fetch, inserts
@@ -44,6 +45,9 @@ class HashTable(RowTable):
             those of ``torch.nn.init``; None for ``Normal(std=1 / sqrt(values in a row))``, and for zeros in a table
             of integers. ``Constant(0)`` asks for zeros.
         slice: part of the id space that this table may hold; None for all of it.
+        padding_id: an id that stands for none, in ids of shape ``[B, L]``: look-ups give zeros for it, or the row that
+            an ``insert`` or a load gave it; they do not insert, count or train it, and bags leave it out. A property of
+            this table, not of its checkpoints, as ``padding_idx`` of ``nn.Embedding`` is.
         track: what training look-ups keep in scalar slots of the rows, some of ``"count"`` (slot ``count``),
             ``"step"`` (``last_step``) and ``"time"`` (``last_time``); see docs/rows.md.
         admit: which unseen ids training look-ups insert: a policy of :mod:`recckpt.policies.admit`, or a callable
@@ -57,6 +61,7 @@ class HashTable(RowTable):
         ValueError: another argument is not one that a table can have, or ``evict`` goes by what is not tracked.
     """
 
+    @answers_habits
     def __init__(
         self,
         embedding_shape: int | Sequence[int],
@@ -66,6 +71,7 @@ class HashTable(RowTable):
         device: str | torch.device = "cpu",
         initializer: InitializerLike | None = None,
         slice: Slice | None = None,
+        padding_id: int | None = None,
         track: Sequence[str] = (),
         admit: Admit | AdmitFunction | None = None,
         evict: Policy | Sequence[Policy] = (),
@@ -81,8 +87,13 @@ class HashTable(RowTable):
             slice=slice,
             track=track,
         )
+        self.padding_id = checked_padding(name, padding_id)
         self.eviction = eviction_of(self, self.time, evict, evict_every, budget_ms)
         self.admission = admission_of(admit, self.time, self._made_candidates)
+
+    def __getattr__(self, name: str) -> Any:
+        refuse_habit(self, name)
+        return super().__getattr__(name)
 
     @classmethod
     def from_embedding(cls, module: Embedding, *, name: str, ids: Tensor | None = None, **options: Any) -> Self:
@@ -104,7 +115,7 @@ class HashTable(RowTable):
         rows = torch_rows(module, name, ids)
         table = cls(rows.weight.shape[1], name=name, **{**rows.options, **options})
         table.insert(*rows.within(table.slice, table.device))
-        table.padding_id, table.requires_grad = rows.padding_id, rows.requires_grad
+        table.requires_grad = rows.requires_grad
         return table
 
     @opaque
@@ -133,7 +144,8 @@ class HashTable(RowTable):
         if torch.is_grad_enabled() and self.dtype.is_floating_point:
             owned = flat.copy()  # the caller may reuse the memory of its ids before the backward pass
             read = partial(fetch, self, owned, admit=is_inserting)
-            out = lookup_with_grad(self.anchor, read, partial(add_gradients, self), owned)
+            anchor = self._parameters["anchor"]  # faster than self.anchor
+            out = lookup_with_grad(anchor, read, partial(add_gradients, self), owned)  # type: ignore[arg-type]
         else:
             out = fetch(self, flat, admit=is_inserting).rows
         return out.view(*ids.shape, *out.shape[1:])

@@ -41,7 +41,7 @@ class TorchRows:
     @property
     def options(self) -> dict[str, Any]:
         """What a table is made with, unless somebody wants something else."""
-        return {"dtype": self.weight.dtype, "device": self.weight.device}
+        return {"dtype": self.weight.dtype, "device": self.weight.device, "padding_id": self.padding_id}
 
     def within(self, owned: Slice, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the ids of a slice and their rows, on a device."""
