@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
 from typing import Any, get_args
 
-from torch import Tensor
-
-from recckpt.forgetting.forgetting import Forgotten
 from recckpt.format.manifest import Manifest, Scalar
 from recckpt.manager.autosave import Autosave
+from recckpt.manager.counting import Counting
+from recckpt.manager.own_checkpoints import OwnCheckpoints
 from recckpt.manager.resumable import Resumable
 from recckpt.manager.resume import Restorer
-from recckpt.manager.run_state import Run, pinned_id
+from recckpt.manager.run_state import Run
 from recckpt.manager.signals import Signals, SignalWatch
 from recckpt.manager.step_arguments import checked_event_time
-from recckpt.output_dir import rotation
-from recckpt.policies.schedule import Backpressure, SaveCounts, Schedule, Trigger
+from recckpt.policies.schedule import Backpressure, Schedule, Trigger
 from recckpt.policies.when import When, as_when, check_ephemeral
 from recckpt.saver import Saver
 from recckpt.types import flag, positive_number
 
 
-class CheckpointManager(Resumable):
+class CheckpointManager(Counting, Resumable, OwnCheckpoints):
     """Saves a run as ``ckpt_<step>`` when it is time, and restores it.
 
     Thread-safe: steps, saves and restores of several threads follow each other. It belongs to the process that made it:
@@ -121,26 +119,6 @@ class CheckpointManager(Resumable):
         """Steps between checkpoints, or the policy."""
         return self._save_interval
 
-    @property
-    def global_step(self) -> int:
-        """Steps so far, those of the restored run included."""
-        return self._run.global_step
-
-    @property
-    def windows(self) -> int:
-        """Windows of the data that have ended, those of the restored run included."""
-        return self._run.windows
-
-    @property
-    def epochs(self) -> int:
-        """Epochs that have ended, those of the restored run included."""
-        return self._run.epochs
-
-    @property
-    def counts(self) -> SaveCounts:
-        """What became of the saves so far."""
-        return self._autosave.counts
-
     def register_for_checkpointing(self, name: str, obj: Any, *, per_rank: bool = False) -> None:
         """Save an object beside the model; see :meth:`recckpt.Saver.register_for_checkpointing`."""
         self._saver.register_for_checkpointing(name, obj, per_rank=per_rank)
@@ -148,60 +126,6 @@ class CheckpointManager(Resumable):
     def register_io_state(self, name: str, obj: Any) -> None:
         """Save the position of a dataset; see :meth:`recckpt.Saver.register_io_state`."""
         self._saver.register_io_state(name, obj)
-
-    def step(
-        self,
-        *,
-        state: Mapping[str, Scalar] | None = None,
-        metrics: Mapping[str, float] | None = None,
-        event_time: float | None = None,
-    ) -> None:
-        """Count a step, and save if it is time; call it after each batch.
-
-        Args:
-            state: numbers and strings for readers without torch; kept with the checkpoint, if this step makes one.
-            metrics: name -> number, for policies of what to keep and when to save; kept in the same place.
-            event_time: the latest time of an event in this batch, in seconds since 1970.
-
-        Raises:
-            TypeError: ``event_time`` is not a number, or ``state`` or ``metrics`` not a mapping.
-            ValueError: ``event_time`` is beyond the year 5000, as milliseconds are; an entry of ``state`` is neither
-                number nor string, a metric not a number, or either is called ``event_time``, ``windows`` or ``epochs``.
-                One rank alone has not counted a refused step; of several all raise ``SaveFailedError`` at a save.
-            SaveFailedError: this save, or the one before in the background; the next may well work.
-            WriterFencedError: another process has taken the output dir over.
-        """
-        with self._turn():
-            self._autosave.count("step", state, metrics, event_time)
-
-    def window(self, *, state: Mapping[str, Scalar] | None = None, metrics: Mapping[str, float] | None = None) -> None:
-        """Count a window of the data, and save if it is time; call it once at its end, after its last step.
-
-        Where the last step is in a checkpoint already, that does not hold the end of the window: a save that is due
-        takes its place.
-
-        Args:
-            state: as of :meth:`step`.
-            metrics: as of :meth:`step`.
-
-        Raises:
-            TypeError, ValueError, SaveFailedError, WriterFencedError: as :meth:`step`.
-        """
-        with self._turn():
-            self._autosave.count("window", state, metrics, None)
-
-    def epoch(self, *, state: Mapping[str, Scalar] | None = None, metrics: Mapping[str, float] | None = None) -> None:
-        """Count an epoch, and save if it is time; call it once at its end, after its last step and window.
-
-        Args:
-            state: as of :meth:`step`.
-            metrics: as of :meth:`step`.
-
-        Raises:
-            TypeError, ValueError, SaveFailedError, WriterFencedError: as :meth:`step`.
-        """
-        with self._turn():
-            self._autosave.count("epoch", state, metrics, None)
 
     def save(
         self, *, state: Mapping[str, Scalar] | None = None, metrics: Mapping[str, float] | None = None
@@ -252,49 +176,6 @@ class CheckpointManager(Resumable):
             finally:
                 self._autosave.close(error)
 
-    @contextmanager
-    def _forgotten(self) -> Iterator[None]:
-        left = self._saver.forgetting.before_restore(self._ranks())
-        yield
-        self._saver.forgetting.after_restore(left, self._saver.model)
-
     def _turn(self) -> AbstractContextManager[Any]:
         self._check_process()
         return self._saver._turn()  # one lock for both: two could each be held by a thread that waits for the other
-
-    def forget(self, table: str, ids: Iterable[int] | Tensor) -> list[Forgotten]:
-        """Remove ids from a table: from its rows, and from all that lies in the output dir; see docs/forget.md.
-
-        Collective: all ranks name the same ids. The next save is a full one, since a delta would name them as deleted.
-
-        Args:
-            table: its name, in the model or in any checkpoint.
-            ids: int64, in any order, such as a tensor.
-
-        Returns:
-            What was done, for each request that was carried out; that of this call is the last.
-
-        Raises:
-            TypeError, ValueError: there is no such table, or no id was passed; nothing was changed.
-            CorruptCheckpointError: a checkpoint is damaged, so that nobody can say what it holds.
-            WriterFencedError: another process has taken the output dir over.
-            RecckptError, OSError: the storage failed, or a rank; the next save goes on with it.
-        """
-        with self._turn():
-            self._autosave.settle_on_all()
-            return self._saver.forgetting.forget(self._ranks(), self._saver.model, table, ids)
-
-    def pin(self, step: int) -> None:
-        """Keep the checkpoint of a step until it is unpinned, whatever ``max_keep`` says. Not collective.
-
-        Raises:
-            TypeError: ``step`` is not an int.
-            CheckpointNotFoundError: this step is not committed.
-        """
-        self._check_process()
-        rotation.pin(self._saver.storage, pinned_id(step))
-
-    def unpin(self, step: int) -> None:
-        """Let rotation have the checkpoint of a step again, at the next save; no error where it is not pinned."""
-        self._check_process()
-        rotation.unpin(self._saver.storage, pinned_id(step))

@@ -42,9 +42,12 @@ class Resumable(OneProcess):
     def _turn(self) -> AbstractContextManager[Any]:
         """Return the lock of the manager and its saver."""
 
-    @abstractmethod
-    def _forgotten(self) -> AbstractContextManager[None]:
-        """Return the block in which the output dir is read, after what is to be forgotten there was. Collective."""
+    @contextmanager
+    def _forgotten(self) -> Iterator[None]:
+        """Give the block in which the output dir is read, after what is to be forgotten there was. Collective."""
+        left = self._saver.forgetting.before_restore(self._ranks())
+        yield
+        self._saver.forgetting.after_restore(left, self._saver.model)
 
     @contextmanager
     def _loading(self) -> Iterator[None]:

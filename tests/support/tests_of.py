@@ -103,6 +103,8 @@ TESTS = {
     "load/rows_of_ranks.py": "load/test_delta_restores.py distributed/test_shared_live_reads.py",
     "load/source.py": "load/test_bank.py load/test_model_bank.py",
     "load/tensor_tables.py": "load/test_tensor_rows.py load/test_table_tensors.py",
+    "manager/counting.py": "manager/test_windows_and_epochs.py",
+    "manager/own_checkpoints.py": "manager/test_forget.py manager/test_manager.py",
     "manager/resumable.py": "manager/test_manager.py",
     "manager/run_state.py": "manager/test_windows_and_epochs.py",
     "manager/step_arguments.py": "manager/test_windows_and_epochs.py",
