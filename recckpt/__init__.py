@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from recckpt.inspect.reader import CheckpointReader, dataset
     from recckpt.inspect.report.report import report
     from recckpt.inspect.sql import connect, scan
+    from recckpt.load.load_into import load_into
     from recckpt.manager.manager import CheckpointManager
     from recckpt.policies.deltas import Deltas
     from recckpt.save.background_save import SaveHandle
@@ -32,6 +33,7 @@ _HOMES = {
     "Deltas": "policies.deltas",
     "CheckpointReader": "inspect.reader",
     "dataset": "inspect.reader",
+    "load_into": "load.load_into",
     "list_checkpoints": "inspect.find",
     "find_checkpoint": "inspect.find",
     "is_checkpoint": "inspect.find",
@@ -52,6 +54,7 @@ __all__ = [
     "SaveInfo",
     "CheckpointManager",
     "Deltas",
+    "load_into",
     "CheckpointReader",
     "dataset",
     "list_checkpoints",

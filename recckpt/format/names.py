@@ -74,6 +74,11 @@ class Name:
         """Whether this is a position in the data."""
         return self.group == "io_state" or (self.group == "extra" and self.text in _POSITIONS)
 
+    @property
+    def is_of_training(self) -> bool:
+        """Whether only training needs this: the state of an optimizer, a registered object, a position in the data."""
+        return self.group in ("sparse_opt", "dense_opt", "extra", "io_state")
+
     def is_in(self, group: str) -> bool:
         """Say whether a group means this: dense optimizers are registered objects, and some of those positions."""
         others = {"extra": self.group == "dense_opt", "io_state": self.is_position}

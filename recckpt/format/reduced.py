@@ -65,6 +65,11 @@ class Reduced:
         parts += [f"{each.slot} narrower than {each.dtype}, by {each.error:.3g} at most" for each in self.narrowed]
         return "; ".join(parts)
 
+    def of_slots(self, names: Collection[str]) -> Reduced:
+        """Return what was left out of some slots, and the rows that were left out of all."""
+        slots = tuple(slot for slot in self.slots if slot in names)
+        return replace(self, slots=slots, narrowed=tuple(each for each in self.narrowed if each.slot in names))
+
     def plus(self, other: Reduced) -> Reduced:
         """Return what was left out of two shards of a table."""
         return replace(self.no_better(other), rows=self.rows + other.rows)

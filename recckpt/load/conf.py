@@ -41,6 +41,7 @@ class Entry:
         is_own: whether this is the run's own output dir, from which a run is resumed.
         keeps_settings: whether hyper-parameters of optimizers, and base rates of schedulers, stay those of this run.
         only: the names that may be taken at all, None for any.
+        serves: whether the model is to be evaluated or served: what only training needs is neither taken nor missed.
     """
 
     label: str = "load_conf"
@@ -60,6 +61,7 @@ class Entry:
     is_own: bool = False
     keeps_settings: bool = False
     only: frozenset[Name] | None = None
+    serves: bool = False
 
     def wants(self, name: Name) -> bool:
         """Say whether the entry asks for ``name``.
@@ -74,7 +76,7 @@ class Entry:
             optimizer = Name("dense_opt", name.optimizer)
             return self.wants(Name("dense", name.parameter)) and not self._excludes(optimizer)
         if name.group == GLOBAL_STEP:
-            return self.is_own or Pattern(GLOBAL_STEP) in self.load
+            return self.is_own or self.serves or Pattern(GLOBAL_STEP) in self.load
         if name.is_settings and not self.is_own:
             return Pattern(name.text) in self.load
         if name.is_position and not self.is_own:
@@ -83,7 +85,7 @@ class Entry:
         return any(pattern.matches(asked) for pattern in self.load for asked in names)
 
     def _excludes(self, name: Name) -> bool:
-        return any(pattern.matches(name) for pattern in self.exclude)
+        return (self.serves and name.is_of_training) or any(pattern.matches(name) for pattern in self.exclude)
 
     @property
     def strict_groups(self) -> frozenset[str]:

@@ -88,12 +88,16 @@ class Loader:
                 self.before_own()
             return LocatedBank([LocatedCheckpoint(replace(entry, is_own=is_own), storage, checkpoint)], Problems())
 
-        return first_whole(locate, partial(self._load, shard_id), instead=KnownDamage().instead)
+        return self.load_located(locate, shard_id)
 
     def load_bank(self, bank: Bank, conf: Mapping[str, Any] | None, shard_id: int | None) -> LoadReport:
         """As :meth:`recckpt.Saver.load_by_config`."""
         entries = as_bank(bank, conf)
-        return first_whole(lambda: locate_bank(entries), partial(self._load, shard_id), instead=KnownDamage().instead)
+        return self.load_located(lambda: locate_bank(entries), shard_id)
+
+    def load_located(self, locate: Callable[[], LocatedBank], shard_id: int | None = None) -> LoadReport:
+        """Load what ``locate`` returns; it is asked again where that is removed before it is read."""
+        return first_whole(locate, partial(self._load, shard_id), instead=KnownDamage().instead)
 
     def plan(self, bank: Bank, conf: Mapping[str, Any] | None, shard_id: int | None) -> LoadPlan:
         """As :meth:`recckpt.Saver.plan`."""

@@ -57,12 +57,17 @@ class Match:
             problems.surprise(entry, name.table or name.text)
         others = [name.table or name.text for name in whole if name.group not in entry.strict_groups]
         taken_tables = self._known | {slot_name(name.table, ID) for name in left} - inventory.keys()  # or as tensors
-        others += [n.text for n in left if n.slot not in ("", ID, EMBEDDING) and slot_name(n.table, ID) in taken_tables]
+        slots = [] if entry.serves else [name for name in left if name.slot not in ("", ID, EMBEDDING)]
+        others += [name.text for name in slots if slot_name(name.table, ID) in taken_tables]
         if others:
             problems.warn(entry, f"{label} has what is not in the model: {first_few(others)}")
         taken = {source.table for source in self.there.values() if source in inventory}
-        for line in descriptions_of({table: each for table, each in self.offer.reduced.items() if table in taken}):
-            what = "training that goes on from there is not, bit for bit, the training that was saved"
+        reduced = {table: each for table, each in self.offer.reduced.items() if table in taken}
+        what = "training that goes on from there is not, bit for bit, the training that was saved"
+        if entry.serves:
+            reduced = {table: each.of_slots((EMBEDDING,)) for table, each in reduced.items()}
+            what = "its rows are not, bit for bit, those that were trained"
+        for line in descriptions_of(reduced):
             problems.warn(entry, f"{label} was saved with {line}: {what}")
         for line in self.offer.unsaved.descriptions if entry.is_own else ():
             problems.warn(entry, f"{label} lacks {line}")

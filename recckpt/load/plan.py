@@ -13,7 +13,7 @@ from recckpt.load.conf import Entry
 from recckpt.load.inventory import Inventory, LoadCandidate, Thing
 from recckpt.load.match import RESIZE, Match, as_rows
 from recckpt.load.problems import Problems
-from recckpt.load.report import SAVED_BY, SETTINGS_STAY, UNASKED, LoadPlan, Planned
+from recckpt.load.report import OF_TRAINING, SAVED_BY, SETTINGS_STAY, UNASKED, LoadPlan, Planned
 from recckpt.load.tensor_tables import with_tables_as_tensors, with_tensors_as_tables
 from recckpt.types import EMBEDDING, is_optimizer_slot
 
@@ -87,7 +87,14 @@ def _resolve_one(name: Name, matches: Sequence[Match], problems: Problems) -> Pl
         reasons.append(reason)
     if missing_in:
         problems.miss(missing_in, name.table or name.text)
-    return Planned(name, reason="; ".join(reasons) or (SETTINGS_STAY if name.is_settings else UNASKED))
+    return Planned(name, reason="; ".join(reasons) or _why_unasked(name, matches))
+
+
+def _why_unasked(name: Name, matches: Sequence[Match]) -> str:
+    if name.is_settings:
+        return SETTINGS_STAY
+    is_left_out = name.is_of_training and all(match.offer.entry.serves for match in matches)
+    return OF_TRAINING if matches and is_left_out else UNASKED
 
 
 def _follow(name: Name, tied: Sequence[str], planned: Mapping[Name, Planned], matches: Sequence[Match]) -> Planned:

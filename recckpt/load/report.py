@@ -18,6 +18,7 @@ log = logging.getLogger("recckpt")
 
 UNASKED = "nothing asks for it"  # why what no entry names is not loaded
 SETTINGS_STAY = "the settings of this run stay"  # why the settings of an optimizer are not loaded
+OF_TRAINING = "only training needs it"  # why the rest is not loaded into a model that is to be evaluated or served
 SAVED_BY = "saved by "  # why those of an optimizer of another class are not loaded
 _MOST = 8  # names in a line
 _HEAD = ("name", "from", "name there", "rows", "bytes", "note")
@@ -253,7 +254,7 @@ def _without(values: Sequence[str], number: int) -> Sequence[str]:
 def _is_expected(item: Planned) -> bool:
     """Say whether nobody expects a name of a warm start: it belongs to a resume."""
     is_unasked = item.name.is_position and item.reason == UNASKED
-    return is_unasked or item.name.group == GLOBAL_STEP or item.reason == SETTINGS_STAY
+    return is_unasked or item.name.group == GLOBAL_STEP or item.reason in (SETTINGS_STAY, OF_TRAINING)
 
 
 def _by_table(items: Iterable[Planned]) -> list[tuple[str, str]]:

@@ -1,10 +1,6 @@
-import os
-from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
-
 from support.builders import Run, flip_bit
 from support.forge import Forge
+from support.other_user import another_user, directory_for_all
 
 
 def test_what_is_whole_is_good(recckpt, url):
@@ -94,7 +90,7 @@ def test_where_there_is_no_checkpoint_none_is_found(recckpt, tmp_path):
 
 
 def test_one_checkpoint_that_cannot_be_read_does_not_end_the_look_at_the_others(recckpt, tmp_path):
-    with readable_by_none_but_root() as runs:
+    with directory_for_all() as runs:
         Run(runs, max_keep=3).train(30)
         (runs / "ckpt_10" / "manifest.json").chmod(0)
         (runs / "ckpt_20").chmod(0)
@@ -108,24 +104,3 @@ def test_one_checkpoint_that_cannot_be_read_does_not_end_the_look_at_the_others(
     assert [checkpoint["id"] for checkpoint in listed.json["checkpoints"]] == ["ckpt_30"]
     assert [item["directory"] for item in listed.json["unreadable"]] == ["ckpt_10", "ckpt_20"]
     assert "2 of 3 checkpoints damaged or unreadable" in shown.err
-
-
-@contextmanager
-def readable_by_none_but_root():
-    """Make a directory that another user can enter, which tests of root cannot do in theirs."""
-    with TemporaryDirectory() as place:
-        Path(place).chmod(0o755)
-        yield Path(place, "runs")
-
-
-@contextmanager
-def another_user():
-    """Be a user whose rights are checked."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)

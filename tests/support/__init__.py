@@ -41,6 +41,7 @@ live_runs: A model of plain embeddings with optimizers of torch, trained at rand
 live_torchrec: Models of TorchRec with live tables for the tests: plans, batches, and the state of all ranks in one.
 memory_store: A key-value store as ranks share it, in this process.
 mutations: Bytes and JSON that are almost what was written.
+other_user: Another user than root, whose rights are checked, and a directory that this one can enter.
 pages: Pages that may hold hostile names: nothing in them runs, and nothing is fetched.
 paths: Where the tests and their helpers lie, and what a process that a test starts needs to import them.
 raising: An exception, or a call as from a signal handler, at every Python line of some files, one after another.
