@@ -103,7 +103,10 @@ def test_ids_that_are_missing_and_requests_that_are_wrong_are_told_apart(tmp_pat
     with served(example, tmp_path) as server:
         status, answer = ask(server, {"user": [99, 1]})
         assert (status, answer["tables"]["user"]) == (200, {"vectors": [[0, 0], [1, 1]], "found": [False, True]})
-        assert ask(server, {"usr": [1]}) == (400, {"error": "\"no table 'usr' in 'ckpt_1'; did you mean 'user'?\""})
+        assert ask(server, {"usr": [1]}) == (
+            400,
+            {"error": "\"no table 'usr' in 'ckpt_1'; there are 'user', 'item'; did you mean 'user'?\""},
+        )
         for wrong in ({"user": ["a"]}, {"user": 1}, [1], "x"):
             status, answer = ask(server, wrong)
             assert (status, [*answer]) == (400, ["error"])

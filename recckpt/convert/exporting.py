@@ -23,7 +23,7 @@ from recckpt.output_dir.first_whole import first_whole
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.sparse.files.row_filter import RowFilter, parse_row_filter
 from recckpt.storage import Storage
-from recckpt.text import Progress, nearest
+from recckpt.text import Progress, first_few, nearest
 from recckpt.types import EMBEDDING
 
 
@@ -126,7 +126,7 @@ def _opened(storage: Storage, checkpoint: Checkpoint, choice: _Choice, all_slots
         if name not in names:
             remedy = nearest(name, names).strip("; ")
             path, found = checkpoint.directory, f"no table {name!r}"
-            raise ConversionError(path, "", found=found, expected=f"one of {names}", remedy=remedy)
+            raise ConversionError(path, "", found=found, expected=f"one of {first_few(names, 20)}", remedy=remedy)
     count = None if choice.since is None else links_since(storage, checkpoint, choice.since)
     chosen = [table for table in manifest.tables if choice.tables is None or table.name in choice.tables]
     newer = None if count is None else chain.newest(count)

@@ -24,7 +24,7 @@ from recckpt.output_dir.listing import list_checkpoints
 from recckpt.sparse.files.part_plan import row_bytes
 from recckpt.storage import Storage, open_storage
 from recckpt.storage.transfers import WorkDir
-from recckpt.text import Progress, nearest
+from recckpt.text import Progress, first_few, nearest
 from recckpt.types import positive_int
 
 BUDGET_BYTES = 256 << 20
@@ -144,7 +144,9 @@ def _chosen(contents: SourceContents, tables: Collection[str] | None, source: st
     for name in tables or ():
         if name not in there:
             remedy = nearest(name, there).strip("; ")
-            raise ConversionError(source, "", found=f"no table {name!r}", expected=f"one of {there}", remedy=remedy)
+            raise ConversionError(
+                source, "", found=f"no table {name!r}", expected=f"one of {first_few(there, 20)}", remedy=remedy
+            )
     chosen = tuple(table for table in contents.tables if tables is None or table.name in tables)
     for table in chosen:
         check_table(table, source)

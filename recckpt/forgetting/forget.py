@@ -18,7 +18,7 @@ from recckpt.output_dir.forget_requests import audit
 from recckpt.output_dir.listing import Listing, list_checkpoints
 from recckpt.output_dir.why_nothing import why_nothing
 from recckpt.storage import Storage, open_storage
-from recckpt.text import nearest
+from recckpt.text import instead_of
 
 _PURPOSE = "recckpt forget"
 
@@ -88,7 +88,7 @@ def check_table(listing: Listing, table: str, url: str) -> None:
     """Raise ValueError where no checkpoint has such a table."""
     names: Collection[str] = {entry.name for c in listing.committed for entry in c.manifest.tables}
     if table not in names:
-        raise ValueError(f"{url}: found no table {table!r} in any checkpoint{nearest(table, sorted(names))}")
+        raise ValueError(f"{url}: found no table {table!r} in any checkpoint{instead_of(table, sorted(names))}")
 
 
 def _listing(storage: Storage) -> Listing:

@@ -16,7 +16,7 @@ from recckpt.format.safe_names import checked_name
 from recckpt.format.shards import ShardEntry, check_shards, parse_shard, shard_json
 from recckpt.format.tables import TableEntry, parse_table, table_json
 from recckpt.format.training import Training, parse_training, training_json
-from recckpt.text import nearest
+from recckpt.text import instead_of
 
 FORMAT = "recckpt"  # part of the format
 VERSION = 1  # part of the format
@@ -127,10 +127,10 @@ class Manifest(Content):
         return self._tables_by_name.get(name)
 
     def named_table(self, name: str) -> TableEntry:
-        """Return the entry of a table; KeyError, with the nearest name, if the checkpoint does not have it."""
+        """Return the entry of a table; KeyError, with the names that there are, if the checkpoint does not have it."""
         entry = self.table(name)
         if entry is None:
-            raise KeyError(f"no table {name!r} in {self.ckpt_id!r}{nearest(name, self._tables_by_name)}")
+            raise KeyError(f"no table {name!r} in {self.ckpt_id!r}{instead_of(name, self._tables_by_name)}")
         return entry
 
     @cached_property

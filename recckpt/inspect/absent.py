@@ -22,7 +22,7 @@ from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.arrow_format import ID, TABLE, Messages, column_items, ids_in
 from recckpt.storage import Storage, open_parent, open_storage
 from recckpt.storage.local_files import mapped
-from recckpt.text import nearest
+from recckpt.text import instead_of
 
 _THREADS = 8
 
@@ -139,7 +139,7 @@ def _check_table(storage: Storage, table: str, manifests: Iterable[Manifest | No
     names |= {request.table for request in pending(storage)}
     names |= {line["table"] for line in audit(storage) if isinstance(line.get("table"), str)}
     if records and names.isdisjoint(tables_of(table)):
-        raise ValueError(f"{storage.url}: found no table {table!r} in any checkpoint{nearest(table, sorted(names))}")
+        raise ValueError(f"{storage.url}: found no table {table!r} in any checkpoint{instead_of(table, sorted(names))}")
 
 
 def _parts(storage: Storage, directory: str, record: Manifest | None, unread: dict[str, str]) -> list[str]:

@@ -8,11 +8,12 @@ from recckpt.format.names import ID, Name, slot_name, state_name
 from recckpt.format.reduced import descriptions_of
 from recckpt.format.training import misfit
 from recckpt.load.inventory import PLAIN, Inventory, LoadCandidate, Thing
-from recckpt.load.problems import Problems, check_patterns, first_few, names_and_tables
+from recckpt.load.problems import Problems, check_patterns, names_and_tables
 from recckpt.load.regrouping import regrouping, regroups
+from recckpt.load.renamed import likely_renames
 from recckpt.load.report import SAVED_BY
 from recckpt.load.tensor_tables import names_of_table
-from recckpt.text import nearest
+from recckpt.text import first_few, nearest
 from recckpt.types import EMBEDDING, is_optimizer_slot
 
 RESIZE = "resize"
@@ -51,7 +52,7 @@ class Match:
             if source not in inventory and self._is_explicit(name):
                 hint = nearest(self.called(source), names_and_tables(inventory))
                 problems.about_names(entry, f"{label} has no {self.called(source)!r}{hint}")
-        left = [name for name in inventory if name not in self._known and entry.wants(name)]
+        left = self._left()
         whole = [name for name in left if name.group == "dense" or name.slot == EMBEDDING]
         for name in (name for name in whole if name.group in entry.strict_groups):
             problems.surprise(entry, name.table or name.text)
@@ -75,6 +76,19 @@ class Match:
         if entry.is_own and objects:
             remedy = "register it before it is loaded, or saves to come lack it"
             problems.warn(entry, f"{label} has the state of what is not registered: {first_few(objects)}; {remedy}")
+
+    def advise(self, problems: Problems) -> None:
+        """Add rules for names that the entry must have and lacks, if others there fit them."""
+        missing = [name for name in self.there if (name.table or name.text) in problems.missing]
+        missing = [name for name in missing if name.slot in ("", EMBEDDING) and self.saved(name) is None]
+        left = [name for name in self._left() if name.slot in ("", EMBEDDING)]
+        if missing and left:
+            rules = likely_renames(self.model, self.offer.inventory, missing=missing, left=left)
+            problems.advice.rename(self.offer.entry, rules)
+
+    def _left(self) -> list[Name]:
+        """Return what the entry asks for, is there, and is nothing of the model."""
+        return [name for name in self.offer.inventory if name not in self._known and self.offer.entry.wants(name)]
 
     def _is_explicit(self, name: Name) -> bool:
         """Say whether somebody asked for just this; of a whole table the embedding is what must be there."""

@@ -13,6 +13,7 @@ from recckpt.load.conf import Entry
 from recckpt.load.inventory import Inventory, LoadCandidate, Thing
 from recckpt.load.match import RESIZE, Match, as_rows
 from recckpt.load.problems import Problems
+from recckpt.load.regrouping import regroups
 from recckpt.load.report import OF_TRAINING, SAVED_BY, SETTINGS_STAY, UNASKED, LoadPlan, Planned
 from recckpt.load.tensor_tables import with_tables_as_tensors, with_tensors_as_tables
 from recckpt.types import EMBEDDING, is_optimizer_slot
@@ -55,6 +56,8 @@ def resolve(model: Inventory, offers: Sequence[LoadCandidate], problems: Problem
     names = sorted(model, key=_order)
     planned = {name: _resolve_one(name, matches, problems) for name in names if not name.parameter}
     planned |= {name: _follow(name, model[name].tied, planned, matches) for name in names if name.parameter}
+    for match in matches:
+        match.advise(problems)
     items = [_checked_optimizer(planned[name], matches) for name in names]
     _check_filters(items, offers, problems)
     return items
@@ -81,6 +84,8 @@ def _resolve_one(name: Name, matches: Sequence[Match], problems: Problems) -> Pl
             conversion, reason = match.fit(name)
         except ValueError as error:
             problems.misfit(entry, name.text, *error.args)
+            if not regroups(saved, match.model[name]):
+                problems.advice.act(entry, name, saved, match.model[name])
             conversion = reason = ""
         if not reason:
             return Planned(name, number, source.text, saved, conversion)

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 from recckpt.errors import LoadConfError, RecckptError, StateMismatchError
 from recckpt.format.names import GROUPS, Name, Pattern
+from recckpt.load.advice import Advice
 from recckpt.load.conf import Entry
-from recckpt.text import nearest
+from recckpt.text import first_few, nearest
 
-_OF_NAMES = "pass load_conf={'strict': False} to load what fits by name"
-_OF_VALUES = "say in 'on_mismatch' what to do where state differs"
 _OF_OBJECTS = ("extra", "dense_opt")
 
 
@@ -27,6 +26,7 @@ class Problems:
         misfits: labels of the entries that these are about.
         not_found: entries whose checkpoint cannot be read, with the reason.
         warnings: what is not an error.
+        advice: what could be said in a ``load_conf``.
     """
 
     conf: list[str] = field(default_factory=list)
@@ -36,6 +36,7 @@ class Problems:
     misfits: list[str] = field(default_factory=list)
     not_found: list[tuple[Entry, RecckptError]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    advice: Advice = field(default_factory=Advice)
     _mismatched_in: dict[str, str] = field(default_factory=dict)
 
     def about_names(self, entry: Entry, problem: str) -> None:
@@ -86,8 +87,8 @@ class Problems:
                 name: (f"{found} in {self._mismatched_in[name]}", expected)
                 for name, (found, expected) in mismatched.items()
             }
-        remedies = [_OF_NAMES] if self.missing or self.unexpected else []
-        remedy = "; ".join([*remedies, _OF_VALUES] if mismatched else remedies)
+        remedies = [self.advice.of_names()] if self.missing or self.unexpected else []
+        remedy = "; ".join([*remedies, self.advice.of_values()] if mismatched else remedies)
         misfit = StateMismatchError(
             what, missing=self.missing, unexpected=self.unexpected, mismatched=mismatched, remedy=remedy
         )
@@ -106,12 +107,6 @@ def _named(entry: Entry, error: RecckptError) -> RecckptError:
     if entry.path:
         error.args = (f"{entry.label}: {error}", *error.args[1:])
     return error
-
-
-def first_few(names: Sequence[str], most: int = 5) -> str:
-    """Return the first of many names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(repr, names[:most])) + more
 
 
 def check_patterns(entry: Entry, model: Collection[Name], there: Collection[Name], problems: Problems) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 from recckpt.format.names import GLOBAL_STEP, Name
 from recckpt.load.inventory import Thing
-from recckpt.load.problems import first_few
-from recckpt.text import count, escaped, grid, html, one_line, plural, shown, size
+from recckpt.text import count, escaped, first_few, grid, html, one_line, plural, shown, size
 from recckpt.types import EMBEDDING
 
 log = logging.getLogger("recckpt")

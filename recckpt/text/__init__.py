@@ -3,7 +3,7 @@
 from recckpt.text.bars import Progress
 from recckpt.text.columns import Heading, Line, Table, grid, pairs, plain, section
 from recckpt.text.reprs import quoted, shown
-from recckpt.text.words import cell, count, duration, escaped, nearest, one_line, plural, size
+from recckpt.text.words import cell, count, duration, escaped, first_few, instead_of, nearest, one_line, plural, size
 
 __all__ = [
     "Heading",
@@ -14,7 +14,9 @@ __all__ = [
     "count",
     "duration",
     "escaped",
+    "first_few",
     "grid",
+    "instead_of",
     "nearest",
     "one_line",
     "pairs",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 _UNITS = (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
@@ -57,6 +57,18 @@ def nearest(name: object, allowed: Iterable[str]) -> str:
     """Return a hint at the name that was probably meant, or nothing."""
     close = difflib.get_close_matches(str(name), [each for each in allowed if each != name], n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def first_few(names: Sequence[str], most: int = 5) -> str:
+    """Return the first of many names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more
+
+
+def instead_of(name: str, names: Iterable[str]) -> str:
+    """Return which names there are in place of one that is not, and which of them was probably meant."""
+    names = list(names)
+    return f"; there {'is' if len(names) == 1 else 'are'} {first_few(names, 20) or 'none'}{nearest(name, names)}"
 
 
 def cell(value: Any) -> str:

@@ -161,7 +161,7 @@ def test_wrong_options_and_places_are_refused(recckpt, run, gone, tmp_path):
         (2, "--table and --ids go together", ("forget", run.url, "--ids", gone)),
         (
             2,
-            "no table 'itme' in any checkpoint; did you mean 'item'",
+            "no table 'itme' in any checkpoint; there is 'item'; did you mean 'item'",
             ("forget", run.url, "--table", "itme", "--ids", gone),
         ),
         (1, "found no committed checkpoint", ("forget", tmp_path / "other", "--table", "item", "--ids", gone)),
@@ -187,7 +187,7 @@ def test_a_part_that_cannot_be_read_is_no_proof(recckpt, run, gone, tmp_path):
 def test_a_table_that_is_nowhere_is_no_proof(recckpt, run, gone):
     answer = recckpt("verify", run.url, "--absent", gone, "--table", "itme")
     assert answer.code == 2
-    assert "no table 'itme' in any checkpoint; did you mean 'item'" in answer.err
+    assert "no table 'itme' in any checkpoint; there is 'item'; did you mean 'item'" in answer.err
 
 
 def test_parts_that_are_missing_or_behind_a_link_are_no_proof(recckpt, run, gone, tmp_path):

@@ -83,7 +83,10 @@ def test_what_is_no_number_in_json_is_a_string_there(recckpt, runs):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("head", "itm"), "no table 'itm' in 'ckpt_1'; did you mean 'item'?"),
+        (
+            ("head", "itm"),
+            "no table 'itm' in 'ckpt_1'; there are 'item', 'half', 'long', 'ids', 'line\\nbreak'; did you mean 'item'?",
+        ),
         (("get", "a\nb", 1), r"no table 'a\nb' in 'ckpt_1'"),
         (("head", "item", "--columns", "embeding"), "table 'item' has no slot 'embeding'"),
     ],

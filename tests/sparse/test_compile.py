@@ -59,3 +59,15 @@ def test_a_graph_that_may_not_break_names_the_table():
     table = HashTable(2, name="t")
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"HashTable\.forward"):
         torch.compile(lambda ids: table(ids) + 1, backend="eager", fullgraph=True)(torch.tensor([1]))
+
+
+@pytest.mark.parametrize("call", ["forward", "bag", "lookup"])
+def test_an_error_of_a_look_up_passes_through_no_frame_of_the_compiler(call):
+    assert "torch._dynamo" in sys.modules
+    table = HashTable(2, name="t")
+    look_up = table if call == "forward" else getattr(table, call)
+    with pytest.raises(ValueError, match="int64") as caught:
+        look_up(torch.tensor([[1.5]]))
+    files = [entry.path.as_posix() for entry in caught.traceback]
+    assert not [file for file in files if "_dynamo" in file or file.endswith("external_utils.py")]
+    assert sum(file.endswith("opaque.py") for file in files) == 1

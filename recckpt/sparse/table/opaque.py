@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -84,11 +85,24 @@ def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
             _refuse_program("torch.export")
         if not uncompiled:
             uncompiled.append(torch.compiler.disable(run))  # type: ignore[no-untyped-call]
-        return uncompiled[0](*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return uncompiled[0](*args, **kwargs)
+        try:  # which no compiler sees: it does not break graphs inside
+            return uncompiled[0](*args, **kwargs)
+        except Exception as error:
+            raise error.with_traceback(_from(function, error.__traceback__))  # noqa: B904  # it is the same error
 
     code: Any = call
     code.__code__ = code.__code__.replace(co_name=function.__name__)  # its own: the compiler keeps its books by code
     return call
+
+
+def _from(function: Callable[..., Any], trace: TracebackType | None) -> TracebackType | None:
+    """Return the part of a traceback that begins in a function: what compilers have put around it says nothing."""
+    code, part = getattr(function, "__code__", None), trace
+    while part is not None and part.tb_frame.f_code is not code:
+        part = part.tb_next
+    return part or trace
 
 
 def check_has_values(ids: Tensor) -> None:
