@@ -20,6 +20,8 @@ recckpt get runs/clicks item 17 42        # rows by id, of the newest checkpoint
 recckpt consolidate runs/clicks           # the dense state, of FSDP and tensor parallel runs too, as ./model.pt, or
                                           # --out FILE; a file that is there already is not overwritten
 recckpt diff runs/clicks/ckpt_300 runs/clicks    # rows, tensors and state that differ, and by how much
+recckpt history runs/clicks item 17       # a row in all checkpoints: norm, changes, count, moments
+recckpt first runs/clicks                 # the first checkpoint with values that are not finite; --where 'norm>100'
 recckpt report runs/clicks                # a page: what is unhealthy, checkpoints, saves, rows; --json: the data
 recckpt sql runs/clicks \"select count(*) from item\"    # duckdb: tables, `checkpoints`, `timeline`; --json, --csv
 recckpt watch runs/clicks --once          # how a run saves: step, last save, pause, errors; without --once it goes on
@@ -29,9 +31,10 @@ recckpt export runs/clicks vectors --to npy                   # ids and vectors 
 recckpt repair runs/clicks --dry-run      # what crashes left; without --dry-run: make the index file anew; --clean
 ```
 
-[Watch a run](watch.md) is about `report` and `watch`, [read](read.md) about `diff` and `sql`, [convert](convert.md)
-about `import` and `export`, [the page for the night](does-not-resume.md#when-a-checkpoint-is-damaged) about damaged
-checkpoints. Exit codes: 0 good, 1 a problem was found, 2 wrong usage.
+[Watch a run](watch.md) is about `report` and `watch`, [read](read.md) about `diff`, `history`, `first` and `sql`,
+[convert](convert.md) about `import` and `export`, [the page for the
+night](does-not-resume.md#when-a-checkpoint-is-damaged) about damaged checkpoints. Exit codes: 0 good, 1 a problem was
+found, 2 wrong usage.
 
 `pip install "recckpt[cli]"` adds [rich](https://github.com/Textualize/rich) and
 [argcomplete](https://github.com/kislyuk/argcomplete). With rich, tables fit the terminal and have colours: red is

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from recckpt.forgetting.forget import forget
     from recckpt.inspect.diff.diff import diff
     from recckpt.inspect.find import find_checkpoint, is_checkpoint, list_checkpoints
+    from recckpt.inspect.over_time.first import first
+    from recckpt.inspect.over_time.history import history
     from recckpt.inspect.reader import CheckpointReader, dataset
     from recckpt.inspect.report.report import report
     from recckpt.inspect.sql import connect, scan
@@ -44,6 +46,8 @@ _HOMES = {
     "forget": "forgetting.forget",
     "diff": "inspect.diff.diff",
     "report": "inspect.report.report",
+    "history": "inspect.over_time.history",
+    "first": "inspect.over_time.first",
     "connect": "inspect.sql",
     "scan": "inspect.sql",
 }
@@ -67,6 +71,8 @@ __all__ = [
     "forget",
     "diff",
     "report",
+    "history",
+    "first",
     "connect",
     "scan",
 ]

@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Callable, Mapping
 
-from recckpt.cli import convert_options, look_options
+from recckpt.cli import convert_options, look_options, run_options
 from recckpt.cli.examples import EXAMPLES
 from recckpt.cli.look_options import natural, positive
 from recckpt.cli.result import GOOD
@@ -14,7 +14,10 @@ from recckpt.cli.result import GOOD
 _ANY_CHECKPOINT = "a checkpoint, or an output dir, whose newest is meant; a path or URL, DIR/latest~1 too"
 _IDS = "a text file with an id a line, .npy or .parquet"
 _EXIT_CODES = "exit codes: 0 good, 1 a problem was found, 2 wrong usage"
-_OF_DIFF = "exit codes: 0 equal, 1 different, 2 an error"
+_OWN_EXIT_CODES = {
+    "diff": "exit codes: 0 equal, 1 different, 2 an error",
+    "first": "exit codes: 0 found, 1 not found, 2 an error",
+}
 
 Command = Callable[[str, str], argparse.ArgumentParser]  # adds one: its name, and what it does
 
@@ -48,6 +51,8 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         )
 
     _add_looking(command)
+    run_options.add_history(command, _id)
+    run_options.add_first(command)
     look_options.add_diff(command)
     look_options.add_report(command)
     look_options.add_sql(command)
@@ -89,7 +94,7 @@ def _add_looking(command: Command) -> None:
 def _epilog(name: str) -> str:
     """Return examples, and what the exit codes mean."""
     examples = "".join(f"  {line}\n" for line in EXAMPLES[name])
-    return f"examples:\n{examples}\n{_OF_DIFF if name == 'diff' else _EXIT_CODES}"
+    return f"examples:\n{examples}\n{_OWN_EXIT_CODES.get(name, _EXIT_CODES)}"
 
 
 def _add_mending(command: Command) -> None:

@@ -21,6 +21,16 @@ EXAMPLES = {
         "recckpt verify runs/clicks/latest --quick",
         "recckpt verify runs/clicks --absent ids.txt --table user",
     ),
+    "history": (
+        "recckpt history runs/clicks item 17 -42",
+        "recckpt history s3://models/clicks item 17 --json",
+    ),
+    "first": (
+        "recckpt first runs/clicks                                  # where a row or tensor is not finite",
+        "recckpt first runs/clicks --where 'table=item norm>100'",
+        "recckpt first runs/clicks --where 'tensor=top.* max>1e4'",
+        "recckpt first runs/clicks --where 'id=17 count>=5'",
+    ),
     "diff": (
         "recckpt diff runs/clicks/latest~1 runs/clicks/latest",
         "recckpt diff runs/clicks/ckpt_300 runs/other/ckpt_300 --tolerance 1e-6 --html diff.html",

@@ -16,7 +16,7 @@ from recckpt.format.manifest import Manifest
 from recckpt.inspect.verify import find_checkpoints
 from recckpt.output_dir.at_path import counted_back
 from recckpt.output_dir.checkpoint_dir import has_manifest, read_manifest
-from recckpt.output_dir.forget_requests import audit, digests, key, meant_in, pending, tables_of
+from recckpt.output_dir.forget_requests import audit, forgotten_among, meant_in, pending, tables_of
 from recckpt.output_dir.listing import attempt_dirs
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.arrow_format import ID, TABLE, Messages, column_items, ids_in
@@ -104,7 +104,7 @@ def look_for(path: str, ids: Ids, table: str | None = None) -> Absence:
     meant = [r for r in pending(storage) if tables is None or not set(tables).isdisjoint(tables_of(r.table))]
     requests = {r.table: int(is_among(r.ids, sought).sum()) for r in meant}
     holding = tuple(holdings[name] for name in sorted(holdings))
-    return Absence(storage.url, holding, unread, requests, len(parts), _n_forgotten(storage, sought, table))
+    return Absence(storage.url, holding, unread, requests, len(parts), len(forgotten_among(storage, table, sought)))
 
 
 def _directories(path: str, unread: dict[str, str]) -> tuple[Storage, Sequence[str]]:
@@ -184,13 +184,3 @@ def _ids_of(memory: memoryview) -> Iterator[tuple[str, Ids]]:
         numbers, tables, ids = column_items(column).to_numpy(), column.dictionary.to_pylist(), ids_in(batch)
         for of_table in np.unique(numbers):
             yield tables[of_table], ids[numbers == of_table]
-
-
-def _n_forgotten(storage: Storage, ids: Ids, table: str | None) -> int:
-    """Return how many of the ids the audit says were asked to be forgotten."""
-    lines = [line for line in audit(storage) if table in (None, line.get("table"))]
-    with_key = key(storage) if lines else b""
-    if not with_key:
-        return 0
-    known = {digest for line in lines for digest in line.get("digests", ())}
-    return len(known.intersection(digests(with_key, ids)))

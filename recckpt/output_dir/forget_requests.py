@@ -155,3 +155,15 @@ def digests(with_key: bytes, ids: Iterable[int] | npt.NDArray[np.int64]) -> list
     """Return a keyed digest of each id, sorted, so that their order does not reveal that of the ids."""
     each = (int(one).to_bytes(8, "little", signed=True) for one in ids)
     return sorted(hashlib.blake2b(id_bytes, key=with_key, digest_size=_DIGEST_BYTES).hexdigest() for id_bytes in each)
+
+
+def forgotten_among(storage: Storage, table: str | None, ids: npt.NDArray[np.int64]) -> set[int]:
+    """Return those of the ids that the audit has as asked to be forgotten, in a table, or in any where it is None.
+
+    Raises:
+        CorruptCheckpointError: the audit is damaged.
+    """
+    lines = [line for line in audit(storage) if table in (None, line.get("table"))]
+    with_key = key(storage) if lines else b""
+    known = {digest for line in lines for digest in line.get("digests", ())}
+    return {int(id_) for id_ in ids if not known.isdisjoint(digests(with_key, [int(id_)]))} if with_key else set()

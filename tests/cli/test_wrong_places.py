@@ -23,6 +23,8 @@ COMMANDS = (
     "verify {at}",
     "verify {at} --quick",
     "verify {at} --absent {ids}",
+    "history {at} t 1",
+    "first {at}",
     "diff {at} {good}",
     "diff {good} {at}",
     "sql {at} query",

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from recckpt.dense.tensors import DenseTensors, Read, StoredTensor
-from recckpt.format.dtypes import NUMPY_DTYPES
+from recckpt.dense.tensors import DenseTensors, StoredTensor
 from recckpt.inspect.diff.result import Status, TensorDiff
-
-_SLAB_BYTES = 4 << 20  # of one side, read at once; more where a single row of a tensor has more
+from recckpt.inspect.slabs import is_number, numbers_between, slabs_of
 
 
 def compare_tensors(
@@ -40,54 +38,20 @@ def _compared(
     before: DenseTensors, one: StoredTensor, after: DenseTensors, other: StoredTensor, tolerance: float
 ) -> TensorDiff:
     sums = _Sums(one.shape)
-    for begin, end in _slabs(one):
-        sums.add(begin, _numbers(_rows(before, one, begin, end), one), _numbers(_rows(after, other, begin, end), other))
-    is_near = sums.largest <= tolerance if tolerance > 0 and _is_number(one.dtype) else not sums.differs
+    for begin, end in slabs_of(one):
+        sums.add(begin, numbers_between(before, one, begin, end), numbers_between(after, other, begin, end))
+    is_near = sums.largest <= tolerance if tolerance > 0 and is_number(one.dtype) else not sums.differs
     status: Status = "same" if is_near and one.dtype == other.dtype else "changed"
     known = TensorDiff(one.name, one.of, status, _kind(one), _kind(other), 0.0, 0.0, None)
     if not sums.differs:
         return known
-    if not (_is_number(one.dtype) and _is_number(other.dtype)):
+    if not (is_number(one.dtype) and is_number(other.dtype)):
         return replace(known, relative=None, largest=None)
     return replace(known, relative=sums.relative, largest=sums.largest, at=sums.at)
 
 
 def _kind(tensor: StoredTensor | None) -> str | None:
     return None if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
-
-
-def _slabs(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
-    """Cut a tensor along its first dimension; a scalar is one row."""
-    if not math.prod(tensor.shape):
-        return
-    n_rows = tensor.shape[0] if tensor.shape else 1
-    step = max(1, _SLAB_BYTES * n_rows // max(1, tensor.nbytes))
-    yield from ((begin, min(begin + step, n_rows)) for begin in range(0, n_rows, step))
-
-
-def _rows(dense: DenseTensors, tensor: StoredTensor, begin: int, end: int) -> npt.NDArray[Any]:
-    if not tensor.shape:
-        return dense.read(tensor)
-    reads = []
-    for number, (_, chunk) in enumerate(tensor.chunks):
-        first, last = max(begin, chunk.offsets[0]), min(end, chunk.offsets[0] + chunk.sizes[0])
-        if first < last:
-            at = (first - chunk.offsets[0], *(0 for _ in chunk.sizes[1:]))
-            to = (first - begin, *chunk.offsets[1:])
-            reads.append(Read(number, at, to, (last - first, *chunk.sizes[1:])))
-    return dense.read_box(tensor, (end - begin, *tensor.shape[1:]), reads)
-
-
-def _numbers(values: npt.NDArray[Any], tensor: StoredTensor) -> npt.NDArray[Any]:
-    """Return values as numbers; of dtypes that numpy lacks, but for bfloat16, their bits."""
-    if tensor.dtype == "bfloat16":
-        values = (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return values
-
-
-def _is_number(dtype: str) -> bool:
-    """Say whether differences of a dtype mean something."""
-    return dtype == "bfloat16" or NUMPY_DTYPES[dtype].name == dtype
 
 
 @dataclass

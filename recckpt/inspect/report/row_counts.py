@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recckpt.format.tables import TableEntry
+from recckpt.inspect.norms import squares
 from recckpt.inspect.report.result import Distribution, LargeRow, TableHealth
 from recckpt.inspect.spread import Floats, Histogram, Int64s
 from recckpt.policies.evict import COUNT, LAST_STEP, LAST_TIME
@@ -21,8 +22,6 @@ BUSY_SHARE = 0.8  # of the look-ups
 _NAMED_ROWS = 5
 _BARS = 40
 _DAY_SEC = 86_400
-_LEAST = 1e-30  # sums of squares from this on are as exact as float32 is
-_WITHIN = (1e-240, 1e300)  # what stands for sums that float64 cannot hold either
 
 Array = npt.NDArray[Any]
 Rows = Int64s | slice  # of arrays: their numbers, or slice(None) for all
@@ -63,24 +62,24 @@ class RowCounts:
             elif _is_tracked(slot):
                 self._add_tracked(slot.name, values[rows, 0])
             elif values.dtype.kind == "f" and not np.isfinite(values).all():
-                self._add_not_finite(slot.name, ids, _squares(values)[rows])
+                self._add_not_finite(slot.name, ids, squares(values)[rows])
         if self._optimizer:
             self._untrained += _n_zeros([columns[name] for name in self._optimizer], rows)
 
     def _add_embeddings(self, ids: Int64s, values: Array, rows: Rows) -> None:
         if values.dtype.kind != "f":  # such as counts of ids that wait for a row
             return
-        squares = _squares(values)[rows]
-        self._add_not_finite(EMBEDDING, ids, squares)
-        norms = np.sqrt(squares, dtype=np.float64)
+        sums = squares(values)[rows]
+        self._add_not_finite(EMBEDDING, ids, sums)
+        norms = np.sqrt(sums, dtype=np.float64)
         self._dead += len(norms) - int(np.count_nonzero(norms))
         self._numbers["norms"].add(norms)
         self._keep_largest(ids, norms)
 
-    def _add_not_finite(self, slot: str, ids: Int64s, squares: Array) -> None:
+    def _add_not_finite(self, slot: str, ids: Int64s, sums: Array) -> None:
         """Count the rows whose sum of squares is NaN: a value is not finite."""
-        if np.isnan(squares.max()):
-            wrong = np.flatnonzero(np.isnan(squares))
+        if np.isnan(sums.max()):
+            wrong = np.flatnonzero(np.isnan(sums))
             self._not_finite[slot] = self._not_finite.get(slot, 0) + len(wrong)
             self._name_not_finite(map(int, ids[wrong[:_NAMED_ROWS]]))
 
@@ -154,25 +153,6 @@ def _n_zeros(columns: Sequence[Array], rows: Rows) -> int:
     for values in columns:
         left = left[(values[left] == 0).all(axis=1)]
     return len(left)
-
-
-def _squares(values: Array) -> Array:
-    """Return the sum of squares of each row, exactly 0 of zeros alone; NaN where a value is not finite."""
-    if values.dtype.kind != "f":
-        values = values.astype(np.float64)
-    with np.errstate(all="ignore"):
-        squares: Array = np.einsum("ij,ij->i", values, values)
-        if squares.min() > _LEAST and squares.max() < np.inf:
-            return squares
-        # Values whose squares over- or underflow are not those that are infinite or zero.
-        squares = squares.astype(np.float64)
-        rest = np.flatnonzero(~((squares > _LEAST) & (squares < np.inf)))
-        exact = values[rest].astype(np.float64)
-        sums = np.clip(np.square(exact).sum(axis=1), *_WITHIN)
-        sums[(exact == 0).all(axis=1)] = 0.0
-        sums[~np.isfinite(exact).all(axis=1)] = np.nan
-        squares[rest] = sums
-    return squares
 
 
 def _column(histogram: Histogram) -> Distribution | None:

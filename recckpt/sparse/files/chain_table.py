@@ -44,14 +44,14 @@ class ChainTable:
         """
         if len(self.links) == 1:
             return self.links[0].rows_of(ids)
-        return (batch for link, _, _ in newest(map(_AskedTable, self.links), ids) for batch in link.batches)
+        return (batch for link, _, _ in newest(map(AskedTable, self.links), ids) for batch in link.batches)
 
     def with_slots(self, slots: Sequence[str]) -> ChainTable:
         """Return the reader of other slots of the table."""
         return ChainTable([replace(link, slots=slots) for link in self.links])
 
 
-class _AskedTable:
+class AskedTable:
     """What one link has of the ids that it was asked for.
 
     Attributes:

@@ -1,0 +1,1 @@
+"""What became of rows and tensors over the checkpoints of a run."""
