@@ -109,6 +109,7 @@ TESTS = {
     "load/tensor_tables.py": "load/test_tensor_rows.py load/test_table_tensors.py",
     "manager/counting.py": "manager/test_windows_and_epochs.py",
     "manager/own_checkpoints.py": "manager/test_forget.py manager/test_manager.py",
+    "manager/placement.py": "manager/test_attach.py",
     "manager/resumable.py": "manager/test_manager.py",
     "manager/run_state.py": "manager/test_windows_and_epochs.py",
     "manager/step_arguments.py": "manager/test_windows_and_epochs.py",

@@ -1,0 +1,200 @@
+"""One call makes a manager of all that a run consists of, or says of all that has no place what it is."""
+
+import logging
+
+import pytest
+import torch
+from support.builders import Stream, bits, frozen, table_state
+from torch import nn
+from torch.utils.data import DataLoader
+
+import recckpt
+from recckpt import CheckpointManager
+from recckpt.live import live_tables
+from recckpt.sparse import HashTable, JointOptimizer, SparseAdagrad, SparseAdamW
+
+
+class Clicks(nn.Module):
+    """A table, an embedding that is large enough for a live one, one that is not, and a dense part."""
+
+    def __init__(self):
+        super().__init__()
+        self.item = HashTable(4, name="item")
+        self.word, self.day = nn.Embedding(1000, 4, sparse=True), nn.Embedding(7, 4)
+        self.top = nn.Linear(4, 1)
+
+    def forward(self, items):
+        return self.top(self.item(items) + self.word(items) + self.day(items % 7))
+
+
+class Job:
+    """A process of a run: all that trains the model, attached."""
+
+    def __init__(self, url, **options):
+        torch.manual_seed(0)
+        self.model, self.stream = Clicks(), Stream()
+        self.sparse = SparseAdamW([self.model.item])
+        self.words = torch.optim.SparseAdam([self.model.word.weight])
+        self.dense = torch.optim.Adam([*self.model.day.parameters(), *self.model.top.parameters()])
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.dense, 3)
+        self.manager = CheckpointManager.attach(
+            self.model,
+            [self.sparse, self.words, self.dense],
+            schedulers=self.schedule,
+            loader=self.stream,
+            output_dir=url,
+            **{"save_interval": 5, **options},
+        )
+
+    def train(self, n_steps):
+        for _ in range(n_steps):
+            self.model(self.stream.next()[1]).square().mean().backward()
+            for optimizer in (self.sparse, self.words, self.dense):
+                optimizer.step()
+                optimizer.zero_grad()
+            self.schedule.step()
+            self.manager.step()
+        self.manager.close()
+        return self
+
+    @property
+    def state(self):
+        return {
+            "item": table_state(self.model.item),
+            "dense": {key: bits(value) for key, value in self.model.state_dict().items() if torch.is_tensor(value)},
+            "objects": [frozen(obj.state_dict()) for obj in (self.sparse, self.words, self.dense, self.schedule)],
+            "position": self.stream.position,
+            "step": self.manager.global_step,
+        }
+
+
+def test_a_run_resumes_with_all_that_was_attached(tmp_path):
+    straight = Job(tmp_path / "straight").train(15)
+    Job(tmp_path / "runs").train(12)
+    resumed = Job(tmp_path / "runs")
+    assert resumed.manager.global_step == 0  # nothing is restored by itself
+    assert resumed.manager.restore() == 10
+    assert resumed.train(5).state == straight.state
+
+
+def test_one_line_says_what_is_saved_under_which_name_and_how(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        Job(tmp_path)
+    [line] = [record.message for record in caplog.records]
+    assert line == (
+        f"{tmp_path}: saves 1 table of SparseAdamW ('item'), 1 live table ('word'), 3 dense tensors, 'dense_optim' "
+        "(SparseAdam), 'dense_optim_1' (Adam), 'scheduler' (StepLR), 'loader' (Stream); save_interval=5, max_keep=2, "
+        "async_save=True (training goes on meanwhile), deltas=True (what has changed)"
+    )
+
+
+def test_saves_are_in_the_background_and_deltas_unless_asked_otherwise(tmp_path):
+    infos, others = [], []
+    Job(tmp_path / "default", on_save=infos.append).train(10)
+    assert [(info.background, info.kind) for info in infos] == [(True, "full"), (True, "delta")]
+    options = {"async_save": False, "deltas": False, "max_keep": 1, "ephemeral": 2, "save_interval": 4}
+    manager = Job(tmp_path / "other", on_save=others.append, **options).train(6).manager
+    assert [(info.background, info.kind, info.ephemeral) for info in others] == [
+        (False, "full", True),
+        (False, "full", False),
+        (False, "full", True),
+    ]
+    assert manager.saver.max_keep == 1
+
+
+def test_names_that_are_given_stand_in_checkpoints(tmp_path):
+    model, stream = Clicks(), Stream()
+    adam, sparse = torch.optim.Adam(model.top.parameters()), SparseAdamW([model.item])
+    schedule = torch.optim.lr_scheduler.StepLR(adam, 3)
+    manager = CheckpointManager.attach(
+        model,
+        {"towers": JointOptimizer(adam, sparse), "rows": torch.optim.SparseAdam([model.word.weight])},
+        schedulers={"warm": schedule},
+        loader={"clicks": stream},
+        output_dir=tmp_path,
+        save_interval=1,
+        tables=None,
+    )
+    names = manager.save().names
+    assert {*names.extra} == {"sparse_optim", "towers", "rows", "warm"}
+    assert names.io_state == ("clicks",)
+    assert "word.weight" in names.dense
+    assert manager.saver.sparse_optim is sparse
+
+
+def test_live_tables_are_those_that_were_found_before_or_as_options_find_them(tmp_path):
+    model = Clicks()
+    adam, sparse = torch.optim.Adam([*model.day.parameters(), *model.word.parameters()]), SparseAdamW([model.item])
+    found = live_tables(model, adam, exclude=["word"], min_rows=1)
+    options = {"output_dir": tmp_path, "save_interval": 1}
+    manager = CheckpointManager.attach(model, [adam, sparse], tables=found, **options)
+    assert {table.name for table in manager.save().tables} == {"item", "day"}
+    again = CheckpointManager.attach(model, [adam, sparse], tables={"exclude": ["word"], "min_rows": 1}, **options)
+    assert {table.name for table in again.save().tables} == {"item", "day"}
+
+
+def test_all_that_has_no_place_is_named_at_once_and_nothing_is_made(tmp_path):
+    model, other = Clicks(), nn.Linear(2, 2)
+    unknown = SparseAdamW([model.item])
+    strange = torch.optim.Adam(other.parameters())
+    with pytest.raises(ValueError, match="nothing was made") as refused:
+        CheckpointManager.attach(
+            model,
+            [strange, "adam"],
+            schedulers=[torch.optim.lr_scheduler.StepLR(torch.optim.SGD(other.parameters()), 1), strange],
+            loader=[DataLoader([1]), object()],
+            output_dir=tmp_path / "runs",
+            save_interval=0,
+            max_kep=3,
+            tables={"names": {"wrd": "words"}},
+        )
+    first, *problems = str(refused.value).splitlines()
+    assert first == f"attach: {len(problems)} problems; nothing was made:"
+    assert [problem.strip().partition(" ")[0] for problem in problems] == [
+        *("'max_kep'", "save_interval", "optimizers[1]:", "optimizers:", "optimizers[0]:"),
+        *("schedulers[0]:", "schedulers[1]:", "loader[0]:", "loader[1]:", "tables:"),
+    ]
+    for said in (
+        "did you mean 'max_keep'?",
+        "the SparseAdamW that trains 'item' is not among them",
+        "Adam trains 2 parameters that the model does not have (shape (2, 2), (2,))",
+        "StepLR is of an optimizer (SGD) that is not among the optimizers",
+        "torchdata's StatefulDataLoader",
+        "did you mean 'word'?",
+    ):
+        assert said in str(refused.value)
+    assert not (tmp_path / "runs").exists()
+    assert unknown.trains(model.item)
+
+
+def test_one_optimizer_trains_the_tables_of_the_model(tmp_path):
+    model, other = nn.ModuleDict({name: HashTable(2, name=name) for name in "ab"}), HashTable(2, name="c")
+    sparse = [SparseAdamW([model["a"]]), SparseAdagrad([model["b"], other])]
+    with pytest.raises(ValueError, match="nothing was made") as refused:
+        CheckpointManager.attach(model, sparse, output_dir=tmp_path / "runs", save_interval=1)
+    assert "sparse_optim trains tables that are not in the model: 'c'" in str(refused.value)
+    assert "optimizers[0] and optimizers[1]: found 2 optimizers of tables, expected one" in str(refused.value)
+
+
+def test_an_optimizer_of_no_values_is_refused_where_a_model_has_tables_alone(tmp_path):
+    model = nn.ModuleDict({"item": HashTable(2, name="item")})
+    adam = torch.optim.Adam(model.parameters())
+    with pytest.raises(ValueError, match=r"Adam trains nothing: .*recckpt.filter_out_sparse_param\(model\) gives"):
+        CheckpointManager.attach(model, adam, output_dir=tmp_path / "runs", save_interval=1)
+    sparse = SparseAdamW(recckpt.filter_out_sparse_param(model))
+    CheckpointManager.attach(model, sparse, output_dir=tmp_path / "runs", save_interval=1).save()
+
+
+def test_what_cannot_be_registered_is_refused_by_the_name_that_it_would_have(tmp_path):
+    model = Clicks()
+    adam, options = torch.optim.Adam(model.top.parameters()), {"output_dir": tmp_path / "runs", "save_interval": 1}
+    with pytest.raises(ValueError, match=r"optimizers\['a@b'\]: .* has no '@' in its name"):
+        CheckpointManager.attach(model, {"a@b": adam}, **options)
+    schedule = torch.optim.lr_scheduler.StepLR(adam, 3)
+    with pytest.raises(ValueError, match=r"schedulers\['same'\]: .* the name 'same' is registered already"):
+        CheckpointManager.attach(model, {"same": adam}, schedulers={"same": schedule}, **options)
+    with pytest.raises(ValueError, match="tables: found a list, expected a dict of arguments of live_tables, or None"):
+        CheckpointManager.attach(model, adam, tables=[], **options)
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module"):
+        CheckpointManager.attach(adam, adam, **options)
+    assert not (tmp_path / "runs").exists()
