@@ -19,6 +19,8 @@ def add_import(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     add("--table", dest="tables", action="append", metavar="NAME", help=table_help)
     as_table_help = "a tensor that becomes a table, with the ids 0 to n - 1, or those of another tensor"
     add("--as-table", action="append", default=[], metavar="TENSOR[=IDS]", help=as_table_help)
+    name_help = "another name for a table of the source, once for each"
+    add("--name", dest="names", action="append", default=[], metavar="TABLE=NEW", help=name_help)
     add("--ids", default="id", metavar="COLUMN", help="of files of rows: the column of ids (default: %(default)s)")
     vectors_help = "of files of rows: the column of vectors (default: %(default)s)"
     add("--embedding", default="embedding", metavar="COLUMN", help=vectors_help)

@@ -35,7 +35,14 @@ def _import(args: argparse.Namespace) -> ImportPlan:
     if len(as_table) < len(named):
         raise UsageError(f"--as-table: found {args.as_table}, expected each tensor once: it becomes one table")
     slots = None if args.slots is None else tuple(name for name in args.slots.split(",") if name)
-    options = ImportOptions(ids=args.ids, embedding=args.embedding, slots=slots, as_table=as_table, table=_name(args))
+    options = ImportOptions(
+        ids=args.ids,
+        embedding=args.embedding,
+        slots=slots,
+        as_table=as_table,
+        table=_name(args),
+        names=dict(map(_new_name, args.names)),
+    )
     return import_checkpoint(
         args.source,
         args.dir,
@@ -56,6 +63,13 @@ def _as_table(text: str) -> tuple[str, str | None]:
     if not name:
         raise UsageError(f"--as-table: found {text!r}, expected TENSOR or TENSOR=IDS")
     return name, ids or None
+
+
+def _new_name(text: str) -> tuple[str, str]:
+    name, _, new = text.partition("=")
+    if not name or not new:
+        raise UsageError(f"--name: found {text!r}, expected TABLE=NEW")
+    return name, new
 
 
 def _lines(done: ImportPlan, args: argparse.Namespace) -> Iterator[Line]:

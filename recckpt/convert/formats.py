@@ -6,6 +6,7 @@ from importlib import import_module
 from types import ModuleType
 
 from recckpt.convert.exported import exported_tables, open_tables
+from recckpt.convert.named import named
 from recckpt.convert.restored import restored
 from recckpt.convert.source import ImportOptions, ImportSource
 from recckpt.convert.source_files import SourceFiles
@@ -41,7 +42,7 @@ def open_source(files: SourceFiles, format: str | None, options: ImportOptions) 
                 if tables
                 else module.open_source(files, options)
             )
-            return restored(opened)
+            return named(restored(opened), options.names, files.url)
     found = f"files of no format that is known: {', '.join(files.names[:5])}"
     raise ConversionError(files.url, "", found=found, expected=f"one of {', '.join(SOURCES)}", remedy="name the format")
 

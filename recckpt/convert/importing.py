@@ -74,7 +74,7 @@ def import_checkpoint(
         source: a file or a directory; a path or any fsspec URL.
         output_dir: an output dir, new or not; any fsspec URL.
         format: a name of ``recckpt.convert.FORMATS``; None to look at the files.
-        tables: only these tables; None for all. Dense state comes along either way.
+        tables: only these tables, by their names in the checkpoint; None for all. Dense state comes along either way.
         options: what the source does not say itself.
         step: the step of the checkpoint; None for the source's, or 0.
         dry_run: read no rows and write nothing.

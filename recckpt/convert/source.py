@@ -123,6 +123,7 @@ class ImportOptions:
         embedding: the column of vectors in files of rows.
         slots: the other columns of Parquet and Arrow files that become slots; None for all.
         as_table: tensors that are to be tables -> the tensor of their ids, None for 0 to n - 1.
+        names: tables, as the source calls them -> their names in the checkpoint; of any source.
     """
 
     table: str = ""
@@ -130,3 +131,4 @@ class ImportOptions:
     embedding: str = "embedding"
     slots: tuple[str, ...] | None = None
     as_table: Mapping[str, str | None] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The ids of the rows of a TorchRec table: their places, or, under ZCH, the raw ids that were given these places."""
+"""The ids of the rows of a TorchRec table: their places, or the ids that ZCH has given these places."""
 
 from __future__ import annotations
 
@@ -19,32 +19,44 @@ _FREE = np.iinfo(np.int64).max  # in place of the raw id of a place that has non
 
 @dataclass(frozen=True)
 class PlacedIds:
-    """The id of each place of a matrix; None for the places themselves."""
+    """The id of each place of a matrix; None for the places themselves. ``has_free``: whether places may have none."""
 
     n_places: int
     ids: Int64s | None = None
+    has_free: bool = False
 
     @property
     def n_rows(self) -> int:
         """How many places have an id."""
-        return self.n_places if self.ids is None else int((self.ids != _FREE).sum())
+        return int((self.ids != _FREE).sum()) if self.ids is not None and self.has_free else self.n_places
 
     def between(self, begin: int, end: int) -> tuple[Int64s, npt.NDArray[np.bool_]]:
         """Return the ids of places [begin, end), and a mask of those that have one."""
-        if self.ids is None:
-            return np.arange(begin, end, dtype=np.int64), np.ones(end - begin, np.bool_)
-        kept = self.ids[begin:end] != _FREE
-        return self.ids[begin:end][kept], kept
+        ids = np.arange(begin, end, dtype=np.int64) if self.ids is None else self.ids[begin:end]
+        kept = ids != _FREE if self.has_free else np.ones(end - begin, np.bool_)
+        return ids[kept], kept
 
 
-def row_ids(table: str, n_places: int, tensors: Mapping[str, SourceTensor], url: str) -> PlacedIds:
-    """Return the ids of a table; takes 8 bytes a row under ZCH.
+def listed_ids(table: str, n_places: int, tensor: SourceTensor, url: str) -> PlacedIds:
+    """Return the ids of a table behind a key-value store, which lie beside the rows; takes 8 bytes a row.
+
+    Raises:
+        ConversionError: there is not one for each row.
+    """
+    where = f"table {table!r}, its weight_id"
+    if tensor.shape not in ((n_places,), (n_places, 1)):
+        found, expected = f"ids of shape {tensor.shape}", f"one for each of {n_places} rows"
+        raise ConversionError(url, where, found=found, expected=expected)
+    return PlacedIds(n_places, int64_ids(tensor.whole().reshape(-1), url, where))
+
+
+def row_ids(table: str, n_places: int, own: Mapping[str, SourceTensor], url: str) -> PlacedIds:
+    """Return the ids of a table, of whose ZCH ``own`` is the state; takes 8 bytes a row under ZCH.
 
     Raises:
         ConversionError: the remap of ZCH is damaged, or of a kind that is not read.
     """
-    module, where = f"_managed_collision_modules.{table}.", f"table {table!r}, its ZCH"
-    own = {name.rpartition(".")[2]: tensor for name, tensor in tensors.items() if f".{module}" in f".{name}"}
+    where = f"table {table!r}, its ZCH"
     if _HASHED in own:
         remedy = "export its ids and rows with TorchRec, and import these"
         raise ConversionError(url, where, found="multi-probe hashing", expected="a sorted remap", remedy=remedy)
@@ -65,4 +77,4 @@ def row_ids(table: str, n_places: int, tensors: Mapping[str, SourceTensor], url:
         raise ConversionError(url, where, found="two ids in one place", expected="each in its own")
     ids = np.full(n_places, _FREE, np.int64)
     ids[places] = raw
-    return PlacedIds(n_places, ids)
+    return PlacedIds(n_places, ids, has_free=True)

@@ -65,10 +65,19 @@ def test_plain_values_and_the_tensors_inside_them_are_listed(recckpt, tmp_path):
     assert (done["values"], done["tensors_inside"]) == (["epoch", "optimizer"], {"optimizer": 2})
 
 
+def test_a_table_gets_the_name_that_is_given(recckpt, tmp_path):
+    np.savez(tmp_path / "t.npz", id=np.array([1]), embedding=np.ones((1, 2), np.float32))
+    done = recckpt("import", tmp_path / "t.npz", tmp_path / "out", "--name", "t=a=b", "--json")
+    assert [table["name"] for table in done.json["tables"]] == ["a=b"]
+
+
 SAME_TWICE = ["--as-table", "a", "--as-table", "a=b"]
+WRONG = [["--step", -1], ["--from", "parket"], ["--as-table", "=x"], ["--name", "a"], SAME_TWICE]
 
 
-@pytest.mark.parametrize("options", [["--step", -1], ["--from", "parket"], ["--as-table", "=x"], SAME_TWICE])
+@pytest.mark.parametrize(
+    "options", [["--step", -1], ["--from", "parket"], ["--as-table", "=x"], ["--name", "a"], SAME_TWICE]
+)
 def test_wrong_usage_is_exit_code_2(recckpt, vectors, tmp_path, options):
     assert recckpt("import", vectors, tmp_path / "out", *options).code == 2
     assert not (tmp_path / "out").exists()

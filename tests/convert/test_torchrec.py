@@ -9,7 +9,7 @@ from support.conversions import rows_bytes, table_bytes
 from torch.distributed import checkpoint as dcp
 
 from recckpt import CheckpointReader
-from recckpt.convert import import_checkpoint
+from recckpt.convert import ImportOptions, import_checkpoint
 from recckpt.errors import ConversionError
 
 FREE = torch.iinfo(torch.int64).max
@@ -128,3 +128,81 @@ def test_two_tensors_for_one_state_are_refused(tmp_path):
 
 def _flat_states(states):
     return {f"embedding_bags.t.weight.t.{name}": value for name, value in states.items()}
+
+
+def kv_zch(ids, rows, prefix="ec.embeddings.t1"):
+    """As a collection behind a key-value store has it: rows in the order of their buckets, with their ids."""
+    return {
+        f"{prefix}.weight": rows,
+        f"{prefix}.weight_id": torch.tensor(ids).view(-1, 1),
+        f"{prefix}.bucket": torch.tensor([[2], [1]]),
+        f"{prefix}.metadata": torch.zeros(len(ids), 1, dtype=torch.int64),
+    }
+
+
+@pytest.mark.parametrize("save", [save_torch, save_dcp])
+def test_rows_behind_a_key_value_store_have_the_ids_beside_them(tmp_path, save):
+    ids, rows, sums = [-5, FREE, 2**40], torch.randn(3, 4), torch.rand(3)
+    state = {"model": kv_zch(ids, rows), "optim": {"state": fused("ec.embeddings", "t1", momentum1=sums)}}
+    done = import_checkpoint(save(state, tmp_path / "x"), tmp_path / "out", format="torchrec")
+    expected = {"id": np.array(ids), "embedding": rows.numpy(), "sparse_rowwise_adagrad_sum": sums.numpy()}
+    assert table_bytes(tmp_path / "out", "t1") == rows_bytes(expected)
+    assert {left.name.rpartition(".")[2] for left in done.contents.left_out} == {"bucket", "metadata"}
+    assert done.contents.dense == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [({"weight_id": torch.arange(2)}, "ids of shape"), ({"weight_id": torch.ones(3)}, "ids of float32")],
+)
+def test_ids_that_do_not_fit_their_rows_are_refused(tmp_path, change, match):
+    state = {**kv_zch([1, 2, 3], torch.randn(3, 4)), **{f"ec.embeddings.t1.{name}": t for name, t in change.items()}}
+    with pytest.raises(ConversionError, match=match):
+        import_checkpoint(save_torch(state, tmp_path / "x"), tmp_path / "out", format="torchrec")
+
+
+def two_collections():
+    """Two collections with a table of one name, of which the second has its ids remapped, and both an optimizer."""
+    first, (second, remapped) = torch.randn(3, 2), zch([7, 8, 9, FREE], [3, 0, 1, 2])
+    sums = torch.rand(3), torch.rand(4)
+    model = {"user.embedding_bags.t1.weight": first, **remapped}
+    paths = "user.embedding_bags", "mc._embedding_module.embedding_bags"
+    state = {key: value for path, s in zip(paths, sums, strict=True) for key, value in fused(path, "t1", m=s).items()}
+    adam = {"exp_avg": first + 1, "exp_avg_sq": first + 2, "step": torch.tensor(5)}
+    state |= fused("user.embedding_bags", "t1", **adam)
+    state |= fused(paths[1], "t1", momentum1=sums[1])
+    return first, second, sums[1], {"model": model, "optim": {"state": state}}
+
+
+@pytest.mark.parametrize("save", [save_torch, save_dcp])
+def test_tables_of_one_name_in_two_collections_come_under_names_of_their_own(tmp_path, save):
+    first, second, sums, state = two_collections()
+    source = save(state, tmp_path / "x")
+    long = ["model.user.embedding_bags.t1", "model.mc._embedding_module.embedding_bags.t1"]
+    plan = import_checkpoint(source, tmp_path / "out", format="torchrec", dry_run=True)
+    assert sorted(table.name for table in plan.contents.tables) == sorted(long)
+    assert sum("several collections" in left.reason for left in plan.contents.left_out) == 2
+
+    names = dict(zip(long, ["user", "shop"], strict=True))
+    done = import_checkpoint(source, tmp_path / "out", format="torchrec", options=ImportOptions(names=names))
+
+    moments = {"sparse_adam_exp_avg": (first + 1).numpy(), "sparse_adam_exp_avg_sq": (first + 2).numpy()}
+    rows = {"id": np.arange(3), "embedding": first.numpy(), **moments}
+    assert table_bytes(tmp_path / "out", "user") == rows_bytes(rows)
+    places = [0, 1, 3]
+    rows = {"id": np.array([8, 9, 7]), "embedding": second[places].numpy()}
+    rows["sparse_rowwise_adagrad_sum"] = sums[places].numpy()
+    assert table_bytes(tmp_path / "out", "shop") == rows_bytes(rows)
+    assert done.contents.extra["sparse_optim"]["state"] == {"user": {"step": 5}}
+    assert done.contents.extra["sparse_optim"]["param_groups"] == [{"tables": ["user"]}]
+
+
+def test_a_name_for_a_table_that_is_not_there_and_one_for_two_tables_are_refused(tmp_path):
+    source = save_torch(two_collections()[3], tmp_path / "x")
+    options = ImportOptions(names={"t1": "user"})
+    with pytest.raises(ConversionError, match=r"no table 't1' to give a name to, expected one of 'model\.user"):
+        import_checkpoint(source, tmp_path / "out", format="torchrec", options=options)
+    plan = import_checkpoint(source, tmp_path / "out", format="torchrec", dry_run=True)
+    options = ImportOptions(names=dict.fromkeys([table.name for table in plan.contents.tables], "t"))
+    with pytest.raises(ConversionError, match="expected each name once"):
+        import_checkpoint(source, tmp_path / "out", format="torchrec", options=options)

@@ -6,8 +6,7 @@ such names too, so the format has to be named.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,14 +16,13 @@ from recckpt.convert.source_files import SourceFiles
 from recckpt.convert.sources.dcp import read_tensors
 from recckpt.convert.tensor_source import STEP_BYTES, slot_of
 from recckpt.convert.torch_file import load_torch_dict, split_values
-from recckpt.convert.torchrec_ids import PlacedIds, row_ids
+from recckpt.convert.torchrec_ids import PlacedIds, listed_ids, row_ids
+from recckpt.convert.torchrec_names import OF_KV_ZCH, OF_ZCH, is_state, states_of, table_names, zch_of
 from recckpt.errors import ConversionError
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.types import EMBEDDING
 
-_WEIGHT = re.compile(r"(?:.*\.)?(?:embedding_bags|embeddings)\.([^.]+)\.weight")
-_STATE = re.compile(r"(?:.*\.)?(?:embedding_bags|embeddings)\.([^.]+)\.weight\.(?:\1\.)?(?:weight\.)?([A-Za-z_0-9]+)")
-_OF_ZCH = "_managed_collision_modules."
+_NAMED = "is in several collections, and has its name with that of the collection; names= (--name) gives others"
 _SECOND = ("exp_avg_sq", "momentum2")
 _ADAM = ("sparse_adam_exp_avg", "sparse_adam_exp_avg_sq")
 _MOMENTS = {  # of Adam: name in a fused optimizer -> slot
@@ -67,37 +65,35 @@ class TorchRecSource:
 
     def __init__(self, url: str, tensors: Mapping[str, SourceTensor], values: Mapping[str, Any]) -> None:
         self._url = url
-        weights = {name: match[1] for name in tensors if (match := _WEIGHT.fullmatch(name))}
+        weights = table_names(tensors)
         if not weights:
             expected = "tensors such as embedding_bags.<table>.weight"
             raise ConversionError(url, "", found="no table of TorchRec", expected=expected)
-        states = {name: match for name in tensors if (match := _STATE.fullmatch(name))}
         self._slots: dict[str, dict[str, SourceTensor]] = {}
         self._ids: dict[str, PlacedIds] = {}
         tables: list[SourceTable] = []
-        left: list[LeftOut] = []
+        left = [LeftOut(f"table {name}", _NAMED) for key, name in weights.items() if key.startswith(f"{name}.weight")]
         steps: dict[str, int] = {}
-        for name, table in weights.items():
-            of_table = {key: match[2] for key, match in states.items() if match[1] == table}
-            own = _states(of_table, tensors, url)
-            step = next((own.pop(key) for key in ("step", "iter") if key in own), None)
-            slots = {EMBEDDING: tensors[name], **_slots(tensors[name], own, table, left)}
+        for key, table in weights.items():
+            own = _states(states_of(key, tensors, weights), tensors, url)
+            step = next((own.pop(name) for name in ("step", "iter") if name in own), None)
+            slots = {EMBEDDING: tensors[key], **_slots(tensors[key], own, table, left)}
             if step is not None and _ADAM[0] in slots and step.shape in ((), (1,)):
                 steps[table] = int(step.whole().reshape(-1)[0])
             elif step is not None:
                 left.append(LeftOut(f"table {table}, {step.name}", "its optimizer here counts no steps"))
-            ids = row_ids(table, tensors[name].shape[0], tensors, url)
-            if ids.n_rows < tensors[name].shape[0]:
-                free = tensors[name].shape[0] - ids.n_rows
+            ids = _ids_of(key, table, tensors, weights, url)
+            if ids.n_rows < tensors[key].shape[0]:
+                free = tensors[key].shape[0] - ids.n_rows
                 left.append(LeftOut(f"table {table}", f"{free} rows to which ZCH has given no id are left out"))
             specs = tuple(slot_of(slot, tensor, url) for slot, tensor in slots.items())
             tables.append(SourceTable(table, ids.n_rows, specs))
             self._slots[table], self._ids[table] = slots, ids
-        zch = [name for name in tensors if _OF_ZCH in name]
+        ids_beside, zch = _of_zch(weights, tensors)
         left += [LeftOut(name, "is state of ZCH; a table here takes any id") for name in zch]
-        taken = {*weights, *states, *zch}
+        taken = {*weights, *filter(is_state, tensors), *ids_beside, *zch}
         dense = tuple(tensor for name, tensor in tensors.items() if name not in taken)
-        plain = {name: value for name, value in values.items() if _STATE.fullmatch(name) is None}
+        plain = {name: value for name, value in values.items() if not is_state(name)}
         left += [LeftOut(name, "is a setting of the fused optimizer") for name in values.keys() - plain.keys()]
         self.contents = SourceContents(
             "torchrec", tuple(tables), dense=dense, values=plain, extra=_scalars(steps), left_out=tuple(left)
@@ -115,6 +111,24 @@ class TorchRecSource:
 
     def close(self) -> None:
         """Do nothing: each file is closed once it is read."""
+
+
+def _ids_of(
+    weight: str, table: str, tensors: Mapping[str, SourceTensor], weights: Collection[str], url: str
+) -> PlacedIds:
+    """Return the ids of the rows of a matrix; ConversionError where what says them is damaged."""
+    n_rows, beside = tensors[weight].shape[0], tensors.get(f"{weight}_id")
+    if beside is not None:
+        return listed_ids(table, n_rows, beside, url)
+    own = {name: tensors[key] for name, key in zch_of(weight, tensors, weights).items()}
+    return row_ids(table, n_rows, own, url)
+
+
+def _of_zch(weights: Iterable[str], tensors: Mapping[str, SourceTensor]) -> tuple[list[str], list[str]]:
+    """Return the tensors of ids beside rows, and those that are state of ZCH."""
+    ids = [f"{weight}_id" for weight in weights if f"{weight}_id" in tensors]
+    stores = [f"{name.removesuffix('.weight_id')}.{each}" for name in ids for each in OF_KV_ZCH]
+    return ids, [*(name for name in tensors if OF_ZCH in name), *(name for name in stores if name in tensors)]
 
 
 def _scalars(steps: Mapping[str, int]) -> dict[str, Any]:
