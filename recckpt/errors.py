@@ -34,6 +34,10 @@ class CheckpointExistsError(RecckptError, FileExistsError):
     """A committed checkpoint of this id exists already."""
 
 
+class CheckpointInUseError(RecckptError):
+    """A checkpoint is not deleted: it is pinned, the only one, or others are read from it; says what to do."""
+
+
 class CorruptCheckpointError(RecckptError):
     """A file of a checkpoint is not what its checkpoint says it is.
 

@@ -25,6 +25,7 @@ from recckpt.save import arguments
 from recckpt.save.background_save import SaveHandle, SaveRunner
 from recckpt.save.choice import parse_choice
 from recckpt.save.counted_run import CountedRun
+from recckpt.save.deletion import Deletion
 from recckpt.save.delta_base import changes_of
 from recckpt.save.forgetting import Forgetting
 from recckpt.save.job import Destination, Job, Live, OnSave, State
@@ -52,15 +53,13 @@ class Saver(Registration):
         output_dir: a path or any fsspec URL; made if it is missing, and tried for writing at once.
         max_keep: how many checkpoints to keep, or a policy of :mod:`recckpt.policies.keep`; None keeps all.
         concurrency: threads that read and write tables.
-        timeout_sec: how long a rank waits for the others, at each of the places where they agree: at least as long as
-            the slowest rank writes longer than the fastest.
+        timeout_sec: how long a rank waits for the others: at least what the slowest writes longer than the fastest.
         min_free_bytes: a save that would leave less room, by an estimate, is refused; where the storage knows its room.
         max_uploads: how many files one host sends to the output dir at once, over all its ranks; None: one a thread.
         max_upload_rate: how many bytes a second it sends there, over all its ranks, such as ``"200 MB"``.
         work_dir: a directory on this host where a save writes its files first; training copies nothing aside any more
             once they are there, though they still have to go up. Empty but while a save or load is at work.
-        pre_download: whether a load first copies what it needs of files that cannot be mapped where they lie, such as
-            those of an object store: to ``work_dir``, else to the temporary directory.
+        pre_download: whether a load first copies what it reads of an object store to ``work_dir``, else to ``TMPDIR``.
         visible_sec: how long ranks look for files of others, which NFS may show late; at most half of ``timeout_sec``.
         on_save: called with the :class:`recckpt.SaveInfo` of each save, once rotation is over, or once it has failed
             (``info.error``), in the thread of the save; what it raises is logged and fails nothing.
@@ -123,7 +122,7 @@ class Saver(Registration):
         self._live = Live(model, sparse_optim, extra, self._io_state, choice, self.trainers, live)
         writers = Fence(storage, self.made_at), transfers, SparseSaver(concurrency)
         self._to = Destination(storage, *writers, concurrency, min_free_bytes, on_save, changes, progress)
-        self.forgetting, self.counted_run = Forgetting(self._to), CountedRun()
+        self.forgetting, self.deletion, self.counted_run = Forgetting(self._to), Deletion(self._to), CountedRun()
         of_loads = model, sparse_optim, extra, self._io_state, storage, concurrency, transfers.download_dir
         on_whole_restore = changes.on_whole_restore if changes else None
         self.loader = Loader(*of_loads, progress, name, self.forgetting.before_load, on_whole_restore, live)
@@ -295,6 +294,6 @@ class Saver(Registration):
             step, state = self.counted_run.step_and_state(info.step, state)
             info.note_step(step)
             ranks = info.raising(self.ranks.of(shard_id, shard_num))
-            span = span_of(info, ranks, self.loader.run, self.storage)
-            job = Job(info, ranks, state, overwrite, self.loader.is_resumed, self.max_keep, span)
+            options = self.loader.is_resumed, self.max_keep, span_of(info, ranks, self.loader.run, self.storage)
+            job = Job(info, ranks, state, overwrite, *options, self.counted_run.prefix)
             return save(self._live, job, self._to, self._runner)

@@ -284,8 +284,8 @@ SET_ON_OTHERS = {
     ("storage.transfers", "error.filename"),
     # Properties of tables and tensors that users set too.
     ("integrations.lightning_averages", "average.name"),
-    ("manager.autosave", "table.step"),
-    ("manager.autosave", "table.event_time"),
+    ("manager.table_dates", "table.step"),
+    ("manager.table_dates", "table.event_time"),
     ("sparse.optim.param_groups", "self.table.grad"),
     ("sparse.optim.param_groups", "self.table.requires_grad"),
 }

@@ -6,6 +6,7 @@ import pytest
 from recckpt import errors
 from recckpt.errors import (
     CheckpointExistsError,
+    CheckpointInUseError,
     CheckpointNotFoundError,
     CheckpointRemovedError,
     CommitNotDurableError,
@@ -44,6 +45,7 @@ EXAMPLES = [
     CheckpointRemovedError("runs/ckpt_1", emptied=["item"]),
     PartlyLoadedError("OSError: reset", emptied=["item"], mixed=["user"]),
     ConversionError("a.safetensors", "tensor 'x'", found="3 bytes", expected="4", remedy="copy it again"),
+    CheckpointInUseError("runs: 'ckpt_1' is not deleted: it is pinned"),
 ]
 
 

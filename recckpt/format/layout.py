@@ -19,6 +19,7 @@ OFFER_JSON = "offer.json"
 MODEL = "model.pt"
 EXTRA = "extra.pt"
 SPARSE_OPTIM = "sparse_optim"  # part of the format: the name in extra.pt of the sparse optimizer's scalars
+STEP_PREFIX = "ckpt"  # of the ids that a manager gives, unless it is asked for another
 SPARSE_DIR = "sparse"
 DENSE_DIR = "dense"
 
@@ -32,6 +33,7 @@ FORGOTTEN = "forgotten.jsonl"
 MAX_ID_BYTES = 200
 _RESERVED_IDS = frozenset({INDEX_FILE, TIMELINE, FORGOTTEN, MANIFEST})  # the last would make a dir a checkpoint
 _STEP_DIR = re.compile(r"ckpt_(0|[1-9]\d{0,17})(?:\.([1-9]\d*)(?:\.[1-9]\d*)?)?", re.ASCII)
+_STEP_ID = re.compile(r"_(0|[1-9]\d{0,17})", re.ASCII)
 _OWNER_FILE = re.compile(r"([1-9]\d{0,17})(\.list)?\.json", re.ASCII)
 _FORGET_REQUEST = re.compile(r"([0-9a-f]{32})(\.done)?\.json", re.ASCII)
 _LATER = re.compile(r"(\.[1-9]\d*){1,2}|\.[0-9a-f]{32}", re.ASCII)
@@ -154,13 +156,19 @@ def parse_forget_request(name: str) -> tuple[str, bool] | None:
     return (match[1], match[2] is not None) if match else None
 
 
-def step_id(step: int) -> str:
+def step_id(step: int, prefix: str = STEP_PREFIX) -> str:
     """Return the id that the manager gives the checkpoint of a step."""
-    return f"ckpt_{step}"
+    return f"{prefix}_{step}"
+
+
+def step_of_id(ckpt_id: str, prefix: str = STEP_PREFIX) -> int | None:
+    """Return the step of an id that :func:`step_id` gave, None for any other id."""
+    match = _STEP_ID.fullmatch(ckpt_id.removeprefix(prefix))
+    return int(match[1]) if match and ckpt_id.startswith(prefix) else None
 
 
 def parse_step(directory: str) -> int | None:
-    """Return the step of a directory for an id that :func:`step_id` gave, None for any other name."""
+    """Return the step of a directory for an id of the usual prefix, None for any other name."""
     match = _STEP_DIR.fullmatch(directory)
     return int(match[1]) if match else None
 

@@ -101,7 +101,7 @@ def find_checkpoint(
     choice = _labelled(present, state)
     if state and present and not choice:
         raise CheckpointNotFoundError(f"{storage.url}: {_no_such_label(state, present)}")
-    ckpt_id = layout.step_id(which) if isinstance(which, int) else which
+    ckpt_id = _id_of_step(choice, which, storage.url) if isinstance(which, int) else which
     if metric is not None:
         ckpt_id = best_id([checkpoint.manifest for checkpoint in reversed(choice)], Best(1, metric, mode), storage.url)
     match = choice[0] if choice and which == "latest" else next((c for c in choice if c.ckpt_id == ckpt_id), None)
@@ -116,6 +116,18 @@ def is_checkpoint(path: Place) -> bool:
         return read_checkpoint(*open_parent(os.fspath(path))) is not None
     except (CheckpointNotFoundError, CorruptCheckpointError, ValueError):
         return False
+
+
+def _id_of_step(checkpoints: Sequence[Checkpoint], step: int, place: str) -> str:
+    """Return the id of a step: the usual one, or that of a manager which gives its ids another prefix."""
+    usual, ending = layout.step_id(step), layout.step_id(step, "")
+    named = [each.ckpt_id for each in checkpoints if each.manifest.step == step and each.ckpt_id.endswith(ending)]
+    if not named or any(each.ckpt_id == usual for each in checkpoints):
+        return usual
+    if len(named) > 1:
+        names = " and ".join(map(repr, sorted(named)))
+        raise CheckpointNotFoundError(f"{place}: step {step} is that of {names}: ask for the one you mean by its id")
+    return named[0]
 
 
 def _check_mapping(state: State | None) -> None:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from recckpt.errors import RecckptError
-from recckpt.format import layout
 from recckpt.format.manifest import Manifest
+from recckpt.manager.at_save import at_save, check_counts
+from recckpt.manager.reloads import Reloads
 from recckpt.manager.run_state import Run
+from recckpt.manager.save_errors import SaveErrors
 from recckpt.manager.signals import SignalWatch, goes_on, most_urgent
-from recckpt.manager.step_arguments import Metrics, State, as_state, check_step, checked_event_time
+from recckpt.manager.step_arguments import Metrics, State, check_step, checked_event_time
+from recckpt.manager.table_dates import TableDates
 from recckpt.parallel.ranks import Ranks
-from recckpt.policies.schedule import Kind, SaveCounts, Schedule, Trigger
-from recckpt.policies.when import Ends, Moment
-from recckpt.save.arguments import tables_in
+from recckpt.policies.schedule import Kind, SaveCounts, Schedule
+from recckpt.policies.when import Ends
 from recckpt.save.background_save import SaveHandle, settle_on_all
 from recckpt.save.save_info import SaveInfo
 from recckpt.saver import Saver
@@ -32,8 +35,8 @@ class Autosave:
 
     Args:
         ranks: returns those that save together, as they are now.
-        reload: looks for what is new in a model bank.
-        reload_trigger: says when; None for after each save that was begun.
+        reloads: looks for what is new in a model bank.
+        errors: says which errors of the saves that steps begin are raised.
         clock: seconds, for policies.
     """
 
@@ -47,18 +50,17 @@ class Autosave:
         *,
         async_save: bool,
         grace_sec: float | None,
-        reload: Callable[[], object],
-        reload_trigger: Trigger | None,
+        reloads: Reloads,
+        errors: SaveErrors,
         clock: Callable[[], float],
     ) -> None:
         self._saver, self._run, self._ranks_now = saver, run, ranks
         self._schedule, self._signals = schedule, signals
         self._async_save, self._grace_sec = async_save, grace_sec
-        self._reload, self._reload_trigger, self._clock = reload, reload_trigger, clock
+        self._reloads, self._errors, self._clock = reloads, errors, clock
         self._in_flight: SaveHandle | None = None
         self._has_stepped = False
-        self._tables = tables_in(saver.model)
-        self._date_tables()
+        self._dates = TableDates(saver, run)
 
     @property
     def counts(self) -> SaveCounts:
@@ -69,10 +71,8 @@ class Autosave:
         """Begin to count from where the run is, as after a restore."""
         begin = self._run.moment(self._clock())
         self._schedule.start(begin)
-        if self._reload_trigger is not None:
-            self._reload_trigger.restart(begin)
-        self._tables = tables_in(self._saver.model)  # there may be new ones
-        self._date_tables()
+        self._reloads.start(begin)
+        self._dates.look_again()
         self._has_stepped = False
 
     def count(self, ends: Ends, state: State, metrics: Metrics, event_time: float | None) -> None:
@@ -84,16 +84,16 @@ class Autosave:
         run.count(ends)
         self._has_stepped = True
         run.note_event(time_of_events)
-        self._date_tables()
+        self._dates.set()
         # Several ranks may see the end of a save at different steps: they raise at the next, unless one is lost.
         if self._ranks.size == 1 or self._saver.ranks.has_lost:
-            self.settle(timeout_sec=0)
+            self._errors.let_pass(partial(self.settle, 0))
         now = run.moment(self._clock(), metrics, ends)
         due = self._schedule.due(now, self._agreed)
         kind = self._schedule.admit(due, lambda: self._ranks.gather(self._saver.is_saving)[0])
         if kind is not None:
-            self._save(kind, state, metrics, background=self._async_save)
-        self._reload_if_due(now, has_saved=kind is not None)
+            self._save_due(kind, state, metrics)
+        self._reloads.look_if_due(now, self._agreed, has_saved=kind is not None)
         if self._signals.is_watching:
             number = most_urgent(self._ranks.gather(self._signals.take()))
             if number is not None:
@@ -101,30 +101,29 @@ class Autosave:
         if kind is None and self._ranks.size > 1:  # not before: the others may be at a save, which raises on all
             check_step(state, metrics)
 
-    def _date_tables(self) -> None:
-        """Set the date of the tables to where the run is: rows that they look up next get it."""
-        for table in self._tables:
-            table.step = self._run.global_step
-            if self._run.event_time is not None:  # else that of the table stays, which may have been set by hand
-                table.event_time = self._run.event_time
-
-    def _reload_if_due(self, now: Moment, *, has_saved: bool) -> None:
-        """Look into a model bank after a save, so that nothing of what is loaded is in it."""
-        trigger = self._reload_trigger
-        if has_saved if trigger is None else trigger.is_due(now, self._agreed):
-            if trigger is not None:
-                trigger.restart(now)
-            self._reload()
-
     def _agreed(self, ask: Callable[[], bool]) -> bool:
         """Ask all ranks, of which one is enough."""
         return any(self._ranks.on_all(ask))
 
-    def save(self, state: State, metrics: Metrics) -> Manifest | None:
-        """Save this step now, and wait; None where it is in a checkpoint that stays."""
+    def save(self, state: State, metrics: Metrics, step: int | None = None) -> Manifest | None:
+        """Save this step, or one of the caller's own count, and wait; None where a checkpoint that stays has it."""
         self._settle_for_save()
-        saved = self._save("regular", state, metrics, background=False)
+        saved = self._save("regular", state, metrics, step, background=False)
         return saved.wait() if isinstance(saved, SaveHandle) else saved
+
+    def should_save(self, step: int | None, metrics: Metrics) -> bool:
+        """Say whether a step that ends here, or at a step of the caller's own count, is to be saved. Collective."""
+        run, ranks = self._run, self._ranks_now()
+        at = run.global_step if step is None else step
+        now = replace(run.moment(self._clock(), metrics), step=at)
+        has_come = self.reached_preemption()
+        is_due = self._schedule.would_save(now, lambda ask: any(ranks.on_all(ask)))
+        is_ahead = at > run.global_step or (at == run.global_step and not run.is_saved)
+        return is_ahead and (is_due or has_come)
+
+    def reached_preemption(self) -> bool:
+        """Say whether a signal that ends the process came on any rank. Collective."""
+        return any(self._ranks_now().gather(self._signals.is_ending))
 
     def finish(self) -> None:
         """Save the last step, if one was made; also where the save before has failed, whose error is raised after."""
@@ -182,44 +181,54 @@ class Autosave:
         """As :meth:`settle_on_all`, before a save that a missing rank fails."""
         settle_on_all(self.settle, self._info.raising(self._ranks_now()))
 
-    def _save(self, kind: Kind, state: State, metrics: Metrics, *, background: bool) -> Manifest | SaveHandle | None:
-        """Save this step, unless it is in a checkpoint that stays."""
+    def _save_due(self, kind: Kind, state: State, metrics: Metrics) -> None:
+        """Save this step as it is due, or a signal asks; the error is raised unless the run is to go on."""
+        save = partial(self._save, kind, state, metrics, background=self._async_save)
+        if self._errors.are_raised:
+            save()
+            return
+        self._errors.let_pass(self._settle_for_save)  # the save before, whose error would be that of this one
+        if not self._errors.let_pass(save):
+            self._schedule.missed(kind, self._run.moment(self._clock()))
+
+    def _save(
+        self, kind: Kind, state: State, metrics: Metrics, step: int | None = None, *, background: bool
+    ) -> Manifest | SaveHandle | None:
+        """Save this step, or that of the caller's own count, unless it is in a checkpoint that stays."""
         run = self._run
-        ckpt_id = layout.step_id(run.global_step)
         self._note_failure()
-        of_ranks = self._ranks.on_all(lambda: (as_state(state, metrics), run.is_saved, run.event_time, run.counted))
-        if all(is_saved for _, is_saved, *_ in of_ranks):
-            log.info("%s is saved already", ckpt_id)
+        of_ranks = self._ranks.on_all(lambda: at_save(run, step, state, metrics))
+        run.move_to(of_ranks[self._ranks.rank].step)
+        self._dates.set()
+        if all(rank.is_saved for rank in of_ranks):
+            log.info("%s is saved already", run.ckpt_id)
             return None
-        self._check_counts([counted for *_, counted in of_ranks])
-        run.note_event(*(event_time for _, _, event_time, _ in of_ranks))
+        check_counts(of_ranks, self._info)
+        run.note_event(*(rank.event_time for rank in of_ranks))
         try:
             save = self._saver.save_async if background else self._saver.save
             saved = save(
-                ckpt_id,
+                run.ckpt_id,
                 self._ranks.rank,
                 self._ranks.size,
                 step=run.global_step,
-                state=of_ranks[self._ranks.rank][0],
+                state=of_ranks[self._ranks.rank].state,
                 overwrite=True,
                 ephemeral=kind == "ephemeral",
             )
         except Exception:
-            self._schedule.count(failed=not self._note_failure())  # this one has, unless it was the one before
+            if not self._note_failure():  # this one has failed, not the one before
+                self._count_failure()
             raise
-        self._tables = tables_in(self._saver.model)
+        self._dates.look_again()
         self._schedule.begun(kind, run.moment(self._clock()))
         self._in_flight = saved if isinstance(saved, SaveHandle) else None
+        if self._in_flight is None:
+            self._errors.count(is_failed=False)
         self._schedule.count(deltas=(saved.info if isinstance(saved, SaveHandle) else saved).kind == "delta")
         if kind == "regular":
             run.note_saved()
         return saved
-
-    def _check_counts(self, counted: Sequence[str]) -> None:
-        """Refuse a save of ranks of which one has ended another window or epoch, though their steps are the same."""
-        for rank, its in enumerate(counted):
-            if its != counted[0]:
-                raise self._info.failure(rank, f"it has counted {its}, rank 0 {counted[0]}: all count the same")
 
     @property
     def _ranks(self) -> Ranks:
@@ -238,7 +247,7 @@ class Autosave:
     @property
     def _info(self) -> SaveInfo:
         """The save of this step."""
-        return SaveInfo(layout.step_id(self._run.global_step), self._run.global_step)
+        return SaveInfo(self._run.ckpt_id, self._run.global_step)
 
     def _note_failure(self) -> bool:
         """Say whether the save in the background has failed since the last call; no checkpoint holds its step then."""
@@ -247,16 +256,21 @@ class Autosave:
             return False
         self._in_flight = None
         if handle.committed.exception() is None:
+            self._errors.count(is_failed=False)
             return False
-        self._schedule.count(failed=1)
+        self._count_failure()
         self._run.note_saved(False)
         return True
+
+    def _count_failure(self) -> None:
+        self._schedule.count(failed=1)
+        self._errors.count(is_failed=True)
 
     def _answer(self, number: int, state: State, metrics: Metrics) -> None:
         """Save for a signal, and let the process end where it asks for that."""
         log.warning("signal %d: saving step %d", number, self._run.global_step)
         if goes_on(number):
-            self._save("regular", state, metrics, background=self._async_save)
+            self._save_due("regular", state, metrics)
             return
         try:
             if not self._save_within(self._grace_sec, state, metrics):

@@ -62,6 +62,19 @@ class Counting(OneProcess):
         with self._turn():
             self._autosave.count("step", state, metrics, event_time)
 
+    def should_save(self, step: int | None = None, *, metrics: Mapping[str, float] | None = None) -> bool:
+        """Say whether a step is to be saved, for loops that save by :meth:`save`; saves and counts nothing.
+
+        It is where ``save_interval`` or ``ephemeral`` says so or a signal that ends the process came, unless a
+        checkpoint that stays has it, or the run is past it.
+
+        Args:
+            step: of a loop that counts its own steps; None for :attr:`global_step`.
+            metrics: as of :meth:`step`, for policies.
+        """
+        with self._turn():
+            return self._autosave.should_save(step, metrics)
+
     def window(self, *, state: Mapping[str, Scalar] | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """Count a window of the data, and save if it is time; call it once at its end, after its last step.
 

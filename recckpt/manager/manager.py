@@ -13,17 +13,20 @@ from typing import Any, get_args
 from torch import nn
 from torch.optim import Optimizer
 
+from recckpt.format import layout
 from recckpt.format.manifest import Manifest, Scalar
 from recckpt.manager.attach import attached, wrong_options
 from recckpt.manager.autosave import Autosave
 from recckpt.manager.counting import Counting
 from recckpt.manager.own_checkpoints import OwnCheckpoints
 from recckpt.manager.placement import OneOrMany, TablesOption, place
+from recckpt.manager.reloads import Reloads
 from recckpt.manager.resumable import Resumable
 from recckpt.manager.resume import Restorer
 from recckpt.manager.run_state import Run
+from recckpt.manager.save_errors import OnSaveError, SaveErrors
 from recckpt.manager.signals import Signals, SignalWatch
-from recckpt.manager.step_arguments import checked_event_time
+from recckpt.manager.step_arguments import checked_event_time, checked_prefix
 from recckpt.policies.deltas import Deltas
 from recckpt.policies.keep import Keep
 from recckpt.policies.schedule import Backpressure, Schedule, Trigger
@@ -60,6 +63,11 @@ class CheckpointManager(Counting, Resumable, OwnCheckpoints):
         reload_interval: when :meth:`reload_dynamic` looks for what is new in a model bank, steps or a policy; None for
             after each save that :meth:`step`, :meth:`window` or :meth:`epoch` begins.
         event_time: the event time of the first batch, as of :meth:`step`; a restored one takes its place.
+        on_save_error: what the error of a save does that :meth:`step`, :meth:`window` or :meth:`epoch` began:
+            ``"raise"`` stops training; ``"warn"`` logs it, and a function gets it, on every rank, and training goes on.
+            It is in :attr:`counts` and ``recckpt watch``. :meth:`save`, :meth:`close` and the end of ``with`` raise.
+        raise_after: how many failed saves in a row are an error of the step all the same.
+        step_prefix: of the names of checkpoints: ``"model"`` for ``model_<step>``.
         clock: seconds, for policies of time.
 
     Raises:
@@ -82,26 +90,25 @@ class CheckpointManager(Counting, Resumable, OwnCheckpoints):
         save_at_start: bool = False,
         reload_interval: int | When | None = None,
         event_time: float | None = None,
+        on_save_error: OnSaveError = "raise",
+        raise_after: int = 3,
+        step_prefix: str = layout.STEP_PREFIX,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
         if not isinstance(saver, Saver):
             raise TypeError(f"saver must be a recckpt.Saver, found a {type(saver).__name__}")
         grace = None if grace_sec is None else positive_number("grace_sec", grace_sec)
-        if backpressure != "wait" and backpressure in get_args(Backpressure) and not async_save:
-            raise ValueError(
-                f"backpressure={backpressure!r} is for saves in the background, found async_save=False, with which "
-                "each step waits for its own save: omit it, or give async_save=True"
-            )
+        _check_backpressure(backpressure, async_save)
         self._saver, self._save_interval = saver, save_interval
         self._save_at_start = flag("save_at_start", save_at_start)
         regular, between = as_when(save_interval), None if ephemeral is None else as_when(ephemeral, "ephemeral")
         reload = None if reload_interval is None else as_when(reload_interval, "reload_interval")
         if between is not None:
             check_ephemeral(between, regular)
-        self._run = run = Run(event_time=checked_event_time(event_time))
+        self._run = run = Run(event_time=checked_event_time(event_time), step_prefix=checked_prefix(step_prefix))
         self._ranks = ranks = partial(saver.ranks.of, shard_id, shard_num)
-        begin = run.moment(clock())
+        begin, errors = run.moment(clock()), SaveErrors(ranks, on_save_error, raise_after)
         self._restorer = Restorer(saver.loader, self._run, ranks, lambda: saver.max_keep)
         self._autosave = Autosave(
             saver,
@@ -111,11 +118,11 @@ class CheckpointManager(Counting, Resumable, OwnCheckpoints):
             SignalWatch(save_on_signal),
             async_save=flag("async_save", async_save),
             grace_sec=grace,
-            reload=self._restorer.reload_dynamic,
-            reload_trigger=None if reload is None else Trigger(reload, begin),
+            reloads=Reloads(self._restorer.reload_dynamic, None if reload is None else Trigger(reload, begin)),
+            errors=errors,
             clock=clock,
         )
-        saver.counted_run.follow(lambda: (run.global_step, run.state))
+        saver.counted_run.follow(lambda: (run.global_step, run.state), run.step_prefix)
 
     @classmethod
     def attach(
@@ -186,22 +193,46 @@ class CheckpointManager(Counting, Resumable, OwnCheckpoints):
         self._saver.register_io_state(name, obj)
 
     def save(
-        self, *, state: Mapping[str, Scalar] | None = None, metrics: Mapping[str, float] | None = None
+        self,
+        *,
+        step: int | None = None,
+        state: Mapping[str, Scalar] | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> Manifest | None:
         """Save this step now, and wait; None, and a log line, where it is in a checkpoint already.
 
         A checkpoint of this step that another branch of the run left behind is superseded.
 
         Args:
+            step: of a loop that counts its own steps and does not call :meth:`step`: the run goes on from there.
             state: numbers and strings for readers without torch.
             metrics: name -> number, for policies of what to keep.
 
         Raises:
+            TypeError, ValueError: as :meth:`step`; or ``step`` is not an int, or the run is past it.
             SaveFailedError: this save, or the one before in the background; the next may well work.
             WriterFencedError: another process has taken the output dir over.
         """
         with self._turn():
-            return self._autosave.save(state, metrics)
+            return self._autosave.save(state, metrics, step)
+
+    def wait_until_finished(self) -> None:
+        """Wait for the save that is under way; the manager goes on. Collective where there are several ranks.
+
+        Raises:
+            SaveFailedError, WriterFencedError: it failed, and its error was not raised yet.
+        """
+        with self._turn():
+            self._autosave.settle_on_all()
+
+    def reached_preemption(self) -> bool:
+        """Say whether a signal of ``save_on_signal`` came that ends the process, on any rank.
+
+        The next :meth:`step`, or the end of ``with``, saves and ends it: a loop that does not come to a step soon may
+        stop there. Collective where there are several ranks.
+        """
+        with self._turn():
+            return self._autosave.reached_preemption()
 
     def close(self) -> None:
         """Wait for the save that is under way, and give signals back what they did before.
@@ -237,3 +268,11 @@ class CheckpointManager(Counting, Resumable, OwnCheckpoints):
     def _turn(self) -> AbstractContextManager[Any]:
         self._check_process()
         return self._saver._turn()  # one lock for both: two could each be held by a thread that waits for the other
+
+
+def _check_backpressure(backpressure: Backpressure, async_save: bool) -> None:
+    if backpressure != "wait" and backpressure in get_args(Backpressure) and not async_save:
+        raise ValueError(
+            f"backpressure={backpressure!r} is for saves in the background, found async_save=False, with which "
+            "each step waits for its own save: omit it, or give async_save=True"
+        )

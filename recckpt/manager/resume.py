@@ -12,7 +12,6 @@ from typing import Any
 
 from recckpt import telemetry
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RecckptError
-from recckpt.format import layout
 from recckpt.format.moments import time_of
 from recckpt.load.conf import Entry, parse_load_conf
 from recckpt.load.live_state import LiveState
@@ -262,7 +261,7 @@ class Restorer:
             manifests = [checkpoint.manifest for checkpoint in reversed(newest_first(storage))]
             return [locate(storage, best_id(manifests, best, storage.url))]
         if isinstance(global_step, Integral):
-            return [locate(storage, layout.step_id(int(global_step)))]
+            return [locate(storage, self._run.id_of(global_step))]
         listing = list_checkpoints(storage)
         candidates = usable(storage, listing)
         if candidates and candidates[0].manifest.place < listing.newest_place:

@@ -25,6 +25,48 @@ class Run:
     epochs: int = 0  # epochs that have ended
     is_saved: bool = False  # whether a checkpoint that stays holds the state of this step
     event_time: float | None = None  # the latest time of an event in the data so far
+    step_prefix: str = layout.STEP_PREFIX  # of the ids of its checkpoints
+
+    @property
+    def ckpt_id(self) -> str:
+        """The id of the checkpoint of this step."""
+        return layout.step_id(self.global_step, self.step_prefix)
+
+    def id_of(self, step: Any) -> str:
+        """Return the id of the checkpoint of a step, or raise TypeError where it is not an int."""
+        try:
+            return layout.step_id(index(step), self.step_prefix)
+        except TypeError:
+            example = layout.step_id(300, self.step_prefix)
+            raise TypeError(
+                f"step must be an int, found {step!r}: a manager names its own checkpoints, step 300 for {example!r}"
+            ) from None
+
+    def step_of(self, ckpt_id: str) -> int | None:
+        """Return the step of a checkpoint that :meth:`id_of` names, None for any other id."""
+        return layout.step_of_id(ckpt_id, self.step_prefix)
+
+    def checked_step(self, step: Any) -> int:
+        """Return the step that the run is to be at, None being where it is.
+
+        Raises:
+            TypeError: it is not an int.
+            ValueError: the run is past it, or no checkpoint can be of it.
+        """
+        if step is None:
+            return self.global_step
+        at = layout.step_of_id(self.id_of(step), self.step_prefix)
+        if at is None or at < self.global_step:
+            raise ValueError(
+                f"step must be an int from {self.global_step}, where the run is, to 10^18 - 1, found {step!r}: a run "
+                "goes back by restore(step)"
+            )
+        return at
+
+    def move_to(self, step: int) -> None:
+        """Count from a step of the caller's own count; no checkpoint holds that yet."""
+        if step != self.global_step:
+            self.global_step, self.is_saved = step, False
 
     def count(self, ends: Ends) -> None:
         """Count what has ended; no checkpoint holds that yet."""
@@ -78,13 +120,3 @@ class Run:
 
 def _count(value: Scalar) -> int:
     return value if isinstance(value, int) and value > 0 else 0
-
-
-def pinned_id(step: Any) -> str:
-    """Return the id of the checkpoint of a step, or raise TypeError where it is not an int."""
-    try:
-        return layout.step_id(index(step))
-    except TypeError:
-        raise TypeError(
-            f"step must be an int, found {step!r}: a manager pins its own checkpoints, step 300 for 'ckpt_300'"
-        ) from None

@@ -41,7 +41,7 @@ class SignalWatch:
 
     def __init__(self, signals: Signals) -> None:
         note = _Note()  # refers to no watch, so that a watch may be forgotten
-        self._note = note
+        self._note, self._has_ended = note, False
         self._give_back = weakref.finalize(self, note.give_back)
         self._give_back.atexit = False
         try:
@@ -59,11 +59,17 @@ class SignalWatch:
         """Whether there is a signal to wait for."""
         return bool(self._note.before) and not self._note.is_over
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether a signal came, answered or not, that ends the process; its handler may let it go on all the same."""
+        return self._has_ended or not all(map(goes_on, tuple(self._note.noted)))
+
     def take(self) -> int | None:
         """Return the signal to answer, of those that came since the last call."""
         came = []
         while self._note.noted:  # one by one: another may come meanwhile
             came.append(self._note.noted.popleft())
+        self._has_ended = self._has_ended or not all(map(goes_on, came))
         return most_urgent(came)
 
     def follow(self, number: int) -> None:

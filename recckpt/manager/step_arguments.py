@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
+from recckpt.format import layout
+from recckpt.format.json_fields import COUNT_LIMIT
 from recckpt.format.manifest import Scalar
 from recckpt.manager.run_state import EPOCHS, WINDOWS
 from recckpt.policies.evict import EVENT_TIME
@@ -49,6 +52,14 @@ def checked_event_time(event_time: float | None) -> float | None:
             "by 1000, nanoseconds by 1e9"
         )
     return float(event_time) if is_time else None
+
+
+def checked_prefix(step_prefix: Any) -> str:
+    """Return a prefix of step names; ValueError where no checkpoint could have it."""
+    if not isinstance(step_prefix, str) or not step_prefix:
+        raise ValueError(f"step_prefix must be a text such as 'ckpt', found {step_prefix!r}")
+    layout.encode_id(layout.step_id(COUNT_LIMIT, step_prefix))
+    return step_prefix
 
 
 def _check_names(state: State, metrics: Metrics) -> None:

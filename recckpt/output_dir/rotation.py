@@ -29,7 +29,9 @@ def expired(
     keep: int | Keep | None,
     pinned: Collection[str],
     base: str | None,
+    *,
     now: datetime | None = None,
+    step_prefix: str = layout.STEP_PREFIX,
 ) -> list[Checkpoint]:
     """Return the checkpoints to remove, in this order: those that no remaining checkpoint is read from.
 
@@ -45,24 +47,27 @@ def expired(
         pinned: ids.
         base: save id of the checkpoint that the writer counts changes from, None where it has none.
         now: the time for the policy.
+        step_prefix: of the ids that a manager gives.
     """
-    kept = _kept(listing, keep, pinned, now or datetime.now(timezone.utc))
+    kept = _kept(listing, keep, pinned, now or datetime.now(timezone.utc), step_prefix)
     stay = listing.chains.closure([*(c.manifest.origin for c in kept), *([base] if base else [])])
     for checkpoint in listing.committed:
         if not layout.is_attempt(checkpoint.directory, checkpoint.ckpt_id):
             stay.update(link.directory for link in checkpoint.links)
     gone = [c for c in listing.committed if c.directory not in stay]
     gone += [c for c in listing.lost if _is_replaced(c, listing)]
-    return _in_order(gone, listing)
+    return in_order(gone, listing)
 
 
-def _kept(listing: Listing, keep: int | Keep | None, pinned: Collection[str], now: datetime) -> list[Checkpoint]:
+def _kept(
+    listing: Listing, keep: int | Keep | None, pinned: Collection[str], now: datetime, step_prefix: str
+) -> list[Checkpoint]:
     """Return the checkpoints that stay for their own sake."""
     current = listing.current
     regular = [checkpoint for checkpoint in current if not checkpoint.manifest.ephemeral]
     wanted_ids = as_keep(keep).kept([checkpoint.manifest for checkpoint in regular], now)
     of_policy = [checkpoint for checkpoint in regular if checkpoint.ckpt_id in wanted_ids]
-    of_steps = [checkpoint for checkpoint in regular if layout.parse_step(checkpoint.ckpt_id) is not None]
+    of_steps = [checkpoint for checkpoint in regular if layout.step_of_id(checkpoint.ckpt_id, step_prefix) is not None]
     kept = [*current[-1:], *of_steps[-1:], *of_policy, *(c for c in current if c.ckpt_id in pinned)]
     if len(of_policy) > 1 and regular[-1].below:  # one flipped bit of the newest full one must not take all
         newest_full = regular[-1].links[-1].directory
@@ -77,7 +82,7 @@ def _is_replaced(damaged: Checkpoint, listing: Listing) -> bool:
     return is_ours and there is not None and (damaged.manifest.form_of or there.manifest.form_of) is not None
 
 
-def _in_order(gone: Sequence[Checkpoint], listing: Listing) -> list[Checkpoint]:
+def in_order(gone: Sequence[Checkpoint], listing: Listing) -> list[Checkpoint]:
     """Return them in the order of removal: a delta before its links, and of one place the delta before its forms.
 
     Damaged forms, and superseded ones on which nothing stands, go first: they must not become current again.

@@ -52,14 +52,16 @@ class Trigger:
 
     def see(self, now: Moment) -> None:
         """Take note of the first event time that is known."""
-        if self.last.event_time is None and now.event_time is not None:
-            self.last = replace(self.last, event_time=now.event_time)
+        self.last = self._seen(now)
 
     def is_due(self, now: Moment, agreed: Agreed) -> bool:
-        """Say whether it is due, the same on all ranks."""
-        self.see(now)
-        ask = partial(self._when.due, now, self.last)
+        """Say whether it is due, the same on all ranks; takes note of nothing."""
+        ask = partial(self._when.due, now, self._seen(now))
         return ask() if self._when.same_on_all_ranks else agreed(ask)
+
+    def _seen(self, now: Moment) -> Moment:
+        is_first = self.last.event_time is None and now.event_time is not None
+        return replace(self.last, event_time=now.event_time) if is_first else self.last
 
 
 class Schedule:
@@ -110,6 +112,10 @@ class Schedule:
                 return "regular" if is_saved else kind  # an ephemeral one would take the place of what is to stay
         return None
 
+    def would_save(self, now: Moment, agreed: Agreed) -> bool:
+        """Say whether a save is due, of either kind; takes note of nothing. Arguments as of :meth:`due`."""
+        return any(trigger.is_due(now, agreed) for trigger in self._triggers.values())
+
     def admit(self, due: Kind | None, is_running: Callable[[], bool]) -> Kind | None:
         """Return what to save now, of what is due and what was put off.
 
@@ -147,6 +153,10 @@ class Schedule:
     def begun(self, kind: Kind, now: Moment) -> None:
         """Take note of a save; a regular one counts for the ephemeral ones too, and either for what was put off."""
         self.count(begun=1)
+        self.missed(kind, now)
+
+    def missed(self, kind: Kind, now: Moment) -> None:
+        """Count from a save that could not begin, too: it is tried again when the next is due, not at each step."""
         self._pending = None
         for made in self._triggers if kind == "regular" else [kind]:
             self._triggers[made].restart(now)

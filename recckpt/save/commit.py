@@ -21,7 +21,7 @@ from recckpt.output_dir.listing import Checkpoint, Listing
 from recckpt.output_dir.offers import adopt_offers
 from recckpt.output_dir.writer import WRITER
 from recckpt.parallel.ranks import Ranks
-from recckpt.policies.keep import Keep, idle
+from recckpt.policies.keep import idle
 from recckpt.save.decide import SavePlan
 from recckpt.save.full_or_delta import Kind
 from recckpt.save.job import Destination, Job
@@ -151,7 +151,7 @@ def rotate(job: Job, to: Destination) -> None:
     try:
         with info.timed("rotate"):
             listing = fence.listing
-            victims = _expired(listing, job.max_keep, rotation.pinned_ids(storage), _base_of(to))
+            victims = _expired(listing, job, rotation.pinned_ids(storage), _base_of(to))
             going = {victim.directory for victim in victims}
             for text in idle(job.max_keep, [c.manifest for c in listing.current]) if victims else ():
                 if ("max_keep", text) not in to.logged:
@@ -183,10 +183,10 @@ def _base_of(to: Destination) -> str | None:
     return to.changes.base.save_id if to.changes and to.changes.base else None
 
 
-def _expired(listing: Listing, max_keep: int | Keep | None, pinned: set[str], base: str | None) -> list[Checkpoint]:
+def _expired(listing: Listing, job: Job, pinned: set[str], base: str | None) -> list[Checkpoint]:
     """Return what goes; nothing does where a policy of the caller's own fails."""
     try:
-        return rotation.expired(listing, max_keep, pinned, base)
+        return rotation.expired(listing, job.max_keep, pinned, base, step_prefix=job.step_prefix)
     except Exception:
-        log.exception("nothing is rotated: %r failed to say which checkpoints to keep", max_keep)
+        log.exception("nothing is rotated: %r failed to say which checkpoints to keep", job.max_keep)
         return []

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from recckpt.format import layout
 from recckpt.format.manifest import Scalar
 
 Counted = tuple[int | None, Mapping[str, Scalar]]  # the step of a run, and what else its manager counts
 
 
 class CountedRun:
-    """The step of the run that a saver saves, and what else its manager counts; nothing where no manager counts."""
+    """The step of the run that a saver saves, and what else its manager counts; nothing where no manager counts.
+
+    Attributes:
+        prefix: of the ids that the manager gives.
+    """
 
     def __init__(self) -> None:
         self._now: Callable[[], Counted] = lambda: (None, {})
+        self.prefix = layout.STEP_PREFIX
 
-    def follow(self, now: Callable[[], Counted]) -> None:
-        """Take both from a manager; the last one that was made for a saver counts."""
-        self._now = now
+    def follow(self, now: Callable[[], Counted], prefix: str) -> None:
+        """Take both from a manager, and how it names steps; the last one that was made for a saver counts."""
+        self._now, self.prefix = now, prefix
 
     def step_and_state(
         self, step: int | None, state: Mapping[str, Scalar] | None

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from recckpt.dense.rank_digests import RankDigests
 from recckpt.dense.registered import Registry
 from recckpt.dense.state_copy import DenseBuffers
+from recckpt.format import layout
 from recckpt.format.manifest import Scalar
 from recckpt.live.optimizers import RowOptimizers, row_optimizers
 from recckpt.live.tables import NO_TABLES, LiveTables
@@ -76,6 +77,7 @@ class Job:
     is_resumed: bool  # whether it goes on from a checkpoint of the output dir
     max_keep: int | Keep | None  # which checkpoints stay
     span: Operation = field(default_factory=lambda: Operation("save", {}, is_reported=False))  # of OpenTelemetry
+    step_prefix: str = layout.STEP_PREFIX  # of the ids that a manager gives
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ OF_CHAINS = {
     ),
     "keep_own_base": Plant(f"{ROTATION}:expired", "*([base] if base else [])", "*[]"),
     "dependents_first": Plant(
-        f"{ROTATION}:_in_order",
+        f"{ROTATION}:in_order",
         'c.manifest.kind == "delta"), reverse=True)',
         'c.manifest.kind == "delta"), reverse=False)',
     ),
@@ -45,7 +45,7 @@ OF_CHAINS = {
     ),
     "sync_form_before_drop": Plant(f"{ROTATION}:sync_forms", "if forms and gone else []", "if False else []"),
     "delta_before_its_forms": Plant(
-        f"{ROTATION}:_in_order", 'c.manifest.kind == "delta"), reverse', 'c.manifest.kind == "full"), reverse'
+        f"{ROTATION}:in_order", 'c.manifest.kind == "delta"), reverse', 'c.manifest.kind == "full"), reverse'
     ),
     "unique_names": Plant("recckpt.checkpoint.attempt:_intent_of_offer", OWN_NAME, 'save_id = "0" * 32'),
     "synced_before_whole": Plant(  # what is in the files; their names are synced by the owner, too

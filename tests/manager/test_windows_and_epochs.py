@@ -170,7 +170,7 @@ def looked_at(tmp_path, monkeypatch, **options):
     """Return after which events of a run the bank was looked into."""
     run, looked = Loop(tmp_path, **options), []
     monkeypatch.setattr(run.manager._restorer, "reload_dynamic", lambda: None)
-    run.manager._autosave._reload = lambda: looked.append(run.n_events)
+    run.manager._autosave._reloads._reload = lambda: looked.append(run.n_events)
     run.run()
     return looked
 

@@ -31,7 +31,7 @@ def listing_with(manifests: list[Manifest]) -> Listing:
 
 
 def in_order(listing: Listing, keep, pinned=()) -> list[str]:
-    return [checkpoint.manifest.save_id for checkpoint in rotation.expired(listing, keep, pinned, None, NOW)]
+    return [checkpoint.manifest.save_id for checkpoint in rotation.expired(listing, keep, pinned, None, now=NOW)]
 
 
 def expired(listing: Listing, keep, pinned=()) -> list[str]:
