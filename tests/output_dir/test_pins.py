@@ -40,7 +40,7 @@ def test_what_is_not_committed_cannot_be_pinned(manager):
 def test_an_id_in_place_of_a_step_is_not_pinned(manager):
     manager.step()
     for pin in (manager.pin, manager.unpin):
-        with pytest.raises(TypeError, match="step must be an int, found 'ckpt_1': a manager pins its own checkpoints"):
+        with pytest.raises(TypeError, match="step must be an int, found 'ckpt_1': a manager names its own checkpoints"):
             pin("ckpt_1")
 
 
