@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recckpt.dense.optimizer_class import updater
+from recckpt.text import nearest
 from recckpt.types import LiveTable
 
 FINGERPRINTS = "fingerprints"  # of all rows, at each save
@@ -72,3 +73,20 @@ class Candidate:
     n_rows: int
     make: Callable[[str], FoundTable]
     together: str | None = None
+
+
+def with_marks(tables: Sequence[FoundTable], marks: str | Mapping[str, str]) -> list[FoundTable]:
+    """Return the tables with the marks that are wanted for them.
+
+    Raises:
+        ValueError: it is not a kind of marks, or a name is not one of a table.
+    """
+    by_name = dict.fromkeys((table.live.name for table in tables), marks) if isinstance(marks, str) else dict(marks)
+    names = [table.live.name for table in tables]
+    for name, kind in by_name.items():
+        if name not in names:
+            raise ValueError(f"marks: {name!r} is not a live table{nearest(name, names)}")
+        if kind not in ("auto", FINGERPRINTS):
+            raise ValueError(f"marks: found {kind!r}, expected 'auto' or {FINGERPRINTS!r}")
+    printed = {name for name, kind in by_name.items() if kind == FINGERPRINTS}
+    return [replace(table, marks=FINGERPRINTS) if table.live.name in printed else table for table in tables]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,12 +15,15 @@ from recckpt.live.absent import AbsentTable
 from recckpt.live.attached import AttachedTable
 from recckpt.live.dtensor import local_of
 from recckpt.live.find import find_tables
-from recckpt.live.found import FINGERPRINTS, FoundTable
+from recckpt.live.found import FINGERPRINTS, OWN, FoundTable, with_marks
 from recckpt.live.keyed_table import AttachedKeyedTable
 from recckpt.live.keyed_types import KeyedLiveTable
+from recckpt.live.library_rows import LibraryRows
+from recckpt.live.library_types import LibraryTable
+from recckpt.live.options import check_names, check_options
 from recckpt.parallel.ranks import DEFAULT_TIMEOUT_SEC, Ranks, RanksNow
-from recckpt.text import Table, count, nearest, plain
-from recckpt.types import EMBEDDING, LiveTable, SavableTable, is_list, positive_int
+from recckpt.text import Table, count, plain
+from recckpt.types import EMBEDDING, LiveTable, SavableTable
 
 _made: weakref.WeakValueDictionary[int, LiveTables] = weakref.WeakValueDictionary()  # by id of the model
 
@@ -33,6 +35,7 @@ class LiveTables(Mapping[str, AttachedTable]):
 
     Attributes:
         optimizers: those that it was given, which may train other parameters too.
+        libraries: by name, hash tables of other libraries, which are not among those of the model.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class LiveTables(Mapping[str, AttachedTable]):
         *,
         audit: int = 0,
         optimizers: Sequence[Optimizer] = (),
+        libraries: Sequence[LibraryTable] = (),
     ) -> None:
         self._ranks = ranks if ranks is not None and any(table.collection for table in tables) else None
         self._model = None if model is None else weakref.ref(model)
@@ -52,6 +56,7 @@ class LiveTables(Mapping[str, AttachedTable]):
         self._keys = frozenset(key for entry in self._found.values() for key in entry.keys)
         self._left = left
         self.optimizers = tuple(optimizers)
+        self.libraries = {library.name: LibraryRows(library) for library in libraries}
         self._is_closed = False
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # each has doors of its own
@@ -80,9 +85,10 @@ class LiveTables(Mapping[str, AttachedTable]):
             LiveTableError: the model has other weights by now.
         """
         self._check_weights(dense)
-        if twice := sorted(tables.keys() & self.keys()):
+        if twice := sorted(tables.keys() & (self.keys() | self.libraries.keys())):
             raise ValueError(f"two tables are named {twice[0]!r}: give the live one another name by names=")
-        return {**tables, **self}, {key: value for key, value in dense.items() if key not in self._keys}
+        left = {key: value for key, value in dense.items() if key not in self._keys}
+        return {**tables, **self, **self.libraries}, left
 
     @property
     def collections(self) -> Mapping[nn.Module, Collection[str]]:
@@ -147,7 +153,7 @@ class LiveTables(Mapping[str, AttachedTable]):
                 "saver what that returns"
             )
 
-    def check_same(self, tables: Sequence[FoundTable]) -> None:
+    def check_same(self, tables: Sequence[FoundTable], libraries: Sequence[LibraryTable]) -> None:
         """Refuse tables that are others than these.
 
         Raises:
@@ -157,7 +163,7 @@ class LiveTables(Mapping[str, AttachedTable]):
             {one.live.name: (one.path, one.optimizer, one.marks, None if one.keys else one.live) for one in some}
             for some in (self._found.values(), tables)
         )
-        if before != now:
+        if before != now or {id(table.library) for table in self.libraries.values()} != {*map(id, libraries)}:
             raise LiveTableError(
                 "the model has live tables already, and others are asked for, or other optimizers train them: close() "
                 "those, and make another saver"
@@ -179,6 +185,7 @@ class LiveTables(Mapping[str, AttachedTable]):
 
     def __str__(self) -> str:
         rows = [_row(entry, self[name]) for name, entry in self._found.items()]
+        rows += [_row_of_library(table) for table in self.libraries.values()]
         table = Table(("table", "rows x dim", "kind", "slots", "marks", "why"), rows)
         left = [f"not a live table: {path}: {why}" for path, why in self._left.items()]
         return "\n".join([*plain([table] if rows else ["no live tables"]), *left])
@@ -198,7 +205,7 @@ def live_tables(
     exclude: Sequence[str] = (),
     marks: str | Mapping[str, str] = "auto",
     audit: int = 0,
-    adapters: Sequence[LiveTable] = (),
+    adapters: Sequence[LiveTable | LibraryTable] = (),
 ) -> LiveTables:
     """Find the embedding tables of a model that recckpt saves where they lie, with their optimizers' states.
 
@@ -217,7 +224,8 @@ def live_tables(
             whoever writes them. For all tables, or by the names of tables.
         audit: every ``audit``-th save compares the marks of hooks with fingerprints, and fails where a row was missed;
             0 for never.
-        adapters: tables in the memory of somebody else, which announce what changes in them.
+        adapters: tables in the memory of somebody else, which announce what changes in them, and hash tables of other
+            libraries, which export it.
 
     Raises:
         LiveTableError: tables cannot be saved so; says all that is wrong at once.
@@ -229,32 +237,22 @@ def live_tables(
     wrong = [type(one).__name__ for one in listed if not isinstance(one, Optimizer)]
     if wrong:
         raise TypeError(f"optimizers must be optimizers of torch, found a {wrong[0]}")
-    _check_options(min_rows, names, exclude, audit, adapters)
+    check_options(min_rows, names, exclude, audit, adapters)
     ranks = RanksNow(DEFAULT_TIMEOUT_SEC).of(None, None)
+    libraries = [one for one in adapters if isinstance(one, LibraryTable)]
+    announcing = [one for one in adapters if isinstance(one, LiveTable)]
     found, left = find_tables(
-        model, listed, ranks, min_rows=min_rows, names=dict(names or {}), exclude=exclude, adapters=adapters
+        model, listed, ranks, min_rows=min_rows, names=dict(names or {}), exclude=exclude, adapters=announcing
     )
-    found = _with_marks(found, marks)
+    check_names(found, libraries)
+    found = with_marks(found, marks)
     made = _made.get(id(model))
     if made is not None and made.model is model:
-        made.check_same(found)
+        made.check_same(found, libraries)
         return made
-    tables = LiveTables(model, found, left, ranks, audit=audit, optimizers=listed)
+    tables = LiveTables(model, found, left, ranks, audit=audit, optimizers=listed, libraries=libraries)
     _made[id(model)] = tables
     return tables
-
-
-def _check_options(min_rows: Any, names: Any, exclude: Any, audit: Any, adapters: Sequence[Any]) -> None:
-    positive_int("min_rows", min_rows)
-    if names is not None and not (isinstance(names, Mapping) and all(isinstance(path, str) for path in names)):
-        raise TypeError(f"names must be a dict, path of a module -> name of its table, found {names!r:.200}")
-    if not is_list(exclude) or not all(isinstance(path, str) for path in exclude):
-        raise TypeError(f"exclude must be a list of paths of modules, found {exclude!r:.200}")
-    if type(audit) is not int or audit < 0:
-        raise ValueError(f"audit must be an int of at least 0, found {audit!r}")
-    for adapter in adapters:
-        if not isinstance(adapter, LiveTable):
-            raise TypeError(f"adapters must be tables as recckpt.types.LiveTable, found a {type(adapter).__name__}")
 
 
 def _attached(table: FoundTable, audit: int) -> AttachedTable:
@@ -275,25 +273,15 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     return here.shape == other.shape and here.data_ptr() == other.data_ptr()
 
 
-def _with_marks(tables: Sequence[FoundTable], marks: str | Mapping[str, str]) -> list[FoundTable]:
-    """Return the tables with the marks that are wanted for them.
-
-    Raises:
-        ValueError: it is not a kind of marks, or a name is not one of a table.
-    """
-    by_name = dict.fromkeys((table.live.name for table in tables), marks) if isinstance(marks, str) else dict(marks)
-    names = [table.live.name for table in tables]
-    for name, kind in by_name.items():
-        if name not in names:
-            raise ValueError(f"marks: {name!r} is not a live table{nearest(name, names)}")
-        if kind not in ("auto", FINGERPRINTS):
-            raise ValueError(f"marks: found {kind!r}, expected 'auto' or {FINGERPRINTS!r}")
-    printed = {name for name, kind in by_name.items() if kind == FINGERPRINTS}
-    return [replace(table, marks=FINGERPRINTS) if table.live.name in printed else table for table in tables]
-
-
 def _row(entry: FoundTable, table: AttachedTable) -> tuple[str, ...]:
     embedding, *others = table.specs
     shape = f"{count(entry.live.n_rows)} x {'x'.join(map(str, embedding.shape))}"
     names = ", ".join(spec.name for spec in others) or "-"
     return table.name, shape, entry.kind, names, entry.marks, entry.why or ""
+
+
+def _row_of_library(table: LibraryRows) -> tuple[str, ...]:
+    embedding, *others = table.specs
+    shape = f"{count(len(table))} x {'x'.join(map(str, embedding.shape))}"
+    names = ", ".join(spec.name for spec in others) or "-"
+    return table.name, shape, type(table.library).__name__, names, OWN, ""

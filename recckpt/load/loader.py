@@ -14,6 +14,7 @@ from recckpt.dense.registered import Registry
 from recckpt.format.manifest import Manifest
 from recckpt.format.names import ID, Pattern
 from recckpt.live.attached import AttachedTable
+from recckpt.live.library_rows import LibraryRows
 from recckpt.live.tables import NO_TABLES, LiveTables
 from recckpt.load import load as loading
 from recckpt.load.conf import Bank, Entry, as_bank, parse_load_conf
@@ -197,9 +198,9 @@ def _whole_restore(
 
 
 def _lacks_rows(tables: Mapping[str, SavableTable], manifest: Manifest) -> bool:
-    """Say whether a live table has rows that the checkpoint does not have, which stay as they are."""
+    """Say whether a live table has other rows than the checkpoint: some that stay as they are, or had no room."""
     rows = {table.name: table.rows for table in manifest.tables}
-    live = (table for table in tables.values() if isinstance(table, AttachedTable))
+    live = (table for table in tables.values() if isinstance(table, AttachedTable | LibraryRows))
     return any(not table.has_all_of(rows[table.name]) for table in live)
 
 

@@ -31,6 +31,7 @@ from recckpt.save.full_or_delta import FULL, Kind
 from recckpt.save.job import Live
 from recckpt.sparse.files.reduced_rows import ReducedSource, TableChoice
 from recckpt.sparse.files.table_rows import TableSource, source_to_save
+from recckpt.sparse.table.exported_rows import ExportedRows
 from recckpt.sparse.table.marks import FrozenRows
 from recckpt.sparse.table.snapshot import Snapshot
 from recckpt.sparse.table.store import is_stored
@@ -138,6 +139,8 @@ class Staged:
     def _source(self, table: TableSource, kind: Kind) -> TableSource:
         """Return the rows of a table that are written, with all slots that are read."""
         if kind.base is None or table.name in kind.replaced:
+            if isinstance(table, ExportedRows):
+                table.export()  # training, which goes on next, would change what a library has
             return table
         frozen, chosen = self.frozen[table.name], self.choices.get(table.name)
         if isinstance(frozen, FrozenColumns):

@@ -91,7 +91,7 @@ def test_an_audit_finds_what_an_adapter_does_not_announce(tmp_path):
 
 def test_what_is_no_table_is_refused_and_so_are_two_of_one_name():
     model = nn.Module()
-    with pytest.raises(TypeError, match=r"adapters must be tables as recckpt.types.LiveTable, found a dict"):
+    with pytest.raises(TypeError, match=r"adapters must be tables as .*LiveTable or .*LibraryTable, found a dict"):
         live_tables(model, adapters=[{}])
     with pytest.raises(LiveTableError, match=r"'adapters\[0\]' and 'adapters\[1\]' are both named 'own'"):
         live_tables(model, adapters=[Memory(), Memory()])

@@ -17,6 +17,8 @@ dying_ranks: Jobs of real ranks of which one dies in a phase of a save; for test
 entered: Looks whether the tests of each source file enter it: ``pytest --entered=FILE``, as ``make test-entered`` does.
 fake_fbgemm: A stand-in for FBGEMM's kernels: known by their names, they write rows in backward; weights in UVM have a
     cache.
+fake_libraries: Hash tables of libraries that need a GPU, as dicts: with the methods, scores and evictions that adapters
+    go by.
 fake_torchrec: Stand-ins for what TorchRec makes on GPUs alone: known by their names, with the attributes that recckpt
     reads.
 follow_page: Run as a script: follows a page of the documentation in the working directory.

@@ -143,6 +143,11 @@ class Frozen(FrozenRows):
         """Whether any row may have changed."""
         return self._base is None
 
+    @cached_property
+    def erased(self) -> Int64s:
+        """The ids that were erased since the base, all different; some may be there again."""
+        return distinct(np.empty(0, np.int64), *self._erased)
+
     def is_replaced(self, base: str) -> bool:
         """Say whether a delta on the checkpoint with this save id has to hold all rows, for want of marks since."""
         return self._base != base

@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from recckpt.sparse.table.audited_marks import AuditedMarks
+from recckpt.sparse.table.exported_marks import ExportedMarks
+from recckpt.sparse.table.exported_rows import ExportedStore
 from recckpt.sparse.table.marks import FrozenRows, Marks, SaverMarks
 from recckpt.sparse.table.placed_marks import PlacedMarks
 from recckpt.sparse.table.placed_rows import PlacedStore
@@ -52,6 +54,8 @@ class Tracker:
 
 
 def _marks_of(store: Store) -> SaverMarks:
+    if isinstance(store, ExportedStore):
+        return ExportedMarks(store)
     if isinstance(store, PlacedStore):
         return PlacedMarks(store, _marks_of(store.memory))
     if not store.says_what_changes:
