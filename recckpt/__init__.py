@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from recckpt.inspect.sql import connect, scan
     from recckpt.load.load_into import load_into
     from recckpt.manager.manager import CheckpointManager
+    from recckpt.mirroring.mirror import mirror
     from recckpt.policies.deltas import Deltas
     from recckpt.save.background_save import SaveHandle
     from recckpt.save.save_info import SaveInfo
@@ -44,6 +45,7 @@ _HOMES = {
     "is_hashtable": "types",
     "compact": "compaction.compact",
     "forget": "forgetting.forget",
+    "mirror": "mirroring.mirror",
     "diff": "inspect.diff.diff",
     "report": "inspect.report.report",
     "history": "inspect.over_time.history",
@@ -69,6 +71,7 @@ __all__ = [
     "is_hashtable",
     "compact",
     "forget",
+    "mirror",
     "diff",
     "report",
     "history",

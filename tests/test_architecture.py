@@ -22,6 +22,7 @@ ROOMS = """
     inspect  convert  saver
     load  save  checkpointer
     compaction  forgetting
+    mirroring
     checkpoint
     live
     sparse  dense
@@ -69,6 +70,7 @@ TORCH_FREE = {
         "convert",
         "compaction",
         "forgetting",
+        "mirroring",
         "checkpoint",
         "output_dir",
         "storage",

@@ -13,6 +13,9 @@ from recckpt.cli.result import GOOD
 
 _ANY_CHECKPOINT = "a checkpoint, or an output dir, whose newest is meant; a path or URL, DIR/latest~1 too"
 _IDS = "a text file with an id a line, .npy or .parquet"
+_KEEP = (
+    "a number of the newest, all, every=STEPS, best=METRIC, least=METRIC, days=N, bytes=SIZE; some of them, by commas"
+)
 _EXIT_CODES = "exit codes: 0 good, 1 a problem was found, 2 wrong usage"
 _OWN_EXIT_CODES = {
     "diff": "exit codes: 0 equal, 1 different, 2 an error",
@@ -114,6 +117,7 @@ def _add_mending(command: Command) -> None:
     repair.add_argument("--clean", action="store_true", help="remove what no writer can still be writing")
     repair.add_argument("--dry-run", action="store_true", help="change nothing, and say what would be done")
     _add_compact(command)
+    _add_mirror(command)
     forget = command("forget", "remove ids from a table in all that lies in an output dir; takes it over")
     forget.add_argument("dir", metavar="DIR", help="output dir; a path or URL")
     forget.add_argument("--table", metavar="TABLE", help="without it and --ids, end what was begun earlier")
@@ -134,6 +138,20 @@ def _add_compact(command: Command) -> None:
     compact.add_argument("--workers", type=positive, default=4, metavar="N", help=workers_help)
     budget_help = "memory to use, such as 512MB or 1GiB (default: 256MiB)"
     compact.add_argument("--budget", type=_size, default=256 << 20, metavar="SIZE", help=budget_help)
+
+
+def _add_mirror(command: Command) -> None:
+    mirror = command("mirror", "copy what is new in an output dir to another place, checked, beside a trainer")
+    mirror.add_argument("run", metavar="RUN", help="output dir; a path or URL")
+    mirror.add_argument("to", metavar="TO", help="an empty place, or a mirror of RUN; a path or URL")
+    mirror.add_argument("--follow", action="store_true", help="go on as the run goes on, until control-C")
+    interval_help = "with --follow: from one look to the next (default: 5)"
+    mirror.add_argument("--interval", type=look_options.seconds, metavar="SECONDS", help=interval_help)
+    mirror.add_argument("--keep", metavar="POLICY", help=f"what to have there (default: what RUN has): {_KEEP}")
+    rate_help = "bytes a second, such as 50MB, over all processes of this host that write there"
+    mirror.add_argument("--max-upload-rate", type=_size, metavar="SIZE", help=rate_help)
+    threads_help = "files to copy at once (default: %(default)s, locally at most one a core)"
+    mirror.add_argument("--threads", type=positive, default=4, metavar="N", help=threads_help)
 
 
 def _size(text: str) -> int:

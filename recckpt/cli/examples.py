@@ -58,6 +58,10 @@ EXAMPLES = {
         "recckpt compact runs/clicks --adopt     # where no trainer runs",
         "recckpt compact runs/clicks latest~1 --out runs/whole",
     ),
+    "mirror": (
+        "recckpt mirror runs/clicks s3://backup/clicks --max-upload-rate 50MB",
+        "recckpt mirror s3://models/clicks /local/clicks --keep 1 --follow   # a local copy to serve from",
+    ),
     "forget": (
         "recckpt forget runs/clicks --table user --ids ids.txt",
         "recckpt forget runs/clicks              # ends what was begun earlier",

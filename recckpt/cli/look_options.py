@@ -53,7 +53,7 @@ def add_watch(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("dir", metavar="DIR", help="output dir, which need not be there yet; a path or URL")
     interval_help = "from one look to the next (default: %(default)g)"
-    parser.add_argument("--interval", type=_seconds, default=5.0, metavar="SECONDS", help=interval_help)
+    parser.add_argument("--interval", type=seconds, default=5.0, metavar="SECONDS", help=interval_help)
     once_help = "look once; exit code 1 where the last save failed or the next one is overdue"
     parser.add_argument("--once", action="store_true", help=once_help)
     _add_overdue(parser)
@@ -61,7 +61,7 @@ def add_watch(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
 
 def _add_overdue(parser: argparse.ArgumentParser) -> None:
     overdue_help = "age of the newest checkpoint from which on the next save is missed (default: 3 times the usual)"
-    parser.add_argument("--overdue", type=_seconds, metavar="SECONDS", help=overdue_help)
+    parser.add_argument("--overdue", type=seconds, metavar="SECONDS", help=overdue_help)
 
 
 def _tolerance(text: str) -> float:
@@ -87,7 +87,8 @@ def positive(text: str) -> int:
     return number
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
+    """Return a number of seconds that a thread can wait; ValueError for all else."""
     number = float(text)
     if not 0 < number <= threading.TIMEOUT_MAX:
         raise ValueError(text)
@@ -95,5 +96,5 @@ def _seconds(text: str) -> float:
 
 
 # as argparse calls it in "invalid ... value"
-_tolerance.__name__, _seconds.__name__ = "number", "number of seconds"
+_tolerance.__name__, seconds.__name__ = "number", "number of seconds"
 natural.__name__ = positive.__name__ = "count"

@@ -34,6 +34,17 @@ class CommandResult:
         return json.dumps(_strict(self.data), allow_nan=False) + "\n"
 
 
+class ShownResult(CommandResult):
+    """The result of a command that was printed as it came."""
+
+    def __init__(self) -> None:
+        super().__init__(None, [])
+
+    def as_json(self) -> str:
+        """Return nothing."""
+        return ""
+
+
 class CommandError(Exception):
     """A command cannot be carried out; the message is one line for stderr."""
 

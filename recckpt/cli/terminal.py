@@ -41,6 +41,12 @@ def print_text(text: str) -> None:
     sys.stdout.write(text)
 
 
+def print_at_once(line: str) -> None:
+    """Write a line to stdout for whoever reads it meanwhile."""
+    print_text(f"{line}\n")
+    sys.stdout.flush()
+
+
 def complain(message: str, style: str = "bold red") -> None:
     """Write a message to stderr in one line; does nothing where stderr is closed."""
     line = one_line(message)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from recckpt.cli import terminal
 from recckpt.cli.ls import refuse_checkpoint
-from recckpt.cli.result import CommandError, CommandResult, leave_stdout, usage_checked
+from recckpt.cli.result import CommandError, CommandResult, ShownResult, leave_stdout, usage_checked
 from recckpt.format.moments import time_now
 from recckpt.inspect.watch.look import Watcher
 from recckpt.inspect.watch.shown import Fact, facts, few, line
@@ -34,18 +34,7 @@ def watch(args: argparse.Namespace) -> CommandResult:
     try:
         return _watch(args)
     except KeyboardInterrupt:
-        return _Shown()
-
-
-class _Shown(CommandResult):
-    """An outcome that was printed as it came."""
-
-    def __init__(self) -> None:
-        super().__init__(None, [])
-
-    def as_json(self) -> str:
-        """Return nothing."""
-        return ""
+        return ShownResult()
 
 
 def _watch(args: argparse.Namespace) -> CommandResult:
@@ -72,7 +61,7 @@ def _watch(args: argparse.Namespace) -> CommandResult:
             except OSError as error:
                 trouble = one_line(str(error))
     leave_stdout()
-    return _Shown()
+    return ShownResult()
 
 
 def _problems(status: Status) -> list[str]:
@@ -115,7 +104,7 @@ def _show_json(status: Status, trouble: str) -> None:
     values = status.to_dict()
     if trouble:
         values = {"output_dir": status.url, "time": time_now(), "error": trouble}
-    _print(json.dumps(values, allow_nan=False))
+    terminal.print_at_once(json.dumps(values, allow_nan=False))
 
 
 class _LineByLine:
@@ -127,13 +116,8 @@ class _LineByLine:
     def __call__(self, status: Status, trouble: str) -> None:
         key = (status.key, trouble)
         if key != self._before:
-            _print(f"{time_now()} cannot look: {trouble}" if trouble else line(status))
+            terminal.print_at_once(f"{time_now()} cannot look: {trouble}" if trouble else line(status))
         self._before = key
-
-
-def _print(text: str) -> None:
-    terminal.print_text(f"{text}\n")
-    sys.stdout.flush()
 
 
 def _table(status: Status, trouble: str, interval: float) -> RenderableType:

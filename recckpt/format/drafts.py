@@ -7,7 +7,7 @@ import secrets
 
 _DRAFT = ".tmp"
 _TEMPORARY = re.compile(
-    r"(checkpoint|(timeline|forgotten)\.jsonl|\.recckpt/((owner|pins|forget)/[^/]+\.json|forget/key))\.[0-9a-f]{16}\.tmp"
+    r"(checkpoint|(timeline|forgotten)\.jsonl|\.recckpt/((owner|pins|forget|mirrors)/[^/]+\.json|forget/key))\.[0-9a-f]{16}\.tmp"
     r"|\.probe-[0-9a-f]{16}(\.tmp)?(\.[0-9a-f]{16}\.tmp)?"
 )
 

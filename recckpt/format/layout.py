@@ -29,6 +29,7 @@ PINS_DIR = f"{OWN_DIR}/pins"
 FORGET_DIR = f"{OWN_DIR}/forget"
 FORGET_KEY = f"{FORGET_DIR}/key"
 FORGOTTEN = "forgotten.jsonl"
+MIRRORS_DIR = f"{OWN_DIR}/mirrors"
 
 MAX_ID_BYTES = 200
 _RESERVED_IDS = frozenset({INDEX_FILE, TIMELINE, FORGOTTEN, MANIFEST})  # the last would make a dir a checkpoint
@@ -39,9 +40,11 @@ _FORGET_REQUEST = re.compile(r"([0-9a-f]{32})(\.done)?\.json", re.ASCII)
 _LATER = re.compile(r"(\.[1-9]\d*){1,2}|\.[0-9a-f]{32}", re.ASCII)
 _OF_RANK = re.compile(r"(io_state|rng|extra)_\d+\.pt")
 _OFFER_DIR = re.compile(r".+\.[0-9a-f]{32}", re.ASCII)
+_DRAFT_OF_PART = re.compile(r"\.arrow\.[0-9a-f]+\.tmp$", re.ASCII)
 _OURS = re.compile(
-    r"(manifest\.json|INTENT|OFFER|offer\.json)(\.[0-9a-f]+\.tmp)?|model\.pt|extra\.pt|(io_state|rng|extra)_\d+\.pt"
-    r"|sparse/\d{5,}-of-\d{5,}(\.json|\.(g\d+|deletes)\.\d{2,}\.arrow)|dense/\d{5,}-of-\d{5,}\.(json|bin)"
+    r"(manifest\.json|INTENT|OFFER|offer\.json|model\.pt|extra\.pt|(io_state|rng|extra)_\d+\.pt"
+    r"|sparse/\d{5,}-of-\d{5,}(\.json|\.(g\d+|deletes)\.\d{2,}\.arrow)|dense/\d{5,}-of-\d{5,}\.(json|bin))"
+    r"(\.[0-9a-f]+\.tmp)?"  # of a draft: a mirror has them of any file
 )
 
 
@@ -179,6 +182,11 @@ def parse_step_epoch(directory: str) -> int | None:
     return int(match[2]) if match and match[2] else None
 
 
+def known_mirror(place: str) -> str:
+    """Return the name of the file in which a mirror, known by a name of its place, is noted in its run."""
+    return f"{MIRRORS_DIR}/{place}.json"
+
+
 def io_state(shard: int) -> str:
     """Return the name of a shard's dataset positions."""
     return f"io_state_{shard}.pt"
@@ -268,6 +276,11 @@ def is_of_rank(name: str) -> bool:
 def is_part(name: str) -> bool:
     """Say whether a name is that of a part."""
     return name.endswith(".arrow")
+
+
+def may_have_rows(name: str) -> bool:
+    """Say whether a file is a part, or the draft of one."""
+    return is_part(name) or _DRAFT_OF_PART.search(name) is not None
 
 
 def is_ours(name: str) -> bool:

@@ -151,7 +151,7 @@ def _parts(storage: Storage, directory: str, record: Manifest | None, unread: di
         unread[directory or "."] = f"{type(error).__name__}: {error}"
     else:
         names.update(name for name in there if directory or "/" not in name)
-    return sorted(name for name in names if layout.is_part(name) or name == layout.SPARSE_DIR)  # that is a link
+    return sorted(name for name in names if layout.may_have_rows(name) or name == layout.SPARSE_DIR)  # that is a link
 
 
 def _look(

@@ -17,10 +17,9 @@ from recckpt.format import layout
 from recckpt.format.catalog import Catalog
 from recckpt.format.json_fields import parse
 from recckpt.format.manifest import FileEntry, Manifest
-from recckpt.format.offer import encode_first
 from recckpt.format.tables import TableEntry
 from recckpt.format.tensor_index import TensorIndex
-from recckpt.output_dir.checkpoint_dir import Intent, encode_intent, file_problems, read_checked, read_manifest
+from recckpt.output_dir.checkpoint_dir import file_problems, first_file, read_checked, read_manifest
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.sparse.files.catalogs import count_errors, shard_errors
 from recckpt.sparse.files.id_check import repeated_between_shards
@@ -153,7 +152,7 @@ class Checkup:
 
     def _check_first_file(self) -> Errors:
         """Check ``INTENT``, of a form ``OFFER``, which no list of files has: it must say what the manifest says."""
-        name, own = _first_file(self.directory, self._record)
+        name, own = first_file(self._record)
         path, expected = self._path(name), f"that of save {self._record.files_id}, as in {layout.MANIFEST}"
         try:
             data = self._storage.read(path, _FIRST_BYTES)
@@ -257,13 +256,6 @@ class Checkup:
     def _check_table(self, table: TableEntry) -> Errors:
         with suppress(CorruptCheckpointError, OSError):  # what cannot be read has been reported already
             yield from repeated_between_shards(self._storage, self.directory, table, self._catalogs())
-
-
-def _first_file(directory: str, manifest: Manifest) -> tuple[str, bytes]:
-    """Return the name of the file with which a checkpoint was begun, and what it holds."""
-    if manifest.form_of is not None:
-        return layout.OFFER, encode_first(manifest.ckpt_id, manifest.form_of.offer)
-    return layout.INTENT, encode_intent(Intent(directory, manifest.epoch, manifest.save_id, manifest.step))
 
 
 def _read(path: str, check: Job) -> Errors:

@@ -15,6 +15,7 @@ from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout, manifest
 from recckpt.format.json_fields import parse
 from recckpt.format.manifest import Content, FileEntry, Manifest
+from recckpt.format.offer import encode_first
 from recckpt.output_dir.chains import Damage
 from recckpt.parallel.threads import run_all
 from recckpt.storage import ABSENT, NOT_READABLE, Listed, NotPlainError, Storage, missing
@@ -46,6 +47,13 @@ def write_intent(storage: Storage, intent: Intent) -> None:
 def encode_intent(intent: Intent) -> bytes:
     """Return the bytes of the file that marks an attempt's directory."""
     return json.dumps({"epoch": intent.epoch, "save_id": intent.save_id, "step": intent.step}).encode()
+
+
+def first_file(manifest: Manifest) -> tuple[str, bytes]:
+    """Return the name of the file with which a checkpoint was begun, and what it holds."""
+    if manifest.form_of is not None:
+        return layout.OFFER, encode_first(manifest.ckpt_id, manifest.form_of.offer)
+    return layout.INTENT, encode_intent(Intent("", manifest.epoch, manifest.save_id, manifest.step))
 
 
 def read_intent(storage: Storage, directory: str, file: str = layout.INTENT) -> Intent | None:

@@ -6,7 +6,7 @@ Follows "Readers" of the commit protocol (docs/format.md, section 8).
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 
 from recckpt.errors import CorruptCheckpointError
@@ -23,6 +23,15 @@ _SEAL = "owner_xxh3"  # part of the format
 
 
 @dataclass(frozen=True)
+class MirrorOf:
+    """The run that an output dir is a mirror of, or was until somebody went on with it there."""
+
+    url: str  # where the run was, as its mirror reached it
+    run: str  # nonce of the first claim there, by which the run is known again; "" of one without claims
+    epoch: int  # the highest there when the claim was made
+
+
+@dataclass(frozen=True)
 class Claim:
     """A writer's claim on an output dir; the one of the highest epoch owns it."""
 
@@ -32,6 +41,8 @@ class Claim:
     pid: int  # its process
     time: str  # when it made the claim, UTC; for people only
     purpose: str = ""  # the command that made it; "" of one that trains
+    mirror_of: MirrorOf | None = None  # of a claim that a mirror made
+    continues: MirrorOf | None = None  # of one by which a mirror became a run of its own, and of those after it
 
 
 @dataclass(frozen=True)
@@ -96,14 +107,25 @@ def read_claim(storage: Storage, epoch: int) -> Claim:
     """
     fields = _read(storage, layout.claim(epoch), epoch)
     purpose = fields.text("purpose") if fields.has("purpose") else ""
-    return Claim(epoch, fields.text("nonce"), fields.text("host"), fields.count("pid"), fields.text("time"), purpose)
+    mirror_of, continues = (_mirror_of(fields, key) for key in ("mirror_of", "continues"))
+    who = fields.text("nonce"), fields.text("host"), fields.count("pid"), fields.text("time")
+    return Claim(epoch, *who, purpose, mirror_of, continues)
+
+
+def _mirror_of(fields: Fields, key: str) -> MirrorOf | None:
+    if not fields.has(key):
+        return None
+    inside = fields.mapping(key)
+    return MirrorOf(inside.text("url"), inside.text("run"), inside.count("epoch"))
 
 
 @lru_cache(maxsize=64)
 def encode_claim(claim: Claim) -> bytes:
     """Return the bytes of a claim's file."""
-    own = {"nonce": claim.nonce, "host": claim.host, "pid": claim.pid, "time": claim.time}
+    own: dict[str, object] = {"nonce": claim.nonce, "host": claim.host, "pid": claim.pid, "time": claim.time}
     own |= {"purpose": claim.purpose} if claim.purpose else {}
+    mirrors = {"mirror_of": claim.mirror_of, "continues": claim.continues}
+    own |= {key: asdict(mirror) for key, mirror in mirrors.items() if mirror is not None}
     return seal({**_head(claim.epoch), **own}, _SEAL)
 
 

@@ -49,7 +49,7 @@ def expired(
         now: the time for the policy.
         step_prefix: of the ids that a manager gives.
     """
-    kept = _kept(listing, keep, pinned, now or datetime.now(timezone.utc), step_prefix)
+    kept = chosen(listing, keep, pinned, now or datetime.now(timezone.utc), step_prefix)
     stay = listing.chains.closure([*(c.manifest.origin for c in kept), *([base] if base else [])])
     for checkpoint in listing.committed:
         if not layout.is_attempt(checkpoint.directory, checkpoint.ckpt_id):
@@ -59,7 +59,7 @@ def expired(
     return in_order(gone, listing)
 
 
-def _kept(
+def chosen(
     listing: Listing, keep: int | Keep | None, pinned: Collection[str], now: datetime, step_prefix: str
 ) -> list[Checkpoint]:
     """Return the checkpoints that stay for their own sake."""

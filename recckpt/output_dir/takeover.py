@@ -10,8 +10,9 @@ import os
 import secrets
 import socket
 from contextlib import suppress
+from dataclasses import replace
 
-from recckpt.errors import CorruptCheckpointError
+from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.json_fields import COUNT_LIMIT
 from recckpt.format.moments import time_now
@@ -19,11 +20,13 @@ from recckpt.output_dir.checkpoint_dir import Manifests
 from recckpt.output_dir.claims import (
     NO_TAKEOVER,
     Claim,
+    MirrorOf,
     Takeover,
     claimed_epochs,
     encode_claim,
     encode_takeover,
     last_takeover,
+    read_claim,
 )
 from recckpt.output_dir.listing import Listing, list_checkpoints
 from recckpt.storage import Storage
@@ -33,23 +36,55 @@ log = logging.getLogger("recckpt")
 
 def claim_next(storage: Storage, known: Manifests, above: int, purpose: str) -> Claim:
     """Claim an output dir by the next number that no writer and no checkpoint has."""
-    for directory in (layout.OWN_DIR, layout.OWNER_DIR):
-        with suppress(FileExistsError):
-            storage.make_dir(directory)
+    make_owner_dirs(storage)
+    continues = _continued(storage)
     while True:
         highest = max([above, *claimed_epochs(storage), list_checkpoints(storage, known).highest_epoch])
         if highest + 1 >= COUNT_LIMIT:
             found, expected = f"a file or checkpoint of epoch {highest}", "a number that a next one can follow"
             remedy = "remove what no recckpt wrote, or give this run another output dir"
             raise CorruptCheckpointError(storage.url, layout.OWNER_DIR, found=found, expected=expected, remedy=remedy)
-        claim = Claim(highest + 1, secrets.token_hex(16), socket.gethostname(), os.getpid(), time_now(), purpose)
+        claim = replace(new_claim(highest + 1, purpose), continues=continues)
         try:
-            storage.put_if_absent(layout.claim(claim.epoch), encode_claim(claim))
+            put_claim(storage, claim)
         except FileExistsError:
             continue  # another was faster
-        for directory in (layout.OWN_DIR, ""):  # the process that made them may have died before it synced them
-            storage.sync_dir(directory)
         return claim
+
+
+def make_owner_dirs(storage: Storage) -> None:
+    """Make the directory of claims where it is missing."""
+    for directory in (layout.OWN_DIR, layout.OWNER_DIR):
+        with suppress(FileExistsError):
+            storage.make_dir(directory)
+
+
+def new_claim(epoch: int, purpose: str) -> Claim:
+    """Return a claim of this process, which nobody else can make."""
+    return Claim(epoch, secrets.token_hex(16), socket.gethostname(), os.getpid(), time_now(), purpose)
+
+
+def put_claim(storage: Storage, claim: Claim) -> None:
+    """Claim an output dir, durably; FileExistsError where another has that number."""
+    storage.put_if_absent(layout.claim(claim.epoch), encode_claim(claim))
+    for directory in (layout.OWN_DIR, ""):  # the process that made them may have died before it synced them
+        storage.sync_dir(directory)
+
+
+def _continued(storage: Storage) -> MirrorOf | None:
+    """Return the run of which the output dir is a mirror up to now, or which the run in it went on with."""
+    for epoch in reversed(claimed_epochs(storage)):
+        with suppress(OSError, CorruptCheckpointError, FormatVersionError):  # it only says where a run came from
+            last = read_claim(storage, epoch)
+            if last.mirror_of is not None:
+                log.warning(
+                    "%s is a mirror of %s, and becomes a run of its own, which goes on from there: `recckpt mirror` "
+                    "writes nothing more to it",
+                    storage.url,
+                    last.mirror_of.url,
+                )
+            return last.mirror_of or last.continues
+    return None
 
 
 def publish(storage: Storage, claim: Claim, listing: Listing) -> Takeover:

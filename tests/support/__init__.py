@@ -42,6 +42,7 @@ live_rows: What of live tables has changed, bit for bit, beside what was announc
 live_runs: A model of plain embeddings with optimizers of torch, trained at random, and copies of all that it is.
 live_torchrec: Models of TorchRec with live tables for the tests: plans, batches, and the state of all ranks in one.
 memory_store: A key-value store as ranks share it, in this process.
+mirrors: Mirrors held against what they may be: whole at each moment, and byte for byte what their runs have.
 mutations: Bytes and JSON that are almost what was written.
 other_user: Another user than root, whose rights are checked, and a directory that this one can enter.
 pages: Pages that may hold hostile names: nothing in them runs, and nothing is fetched.

@@ -1,0 +1,1 @@
+"""Copies of an output dir in another store, which follow it: mirrors."""

@@ -1,0 +1,133 @@
+import json
+
+import pytest
+from support.delta_runs import rows_of, run_with_chain
+from support.mirrors import check_whole, ids_of
+
+from recckpt.cli.keep_option import keep_policy
+from recckpt.policies.keep import All, Best, EveryNth, KeepBytes, KeptByAny, Newest, YoungerThan
+from recckpt.storage import open_storage
+
+
+@pytest.fixture
+def run(tmp_path):
+    return run_with_chain(tmp_path / "run")
+
+
+@pytest.fixture
+def to(tmp_path):
+    return tmp_path / "to"
+
+
+def test_a_pass_says_what_it_copied_and_the_next_that_nothing_is_new(recckpt, run, to):
+    answer = recckpt("mirror", run.url, to)
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.out.startswith(f"{to}: copied 3 checkpoints, ")
+    assert answer.out.endswith("; the newest is ckpt_3\n")
+    again = recckpt("mirror", run.url, to, "--max-upload-rate", "50MB", "--threads", 1)
+    assert (again.code, again.out) == (0, f"{to}: nothing is new; the newest is ckpt_3\n")
+    check_whole(to)
+    assert rows_of(open_storage(str(to)), "ckpt_3") == rows_of(run, "ckpt_3")
+
+
+def test_as_json(recckpt, run, to):
+    values = recckpt("mirror", run.url, to, "--json").json
+    assert (values["copied"], values["removed"], values["newest"]) == (["ckpt_1", "ckpt_2", "ckpt_3"], [], "ckpt_3")
+    assert (values["output_dir"], values["damaged"]) == (str(to), {})
+    assert recckpt("mirror", run.url, to, "--json").json["bytes"] == 0
+
+
+def test_damage_in_the_run_is_a_problem(recckpt, run, to, tmp_path):
+    part = next((tmp_path / "run" / "ckpt_2").glob("sparse/*.arrow"))
+    part.write_bytes(part.read_bytes()[:-1] + b"!")
+    answer = recckpt("mirror", run.url, to)
+    assert answer.code == 1
+    assert "ckpt_2 of the run is damaged, and not copied: ckpt_2/sparse/" in answer.err
+    assert answer.out.endswith("the newest is ckpt_1\n")
+
+
+def test_wrong_usage_is_told_from_a_problem(recckpt, run, to, tmp_path):
+    assert recckpt("mirror", run.url, to, "--keep", "few").code == 2
+    assert recckpt("mirror", run.url, to, "--interval", 3).code == 2
+    assert recckpt("mirror", run.url, run.url).code == 2
+    assert recckpt("mirror", tmp_path / "nothing", to).code == 1
+    assert not to.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("3", Newest(3)),
+        ("all", All()),
+        ("every=1000,2", KeptByAny(EveryNth(1000), Newest(2))),
+        ("best=auc,least=loss", KeptByAny(Best(1, "auc"), Best(1, "loss", "min"))),
+        ("days=0.5", YoungerThan(43_200)),
+        ("bytes=2 TB", KeepBytes("2 TB")),
+    ],
+)
+def test_policies_are_written_in_the_shell(text, policy):
+    made = keep_policy(text)
+    assert made.keeps == (policy.keeps if isinstance(policy, KeptByAny) else (policy,))
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "every=0", "every=", "best", "3,", "days=x", "newest=3"])
+def test_other_policies_are_refused(text):
+    with pytest.raises(ValueError, match="expected a number of the newest, all, every="):
+        keep_policy(text)
+
+
+class Followed:
+    """A `recckpt mirror --follow` that is interrupted once it has looked so many times."""
+
+    def __init__(self, monkeypatch, steps):
+        self.steps, self.n_looks = steps, 0
+        monkeypatch.setattr("recckpt.cli.mirror.sleep", self.sleep)
+
+    def sleep(self, seconds):
+        step = self.steps[self.n_looks] if self.n_looks < len(self.steps) else None
+        self.n_looks += 1
+        if step is None:
+            raise KeyboardInterrupt
+        step()
+
+
+def test_follow_goes_on_until_it_is_interrupted_and_says_what_changes(recckpt, tmp_path, to, monkeypatch):
+    followed = Followed(monkeypatch, [lambda: None, lambda: run_with_chain(tmp_path / "run"), lambda: None])
+    answer = recckpt("mirror", tmp_path / "run", to, "--follow", "--json")
+    assert answer.code == 0
+    assert [json.loads(line)["copied"] for line in answer.out.splitlines()] == [["ckpt_1", "ckpt_2", "ckpt_3"]]
+    assert answer.err.splitlines() == [f"recckpt: {tmp_path / 'run'}: does not exist; looking again every 5 s"]
+    assert followed.n_looks == 4
+    assert ids_of(to) == ["ckpt_1", "ckpt_2", "ckpt_3"]
+
+
+def test_follow_goes_on_after_an_error_of_the_storage_and_ends_where_somebody_saves_there(
+    recckpt, run, to, monkeypatch
+):
+    from recckpt.mirroring.mirror import Mirror
+
+    def fail(self):
+        raise OSError("the network is away")
+
+    def break_it():
+        monkeypatch.setattr(Mirror, "update", fail)
+
+    def mend_it(real=Mirror.update):
+        monkeypatch.setattr(Mirror, "update", real)
+
+    def take_over():
+        from recckpt.output_dir.fence import Fence
+
+        Fence(open_storage(str(to))).hold()
+
+    Followed(monkeypatch, [break_it, lambda: None, mend_it, take_over])
+    answer = recckpt("mirror", run.url, to, "--follow", "--interval", 2)
+    assert answer.code == 1
+    assert answer.err.splitlines()[0] == "recckpt: the network is away; looking again every 2 s"
+    assert "so it is no mirror any more" in answer.err.splitlines()[-1]
+
+
+def test_what_is_wrong_with_the_place_from_the_start_ends_it(recckpt, run, tmp_path):
+    other = run_with_chain(tmp_path / "other")
+    answer = recckpt("mirror", run.url, other.url, "--follow")
+    assert (answer.code, answer.out) == (1, "")
