@@ -103,7 +103,7 @@ def _epilog(name: str) -> str:
 def _add_mending(command: Command) -> None:
     """Add the commands that write something, and the one that says what a load would do."""
     salvage = command("salvage", "write the rows of a table that are whole to an Arrow file, and list what is lost")
-    salvage.add_argument("checkpoint", metavar="CKPT", help="a checkpoint; a path or URL")
+    salvage.add_argument("checkpoint", metavar="CKPT", help=f"{_ANY_CHECKPOINT}; it may be damaged")
     salvage.add_argument("table", metavar="TABLE")
     salvage.add_argument("--out", metavar="FILE.arrow", required=True, help="the file to write; must not exist")
     unverified_help = "take rows too that no checksum vouches for, where a catalog cannot be read"

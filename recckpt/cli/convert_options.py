@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 
 FORMATS = ("recis", "torchrec", "dcp", "safetensors", "torch_state", "parquet", "arrow", "csv", "npy")
-TARGETS = ("parquet", "npy", "embedding", "safetensors", "dcp", "recis")
+TARGETS = ("parquet", "npy", "csv", "embedding", "safetensors", "dcp", "recis")
 
 
 def add_import(command: Callable[[str, str], argparse.ArgumentParser]) -> None:

@@ -17,10 +17,10 @@ def diff(args: argparse.Namespace) -> CommandResult:
     try:
         comparison = compare(args.before, args.after, tolerance=args.tolerance, top=args.top)
         lines = list(lines_of(comparison))
-        if args.html is not None:
-            with new_file(args.html) as sink:
+        if args.out is not None:
+            with new_file(args.out) as sink:
                 sink.write(comparison.to_html().encode())
-            lines.append(f"wrote {one_line(args.html)}")
+            lines.append(f"wrote {one_line(args.out)}")
     except (RecckptError, OSError, ValueError) as error:
         raise CommandError(str(error), USAGE) from error
     return CommandResult(comparison.to_dict(), lines, [] if comparison.is_equal else [verdict(comparison)])

@@ -33,7 +33,7 @@ EXAMPLES = {
     ),
     "diff": (
         "recckpt diff runs/clicks/latest~1 runs/clicks/latest",
-        "recckpt diff runs/clicks/ckpt_300 runs/other/ckpt_300 --tolerance 1e-6 --html diff.html",
+        "recckpt diff runs/clicks/ckpt_300 runs/other/ckpt_300 --tolerance 1e-6 --out diff.html",
     ),
     "report": (
         "recckpt report runs/clicks                     # writes report.html",
@@ -74,5 +74,6 @@ EXAMPLES = {
     "export": (
         "recckpt export runs/clicks vectors --to npy --table item",
         "recckpt export runs/clicks changed --to parquet --since latest~1",
+        "recckpt export runs/clicks sheet --to csv --table item",
     ),
 }

@@ -19,7 +19,7 @@ def add_diff(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     tolerance_help = "values of tables and tensors that differ by no more are the same (default: %(default)s)"
     add("--tolerance", type=_tolerance, default=0.0, metavar="X", help=tolerance_help)
     add("--top", type=natural, default=10, metavar="N", help="rows to name that moved most (default: %(default)s)")
-    add("--html", metavar="FILE", help="write a page that needs nothing else to this file too; must not exist")
+    _add_page(parser, "a page of it to write too; must not exist")
 
 
 def add_report(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
@@ -27,8 +27,7 @@ def add_report(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     parser = command("report", "look at a run, and write a page: what is unhealthy, checkpoints, saves, rows of tables")
     add = parser.add_argument
     add("dir", metavar="DIR", help="output dir; a path or URL")
-    out_help = "the page to write (default: report.html, with --json none); must not exist"
-    add("--out", metavar="FILE.html", help=out_help)
+    _add_page(parser, "the page to write (default: report.html, with --json none); must not exist")
     add("--quick", dest="deep", action="store_false", help="read no rows: manifests, sizes and the timeline only")
     add("--threads", type=positive, metavar="N", help="files to read at once (default: 8, locally at most one a core)")
     _add_overdue(parser)
@@ -57,6 +56,11 @@ def add_watch(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     once_help = "look once; exit code 1 where the last save failed or the next one is overdue"
     parser.add_argument("--once", action="store_true", help=once_help)
     _add_overdue(parser)
+
+
+def _add_page(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add where the page goes, by either name in each command that writes one."""
+    parser.add_argument("--out", "--html", dest="out", metavar="FILE.html", help=f"{what}; it needs no other file")
 
 
 def _add_overdue(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 from recckpt.cli.result import CommandError, CommandResult, usage_checked
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
-from recckpt.format.manifest import Scalar
+from recckpt.format.manifest import Manifest, Scalar
+from recckpt.inspect.why_kept import SECOND_CHAIN, needed_by, second_chain
 from recckpt.output_dir.at_path import open_checkpoint
 from recckpt.output_dir.listing import Checkpoint, Listing, look_around
 from recckpt.output_dir.rotation import pinned_ids
@@ -32,11 +33,11 @@ def ls(args: argparse.Namespace) -> CommandResult:
     leftovers, pinned = _leftovers(storage, listing), pinned_ids(storage)
     if not listing.committed and not listing.damaged and not listing.unreadable:
         refuse_checkpoint(args.dir)
-    needed = _needed_by(listing)
+    needed, second = needed_by(listing), second_chain(listing)
     rows, tones, checkpoints = list[tuple[str, ...]](), dict[int, Tone](), list[dict[str, Any]]()
     for checkpoint in listing.committed:
-        marks = _marks(checkpoint, listing, pinned)
-        kept_for = needed.get(checkpoint.directory, [])
+        marks = _marks(checkpoint, listing, pinned) + ([SECOND_CHAIN] if checkpoint is second else [])
+        kept_for = [each.ckpt_id for each in needed.get(checkpoint.directory, [])]
         checkpoints.append(_data(checkpoint, marks, kept_for))
         tones |= {len(rows): tone for mark, tone in _TONES.items() if mark in marks}
         rows.append(_row(checkpoint, marks, kept_for))
@@ -55,7 +56,9 @@ def ls(args: argparse.Namespace) -> CommandResult:
         "fenced": [{"directory": name, "reason": reason} for name, reason in listing.fenced.items()],
         "leftovers": list(leftovers),
     }
-    return CommandResult(data, [Table(_HEAD, rows, _NUMBERS, tones)] if rows else [], _problems(storage, listing))
+    return CommandResult(
+        data, [Table(_HEAD, rows, _NUMBERS, tones, whole=("TIME",))] if rows else [], _problems(storage, listing)
+    )
 
 
 def _problems(storage: Storage, listing: Listing) -> list[str]:
@@ -88,15 +91,6 @@ def _unfinished(directory: str, names: Collection[str]) -> str:
     if layout.INTENT in names:
         return "a save that died, or still runs"
     return f"files that are named like ours, without {layout.INTENT}: their writer is unknown"
-
-
-def _needed_by(listing: Listing) -> dict[str, list[str]]:
-    """Return for each link the ids of the current checkpoints that are read from it too, oldest first."""
-    needed: dict[str, list[str]] = {}
-    for checkpoint in listing.current:
-        for link in checkpoint.below:
-            needed.setdefault(link.directory, []).append(checkpoint.ckpt_id)
-    return needed
 
 
 def _marks(checkpoint: Checkpoint, listing: Listing, pinned: set[str]) -> list[str]:
@@ -137,7 +131,12 @@ def _data(checkpoint: Checkpoint, marks: list[str], kept_for: list[str]) -> dict
 def _row(checkpoint: Checkpoint, marks: list[str], kept_for: list[str]) -> tuple[str, ...]:
     manifest = checkpoint.manifest
     moved = checkpoint.directory != layout.encode_id(manifest.ckpt_id)
-    notes = [*marks, *_labels(manifest.state), *_link_of(kept_for), *([f"in {checkpoint.directory}/"] if moved else [])]
+    notes = [
+        *marks,
+        *_labels(manifest.state),
+        *_link_of(manifest, kept_for),
+        *([f"in {checkpoint.directory}/"] if moved else []),
+    ]
     return (
         escaped(manifest.ckpt_id),
         "-" if manifest.step is None else str(manifest.step),
@@ -160,9 +159,11 @@ def _labels(state: Mapping[str, Scalar]) -> list[str]:
     return [f"{escaped(name)}={escaped(value[:_LABEL])}" for name, value in state.items() if isinstance(value, str)]
 
 
-def _link_of(ids: list[str]) -> list[str]:
+def _link_of(manifest: Manifest, ids: list[str]) -> list[str]:
     """Say for which others a checkpoint is kept, as its marks do."""
     if not ids:
         return []
+    if manifest.parent is None:
+        return [f"base of {plural(len(ids), 'delta')}"]
     more = f" and {len(ids) - 1} more" if len(ids) > 1 else ""
     return [f"link of {escaped(ids[-1])}{more}"]

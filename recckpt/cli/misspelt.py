@@ -25,7 +25,7 @@ def refuse_misspelt(
     if name not in commands:
         hint = nearest(name, commands) or f"; there are {', '.join(commands)}"
         parser.error(f"there is no command {name!r}{hint}")
-    known = set(_OPTION.findall(commands[name].format_usage())) | {"--help"}
+    known = set(_OPTION.findall(commands[name].format_help().partition("\nexamples:\n")[0]))
     for word in argv[place + 1 :]:
         if word == "--":
             return

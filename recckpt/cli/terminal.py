@@ -124,14 +124,15 @@ def _style(table: Table, row: int) -> str:
 
 
 def _widths(table: Table, room: int) -> list[int] | None:
-    """Return how wide each column is, None where there is no room; numbers are never broken.
+    """Return how wide each column is, None where there is no room; numbers and times are never broken.
 
     rich by itself cuts a column that has to be narrower than it may be.
     """
     widths = [max(map(width_of, column)) for column in zip(table.head, *table.rows, strict=True)]
     least = [_LEAST_WIDTH] * (len(widths) - 1) + [_LEAST_LAST_WIDTH]
     columns = zip(table.head, widths, least, strict=True)
-    spare = [0 if name in table.right else width - low for name, width, low in columns]
+    unbroken = {*table.right, *table.whole}
+    spare = [0 if name in unbroken else width - low for name, width, low in columns]
     missing = table.indent + sum(widths) + _GAP * (len(widths) - 1) - room
     for _ in range(missing):  # the widest that has something to spare gives
         widest = max(range(len(widths)), key=lambda at: (spare[at] > 0, widths[at]))

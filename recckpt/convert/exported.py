@@ -13,7 +13,7 @@ from recckpt.convert.target_files import DELETES, RECORDS, file_name
 from recckpt.errors import ConversionError
 
 FORMAT = "recckpt-export"  # part of the format
-_READ_AGAIN = ("parquet", "npy")
+_READ_AGAIN = ("parquet", "npy", "csv")
 _MAX_BYTES = 1 << 26
 
 

@@ -18,7 +18,7 @@ SOURCES = ("recis", "torchrec", "dcp", "safetensors", "torch_state", "parquet", 
 
 _OF_ROWS = frozenset({"parquet", "arrow", "csv", "npy"})
 
-TARGETS = ("parquet", "npy", "embedding", "safetensors", "dcp", "recis")
+TARGETS = ("parquet", "npy", "csv", "embedding", "safetensors", "dcp", "recis")
 
 
 def target_module(name: str) -> ModuleType:

@@ -17,6 +17,7 @@ from recckpt.storage import ABSENT, Sink, open_parent
 RECORDS = {  # the files that describe an export
     "parquet": "_recckpt.json",
     "npy": "metadata.json",
+    "csv": "metadata.json",
     "embedding": "metadata.json",
     "dcp": "recckpt.json",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +14,11 @@ from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.format.links import Link, Parent
 from recckpt.format.manifest import Manifest
+from recckpt.inspect.fuller import Fuller, fuller_one
 from recckpt.inspect.salvage_link import LinkRemains, Lost
 from recckpt.output_dir.at_path import counted_back
 from recckpt.output_dir.checkpoint_dir import read_manifest
-from recckpt.output_dir.listing import Checkpoint, look_around
+from recckpt.output_dir.listing import Checkpoint, age, look_around
 from recckpt.sparse.files.arrow_format import ids_in
 from recckpt.sparse.files.once import Int64s, NamedIds
 from recckpt.sparse.files.table_reader import table_schema
@@ -33,6 +34,13 @@ class Salvaged:
     expected: int  # rows of the table by the manifest
     unverified: int  # those of ``rows`` that nothing vouches for
     lost: tuple[Lost, ...]  # what is not there, in the order of the files, of a delta by link, the newest first
+    ckpt_id: str  # the checkpoint that was meant
+    fuller: Fuller | None  # an older checkpoint that has more rows
+
+    @property
+    def n_unverified_left(self) -> int:
+        """How many rows are there that nothing vouches for, and that were left out for that."""
+        return sum(lost.unverified for lost in self.lost)
 
 
 def salvage(path: str, table: str, out: str, *, unverified: bool = False) -> Salvaged:
@@ -46,7 +54,7 @@ def salvage(path: str, table: str, out: str, *, unverified: bool = False) -> Sal
     buckets: they may have changed since, or been deleted. That takes 8 bytes for each row of the newer links.
 
     Args:
-        path: the checkpoint; any fsspec URL.
+        path: the checkpoint, or an output dir, whose newest is meant, damaged or not; any fsspec URL.
         table: name of the table.
         out: the file to write, which must not exist; any fsspec URL.
         unverified: whether to also take rows of parts whose catalog cannot be read, which no checksum covers, and those
@@ -60,15 +68,10 @@ def salvage(path: str, table: str, out: str, *, unverified: bool = False) -> Sal
         FileExistsError: ``out`` exists.
         OSError: ``out`` cannot be written; nothing of it is left.
     """
-    storage, directory = open_parent(path)
-    manifest = read_manifest(storage, directory)
-    if manifest is None and (found := counted_back(storage, directory)):
-        directory, manifest = found.directory, found.manifest
-    if manifest is None:
-        what = open_storage(path).why_empty() or f"found no {layout.MANIFEST}"
-        raise CheckpointNotFoundError(f"{path}: {what}; name the checkpoint's own directory")
+    storage, checkpoint = _located(path)
+    manifest = checkpoint.manifest
     entry = manifest.named_table(table)
-    remains = _Remains(storage, table, _links_of(storage, Checkpoint(directory, manifest), table))
+    remains = _Remains(storage, table, _links_of(storage, checkpoint, table))
     with new_file(out) as sink, Progress(f"salvaging {escaped(table)}", entry.rows * entry.row_bytes) as progress:
         # Not a context manager: it would complete the file on an error too.
         writer = pa.ipc.new_file(pa.PythonFile(SinkFile(sink), "w"), table_schema(entry.slots))
@@ -77,7 +80,27 @@ def salvage(path: str, table: str, out: str, *, unverified: bool = False) -> Sal
             progress.add_rows(remains.n_rows)
             progress.advance(batch.num_rows * entry.row_bytes)
         writer.close()
-    return Salvaged(remains.n_rows, entry.rows, remains.n_unverified, tuple(remains.lost))
+    lost = tuple(remains.lost)
+    fuller = fuller_one(storage, checkpoint, table, remains.n_rows, lost) if lost else None
+    return Salvaged(remains.n_rows, entry.rows, remains.n_unverified, lost, manifest.ckpt_id, fuller)
+
+
+def _located(path: str) -> tuple[Storage, Checkpoint]:
+    """Return the checkpoint that a path means, though it may be damaged; of an output dir the newest."""
+    storage, directory = open_parent(path)
+    manifest = read_manifest(storage, directory)
+    if manifest is not None:
+        return storage, Checkpoint(directory, manifest)
+    inside = open_storage(path)
+    listing = look_around(inside)
+    newest = max((*listing.committed, *listing.lost), key=age, default=None)
+    if newest is not None:
+        return inside, replace(newest, below=())
+    counted = counted_back(storage, directory)
+    if counted is None:
+        what = inside.why_empty() or f"found no {layout.MANIFEST}"
+        raise CheckpointNotFoundError(f"{path}: {what}; name the checkpoint's own directory")
+    return storage, Checkpoint(counted.directory, counted.manifest)
 
 
 class _Remains:
@@ -116,7 +139,7 @@ class _Remains:
         lost = list(remains.lost())
         if n_doubtful and not unverified:
             path, reason = layout.join(link.directory, layout.SPARSE_DIR), "may have changed or gone in newer links"
-            lost.append(Lost(path, _span(self._is_doubtful), n_doubtful, reason))
+            lost.append(Lost(path, _span(self._is_doubtful), n_doubtful, reason, n_doubtful))
         self._newer.add(remains.deleted, *own)
         self._lose(lost)
 

@@ -33,6 +33,7 @@ class Lost:
     buckets: tuple[int, int]  # [begin, end); of the buckets at both ends other rows may be there
     rows: int | None  # how many are lost; None where no file says so any more, 0 of deletes
     reason: str  # what is wrong with the file, with the first of the batches where there are several
+    unverified: int = 0  # rows that are there, though nothing vouches for them
 
 
 class LinkRemains:
@@ -59,9 +60,12 @@ class LinkRemains:
                     else:
                         self._deleted += [ids_in(batch) for batch, *_ in batches]
             elif shard.buckets != (0, 0):  # or it has no rows
-                self._lost.append(Lost(self._path(shard.catalog), shard.buckets, None, problem))
+                n_there = 0 if unverified else sum(batch.num_rows for _, batch in self._unlisted(number))
+                self._lost.append(Lost(self._path(shard.catalog), shard.buckets, None, problem, n_there))
                 if unverified:
-                    yield from self._counted(self._unlisted(number), vouched=False)
+                    unlisted = self._unlisted(number)
+                    whole = (self._without_repeats(rows, file, shard.buckets) for file, rows in unlisted)
+                    yield from self._counted(whole, vouched=False)
 
     @property
     def deleted(self) -> Int64s:
@@ -142,15 +146,15 @@ class LinkRemains:
         except OSError as error:
             return f"an error: {error}"
 
-    def _unlisted(self, number: int) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a shard that no catalog describes."""
+    def _unlisted(self, number: int) -> Iterator[tuple[str, pa.RecordBatch]]:
+        """Yield the rows of a shard that no catalog describes, each batch with its file."""
         shard = self._manifest.shards[number]
         for file in self._manifest.files:
             if layout.is_part_of(file.name, shard.catalog):
                 data = self._data(file.name)
                 if not isinstance(data, str):
                     for batch in unverified_batches(data, self._entry.name, self._entry.slots, shard.buckets):
-                        yield self._without_repeats(batch, file.name, shard.buckets)
+                        yield file.name, batch
 
     def _without_repeats(self, batch: pa.RecordBatch, file: str, buckets: tuple[int, int]) -> pa.RecordBatch:
         """Drop rows whose ids an earlier shard has: it cannot be known which of the two is right."""

@@ -26,9 +26,10 @@ class Table:
     Attributes:
         head: names of the columns.
         rows: one text a column.
-        right: names of the columns to align on the right, such as numbers.
+        right: names of the columns to align on the right, such as numbers, which are never broken.
         tones: number of a row -> what it means.
         indent: spaces before each line.
+        whole: names of other columns that are never broken, such as times.
     """
 
     head: Sequence[str]
@@ -36,6 +37,7 @@ class Table:
     right: Collection[str] = ()
     tones: Mapping[int, Tone] = field(default_factory=dict)
     indent: int = 0
+    whole: Collection[str] = ()
 
     def lines(self) -> list[str]:
         """Return the table as plain text."""

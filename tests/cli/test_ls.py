@@ -91,7 +91,7 @@ def test_deltas_say_what_they_stand_on_and_links_for_whom_they_are_kept(recckpt,
     write_delta(delta, "ckpt_30", 3, [({1: (1, 1)}, [])])
     first, second, third = recckpt("ls", tmp_path).out.splitlines()[1:]
     assert " full " in first
-    assert first.endswith("  link of ckpt_30 and 1 more")
+    assert first.endswith("  base of 2 deltas")
     assert " delta on ckpt_10 " in second
     assert second.endswith("  link of ckpt_30")
     assert " delta on ckpt_20 " in third
@@ -101,9 +101,9 @@ def test_deltas_say_what_they_stand_on_and_links_for_whom_they_are_kept(recckpt,
     offer.mkdir()
     (offer / "OFFER").touch()
     base, replaced, kept, _, offered = recckpt("ls", tmp_path).out.splitlines()[1:]
-    assert base.split()[-1] == "1"
+    assert base.endswith("  second chain"), "nothing stands on it any more"
     assert replaced.endswith("  replaced by a form")
-    assert kept.endswith(f"  link of ckpt_30, in {form}/")
+    assert kept.endswith(f"  base of 1 delta, in {form}/")
     assert offered.endswith("no manifest.json: an offer that is not adopted")
     found = {each["directory"]: each for each in recckpt("ls", tmp_path, "--json").json["checkpoints"]}
     told = ("kind", "parent", "links", "kept_for", "form_of")
@@ -142,3 +142,17 @@ def test_labels_are_among_the_marks_and_the_whole_state_in_json(recckpt, tmp_pat
     assert f"newest, day=2026-11-22, why={'x' * 40}\n" in recckpt("ls", tmp_path).out
     [found] = recckpt("ls", tmp_path, "--json").json["checkpoints"]
     assert found["state"] == {"day": "2026-11-22", "auc": 0.5, "why": "x" * 99}
+
+
+def test_the_chain_that_is_kept_beside_that_of_the_newest_is_marked(recckpt, tmp_path):
+    storage = open_storage(str(tmp_path))
+    save_tables(storage, [filled("item", range(3))], ckpt_id="ckpt_10")
+    older = write_delta(counting(tmp_path)[0], "ckpt_20", 3, [({1: (1, 1)}, [])])
+    save_tables(storage, [filled("item", range(3))], ckpt_id="ckpt_30")
+    assert older.manifest["kind"] == "delta"
+    assert "second chain" not in recckpt("ls", tmp_path).out, "the newest is full: nothing else is needed"
+    write_delta(counting(tmp_path)[-1], "ckpt_40", 3, [({1: (1, 1)}, [])])
+    lines = recckpt("ls", tmp_path).out.splitlines()[1:]
+    assert [line.split("  ")[-1] for line in lines] == ["base of 1 delta", "second chain", "base of 1 delta", "newest"]
+    found = {each["id"]: each["marks"] for each in recckpt("ls", tmp_path, "--json").json["checkpoints"]}
+    assert found == {"ckpt_10": [], "ckpt_20": ["second chain"], "ckpt_30": [], "ckpt_40": ["newest"]}

@@ -17,7 +17,7 @@ def forge(tmp_path):
 def test_what_is_whole_ends_with_0(recckpt, forge, tmp_path):
     answer = recckpt("salvage", forge.directory, "user\n1", "--out", tmp_path / "u.arrow")
     assert (answer.code, answer.err) == (0, "")
-    assert answer.out == f'"user\\n1": wrote 200 of 200 rows to {tmp_path / "u.arrow"}\n'
+    assert answer.out == f'"user\\n1": wrote 200 of 200 rows of ckpt_1 to {tmp_path / "u.arrow"}\n'
     with pa.ipc.open_file(str(tmp_path / "u.arrow")) as file:
         assert file.read_all().num_rows == 200
 
@@ -58,3 +58,23 @@ def test_what_cannot_be_done_is_one_line(recckpt, forge, tmp_path):
     assert recckpt("salvage", forge.directory, "user\n1").code == 2
     assert recckpt("salvage", "nosuch://x/y", "t", "--out", "z").code == 2
     assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_an_output_dir_means_its_newest_damaged_or_not_and_an_older_one_with_more_is_named(recckpt, forge, tmp_path):
+    save_tables(open_storage(str(tmp_path / "runs")), [filled("user\n1", range(300))], ckpt_id="ckpt_2", step=2)
+    Forge(tmp_path / "runs/ckpt_2").path(Forge(tmp_path / "runs/ckpt_2").parts[0]).unlink()
+    answer = recckpt("salvage", tmp_path / "runs", "user\n1", "--out", tmp_path / "u.arrow")
+    assert answer.code == 1
+    assert "wrote 0 of 300 rows of ckpt_2 to" in answer.out
+    assert "ckpt_1: 200 rows, of files that are not damaged here; `recckpt verify` it first" in answer.out
+    answer = recckpt("salvage", tmp_path / "runs", "user\n1", "--out", tmp_path / "v.arrow", "--json").json
+    assert (answer["checkpoint"], answer["unverified_left"]) == ("ckpt_2", 0)
+    assert answer["fuller"] == {"ckpt_id": "ckpt_1", "step": None, "kind": "full", "rows": 200}
+
+
+def test_what_unverified_would_take_is_counted(recckpt, forge, tmp_path):
+    forge.path(forge.manifest["shards"][0]["catalog"]).unlink()
+    answer = recckpt("salvage", forge.directory, "user\n1", "--out", tmp_path / "u.arrow")
+    assert "--unverified: up to 200 rows that are there" in answer.out
+    answer = recckpt("salvage", forge.directory, "user\n1", "--out", tmp_path / "v.arrow", "--unverified", "--json")
+    assert (answer.json["rows"], answer.json["unverified_left"], answer.json["fuller"]) == (200, 0, None)

@@ -61,6 +61,12 @@ def test_colours_add_nothing_to_the_text(recckpt, on_terminal, runs, args):
     assert "\x1b[" in out + err
 
 
+@pytest.mark.parametrize("width", [60, 90, 110])
+def test_a_time_is_never_broken(recckpt, on_terminal, runs, width):
+    time = recckpt("ls", runs, "--json").json["checkpoints"][0]["time"]
+    assert time in _CODES.sub("", on_terminal("ls", runs, width=width)[0])
+
+
 def test_colours_mean_something(on_terminal, runs):
     out, err = on_terminal("ls", runs)
     assert re.search(r"\x1b\[31m *ckpt_20", out), "damaged is red"

@@ -1,5 +1,6 @@
 """What every target promises: what it can hold comes back bit for bit, and what it cannot is refused."""
 
+import csv
 import json
 import re
 import subprocess
@@ -78,6 +79,38 @@ def test_bfloat16_is_widened_to_float32_where_the_format_lacks_it(tmp_path, to):
     assert back.contents.tables[0].slots == (SlotSpec("embedding", dtype, (4,)),)
     exact = values.view(torch.int16).numpy() if to == "parquet" else values.float().numpy()
     assert table_bytes(tmp_path / "back", "t") == rows_bytes({"id": np.arange(9), "embedding": exact})
+
+
+def test_csv_has_a_column_for_each_value_and_comes_back_bit_for_bit(tmp_path):
+    values = np.array([[0.1, np.nan], [-3e-39, 1e38], [1 / 3, -np.float32(0)]], np.float32)
+    rows = {"id": np.array([5, -(2**63), 2**63 - 1]), "embedding": values, "count": np.array([1, 2, 3])}
+    run = checkpoint(tmp_path, rows)
+    export_checkpoint(run, tmp_path / "all", to="csv", slots=["embedding", "count"])
+    with (tmp_path / "all/t/rows.csv").open() as file:
+        lines = {int(line["id"]): line for line in csv.DictReader(file)}
+    assert list(lines[5]) == ["id", "embedding_0", "embedding_1", "count"]
+    assert (lines[5]["embedding_0"], lines[5]["embedding_1"], lines[5]["count"]) == ("0.1", "nan", "1")
+    export_checkpoint(run, tmp_path / "out", to="csv")
+    import_checkpoint(tmp_path / "out", tmp_path / "back")
+    back = {key: value for key, value in rows.items() if key != "count"}
+    assert table_bytes(tmp_path / "back", "t") == rows_bytes(back)
+
+
+def test_csv_of_an_increment_has_its_deletes_and_of_no_rows_a_header(tmp_path):
+    run_with_chain(tmp_path / "run")
+    export_checkpoint(tmp_path / "run", tmp_path / "out", to="csv", since="ckpt_1")
+    ids = [line.split(",")[0] for line in (tmp_path / "out/item/rows.csv").read_text().splitlines()[1:]]
+    assert sorted(map(int, ids)) == [5, 7, 9, 500]
+    assert (tmp_path / "out/item.deletes/rows.csv").read_text().split() == ['"id"', "8"]
+    export_checkpoint(tmp_path / "run", tmp_path / "none", to="csv", since="ckpt_3")
+    assert (tmp_path / "none/item/rows.csv").read_text() == '"id","embedding_0","embedding_1"\n'
+
+
+def test_csv_refuses_two_columns_of_one_name(tmp_path):
+    rows = {"id": np.array([5]), "embedding": np.ones((1, 2), np.float32), "embedding_1": np.ones(1, np.float32)}
+    with pytest.raises(ConversionError, match="expected a name for each"):
+        export_checkpoint(checkpoint(tmp_path, rows), tmp_path / "out", to="csv", slots=["embedding", "embedding_1"])
+    assert not (tmp_path / "out").exists()
 
 
 def test_parquet_is_what_others_read(tmp_path):

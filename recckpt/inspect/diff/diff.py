@@ -12,6 +12,7 @@ from recckpt.format.manifest import FileEntry
 from recckpt.format.reduced import descriptions_of
 from recckpt.inspect.diff.bucket_diff import slots_of
 from recckpt.inspect.diff.checkpoint_diff import CheckpointDiff
+from recckpt.inspect.diff.generators import generators_of
 from recckpt.inspect.diff.result import Side, TableDiff
 from recckpt.inspect.diff.tables import DiffOptions, compare_table
 from recckpt.inspect.diff.tensors import compare_tensors
@@ -79,7 +80,8 @@ def _compared(before: OpenChain, after: OpenChain, tolerance: float, top: int) -
         run_all(lambda pair: _check(*pair, progress.advance), files, options.threads)
         tables = tuple(_tables(before, after, options, progress.advance))
         tensors = tuple(compare_tensors(before.tensors, after.tensors, tolerance, progress.advance))
-    values = tuple(compare_values(before.manifest, after.manifest, (plain[0], plain[1])))
+    generators = generators_of(before), generators_of(after)
+    values = tuple(compare_values(before.manifest, after.manifest, (plain[0], plain[1]), generators))
     return CheckpointDiff(_side(before), _side(after), tolerance, tables, tensors, values)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from recckpt.format import layout
 from recckpt.format.manifest import FileEntry, Manifest, Scalar
@@ -14,16 +14,30 @@ _GROUPS = {layout.EXTRA: "extra", layout.MODEL: "plain value"}
 _GROUPS_OF_RANK = {"extra": "extra of ranks", "io_state": "position", "rng": "random state"}
 
 
+Generators = Mapping[str, object]  # name of a random generator -> checksum of its states
+
+
 def compare_values(
-    before: Manifest, after: Manifest, plain: tuple[Collection[str], Collection[str]]
+    before: Manifest,
+    after: Manifest,
+    plain: tuple[Collection[str], Collection[str]],
+    generators: tuple[Generators, Generators],
 ) -> Iterator[ValueDiff]:
-    """Yield what became of training state and of all that lies in ``.pt`` files; ``plain`` names plain values there."""
+    """Yield what became of training state and of all that lies in ``.pt`` files; ``plain`` names plain values there.
+
+    Random generators are compared one by one where both sides know theirs.
+    """
     state, other_state = {"step": before.step, **before.state}, {"step": after.step, **after.state}
     for name in {**state, **other_state}:
         one, other = state.get(name), other_state.get(name)
         status = _presence(name, state, other_state) or ("same" if _is_same(one, other) else "changed")
         yield ValueDiff("training state", name, status, one, other)
     names, other_names = (_names(side, values) for side, values in zip((before, after), plain, strict=True))
+    if all(generators):
+        for name in generators[0]:
+            is_same = generators[0][name] == generators[1].get(name)
+            yield ValueDiff("random state", name, "same" if is_same else "changed")
+        del names["random state"]
     for group in names:
         is_same = _checksums(before, group) == _checksums(after, group)
         yield from _in_files(group, names[group], other_names[group], is_same=is_same)

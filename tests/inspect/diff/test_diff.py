@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import shutil
 import subprocess
 import sys
@@ -137,6 +138,28 @@ def test_two_runs_that_trained_the_same_are_equal_but_for_nothing_and_a_step_mor
     assert (states["training state", "step"].before, states["training state", "step"].after) == (10, 20)
     assert states["extra", "dense_optim"].status == "unclear"
     assert states["position", "stream"].status == "changed"
+    status = {each.name: each.status for each in found.values if each.group == "random state"}
+    assert status == {"torch": "changed", "cuda": "same", "numpy": "changed", "python": "changed"}
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"), [(torch.rand, "torch"), (np.random.rand, "numpy"), (lambda n: random.gauss(0, n), "python")]
+)
+def test_the_generator_that_drew_is_named(tmp_path, draw, name):
+    saver = recckpt.Saver(torch.nn.Linear(1, 1), None, str(tmp_path), None)
+    for ckpt_id in ("a", "b"):
+        saver.save(ckpt_id)
+        draw(1)
+    found = recckpt.diff(tmp_path / "a", tmp_path / "b")
+    assert [each.name for each in found.values if each.group == "random state" and each.status != "same"] == [name]
+
+
+def test_states_of_another_form_are_compared_as_a_whole(tmp_path):
+    for name in ("a", "b"):
+        recckpt.Saver(torch.nn.Linear(1, 1), None, str(tmp_path / name), None).save("ckpt_1")
+    Forge(tmp_path / "b/ckpt_1").save("rng_0.pt", {"another": "form"})
+    found = recckpt.diff(tmp_path / "a", tmp_path / "b")
+    assert [each.name for each in found.values if each.group == "random state"] == ["all generators"]
 
 
 def test_dense_tensors_are_compared_value_by_value(tmp_path):
