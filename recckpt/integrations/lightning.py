@@ -37,11 +37,13 @@ class LightningCallback(AveragedTables):
     Args:
         output_dir: where the checkpoints go.
         save_interval: steps between them, or a policy.
-        sparse_optimizer: that of the tables, or a function that returns it, given the module.
-        saver: more arguments of :class:`recckpt.Saver`, such as ``{"max_keep": 3, "deltas": True}``.
-        manager: more arguments of :class:`recckpt.CheckpointManager`, such as ``{"async_save": True}``.
+        sparse_optimizer: that of the tables, or a function that returns it, given the module; None for the one that
+            has been made for them.
+        saver: more arguments of :class:`recckpt.Saver`, such as ``{"max_keep": 3}``; the defaults of this and the next
+            are those of :meth:`recckpt.CheckpointManager.attach`.
+        manager: more arguments of :class:`recckpt.CheckpointManager`, such as ``{"save_on_signal": ("SIGTERM",)}``.
         restore: more arguments of its ``restore()``, such as ``{"hyper_parameters": "keep"}``.
-        tables: more arguments of :func:`recckpt.live.live_tables`, ``{}`` for none; None leaves embeddings dense.
+        tables: more arguments of :func:`recckpt.live.live_tables`; None leaves embeddings dense.
 
     Attributes:
         checkpoints: the manager, from the beginning of ``fit`` on.
@@ -58,7 +60,7 @@ class LightningCallback(AveragedTables):
         saver: Mapping[str, Any] = NONE,
         manager: Mapping[str, Any] = NONE,
         restore: Mapping[str, Any] = NONE,
-        tables: Mapping[str, Any] | None = None,
+        tables: Mapping[str, Any] | None = NONE,
     ) -> None:
         self._options = RunOptions(output_dir, save_interval, sparse_optimizer, saver, manager, restore, tables)
         self._sparse_optimizer: SparseOptimizer | None = None
@@ -77,12 +79,10 @@ class LightningCallback(AveragedTables):
             _check(trainer, pl_module, optim)
         self.take_averages(trainer, pl_module)
         others = [one for one in parts_of(*trainer.optimizers) if not isinstance(one, SparseOptimizer)]
-        self.checkpoints = manager = self._options.manager_of(pl_module, optim, others)
+        optimizers = {"sparse": optim, **{f"optimizer_{number}": one for number, one in enumerate(others)}}
+        schedulers = {f"lr_scheduler_{i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)}
+        self.checkpoints = manager = self._options.manager_of(pl_module, optimizers, schedulers)
         self.register_average(manager)
-        for number, dense in enumerate(others):
-            manager.register_for_checkpointing(f"optimizer_{number}", dense)
-        for number, config in enumerate(trainer.lr_scheduler_configs):
-            manager.register_for_checkpointing(f"lr_scheduler_{number}", config.scheduler)
         for callback in trainer.callbacks:
             if callback is not self and callback.state_dict():
                 manager.register_for_checkpointing(f"callback {callback.state_key}", callback)

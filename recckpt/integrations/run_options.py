@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from recckpt.live import live_tables
 from recckpt.manager.manager import CheckpointManager
+from recckpt.manager.placement import trainers_of
 from recckpt.policies.when import When
-from recckpt.saver import Saver
 from recckpt.sparse.optim import SparseOptimizer
+from recckpt.sparse.split import state_of
 
 NONE: Mapping[str, Any] = MappingProxyType({})
 GivenOptimizer = SparseOptimizer | Callable[[Any], SparseOptimizer] | None  # or what returns it, given the model
@@ -30,17 +30,26 @@ class RunOptions:
     saver: Mapping[str, Any]
     manager: Mapping[str, Any]
     restore: Mapping[str, Any]
-    tables: Mapping[str, Any] | None = None
+    tables: Mapping[str, Any] | None
 
     def optimizer_of(self, model: nn.Module) -> SparseOptimizer | None:
-        """Return the optimizer of the tables."""
+        """Return the optimizer of the tables: the one that was given, else the one that has been made for them."""
         optimizer = self.sparse_optimizer
-        return optimizer if optimizer is None or isinstance(optimizer, SparseOptimizer) else optimizer(model)
+        if optimizer is None:
+            return next(iter(trainers_of(state_of(model)[0])), None)
+        return optimizer if isinstance(optimizer, SparseOptimizer) else optimizer(model)
 
     def manager_of(
-        self, model: nn.Module, optimizer: SparseOptimizer | None, trained_by: Iterable[Optimizer]
+        self, model: nn.Module, optimizers: Mapping[str, Optimizer | None], schedulers: Mapping[str, Any]
     ) -> CheckpointManager:
-        """Return a manager that saves a model and that optimizer, and live tables that the others train."""
-        tables = None if self.tables is None else live_tables(model, trained_by, **self.tables)
-        saver = Saver(model, optimizer, self.output_dir, tables=tables, **self.saver)
-        return CheckpointManager(saver, self.save_interval, **self.manager)
+        """Return a manager of a model and all that trains it, as :meth:`CheckpointManager.attach` makes it."""
+        return CheckpointManager.attach(
+            model,
+            {name: optimizer for name, optimizer in optimizers.items() if optimizer is not None},
+            schedulers=schedulers,
+            output_dir=self.output_dir,
+            save_interval=self.save_interval,
+            tables=self.tables,
+            **self.saver,
+            **self.manager,
+        )

@@ -70,11 +70,13 @@ class TransformersCallback(TrainerCallback):
     Args:
         output_dir: where the checkpoints go.
         save_interval: steps between them, or a policy.
-        sparse_optimizer: that of the tables, or a function that returns it, given the model.
-        saver: more arguments of :class:`recckpt.Saver`, such as ``{"max_keep": 3, "deltas": True}``.
-        manager: more arguments of :class:`recckpt.CheckpointManager`, such as ``{"async_save": True}``.
+        sparse_optimizer: that of the tables, or a function that returns it, given the model; None for the one that has
+            been made for them.
+        saver: more arguments of :class:`recckpt.Saver`, such as ``{"max_keep": 3}``; the defaults of this and the next
+            are those of :meth:`recckpt.CheckpointManager.attach`.
+        manager: more arguments of :class:`recckpt.CheckpointManager`, such as ``{"save_on_signal": ("SIGTERM",)}``.
         restore: more arguments of its ``restore()``, such as ``{"hyper_parameters": "keep"}``.
-        tables: more arguments of :func:`recckpt.live.live_tables`, ``{}`` for none; None leaves embeddings dense.
+        tables: more arguments of :func:`recckpt.live.live_tables`; None leaves embeddings dense.
 
     Attributes:
         checkpoints: the manager, from the beginning of training on.
@@ -91,7 +93,7 @@ class TransformersCallback(TrainerCallback):
         saver: Mapping[str, Any] = NONE,
         manager: Mapping[str, Any] = NONE,
         restore: Mapping[str, Any] = NONE,
-        tables: Mapping[str, Any] | None = None,
+        tables: Mapping[str, Any] | None = NONE,
     ) -> None:
         self._options = RunOptions(output_dir, save_interval, sparse_optimizer, saver, manager, restore, tables)
         self._tables: _TablesBeside | None = None
@@ -137,9 +139,8 @@ class TransformersCallback(TrainerCallback):
         sparse = self._options.optimizer_of(model)
         if sparse is not None:
             _check(optimizer, sparse)
-        self.checkpoints = manager = self._options.manager_of(model, sparse, [optimizer])
-        manager.register_for_checkpointing("optimizer", optimizer)
-        manager.register_for_checkpointing("lr_scheduler", kwargs["lr_scheduler"])
+        optimizers, schedulers = {"sparse": sparse, "optimizer": optimizer}, {"lr_scheduler": kwargs["lr_scheduler"]}
+        self.checkpoints = manager = self._options.manager_of(model, optimizers, schedulers)
         if getattr(optimizer, "scaler", None) is not None:
             manager.register_for_checkpointing("grad_scaler", optimizer.scaler)
         manager.register_for_checkpointing(_TRAINER_STATE, self._state)

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from recckpt.live.tables import NO_TABLES
-from recckpt.load.problems import first_few
 from recckpt.manager.placement import Placement
 from recckpt.parallel.ranks import this_rank
 from recckpt.policies.when import When, as_when
 from recckpt.saver import Saver
 from recckpt.sparse.split import state_of
-from recckpt.text import nearest, plural
+from recckpt.text import first_few, nearest, plural
 
 log = logging.getLogger("recckpt")
 

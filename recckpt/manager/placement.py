@@ -108,6 +108,14 @@ def place(
     return Placement(model, own, live, optimizer, objects, by_name)
 
 
+def trainers_of(tables: Mapping[str, SavableTable]) -> dict[SparseOptimizer, list[str]]:
+    """Return the optimizers of this process that the gradients of tables go to, each with the names of these."""
+    alive = [one for reference in made.valuerefs() if (one := reference()) is not None]
+    own = {name: table for name, table in tables.items() if isinstance(table, HashTable)}
+    trained = {one: [name for name, table in own.items() if one.trains(table)] for one in alive}
+    return {one: names for one, names in trained.items() if names}
+
+
 def _items(argument: str, things: OneOrMany[Any]) -> list[_Item]:
     """Return one thing, several, or several by name, with what messages call them."""
     if things is None:
@@ -160,12 +168,10 @@ def _about_tables(tables: Mapping[str, SavableTable], sparse: Sequence[_Item]) -
             f"{' and '.join(item.label for item in sparse)}: found {len(sparse)} optimizers of tables, expected one: "
             "make one with a group for each, such as SparseAdam([{'tables': [user], 'lr': 0.1}, {'tables': [item]}])"
         )
-    own = {name: table for name, table in tables.items() if isinstance(table, HashTable)}
     among = [updater(item.obj) for item in sparse]
-    for one in [other for reference in made.valuerefs() if (other := reference()) is not None]:
-        trained = ", ".join(repr(name) for name, table in own.items() if one.trains(table))
-        if trained and all(one is not other for other in among):
-            yield f"optimizers: the {type(one).__name__} that trains {trained} is not among them"
+    for one, names in trainers_of(tables).items():
+        if all(one is not other for other in among):
+            yield f"optimizers: the {type(one).__name__} that trains {', '.join(map(repr, names))} is not among them"
 
 
 def _about_parameters(model: nn.Module, dense: Sequence[_Item]) -> Iterator[str]:

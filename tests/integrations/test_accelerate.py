@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from torch import nn
+from torch.utils.data import DataLoader
 
 from recckpt import CheckpointManager, Saver
 from recckpt.sparse import HashTable, SparseAdamW
@@ -49,3 +51,46 @@ def test_a_prepared_optimizer_is_missing_once_where_it_is_not_registered_and_nev
     train(make(tmp_path / "less", registered=False), 15)
     (line,) = (record.getMessage() for record in caplog.records if "train" in record.getMessage())
     assert line.startswith("Adam trains 2 parameters of the model")
+
+
+def attached(output_dir):
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+    plain = nn.ModuleDict({"t": HashTable(4, name="t"), "top": nn.Linear(4, 1)})
+    dense = torch.optim.Adam(plain["top"].parameters(), lr=0.1)
+    made = plain, DataLoader(torch.arange(80), batch_size=4), dense, SparseAdamW([plain["t"]], lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(dense, 5)
+    model, loader, dense, sparse, schedule = accelerator.prepare(*made, schedule)
+    optimizers = [dense, sparse]
+    manager = CheckpointManager.attach(
+        model, optimizers, schedulers=schedule, loader=loader, output_dir=output_dir, save_interval=5
+    )
+    return accelerator, model, optimizers, schedule, loader, manager
+
+
+def train_attached(made, steps):
+    accelerator, model, optimizers, schedule, loader, manager = made
+    seen = []
+    with manager:
+        for ids in loader:
+            seen += ids.tolist()
+            accelerator.backward(model["top"](model["t"](ids)).square().mean())
+            for each in (*optimizers, schedule):
+                each.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            manager.step()
+            if manager.global_step == steps:
+                break
+    return seen, model["t"].eval()(torch.arange(80)), model["top"].weight, schedule.get_last_lr()
+
+
+def test_all_that_accelerate_has_prepared_is_attached_and_resumed(tmp_path):
+    seen, *whole = train_attached(attached(tmp_path / "whole"), 15)
+    begun, *_ = train_attached(attached(tmp_path / "ended"), 8)
+    again = attached(tmp_path / "ended")
+    assert again[-1].restore() == 8
+    went_on, *resumed = train_attached(again, 15)
+    assert begun + went_on == seen
+    assert all(map(torch.equal, whole[:2], resumed[:2]))
+    assert whole[2] == resumed[2]

@@ -59,9 +59,8 @@ def fit(
 ):
     torch.manual_seed(0)
     module, restore = Clicks(automatic, options.pop("lr", 0.01)), options.pop("restore", {})
-    callback = LightningCallback(
-        str(tmp_path / name), interval, sparse_optimizer=lambda module: module.sparse_optim, restore=restore
-    )
+    sparse = options.pop("sparse", lambda module: module.sparse_optim)
+    callback = LightningCallback(str(tmp_path / name), interval, sparse_optimizer=sparse, restore=restore)
     options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "max_epochs": 100, **options}
     options["default_root_dir"] = str(tmp_path / "lightning")
     quiet = {"enable_progress_bar": False, "enable_model_summary": False}
@@ -81,6 +80,15 @@ def test_a_run_that_was_ended_and_resumed_is_one_that_never_was(tmp_path, automa
     ids = torch.arange(N_IDS)
     assert torch.equal(whole.eval().table(ids), resumed.eval().table(ids))
     assert all(map(torch.equal, whole.top.parameters(), resumed.top.parameters()))
+
+
+def test_the_optimizer_that_was_made_for_the_tables_is_found_and_stepped(tmp_path):
+    whole, _ = fit(tmp_path, "whole", 20)
+    fit(tmp_path, "ended", 13, sparse=None)
+    found, trainer = fit(tmp_path, "ended", 20, sparse=None)
+    assert (trainer.global_step, found.sparse_optim.state_dict()) == (20, whole.sparse_optim.state_dict())
+    ids = torch.arange(N_IDS)
+    assert torch.equal(whole.eval().table(ids), found.eval().table(ids))
 
 
 @pytest.mark.parametrize(("hyper_parameters", "lr"), [("load", 0.01), ("keep", 0.04)])
@@ -148,7 +156,7 @@ def test_the_example_goes_on_where_it_was(tmp_path):
 @pytest.mark.parametrize("automatic", [True, False])
 def test_nothing_that_trains_is_said_to_be_missing(tmp_path, caplog, automatic):
     fit(tmp_path, "run", 10, automatic=automatic)
-    (manifest,) = (tmp_path / "run").glob("ckpt_*/manifest.json")
+    manifest = tmp_path / "run/ckpt_10/manifest.json"
     assert not [record for record in caplog.records if "trains" in record.getMessage()]
     assert json.loads(manifest.read_text())["training"] == {"optimizers": {"optimizer_0": ["Adam"]}}
 

@@ -11,10 +11,9 @@ from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from recckpt import CheckpointManager, CheckpointReader, Saver
+from recckpt import CheckpointManager, CheckpointReader
 from recckpt.integrations.lightning import LightningCallback
 from recckpt.integrations.transformers import TransformersCallback
-from recckpt.live import live_tables
 
 N_IDS = 50
 
@@ -102,10 +101,11 @@ def prepared(output_dir):
     torch.manual_seed(0)
     accelerator, plain = Accelerator(cpu=True), Clicks()
     model, optimizer = accelerator.prepare(plain, torch.optim.Adagrad(plain.parameters(), lr=0.1))
-    plain = accelerator.unwrap_model(model)
-    saver = Saver(plain, output_dir=str(output_dir), tables=live_tables(plain, optimizer, min_rows=10), deltas=True)
-    saver.register_for_checkpointing("optim", optimizer)
-    return accelerator, model, optimizer, CheckpointManager(saver, 5, async_save=True)
+    manager = CheckpointManager.attach(
+        model, optimizer, output_dir=output_dir, save_interval=5, tables={"min_rows": 10}
+    )
+    assert "users" in manager.saver._live.live_tables
+    return accelerator, model, optimizer, manager
 
 
 def loop(made, steps):

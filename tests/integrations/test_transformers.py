@@ -52,13 +52,14 @@ class Killed(TrainerCallback):
         return control
 
 
-def fit(tmp_path, name, *, killed=0, resume=True, restore=None, lr=0.001, **options):
+def fit(tmp_path, name, *, killed=0, resume=True, restore=None, lr=0.001, is_given=True, **options):
     torch.manual_seed(0)
     model = Model()
     given = {"max_steps": 40, "save_strategy": "no", "logging_steps": 10, "per_device_train_batch_size": 4, **options}
     args = TrainingArguments(str(tmp_path / "hf"), report_to=[], disable_tqdm=True, use_cpu=True, **given)
     sparse = SparseAdamW([model.table], lr=lr)
-    callback = TransformersCallback(str(tmp_path / name), 5, sparse_optimizer=sparse, restore=restore or {})
+    given = sparse if is_given else None
+    callback = TransformersCallback(str(tmp_path / name), 5, sparse_optimizer=given, restore=restore or {})
     callbacks = [callback, Killed(killed)] if killed else [callback]
     trainer = Trainer(model, args, train_dataset=Clicks(), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=callback.resume_point(trainer) if resume else None)
@@ -79,6 +80,15 @@ def test_a_run_that_was_ended_and_resumed_is_one_that_never_was(tmp_path, monkey
     assert not list(tmp_path.glob("recckpt-resume-*")), "the point that was resumed from is left"
     losses = [[line.get("loss") for line in trainer.state.log_history] for trainer in (whole, resumed)]
     assert losses[0][-2] == pytest.approx(losses[1][-2])
+
+
+def test_the_optimizer_that_was_made_for_the_tables_is_found_and_stepped(tmp_path):
+    whole = fit(tmp_path, "whole", max_steps=10)
+    fit(tmp_path, "ended", max_steps=10, killed=7, is_given=False)
+    found = fit(tmp_path, "ended", max_steps=10, is_given=False)
+    assert found.sparse.state_dict() == whole.sparse.state_dict()
+    ids = torch.arange(N_IDS)
+    assert torch.equal(whole.model.eval().table(ids), found.model.eval().table(ids))
 
 
 @pytest.mark.parametrize(("hyper_parameters", "lr"), [("load", 0.001), ("keep", 0.004)])
@@ -111,6 +121,6 @@ def test_checkpoints_of_the_trainer_which_would_lose_rows_are_refused(tmp_path):
 
 def test_nothing_that_trains_is_said_to_be_missing(tmp_path, caplog):
     fit(tmp_path, "run", max_steps=10)
-    (manifest,) = (tmp_path / "run").glob("ckpt_*/manifest.json")
+    manifest = tmp_path / "run/ckpt_10/manifest.json"
     assert not [record for record in caplog.records if "trains" in record.getMessage()]
     assert json.loads(manifest.read_text())["training"] == {"optimizers": {"optimizer": ["AdamW", "Adam"]}}
