@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from recckpt.forgetting.forget import forget
     from recckpt.inspect.diff.diff import diff
     from recckpt.inspect.find import find_checkpoint, is_checkpoint, list_checkpoints
+    from recckpt.inspect.follow import follow
     from recckpt.inspect.over_time.first import first
     from recckpt.inspect.over_time.history import history
     from recckpt.inspect.reader import CheckpointReader, dataset
@@ -39,6 +40,7 @@ _HOMES = {
     "load_into": "load.load_into",
     "list_checkpoints": "inspect.find",
     "find_checkpoint": "inspect.find",
+    "follow": "inspect.follow",
     "is_checkpoint": "inspect.find",
     "split_sparse_dense_state_dict": "sparse.split",
     "filter_out_sparse_param": "sparse.split",
@@ -65,6 +67,7 @@ __all__ = [
     "dataset",
     "list_checkpoints",
     "find_checkpoint",
+    "follow",
     "is_checkpoint",
     "split_sparse_dense_state_dict",
     "filter_out_sparse_param",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import threading
 from collections.abc import Collection, Iterable, Iterator
@@ -88,7 +87,7 @@ class CheckpointReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"path must be a path or URL of a checkpoint or output dir, found {path!r}")
-        self._path = absolute(str(path))
+        self._path = absolute(os.fspath(path))
         self._moving = threading.Lock()
         self._now = first_whole(self._located, lambda located: OpenChain.open(*located))
 
@@ -98,6 +97,9 @@ class CheckpointReader:
 
     def _repr_html_(self) -> str:
         return at_a_glance.body_of(self._now)
+
+    def __fspath__(self) -> str:
+        return self.path
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -131,10 +133,17 @@ class CheckpointReader:
 
         For an answer that takes several look-ups, all of one checkpoint. Costs nothing, and need not be closed.
         """
-        twin = copy.copy(self)
-        at = twin._now
-        twin._path = at.storage.url_of(at.checkpoint.directory)
-        return twin
+        return reader_of(self._now)
+
+    @property
+    def path(self) -> str:
+        """The checkpoint's own path or URL; the reader goes wherever a path does, such as to :func:`recckpt.diff`."""
+        return self._now.storage.url_of(self._now.checkpoint.directory)
+
+    @property
+    def chain(self) -> OpenChain:
+        """The open files, which :func:`recckpt.load_into` loads from though the checkpoint is removed meanwhile."""
+        return self._now.open_all()
 
     @property
     def manifest(self) -> Manifest:
@@ -197,7 +206,7 @@ class CheckpointReader:
         """
         if not isinstance(slot, str):
             raise TypeError(f"slot must be the name of one slot, found {slot!r}; read several by table(name, columns)")
-        now = self._chain
+        now = self.chain
         found = {spec.name: spec for spec in now.manifest.named_table(name).slots}
         if slot not in found:
             raise KeyError(f"table {name!r} has no slot {slot!r}; it has {[*found]}{nearest(slot, found)}")
@@ -216,18 +225,18 @@ class CheckpointReader:
 
     def tensor_names(self) -> list[str]:
         """Return the names of the dense tensors."""
-        return list(self._chain.tensors.model)
+        return list(self.chain.tensors.model)
 
     def tensor_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a dense tensor, or of a slot of all rows of a table, named ``table@slot``."""
         if (of_table := self._slot(name)) is not None:
             return (of_table[0].rows, *of_table[1].shape)
-        return self._chain.tensors.named(name).shape
+        return self.chain.tensors.named(name).shape
 
     def tensor_dtype(self, name: str) -> str:
         """Return the dtype of a dense tensor or of ``table@slot``, such as ``float32``."""
         of_table = self._slot(name)
-        return of_table[1].dtype if of_table is not None else self._chain.tensors.named(name).dtype
+        return of_table[1].dtype if of_table is not None else self.chain.tensors.named(name).dtype
 
     def read_tensor(self, name: str) -> npt.NDArray[Any]:
         """Return a dense tensor, whole, as a numpy array; bfloat16 comes as uint16 bit patterns.
@@ -242,12 +251,12 @@ class CheckpointReader:
             CorruptCheckpointError: its bytes are not those that were saved.
         """
         if (of_table := self._slot(name)) is not None:
-            return whole_slot(self._chain, *of_table)
-        dense = self._chain.tensors
+            return whole_slot(self.chain, *of_table)
+        dense = self.chain.tensors
         return dense.read(dense.named(name))
 
     def _slot(self, name: str) -> tuple[TableEntry, SlotSpec] | None:
-        return None if name in self._chain.tensors.model else slot_named(name, self.manifest)
+        return None if name in self.chain.tensors.model else slot_named(name, self.manifest)
 
     def _table(
         self, name: str, columns: Collection[str] | None, ids: npt.NDArray[np.int64] | None = None
@@ -258,12 +267,14 @@ class CheckpointReader:
         for column in columns or ():
             if column not in (*slots, ID):
                 raise KeyError(f"table {name!r} has no slot {column!r}; it has {slots}{nearest(column, slots)}")
-        return self._chain.table(name, [slot for slot in slots if columns is None or slot in columns], ids)
-
-    @property
-    def _chain(self) -> OpenChain:
-        """The checkpoint, whose files are opened anew after :meth:`close`."""
-        return self._now.open_all()
+        return self.chain.table(name, [slot for slot in slots if columns is None or slot in columns], ids)
 
     def _located(self) -> tuple[Storage, Checkpoint]:
         return locate_path(self._path)
+
+
+def reader_of(chain: OpenChain) -> CheckpointReader:
+    """Return a reader that stays at a checkpoint which is open."""
+    reader = CheckpointReader.__new__(CheckpointReader)
+    reader._path, reader._moving, reader._now = chain.storage.url_of(chain.directory), threading.Lock(), chain
+    return reader

@@ -1,0 +1,177 @@
+"""The checkpoints of a run as they come, for a process beside it, such as one that evaluates them (no torch here)."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from operator import index
+from time import monotonic, sleep
+
+from recckpt.checkpoint.chain import OpenChain
+from recckpt.errors import CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError, FormatVersionError
+from recckpt.format.manifest import Manifest
+from recckpt.inspect.find import Place, is_checkpoint
+from recckpt.inspect.reader import CheckpointReader, reader_of
+from recckpt.output_dir.checkpoint_dir import Manifests
+from recckpt.output_dir.listing import Checkpoint, look_around
+from recckpt.output_dir.why_nothing import why_nothing
+from recckpt.storage import Storage, absolute, open_storage
+from recckpt.types import flag, positive_number
+
+log = logging.getLogger("recckpt")
+
+
+def follow(
+    run: Place,
+    *,
+    timeout_sec: float | None = None,
+    every_sec: float = 1.0,
+    after: int | None = None,
+    newest: bool = False,
+    ephemeral: bool = False,
+) -> Iterator[CheckpointReader]:
+    """Yield each committed checkpoint of a run once, in order of commit, and wait for more. Needs no torch.
+
+    Those that are there come first. What rotation removes before its turn is left out; a step that is saved again comes
+    again; a compacted form does not. A store that fails is asked again, and the log says so once. Files are open, on a
+    local file system to their end though rotation removes the checkpoint meanwhile, and go wherever a path does:
+    :func:`recckpt.load_into`, :meth:`recckpt.Standby.load`, :func:`recckpt.diff`. It writes nothing.
+
+    Args:
+        run: an output dir, which need not be there yet; any fsspec URL.
+        timeout_sec: ends when no checkpoint has come for so long, 0 after those that are there; None: never.
+        every_sec: how long to wait between two looks.
+        after: passes over what is there of steps up to this one, such as the last that was evaluated.
+        newest: passes over all but the newest where several wait, as where the caller is slower than the run.
+        ephemeral: whether ephemeral checkpoints come, too.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid; here and now.
+        CheckpointNotFoundError: ``run`` is a checkpoint itself; here and now.
+        FormatVersionError: a newer recckpt writes there.
+    """
+    if not isinstance(run, str | os.PathLike):
+        raise TypeError(f"run must be a path or URL of an output dir, found {run!r:.200}")
+    every_sec = positive_number("every_sec", every_sec)
+    if timeout_sec is not None and timeout_sec != 0:
+        positive_number("timeout_sec", timeout_sec)
+    skipped_to = -1 if after is None else index(after)
+    follower = Follower(
+        open_storage(absolute(os.fspath(run))),
+        after=skipped_to,
+        only_newest=flag("newest", newest),
+        with_ephemeral=flag("ephemeral", ephemeral),
+    )
+    if _is_checkpoint(run):
+        what = "is a checkpoint itself, expected an output dir; name its parent"
+        raise CheckpointNotFoundError(f"{os.fspath(run)}: {what}")
+    return _each(follower, every_sec, math.inf if timeout_sec is None else timeout_sec)
+
+
+def _each(follower: Follower, every_sec: float, timeout_sec: float) -> Iterator[CheckpointReader]:
+    begin = monotonic()
+    while True:
+        checkpoint = follower.look()
+        if checkpoint is not None:
+            yield checkpoint
+            begin = monotonic()  # the time of the caller does not count
+            continue
+        seconds_left = begin + timeout_sec - monotonic()
+        if seconds_left <= 0:
+            follower.log_if_empty()
+            return
+        sleep(min(every_sec, seconds_left))
+
+
+def _is_checkpoint(run: Place) -> bool:
+    with suppress(OSError):  # of a store that is away
+        return is_checkpoint(run)
+    return False
+
+
+class Follower:
+    """Finds the checkpoints of an output dir that it has not returned yet. Not thread-safe.
+
+    Args:
+        storage: the output dir.
+        after: what the first look finds of steps up to this one is passed over.
+        only_newest: passes over all but the newest of what a look finds.
+        with_ephemeral: whether ephemeral checkpoints count.
+    """
+
+    def __init__(self, storage: Storage, *, after: int, only_newest: bool, with_ephemeral: bool) -> None:
+        self._storage, self._known = storage, Manifests()
+        self._after, self._only_newest, self._with_ephemeral = after, only_newest, with_ephemeral
+        self._saves, self._places = set[str](), set[tuple[int, int]]()  # of those that were returned or passed over
+        self._damaged = set[str]()  # directories that the log has named
+        self._last: OpenChain | None = None
+        self._is_away = False
+
+    def look(self) -> CheckpointReader | None:
+        """Return the oldest checkpoint that is new, open; None where there is none, or the store is away.
+
+        Raises:
+            FormatVersionError: a newer recckpt wrote one.
+        """
+        try:
+            checkpoints = self._new()
+            self._is_away = False
+            return next(filter(None, map(self._opened, checkpoints)), None)
+        except OSError as error:
+            if not self._is_away:
+                log.warning("%s cannot be read, and is looked at again and again: %s", self._storage.url, error)
+            self._is_away = True
+            return None
+
+    def log_if_empty(self) -> None:
+        """Say why nothing has come at all, if so: the path may be mistyped."""
+        if not self._saves:
+            with suppress(OSError):
+                log.warning("%s: nothing came: %s", self._storage.url, why_nothing(self._storage))
+
+    def _new(self) -> list[Checkpoint]:
+        listing = look_around(self._storage, self._known)
+        for directory, error in listing.damaged.items():
+            if isinstance(error, FormatVersionError):
+                raise error
+            self._log_damage(directory, error)
+        current = [each for each in listing.current if self._with_ephemeral or not each.manifest.ephemeral]
+        new = [each for each in current if not self._is_seen(each.manifest)]
+        waiting = [each for each in new if each.manifest.step is None or each.manifest.step > self._after]
+        chosen = waiting[-1:] if self._only_newest else waiting
+        for each in new:
+            if not any(each is one for one in chosen):
+                self._note(each.manifest)
+        self._after = -1
+        return chosen
+
+    def _opened(self, checkpoint: Checkpoint) -> CheckpointReader | None:
+        """Open a checkpoint, with the links that the one before has open; None where it is gone, or damaged."""
+        try:
+            chain = OpenChain.open(self._storage, checkpoint, self._last)
+        except (CheckpointRemovedError, CheckpointNotFoundError) as error:
+            log.info("%s: %s went before its turn: %s", self._storage.url, checkpoint.ckpt_id, error)
+            return None
+        except CorruptCheckpointError as error:
+            self._log_damage(checkpoint.directory, error)
+            return None
+        self._note(checkpoint.manifest)
+        self._last = chain
+        return reader_of(chain)
+
+    def _log_damage(self, directory: str, error: CorruptCheckpointError) -> None:
+        if directory not in self._damaged:
+            log.error("%s is damaged and passed over: %s", self._storage.url_of(directory), error)
+        self._damaged.add(directory)
+
+    def _is_seen(self, record: Manifest) -> bool:
+        """Say whether a checkpoint, or what it is a form or a revision of, was returned or passed over."""
+        is_revised = record.revision_of is not None and record.place in self._places
+        return record.origin in self._saves or is_revised
+
+    def _note(self, record: Manifest) -> None:
+        self._saves.add(record.origin)
+        self._places.add(record.place)
