@@ -59,7 +59,7 @@ def follow(
     if timeout_sec is not None and timeout_sec != 0:
         positive_number("timeout_sec", timeout_sec)
     skipped_to = -1 if after is None else index(after)
-    follower = Follower(
+    follower = RunFollower(
         open_storage(absolute(os.fspath(run))),
         after=skipped_to,
         only_newest=flag("newest", newest),
@@ -71,7 +71,7 @@ def follow(
     return _each(follower, every_sec, math.inf if timeout_sec is None else timeout_sec)
 
 
-def _each(follower: Follower, every_sec: float, timeout_sec: float) -> Iterator[CheckpointReader]:
+def _each(follower: RunFollower, every_sec: float, timeout_sec: float) -> Iterator[CheckpointReader]:
     begin = monotonic()
     while True:
         checkpoint = follower.look()
@@ -92,7 +92,7 @@ def _is_checkpoint(run: Place) -> bool:
     return False
 
 
-class Follower:
+class RunFollower:
     """Finds the checkpoints of an output dir that it has not returned yet. Not thread-safe.
 
     Args:
