@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,12 +20,19 @@ class DTensorEmbedding(TorchEmbedding):
     """The rows of an embedding that this rank has, as a part of them, a copy, or a copy of a part.
 
     Args:
-        name, module, optimizer, rule: as of TorchEmbedding.
+        name, module, optimizer, rule, tied: as of TorchEmbedding.
     """
 
-    def __init__(self, name: str, module: Any, optimizer: Optimizer | None, rule: TorchRule | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: Any,
+        optimizer: Optimizer | None,
+        rule: TorchRule | None,
+        tied: Sequence[nn.Module] = (),
+    ) -> None:
         self._weight: Tensor = module.weight
-        super().__init__(name, module, optimizer, rule)
+        super().__init__(name, module, optimizer, rule, tied)
 
     @property
     def weight(self) -> Tensor:

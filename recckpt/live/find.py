@@ -100,6 +100,10 @@ def _torch_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator
     keys: dict[int, tuple[str, ...]] = {}
     for key, parameter in parameters_of(model):
         keys[id(parameter)] = (*keys.get(id(parameter), ()), key)
+    owners: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(module)
     of_collections = {id(table) for one in model.modules() if is_collection(one) for table in one.modules()}
     collisions = {id(module): collision for module, collision in collisions_of(model)}
     wrappers, paths = wrappers_in(model), set[str]()
@@ -110,7 +114,8 @@ def _torch_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator
             name = path.rpartition(".")[2] if id(module) in of_collections else path
             if path not in paths:
                 paths.add(path)
-                make = partial(_torch_table, path, module, own, optimizers)
+                tied = [other for other in owners.get(id(module.weight), ()) if other is not module]
+                make = partial(_torch_table, path, module, tied, own, optimizers)
                 if id(module) in collisions:
                     make = partial(_colliding_table, make, collisions[id(module)], wrappers)
                 yield Candidate(path, name, len(module.weight), make)
@@ -119,6 +124,7 @@ def _torch_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator
 def _torch_table(
     path: str,
     module: nn.Embedding | nn.EmbeddingBag,
+    tied: Sequence[nn.Module],
     keys: tuple[str, ...],
     optimizers: Sequence[Optimizer],
     name: str,
@@ -141,7 +147,7 @@ def _torch_table(
     if is_spread and module.max_norm is not None:
         raise LiveTableError("its max_norm writes in forward passes, which is not known of a DTensor")
     optimizer, rule = trainer_of(weight, optimizers)
-    live = (DTensorEmbedding if is_spread else TorchEmbedding)(name, module, optimizer, rule)
+    live = (DTensorEmbedding if is_spread else TorchEmbedding)(name, module, optimizer, rule, tied)
     why = live.reason if optimizer is not None else "no optimizer trains it: whoever writes it is not seen"
     marks = FINGERPRINTS if why else "gradient"
     kind = kind_of(module, weight) if is_spread else type(module).__name__

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from recckpt.live.devices import is_capturing
 from recckpt.live.hooks import WeakDoor
@@ -46,22 +47,24 @@ class TorchAnnouncer:
         self._reference, self._door = None if table is None else weakref.ref(table), door or WeakDoor()
         self.guard = WriteGuard(self._tensors, self._door.replaced)
 
-    def install(self, module: Any, optimizer: Optimizer | None) -> Callable[[], object]:
-        """Hook a module and the optimizer that trains it; return what removes the hooks."""
-        handles = [
-            module.register_load_state_dict_pre_hook(self.before_load),
-            module.register_load_state_dict_post_hook(self.after_write),
-        ]
+    def install(self, modules: Iterable[Any], optimizer: Optimizer | None) -> Callable[[], object]:
+        """Hook the modules that have the weight, and the optimizer that trains it; return what removes the hooks."""
+        handles: list[RemovableHandle] = []
         if optimizer is not None:
             handles += [
                 optimizer.register_step_pre_hook(self.before_step),
                 optimizer.register_step_post_hook(self.after_write),
             ]
-        if getattr(module, "max_norm", None) is not None:
+        for module in modules:
             handles += [
-                module.register_forward_pre_hook(self.before_forward, with_kwargs=True),
-                module.register_forward_hook(self.after_write, always_call=True),
+                module.register_load_state_dict_pre_hook(self.before_load),
+                module.register_load_state_dict_post_hook(self.after_write),
             ]
+            if getattr(module, "max_norm", None) is not None:
+                handles += [
+                    module.register_forward_pre_hook(self.before_forward, with_kwargs=True),
+                    module.register_forward_hook(self.after_write, always_call=True),
+                ]
         return lambda: [handle.remove() for handle in handles]
 
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

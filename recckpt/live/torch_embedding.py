@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,10 +26,19 @@ class TorchEmbedding:
         module: whose ``weight`` it is.
         optimizer: that trains it; None where the weight is frozen.
         rule: of the optimizer.
+        tied: other modules that have the same weight.
     """
 
-    def __init__(self, name: str, module: nn.Module, optimizer: Optimizer | None, rule: TorchRule | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        optimizer: Optimizer | None,
+        rule: TorchRule | None,
+        tied: Sequence[nn.Module] = (),
+    ) -> None:
         self._module: Any = module
+        self._tied = tied
         self._optimizer, self._rule = optimizer, rule
         self.name, self.n_rows = name, len(self.weight)
         self._rank, self._n_ranks = rank_and_size()
@@ -96,7 +105,7 @@ class TorchEmbedding:
     def attach(self, door: Door) -> Callable[[], object]:
         """Announce what a step, a load, and in forward passes ``max_norm`` are about to change."""
         self._announcer = TorchAnnouncer(self, WeakDoor(door))
-        return self._announcer.install(self._module, self._optimizer)
+        return self._announcer.install((self._module, *self._tied), self._optimizer)
 
     def scalars(self) -> Mapping[str, int | float]:
         """Return the steps of the optimizer."""

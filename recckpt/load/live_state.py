@@ -31,7 +31,7 @@ from recckpt.load.source import LocatedCheckpoint
 from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.sparse.files.table_rows import source_of
 from recckpt.sparse.files.table_target import LoadTarget, target_of
-from recckpt.sparse.split import state_of
+from recckpt.sparse.split import parameters_of, state_of
 from recckpt.types import EMBEDDING, SavableTable, SlotSpec
 
 
@@ -106,7 +106,8 @@ class LiveState:
                 continue
             for slot in (SlotSpec(ID, "int64", ()), *source_of(table).slots):
                 things[slot_name(name, slot.name)] = Thing(slot.dtype, slot.shape)
-        things |= {Name("dense", name): _thing(value) for name, value in self.dense.items()}
+        tied = _tied(self.model)
+        things |= {Name("dense", name): _thing(value, tied.get(name, ())) for name, value in self.dense.items()}
         things |= {Name("extra", name): Thing(PLAIN) for name in self.extra if name not in self.optimizers}
         for name, optimizer in self.optimizers.items():
             things[Name("dense_opt", name)] = Thing(PLAIN, lineage=lineage_of(optimizer.optimizer))
@@ -152,11 +153,20 @@ def _live_slots(table: AttachedTable, tied: tuple[str, ...]) -> dict[Name, Thing
     return things
 
 
-def _thing(value: Any) -> Thing:
+def _thing(value: Any, tied: tuple[str, ...]) -> Thing:
     if not isinstance(value, torch.Tensor):
         return Thing(PLAIN)
     n_bytes = math.prod(value.shape) * value.dtype.itemsize
-    return Thing(str(value.dtype).removeprefix("torch."), tuple(value.shape), 0, n_bytes)
+    return Thing(str(value.dtype).removeprefix("torch."), tuple(value.shape), 0, n_bytes, tied)
+
+
+def _tied(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return the names of the parameters that have several, each with the others."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in parameters_of(model):
+        names.setdefault(id(parameter), []).append(name)
+    several = [some for some in names.values() if len(some) > 1]
+    return {name: tuple(other for other in some if other != name) for some in several for name in some}
 
 
 def check_live(

@@ -130,7 +130,7 @@ class Match:
         return "", ""
 
     def is_trained_alike(self, table: str) -> bool:
-        """Say whether an optimizer there has kept of the rows of a table what that of the model keeps."""
+        """Say whether an optimizer there has kept of the rows of a table what that of the model keeps, if anything."""
         name = slot_name(table, ID)
         there = self.there.get(name, name)
         thing = self.offer.inventory.get(there)
@@ -139,7 +139,7 @@ class Match:
         live, saved = (_slots(inventory, one) for inventory, one in ((self.model, name), (self.offer.inventory, there)))
         if (reduced := self.offer.reduced.get(there.table)) is not None:
             saved |= set(filter(is_optimizer_slot, reduced.slots))
-        return bool(live) and live == saved
+        return live == saved
 
     def called(self, source: Name) -> str:
         """Return the table where all of it is missing, else the name itself."""

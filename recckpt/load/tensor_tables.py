@@ -60,7 +60,7 @@ def with_tables_as_tensors(model: Inventory, offer: LoadCandidate) -> LoadCandid
         table = _table_of(name, thing, model, offer)
         if table is not None:
             as_tensor = _as_tensor(name, table, model, offer)
-            gone[table] = any(one.parameter for one in as_tensor)
+            gone[table] = gone.get(table, False) or any(one.parameter for one in as_tensor)  # a tied one comes twice
             there |= as_tensor
     kept = {
         name: thing
@@ -82,12 +82,12 @@ def _table_of(name: Name, thing: Thing, model: Inventory, offer: LoadCandidate) 
     if name.group != "dense" or thing.dtype == PLAIN or len(thing.shape) < 2:
         return None
     try:
-        text = offer.entry.renames.source(name)
+        texts = [offer.entry.renames.source(Name("dense", one)) for one in (name.text, *thing.tied)]
     except ValueError:
         return None
-    if Name("dense", text) in offer.inventory:
+    if Name("dense", texts[0]) in offer.inventory:
         return None
-    for table in tables_of_tensor(text):
+    for table in (table for text in texts for table in tables_of_tensor(text)):
         rows = offer.inventory.get(slot_name(table, EMBEDDING), Thing())
         if rows.rows == thing.shape[0] and not rows.tensor and slot_name(table, ID) not in model:
             return table

@@ -9,7 +9,7 @@ from torch import nn, optim
 
 from recckpt import CheckpointManager, Deltas, Saver
 from recckpt.live import live_tables
-from recckpt.sparse import HashTable, SparseAdagrad
+from recckpt.sparse import HashTable, SparseAdagrad, SparseSGD
 
 
 @pytest.mark.parametrize("rule", OPTIMIZERS)
@@ -216,16 +216,13 @@ def test_a_run_that_keeps_its_settings_takes_no_state_for_those_of_the_checkpoin
     assert_same(other.state()["model"], run.state()["model"])
 
 
-def test_a_live_table_that_is_new_leaves_the_settings_of_ours_to_the_checkpoint(tmp_path):
-    def made():
-        model = nn.ModuleDict({"ours": HashTable(DIM, name="ours"), "theirs": nn.Embedding(20, DIM)})
-        optimizers = SparseAdagrad([model["ours"]], lr=0.1), optim.Adam(model["theirs"].parameters(), lr=0.1)
-        tables = live_tables(model, optimizers[1], min_rows=1)
-        return optimizers, Saver(model, optimizers[0], str(tmp_path), tables=tables)
-
+@pytest.mark.parametrize("of_ours", [SparseAdagrad, SparseSGD])
+def test_a_live_table_that_is_new_leaves_the_settings_of_ours_to_the_checkpoint(tmp_path, of_ours):
     model = nn.ModuleDict({"ours": HashTable(DIM, name="ours")})
-    Saver(model, SparseAdagrad([model["ours"]], lr=0.7), str(tmp_path)).save("a")
-    optimizers, saver = made()
+    Saver(model, of_ours([model["ours"]], lr=0.7), str(tmp_path)).save("a")
+    model["theirs"] = nn.Embedding(20, DIM)
+    optimizers = of_ours([model["ours"]], lr=0.1), optim.Adam(model["theirs"].parameters(), lr=0.1)
+    saver = Saver(model, optimizers[0], str(tmp_path), tables=live_tables(model, optimizers[1], min_rows=1))
     saver.load(load_conf={"exclude": ["theirs"]})
     assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [0.7, 0.1]
 

@@ -276,6 +276,26 @@ def test_a_save_goes_on_with_the_rows_of_its_moment_while_other_tensors_take_the
     assert read_rows(run, "open") == rows
 
 
+@pytest.mark.parametrize("how", ["load", "max_norm"])
+def test_what_other_modules_write_to_a_tied_weight_is_announced(tmp_path, how):
+    run = Run(tmp_path)
+    run.model = nn.ModuleDict({"one": nn.Embedding(N_ROWS, DIM), "other": nn.Embedding(N_ROWS, DIM, max_norm=0.1)})
+    run.model["other"].weight = run.model["one"].weight
+    run.row_optim = optim.SGD(run.model.parameters(), lr=0.1)
+    run.tables = live_tables(run.model, run.row_optim, min_rows=1)
+    run.saver = run.new_saver(tmp_path, deltas=True, max_keep=None)
+    run.saver.save("base", step=0)
+    for moment in range(3):
+        rows, handle = run.rows(), run.saver.save_async(f"open {moment}", step=0)
+        if how == "load":
+            run.model.load_state_dict({name: value + 1 for name, value in run.model.state_dict().items()})
+        else:
+            run.model["other"](torch.tensor([moment]))
+        handle.wait()
+        assert read_rows(run, f"open {moment}") == rows != run.rows()
+    assert save(run) == (("full", {"one": None}) if how == "load" else ("delta", {"one": (1, False)}))
+
+
 def test_a_new_weight_that_the_optimizer_does_not_train_is_refused_by_name(run):
     run.model.users.weight = nn.Parameter(torch.zeros(N_ROWS, DIM))
     with pytest.raises(LiveTableError, match="'users': its module has another weight than Adagrad trains"):

@@ -9,6 +9,7 @@ from torch import nn, optim
 
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import CorruptCheckpointError, StateMismatchError
+from recckpt.live import live_tables
 from recckpt.sparse import HashTable
 
 
@@ -50,6 +51,29 @@ def test_a_rename_says_which_table_a_tensor_is_of(tmp_path):
     saver = Saver(model, output_dir=str(tmp_path / "new"))
     saver.load_by_config({"path": str(tmp_path / "run"), "oname": {"people.weight": "users"}})
     assert torch.equal(model["people"].weight, run.model.users.weight)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_tied_weight_gets_its_rows_back_under_each_of_its_names(tmp_path, is_first):
+    def made(*, is_first):
+        modules = {"word": nn.Embedding(N_ROWS, DIM), "head": nn.Linear(DIM, N_ROWS, bias=False)}
+        model = nn.ModuleDict(modules if is_first else dict(reversed(modules.items())))
+        model["head"].weight = model["word"].weight
+        return model, optim.Adam(model["word"].parameters())
+
+    def trained(model, optimizer):
+        model["head"](model["word"](torch.tensor([1, 2]))).square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = made(is_first=True)
+    trained(model, optimizer)
+    Saver(model, output_dir=str(tmp_path), tables=live_tables(model, optimizer, min_rows=1)).save("a")
+    other, other_optimizer = made(is_first=is_first)
+    saver = Saver(other, output_dir=str(tmp_path))
+    saver.register_for_checkpointing("row_optim", other_optimizer)
+    saver.load()
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    assert_same(other_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 def test_moments_of_another_class_start_fresh(tmp_path):
