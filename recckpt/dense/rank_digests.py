@@ -18,12 +18,15 @@ log = logging.getLogger("recckpt")
 _EVERY = 20  # saves, between two looks at what is large
 _SMALL_BYTES = 1 << 20
 _LARGE = 1  # in place of the digest of what this save does not look at
+_SAMPLE_ROWS = 4096  # of the rows of a copy of a table, about
+_TABLE = "table "  # before the name of a table, of which some ranks have copies
 
 
 class RankDigests:
     """Digests of the state of one rank, taken while it is staged; one object for all saves of a saver.
 
-    Small registered objects are looked at in every save, large ones and dense tensors in the first and every 20th.
+    Small registered objects are looked at in every save, large ones and dense tensors in the first and every 20th; of
+    the copies of a table other rows in every save.
     """
 
     def __init__(self) -> None:
@@ -33,14 +36,14 @@ class RankDigests:
     def begin(self) -> RankDigest:
         """Return what takes the digests of the next save."""
         self._n_saves += 1
-        return RankDigest(self._known, is_whole=self._n_saves % _EVERY == 1)
+        return RankDigest(self._known, self._n_saves)
 
 
 class RankDigest:
     """The digests of one save."""
 
-    def __init__(self, known: set[str], *, is_whole: bool) -> None:
-        self._known, self._is_whole = known, is_whole
+    def __init__(self, known: set[str], number: int) -> None:
+        self._known, self._number, self._is_whole = known, number, number % _EVERY == 1
         self.by_name: dict[str, int] = {}
 
     def noting(self, copy: Copy) -> Copy:
@@ -57,6 +60,22 @@ class RankDigest:
 
         return noted
 
+    def note_rows(self, table: str, first: int, slots: Mapping[str, Tensor], *, audit: int) -> None:
+        """Take the digest of some rows of a copy; of all of them at each ``audit``-th save, if that is not 0.
+
+        Args:
+            table: of which other ranks have the same rows.
+            first: number of the first row.
+            slots: of one or more rows each.
+            audit: as of :func:`recckpt.live.live_tables`.
+        """
+        n_rows = len(next(iter(slots.values())))
+        name = f"{_TABLE}{table!r} from row {first} to {first + n_rows - 1}"
+        if name not in self._known:
+            is_all = audit and self._number % audit == 0
+            step = 1 if is_all else max(1, n_rows // _SAMPLE_ROWS)
+            self.by_name[name] = digest({slot: values[self._number % step :: step] for slot, values in slots.items()})
+
     @property
     def summary(self) -> int:
         """What is compared first: equal where all digests are."""
@@ -65,11 +84,20 @@ class RankDigest:
     def warn(self, ranks: Sequence[Mapping[str, int]], own: int) -> None:
         """Log each name that differs between the ranks, once and on rank 0. Collective."""
         for name in sorted({name for digests in ranks for name in digests}):
-            others = [rank for rank, digests in enumerate(ranks) if digests.get(name) != ranks[0].get(name)]
+            those = {
+                rank: digests.get(name) for rank, digests in enumerate(ranks) if name in digests or not _is_copy(name)
+            }
+            first = next(iter(those.values()))
+            others = [rank for rank, of_rank in those.items() if of_rank != first]
             if others and name not in self._known:
                 self._known.add(name)
                 if own == 0:
-                    log.warning("%s", _difference(name, others, is_saved=name in ranks[0]))
+                    log.warning("%s", _difference(name, others, is_saved=first is not None))
+
+
+def _is_copy(name: str) -> bool:
+    """Say whether a name is of rows of a table, which some ranks may have."""
+    return name.startswith(_TABLE)
 
 
 def digest(state: Any) -> int:
@@ -88,6 +116,11 @@ def _difference(name: str, others: Sequence[int], *, is_saved: bool) -> str:
     )
     if not is_saved:
         return f"{name} is known to {ranks} and not to rank 0, and is not saved: let all ranks have it"
+    if _is_copy(name):
+        return (
+            f"{name} differs on {ranks} from the other copies, and a part is saved of each: keep the copies equal, as "
+            "DistributedDataParallel does, but not with max_norm"
+        )
     mend = "register it with per_rank=True" if not name.startswith("dense ") else "keep it equal on all ranks"
     kept = "the state of rank 0 is saved, and all ranks get it back"
     return f"{name} differs on {ranks}: {kept}; if that is not meant, {mend}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -89,7 +90,9 @@ def _unknown(paths: Mapping[str, Collection[str]], known: Collection[str]) -> It
     """Yield messages of paths, by the argument that has them, which are not of an embedding."""
     for argument, some in paths.items():
         for path in sorted(some):
-            yield f"{argument}: {path!r} is not the path of an embedding{nearest(path, known)}"
+            module = path.removesuffix(".weight")
+            hint = f"; did you mean {module!r}?" if module in known else nearest(path, known)
+            yield f"{argument}: {path!r} is not the path of an embedding{hint}"
 
 
 def _torch_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Candidate]:
@@ -97,35 +100,46 @@ def _torch_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator
 
     Those of a tied weight are one.
     """
-    keys: dict[int, tuple[str, ...]] = {}
-    for key, parameter in parameters_of(model):
-        keys[id(parameter)] = (*keys.get(id(parameter), ()), key)
-    owners: dict[int, list[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(module)
+    owners = _owners(model)
     of_collections = {id(table) for one in model.modules() if is_collection(one) for table in one.modules()}
     collisions = {id(module): collision for module, collision in collisions_of(model)}
     wrappers, paths = wrappers_in(model), set[str]()
     for at, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            own = keys.get(id(module.weight), ())
-            path = own[0].removesuffix(".weight") if own else unwrapped(at, wrappers)
+            owner = owners.get(id(module.weight), _Owner())
+            path = owner.keys[0].removesuffix(".weight") if owner.keys else unwrapped(at, wrappers)
             name = path.rpartition(".")[2] if id(module) in of_collections else path
             if path not in paths:
                 paths.add(path)
-                tied = [other for other in owners.get(id(module.weight), ()) if other is not module]
-                make = partial(_torch_table, path, module, tied, own, optimizers)
+                make = partial(_torch_table, path, module, owner, optimizers)
                 if id(module) in collisions:
                     make = partial(_colliding_table, make, collisions[id(module)], wrappers)
                 yield Candidate(path, name, len(module.weight), make)
 
 
+@dataclass(frozen=True)
+class _Owner:
+    """Who has a parameter: under which keys of the state dict, and in which modules; a tied one has several."""
+
+    keys: tuple[str, ...] = ()
+    modules: Sequence[nn.Module] = ()
+
+
+def _owners(model: nn.Module) -> dict[int, _Owner]:
+    """Return who has the parameters of a model, by their ids."""
+    keys, modules = defaultdict[int, list[str]](list), defaultdict[int, list[nn.Module]](list)
+    for key, parameter in parameters_of(model):
+        keys[id(parameter)].append(key)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            modules[id(parameter)].append(module)
+    return {parameter: _Owner(tuple(some), modules[parameter]) for parameter, some in keys.items()}
+
+
 def _torch_table(
     path: str,
     module: nn.Embedding | nn.EmbeddingBag,
-    tied: Sequence[nn.Module],
-    keys: tuple[str, ...],
+    owner: _Owner,
     optimizers: Sequence[Optimizer],
     name: str,
 ) -> FoundTable:
@@ -135,7 +149,7 @@ def _torch_table(
         LiveTableError: its weight is to stay a dense tensor; says why.
     """
     weight = module.weight
-    if not keys:
+    if not owner.keys:
         raise LiveTableError("its weight is made of other tensors, as by a parametrization: they are saved")
     is_spread = is_sharded(weight)
     if not is_spread and weight.dim() != 2:
@@ -147,7 +161,9 @@ def _torch_table(
     if is_spread and module.max_norm is not None:
         raise LiveTableError("its max_norm writes in forward passes, which is not known of a DTensor")
     optimizer, rule = trainer_of(weight, optimizers)
-    live = (DTensorEmbedding if is_spread else TorchEmbedding)(name, module, optimizer, rule, tied)
+    live = (DTensorEmbedding if is_spread else TorchEmbedding)(
+        name, module, optimizer, rule, [other for other in owner.modules if other is not module]
+    )
     why = live.reason if optimizer is not None else "no optimizer trains it: whoever writes it is not seen"
     marks = FINGERPRINTS if why else "gradient"
     kind = kind_of(module, weight) if is_spread else type(module).__name__
@@ -155,13 +171,13 @@ def _torch_table(
         live,
         path,
         kind,
-        keys,
+        owner.keys,
         lambda: (live.weight,),
         marks,
         is_announced=optimizer is not None,
         optimizer=optimizer,
         why=why,
-        tensors=keys,
+        tensors=owner.keys,
     )
 
 

@@ -79,8 +79,11 @@ def with_marks(tables: Sequence[FoundTable], marks: str | Mapping[str, str]) -> 
     """Return the tables with the marks that are wanted for them.
 
     Raises:
-        ValueError: it is not a kind of marks, or a name is not one of a table.
+        TypeError, ValueError: it is not a kind of marks, or a name is not one of a table.
     """
+    if not isinstance(marks, str | Mapping):
+        expected = f"'auto' or {FINGERPRINTS!r}, or a dict, name of a table -> one of them"
+        raise TypeError(f"marks must be {expected}, found {marks!r:.200}")
     by_name = dict.fromkeys((table.live.name for table in tables), marks) if isinstance(marks, str) else dict(marks)
     names = [table.live.name for table in tables]
     for name, kind in by_name.items():

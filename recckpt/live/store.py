@@ -254,4 +254,8 @@ def _problem_of_memory(tensor: Tensor) -> str | None:
         return f", expected one of the devices {', '.join(_DEVICES)}"
     if tensor.numel() and not tensor.untyped_storage().nbytes():
         return ", whose memory is freed for now: save and load where it is there, as between steps"
-    return None if tensor.is_contiguous() else " and not contiguous: recckpt reads it in place"
+    return (
+        None
+        if tensor.is_contiguous()
+        else " and not contiguous, as which recckpt reads it in place: make it so, or exclude it"
+    )

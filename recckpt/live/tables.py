@@ -20,10 +20,10 @@ from recckpt.live.keyed_table import AttachedKeyedTable
 from recckpt.live.keyed_types import KeyedLiveTable
 from recckpt.live.library_rows import LibraryRows
 from recckpt.live.library_types import LibraryTable
-from recckpt.live.options import check_names, check_options
+from recckpt.live.options import check_names, check_options, listed_optimizers
 from recckpt.parallel.ranks import DEFAULT_TIMEOUT_SEC, Ranks, RanksNow
 from recckpt.text import Table, count, plain
-from recckpt.types import EMBEDDING, LiveTable, SavableTable
+from recckpt.types import EMBEDDING, LiveTable, SavableTable, SlotSpec
 
 _made: weakref.WeakValueDictionary[int, LiveTables] = weakref.WeakValueDictionary()  # by id of the model
 
@@ -52,7 +52,7 @@ class LiveTables(Mapping[str, AttachedTable]):
         self._ranks = ranks if ranks is not None and any(table.collection for table in tables) else None
         self._model = None if model is None else weakref.ref(model)
         self._found = {table.live.name: table for table in tables}
-        self._tables = {name: _attached(table, audit) for name, table in self._found.items()}
+        self._tables = _attached_all(self._found, audit)
         self._keys = frozenset(key for entry in self._found.values() for key in entry.keys)
         self._left = left
         self.optimizers = tuple(optimizers)
@@ -184,16 +184,19 @@ class LiveTables(Mapping[str, AttachedTable]):
             )
 
     def __str__(self) -> str:
-        rows = [_row(entry, self[name]) for name, entry in self._found.items()]
-        rows += [_row_of_library(table) for table in self.libraries.values()]
+        rows = [
+            _row(name, entry.live.n_rows, self[name].specs, entry.kind, entry.marks, entry.why or "")
+            for name, entry in self._found.items()
+        ]
+        rows += [
+            _row(name, len(table), table.specs, type(table.library).__name__, OWN, "")
+            for name, table in self.libraries.items()
+        ]
         table = Table(("table", "rows x dim", "kind", "slots", "marks", "why"), rows)
         left = [f"not a live table: {path}: {why}" for path, why in self._left.items()]
         return "\n".join([*plain([table] if rows else ["no live tables"]), *left])
 
     __repr__ = __str__
-
-
-NO_TABLES = LiveTables(None, (), {})
 
 
 def live_tables(
@@ -202,7 +205,7 @@ def live_tables(
     *,
     min_rows: int = 1000,
     names: Mapping[str, str] | None = None,
-    exclude: Sequence[str] = (),
+    exclude: Collection[str] = (),
     marks: str | Mapping[str, str] = "auto",
     audit: int = 0,
     adapters: Sequence[LiveTable | LibraryTable] = (),
@@ -233,10 +236,7 @@ def live_tables(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found a {type(model).__name__}")
-    listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    wrong = [type(one).__name__ for one in listed if not isinstance(one, Optimizer)]
-    if wrong:
-        raise TypeError(f"optimizers must be optimizers of torch, found a {wrong[0]}")
+    listed = listed_optimizers(optimizers)
     check_options(min_rows, names, exclude, audit, adapters)
     ranks = RanksNow(DEFAULT_TIMEOUT_SEC).of(None, None)
     libraries = [one for one in adapters if isinstance(one, LibraryTable)]
@@ -255,13 +255,31 @@ def live_tables(
     return tables
 
 
+def _attached_all(tables: Mapping[str, FoundTable], audit: int) -> dict[str, AttachedTable]:
+    """Attach all tables, or none of them.
+
+    Raises:
+        LiveTableError: some cannot be saved; says all that is wrong.
+    """
+    attached, problems = dict[str, AttachedTable](), []
+    for name, table in tables.items():
+        try:
+            attached[name] = _attached(table, audit)
+        except LiveTableError as error:
+            problems.append(str(error))
+    if problems:
+        for each in attached.values():
+            each.close()
+        raise LiveTableError("; ".join(problems))
+    return attached
+
+
 def _attached(table: FoundTable, audit: int) -> AttachedTable:
     says_what_changes = table.marks != FINGERPRINTS
+    options: dict[str, Any] = {"is_announced": table.is_announced, "says_what_changes": says_what_changes}
     if isinstance(table.live, KeyedLiveTable):
-        return AttachedKeyedTable(
-            table.live, is_announced=table.is_announced, says_what_changes=says_what_changes, audit=audit
-        )
-    return AttachedTable(table.live, is_announced=table.is_announced, says_what_changes=says_what_changes, audit=audit)
+        return AttachedKeyedTable(table.live, audit=audit, **options)
+    return AttachedTable(table.live, audit=audit, **options)
 
 
 def _is_here(table: AttachedTable) -> bool:
@@ -273,15 +291,10 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     return here.shape == other.shape and here.data_ptr() == other.data_ptr()
 
 
-def _row(entry: FoundTable, table: AttachedTable) -> tuple[str, ...]:
-    embedding, *others = table.specs
-    shape = f"{count(entry.live.n_rows)} x {'x'.join(map(str, embedding.shape))}"
-    names = ", ".join(spec.name for spec in others) or "-"
-    return table.name, shape, entry.kind, names, entry.marks, entry.why or ""
+def _row(name: str, n_rows: int, specs: Sequence[SlotSpec], kind: str, *marks_and_why: str) -> tuple[str, ...]:
+    embedding, *others = specs
+    shape = f"{count(n_rows)} x {'x'.join(map(str, embedding.shape))}"
+    return name, shape, kind, ", ".join(spec.name for spec in others) or "-", *marks_and_why
 
 
-def _row_of_library(table: LibraryRows) -> tuple[str, ...]:
-    embedding, *others = table.specs
-    shape = f"{count(len(table))} x {'x'.join(map(str, embedding.shape))}"
-    names = ", ".join(spec.name for spec in others) or "-"
-    return table.name, shape, type(table.library).__name__, names, OWN, ""
+NO_TABLES = LiveTables(None, (), {})

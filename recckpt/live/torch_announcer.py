@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from recckpt.live.devices import is_capturing
 from recckpt.live.hooks import WeakDoor
@@ -49,7 +48,7 @@ class TorchAnnouncer:
 
     def install(self, modules: Iterable[Any], optimizer: Optimizer | None) -> Callable[[], object]:
         """Hook the modules that have the weight, and the optimizer that trains it; return what removes the hooks."""
-        handles: list[RemovableHandle] = []
+        handles: list[Any] = []
         if optimizer is not None:
             handles += [
                 optimizer.register_step_pre_hook(self.before_step),

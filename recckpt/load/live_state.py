@@ -106,8 +106,8 @@ class LiveState:
                 continue
             for slot in (SlotSpec(ID, "int64", ()), *source_of(table).slots):
                 things[slot_name(name, slot.name)] = Thing(slot.dtype, slot.shape)
-        tied = _tied(self.model)
-        things |= {Name("dense", name): _thing(value, tied.get(name, ())) for name, value in self.dense.items()}
+        others = _tied(self.model)
+        things |= {Name("dense", name): _thing(value, others.get(name, ())) for name, value in self.dense.items()}
         things |= {Name("extra", name): Thing(PLAIN) for name in self.extra if name not in self.optimizers}
         for name, optimizer in self.optimizers.items():
             things[Name("dense_opt", name)] = Thing(PLAIN, lineage=lineage_of(optimizer.optimizer))

@@ -9,6 +9,7 @@ from recckpt.errors import LoadConfError, RecckptError, StateMismatchError
 from recckpt.format.names import GROUPS, Name, Pattern
 from recckpt.load.advice import Advice
 from recckpt.load.conf import Entry
+from recckpt.load.inventory import Inventory
 from recckpt.text import first_few, nearest
 
 _OF_OBJECTS = ("extra", "dense_opt")
@@ -109,7 +110,7 @@ def _named(entry: Entry, error: RecckptError) -> RecckptError:
     return error
 
 
-def check_patterns(entry: Entry, model: Collection[Name], there: Collection[Name], problems: Problems) -> None:
+def check_patterns(entry: Entry, model: Inventory, there: Collection[Name], problems: Problems) -> None:
     """Add what is wrong with the names in an entry, beside those of the model and of the checkpoint."""
     for key, pattern, where in _patterns(entry, model, there):
         if pattern.is_everything or pattern.is_group:
@@ -119,10 +120,16 @@ def check_patterns(entry: Entry, model: Collection[Name], there: Collection[Name
             _check_objects(entry, key, pattern, meant, problems)
             _check_optimizer(entry, key, pattern, model, problems)
         elif pattern.is_explicit:
-            hint = nearest(pattern.text, {*names_and_tables(model), *GROUPS})
+            hint = _as_table(pattern.text, model) or nearest(pattern.text, {*names_and_tables(model), *GROUPS})
             problems.about_names(entry, f"{key!r}: {pattern.text!r} is neither in the model nor a group{hint}")
         else:
             problems.warn(entry, f"{key!r}: {pattern.text!r} matches nothing in the model")
+
+
+def _as_table(tensor: str, model: Inventory) -> str:
+    """Return a hint at the live table that has the rows of a dense tensor, nothing where there is none."""
+    tables = [name.table for name, thing in model.items() if name.is_slot and tensor in thing.tied]
+    return f"; it is the live table {tables[0]!r} here" if tables else ""
 
 
 def _check_objects(entry: Entry, key: str, pattern: Pattern, meant: Collection[Name], problems: Problems) -> None:

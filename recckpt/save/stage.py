@@ -105,6 +105,8 @@ class Staged:
         rows, box = self.tables[-1], table.rows.box
         assert isinstance(rows, Snapshot)
         self.live.append((table, rows))
+        if self.digest is not None and box.n_replicas > 1 and box.rows[0] < box.rows[1]:
+            self.digest.note_rows(table.name, box.rows[0], table.live.tensors(), audit=table.rows.audit)
         self.layouts[table.name] = layout_of(table.live.n_rows, rows.slots, box)
         if box.columns:
             self.tables[-1] = ColumnRows(rows, box)

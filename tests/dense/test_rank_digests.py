@@ -97,6 +97,38 @@ def test_what_rank_0_does_not_have_is_said_not_to_be_saved(caplog):
     assert said.startswith("dense 'stage_2.weight' is known to rank 1 and not to rank 0, and is not saved")
 
 
+def copies(n_rows=10_000, **changed):
+    """Return the slots of a copy of a table; ``changed`` are slots of which row 7 is another."""
+    slots = {"embedding": torch.ones(n_rows, 3), "sum": torch.ones(n_rows)}
+    for slot in changed:
+        slots[slot][7] = 2
+    return slots
+
+
+@pytest.mark.parametrize("slot", ["embedding", "sum"])
+def test_copies_of_a_table_that_differ_in_a_row_are_named_once_after_some_saves(caplog, slot):
+    ranks = [RankDigests() for _ in range(3)]
+    for _ in range(4):  # each of which looks at about half of so many rows
+        saves = [each.begin() for each in ranks]
+        saves[0].note_rows("users", 20, copies(), audit=0)
+        saves[2].note_rows("users", 20, copies(**{slot: True}), audit=0)  # rank 1 has no copy of these rows
+        for rank, save in enumerate(saves):
+            save.warn([each.by_name for each in saves], rank)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said.startswith("table 'users' from row 20 to 10019 differs on rank 2 from the other copies")
+
+
+def test_an_audit_looks_at_all_rows_of_copies():
+    own, other = RankDigests(), RankDigests()
+    looks = []
+    for _ in range(4):
+        saves = [each.begin() for each in (own, other)]
+        for save, slots in zip(saves, (copies(30_000), copies(30_000, sum=True)), strict=True):
+            save.note_rows("users", 0, slots, audit=2)
+        looks.append(saves[0].summary != saves[1].summary)
+    assert looks == [False, True, False, True]
+
+
 def test_digests_tell_how_lists_are_nested_and_not_in_which_order_a_dict_was_filled():
     assert digest([[1, 2], 3]) != digest([[1, 2, 3]])
     assert digest([{"a": 1}, {}]) != digest([{"a": 1, "b": {}}])

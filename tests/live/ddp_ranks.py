@@ -3,6 +3,7 @@
 Each run of ranks loads what that before it has saved.
 """
 
+import logging
 import sys
 from functools import partial
 from pathlib import Path
@@ -60,6 +61,20 @@ class Rank:
         return {"rows": live, "steps": steps, "top": self.module.top.weight.detach().numpy().tobytes()}
 
 
+def said_of_copies(one, size):
+    """Let the copies differ, save twice, and return what is said of that."""
+    said, log = [], logging.getLogger("recckpt")
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    log.addHandler(handler)
+    with torch.no_grad():
+        one.module.users.weight[5] += one.rank
+    for time in range(2):
+        one.saver.save(f"apart-{size}-{time}", step=size * 10 + 3)
+    log.removeHandler(handler)
+    return [text for text in said if "copies" in text]
+
+
 def run(rank, size, root, before):
     outcome = {}
     for rule in RULES:
@@ -78,6 +93,7 @@ def run(rank, size, root, before):
         of_rule["saved"], of_rule["own"] = expected, len(one.tables["users"])
         record = one.saver.save(f"third-{size}", step=size * 10 + 2)
         of_rule["upserts"] = {table.name: table.delta and table.delta.upserts for table in record.tables}
+        of_rule["said"] = said_of_copies(one, size)
         one.saver.close()
     return outcome
 

@@ -46,6 +46,17 @@ def test_each_rank_marks_what_the_gradients_of_all_change(runs):
             assert 0 < max(own) <= 8, (size, rule, own)
 
 
+def test_copies_that_differ_are_named_once(runs):
+    _, outcomes = runs
+    for size, ranks in outcomes.items():
+        for rank, of_rules in enumerate(ranks):
+            for of_rule in of_rules.values():
+                others = {1: [], 2: ["rank 1"], 3: ["ranks 1, 2"]}[size] if rank == 0 else []
+                assert [text.partition(" from the")[0] for text in of_rule["said"]] == [
+                    f"table 'users' from row 0 to {N_ROWS - 1} differs on {some}" for some in others
+                ]
+
+
 def test_rows_that_no_rank_saves_are_refused():
     halves = [{RowShare(0, 5, 10): ("t",)}, {RowShare(5, 10, 10): ("t",)}]
     assert why_shared(halves) is None

@@ -119,22 +119,15 @@ def test_a_live_table_and_one_of_ours_have_different_names(tmp_path):
         Saver(model, output_dir=str(tmp_path), tables=tables)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"model": "model"}, TypeError, "model must be a torch.nn.Module"),
-        ({"optimizers": ["adam"]}, TypeError, "optimizers must be optimizers of torch, found a str"),
-        ({"min_rows": 0}, ValueError, "min_rows"),
-        ({"names": ["users"]}, TypeError, "names must be a dict, path of a module -> name of its table, found"),
-        ({"exclude": "users"}, TypeError, "exclude must be a list of paths"),
-        ({"names": {"users": ""}}, ValueError, "a table name is a non-empty string"),
-    ],
-)
-def test_arguments_are_checked(arguments, error, text):
-    model = Clicks()
-    arguments = {"model": model, "optimizers": optim.SGD(model.parameters()), **arguments}
-    with pytest.raises(error, match=text):
-        live_tables(**arguments)
+def test_all_that_is_wrong_with_the_tables_is_said_and_nothing_is_hooked():
+    model = nn.ModuleDict({"good": nn.Embedding(20, 2), "one": nn.Embedding(20, 2), "other": nn.Embedding(20, 2)})
+    for name in ("one", "other"):
+        model[name].weight = nn.Parameter(torch.zeros(2, 20).T)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(LiveTableError, match=r"table 'one': .*not contiguous.*; table 'other': .*not contiguous"):
+        live_tables(model, optimizer, min_rows=1)
+    assert not optimizer._optimizer_step_pre_hooks
+    assert list(live_tables(model, optimizer, min_rows=1, exclude={"one", "other"})) == ["good"]
 
 
 def test_a_delta_holds_all_rows_of_a_table_that_was_not_live_in_its_base(tmp_path):
