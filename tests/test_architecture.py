@@ -55,6 +55,7 @@ PART_OF_A_NAME = re.compile(
 )
 KNOW_NAMES = {
     "cli.commands": "placeholders in the help of options",
+    "convert.dynamicemb_files": "files of dynamicemb",
     "convert.recis_names": "files of RecIS",
     "convert.safetensors_shards": "shards as Hugging Face names them",
     "convert.sources": "endings of the files that an import reads",

@@ -26,7 +26,7 @@ AFTER_THE_QUICK_START = ("does-not-resume.md", "forget.md", "reference/reading.m
 NOT_RUN = {  # how many blocks of a page; each says why above it
     "checkpointer.md": 1,
     "coming-from.md": 2,
-    "convert.md": 2,
+    "convert.md": 3,
     "deltas.md": 2,
     "does-not-resume.md": 1,
     "format.md": 2,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-FORMATS = ("recis", "torchrec", "dcp", "safetensors", "torch_state", "parquet", "arrow", "csv", "npy")
-TARGETS = ("parquet", "npy", "csv", "embedding", "safetensors", "dcp", "recis")
+FORMATS = ("recis", "dynamicemb", "torchrec", "dcp", "safetensors", "torch_state", "parquet", "arrow", "csv", "npy")
+TARGETS = ("parquet", "npy", "csv", "embedding", "safetensors", "dcp", "dynamicemb", "recis")
 
 
 def add_import(command: Callable[[str, str], argparse.ArgumentParser]) -> None:

@@ -115,7 +115,7 @@ def _check_target(module: ModuleType, to: str, url: str, choice: _Choice, *, is_
         found = f"it beside {'where' if is_filtered else to}"
         raise ConversionError(url, "since", found=found, expected="all changed rows, to parquet or npy")
     if choice.dtype is not None and choice.dtype not in module.DTYPES:
-        found, expected = f"{choice.dtype} for {to}, which does not have it", f"one of {', '.join(module.DTYPES)}"
+        found, expected = f"{choice.dtype} for {to}, which does not have it", ", ".join(module.DTYPES) or "none"
         raise ConversionError(url, "dtype", found=found, expected=expected)
 
 

@@ -14,11 +14,11 @@ from recckpt.errors import ConversionError
 from recckpt.text import nearest
 
 # In the order in which they look at the files.
-SOURCES = ("recis", "torchrec", "dcp", "safetensors", "torch_state", "parquet", "arrow", "csv", "npy")
+SOURCES = ("recis", "dynamicemb", "torchrec", "dcp", "safetensors", "torch_state", "parquet", "arrow", "csv", "npy")
 
 _OF_ROWS = frozenset({"parquet", "arrow", "csv", "npy"})
 
-TARGETS = ("parquet", "npy", "csv", "embedding", "safetensors", "dcp", "recis")
+TARGETS = ("parquet", "npy", "csv", "embedding", "safetensors", "dcp", "dynamicemb", "recis")
 
 
 def target_module(name: str) -> ModuleType:
