@@ -68,8 +68,8 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
 
 def _add_looking(command: Command) -> None:
     """Add the commands that only read."""
-    ls = command("ls", "list the checkpoints of an output dir, oldest first")
-    ls.add_argument("dir", metavar="DIR", help="output dir; a path or URL")
+    ls = command("ls", "list the checkpoints of an output dir, oldest first, or the runs in a directory of output dirs")
+    ls.add_argument("dir", metavar="DIR", help="output dir, or a directory of output dirs; a path or URL")
     show = command("show", "show what a checkpoint holds")
     show.add_argument("--files", action="store_true", help="list the files too, and name those of each table")
     head = command("head", "print the first rows of a table")

@@ -6,6 +6,7 @@ EXAMPLES = {
     "ls": (
         "recckpt ls runs/clicks",
         "recckpt ls s3://models/clicks --json",
+        "recckpt ls runs                          # a line for each run",
     ),
     "show": (
         "recckpt show runs/clicks                    # the newest checkpoint of an output dir",
@@ -46,6 +47,7 @@ EXAMPLES = {
     "watch": (
         "recckpt watch runs/clicks",
         "recckpt watch s3://models/clicks --once --json   # for programs",
+        "recckpt watch s3://models --once                 # all runs there",
     ),
     "salvage": ("recckpt salvage runs/clicks/ckpt_300 item --out item.arrow",),
     "consolidate": ("recckpt consolidate runs/clicks --out model.pt",),

@@ -48,9 +48,12 @@ def add_watch(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     parser = command("watch", "show how a run saves, and go on showing it until control-C")
     parser.description = (
         "Show how a run saves: step, last save, pause, chain, errors; and go on showing it until control-C. Without a "
-        "terminal, or without rich, a line whenever something has changed; with --json, a line a look."
+        "terminal, or without rich, a line whenever something has changed; with --json, a line a look. Of a directory "
+        "of output dirs a line for each run."
     )
-    parser.add_argument("dir", metavar="DIR", help="output dir, which need not be there yet; a path or URL")
+    parser.add_argument(
+        "dir", metavar="DIR", help="output dir, which need not be there yet, or a directory of output dirs"
+    )
     interval_help = "from one look to the next (default: %(default)g)"
     parser.add_argument("--interval", type=seconds, default=5.0, metavar="SECONDS", help=interval_help)
     once_help = "look once; exit code 1 where the last save failed or the next one is overdue"

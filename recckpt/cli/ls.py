@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from recckpt.cli.result import CommandError, CommandResult, usage_checked
+from recckpt.cli.runs import listed, runs_in
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest, Scalar
@@ -26,13 +27,16 @@ _LABEL = 40  # characters of a text that are shown
 
 
 def ls(args: argparse.Namespace) -> CommandResult:
-    """List committed checkpoints, oldest first, then what is damaged or was never finished."""
+    """List committed checkpoints, oldest first, then what is damaged or was never finished; or a directory's runs."""
     with usage_checked():
         storage = open_storage(args.dir)
     listing = look_around(storage)
     leftovers, pinned = _leftovers(storage, listing), pinned_ids(storage)
     if not listing.committed and not listing.damaged and not listing.unreadable:
         refuse_checkpoint(args.dir)
+        runs = runs_in(storage, args)
+        if runs is not None:
+            return listed(runs[1], with_overdue=False)
     needed, second = needed_by(listing), second_chain(listing)
     rows, tones, checkpoints = list[tuple[str, ...]](), dict[int, Tone](), list[dict[str, Any]]()
     for checkpoint in listing.committed:

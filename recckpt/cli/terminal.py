@@ -16,7 +16,7 @@ from recckpt.text.bars import aside, is_terminal
 from recckpt.text.columns import width_of
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
 _STYLES = {"damaged": "red", "unsure": "yellow", "good": "green", "newest": "bold", "pinned": "bold", "past": "dim"}
 _MOST_ROWS = 2_000  # of a table in colour, which takes a while to lay out
@@ -93,7 +93,7 @@ def _print_in_colour(console: Console, line: Line) -> None:
         return
     widths = _widths(line, console.width) if len(line.rows) <= _MOST_ROWS else None
     if widths is not None:
-        _print_table(console, line, widths)
+        console.print(_grid(line, widths))
         return
     for number, text in enumerate(line.lines(), -1):
         _print(console, [(text, "bold" if number < 0 else _style(line, number))])
@@ -105,7 +105,22 @@ def _print(console: Console, pieces: Iterable[tuple[str, str]]) -> None:
     console.print(Text.assemble(*pieces), soft_wrap=True)
 
 
-def _print_table(console: Console, table: Table, widths: Sequence[int]) -> None:
+def drawn(console: Console, *lines: Line) -> RenderableType:
+    """Return lines as one thing that a terminal shows, in which nothing is markup."""
+    from rich.console import Group
+    from rich.text import Text
+
+    widths = [_widths(each, console.width) if isinstance(each, Table) else None for each in lines]
+    pieces: list[RenderableType] = []
+    for each, fit in zip(lines, widths, strict=True):
+        if isinstance(each, Table) and fit is not None:
+            pieces.append(_grid(each, fit))
+        else:
+            pieces.append(Text("\n".join(plain([each]))))
+    return Group(*pieces)
+
+
+def _grid(table: Table, widths: Sequence[int]) -> RenderableType:
     from rich.padding import Padding
     from rich.table import Table as Grid
     from rich.text import Text
@@ -116,7 +131,7 @@ def _print_table(console: Console, table: Table, widths: Sequence[int]) -> None:
         grid.add_column(Text(name), justify=justify, overflow="fold", width=width)
     for number, row in enumerate(table.rows):
         grid.add_row(*map(Text, row), style=_style(table, number))
-    console.print(Padding(grid, (0, 0, 0, table.indent)))
+    return Padding(grid, (0, 0, 0, table.indent))
 
 
 def _style(table: Table, row: int) -> str:

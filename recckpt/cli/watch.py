@@ -9,13 +9,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from time import sleep
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from recckpt.cli import terminal
 from recckpt.cli.ls import refuse_checkpoint
 from recckpt.cli.result import CommandError, CommandResult, ShownResult, leave_stdout, usage_checked
+from recckpt.cli.runs import listed, runs_in, shown_runs
 from recckpt.format.moments import time_now
 from recckpt.inspect.watch.look import Watcher
+from recckpt.inspect.watch.runs import RunsStatus, RunsWatcher
 from recckpt.inspect.watch.shown import Fact, facts, few, line
 from recckpt.inspect.watch.status import Status
 from recckpt.storage import open_storage
@@ -25,6 +27,17 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 Show = Callable[[Status, str], object]  # what is known, and why the last look failed, "" where it has not
+
+_Look = TypeVar("_Look")
+_Look_co = TypeVar("_Look_co", covariant=True)
+
+
+class _Looks(Protocol[_Look_co]):
+    """Looks at a run, or at several."""
+
+    def look(self) -> _Look_co:
+        """Return what is known now; OSError where the storage failed."""
+
 
 _STYLES = {"plain": "", "good": "green", "doubtful": "yellow", "bad": "bold red"}
 
@@ -40,6 +53,9 @@ def watch(args: argparse.Namespace) -> CommandResult:
 def _watch(args: argparse.Namespace) -> CommandResult:
     with usage_checked():
         storage = open_storage(args.dir)
+    runs = runs_in(storage, args)
+    if runs is not None:
+        return _watch_runs(*runs, args)
     watcher = Watcher(storage, args.overdue)
     status = watcher.look()  # what is wrong with the place from the start does not mend itself
     if status.why_empty == "not a directory":
@@ -50,12 +66,25 @@ def _watch(args: argparse.Namespace) -> CommandResult:
         return CommandResult(
             status.to_dict(), pairs((name, text) for name, text, _ in facts(status)), _problems(status)
         )
-    trouble = ""
     storage.give_up_after(args.interval)  # the next look tries again
-    with suppress(BrokenPipeError), _without_warnings(), _shown_by(args) as show:
+    with _shown_by(args) as show:
+        return _go_on(watcher, status, show, args.interval)
+
+
+def _watch_runs(runs: RunsWatcher, status: RunsStatus, args: argparse.Namespace) -> CommandResult:
+    if args.once:
+        return listed(status, with_overdue=True)
+    with shown_runs(args) as show:
+        return _go_on(runs, status, show, args.interval)
+
+
+def _go_on(watcher: _Looks[_Look], status: _Look, show: Callable[[_Look, str], object], interval: float) -> ShownResult:
+    """Show look after look, until control-C or until nobody reads on."""
+    trouble = ""
+    with suppress(BrokenPipeError), _without_warnings():
         while True:
             show(status, trouble)
-            sleep(args.interval)
+            sleep(interval)
             try:
                 status, trouble = watcher.look(), ""
             except OSError as error:

@@ -78,11 +78,12 @@ def test_json_has_a_line_a_look_and_a_look_that_fails_ends_nothing(recckpt, tmp_
 def test_what_cannot_be_watched_is_refused_in_a_line(recckpt, tmp_path):
     Run(tmp_path / "runs", interval=2).train(2)
     (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
     answers = {
         "it is a checkpoint": recckpt("watch", tmp_path / "runs/ckpt_2"),
         "not a directory": recckpt("watch", tmp_path / "file"),
         "does not exist": recckpt("watch", tmp_path / "nowhere", "--once"),
-        "no checkpoint is committed yet": recckpt("watch", tmp_path, "--once"),
+        "no checkpoint is committed yet": recckpt("watch", tmp_path / "empty", "--once"),
     }
     assert all(answer.code == 1 and answer.err.count("\n") == 1 for answer in answers.values())
     assert "is the checkpoint 'ckpt_2', not an output dir" in answers.pop("it is a checkpoint").err
