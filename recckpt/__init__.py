@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from recckpt.inspect.report.report import report
     from recckpt.inspect.sql import connect, scan
     from recckpt.load.load_into import load_into
+    from recckpt.load.standby import Standby
     from recckpt.manager.manager import CheckpointManager
     from recckpt.mirroring.mirror import mirror
     from recckpt.policies.deltas import Deltas
@@ -38,6 +39,7 @@ _HOMES = {
     "CheckpointReader": "inspect.reader",
     "dataset": "inspect.reader",
     "load_into": "load.load_into",
+    "Standby": "load.standby",
     "list_checkpoints": "inspect.find",
     "find_checkpoint": "inspect.find",
     "follow": "inspect.follow",
@@ -63,6 +65,7 @@ __all__ = [
     "CheckpointManager",
     "Deltas",
     "load_into",
+    "Standby",
     "CheckpointReader",
     "dataset",
     "list_checkpoints",

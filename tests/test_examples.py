@@ -150,6 +150,18 @@ def test_rows_that_are_not_asked_for_go_at_no_loss_and_too_small_a_table_costs_q
 
 
 @pytest.mark.slow
+def test_an_evaluator_beside_a_trainer_reads_what_each_checkpoint_has_new(tmp_path: Path) -> None:
+    evaluator = warm_python.Piped(ROOT / "examples/evaluate.py", "runs", "--last-step", 12, cwd=tmp_path)
+    trained = train(tmp_path, "runs", "--deltas", "--max-keep", 9)
+    assert trained.returncode == 0, trained.stderr
+    lines = evaluator.stdout.read().splitlines()
+    assert evaluator.wait(60) == 0
+    steps = [re.fullmatch(r"step (\d+)  loss \d\.\d{4}  ([\d,]+) rows, .* MB read in .* s", line) for line in lines]
+    found = [(int(step[1]), int(step[2].replace(",", ""))) for step in steps if step]
+    assert [step for step, _ in found] == [5, 10, 12]
+    assert found[2][1] < found[0][1], "the last delta has fewer rows than the first checkpoint"
+
+
 def test_training_lowers_the_loss(tmp_path: Path) -> None:
     done = train(tmp_path, "runs", "--steps", 300, "--batch-size", 256, "--save-interval", 300)
 

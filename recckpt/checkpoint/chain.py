@@ -83,6 +83,11 @@ class OpenChain:
         for files in (self.files, *(link.files for link in self.links)):
             files.close()
 
+    def twin(self) -> OpenChain:
+        """Return a chain with the same files open, each of which is closed by itself."""
+        links = [OpenLink(link.checkpoint, link.files.twin()) for link in self.links]
+        return OpenChain(self.storage, self.checkpoint, links, self.files.twin())
+
     def newest(self, count: int) -> OpenChain:
         """Return a chain of its newest links alone: what they hold, and nothing of what they stand on."""
         return OpenChain(self.storage, self.checkpoint, self.links[:count], self.files)

@@ -16,15 +16,17 @@ from recckpt.load.conf import Entry, parse_load_conf
 from recckpt.load.loader import Loader
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadReport
-from recckpt.load.source import LocatedBank, LocatedCheckpoint
-from recckpt.output_dir.at_path import locate_path
+from recckpt.load.source import LocatedBank, OpenCheckpoint, locate_given
 from recckpt.storage import absolute, open_storage
 
 _THREADS = 4  # that read
 
 
 def load_into(
-    model: nn.Module, path: str | os.PathLike[str], *, load_conf: Mapping[str, Any] | None = None
+    model: nn.Module,
+    path: str | os.PathLike[str] | OpenCheckpoint,
+    *,
+    load_conf: Mapping[str, Any] | None = None,
 ) -> LoadReport:
     """Load the tables and the dense state of a trained model, to evaluate or serve it; writes nothing.
 
@@ -36,7 +38,7 @@ def load_into(
         model: any module; what it has must be in the checkpoint, and the other way round, where ``load_conf`` does
             not say otherwise.
         path: a checkpoint, or an output dir, which stands for its newest checkpoint; a path or any fsspec URL, which
-            need not be writable.
+            need not be writable. Or one that is open, as :func:`recckpt.follow` yields it.
         load_conf: what to take, as of :meth:`recckpt.Saver.load`; None for all of the model.
 
     Returns:
@@ -49,14 +51,29 @@ def load_into(
         CorruptCheckpointError, CheckpointRemovedError: a file is damaged, or was removed before it was read.
         PartlyLoadedError: reading failed when tables that had rows had been changed.
     """
+    entry, place = serving_entry(model, load_conf), place_of(path)
+    loader = serving_loader(model, place)
+    return loader.load_located(lambda: LocatedBank([locate_given(entry, place)], Problems()))
+
+
+def serving_entry(model: nn.Module, load_conf: Mapping[str, Any] | None) -> Entry:
+    """Return what is to be loaded into a model that is not trained; TypeError, LoadConfError where that cannot be."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found a {type(model).__name__}")
     entry = replace(parse_load_conf(load_conf), serves=True)
     _check_groups(entry)
-    place = absolute(os.fspath(path))
-    storage = open_storage(place)
-    loader = Loader(model, None, extra_registry(), io_registry(), storage, _THREADS, None)
-    return loader.load_located(lambda: LocatedBank([LocatedCheckpoint(entry, *locate_path(place))], Problems()))
+    return entry
+
+
+def place_of(path: str | os.PathLike[str] | OpenCheckpoint) -> str | OpenCheckpoint:
+    """Return a path wherever the process goes, and what is open as it is."""
+    return path if isinstance(path, OpenCheckpoint) else absolute(os.fspath(path))
+
+
+def serving_loader(model: nn.Module, place: str | OpenCheckpoint) -> Loader:
+    """Return what loads into a model that is not trained."""
+    storage = place.chain.storage if isinstance(place, OpenCheckpoint) else open_storage(place)
+    return Loader(model, None, extra_registry(), io_registry(), storage, _THREADS, None)
 
 
 def _check_groups(entry: Entry) -> None:

@@ -80,7 +80,7 @@ class Loader:
         if direct_path and ckpt_id is not None:
             raise ValueError("direct_path=True needs ckpt_path, the checkpoint itself, and no ckpt_id")
         if direct_path and ckpt_path is None:
-            return self._load(shard_id, LocatedBank([], Problems()))
+            return self.load_once(shard_id, LocatedBank([], Problems()))
 
         def locate() -> LocatedBank:
             storage, checkpoint = locate_asked(self.storage, ckpt_path, ckpt_id, direct_path)
@@ -98,7 +98,7 @@ class Loader:
 
     def load_located(self, locate: Callable[[], LocatedBank], shard_id: int | None = None) -> LoadReport:
         """Load what ``locate`` returns; it is asked again where that is removed before it is read."""
-        return first_whole(locate, partial(self._load, shard_id), instead=KnownDamage().instead)
+        return first_whole(locate, partial(self.load_once, shard_id), instead=KnownDamage().instead)
 
     def plan(self, bank: Bank, conf: Mapping[str, Any] | None, shard_id: int | None) -> LoadPlan:
         """As :meth:`recckpt.Saver.plan`."""
@@ -120,7 +120,8 @@ class Loader:
         """As :meth:`recckpt.Saver.names`."""
         return list_inventory(self.live_state().inventory)
 
-    def _load(self, shard_id: int | None, bank: LocatedBank) -> LoadReport:
+    def load_once(self, shard_id: int | None, bank: LocatedBank) -> LoadReport:
+        """Load what was located, once; whoever calls it makes up for what is removed or damaged meanwhile."""
         live = self.live_state(shard_id)
         with opened(bank.sources, live.needs) as sources:
             alone = Meetings()  # whoever calls a saver by itself may be the only one who does

@@ -61,7 +61,7 @@ class OpenSource:
         self._states: dict[str, dict[str, Any]] = {}
         self._batches: Sequence[LinkBatches] = ()
         self.updates: Collection[str] = ()  # tables of which only the links that are new to the model are read
-        self._chain = OpenChain.of(at.storage, at.checkpoint)
+        self._chain = at.opened.twin() if at.opened else OpenChain.of(at.storage, at.checkpoint)
         with ExitStack() as closed_on_error:  # the error knows this object, and may be kept
             closed_on_error.callback(self._chain.close)
             self._chain.files.keep_open(file.name for file in self._manifest.files if not layout.is_of_rank(file.name))

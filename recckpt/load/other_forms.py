@@ -52,7 +52,7 @@ class KnownDamage:
             return None
         if form is None:
             return None
-        other = replace(source, checkpoint=form)
+        other = replace(source, checkpoint=form, opened=None)
         log.error("%s is damaged, reading %s instead: %s", source.label, other.label, error)
         return other
 

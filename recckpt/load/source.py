@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+from recckpt.checkpoint.chain import OpenChain
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.load.conf import Entry, parse_bank
 from recckpt.load.problems import Problems
 from recckpt.output_dir.at_path import locate_id, locate_path, open_checkpoint
 from recckpt.output_dir.listing import Checkpoint, list_checkpoints, newest
 from recckpt.storage import Storage, absolute, open_storage
+
+
+@runtime_checkable
+class OpenCheckpoint(Protocol):
+    """What has a checkpoint open, such as a :class:`recckpt.CheckpointReader`."""
+
+    @property
+    def chain(self) -> OpenChain:
+        """The open files."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +33,7 @@ class LocatedCheckpoint:
     storage: Storage  # the output dir that it lies in
     checkpoint: Checkpoint  # the newest link, with those below
     loaded_save_id: str = ""  # of the link whose rows the model's tables still have as they were loaded; "" for none
+    opened: OpenChain | None = None  # its files, where the caller has them open; they stay the caller's
 
     @property
     def label(self) -> str:
@@ -50,6 +62,14 @@ class LocatedBank:
 def locate_source(entry: Entry) -> LocatedCheckpoint:
     """Return the checkpoint that an entry means: the one at its path, or the newest in the output dir there."""
     return LocatedCheckpoint(entry, *locate_path(entry.path))
+
+
+def locate_given(entry: Entry, place: str | os.PathLike[str] | OpenCheckpoint) -> LocatedCheckpoint:
+    """Return the checkpoint that a caller means: one that is open, that at a path, or the newest in an output dir."""
+    if isinstance(place, OpenCheckpoint):
+        chain = place.chain
+        return LocatedCheckpoint(entry, chain.storage, chain.checkpoint, opened=chain)
+    return LocatedCheckpoint(entry, *locate_path(os.fspath(place)))
 
 
 def locate_bank(bank: Sequence[Mapping[str, Any]]) -> LocatedBank:

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
-from recckpt.format.names import ID, slot_name
 from recckpt.load.conf import Entry
 from recckpt.load.live_state import LiveState
 from recckpt.load.open_source import OpenSource
 from recckpt.load.plan import resolve
 from recckpt.load.problems import Problems
 from recckpt.load.source import LocatedCheckpoint, locate_source
-from recckpt.sparse.table.table import HashTable
-from recckpt.sparse.table.tracker import Tracker
+from recckpt.load.taken import Taken
 
 
 class Followed:
@@ -22,19 +20,16 @@ class Followed:
 
     Args:
         entry: with the names that it wins.
-        taken: what was loaded just now.
+        source: what was loaded just now.
         live: what it was loaded into.
     """
 
-    def __init__(self, entry: Entry, taken: LocatedCheckpoint, live: LiveState) -> None:
-        self._entry, self._tracker = entry, Tracker()
-        self.take(taken, live)
+    def __init__(self, entry: Entry, source: LocatedCheckpoint, live: LiveState) -> None:
+        self._entry, self._taken = entry, Taken(entry.only or frozenset(), source, live)
 
     def take(self, source: LocatedCheckpoint, live: LiveState) -> None:
         """Note that a checkpoint was loaded just now."""
-        self._taken = source
-        for table in self._tables(live) or ():
-            self._tracker.begin(table, source.checkpoint.manifest.origin)
+        self._taken.take(source, live)
 
     def newer(self) -> LocatedCheckpoint | None:
         """Return the checkpoint that is there now, None where it is no newer than the one taken."""
@@ -42,27 +37,12 @@ class Followed:
             newest = locate_source(self._entry)
         except (CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError, OSError):
             return None  # a run that is being written or rotated; it is looked at again
-        taken, there = self._taken.checkpoint.manifest, newest.checkpoint.manifest
+        taken, there = self._taken.manifest, newest.checkpoint.manifest
         return newest if there.save_id != taken.save_id and there.place > taken.place else None
 
     def since_taken(self, newer: LocatedCheckpoint, live: LiveState) -> LocatedCheckpoint:
         """Return what to read of a newer checkpoint: its new links, if the tables are still as they were loaded."""
-        origin, tables = self._taken.checkpoint.manifest.origin, self._tables(live)
-        stands_on_it = any(link.manifest.origin == origin for link in newer.checkpoint.links)
-        if stands_on_it and tables and all(self._tracker.is_unchanged(table, origin) for table in tables):
-            return replace(newer, loaded_save_id=origin)
-        return newer
-
-    def _tables(self, live: LiveState) -> list[HashTable] | None:
-        """Return the tables that the entry fills, None where it could not go on from what it has loaded."""
-        only, tables = self._entry.only or frozenset(), []
-        for name in sorted({name.table for name in only if name.is_slot}):
-            table = live.tables[name]
-            slots = {name for name in live.inventory if name.table == table.name}
-            if not isinstance(table, HashTable) or (slot_name(table.name, ID) in only and not slots <= only):
-                return None  # to load it all again also gives other slots their first values
-            tables.append(table)
-        return tables
+        return self._taken.since(newer, live)
 
 
 def followed(live: LiveState, bank: Sequence[OpenSource]) -> list[Followed]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -57,6 +58,12 @@ class OpenFiles:
             if mapped is None:
                 break
             self._maps[path] = mapped
+
+    def twin(self) -> OpenFiles:
+        """Return the same files, open as they are, which are closed by themselves."""
+        twin = copy.copy(self)
+        twin._maps = dict(self._maps)
+        return twin
 
     def close(self) -> None:
         """Release all files; a map ends once nobody has a view of it."""

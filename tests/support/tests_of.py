@@ -122,6 +122,7 @@ TESTS = {
     "load/row_optimizer_states.py": "load/test_model_bank.py load/test_other_optimizers.py live/test_optimizers.py",
     "load/rows_of_ranks.py": "load/test_delta_restores.py distributed/test_shared_live_reads.py",
     "load/source.py": "load/test_bank.py load/test_model_bank.py",
+    "load/taken.py": "load/test_standby.py manager/test_followed.py",
     "load/tensor_tables.py": "load/test_tensor_rows.py load/test_table_tensors.py",
     "manager/at_save.py": "manager/test_windows_and_epochs.py",
     "manager/counting.py": "manager/test_windows_and_epochs.py",

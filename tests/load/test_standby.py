@@ -1,0 +1,182 @@
+"""A hot standby reads what is new, and holds what a whole load gives."""
+
+import pytest
+import torch
+from support.builders import flip_bit
+from support.store_bytes import count_bytes
+from torch import nn
+
+import recckpt
+from recckpt import CheckpointManager, Deltas, Saver, Standby
+from recckpt.errors import LoadConfError, PartlyLoadedError
+from recckpt.sparse import HashTable
+from recckpt.text import Progress
+
+ALWAYS = Deltas(full_every=50, max_chain_bytes=1000, max_dirty=1.0)
+
+
+def model_of(dim=2):
+    return nn.ModuleDict({"t": HashTable(dim, name="t"), "u": HashTable(dim, name="u"), "top": nn.Linear(dim, 1)})
+
+
+class Trainer:
+    """A run that saves deltas of two tables."""
+
+    def __init__(self, url, n_rows=100, dim=2, **options):
+        self.n_rows, self.dim, self.model = n_rows, dim, model_of(dim)
+        options = {"max_keep": None, "deltas": ALWAYS, **options}
+        self.manager = CheckpointManager(Saver(self.model, output_dir=str(url), **options), 1)
+
+    def train(self, n_steps=1, n_changed=1):
+        """Change some rows in each step, in the first all."""
+        for _ in range(n_steps):
+            step = self.manager.global_step + 1
+            ids = torch.arange(self.n_rows) if step == 1 else torch.arange(step, step + n_changed)
+            for table in (self.model["t"], self.model["u"]):
+                table.insert(ids, torch.full((len(ids), self.dim), float(step)))
+            self.model["t"].erase(torch.tensor([self.n_rows - step]))
+            with torch.no_grad():
+                self.model["top"].weight.fill_(step)
+            self.manager.step()
+        return self
+
+
+def state_of(model):
+    tables = (model["t"], model["u"])
+    rows = [dict(zip(t.ids().tolist(), t.embeddings().tolist(), strict=True)) for t in tables]
+    return *rows, model["top"].weight.tolist()
+
+
+def whole(path):
+    model = model_of()
+    recckpt.load_into(model, path)
+    return state_of(model)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Trainer(tmp_path / "run").train()
+
+
+@pytest.fixture
+def standby(run, tmp_path):
+    return Standby(model_of())
+
+
+def test_it_goes_from_checkpoint_to_checkpoint_with_what_is_new_in_each(run, standby, tmp_path):
+    assert standby.load(tmp_path / "run").rows_taken == {"t": 99, "u": 100}
+    run.train(3)
+    for path in (tmp_path / "run/ckpt_2", tmp_path / "run"):
+        report = standby.load(path)
+        assert 0 < sum(report.rows_taken.values()) < 6
+        assert state_of(standby._model) == whole(path)
+    assert standby.load(tmp_path / "run") is None
+
+
+def test_it_takes_what_follow_yields_though_rotation_removes_that_meanwhile(tmp_path):
+    run, standby = Trainer(tmp_path, max_keep=1, deltas=False).train(), Standby(model_of())
+    for checkpoint in recckpt.follow(tmp_path, timeout_sec=0):
+        expected = whole(checkpoint)
+        run.train(2 if checkpoint.manifest.step < 4 else 0)
+        assert (standby.load(checkpoint).global_step, state_of(standby._model)) == (checkpoint.manifest.step, expected)
+    assert checkpoint.manifest.step == 5
+    assert whole(checkpoint) == whole(tmp_path) == state_of(run.model)
+
+
+def test_what_is_loaded_of_an_open_checkpoint_leaves_it_open(run, tmp_path):
+    with recckpt.CheckpointReader(tmp_path / "run") as reader:
+        model = model_of()
+        recckpt.load_into(model, reader)
+        for file in (tmp_path / "run").rglob("*.arrow"):
+            file.unlink()
+        recckpt.load_into(model, reader)
+        assert reader.lookup("t", [1]).found.all()
+    assert state_of(model) == state_of(run.model)
+
+
+def test_at_one_percent_changed_a_tenth_of_the_bytes_of_a_whole_load_is_more_than_enough(memory_url, monkeypatch):
+    run, standby = Trainer(memory_url, n_rows=10_000, dim=16).train(), Standby(model_of(16))
+    n_bytes = count_bytes(monkeypatch)
+    standby.load(memory_url)
+    of_whole = n_bytes.total()
+    run.train(n_changed=100)
+    n_bytes.clear()
+    standby.load(memory_url)
+    assert 0 < n_bytes.total() < of_whole / 10
+    assert state_of(standby._model) == state_of(run.model)
+
+
+@pytest.mark.parametrize("change", ["a row", "another chain", "an older checkpoint", "back to an older one"])
+def test_all_is_read_where_the_chain_or_the_rows_are_others(run, standby, tmp_path, change):
+    path = tmp_path / "run"
+    run.train(2)
+    standby.load(path)
+    if change == "a row":
+        standby._model["t"].insert(torch.tensor([5]), torch.ones(1, 2))
+        run.train()
+    elif change == "another chain":
+        Saver(run.model, output_dir=str(path), max_keep=None).save("full")
+    elif change == "an older checkpoint":
+        path = path / "ckpt_2"
+    else:
+        run.manager.restore(1)
+        run.train()
+    assert sum(standby.load(path).rows_taken.values()) > 190
+    assert state_of(standby._model) == whole(path)
+
+
+def test_a_row_that_changed_here_is_mended_though_the_checkpoint_is_the_same(run, standby, tmp_path):
+    standby.load(tmp_path / "run")
+    standby._model["t"].clear()
+    assert standby.load(tmp_path / "run").rows_taken == {"t": 99, "u": 100}
+
+
+def test_look_ups_in_eval_mode_change_nothing(run, standby, tmp_path):
+    standby.load(tmp_path / "run")
+    standby._model.eval()["t"](torch.arange(1000))
+    run.train()
+    assert standby.load(tmp_path / "run").rows_taken == {"t": 1, "u": 1}
+
+
+def test_a_load_that_breaks_off_is_made_up_for_by_a_whole_one(run, standby, tmp_path, monkeypatch):
+    standby.load(tmp_path / "run")
+    run.train()
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "advance", lambda *_: (_ for _ in ()).throw(OSError(5, "broken")))
+        with pytest.raises(PartlyLoadedError, match="broken"):
+            standby.load(tmp_path / "run")
+    assert sum(standby.load(tmp_path / "run").rows_taken.values()) > 190
+    assert state_of(standby._model) == state_of(run.model)
+
+
+def test_a_damaged_delta_is_an_error_and_the_next_whole_one_mends_all(run, standby, tmp_path):
+    standby.load(tmp_path / "run")
+    run.train()
+    flip_bit(next((tmp_path / "run/ckpt_2").rglob("*.arrow")), -600)
+    with pytest.raises(recckpt.errors.CorruptCheckpointError):
+        standby.load(tmp_path / "run/ckpt_2")
+    assert state_of(standby._model) == whole(tmp_path / "run/ckpt_1")
+
+
+def test_a_compacted_form_of_what_was_loaded_is_the_same_checkpoint(run, standby, tmp_path):
+    run.train(2)
+    standby.load(tmp_path / "run")
+    recckpt.compact(tmp_path / "run")
+    run.train()  # adopts the form
+    assert standby.load(tmp_path / "run").rows_taken == {"t": 1, "u": 1}
+    assert state_of(standby._model) == state_of(run.model)
+
+
+def test_a_part_of_a_model_is_kept_at_the_run_too(run, tmp_path):
+    standby = Standby(model_of(), load_conf={"load": ["t"]})
+    standby.load(tmp_path / "run")
+    run.train()
+    assert standby.load(tmp_path / "run").rows_taken == {"t": 1}
+    assert state_of(standby._model)[:2] == (state_of(run.model)[0], {})
+
+
+def test_wrong_arguments_are_refused_at_once(tmp_path):
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module"):
+        Standby("model")
+    with pytest.raises(LoadConfError):
+        Standby(model_of(), load_conf={"lod": ["*"]})
