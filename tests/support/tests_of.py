@@ -134,6 +134,8 @@ TESTS = {
     "manager/step_arguments.py": "manager/test_windows_and_epochs.py",
     "mirroring/": "mirroring/test_mirror.py",
     "output_dir/deletion.py": "manager/test_own_checkpoints.py",
+    "policies/best.py": "policies/test_keep.py",
+    "policies/joined_keeps.py": "policies/test_keep.py",
     "output_dir/at_path.py": "output_dir/test_listing.py output_dir/test_delta_listing.py",
     "output_dir/checkpoint_dir.py": "output_dir/test_listing.py",
     "output_dir/claims.py": "output_dir/test_fence.py",
