@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from recckpt.load.standby import Standby
     from recckpt.manager.manager import CheckpointManager
     from recckpt.mirroring.mirror import mirror
+    from recckpt.near.options import Near
     from recckpt.policies.deltas import Deltas
     from recckpt.save.background_save import SaveHandle
     from recckpt.save.save_info import SaveInfo
@@ -36,6 +37,7 @@ _HOMES = {
     "SaveInfo": "save.save_info",
     "CheckpointManager": "manager.manager",
     "Deltas": "policies.deltas",
+    "Near": "near.options",
     "CheckpointReader": "inspect.reader",
     "dataset": "inspect.reader",
     "load_into": "load.load_into",
@@ -66,6 +68,7 @@ __all__ = [
     "Deltas",
     "load_into",
     "Standby",
+    "Near",
     "CheckpointReader",
     "dataset",
     "list_checkpoints",

@@ -13,11 +13,12 @@ from torch.optim import Optimizer
 from recckpt.dense.registered import extra_registry, io_registry
 from recckpt.format.manifest import Manifest
 from recckpt.live.tables import LiveTables
-from recckpt.load.conf import Bank
 from recckpt.load.loader import Loader
-from recckpt.load.report import LoadPlan, LoadReport
-from recckpt.output_dir.checkpoint_dir import refuse_checkpoint
+from recckpt.load.loads import Loads
+from recckpt.near.options import Near, check_near
+from recckpt.near.tier import NearTier
 from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.near_at_takeover import VOIDED
 from recckpt.parallel.ranks import DEFAULT_TIMEOUT_SEC, RanksNow
 from recckpt.policies.deltas import Deltas
 from recckpt.policies.keep import Keep
@@ -29,18 +30,18 @@ from recckpt.save.deletion import Deletion
 from recckpt.save.delta_base import changes_of
 from recckpt.save.forgetting import Forgetting
 from recckpt.save.job import Destination, Job, Live, OnSave, State
+from recckpt.save.near_saves import NearSaves
 from recckpt.save.registration import Registration
 from recckpt.save.reports import span_of
 from recckpt.save.save import save
 from recckpt.save.save_info import SaveInfo
 from recckpt.save.sparse_saver import SparseSaver
 from recckpt.save.trainers import Trainers
-from recckpt.storage import open_storage
 from recckpt.storage.transfers import VISIBLE_SEC, transfers_of, uploads_of
 from recckpt.text import plural, shown
 
 
-class Saver(Registration):
+class Saver(Registration, Loads):
     """Saves and loads a model: its tables, its dense state and what is registered beside them.
 
     The state is read from the model at each save. Thread-safe: saves and loads of several threads follow each other. It
@@ -71,6 +72,8 @@ class Saver(Registration):
         progress: whether saves and loads of more than two seconds show a bar, on a terminal or in a notebook.
         run: what metrics call this job (``recckpt.run``); None for the last name in ``output_dir``.
         tables: what :func:`recckpt.live.live_tables` has found in the model; None leaves its embeddings dense.
+        near: a :class:`recckpt.Near`: where near saves go, which a restore prefers to older checkpoints;
+            needs ``deltas``. A manager with ``near_interval`` makes them; see docs/near.md.
 
     Raises:
         TypeError, ValueError: an argument is invalid, two tables share a name, ``sparse_optim`` trains other tables, or
@@ -101,32 +104,33 @@ class Saver(Registration):
         progress: bool = True,
         run: str | None = None,
         tables: LiveTables | None = None,
+        near: Near | None = None,
     ) -> None:
         super().__init__()
         arguments.check_options(max_keep, concurrency, timeout_sec, min_free_bytes, on_save, progress=progress)
         changes, choice = changes_of(deltas), parse_choice(save_slots, save_where, store)
+        check_near(near, has_deltas=changes is not None)
         uploads = uploads_of(output_dir, max_uploads, max_upload_rate, timeout_sec)
         transfers = transfers_of(
             uploads, work_dir=work_dir, pre_download=pre_download, visible_sec=visible_sec, timeout_sec=timeout_sec
         )
         choice.check_dtypes(arguments.check_parts(model, sparse_optim))
         live = arguments.live_tables_of(model, tables)
-        storage = open_storage(os.fspath(output_dir) if isinstance(output_dir, os.PathLike) else output_dir)
-        name = arguments.name_of_run(run, storage.url)
-        storage.prepare()  # late: it makes the output dir
-        refuse_checkpoint(storage)
+        storage, name = arguments.output_dir_of(output_dir, run)  # late: it makes the output dir
         self.model, self.sparse_optim, self.storage, self.max_keep = model, sparse_optim, storage, max_keep
         extra = extra_registry(arguments.form_of_registered(model, live))
         self._extra, self._io_state = extra, io_registry()
         self.trainers = Trainers(model, sparse_optim, extra, choice, live)
         self._live = Live(model, sparse_optim, extra, self._io_state, choice, self.trainers, live)
-        writers = Fence(storage, self.made_at), transfers, SparseSaver(concurrency)
-        self._to = Destination(storage, *writers, concurrency, min_free_bytes, on_save, changes, progress)
+        tier = None if near is None else NearTier(near, storage, concurrency)
+        writers = Fence(storage, self.made_at, near=tier or VOIDED), transfers, SparseSaver(concurrency)
+        self._to = Destination(storage, *writers, concurrency, min_free_bytes, on_save, changes, progress, near=tier)
         self.forgetting, self.deletion, self.counted_run = Forgetting(self._to), Deletion(self._to), CountedRun()
         of_loads = model, sparse_optim, extra, self._io_state, storage, concurrency, transfers.download_dir
         on_whole_restore = changes.on_whole_restore if changes else None
         self.loader = Loader(*of_loads, progress, name, self.forgetting.before_load, on_whole_restore, live)
         self._runner, self.ranks, self._tables = SaveRunner(), RanksNow(timeout_sec), arguments.tables_in(model)
+        self.near_saves = None if tier is None else NearSaves(self._live, self._to, tier, self._runner, self.loader)
 
     def __setattr__(self, name: str, value: Any) -> None:
         arguments.check_change(vars(self), name, value)
@@ -204,7 +208,7 @@ class Saver(Registration):
         return self._save(info, shard_id, shard_num, state, overwrite)
 
     def settle(self, timeout_sec: float | None = None) -> bool:
-        """Wait for the save that is under way, if there is one, and say whether it is over.
+        """Wait for the save that is under way, if there is one, and say whether it is over; for a near save too.
 
         Args:
             timeout_sec: how long to wait; 0 only looks, None waits until the end.
@@ -213,65 +217,16 @@ class Saver(Registration):
             RecckptError: the save failed, and its error was not raised yet.
         """
         with self._turn():
-            return self._runner.settle(timeout_sec)
+            is_over = self._runner.settle(timeout_sec)
+            if timeout_sec is None and self.near_saves is not None:
+                self.near_saves.settle()
+            return is_over
 
     @property
     def is_saving(self) -> bool:
         """Whether a save is under way."""
         self._check_process()
         return self._runner.is_running
-
-    def load(
-        self,
-        ckpt_path: str | None = None,
-        ckpt_id: str | None = None,
-        load_conf: Mapping[str, Any] | None = None,
-        shard_id: int | None = None,
-        direct_path: bool = False,
-    ) -> LoadReport:
-        """Load a checkpoint into the model and what is registered.
-
-        Args:
-            ckpt_path: an id of the own output dir, an output dir, or a checkpoint itself; None for the own output dir.
-            ckpt_id: which checkpoint in it; None for the newest.
-            load_conf: what to take: an entry of a bank without ``path``; None for everything.
-            shard_id: number of this rank, whose dataset positions are taken; None as in :meth:`save`.
-            direct_path: ``ckpt_path`` is a checkpoint itself, and nothing else will do; None loads nothing.
-
-        Raises:
-            CheckpointNotFoundError: there is no such checkpoint.
-            LoadConfError, StateMismatchError: what is asked for does not exist or does not fit; nothing has changed.
-            CorruptCheckpointError, CheckpointRemovedError: a file is damaged, or was removed before it was read.
-            PartlyLoadedError: reading failed when tables that had rows had been changed.
-        """
-        with self._turn():
-            return self.loader.load(ckpt_path, ckpt_id, load_conf, shard_id, direct_path)
-
-    def load_by_config(
-        self, bank: Bank, conf: Mapping[str, Any] | None = None, *, shard_id: int | None = None
-    ) -> LoadReport:
-        """Load what a model bank says: entries with a ``path``, of which the last that offers a name counts.
-
-        Args:
-            bank: a list of entries, or one entry, or the path of one; see docs/load.md. None loads nothing.
-            conf: the rest of the entry, where ``bank`` is a path.
-            shard_id: number of this rank; None as in :meth:`save`.
-
-        Raises:
-            Exception: as :meth:`load`; LoadConfError and StateMismatchError name all that is wrong.
-        """
-        with self._turn():
-            return self.loader.load_bank(bank, conf, shard_id)
-
-    def plan(self, bank: Bank, conf: Mapping[str, Any] | None = None, *, shard_id: int | None = None) -> LoadPlan:
-        """Say what :meth:`load_by_config` would do, or raise as it would; reads no rows and changes nothing."""
-        with self._turn():
-            return self.loader.plan(bank, conf, shard_id)
-
-    def names(self) -> list[str]:
-        """Return the names that can be loaded, for ``recckpt plan``, each in a line with what is known of it."""
-        with self._turn():
-            return self.loader.names()
 
     def close(self) -> None:
         """As :meth:`settle`, and end a compaction in the background; the saver may go on being used."""

@@ -21,7 +21,7 @@ ROOMS = """
     cli  manager
     inspect  convert  saver
     load  save  checkpointer
-    compaction  forgetting
+    compaction  forgetting  near
     mirroring
     checkpoint
     live
@@ -60,6 +60,7 @@ KNOW_NAMES = {
     "convert.safetensors_shards": "shards as Hugging Face names them",
     "convert.sources": "endings of the files that an import reads",
     "convert.target_files": "files of exports",
+    "format.near_names": "files in the near dir of a host, which is no output dir",
     "inspect.consolidate": "endings that a torch file does not have",
     "integrations.transformers": "files of the Trainer",
     "output_dir.index_file": "files of RecIS, by which its output dirs are told from ours",
@@ -72,6 +73,7 @@ TORCH_FREE = {
         "compaction",
         "forgetting",
         "mirroring",
+        "near",
         "checkpoint",
         "output_dir",
         "storage",

@@ -115,4 +115,4 @@ class OpenLink:
 def files_of(storage: Storage, checkpoint: Checkpoint, n_links: int = 1) -> OpenFiles:
     """Return the files of one of so many checkpoints that are read together; none is open yet."""
     sizes = {file.name: file.n_bytes for file in checkpoint.manifest.files}
-    return OpenFiles(storage, checkpoint.directory, sizes, (), n_links)
+    return OpenFiles(checkpoint.near_dir or storage, checkpoint.directory, sizes, (), n_links)

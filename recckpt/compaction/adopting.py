@@ -13,6 +13,7 @@ from recckpt.output_dir import rotation
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.forget_requests import FORGET_FIRST, check_none_pending
 from recckpt.output_dir.listing import Checkpoint, list_checkpoints
+from recckpt.output_dir.near_at_takeover import PASSED_ON
 from recckpt.output_dir.offers import adopt_offers
 from recckpt.output_dir.why_nothing import why_nothing
 from recckpt.storage import open_storage
@@ -42,7 +43,7 @@ def adopt(path: str | os.PathLike[str]) -> Adopted:
     if list_checkpoints(storage).is_empty:
         raise CheckpointNotFoundError(f"{storage.url}: {why_nothing(storage)}")
     check_none_pending(storage, FORGET_FIRST)
-    fence = Fence(storage)
+    fence = Fence(storage, near=PASSED_ON)
     fence.hold()
     forms = adopt_offers(storage, fence, VISIBLE, rotation.THREADS)
     going = _replaced(fence.listing.committed)

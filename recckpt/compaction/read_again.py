@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from recckpt.checkpoint.link import OpenLink
-from recckpt.dense.file_check import check_file
-from recckpt.dense.tensors import read_index
-from recckpt.errors import CorruptCheckpointError
-from recckpt.format import layout
+from recckpt.checkpoint.every_byte import problems
 from recckpt.output_dir import rotation
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.parallel.threads import run_all
-from recckpt.sparse.files.verifier import check_part
 from recckpt.storage import Storage
 
 log = logging.getLogger("recckpt")
@@ -26,7 +20,7 @@ def remove_checked(storage: Storage, fence: Fence, going: Sequence[Checkpoint], 
     A form is read whole, once: with it goes, or stays, the delta that it is a form of.
     """
     for form in _replacing(fence, going):
-        problem = next(_problems(storage, form, concurrency), None)
+        problem = next(problems(storage, form, concurrency), None)
         if problem is None:
             continue
         log.error(
@@ -50,33 +44,3 @@ def _replacing(fence: Fence, going: Sequence[Checkpoint]) -> list[Checkpoint]:
 
 def _is_of(form: Checkpoint, delta: Checkpoint) -> bool:
     return form.manifest.form_of is not None and form.manifest.form_of.save_id == delta.manifest.save_id
-
-
-def _problems(storage: Storage, form: Checkpoint, concurrency: int) -> Iterator[CorruptCheckpointError]:
-    """Yield what is wrong with any byte of a checkpoint; an OSError of the storage passes through."""
-    try:
-        link = OpenLink.of(storage, form)
-        parts = [part for catalog in link.catalogs for part in catalog.parts]
-    except CorruptCheckpointError as error:
-        yield error
-        return
-    threads = storage.threads(concurrency)
-    manifest, directory = form.manifest, form.directory
-    checks = run_all(lambda part: check_part(link.files, directory, manifest.tables, part, _unseen), parts, threads)
-    yield from (error for check in checks for error in check.errors)
-    yield from _problems_of_others(link)
-
-
-def _problems_of_others(link: OpenLink) -> Iterator[CorruptCheckpointError]:
-    manifest, directory = link.manifest, link.directory
-    for file in (file for file in manifest.files if not layout.is_part(file.name)):
-        yield from check_file(link.files, directory, file, index=None, advance=_unseen)
-    for shard in range(len(manifest.shards)):
-        try:
-            read_index(link.files, directory, manifest, shard)
-        except CorruptCheckpointError as error:
-            yield error
-
-
-def _unseen(*_: object) -> None:
-    """Do nothing with what is read: its checksums are all that matters here."""

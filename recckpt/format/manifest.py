@@ -85,6 +85,7 @@ class Manifest(Content):
     seq: int
     time: str
     epoch: int = 0
+    cut: int | None = None  # number of the staging in its epoch, where near saves are made, too
     step: int | None = None
     parent: Parent | None = None  # of a delta
     chain: tuple[Link, ...] = field(default=(), repr=False)  # hints where the links below are, the parent first
@@ -102,6 +103,11 @@ class Manifest(Content):
         """Where it stands in the order of commits; a form, or a revision, stands where that does which it is of."""
         of = self.form_of or self.revision_of or self
         return of.epoch, of.seq
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Where it stands among all that can be restored, near saves included: by epoch and cut."""
+        return self.place[0], self.cut or 0
 
     @property
     def origin(self) -> str:
@@ -144,7 +150,8 @@ class Manifest(Content):
 
 def encode(manifest: Manifest) -> bytes:
     """Return the bytes of ``manifest.json``, sealed with their own checksum; ValueError if it is too large to read."""
-    data = seal(_to_json(manifest), _SEAL)
+    head = {"format": FORMAT, "version": VERSION, "checksum": CHECKSUM}
+    data = seal({**head, **record_json(manifest)}, _SEAL)
     if len(data) > MAX_BYTES:
         raise ValueError(
             f"the manifest would have {len(data)} bytes, of {len(manifest.files)} files and {len(manifest.tables)} "
@@ -167,20 +174,19 @@ def decode(data: bytes, path: str) -> Manifest:
     xxh3 = check_seal(data, _SEAL, path)
     if fields.text("kind") not in ("full", "delta"):
         raise FormatVersionError(path, found=f"a {fields.text('kind')} checkpoint", supported=VERSION)
-    return _from_fields(fields, xxh3)
+    return parse_record(fields, xxh3)
 
 
-def _to_json(manifest: Manifest) -> dict[str, Any]:
+def record_json(manifest: Manifest) -> dict[str, Any]:
+    """Return the JSON fields of a manifest but for its head, which the seal of a near save has, too."""
     return {
-        "format": FORMAT,
-        "version": VERSION,
-        "checksum": CHECKSUM,
         "ckpt_id": manifest.ckpt_id,
         "save_id": manifest.save_id,
         "kind": manifest.kind,
         **links_json(manifest.parent, manifest.chain, manifest.form_of, manifest.revision_of),
         "epoch": manifest.epoch,
         "seq": manifest.seq,
+        **({} if manifest.cut is None else {"cut": manifest.cut}),
         "step": manifest.step,
         "time": manifest.time,
         **content_json(manifest),
@@ -214,13 +220,15 @@ def _check_header(fields: Fields) -> None:
         raise fields.wrong("checksum", f"unknown algorithm {fields.text('checksum')!r}", CHECKSUM)
 
 
-def _from_fields(fields: Fields, xxh3: int) -> Manifest:
+def parse_record(fields: Fields, xxh3: int) -> Manifest:
+    """Return what :func:`record_json` wrote; CorruptCheckpointError where it contradicts itself."""
     parent, chain, form_of, revision_of = parse_links(fields)
     manifest = Manifest(
         ckpt_id=fields.text("ckpt_id"),
         save_id=fields.text("save_id"),
         epoch=fields.count("epoch"),
         seq=fields.count("seq"),
+        cut=fields.maybe_count("cut"),
         step=fields.maybe_count("step"),
         time=fields.text("time"),
         **parse_content(fields, of_delta=parent is not None).content,

@@ -38,7 +38,7 @@ class LocatedCheckpoint:
     @property
     def label(self) -> str:
         """Where it is."""
-        return self.storage.url_of(self.checkpoint.directory)
+        return (self.checkpoint.near_dir or self.storage).url_of(self.checkpoint.directory)
 
     @property
     def shards(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from recckpt.format.manifest import Scalar
 from recckpt.manager.run_state import Run
 from recckpt.manager.step_arguments import Metrics, State, as_state
+from recckpt.parallel.ranks import Ranks
 from recckpt.save.save_info import SaveInfo
 
 
@@ -31,6 +32,20 @@ def at_save(run: Run, step: int | None, state: State, metrics: Metrics) -> AtSav
     at = run.checked_step(step)
     is_saved = run.is_saved and at == run.global_step
     return AtSave(at, is_saved, run.event_time, run.counted, as_state(state, metrics))
+
+
+def meet(ranks: Ranks, run: Run, step: int | None, state: State, metrics: Metrics) -> tuple[AtSave, bool]:
+    """Return what this rank brings, and whether that is in a checkpoint which stays, of all ranks. Collective.
+
+    The run moves to the step of the caller's own count, and to the latest event time of all ranks.
+    """
+    of_ranks = ranks.on_all(lambda: at_save(run, step, state, metrics))
+    own, is_saved = of_ranks[ranks.rank], all(rank.is_saved for rank in of_ranks)
+    run.move_to(own.step)
+    if not is_saved:
+        check_counts(of_ranks, SaveInfo(run.ckpt_id, run.global_step))
+        run.note_event(*(rank.event_time for rank in of_ranks))
+    return own, is_saved
 
 
 def check_counts(of_ranks: Sequence[AtSave], info: SaveInfo) -> None:

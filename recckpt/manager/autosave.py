@@ -11,7 +11,8 @@ from functools import partial
 
 from recckpt.errors import RecckptError
 from recckpt.format.manifest import Manifest
-from recckpt.manager.at_save import at_save, check_counts
+from recckpt.manager.at_save import meet
+from recckpt.manager.near_steps import NearSteps
 from recckpt.manager.reloads import Reloads
 from recckpt.manager.run_state import Run
 from recckpt.manager.save_errors import SaveErrors
@@ -48,6 +49,7 @@ class Autosave:
         schedule: Schedule,
         signals: SignalWatch,
         *,
+        near: NearSteps,
         async_save: bool,
         grace_sec: float | None,
         reloads: Reloads,
@@ -55,9 +57,8 @@ class Autosave:
         clock: Callable[[], float],
     ) -> None:
         self._saver, self._run, self._ranks_now = saver, run, ranks
-        self._schedule, self._signals = schedule, signals
-        self._async_save, self._grace_sec = async_save, grace_sec
-        self._reloads, self._errors, self._clock = reloads, errors, clock
+        self._schedule, self._signals, self._near, self._async_save = schedule, signals, near, async_save
+        self._grace_sec, self._reloads, self._errors, self._clock = grace_sec, reloads, errors, clock
         self._in_flight: SaveHandle | None = None
         self._has_stepped = False
         self._dates = TableDates(saver, run)
@@ -65,12 +66,13 @@ class Autosave:
     @property
     def counts(self) -> SaveCounts:
         """What became of the saves so far."""
-        return self._schedule.counts
+        return self._near.counted(self._schedule.counts)
 
     def start(self) -> None:
         """Begin to count from where the run is, as after a restore."""
         begin = self._run.moment(self._clock())
         self._schedule.start(begin)
+        self._near.start(begin)
         self._reloads.start(begin)
         self._dates.look_again()
         self._has_stepped = False
@@ -91,6 +93,8 @@ class Autosave:
         now = run.moment(self._clock(), metrics, ends)
         due = self._schedule.due(now, self._agreed)
         kind = self._schedule.admit(due, lambda: self._ranks.gather(self._saver.is_saving)[0])
+        if self._near.is_due(now, self._agreed, has_saved=kind is not None):
+            kind = self._near.begin(self._ranks_now(), run, meet(self._ranks, run, None, state, metrics)[0].state)
         if kind is not None:
             self._save_due(kind, state, metrics)
         self._reloads.look_if_due(now, self._agreed, has_saved=kind is not None)
@@ -197,14 +201,11 @@ class Autosave:
         """Save this step, or that of the caller's own count, unless it is in a checkpoint that stays."""
         run = self._run
         self._note_failure()
-        of_ranks = self._ranks.on_all(lambda: at_save(run, step, state, metrics))
-        run.move_to(of_ranks[self._ranks.rank].step)
+        own, is_saved = meet(self._ranks, run, step, state, metrics)
         self._dates.set()
-        if all(rank.is_saved for rank in of_ranks):
+        if is_saved:
             log.info("%s is saved already", run.ckpt_id)
             return None
-        check_counts(of_ranks, self._info)
-        run.note_event(*(rank.event_time for rank in of_ranks))
         try:
             save = self._saver.save_async if background else self._saver.save
             saved = save(
@@ -212,7 +213,7 @@ class Autosave:
                 self._ranks.rank,
                 self._ranks.size,
                 step=run.global_step,
-                state=of_ranks[self._ranks.rank].state,
+                state=own.state,
                 overwrite=True,
                 ephemeral=kind == "ephemeral",
             )

@@ -18,6 +18,7 @@ from recckpt.format.manifest import Manifest, Scalar
 from recckpt.manager.attach import attached, wrong_options
 from recckpt.manager.autosave import Autosave
 from recckpt.manager.counting import Counting
+from recckpt.manager.near_steps import NearSteps
 from recckpt.manager.own_checkpoints import OwnCheckpoints
 from recckpt.manager.placement import OneOrMany, TablesOption, place
 from recckpt.manager.reloads import Reloads
@@ -62,6 +63,8 @@ class CheckpointManager(Counting, Resumable, OwnCheckpoints):
         save_at_start: whether ``with`` saves before training starts, where there was nothing to restore.
         reload_interval: when :meth:`reload_dynamic` looks for what is new in a model bank, steps or a policy; None for
             after each save that :meth:`step`, :meth:`window` or :meth:`epoch` begins.
+        near_interval: when to make near saves, between the saves above; steps or a policy. The saver needs ``near``;
+            where there is no checkpoint yet to count from, one is made in their place. See docs/near.md.
         event_time: the event time of the first batch, as of :meth:`step`; a restored one takes its place.
         on_save_error: what the error of a save does that :meth:`step`, :meth:`window` or :meth:`epoch` began:
             ``"raise"`` stops training; ``"warn"`` logs it, and a function gets it, on every rank, and training goes on.
@@ -89,6 +92,7 @@ class CheckpointManager(Counting, Resumable, OwnCheckpoints):
         grace_sec: float | None = None,
         save_at_start: bool = False,
         reload_interval: int | When | None = None,
+        near_interval: int | When | None = None,
         event_time: float | None = None,
         on_save_error: OnSaveError = "raise",
         raise_after: int = 3,
@@ -107,19 +111,20 @@ class CheckpointManager(Counting, Resumable, OwnCheckpoints):
         if between is not None:
             check_ephemeral(between, regular)
         self._run = run = Run(event_time=checked_event_time(event_time), step_prefix=checked_prefix(step_prefix))
-        self._ranks = ranks = partial(saver.ranks.of, shard_id, shard_num)
-        begin, errors = run.moment(clock()), SaveErrors(ranks, on_save_error, raise_after)
-        self._restorer = Restorer(saver.loader, self._run, ranks, lambda: saver.max_keep)
+        self._ranks, begin = partial(saver.ranks.of, shard_id, shard_num), run.moment(clock())
+        near = NearSteps.of(saver.near_saves, near_interval, begin)
+        self._restorer = Restorer(saver.loader, run, self._ranks, lambda: saver.max_keep, near.tier)
         self._autosave = Autosave(
             saver,
-            self._run,
-            ranks,
+            run,
+            self._ranks,
             Schedule(regular, between, backpressure, begin),
             SignalWatch(save_on_signal),
+            near=near,
             async_save=flag("async_save", async_save),
             grace_sec=grace,
             reloads=Reloads(self._restorer.reload_dynamic, None if reload is None else Trigger(reload, begin)),
-            errors=errors,
+            errors=SaveErrors(self._ranks, on_save_error, raise_after),
             clock=clock,
         )
         saver.counted_run.follow(lambda: (run.global_step, run.state), run.step_prefix)

@@ -67,8 +67,9 @@ class Resumable(OneProcess):
         rng: bool = True,
         required: bool = False,
         hyper_parameters: HyperParameters = "load",
+        near: bool = True,
     ) -> int:
-        """Bring back the newest committed checkpoint, or that of one step, and return its step.
+        """Bring back the newest committed checkpoint or near save, or the checkpoint of one step; return its step.
 
         A newest checkpoint that turns out damaged is passed over, with an error in the log, for the newest that does
         not stand on what is damaged.
@@ -80,6 +81,7 @@ class Resumable(OneProcess):
             required: whether it is an error that there is nothing to restore.
             hyper_parameters: ``"load"`` those of the checkpoint, or ``"keep"`` those that dense and sparse optimizers
                 have now, and the rates that their schedulers were made with; see docs/resume.md.
+            near: whether near saves count, of a saver that makes them; those of one step are never looked for.
 
         Returns:
             The step; 0 where there was nothing to restore.
@@ -96,7 +98,7 @@ class Resumable(OneProcess):
         keeps = _keeps(hyper_parameters)
         with self._loading():
             return self._restorer.restore(
-                global_step, load_conf=load_conf, rng=rng, required=required, keeps_settings=keeps
+                global_step, load_conf=load_conf, rng=rng, required=required, keeps_settings=keeps, near=near
             )
 
     def load_model_bank(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from numbers import Integral
 from typing import Any
@@ -24,12 +24,13 @@ from recckpt.load.rows_of_ranks import row_errors, rows_read
 from recckpt.load.source import LocatedBank, LocatedCheckpoint, locate_bank
 from recckpt.manager.followed import Followed, followed
 from recckpt.manager.run_state import Run
+from recckpt.manager.start import Start, without_damage
+from recckpt.near.tier import NearTier
 from recckpt.output_dir.first_whole import first_whole
 from recckpt.output_dir.index_file import warn_of_index
-from recckpt.output_dir.listing import Checkpoint, list_checkpoints, locate, newest_first, usable
+from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints, locate, newest_first, usable
 from recckpt.parallel.ranks import Ranks
-from recckpt.policies.best import best_id, best_in
-from recckpt.storage import Storage
+from recckpt.policies.keep import best_id, best_in
 from recckpt.types import flag
 
 log = logging.getLogger("recckpt")
@@ -46,20 +47,13 @@ def _failed(rank: int, cause: str) -> RecckptError:
     return RecckptError(f"restoring failed on rank {rank}: {cause}")
 
 
-@dataclass(frozen=True)
-class _Start:
-    """What a run may start from: the checkpoints of a bank, and those of its own output dir, the best of them first."""
-
-    bank: LocatedBank
-    own: Sequence[Checkpoint]
-    otherwise: _Start | None = None  # where the other forms in the bank are damaged too: without an own checkpoint
-
-
 class Restorer:
     """Loads checkpoints into a run. Collective where there are several ranks; not thread-safe."""
 
-    def __init__(self, loader: Loader, run: Run, ranks: Callable[[], Ranks], keep: Callable[[], object]) -> None:
-        self._loader, self._run, self._ranks_now, self._keep = loader, run, ranks, keep
+    def __init__(
+        self, loader: Loader, run: Run, ranks: Callable[[], Ranks], keep: Callable[[], object], near: NearTier | None
+    ) -> None:
+        self._loader, self._run, self._ranks_now, self._keep, self._near = loader, run, ranks, keep, near
         self._resumed_with_bank = ""  # save_id of the own checkpoint, until it is asked for
         self._keeps_settings = False  # in that restore
         self._followed: list[Followed] = []
@@ -78,10 +72,12 @@ class Restorer:
         rng: bool,
         required: bool,
         keeps_settings: bool,
+        near: bool,
     ) -> int:
         """As :meth:`recckpt.CheckpointManager.restore`."""
         flag("rng", rng)
         flag("required", required)
+        flag("near", near)
         is_step = isinstance(global_step, Integral) and not isinstance(global_step, bool)
         if not is_step and global_step not in (None, "latest", "best"):
             raise TypeError(
@@ -91,7 +87,8 @@ class Restorer:
             global_step = None
         entry = self._ranks.on_each(lambda: parse_load_conf(load_conf, own=True))
         entry = replace(entry, keeps_settings=keeps_settings)
-        candidates = self._ranks.on_first(lambda: self._candidates(global_step, required=required))
+        near = near and global_step is None and self._sees_near()
+        candidates = self._ranks.on_first(lambda: self._candidates(global_step, required=required, near=near))
         if not candidates:
             log.info("%s: no checkpoint to restore, starting from step 0", self._loader.storage.url)
             return 0
@@ -105,9 +102,9 @@ class Restorer:
 
         bank = LocatedBank([], Problems())
         self._load_first_whole(
-            lambda: _Start(bank, self._candidates(global_step, required=True)),
+            lambda: Start(bank, self._candidates(global_step, required=True, near=near)),
             partial(self._load, entry, rng=rng, is_whole=is_whole, with_bank=False),
-            _Start(bank, candidates),
+            Start(bank, candidates),
         )
         return self._run.global_step
 
@@ -124,18 +121,20 @@ class Restorer:
     def load_model_bank(self, bank: Sequence[Mapping[str, Any]], *, keeps_settings: bool) -> LoadReport:
         """As :meth:`recckpt.CheckpointManager.load_model_bank`."""
         entry, self._keeps_settings = replace(_OWN, keeps_settings=keeps_settings), keeps_settings
-        first = self._ranks.on_first(lambda: self._located(bank))
+        near = self._sees_near()
+        first = self._ranks.on_first(lambda: self._located(bank, near=near))
         return self._load_first_whole(
-            lambda: self._located(bank, required=bool(first.own)),
+            lambda: self._located(bank, required=bool(first.own), near=near),
             partial(self._load, entry, rng=True, is_whole=True, with_bank=True),
             first,
         )
 
     def plan(self, bank: Sequence[Mapping[str, Any]]) -> LoadPlan:
         """As :meth:`recckpt.CheckpointManager.plan`."""
+        near = self._sees_near()
 
         def locate() -> LocatedBank:
-            start = self._located(bank)
+            start = self._located(bank, near=near)
             own = [LocatedCheckpoint(_OWN, self._loader.storage, checkpoint) for checkpoint in start.own[:1]]
             return replace(start.bank, sources=[*start.bank.sources, *own])
 
@@ -170,18 +169,18 @@ class Restorer:
         return first_whole(locate, load, instead=instead)
 
     def _load_first_whole(
-        self, locate: Callable[[], _Start], load: Callable[[_Start], LoadReport], first: _Start
+        self, locate: Callable[[], Start], load: Callable[[Start], LoadReport], first: Start
     ) -> LoadReport:
         """Load what was located first, or is located later, and is neither removed meanwhile nor damaged."""
         instead = partial(self._instead, KnownDamage())
         return first_whole(partial(self._ranks.on_first, locate), load, instead=instead, first=first)
 
-    def _instead(self, damage: KnownDamage, start: _Start, error: CorruptCheckpointError) -> _Start | None:
+    def _instead(self, damage: KnownDamage, start: Start, error: CorruptCheckpointError) -> Start | None:
         """Return what to start from where something in ``start`` is damaged; None where there is nothing. Collective.
 
         That is another form of a checkpoint of the bank, or the best of the own checkpoints that needs nothing damaged.
         """
-        other = self._ranks.on_first(lambda: _without_damage(damage, self._loader.storage, start, error))
+        other = self._ranks.on_first(lambda: without_damage(damage, self._loader.storage, start, error, self._near))
         if other is not None and other.own != start.own:
             best = start.own[0]
             link = damaged_link(best, error) or best.directory
@@ -190,7 +189,7 @@ class Restorer:
             self._measure(_FELL_BACK)
         return other
 
-    def _load(self, entry: Entry, start: _Start, *, rng: bool, is_whole: bool, with_bank: bool) -> LoadReport:
+    def _load(self, entry: Entry, start: Start, *, rng: bool, is_whole: bool, with_bank: bool) -> LoadReport:
         """Load the bank and the best of the own checkpoints, if there is one, and go on from its step."""
         live, n_bank = self._live(), len(start.bank.sources)
         own = [LocatedCheckpoint(entry, self._loader.storage, checkpoint) for checkpoint in start.own[:1]]
@@ -239,7 +238,7 @@ class Restorer:
             log.warning("%s was saved without a step: steps are counted from 0", checkpoint.ckpt_id)
             step = 0
         self._run.go_on(record.state, step)
-        self._run.note_saved(is_whole and not record.ephemeral)
+        self._run.note_saved(is_whole and not record.ephemeral and checkpoint.near_dir is None)
         self._resumed_with_bank = record.save_id if with_bank else ""
         log.info("restored %s, step %d", checkpoint.ckpt_id, self._run.global_step)
         if (time := time_of(record.time)) is not None:  # its age is known before the first save
@@ -250,11 +249,15 @@ class Restorer:
         if self._ranks.rank == 0:
             telemetry.measure(self._loader.run, measured)
 
-    def _located(self, bank: Sequence[Mapping[str, Any]], *, required: bool = False) -> _Start:
-        return _Start(locate_bank(bank), self._candidates(None, required=required))
+    def _located(self, bank: Sequence[Mapping[str, Any]], *, near: bool, required: bool = False) -> Start:
+        return Start(locate_bank(bank), self._candidates(None, required=required, near=near))
 
-    def _candidates(self, global_step: int | str | None, *, required: bool) -> list[Checkpoint]:
-        """Return what may be restored, best first."""
+    def _sees_near(self) -> bool:
+        """Say whether all ranks see the same near saves. Collective where there are near saves."""
+        return self._near is not None and self._near.is_of_all(self._ranks)
+
+    def _candidates(self, global_step: int | str | None, *, required: bool, near: bool) -> list[Checkpoint]:
+        """Return what may be restored, best first; ``near`` saves too, where that is the newest."""
         storage = self._loader.storage
         if global_step == "best":
             best = best_in(self._keep())
@@ -262,36 +265,18 @@ class Restorer:
             return [locate(storage, best_id(manifests, best, storage.url))]
         if isinstance(global_step, Integral):
             return [locate(storage, self._run.id_of(global_step))]
-        listing = list_checkpoints(storage)
-        candidates = usable(storage, listing)
-        if candidates and candidates[0].manifest.place < listing.newest_place:
-            self._measure(_FELL_BACK)
+        tier = self._near if near else None
+        listing, candidates = self._usable() if tier is None else tier.find(self._usable)
         if required and not candidates:
             raise CheckpointNotFoundError(f"{storage.url}: found no committed checkpoint to restore")
         if self._ranks.rank == 0:
-            ckpt_ids = [checkpoint.ckpt_id for checkpoint in reversed(candidates)]
-            warn_of_index(storage, ckpt_ids, lambda: list_checkpoints(storage).ckpt_ids)
+            warn_of_index(storage, listing.ckpt_ids, lambda: list_checkpoints(storage).ckpt_ids)
         return candidates
 
-
-def _without_damage(
-    damage: KnownDamage, storage: Storage, start: _Start, error: CorruptCheckpointError
-) -> _Start | None:
-    """Return what there is to start from without what an error is about, in the bank or the own output dir."""
-    link = damaged_link(start.own[0], error) if start.own else None
-    bank = damage.instead(start.bank, error)
-    if bank is not None:  # both may have a directory of that name
-        otherwise = start.otherwise if link is None else _without_link(KnownDamage(), storage, start, link, error)
-        return replace(start, bank=bank, otherwise=otherwise)
-    if link is None and (start.bank.sources or not start.own):
-        return start.otherwise  # it is in the bank
-    return _without_link(damage, storage, start, link or start.own[0].directory, error)
-
-
-def _without_link(
-    damage: KnownDamage, storage: Storage, start: _Start, link: str, error: CorruptCheckpointError
-) -> _Start | None:
-    damage.note(storage, link, error)
-    ckpt_ids = {checkpoint.ckpt_id for checkpoint in start.own}
-    own = [each for each in reversed(damage.whole(storage).current) if each.ckpt_id in ckpt_ids]
-    return replace(start, own=own, otherwise=None) if own else None
+    def _usable(self) -> tuple[Listing, list[Checkpoint]]:
+        """Return what is in the output dir, and the checkpoints that can be used, newest first."""
+        listing = list_checkpoints(self._loader.storage)
+        candidates = usable(self._loader.storage, listing)
+        if candidates and candidates[0].manifest.place < listing.newest_place:
+            self._measure(_FELL_BACK)
+        return listing, candidates

@@ -13,6 +13,7 @@ from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.json_fields import Fields, check_seal, parse, seal
 from recckpt.format.manifest import Manifest
+from recckpt.format.near_list import NearList
 from recckpt.storage import NotPlainError, Storage, missing
 from recckpt.storage.read_again import read_twice
 
@@ -53,6 +54,12 @@ class Takeover:
     save_ids: frozenset[str]  # what was committed; a manifest of an older epoch counts only if it is here
     highest_step: int  # of the directories ``ckpt_<step>`` at this takeover and all before; -1 for none
     directories: frozenset[str]  # the names of all others
+    near: NearList | None = None  # which near saves count; None where those of this epoch alone would
+
+    @property
+    def near_list(self) -> NearList:
+        """Which near saves count: where the list says nothing of them, those of its own epoch and later ones."""
+        return self.near or NearList(self.epoch)
 
     def excludes(self, record: Manifest) -> str | None:
         """Say why a manifest does not count; None where it does."""
@@ -95,6 +102,7 @@ def last_takeover(storage: Storage) -> Takeover:
                 frozenset(fields.texts("committed")),
                 fields.count("highest_step", low=-1),
                 frozenset(fields.texts("directories")),
+                _near_list(fields, epoch),
             )
     return NO_TAKEOVER
 
@@ -137,7 +145,16 @@ def encode_takeover(claim: Claim, takeover: Takeover) -> bytes:
         "highest_step": takeover.highest_step,
         "directories": sorted(takeover.directories),
     }
+    if takeover.near is not None:
+        own["near"] = sorted(takeover.near.names)
+        own |= {"near_epoch": takeover.near.epoch} if takeover.near.epoch != takeover.epoch else {}
     return seal({**_head(claim.epoch), **own}, _SEAL)
+
+
+def _near_list(fields: Fields, epoch: int) -> NearList | None:
+    if not fields.has("near"):
+        return None
+    return NearList(fields.count("near_epoch") if fields.has("near_epoch") else epoch, frozenset(fields.texts("near")))
 
 
 def _head(epoch: int) -> dict[str, str | int]:

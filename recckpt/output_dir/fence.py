@@ -18,6 +18,7 @@ from recckpt.output_dir.claims import NO_TAKEOVER, Claim, claimed_epochs, encode
 from recckpt.output_dir.forget_requests import requests
 from recckpt.output_dir.index_file import is_of_recis, warn_of_index, warn_of_recis
 from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints
+from recckpt.output_dir.near_at_takeover import NAMES_NONE, VOIDED, NearAtTakeover
 from recckpt.output_dir.takeover import claim_next, publish
 from recckpt.storage import Storage
 from recckpt.text import plural
@@ -38,6 +39,7 @@ class Fence:
         storage: the output dir.
         made_at: where in the program the writer was made, for a later one of this process that takes over from it.
         purpose: the command that it is of, for the error of the one that it takes over from; "" of one that trains.
+        near: what it says of near saves where it takes over.
 
     Attributes:
         listing: what was committed when :meth:`hold` last looked, and what this writer has committed and removed since.
@@ -52,8 +54,10 @@ class Fence:
     is_settled = False
     newest_at_takeover = (0, 0)
 
-    def __init__(self, storage: Storage, made_at: str | None = None, purpose: str = "") -> None:
-        self._storage, self._made_at, self._purpose = storage, made_at, purpose
+    def __init__(
+        self, storage: Storage, made_at: str | None = None, purpose: str = "", near: NearAtTakeover = VOIDED
+    ) -> None:
+        self._storage, self._made_at, self._purpose, self._near = storage, made_at, purpose, near
         self._known = Manifests()
         self._claim: Claim | None = None
         self._takeover = NO_TAKEOVER
@@ -67,6 +71,11 @@ class Fence:
         """Number of the claim; 0 before there is one."""
         return self._claim.epoch if self._claim else 0
 
+    @property
+    def nonce(self) -> str:
+        """The nonce of the claim; "" before there is one."""
+        return self._claim.nonce if self._claim else ""
+
     def hold(self, *, is_resumed: bool = True) -> None:
         """Take the output dir over, or check that it is still held, and list what is committed.
 
@@ -77,7 +86,7 @@ class Fence:
         """
         self._storage.check_there()
         if self._claim is None:
-            self._take_over(is_resumed=is_resumed)
+            self._take_over(self._near, is_resumed=is_resumed)
             return
         try:
             self.check()
@@ -85,11 +94,15 @@ class Fence:
             log.warning("%s was emptied or made anew since the last save; it is taken over again", self._storage.url)
             self._known = Manifests()
             self._used.clear()
-            self._take_over()
+            self._take_over(self._near)
             return
         self.look_again()
         if self.listing.highest_epoch > self.epoch:  # copied in: nothing would ever be newer
-            self._take_over()
+            self._take_over(self._near)
+
+    def take_over_from_itself(self) -> None:
+        """Claim anew, and name no near save: none that was made so far counts (rule *forget_in_new_epoch*)."""
+        self._take_over(NAMES_NONE)
 
     def note_requests(self, seen: Iterable[str]) -> None:
         """Note the requests to forget ids that were there when this process read the output dir."""
@@ -111,13 +124,14 @@ class Fence:
         self.listing = list_checkpoints(self._storage, self._known)
         self._used.update(self.listing.directories)
 
-    def _take_over(self, *, is_resumed: bool = True) -> None:
+    def _take_over(self, near: NearAtTakeover, *, is_resumed: bool = True) -> None:
         is_first = self._claim is None
         self._check_forgotten()
         claim = claim_next(self._storage, self._known, self.epoch, self._purpose)
+        near.look()
         listing = list_checkpoints(self._storage, self._known)
         left = self.leftovers(listing, claim.epoch - 1)
-        self._takeover = publish(self._storage, claim, listing)
+        self._takeover = publish(self._storage, claim, listing, near)
         if self._made_at is not None:
             _made_at[claim.nonce] = self._made_at
         self.newest_at_takeover = listing.newest_place

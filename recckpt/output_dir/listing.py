@@ -31,11 +31,13 @@ class Checkpoint:
         directory: where it lies in the output dir.
         manifest: what it is.
         below: the parent, or a form of it, first; the full one last. Each of these is a link only: its own is ().
+        near_dir: where a near save lies, which stands on checkpoints of the output dir; None of a checkpoint.
     """
 
     directory: str
     manifest: Manifest
     below: tuple[Checkpoint, ...] = field(default=(), compare=False, repr=False)
+    near_dir: Storage | None = field(default=None, compare=False, repr=False)
 
     @property
     def ckpt_id(self) -> str:

@@ -166,6 +166,7 @@ def _form(offer: Offer, delta: Manifest, fence: Fence) -> Manifest:
         save_id=secrets.token_hex(16),
         epoch=fence.epoch,
         seq=fence.listing.next_seq,
+        cut=delta.cut,
         step=offer.step,
         time=delta.time,  # by which a policy says how old the checkpoint is
         **offer.content,

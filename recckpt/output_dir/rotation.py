@@ -32,6 +32,7 @@ def expired(
     *,
     now: datetime | None = None,
     step_prefix: str = layout.STEP_PREFIX,
+    near_bases: Collection[str] = (),
 ) -> list[Checkpoint]:
     """Return the checkpoints to remove, in this order: those that no remaining checkpoint is read from.
 
@@ -48,9 +49,10 @@ def expired(
         base: save id of the checkpoint that the writer counts changes from, None where it has none.
         now: the time for the policy.
         step_prefix: of the ids that a manager gives.
+        near_bases: save ids of what near saves stand on that may be restored.
     """
     kept = chosen(listing, keep, pinned, now or datetime.now(timezone.utc), step_prefix)
-    stay = listing.chains.closure([*(c.manifest.origin for c in kept), *([base] if base else [])])
+    stay = listing.chains.closure([*(c.manifest.origin for c in kept), *([base] if base else []), *near_bases])
     for checkpoint in listing.committed:
         if not layout.is_attempt(checkpoint.directory, checkpoint.ckpt_id):
             stay.update(link.directory for link in checkpoint.links)

@@ -29,6 +29,7 @@ from recckpt.output_dir.claims import (
     read_claim,
 )
 from recckpt.output_dir.listing import Listing, list_checkpoints
+from recckpt.output_dir.near_at_takeover import NearAtTakeover
 from recckpt.storage import Storage
 
 log = logging.getLogger("recckpt")
@@ -87,8 +88,8 @@ def _continued(storage: Storage) -> MirrorOf | None:
     return None
 
 
-def publish(storage: Storage, claim: Claim, listing: Listing) -> Takeover:
-    """Publish what is committed: from now on late commits of older writers are ignored."""
+def publish(storage: Storage, claim: Claim, listing: Listing, near: NearAtTakeover) -> Takeover:
+    """Publish what is committed: from now on late commits of older writers are ignored, and late near saves."""
     names = {directory for directory in listing.directories if not layout.is_offer_dir(directory)}
     forms = (checkpoint for checkpoint in listing.committed if layout.is_offer_dir(checkpoint.directory))
     names |= {layout.encode_id(form.ckpt_id) for form in forms}  # the name that its delta may have had
@@ -101,6 +102,7 @@ def publish(storage: Storage, claim: Claim, listing: Listing) -> Takeover:
         listing.save_ids,
         highest_step=max([before.highest_step, *(step for step in steps.values() if step is not None)]),
         directories=before.directories.union(directory for directory, step in steps.items() if step is None),
+        near=near.near_list(listing, before, claim.epoch),
     )
     storage.put_if_absent(layout.takeover(claim.epoch), encode_takeover(claim, takeover))
     if claim.epoch > 1:

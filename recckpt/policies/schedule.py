@@ -25,6 +25,9 @@ class SaveCounts:
         waited: saves that waited for the one before.
         skipped: saves that were due but omitted, because one was under way.
         dropped: saves that were put off, and replaced by a later one.
+        near: near saves that were acknowledged.
+        near_failed: near saves that failed, for want of room too.
+        near_skipped: near saves that were due but omitted: one was under way, or too much had changed.
     """
 
     begun: int = 0
@@ -33,6 +36,9 @@ class SaveCounts:
     waited: int = 0
     skipped: int = 0
     dropped: int = 0
+    near: int = 0
+    near_failed: int = 0
+    near_skipped: int = 0
 
 
 class Trigger:

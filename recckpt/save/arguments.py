@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,11 +17,13 @@ from recckpt.format.json_fields import COUNT_LIMIT
 from recckpt.format.manifest import Scalar
 from recckpt.format.safe_names import is_encodable
 from recckpt.live.tables import NO_TABLES, LiveTables
+from recckpt.output_dir.checkpoint_dir import refuse_checkpoint
 from recckpt.policies.keep import as_keep
 from recckpt.sparse.optim.joint import JointOptimizer
 from recckpt.sparse.optim.optimizer import SparseOptimizer
 from recckpt.sparse.split import parameters_of, state_of
 from recckpt.sparse.table.table import HashTable
+from recckpt.storage import Storage, open_storage
 from recckpt.types import SavableTable, flag, positive_int, positive_number
 
 
@@ -91,6 +94,20 @@ def check_options(
         raise TypeError(f"on_save must be a callable (SaveInfo) -> None, or None, found {on_save!r}")
     if not isinstance(progress, bool):
         raise TypeError(f"progress must be True or False, found {progress!r}")
+
+
+def output_dir_of(path: Any, run: Any) -> tuple[Storage, str]:
+    """Return the output dir, made and tried for writing, and what metrics call the job.
+
+    Raises:
+        TypeError, ValueError: as :func:`name_of_run` and :func:`recckpt.storage.open_storage`; or it is a checkpoint.
+        OSError: it cannot be written.
+    """
+    storage = open_storage(os.fspath(path) if isinstance(path, os.PathLike) else path)
+    name = name_of_run(run, storage.url)
+    storage.prepare()
+    refuse_checkpoint(storage)
+    return storage, name
 
 
 def name_of_run(run: Any, url: str) -> str:

@@ -21,7 +21,7 @@ from recckpt.output_dir.listing import Checkpoint, Listing
 from recckpt.output_dir.offers import adopt_offers
 from recckpt.output_dir.writer import WRITER
 from recckpt.parallel.ranks import Ranks
-from recckpt.policies.best import idle
+from recckpt.policies.keep import idle
 from recckpt.save.decide import SavePlan
 from recckpt.save.full_or_delta import Kind
 from recckpt.save.job import Destination, Job
@@ -124,13 +124,13 @@ def commit(
         totals = totals_of(records, tables)
         info.note_written(totals)
         if kind.base is not None:
-            manifest = _standing_on(committing.chain_of(to.fence.listing, kind.base), manifest)
+            manifest = standing_on(committing.chain_of(to.fence.listing, kind.base), manifest)
         manifest = attempt.commit(to.fence, manifest, to.transfers.visible)
         info.outcome.note_committed()
     return Commit(manifest, totals, info.commit_sec)
 
 
-def _standing_on(links: Sequence[Checkpoint], record: Manifest) -> Manifest:
+def standing_on(links: Sequence[Checkpoint], record: Manifest) -> Manifest:
     """Name in the manifest of a delta what it stands on: never a form of it, wherever that is read."""
     chain = tuple(Link(link.ckpt_id, link.manifest.origin, link.directory) for link in links)
     parent = Parent(chain[0].ckpt_id, chain[0].save_id, chain[0].directory, links[0].manifest.origin_xxh3)
@@ -151,7 +151,7 @@ def rotate(job: Job, to: Destination) -> None:
     try:
         with info.timed("rotate"):
             listing = fence.listing
-            victims = _expired(listing, job, rotation.pinned_ids(storage), _base_of(to))
+            victims = _expired(listing, job, rotation.pinned_ids(storage), to)
             going = {victim.directory for victim in victims}
             for text in idle(job.max_keep, [c.manifest for c in listing.current]) if victims else ():
                 if ("max_keep", text) not in to.logged:
@@ -183,10 +183,13 @@ def _base_of(to: Destination) -> str | None:
     return to.changes.base.save_id if to.changes and to.changes.base else None
 
 
-def _expired(listing: Listing, job: Job, pinned: set[str], base: str | None) -> list[Checkpoint]:
+def _expired(listing: Listing, job: Job, pinned: set[str], to: Destination) -> list[Checkpoint]:
     """Return what goes; nothing does where a policy of the caller's own fails."""
     try:
-        return rotation.expired(listing, job.max_keep, pinned, base, step_prefix=job.step_prefix)
+        newest = max((checkpoint.manifest.order for checkpoint in listing.committed), default=(0, 0))
+        near_bases = to.near.bases(newest) if to.near else ()
+        keep, prefix = job.max_keep, job.step_prefix
+        return rotation.expired(listing, keep, pinned, _base_of(to), step_prefix=prefix, near_bases=near_bases)
     except Exception:
         log.exception("nothing is rotated: %r failed to say which checkpoints to keep", job.max_keep)
         return []

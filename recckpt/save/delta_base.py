@@ -6,20 +6,24 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from recckpt.errors import RecckptError
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest
 from recckpt.format.reduced import Reduced
 from recckpt.format.tables import LiveLayout
+from recckpt.near.payload import Payload
 from recckpt.output_dir.commit import chain_of
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.policies.deltas import Chain, Deltas, as_deltas
-from recckpt.sparse.table.store import is_stored
-from recckpt.sparse.table.tracker import Tracker
+from recckpt.policies.deltas import MAX_DELTAS, Chain, Deltas, as_deltas
+from recckpt.sparse.table.store import StoredTable, is_stored
+from recckpt.sparse.table.tracker import Freezing, Tracker
 from recckpt.storage import Storage
 from recckpt.types import SavableTable, SlotSpec
 
 log = logging.getLogger("recckpt")
+
+_ANY = 1e18  # times the bytes of a full checkpoint
 
 
 @dataclass(frozen=True)
@@ -61,15 +65,35 @@ class Changes:
         """Count changes from a checkpoint of the own output dir, whose rows are exactly those of these tables.
 
         Not if the checkpoint lacks the slots that say which rows are saved: rows could differ without being touched.
+        A near save stands for the checkpoint below it, and what it holds has changed since.
         """
-        restored = _origin(checkpoint.manifest)
+        is_near = checkpoint.near_dir is not None
+        restored = _origin((checkpoint.below[0] if is_near else checkpoint).manifest)
         if any(reduced.forgets_why for reduced in restored.reduced.values()):
             return
         if self.base is None or self.base.save_id != restored.save_id:
             self.base = replace(restored, is_candidate=True)
-        for table in tables:
-            if is_stored(table):
-                self.tracker.begin(table, restored.save_id)
+        stored = [table for table in tables if is_stored(table)]
+        if is_near:
+            self._resume(checkpoint, restored, stored)
+            return
+        for table in stored:
+            self.tracker.begin(table, restored.save_id)
+
+    def _resume(self, save: Checkpoint, restored: Origin, tables: Iterable[StoredTable]) -> None:
+        """Mark in tables what a near save holds of them (rule *payload_is_marks*)."""
+        payload = Payload(save)
+        try:
+            for table in tables:
+                if payload.is_whole(table.name):
+                    self.tracker.forget(table)
+                    continue
+                deleted, own = payload.deleted(table.name), getattr(table, "slice", None)
+                deleted = deleted if own is None else deleted[own.owns(deleted)]
+                self.tracker.resume(table, restored.save_id, payload.changed(table.name), deleted)
+        except (RecckptError, OSError) as error:  # all is restored by now
+            log.warning("the next save is full: %s cannot be read once more: %s", save.manifest.save_id, error)
+            self.base = None
 
     def is_base_gone(self, storage: Storage, fence: Fence) -> bool:
         """Say whether somebody has removed what a delta would stand on, where asking costs no request."""
@@ -108,6 +132,16 @@ class Changes:
         """Count from a checkpoint of this saver, which is acknowledged and not ephemeral."""
         self.base = _origin(record)
 
+    @property
+    def marks(self) -> Freezing:
+        """The marks that a save takes."""
+        return self.tracker
+
+    @property
+    def peeked(self) -> PeekedChanges:
+        """The same for a near save, whatever becomes of it."""
+        return PeekedChanges(self)
+
     def drop_base(self) -> None:
         """Let the next save be full."""
         self.base = None
@@ -119,6 +153,27 @@ class Changes:
             return None
         *deltas, full = [link.manifest.n_bytes for link in links]
         return Chain(len(deltas), sum(deltas), full)
+
+
+class PeekedChanges(Changes):
+    """What changes, for a near save: marks and base are read, and stay (rule *keeps_marks*).
+
+    However long the chain is, a near save is none of its links; only where much has changed it is not worth its bytes.
+    """
+
+    def __init__(self, changes: Changes) -> None:
+        super().__init__(Deltas(full_every=MAX_DELTAS, max_chain_bytes=_ANY, max_dirty=changes.policy.max_dirty))
+        self.base = None if changes.base is None else replace(changes.base, is_candidate=False)
+        self._tracker = changes.tracker
+
+    @property
+    def marks(self) -> Freezing:
+        """The marks, to read."""
+        return self._tracker.peeking
+
+    def is_base_gone(self, storage: Storage, fence: Fence) -> bool:
+        """Say no: rank 0 has looked before."""
+        return False
 
 
 def changes_of(deltas: bool | Deltas) -> Changes | None:

@@ -80,6 +80,9 @@ class Forgetting:
     def _forget_here(self, table: str, ids: Ids) -> list[Forgotten]:
         storage, fence = self._to.storage, self._to.fence
         self._to.offers.close()  # it would go on writing rows of these ids to its own directory
+        if self._to.near is not None:  # rule *forget_in_new_epoch*: near saves may have rows of these ids
+            fence.take_over_from_itself()
+            self._to.near.forget(fence.epoch)
         try:
             return forget_as_owner(storage, fence, table, ids, _BY)
         finally:

@@ -16,6 +16,7 @@ from recckpt.format import layout
 from recckpt.format.manifest import Scalar
 from recckpt.live.optimizers import RowOptimizers, row_optimizers
 from recckpt.live.tables import NO_TABLES, LiveTables
+from recckpt.near.tier import NearTier
 from recckpt.output_dir.fence import Fence
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.keep import Keep
@@ -78,6 +79,7 @@ class Job:
     max_keep: int | Keep | None  # which checkpoints stay
     span: Operation = field(default_factory=lambda: Operation("save", {}, is_reported=False))  # of OpenTelemetry
     step_prefix: str = layout.STEP_PREFIX  # of the ids that a manager gives
+    cut: int | None = None  # number of its staging, where near saves are made, too; known to rank 0
 
 
 @dataclass(frozen=True)
@@ -97,4 +99,5 @@ class Destination:
     digests: RankDigests = field(default_factory=RankDigests)  # of the state that one rank saves for all
     logged: set[tuple[str, str]] = field(default_factory=set)  # directories and what is wrong there, once it was logged
     timeline: Timeline = field(default_factory=Timeline)  # where saves leave a line each
+    near: NearTier | None = None  # the near saves of the same saver
     offers: OfferThread = field(default_factory=OfferThread)  # compacts chains, where the policy wants that

@@ -133,7 +133,7 @@ def _staged(live: Live, parts: State, digest: RankDigest | None, job: Job, to: D
             buffers=to.buffers if job.info.background else None,
             rank=job.ranks.rank,
             digest=digest,
-            tracker=to.changes.tracker if to.changes else None,
+            tracker=to.changes.marks if to.changes else None,
         )
 
 

@@ -47,7 +47,8 @@ def save(live: Live, job: Job, to: Destination, runner: SaveRunner) -> SaveHandl
         staged = own.planned(plan)
         _note_kind(plan, job, to)
         closed_on_error.pop_all()
-        work = partial(write_and_commit, staged, plan, replace(job, ranks=ranks.background), to)
+        cut = to.near.next_cut() if to.near else None
+        work = partial(write_and_commit, staged, plan, replace(job, ranks=ranks.background, cut=cut), to)
         return runner.run(work, handle, ranks.rank, staged.close)
 
 
@@ -84,7 +85,7 @@ def write_and_commit(staged: Staged, plan: SavePlan, job: Job, to: Destination) 
             if staged.by_columns:
                 ranks.in_meetings(partial(join_columns, staged.by_columns))
             head = head_of(staged, compared_names(staged, plan, ranks), attempt, info)
-            record = _commit(staged, head, attempt, job, to)
+            record = _commit(staged, replace(head, cut=job.cut), attempt, job, to)
         if to.changes is not None and not record.ephemeral:
             staged.committed(record.save_id)
             to.changes.committed(record)

@@ -36,7 +36,7 @@ from recckpt.sparse.table.marks import FrozenRows
 from recckpt.sparse.table.snapshot import Snapshot
 from recckpt.sparse.table.store import is_stored
 from recckpt.sparse.table.table import HashTable
-from recckpt.sparse.table.tracker import Tracker
+from recckpt.sparse.table.tracker import Freezing
 from recckpt.types import SavableTable
 
 
@@ -77,7 +77,7 @@ class Staged:
         return state_names({**self.extra, **self.own_extra})
 
     def take_tables(
-        self, tables: Mapping[str, SavableTable], tracker: Tracker | None, choice: Choice, *, detached: bool
+        self, tables: Mapping[str, SavableTable], tracker: Freezing | None, choice: Choice, *, detached: bool
     ) -> None:
         """Take the rows as they are now, and of tables of ours which of them have changed, if there is a tracker."""
         for table in tables.values():
@@ -181,7 +181,7 @@ def stage(
     buffers: DenseBuffers | None,
     rank: int,
     digest: RankDigest | None,
-    tracker: Tracker | None,
+    tracker: Freezing | None,
 ) -> Staged:
     """Take the state of a model and its companions as it is now; of our tables a snapshot, which stays as they change.
 

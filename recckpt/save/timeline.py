@@ -31,6 +31,10 @@ class Timeline:
         self._wait(info)
         self._write(storage)
 
+    def keep(self, info: SaveInfo) -> None:
+        """Let a line wait for the next one, which brings it along: that of a near save that has failed."""
+        self._wait(info)
+
     def add_failure(self, storage: Storage, fence: Fence, info: SaveInfo) -> None:
         """Write the line of a save that has failed, if this process holds the output dir; whatever comes of it.
 

@@ -18,7 +18,7 @@ OF_CHAINS = {
         f"{SAVE}.delta_base:Changes.confirm", "base.place != fence.newest_at_takeover or not links", "not links"
     ),
     "parent_is_origin": Plant(
-        f"{SAVE}.commit:_standing_on",
+        f"{SAVE}.commit:standing_on",
         "Link(link.ckpt_id, link.manifest.origin, link.directory)",
         "Link(link.ckpt_id, link.manifest.save_id, link.directory)",
     ),

@@ -17,6 +17,7 @@ from recckpt.sparse.table.print_marks import PrintedRows, PrintMarks
 from recckpt.sparse.table.store import Store
 from recckpt.types import SlotSpec
 
+Int64s = npt.NDArray[np.int64]
 Bits = npt.NDArray[np.bool_]  # a value a row
 log = logging.getLogger("recckpt")
 _NAMED = 5  # ids in a message
@@ -70,6 +71,15 @@ class AuditedMarks(SaverMarks):
         self._n_saves += 1
         is_due = self._then is None or self._n_saves % self._every == 0
         return AuditedFrozen(frozen, self._then, self._committed, self._distrust, is_due=is_due)
+
+    def peek(self, store: Store, name: str, slots: Collection[str] | None) -> FrozenRows:
+        """Return the same, without a comparison: the marks are those that the next save compares."""
+        return self._marks.peek(store, name, slots)
+
+    def resume(self, base: str, changed: Int64s, deleted: Int64s) -> bool:
+        """Count from a base: the next save looks at all rows."""
+        self._then = None
+        return self._marks.resume(base, changed, deleted)
 
     def _committed(self, then: _Then | None) -> None:
         self._then = then

@@ -61,12 +61,26 @@ class ExportedMarks(SaverMarks):
 
     def freeze(self, store: Store, name: str, slots: Collection[str] | None) -> FrozenRows:
         """Return what has changed until now, which is exported, and all rows, which can be."""
+        return self._frozen(store, name, slots, self._marks.freeze, self._committed)
+
+    def peek(self, store: Store, name: str, slots: Collection[str] | None) -> FrozenRows:
+        """Return the same, which keeps the epoch of the base."""
+        return self._frozen(store, name, slots, self._marks.peek, lambda base: None)
+
+    def _frozen(
+        self,
+        store: Store,
+        name: str,
+        slots: Collection[str] | None,
+        freeze: Callable[[Store, str, Collection[str] | None], Frozen],
+        committed: Callable[[_EpochBase], None],
+    ) -> FrozenRows:
         assert isinstance(store, ExportedStore)
         with store.lock:
             base = None if self._marks.sets[0].is_replaced else self._base
             exported = store.export(None if base is None else base.epoch, slots)
-            frozen = self._marks.freeze(store, name, slots)  # with the ids that this export has named as gone
-        return FrozenExport(frozen, base, exported, self._committed)
+            frozen = freeze(store, name, slots)  # with the ids that this export has named as gone
+        return FrozenExport(frozen, base, exported, committed)
 
     def _committed(self, base: _EpochBase) -> None:
         self._base = base

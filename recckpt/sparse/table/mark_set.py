@@ -53,6 +53,11 @@ class MarkSet:
         self.erased.append(ids)
         self.n_erased += len(ids)
 
+    def note_erased(self, ids: Int64s) -> None:
+        """Remember ``ids``, which have no row by now."""
+        self.erased.append(ids)
+        self.n_erased += len(ids)
+
     def move(self, erasure: Erasure) -> None:
         """Follow the rows that have moved over erased ones, and forget the places that nothing is in any more."""
         if not self.is_replaced:

@@ -78,6 +78,14 @@ class SaverMarks(ABC):
     def freeze(self, store: Store, name: str, slots: Collection[str] | None) -> FrozenRows:
         """Return the rows as they are now, and what has changed until now."""
 
+    @abstractmethod
+    def peek(self, store: Store, name: str, slots: Collection[str] | None) -> FrozenRows:
+        """Return the same for a near save, which moves no base and drops no marks (rule *keeps_marks*)."""
+
+    def resume(self, base: str, changed: Int64s, deleted: Int64s) -> bool:
+        """Count from a base of which the rows of some ids are others by now, and some ids are gone; say if it can."""
+        return False
+
 
 class _Since(NamedTuple):
     """The base and what has changed since, and behind it, while a save is under way, what has since that began."""
@@ -116,6 +124,26 @@ class Marks(SaverMarks):
             frozen = Frozen(self, base, first, second, store.snapshot(name, slots))
             self._since = _Since(base, (first, second))
             return frozen
+
+    def peek(self, store: Store, name: str, slots: Collection[str] | None) -> Frozen:
+        """Return what has changed until now since the base, though a save is under way: the first set has it all."""
+        with self._lock:
+            base, (first, *_) = self._since
+            of_nobody = MarkSet(is_replaced=False)  # so that nothing ends with what is returned
+            return Frozen(self, base, first, of_nobody, store.snapshot(name, slots))
+
+    def resume(self, base: str, changed: Int64s, deleted: Int64s) -> bool:
+        """Count from a base, with marks of these rows and deletes of these ids (rule *payload_is_marks*)."""
+        store = self.store()
+        if store is None:
+            return False
+        with self._lock:
+            marks = MarkSet(is_replaced=False)
+            rows = store.find(changed)
+            marks.mark(rows[rows >= 0], len(store))
+            marks.note_erased(deleted)
+            self._since = _Since(base, (marks,))
+        return True
 
     def end(self, frozen: Frozen, base: str | None) -> None:
         """Count from what was frozen, if it has become a base, or else from the base before."""

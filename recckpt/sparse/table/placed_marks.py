@@ -58,6 +58,13 @@ class PlacedMarks(SaverMarks):
             placed, frozen = store.placed(), self._marks.freeze(store.memory, name, slots)
         return PlacedFrozen(frozen, placed, self._base, slots, self._committed)
 
+    def peek(self, store: Store, name: str, slots: Collection[str] | None) -> FrozenRows:
+        """Return the same, which keeps the map of the base."""
+        assert isinstance(store, PlacedStore)
+        with store.lock:
+            placed, frozen = store.placed(), self._marks.peek(store.memory, name, slots)
+        return PlacedFrozen(frozen, placed, self._base, slots, lambda base: None)
+
     def _committed(self, base: _MapBase) -> None:
         self._base = base
 

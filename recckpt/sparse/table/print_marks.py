@@ -47,6 +47,17 @@ class PrintMarks(SaverMarks):
             self._base = _Base(base, rows.slots, fingerprints(rows), 0.0)
             rows.close()
 
+    def resume(self, base: str, changed: npt.NDArray[np.int64], deleted: npt.NDArray[np.int64]) -> bool:
+        """Count from a base: rows whose prints there are not known get others than they have now."""
+        store = self.store()
+        if store is None or len(deleted):
+            return False
+        self.begin(base)
+        rows = store.find(changed)
+        if self._base is not None:
+            self._base.prints[rows[rows >= 0]] ^= 1
+        return True
+
     def is_unchanged(self, base: str) -> bool:
         """Say that rows may have changed."""
         return False
@@ -54,6 +65,10 @@ class PrintMarks(SaverMarks):
     def freeze(self, store: Store, name: str, slots: Collection[str] | None) -> FrozenRows:
         """Return the rows as they are now; what has changed is looked for when it is asked for."""
         return FrozenPrints(PrintedRows(store.snapshot(name, slots)), self._base, self._committed)
+
+    def peek(self, store: Store, name: str, slots: Collection[str] | None) -> FrozenRows:
+        """Return the same, which keeps the prints of the base."""
+        return FrozenPrints(PrintedRows(store.snapshot(name, slots)), self._base, lambda base: None)
 
     def _committed(self, base: _Base | None) -> None:
         self._base = base

@@ -74,6 +74,14 @@ class Store(ABC):
         """The slots of :attr:`saved_columns`, in the order of a file: ``embedding`` first, the others by name."""
         return in_order(column.spec for column in self.saved_columns.values())
 
+    def find(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the row of each id, -1 where it is absent."""
+        here = self.ids.to_tensor(len(self)).numpy()
+        order = np.argsort(here)
+        at = np.searchsorted(here, ids, sorter=order).clip(max=max(0, len(here) - 1))
+        rows = order[at] if len(here) else np.full(len(ids), -1)
+        return np.where(here[rows] == ids, rows, -1) if len(here) else rows
+
     @abstractmethod
     def snapshot(self, name: str, slots: Collection[str] | None = None) -> Snapshot:
         """Return the rows of the table ``name`` as they are now, which stay so, with all slots or some of them."""

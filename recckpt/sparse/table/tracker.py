@@ -17,6 +17,10 @@ Thread-safe; but not to be called in the middle of a change by the same thread, 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from recckpt.sparse.table.audited_marks import AuditedMarks
 from recckpt.sparse.table.exported_marks import ExportedMarks
@@ -26,6 +30,15 @@ from recckpt.sparse.table.placed_marks import PlacedMarks
 from recckpt.sparse.table.placed_rows import PlacedStore
 from recckpt.sparse.table.print_marks import PrintMarks
 from recckpt.sparse.table.store import Store, StoredTable
+
+Int64s = npt.NDArray[np.int64]
+
+
+class Freezing(Protocol):
+    """What staging takes tables from."""
+
+    def freeze(self, table: StoredTable, slots: Collection[str] | None = None) -> FrozenRows:
+        """Return the rows as they are now, and which of them have changed; of some slots, or of all."""
 
 
 class Tracker:
@@ -42,6 +55,31 @@ class Tracker:
         """Return the rows as they are now, and which of them have changed; of some slots, or of all."""
         return self._of(table).freeze(table.store, table.name, slots)
 
+    def peek(self, table: StoredTable, slots: Collection[str] | None = None) -> FrozenRows:
+        """Return the same as :meth:`freeze`, of marks that stay as they are, however the save ends."""
+        return self._of(table).peek(table.store, table.name, slots)
+
+    @property
+    def peeking(self) -> Peeking:
+        """The same marks for near saves, which read them."""
+        return Peeking(self)
+
+    def resume(self, table: StoredTable, base: str, changed: Int64s, deleted: Int64s) -> None:
+        """Count from the checkpoint with this save id, of which the rows of some ids are others by now.
+
+        Args:
+            table: all other rows are exactly those of the checkpoint.
+            base: its save id.
+            changed: ids whose rows are others, or new.
+            deleted: ids of the checkpoint that are gone.
+        """
+        if not self._of(table).resume(base, changed, deleted):
+            self.forget(table)
+
+    def forget(self, table: StoredTable) -> None:
+        """Count from nothing: the next save holds all rows of the table."""
+        self._marks.pop(table.name, None)
+
     def is_unchanged(self, table: StoredTable, base: str) -> bool:
         """Say whether the rows are still those of the checkpoint with this save id; never wrongly so."""
         return self._of(table).is_unchanged(base)
@@ -51,6 +89,17 @@ class Tracker:
         if marks is None or marks.store() is not table.store:  # copied, moved to a device, or another table
             marks = self._marks[table.name] = _marks_of(table.store)
         return marks
+
+
+class Peeking:
+    """The marks of a tracker, to read."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+
+    def freeze(self, table: StoredTable, slots: Collection[str] | None = None) -> FrozenRows:
+        """Return the rows as they are now, and which of them have changed; committing them changes nothing."""
+        return self._tracker.peek(table, slots)
 
 
 def _marks_of(store: Store) -> SaverMarks:

@@ -342,3 +342,44 @@ def test_after_an_exception_at_any_line_the_marks_cover_what_has_changed(name, s
             assert found == rows_of(table), raising.where
         is_reached, number = raising.n_lines > number, number + stride
     assert number > 10
+
+
+def ids_of(source: DeltaSource) -> set[int]:
+    return set(source.ids.to_tensor(source.n_rows).tolist())
+
+
+def test_a_peek_shows_all_since_the_base_and_changes_no_marks():
+    table, tracker = tracked(10)
+    write(table, 1)
+    frozen = tracker.freeze(table)
+    write(table, 2)
+    peeked = tracker.peeking.freeze(table)
+    assert ids_of(peeked.delta("base")) == {1, 2}, "a save is under way, whose marks are not lost"
+    peeked.committed("another")
+    frozen.failed()
+    write(table, 3)
+    assert ids_of(tracker.freeze(table).delta("base")) == {1, 2, 3}
+
+
+def test_a_peek_at_a_save_that_became_the_base_counts_from_there():
+    table, tracker = tracked(10)
+    write(table, 1)
+    tracker.freeze(table).committed("next")
+    write(table, 2)
+    peeked = tracker.peek(table)
+    assert peeked.is_replaced("base")
+    assert ids_of(peeked.delta("next")) == {2}
+
+
+def test_what_has_changed_since_a_base_is_marked_by_its_ids():
+    table, tracker = tracked(10)
+    tracker.resume(table, "other", np.array([3, 77]), np.array([500]))
+    source = tracker.freeze(table).delta("other")
+    assert ids_of(source) == {3}
+    assert source.deletes().tolist() == [500]
+
+
+def test_a_table_whose_changes_are_forgotten_is_replaced():
+    table, tracker = tracked(10)
+    tracker.forget(table)
+    assert tracker.freeze(table).is_replaced("base")

@@ -205,3 +205,40 @@ def test_an_audit_sees_what_is_missed_after_a_restore():
     live.write(7, is_announced=False)
     with pytest.raises(MissedRowsError):
         written_rows(tracker.freeze(table).delta("a"))
+
+
+def audited():
+    live = Plain()
+    return live, AttachedTable(live, audit=1)
+
+
+@pytest.mark.parametrize("audit", [None, 1])
+def test_a_peek_changes_neither_prints_nor_marks(audit):
+    live, table = printed() if audit is None else audited()
+    tracker = Tracker()
+    save(tracker, table, None, "a")
+    live.write(3)
+    peeked = tracker.peeking.freeze(table)
+    assert written_rows(peeked.delta("a"))[0] == [3]
+    peeked.committed("b")
+    live.write(5)
+    assert save(tracker, table, "a", "c")[0] == [3, 5]
+
+
+def test_rows_that_are_others_since_a_base_have_other_prints_there():
+    live, table = printed()
+    tracker = Tracker()
+    tracker.resume(table, "a", np.array([3, N_ROWS + 1]), np.empty(0, np.int64))
+    live.write(5)
+    assert save(tracker, table, "a", "b")[0] == [3, 5]
+
+
+def test_marks_that_are_audited_go_on_from_a_base_of_which_rows_are_others():
+    live, table = audited()
+    tracker = Tracker()
+    tracker.resume(table, "a", np.array([3]), np.empty(0, np.int64))
+    live.write(5)
+    assert save(tracker, table, "a", "b")[0] == [3, 5]
+    live.write(7, is_announced=False)
+    with pytest.raises(MissedRowsError):
+        save(tracker, table, "b", "c")

@@ -1,0 +1,26 @@
+"""The names in the near dir of a host. Part of the format."""
+
+from __future__ import annotations
+
+import re
+
+NEAR_ROOT = "recckpt-near"
+NEAR_HOST = "host"
+NEAR_JSON = "near.json"
+_NEAR = re.compile(r"([1-9]\d{0,17})\.([0-9a-f]{32})[./]([1-9]\d{0,17})", re.ASCII)
+
+
+def near_name(epoch: int, nonce: str, cut: int) -> str:
+    """Return the name of a near save, which its files repeat in place of a save id."""
+    return f"{epoch}.{nonce}.{cut}"
+
+
+def near_dir(name: str) -> str:
+    """Return the directory of the near save of a name."""
+    return "/".join(name.rsplit(".", 1))
+
+
+def parse_near(name: str) -> tuple[int, str, int] | None:
+    """Return epoch, nonce and cut in the name or the directory of a near save, None for any other name."""
+    match = _NEAR.fullmatch(name)
+    return (int(match[1]), match[2], int(match[3])) if match else None

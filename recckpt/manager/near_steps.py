@@ -1,0 +1,71 @@
+"""The near saves of a run: begun when they are due, and no other save was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from recckpt.manager.run_state import Run
+from recckpt.near.tier import NearTier
+from recckpt.parallel.ranks import Ranks
+from recckpt.policies.schedule import Agreed, Kind, SaveCounts, Trigger
+from recckpt.policies.when import Moment, When, as_when
+from recckpt.save.job import State
+from recckpt.save.near_saves import NearSaves
+
+
+class NearSteps:
+    """Begins the near saves of a run, where there are any. Collective; not thread-safe.
+
+    Args:
+        saves: of the saver; None where it makes none.
+        trigger: says when; None for never.
+    """
+
+    def __init__(self, saves: NearSaves | None, trigger: Trigger | None) -> None:
+        self._saves, self._trigger = saves, trigger
+
+    @classmethod
+    def of(cls, saves: NearSaves | None, interval: int | When | None, begin: Moment) -> NearSteps:
+        """Return those of a run that begins here.
+
+        Raises:
+            ValueError: there is an interval and a saver without ``near``, or it is invalid.
+        """
+        when = None if interval is None else as_when(interval, "near_interval")
+        if when is not None and saves is None:
+            raise ValueError("near_interval= is for savers with near=, found one without: give Saver(near=Near(PATH))")
+        return cls(saves, None if when is None else Trigger(when, begin))
+
+    @property
+    def tier(self) -> NearTier | None:
+        """The near saves that a restore may find; None where there are none."""
+        return None if self._saves is None else self._saves.tier
+
+    def start(self, begin: Moment) -> None:
+        """Begin to count from where the run is."""
+        if self._trigger is not None:
+            self._trigger.restart(begin)
+
+    def is_due(self, now: Moment, agreed: Agreed, *, has_saved: bool) -> bool:
+        """Say whether to make one now; a checkpoint takes the place of one."""
+        if self._trigger is None or not (has_saved or self._trigger.is_due(now, agreed)):
+            return False
+        self._trigger.restart(now)
+        return not has_saved
+
+    def begin(self, ranks: Ranks, run: Run, state: State) -> Kind | None:
+        """Begin one; return the kind of save to make in its place, where there is nothing yet that it could stand on.
+
+        Raises:
+            WriterFencedError: another process has taken the output dir over.
+        """
+        assert self._saves is not None  # as ``of`` looks for
+        is_begun = self._saves.begin(ranks.rank, ranks.size, run.global_step, {**run.state, **(state or {})})
+        return None if is_begun else "regular"
+
+    def counted(self, counts: SaveCounts) -> SaveCounts:
+        """Return counts of saves with those of near saves."""
+        if self._saves is None:
+            return counts
+        near = self._saves.counts
+        return replace(counts, near=near.made, near_failed=near.failed, near_skipped=near.skipped)

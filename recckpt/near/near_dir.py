@@ -1,0 +1,140 @@
+"""The near saves of one output dir on this host (docs/format.md, section 16)."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import suppress
+
+import xxhash
+
+from recckpt.errors import CorruptCheckpointError, FormatVersionError
+from recckpt.format import layout, near_names, near_seal
+from recckpt.format.near_seal import NearSeal
+from recckpt.near.options import Near
+from recckpt.output_dir.checkpoint_dir import Intent, write_intent
+from recckpt.output_dir.listing import Checkpoint
+from recckpt.storage import ABSENT, NotPlainError
+from recckpt.storage.local import LocalStorage
+from recckpt.text import size
+
+log = logging.getLogger("recckpt")
+
+_HOST_BYTES = 64
+
+
+class NearStorage(LocalStorage):
+    """Files of near saves, which take at most so many bytes together; None for as many as there is room for."""
+
+    def __init__(self, path: str, most_bytes: int | None) -> None:
+        super().__init__(path)
+        self._most_bytes = most_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all files that are there."""
+        return sum(file.n_bytes for directory in self.list_dirs() for file in self.listed(directory).values())
+
+    def free_bytes(self) -> int | None:
+        """Return what may still be written."""
+        free = super().free_bytes()
+        if free is None or self._most_bytes is None:
+            return free
+        return min(free, self._most_bytes - self.used_bytes)
+
+    def check_room(self) -> None:
+        """Raise OSError where there is more by now than may be: estimates leave out what is small."""
+        if self._most_bytes is not None and (used := self.used_bytes) > self._most_bytes:
+            problem = f"found {size(used)} of near saves, expected {size(self._most_bytes)} at most (max_bytes)"
+            raise OSError(errno.ENOSPC, f"{problem}; three times the largest is enough", self.url)
+
+
+class NearDir:
+    """Where the near saves of one output dir lie on this host. Makes nothing before it is first asked for its host.
+
+    Attributes:
+        place: 16 hex digits of the output dir. Rule *run_identity*: near saves of another one are not seen.
+        storage: the directory of this place.
+    """
+
+    def __init__(self, near: Near, url: str) -> None:
+        canonical = url if "://" in url else os.path.realpath(url)
+        self.place = f"{xxhash.xxh3_64_intdigest(canonical.encode()):016x}"
+        path = os.path.realpath(os.path.expanduser(near.path))  # noqa: PTH111  # pathlib raises RuntimeError
+        self.storage = NearStorage(layout.join(path, near_names.NEAR_ROOT, self.place), near.most_bytes)
+
+    def host(self) -> str:
+        """Return the id of this host, which all have that see the same directory; make both where they are missing.
+
+        Raises:
+            OSError: files cannot be written there.
+        """
+        with suppress(*ABSENT):
+            return self.storage.read(near_names.NEAR_HOST, _HOST_BYTES).decode("ascii", "replace")
+        self.storage.prepare()
+        with suppress(FileExistsError):
+            self.storage.put_if_absent(near_names.NEAR_HOST, secrets.token_hex(16).encode())
+        return self.storage.read(near_names.NEAR_HOST, _HOST_BYTES).decode("ascii", "replace")
+
+    def begin(self, epoch: int, nonce: str, cut: int, step: int | None) -> Intent:
+        """Make the directory of a near save. Rule *never_overwrite*: no other has had it."""
+        name = near_names.near_name(epoch, nonce, cut)
+        intent = Intent(near_names.near_dir(name), epoch, name, step)
+        with suppress(FileExistsError):
+            self.storage.make_dir(intent.directory.rpartition("/")[0])
+        self.storage.make_dir(intent.directory)
+        write_intent(self.storage, intent)
+        return intent
+
+    def seal(self, intent: Intent, seal: NearSeal) -> None:
+        """Make a near save whole, whose files are all there."""
+        path, data = layout.join(intent.directory, near_names.NEAR_JSON), near_seal.encode(seal)
+        near_seal.decode(data, path)  # never seal what no reader would accept
+        self.storage.put_if_absent(path, data)
+
+    def saves(self) -> list[Checkpoint]:
+        """Return all near saves that are sealed, whether their files are there or not; damaged seals are logged.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
+        return [save for directory in self.directories() if (save := self._read(directory)) is not None]
+
+    def directories(self) -> Iterator[str]:
+        """Yield the directories of all near saves, sealed or not."""
+        for epoch in self.storage.list_dirs():
+            names = {layout.join(epoch, name.partition("/")[0]) for name in self.storage.list_files(epoch)}
+            yield from sorted(name for name in names if near_names.parse_near(name) is not None)
+
+    def remove(self, directory: str) -> None:
+        """Remove a near save; its seal goes first, so that nobody takes the rest for whole.
+
+        Raises:
+            OSError: some of it is left.
+        """
+        self.storage.remove(layout.join(directory, near_names.NEAR_JSON))
+        for name in self.storage.list_files(directory):
+            self.storage.remove(layout.join(directory, name))
+        self.storage.remove_empty_dirs(directory)
+        with suppress(OSError):  # others of its epoch are left
+            self.storage.remove_empty_dirs(directory.rpartition("/")[0])
+
+    def _read(self, directory: str) -> Checkpoint | None:
+        path = layout.join(directory, near_names.NEAR_JSON)
+        try:
+            seal = near_seal.decode(self.storage.read(path, near_seal.MAX_BYTES + 1), path)
+        except NotPlainError as error:
+            log.warning("%s: %s is passed over: %s", self.storage.url, path, error)
+            return None
+        except ABSENT:
+            return None
+        except (CorruptCheckpointError, FormatVersionError) as error:
+            log.warning("%s: a near save is passed over: %s", self.storage.url, error)
+            return None
+        if seal.place != self.place or near_names.near_dir(seal.manifest.save_id) != directory:
+            log.warning("%s: %s is passed over: it was made elsewhere", self.storage.url, path)
+            return None
+        return Checkpoint(directory, seal.manifest, near_dir=self.storage)

@@ -1,0 +1,57 @@
+"""Where near saves go, as a user gives it to a saver."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from recckpt.types import byte_count, positive_number
+
+
+@dataclass(frozen=True)
+class Near:
+    """Near saves: what has changed since the newest checkpoint, on the host itself, every few steps; docs/near.md.
+
+    They make a restore after the death of processes newer, and never take the place of a checkpoint.
+
+    Args:
+        path: a directory of this host, such as one below ``/dev/shm``; all ranks of a saver see the same one.
+        max_bytes: how much near saves of one output dir may take there, such as ``"16GiB"``: three times as much as the
+            largest; None for as much as there is. One that does not fit is not made, and a warning says so.
+        timeout_sec: how long ranks wait for each other in a near save.
+
+    Raises:
+        ValueError: an argument is invalid.
+    """
+
+    path: str | os.PathLike[str]
+    max_bytes: int | str | None = None
+    timeout_sec: float = 60.0
+
+    def __post_init__(self) -> None:
+        path = self.path
+        if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "://" in str(path) or "\0" in str(path):
+            raise ValueError(f"Near: path must be a directory of this host, found {path!r}")
+        if self.max_bytes is not None:
+            byte_count("Near: max_bytes", self.max_bytes)
+        positive_number("Near: timeout_sec", self.timeout_sec)
+
+    @property
+    def most_bytes(self) -> int | None:
+        """``max_bytes`` as a number."""
+        return None if self.max_bytes is None else byte_count("Near: max_bytes", self.max_bytes)
+
+
+def check_near(near: object, *, has_deltas: bool) -> None:
+    """Refuse what is no place for near saves, and a saver without deltas.
+
+    Raises:
+        TypeError: it is neither None nor a :class:`Near`.
+        ValueError: the saver writes no deltas, so that it has no marks of what changed.
+    """
+    if near is None:
+        return
+    if not isinstance(near, Near):
+        raise TypeError(f"near must be a recckpt.Near, or None, found {near!r:.100}")
+    if not has_deltas:
+        raise ValueError("near= is for savers that write deltas, found deltas=False: give deltas=True, or omit near=")

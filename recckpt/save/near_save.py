@@ -1,0 +1,97 @@
+"""One near save, from what is staged to what is kept: steps 3 to 9 (docs/format.md, section 16)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+
+from recckpt.checkpoint.attempt import Attempt
+from recckpt.checkpoint.shard_writer import with_shards
+from recckpt.format.manifest import Manifest
+from recckpt.format.moments import time_now
+from recckpt.format.near_seal import NearSeal
+from recckpt.live.column_exchange import join_columns
+from recckpt.near.tier import NearTier
+from recckpt.output_dir.checkpoint_dir import Intent, file_problems
+from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.listing import Checkpoint
+from recckpt.save.commit import compared_names, head_of, standing_on
+from recckpt.save.decide import SavePlan
+from recckpt.save.job import Destination, Job
+from recckpt.save.stage import Staged
+from recckpt.save.totals import totals_of
+from recckpt.save.write import RankRecord, RankWriter
+from recckpt.save.written_tables import tables_of_all
+from recckpt.text import Progress
+
+
+@dataclass(frozen=True)
+class BegunNear:
+    """What rank 0 has begun: a directory, its cut, the sequence number of its time, and the host that it is on."""
+
+    intent: Intent
+    cut: int
+    seq: int
+    host: str
+
+
+@dataclass(frozen=True)
+class NearSave:
+    """What one near save is made of.
+
+    Attributes:
+        begun: the directory.
+        links: what it stands on, newest first; known to rank 0. Rule *staged_base*: as it was when it was staged.
+        plan: what all ranks have agreed on.
+        job: the save.
+        to: where its files go.
+        fence: the hold on the output dir.
+        tier: the near saves there.
+    """
+
+    begun: BegunNear
+    links: Sequence[Checkpoint]
+    plan: SavePlan
+    job: Job
+    to: Destination
+    fence: Fence
+    tier: NearTier
+
+    def write(self, staged: Staged) -> None:
+        """Write on all ranks by the ordinary writer; then rank 0 seals and acknowledges. Collective.
+
+        Raises:
+            SaveFailedError: a rank has failed, or is missing.
+            WriterFencedError: another writer has taken the output dir over; it may have named the near save or not.
+        """
+        ranks, plan, intent = self.job.ranks, self.plan, self.begun.intent
+        with closing(staged):
+            if staged.by_columns:
+                ranks.in_meetings(partial(join_columns, staged.by_columns))
+            attempt = Attempt(self.to.storage, intent, self.begun.seq)
+            head = head_of(staged, compared_names(staged, plan, ranks), attempt, self.job.info)
+            head = replace(head, cut=self.begun.cut)
+            # Rule *seal_after_all*: rank 0 concludes once all have written.
+            ranks.concluded(lambda: self._write_own(staged), partial(self._seal_all, head))
+
+    def _write_own(self, staged: Staged) -> RankRecord:
+        """Write the files of this rank; unlike a save, without a line in the log."""
+        ranks, progress = self.job.ranks, Progress("near save", staged.sparse_bytes, has_bar=False)
+        writer = RankWriter(self.begun.intent, self.to, ranks.rank, ranks.size)
+        return writer.write(staged, progress, self.job.info)
+
+    def _seal_all(self, head: Manifest, records: Sequence[RankRecord]) -> None:
+        tables = tables_of_all([record.tables for record in records], self.plan.kind.replaced)
+        record = with_shards(replace(head, time=time_now(), tables=tables), [each.shard for each in records])
+        record = standing_on(self.links, record)
+        for problem in file_problems(self.to.storage, self.begun.intent.directory, record):
+            raise problem
+        self.tier.dir.storage.check_room()
+        self.fence.check()  # rule *check_before_seal*: spares the work of one that was overtaken
+        hosts = (self.begun.host,) * len(records)
+        self.tier.seal(self.begun.intent, NearSeal(record, self.tier.dir.place, hosts))
+        self.fence.check()  # rule *check_after_seal*: a successor that has not named it must not find it acknowledged
+        self.tier.acknowledge()
+        self.job.info.note_written(totals_of(records, tables))

@@ -1,0 +1,217 @@
+"""Near saves: what has changed since the newest checkpoint, written by the ordinary writer to a near dir.
+
+The steps are those of docs/format.md, section 16. Only the first two are on the path of training.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+from recckpt.dense.rank_digests import RankDigests
+from recckpt.dense.state_copy import DenseBuffers
+from recckpt.errors import RecckptError, WriterFencedError
+from recckpt.near.tier import NearTier
+from recckpt.output_dir.commit import chain_of
+from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.listing import Checkpoint
+from recckpt.parallel.ranks import Ranks, RanksNow
+from recckpt.save.background_save import SaveRunner
+from recckpt.save.decide import SavePlan, decide
+from recckpt.save.forgetting import end_pending
+from recckpt.save.job import Destination, Job, Live, State
+from recckpt.save.near_save import BegunNear, NearSave
+from recckpt.save.near_thread import NearThread
+from recckpt.save.propose import propose
+from recckpt.save.save_info import SaveInfo
+from recckpt.save.sparse_saver import SparseSaver
+from recckpt.save.stage import Staged
+from recckpt.storage.transfers import Transfers
+
+log = logging.getLogger("recckpt")
+
+
+@dataclass(frozen=True)
+class NearCounts:
+    """What became of the near saves of a saver: acknowledged, failed, and not made since one was under way."""
+
+    made: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+
+class Resumed(Protocol):
+    """Says whether a checkpoint of the output dir was loaded."""
+
+    is_resumed: bool
+
+
+class NearSaves:
+    """The near saves of one saver, of which one may be under way. They raise nothing but WriterFencedError.
+
+    Collective where there are several ranks; not thread-safe.
+
+    Args:
+        live: what is saved.
+        to: where checkpoints go.
+        tier: where near saves go.
+        runner: runs the saves of checkpoints.
+        loads: says whether the run goes on from a checkpoint of the output dir.
+    """
+
+    def __init__(
+        self,
+        live: Live,
+        to: Destination,
+        tier: NearTier,
+        runner: SaveRunner,
+        loads: Resumed,
+    ) -> None:
+        self._live, self._durable, self.tier = live, to, tier
+        self._runner, self._loads = runner, loads
+        self._to = replace(
+            to,
+            storage=tier.dir.storage,
+            transfers=Transfers(),
+            sparse_saver=SparseSaver(to.concurrency),  # its buffers are those of one save
+            min_free_bytes=0,
+            has_bar=False,
+            buffers=DenseBuffers(),
+            digests=RankDigests(),
+        )
+        # Groups of their own, that are no twins: a near save whose rank does not answer fails no checkpoint.
+        self.ranks, self._thread = RanksNow(tier.timeout_sec), NearThread()
+        self._logged = False  # what has gone wrong since the last near save that was acknowledged
+        self._is_off = False
+        self._fenced: WriterFencedError | None = None
+        self.counts = NearCounts()
+
+    @property
+    def fence(self) -> Fence:
+        """The hold on the output dir."""
+        return self._durable.fence
+
+    def begin(self, rank: int, size: int, step: int, state: State) -> bool:
+        """Begin a near save of this step; return False where a checkpoint has to be made before there can be one.
+
+        Raises:
+            WriterFencedError: another process has taken the output dir over.
+        """
+        if self._fenced is not None:
+            raise self._fenced.with_traceback(None)
+        if self._is_off:
+            return True
+        info = SaveInfo(f"near_{step}", step, background=True)
+        ranks = info.raising(self.ranks.of(rank, size))
+        try:
+            return self._begin(info, ranks, state)
+        except WriterFencedError:
+            raise
+        except Exception as error:
+            self._fail(error, info, ranks)
+            return True
+
+    def settle(self, timeout_sec: float | None = None) -> bool:
+        """Wait for the near save that is under way, and say whether it has ended. Not collective."""
+        return self._thread.settle(timeout_sec)
+
+    def _begin(self, info: SaveInfo, ranks: Ranks, state: State) -> bool:
+        # 1. All agree whether to begin.
+        hosts = ranks.on_all(lambda: (self._is_busy, self.tier.dir.host()))
+        if any(is_busy for is_busy, _ in hosts):
+            self.counts = replace(self.counts, skipped=self.counts.skipped + 1)
+            return True
+        if len({host for _, host in hosts}) > 1:
+            self._is_off = True
+            raise RecckptError(
+                f"{self.tier.dir.storage.url} is not one directory for all ranks: near saves are for ranks of one host"
+            )
+        begun = ranks.on_first(lambda: self._prepare(info.step, hosts[0][1]))
+        if begun is None:
+            return False
+        changes = self._durable.changes
+        to = replace(self._to, changes=None if changes is None else changes.peeked)
+        job = Job(info, ranks, state, overwrite=False, is_resumed=True, max_keep=None)
+        with ExitStack() as closed_on_error:  # 2. Stage.
+            own = propose(self._live, job, to, lambda: None, closed_on_error)
+            plan = ranks.concluded(lambda: own.proposal, decide)
+            own.raise_refusal(plan, job)
+            if plan.kind.base is None:
+                return self._is_passed_over(plan, ranks)
+            info.note_kind("near", None, plan.kind.n_links)
+            job, links = replace(job, ranks=ranks.background), self._links(ranks, plan.kind.base)
+            save = NearSave(begun, links, plan, job, to, self._durable.fence, self.tier)
+            staged = closed_on_error.enter_context(closing(own.planned(plan)))
+            self._thread.begin(partial(self._run, save, staged))
+            closed_on_error.pop_all()
+        return True
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether a near save is under way, or the first checkpoint that one could stand on."""
+        fence, changes = self._durable.fence, self._durable.changes
+        has_base = changes is not None and changes.base is not None and (fence.is_settled or not fence.epoch)
+        return self._thread.is_running or (self._runner.is_running and not has_base)
+
+    def _links(self, ranks: Ranks, base: str) -> Sequence[Checkpoint]:
+        return chain_of(self._durable.fence.listing, base) if ranks.rank == 0 else ()
+
+    def _prepare(self, step: int | None, host: str) -> BegunNear | None:
+        """Hold the output dir, as rank 0, and make the directory; None where there is nothing to stand on.
+
+        Rule *takeover_before_near*: no near save is made before the list of the takeover is published.
+        """
+        to, fence, changes = self._durable, self._durable.fence, self._durable.changes
+        if changes is None or changes.base is None:
+            return None
+        if changes.has_candidate:
+            changes.confirm(to.storage, fence, is_resumed=self._loads.is_resumed)
+        if not fence.is_settled:
+            end_pending(to)
+        base = changes.base
+        if base is None or not fence.is_settled or not chain_of(fence.listing, base.save_id):
+            return None
+        intent, cut = self.tier.begin(fence.epoch, fence.nonce, step, base.save_id)
+        return BegunNear(intent, cut, fence.listing.next_seq, host)
+
+    def _is_passed_over(self, plan: SavePlan, ranks: Ranks) -> bool:
+        """Say whether there is none because so much has changed; else a checkpoint has to be made before."""
+        if ranks.rank == 0:
+            self.tier.give_up()
+        if plan.kind.stand_in is None:
+            return False
+        if ranks.rank == 0 and not self._logged:
+            log.warning("near saves are left out until the next checkpoint: %s; save more often", plan.kind.why_full)
+        self._logged = True
+        self.counts = replace(self.counts, skipped=self.counts.skipped + 1)
+        return True
+
+    def _run(self, save: NearSave, staged: Staged) -> None:
+        """Be the thread of a near save: whatever goes wrong is its own failure."""
+        try:
+            save.write(staged)
+        except Exception as error:
+            self._fail(error, save.job.info, save.job.ranks)
+        else:
+            self._logged = False
+            self.counts = replace(self.counts, made=self.counts.made + 1)
+
+    def _fail(self, error: Exception, info: SaveInfo, ranks: Ranks) -> None:
+        """Take note of a near save that has failed: once in the log, and in the timeline with the next checkpoint."""
+        self.counts = replace(self.counts, failed=self.counts.failed + 1)
+        info.note_failure(error)
+        if isinstance(error, WriterFencedError):
+            self._fenced = error
+            return
+        self._is_off = self._is_off or ranks.has_lost
+        if ranks.rank == 0:
+            if not ranks.has_lost:  # else another may still write there; it goes at the next takeover
+                self.tier.give_up()
+            self._durable.timeline.keep(info)
+            ending = "; no more are made in this process" if self._is_off else ""
+            log.log(logging.DEBUG if self._logged else logging.WARNING, "near save failed%s: %s", ending, error)
+        self._logged = True
