@@ -56,6 +56,9 @@ def _check_options(files: SourceFiles, name: str, options: ImportOptions) -> Non
     options_given = of_tensors if name in _OF_ROWS else of_rows
     if name in ("csv", "npy"):  # of which all columns are one vector, or each array is a file that may be left out
         options_given = {**options_given, "columns that become slots": options.slots is not None}
+    if name != "torch_state":
+        has_live = options.model is not None or bool(options.optimizers)
+        options_given = {**options_given, "a model or optimizers, which name parameters": has_live}
     odd = [what for what, is_said in options_given.items() if is_said]
     if odd:
         remedy = "leave it out"

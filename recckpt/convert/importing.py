@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from recckpt.checkpoint.new_checkpoint import commit_new
 from recckpt.convert.formats import open_source
@@ -26,6 +27,10 @@ from recckpt.storage import Storage, open_storage
 from recckpt.storage.transfers import WorkDir
 from recckpt.text import Progress, first_few, nearest
 from recckpt.types import positive_int
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
 
 BUDGET_BYTES = 256 << 20
 
@@ -60,6 +65,8 @@ def import_checkpoint(
     format: str | None = None,
     tables: Collection[str] | None = None,
     options: ImportOptions | None = None,
+    model: nn.Module | None = None,
+    optimizers: Mapping[str, Optimizer] | None = None,
     step: int | None = None,
     dry_run: bool = False,
     work_dir: str | os.PathLike[str] | None = None,
@@ -76,6 +83,11 @@ def import_checkpoint(
         format: a name of ``recckpt.convert.FORMATS``; None to look at the files.
         tables: only these tables, by their names in the checkpoint; None for all. Dense state comes along either way.
         options: what the source does not say itself.
+        model: of a file of ``torch.save``: the model whose parameters the optimizers in it have, or one with tables in
+            place of embeddings; the moments of both go to their parameters and rows by its names. Not needed where the
+            file names them, or where they are in the order of its tensors.
+        optimizers: live optimizers, by the names of their states in that file, where an optimizer has some of the
+            parameters, or others than all in order; a sparse optimizer gives the names of the slots.
         step: the step of the checkpoint; None for the source's, or 0.
         dry_run: read no rows and write nothing.
         work_dir: where rows wait; None for the output dir where it is local, else the system's directory of temporary
@@ -90,7 +102,10 @@ def import_checkpoint(
     """
     positive_int("budget_bytes", budget_bytes)
     url = os.fspath(output_dir)
-    with _opened(source, format, options or ImportOptions()) as opened:
+    wishes = options or ImportOptions()
+    if model is not None or optimizers:
+        wishes = replace(wishes, model=model, optimizers=_checked_optimizers(optimizers or {}))
+    with _opened(source, format, wishes) as opened:
         plan = _planned(opened.contents, os.fspath(source), tables, step)
         storage = open_storage(url)
         check_none_pending(storage, FORGET_FIRST)
@@ -101,6 +116,12 @@ def import_checkpoint(
             return plan
         waiting = WorkDir(os.fspath(work_dir) if work_dir is not None else _near(url))
         return _imported(opened, plan, storage, waiting, budget_bytes)
+
+
+def _checked_optimizers(optimizers: Any) -> Mapping[str, Any]:
+    if not isinstance(optimizers, Mapping) or not all(hasattr(one, "param_groups") for one in optimizers.values()):
+        raise TypeError(f"optimizers: found {optimizers!r:.100}, expected a dict, name in the file -> optimizer")
+    return optimizers
 
 
 def _planned(contents: SourceContents, source: str, tables: Collection[str] | None, step: int | None) -> ImportPlan:

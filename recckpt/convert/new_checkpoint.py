@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from recckpt.checkpoint.attempt import Attempt
@@ -15,6 +15,7 @@ from recckpt.format import layout
 from recckpt.format.buckets import gen_slice
 from recckpt.format.manifest import Content, Names, Scalar
 from recckpt.format.tables import TableEntry
+from recckpt.format.training import Training
 from recckpt.output_dir.writer import WRITER
 
 Advance = Callable[[int], object]
@@ -42,7 +43,8 @@ def write_new(to: Attempt, new: NewCheckpoint, advance: Advance) -> Content:
         records.append(shard.record())
         rows.update(shard.catalog.rows)
     tables = tuple(TableEntry(runs.table.name, rows[runs.table.name], runs.table.slots) for runs in new.tables)
-    return with_shards(Content((), tables, (), names=_names(new.contents), state=new.state, writer=WRITER), records)
+    content = Content((), tables, (), names=_names(new.contents), state=new.state, writer=WRITER)
+    return with_shards(replace(content, training=Training(new.contents.lineages)), records)
 
 
 def _written_shard(to: Attempt, new: NewCheckpoint, number: int, advance: Advance) -> ShardWriter:
@@ -74,4 +76,5 @@ def _state(contents: SourceContents) -> dict[str, Any]:
 def _names(contents: SourceContents) -> Names:
     positions = dict.fromkeys(name for each in contents.io_state for name in each)
     dense = (*(tensor.name for tensor in contents.dense), *contents.values)
-    return Names(dense=dense, extra=tuple(contents.extra), io_state=tuple(positions))
+    extra, dense_opt = tuple(contents.extra), tuple(contents.dense_opt)
+    return Names(dense=dense, extra=extra, io_state=tuple(positions), dense_opt=dense_opt)

@@ -83,6 +83,8 @@ class SourceContents:
         values: plain values beside them, which go to ``model.pt``.
         extra: states of registered objects.
         io_state: positions in the data, one dict a rank; () where it has none.
+        dense_opt: ``parameter@optimizer`` of the optimizers among the registered objects that name their parameters.
+        lineages: of those whose class is known.
         step: None where it does not say.
         left_out: all that has no counterpart, or changes its form.
     """
@@ -93,6 +95,8 @@ class SourceContents:
     values: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     io_state: Sequence[Mapping[str, Any]] = ()
+    dense_opt: Sequence[str] = ()
+    lineages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     step: int | None = None
     left_out: tuple[LeftOut, ...] = ()
 
@@ -124,6 +128,8 @@ class ImportOptions:
         slots: the other columns of Parquet and Arrow files that become slots; None for all.
         as_table: tensors that are to be tables -> the tensor of their ids, None for 0 to n - 1.
         names: tables, as the source calls them -> their names in the checkpoint; of any source.
+        model: whose parameters the optimizers in a file of torch.save have; None where the file says so itself.
+        optimizers: live optimizers over them, by the names that their states have in the file.
     """
 
     table: str = ""
@@ -132,3 +138,5 @@ class ImportOptions:
     slots: tuple[str, ...] | None = None
     as_table: Mapping[str, str | None] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+    model: Any = None
+    optimizers: Mapping[str, Any] = field(default_factory=dict)

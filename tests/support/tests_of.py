@@ -42,6 +42,7 @@ TESTS = {
     "convert/sources/": "convert/test_sources.py convert/test_torch_formats.py convert/test_recis.py",
     "convert/dynamicemb_files.py": "convert/test_dynamicemb.py",
     "convert/named.py": "convert/test_torchrec.py convert/test_dynamicemb.py",
+    "convert/parameter_order.py": "convert/test_torch_optimizers.py",
     "convert/sources/dynamicemb.py": "convert/test_dynamicemb.py",
     "convert/sources/torchrec.py": "convert/test_torchrec.py",
     "convert/targets/": "convert/test_targets.py convert/test_torch_formats.py convert/test_recis.py",

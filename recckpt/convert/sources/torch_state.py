@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from recckpt.convert.source import ImportOptions, LeftOut, SourceContents
+from recckpt.convert.source import ImportOptions, LeftOut, SourceContents, SourceTensor
 from recckpt.convert.source_files import SourceFiles
-from recckpt.convert.tensor_source import TensorSource, used, wished_tables
+from recckpt.convert.tensor_source import TensorSource, TensorTable, used, wished_tables
 from recckpt.convert.torch_file import load_torch_dict, portable_values, split_values
 from recckpt.errors import ConversionError
+
+if TYPE_CHECKING:
+    from recckpt.convert.torch_optimizers import PlacedStates
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _MODEL = ("state_dict", "model_state_dict", "model")  # under which others save the model beside the rest
@@ -31,16 +35,42 @@ def open_source(files: SourceFiles, options: ImportOptions) -> TensorSource:
     if not files.is_file:
         raise ConversionError(files.url, "", found="a directory", expected="one file of torch.save")
     name = files.names[0]
-    state, extra = _parted(load_torch_dict(files, name))
+    state, beside = _parted(load_torch_dict(files, name))
     tensors, values = split_values(state, files.url)
     tables = wished_tables(tensors, options, files.url)
+    placed = _placed(beside, tensors, tables, options, files.url)
+    tables = [replace(table, slots={**table.slots, **placed.slots.get(table.name, {})}) for table in tables]
     taken = used(tables)
     dense = tuple(tensor for key, tensor in tensors.items() if key not in taken)
-    step = next((extra[key] for key in ("global_step", "step") if type(extra.get(key)) is int), None)
-    objects = portable_values(extra, files.url)
+    step = next((beside[key] for key in ("global_step", "step") if type(beside.get(key)) is int), None)
     nested = tuple(LeftOut(each, _NESTED) for each, value in values.items() if _holds_tensors(value))
-    contents = SourceContents("torch_state", dense=dense, values=values, extra=objects, step=step, left_out=nested)
+    contents = SourceContents(
+        "torch_state",
+        dense=dense,
+        values=values,
+        extra=portable_values(placed.extra, files.url),
+        dense_opt=placed.dense_opt,
+        lineages=placed.lineages,
+        step=step,
+        left_out=(*nested, *placed.left),
+    )
     return TensorSource(contents, tables, files.url)
+
+
+def _placed(
+    beside: Mapping[str, Any],
+    tensors: Mapping[str, SourceTensor],
+    tables: list[TensorTable],
+    options: ImportOptions,
+    url: str,
+) -> PlacedStates:
+    """Return where the states of optimizers go that lie beside the model."""
+    from recckpt.convert.parameter_order import ParameterOrder
+    from recckpt.convert.torch_optimizers import placed_states
+
+    names = [table.name for table in tables]
+    order = ParameterOrder(tensors, names, options.model)
+    return placed_states(beside, order, options.optimizers, url)
 
 
 def _parted(saved: dict[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
