@@ -28,6 +28,8 @@ def absent(args: argparse.Namespace) -> CommandResult:
         lines.append(f"{url}: none of {plural(len(ids), 'id')} is in {where} of {plural(absence.n_parts, 'file')}")
     if absence.n_asked:
         lines.append(f"{url}: {absence.n_asked} of them were asked to be forgotten, by the audit")
+    behind = absence.mirrors_behind
+    lines += [f"{url}: the mirror {one_line(each)} may have what was forgotten until its next pass" for each in behind]
     return CommandResult(_data(absence, len(ids), args), lines, _problems(absence, len(ids), where))
 
 
@@ -72,4 +74,5 @@ def _data(absence: Absence, n_ids: int, args: argparse.Namespace) -> dict[str, A
         "pending": absence.pending,
         "files": absence.n_parts,
         "asked": absence.n_asked,
+        "mirrors_behind": list(absence.mirrors_behind),
     }

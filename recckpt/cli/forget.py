@@ -11,6 +11,8 @@ from recckpt.forgetting.forget import forget as forget_ids
 from recckpt.forgetting.forgetting import Forgotten
 from recckpt.format import layout
 from recckpt.inspect.ids_file import read_ids
+from recckpt.output_dir.known_mirrors import mirrors_behind
+from recckpt.storage import open_storage
 from recckpt.text import escaped, one_line, plural
 
 
@@ -27,7 +29,10 @@ def forget(args: argparse.Namespace) -> CommandResult:
     lines = [line for each in done for line in _lines(each)] or [f"{url}: nothing was begun that is not ended"]
     if done:
         lines.append(f"{url}: noted in {layout.FORGOTTEN}; `recckpt verify {url} --absent FILE` proves it")
-    return CommandResult({"output_dir": args.dir, "requests": [_data(each) for each in done]}, lines)
+    behind = [one_line(mirror.url) for mirror in mirrors_behind(open_storage(args.dir))]
+    problems = [f"{url}: the mirror {each} may still have ids: `recckpt mirror {url} {each}`" for each in behind]
+    data = {"output_dir": args.dir, "requests": [_data(each) for each in done], "mirrors_behind": behind}
+    return CommandResult(data, lines, problems)
 
 
 def _lines(done: Forgotten) -> list[str]:

@@ -13,6 +13,7 @@ from recckpt.cli.keep_option import keep_policy
 from recckpt.cli.result import CommandResult, ShownResult, UsageError, leave_stdout, usage_checked
 from recckpt.errors import CheckpointNotFoundError, CheckpointRemovedError, RecckptError, WriterFencedError
 from recckpt.format.moments import time_now
+from recckpt.mirroring.hold import MirrorTakenOverError
 from recckpt.mirroring.mirror import Mirror, Mirrored
 from recckpt.text import escaped, one_line, plural, size
 
@@ -51,7 +52,7 @@ def _follow(made: Mirror, interval_sec: float, *, as_json: bool) -> None:
             except (CheckpointNotFoundError, CheckpointRemovedError) as error:
                 problems = [str(error)]
             except (RecckptError, OSError) as error:
-                if is_first or isinstance(error, WriterFencedError | BrokenPipeError):
+                if is_first or isinstance(error, BrokenPipeError) or _is_continued(error):
                     raise
                 problems = [str(error)]
             for problem in problems if problems != before else ():
@@ -59,6 +60,11 @@ def _follow(made: Mirror, interval_sec: float, *, as_json: bool) -> None:
             before = problems
             sleep(interval_sec)
     leave_stdout()
+
+
+def _is_continued(error: Exception) -> bool:
+    """Say whether somebody went on from the mirror, so that it is at its end; another pass over it ends by itself."""
+    return isinstance(error, WriterFencedError) and not isinstance(error, MirrorTakenOverError)
 
 
 def _line(done: Mirrored) -> str:

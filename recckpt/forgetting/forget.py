@@ -13,6 +13,7 @@ from recckpt.forgetting.forgetting import Forgotten, check_readable, finish_pend
 from recckpt.forgetting.ids_in_files import Ids
 from recckpt.format.distinct import distinct
 from recckpt.format.forget_request import MAX_IDS
+from recckpt.mirroring.reach import reach_mirrors
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.forget_requests import audit
 from recckpt.output_dir.listing import Listing, list_checkpoints
@@ -30,6 +31,7 @@ def forget(
 
     The output dir is taken over: the next save of a trainer that still writes there raises WriterFencedError, and it
     saves no more. What an earlier call has begun and not ended is ended first. All rows of other ids keep their bytes.
+    Mirrors that the output dir knows get a pass; one that cannot be reached is logged, and forgets with its next pass.
 
     Args:
         path: an output dir; a path or any fsspec URL.
@@ -55,7 +57,9 @@ def forget(
     audit(storage)
     fence = Fence(storage, purpose=_PURPOSE)
     fence.hold()
-    return forget_as_owner(storage, fence, table, checked, by)
+    done = forget_as_owner(storage, fence, table, checked, by)
+    reach_mirrors(storage)
+    return done
 
 
 def finish(path: str | os.PathLike[str]) -> list[Forgotten]:
@@ -64,7 +68,9 @@ def finish(path: str | os.PathLike[str]) -> list[Forgotten]:
     check_readable(_listing(storage))
     fence = Fence(storage, purpose=_PURPOSE)
     fence.hold()
-    return finish_pending(storage, fence)
+    done = finish_pending(storage, fence)
+    reach_mirrors(storage)
+    return done
 
 
 def checked_ids(ids: Any) -> Ids:

@@ -17,6 +17,7 @@ from recckpt.inspect.verify import find_checkpoints
 from recckpt.output_dir.at_path import counted_back
 from recckpt.output_dir.checkpoint_dir import has_manifest, read_manifest
 from recckpt.output_dir.forget_requests import audit, forgotten_among, meant_in, pending, tables_of
+from recckpt.output_dir.known_mirrors import mirrors_behind
 from recckpt.output_dir.listing import attempt_dirs
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.arrow_format import ID, TABLE, Messages, column_items, ids_in
@@ -52,6 +53,7 @@ class Absence:
         pending: requests to forget that are not ended: table -> how many of the ids they name.
         n_parts: how many files were read.
         n_asked: how many of the ids the audit has as asked to be forgotten, in the table or in any.
+        mirrors_behind: mirrors of the output dir of which it is not known that they have forgotten what was forgotten.
     """
 
     url: str
@@ -60,6 +62,7 @@ class Absence:
     pending: dict[str, int]
     n_parts: int
     n_asked: int
+    mirrors_behind: tuple[str, ...] = ()
 
 
 def look_for(path: str, ids: Ids, table: str | None = None) -> Absence:
@@ -104,7 +107,8 @@ def look_for(path: str, ids: Ids, table: str | None = None) -> Absence:
     meant = [r for r in pending(storage) if tables is None or not set(tables).isdisjoint(tables_of(r.table))]
     requests = {r.table: int(is_among(r.ids, sought).sum()) for r in meant}
     holding = tuple(holdings[name] for name in sorted(holdings))
-    return Absence(storage.url, holding, unread, requests, len(parts), len(forgotten_among(storage, table, sought)))
+    n_asked, behind = len(forgotten_among(storage, table, sought)), mirrors_behind(storage)
+    return Absence(storage.url, holding, unread, requests, len(parts), n_asked, tuple(mirror.url for mirror in behind))
 
 
 def _directories(path: str, unread: dict[str, str]) -> tuple[Storage, Sequence[str]]:

@@ -69,7 +69,16 @@ class CheckpointCopier:
             WriterFencedError: somebody else has taken the mirror over.
             OSError: a storage failed; it is not committed.
         """
-        directory, data = checkpoint.directory, self._manifest_bytes(checkpoint)
+        data = self._manifest_bytes(checkpoint)
+        try:
+            return self._copy(checkpoint, data, advance)
+        except OSError:
+            with suppress(OSError):
+                self.hold.check()  # if a new owner removed what was begun, that is the reason to give
+            raise
+
+    def _copy(self, checkpoint: Checkpoint, data: bytes, advance: Advance) -> int:
+        directory = checkpoint.directory
         self._begin(directory, checkpoint.manifest, data)
         for name in self.to.list_files(directory):
             if drafts.is_draft(name):  # of a copy that was interrupted

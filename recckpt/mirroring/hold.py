@@ -38,6 +38,10 @@ def origin_of(storage: Storage, listing: Listing) -> MirrorOf:
     return MirrorOf(storage.url, run, max([listing.highest_epoch, *epochs]))
 
 
+class MirrorTakenOverError(WriterFencedError):
+    """Another mirror of the same run writes there; the one that gets this error may take it over once more."""
+
+
 class MirrorHold:
     """A mirror's hold on the output dir that it writes. Not thread-safe.
 
@@ -109,6 +113,7 @@ class MirrorHold:
             is_there = self._storage.read(layout.claim(self._claim.epoch), _CLAIM_BYTES) == encode_claim(self._claim)
         last = max(claimed_epochs(self._storage), default=0)  # asked last, right before the caller acts on the answer
         if last > self._claim.epoch or not is_there:
+            self._claim = None
             raise self._taken_over(last)
 
     def _claims(self) -> list[Claim]:
@@ -133,8 +138,8 @@ class MirrorHold:
         since = claim.time if claim else None
         when = f" since {since}" if since else ""
         if claim is not None and claim.mirror_of is not None:
-            what = f"{url}: another `{PURPOSE}`, {by}, writes to this mirror{when}; this one writes nothing more there"
-        else:
-            who = f"`{claim.purpose}`, {by}," if claim and claim.purpose else f"{by}"
-            what = f"{url}: {who} has written there{when}, so it is no mirror any more; it stays as it is: {_ELSEWHERE}"
+            what = f"{url}: another `{PURPOSE}`, {by}, writes to this mirror{when}; this pass writes nothing more there"
+            return MirrorTakenOverError(what, epoch=epoch, by=by, since=since)
+        who = f"`{claim.purpose}`, {by}," if claim and claim.purpose else f"{by}"
+        what = f"{url}: {who} has written there{when}, so it is no mirror any more; it stays as it is: {_ELSEWHERE}"
         return WriterFencedError(what, epoch=epoch, by=by, since=since)

@@ -128,10 +128,12 @@ class Mirror:
         this = OnePass(self._copier, self._look, self._keep, is_forgotten=not forgotten <= before)
         newest = this.bring(run, there)
         removed = this.remove()
+        self._hold.check()
         files_beside.mark_forgotten(self._to, forgotten - before)
         files_beside.copy_informative(self._run, self._to)
         files_beside.copy_pins(self._run, self._to, this.there.ckpt_ids)
         files_beside.replace_other(self._to, layout.INDEX_FILE, layout.encode_index(this.there.ckpt_ids))
+        self._hold.check()  # whoever took it over meanwhile was not in the way, and there is no mirror any more
         self._note(forgotten)
         damaged = {name: str(error) for name, error in {**this.run.damaged, **this.damaged}.items()}
         return Mirrored(self._to.url, tuple(this.copied), tuple(removed), this.n_bytes, newest, damaged)

@@ -10,6 +10,7 @@ import xxhash
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import drafts, layout
 from recckpt.format.json_fields import check_seal, parse, seal
+from recckpt.output_dir.forget_requests import requests
 from recckpt.storage import ABSENT, Storage
 from recckpt.storage.read_again import read_twice
 
@@ -61,6 +62,12 @@ def known_mirrors(storage: Storage) -> list[KnownMirror]:
     names = [name for name in storage.list_files(layout.MIRRORS_DIR) if not drafts.is_draft(name)]
     mirrors = [_read(storage, layout.join(layout.MIRRORS_DIR, name)) for name in names]
     return [mirror for mirror in mirrors if mirror is not None]
+
+
+def mirrors_behind(storage: Storage) -> list[KnownMirror]:
+    """Return the mirrors of which it is not known that they have forgotten all that was forgotten in their run."""
+    forgotten = {request for request, is_done in requests(storage).items() if is_done}
+    return [mirror for mirror in known_mirrors(storage) if not forgotten <= mirror.forgotten] if forgotten else []
 
 
 def _read(storage: Storage, path: str) -> KnownMirror | None:

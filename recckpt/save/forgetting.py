@@ -15,6 +15,7 @@ from recckpt.forgetting.forget import check_table, checked_ids
 from recckpt.forgetting.forgetting import Forgotten, check_readable, forget_as_owner, scan, settle
 from recckpt.forgetting.ids_in_files import Ids
 from recckpt.output_dir.forget_requests import audit, check_none_pending, pending, requests
+from recckpt.output_dir.known_mirrors import mirrors_behind
 from recckpt.parallel.ranks import Ranks
 from recckpt.save.job import Destination
 from recckpt.sparse.split import filter_out_sparse_param
@@ -84,7 +85,11 @@ class Forgetting:
             fence.take_over_from_itself()
             self._to.near.forget(fence.epoch)
         try:
-            return forget_as_owner(storage, fence, table, ids, _BY)
+            done = forget_as_owner(storage, fence, table, ids, _BY)
+            behind = [mirror.url for mirror in mirrors_behind(storage)]  # training does not wait for copies
+            if behind:
+                log.warning("%s: its mirrors %s have the ids until their next pass", storage.url, ", ".join(behind))
+            return done
         finally:
             fence.note_requests(requests(storage))  # the tables of this process have done their part
 

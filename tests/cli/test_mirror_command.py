@@ -127,6 +127,16 @@ def test_follow_goes_on_after_an_error_of_the_storage_and_ends_where_somebody_sa
     assert "so it is no mirror any more" in answer.err.splitlines()[-1]
 
 
+def test_follow_takes_over_again_after_a_pass_of_another_mirror(recckpt, run, to, monkeypatch):
+    from recckpt.mirroring.mirror import mirror
+
+    followed = Followed(monkeypatch, [lambda: mirror(run.url, to), lambda: None, lambda: None])
+    answer = recckpt("mirror", run.url, to, "--follow")
+    assert (answer.code, followed.n_looks) == (0, 4)
+    [line] = answer.err.splitlines()
+    assert "another `recckpt mirror`, process " in line
+
+
 def test_what_is_wrong_with_the_place_from_the_start_ends_it(recckpt, run, tmp_path):
     other = run_with_chain(tmp_path / "other")
     answer = recckpt("mirror", run.url, other.url, "--follow")

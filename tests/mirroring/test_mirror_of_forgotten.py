@@ -3,18 +3,21 @@
 import json
 import logging
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.builders import tree
 from support.forgetting import ForgettingRun, files_with, fill, ids_at
 from support.mirrors import check_same, ids_of, listing_of
 
 import recckpt
+from recckpt import CheckpointManager
 from recckpt.errors import CorruptCheckpointError, RecckptError, WriterFencedError
 from recckpt.format import layout
 from recckpt.inspect.absent import look_for
 from recckpt.output_dir.forget_requests import audit, requests
-from recckpt.output_dir.known_mirrors import known_mirrors
+from recckpt.output_dir.known_mirrors import known_mirrors, mirrors_behind, note_mirror
 from recckpt.policies.keep import All
 from recckpt.storage import open_storage
 
@@ -126,17 +129,61 @@ def test_without_the_key_of_the_digests_the_mirror_has_none_either(run, to):
     assert not (to / layout.FORGET_KEY).exists()
 
 
-def test_a_run_knows_its_mirrors_and_what_they_have_forgotten(run, to):
+def test_a_run_knows_its_mirrors_and_forgetting_reaches_them(run, to, tmp_path):
+    for place in (to, tmp_path / "newest"):
+        recckpt.mirror(run, place, keep=1 if place != to else None)
+    storage = open_storage(str(run))
+    assert {(known.url, known.run_url, known.forgotten) for known in known_mirrors(storage)} == {
+        (str(place), str(run), frozenset()) for place in (to, tmp_path / "newest")
+    }
+    forget(run)
+    for place in (to, tmp_path / "newest"):
+        check_forgotten(place)
+        check_same(run, place)
+    assert {known.forgotten for known in known_mirrors(storage)} == {frozenset(requests(storage))}
+    assert mirrors_behind(storage) == []
+    assert recckpt.mirror(run, to).copied == ()
+
+
+def test_a_mirror_that_is_not_reached_is_named_until_its_next_pass(run, to, tmp_path, caplog):
+    recckpt.mirror(run, to)
+    to.rename(tmp_path / "away")
+    with caplog.at_level(logging.WARNING):
+        recckpt.forget(run, "user", GONE)
+    assert f"the mirror {to} may still have the ids: nothing is there now; its next pass" in caplog.text
+    assert [each.url for each in mirrors_behind(open_storage(str(run)))] == [str(to)]
+    assert look_for(str(run), np.array(GONE), "user").mirrors_behind == (str(to),)
+    (tmp_path / "away").rename(to)
+    recckpt.mirror(run, to)
+    check_forgotten_in_user(to)
+    assert look_for(str(run), np.array(GONE), "user").mirrors_behind == ()
+
+
+def test_a_mirror_of_another_host_or_of_another_copy_of_the_run_is_not_reached(run, to, caplog, tmp_path):
     recckpt.mirror(run, to)
     [known] = known_mirrors(open_storage(str(run)))
-    assert (known.url, known.run_url, known.forgotten) == (str(to), str(run), frozenset())
-    forget(run)
-    assert known_mirrors(open_storage(str(run)))[0].forgotten in (
-        frozenset(),
-        frozenset(requests(open_storage(str(run)))),
-    )
+    copied = shutil.copytree(run, tmp_path / "copied")  # which has the notes of the run
+    (run / known.name).unlink()
+    note_mirror(open_storage(str(run)), replace(known, host="elsewhere"))
+    before = tree(to)
+    with caplog.at_level(logging.WARNING):
+        for each in (copied, run):
+            recckpt.forget(each, "user", GONE)
+    assert f"it is a mirror of {run}, as which this run was known to it" in caplog.text
+    assert "it is on the host elsewhere" in caplog.text
+    assert tree(to) == before
+
+
+def test_a_run_that_forgets_by_itself_names_the_mirrors_that_have_yet_to(run, to, caplog):
     recckpt.mirror(run, to)
-    assert known_mirrors(open_storage(str(run)))[0].forgotten == frozenset(requests(open_storage(str(run))))
+    trainer = ForgettingRun(run)
+    manager = CheckpointManager(trainer.saver, 1)
+    manager.restore(load_conf={"exclude": ["global_step"]})
+    with caplog.at_level(logging.WARNING):
+        manager.forget("user", GONE)
+    assert f"its mirrors {to} have the ids until their next pass" in caplog.text
+    recckpt.mirror(run, to)
+    check_forgotten_in_user(to)
 
 
 def test_a_mirror_that_cannot_be_noted_says_so(run, to, caplog, monkeypatch):

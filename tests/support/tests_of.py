@@ -139,6 +139,7 @@ TESTS = {
     "manager/start.py": "manager/test_resume.py manager/test_resume_chains.py",
     "manager/step_arguments.py": "manager/test_windows_and_epochs.py",
     "mirroring/": "mirroring/test_mirror.py",
+    "mirroring/reach.py": "mirroring/test_mirror_of_forgotten.py",
     "output_dir/deletion.py": "manager/test_own_checkpoints.py",
     "near/": "near/test_near_saves.py near/test_tier.py",
     "output_dir/at_path.py": "output_dir/test_listing.py output_dir/test_delta_listing.py",

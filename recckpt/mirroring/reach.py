@@ -1,0 +1,58 @@
+"""Forgetting reaches the mirrors that a run knows: each gets a pass, as if it were called there."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from recckpt.errors import RecckptError
+from recckpt.format.manifest import Manifest
+from recckpt.mirroring.mirror import Mirror
+from recckpt.output_dir.known_mirrors import KnownMirror, mirrors_behind
+from recckpt.output_dir.listing import list_checkpoints
+from recckpt.policies.keep import Keep
+from recckpt.storage import Storage, open_storage
+
+log = logging.getLogger("recckpt")
+
+
+@dataclass(frozen=True)
+class PresentIds(Keep):
+    """What a mirror has: whoever reaches it does not know the policy that it has been given."""
+
+    ckpt_ids: frozenset[str]
+
+    def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
+        """Return those of the ids."""
+        return {checkpoint.ckpt_id for checkpoint in checkpoints if checkpoint.ckpt_id in self.ckpt_ids}
+
+
+def reach_mirrors(storage: Storage) -> None:
+    """Bring what was forgotten in a run into the mirrors that it knows; log which of them may still have the ids.
+
+    No mirror is made, and none gets checkpoints of ids that it did not have, but for the newest.
+    """
+    for mirror in mirrors_behind(storage):
+        try:
+            _reach(storage, mirror)
+        except (RecckptError, OSError, ValueError) as error:
+            log.warning(
+                "%s: the mirror %s may still have the ids: %s; its next pass takes them out",
+                storage.url,
+                mirror.url,
+                error,
+            )
+
+
+def _reach(storage: Storage, mirror: KnownMirror) -> None:
+    if mirror.run_url != storage.url:
+        raise RecckptError(f"it is a mirror of {mirror.run_url}, as which this run was known to it")
+    if mirror.host not in ("", socket.gethostname()):
+        raise RecckptError(f"it is on the host {mirror.host}")
+    there = list_checkpoints(open_storage(mirror.url))
+    if there.is_empty:
+        raise RecckptError("nothing is there now")
+    Mirror(storage.url, mirror.url, keep=PresentIds(frozenset(there.ckpt_ids))).update()
