@@ -52,8 +52,13 @@ class NamedOptimizer:
         """Load what :meth:`composed` has made, or a state without names, which torch refuses where it does not fit."""
         if is_named(state):
             groups = zip(self.optimizer.param_groups, state["param_groups"], strict=True)
-            state = {**state, "param_groups": [{**live, **_without_names(group)} for live, group in groups]}
+            state = {**state, "param_groups": [self._loaded_group(live, saved) for live, saved in groups]}
         self._give(dict(state))
+
+    def _loaded_group(self, live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a group with saved settings; those of tables alone have theirs by now, with their rows."""
+        is_of_tables = len(live["params"]) > 0 and all(map(self._is_table, live["params"]))
+        return {**live, **({"params": saved["params"]} if is_of_tables else _without_names(saved))}
 
     def composed(
         self, states: Mapping[str, Mapping[str, Any]], settings: Sequence[Mapping[str, Any]] | None

@@ -67,7 +67,8 @@ def with_tables_as_tensors(model: Inventory, offer: LoadCandidate) -> LoadCandid
         for name, thing in offer.inventory.items()
         if name.table not in gone or (name.slot not in (ID, EMBEDDING) and not gone[name.table])
     }
-    return replace(offer, inventory={**there, **kept}) if gone else offer
+    # A registered optimizer names all that it trains, also that whose state it has left to the rows of a table.
+    return replace(offer, inventory={**kept, **there}) if gone else offer
 
 
 def tables_of_tensor(text: str) -> tuple[str, ...]:

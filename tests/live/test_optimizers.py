@@ -107,6 +107,26 @@ def test_rows_and_the_rest_of_an_optimizer_are_loaded_in_either_order(tmp_path, 
     assert_same(state_of(model, sparse_optim, optimizer), state)
 
 
+@pytest.mark.parametrize("conf", [None, {"load": ["*"], "exclude": ["sparse_optim"]}], ids=["all", "without"])
+def test_each_group_of_an_optimizer_gets_its_settings_back(tmp_path, conf):
+    def made():
+        model = nn.ModuleDict({"one": nn.Embedding(20, DIM), "other": nn.Embedding(20, DIM), "top": nn.Linear(DIM, 1)})
+        groups = [{"params": list(model[name].parameters()), "lr": 0.1} for name in ("one", "other", "top")]
+        optimizer = optim.AdamW(groups)
+        saver = Saver(model, output_dir=str(tmp_path), tables=live_tables(model, optimizer, min_rows=1))
+        saver.register_for_checkpointing("optim", optimizer)
+        return saver, optimizer
+
+    saver, optimizer = made()
+    for number, group in enumerate(optimizer.param_groups):
+        group["lr"], group["weight_decay"] = number + 1, number + 2
+    saver.save("a")
+    saver, optimizer = made()
+    saver.load(load_conf=conf)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert rates == ([1, 2, 3] if conf is None else [0.1, 0.1, 3])
+
+
 def warnings_of(caplog):
     return [text for one in caplog.records if "no registered object has its state" in (text := one.getMessage())]
 

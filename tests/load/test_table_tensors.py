@@ -53,6 +53,27 @@ def test_a_rename_says_which_table_a_tensor_is_of(tmp_path):
     assert torch.equal(model["people"].weight, run.model.users.weight)
 
 
+@pytest.mark.parametrize("of", [optim.Adagrad, optim.AdamW])
+def test_an_optimizer_that_trains_all_of_the_model_gets_the_states_of_the_tables_back(tmp_path, of):
+    def made():
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"users": nn.Embedding(N_ROWS, DIM), "top": nn.Linear(DIM, 1)})
+        return model, of(model.parameters(), lr=0.1)
+
+    model, optimizer = made()
+    saver = Saver(model, output_dir=str(tmp_path), tables=live_tables(model, optimizer, min_rows=1))
+    saver.register_for_checkpointing("optim", optimizer)
+    model["top"](model["users"](torch.tensor([1, 2]))).square().sum().backward()
+    optimizer.step()
+    saver.save("a")
+    other, other_optimizer = made()
+    saver = Saver(other, output_dir=str(tmp_path))
+    saver.register_for_checkpointing("optim", other_optimizer)
+    saver.load()
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    assert_same(other_optimizer.state_dict(), optimizer.state_dict())
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_tied_weight_gets_its_rows_back_under_each_of_its_names(tmp_path, is_first):
     def made(*, is_first):
