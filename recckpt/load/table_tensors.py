@@ -107,26 +107,9 @@ class TableTensors:
         for item in own:
             if not item.name.is_settings:
                 slots.setdefault(item.thing.table, {EMBEDDING}).update(self._keys(item).values())
-        entries = {entry.name: entry for entry in source.at.checkpoint.manifest.tables}
-        self._tables = {
-            name: _Gathered(
-                name, {spec.name: _empty(entries[name], spec) for spec in entries[name].slots if spec.name in its}
-            )
-            for name, its in slots.items()
-        }
-        loads = [
-            TableLoad(
-                target=LoadTarget(table),
-                entry=entries[name],
-                slots={slot: slot for slot in table.columns},
-                with_rows=True,
-                clear=True,
-                where=RowFilter(),
-                is_update=False,
-                ages=Ages(),
-            )
-            for name, table in self._tables.items()
-        ]
+        entries = {entry.name: entry for entry in source.at.checkpoint.manifest.tables if entry.name in slots}
+        self._tables = {name: _gathered(entry, slots[name]) for name, entry in entries.items()}
+        loads = [_load_of(table, entries[name]) for name, table in self._tables.items()]
         if loads:
             links, alone = source.rows(number, loads, download_dir, concurrency), Meetings()
             loaded = load_tables(
@@ -171,6 +154,19 @@ class TableTensors:
             return {}
         entry, kind = self._source.at.checkpoint.manifest.named_table(item.thing.table), self._kind(item.name)
         return {key: slot.name for slot in entry.slots if (key := key_of(kind, slot.name))}
+
+
+def _load_of(table: _Gathered, entry: TableEntry) -> TableLoad:
+    return TableLoad(
+        target=LoadTarget(table),
+        entry=entry,
+        slots={slot: slot for slot in table.columns},
+        with_rows=True,
+        clear=True,
+        where=RowFilter(),
+        is_update=False,
+        ages=Ages(),
+    )
 
 
 def _gathered(entry: TableEntry, slots: Collection[str]) -> _Gathered:

@@ -62,9 +62,7 @@ class Staged:
     clock: dict[str, ClockDates | None] = field(default_factory=dict)  # the same: when the clock has dated rows
     live: list[tuple[AttachedTable, Snapshot]] = field(default_factory=list)  # live tables, as they are read
     layouts: dict[str, LiveLayout] = field(default_factory=dict)  # by name, how live tables lie
-    by_columns: list[ColumnRows] = field(
-        default_factory=list
-    )  # sources among the tables whose columns are to be joined
+    by_columns: list[ColumnRows] = field(default_factory=list)  # those of the tables whose columns are to be joined
 
     @property
     def sparse_bytes(self) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recckpt.sparse.table.mark_set import marked_rows
-from recckpt.sparse.table.snapshot import Snapshot
+from recckpt.sparse.table.snapshot import Snapshot, SnapshotOver
 from recckpt.sparse.table.store import Store, in_order
 from recckpt.types import SlotSpec
 
@@ -82,19 +82,14 @@ class PlacedStore(Store):
         """Return which id has which place now."""
 
 
-class PlacedRows(Snapshot):
+class PlacedRows(SnapshotOver):
     """A snapshot of places as one of the ids that had them. Thread-safe, as that one is."""
 
     is_on_cpu = False  # rows do not lie as they are read
 
     def __init__(self, rows: Snapshot, placed: IdPlaces, slots: tuple[SlotSpec, ...]) -> None:
-        self.name, self.n_rows, self.slots = rows.name, len(placed.ids), in_order((*rows.slots, *slots))
-        self._rows, self._placed = rows, placed
-
-    @property
-    def n_kept(self) -> int:
-        """Rows that were copied aside so far."""
-        return self._rows.n_kept
+        super().__init__(rows)
+        self.n_rows, self.slots, self._placed = len(placed.ids), in_order((*rows.slots, *slots)), placed
 
     def read_ids(self, rows: npt.NDArray[Any], target: Bytes) -> None:
         """Copy the ids of rows."""
@@ -107,7 +102,7 @@ class PlacedRows(Snapshot):
             np.take(meta[name], rows, out=targets[name].view(np.int64))
         of_places = {name: target for name, target in targets.items() if name not in meta}
         if of_places or is_last:
-            self._rows.read_slots(self._placed.places[rows], of_places, is_last=is_last)
+            super().read_slots(self._placed.places[rows], of_places, is_last=is_last)
 
     def narrow(self, bits: Bytes) -> None:
         """Protect from now on, and let be read, only rows whose bit is 1."""
@@ -115,18 +110,6 @@ class PlacedRows(Snapshot):
 
     def keep_places(self, places: Int64s) -> None:
         """Protect from now on, and let be read, only what is in these places."""
-        words = np.zeros(8 * max(1, -(-self._rows.n_rows // 64)), np.uint8)
-        np.bitwise_or.at(words, places >> 3, np.left_shift(1, places & 7).astype(np.uint8))
-        self._rows.narrow(words)
-
-    def check(self) -> None:
-        """Raise what it failed by."""
-        self._rows.check()
-
-    def fail(self, error: Exception) -> None:
-        """Let whoever reads from now on get this error."""
-        self._rows.fail(error)
-
-    def close(self) -> None:
-        """Let the table go."""
-        self._rows.close()
+        is_kept = np.zeros(64 * max(1, -(-self._rows.n_rows // 64)), np.bool_)  # in whole words
+        is_kept[places] = True
+        super().narrow(np.packbits(is_kept, bitorder="little"))

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from recckpt.sparse.table.fingerprints import Prints, fingerprints
 from recckpt.sparse.table.marks import DeltaSource, FrozenRows, SaverMarks
-from recckpt.sparse.table.snapshot import Snapshot
+from recckpt.sparse.table.snapshot import Snapshot, SnapshotOver
 from recckpt.sparse.table.store import Store
 from recckpt.types import SlotSpec
 
@@ -74,15 +74,15 @@ class PrintMarks(SaverMarks):
         self._base = base
 
 
-class PrintedRows(Snapshot):
+class PrintedRows(SnapshotOver):
     """A snapshot whose prints are taken before its rows are read for the last time. Thread-safe.
 
     ``check`` may refuse them.
     """
 
     def __init__(self, rows: Snapshot, check: Callable[[Prints], object] = lambda prints: None) -> None:
-        self.name, self.n_rows, self.slots = rows.name, rows.n_rows, rows.slots
-        self._rows, self._check, self._lock = rows, check, threading.Lock()
+        super().__init__(rows)
+        self._check, self._lock = check, threading.Lock()
         self._prints: Prints | None = None
 
     @property
@@ -100,36 +100,11 @@ class PrintedRows(Snapshot):
         """The prints of all rows, None where they were not taken."""
         return self._prints
 
-    @property
-    def n_kept(self) -> int:
-        """Rows that were copied aside so far."""
-        return self._rows.n_kept
-
-    def read_ids(self, rows: npt.NDArray[Any], target: Bytes) -> None:
-        """Copy the ids of rows."""
-        self._rows.read_ids(rows, target)
-
     def read_slots(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
         """Copy rows of some slots into a target each; after ``is_last`` they are not read again."""
         if is_last:
             _ = self.prints  # of all rows, before the first may change
-        self._rows.read_slots(rows, targets, is_last=is_last)
-
-    def narrow(self, bits: Bytes) -> None:
-        """Protect from now on, and let be read, only rows whose bit is 1."""
-        self._rows.narrow(bits)
-
-    def check(self) -> None:
-        """Raise what it failed by."""
-        self._rows.check()
-
-    def fail(self, error: Exception) -> None:
-        """Let whoever reads from now on get this error."""
-        self._rows.fail(error)
-
-    def close(self) -> None:
-        """Let the table go."""
-        self._rows.close()
+        super().read_slots(rows, targets, is_last=is_last)
 
 
 class FrozenPrints(FrozenRows):

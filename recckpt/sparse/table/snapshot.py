@@ -168,6 +168,42 @@ class Snapshot:
         self._on_close()
 
 
+class SnapshotOver(Snapshot):
+    """A snapshot that is read through another one, to which it leaves all that a subclass does not do itself."""
+
+    def __init__(self, rows: Snapshot) -> None:
+        self.name, self.n_rows, self.slots, self._rows = rows.name, rows.n_rows, rows.slots, rows
+
+    @property
+    def n_kept(self) -> int:
+        """Rows that were copied aside so far."""
+        return self._rows.n_kept
+
+    def read_ids(self, rows: npt.NDArray[Any], target: Bytes) -> None:
+        """Copy the ids of rows."""
+        self._rows.read_ids(rows, target)
+
+    def read_slots(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
+        """Copy rows of some slots into a target each; after ``is_last`` they are not read again."""
+        self._rows.read_slots(rows, targets, is_last=is_last)
+
+    def narrow(self, bits: Bytes) -> None:
+        """Protect from now on, and let be read, only rows whose bit is 1."""
+        self._rows.narrow(bits)
+
+    def check(self) -> None:
+        """Raise what it failed by."""
+        self._rows.check()
+
+    def fail(self, error: Exception) -> None:
+        """Let whoever reads from now on get this error."""
+        self._rows.fail(error)
+
+    def close(self) -> None:
+        """Let the table go."""
+        self._rows.close()
+
+
 class SnapshotIds:
     """Ids that ``read_ids`` copies into bytes, read like a column."""
 
