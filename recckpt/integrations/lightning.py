@@ -13,7 +13,7 @@ except ImportError as error:
 
 from recckpt.dense.state_copy import dump_rng, load_rng
 from recckpt.integrations.lightning_averages import AveragedTables
-from recckpt.integrations.run_options import NONE, GivenOptimizer, RunOptions
+from recckpt.integrations.run_options import NONE, GivenOptimizer, RunOptions, numbers_in
 from recckpt.manager.manager import CheckpointManager
 from recckpt.policies.when import When
 from recckpt.sparse.optim import JointOptimizer, SparseOptimizer
@@ -28,7 +28,8 @@ class LightningCallback(AveragedTables):
 
     Saved are the module, the optimizers and schedulers, the states of the other callbacks, and the loops, with the
     positions of loaders that have a ``state_dict``. Batches count as steps once an optimizer has stepped, so that no
-    save falls into an accumulation of gradients.
+    save falls into an accumulation of gradients. What the module has logged by then is among the metrics of a
+    checkpoint, for policies such as ``Best(3, "val_auc")``.
 
     With automatic optimization ``sparse_optimizer`` steps whenever the optimizer of the module does, and both are
     clipped and scaled as one; with manual optimization the module does that. The files of a ``ModelCheckpoint`` beside
@@ -110,7 +111,11 @@ class LightningCallback(AveragedTables):
         """Count a step, and save if it is time."""
         if trainer.global_step != self._stepped:
             self._stepped = trainer.global_step
-            self.checkpoints.step()
+            self.checkpoints.step(metrics=numbers_in(trainer.callback_metrics))
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count an epoch, whose validation is over, and save if it is time."""
+        self.checkpoints.epoch(metrics=numbers_in(trainer.callback_metrics))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Leave tables out of the files of ``ModelCheckpoint``: they cannot be pickled."""

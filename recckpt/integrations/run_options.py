@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recckpt.manager.manager import CheckpointManager
@@ -16,8 +16,20 @@ from recckpt.policies.when import When
 from recckpt.sparse.optim import SparseOptimizer
 from recckpt.sparse.split import state_of
 
+_COUNTED = {"event_time", "windows", "epochs"}  # by a manager
 NONE: Mapping[str, Any] = MappingProxyType({})
 GivenOptimizer = SparseOptimizer | Callable[[Any], SparseOptimizer] | None  # or what returns it, given the model
+
+
+def numbers_in(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers among the metrics of a trainer, such as those that a policy keeps the best by."""
+    return {name: value for name, value in metrics.items() if name not in _COUNTED and _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, int | float)
 
 
 @dataclass(frozen=True)

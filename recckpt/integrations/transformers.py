@@ -6,7 +6,7 @@ import json
 import math
 import random
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ try:
 except ImportError as error:
     raise ImportError("recckpt.integrations.transformers needs more: pip install transformers accelerate") from error
 
-from recckpt.integrations.run_options import NONE, GivenOptimizer, RunOptions
+from recckpt.integrations.run_options import NONE, GivenOptimizer, RunOptions, numbers_in
 from recckpt.manager.manager import CheckpointManager
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.policies.when import When
@@ -98,6 +98,7 @@ class TransformersCallback(TrainerCallback):
         self._options = RunOptions(output_dir, save_interval, sparse_optimizer, saver, manager, restore, tables)
         self._tables: _TablesBeside | None = None
         self._state = _State()
+        self._evaluated: Callable[..., None] | None = None  # counts the step or epoch that is being evaluated
         self._resume_dir: tempfile.TemporaryDirectory[str] | None = None
 
     def resume_point(self, trainer: Trainer) -> str | None:
@@ -166,7 +167,24 @@ class TransformersCallback(TrainerCallback):
         if self._tables is not None:
             self._tables.sparse.zero_grad()
         self._state.follow(state)
-        self.checkpoints.step()
+        self._count(self.checkpoints.step, control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count an epoch, and save if it is time."""
+        self._count(self.checkpoints.epoch, control)
+
+    def _count(self, count: Callable[..., None], control: Any) -> None:
+        """Count a step or epoch now, or after its evaluation, whose metrics a checkpoint of it is to have."""
+        if control.should_evaluate:
+            self._evaluated = count
+        else:
+            count()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        """Count the step or epoch that was evaluated, and save if it is time."""
+        count, self._evaluated = self._evaluated, None
+        if count is not None:
+            count(metrics=numbers_in(metrics or {}))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Log the norm of all gradients as ``grad_norm``, where the trainer logs that of the dense ones."""

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from recckpt.live.tables import NO_TABLES
+from recckpt.manager.habits import unknown_option
+from recckpt.manager.options import parse_options
 from recckpt.manager.placement import Placement
 from recckpt.parallel.ranks import this_rank
-from recckpt.policies.when import When, as_when
+from recckpt.policies.when import When
 from recckpt.saver import Saver
 from recckpt.sparse.split import state_of
-from recckpt.text import first_few, nearest, plural
+from recckpt.text import first_few, plural
 
 log = logging.getLogger("recckpt")
 
@@ -24,15 +26,13 @@ _OWN = frozenset({"model", "sparse_optim", "output_dir", "tables", "saver", "sav
 
 
 def wrong_options(options: Mapping[str, Any], save_interval: int | When, manager: Callable[..., object]) -> list[str]:
-    """Return what is wrong with the interval, and with the names of options of a saver and of a manager."""
+    """Return what is wrong with the options of a manager, and with the names of those of a saver."""
     known = _options_of(Saver) | _options_of(manager)
-    unknown = sorted(options.keys() - known)
-    problems = [
-        f"{name!r} is an option of neither Saver nor CheckpointManager{nearest(name, known)}" for name in unknown
-    ]
+    problems = [unknown_option(name, known) for name in sorted(options.keys() - known)]
+    checked = inspect.signature(parse_options).parameters.keys() & options.keys()
     try:
-        as_when(save_interval)
-    except ValueError as error:
+        parse_options(save_interval, **{name: options[name] for name in checked})
+    except (TypeError, ValueError) as error:
         problems.append(str(error))
     return problems
 

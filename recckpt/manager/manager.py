@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from types import MappingProxyType, TracebackType
-from typing import Any, get_args
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -19,6 +19,7 @@ from recckpt.manager.attach import attached, wrong_options
 from recckpt.manager.autosave import Autosave
 from recckpt.manager.counting import Counting
 from recckpt.manager.near_steps import NearSteps
+from recckpt.manager.options import parse_options
 from recckpt.manager.own_checkpoints import OwnCheckpoints
 from recckpt.manager.placement import OneOrMany, TablesOption, place
 from recckpt.manager.reloads import Reloads
@@ -27,13 +28,13 @@ from recckpt.manager.resume import Restorer
 from recckpt.manager.run_state import Run
 from recckpt.manager.save_errors import OnSaveError, SaveErrors
 from recckpt.manager.signals import Signals, SignalWatch
-from recckpt.manager.step_arguments import checked_event_time, checked_prefix
 from recckpt.policies.deltas import Deltas
 from recckpt.policies.keep import Keep
-from recckpt.policies.schedule import Backpressure, Schedule, Trigger
-from recckpt.policies.when import When, as_when, check_ephemeral
+from recckpt.policies.schedule import Backpressure
+from recckpt.policies.when import When
 from recckpt.saver import Saver
-from recckpt.types import flag, positive_number
+
+_MADE_BY_ATTACH = "CheckpointManager.attach(model, optimizers, output_dir=..., save_interval=...) makes one"
 
 
 class CheckpointManager(Counting, Resumable, OwnCheckpoints):
@@ -101,16 +102,12 @@ class CheckpointManager(Counting, Resumable, OwnCheckpoints):
     ) -> None:
         super().__init__()
         if not isinstance(saver, Saver):
-            raise TypeError(f"saver must be a recckpt.Saver, found a {type(saver).__name__}")
-        grace = None if grace_sec is None else positive_number("grace_sec", grace_sec)
-        _check_backpressure(backpressure, async_save)
-        self._saver, self._save_interval = saver, save_interval
-        self._save_at_start = flag("save_at_start", save_at_start)
-        regular, between = as_when(save_interval), None if ephemeral is None else as_when(ephemeral, "ephemeral")
-        reload = None if reload_interval is None else as_when(reload_interval, "reload_interval")
-        if between is not None:
-            check_ephemeral(between, regular)
-        self._run = run = Run(event_time=checked_event_time(event_time), step_prefix=checked_prefix(step_prefix))
+            raise TypeError(f"saver must be a recckpt.Saver, found a {type(saver).__name__}: {_MADE_BY_ATTACH}")
+        when: dict[str, Any] = {"ephemeral": ephemeral, "reload_interval": reload_interval, "event_time": event_time}
+        how: dict[str, Any] = {"async_save": async_save, "backpressure": backpressure, "grace_sec": grace_sec}
+        options = parse_options(save_interval, save_at_start=save_at_start, step_prefix=step_prefix, **when, **how)
+        self._saver, self._save_interval, self._save_at_start = saver, save_interval, options.save_at_start
+        self._run = run = Run(event_time=options.event_time, step_prefix=options.step_prefix)
         self._ranks, begin = partial(saver.ranks.of, shard_id, shard_num), run.moment(clock())
         near = NearSteps.of(saver.near_saves, near_interval, begin)
         self._restorer = Restorer(saver.loader, run, self._ranks, lambda: saver.max_keep, near.tier)
@@ -118,12 +115,12 @@ class CheckpointManager(Counting, Resumable, OwnCheckpoints):
             saver,
             run,
             self._ranks,
-            Schedule(regular, between, backpressure, begin),
+            options.schedule(begin),
             SignalWatch(save_on_signal),
             near=near,
-            async_save=flag("async_save", async_save),
-            grace_sec=grace,
-            reloads=Reloads(self._restorer.reload_dynamic, None if reload is None else Trigger(reload, begin)),
+            async_save=options.async_save,
+            grace_sec=options.grace_sec,
+            reloads=Reloads(self._restorer.reload_dynamic, options.reload_trigger(begin)),
             errors=SaveErrors(self._ranks, on_save_error, raise_after),
             clock=clock,
         )
@@ -199,8 +196,8 @@ class CheckpointManager(Counting, Resumable, OwnCheckpoints):
 
     def save(
         self,
-        *,
         step: int | None = None,
+        *,
         state: Mapping[str, Scalar] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> Manifest | None:
@@ -273,11 +270,3 @@ class CheckpointManager(Counting, Resumable, OwnCheckpoints):
     def _turn(self) -> AbstractContextManager[Any]:
         self._check_process()
         return self._saver._turn()  # one lock for both: two could each be held by a thread that waits for the other
-
-
-def _check_backpressure(backpressure: Backpressure, async_save: bool) -> None:
-    if backpressure != "wait" and backpressure in get_args(Backpressure) and not async_save:
-        raise ValueError(
-            f"backpressure={backpressure!r} is for saves in the background, found async_save=False, with which "
-            "each step waits for its own save: omit it, or give async_save=True"
-        )

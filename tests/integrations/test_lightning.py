@@ -16,7 +16,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from recckpt import list_checkpoints
 from recckpt.integrations.lightning import LightningCallback
+from recckpt.policies.keep import Best, Newest
+from recckpt.policies.when import EveryEpochs
 from recckpt.sparse import HashTable, SparseAdamW
 
 N_IDS = 50
@@ -168,3 +171,34 @@ def test_a_run_that_was_saved_at_the_end_of_an_epoch_goes_on_with_all_batches_of
     assert (trainer.global_step, trainer.current_epoch) == (48, 3)
     seen = sorted(number for batch in resumed.seen for number in batch)
     assert seen == sorted(clicks(loader).dataset.tensors[0].tolist())
+
+
+class Validated(Clicks):
+    """Logs in validation what is best in the second epoch."""
+
+    def validation_step(self, batch, _):
+        self.log("val_auc", [0.5, 0.9, 0.7, 0.6][self.current_epoch], on_epoch=True)
+
+
+def fit_epochs(output_dir, n_epochs):
+    torch.manual_seed(0)
+    module = Validated()
+    saver = {"max_keep": Newest(1) | Best(1, "val_auc"), "deltas": False}
+    callback = LightningCallback(str(output_dir), EveryEpochs(1), saver=saver)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    trainer = pl.Trainer(
+        max_epochs=n_epochs, callbacks=[callback], accelerator="cpu", enable_checkpointing=False, **quiet
+    )
+    trainer.fit(module, clicks(DataLoader), clicks(DataLoader))
+    return module, callback.checkpoints
+
+
+def test_epochs_are_saved_after_their_validation_and_the_best_is_kept(tmp_path):
+    whole, _ = fit_epochs(tmp_path / "whole", 4)
+    fit_epochs(tmp_path / "runs", 2)
+    resumed, manager = fit_epochs(tmp_path / "runs", 4)
+    assert (manager.global_step, manager.epochs) == (64, 4)
+    assert resumed.seen == whole.seen[-32:]
+    assert all(map(torch.equal, whole.top.parameters(), resumed.top.parameters()))
+    kept = list_checkpoints(str(tmp_path / "runs"))
+    assert [(one.step, round(one.state["val_auc"], 6)) for one in kept] == [(32, 0.9), (64, 0.6)]

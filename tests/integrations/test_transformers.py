@@ -11,7 +11,10 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from recckpt import list_checkpoints
 from recckpt.integrations.transformers import TransformersCallback
+from recckpt.policies.keep import Best
+from recckpt.policies.when import EveryEpochs
 from recckpt.sparse import HashTable, SparseAdamW
 
 N_IDS = 50
@@ -52,16 +55,20 @@ class Killed(TrainerCallback):
         return control
 
 
-def fit(tmp_path, name, *, killed=0, resume=True, restore=None, lr=0.001, is_given=True, **options):
+def fit(
+    tmp_path, name, *, killed=0, resume=True, restore=None, lr=0.001, is_given=True, interval=5, saver=None, **options
+):
     torch.manual_seed(0)
     model = Model()
     given = {"max_steps": 40, "save_strategy": "no", "logging_steps": 10, "per_device_train_batch_size": 4, **options}
     args = TrainingArguments(str(tmp_path / "hf"), report_to=[], disable_tqdm=True, use_cpu=True, **given)
     sparse = SparseAdamW([model.table], lr=lr)
     given = sparse if is_given else None
-    callback = TransformersCallback(str(tmp_path / name), 5, sparse_optimizer=given, restore=restore or {})
+    callback = TransformersCallback(
+        str(tmp_path / name), interval, sparse_optimizer=given, restore=restore or {}, saver=saver or {}
+    )
     callbacks = [callback, Killed(killed)] if killed else [callback]
-    trainer = Trainer(model, args, train_dataset=Clicks(), callbacks=callbacks)
+    trainer = Trainer(model, args, train_dataset=Clicks(), eval_dataset=Clicks(), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=callback.resume_point(trainer) if resume else None)
     trainer.sparse = sparse
     return trainer
@@ -80,6 +87,19 @@ def test_a_run_that_was_ended_and_resumed_is_one_that_never_was(tmp_path, monkey
     assert not list(tmp_path.glob("recckpt-resume-*")), "the point that was resumed from is left"
     losses = [[line.get("loss") for line in trainer.state.log_history] for trainer in (whole, resumed)]
     assert losses[0][-2] == pytest.approx(losses[1][-2])
+
+
+def test_epochs_are_counted_and_the_best_by_an_evaluation_is_kept(tmp_path):
+    options = {"interval": EveryEpochs(1), "saver": {"max_keep": Best(1, "eval_loss", "min"), "deltas": False}}
+    run = fit(tmp_path, "runs", max_steps=48, eval_strategy="epoch", **options)
+    measured = {line["step"]: line["eval_loss"] for line in run.state.log_history if "eval_loss" in line}
+    kept = list_checkpoints(str(tmp_path / "runs"))
+    best = min(measured, key=measured.get)
+    assert [(one.step, one.state["eval_loss"]) for one in kept] == [
+        (step, measured[step])
+        for step in sorted({best, 48})  # the newest is always kept
+    ]
+    assert kept[-1].state["epochs"] == 3
 
 
 def test_the_optimizer_that_was_made_for_the_tables_is_found_and_stepped(tmp_path):

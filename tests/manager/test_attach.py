@@ -1,6 +1,7 @@
 """One call makes a manager of all that a run consists of, or says of all that has no place what it is."""
 
 import logging
+import re
 
 import pytest
 import torch
@@ -165,6 +166,35 @@ def test_all_that_has_no_place_is_named_at_once_and_nothing_is_made(tmp_path):
         assert said in str(refused.value)
     assert not (tmp_path / "runs").exists()
     assert unknown.trains(model.item)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"save_interval": 2, "ephemeral": 3}, "ephemeral must be below save_interval"),
+        ({"async_save": False, "backpressure": "skip"}, "backpressure='skip' is for saves in the background"),
+        ({"event_time": "now"}, "event_time must be a number"),
+        ({"max_keep": "two"}, "max_keep must be"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_anything_is_made(tmp_path, options, problem):
+    with pytest.raises(ValueError, match=problem):
+        CheckpointManager.attach(nn.Linear(1, 1), output_dir=tmp_path / "runs", **{"save_interval": 1, **options})
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        ("max_to_keep", "max_keep="),
+        ("monitor", "Best(3, 'auc')"),
+        ("dirpath", "output_dir="),
+        ("optimizer", "optimizers="),
+    ],
+)
+def test_options_of_other_managers_are_answered_with_what_to_write(tmp_path, option, instead):
+    with pytest.raises(ValueError, match=f"{option!r} is not an option: write .*{re.escape(instead)}"):
+        CheckpointManager.attach(nn.Linear(1, 1), output_dir=tmp_path / "runs", save_interval=1, **{option: 3})
 
 
 def test_one_optimizer_trains_the_tables_of_the_model(tmp_path):

@@ -1,0 +1,46 @@
+"""Options of the checkpoint managers of others, each with what to write in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from recckpt.text import nearest
+
+_KEEP = "max_keep=Newest(2) | Best(3, 'auc') of recckpt.policies.keep, and step(metrics={'auc': ...})"
+_INSTEAD = {
+    "best_fn": _KEEP,
+    "best_mode": _KEEP,
+    "mode": _KEEP,
+    "monitor": _KEEP,
+    "save_top_k": _KEEP,
+    "keep_period": "max_keep=Newest(2) | EveryNth(1000) of recckpt.policies.keep",
+    "max_to_keep": "max_keep=...",
+    "save_total_limit": "max_keep=...",
+    "save_last": "nothing: the newest checkpoint is always kept",
+    "checkpoint_dir": "output_dir=...",
+    "directory": "output_dir=...",
+    "dirpath": "output_dir=...",
+    "every_n_train_steps": "save_interval=...",
+    "save_interval_steps": "save_interval=...",
+    "save_steps": "save_interval=...",
+    "every_n_epochs": "save_interval=EveryEpochs(1) of recckpt.policies.when, and epoch() at the end of each",
+    "train_time_interval": "save_interval=EverySeconds(600) of recckpt.policies.when",
+    "enable_async_checkpointing": "async_save=True, which is the default of attach",
+    "save_weights_only": "save_slots=[]",
+    "options": "each option by itself, such as max_keep=3",
+    "data_loader": "loader=...",
+    "dataloader": "loader=...",
+    "dataset": "loader=...",
+    "train_dataloader": "loader=...",
+    "lr_scheduler": "schedulers=...",
+    "optimizer": "optimizers=...",
+    "scheduler": "schedulers=...",
+    "sparse_optim": "optimizers=[...], which takes all of them",
+}
+
+
+def unknown_option(name: str, known: Collection[str]) -> str:
+    """Return what is wrong with an option that is not one, and what to write instead."""
+    if name in _INSTEAD:
+        return f"{name!r} is not an option: write {_INSTEAD[name]}"
+    return f"{name!r} is an option of neither Saver nor CheckpointManager{nearest(name, known)}"
