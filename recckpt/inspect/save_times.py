@@ -10,6 +10,8 @@ from typing import Any
 from recckpt.output_dir.timeline import read_timeline
 from recckpt.storage import NOT_READABLE, Storage
 
+NEAR = "near"  # the kind of a near save that has failed, which fails no checkpoint
+
 
 @dataclass(frozen=True)
 class SaveTimes:
@@ -48,7 +50,7 @@ def saves_of(storage: Storage) -> list[SaveTimes]:
         lines = read_timeline(storage)
     except NOT_READABLE:  # a directory in its place
         return []
-    return [save_times(line) for line in lines if "ckpt_id" in line]
+    return [save_times(line) for line in lines if "ckpt_id" in line and line.get("kind") != NEAR]
 
 
 def save_times(line: Mapping[str, Any]) -> SaveTimes:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from support.builders import Run, flip_bit, state_of
 from support.gate import Gate
+from support.live_builders import LiveRun
 from support.near_runs import ALL, NearRun, newest_list, output_dir, parts_of
 
 import recckpt
@@ -31,18 +32,26 @@ def rows(run):
     return {id_: value for id_, value in run.rows.items() if id_ < 100}
 
 
-def test_a_restore_takes_the_newest_near_save_with_all_that_a_checkpoint_has(tmp_path):
-    def run():
-        return Run(tmp_path / "runs", deltas=ALL, near=Near(tmp_path / "near"))
+@pytest.mark.parametrize("of", [Run, LiveRun])
+def test_a_restore_takes_the_newest_near_save_with_all_that_a_checkpoint_has(tmp_path, of):
+    """Tables of ours, live ones with hooks, and live ones with fingerprints."""
 
-    one, other = run(), run()
-    one.manager = CheckpointManager(one.saver, 5, near_interval=2)
+    def begin():
+        run = of(tmp_path / "runs", deltas=ALL, near=Near(tmp_path / "near"))
+        run.manager = CheckpointManager(run.saver, 50, near_interval=2)
+        return run
+
+    one, other, last = begin(), begin(), begin()
     for _ in range(8):
         one.train(1)
         one.saver.near_saves.settle()  # or one is left out while another is under way
-    assert (one.manager.counts.begun, one.manager.counts.near) == (2, 3)
+    assert (one.manager.counts.begun, one.manager.counts.near) == (1, 3)
     assert other.manager.restore() == 8
     assert state_of(other) == state_of(one)
+    record = other.train(2).manager.save()
+    assert (record.kind, record.step) == ("delta", 10)
+    assert last.manager.restore(near=False) == 10
+    assert state_of(last) == state_of(other)
 
 
 def test_where_nothing_is_there_to_stand_on_a_checkpoint_is_made_first(tmp_path):

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from recckpt.format.moments import time_of
-from recckpt.inspect.save_times import SaveTimes, save_times
+from recckpt.inspect.save_times import NEAR, SaveTimes, save_times
 
 _LAST = 20  # saves that say how it usually goes
 _OVERDUE = 3  # times the usual, from when on a save is missed
@@ -63,7 +63,7 @@ def history_of(lines: Iterable[Mapping[str, Any]]) -> History:
     """Return what the lines of a timeline say."""
     saves: list[SaveTimes] = []
     failed: list[SaveTimes] = []
-    for line in map(save_times, lines):
+    for line in (line for line in map(save_times, lines) if line.kind != NEAR):
         if line.error is None:
             saves.append(line)
             failed = []
