@@ -3,6 +3,7 @@
 from recckpt.text.bars import Progress
 from recckpt.text.columns import Heading, Line, Table, grid, pairs, plain, section
 from recckpt.text.reprs import quoted, shown
+from recckpt.text.sparklines import sparkline
 from recckpt.text.words import cell, count, duration, escaped, first_few, instead_of, nearest, one_line, plural, size
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "section",
     "shown",
     "size",
+    "sparkline",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from recckpt.inspect.report.result import CheckpointSize, RunHealth, TableHealth
+from recckpt.inspect.report.result import ChainCost, CheckpointSize, CountBin, RunHealth, TableHealth
 from recckpt.inspect.save_times import SaveTimes
 from recckpt.text import Line, Table, count, escaped, one_line, plural, size
 
@@ -13,8 +13,10 @@ TABLE_HEAD = (
     *("TABLE", "ROWS", "SIZE", "MEDIAN NORM", "LARGEST", "NOT FINITE", "DEAD", "EXPLODING", "NEVER TRAINED"),
     "80 % OF LOOK-UPS",
 )
+CHAIN_HEAD = ("FULL CHECKPOINT", "NEWEST ON IT", "DELTAS", "KEPT", "KEPT IN DELTAS", "LINKS", "TO READ", "OVER FULL")
+COUNT_HEAD = ("LOOK-UPS", "ROWS", "NORM, 10 %", "MEDIAN", "90 %", "NEVER TRAINED")
 FAILED_HEAD = ("SAVE", "STEP", "TIME", "ERROR")
-NUMBERS = frozenset({*TABLE_HEAD[1:], "STEP", "ROWS", "SIZE", "LINKS", "TO READ"})
+NUMBERS = frozenset({*TABLE_HEAD[1:], *CHAIN_HEAD[2:], *COUNT_HEAD[1:], "STEP", "ROWS", "SIZE", "LINKS", "TO READ"})
 
 
 def lines_of(run: RunHealth) -> list[Line]:
@@ -55,6 +57,30 @@ def checkpoint_rows(checkpoints: Iterable[CheckpointSize]) -> Iterable[Sequence[
             size(each.chain_bytes),
             ", ".join(marks),
         )
+
+
+def chain_rows(chains: Iterable[ChainCost]) -> Iterable[Sequence[str]]:
+    """Yield a row for each chain: what it costs to keep, and to restore its newest checkpoint."""
+    for chain in chains:
+        yield (
+            escaped(chain.base),
+            "itself" if chain.newest == chain.base else escaped(chain.newest),
+            count(chain.n_deltas),
+            size(chain.kept_bytes),
+            size(chain.kept_bytes - chain.base_bytes),
+            str(chain.n_links),
+            size(chain.read_bytes),
+            f"{chain.read_bytes / max(1, chain.base_bytes):.3g} x",
+        )
+
+
+def count_rows(bins: Iterable[CountBin]) -> Iterable[Sequence[str]]:
+    """Yield a row for the rows of a table that were looked up about as often."""
+    for each in bins:
+        ends = count(each.least) if each.least == each.most else f"{count(each.least)} to {count(each.most)}"
+        norms = each.norms.quantiles if each.norms else {}
+        spread = (f"{norms[share]:.4g}" if share in norms else "-" for share in (0.1, 0.5, 0.9))
+        yield ends, count(each.rows), *spread, "-" if each.untrained is None else count(each.untrained)
 
 
 def failed_rows(saves: Iterable[SaveTimes]) -> Iterable[Sequence[str]]:

@@ -35,7 +35,12 @@ _NAME = 60  # characters of a name beside plots
 
 def page_of(run: RunHealth) -> str:
     """Return a whole page."""
-    return html.page(f"recckpt: {lines.place_of(run)}", html.body(_parts(run), _STYLE))
+    return html.page(f"recckpt: {lines.place_of(run)}", body_of(run))
+
+
+def body_of(run: RunHealth) -> str:
+    """Return what a notebook shows, in its own colours."""
+    return html.body(_parts(run), _STYLE)
 
 
 def _parts(run: RunHealth) -> Iterator[str]:
@@ -64,13 +69,26 @@ def _checkpoints(run: RunHealth) -> Iterator[str]:
     yield from html.section("Checkpoints", lines.CHECKPOINT_HEAD, lines.checkpoint_rows(listed), lines.NUMBERS)
     if len(listed) < len(run.checkpoints):
         yield _note(f"the newest {len(listed)} of {plural(len(run.checkpoints), 'checkpoint')}")
+    if any(chain.n_deltas for chain in run.chains):
+        yield from html.section("What chains cost", lines.CHAIN_HEAD, lines.chain_rows(run.chains), lines.NUMBERS)
+        yield _note(
+            "kept: bytes of all files of the chain; to read: what a restore of its newest checkpoint reads, and over "
+            "full how many times the bytes of the full one; `recckpt compact` makes one full checkpoint of a chain"
+        )
     grown = sorted(run.tables, key=lambda table: -table.rows)[:_MOST_GROWN]
     if len(listed) > 1 and grown:
         x, along = _along([each.step for each in listed], "checkpoint")
         series = [[each.tables.get(table.name) for each in listed] for table in grown]
-        yield "<h2>How tables grow</h2>"
-        yield _plots([_figure(f"rows, by {along}", plots.lines(x, series, plots.short))])
-        yield _key([_short(table.name) for table in grown])
+        yield "<h2>How tables and checkpoints grow</h2>"
+        names = _key([_short(table.name) for table in grown])
+        sizes = [[float(each.n_bytes) for each in listed], [float(each.chain_bytes) for each in listed]]
+        kinds = _key(["of its own files", "that a restore reads"])
+        yield _plots(
+            [
+                _figure(f"rows, by {along}", plots.lines(x, series, plots.short), names),
+                _figure(f"bytes, by {along}", plots.lines(x, sizes, plots.n_bytes), kinds),
+            ]
+        )
         if len(grown) < len(run.tables):
             yield _note(f"the {len(grown)} largest of {plural(len(run.tables), 'table')}")
 
@@ -132,9 +150,23 @@ def _table(table: TableHealth) -> Iterator[str]:
     yield f"<h3>{html.text(_short(table.name))}</h3>"
     drawn = zip(columns.items(), plots.COLOURS, strict=False)
     yield _plots([_distribution(what, column, colour) for (what, column), colour in drawn if column])
+    if table.by_count:
+        yield from _learning(table)
     if table.largest:
         ids = ", ".join(f"{row.id} ({row.norm:.4g})" for row in table.largest)
         yield _note(f"largest norms, by id: {ids}")
+
+
+def _learning(table: TableHealth) -> Iterator[str]:
+    """Yield norms against look-ups: rows that are looked up often and stay small never learn."""
+    known = [(each.least or 0.5, each.norms.quantiles) for each in table.by_count if each.norms and each.norms.n]
+    if len(known) > 1:
+        low, middle, high = ([quantiles[share] for _, quantiles in known] for share in (0.1, 0.5, 0.9))
+        what = "norms, by look-ups (0.5: never): the median, and from 10 to 90 % of the rows"
+        yield _plots([_figure(what, plots.bands([x for x, _ in known], low, middle, high))])
+    cells = [list(map(html.text, row)) for row in lines.count_rows(table.by_count)]
+    yield html.table(lines.COUNT_HEAD, cells, lines.NUMBERS)
+    yield _note("rows that were looked up often and never trained, or stay as small as new ones, do not learn")
 
 
 def _distribution(what: str, column: Distribution, colour: str) -> str:
@@ -172,4 +204,4 @@ def _short(name: str) -> str:
 
 
 def _note(text: str) -> str:
-    return f'<p class="note">{html.text(text)}</p>'
+    return f'<p class="note">{_prose(text)}</p>'

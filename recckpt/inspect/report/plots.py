@@ -49,6 +49,23 @@ def lines(x: Sequence[float], series: Sequence[Line], unit: Callable[[float, Any
     return _drawn(draw)
 
 
+def bands(x: Sequence[float], low: Sequence[float], middle: Sequence[float], high: Sequence[float]) -> str:
+    """Return a line in a band from low to high, over a scale of logarithms."""
+
+    def draw(axes: Any) -> None:
+        axes.set_xscale("log")
+        axes.fill_between(x, low, high, color=COLOURS[0], alpha=0.25, linewidth=0)
+        axes.plot(x, middle, color=COLOURS[0], linewidth=1.4, marker="o", markersize=3)
+        axes.set_ylim(0, 1.05 * axes.dataLim.ymax if axes.dataLim.ymax > 0 else 1)
+        axes.set_xticks(np.geomspace(x[0], x[-1], min(len(x), _TICKS + 1)))
+        axes.minorticks_off()
+        axes.xaxis.set_major_formatter(short)
+        axes.yaxis.set_major_formatter(short)
+        axes.locator_params(axis="y", nbins=5)
+
+    return _drawn(draw)
+
+
 def histogram(bars: Bars, colour: str) -> str:
     """Return bars over a scale of logarithms, as high as the logarithms of their counts."""
 

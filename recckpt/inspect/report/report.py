@@ -14,7 +14,7 @@ from recckpt.inspect.repair import unfinished
 from recckpt.inspect.report.damage import damage_text
 from recckpt.inspect.report.health import findings_of
 from recckpt.inspect.report.newest import read_newest
-from recckpt.inspect.report.result import CheckpointSize, TableHealth, UnusableDirectory
+from recckpt.inspect.report.result import ChainCost, CheckpointSize, TableHealth, UnusableDirectory
 from recckpt.inspect.report.run_report import RunReport
 from recckpt.inspect.save_times import saves_of
 from recckpt.output_dir.claims import NO_TAKEOVER, last_takeover
@@ -89,6 +89,7 @@ def _report(storage: Storage, listing: Listing, threads: int) -> RunReport:
         damage=tuple(damage),
         tables=tuple(tables),
         deep=bool(threads),
+        chains=tuple(_chains(listing)),
         lacks=tuple(newest.manifest.training.unsaved.descriptions) if newest is not None else (),
     )
 
@@ -123,9 +124,33 @@ def _leftovers(storage: Storage, listing: Listing) -> Iterator[UnusableDirectory
             yield UnusableDirectory(directory, "unfinished", *unfinished(storage, directory, last, names))
 
 
+def _chains(listing: Listing) -> Iterator[ChainCost]:
+    """Yield what each chain costs; a link that several checkpoints are read from is kept once."""
+    families: dict[str, list[Checkpoint]] = {}
+    for checkpoint in listing.current:
+        families.setdefault(checkpoint.links[-1].directory, []).append(checkpoint)
+    for family in families.values():
+        links = {link.directory: link.manifest for checkpoint in family for link in checkpoint.links}
+        newest, base = family[-1], family[-1].links[-1]
+        yield ChainCost(
+            base=base.ckpt_id,
+            newest=newest.ckpt_id,
+            n_deltas=sum(manifest.kind == "delta" for manifest in links.values()),
+            kept_bytes=sum(manifest.n_bytes for manifest in links.values()),
+            base_bytes=base.manifest.n_bytes,
+            read_bytes=_read_bytes(newest),
+            n_links=len(newest.links),
+        )
+
+
+def _read_bytes(checkpoint: Checkpoint) -> int:
+    """Return the bytes that a restore reads: of the links below only those of files with rows."""
+    rows_below = [file for link in checkpoint.below for file in link.manifest.files if layout.has_rows(file.name)]
+    return checkpoint.manifest.n_bytes + sum(file.n_bytes for file in rows_below)
+
+
 def _size(checkpoint: Checkpoint, is_pinned: bool) -> CheckpointSize:
     manifest = checkpoint.manifest
-    rows_below = [file for link in checkpoint.below for file in link.manifest.files if layout.has_rows(file.name)]
     return CheckpointSize(
         ckpt_id=manifest.ckpt_id,
         directory=checkpoint.directory,
@@ -135,7 +160,7 @@ def _size(checkpoint: Checkpoint, is_pinned: bool) -> CheckpointSize:
         rows=manifest.rows,
         n_bytes=manifest.n_bytes,
         links=tuple(link.ckpt_id for link in checkpoint.links),
-        chain_bytes=manifest.n_bytes + sum(file.n_bytes for file in rows_below),
+        chain_bytes=_read_bytes(checkpoint),
         full_bytes=checkpoint.links[-1].manifest.n_bytes,
         ephemeral=manifest.ephemeral,
         pinned=is_pinned,

@@ -89,6 +89,48 @@ class Distribution:
 
 
 @dataclass(frozen=True)
+class CountBin:
+    """The rows of a table that were looked up about as often.
+
+    Attributes:
+        least: look-ups of each of these rows, at least.
+        most: at most: twice as many less one; 0 of those that were never looked up.
+        rows: how many there are.
+        norms: how the norms of their embeddings are spread; None where there are none.
+        untrained: those of which all slots of the optimizer are zeros; None where the table has none.
+    """
+
+    least: int
+    most: int
+    rows: int
+    norms: Spread | None
+    untrained: int | None
+
+
+@dataclass(frozen=True)
+class ChainCost:
+    """A full checkpoint and the deltas that stand on it.
+
+    Attributes:
+        base: id of the full checkpoint.
+        newest: id of the newest that stands on it, or its own.
+        n_deltas: how many deltas are kept, in all.
+        kept_bytes: of the files of all of them.
+        base_bytes: of those of the full one.
+        read_bytes: that a restore of the newest reads.
+        n_links: how many checkpoints it reads from.
+    """
+
+    base: str
+    newest: str
+    n_deltas: int
+    kept_bytes: int
+    base_bytes: int
+    read_bytes: int
+    n_links: int
+
+
+@dataclass(frozen=True)
 class TableHealth:
     """The rows of a table in the newest checkpoint.
 
@@ -109,6 +151,7 @@ class TableHealth:
         untrained: rows of which all slots of the optimizer are zeros; None where the table has none.
         busy: rows that carry 80 % of the look-ups, where counts are tracked.
         largest: rows with the largest norms, largest first.
+        by_count: norms against look-ups, the fewest look-ups first; () where these are not tracked.
     """
 
     name: str
@@ -127,6 +170,7 @@ class TableHealth:
     untrained: int | None = None
     busy: int | None = None
     largest: tuple[LargeRow, ...] = ()
+    by_count: tuple[CountBin, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -162,6 +206,7 @@ class RunHealth:
         tables: its tables; without figures of their rows where these were not read.
         deep: whether its files were read, and not only looked for.
         lacks: what trained the model and left no state in it, by what its writer knew.
+        chains: what each chain costs, oldest first; full checkpoints on which nothing stands are chains of one.
     """
 
     url: str
@@ -174,6 +219,7 @@ class RunHealth:
     tables: tuple[TableHealth, ...]
     deep: bool
     lacks: tuple[str, ...] = ()
+    chains: tuple[ChainCost, ...] = ()
 
     @property
     def is_healthy(self) -> bool:

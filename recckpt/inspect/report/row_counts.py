@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from recckpt.format.tables import TableEntry
 from recckpt.inspect.norms import squares
+from recckpt.inspect.report.learning import NormsByCount
 from recckpt.inspect.report.result import Distribution, LargeRow, TableHealth
 from recckpt.inspect.spread import Floats, Histogram, Int64s
 from recckpt.policies.evict import COUNT, LAST_STEP, LAST_TIME
@@ -44,6 +45,8 @@ class RowCounts:
         self._not_finite: dict[str, int] = {}
         self._not_finite_ids: list[int] = []
         self._largest: list[LargeRow] = []
+        self._has_counts = any(slot.name == COUNT and _is_tracked(slot) for slot in entry.slots)
+        self._by_count = NormsByCount()
         self.n_rows = self._dead = self._untrained = 0
 
     def add(self, ids: Int64s, columns: Mapping[str, Array], rows: Rows = slice(None)) -> None:
@@ -55,26 +58,31 @@ class RowCounts:
         if not len(ids):
             return
         self.n_rows += len(ids)
+        norms: Floats | None = None
         for slot in self._entry.slots:
             values = columns[slot.name]
             if slot.name == EMBEDDING:
-                self._add_embeddings(ids, values, rows)
+                norms = self._add_embeddings(ids, values, rows)
             elif _is_tracked(slot):
                 self._add_tracked(slot.name, values[rows, 0])
             elif values.dtype.kind == "f" and not np.isfinite(values).all():
                 self._add_not_finite(slot.name, ids, squares(values)[rows])
-        if self._optimizer:
-            self._untrained += _n_zeros([columns[name] for name in self._optimizer], rows)
+        untrained = _zeros([columns[name] for name in self._optimizer], rows) if self._optimizer else None
+        self._untrained += 0 if untrained is None else len(untrained)
+        if norms is not None and self._has_counts:
+            self._by_count.add(columns[COUNT][rows, 0], norms, _among(untrained, rows))
 
-    def _add_embeddings(self, ids: Int64s, values: Array, rows: Rows) -> None:
+    def _add_embeddings(self, ids: Int64s, values: Array, rows: Rows) -> Floats | None:
+        """Count the norms, and return them; None where embeddings are integers."""
         if values.dtype.kind != "f":  # such as counts of ids that wait for a row
-            return
+            return None
         sums = squares(values)[rows]
         self._add_not_finite(EMBEDDING, ids, sums)
         norms = np.sqrt(sums, dtype=np.float64)
         self._dead += len(norms) - int(np.count_nonzero(norms))
         self._numbers["norms"].add(norms)
         self._keep_largest(ids, norms)
+        return norms
 
     def _add_not_finite(self, slot: str, ids: Int64s, sums: Array) -> None:
         """Count the rows whose sum of squares is NaN: a value is not finite."""
@@ -112,6 +120,7 @@ class RowCounts:
         self.n_rows += other.n_rows
         self._dead += other._dead
         self._untrained += other._untrained
+        self._by_count.merge(other._by_count)
         for name, histogram in self._numbers.items():
             histogram.merge(other._numbers[name])
         for slot, n_rows in other._not_finite.items():
@@ -139,6 +148,7 @@ class RowCounts:
             untrained=self._untrained if self._optimizer else None,
             busy=self._numbers["counts"].n_that_carry(BUSY_SHARE) if columns["counts"] else None,
             largest=tuple(self._largest),
+            by_count=self._by_count.result(has_optimizer=bool(self._optimizer)),
         )
 
 
@@ -146,13 +156,18 @@ def _is_tracked(slot: SlotSpec) -> bool:
     return slot.name in (COUNT, LAST_STEP, LAST_TIME) and not slot.shape
 
 
-def _n_zeros(columns: Sequence[Array], rows: Rows) -> int:
-    """Return of how many of the rows all values are zero, in all columns."""
+def _zeros(columns: Sequence[Array], rows: Rows) -> Int64s:
+    """Return the numbers of those of the rows of which all values are zero, in all columns."""
     left = np.flatnonzero(columns[0][rows, 0] == 0)  # few: the first value tells most rows
     left = left if isinstance(rows, slice) else rows[left]
     for values in columns:
         left = left[(values[left] == 0).all(axis=1)]
-    return len(left)
+    return left
+
+
+def _among(numbers: Int64s | None, rows: Rows) -> Int64s | None:
+    """Return which of some rows have these numbers, which are among theirs and in order."""
+    return numbers if numbers is None or isinstance(rows, slice) else np.searchsorted(rows, numbers)
 
 
 def _column(histogram: Histogram) -> Distribution | None:

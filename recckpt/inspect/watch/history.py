@@ -40,6 +40,11 @@ class History:
         return Pause(pauses[-1], median(pauses), max(pauses), len(pauses)) if pauses else None
 
     @property
+    def last(self) -> Sequence[SaveTimes]:
+        """The last saves, oldest first."""
+        return self.saves[-_LAST:]
+
+    @property
     def every_sec(self) -> float | None:
         """The usual seconds from one save to the next, None until that is known."""
         times = [time for line in self.saves[-_LAST:] if (time := time_of(line.time)) is not None]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from recckpt.inspect.watch.status import Failure, LastSave, Status
-from recckpt.text import count, duration, escaped, one_line, plural, size
+from recckpt.text import count, duration, escaped, one_line, plural, size, sparkline
 
 _MOST_PROBLEMS = 3  # that are shown
 Mood = Literal["plain", "good", "doubtful", "bad"]
@@ -43,6 +43,10 @@ def facts(status: Status) -> Iterator[Fact]:
         pause = status.pause
         usual = f"; of {pause.n_saves} the median {duration(pause.median_sec)}, the most {duration(pause.max_sec)}"
         yield Fact("pause", duration(pause.last_sec) + (usual if pause.n_saves > 1 else ""))
+    if len(status.pauses) > 1:
+        largest = max((n_bytes for n_bytes in status.sizes if n_bytes is not None), default=0)
+        yield Fact("pauses", f"{sparkline(status.pauses)} of the last {len(status.pauses)} saves, the newest last")
+        yield Fact("bytes", f"{sparkline(status.sizes)} at most {size(int(largest))}")
     if status.every_sec is not None and status.saves_per_hour is not None:
         yield Fact("saves", f"{_rate(status.saves_per_hour)} an hour, every {duration(status.every_sec)}")
     if status.n_checkpoints:

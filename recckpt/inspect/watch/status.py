@@ -60,6 +60,8 @@ class Status:
         why_empty: why there is no checkpoint, "" where there is one.
         last: the newest checkpoint.
         pause: how long training stood still for saves.
+        pauses: how long training stood still for each of the last saves, oldest first, None where it is not known.
+        sizes: the bytes of each of them.
         every_sec: the usual seconds from one save to the next.
         overdue_sec: the age of the newest checkpoint from which on the next save is missed.
         failed: saves that failed since the last that did not.
@@ -75,6 +77,8 @@ class Status:
     why_empty: str
     last: LastSave | None
     pause: Pause | None
+    pauses: Sequence[float | None]
+    sizes: Sequence[float | None]
     every_sec: float | None
     overdue_sec: float | None
     failed: Sequence[Failure]
@@ -120,6 +124,8 @@ class Status:
             "step": None if self.last is None else self.last.step,
             "last_save": None if self.last is None else asdict(self.last),
             "pause": None if self.pause is None else asdict(self.pause),
+            "pauses_sec": list(self.pauses),
+            "save_bytes": list(self.sizes),
             "saves_per_hour": self.saves_per_hour,
             "overdue": self.is_overdue,
             "overdue_sec": self.overdue_sec,
@@ -164,6 +170,8 @@ def status_of(
         why_empty="" if current else why_empty or "no checkpoint is committed yet",
         last=last,
         pause=history.pause,
+        pauses=[line.blocked_sec for line in history.last],
+        sizes=[line.n_bytes for line in history.last],
         every_sec=history.every_sec,
         overdue_sec=history.overdue_sec if overdue_sec is None else overdue_sec,
         failed=[_failure(line, now) for line in history.failed],

@@ -371,3 +371,53 @@ def test_it_needs_no_torch(tmp_path):
     code = "import recckpt, sys; print(len(recckpt.report(sys.argv[1]).to_html()) > 9, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout == "True False\n", done.stderr
+
+
+def test_norms_stand_against_look_ups_in_bins_of_twice_as_many(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables_module, "_CHUNK_ROWS", 100)
+    tables, _ = sharded(np.random.default_rng(0), 1000, 2, torch.float32)
+    saved(tmp_path, *tables, batch_bytes=4000, step=1000)
+    found = recckpt.report(tmp_path).table("item")
+    columns = columns_of(tmp_path, "item")
+    counts, norms = columns["count"][:, 0], np.sqrt(np.square(columns["embedding"]).sum(1))
+    untrained = ~columns["sparse_m"].any(1)
+    assert [(each.least, each.most) for each in found.by_count][:3] == [(1, 1), (2, 3), (4, 7)]
+    assert sum(each.rows for each in found.by_count) == 1000
+    assert sum(each.untrained for each in found.by_count) == found.untrained == 30
+    for each in found.by_count:
+        rows = (counts >= each.least) & (counts <= each.most)
+        assert (each.rows, each.untrained) == (rows.sum(), (rows & untrained).sum())
+        finite = norms[rows & np.isfinite(norms)]
+        assert each.norms.n == len(finite)
+        exact = np.quantile(finite, QUANTILES, method="inverted_cdf")
+        np.testing.assert_allclose(list(each.norms.quantiles.values()), exact, rtol=0.005)
+
+
+def test_rows_that_a_delta_replaces_are_in_no_bin(tmp_path):
+    saved(tmp_path, [filled("item", range(4), slots={"count": ()}, dtype=torch.int64)])
+    assert recckpt.report(tmp_path).table("item").by_count == (), "counts of ids that wait have no norms"
+    run = Run(tmp_path / "run", deltas=True, max_keep=None)
+    run.train(30)
+    assert recckpt.report(tmp_path / "run").table("item").by_count == ()
+
+
+def test_a_chain_costs_what_its_files_and_those_that_a_restore_reads_have(tmp_path):
+    run_with_chain(tmp_path)
+    saved(tmp_path, [filled("item", range(3))], ckpt_id="ckpt_4")
+    found = recckpt.report(tmp_path)
+    size_of = {each.ckpt_id: each.n_bytes for each in found.checkpoints}
+    first, second = found.chains
+    assert (first.base, first.newest, first.n_deltas, first.n_links) == ("ckpt_1", "ckpt_3", 2, 3)
+    assert first.kept_bytes == size_of["ckpt_1"] + size_of["ckpt_2"] + size_of["ckpt_3"]
+    assert (first.base_bytes, first.read_bytes) == (size_of["ckpt_1"], found.checkpoints[2].chain_bytes)
+    assert (second.base, second.newest, second.n_deltas) == ("ckpt_4", "ckpt_4", 0)
+    assert second.kept_bytes == second.read_bytes == size_of["ckpt_4"]
+    assert "What chains cost" in found.to_html()
+
+
+def test_a_notebook_shows_the_page_and_without_matplotlib_the_text(tmp_path, monkeypatch):
+    saved(tmp_path, [filled("item", range(3))])
+    found = recckpt.report(tmp_path)
+    assert found._repr_html_() in found.to_html()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert found._repr_html_() is None

@@ -1,6 +1,7 @@
 """What is known of a run, look after look."""
 
 import json
+import re
 import shutil
 from collections import Counter
 from datetime import datetime, timedelta, timezone
@@ -125,6 +126,15 @@ def test_of_many_problems_the_first_are_shown_and_the_rest_are_counted():
 def saved(minutes, **more):
     time = NOW + timedelta(minutes=minutes)
     return {"ckpt_id": f"ckpt_{minutes}", "time": time.isoformat().replace("+00:00", "Z"), "blocked_sec": 0.1, **more}
+
+
+def test_the_last_saves_are_shown_as_bars(tmp_path):
+    Run(tmp_path, interval=2).train(6)
+    status = Watcher(open_storage(str(tmp_path))).look()
+    assert len(status.pauses) == len(status.sizes) == len(status.to_dict()["pauses_sec"]) == 3
+    shown = {fact.name: fact.text for fact in facts(status)}
+    assert re.fullmatch("[▁▂▃▄▅▆▇█]{3} of the last 3 saves, the newest last", shown["pauses"])
+    assert re.fullmatch(r"[▁▂▃▄▅▆▇█]{3} at most \d.* kB", shown["bytes"])
 
 
 def test_the_pace_is_the_usual_one_whatever_pause_there_was(tmp_path):
