@@ -80,7 +80,8 @@ class RowCounts:
         self._add_not_finite(EMBEDDING, ids, sums)
         norms = np.sqrt(sums, dtype=np.float64)
         self._dead += len(norms) - int(np.count_nonzero(norms))
-        self._numbers["norms"].add(norms)
+        if not self._has_counts:  # else they are counted by look-ups
+            self._numbers["norms"].add(norms)
         self._keep_largest(ids, norms)
         return norms
 
@@ -130,10 +131,11 @@ class RowCounts:
 
     def result(self, damage: tuple[str, ...]) -> TableHealth:
         """Return all of it."""
-        columns = {name: _column(histogram) for name, histogram in self._numbers.items()}
+        numbers = {**self._numbers, "norms": self._by_count.norms()} if self._has_counts else self._numbers
+        columns = {name: _column(histogram) for name, histogram in numbers.items()}
         norms = columns["norms"]
         median = norms.spread.quantiles.get(0.5, 0.0) if norms else 0.0
-        exploding = self._numbers["norms"].n_above(EXPLODING * median) if median > 0 else 0
+        exploding = numbers["norms"].n_above(EXPLODING * median) if median > 0 else 0
         return TableHealth(
             self._entry.name,
             self._entry.rows,
