@@ -12,7 +12,7 @@ from recckpt.format import layout
 from recckpt.format.manifest import Scalar
 from recckpt.output_dir.at_path import read_checkpoint
 from recckpt.output_dir.listing import Checkpoint, describe, newest_first
-from recckpt.policies.keep import Best, best_id
+from recckpt.policies.best import Best, best_id
 from recckpt.storage import Storage, open_parent, open_storage
 
 Place = str | os.PathLike[str]

@@ -30,7 +30,7 @@ from recckpt.output_dir.first_whole import first_whole
 from recckpt.output_dir.index_file import warn_of_index
 from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints, locate, newest_first, usable
 from recckpt.parallel.ranks import Ranks
-from recckpt.policies.keep import best_id, best_in
+from recckpt.policies.best import best_id, best_in
 from recckpt.types import flag
 
 log = logging.getLogger("recckpt")

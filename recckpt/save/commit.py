@@ -21,7 +21,7 @@ from recckpt.output_dir.listing import Checkpoint, Listing
 from recckpt.output_dir.offers import adopt_offers
 from recckpt.output_dir.writer import WRITER
 from recckpt.parallel.ranks import Ranks
-from recckpt.policies.keep import idle
+from recckpt.policies.best import idle
 from recckpt.save.decide import SavePlan
 from recckpt.save.full_or_delta import Kind
 from recckpt.save.job import Destination, Job

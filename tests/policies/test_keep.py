@@ -12,7 +12,7 @@ from torch import nn
 from recckpt import Saver
 from recckpt.format.links import Link
 from recckpt.format.manifest import FileEntry, Manifest
-from recckpt.policies.keep import All, Best, EveryNth, Keep, KeepBytes, KeptByAny, Newest, YoungerThan, as_keep
+from recckpt.policies.keep import All, Best, EveryNth, Keep, KeepBytes, KeptByAny, Newest, OnePer, YoungerThan, as_keep
 
 NO_COUNTS = [0, -1, 2.5, "3", True, float("nan")]
 NOW = datetime(2026, 11, 20, 12, 0, 0, tzinfo=timezone.utc)
@@ -50,8 +50,8 @@ def test_a_time_to_live_that_is_none_is_refused(seconds):
 
 
 def test_a_metric_or_mode_that_is_none_is_refused():
-    for metric in ("", None, 3):
-        with pytest.raises(ValueError, match="Best: metric must be the name of a metric, found"):
+    for metric in ("", None, 3, {}, {"": 1}, {"auc": 0}, {"auc": "1"}, {"auc": True}, {"auc": float("nan")}, {3: 1}):
+        with pytest.raises(ValueError, match="Best: metric must be the name of a metric, or several names with their"):
             Best(1, metric)
     for mode in ("maximum", None, max, ""):
         with pytest.raises(ValueError, match="Best: mode must be 'max' or 'min', found"):
@@ -199,6 +199,39 @@ def test_what_was_written_at_a_time_that_cannot_be_read_is_young(time):
     assert kept(YoungerThan(1), [one("a", time=time), one("b", time="2020-01-01T00:00:00Z")]) == "a"
 
 
+def at_hours(*hours: float) -> list[Manifest]:
+    start = datetime(2026, 11, 20, tzinfo=timezone.utc)
+    times = [(start + timedelta(hours=hour)).isoformat(timespec="seconds").replace("+00:00", "Z") for hour in hours]
+    return [one("abcdefghi"[place], time=time) for place, time in enumerate(times)]
+
+
+def test_the_first_of_each_interval_stays_whatever_comes_later():
+    checkpoints = at_hours(0.2, 0.9, 1.0, 2.5, 2.6, 4.1)
+    assert kept(OnePer(3600), checkpoints) == "acdf"
+    assert kept(OnePer(86400), checkpoints) == "a"
+    assert kept(OnePer(2.5 * 3600) | Newest(1), checkpoints[:5]) == "ade"
+
+
+@given(st.lists(st.floats(0, 100), max_size=9).map(sorted), st.floats(0.1, 30))
+def test_one_per_interval_is_what_remains_of_a_run_that_rotates_after_each_save(hours, interval):
+    keep, there = OnePer(3600 * interval), []
+    for checkpoint in at_hours(*hours):
+        there = [each for each in [*there, checkpoint] if each.ckpt_id in keep.kept([*there, checkpoint], NOW)]
+    assert "".join(each.ckpt_id for each in there) == kept(keep, at_hours(*hours))
+
+
+def test_what_was_written_at_a_time_that_cannot_be_read_is_in_no_interval():
+    assert kept(OnePer(3600), [one("a", time="yesterday"), *at_hours(0, 0)[1:], one("c", time="")]) == "abc"
+
+
+def test_several_metrics_count_by_their_weighted_sum_where_a_checkpoint_has_them_all():
+    values = [(0.70, 0.5), (0.72, 0.9), (0.71, 0.5), (0.9, None), (float("nan"), 0.1)]
+    checkpoints = [one("abcde"[place], auc=auc, loss=loss) for place, (auc, loss) in enumerate(values)]
+    assert kept(Best(1, {"auc": 1, "loss": -0.1}), checkpoints) == "c"
+    assert kept(Best(1, {"auc": 1, "loss": -0.01}), checkpoints) == "b"
+    assert kept(Best(2, {"auc": -1, "loss": 0.1}, "min"), checkpoints) == "ac"
+
+
 def test_joined_policies_keep_what_any_of_them_keeps_and_each_sees_all():
     checkpoints = [one("abcdef"[place], step=100 * place, auc=auc) for place, auc in enumerate([3, 9, 5, 7, 1, 2])]
     assert kept(Newest(2), checkpoints) == "ef"
@@ -237,5 +270,8 @@ def test_they_print_compare_and_pickle_as_they_were_made():
     assert repr(keep) == (
         "KeptByAny(Newest(n=3), EveryNth(n=1000), Best(k=2, metric='auc', mode='min'), YoungerThan(seconds=60), All())"
     )
+    weighted = OnePer(60) | Best(2, {"auc": 1, "loss": -0.1})
+    assert pickle.loads(pickle.dumps(weighted)) == weighted == eval(repr(weighted))
+    assert len({weighted, eval(repr(weighted))}) == 1
     assert pickle.loads(pickle.dumps(keep)) == keep == eval(repr(keep))
     assert len({keep, eval(repr(keep))}) == 1
