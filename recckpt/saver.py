@@ -168,7 +168,7 @@ class Saver(Registration, Loads):
             shard_id: number of this rank; None for that of the process group, else of the environment (RANK), else 0.
             shard_num: number of ranks; None as above (WORLD_SIZE), else 1.
             step: global step, kept for ``CheckpointManager.restore``; None for that of the manager, if there is one.
-            state: numbers and strings for readers without torch, such as metrics.
+            state: numbers, strings, and lists and dicts of these, for readers without torch, such as metrics.
             overwrite: supersede a committed checkpoint of this id.
             ephemeral: the checkpoint goes as soon as a newer one is committed, and does not count for ``max_keep``.
             sync_func: called by every rank once the checkpoint is committed, such as a barrier of your own.

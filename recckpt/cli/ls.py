@@ -10,7 +10,7 @@ from recckpt.cli.result import CommandError, CommandResult, usage_checked
 from recckpt.cli.runs import listed, runs_in
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
-from recckpt.format.manifest import Manifest, Scalar
+from recckpt.format.manifest import Manifest, StateValue
 from recckpt.inspect.why_kept import SECOND_CHAIN, needed_by, second_chain
 from recckpt.output_dir.at_path import open_checkpoint
 from recckpt.output_dir.listing import Checkpoint, Listing, look_around
@@ -158,7 +158,7 @@ def _kind(checkpoint: Checkpoint) -> str:
     return "full" if parent is None else f"delta on {escaped(parent.ckpt_id)}"
 
 
-def _labels(state: Mapping[str, Scalar]) -> list[str]:
+def _labels(state: Mapping[str, StateValue]) -> list[str]:
     """Return what a checkpoint was labelled with: the texts of its state, each cut where it is long."""
     return [f"{escaped(name)}={escaped(value[:_LABEL])}" for name, value in state.items() if isinstance(value, str)]
 

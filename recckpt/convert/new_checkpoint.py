@@ -13,7 +13,7 @@ from recckpt.convert.row_runs import RowRuns
 from recckpt.convert.source import SourceContents
 from recckpt.format import layout
 from recckpt.format.buckets import gen_slice
-from recckpt.format.manifest import Content, Names, Scalar
+from recckpt.format.manifest import Content, Names, StateValue
 from recckpt.format.tables import TableEntry
 from recckpt.format.training import Training
 from recckpt.output_dir.writer import WRITER
@@ -27,7 +27,7 @@ class NewCheckpoint:
 
     tables: Sequence[RowRuns]
     contents: SourceContents
-    state: Mapping[str, Scalar]
+    state: Mapping[str, StateValue]
 
     @property
     def shards(self) -> int:

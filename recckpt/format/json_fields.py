@@ -208,11 +208,11 @@ class Fields:
                 return {key: int(value, 16) for key, value in values.items()}
         return {key: self.checksum(key) for key in values}
 
-    def scalars(self, key: str) -> dict[str, Any]:
-        """Return a field that is an object of numbers, strings, bools and nulls."""
+    def scalars(self, key: str, *, is_nested: bool = False) -> dict[str, Any]:
+        """Return a field that is an object of numbers, strings, bools and nulls, or of lists and objects of these."""
         values = self._get(key, dict)
         for name, value in values.items():
-            if not isinstance(value, str | int | float | bool | None):
+            if not (is_nested or isinstance(value, str | int | float | bool | None)):
                 raise self.wrong(f"{key}.{name}", type(value).__name__, "a number, string, bool or null")
         return values
 

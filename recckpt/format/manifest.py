@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from dataclasses import fields as fields_of
 from functools import cached_property
@@ -24,7 +24,8 @@ CHECKSUM = "xxh3_64"  # part of the format
 MAX_BYTES = 64 << 20  # part of the format
 _SEAL = "manifest_xxh3"  # part of the format
 
-Scalar = str | int | float | bool | None
+MAX_NESTED = 8  # part of the format: how deep lists and objects in the state are nested
+StateValue = str | int | float | bool | Sequence["StateValue"] | Mapping[str, "StateValue"] | None
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Content:
     files: tuple[FileEntry, ...] = field(repr=False)
     names: Names = field(default_factory=Names, repr=False)
     training: Training = field(default_factory=Training, repr=False)
-    state: Mapping[str, Scalar] = field(default_factory=dict)
+    state: Mapping[str, StateValue] = field(default_factory=dict)
     writer: Mapping[str, str] = field(default_factory=dict, repr=False)
     ephemeral: bool = False
 
@@ -253,7 +254,7 @@ def parse_content(fields: Fields, *, of_delta: bool) -> Content:
         files=tuple(_file(entry) for entry in fields.objects("files")),
         names=_names(fields.mapping("names")),
         training=parse_training(fields),
-        state=fields.scalars("state"),
+        state=fields.scalars("state", is_nested=True),
         writer={name: str(version) for name, version in fields.scalars("writer").items()},
         ephemeral=fields.mapping("flags").flag("ephemeral"),
     )

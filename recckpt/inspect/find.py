@@ -9,14 +9,14 @@ from typing import Literal
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from recckpt.format import layout
-from recckpt.format.manifest import Scalar
+from recckpt.format.manifest import StateValue
 from recckpt.output_dir.at_path import read_checkpoint
 from recckpt.output_dir.listing import Checkpoint, describe, newest_first
 from recckpt.policies.best import Best, best_id
 from recckpt.storage import Storage, open_parent, open_storage
 
 Place = str | os.PathLike[str]
-State = Mapping[str, Scalar]
+State = Mapping[str, StateValue]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class CheckpointInfo:
     kind: str
     ephemeral: bool
     n_bytes: int
-    state: dict[str, Scalar]
+    state: dict[str, StateValue]
 
 
 def list_checkpoints(path: Place, state: State | None = None) -> list[CheckpointInfo]:

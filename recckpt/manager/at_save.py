@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from recckpt.format.manifest import Scalar
+from recckpt.format.manifest import StateValue
 from recckpt.manager.run_state import Run
 from recckpt.manager.step_arguments import Metrics, State, as_state
 from recckpt.parallel.ranks import Ranks
@@ -20,7 +20,7 @@ class AtSave:
     is_saved: bool  # in a checkpoint that stays
     event_time: float | None
     counted: str
-    state: dict[str, Scalar]
+    state: dict[str, StateValue]
 
 
 def at_save(run: Run, step: int | None, state: State, metrics: Metrics) -> AtSave:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from recckpt.format.manifest import Scalar
 from recckpt.manager.autosave import Autosave
 from recckpt.manager.run_state import Run
+from recckpt.manager.step_arguments import Metrics, State
 from recckpt.parallel.one_process import OneProcess
 from recckpt.policies.schedule import SaveCounts
 
@@ -40,29 +38,30 @@ class Counting(OneProcess):
     def step(
         self,
         *,
-        state: Mapping[str, Scalar] | None = None,
-        metrics: Mapping[str, float] | None = None,
+        state: State = None,
+        metrics: Metrics = None,
         event_time: float | None = None,
     ) -> None:
         """Count a step, and save if it is time; call it after each batch.
 
         Args:
-            state: numbers and strings for readers without torch; kept with the checkpoint, if this step makes one.
+            state: numbers, strings, and lists and dicts of these, for readers without torch; kept with the checkpoint,
+                if this step makes one.
             metrics: name -> number, for policies of what to keep and when to save; kept in the same place.
             event_time: the latest time of an event in this batch, in seconds since 1970.
 
         Raises:
             TypeError: ``event_time`` is not a number, or ``state`` or ``metrics`` not a mapping.
-            ValueError: ``event_time`` is beyond the year 5000, as milliseconds are; an entry of ``state`` is neither
-                number nor string, a metric not a number, or either is called ``event_time``, ``windows`` or ``epochs``.
-                One rank alone has not counted a refused step; of several all raise ``SaveFailedError`` at a save.
+            ValueError: ``event_time`` is beyond the year 5000, as milliseconds are; an entry of ``state`` is none of
+                these, a metric not a number, or either is called ``event_time``, ``windows`` or ``epochs``. One rank
+                alone has not counted a refused step; of several all raise ``SaveFailedError`` at a save.
             SaveFailedError: this save, or the one before in the background; the next may well work.
             WriterFencedError: another process has taken the output dir over.
         """
         with self._turn():
             self._autosave.count("step", state, metrics, event_time)
 
-    def should_save(self, step: int | None = None, *, metrics: Mapping[str, float] | None = None) -> bool:
+    def should_save(self, step: int | None = None, *, metrics: Metrics = None) -> bool:
         """Say whether a step is to be saved, for loops that save by :meth:`save`; saves and counts nothing.
 
         It is where ``save_interval`` or ``ephemeral`` says so or a signal that ends the process came, unless a
@@ -75,7 +74,7 @@ class Counting(OneProcess):
         with self._turn():
             return self._autosave.should_save(step, metrics)
 
-    def window(self, *, state: Mapping[str, Scalar] | None = None, metrics: Mapping[str, float] | None = None) -> None:
+    def window(self, *, state: State = None, metrics: Metrics = None) -> None:
         """Count a window of the data, and save if it is time; call it once at its end, after its last step.
 
         Where the last step is in a checkpoint already, that does not hold the end of the window: a save that is due
@@ -91,7 +90,7 @@ class Counting(OneProcess):
         with self._turn():
             self._autosave.count("window", state, metrics, None)
 
-    def epoch(self, *, state: Mapping[str, Scalar] | None = None, metrics: Mapping[str, float] | None = None) -> None:
+    def epoch(self, *, state: State = None, metrics: Metrics = None) -> None:
         """Count an epoch, and save if it is time; call it once at its end, after its last step and window.
 
         Args:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recckpt.format import layout
-from recckpt.format.manifest import Manifest, Scalar
+from recckpt.format.manifest import Manifest, StateValue
 from recckpt.manager.attach import attached, wrong_options
 from recckpt.manager.autosave import Autosave
 from recckpt.manager.counting import Counting
@@ -198,7 +198,7 @@ class CheckpointManager(Counting, Resumable, OwnCheckpoints):
         self,
         step: int | None = None,
         *,
-        state: Mapping[str, Scalar] | None = None,
+        state: Mapping[str, StateValue] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> Manifest | None:
         """Save this step now, and wait; None, and a log line, where it is in a checkpoint already.
@@ -207,7 +207,7 @@ class CheckpointManager(Counting, Resumable, OwnCheckpoints):
 
         Args:
             step: of a loop that counts its own steps and does not call :meth:`step`: the run goes on from there.
-            state: numbers and strings for readers without torch.
+            state: numbers, strings, and lists and dicts of these, for readers without torch.
             metrics: name -> number, for policies of what to keep.
 
         Raises:

@@ -8,7 +8,7 @@ from operator import index
 from typing import Any
 
 from recckpt.format import layout
-from recckpt.format.manifest import Scalar
+from recckpt.format.manifest import StateValue
 from recckpt.policies.evict import EVENT_TIME
 from recckpt.policies.when import Ends, Moment
 from recckpt.text import plural
@@ -94,7 +94,7 @@ class Run:
         return f"{plural(self.windows, 'window')} and {plural(self.epochs, 'epoch')}"
 
     @property
-    def state(self) -> dict[str, Scalar]:
+    def state(self) -> dict[str, StateValue]:
         """What a manifest says of it, beside the step."""
         values = {EVENT_TIME: self.event_time, WINDOWS: self.windows or None, EPOCHS: self.epochs or None}
         return {name: value for name, value in values.items() if value is not None}
@@ -103,7 +103,7 @@ class Run:
         """Count from a step that was loaded from another run, if one was."""
         self.global_step, self.is_saved = step or self.global_step, False
 
-    def go_on(self, state: Mapping[str, Scalar], step: int | None) -> None:
+    def go_on(self, state: Mapping[str, StateValue], step: int | None) -> None:
         """Go on from the state in a manifest: from its event time, if it has one, and its counts beside a step.
 
         Args:
@@ -118,5 +118,5 @@ class Run:
             self.windows, self.epochs = (_count(state.get(name)) for name in (WINDOWS, EPOCHS))
 
 
-def _count(value: Scalar) -> int:
+def _count(value: StateValue) -> int:
     return value if isinstance(value, int) and value > 0 else 0

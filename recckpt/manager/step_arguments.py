@@ -11,25 +11,25 @@ import torch
 
 from recckpt.format import layout
 from recckpt.format.json_fields import COUNT_LIMIT
-from recckpt.format.manifest import Scalar
+from recckpt.format.manifest import StateValue
 from recckpt.manager.run_state import EPOCHS, WINDOWS
 from recckpt.policies.evict import EVENT_TIME
-from recckpt.save.arguments import as_numbers, as_scalars, check_scalars
+from recckpt.save.state_values import as_numbers, as_state_values, check_state
 from recckpt.sparse.table.tracking import MAX_EVENT_TIME
 
-State = Mapping[str, Scalar] | None
+State = Mapping[str, StateValue] | None
 Metrics = Mapping[str, float] | None
 
 
 def check_step(state: State, metrics: Metrics) -> None:
     """Refuse what a save would refuse, without waiting for a device."""
-    check_scalars(state, metrics)
+    check_state(state, metrics)
     _check_names(state, metrics)
 
 
-def as_state(state: State, metrics: Metrics) -> dict[str, Scalar]:
+def as_state(state: State, metrics: Metrics) -> dict[str, StateValue]:
     """Return what is kept with a checkpoint, or raise as :func:`check_step`."""
-    entries = {**as_numbers(metrics), **as_scalars(state)}
+    entries = {**as_numbers(metrics), **as_state_values(state)}
     _check_names(state, metrics)
     return entries
 

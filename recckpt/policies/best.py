@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from typing import Any, Literal, TypeGuard
 
 from recckpt.errors import CheckpointNotFoundError
-from recckpt.format.manifest import Manifest, Scalar
+from recckpt.format.manifest import Manifest, StateValue
 from recckpt.policies.joined_keeps import KeepOperators, KeptByAny
 from recckpt.types import positive_int
 
@@ -58,7 +58,7 @@ class Best(KeepOperators):
             return {self.metric: 1} if self.metric else {}
         return self.metric if isinstance(self.metric, Mapping) else {}
 
-    def _value(self, checkpoint: Manifest) -> Scalar:
+    def _value(self, checkpoint: Manifest) -> StateValue:
         """Return what counts of a checkpoint; None where it does not have it."""
         if isinstance(self.metric, str):
             return checkpoint.state.get(self.metric)

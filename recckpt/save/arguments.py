@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from recckpt.dense.optimizers import by_name
-from recckpt.dense.state_copy import portable
 from recckpt.format import layout
 from recckpt.format.json_fields import COUNT_LIMIT
-from recckpt.format.manifest import Scalar
-from recckpt.format.safe_names import is_encodable
 from recckpt.live.tables import NO_TABLES, LiveTables
 from recckpt.output_dir.checkpoint_dir import refuse_checkpoint
 from recckpt.policies.keep import as_keep
@@ -214,61 +210,3 @@ def check_moment(tables: Iterable[HashTable]) -> None:
 def _is_owned(lock: Any) -> bool:
     """Say whether this thread has a lock, by its own method that the documents leave out."""
     return bool(lock._is_owned())
-
-
-def check_scalars(state: Mapping[str, Scalar] | None, metrics: Mapping[str, float] | None) -> None:
-    """Refuse what a save would refuse. Cheap enough for every batch: waits for no device.
-
-    Raises:
-        TypeError: one of the two is neither mapping nor None.
-        ValueError: an entry of ``state`` is neither number nor string, or one of ``metrics`` is not a number; names it.
-    """
-    for name, value in _mapping("state", state).items():
-        if not _is_number_tensor(value):
-            as_scalar(name, value)
-    for name, value in _mapping("metrics", metrics).items():
-        if not _is_number_tensor(value):
-            as_number(name, value)
-
-
-def as_scalars(state: Mapping[str, Scalar] | None) -> dict[str, Scalar]:
-    """Return the entries of a state as JSON has them, or raise as :func:`check_scalars`."""
-    return {name: as_scalar(name, value) for name, value in _mapping("state", state).items()}
-
-
-def as_numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    """Return metrics as Python's numbers, or raise as :func:`check_scalars`."""
-    return {name: as_number(name, value) for name, value in _mapping("metrics", metrics).items()}
-
-
-def as_scalar(name: Any, value: Any) -> Scalar:
-    """Return a value as JSON has it, which knows no NaN and no infinity: they become their names."""
-    found = portable(f"state[{name!r}]", value)
-    if isinstance(found, Tensor) and found.numel() == 1:
-        found = found.item()
-    if not isinstance(name, str) or not isinstance(found, str | int | float | None):
-        raise ValueError(f"state[{name!r}]: found {value!r}, expected a name and a number, string, bool or None")
-    if not is_encodable(name) or (isinstance(found, str) and not is_encodable(found)):
-        raise ValueError(f"state[{name!r}]: found {value!r}, expected text that is encodable as UTF-8")
-    return str(found) if isinstance(found, float) and not math.isfinite(found) else found
-
-
-def as_number(name: Any, value: Any) -> float:
-    """Return a metric as a Python number, from a tensor or a number of numpy too."""
-    try:
-        return float(value)
-    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"metrics[{name!r}]: found {value!r:.200}, expected a number") from error
-
-
-def _is_number_tensor(value: Any) -> bool:
-    """Say whether this is a tensor of one number, whose value may be under way on a device still."""
-    return isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
-
-
-def _mapping(what: str, value: Any) -> Mapping[Any, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{what} must be a mapping of names to values, or None, found {value!r:.200}")
-    return value

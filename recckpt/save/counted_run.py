@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from recckpt.format import layout
-from recckpt.format.manifest import Scalar
+from recckpt.format.manifest import StateValue
 
-Counted = tuple[int | None, Mapping[str, Scalar]]  # the step of a run, and what else its manager counts
+Counted = tuple[int | None, Mapping[str, StateValue]]  # the step of a run, and what else its manager counts
 
 
 class CountedRun:
@@ -26,8 +26,8 @@ class CountedRun:
         self._now, self.prefix = now, prefix
 
     def step_and_state(
-        self, step: int | None, state: Mapping[str, Scalar] | None
-    ) -> tuple[int | None, Mapping[str, Scalar] | None]:
+        self, step: int | None, state: Mapping[str, StateValue] | None
+    ) -> tuple[int | None, Mapping[str, StateValue] | None]:
         """Return the step of a save and its state, to which a save of the run's own step adds what its manager counts.
 
         Args:

@@ -13,7 +13,7 @@ from recckpt.dense.rank_digests import RankDigests
 from recckpt.dense.registered import Registry
 from recckpt.dense.state_copy import DenseBuffers
 from recckpt.format import layout
-from recckpt.format.manifest import Scalar
+from recckpt.format.manifest import StateValue
 from recckpt.live.optimizers import RowOptimizers, row_optimizers
 from recckpt.live.tables import NO_TABLES, LiveTables
 from recckpt.near.tier import NearTier
@@ -33,7 +33,7 @@ from recckpt.storage.transfers import Transfers
 from recckpt.telemetry import Operation
 from recckpt.types import SavableTable
 
-State = Mapping[str, Scalar] | None
+State = Mapping[str, StateValue] | None
 OnSave = Callable[[SaveInfo], object]
 
 

@@ -18,17 +18,17 @@ from recckpt.dense.sharded import ShardedState, ShardedTensors
 from recckpt.dense.state_copy import Copy, DenseBuffers, as_it_is, dump_rng, portable, without_values
 from recckpt.format.dtypes import NUMPY_DTYPES
 from recckpt.format.layout import SPARSE_OPTIM
-from recckpt.format.manifest import Scalar
+from recckpt.format.manifest import StateValue
 from recckpt.format.tables import ClockDates, LiveLayout
 from recckpt.format.training import Lineage, Training
 from recckpt.live.attached import AttachedTable
 from recckpt.live.column_rows import ColumnRows, FrozenColumns
 from recckpt.live.column_slots import layout_of
 from recckpt.live.optimizers import RowOptimizers
-from recckpt.save.arguments import as_scalars
 from recckpt.save.choice import Choice, slots_of_table
 from recckpt.save.full_or_delta import FULL, Kind
 from recckpt.save.job import Live
+from recckpt.save.state_values import as_state_values
 from recckpt.sparse.files.reduced_rows import ReducedSource, TableChoice
 from recckpt.sparse.files.table_rows import TableSource, source_to_save
 from recckpt.sparse.table.exported_rows import ExportedRows
@@ -49,7 +49,7 @@ class Staged:
     extra: dict[str, Any]  # registered name -> state; written by rank 0, empty elsewhere
     io_state: dict[str, Any]  # registered name -> state of this shard
     rng: dict[str, Any]  # generator -> state of this rank
-    state: Mapping[str, Scalar]  # what readers without torch want to know of the training
+    state: Mapping[str, StateValue]  # what readers without torch want to know of the training
     sharded: ShardedState = field(default_factory=ShardedState)  # this rank's pieces of sharded tensors
     own_extra: dict[str, Any] = field(default_factory=dict)  # registered name -> state of this rank
     digest: RankDigest | None = None  # what other ranks compare with theirs; None where there are none
@@ -175,7 +175,7 @@ def stage(
     tables: Mapping[str, SavableTable],
     dense: Mapping[str, Any],
     *,
-    state: Mapping[str, Scalar] | None,
+    state: Mapping[str, StateValue] | None,
     buffers: DenseBuffers | None,
     rank: int,
     digest: RankDigest | None,
@@ -197,7 +197,7 @@ def stage(
         ValueError, TypeError: what could not be loaded back safely, or is neither number nor string in ``state``.
         StateMismatchError: a foreign table that does not fit the protocol, or has an id twice.
     """
-    scalars = {**_learning_rates(live.row_optimizers), **as_scalars(state)}
+    scalars = {**_learning_rates(live.row_optimizers), **as_state_values(state)}
     sharded = ShardedTensors()
     dense = sharded.take_from_model(dense)
     with buffers.copying() if buffers else nullcontext(as_it_is) as copy:
@@ -242,7 +242,7 @@ def _classes(extra: Registry) -> dict[str, Lineage]:
     return {name: lineage_of(obj) for name, obj in extra.objects.items() if isinstance(obj, Optimizer)}
 
 
-def _learning_rates(sparse_optim: Optimizer | RowOptimizers | None) -> dict[str, Scalar]:
+def _learning_rates(sparse_optim: Optimizer | RowOptimizers | None) -> dict[str, StateValue]:
     if sparse_optim is None:
         return {}
-    return as_scalars({f"sparse_lr_{i}": float(group["lr"]) for i, group in enumerate(sparse_optim.param_groups)})
+    return as_state_values({f"sparse_lr_{i}": float(group["lr"]) for i, group in enumerate(sparse_optim.param_groups)})

@@ -4,6 +4,7 @@ import logging
 import shutil
 from datetime import datetime
 
+import numpy as np
 import pytest
 import torch
 from support.builders import ClickModel, Run, checkpoints, flip_bit, state_of, table_state, tree
@@ -11,7 +12,7 @@ from support.sweeps import mostly_slow
 from support.thread_ranks import no_others
 from torch import nn
 
-from recckpt import CheckpointManager, Saver
+from recckpt import CheckpointManager, Saver, find_checkpoint
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadConfError, StateMismatchError
 from recckpt.load.conf import Entry
 from recckpt.load.open_source import opened
@@ -88,11 +89,18 @@ def test_a_time_in_milliseconds_or_nanoseconds_is_refused_before_rows_are_old_by
     assert manager.global_step == 1
 
 
+ENDLESS: list = []
+ENDLESS.append(ENDLESS)
+
+
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
-        ({"state": {"a": [1]}}, ValueError, r"state\['a'\]: found \[1\], expected a name and a number, string"),
-        ({"state": {1: 2}}, ValueError, r"state\[1\]: found 2, expected a name"),
+        ({"state": {"a": b"1"}}, ValueError, r"state\['a'\]: found b'1', expected a name and a number, string"),
+        ({"state": {"a": {"b": [object()]}}}, ValueError, r"state\['a'\]\['b'\]\[0\]: a builtins.object cannot"),
+        ({"state": {"a": {1: 2}}}, ValueError, r"state\['a'\]\[1\]: expected a name"),
+        ({"state": {"a": ENDLESS}}, ValueError, "it holds itself, or is nested more than 8 deep"),
+        ({"state": {1: 2}}, ValueError, r"state\[1\]: expected a name"),
         ({"state": {"a": torch.ones(2)}}, ValueError, r"state\['a'\]: found tensor"),
         ({"state": [1]}, TypeError, r"state must be a mapping of names to values, or None, found \[1\]"),
         ({"metrics": [1]}, TypeError, r"metrics must be a mapping of names to values, or None, found \[1\]"),
@@ -110,6 +118,17 @@ def test_a_step_with_a_state_or_metric_that_cannot_be_saved_is_refused_at_once_a
     with pytest.raises(error, match=text):
         manager.save(**given)
     assert checkpoints(tmp_path) == []
+
+
+def test_what_is_kept_with_a_checkpoint_may_be_nested_and_comes_back_as_it_was(tmp_path):
+    manager, _ = small(tmp_path)
+    metrics = {"auc": np.float32(0.5), "by_day": [0.5, None, float("nan")]}
+    manager.step(state={"eval": metrics, "files": ("a", "b"), "loss": torch.tensor(0.5)})
+    expected = {"eval": {"auc": 0.5, "by_day": [0.5, None, "nan"]}, "files": ["a", "b"], "loss": 0.5}
+    info = find_checkpoint(str(tmp_path), 1)
+    assert {name: value for name, value in info.state.items() if name in expected} == expected
+    assert find_checkpoint(str(tmp_path), "latest", state={"files": ["a", "b"]}) == info
+    assert small(tmp_path)[0].restore() == 1
 
 
 def test_steps_are_counted_and_saved_at_multiples_of_the_interval(tmp_path):

@@ -176,6 +176,7 @@ TESTS = {
     "save/propose.py": "save/test_save.py",
     "save/registration.py": "test_saver.py",
     "save/reports.py": "save/test_save.py test_saver.py",
+    "save/state_values.py": "manager/test_manager.py",
     "save/timeline.py": "save/test_save_info.py",
     "save/totals.py": "save/test_save.py",
     "save/write.py": "save/test_save.py",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 
 from recckpt.format import layout
-from recckpt.format.manifest import FileEntry, Manifest, Scalar
+from recckpt.format.manifest import FileEntry, Manifest, StateValue
 from recckpt.inspect.diff.result import Status, ValueDiff
 
 # File, or what a file of one rank holds -> group of the values in it.
@@ -86,6 +86,6 @@ def _group_of(name: str) -> str | None:
     return _GROUPS.get(name) or _GROUPS_OF_RANK.get(layout.content_of_rank(name) or "")
 
 
-def _is_same(one: Scalar, other: Scalar) -> bool:
+def _is_same(one: StateValue, other: StateValue) -> bool:
     is_nan = all(isinstance(side, float) and math.isnan(side) for side in (one, other))
     return is_nan or (type(one) is type(other) and one == other)
