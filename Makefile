@@ -80,6 +80,7 @@ bench: $(STAMP)
 	$(PY) benchmarks/sharded.py
 	$(PY) benchmarks/remote.py
 	$(PY) benchmarks/compact.py
+	$(PY) benchmarks/mirror.py
 	$(PY) benchmarks/growth.py
 	$(PY) benchmarks/lookup.py
 	$(PY) benchmarks/overlap.py
@@ -101,6 +102,7 @@ bench-toy: $(STAMP)
 	$(PY) benchmarks/sharded.py --rounds 3
 	$(PY) benchmarks/remote.py --rows 5000 --rounds 1 --latency-ms 0 --tables 1
 	$(PY) benchmarks/compact.py --rows 5000 --rounds 1
+	$(PY) benchmarks/mirror.py --rows 5000 --deltas 2 --rounds 1
 	$(PY) benchmarks/growth.py --rows 5000 20000 --over 20000 --changed 500 --rounds 1
 	$(PY) benchmarks/lookup.py --rows 5000 --rounds 2
 	$(PY) benchmarks/overlap.py --rows 5000 --rounds 1

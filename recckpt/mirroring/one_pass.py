@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
@@ -62,6 +63,7 @@ class OnePass:
                 log.info("%s; looking again", error)
             self.run, self.there = self._look()
             self._select()
+            self._check_copied()
         newest = self._selection.newest
         return newest.ckpt_id if newest else None
 
@@ -98,6 +100,13 @@ class OnePass:
             is_forgotten=self._is_forgotten,
             now=datetime.now(timezone.utc),
         )
+
+    def _check_copied(self) -> None:
+        """Raise OSError where a checkpoint that was copied is not in the mirror: to copy it again would not end."""
+        for checkpoint in self._selection.missing:
+            if checkpoint.directory in self.copied:
+                problem = "it was copied, and is not there for readers; check the storage"
+                raise OSError(errno.EIO, problem, self._copier.to.url_of(checkpoint.directory))
 
     def _copy_missing(self) -> None:
         """Copy checkpoint after checkpoint, until one is damaged: then others belong in the mirror."""

@@ -139,7 +139,7 @@ def test_a_death_at_some_requests_to_a_store_in_memory_leaves_a_whole_mirror(tmp
 def test_a_death_at_any_request_to_an_object_store_leaves_a_whole_mirror(request, tmp_path, kind, when):
     ForgettingRun(tmp_path / "run").save_chain()
     sweep = StoreSweep(tmp_path / "run", request.getfixturevalue(kind), when)
-    stride = SWEEP_STRIDE * (1 if kind == "memory_url" else 5)
+    stride = SWEEP_STRIDE * (1 if kind == "memory_url" else 9)
     numbers = range(1, MOST_POINTS, stride)
     n_points = sum(1 for _ in takewhile(sweep.check, numbers))
     print(f"{kind}, {when}: {n_points} points")  # for docs/reliability.md, with -s
