@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,6 +54,27 @@ class CollisionMap:
     def fallback(self) -> int:
         """The row of the shard that all ids without a row share."""
         return self.n_rows - 1
+
+    @property
+    def n_shards(self) -> int:
+        """Over how many ranks the table is divided, each of which has a map of its own."""
+        return len(self._segments) - 1
+
+    def looks_up(self, ids: Tensor) -> Tensor:
+        """Return which raw ids TorchRec looks up on this rank: those of its part of the input, others in turn.
+
+        As ``fbgemm::block_bucketize_sparse_features``, by which TorchRec sends them there.
+        """
+        n_shards, size = self.n_shards, int(self._module._input_hash_size)
+        block = -(-size // n_shards)
+        unsigned = ids.numpy().astype(np.uint64)
+        shards = np.where(unsigned < block * n_shards, unsigned // np.uint64(block), unsigned % np.uint64(n_shards))
+        return torch.from_numpy(shards == self._segments.index(self.first))
+
+    @property
+    def _segments(self) -> list[int]:
+        """The first row of each shard, and the end of the last."""
+        return [row for row in self._buffer("_output_segments_tensor").tolist() if row >= 0]
 
     @property
     def buffers(self) -> Sequence[str]:

@@ -16,7 +16,8 @@ from recckpt.live.hooks import WeakDoor
 from recckpt.types import Door
 
 # What changes rows beside backward passes: all of these may change any row, of which nobody says which.
-_WRITERS = ("ema_inplace", "ensemble_and_swap", "init_embedding_weights_uniform", "reset_embedding_weight_momentum")
+_WRITERS = ("ema_inplace", "ensemble_and_swap", "init_embedding_weights_uniform")
+_RESET = "reset_embedding_weight_momentum"  # of rows that have other ids now, which its caller writes next
 
 
 class KernelHooks:
@@ -63,18 +64,28 @@ class KernelHooks:
             for table, rows in self._rows(indices, offsets, sizes):
                 self._doors[table].announce(rows)
         except Exception as error:
-            first, *others = self._doors.values()
-            first.failed(error)  # which fails one save; as many would fail as there are tables
-            for door in others:
-                door.replaced()
+            self._fail(error)
 
-    def announce_all(self, *args: Any) -> None:
+    def before_reset(
+        self, pruned_indices: Tensor, pruned_indices_offsets: Tensor, logical_table_ids: Tensor, buffer_ids: Tensor
+    ) -> None:
+        """Announce the rows that are about to be reset, by arguments of :meth:`reset_embedding_weight_momentum`."""
+        self.was_written = True
+        try:
+            bounds, tables = pruned_indices_offsets.tolist(), logical_table_ids.tolist()
+            for table, begin, end in zip(tables, bounds[:-1], bounds[1:], strict=True):
+                if table in self._doors and begin < end:
+                    self._doors[table].announce(pruned_indices[begin:end])
+        except Exception as error:
+            self._fail(error)
+
+    def announce_all(self, *args: Any, **kwargs: Any) -> None:
         """Announce that any row of any table is about to change."""
         self.was_written = True
         for door in self._doors.values():
             door.announce_all()
 
-    def replaced(self) -> None:
+    def replaced(self, *args: Any, **kwargs: Any) -> None:
         """Say that the rows of all tables are others now."""
         for door in self._doors.values():
             door.replaced()
@@ -88,6 +99,12 @@ class KernelHooks:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _of_a_copy, ()
+
+    def _fail(self, error: Exception) -> None:
+        first, *others = self._doors.values()
+        first.failed(error)  # which fails one save; as many would fail as there are tables
+        for door in others:
+            door.replaced()
 
     def _rows(
         self, indices: Tensor, offsets: Tensor, sizes: Sequence[Sequence[int]] | None
@@ -116,6 +133,8 @@ class KernelHooks:
             for name in _WRITERS
             if callable(getattr(kernel, name, None))
         ]
+        if callable(getattr(kernel, _RESET, None)):
+            self._removers.append(announce_calls(kernel, _RESET, self.before_reset))
 
     def _detach(self, table: int) -> None:
         self._doors.pop(table, None)
@@ -134,16 +153,16 @@ _ARGUMENTS = ((0, "indices"), (1, "offsets"), (4, "batch_size_per_feature_per_ra
 
 
 class _Announced:
-    """A method of an object, which says that it is called before it is.
+    """A method of an object, which says that it is called, with which arguments, before it is.
 
     In a copy of the object, and once it is unpickled, the method is the plain one.
     """
 
-    def __init__(self, obj: object, name: str, announce: Callable[[], object]) -> None:
+    def __init__(self, obj: object, name: str, announce: Callable[..., object]) -> None:
         self._obj, self._name, self._announce = obj, name, announce
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._announce()
+        self._announce(*args, **kwargs)
         return getattr(type(self._obj), self._name)(self._obj, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -153,8 +172,8 @@ class _Announced:
         return getattr, (self._obj, self._name)
 
 
-def announce_calls(obj: Any, name: str, announce: Callable[[], object]) -> Callable[[], object]:
-    """Call ``announce`` before each call of a method of an object, which has no hooks for it; return what ends that."""
+def announce_calls(obj: Any, name: str, announce: Callable[..., object]) -> Callable[[], object]:
+    """Call ``announce`` before each call of a method, with its arguments; return what ends that."""
     announced = _Announced(obj, name, announce)
     vars(obj)[name] = announced
 

@@ -51,6 +51,11 @@ class FoundTable:
     tensors: tuple[str, ...] = ()
     companions: tuple[FoundTable, ...] = ()
 
+    @property
+    def keys_in_collection(self) -> set[str]:
+        """The keys of the weights in the state dict of the collection, without those of what maps their ids."""
+        return {".".join(key.rsplit(".", 3)[-3:]) for key in self.keys if key.startswith(f"{self.path}.")}
+
     def is_trained_by(self, optimizer: Optimizer) -> bool:
         """Say whether the table has the states that an optimizer keeps of its weights."""
         return self.is_announced if self.optimizer is None else updater(optimizer) is self.optimizer

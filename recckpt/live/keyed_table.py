@@ -76,6 +76,21 @@ class AttachedKeyedTable(AttachedTable):
             )
         self.rows.write(placed.places[at], values)
 
+    def place(
+        self, ids: Int64s, values: Mapping[str, Tensor], *, drops: bool
+    ) -> tuple[IdPlaces, dict[str, Tensor], Tensor]:
+        """Return ids in ascending order with their meta, the slots of their rows, and the rows, -1 where there is none.
+
+        Raises:
+            LiveTableError: there are more ids than can have a row, and it is not asked for that some are dropped.
+        """
+        order = np.argsort(ids)
+        values = {name: tensor[torch.from_numpy(order)] for name, tensor in values.items()}
+        names = self.live.id_map().meta.keys()
+        asked = IdPlaces(ids[order], order, {name: values.pop(name).numpy() for name in names})
+        meta = {name: torch.from_numpy(column) for name, column in asked.meta.items()}
+        return asked, values, self.live.place(torch.from_numpy(asked.ids), meta, drops=drops)
+
     def replace(self, ids: Int64s, values: Mapping[str, Tensor], *, drops: bool) -> int:
         """Make these the ids, all different, with these rows and meta; return how many of them got no row.
 
@@ -83,12 +98,8 @@ class AttachedKeyedTable(AttachedTable):
             LiveTableError: there are more than can have one, and it is not asked for that some are dropped. Nothing
                 has changed then.
         """
-        order = np.argsort(ids)
-        values = {name: tensor[torch.from_numpy(order)] for name, tensor in values.items()}
-        names = self.live.id_map().meta.keys()
-        asked = IdPlaces(ids[order], order, {name: values.pop(name).numpy() for name in names})
+        asked, values, rows = self.place(ids, values, drops=drops)
         meta = {name: torch.from_numpy(column) for name, column in asked.meta.items()}
-        rows = self.live.place(torch.from_numpy(asked.ids), meta, drops=drops)
         taken = rows >= 0
         at = rows[taken]
         self.rows.write(at.numpy(), {name: tensor[taken] for name, tensor in values.items()})

@@ -7,12 +7,14 @@ from collections.abc import Collection, Mapping
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from recckpt.live.attached import AttachedTable
 from recckpt.live.keyed_table import AttachedKeyedTable
 from recckpt.live.target import LiveTarget
 from recckpt.sparse.files.rows_aside import Values
 from recckpt.sparse.files.table_target import LoadTarget, OwnTarget
+from recckpt.sparse.table.row_store import RowStore
 from recckpt.sparse.table.table import HashTable
 from recckpt.types import EMBEDDING
 
@@ -46,6 +48,11 @@ class KeyedTarget(OwnTarget):
     def finishes_last(self) -> bool:
         """Whether it waits for the tables that have as many ids as they can: it takes what they leave."""
         return self._attached.live.n_ids is None
+
+    @property
+    def has_limited_room(self) -> bool:
+        """Whether each rank may have too many ids for its rows, whatever all of them have."""
+        return self._attached.live.n_ids is not None and not self.owns_all
 
     @property
     def owns_all(self) -> bool:
@@ -88,6 +95,15 @@ class KeyedTarget(OwnTarget):
             self._gathered.store.insert(ids, {name: column.blocks[0] for name, column in store.columns.items()})
             self._is_begun, self.aside, self.was_empty = True, None, len(ids) == 0
 
+    def check_room(self, *, drops: bool) -> None:
+        """Refuse more ids than there are rows on this rank.
+
+        Raises:
+            LiveTableError: there are, and it is not asked for that some are dropped.
+        """
+        if self._is_begun and self.has_limited_room:
+            self._attached.place(*_rows_of(self._store), drops=drops)
+
     def finish(self, *, drops: bool = False) -> int:
         """Give the live table its ids and rows; return how many have no place in it.
 
@@ -97,10 +113,7 @@ class KeyedTarget(OwnTarget):
         super().finish()
         if not self._is_begun:
             return 0
-        store = self._gathered.store
-        ids = store.ids.to_tensor(len(store)).numpy()
-        values = {name: column.to_tensor(len(store)) for name, column in store.columns.items()}
-        n_dropped = self._attached.replace(ids, values, drops=drops)
+        n_dropped = self._attached.replace(*_rows_of(self._gathered.store), drops=drops)
         self._attached.rows.wait()
         self._attached.live.finish({}, {})
         self._attached.look()
@@ -110,3 +123,9 @@ class KeyedTarget(OwnTarget):
 def live_target(table: AttachedTable) -> LoadTarget:
     """Return what a load fills a live table by."""
     return KeyedTarget(table) if isinstance(table, AttachedKeyedTable) else LiveTarget(table)
+
+
+def _rows_of(store: RowStore) -> tuple[Int64s, dict[str, Tensor]]:
+    """Return all ids of a store, and their slots."""
+    values = {name: column.to_tensor(len(store)) for name, column in store.columns.items()}
+    return store.ids.to_tensor(len(store)).numpy(), values

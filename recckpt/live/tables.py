@@ -96,7 +96,7 @@ class LiveTables(Mapping[str, AttachedTable]):
         collections = defaultdict[nn.Module, set[str]](set)
         for table in self._found.values():
             if table.collection is not None:
-                collections[table.collection].update(".".join(key.rsplit(".", 3)[-3:]) for key in table.keys)
+                collections[table.collection] |= table.keys_in_collection
         return collections
 
     def tensors_of(self, name: str) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from recckpt.live.hooks import AnnounceAll, WeakDoor
 from recckpt.live.torch_embedding import TorchEmbedding
 from recckpt.live.torch_optimizers import trainer_of
 from recckpt.live.torch_rules import TorchRule
+from recckpt.live.torchrec_collision import sharded_table
 from recckpt.live.torchrec_modules import Collection, collections_of
 from recckpt.parallel.ranks import Ranks
 from recckpt.sparse.table.checks import spec_of
@@ -196,7 +197,7 @@ def _made(local: _Local, parts: Sequence[RankPart], name: str) -> FoundTable:
         there = next(part for part in parts if part.slots)
         live = AbsentTable(name, there, replace(_box(there, parts), rows=(0, 0)))
     why = live.reason if is_announced else "no optimizer trains it: whoever writes it is not seen"
-    return FoundTable(
+    by_rows = FoundTable(
         live,
         local.path,
         f"{type(collection.module).__name__} {collection.sharding_of(table) or ''}".strip(),
@@ -210,3 +211,5 @@ def _made(local: _Local, parts: Sequence[RankPart], name: str) -> FoundTable:
         collection=collection.module if collection.is_sharded else None,
         tensors=(f"{local.path}.weight",),
     )
+    collision = collection.collisions.get(table)
+    return by_rows if collision is None else sharded_table(by_rows, collision)

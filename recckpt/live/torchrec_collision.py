@@ -183,11 +183,19 @@ def collisions_of(model: nn.Module) -> Iterator[tuple[nn.Module, Collision]]:
     """Yield the embeddings of unsharded collections behind managed collision, each with what maps its ids."""
     for path, wrapper in model.named_modules():
         if is_a(wrapper, *_UNSHARDED):
-            inner, of_wrapper = wrapper._embedding_module, wrapper._managed_collision_collection
+            inner: Any = wrapper._embedding_module
             embeddings = inner.embedding_bags if hasattr(inner, "embedding_bags") else inner.embeddings
-            for name, module in of_wrapper._managed_collision_modules.items():
-                at = (path, "_managed_collision_collection", "_managed_collision_modules", name)
-                yield embeddings[name], Collision(module, ".".join(part for part in at if part))
+            yield from ((embeddings[name], collision) for name, collision in collisions_in(path, wrapper).items())
+
+
+def collisions_in(path: str, wrapper: Any) -> dict[str, Collision]:
+    """Return what maps the ids of the tables of a collection behind managed collision, sharded or not, by table."""
+    collection = "_managed_collision_collection", "_managed_collision_modules"
+    modules = wrapper._managed_collision_collection._managed_collision_modules
+    return {
+        name: Collision(module, ".".join(part for part in (path, *collection, name) if part))
+        for name, module in modules.items()
+    }
 
 
 def unsharded_table(table: FoundTable, collision: Collision) -> FoundTable:
@@ -202,6 +210,16 @@ def unsharded_table(table: FoundTable, collision: Collision) -> FoundTable:
             "its ids are remapped by managed collision on each rank by itself, so that copies differ: shard it row_wise"
         )
     return _by_raw_ids(table, ids, collision.path, table.live.n_rows - 1, _all)
+
+
+def sharded_table(table: FoundTable, collision: Collision) -> FoundTable:
+    """Return the rows of a shard as a table of the raw ids that are looked up there, as of :func:`unsharded_table`.
+
+    Raises:
+        LiveTableError: it cannot be saved by raw ids; says why.
+    """
+    ids = CollisionMap(collision.module)
+    return _by_raw_ids(table, ids, collision.path, table.live.n_rows - ids.n_shards, ids.looks_up)
 
 
 def _by_raw_ids(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from recckpt.live.kinds import is_a
+from recckpt.live.torchrec_collision import Collision, collisions_in
 from recckpt.sparse.split import inner_name, unwrapped, wrappers_in
 
 _SHARDED = (
@@ -30,12 +31,14 @@ class Collection:
         path: of it in the model, without wrappers.
         is_sharded: whether its tables are spread over ranks.
         refusal: why none of its tables can be a live one, None where they can.
+        collisions: what maps raw ids to the rows of each table on this rank, by table; none where ids are rows.
     """
 
     module: Any
     path: str
     is_sharded: bool
     refusal: str | None = None
+    collisions: Mapping[str, Collision] = field(default_factory=dict)
 
     @property
     def configs(self) -> Mapping[str, Any]:
@@ -77,8 +80,14 @@ def collections_of(model: nn.Module) -> Iterator[Collection]:
     for name, module in named:
         is_sharded = any(is_a(module, *kind) for kind in _SHARDED)
         if is_sharded or is_a(module, *_FUSED):
-            above = [other for path, other in named if path != name and _is_above(path, name)]
-            yield Collection(module, unwrapped(name, wrappers), is_sharded, _refusal(above))
+            above = {path: other for path, other in named if path != name and _is_above(path, name)}
+            collisions = {
+                table: replace(collision, path=unwrapped(collision.path, wrappers))
+                for path, other in above.items()
+                if is_a(other, *_COLLIDING)
+                for table, collision in collisions_in(path, other).items()
+            }
+            yield Collection(module, unwrapped(name, wrappers), is_sharded, _refusal(above.values()), collisions)
 
 
 def inner_of(module: nn.Module) -> nn.Module | None:
@@ -93,9 +102,7 @@ def is_collection(module: object) -> bool:
     return is_a(module, *_UNSHARDED)
 
 
-def _refusal(above: Sequence[object]) -> str | None:
-    if any(is_a(module, *_COLLIDING) for module in above):
-        return "its ids are remapped by managed collision, which is not yet saved by rows"
+def _refusal(above: Iterable[object]) -> str | None:
     if any(is_a(module, _PARALLEL, "DMPCollection") for module in above):
         return "its replicas differ until DMPCollection.sync(): use DistributedModelParallel, or leave it dense"
     return None

@@ -1,10 +1,12 @@
 """Tables behind TorchRec's managed collision are saved and restored by their raw ids, with deltas and deletes."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from support import live_collisions as models
+from support.rank_processes import run_script
 from support.spec_reader import DamagedError
 from torch import optim
 
@@ -216,3 +218,20 @@ def test_rows_without_an_id_can_be_left_out(tmp_path):
     assert not [name for name in saver.names() if "_mch_" in name or "embedding_bags" in name]
     with pytest.raises(LiveTableError, match=r"'users\.unassigned' is not the path of an embedding"):
         live_tables(models.Colliding(), min_rows=1, exclude=["users.unassigned"])
+
+
+def test_tables_that_ranks_share_by_rows_are_saved_by_raw_id_and_restored_on_other_ranks(tmp_path):
+    run_script(Path(__file__).with_name("live_collisions_ranks.py"), tmp_path, 2, 1, 3, 2, seconds=900)
+    runs = sorted(path.parent for path in tmp_path.glob("*/truth.pt"))
+    assert len(runs) == 9
+    for path in runs:
+        assert verify(str(path)) == []
+    _, _, n_deletes, n_again = zip(*(torch.load(path / "truth.pt", weights_only=False) for path in runs), strict=True)
+    assert sum(n_deletes) > 300
+    assert sum(n_again) > 100
+    model, _, tables, saver = made(tmp_path / "plain", zch_size=200, seed=1)
+    saver.load_by_config({"path": str(tmp_path / "case-0-2" / "last"), "load": ["users*@*"]})
+    truth, seen, *_ = torch.load(tmp_path / "case-0-2" / "truth.pt", weights_only=False)
+    ids = sorted(truth["users"])
+    assert models.truth_of(tables)["users"].keys() == {*ids}
+    assert torch.equal(models.looked_up(model, ids), seen[ids])

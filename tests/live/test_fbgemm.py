@@ -207,6 +207,31 @@ def test_methods_that_write_announce_all_rows_until_the_tables_are_closed():
     assert not model["kernel"]._forward_hooks
 
 
+def reset(model, rows, bounds, tables):
+    """Reset rows of some tables, as what evicts their ids does."""
+    arguments = [torch.tensor(values) for values in (rows, bounds, tables, [0])]
+    names = ("pruned_indices", "pruned_indices_offsets", "logical_table_ids", "buffer_ids")
+    model["kernel"].reset_embedding_weight_momentum(**dict(zip(names, arguments, strict=True)))
+
+
+def test_rows_that_are_reset_since_they_have_other_ids_are_announced_by_table():
+    model = model_of()
+    tables = live_tables(model, min_rows=1)
+    with Rows(tables) as rows:
+        reset(model, [3, 5, 7], [0, 2, 3], [1, 0])
+        assert rows.changed() == rows.announced() == {"t0": {7}, "t1": {3, 5}}
+
+
+def test_a_reset_that_is_not_understood_fails_the_next_save(tmp_path):
+    model = model_of()
+    tables = live_tables(model, min_rows=1)
+    saver = Saver(model, output_dir=str(tmp_path), tables=tables)
+    with pytest.raises(ValueError, match="zip"):  # of the kernel, which is called all the same
+        reset(model, [3], [0, 1], [0, 1])
+    with pytest.raises(LiveTableError, match="its changes were not seen"):
+        saver.save("c0")
+
+
 def test_a_hook_that_fails_lets_training_go_on_and_the_next_save_fail(tmp_path, caplog):
     model = model_of()
     tables = live_tables(model, min_rows=1)

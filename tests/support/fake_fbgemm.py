@@ -114,6 +114,12 @@ class SplitTableBatchedEmbeddingBagsCodegen(nn.Module):
     def set_learning_rate(self, rate):
         self.rate = rate
 
+    def reset_embedding_weight_momentum(self, pruned_indices, pruned_indices_offsets, logical_table_ids, buffer_ids):
+        bounds = pruned_indices_offsets.tolist()
+        for table, begin, end in zip(logical_table_ids.tolist(), bounds[:-1], bounds[1:], strict=True):
+            for values in (self.split_embedding_weights()[table], *self.split_optimizer_states()[table]):
+                values.index_fill_(0, pruned_indices[begin:end], 0)
+
     def ema_inplace(self, mode):
         with torch.no_grad():
             getattr(self, self._place).data.mul_(0.5)

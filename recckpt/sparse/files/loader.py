@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from recckpt.sparse.files.batch_rows import BatchRows
 from recckpt.sparse.files.link_pass import Take
 from recckpt.sparse.files.load_target import LinkLoad, OtherRows
 from recckpt.sparse.files.table_fill import TableFiller
+from recckpt.sparse.files.table_target import LoadTarget
 
 log = logging.getLogger("recckpt")
 
@@ -93,15 +94,27 @@ def load_tables(
             if not passes.has_rows:
                 when_checked()
                 meetings.wait()  # no table has rows of what is damaged for another rank
-            dropping = {id(load.target) for load in loads.values() if load.drops}
-            dropped = {
-                target.table.name: target.finish(drops=key in dropping)
-                for key, target in sorted(targets.items(), key=lambda item: item[1].finishes_last)
-            }
+            dropped = _finished(targets, {id(load.target) for load in loads.values() if load.drops}, meetings)
     finally:
         for filler in reversed(fillers):
             filler.end()
     return _counted(fillers, dropped, bytes_read)
+
+
+def _finished(targets: Mapping[int, LoadTarget], dropping: Collection[int], meetings: Meetings) -> dict[str, int]:
+    """Give the tables what was gathered aside; return how many rows of each had no place. Collective.
+
+    Args:
+        targets: by their keys.
+        dropping: keys of those that may drop rows.
+        meetings: where all ranks learn that each has room for what it owns, before a table changes.
+    """
+    if any(target.has_limited_room for target in targets.values()):  # which is so on all ranks, or on none
+        for key, target in targets.items():
+            target.check_room(drops=key in dropping)
+        meetings.wait()
+    in_order = sorted(targets.items(), key=lambda item: item[1].finishes_last)
+    return {target.table.name: target.finish(drops=key in dropping) for key, target in in_order}
 
 
 def _check_ids(links: Sequence[LinkLoad], others: Sequence[OtherRows]) -> None:

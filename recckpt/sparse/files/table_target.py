@@ -64,6 +64,11 @@ class LoadTarget:
         return False
 
     @property
+    def has_limited_room(self) -> bool:
+        """Whether it may not have room for all ids that it owns, which are known once all rows are there."""
+        return False
+
+    @property
     def owns_all(self) -> bool:
         """Whether it owns every id."""
         return self.owned_ids.is_everything
@@ -119,6 +124,9 @@ class LoadTarget:
     def erase(self, ids: Int64s) -> None:
         """Drop the rows of ids."""
         raise TypeError(f"table {self.table.name!r} is not a recckpt HashTable: it is loaded as a whole")
+
+    def check_room(self, *, drops: bool) -> None:
+        """Refuse what was gathered aside if the table has no room for it, and none of it is to be dropped."""
 
     def finish(self, *, drops: bool = False) -> int:
         """Give the table what was gathered aside; return how many rows had no place in it, which ``drops`` allows."""
