@@ -105,6 +105,7 @@ class CheckpointManager(Counting, Resumable, OwnCheckpoints):
             raise TypeError(f"saver must be a recckpt.Saver, found a {type(saver).__name__}: {_MADE_BY_ATTACH}")
         when: dict[str, Any] = {"ephemeral": ephemeral, "reload_interval": reload_interval, "event_time": event_time}
         how: dict[str, Any] = {"async_save": async_save, "backpressure": backpressure, "grace_sec": grace_sec}
+        how |= {"on_save_error": on_save_error, "raise_after": raise_after}
         options = parse_options(save_interval, save_at_start=save_at_start, step_prefix=step_prefix, **when, **how)
         self._saver, self._save_interval, self._save_at_start = saver, save_interval, options.save_at_start
         self._run = run = Run(event_time=options.event_time, step_prefix=options.step_prefix)
@@ -121,7 +122,7 @@ class CheckpointManager(Counting, Resumable, OwnCheckpoints):
             async_save=options.async_save,
             grace_sec=options.grace_sec,
             reloads=Reloads(self._restorer.reload_dynamic, options.reload_trigger(begin)),
-            errors=SaveErrors(self._ranks, on_save_error, raise_after),
+            errors=SaveErrors(self._ranks, options.on_save_error, options.raise_after),
             clock=clock,
         )
         saver.counted_run.follow(lambda: (run.global_step, run.state), run.step_prefix)

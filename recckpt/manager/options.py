@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import get_args
 
 from recckpt.format import layout
+from recckpt.manager.save_errors import OnSaveError, checked_on_save_error
 from recckpt.manager.step_arguments import checked_event_time, checked_prefix
 from recckpt.policies.schedule import Backpressure, Schedule, Trigger
 from recckpt.policies.when import Moment, When, as_when, check_ephemeral
-from recckpt.types import flag, positive_number
+from recckpt.types import flag, positive_int, positive_number
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class ManagerOptions:
     save_at_start: bool
     event_time: float | None
     step_prefix: str
+    on_save_error: OnSaveError
+    raise_after: int
 
     def schedule(self, begin: Moment) -> Schedule:
         """Return when a run that begins at a moment saves."""
@@ -46,6 +49,8 @@ def parse_options(
     reload_interval: int | When | None = None,
     event_time: float | None = None,
     step_prefix: str = layout.STEP_PREFIX,
+    on_save_error: OnSaveError = "raise",
+    raise_after: int = 3,
 ) -> ManagerOptions:
     """Return the arguments of a manager as it needs them.
 
@@ -72,4 +77,6 @@ def parse_options(
         flag("save_at_start", save_at_start),
         checked_event_time(event_time),
         checked_prefix(step_prefix),
+        checked_on_save_error(on_save_error),
+        positive_int("raise_after", raise_after),
     )

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 from recckpt.errors import RecckptError, SaveFailedError
 from recckpt.parallel.ranks import Ranks
-from recckpt.types import positive_int
 
 log = logging.getLogger("recckpt")
 
@@ -24,25 +23,16 @@ class SaveErrors:
         ranks: returns those that save together, as they are now.
         on_save_error: ``"raise"``, ``"warn"``, or what is called on every rank with the error.
         raise_after: how many errors in a row are raised whatever ``on_save_error`` says.
-
-    Raises:
-        ValueError: an argument is invalid.
     """
 
-    def __init__(self, ranks: Callable[[], Ranks], on_save_error: Any, raise_after: Any) -> None:
-        if on_save_error not in ("raise", "warn") and not callable(on_save_error):
-            raise ValueError(
-                "on_save_error must be 'raise', 'warn' or a callable (SaveFailedError) -> None, found "
-                f"{on_save_error!r:.100}"
-            )
-        self._ranks_now, self._on_error = ranks, on_save_error
-        self._raise_after = positive_int("raise_after", raise_after)
+    def __init__(self, ranks: Callable[[], Ranks], on_save_error: OnSaveError, raise_after: int) -> None:
+        self._ranks_now, self._on_error, self._raise_after = ranks, on_save_error, raise_after
         self._in_a_row = 0
 
     @property
     def are_raised(self) -> bool:
         """Whether every error is raised."""
-        return bool(self._on_error == "raise")
+        return self._on_error == "raise"
 
     def count(self, *, is_failed: bool) -> None:
         """Count a save that has ended."""
@@ -70,10 +60,19 @@ class SaveErrors:
         if self._in_a_row >= self._raise_after:
             log.error("%d saves in a row have failed, of which the last is raised", self._in_a_row)
             raise error
-        if self._on_error == "warn":
+        answer = self._on_error
+        if isinstance(answer, str):
             log.warning("%s (training goes on; %d in a row of %d)", error, self._in_a_row, self._raise_after)
             return
-        (ranks if ranks.size == 1 else ranks.raising(_failed)).on_each(lambda: self._on_error(error))
+        (ranks if ranks.size == 1 else ranks.raising(_failed)).on_each(lambda: answer(error))
+
+
+def checked_on_save_error(on_save_error: OnSaveError) -> OnSaveError:
+    """Return what is to become of errors; ValueError where that says nothing."""
+    if on_save_error in ("raise", "warn") or callable(on_save_error):
+        return on_save_error
+    what = "on_save_error must be 'raise', 'warn' or a callable (SaveFailedError) -> None"
+    raise ValueError(f"{what}, found {on_save_error!r:.100}")
 
 
 def _failed(rank: int, cause: str) -> RecckptError:

@@ -10,7 +10,9 @@ from recckpt.output_dir.listing import Checkpoint, Listing
 from recckpt.output_dir.rotation import in_order
 
 
-def chosen(listing: Listing, ckpt_id: str, pinned: Collection[str], place: str) -> list[Checkpoint]:
+def chosen(
+    listing: Listing, ckpt_id: str, pinned: Collection[str], place: str, near_bases: Collection[str] = ()
+) -> list[Checkpoint]:
     """Return all that is committed under an id, in the order of removal: what it superseded must not come back.
 
     Args:
@@ -18,12 +20,15 @@ def chosen(listing: Listing, ckpt_id: str, pinned: Collection[str], place: str) 
         ckpt_id: the id, of a checkpoint that is committed.
         pinned: ids.
         place: the output dir, for messages.
+        near_bases: save ids of what near saves stand on that may be restored.
 
     Raises:
         CheckpointInUseError: it stays, and why.
     """
     victims = [checkpoint for checkpoint in listing.committed if checkpoint.ckpt_id == ckpt_id]
     reason = _reason(listing, victims, ckpt_id, pinned)
+    if reason is None and not {victim.manifest.origin for victim in victims}.isdisjoint(near_bases):
+        reason = "near saves stand on it; save once more, and delete it then"
     if reason is not None:
         raise CheckpointInUseError(f"{place}: {ckpt_id!r} is not deleted: {reason}")
     return in_order(victims, listing)

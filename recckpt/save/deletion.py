@@ -36,7 +36,9 @@ class Deletion:
         storage, fence = self._to.storage, self._to.fence
         locate(storage, ckpt_id)  # before anything changes
         fence.hold()
-        return chosen(fence.listing, ckpt_id, pinned_ids(storage), storage.url)
+        listing, near = fence.listing, self._to.near
+        newest = max((checkpoint.manifest.order for checkpoint in listing.committed), default=(0, 0))
+        return chosen(listing, ckpt_id, pinned_ids(storage), storage.url, near.bases(newest) if near else ())
 
     def _is_base(self, victims: list[Checkpoint]) -> bool:
         """Say whether the next delta would stand on one of these."""

@@ -6,6 +6,7 @@ import signal
 import pytest
 import torch
 from support.builders import checkpoints, flip_bit
+from support.near_runs import NearRun
 from support.thread_ranks import on_ranks
 from torch import nn
 
@@ -206,6 +207,17 @@ def test_what_deltas_are_read_from_stays_and_a_chain_goes_from_its_newest(tmp_pa
     assert kinds == {"ckpt_1": "full", "ckpt_2": "delta", "ckpt_5": "full"}
     assert Rows(tmp_path / "run").manager.restore() == 5
     assert verify(str(tmp_path / "run"), threads=1) == []
+
+
+def test_what_near_saves_stand_on_stays_until_the_next_checkpoint(tmp_path):
+    others = {f"_{id_}": 0.5 for id_ in range(100, 110)}
+    run = NearRun(tmp_path, max_keep=None, deltas=Deltas(full_every=1)).put(_1=1.0, **others).step()
+    run.put(_1=2.0).step().save().put(_1=3.0).step()
+    assert run.manager.all_steps() == [1, 2]
+    with pytest.raises(CheckpointInUseError, match="near saves stand on it; save once more"):
+        run.manager.delete(2)
+    run.save().manager.delete(2)
+    assert run.manager.all_steps() == [1, 3]
 
 
 def test_ranks_delete_together_and_refuse_together(tmp_path):
