@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ SLOTS = {  # kind of an optimizer -> the slots whose values lie one after anothe
 }
 KEYS, VALUES, SCORES, STATES = "emb_keys", "emb_values", "emb_scores", "emb_opt_values"
 _OLD_STATES = "opt_values"  # of versions of 2025
+_EMB = "_emb"
 _COUNTERS = ("counter_keys", "counter_frequencies")
 SETTINGS = "_opt_args.json"
 _ITEMS = (KEYS, VALUES, SCORES, STATES, _OLD_STATES, *_COUNTERS)
@@ -73,13 +74,13 @@ def dumped_tables(files: SourceFiles) -> list[DumpedTable]:
     """
     ranks: dict[tuple[str, str], dict[str, dict[int, str]]] = {}
     sizes: dict[tuple[str, str], set[int]] = {}
+    known = {key for path in files.names if (key := _with_keys(path))}
     for path in files.names:
         directory, _, name = path.rpartition("/")
         if match := _NAME.fullmatch(name):
-            key = directory, match[1]
-            item = STATES if match[2] == _OLD_STATES else match[2]
-            ranks.setdefault(key, {}).setdefault(item, {})[int(match[3])] = path
-            sizes.setdefault(key, set()).add(int(match[4]))
+            table, item = _parsed(directory, match, known)
+            ranks.setdefault((directory, table), {}).setdefault(item, {})[int(match[3])] = path
+            sizes.setdefault((directory, table), set()).add(int(match[4]))
     counts = Counter(table for _, table in ranks)
     return [
         _measured(
@@ -90,6 +91,21 @@ def dumped_tables(files: SourceFiles) -> list[DumpedTable]:
         )
         for (directory, table), items in sorted(ranks.items())
     ]
+
+
+def _with_keys(path: str) -> tuple[str, str] | None:
+    """Return the directory and the table of a file of keys, None of another one."""
+    directory, _, name = path.rpartition("/")
+    match = _NAME.fullmatch(name)
+    return (directory, match[1]) if match and match[2] == KEYS else None
+
+
+def _parsed(directory: str, match: re.Match[str], known: Collection[tuple[str, str]]) -> tuple[str, str]:
+    """Return the table and item of a file: old names for states of ``t_emb`` are the new ones for those of ``t``."""
+    table, item = match[1], match[2]
+    if item == STATES and (directory, table) not in known and (directory, f"{table}{_EMB}") in known:
+        return f"{table}{_EMB}", STATES
+    return table, STATES if item == _OLD_STATES else item
 
 
 def _of_all_ranks(files: SourceFiles, table: str, item: str, of_ranks: Mapping[int, str], sizes: set[int]) -> list[str]:

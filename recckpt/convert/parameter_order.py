@@ -77,11 +77,8 @@ class ParameterOrder:
             whole = [name for name in self._first_of_tied() if name.rpartition(".")[2] not in _BUFFERS]
             trained = whole
         else:
-            try:
-                whole = [self._in_file(name) for name, _ in self._named()]
-                trained = [self._in_file(name) for name, parameter in self._named() if parameter.requires_grad]
-            except ValueError:
-                return
+            whole = [self._in_file(name) for name, _ in self._named()]
+            trained = [self._in_file(name) for name, parameter in self._named() if parameter.requires_grad]
         for order in (whole, trained):
             yield order
             if len(order) == n_saved:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from difflib import SequenceMatcher
+from itertools import groupby
 
 from recckpt.format.names import Name
 from recckpt.load.inventory import Inventory, Thing
 from recckpt.types import EMBEDDING
 
+_MOST_PAIRS = 100_000  # of names, which take a second; an error is not to wait for more
 _Slots = Mapping[str, tuple[str, tuple[int, ...]]]  # slot, or last part of the name of a tensor -> dtype, shape
 
 
@@ -64,23 +66,36 @@ def _form(thing: Thing) -> tuple[str, tuple[int, ...]]:
 
 def _paired(missing: Mapping[str, _Slots], left: Mapping[str, _Slots]) -> dict[str, str]:
     """Return the pairs that fit best; of those that fit equally well with another one, none."""
+    if len(missing) * len(left) > _MOST_PAIRS:
+        return {}
+    pairs_of = {name: _letter_pairs(name) for name in (*missing, *left)}
     pairs = [
-        _Pair(fit, SequenceMatcher(None, here, there).ratio(), here, there)
+        _Pair(fit, _likeness(pairs_of[here], pairs_of[there]), here, there)
         for here, slots in missing.items()
         for there, others in left.items()
         if (fit := _fit(slots, others))
     ]
     renames: dict[str, str] = {}
-    pairs.sort(reverse=True)
-    while pairs:
-        best = pairs[0]
-        alike = [pair for pair in pairs if (pair.fit, pair.likeness) == (best.fit, best.likeness)]
-        touching = [pair for pair in alike if pair.model == best.model or pair.there == best.there]
-        if len(touching) == 1:
-            renames[best.model] = best.there
-        models, others = {pair.model for pair in touching}, {pair.there for pair in touching}
-        pairs = [pair for pair in pairs if pair.model not in models and pair.there not in others]
+    done: tuple[set[str], set[str]] = set(), set()
+    for _, alike in groupby(sorted(pairs, reverse=True), key=lambda pair: (pair.fit, pair.likeness)):
+        open_pairs = [pair for pair in alike if pair.model not in done[0] and pair.there not in done[1]]
+        counts = Counter(pair.model for pair in open_pairs), Counter(pair.there for pair in open_pairs)
+        for pair in open_pairs:
+            if counts[0][pair.model] == counts[1][pair.there] == 1:
+                renames[pair.model] = pair.there
+            done[0].add(pair.model)
+            done[1].add(pair.there)
     return renames
+
+
+def _letter_pairs(name: str) -> frozenset[str]:
+    text = f" {name} "
+    return frozenset(text[i : i + 2] for i in range(len(text) - 1))
+
+
+def _likeness(one: frozenset[str], other: frozenset[str]) -> float:
+    """Return which share of their pairs of letters two names have in common (Dice's coefficient)."""
+    return 2 * len(one & other) / (len(one) + len(other))
 
 
 def _fit(slots: _Slots, others: _Slots) -> int:

@@ -53,6 +53,17 @@ def test_rows_of_all_ranks_come_with_scores_and_both_moments(tmp_path, states):
     assert [left.name for left in done.contents.left_out] == ["table item, scores", "table item, settings"]
 
 
+def test_old_states_of_a_table_whose_name_ends_as_those_of_files_begin_are_its_own(tmp_path):
+    values, both = floats(2, 3), floats(2, 6)
+    source = dump(tmp_path, "user_emb", [(ids(1, 2), values, None, both)], ADAM, states="opt_values")
+    done = import_checkpoint(source, tmp_path / "out")
+    assert [slot.name for slot in done.contents.tables[0].slots][1:] == [
+        "sparse_adam_exp_avg",
+        "sparse_adam_exp_avg_sq",
+    ]
+    assert done.rows == {"user_emb": 2}
+
+
 @pytest.mark.parametrize(
     ("kind", "width", "slot"),
     [

@@ -220,6 +220,15 @@ def test_an_order_that_nobody_knows_leaves_the_state_as_it_was_and_says_why(tmp_
         assert done.contents.extra["optimizer"]["state"].keys() == {0, 1}
 
 
+def test_a_model_that_has_what_the_file_lacks_names_nothing(tmp_path):
+    model = Clicks(sparse=False)
+    adam = torch.optim.Adam(model.parameters())
+    train(model, [adam], 1)
+    source = saved(tmp_path, model, optimizer=adam)
+    done = import_checkpoint(source, tmp_path / "out", model=nn.ModuleDict({"more": nn.Linear(1, 1)}), dry_run=True)
+    assert reasons(done)["optimizer"].startswith("found no tensor 'more.weight', expected each parameter in the file")
+
+
 def test_states_that_no_table_has_are_listed_by_name(tmp_path):
     model = Clicks(sparse=False)
     optimizers = {

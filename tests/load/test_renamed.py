@@ -89,3 +89,11 @@ def test_where_nothing_fits_the_advice_is_to_load_what_fits(tmp_path):
     other = nn.ModuleDict({"t": HashTable(9, name="else")})
     with pytest.raises(StateMismatchError, match=r"pass load_conf=\{'strict': False\} to load what fits by name"):
         Saver(other, output_dir=tmp_path).load("1")
+
+
+def test_many_layers_are_paired_by_their_numbers():
+    layers = range(60)
+    model = dense(**{f"blocks__{n}__{part}__weight": (4, 4) for n in layers for part in ("query", "key")})
+    there = dense(**{f"layers__{n}__{part}__weight": (4, 4) for n in layers for part in ("query", "key")})
+    rules = renames(model, there)
+    assert rules == {"blocks.*": "layers.*"}
