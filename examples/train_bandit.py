@@ -18,7 +18,7 @@ from pyarrow import csv
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from recckpt import CheckpointManager, Saver
+from recckpt import CheckpointManager
 from recckpt.sparse import HashTable, Normal, SparseAdamW, hash_ids
 
 DIM, BATCH = 8, 256
@@ -80,9 +80,7 @@ def train(impressions: Impressions, steps: int, output_dir: str) -> None:
     model = ClickModel()
     sparse = SparseAdamW([model.item, model.attribute], lr=0.01)
     dense = torch.optim.Adam(model.parameters(), lr=0.001)
-    saver = Saver(model, sparse, output_dir, max_keep=2)
-    saver.register_for_checkpointing("dense", dense)
-    manager = CheckpointManager(saver, save_interval=50)
+    manager = CheckpointManager.attach(model, [sparse, dense], output_dir=output_dir, save_interval=50)
     start = manager.restore()
     print(f"resuming at step {start}" if start else f"starting, with {len(impressions):,} impressions", flush=True)
     weight = (len(impressions) - impressions.clicked.sum()) / impressions.clicked.sum()

@@ -6,7 +6,7 @@ python examples/train_embedding.py --steps 3000                        # goes on
 python examples/train_embedding.py --ratings ratings.csv.gz --output-dir runs/movies
 
 Two towers: the score of a click is the product of the rows of its user and its item. Nothing of the model is
-recckpt's; one line finds its tables.
+recckpt's; one call finds its tables, and saves them in the background.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from click_log import ClickLog, generated_clicks, read_ratings
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from recckpt import CheckpointManager, Deltas, Saver
-from recckpt.live import live_tables
+from recckpt import CheckpointManager, Deltas
 
 N_ROWS, DIM = 20_000, 16  # ids share rows where there are more
 PRINT_EVERY = 100
@@ -52,12 +51,15 @@ class Run:
         self.model = TwoTowers()
         self.row_optim = torch.optim.SparseAdam([self.model.user.weight, self.model.item.weight], lr=0.01)
         self.dense_optim = torch.optim.Adam([*self.model.of_user.parameters(), *self.model.of_item.parameters()])
-        tables = live_tables(self.model, self.row_optim)
-        print(tables)
-        saver = Saver(self.model, output_dir=output_dir, tables=tables, deltas=Deltas(max_dirty=0.9), max_keep=2)
-        saver.register_for_checkpointing("dense_optim", self.dense_optim)
-        saver.register_io_state("clicks", clicks)
-        self.clicks, self.manager = clicks, CheckpointManager(saver, save_interval, async_save=True)
+        self.clicks = clicks
+        self.manager = CheckpointManager.attach(
+            self.model,
+            [self.row_optim, self.dense_optim],
+            loader=clicks,
+            output_dir=output_dir,
+            save_interval=save_interval,
+            deltas=Deltas(max_dirty=0.9),
+        )
 
     def train(self, steps: int, crash_at: int | None) -> None:
         """Train up to ``steps`` in all, and save at the end."""

@@ -24,7 +24,7 @@ from recckpt.sparse import SparseAdamW
 
 
 class ClickModel(pl.LightningModule):
-    """The dense optimizer is Lightning's; that of the tables is the callback's."""
+    """The dense optimizer is Lightning's; that of the tables is found and stepped by the callback."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,13 +53,7 @@ def main() -> None:
     pl.seed_everything(0)
     ids, labels = generated_clicks(seed=0)
     data = TensorDataset(torch.as_tensor(ids), torch.as_tensor(labels))
-    checkpoints = LightningCallback(
-        args.output_dir,
-        args.save_interval,
-        sparse_optimizer=lambda module: module.sparse_optim,
-        saver={"max_keep": 3},
-        manager={"save_on_signal": ("SIGTERM",)},
-    )
+    checkpoints = LightningCallback(args.output_dir, args.save_interval, manager={"save_on_signal": ("SIGTERM",)})
     trainer = pl.Trainer(
         max_steps=args.steps,
         callbacks=[checkpoints],
