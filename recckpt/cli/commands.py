@@ -70,6 +70,7 @@ def _add_looking(command: Command) -> None:
     """Add the commands that only read."""
     ls = command("ls", "list the checkpoints of an output dir, oldest first, or the runs in a directory of output dirs")
     ls.add_argument("dir", metavar="DIR", help="output dir, or a directory of output dirs; a path or URL")
+    ls.add_argument("--near", metavar="PATH", help="list the near saves too that a restore with Near(PATH) may take")
     show = command("show", "show what a checkpoint holds")
     show.add_argument("--files", action="store_true", help="list the files too, and name those of each table")
     head = command("head", "print the first rows of a table")
@@ -118,6 +119,9 @@ def _add_mending(command: Command) -> None:
     repair.add_argument("--dry-run", action="store_true", help="change nothing, and say what would be done")
     _add_compact(command)
     _add_mirror(command)
+    near = command("near", "list the near saves on this host, or remove them")
+    near.add_argument("what", choices=("ls", "clear"), help="list them, of all output dirs, or remove all")
+    near.add_argument("path", metavar="PATH", help="as of Near(PATH)")
     forget = command("forget", "remove ids from a table in all that lies in an output dir; takes it over")
     forget.add_argument("dir", metavar="DIR", help="output dir; a path or URL")
     forget.add_argument("--table", metavar="TABLE", help="without it and --ids, end what was begun earlier")

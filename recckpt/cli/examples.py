@@ -64,6 +64,10 @@ EXAMPLES = {
         "recckpt mirror runs/clicks s3://backup/clicks --max-upload-rate 50MB",
         "recckpt mirror s3://models/clicks /local/clicks --keep 1 --follow   # a local copy to serve from",
     ),
+    "near": (
+        "recckpt near ls /dev/shm/recckpt",
+        "recckpt near clear /dev/shm/recckpt     # such as on a host that was away while ids were forgotten",
+    ),
     "forget": (
         "recckpt forget runs/clicks --table user --ids ids.txt",
         "recckpt forget runs/clicks              # ends what was begun earlier",

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from recckpt.cli.near import near_data, near_saves_of, near_table
 from recckpt.cli.result import CommandError, CommandResult, usage_checked
 from recckpt.cli.runs import listed, runs_in
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
@@ -52,6 +53,7 @@ def ls(args: argparse.Namespace) -> CommandResult:
     others |= {directory: f"no {layout.MANIFEST}: {what}" for directory, what in leftovers.items()}
     tones |= {len(rows) + number: tones.get(len(rows) + number, "unsure") for number in range(len(others))}
     rows += [(escaped(directory), *"------", text) for directory, text in others.items()]
+    near_saves = [] if args.near is None else near_saves_of(storage, listing, args.near)
     data = {
         "output_dir": storage.url,
         "checkpoints": checkpoints,
@@ -60,9 +62,10 @@ def ls(args: argparse.Namespace) -> CommandResult:
         "fenced": [{"directory": name, "reason": reason} for name, reason in listing.fenced.items()],
         "leftovers": list(leftovers),
     }
-    return CommandResult(
-        data, [Table(_HEAD, rows, _NUMBERS, tones, whole=("TIME",))] if rows else [], _problems(storage, listing)
-    )
+    data |= {} if args.near is None else {"near": [near_data(save) for save in near_saves]}
+    tables = [Table(_HEAD, rows, _NUMBERS, tones, whole=("TIME",))] if rows else []
+    tables += [near_table([(storage.url, save) for save in near_saves])] if near_saves else []
+    return CommandResult(data, tables, _problems(storage, listing))
 
 
 def _problems(storage: Storage, listing: Listing) -> list[str]:

@@ -7,7 +7,13 @@ import re
 NEAR_ROOT = "recckpt-near"
 NEAR_HOST = "host"
 NEAR_JSON = "near.json"
+_PLACE = re.compile(r"[0-9a-f]{16}", re.ASCII)
 _NEAR = re.compile(r"([1-9]\d{0,17})\.([0-9a-f]{32})[./]([1-9]\d{0,17})", re.ASCII)
+
+
+def is_place(name: str) -> bool:
+    """Say whether a directory is named for an output dir, by its checksum."""
+    return _PLACE.fullmatch(name) is not None
 
 
 def near_name(epoch: int, nonce: str, cut: int) -> str:

@@ -60,11 +60,15 @@ class NearDir:
         storage: the directory of this place.
     """
 
-    def __init__(self, near: Near, url: str) -> None:
+    def __init__(self, near: Near, place: str) -> None:
+        self.place = place
+        self.storage = NearStorage(layout.join(_root(near), place), near.most_bytes)
+
+    @classmethod
+    def of(cls, near: Near, url: str) -> NearDir:
+        """Return that of an output dir."""
         canonical = url if "://" in url else os.path.realpath(url)
-        self.place = f"{xxhash.xxh3_64_intdigest(canonical.encode()):016x}"
-        path = os.path.realpath(os.path.expanduser(near.path))  # noqa: PTH111  # pathlib raises RuntimeError
-        self.storage = NearStorage(layout.join(path, near_names.NEAR_ROOT, self.place), near.most_bytes)
+        return cls(near, f"{xxhash.xxh3_64_intdigest(canonical.encode()):016x}")
 
     def host(self) -> str:
         """Return the id of this host, which all have that see the same directory; make both where they are missing.
@@ -109,6 +113,13 @@ class NearDir:
             names = {layout.join(epoch, name.partition("/")[0]) for name in self.storage.list_files(epoch)}
             yield from sorted(name for name in names if near_names.parse_near(name) is not None)
 
+    def clear(self) -> list[str]:
+        """Remove all near saves, sealed or not, and return their directories; OSError where some of it is left."""
+        directories = list(self.directories())
+        for directory in directories:
+            self.remove(directory)
+        return directories
+
     def remove(self, directory: str) -> None:
         """Remove a near save; its seal goes first, so that nobody takes the rest for whole.
 
@@ -138,3 +149,18 @@ class NearDir:
             log.warning("%s: %s is passed over: it was made elsewhere", self.storage.url, path)
             return None
         return Checkpoint(directory, seal.manifest, near_dir=self.storage)
+
+
+def places(near: Near) -> list[NearDir]:
+    """Return the directories of all output dirs of which near saves were made at a path.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    names = LocalStorage(_root(near)).list_dirs()
+    return [NearDir(near, name) for name in names if near_names.is_place(name)]
+
+
+def _root(near: Near) -> str:
+    path = os.path.realpath(os.path.expanduser(near.path))  # noqa: PTH111  # pathlib raises RuntimeError
+    return layout.join(path, near_names.NEAR_ROOT)

@@ -52,7 +52,7 @@ class NearTier(NearAtTakeover):
     """
 
     def __init__(self, near: Near, storage: Storage, concurrency: int) -> None:
-        self.dir, self.timeout_sec = NearDir(near, storage.url), near.timeout_sec
+        self.dir, self.timeout_sec = NearDir.of(near, storage.url), near.timeout_sec
         self._storage, self._concurrency, self._cut = storage, concurrency, 0
         self._seen: Sequence[Checkpoint] = ()
         self._named: tuple[Generation, ...] = ()  # in the list of the own takeover

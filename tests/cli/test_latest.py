@@ -33,7 +33,7 @@ COMMANDS = {
     "export --since": "export {run} {new} --to npy --since {name}",
     "export --since of a path": "export {run} {new} --to npy --since {run}/{name}",
 }
-OF_NO_CHECKPOINT = {"ls", "history", "first", "watch", "report", "repair", "forget", "import", "mirror"}
+OF_NO_CHECKPOINT = {"ls", "history", "first", "watch", "report", "repair", "forget", "import", "mirror", "near"}
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,7 @@ TESTS = {
     "cli/keep_option.py": "cli/test_mirror_command.py",
     "cli/mirror.py": "cli/test_mirror_command.py",
     "cli/misspelt.py": "cli/test_usage.py",
+    "cli/near.py": "cli/test_near_command.py",
     "cli/passed_by.py": "cli/test_latest.py",
     "cli/plan.py": "cli/test_plan_command.py",
     "cli/repair.py": "cli/test_repair_command.py",

@@ -1,0 +1,86 @@
+"""``recckpt near``: the near saves on this host, and their removal."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from recckpt.cli.result import CommandResult, usage_checked
+from recckpt.near.candidates import counting
+from recckpt.near.near_dir import NearDir, places
+from recckpt.near.options import Near
+from recckpt.output_dir.claims import last_takeover
+from recckpt.output_dir.listing import Checkpoint, Listing
+from recckpt.storage import Storage
+from recckpt.text import Line, Table, count, escaped, plural, size
+
+_HEAD = ("OUTPUT DIR", "NEAR SAVE", "STEP", "TIME", "ROWS", "SIZE", "STANDS ON")
+_NUMBERS = ("STEP", "ROWS", "SIZE")
+
+
+def near(args: argparse.Namespace) -> CommandResult:
+    """List what is there, or remove it."""
+    with usage_checked():
+        at = Near(args.path)
+    return _cleared(places(at), args.path) if args.what == "clear" else _listed(places(at), args.path)
+
+
+def near_saves_of(storage: Storage, listing: Listing, path: str) -> list[Checkpoint]:
+    """Return the near saves of an output dir that count, newest first."""
+    with usage_checked():
+        seen = NearDir.of(Near(path), storage.url).saves()
+    return counting(storage, seen, listing, last_takeover(storage).near_list)
+
+
+def near_table(saves: list[tuple[str, Checkpoint]]) -> Table:
+    """Return the table of near saves, each with the place of its output dir."""
+    return Table(_HEAD, [(place, *_row(save)) for place, save in saves], _NUMBERS, {}, whole=("TIME",))
+
+
+def near_data(save: Checkpoint) -> dict[str, Any]:
+    """Return what programs read of a near save."""
+    record = save.manifest
+    return {
+        "name": record.save_id,
+        "directory": save.directory,
+        "step": record.step,
+        "time": record.time,
+        "rows": _n_changed(save),
+        "bytes": record.n_bytes,
+        "parent": None if record.parent is None else record.parent.ckpt_id,
+    }
+
+
+def _listed(dirs: list[NearDir], path: str) -> CommandResult:
+    saves = [(each.place, save) for each in dirs for save in each.saves()]
+    unsealed = [(each, name) for each in dirs for name in each.directories() if name not in _directories(saves, each)]
+    lines: list[Line] = [near_table(saves)] if saves else []
+    lines += [f"{each.place}/{name}: not sealed: of a save that died, or is being written" for each, name in unsealed]
+    data = [{"place": place, **near_data(save)} for place, save in saves]
+    left = [{"place": each.place, "directory": name} for each, name in unsealed]
+    return CommandResult({"near_saves": data, "unsealed": left}, lines or [f"{path}: no near saves"])
+
+
+def _directories(saves: list[tuple[str, Checkpoint]], of: NearDir) -> set[str]:
+    return {save.directory for place, save in saves if place == of.place}
+
+
+def _cleared(dirs: list[NearDir], path: str) -> CommandResult:
+    removed = [f"{each.place}/{name}" for each in dirs for name in each.clear()]
+    return CommandResult({"removed": removed}, [f"{path}: {plural(len(removed), 'near save')} removed"])
+
+
+def _row(save: Checkpoint) -> tuple[str, ...]:
+    record = save.manifest
+    return (
+        record.save_id,
+        "-" if record.step is None else str(record.step),
+        escaped(record.time),
+        count(_n_changed(save)),
+        size(record.n_bytes),
+        "-" if record.parent is None else escaped(record.parent.ckpt_id),
+    )
+
+
+def _n_changed(save: Checkpoint) -> int:
+    return sum(table.own_rows for table in save.manifest.tables)

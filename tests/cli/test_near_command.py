@@ -1,0 +1,63 @@
+"""What the command line shows of near saves, and removes."""
+
+import shutil
+
+import pytest
+from support.near_runs import NearRun
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = NearRun(tmp_path).put(**{f"_{id_}": 0.5 for id_ in range(10)}).step()
+    return run.put(_1=1.0).step().put(_2=2.0).step()
+
+
+def test_the_near_saves_of_a_host_are_listed_and_those_that_died_are_named(recckpt, run):
+    left = run.near_dirs[0].parent / "99"
+    left.mkdir()
+    (left / "INTENT").write_text("{}")
+    answer = recckpt("near", "ls", run.near_path)
+    assert (answer.code, answer.err) == (0, "")
+    head, older, newer, died = answer.out.splitlines()
+    assert head.split()[:4] == ["OUTPUT", "DIR", "NEAR", "SAVE"]
+    assert older.split()[2] == "2"
+    assert newer.split()[2] == "3"
+    assert newer.endswith("ckpt_1")
+    assert died.endswith("/99: not sealed: of a save that died, or is being written")
+    values = recckpt("near", "ls", run.near_path, "--json").json
+    assert [(each["step"], each["rows"], each["parent"]) for each in values["near_saves"]] == [
+        (2, 1, "ckpt_1"),
+        (3, 2, "ckpt_1"),
+    ]
+    assert len(values["unsealed"]) == 1
+
+
+def test_all_are_removed(recckpt, run, tmp_path):
+    answer = recckpt("near", "clear", run.near_path)
+    assert (answer.code, answer.out) == (0, f"{run.near_path}: 2 near saves removed\n")
+    assert run.near_dirs == []
+    assert recckpt("near", "ls", run.near_path).out == f"{run.near_path}: no near saves\n"
+    assert NearRun(tmp_path).restore().manager.global_step == 1
+    run.put(_3=3.0).step()
+    assert run.counts == (3, 0, 0)
+
+
+def test_what_is_not_ours_stays(recckpt, tmp_path):
+    (tmp_path / "recckpt-near/notes").mkdir(parents=True)
+    (tmp_path / "recckpt-near/notes/kept").write_text("")
+    assert recckpt("near", "clear", tmp_path).out == f"{tmp_path}: 0 near saves removed\n"
+    assert (tmp_path / "recckpt-near/notes/kept").exists()
+    assert recckpt("near", "ls", tmp_path / "nowhere").code == 0
+    assert recckpt("near", "ls", "s3://bucket").code == 2
+
+
+def test_the_list_of_an_output_dir_shows_those_that_count(recckpt, run, tmp_path):
+    answer = recckpt("ls", tmp_path / "runs", "--near", run.near_path)
+    assert answer.code == 0
+    assert [line.split()[2] for line in answer.out.splitlines() if "runs " in line] == ["3", "2"], "the newest first"
+    values = recckpt("ls", tmp_path / "runs", "--near", run.near_path, "--json").json
+    assert [each["step"] for each in values["near"]] == [3, 2]
+    NearRun(tmp_path).restore(near=False)
+    shutil.rmtree(run.near_path)
+    assert recckpt("ls", tmp_path / "runs", "--near", run.near_path, "--json").json["near"] == []
+    assert "near" not in recckpt("ls", tmp_path / "runs", "--json").json
