@@ -67,8 +67,7 @@ class NearDir:
     @classmethod
     def of(cls, near: Near, url: str) -> NearDir:
         """Return that of an output dir."""
-        canonical = url if "://" in url else os.path.realpath(url)
-        return cls(near, f"{xxhash.xxh3_64_intdigest(canonical.encode()):016x}")
+        return cls(near, _place(url))
 
     def host(self) -> str:
         """Return the id of this host, which all have that see the same directory; make both where they are missing.
@@ -159,6 +158,11 @@ def places(near: Near) -> list[NearDir]:
     """
     names = LocalStorage(_root(near)).list_dirs()
     return [NearDir(near, name) for name in names if near_names.is_place(name)]
+
+
+def _place(url: str) -> str:
+    canonical = url if "://" in url else os.path.realpath(url)
+    return f"{xxhash.xxh3_64_intdigest(canonical.encode()):016x}"
 
 
 def _root(near: Near) -> str:
