@@ -15,7 +15,7 @@ from recckpt.errors import CheckpointNotFoundError, CheckpointRemovedError, Corr
 from recckpt.format.manifest import Manifest
 from recckpt.inspect.find import Place, is_checkpoint
 from recckpt.inspect.reader import CheckpointReader, reader_of
-from recckpt.output_dir.checkpoint_dir import Manifests
+from recckpt.inspect.watch.look import ReadOnce
 from recckpt.output_dir.listing import Checkpoint, look_around
 from recckpt.output_dir.why_nothing import why_nothing
 from recckpt.storage import Storage, absolute, open_storage
@@ -103,7 +103,7 @@ class RunFollower:
     """
 
     def __init__(self, storage: Storage, *, after: int, only_newest: bool, with_ephemeral: bool) -> None:
-        self._storage, self._known = storage, Manifests()
+        self._storage, self._known = storage, ReadOnce()
         self._after, self._only_newest, self._with_ephemeral = after, only_newest, with_ephemeral
         self._saves, self._places = set[str](), set[tuple[int, int]]()  # of those that were returned or passed over
         self._damaged = set[str]()  # directories that the log has named

@@ -22,6 +22,7 @@ from recckpt.output_dir.listing import list_checkpoints
 from recckpt.sparse import HashTable
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
+from recckpt.storage.objects import ObjectStorage
 
 
 def run_at(url, kind="full", max_keep=None):
@@ -259,3 +260,20 @@ def test_beside_a_process_that_saves_and_rotates_without_a_pause_each_is_whole_a
     assert writer.wait(60) == 0
     assert steps == sorted(set(steps))
     assert open_storage(str(tmp_path)).list_dirs()
+
+
+def test_a_look_reads_no_manifest_twice_and_lists_no_checkpoint_that_it_knows(memory_url, waits, monkeypatch):
+    train(run_at(memory_url), 3)
+    asked = []
+    for name in ("read", "open", "list_files"):
+        method = getattr(ObjectStorage, name)
+
+        def noted(self, *args, _name=name, _method=method):
+            asked.append((_name, *args))
+            return _method(self, *args)
+
+        monkeypatch.setattr(ObjectStorage, name, noted)
+    waits += [asked.clear, lambda: None]
+    assert followed(memory_url) == [1, 2, 3]
+    assert asked
+    assert not [each for each in asked if "ckpt_" in str(each[1:])]

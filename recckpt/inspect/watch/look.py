@@ -17,7 +17,7 @@ from recckpt.output_dir.timeline import read_timeline
 from recckpt.storage import NOT_READABLE, Listed, Storage
 
 
-class _ReadOnce(Manifests):
+class ReadOnce(Manifests):
     """Manifests that are read once, as are the sizes of their files: later damage is for ``recckpt verify`` to find.
 
     So a look lists no directory, which may hold any number of files of others.
@@ -49,7 +49,7 @@ class Watcher:
     """
 
     def __init__(self, storage: Storage, overdue_sec: float | None = None) -> None:
-        self._storage, self._known, self._overdue_sec = storage, _ReadOnce(), overdue_sec
+        self._storage, self._known, self._overdue_sec = storage, ReadOnce(), overdue_sec
         self._intents: dict[str, Intent] = {}
         self._writer: Claim | None = None
         self._timeline: tuple[object, History] = (None, history_of([]))
