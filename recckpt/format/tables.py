@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -10,6 +11,15 @@ from typing import Any, NamedTuple
 from recckpt.format.json_fields import Fields
 from recckpt.format.reduced import Reduced, parse_reduced, reduced_json
 from recckpt.types import EMBEDDING, ITEM_BYTES, SlotSpec, check_table_name
+
+COUNTS = ("int64", "uint8")  # part of the format: dtypes of the counts of ids that wait for a row, exact or in a filter
+_COUNTED = re.compile(r"(.+)\.candidates(_\d+x\d+)?", re.DOTALL)
+
+
+def counted_table(name: str) -> str:
+    """Return the table whose waiting ids another one counts, by the name of that; "" where it counts none."""
+    match = _COUNTED.fullmatch(name)
+    return match[1] if match else ""
 
 
 @dataclass(frozen=True)

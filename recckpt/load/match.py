@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from recckpt.format.names import ID, Name, slot_name, state_name
 from recckpt.format.reduced import descriptions_of
+from recckpt.format.tables import COUNTS, counted_table
 from recckpt.format.training import misfit
 from recckpt.load.inventory import PLAIN, Inventory, LoadCandidate, Thing
 from recckpt.load.problems import Problems, check_patterns, names_and_tables
@@ -88,7 +89,14 @@ class Match:
 
     def _left(self) -> list[Name]:
         """Return what the entry asks for, is there, and is nothing of the model."""
-        return [name for name in self.offer.inventory if name not in self._known and self.offer.entry.wants(name)]
+        left = [name for name in self.offer.inventory if name not in self._known and self.offer.entry.wants(name)]
+        return [name for name in left if not self._is_count(name)] if self.offer.entry.serves else left
+
+    def _is_count(self, name: Name) -> bool:
+        """Say whether this counts ids that wait for a row in another table, which only training needs."""
+        waited_for, inventory = counted_table(name.table), self.offer.inventory
+        dtype = inventory.get(slot_name(name.table, EMBEDDING), Thing()).dtype
+        return bool(waited_for) and slot_name(waited_for, ID) in inventory and dtype in COUNTS
 
     def _is_explicit(self, name: Name) -> bool:
         """Say whether somebody asked for just this; of a whole table the embedding is what must be there."""

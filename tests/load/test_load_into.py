@@ -12,6 +12,7 @@ import recckpt
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import CheckpointNotFoundError, LoadConfError, StateMismatchError
 from recckpt.live import live_tables
+from recckpt.policies.admit import Bloom, MinCount
 from recckpt.sparse import HashTable, SparseAdam
 
 
@@ -137,6 +138,19 @@ def test_what_only_training_needs_is_refused_where_it_is_asked_for(tmp_path):
     with pytest.raises(CheckpointNotFoundError, match="does not exist"):
         recckpt.load_into(ClickModel(), tmp_path / "gone")
     assert not (tmp_path / "gone").exists()
+
+
+@pytest.mark.parametrize("bloom", [None, Bloom(1000, 0.01)], ids=["exact", "filter"])
+def test_counts_of_ids_that_wait_for_a_row_are_not_missed(tmp_path, bloom):
+    table = HashTable(4, name="item", admit=MinCount(2, bloom=bloom))
+    for ids in (torch.arange(10), torch.arange(4)):
+        table(ids)
+    saver = Saver(nn.ModuleDict({"item": table}), output_dir=str(tmp_path))
+    assert len(saver.save("ckpt_1").tables) == 2
+    model = nn.ModuleDict({"item": HashTable(4, name="item")})
+    assert recckpt.load_into(model, tmp_path).rows_taken == {"item": 4}
+    with pytest.raises(StateMismatchError, match=r"not in the model: 'item.candidates"):
+        Saver(model, output_dir=str(tmp_path)).load()
 
 
 def test_only_what_changes_look_ups_is_warned_of(tmp_path, caplog):
