@@ -27,11 +27,11 @@ def mirror(args: argparse.Namespace) -> CommandResult:
     with usage_checked():
         keep = None if args.keep is None else keep_policy(args.keep)
         made = Mirror(args.run, args.to, keep=keep, max_upload_rate=args.max_upload_rate, threads=args.threads)
-    if args.follow:
-        with suppress(KeyboardInterrupt):
-            _follow(made, args.interval or _INTERVAL_SEC, as_json=args.json)
-        return ShownResult()
-    done = made.update()
+        if args.follow:
+            with suppress(KeyboardInterrupt):
+                _follow(made, args.interval or _INTERVAL_SEC, as_json=args.json)
+            return ShownResult()
+        done = made.update()
     return CommandResult(_data(done), [_line(done)], _problems(done))
 
 

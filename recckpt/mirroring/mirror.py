@@ -18,7 +18,7 @@ from recckpt.mirroring.selection import check_same
 from recckpt.output_dir.checkpoint_dir import Manifests, refuse_checkpoint
 from recckpt.output_dir.forget_requests import check_none_pending, requests
 from recckpt.output_dir.known_mirrors import KnownMirror, note_mirror
-from recckpt.output_dir.listing import Listing, list_checkpoints
+from recckpt.output_dir.listing import Listing, list_checkpoints, look_around
 from recckpt.output_dir.why_nothing import why_nothing
 from recckpt.policies.keep import Keep, as_keep
 from recckpt.storage import open_storage
@@ -135,13 +135,16 @@ class Mirror:
         files_beside.replace_other(self._to, layout.INDEX_FILE, layout.encode_index(this.there.ckpt_ids))
         self._hold.check()  # whoever took it over meanwhile was not in the way, and there is no mirror any more
         self._note(forgotten)
-        damaged = {name: str(error) for name, error in {**this.run.damaged, **this.damaged}.items()}
+        wrong = {**this.run.damaged, **this.run.unreadable, **this.damaged}
+        damaged = {name: str(error) for name, error in wrong.items()}
         return Mirrored(self._to.url, tuple(this.copied), tuple(removed), this.n_bytes, newest, damaged)
 
     def _look(self) -> tuple[Listing, Listing]:
         """Return what the run has, and what the mirror has."""
-        run = list_checkpoints(self._run, self._known)
+        run = look_around(self._run, self._known)
         if run.is_empty:
+            for error in run.unreadable.values():
+                raise error
             raise CheckpointNotFoundError(f"{self._run.url}: {why_nothing(self._run)}")
         return run, list_checkpoints(self._to, self._known_there)
 

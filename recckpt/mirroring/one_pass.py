@@ -124,13 +124,12 @@ class OnePass:
                 progress.add_rows(checkpoint.manifest.rows)
 
     def _unfinished(self) -> Iterator[str]:
-        """Yield the directories that a copy has begun and that do not belong there, or cannot be read."""
-        committed: set[str] = {checkpoint.directory for checkpoint in (*self.there.committed, *self.there.lost)}
-        for directory in self.there.directories:
-            if directory not in committed | self._selection.stay:
-                names = self._copier.to.list_files(directory)
-                if layout.INTENT in names or layout.OFFER in names:
-                    yield directory
+        """Yield what copies have begun and what does not belong there; after a forgetting, damaged ones too."""
+        broken = self.there.damaged.keys() - {c.directory for c in self.there.lost} if self._is_forgotten else set()
+        for directory in {*self.there.uncommitted, *broken} & {*self.there.directories} - self._selection.stay:
+            names = self._copier.to.list_files(directory)
+            if layout.INTENT in names or layout.OFFER in names:
+                yield directory
 
     def _check_gone(self) -> None:
         """Raise where a directory that does not belong there has parts left, which may hold what was forgotten."""

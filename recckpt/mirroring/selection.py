@@ -80,10 +80,10 @@ def going(there: Listing, stay: Collection[str], *, has_all: bool) -> list[Check
     Args:
         there: what the mirror has.
         stay: directories of what belongs there.
-        has_all: whether copies go, too, that a person made under a name of their own.
+        has_all: whether damaged ones go, too, and copies that a person made under a name of their own.
     """
-    checkpoints = (c for c in (*there.committed, *there.lost) if c.directory not in stay)
-    gone = [c for c in checkpoints if has_all or layout.is_attempt(c.directory, c.ckpt_id)]
+    ours = (c for c in there.committed if layout.is_attempt(c.directory, c.ckpt_id))
+    gone = [c for c in ((*there.committed, *there.lost) if has_all else ours) if c.directory not in stay]
     return in_order(gone, there)
 
 

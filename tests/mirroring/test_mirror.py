@@ -18,6 +18,8 @@ from recckpt import CheckpointReader
 from recckpt.compaction.adopting import adopt
 from recckpt.errors import CheckpointNotFoundError, RecckptError, WriterFencedError
 from recckpt.format import layout
+from recckpt.inspect.watch.look import Watcher
+from recckpt.inspect.watch.shown import facts
 from recckpt.mirroring.mirror import Mirror
 from recckpt.output_dir import rotation
 from recckpt.output_dir.claims import claimed_epochs, read_claim
@@ -185,6 +187,24 @@ def test_what_is_damaged_in_the_run_stays_in_the_mirror(run, to):
     check_whole(to)
 
 
+def test_what_cannot_be_read_in_the_run_is_named_and_the_others_are_copied(run, to, tmp_path):
+    (run / "ckpt_4").rename(tmp_path / "elsewhere")
+    (run / "ckpt_4").symlink_to(tmp_path / "elsewhere")
+    done = recckpt.mirror(run, to)
+    assert done.copied == CHAIN[:3]
+    assert "a symbolic link" in done.damaged["ckpt_4"]
+
+
+def test_what_is_damaged_in_the_mirror_alone_stays_for_whoever_wants_to_salvage_it(tmp_path, to):
+    trainer = ForgettingRun(tmp_path / "run", deltas=False, max_keep=1)
+    for step in (1, 2):
+        trainer.saver.save(f"ckpt_{step}", step=step)
+        recckpt.mirror(tmp_path / "run", to, keep=All())
+    (to / "ckpt_1" / "model.pt").unlink()
+    assert recckpt.mirror(tmp_path / "run", to, keep=1).removed == ()
+    assert (to / "ckpt_1" / layout.MANIFEST).exists()
+
+
 def test_what_is_missing_in_the_mirror_is_copied_again(run, to):
     recckpt.mirror(run, to)
     (to / "ckpt_1" / "model.pt").unlink()
@@ -250,6 +270,18 @@ def test_who_saves_in_a_mirror_takes_it_over_and_the_mirror_refuses(run, to, cap
     assert tree(to) == before
     ForgettingRun(to).saver.save("ckpt_6", step=6)  # of a later process
     assert read_claim(storage, max(claimed_epochs(storage))).continues == claim.continues
+
+
+def test_watch_shows_what_a_mirror_is_of_and_what_a_run_continues(run, to):
+    recckpt.mirror(run, to)
+    shown = {name: text for name, text, _ in facts(Watcher(open_storage(str(to))).look())}
+    assert shown["mirror of"] == str(run)
+    assert "continues" not in shown
+    ForgettingRun(to).saver.save("ckpt_5", step=5)
+    status = Watcher(open_storage(str(to))).look()
+    assert {name: text for name, text, _ in facts(status)}["continues"] == f"{run}, of which it was a mirror"
+    writer = status.to_dict()["writer"]
+    assert (writer["mirror_of"], writer["continues"]) == (None, str(run))
 
 
 def test_of_two_mirrors_into_one_place_the_later_goes_on(run, to):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from recckpt.inspect.watch.status import Failure, LastSave, Status
+from recckpt.output_dir.claims import Claim
 from recckpt.text import count, duration, escaped, one_line, plural, size, sparkline
 
 _MOST_PROBLEMS = 3  # that are shown
@@ -52,12 +53,18 @@ def facts(status: Status) -> Iterator[Fact]:
     if status.n_checkpoints:
         yield Fact("kept", f"{plural(status.n_checkpoints, 'checkpoint')}, {size(status.n_bytes)}")
     if status.writer is not None:
-        writer = status.writer
-        by = f" (`{one_line(writer.purpose)}`)" if writer.purpose else ""
-        process = f"process {writer.pid} on {escaped(writer.host)}{by}, since {escaped(writer.time)}"
-        yield Fact("writer", process)
+        yield from _writer(status.writer)
     for problem in few(status.problems):
         yield Fact("problem", problem, "bad")
+
+
+def _writer(writer: Claim) -> Iterator[Fact]:
+    by = f" (`{one_line(writer.purpose)}`)" if writer.purpose else ""
+    yield Fact("writer", f"process {writer.pid} on {escaped(writer.host)}{by}, since {escaped(writer.time)}")
+    if writer.mirror_of is not None:
+        yield Fact("mirror of", escaped(writer.mirror_of.url))
+    if writer.continues is not None:
+        yield Fact("continues", f"{escaped(writer.continues.url)}, of which it was a mirror")
 
 
 def line(status: Status) -> str:

@@ -118,6 +118,8 @@ class Status:
         if self.writer is not None:
             writer = {"epoch": self.writer.epoch, "host": self.writer.host, "pid": self.writer.pid}
             writer |= {"time": self.writer.time, "purpose": self.writer.purpose or None}
+            mirrors = {"mirror_of": self.writer.mirror_of, "continues": self.writer.continues}
+            writer |= {key: None if mirror is None else mirror.url for key, mirror in mirrors.items()}
         return {
             "output_dir": self.url,
             "time": self.time.isoformat(timespec="seconds").replace("+00:00", "Z"),
