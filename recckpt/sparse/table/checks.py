@@ -18,6 +18,10 @@ from recckpt.types import EMBEDDING, ITEM_BYTES, SlotSpec
 
 Int64s = npt.NDArray[np.int64]
 
+_NESTED = (
+    "ids must be a plain tensor, found a nested one: table.bag(ids) pools its rows; for rows that are not pooled "
+    "write torch.nested.nested_tensor_from_jagged(table(ids.values()), ids.offsets()), or pad the ids, with padding_id="
+)
 _PROBES = count()
 MAX_VALUES = 1 << 18  # of a row: a megabyte in float32, where embeddings have hundreds
 _RESERVED_SLOTS = frozenset({EMBEDDING, "id", "table", "op"})  # columns of the format
@@ -31,7 +35,12 @@ def flat_ids(ids: Tensor) -> Int64s:
     if ids.dtype != torch.int64:
         raise ValueError(f"ids must be int64, found {ids.dtype}; convert them with ids.long()")
     check_has_values(ids)
-    flat: Int64s = ids.detach().reshape(-1).cpu().contiguous().numpy()
+    try:
+        flat: Int64s = ids.detach().reshape(-1).cpu().contiguous().numpy()
+    except RuntimeError as error:
+        if not ids.is_nested:
+            raise
+        raise ValueError(_NESTED) from error
     return flat
 
 

@@ -80,3 +80,14 @@ def test_to_whoever_asks_whether_there_is_a_weight_there_is_none():
     assert getattr(copy.deepcopy(table), "weight", None) is None
     with pytest.raises(AttributeError, match="no attribute 'weights'"):
         table.weights  # noqa: B018
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_ids_are_answered_with_what_takes_them(layout):
+    table = HashTable(4, name="t")
+    ids = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])], layout=layout)
+    with pytest.raises(ValueError, match=r"found a nested one: table\.bag\(ids\) pools its rows"):
+        table(ids)
+    if layout is torch.jagged:
+        rows = torch.nested.nested_tensor_from_jagged(table(ids.values()), ids.offsets())
+        assert [len(some) for some in rows.unbind()] == [2, 1]
