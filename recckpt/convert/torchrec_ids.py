@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -14,16 +14,25 @@ from recckpt.errors import ConversionError
 from recckpt.format.distinct import distinct
 
 _RAW, _PLACES, _HASHED = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping", "_hash_zch_identities"
+_COUNTERS = "_mch_"  # how the names of what an eviction policy keeps of each id begin
 _FREE = np.iinfo(np.int64).max  # in place of the raw id of a place that has none
 
 
 @dataclass(frozen=True)
 class PlacedIds:
-    """The id of each place of a matrix; None for the places themselves. ``has_free``: whether places may have none."""
+    """The id of each place of a matrix.
+
+    Attributes:
+        n_places: rows of the matrix.
+        ids: None for the places themselves.
+        has_free: whether places may have no id.
+        counters: slot -> what ZCH keeps of each place that has an id.
+    """
 
     n_places: int
     ids: Int64s | None = None
     has_free: bool = False
+    counters: Mapping[str, Int64s] = field(default_factory=dict)
 
     @property
     def n_rows(self) -> int:
@@ -69,7 +78,8 @@ def row_ids(table: str, n_places: int, own: Mapping[str, SourceTensor], url: str
     if len(raw) != len(places):
         found = f"{len(raw)} raw ids and {len(places)} places"
         raise ConversionError(url, where, found=found, expected="as many of both")
-    raw, places = raw[raw != _FREE], places[raw != _FREE]
+    has_id = raw != _FREE
+    raw, places = raw[has_id], places[has_id]
     if len(places) and not 0 <= places.min() <= places.max() < n_places:
         found = f"places from {places.min()} to {places.max()}"
         raise ConversionError(url, where, found=found, expected=f"places in a matrix of {n_places} rows")
@@ -77,4 +87,21 @@ def row_ids(table: str, n_places: int, own: Mapping[str, SourceTensor], url: str
         raise ConversionError(url, where, found="two ids in one place", expected="each in its own")
     ids = np.full(n_places, _FREE, np.int64)
     ids[places] = raw
-    return PlacedIds(n_places, ids, has_free=True)
+    counters = {
+        f"zch_{name.removeprefix(_COUNTERS)}": _placed(own[name].whole()[has_id], places, n_places)
+        for name in counters_in(own)
+    }
+    return PlacedIds(n_places, ids, has_free=True, counters=counters)
+
+
+def counters_in(own: Mapping[str, SourceTensor]) -> list[str]:
+    """Return what the state of ZCH has of each id beside its place: the counters of its eviction policy."""
+    n_ids = own[_RAW].shape if _RAW in own else None
+    others = (name for name in own if name.startswith(_COUNTERS) and name not in (_RAW, _PLACES))
+    return [name for name in others if own[name].dtype == "int64" and own[name].shape == n_ids]
+
+
+def _placed(values: Int64s, places: Int64s, n_places: int) -> Int64s:
+    of_places = np.zeros(n_places, np.int64)
+    of_places[places] = values
+    return of_places

@@ -85,6 +85,18 @@ def test_rows_under_zch_have_the_raw_ids(tmp_path, save):
     assert len(done.contents.left_out) == 4
 
 
+@pytest.mark.parametrize("save", [save_torch, save_dcp])
+def test_what_zch_counts_of_ids_comes_with_their_rows(tmp_path, save):
+    weight, state = zch([-7, 1000, 2000, FREE], [3, 0, 1, 2])
+    module = "mc._managed_collision_collection._managed_collision_modules.t1."
+    state |= {f"{module}_mch_counts": torch.tensor([5, 6, 7, 0]), f"{module}_mch_last_access_iter": torch.arange(4)}
+    done = import_checkpoint(save(state, tmp_path / "x"), tmp_path / "out", format="torchrec")
+    rows = {"id": np.array([1000, 2000, -7]), "embedding": weight[[0, 1, 3]].numpy()}
+    rows |= {"zch_counts": np.array([6, 7, 5]), "zch_last_access_iter": np.array([1, 2, 0])}
+    assert table_bytes(tmp_path / "out", "t1") == rows_bytes(rows)
+    assert not [left for left in done.contents.left_out if "counts" in left.name or "access" in left.name]
+
+
 @pytest.mark.parametrize(
     ("raw", "places", "match"),
     [

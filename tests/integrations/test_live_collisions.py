@@ -11,6 +11,7 @@ from support.spec_reader import DamagedError
 from torch import optim
 
 from recckpt import Deltas, Saver
+from recckpt.convert import import_checkpoint
 from recckpt.errors import LiveTableError, StateMismatchError
 from recckpt.inspect.verify import verify
 from recckpt.live import live_tables
@@ -153,6 +154,20 @@ def test_the_table_of_a_hashtable_loads_into_one_of_raw_ids_and_back(tmp_path):
     conf = {"path": str(tmp_path / "ours"), "load": ["users@embedding"]}
     assert saver.load_by_config(conf).rows_taken["users"] == 63
     assert torch.equal(models.looked_up(other, ids), models.looked_up(model, ids))
+
+
+def test_what_an_import_found_loads_with_rows_and_counts(tmp_path):
+    model, optimizers, tables, _ = made(tmp_path / "unused")
+    train(model, optimizers, 0, 40)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    import_checkpoint(tmp_path / "model.pt", tmp_path / "imported", format="torchrec")
+    other, others, restored, saver = made(tmp_path / "other", zch_size=128, seed=1)
+    saver.load_by_config({"path": str(tmp_path / "imported"), "load": ["users@*"]})
+    there, here = (models.truth_of(some)["users"] for some in (tables, restored))
+    kept = "embedding", "zch_counts", "zch_last_access_iter"
+    expected, found = ({id_: [row[name] for name in kept] for id_, row in rows.items()} for rows in (there, here))
+    assert found == expected
+    train(other, others, 40, 60)
 
 
 def test_ids_are_merged_with_those_that_are_there(tmp_path):

@@ -6,17 +6,17 @@ such names too, so the format has to be named.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from recckpt.convert.dcp_metadata import METADATA
-from recckpt.convert.source import ImportOptions, LeftOut, SourceContents, SourceRows, SourceTable, SourceTensor
+from recckpt.convert.source import ImportOptions, Int64s, LeftOut, SourceContents, SourceRows, SourceTable, SourceTensor
 from recckpt.convert.source_files import SourceFiles
 from recckpt.convert.sources.dcp import read_tensors
 from recckpt.convert.tensor_source import STEP_BYTES, slot_of
 from recckpt.convert.torch_file import load_torch_dict, split_values
-from recckpt.convert.torchrec_ids import PlacedIds, listed_ids, row_ids
+from recckpt.convert.torchrec_ids import PlacedIds, counters_in, listed_ids, row_ids
 from recckpt.convert.torchrec_names import OF_KV_ZCH, OF_ZCH, is_state, states_of, table_names, zch_of
 from recckpt.errors import ConversionError
 from recckpt.format.layout import SPARSE_OPTIM
@@ -86,6 +86,7 @@ class TorchRecSource:
             if ids.n_rows < tensors[key].shape[0]:
                 free = tensors[key].shape[0] - ids.n_rows
                 left.append(LeftOut(f"table {table}", f"{free} rows to which ZCH has given no id are left out"))
+            slots |= {slot: _in_memory(slot, values) for slot, values in ids.counters.items()}
             specs = tuple(slot_of(slot, tensor, url) for slot, tensor in slots.items())
             tables.append(SourceTable(table, ids.n_rows, specs))
             self._slots[table], self._ids[table] = slots, ids
@@ -124,11 +125,20 @@ def _ids_of(
     return row_ids(table, n_rows, own, url)
 
 
-def _of_zch(weights: Iterable[str], tensors: Mapping[str, SourceTensor]) -> tuple[list[str], list[str]]:
-    """Return the tensors of ids beside rows, and those that are state of ZCH."""
+def _of_zch(weights: Collection[str], tensors: Mapping[str, SourceTensor]) -> tuple[list[str], list[str]]:
+    """Return the tensors that say of rows which id they have and how often it came, and other state of ZCH."""
     ids = [f"{weight}_id" for weight in weights if f"{weight}_id" in tensors]
     stores = [f"{name.removesuffix('.weight_id')}.{each}" for name in ids for each in OF_KV_ZCH]
-    return ids, [*(name for name in tensors if OF_ZCH in name), *(name for name in stores if name in tensors)]
+    for weight in weights:
+        own = zch_of(weight, tensors, weights)
+        ids += [own[name] for name in counters_in({name: tensors[key] for name, key in own.items()})]
+    others = (name for name in tensors if OF_ZCH in name and name not in ids)
+    return ids, [*others, *(name for name in stores if name in tensors)]
+
+
+def _in_memory(name: str, values: Int64s) -> SourceTensor:
+    """Return values of each row, which are in memory, as a tensor of the source."""
+    return SourceTensor(name, "int64", values.shape, name, lambda begin, end: values[begin:end])
 
 
 def _scalars(steps: Mapping[str, int]) -> dict[str, Any]:
