@@ -22,7 +22,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from recckpt import CheckpointManager, Saver
+from recckpt import CheckpointManager
 from recckpt.live import live_tables
 
 ROWS, DIM, SAMPLES = 5000, 16, 32
@@ -89,10 +89,8 @@ def main() -> None:
     model, optimizer = sharded(args.plan)
 
     tables = live_tables(model, [optimizer])
-    saver = Saver(model, output_dir=args.dir, tables=tables, deltas=True, max_keep=3)
-    saver.register_for_checkpointing("optimizer", optimizer)
     optimizer.init_state()
-    with CheckpointManager(saver, save_interval=10, async_save=True) as manager:
+    with CheckpointManager.attach(model, optimizer, tables=tables, output_dir=args.dir, save_interval=10) as manager:
         manager.restore()
         while manager.global_step < args.steps:
             if manager.global_step == args.kill_at:
