@@ -126,6 +126,8 @@ def _add_mending(command: Command) -> None:
     forget.add_argument("dir", metavar="DIR", help="output dir; a path or URL")
     forget.add_argument("--table", metavar="TABLE", help="without it and --ids, end what was begun earlier")
     forget.add_argument("--ids", metavar="FILE", help=_IDS)
+    dry_help = "change nothing; say what would be written again and removed, and about how long it takes"
+    forget.add_argument("--dry-run", action="store_true", help=dry_help)
     plan = command("plan", "say what a model bank would load, from where, without loading it")
     plan.add_argument("--model-names", metavar="FILE", required=True, help="names of the model: lines of Saver.names()")
     plan.add_argument("bank", metavar="BANK.json", help="the model bank: a JSON list of entries")

@@ -69,6 +69,7 @@ EXAMPLES = {
         "recckpt near clear /dev/shm/recckpt     # such as on a host that was away while ids were forgotten",
     ),
     "forget": (
+        "recckpt forget runs/clicks --table user --ids ids.txt --dry-run   # what it would write again",
         "recckpt forget runs/clicks --table user --ids ids.txt",
         "recckpt forget runs/clicks              # ends what was begun earlier",
     ),

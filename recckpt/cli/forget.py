@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from recckpt.cli.result import CommandResult, UsageError, usage_checked
 from recckpt.forgetting.forget import finish
 from recckpt.forgetting.forget import forget as forget_ids
 from recckpt.forgetting.forgetting import Forgotten
+from recckpt.forgetting.plan import ForgetPlan, plan_forget
 from recckpt.format import layout
 from recckpt.inspect.ids_file import read_ids
+from recckpt.inspect.save_times import saves_of, write_rate
 from recckpt.output_dir.known_mirrors import mirrors_behind
 from recckpt.storage import open_storage
-from recckpt.text import escaped, one_line, plural
+from recckpt.text import duration, escaped, one_line, plural, size
 
 
 def forget(args: argparse.Namespace) -> CommandResult:
     """Forget ids, or end what an earlier call has begun."""
     if (args.table is None) != (args.ids is None):
         raise UsageError("--table and --ids go together; without both, what was begun earlier is ended")
+    if args.dry_run:
+        return _dry_run(args)
     with usage_checked():
         if args.table is None:
             done = finish(args.dir)
@@ -33,6 +39,32 @@ def forget(args: argparse.Namespace) -> CommandResult:
     problems = [f"{url}: the mirror {each} may still have ids: `recckpt mirror {url} {each}`" for each in behind]
     data = {"output_dir": args.dir, "requests": [_data(each) for each in done], "mirrors_behind": behind}
     return CommandResult(data, lines, problems)
+
+
+def _dry_run(args: argparse.Namespace) -> CommandResult:
+    """Say what would be done, and how long that takes at the pace of the last saves."""
+    with usage_checked():
+        plans = plan_forget(args.dir, args.table, None if args.ids is None else read_ids(args.ids))
+        rate = write_rate(saves_of(open_storage(args.dir)))
+    n_bytes = sum(plan.n_bytes for plan in plans)
+    lines = [line for plan in plans for line in _planned(plan)] or [f"{one_line(args.dir)}: nothing is to be forgotten"]
+    if n_bytes:
+        pace = (
+            "" if rate is None else f", about {duration(n_bytes / rate)} at the {size(int(rate))}/s of the last saves"
+        )
+        lines.append(f"it would read and write {size(n_bytes)}{pace}, and fence a trainer off that saves there")
+    requests = [{**asdict(plan), "bytes": plan.n_bytes} for plan in plans]
+    data = {"output_dir": args.dir, "dry_run": True, "requests": requests, "bytes": n_bytes}
+    return CommandResult({**data, "seconds": None if rate is None else n_bytes / rate}, lines)
+
+
+def _planned(plan: ForgetPlan) -> Iterator[str]:
+    earlier = ", as was asked earlier" if plan.is_pending else ""
+    what = f"{plural(plan.n_ids, 'id')} of table {escaped(plan.table)}{earlier}"
+    yield f"would forget {what}: {plural(len(plan.rewritten), 'checkpoint')} to write again"
+    yield from (f"  {escaped(c.ckpt_id)}: {plural(c.n_rows, 'row')}, {size(c.n_bytes)}" for c in plan.rewritten)
+    if plan.removed:
+        yield f"  removed too: {', '.join(map(escaped, plan.removed))}"
 
 
 def _lines(done: Forgotten) -> list[str]:

@@ -50,14 +50,13 @@ def forget(
         OSError: the storage failed; call it again.
     """
     checked, storage = checked_ids(ids), open_storage(os.fspath(path))
-    listing = _listing(storage)
-    check_readable(listing)
+    listing = readable_listing(storage)
     check_table(listing, table, storage.url)
     scan(storage, listing, table, checked)  # so that damage is found before anything is changed
     audit(storage)
     fence = Fence(storage, purpose=_PURPOSE)
     fence.hold()
-    done = forget_as_owner(storage, fence, table, checked, by)
+    done = forget_as_owner(storage, fence, table, checked, by, has_bar=True)
     reach_mirrors(storage)
     return done
 
@@ -65,10 +64,10 @@ def forget(
 def finish(path: str | os.PathLike[str]) -> list[Forgotten]:
     """End what earlier calls of :func:`forget` have begun; errors as there."""
     storage = open_storage(os.fspath(path))
-    check_readable(_listing(storage))
+    readable_listing(storage)
     fence = Fence(storage, purpose=_PURPOSE)
     fence.hold()
-    done = finish_pending(storage, fence)
+    done = finish_pending(storage, fence, has_bar=True)
     reach_mirrors(storage)
     return done
 
@@ -97,8 +96,13 @@ def check_table(listing: Listing, table: str, url: str) -> None:
         raise ValueError(f"{url}: found no table {table!r} in any checkpoint{instead_of(table, sorted(names))}")
 
 
-def _listing(storage: Storage) -> Listing:
+def readable_listing(storage: Storage) -> Listing:
+    """Return the checkpoints of an output dir.
+
+    Raises CheckpointNotFoundError where it is not one, CorruptCheckpointError where a checkpoint is damaged.
+    """
     listing = list_checkpoints(storage)
     if listing.is_empty:
         raise CheckpointNotFoundError(f"{storage.url}: {why_nothing(storage)}")
+    check_readable(listing)
     return listing

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError, RecckptError
@@ -26,7 +26,7 @@ from recckpt.output_dir.forget_requests import close_request, meant_in, pending,
 from recckpt.output_dir.listing import Checkpoint, Listing
 from recckpt.output_dir.writer import WRITER
 from recckpt.storage import Storage
-from recckpt.text import plural
+from recckpt.text import Progress, plural
 
 log = logging.getLogger("recckpt")
 
@@ -52,7 +52,9 @@ class Forgotten:
     is_resumed: bool = False
 
 
-def forget_as_owner(storage: Storage, fence: Fence, table: str, ids: Ids, by: str) -> list[Forgotten]:
+def forget_as_owner(
+    storage: Storage, fence: Fence, table: str, ids: Ids, by: str, *, has_bar: bool = False
+) -> list[Forgotten]:
     """Make a request and carry it out, after those that are pending; the caller owns the output dir.
 
     Raises:
@@ -61,10 +63,10 @@ def forget_as_owner(storage: Storage, fence: Fence, table: str, ids: Ids, by: st
         WriterFencedError: another writer has taken the output dir over, and takes the request up.
     """
     with fence.settling():
-        done = finish_pending(storage, fence)
+        done = finish_pending(storage, fence, has_bar=has_bar)
         request = Request(secrets.token_hex(16), table, ids, time_now(), by, WRITER.get("recckpt", "unknown"))
         put_request(storage, request)
-        return [*done, _carry_out(storage, fence, request, is_resumed=False)]
+        return [*done, _carry_out(storage, fence, request, is_resumed=False, has_bar=has_bar)]
 
 
 def settle(storage: Storage, fence: Fence) -> None:
@@ -74,7 +76,7 @@ def settle(storage: Storage, fence: Fence) -> None:
             finish_pending(storage, fence)
 
 
-def finish_pending(storage: Storage, fence: Fence) -> list[Forgotten]:
+def finish_pending(storage: Storage, fence: Fence, *, has_bar: bool = False) -> list[Forgotten]:
     """Carry out what earlier owners were asked and have not ended; errors as of :func:`forget_as_owner`."""
     remove_drafts(storage)
     done = []
@@ -87,7 +89,7 @@ def finish_pending(storage: Storage, fence: Fence) -> list[Forgotten]:
             request.by,
             request.asked,
         )
-        done.append(_carry_out(storage, fence, request, is_resumed=True))
+        done.append(_carry_out(storage, fence, request, is_resumed=True, has_bar=has_bar))
     return done
 
 
@@ -106,22 +108,33 @@ def scan(storage: Storage, listing: Listing, table: str, ids: Ids) -> dict[str, 
     return {c.directory: ids_in_files(storage, c, table, ids) for c in listing.committed}
 
 
-def _carry_out(storage: Storage, fence: Fence, request: Request, *, is_resumed: bool) -> Forgotten:
+def touched(listing: Listing, contents: Mapping[str, IdsInFiles]) -> list[Checkpoint]:
+    """Return the checkpoints that contain any of the ids, or are read from one that does; contents by directory."""
+    return [c for c in listing.committed if any(contents[link.directory].is_any for link in c.links)]
+
+
+def needed(listing: Listing) -> set[str]:
+    """Return the directories that readers go to: those of the current checkpoints and of what they stand on."""
+    return {link.directory for c in listing.current for link in c.links}
+
+
+def _carry_out(storage: Storage, fence: Fence, request: Request, *, is_resumed: bool, has_bar: bool) -> Forgotten:
     fence.check()
     fence.look_again()
     listing = fence.listing
     check_readable(listing)
     contents = scan(storage, listing, request.table, request.ids)
-    touched = [c for c in listing.committed if any(contents[link.directory].is_any for link in c.links)]
-    needed = {link.directory for c in listing.current for link in c.links}
-    revised: dict[str, Checkpoint] = {c.directory: r for c in touched if (r := _revision(c, listing, request))}
+    with_ids, read_from = touched(listing, contents), needed(listing)
+    revised: dict[str, Checkpoint] = {c.directory: r for c in with_ids if (r := _revision(c, listing, request))}
     removed: list[str] = []
-    for base in dict.fromkeys(c.links[-1].directory for c in touched):  # a chain at a time: room for one twice
-        family = [c for c in touched if c.links[-1].directory == base]
-        for checkpoint in (c for c in family if c.directory in needed - revised.keys()):  # oldest first
-            revising = _revising(checkpoint, contents, revised, request)
-            revised[checkpoint.directory] = revise(storage, fence, revising, rotation.THREADS)
-        removed += fence.remove(_newest_first(family), rotation.THREADS)
+    n_bytes = sum(c.manifest.n_bytes for c in with_ids if c.directory in read_from - revised.keys())
+    with Progress(f"forgetting {plural(len(request.ids), 'id')}", n_bytes, has_bar=has_bar) as progress:
+        for base in dict.fromkeys(c.links[-1].directory for c in with_ids):  # a chain at a time: room for one twice
+            family = [c for c in with_ids if c.links[-1].directory == base]
+            for checkpoint in (c for c in family if c.directory in read_from - revised.keys()):  # oldest first
+                revising = _revising(checkpoint, contents, revised, request)
+                revised[checkpoint.directory] = revise(storage, fence, revising, rotation.THREADS, progress.advance)
+            removed += fence.remove(_newest_first(family), rotation.THREADS)
     removed += _remove_leftovers(storage, fence)
     fence.check()
     fence.write_index()
@@ -130,7 +143,7 @@ def _carry_out(storage: Storage, fence: Fence, request: Request, *, is_resumed: 
     ]
     names, n_rows = {of.directory: c.directory for c, of in made}, {c.ckpt_id: of.rows for c, of in made}
     removed = list(dict.fromkeys([*names, *removed]))
-    _check_gone(storage, fence, list(dict.fromkeys([*removed, *(c.directory for c in touched)])), request)
+    _check_gone(storage, fence, list(dict.fromkeys([*removed, *(c.directory for c in with_ids)])), request)
     finished = {"finished": time_now(), "revised": names, "removed": removed, "rows": n_rows}
     fence.check()
     close_request(storage, request, finished)
@@ -174,7 +187,7 @@ def _remove_leftovers(storage: Storage, fence: Fence) -> list[str]:
             removed.append(directory)
     for directory in fence.listing.uncommitted:
         names = storage.list_files(directory)
-        if layout.MANIFEST not in names and any(map(_is_of_attempt, names)):
+        if layout.MANIFEST not in names and any(map(is_of_attempt, names)):
             fence.check()
             rotation.remove_leftover(storage, directory, rotation.THREADS)
             removed.append(directory)
@@ -182,7 +195,7 @@ def _remove_leftovers(storage: Storage, fence: Fence) -> list[str]:
     return removed
 
 
-def _is_of_attempt(name: str) -> bool:
+def is_of_attempt(name: str) -> bool:
     """Say whether only an attempt or an offer has such a file: another program, or a person, has a model.pt too."""
     return name in (layout.INTENT, layout.OFFER) or (layout.is_ours(name) and layout.has_rows(name))
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from recckpt.checkpoint.attempt import Attempt
-from recckpt.checkpoint.copied_files import copy_others
+from recckpt.checkpoint.copied_files import Advance, copy_others
 from recckpt.checkpoint.link import OpenLink
 from recckpt.checkpoint.shard_writer import ShardRecord, with_shards
 from recckpt.errors import CorruptCheckpointError
@@ -47,7 +47,7 @@ class Revising:
         return rows_in_chain(list(zip(self.checkpoint.links, self.contents, strict=True)), table)
 
 
-def revise(storage: Storage, fence: Fence, revising: Revising, threads: int) -> Checkpoint:
+def revise(storage: Storage, fence: Fence, revising: Revising, threads: int, advance: Advance) -> Checkpoint:
     """Write and commit the revision, as the owner of the output dir.
 
     Raises:
@@ -59,28 +59,29 @@ def revise(storage: Storage, fence: Fence, revising: Revising, threads: int) -> 
     of = revising.checkpoint.manifest
     attempt = Attempt.begin(storage, fence, of.ckpt_id, step=of.step, overwrite=True)
     with attempt.abandoned_on_error():
-        files, shards = _write(storage, revising, attempt, storage.threads(threads))
+        files, shards = _write(storage, revising, attempt, storage.threads(threads), advance)
         attempt.commit(fence, with_shards(_head(revising, attempt, files), shards))
     return next(c for c in fence.listing.committed if c.directory == attempt.directory)
 
 
 def _write(
-    storage: Storage, revising: Revising, to: Attempt, threads: int
+    storage: Storage, revising: Revising, to: Attempt, threads: int, advance: Advance
 ) -> tuple[Sequence[FileEntry], Sequence[ShardRecord]]:
     """Write all files; return the entries of those that are of no shard, and the shards."""
     link, records = OpenLink.of(storage, revising.checkpoint), []
-    files = copy_others(storage, revising.checkpoint, to, lambda n_bytes: None, threads)
+    files = copy_others(storage, revising.checkpoint, to, advance, threads)
     for catalog in link.catalogs:
         shard = to.shard(catalog.shard, catalog.shards)
-        shard.add(run_all(lambda part: _part(link, part, to, revising), catalog.parts, threads))
+        shard.add(run_all(lambda part: _part(link, part, to, revising, advance), catalog.parts, threads))
         records.append(shard.record())
     return files, records
 
 
-def _part(link: OpenLink, part: Part, to: Attempt, revising: Revising) -> Part | None:
-    if part.file in revising.contents[0].parts:
-        return revise_part(link, part, to, revising.erasure)
-    return copy_part(link, part, to)
+def _part(link: OpenLink, part: Part, to: Attempt, revising: Revising, advance: Advance) -> Part | None:
+    has_ids = part.file in revising.contents[0].parts
+    made = revise_part(link, part, to, revising.erasure) if has_ids else copy_part(link, part, to)
+    advance(part.n_bytes)
+    return made
 
 
 def _head(revising: Revising, attempt: Attempt, files: Sequence[FileEntry]) -> Manifest:

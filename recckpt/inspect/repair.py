@@ -19,7 +19,7 @@ from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints
 from recckpt.output_dir.offers import OfferDirectory, clock, look_at, may_go
 from recckpt.output_dir.why_nothing import why_nothing
 from recckpt.storage import Storage, open_storage
-from recckpt.text import plural
+from recckpt.text import Progress, plural
 
 _LOOKS_APART = 1.0  # seconds that a temporary file has to be there: a save that runs has one for an instant
 
@@ -164,14 +164,22 @@ def _whose(storage: Storage, epoch: int) -> str:
 def _clean(storage: Storage, leftovers: list[tuple[Leftover, _Removal]]) -> list[str]:
     """Remove the dead leftovers, and return the paths of those that are gone afterwards."""
     dead = [(left.path, removal) for left, removal in leftovers if left.is_dead]
+    sizes = {path: _size(storage, path) for path, _ in dead}
     if any(drafts.is_temporary(path) for path, _ in dead):
         time.sleep(_LOOKS_APART)
     present = set(storage.list_files(""))
-    for path, removal in dead:
-        if not drafts.is_temporary(path) or path in present:
-            removal()
+    with Progress("removing what crashes left", sum(sizes.values())) as progress:
+        for path, removal in dead:
+            if not drafts.is_temporary(path) or path in present:
+                removal()
+            progress.advance(sizes[path])
     left = {leftover.path for leftover, _ in _leftovers(storage, list_checkpoints(storage))}
     return [path for path, _ in dead if path not in left]
+
+
+def _size(storage: Storage, path: str) -> int:
+    """Return the bytes of a leftover, for the bar; 0 of a file, which is small."""
+    return 0 if drafts.is_temporary(path) else sum(file.n_bytes for file in storage.listed(path).values())
 
 
 def _remove_fenced(storage: Storage, directory: str) -> None:

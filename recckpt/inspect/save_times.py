@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from recckpt.output_dir.timeline import read_timeline
@@ -51,6 +52,15 @@ def saves_of(storage: Storage) -> list[SaveTimes]:
     except NOT_READABLE:  # a directory in its place
         return []
     return [save_times(line) for line in lines if "ckpt_id" in line and line.get("kind") != NEAR]
+
+
+def seconds_to_write(saves: Iterable[SaveTimes], n_bytes: int, n_checkpoints: int) -> float | None:
+    """Return how long so many bytes in so many checkpoints take at the pace of saves; None where no line says it."""
+    lines = [save for save in saves if save.n_bytes and save.write_sec and save.error is None]
+    if not lines:
+        return None
+    rate = sum(save.n_bytes or 0 for save in lines) / sum(save.write_sec or 0 for save in lines)
+    return n_bytes / rate + n_checkpoints * median(save.commit_sec or 0.0 for save in lines)
 
 
 def save_times(line: Mapping[str, Any]) -> SaveTimes:

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -237,3 +238,49 @@ def test_a_fence_of_a_trainer_says_nothing_of_forgetting(run):
     with pytest.raises(Exception, match="stop one of the two") as caught:
         first.check()
     assert "forget" not in str(caught.value)
+
+
+def test_a_dry_run_says_what_would_be_written_again_and_changes_nothing(recckpt, run, gone):
+    before = tree(run_path := Path(run.url))
+    answer = recckpt("forget", run.url, "--table", "item", "--ids", gone, "--dry-run")
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.out.startswith("would forget 3 ids of table item: 3 checkpoints to write again\n  ckpt_1: 2 rows, ")
+    assert "it would read and write" in answer.out
+    assert tree(run_path) == before
+    data = recckpt("forget", run.url, "--table", "item", "--ids", gone, "--dry-run", "--json").json
+    done = recckpt("forget", run.url, "--table", "item", "--ids", gone, "--json").json["requests"][0]
+    [plan] = data["requests"]
+    assert {each["ckpt_id"]: each["n_rows"] for each in plan["rewritten"]} == done["rows"]
+    assert {each["directory"] for each in plan["rewritten"]} == set(done["revised"])
+    assert data["bytes"] == sum(each["n_bytes"] for each in plan["rewritten"])
+    assert data["seconds"] is None, "no timeline says how fast it writes"
+
+
+def test_a_dry_run_goes_by_the_pace_of_the_last_saves(recckpt, run, gone):
+    line = {"ckpt_id": "ckpt_1", "n_bytes": 1000, "write_sec": 2.0}
+    (Path(run.url) / "timeline.jsonl").write_text(json.dumps(line) + "\n")
+    data = recckpt("forget", run.url, "--table", "item", "--ids", gone, "--dry-run", "--json").json
+    assert data["seconds"] == pytest.approx(data["bytes"] / 500)
+    assert " at the 500 B/s of the last saves" in recckpt(
+        "forget", run.url, "--table", "item", "--ids", gone, "--dry-run"
+    ).out  # fmt: skip
+
+
+def test_a_dry_run_of_what_is_not_there_or_damaged_is_refused_alike(recckpt, run, gone):
+    assert "nothing is to be forgotten" in recckpt("forget", run.url, "--dry-run").out
+    answer = recckpt("forget", run.url, "--table", "itme", "--ids", gone, "--dry-run")
+    assert (answer.code, "did you mean 'item'?" in answer.err) == (2, True)
+    (Path(run.url) / "ckpt_2" / "manifest.json").write_bytes(b'{"format": "recckpt"')
+    assert recckpt("forget", run.url, "--table", "item", "--ids", gone, "--dry-run").code == 1
+
+
+def test_a_dry_run_names_what_was_asked_earlier(recckpt, run, gone, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("recckpt.forgetting.forgetting._carry_out", lambda *args, **how: interrupt())
+        assert recckpt("forget", run.url, "--table", "item", "--ids", gone).code == 130
+    answer = recckpt("forget", run.url, "--dry-run")
+    assert "would forget 3 ids of table item, as was asked earlier: 3 checkpoints" in answer.out
+
+
+def interrupt():
+    raise KeyboardInterrupt
