@@ -14,7 +14,7 @@ from recckpt.forgetting.forgetting import Forgotten
 from recckpt.forgetting.plan import ForgetPlan, plan_forget
 from recckpt.format import layout
 from recckpt.inspect.ids_file import read_ids
-from recckpt.inspect.save_times import saves_of, write_rate
+from recckpt.inspect.save_times import saves_of, seconds_to_write
 from recckpt.output_dir.known_mirrors import mirrors_behind
 from recckpt.storage import open_storage
 from recckpt.text import duration, escaped, one_line, plural, size
@@ -45,17 +45,16 @@ def _dry_run(args: argparse.Namespace) -> CommandResult:
     """Say what would be done, and how long that takes at the pace of the last saves."""
     with usage_checked():
         plans = plan_forget(args.dir, args.table, None if args.ids is None else read_ids(args.ids))
-        rate = write_rate(saves_of(open_storage(args.dir)))
-    n_bytes = sum(plan.n_bytes for plan in plans)
+        saves = saves_of(open_storage(args.dir))
+    n_bytes, n_checkpoints = sum(plan.n_bytes for plan in plans), sum(len(plan.rewritten) for plan in plans)
+    sec = seconds_to_write(saves, n_bytes, n_checkpoints)
     lines = [line for plan in plans for line in _planned(plan)] or [f"{one_line(args.dir)}: nothing is to be forgotten"]
     if n_bytes:
-        pace = (
-            "" if rate is None else f", about {duration(n_bytes / rate)} at the {size(int(rate))}/s of the last saves"
-        )
-        lines.append(f"it would read and write {size(n_bytes)}{pace}, and fence a trainer off that saves there")
+        how_long = "" if sec is None else f", in about {duration(sec)} at the pace of the last saves"
+        lines.append(f"it would read and write {size(n_bytes)}{how_long}, and fence a trainer off that saves there")
     requests = [{**asdict(plan), "bytes": plan.n_bytes} for plan in plans]
-    data = {"output_dir": args.dir, "dry_run": True, "requests": requests, "bytes": n_bytes}
-    return CommandResult({**data, "seconds": None if rate is None else n_bytes / rate}, lines)
+    data = {"output_dir": args.dir, "dry_run": True, "requests": requests, "bytes": n_bytes, "seconds": sec}
+    return CommandResult(data, lines)
 
 
 def _planned(plan: ForgetPlan) -> Iterator[str]:

@@ -257,13 +257,12 @@ def test_a_dry_run_says_what_would_be_written_again_and_changes_nothing(recckpt,
 
 
 def test_a_dry_run_goes_by_the_pace_of_the_last_saves(recckpt, run, gone):
-    line = {"ckpt_id": "ckpt_1", "n_bytes": 1000, "write_sec": 2.0}
+    line = {"ckpt_id": "ckpt_1", "n_bytes": 1000, "write_sec": 2.0, "commit_sec": 1.5}
     (Path(run.url) / "timeline.jsonl").write_text(json.dumps(line) + "\n")
-    data = recckpt("forget", run.url, "--table", "item", "--ids", gone, "--dry-run", "--json").json
-    assert data["seconds"] == pytest.approx(data["bytes"] / 500)
-    assert " at the 500 B/s of the last saves" in recckpt(
-        "forget", run.url, "--table", "item", "--ids", gone, "--dry-run"
-    ).out  # fmt: skip
+    dry_run = "forget", run.url, "--table", "item", "--ids", gone, "--dry-run"
+    data = recckpt(*dry_run, "--json").json
+    assert data["seconds"] == pytest.approx(data["bytes"] / 500 + 3 * 1.5)
+    assert " s at the pace of the last saves, and fence a trainer off" in recckpt(*dry_run).out
 
 
 def test_a_dry_run_of_what_is_not_there_or_damaged_is_refused_alike(recckpt, run, gone):

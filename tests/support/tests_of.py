@@ -56,6 +56,7 @@ TESTS = {
     "dense/sharded.py": "dense/test_keyed_optimizer.py",
     "dense/torch_archive.py": "dense/test_saver.py",
     "forgetting/": "forgetting/test_forget.py",
+    "forgetting/plan.py": "cli/test_forget_command.py",
     "format/dtypes.py": "dense/test_tensors.py",
     "format/forget_audit.py": "forgetting/test_forget_audit.py",
     "format/forget_request.py": "forgetting/test_forget.py",
