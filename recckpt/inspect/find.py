@@ -72,7 +72,7 @@ def list_checkpoints(path: Place, state: State | None = None) -> list[Checkpoint
 def find_checkpoint(
     path: Place,
     which: int | Literal["latest", "best"] | str,
-    metric: str | None = None,
+    metric: str | Mapping[str, float] | None = None,
     mode: Literal["max", "min"] = "max",
     *,
     state: State | None = None,
@@ -82,7 +82,8 @@ def find_checkpoint(
     Args:
         path: an output dir; any fsspec URL.
         which: a step, ``"latest"``, ``"best"``, or an id such as ``"ckpt_300"``.
-        metric: for ``"best"``: name of the number that was given with the saves.
+        metric: for ``"best"``: name of the number that was given with the saves, or several with their weights, as of
+            :class:`recckpt.policies.keep.Best`.
         mode: for ``"best"``: whether the greatest or the least is best; of equal ones the newer is.
         state: look only among those that were saved with these entries, such as the label ``{"day": "2026-11-22"}``.
 

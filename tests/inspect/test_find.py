@@ -60,6 +60,18 @@ def test_the_best_of_a_run_is_none_that_is_soon_gone(tmp_path):
     assert manager.restore("best") == 4
 
 
+def test_the_best_by_several_metrics_is_that_of_their_weighted_sum(tmp_path):
+    weights = {"auc": 1, "loss": -1}
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path), max_keep=Best(2, weights))
+    manager = CheckpointManager(saver, 1)
+    for auc, loss in ((0.9, 0.8), (0.7, 0.1), (0.8, 0.4), (0.5, 0.5)):
+        manager.step(metrics={"auc": auc, "loss": loss})
+    assert manager.all_steps() == [2, 3, 4]
+    assert find_checkpoint(tmp_path, "best", weights).step == manager.restore("best") == 2
+    with pytest.raises(CheckpointNotFoundError, match=r"found no checkpoint with the metric \{'auc': 1, 'clicks': 1\}"):
+        find_checkpoint(tmp_path, "best", {"auc": 1, "clicks": 1})
+
+
 def test_which_of_two_metrics_is_best_is_for_the_caller_to_say(tmp_path):
     _, manager = run_of(tmp_path, Best(1, "auc") | Best(2, "loss", "min"))
     with pytest.raises(ValueError, match=r"'auc' \(max\) and 'loss' \(min\).*find_checkpoint"):
