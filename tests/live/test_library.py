@@ -1,6 +1,7 @@
 """Hash tables of other libraries: whatever comes and goes, a chain of deltas gives the rows of each moment."""
 
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from support import spec_reader
 from support.documents import blocks
 from support.fake_libraries import FakeDynamicemb, FakeHkv
+from support.rank_processes import results, run_script
 from support.sweeps import mostly_slow
 from torch import nn
 
@@ -16,6 +18,7 @@ from recckpt.errors import LiveTableError
 from recckpt.inspect.verify import verify
 from recckpt.live import LibraryExport, LibraryTable, live_tables
 from recckpt.live.library_rows import LibraryRows
+from recckpt.sparse import HashTable
 from recckpt.sparse.table.marks import DeltaSource
 from recckpt.sparse.table.tracker import Tracker
 from recckpt.types import SlotSpec
@@ -237,6 +240,32 @@ def test_a_table_that_had_no_room_for_all_rows_is_saved_whole_next(library, tmp_
     info = saver.save("b")
     assert info.kind == "full" or info.tables[0].delta.replaced
     assert spec_reader.read(tmp_path, "b", "t") == truth_of(small)
+
+
+@every_library
+def test_rows_of_a_table_of_recckpt_begin_with_what_it_lacks_and_are_merged_with_others(library, tmp_path):
+    ours, one = nn.ModuleDict({"t": HashTable(2, name="t")}), library()
+    ours["t"](torch.tensor([7, 1 << 40]))
+    Saver(ours, output_dir=str(tmp_path / "ours")).save("a")
+    one.train([3, 7])
+    saver = saver_of(tmp_path / "theirs", one, deltas=ALWAYS)
+    saver.save("b")
+    report = saver.load_by_config({"path": str(tmp_path / "ours"), "load": ["t@*"], "hashtable_clear": False})
+    assert report.rows_taken["t"] == 2
+    assert one.theirs.rows.keys() == {3, 7, 1 << 40}
+    assert one.theirs.rows[7][0].tolist() == [*ours["t"](torch.tensor([7]))[0].tolist(), 0, 0]
+    saver.save("c")
+    assert spec_reader.read(tmp_path / "theirs", "c", "t") == truth_of(one)
+
+
+@pytest.mark.slow
+def test_ranks_that_have_their_ids_by_the_hash_of_recckpt_save_and_restore_on_others(tmp_path):
+    run_script(Path(__file__).with_name("library_ranks.py"), tmp_path, 2, 1, 3)
+    for size in (2, 1, 3):
+        ranks = results(tmp_path, size)
+        truth = {key: row for of_rank in ranks for key, row in of_rank.items()}
+        assert len(truth) == sum(map(len, ranks)) > 80
+        assert spec_reader.read(tmp_path / "runs", f"delta-{size}", "t") == truth
 
 
 def test_options_of_what_is_saved_apply_to_deltas_too(tmp_path):
