@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from recckpt.convert.parameter_order import NAMES, ParameterOrder, by_name, n_parameters
@@ -61,7 +62,7 @@ def placed_states(
         ConversionError: an optimizer is given of which the file has no state, or one of other parameters.
     """
     placed = PlacedStates(dict(_flat(extra)))
-    states = {name: value for name, value in placed.extra.items() if is_state(value)}
+    states = {name: _numbered(value) for name, value in placed.extra.items() if is_state(value)}
     for name in optimizers:
         if name not in states:
             found, expected = f"no state of an optimizer {name!r}", f"one of {first_few([*states], 20) or 'none'}"
@@ -117,7 +118,19 @@ def _has_names(saved: Mapping[str, Any]) -> bool:
 
 def _is_group(group: Any) -> bool:
     params = group.get("params") if isinstance(group, Mapping) else None
-    return isinstance(params, list | tuple) and all(type(index) is int for index in params)
+    return isinstance(params, list | tuple) and {type(each) for each in params} in ({int}, {str}, set())
+
+
+def _numbered(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state with numbers and names of parameters, where it has names alone, as those of FSDP and DCP."""
+    if all(type(each) is int for group in saved["param_groups"] for each in group["params"]):
+        return saved
+    numbers, groups, state = count(), [], dict[int, Any]()
+    for group in saved["param_groups"]:
+        own = {next(numbers): name for name in group["params"]}
+        groups.append({**group, "params": [*own], NAMES: [*own.values()]})
+        state |= {index: saved["state"][name] for index, name in own.items() if name in saved["state"]}
+    return {**saved, "state": state, "param_groups": groups}
 
 
 def _flat(extra: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -180,6 +180,20 @@ def test_named_parameters_need_no_model(tmp_path):
     assert done.contents.dense_opt == ("top.bias@optimizer",)
 
 
+def test_a_state_by_the_names_of_parameters_needs_no_model(tmp_path):
+    model = Clicks(sparse=False)
+    adam = torch.optim.Adam([model.item.weight, model.top.bias], lr=0.05)
+    train(model, [adam], 2)
+    state, names = adam.state_dict(), ["item.weight", "top.bias"]
+    by_name = {"state": {names[index]: values for index, values in state["state"].items()}}
+    by_name["param_groups"] = [{**group, "params": names} for group in state["param_groups"]]
+    torch.save({"model": model.state_dict(), "optimizer": by_name}, tmp_path / "x.pt")
+    done = import_checkpoint(tmp_path / "x.pt", tmp_path / "out", options=TABLES)
+    assert done.contents.dense_opt == ("top.bias@optimizer",)
+    assert done.contents.extra["sparse_optim"]["state"] == {"item": {"step": 2}}
+    assert done.contents.left_out == ()
+
+
 def test_lightning_has_its_optimizers_in_a_list(tmp_path):
     model = Clicks(sparse=False)
     adam = torch.optim.Adam(model.parameters(), lr=0.05)
