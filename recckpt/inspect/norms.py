@@ -21,6 +21,8 @@ def squares(values: Array) -> Array:
     """
     if values.dtype.kind != "f":
         values = values.astype(np.float64)
+    elif values.dtype == np.float16:
+        values = values.astype(np.float32)
     with np.errstate(all="ignore"):
         sums: Array = np.einsum("ij,ij->i", values, values)
         if sums.min() > _LEAST and sums.max() < np.inf:

@@ -58,6 +58,8 @@ class RowMatcher:
             return None
         for each in condition.comparisons:
             if each.name in OF_TENSORS:
+                if not self._of[each.name]:  # such as an embedding that was not saved
+                    return None
                 names |= dict.fromkeys(self._of[each.name])
             elif not is_scalar(self._specs.get(each.name)):
                 return None

@@ -6,7 +6,7 @@ import torch
 from support.builders import flip_bit
 from support.forge import filled, save_tables
 from support.spec_reader import counting
-from support.spec_writer import write_delta, write_form
+from support.spec_writer import Held, write_delta, write_form, write_full
 from torch import nn
 
 import recckpt
@@ -124,3 +124,28 @@ def test_a_bfloat16_embedding_is_compared_as_numbers(tmp_path):
     save_tables(open_storage(str(tmp_path)), [table], step=1)
     assert found_in(tmp_path, "norm=5")[2] == {"t": 1}
     assert np.isclose(recckpt.history(tmp_path, "t", [1]).rows[0].states[0].norm, 5.0)
+
+
+def test_float16_is_squared_in_more_digits(tmp_path):
+    table = HashTable(2, name="t", dtype=torch.float16)
+    table.insert(torch.tensor([1]), torch.tensor([[300.0, 400.0]], dtype=torch.float16))
+    save_tables(open_storage(str(tmp_path)), [table], step=1)
+    assert recckpt.first(tmp_path, "norm>400").examples[0].values["norm"] == 500.0
+    assert recckpt.history(tmp_path, "t", [1]).rows[0].states[0].norm == 500.0
+
+
+def test_a_table_without_embeddings_has_no_norms(tmp_path):
+    write_full(tmp_path, "ckpt_1", {"t": Held(1, [({1: (5.0,)}, [])], slots=(("count", ()),))})
+    assert found_in(tmp_path, "norm>=0")[2] == {}
+    assert found_in(tmp_path, "count>=1")[2] == {"t": 1}
+    [state] = recckpt.history(tmp_path, "t", [1]).rows[0].states
+    assert (state.norm, state.slots) == (None, {"count": 5.0})
+
+
+def test_a_run_on_an_object_store_is_searched_too(memory_url):
+    storage = open_storage(memory_url)
+    for step in (1, 2):
+        save_tables(storage, [filled("t", range(10 * step))], ckpt_id=f"ckpt_{step}", step=step)
+    assert found_in(memory_url, "id=15") == ("ckpt_2", "ckpt_1", {"t": 1})
+    [row] = recckpt.history(memory_url, "t", [15]).rows
+    assert [state.change for state in row.states] == ["absent", "new"]
