@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
+from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,6 +26,9 @@ from recckpt.sparse.table.table import HashTable
 from recckpt.text import plural
 from recckpt.types import SavableTable
 
+log = logging.getLogger("recckpt")
+
+_live: WeakValueDictionary[int, LiveTables] = WeakValueDictionary()  # that were found here, by id of the model
 _T = TypeVar("_T")
 OneOrMany: TypeAlias = _T | Sequence[_T] | Mapping[str, _T] | None  # one, several, several by name, or nothing
 TablesOption: TypeAlias = LiveTables | Mapping[str, Any] | None  # live tables, arguments that find them, or nothing
@@ -98,7 +103,7 @@ def place(
     wrong += _about_names([*dense, *(item for item in others if not isinstance(item.obj, Optimizer))], positions)
     live = None
     try:
-        live = _live_tables(model, [part.obj for part in dense], tables)
+        live = _live_tables(model, [part.obj for part in dense], tables, is_all_well=not wrong)
     except (TypeError, ValueError) as error:
         wrong.append(f"tables: {error}")
     if wrong:
@@ -243,12 +248,28 @@ def _about_names(objects: Sequence[_Item], positions: Sequence[_Item]) -> Iterat
             yield f"{item.label}: {error}"
 
 
-def _live_tables(model: nn.Module, optimizers: Sequence[Optimizer], tables: TablesOption) -> LiveTables | None:
+def _live_tables(
+    model: nn.Module, optimizers: Sequence[Optimizer], tables: TablesOption, *, is_all_well: bool
+) -> LiveTables | None:
+    """Find the live tables of a model; those that were found for optimizers of before are closed where all is well."""
     if tables is None or isinstance(tables, LiveTables):
         live = tables
     elif isinstance(tables, Mapping):
-        live = live_tables(model, optimizers, **tables)
+        before = _live.get(id(model))
+        if (
+            is_all_well
+            and before is not None
+            and before.model is model
+            and not _are_same(before.optimizers, optimizers)
+        ):
+            log.info("other optimizers train the model now: the manager that was attached for those of before is done")
+            before.close()
+        live = _live[id(model)] = live_tables(model, optimizers, **tables)
     else:
         raise TypeError(f"found a {type(tables).__name__}, expected a dict of arguments of live_tables, or None")
     arguments.live_tables_of(model, live)
     return live
+
+
+def _are_same(some: Iterable[object], others: Iterable[object]) -> bool:
+    return {*map(id, some)} == {*map(id, others)}

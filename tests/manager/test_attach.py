@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 import recckpt
 from recckpt import CheckpointManager
+from recckpt.errors import LiveTableError
 from recckpt.live import live_tables
 from recckpt.sparse import HashTable, JointOptimizer, SparseAdagrad, SparseAdamW
 
@@ -132,6 +133,22 @@ def test_live_tables_are_those_that_were_found_before_or_as_options_find_them(tm
     assert {table.name for table in manager.save().tables} == {"item", "day"}
     again = CheckpointManager.attach(model, [adam, sparse], tables={"exclude": ["word"], "min_rows": 1}, **options)
     assert {table.name for table in again.save().tables} == {"item", "day"}
+
+
+def test_a_model_is_attached_anew_with_other_optimizers_as_in_a_notebook(tmp_path):
+    model, options = nn.ModuleDict({"word": nn.Embedding(1000, 4)}), {"output_dir": tmp_path, "save_interval": 1}
+    before = CheckpointManager.attach(model, torch.optim.Adam(model.parameters()), **options)
+    again = torch.optim.Adam(model.parameters())
+    with pytest.raises(ValueError, match=r"tables: .* is not the path of an embedding"):
+        CheckpointManager.attach(model, again, tables={"exclude": ["gone"], "names": {}}, **{**options, "max_kep": 1})
+    before.save()
+    manager = CheckpointManager.attach(model, again, **options)
+    model["word"](torch.arange(5)).sum().backward()
+    again.step()
+    manager.step()
+    manager.close()
+    with pytest.raises(LiveTableError, match="it is closed, so its changes are not noted"):
+        before.saver.save("before")
 
 
 def test_all_that_has_no_place_is_named_at_once_and_nothing_is_made(tmp_path):
