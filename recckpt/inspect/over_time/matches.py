@@ -47,7 +47,7 @@ class RowMatcher:
         self._specs = {slot.name: slot for slot in entry.slots}
         chosen = [name for name in self._specs if condition.slot is not None and condition.means("slot", name)]
         self._of = {NOT_FINITE: chosen or list(self._specs)}
-        self._of |= dict.fromkeys((NORM, MAX), chosen or [name for name in (EMBEDDING,) if name in self._specs])
+        self._of |= dict.fromkeys((NORM, MAX), chosen or [EMBEDDING])
         self.slots = self._needed(chosen)
 
     def _needed(self, chosen: list[str]) -> list[str] | None:
@@ -58,8 +58,6 @@ class RowMatcher:
             return None
         for each in condition.comparisons:
             if each.name in OF_TENSORS:
-                if not self._of[each.name]:  # such as an embedding that was not saved
-                    return None
                 names |= dict.fromkeys(self._of[each.name])
             elif not is_scalar(self._specs.get(each.name)):
                 return None

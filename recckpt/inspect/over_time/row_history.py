@@ -63,7 +63,7 @@ class RowHistory:
     @property
     def is_known(self) -> bool:
         """Whether the row is in any checkpoint."""
-        return any(state.norm is not None or state.slots is not None for state in self.states)
+        return any(state.norm is not None for state in self.states)
 
 
 @dataclass(frozen=True, repr=False)
@@ -119,7 +119,7 @@ def _states(id_: int, checkpoints: Sequence[Checkpoint], table: str, links: Mapp
         change = _change(before, row, is_first=is_first, was_there=was_there)
         moved = _distance(before, row) if change == "changed" and before is not None and row is not None else None
         since = None if row is None else since if change == "same" else checkpoint
-        norm = None if row is None or EMBEDDING not in row else _size(row[EMBEDDING])
+        norm = None if row is None else _size(row[EMBEDDING])
         slots = None if row is None else {name: _number(value) for name, value in row.items() if name != EMBEDDING}
         yield RowAt(
             *head,
@@ -167,8 +167,8 @@ def _is_same(one: StoredRow, other: StoredRow) -> bool:
 
 
 def _distance(before: StoredRow, row: StoredRow) -> float | None:
-    one, other = before.get(EMBEDDING), row.get(EMBEDDING)
-    if one is None or other is None or one.shape != other.shape:
+    one, other = before[EMBEDDING], row[EMBEDDING]
+    if one.shape != other.shape:
         return None
     with np.errstate(all="ignore"):
         return _size(other.astype(np.float64) - one.astype(np.float64))

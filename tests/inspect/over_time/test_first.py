@@ -6,7 +6,7 @@ import torch
 from support.builders import flip_bit
 from support.forge import filled, save_tables
 from support.spec_reader import counting
-from support.spec_writer import Held, write_delta, write_form, write_full
+from support.spec_writer import write_delta, write_form
 from torch import nn
 
 import recckpt
@@ -132,14 +132,6 @@ def test_float16_is_squared_in_more_digits(tmp_path):
     save_tables(open_storage(str(tmp_path)), [table], step=1)
     assert recckpt.first(tmp_path, "norm>400").examples[0].values["norm"] == 500.0
     assert recckpt.history(tmp_path, "t", [1]).rows[0].states[0].norm == 500.0
-
-
-def test_a_table_without_embeddings_has_no_norms(tmp_path):
-    write_full(tmp_path, "ckpt_1", {"t": Held(1, [({1: (5.0,)}, [])], slots=(("count", ()),))})
-    assert found_in(tmp_path, "norm>=0")[2] == {}
-    assert found_in(tmp_path, "count>=1")[2] == {"t": 1}
-    [state] = recckpt.history(tmp_path, "t", [1]).rows[0].states
-    assert (state.norm, state.slots) == (None, {"count": 5.0})
 
 
 def test_a_run_on_an_object_store_is_searched_too(memory_url):
