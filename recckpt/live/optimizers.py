@@ -50,12 +50,16 @@ class RowOptimizers:
             steps = {name: values for name, values in state["state"].items() if name not in self._tables}
             slots = self._sparse_optim.state_dict()["slots"]
             self._sparse_optim.load_state_dict({"slots": slots, "state": steps, "param_groups": ours})
+        now = {name: group for group in self._groups() for name in group["tables"]}
+        settings = {name: group for group in groups for name in group["tables"] if name in self._tables}
+        # Tables may share a group of an optimizer: one that is not loaded leaves what others have brought.
+        for name in sorted(settings, key=lambda name: settings[name] != now.get(name)):
+            own = {key: value for key, value in settings[name].items() if key != "tables"}
+            self._tables[name].live.finish({}, own)
         scalars = {name: state["state"].get(name, {"step": 0}) for name in self._tables}
         # The tables of a kernel have one step, which is that of the last: one that begins anew leaves it to the others.
         for name in sorted(scalars, key=lambda name: int(scalars[name].get("step", 0))):
-            settings: Mapping[str, Any] = next((group for group in groups if name in group["tables"]), {})
-            own = {key: value for key, value in settings.items() if key != "tables"}
-            self._tables[name].live.finish(scalars[name], own)
+            self._tables[name].live.finish(scalars[name], {})
 
     def set_settings(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Give each optimizer the settings of saved groups."""

@@ -127,6 +127,19 @@ def test_each_group_of_an_optimizer_gets_its_settings_back(tmp_path, conf):
     assert rates == ([1, 2, 3] if conf is None else [0.1, 0.1, 3])
 
 
+@pytest.mark.parametrize("loaded", ["one", "other"])
+def test_a_table_that_is_not_loaded_leaves_the_settings_of_the_group_that_it_shares(tmp_path, loaded):
+    def made(rate):
+        model = nn.ModuleDict({"one": nn.Embedding(20, DIM), "other": nn.Embedding(20, DIM)})
+        optimizer = optim.Adagrad(model.parameters(), lr=rate)
+        return Saver(model, output_dir=str(tmp_path), tables=live_tables(model, optimizer, min_rows=1)), optimizer
+
+    made(0.7)[0].save("a")
+    saver, optimizer = made(0.1)
+    saver.load(load_conf={"load": [f"{loaded}@*", "sparse_optim"]})
+    assert optimizer.param_groups[0]["lr"] == 0.7
+
+
 def warnings_of(caplog):
     return [text for one in caplog.records if "no registered object has its state" in (text := one.getMessage())]
 
