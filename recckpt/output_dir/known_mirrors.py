@@ -37,9 +37,6 @@ class KnownMirror:
 
 def note_mirror(storage: Storage, mirror: KnownMirror) -> None:
     """Note a mirror in its run, unless it is noted like this."""
-    for directory in (layout.OWN_DIR, layout.MIRRORS_DIR):
-        with suppress(FileExistsError):
-            storage.make_dir(directory)
     data = seal(
         {
             "format": FORMAT,
@@ -54,6 +51,9 @@ def note_mirror(storage: Storage, mirror: KnownMirror) -> None:
     with suppress(*ABSENT):
         if storage.read(mirror.name, _MAX_BYTES) == data:
             return
+    for directory in (layout.OWN_DIR, layout.MIRRORS_DIR):
+        with suppress(FileExistsError):
+            storage.make_dir(directory)
     storage.replace(mirror.name, data)
 
 
