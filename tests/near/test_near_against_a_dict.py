@@ -105,6 +105,6 @@ class Machine(RuleBasedStateMachine):
             near.is_damaged = True
 
 
-@pytest.mark.parametrize("n_examples", [4, pytest.param(max(4, 400 // SWEEP_STRIDE), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n_examples", [2, pytest.param(max(2, 400 // SWEEP_STRIDE), marks=pytest.mark.slow)])
 def test_a_restore_gives_what_a_dict_says(n_examples):
     run_state_machine_as_test(Machine, settings=settings(max_examples=n_examples, stateful_step_count=25))
