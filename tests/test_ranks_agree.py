@@ -108,7 +108,7 @@ def test_ranks_that_save_different_steps_are_refused(tmp_path):
 def test_a_metric_or_state_that_is_none_on_one_rank_fails_the_save_of_all(tmp_path, what):
     def work(rank, manager):
         with pytest.raises(SaveFailedError, match=rf"saving 'ckpt_1' failed on rank 1: ValueError: {what}\['auc'\]"):
-            manager.step(**{what: {"auc": [2] if rank else 0.5}})
+            manager.step(**{what: {"auc": 1j if rank else 0.5}})
         manager.step(**{what: {"auc": 0.5}})
         return manager.global_step
 

@@ -32,9 +32,9 @@ LIVE_PLANTS = {
     "each rank marks what it looked up itself": (
         Plant(
             f"{ANNOUNCER}.install",
-            "    handles = [\n",
-            "    module.register_forward_pre_hook(lambda module, args: vars(self).update(own=args[0].flatten()))\n"
-            "    handles = [\n",
+            "    for module in modules:\n",
+            "    for module in modules:\n"
+            "        module.register_forward_pre_hook(lambda module, args: vars(self).update(own=args[0].flatten()))\n",
         ),
         Plant(
             f"{ANNOUNCER}._announce_step",

@@ -310,8 +310,8 @@ def test_whoever_looks_compares_or_exports_is_told_what_was_not_saved(tmp_path):
     fill(other, {1: 2, 2: 3, 3: 1})
     whole.save("a")
     said = "without late; without 1 row (saved: count of at least 2)"
-    assert ls(Namespace(dir=str(tmp_path / "run"))).data["checkpoints"][0]["marks"] == ["newest", "reduced"]
-    assert ls(Namespace(dir=str(tmp_path / "whole"))).data["checkpoints"][0]["marks"] == ["newest"]
+    assert ls(Namespace(dir=str(tmp_path / "run"), near=None)).data["checkpoints"][0]["marks"] == ["newest", "reduced"]
+    assert ls(Namespace(dir=str(tmp_path / "whole"), near=None)).data["checkpoints"][0]["marks"] == ["newest"]
     found = recckpt.diff(tmp_path / "whole", tmp_path / "run")
     assert (found.before.reduced, found.after.reduced) == ((), (f"table 't' {said}",))
     assert f"; saved with table 't' {said}" in str(found)
