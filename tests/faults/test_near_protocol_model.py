@@ -21,7 +21,7 @@ NEEDED = {
     "never_overwrite": ("1", "I3: restores C1"),
     "two_generations": ("5", "before the damaged generation was acknowledged"),
     "gc_by_epoch": ("1", "I3: restores n1.2"),
-    "order_by_cut": ("1", "I3: restores A1"),
+    "order_by_cut": ("1", "the checkpoint (2, 1) was acknowledged"),
     "one_order": ("1", "I3: restores n1.1"),
     "cut_is_unique": ("7", "I1: pieces of n1.1 and n1.1 in one restore"),
     "epoch_rule": ("1", "I2: n1.1 was sealed by a writer that had been overtaken"),

@@ -12,7 +12,7 @@ from faults.storage_faults import Faults
 from faults.store_scene import as_json
 from support.forgetting import ForgettingRun, fill, ids_at
 from support.killed import killed_at
-from support.mirrors import check_same, check_whole, directories_of, listing_of
+from support.mirrors import check_same, check_whole, directories_of, listing_of, out_of_reach
 from support.sweeps import SWEEP_STRIDE
 from support.warm_python import Piped
 
@@ -51,9 +51,10 @@ def after_a_compaction(run, to):
 
 
 def after_a_forgetting(run, to):
-    """All has been written again."""
+    """All has been written again, while the mirror was away."""
     recckpt.mirror(run, to)
-    recckpt.forget(run, "user", GONE)
+    with out_of_reach(to):
+        recckpt.forget(run, "user", GONE)
 
 
 def after_a_forgetting_that_it_has_more_of(run, to):
@@ -63,7 +64,8 @@ def after_a_forgetting_that_it_has_more_of(run, to):
     trainer.saver.load()
     trainer.saver.save("ckpt_5", step=5)
     recckpt.mirror(run, to, keep=All())
-    recckpt.forget(run, "user", GONE)
+    with out_of_reach(to):
+        recckpt.forget(run, "user", GONE)
 
 
 SCENES = [after_a_forgetting, first, after_a_rotation, after_a_compaction, after_a_forgetting_that_it_has_more_of]
