@@ -160,7 +160,7 @@ class NearTier(NearAtTakeover):
         Args:
             newest: the order of that checkpoint.
         """
-        under_way = self._under_way
+        under_way = self._under_way  # before what is kept, where it is once it is not under way any more
         generations = (*self._named, *self._kept, *([under_way] if under_way else []))
         return {each.base for each in generations if each.order > newest}
 
@@ -187,9 +187,10 @@ class NearTier(NearAtTakeover):
         Rule *two_generations*: the newest two stay, of those that were acknowledged or named at the takeover. What goes
         is decided here, so a writer that was overtaken since removes nothing that its successor has named.
         """
-        assert self._under_way is not None
-        done, self._under_way = self._under_way, None
+        done = self._under_way
+        assert done is not None
         self._kept = (*self._kept, done)[-_GENERATIONS:]
+        self._under_way = None  # only now: a checkpoint that is committed meanwhile may ask for bases between the two
         self._remove_others(done.order[0])
 
     def give_up(self) -> None:

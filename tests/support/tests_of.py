@@ -145,7 +145,7 @@ TESTS = {
     "mirroring/": "mirroring/test_mirror.py",
     "mirroring/reach.py": "mirroring/test_mirror_of_forgotten.py",
     "output_dir/deletion.py": "manager/test_own_checkpoints.py",
-    "near/": "near/test_near_saves.py near/test_tier.py",
+    "near/": "near/test_near_saves.py near/test_tier.py near/test_beside_saves.py",
     "policies/best.py": "policies/test_keep.py",
     "policies/joined_keeps.py": "policies/test_keep.py",
     "output_dir/at_path.py": "output_dir/test_listing.py output_dir/test_delta_listing.py",
