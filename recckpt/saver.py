@@ -217,10 +217,9 @@ class Saver(Registration, Loads):
             RecckptError: the save failed, and its error was not raised yet.
         """
         with self._turn():
-            is_over = self._runner.settle(timeout_sec)
             if timeout_sec is None and self.near_saves is not None:
-                self.near_saves.settle()
-            return is_over
+                self.near_saves.settle()  # first: it raises nothing
+            return self._runner.settle(timeout_sec)
 
     @property
     def is_saving(self) -> bool:

@@ -3,10 +3,13 @@
 import sys
 from dataclasses import replace
 
+import pytest
 from near.test_near_saves import begun, rows
 from support.gate import Gate
 from support.near_runs import ALL, NearRun
 
+from recckpt.checkpoint.attempt import Attempt
+from recckpt.errors import SaveFailedError
 from recckpt.save.sparse_saver import SparseSaver
 
 
@@ -42,3 +45,18 @@ def test_rotation_sees_the_base_of_a_near_save_at_each_moment_of_its_acknowledge
         sys.settrace(None)
     assert len(seen) > 3
     assert all(seen)
+
+
+def test_close_waits_for_a_near_save_though_the_checkpoint_before_has_failed(tmp_path, monkeypatch):
+    run = begun(tmp_path)
+
+    def failing(*args):
+        raise OSError("the store is away")
+
+    monkeypatch.setattr(Attempt, "commit", failing)
+    run.saver.save_async("ckpt_100", step=100).committed.exception()
+    near, settled = run.saver.near_saves, []
+    monkeypatch.setattr(near, "settle", lambda: settled.append(True))
+    with pytest.raises(SaveFailedError):
+        run.saver.close()
+    assert settled
