@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from threading import Lock
 from typing import Protocol
 
 from recckpt.dense.rank_digests import RankDigests
@@ -42,6 +43,15 @@ class NearCounts:
     made: int = 0
     failed: int = 0
     skipped: int = 0
+
+
+@dataclass(frozen=True)
+class _Presence:
+    """A rank as a near save begins: whether it cannot make one now, whether it saves a checkpoint, and its host."""
+
+    is_busy: bool
+    is_saving: bool
+    host: str
 
 
 class Resumed(Protocol):
@@ -88,7 +98,7 @@ class NearSaves:
         self._logged = False  # what has gone wrong since the last near save that was acknowledged
         self._is_off = False
         self._fenced: WriterFencedError | None = None
-        self.counts = NearCounts()
+        self.counts, self._counting = NearCounts(), Lock()
 
     @property
     def fence(self) -> Fence:
@@ -101,9 +111,8 @@ class NearSaves:
         Raises:
             WriterFencedError: another process has taken the output dir over.
         """
-        if self._fenced is not None:
-            raise self._fenced.with_traceback(None)
         if self._is_off:
+            self._check_fence()
             return True
         info = SaveInfo(f"near_{step}", step, background=True)
         ranks = info.raising(self.ranks.of(rank, size))
@@ -112,25 +121,36 @@ class NearSaves:
         except WriterFencedError:
             raise
         except Exception as error:
-            self._fail(error, info, ranks)
+            self._check_fence()
+            self._fail(error, info, ranks, is_under_way=not self._thread.is_running)
             return True
 
     def settle(self, timeout_sec: float | None = None) -> bool:
         """Wait for the near save that is under way, and say whether it has ended. Not collective."""
         return self._thread.settle(timeout_sec)
 
+    def _check_fence(self) -> None:
+        """Raise WriterFencedError where a near save has found that another process has taken the output dir over."""
+        if self._fenced is not None:
+            raise self._fenced.with_traceback(None)
+
+    def _presence(self) -> _Presence:
+        """Return what the ranks have to know of this one; they may find out one by one that they are fenced."""
+        self._check_fence()
+        return _Presence(self._is_busy, self._runner.is_running, self.tier.dir.host())
+
     def _begin(self, info: SaveInfo, ranks: Ranks, state: State) -> bool:
         # 1. All agree whether to begin.
-        hosts = ranks.on_all(lambda: (self._is_busy, self.tier.dir.host()))
-        if any(is_busy for is_busy, _ in hosts):
-            self.counts = replace(self.counts, skipped=self.counts.skipped + 1)
+        all_ranks = ranks.on_all(self._presence)
+        if any(each.is_busy for each in all_ranks):
+            self._count(skipped=1)
             return True
-        if len({host for _, host in hosts}) > 1:
+        if len({each.host for each in all_ranks}) > 1:
             self._is_off = True
             raise RecckptError(
                 f"{self.tier.dir.storage.url} is not one directory for all ranks: near saves are for ranks of one host"
             )
-        begun = ranks.on_first(lambda: self._prepare(info.step, hosts[0][1]))
+        begun = ranks.on_first(lambda: self._prepare(info.step, all_ranks[0].host))
         if begun is None:
             return False
         changes = self._durable.changes
@@ -141,13 +161,13 @@ class NearSaves:
             plan = ranks.concluded(lambda: own.proposal, decide)
             own.raise_refusal(plan, job)
             if plan.kind.base is None:
-                return self._is_passed_over(plan, ranks)
+                return self._is_passed_over(plan, ranks, is_saving=any(each.is_saving for each in all_ranks))
             info.note_kind("near", None, plan.kind.n_links)
             job, links = replace(job, ranks=ranks.background), self._links(ranks, plan.kind.base)
             save = NearSave(begun, links, plan, job, to, self._durable.fence, self.tier)
-            staged = closed_on_error.enter_context(closing(own.planned(plan)))
-            self._thread.begin(partial(self._run, save, staged))
+            staged = own.planned(plan)
             closed_on_error.pop_all()
+        self._thread.begin(partial(self._run, save, staged), staged.close)
         return True
 
     @property
@@ -178,38 +198,51 @@ class NearSaves:
         intent, cut = self.tier.begin(fence.epoch, fence.nonce, step, base.save_id)
         return BegunNear(intent, cut, fence.listing.next_seq, host)
 
-    def _is_passed_over(self, plan: SavePlan, ranks: Ranks) -> bool:
-        """Say whether there is none because so much has changed; else a checkpoint has to be made before."""
+    def _is_passed_over(self, plan: SavePlan, ranks: Ranks, *, is_saving: bool) -> bool:
+        """Say whether there is none because so much has changed; else a checkpoint has to be made before.
+
+        Nor is one made while one is under way: the ranks count from it one by one.
+        """
         if ranks.rank == 0:
             self.tier.give_up()
-        if plan.kind.stand_in is None:
+        has_base = plan.kind.stand_in is not None
+        if not has_base and not is_saving:
             return False
-        if ranks.rank == 0 and not self._logged:
-            log.warning("near saves are left out until the next checkpoint: %s; save more often", plan.kind.why_full)
-        self._logged = True
-        self.counts = replace(self.counts, skipped=self.counts.skipped + 1)
+        if has_base:
+            if ranks.rank == 0 and not self._logged:
+                why = plan.kind.why_full
+                log.warning("near saves are left out until the next checkpoint: %s; save more often", why)
+            self._logged = True
+        self._count(skipped=1)
         return True
+
+    def _count(self, **more: int) -> None:
+        with self._counting:  # both threads count
+            self.counts = replace(self.counts, **{name: getattr(self.counts, name) + n for name, n in more.items()})
 
     def _run(self, save: NearSave, staged: Staged) -> None:
         """Be the thread of a near save: whatever goes wrong is its own failure."""
         try:
             save.write(staged)
         except Exception as error:
-            self._fail(error, save.job.info, save.job.ranks)
+            self._fail(error, save.job.info, save.job.ranks, is_under_way=True)
         else:
             self._logged = False
-            self.counts = replace(self.counts, made=self.counts.made + 1)
+            self._count(made=1)
 
-    def _fail(self, error: Exception, info: SaveInfo, ranks: Ranks) -> None:
-        """Take note of a near save that has failed: once in the log, and in the timeline with the next checkpoint."""
-        self.counts = replace(self.counts, failed=self.counts.failed + 1)
+    def _fail(self, error: Exception, info: SaveInfo, ranks: Ranks, *, is_under_way: bool) -> None:
+        """Take note of a near save that has failed: once in the log, and in the timeline with the next checkpoint.
+
+        ``is_under_way`` says whether it is the one that the tier has under way, and not one that could not begin.
+        """
+        self._count(failed=1)
         info.note_failure(error)
         if isinstance(error, WriterFencedError):
             self._fenced = error
             return
         self._is_off = self._is_off or ranks.has_lost
         if ranks.rank == 0:
-            if not ranks.has_lost:  # else another may still write there; it goes at the next takeover
+            if is_under_way and not ranks.has_lost:  # else another may still write there; it goes at the next takeover
                 self.tier.give_up()
             self._durable.timeline.keep(info)
             ending = "; no more are made in this process" if self._is_off else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 
 from recckpt.parallel.threads import give_way
 from recckpt.parallel.waiting import Latch, start
@@ -21,23 +22,34 @@ class NearThread:
         """Whether something is under way."""
         return not self._over.is_set()
 
-    def begin(self, work: Callable[[], object]) -> None:
+    def begin(self, work: Callable[[], object], called_off: Callable[[], object]) -> None:
         """Do work in a thread; it raises nothing.
+
+        Args:
+            work: what to do.
+            called_off: called where it is not done, since the thread could not be started or that was interrupted.
 
         Raises:
             RuntimeError: there is no room for a thread.
         """
-        over = Latch()
+        over, may_begin = Latch(), SimpleQueue[bool]()
 
         def run() -> None:
             try:
-                give_way()
-                work()
+                if may_begin.get():
+                    give_way()
+                    work()
             finally:
                 over.set()
 
-        start(threading.Thread(target=run, name="recckpt-near"))
-        self._over = over
+        is_started = False
+        try:
+            start(threading.Thread(target=run, name="recckpt-near"))
+            self._over, is_started = over, True
+        finally:  # where this was interrupted, the thread may be there all the same: what it would read is closed
+            may_begin.put(is_started)
+            if not is_started:
+                called_off()
 
     def settle(self, timeout_sec: float | None = None) -> bool:
         """Wait for what is under way, and say whether it has ended."""

@@ -1,15 +1,19 @@
 """Near saves beside what else goes on: checkpoints that are committed meanwhile, interrupts, errors of others."""
 
 import sys
+import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from near.test_near_saves import begun, rows
+from near.test_ranks import OTHERS, on_near_ranks
 from support.gate import Gate
 from support.near_runs import ALL, NearRun
 
 from recckpt.checkpoint.attempt import Attempt
-from recckpt.errors import SaveFailedError
+from recckpt.errors import SaveFailedError, WriterFencedError
+from recckpt.save import near_thread
 from recckpt.save.sparse_saver import SparseSaver
 
 
@@ -47,6 +51,48 @@ def test_rotation_sees_the_base_of_a_near_save_at_each_moment_of_its_acknowledge
     assert all(seen)
 
 
+def test_an_interrupt_as_the_thread_starts_leaves_no_near_save_of_what_training_changes_then(tmp_path, monkeypatch):
+    run = begun(tmp_path)
+    gate, start = Gate(monkeypatch, SparseSaver, "save"), near_thread.start
+
+    def interrupted(thread):
+        start(thread)
+        raise KeyboardInterrupt
+
+    run.put(_3=3.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(near_thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.manager.step()
+    run.put(_3=7.0, _2=7.0)
+    gate.open()
+    for thread in threading.enumerate():
+        if thread.name == "recckpt-near":
+            thread.join()
+    assert run.counts == (1, 0, 0)
+    assert rows(NearRun(tmp_path).restore()) == {1: 1.0, 2: 2.0}
+    run.restore().put(_4=4.0).step()
+    assert rows(NearRun(tmp_path).restore()) == {1: 1.0, 2: 2.0, 4: 4.0}
+
+
+def test_one_that_cannot_begin_leaves_the_one_that_is_under_way(tmp_path, monkeypatch):
+    run = begun(tmp_path)
+    gate = Gate(monkeypatch, SparseSaver, "save")
+    run.put(_3=3.0).manager.step()
+    gate.wait()
+
+    def unreadable():
+        raise OSError("no descriptors")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.saver.near_saves.tier.dir, "host", unreadable)
+        run.manager.step()
+    gate.open()
+    run.saver.near_saves.settle()
+    assert run.counts == (2, 1, 0)
+    assert rows(NearRun(tmp_path).restore()) == {1: 1.0, 2: 2.0, 3: 3.0}
+
+
 def test_close_waits_for_a_near_save_though_the_checkpoint_before_has_failed(tmp_path, monkeypatch):
     run = begun(tmp_path)
 
@@ -60,3 +106,33 @@ def test_close_waits_for_a_near_save_though_the_checkpoint_before_has_failed(tmp
     with pytest.raises(SaveFailedError):
         run.saver.close()
     assert settled
+
+
+def test_all_ranks_raise_at_once_where_one_knows_that_it_is_fenced(tmp_path):
+    def fenced(run):
+        run.put(_1=1.0, **OTHERS).step()
+        near = run.saver.near_saves
+        if near.ranks.keys() == {(0, 2)}:
+            near._fenced = WriterFencedError("taken over")  # its thread ends before those of the others
+        with pytest.raises(WriterFencedError, match="taken over"):
+            run.manager.step()
+        return True
+
+    assert on_near_ranks(tmp_path, 2, fenced) == [True, True]
+
+
+def test_no_checkpoint_is_made_in_place_of_one_while_not_all_ranks_have_ended_the_one_before(tmp_path):
+    def between(run):
+        run.put(_1=1.0, **OTHERS).step()
+        near, changes = run.saver.near_saves, run.saver._to.changes
+        is_late, before = near.ranks.keys() == {(1, 2)}, changes.base
+        run.put(_2=2.0).saver.save("ckpt_100", *next(iter(near.ranks)), step=100)
+        after, runner = changes.base, near._runner
+        if is_late:
+            changes.base, near._runner = before, SimpleNamespace(is_running=True)
+        run.step()
+        changes.base, near._runner = after, runner
+        run.put(_3=3.0).step()
+        return run.counts, run.manager.counts.begun
+
+    assert on_near_ranks(tmp_path, 2, between) == [((1, 0, 1), 1)] * 2
