@@ -14,7 +14,8 @@ from recckpt.cli.result import GOOD
 _ANY_CHECKPOINT = "a checkpoint, or an output dir, whose newest is meant; a path or URL, DIR/latest~1 too"
 _IDS = "a text file with an id a line, .npy or .parquet"
 _KEEP = (
-    "a number of the newest, all, every=STEPS, best=METRIC, least=METRIC, days=N, bytes=SIZE; some of them, by commas"
+    "a number of the newest, all, every=STEPS, best=METRIC, least=METRIC, days=N, one-per-days=N, bytes=SIZE; some of "
+    "them, by commas"
 )
 _EXIT_CODES = "exit codes: 0 good, 1 a problem was found, 2 wrong usage"
 _OWN_EXIT_CODES = {

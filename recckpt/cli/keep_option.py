@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from recckpt.policies.keep import All, Best, EveryNth, Keep, KeepBytes, KeptByAny, Newest, YoungerThan
+from recckpt.policies.keep import All, Best, EveryNth, Keep, KeepBytes, KeptByAny, Newest, OnePer, YoungerThan
 
+_DAY_SEC = 86_400.0
 _POLICIES: dict[str, Callable[[str], Keep]] = {
     "every": lambda text: EveryNth(int(text)),
     "best": lambda text: Best(1, text),
     "least": lambda text: Best(1, text, "min"),
-    "days": lambda text: YoungerThan(float(text) * 86_400),
+    "days": lambda text: YoungerThan(float(text) * _DAY_SEC),
+    "one-per-days": lambda text: OnePer(float(text) * _DAY_SEC),
     "bytes": KeepBytes,
 }
 

@@ -5,7 +5,7 @@ from support.delta_runs import rows_of, run_with_chain
 from support.mirrors import check_whole, ids_of
 
 from recckpt.cli.keep_option import keep_policy
-from recckpt.policies.keep import All, Best, EveryNth, KeepBytes, KeptByAny, Newest, YoungerThan
+from recckpt.policies.keep import All, Best, EveryNth, KeepBytes, KeptByAny, Newest, OnePer, YoungerThan
 from recckpt.storage import open_storage
 
 
@@ -65,6 +65,7 @@ def test_wrong_usage_is_told_from_a_problem(recckpt, run, to, tmp_path):
         ("every=1000,2", KeptByAny(EveryNth(1000), Newest(2))),
         ("best=auc,least=loss", KeptByAny(Best(1, "auc"), Best(1, "loss", "min"))),
         ("days=0.5", YoungerThan(43_200)),
+        ("one-per-days=1", OnePer(86_400)),
         ("bytes=2 TB", KeepBytes("2 TB")),
     ],
 )
