@@ -73,6 +73,8 @@ def _named(place: str, name: Any) -> str:
 def _as_number(name: Any, value: Any) -> float:
     """Return a metric as a Python number, from a tensor or a number of numpy too."""
     try:
+        if isinstance(value, str | bytes | bytearray):  # which float() would parse
+            raise TypeError("text is not a number")
         return float(value)
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"metrics[{name!r}]: found {value!r:.200}, expected a number") from error

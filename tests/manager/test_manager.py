@@ -106,6 +106,8 @@ ENDLESS.append(ENDLESS)
         ({"metrics": [1]}, TypeError, r"metrics must be a mapping of names to values, or None, found \[1\]"),
         ({"metrics": []}, TypeError, r"metrics must be a mapping"),
         ({"metrics": {"auc": "high"}}, ValueError, r"metrics\['auc'\]: found 'high', expected a number"),
+        ({"metrics": {"auc": "0.5"}}, ValueError, r"metrics\['auc'\]: found '0.5', expected a number"),
+        ({"metrics": {"auc": b"2"}}, ValueError, r"metrics\['auc'\]: found b'2', expected a number"),
     ],
 )
 def test_a_step_with_a_state_or_metric_that_cannot_be_saved_is_refused_at_once_and_does_not_count(
