@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from recckpt.live.tables import NO_TABLES
 from recckpt.manager.habits import unknown_option
+from recckpt.manager.near_steps import NO_NEAR
 from recckpt.manager.options import parse_options
 from recckpt.manager.placement import Placement
 from recckpt.parallel.ranks import this_rank
@@ -34,6 +35,8 @@ def wrong_options(options: Mapping[str, Any], save_interval: int | When, manager
         parse_options(save_interval, **{name: options[name] for name in checked})
     except (TypeError, ValueError) as error:
         problems.append(str(error))
+    if options.get("near_interval") is not None and options.get("near") is None:
+        problems.append(NO_NEAR)
     return problems
 
 
@@ -55,13 +58,14 @@ def attached(
     """
     of_manager = {name: options[name] for name in _options_of(manager) & options.keys()}
     of_saver = {name: value for name, value in options.items() if name not in of_manager}
+    rank, _ = this_rank(options.get("shard_id"), options.get("shard_num"))  # refuses them before anything is made
     saver = Saver(placement.model, placement.sparse_optim, os.fspath(output_dir), tables=placement.live, **of_saver)
     for name, obj in placement.objects.items():
         saver.register_for_checkpointing(name, obj)
     for name, obj in placement.positions.items():
         saver.register_io_state(name, obj)
     made = manager(saver, save_interval, **of_manager)
-    if this_rank(options.get("shard_id"), options.get("shard_num"))[0] == 0:
+    if rank == 0:
         settings = {"save_interval": save_interval, **{name: options[name] for name in _MEANINGS}}
         how = (f"{name}={value!r}{_MEANINGS.get(name, '') if value else ''}" for name, value in settings.items())
         log.info("%s: saves %s; %s", saver.output_dir, ", ".join(_saved(placement)), ", ".join(how))

@@ -104,13 +104,14 @@ class CheckpointManager(Counting, Resumable, OwnCheckpoints):
         if not isinstance(saver, Saver):
             raise TypeError(f"saver must be a recckpt.Saver, found a {type(saver).__name__}: {_MADE_BY_ATTACH}")
         when: dict[str, Any] = {"ephemeral": ephemeral, "reload_interval": reload_interval, "event_time": event_time}
+        when |= {"near_interval": near_interval}
         how: dict[str, Any] = {"async_save": async_save, "backpressure": backpressure, "grace_sec": grace_sec}
         how |= {"on_save_error": on_save_error, "raise_after": raise_after}
         options = parse_options(save_interval, save_at_start=save_at_start, step_prefix=step_prefix, **when, **how)
         self._saver, self._save_interval, self._save_at_start = saver, save_interval, options.save_at_start
         self._run = run = Run(event_time=options.event_time, step_prefix=options.step_prefix)
         self._ranks, begin = partial(saver.ranks.of, shard_id, shard_num), run.moment(clock())
-        near = NearSteps.of(saver.near_saves, near_interval, begin)
+        near = NearSteps.of(saver.near_saves, options.near, begin)
         self._restorer = Restorer(saver.loader, run, self._ranks, lambda: saver.max_keep, near.tier)
         self._autosave = Autosave(
             saver,
@@ -169,7 +170,8 @@ class CheckpointManager(Counting, Resumable, OwnCheckpoints):
 
         Raises:
             TypeError: ``model`` is not a module.
-            ValueError: something is not saved as it is, or not known; all of it, before anything is made.
+            ValueError: something is not saved as it is, or not known; all of it, before anything is made. Or a signal
+                that cannot be caught, once the output dir is made.
             OSError: the output dir cannot be written.
         """
         options |= {"max_keep": max_keep, "async_save": async_save, "deltas": deltas}

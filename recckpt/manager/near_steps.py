@@ -8,9 +8,11 @@ from recckpt.manager.run_state import Run
 from recckpt.near.tier import NearTier
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.schedule import Agreed, Kind, SaveCounts, Trigger
-from recckpt.policies.when import Moment, When, as_when
+from recckpt.policies.when import Moment, When
 from recckpt.save.job import State
 from recckpt.save.near_saves import NearSaves
+
+NO_NEAR = "near_interval= is for savers with near=, found one without: give Saver(near=Near(PATH))"
 
 
 class NearSteps:
@@ -25,15 +27,14 @@ class NearSteps:
         self._saves, self._trigger = saves, trigger
 
     @classmethod
-    def of(cls, saves: NearSaves | None, interval: int | When | None, begin: Moment) -> NearSteps:
+    def of(cls, saves: NearSaves | None, when: When | None, begin: Moment) -> NearSteps:
         """Return those of a run that begins here.
 
         Raises:
-            ValueError: there is an interval and a saver without ``near``, or it is invalid.
+            ValueError: there is an interval, and a saver without ``near``.
         """
-        when = None if interval is None else as_when(interval, "near_interval")
         if when is not None and saves is None:
-            raise ValueError("near_interval= is for savers with near=, found one without: give Saver(near=Near(PATH))")
+            raise ValueError(NO_NEAR)
         return cls(saves, None if when is None else Trigger(when, begin))
 
     @property

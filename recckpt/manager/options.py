@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
 from recckpt.format import layout
 from recckpt.manager.save_errors import OnSaveError, checked_on_save_error
 from recckpt.manager.step_arguments import checked_event_time, checked_prefix
-from recckpt.policies.schedule import Backpressure, Schedule, Trigger
+from recckpt.policies.schedule import Backpressure, Schedule, Trigger, checked_backpressure
 from recckpt.policies.when import Moment, When, as_when, check_ephemeral
 from recckpt.types import flag, positive_int, positive_number
 
@@ -20,6 +19,7 @@ class ManagerOptions:
     regular: When
     between: When | None
     reload: When | None
+    near: When | None
     async_save: bool
     backpressure: Backpressure
     grace_sec: float | None
@@ -47,6 +47,7 @@ def parse_options(
     grace_sec: float | None = None,
     save_at_start: bool = False,
     reload_interval: int | When | None = None,
+    near_interval: int | When | None = None,
     event_time: float | None = None,
     step_prefix: str = layout.STEP_PREFIX,
     on_save_error: OnSaveError = "raise",
@@ -59,7 +60,7 @@ def parse_options(
         ValueError: another one is invalid.
     """
     grace = None if grace_sec is None else positive_number("grace_sec", grace_sec)
-    if backpressure != "wait" and backpressure in get_args(Backpressure) and not async_save:
+    if checked_backpressure(backpressure) != "wait" and not async_save:
         raise ValueError(
             f"backpressure={backpressure!r} is for saves in the background, found async_save=False, with which "
             "each step waits for its own save: omit it, or give async_save=True"
@@ -71,6 +72,7 @@ def parse_options(
         regular,
         between,
         None if reload_interval is None else as_when(reload_interval, "reload_interval"),
+        None if near_interval is None else as_when(near_interval, "near_interval"),
         flag("async_save", async_save),
         backpressure,
         grace,

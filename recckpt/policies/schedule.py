@@ -84,9 +84,7 @@ class Schedule:
     """
 
     def __init__(self, regular: When, ephemeral: When | None, backpressure: Backpressure, start: Moment) -> None:
-        if backpressure not in get_args(Backpressure):
-            raise ValueError(f"backpressure must be one of {get_args(Backpressure)}, found {backpressure!r}")
-        self._backpressure = backpressure
+        self._backpressure = checked_backpressure(backpressure)
         self._triggers: dict[Kind, Trigger] = {"regular": Trigger(regular, start)}
         if ephemeral is not None:
             self._triggers["ephemeral"] = Trigger(ephemeral, start)
@@ -166,3 +164,10 @@ class Schedule:
         self._pending = None
         for made in self._triggers if kind == "regular" else [kind]:
             self._triggers[made].restart(now)
+
+
+def checked_backpressure(backpressure: Backpressure) -> Backpressure:
+    """Return what to do when a save is due while one is under way; ValueError where it is not one of the three."""
+    if backpressure not in get_args(Backpressure):
+        raise ValueError(f"backpressure must be one of {get_args(Backpressure)}, found {backpressure!r}")
+    return backpressure
