@@ -127,13 +127,14 @@ class OpenChain:
             yield link.index(reader)
 
     def batches(
-        self, slices: Collection[Slice | None], known: str = ""
+        self, slices: Collection[Slice | None], known: str = "", unknown: Collection[str] = ()
     ) -> tuple[Sequence[LinkBatches], Collection[str]]:
         """Open the files that may have rows or deletes of some slices, and return what a load reads, newest link first.
 
         Args:
             slices: None for all ids.
             known: save id of the link from which on the model has the rows already; "" for none.
+            unknown: tables of which it has none all the same.
 
         Returns:
             Of each link that has rows to be read, its batches; and the tables that go on from the known link.
@@ -141,15 +142,15 @@ class OpenChain:
         from recckpt.sparse.files.link_batches import LinkBatches
 
         tables = {table.name for table in self.manifest.tables}
-        opened: list[LinkBatches] = []
+        opened, updates = list[LinkBatches](), set[str]()
         for link in self.links:
             if link.manifest.origin == known:
-                return opened, tables
-            opened.append(LinkBatches(link.files, link.directory, tables, link.open_parts(tables, slices)))
-            tables = {name for name in tables if not link.manifest.named_table(name).is_whole}
+                updates, tables = tables.difference(unknown), tables.intersection(unknown)
             if not tables:
                 break
-        return opened, ()
+            opened.append(LinkBatches(link.files, link.directory, tables, link.open_parts(tables, slices)))
+            tables = {name for name in tables if not link.manifest.named_table(name).is_whole}
+        return opened, updates
 
     @cached_property
     def tensors(self) -> DenseTensors:

@@ -87,24 +87,25 @@ class OpenSource:
         of_ranks += [layout.extra_of(shard) for shard in (everyone if needs.gathers and is_resharded else own)]
         self._chain.files.keep_open(name for name in of_ranks if self._manifest.file(name))
         slices = {owned for name, owned in needs.slices.items() if self.at.entry.wants(name)}
-        if any(starmap(self._may_be_table, needs.tensors.items())):
+        of_tensors = set[str]().union(*starmap(self._tables_of, needs.tensors.items()))
+        if of_tensors:
             slices.add(None)
         if slices:
-            self._batches, self.updates = self._chain.batches(slices, self.at.loaded_save_id)
+            self._batches, self.updates = self._chain.batches(slices, self.at.loaded_save_id, of_tensors)
             read = self._chain.links[: len(self._batches)]
             self._n_bytes += sum(entry.n_bytes for link in read for entry in link.catalog_files(slices))
 
-    def _may_be_table(self, tensor: str, n_rows: int) -> bool:
-        """Say whether a table has the rows of a dense tensor of the model."""
+    def _tables_of(self, tensor: str, n_rows: int) -> set[str]:
+        """Return the tables that may have the rows of a dense tensor of the model, which is read whole each time."""
         name = Name("dense", tensor)
         try:
             there = self.at.entry.renames.source(name)
         except ValueError:  # which the plan refuses
-            return False
+            return set()
         if there in self._manifest.names.dense or not self.at.entry.wants(name):
-            return False
+            return set()
         tables = map(self._manifest.table, tables_of_tensor(there))
-        return any(table is not None and table.rows == n_rows for table in tables)
+        return {table.name for table in tables if table is not None and table.rows == n_rows}
 
     @property
     def bytes_read(self) -> int:

@@ -9,6 +9,7 @@ from torch import nn
 import recckpt
 from recckpt import CheckpointManager, Deltas, Saver, Standby
 from recckpt.errors import LoadConfError, PartlyLoadedError
+from recckpt.live import live_tables
 from recckpt.sparse import HashTable
 from recckpt.text import Progress
 
@@ -180,3 +181,27 @@ def test_wrong_arguments_are_refused_at_once(tmp_path):
         Standby("model")
     with pytest.raises(LoadConfError):
         Standby(model_of(), load_conf={"lod": ["*"]})
+
+
+def test_rows_of_a_table_that_the_model_has_as_an_embedding_are_all_read_each_time(tmp_path):
+    def begin():
+        return nn.ModuleDict({"t": HashTable(2, name="t"), "word": nn.Embedding(200, 2, sparse=True)})
+
+    model = begin()
+    optimizer = torch.optim.SparseAdam(model["word"].parameters())
+    live = live_tables(model, optimizer, min_rows=1)
+    saver = Saver(model, output_dir=str(tmp_path), max_keep=None, deltas=ALWAYS, tables=live)
+    other, standby = begin(), None
+    for step in (1, 2, 3):
+        model["t"].insert(torch.tensor([step]), torch.ones(1, 2))
+        optimizer.zero_grad()
+        model["word"](torch.tensor([step])).sum().backward()
+        optimizer.step()
+        record = saver.save(f"ckpt_{step}", step=step)
+        assert [table.name for table in record.tables] == ["t", "word"]
+        standby = standby or Standby(other)
+        with torch.no_grad():
+            other["word"].weight[100] = 9.0
+        standby.load(tmp_path)
+        assert torch.equal(other["word"].weight, model["word"].weight)
+        assert sorted(other["t"].ids().tolist()) == [*range(1, step + 1)]
