@@ -193,8 +193,10 @@ class NearSaves:
         if not fence.is_settled:
             end_pending(to)
         base = changes.base
-        if base is None or not fence.is_settled or not chain_of(fence.listing, base.save_id):
+        if base is None or not chain_of(fence.listing, base.save_id):
             return None
+        if not fence.is_settled:  # a checkpoint in its place would not mend that
+            raise RecckptError(f"{to.storage.url}: ids are yet to be forgotten there, as the log says")
         intent, cut = self.tier.begin(fence.epoch, fence.nonce, step, base.save_id)
         return BegunNear(intent, cut, fence.listing.next_seq, host)
 

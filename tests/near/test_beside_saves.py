@@ -136,3 +136,22 @@ def test_no_checkpoint_is_made_in_place_of_one_while_not_all_ranks_have_ended_th
         return run.counts, run.manager.counts.begun
 
     assert on_near_ranks(tmp_path, 2, between) == [((1, 0, 1), 1)] * 2
+
+
+def test_while_ids_cannot_be_forgotten_near_saves_fail_and_no_checkpoints_are_made_in_their_place(
+    tmp_path, monkeypatch, caplog
+):
+    def failing(*args):
+        raise OSError("unreadable")
+
+    begun(tmp_path)
+    run = NearRun(tmp_path).restore()
+    with monkeypatch.context() as patch:
+        patch.setattr("recckpt.save.forgetting.settle", failing)
+        run.put(_3=3.0).step().put(_4=4.0).step()
+    assert (run.counts, run.manager.counts.begun) == ((0, 2, 0), 0)
+    assert (
+        len([r for r in caplog.records if "near save failed: " in r.message and "ids are yet to be" in r.message]) == 1
+    )
+    assert run.step().counts == (1, 2, 0)
+    assert rows(NearRun(tmp_path).restore()) == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
