@@ -12,7 +12,8 @@ _MOST = 20  # names in a line
 _TABLE_HEAD = ("TABLE", "ROWS", "BYTES", "SLOTS")
 _STATE_HEAD = ("NAME", "VALUE")
 _STYLE = """
-.recckpt h1 { font-size: 1.1em; } .recckpt .scroll { margin: .5em 0; } .recckpt td:last-child { max-width: 34em; }
+.recckpt.checkpoint h1 { font-size: 1.1em; } .recckpt.checkpoint .scroll { margin: .5em 0; }
+.recckpt.checkpoint .scroll td:last-child { max-width: 34em; }
 """
 
 
@@ -35,7 +36,7 @@ def body_of(opened: OpenChain) -> str:
     groups = {"dense": names.dense, "registered": names.extra, "positions": names.io_state}
     listed = ((group, _few(all_names)) for group, all_names in groups.items() if all_names)
     parts += [f"<p><strong>{group}:</strong> {html.text(few)}</p>" for group, few in listed]
-    return html.body(parts, _STYLE)
+    return html.body("checkpoint", parts, _STYLE)
 
 
 def _kind(opened: OpenChain) -> str:

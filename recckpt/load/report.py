@@ -23,8 +23,8 @@ _MOST = 8  # names in a line
 _HEAD = ("name", "from", "name there", "rows", "bytes", "note")
 _NUMBERS = ("rows", "bytes")
 _STYLE = """
-.recckpt h1 { font-size: 1.1em; } .recckpt .scroll { margin: .5em 0; }
-.recckpt td:last-child { min-width: 12em; opacity: .75; }
+.recckpt.load h1 { font-size: 1.1em; } .recckpt.load .scroll { margin: .5em 0; }
+.recckpt.load .scroll td:last-child { min-width: 12em; opacity: .75; }
 """
 
 
@@ -131,7 +131,7 @@ class LoadPlan:
         head, rows = self._table()
         parts.append(html.table(head, (list(map(html.text, row)) for row in rows), _NUMBERS))
         parts += [f"<p>{html.text(line)}</p>" for line in self._notes()]
-        return html.body(parts, _STYLE)
+        return html.body("load", parts, _STYLE)
 
     def _verdict(self) -> str:
         """Say how much of the model is loaded, in a few words."""

@@ -9,23 +9,24 @@ from recckpt.text.words import escaped
 
 _STYLE = """
 .recckpt { font: 15px/1.45 system-ui, sans-serif; }
-.recckpt h1 { font-size: 1.4em; margin: 0 0 .4em; overflow-wrap: anywhere; }
-.recckpt h2 { font-size: 1.1em; margin: 1.6em 0 .4em; overflow-wrap: anywhere; }
+.recckpt h1, .recckpt h2, .recckpt h3 { line-height: 1.3; font-weight: 600; overflow-wrap: anywhere; }
+.recckpt h1 { font-size: 1.4em; margin: 0 0 .4em; } .recckpt h2 { font-size: 1.1em; margin: 1.6em 0 .4em; }
 .recckpt p { margin: .2em 0; overflow-wrap: anywhere; }
-.recckpt .scroll { overflow-x: auto; }
-.recckpt table { border-collapse: collapse; font-size: .92em; font-variant-numeric: tabular-nums; }
-.recckpt th, .recckpt td { padding: .25em .7em; border-bottom: 1px solid #8884; vertical-align: top; }
-.recckpt th { font-weight: 600; white-space: nowrap; text-align: left; }
-.recckpt td { text-align: left; overflow-wrap: anywhere; min-width: 12em; max-width: 22em; }
-.recckpt td.n, .recckpt td.s { white-space: nowrap; min-width: 0; } .recckpt .n { text-align: right; }
-"""
+.recckpt .scroll { overflow-x: auto; margin: 0 0 .4em; }
+.recckpt .scroll table { border-collapse: collapse; font-size: .92em; font-variant-numeric: tabular-nums; margin: 0; }
+.recckpt .scroll tr > * { padding: .25em .7em; border-bottom: 1px solid #8884; vertical-align: top; text-align: left; }
+.recckpt .scroll tr > th { font-weight: 600; white-space: nowrap; }
+.recckpt .scroll tr > td { overflow-wrap: anywhere; min-width: 16em; max-width: 22em; }
+.recckpt .scroll tr > .n, .recckpt .scroll tr > .s { white-space: nowrap; min-width: 0; }
+.recckpt .scroll tr > .n { text-align: right; }
+"""  # by .scroll these go before the rules that Jupyter and others have for tables
 _HEAD = (
     '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
     '<meta name="viewport" content="width=device-width, initial-scale=1">'
     '<meta name="color-scheme" content="light dark">'
     "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
 )
-_SHORT = 24  # characters
+_SHORT = 32  # characters
 _BODY = "<style>body { color: CanvasText; margin: 1.2em auto; max-width: 75em; padding: 0 1em; }</style>"
 
 
@@ -34,9 +35,16 @@ def page(title: str, body: str) -> str:
     return f"{_HEAD}<title>{text(title)}</title></head><body>{_BODY}{body}</body></html>\n"
 
 
-def body(parts: Iterable[str], style: str) -> str:
-    """Return what a notebook shows, in its own colours: parts that are HTML, with a style beside that of all pages."""
-    return f'<style>{_STYLE}{style}</style><div class="recckpt">{"".join(parts)}</div>'
+def body(kind: str, parts: Iterable[str], style: str) -> str:
+    """Return what a notebook shows, in its own colours: parts that are HTML, with a style beside that of all pages.
+
+    Args:
+        kind: of page. Many stand in one notebook, where the style of one is that of all: so each rule of ``style``
+            begins with ``.recckpt.kind``.
+        parts: of the page.
+        style: of this kind of page alone.
+    """
+    return f'<style>{_STYLE}{style}</style><div class="recckpt {kind}">{"".join(parts)}</div>'
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[str]) -> str:

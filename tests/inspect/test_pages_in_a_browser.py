@@ -71,13 +71,20 @@ def run(tmp_path_factory):
 def test_a_report_and_a_diff_say_what_they_must(browser, run, tmp_path, width, scheme):
     report = shown(browser, recckpt.report(run).to_html(), tmp_path / "report.html", width, scheme)
     order = ["1 problem", "What needs attention", "NaN or infinity in embedding", "recckpt diff", "Checkpoints"]
-    order += ["ckpt_10", "ckpt_20", "How tables grow", "The last 3 saves", "pause of training", "bytes written"]
+    order += [
+        "ckpt_10",
+        "ckpt_20",
+        "How tables and checkpoints grow",
+        "The last 3 saves",
+        "pause of training",
+        "bytes written",
+    ]
     order += ["Tables of ckpt_21", "never trained", "norms of embeddings", "largest norms, by id"]
     places = [report.find(each) for each in order]
     assert -1 not in places
     assert places == sorted(places)
     plots = browser.execute_script("return [...document.querySelectorAll('svg')].map(each => each.clientWidth)")
-    assert len(plots) == 6
+    assert len(plots) == 7
     assert all(200 < wide <= width for wide in plots)
     diff = shown(browser, recckpt.diff(run / "ckpt_10", run).to_html(), tmp_path / "diff.html", width, scheme)
     assert all(each in diff for each in ("different: 2 tables", "Embeddings that moved most", "user/1"))
@@ -117,3 +124,52 @@ def test_in_a_notebook_the_text_has_the_colour_of_the_notebook_whatever_that_of_
     browser.get((tmp_path / "cell.html").as_uri())
     colour = "return getComputedStyle(document.querySelector('.recckpt td')).color"
     assert browser.execute_script(colour) == "rgb(1, 2, 3)"
+
+
+# What Jupyter Lab, in its own and in saved notebooks, has for tables and headings of outputs.
+LAB = """
+.lab h1, .lab h2, .lab h3 { line-height: 1; font-weight: 500; margin: 0 0 .5em; }
+.lab td, .lab th, .lab tr { vertical-align: middle; padding: .5em; line-height: normal; white-space: normal;
+  max-width: none; border: none; }
+.lab:not(.markdown) td, .lab:not(.markdown) th, .lab:not(.markdown) tr { text-align: right; }
+.lab table { margin-left: auto; margin-bottom: 1em; }
+"""
+LOOKS = """
+return [...document.querySelectorAll('.recckpt')].map(shown => [...shown.querySelectorAll('*')].map(each => {
+  const look = getComputedStyle(each);
+  const names = ['textAlign', 'verticalAlign', 'minWidth', 'maxWidth', 'opacity', 'fontSize', 'lineHeight'];
+  return [each.tagName, each.className, ...names.map(name => look[name]), look.margin, look.padding].join(' ');
+}));
+"""
+
+
+def test_many_pages_in_one_notebook_look_as_each_does_alone_whatever_the_notebook_has_for_tables(
+    browser, run, tmp_path
+):
+    saver = recckpt.Saver(torch.nn.ModuleList([filled("item", [], shape=4)]), output_dir=str(tmp_path / "own"))
+    bodies = [
+        each._repr_html_()
+        for each in (
+            recckpt.CheckpointReader(run / "ckpt_10"),
+            recckpt.report(run),
+            recckpt.diff(run / "ckpt_10", run),
+            saver.plan([{"path": str(run)}]),
+        )
+    ]
+
+    def looks(*cells: str) -> list[list[str]]:
+        (tmp_path / "notebook.html").write_text(
+            f'<meta charset="utf-8"><style>{LAB}</style>{"".join(f"<div class=lab>{cell}</div>" for cell in cells)}',
+            encoding="utf-8",
+        )
+        browser.get((tmp_path / "notebook.html").as_uri())
+        return browser.execute_script(LOOKS)
+
+    screen = {"width": DESK, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    alone = [looks(each)[0] for each in bodies]
+    assert looks(*bodies) == alone
+    assert looks(*reversed(bodies)) == alone[::-1]
+    cells = [line.split(" ") for shown in alone for line in shown if line.startswith(("TD ", "TH "))]
+    assert {(kind == "n", align) for _, kind, align, *_ in cells} == {(True, "right"), (False, "left")}
+    assert {upright for _, _, _, upright, *_ in cells} == {"top"}

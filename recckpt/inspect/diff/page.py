@@ -10,11 +10,12 @@ from recckpt.inspect.diff.result import Differences, Side, TableDiff
 from recckpt.text import count, escaped, html
 
 _STYLE = """
-.recckpt .bar { display: flex; height: .8em; min-width: 9em; border-radius: .2em; overflow: hidden; }
-.recckpt .bar i { display: block; }
-.recckpt .added { background: #2e9e5b; } .recckpt .gone { background: #d1495b; }
-.recckpt .changed { background: #e09f3e; } .recckpt .same { background: #8886; }
-.recckpt .key i { display: inline-block; width: .8em; height: .8em; border-radius: .2em; margin: 0 .3em 0 1em; }
+.recckpt.diff .bar { display: flex; height: .8em; min-width: 9em; border-radius: .2em; overflow: hidden; }
+.recckpt.diff .bar i { display: block; }
+.recckpt.diff .added { background: #2e9e5b; } .recckpt.diff .gone { background: #d1495b; }
+.recckpt.diff .changed { background: #e09f3e; } .recckpt.diff .same { background: #8886; }
+.recckpt.diff .key i { display: inline-block; width: .8em; height: .8em; border-radius: .2em; margin: 0 .3em 0 1em; }
+.recckpt.diff .key i:first-child { margin-left: 0; }
 """
 _SHARES = ("added", "gone", "changed", "same")
 
@@ -44,7 +45,7 @@ def body_of(diff: Differences) -> str:
     parts += section("All else", lines.VALUE_HEAD, map(lines.value_row, values))
     if any(each.status == "unclear" for each in values):
         parts.append(f"<p>{html.text(lines.UNCLEAR)}</p>")
-    return html.body(parts, _STYLE)
+    return html.body("diff", parts, _STYLE)
 
 
 def _sides(diff: Differences) -> Iterable[tuple[str, Side]]:

@@ -10,17 +10,18 @@ from recckpt.inspect.report.result import Distribution, Finding, RunHealth, Tabl
 from recckpt.text import count, escaped, html, plural
 
 _STYLE = """
-.recckpt .finding { border-left: .3em solid #e09f3e; padding: .3em .8em; margin: .6em 0; background: #8881; }
-.recckpt .problem { border-color: #d1495b; } .recckpt .fine { border-color: #2e9e5b; }
-.recckpt code { font-size: .92em; background: #8883; border-radius: .2em; padding: 0 .25em; }
-.recckpt h3 { font-size: 1em; margin: 1.4em 0 .2em; overflow-wrap: anywhere; }
-.recckpt .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22em), 1fr)); gap: .8em; }
-.recckpt figure { margin: 0; min-width: 0; } .recckpt figcaption { font-size: .92em; }
-.recckpt svg { display: block; width: 100%; height: auto; }
-.recckpt .key { overflow-wrap: anywhere; }
-.recckpt .key i { display: inline-block; width: .8em; height: .8em; border-radius: .2em; margin: 0 .3em 0 0; }
-.recckpt .key span { margin-right: 1em; }
-.recckpt .note { opacity: .75; font-size: .92em; }
+.recckpt.report .finding { border-left: .3em solid #e09f3e; padding: .3em .8em; margin: .6em 0; background: #8881; }
+.recckpt.report .problem { border-color: #d1495b; } .recckpt.report .fine { border-color: #2e9e5b; }
+.recckpt.report code { font-size: .92em; background: #8883; border-radius: .2em; padding: 0 .25em; }
+.recckpt.report h3 { font-size: 1em; margin: 1.4em 0 .2em; }
+.recckpt.report .plots { display: grid; gap: .8em; margin: 0 0 .8em; }
+.recckpt.report .plots { grid-template-columns: repeat(auto-fill, minmax(min(100%, 22em), 1fr)); }
+.recckpt.report figure { margin: 0; min-width: 0; } .recckpt.report figcaption { font-size: .92em; }
+.recckpt.report svg { display: block; width: 100%; height: auto; }
+.recckpt.report .key { overflow-wrap: anywhere; }
+.recckpt.report .key i { display: inline-block; width: .8em; height: .8em; border-radius: .2em; margin: 0 .3em 0 0; }
+.recckpt.report .key span { margin-right: 1em; }
+.recckpt.report .note { opacity: .75; font-size: .92em; }
 """
 _MOST_CHECKPOINTS = 100  # newest ones that are listed
 _MOST_FAILED = 10  # last ones that are listed
@@ -40,7 +41,7 @@ def page_of(run: RunHealth) -> str:
 
 def body_of(run: RunHealth) -> str:
     """Return what a notebook shows, in its own colours."""
-    return html.body(_parts(run), _STYLE)
+    return html.body("report", _parts(run), _STYLE)
 
 
 def _parts(run: RunHealth) -> Iterator[str]:
