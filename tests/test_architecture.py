@@ -41,6 +41,7 @@ LIBRARIES = {  # library -> the rooms and files that may know it
         "convert.targets.dcp",
     },
     "tqdm": {"text"},
+    "IPython": {"text.drawn_bar"},
     "rich": {"cli"},
     "opentelemetry": {"telemetry"},
     "numba": {"sparse.table"},

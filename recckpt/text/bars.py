@@ -22,6 +22,7 @@ DELAY_SEC = 2.0  # what is over by then shows no bar
 SWITCH = "RECCKPT_PROGRESS"  # 0: no bars; 1: bars where stderr is not a terminal, too
 
 _open: set[int] = set()  # of the bars that are at work
+_clocks: set[int] = set()  # of what shows how long it takes
 
 
 class Progress:
@@ -53,8 +54,9 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._has_bar and are_shown():
+            line = 0 if _clocks and not _open else None  # the clock's, which gives way: one below needs a real terminal
             _open.add(id(self))
-            self._bar = _Bar(desc=self._what, total=self._total_bytes, unit="B", unit_scale=True)
+            self._bar = _Bar(desc=self._what, total=self._total_bytes, unit="B", unit_scale=True, position=line)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -79,6 +81,7 @@ class ElapsedTime:
 
     def __enter__(self) -> ElapsedTime:
         if self._thread is not None:
+            _clocks.add(id(self))
             self._thread.start()
         return self
 
@@ -86,6 +89,7 @@ class ElapsedTime:
         self._at_work.release()
         if self._thread is not None:
             self._thread.join()
+            _clocks.discard(id(self))
 
     def _run(self) -> None:
         bar: _Bar | None = None
@@ -93,7 +97,7 @@ class ElapsedTime:
         while not self._at_work.acquire(timeout=pause_sec):
             pause_sec = 1.0
             if not _open:
-                bar = bar or _Bar(bar_format="{desc}", delay=0)
+                bar = bar or _Bar(bar_format="{desc}", delay=0, position=0)
                 bar.call("set_description_str", f"{self._what}: {time.perf_counter() - self._begin:.0f} s")
             elif bar is not None:
                 bar.call("close")
@@ -103,7 +107,7 @@ class ElapsedTime:
 
 
 class _Bar:
-    """A bar of tqdm, dropped at its first error: a closed stderr, a terminal that is gone, no widgets."""
+    """A bar of tqdm, dropped at its first error: a closed stderr, a terminal or a kernel that is gone."""
 
     def __init__(self, **options: Any) -> None:
         self._bar: Any = None
@@ -161,9 +165,7 @@ def _is_notebook() -> bool:
 
 
 def _library() -> Any:
-    """Return tqdm: that of notebooks takes long to import, and falls back on text without widgets."""
-    if _is_notebook():
-        from tqdm.auto import tqdm
-    else:
-        from tqdm import tqdm
-    return tqdm
+    """Return what draws bars, which takes long to import."""
+    from recckpt.text.drawn_bar import NotebookBar, TerminalBar
+
+    return NotebookBar if _is_notebook() else TerminalBar

@@ -242,7 +242,8 @@ TESTS = {
     "storage/transfers.py": "storage/test_pre_download.py storage/test_work_dir.py",
     "storage/upload.py": "storage/test_objects.py storage/test_s3.py",
     "text/columns.py": "cli/test_terminal.py cli/test_ls.py",
-    "text/html.py": "inspect/report/test_report.py",
+    "text/drawn_bar.py": "text/test_bars.py",
+    "text/html.py": "inspect/report/test_report.py inspect/test_pages_in_a_browser.py",
     "text/reprs.py": "test_reprs.py",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 import sys
 import threading
@@ -93,7 +94,14 @@ def test_what_is_over_soon_shows_no_bar(monkeypatch):
     assert terminal.getvalue().strip() == ""
 
 
-@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), ValueError("I/O operation on closed file")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(5, "Input/output error"),
+        ValueError("I/O operation on closed file"),
+        BrokenPipeError(32, "Broken pipe"),  # tqdm lets this one through
+    ],
+)
 def test_a_bar_that_cannot_be_drawn_fails_nothing(monkeypatch, caplog, error):
     terminal = on_terminal(monkeypatch)
     terminal.error = error
@@ -102,32 +110,64 @@ def test_a_bar_that_cannot_be_drawn_fails_nothing(monkeypatch, caplog, error):
     assert "saving: 0 rows" in caplog.text
     assert progress.n_bytes == 10
 
+    def load() -> None:
+        with Progress("loading", 10) as progress:
+            progress.advance(10)
 
-def test_no_stderr_a_closed_one_and_broken_widgets_fail_nothing(monkeypatch):
+    another = threading.Thread(target=load, daemon=True)
+    another.start()
+    another.join(60)
+    assert not another.is_alive()  # though tqdm has one lock for all bars
+
+
+class Kernel:
+    """The kernel of a notebook: keeps what its outputs have shown, or cannot be reached."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_gone: bool = False) -> None:
+        self.outputs: list[list[str]] = []
+        self._is_gone = is_gone
+        shell = types.SimpleNamespace(config={"IPKernelApp": {}})
+        monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+        monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=self.display))
+        monkeypatch.delenv(bars.SWITCH, raising=False)
+        monkeypatch.setattr(bars, "DELAY_SEC", 0.0)
+
+    def display(self, content: dict[str, str], *, raw: bool, display_id: bool) -> types.SimpleNamespace:
+        if self._is_gone:
+            raise OSError("the kernel is gone")
+        assert raw
+        assert display_id
+        self.outputs.append(shown := [content["text/plain"]])
+        return types.SimpleNamespace(update=lambda content, raw: shown.append(content["text/plain"]))
+
+
+def test_no_stderr_a_closed_one_and_a_kernel_that_is_gone_fail_nothing(monkeypatch):
     closed = Terminal()
     closed.close()
-    shell = types.SimpleNamespace(config={"IPKernelApp": {}})
-    kernel = types.SimpleNamespace(get_ipython=lambda: shell)
-    broken = types.SimpleNamespace(tqdm=lambda **_: (_ for _ in ()).throw(RuntimeError("no widgets")))
-    for stream, modules in ((None, {}), (closed, {}), (io.StringIO(), {"IPython": kernel, "tqdm.auto": broken})):
+    for stream, is_notebook in ((None, False), (closed, False), (io.StringIO(), True)):
         with monkeypatch.context() as patch, Progress("saving", 10) as progress:
             patch.setattr(sys, "stderr", stream)
-            for name, module in modules.items():
-                patch.setitem(sys.modules, name, module)
+            if is_notebook:
+                Kernel(patch, is_gone=True)
             with Progress("loading", 10) as progress:
                 progress.advance(10)
         assert progress.n_bytes == 10
 
 
-def test_notebooks_have_the_bars_of_notebooks(monkeypatch):
-    made = []
-    bar = types.SimpleNamespace(update=made.append, close=lambda: made.append("closed"))
-    shell = types.SimpleNamespace(config={"IPKernelApp": {}})
-    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
-    monkeypatch.setitem(sys.modules, "tqdm.auto", types.SimpleNamespace(tqdm=lambda **_: bar))
-    with Progress("saving", 10) as progress:
-        progress.advance(10)
-    assert made == [10, "closed"]
+def test_in_a_notebook_a_bar_is_one_output_that_is_replaced_and_empty_at_its_end(monkeypatch):
+    stderr, kernel = io.StringIO(), Kernel(monkeypatch)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr("tqdm.std.time", itertools.count().__next__)  # each update is seen
+    for what in ("saving", "loading"):
+        with Progress(what, 10) as progress:
+            progress.advance(5)
+            progress.advance(5)
+    saving, loading = kernel.outputs
+    for shown, what in ((saving, "saving"), (loading, "loading")):
+        assert [text[: text.find("|")] for text in shown[:-1]] == [f"{what}:   0%", f"{what}:  50%", f"{what}: 100%"]
+        assert shown[-1] == ""
+    assert "█" in saving[1]
+    assert stderr.getvalue() == ""
 
 
 def test_a_clock_counts_the_seconds_while_no_bar_does(monkeypatch):
@@ -136,6 +176,19 @@ def test_a_clock_counts_the_seconds_while_no_bar_does(monkeypatch):
     monkeypatch.setattr(terminal, "write", lambda text: "recckpt ls" in text and shown.set())
     with bars.ElapsedTime("recckpt ls"):
         assert shown.wait(60)
+
+
+def test_a_bar_has_the_line_of_the_clock_where_a_cursor_cannot_go_up(monkeypatch):
+    terminal, begun = on_terminal(monkeypatch), threading.Event()
+    monkeypatch.setattr(
+        terminal, "write", lambda text: (Terminal.write(terminal, text), "verify" in text and begun.set())
+    )
+    with bars.ElapsedTime("recckpt verify"):
+        assert begun.wait(60)
+        with Progress("verifying", 10) as progress:
+            progress.advance(5)
+    assert "verifying: " in terminal.getvalue()
+    assert not {"\n", "\x1b"} & set(terminal.getvalue())
 
 
 def test_a_message_beside_a_bar_has_a_line_of_its_own(monkeypatch):

@@ -1,0 +1,46 @@
+"""Bars of tqdm, on a terminal or below the cell of a notebook; bars.py imports them late, as tqdm takes its time."""
+
+from __future__ import annotations
+
+import io
+import logging
+from typing import Any
+
+from tqdm import tqdm
+
+log = logging.getLogger("recckpt")
+
+
+class TerminalBar(tqdm):  # type: ignore[misc]  # tqdm has no types
+    """A bar on stderr, which is over at its first error: tqdm keeps the lock of all bars where one is raised."""
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+        """Show the bar, or a text in its place; tqdm calls it as often as a bar is drawn."""
+        try:
+            return self._draw(msg, pos)
+        except Exception as error:
+            self.disable = True
+            self._instances.discard(self)  # its line is free; closing what is disabled does nothing
+            log.debug("the bar is dropped: %s", error)
+            return False
+
+    def _draw(self, msg: str | None, pos: int | None) -> bool:
+        return bool(super().display(msg, pos))
+
+
+class NotebookBar(TerminalBar):
+    """A bar that is text, replaced as it moves: no widgets, which a saved notebook lacks, and empty when it is over."""
+
+    def __init__(self, **options: Any) -> None:
+        self._output: Any = None
+        super().__init__(file=io.StringIO(), ascii=False, **options)
+
+    def _draw(self, msg: str | None, pos: int | None) -> bool:
+        content = {"text/plain": str(self) if msg is None else msg}
+        if self._output is None:
+            from IPython.display import display
+
+            self._output = display(content, raw=True, display_id=True)
+        else:
+            self._output.update(content, raw=True)
+        return True
