@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from recckpt.cli.result import CommandResult, usage_checked
 from recckpt.inspect.libraries import needed
@@ -20,6 +21,7 @@ def report(args: argparse.Namespace) -> CommandResult:
         if path is None:
             run = look(args.dir, **options)
         else:
+            os.environ.pop("MPLBACKEND", None)  # a notebook sets it for `!recckpt`, and its backend need not be here
             needed("matplotlib", "report")  # before anything is read
             with new_file(path) as sink:
                 run = look(args.dir, **options)

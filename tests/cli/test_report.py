@@ -1,4 +1,5 @@
 import pytest
+from support import warm_python
 from support.builders import Run
 from support.forge import filled, save_tables
 from support.pages import HOSTILE, harmless_text
@@ -22,6 +23,12 @@ def test_a_page_is_written_and_a_healthy_run_ends_with_0(recckpt, run, tmp_path,
     again = recckpt("report", run)
     assert (again.code, "it exists" in again.err) == (1, True)
     assert recckpt("report", run, "--quick", "--threads", 2, "--out", tmp_path / "quick.html").code == 0
+
+
+def test_a_page_is_written_where_a_notebook_starts_the_command_with_a_backend_of_plots_that_is_not_here(run, tmp_path):
+    answer = warm_python.run(*("-m", "recckpt", "report", run), cwd=tmp_path, env={"MPLBACKEND": "of_a_notebook"})
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert "<svg" in (tmp_path / "report.html").read_text()
 
 
 def test_json_is_the_data_and_writes_no_page_unless_asked_to(recckpt, run, tmp_path, monkeypatch):
