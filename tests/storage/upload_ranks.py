@@ -14,6 +14,7 @@ from support.late_storage import LateStorage
 
 from recckpt import Saver
 from recckpt import saver as saving
+from recckpt.save import arguments
 from recckpt.sparse import gen_slice
 from recckpt.storage import open_storage
 from recckpt.storage.transfers import transfers_of
@@ -28,7 +29,7 @@ def run(rank, url, step, late, **options):
     for table in model.tables:
         table.insert(ids[table.slice.owns(ids)], torch.full((int(table.slice.owns(ids).sum()), 4), float(step)))
     storages = []
-    saving.open_storage = lambda path: (
+    arguments.open_storage = lambda path: (
         storages.append(LateStorage(path) if late else open_storage(path)) or storages[-1]
     )
     if late:
