@@ -1,26 +1,27 @@
 """Fingerprints of rows, 8 bytes each over all slots: two moments are compared by them, whoever has written the rows.
 
-The rounds of XXH64 (https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md) over the words of a row, which may
-be shorter than 8 bytes, slot after slot: the print of the slots before is the seed of the next.
+Multilinear hashing (Carter and Wegman, JCSS 1979) of the words of a row, which may be shorter than 8 bytes. Each is
+mixed before it is multiplied: a factor carries bits upwards only, and the signs of two numbers, which are the highest
+bits of their words, would cancel each other. Slot after slot: the print of those before is where the next begins.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
-from recckpt.sparse.table.kernels import compiled
+from recckpt.format.buckets import mix64 as mix64_of_many
+from recckpt.sparse.table.kernels import compiled, mix64
 from recckpt.sparse.table.snapshot import Snapshot
 from recckpt.types import SlotSpec
 
 Prints = npt.NDArray[np.uint64]
 _PIECE_BYTES = 8 << 20  # of rows at a time, between two looks at what was copied aside
-_P1, _P2, _P3 = np.uint64(0x9E3779B185EBCA87), np.uint64(0xC2B2AE3D27D4EB4F), np.uint64(0x165667B19E3779F9)
-_P4, _P5 = np.uint64(0x85EBCA77C2B2AE63), np.uint64(0x27D4EB2F165667C5)
-_S27, _S29, _S32, _S33 = np.uint64(27), np.uint64(29), np.uint64(32), np.uint64(33)
+_MIX = np.uint64(0x9E3779B185EBCA87)  # 2 ** 64 over the golden ratio, as a prime: its bits are mixed
+_S29, _S32 = np.uint64(29), np.uint64(32)
 _WORDS = (np.uint64, np.uint32, np.uint16, np.uint8)
 
 
@@ -60,43 +61,25 @@ def _mix(memory: npt.NDArray[np.uint8], spec: SlotSpec, prints: Prints) -> int:
     """Mix rows of a slot into their prints, and return how many they are."""
     kind = next(word for word in _WORDS if spec.row_bytes % np.dtype(word).itemsize == 0)
     n_rows = len(memory) // spec.row_bytes
-    _mix_rows(memory.view(kind).reshape(n_rows, -1), prints[:n_rows])
+    words = memory.view(kind).reshape(n_rows, -1)
+    _mix_rows(words, _factors(words.shape[1]), prints[:n_rows])
     return n_rows
 
 
-@njit(nogil=True, inline="always")
-def _rotated(value: Any, n: Any) -> Any:
-    return (value << n) | (value >> (np.uint64(64) - n))
-
-
-@njit(nogil=True, inline="always")
-def _round(lane: Any, word: Any) -> Any:
-    return _rotated(lane + word * _P2, np.uint64(31)) * _P1
+@lru_cache(maxsize=64)
+def _factors(n: int) -> Prints:
+    """Return random odd numbers, a position in a row each: an odd one loses no bit of what it multiplies."""
+    factors: Prints = mix64_of_many(np.arange(1, n + 1, dtype=np.uint64)) | np.uint64(1)
+    return factors
 
 
 @compiled
-def _mix_rows(words: Any, prints: Any) -> None:
-    """Mix the words of each row into its print."""
-    n_words = words.shape[1]
-    n_whole = n_words - n_words % 4
+def _mix_rows(words: Any, factors: Any, prints: Any) -> None:
+    """Mix the words of each row into its print: a sum that does not wait for itself, so that it is made in vectors."""
     for row in range(len(words)):
-        seed = prints[row]
-        if n_whole:
-            a, b, c, d = seed + _P1 + _P2, seed + _P2, seed, seed - _P1
-            for i in range(0, n_whole, 4):  # four lanes, which do not wait for each other
-                a = _round(a, np.uint64(words[row, i]))
-                b = _round(b, np.uint64(words[row, i + 1]))
-                c = _round(c, np.uint64(words[row, i + 2]))
-                d = _round(d, np.uint64(words[row, i + 3]))
-            mixed = _rotated(a, np.uint64(1)) + _rotated(b, np.uint64(7))
-            mixed += _rotated(c, np.uint64(12)) + _rotated(d, np.uint64(18))
-            for lane in (a, b, c, d):
-                mixed = (mixed ^ _round(np.uint64(0), lane)) * _P1 + _P4
-        else:
-            mixed = seed + _P5
-        mixed += np.uint64(n_words)
-        for i in range(n_whole, n_words):
-            mixed = _rotated(mixed ^ _round(np.uint64(0), np.uint64(words[row, i])), _S27) * _P1 + _P4
-        mixed = (mixed ^ (mixed >> _S33)) * _P2
-        mixed = (mixed ^ (mixed >> _S29)) * _P3
-        prints[row] = mixed ^ (mixed >> _S32)
+        mixed = prints[row]
+        for i in range(words.shape[1]):
+            word = np.uint64(words[row, i])
+            word = (word ^ (word >> _S32)) * _MIX
+            mixed += (word ^ (word >> _S29)) * factors[i]
+        prints[row] = mix64(mixed)

@@ -51,6 +51,19 @@ def test_zeros_and_negative_zeros_and_two_nans_differ():
     assert len({*prints_of(table).tolist()}) == 4
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_rows_of_which_any_two_signs_flip_have_other_prints(dtype):
+    table = table_of(200, 12, dtype)
+    before = prints_of(table)
+    rows = table.store.columns["embedding"].blocks[0][:200]
+    for one in range(12):
+        for other in range(one):
+            rows[:, [one, other]] *= -1
+            assert (prints_of(table) != before).all(), (one, other)
+            rows[:, [one, other]] *= -1
+    assert (prints_of(table) == before).all()
+
+
 def test_rows_that_swap_their_values_or_slots_have_other_prints():
     table = table_of(2, 8, sparse_x=(8,))
     table.store.columns["sparse_x"].blocks[0][:2] = torch.randn(2, 8)
