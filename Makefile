@@ -9,7 +9,7 @@ TESTERS := $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 2 ? 2
 
 unexport PYTHONDONTWRITEBYTECODE  # the tests start many interpreters: each would compile all of recckpt again
 
-.PHONY: docs demo test test-of test-entered test-integrations test-slow test-faults lint bench bench-toy clean
+.PHONY: docs demo test test-of test-entered test-integrations test-slow test-faults test-cuda lint bench bench-toy clean
 
 $(STAMP): setup.py constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
@@ -54,6 +54,12 @@ test-slow: $(STAMP)
 
 test-faults: $(STAMP)
 	$(PY) -m pytest -n $(TESTERS) --dist loadscope -m "" tests/faults
+
+# What a GPU alone shows; CUDA_PYTHON=python3 takes another Python than .venv, of which only these files need be imported.
+CUDA_PYTHON ?= $(PY)
+CUDA_TESTS = $(shell grep -rlE 'mark\.cuda|support\.devices|fixtures..device' tests --include='test_*.py')
+test-cuda: $(if $(filter $(PY),$(CUDA_PYTHON)),$(STAMP))
+	PYTHONPATH=. $(CUDA_PYTHON) -m pytest -m cuda -p no:cacheprovider --durations=10 $(CUDA_TESTS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

@@ -1,8 +1,10 @@
 """Live tables: the pause of a save, what a delta costs and holds, a step with marks, and fingerprints.
 
     python benchmarks/live.py --rows 4000000
+    python benchmarks/live.py --rows 4000000 --device cuda
 
 Each case measures its peer in the same run: a small table, DCP of the same model, the same step without marks, a copy.
+On the CPU the pause, a step and fingerprints take the time of its processor; on CUDA all time until the device is done.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ Kind = type[torch.optim.SparseAdam] | type[torch.optim.Adam]
 class Run:
     """An ``nn.Embedding`` that SparseAdam or Adam trains, with live tables where they are wanted."""
 
-    def __init__(self, rows: int, dim: int, kind: Kind, *, is_live: bool = True) -> None:
-        self.model = nn.Embedding(rows, dim, sparse=kind is torch.optim.SparseAdam)
+    def __init__(self, rows: int, dim: int, kind: Kind, device: str, *, is_live: bool = True) -> None:
+        self.model = nn.Embedding(rows, dim, sparse=kind is torch.optim.SparseAdam, device=device)
         self.optimizer: torch.optim.Optimizer = kind([self.model.weight])
-        self.step(torch.arange(16))  # the states are there
+        self.step(torch.arange(16, device=device))  # the states are there
         self.tables: LiveTables | None = live_tables(self.model, self.optimizer, min_rows=1) if is_live else None
 
     def step(self, ids: torch.Tensor) -> None:
@@ -47,39 +49,53 @@ class Run:
         torch.autograd.backward(self.model(ids).square().sum())
         self.optimizer.step()
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The weight, and what its optimizer keeps of each row."""
+        states = self.optimizer.state[self.model.weight].values()
+        slots = [value for value in states if isinstance(value, torch.Tensor) and value.dim()]
+        return [self.model.weight.detach(), *slots]
+
     def saver(self, output_dir: Path, *, deltas: bool = True) -> Saver:
         """Return a saver of this run."""
         return Saver(self.model, output_dir=str(output_dir), tables=self.tables, deltas=deltas, progress=False)
 
 
-def pause(root: Path, rows: int, dim: int, rounds: int) -> None:
-    """Report what a call of ``save_async`` takes of the training thread's processor, beside a table of a thirtieth."""
-    medians = {}
+def pause(root: Path, rows: int, dim: int, rounds: int, device: str) -> None:
+    """Report what ``save_async`` takes beside a table of a thirtieth; on CUDA beside a copy to the host too."""
+    medians, copies = {}, []
+    clock = time.thread_time if device == "cpu" else partial(device_clock, device)
     for n in (max(1000, rows // 30), rows):
-        run = Run(n, dim, torch.optim.SparseAdam)
+        run = Run(n, dim, torch.optim.SparseAdam, device)
         saver, seconds = run.saver(root / f"pause-{n}"), []
         for number in range(rounds + 1):
-            run.step(torch.randint(n, (_LOOK_UPS,)))
-            begin = time.thread_time()
+            run.step(torch.randint(n, (_LOOK_UPS,), device=device))
+            begin = clock()
             handle = saver.save_async(f"{number}", step=number)
-            seconds.append(time.thread_time() - begin)
+            seconds.append(clock() - begin)
             handle.wait()
+            if device != "cpu" and n == rows:
+                begin = clock()
+                for tensor in run.tensors:
+                    tensor.cpu()
+                copies.append(clock() - begin)
         saver.close()
         medians[n] = statistics.median(seconds[1:])
     small, large = medians
     ratio = round(medians[large] / medians[small], 2)
-    report({"case": "live, pause", "rows": [small, large], "ms": round(1e3 * medians[large], 2), "to_small": ratio})
+    line = {"case": "live, pause", "rows": [small, large], "ms": round(1e3 * medians[large], 2), "to_small": ratio}
+    report(line | ({"copy_to_cpu_ms": round(1e3 * statistics.median(copies[1:]), 1)} if copies else {}))
 
 
-def delta(root: Path, rows: int, dim: int, rounds: int) -> None:
+def delta(root: Path, rows: int, dim: int, rounds: int, device: str) -> None:
     """Report how many times as long DCP takes for the model as a delta of 1 % does, and which rows the delta holds."""
-    run = Run(rows, dim, torch.optim.SparseAdam)
+    run = Run(rows, dim, torch.optim.SparseAdam, device)
     saver = run.saver(root / "delta")
     saver.save("base", step=0)
     seconds: dict[str, list[float]] = {"delta": [], "dcp": []}
     held = []
     for number in range(1, rounds + 1):
-        ids = torch.randperm(rows)[: rows // 100]
+        ids = torch.randperm(rows, device=device)[: rows // 100]
         before = run.model.weight.detach().clone()
         run.step(ids)
         changed = int((run.model.weight.detach() != before).any(1).sum())
@@ -104,20 +120,20 @@ def delta(root: Path, rows: int, dim: int, rounds: int) -> None:
     )
 
 
-def step(root: Path, rows: int, dim: int, rounds: int) -> None:
+def step(root: Path, rows: int, dim: int, rounds: int, device: str) -> None:
     """Report a step with marks beside one without; both in turn, each with the memory that was taken first once."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # those of OpenMP wait for each other on the processor, and count as its time
     medians: dict[str, list[float]] = {"marked": [], "plain": []}
     for order in (("plain", "marked"), ("marked", "plain")):
-        runs = {name: Run(rows, dim, torch.optim.SparseAdam, is_live=name == "marked") for name in order}
+        runs = {name: Run(rows, dim, torch.optim.SparseAdam, device, is_live=name == "marked") for name in order}
         saver = runs["marked"].saver(root / order[0])
         saver.save("base", step=0)
         seconds: dict[str, list[float]] = {name: [] for name in order}
         for i in range(20 * rounds):
-            ids = torch.randint(rows, (_LOOK_UPS,))
+            ids = torch.randint(rows, (_LOOK_UPS,), device=device)
             for name in order if i % 2 else order[::-1]:  # the first to step on some ids finds the caches cold
-                seconds[name].append(processor_time(partial(runs[name].step, ids)))
+                seconds[name].append(time_of(partial(runs[name].step, ids), device))
         saver.close()
         for name, values in seconds.items():
             medians[name].append(statistics.median(values))
@@ -127,13 +143,13 @@ def step(root: Path, rows: int, dim: int, rounds: int) -> None:
     report({"case": "live, step", "rows": rows, "ms": round(1e3 * means["plain"], 2), "marked_to_plain": ratio})
 
 
-def prints(root: Path, rows: int, dim: int, rounds: int) -> None:
-    """Report the processor time of the fingerprints of all rows beside that of a copy, and beside a full save."""
-    run = Run(rows, dim, torch.optim.Adam)
+def prints(root: Path, rows: int, dim: int, rounds: int, device: str) -> None:
+    """Report what the fingerprints of all rows take beside a copy to the CPU, and beside a full save."""
+    run = Run(rows, dim, torch.optim.Adam, device)
     assert run.tables is not None
     [table] = run.tables.values()
-    own = [tensor.detach() for tensor in table.live.tensors().values()]
-    target = [torch.empty_like(tensor) for tensor in own]
+    own = run.tensors
+    target = [torch.empty_like(tensor, device="cpu") for tensor in own]
     saver = run.saver(root / "prints", deltas=False)
     seconds: dict[str, list[float]] = {"prints": [], "copy": [], "save": []}
     threads = torch.get_num_threads()
@@ -144,7 +160,7 @@ def prints(root: Path, rows: int, dim: int, rounds: int) -> None:
             ("copy", lambda: [one.copy_(other) for one, other in zip(target, own, strict=True)]),
             ("save", partial(saver.save, f"{number}", step=number)),
         ):
-            seconds[name].append(processor_time(work))
+            seconds[name].append(time_of(work, device))
     torch.set_num_threads(threads)
     saver.close()
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
@@ -163,11 +179,18 @@ def save_dcp(state: Mapping[str, Any], directory: Path) -> None:
     state_dict_saver.save(dict(state), checkpoint_id=directory, no_dist=True)
 
 
-def processor_time(work: Callable[[], Any]) -> float:
-    """Return the seconds of the processor that work takes in all threads."""
-    begin = time.process_time()
+def time_of(work: Callable[[], Any], device: str) -> float:
+    """Return the seconds of the processor that work takes in all threads; on CUDA all until the device is done."""
+    clock = time.process_time if device == "cpu" else partial(device_clock, device)
+    begin = clock()
     work()
-    return time.process_time() - begin
+    return clock() - begin
+
+
+def device_clock(device: str) -> float:
+    """Return the time at which a device has done what was asked of it."""
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def main() -> None:
@@ -176,13 +199,15 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dir", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-    report({"case": "machine", "dim": args.dim, **describe_machine()})
+    gpu = {} if args.device == "cpu" else {"gpu": torch.cuda.get_device_name(args.device)}
+    report({"case": "machine", "dim": args.dim, **describe_machine(), **gpu})
     with scratch(args.dir) as root:
         for case in (pause, delta, step, prints):
-            case(root, args.rows if case is delta else args.rows * 3 // 4, args.dim, args.rounds)
+            case(root, args.rows if case is delta else args.rows * 3 // 4, args.dim, args.rounds, args.device)
             for path in root.iterdir():
                 shutil.rmtree(path)
 

@@ -12,6 +12,7 @@ from recckpt.live import live_tables
 from recckpt.sparse import HashTable, SparseAdagrad, SparseSGD
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("rule", OPTIMIZERS)
 @pytest.mark.parametrize("n_before", [0, 3])
 def test_steps_and_settings_are_restored(tmp_path, rule, n_before):
@@ -25,6 +26,7 @@ def test_steps_and_settings_are_restored(tmp_path, rule, n_before):
     assert_same(run.state(), state)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("rule", OPTIMIZERS)
 def test_a_run_that_was_restored_elsewhere_goes_on_as_the_first_did(tmp_path, rule):
     run, other = Run(tmp_path, rule), Run(tmp_path, rule, seed=1)
@@ -189,6 +191,7 @@ def test_settings_of_this_run_are_kept_where_that_is_asked_for(tmp_path):
     assert run.row_optim.param_groups[0]["lr"] == 0.1
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("rule", ["SparseAdam", "Adagrad"])
 @pytest.mark.parametrize("conf", [None, {"exclude": ["sparse_opt"]}])
 def test_slots_that_nothing_gives_begin_anew_in_a_run_that_has_trained(tmp_path, rule, conf):
@@ -216,6 +219,7 @@ def test_rows_that_are_merged_in_leave_slots_that_nothing_gives_as_they_are(tmp_
     assert_same(run.state()["0"], state["0"])
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize(
     ("rule", "options", "key"),
     [("SGD", {"momentum": 0.9}, "momentum_buffer"), ("Adam", {"amsgrad": True}, "max_exp_avg_sq")],

@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from support.devices import here
 from support.live_runs import MARKED, OPTIMIZERS, Run, assert_same, read_rows
 from support.sweeps import SWEEP_STRIDE, mostly_slow
 
@@ -42,7 +43,7 @@ class Marathon:
 
     def forward(self):
         ids = torch.randint(0, 60, (3, 2), generator=self.run.random)
-        self.open.append(self.run.model(ids).sum())
+        self.open.append(self.run.model(ids.to(here())).sum())
 
     def backward(self):
         if self.open:
@@ -136,6 +137,7 @@ class Position:
 
 
 @mostly_slow()
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("rule", OPTIMIZERS)
 def test_each_checkpoint_of_a_run_at_random_is_that_of_its_moment(tmp_path, rule):
     marathon = Marathon(tmp_path, rule, seed=1)

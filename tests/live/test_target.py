@@ -12,6 +12,8 @@ from recckpt.errors import LiveTableError, LoadConfError, PartlyLoadedError
 from recckpt.live import live_tables
 from recckpt.sparse import HashTable, SparseAdagrad, SparseAdam
 
+pytestmark = pytest.mark.usefixtures("device")
+
 
 def of_ours(ids, dim=DIM, rule=SparseAdagrad):
     """Return a trained HashTable of these ids in a model, and its optimizer."""
@@ -162,7 +164,7 @@ def test_wider_numbers_are_cast_where_that_is_asked_for(tmp_path):
     Saver(wide, output_dir=str(tmp_path / "wide"), tables=tables).save("a")
     run = Run(tmp_path / "live", "SGD")
     run.saver.load_by_config({"path": str(tmp_path / "wide"), "load": ["users@embedding"], "on_mismatch": "cast"})
-    assert np.array_equal(run.model.users.weight.detach(), wide["users"].weight.detach().float())
+    assert np.array_equal(run.model.users.weight.detach().cpu(), wide["users"].weight.detach().float())
 
 
 def test_deltas_are_loaded_over_their_full_checkpoint(tmp_path):

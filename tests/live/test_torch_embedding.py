@@ -6,12 +6,15 @@ import pickle
 
 import pytest
 import torch
+from support.devices import here, ids
 from support.live_runs import DIM, N_ROWS, Run, assert_same, read_rows
 from torch import nn, optim
 
 from recckpt import Saver
 from recckpt.errors import LiveTableError
 from recckpt.live import live_tables
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 @pytest.fixture
@@ -37,14 +40,14 @@ def save(run, ckpt_id="next"):
 
 
 def test_a_step_marks_the_rows_that_have_a_gradient(run):
-    run.model.users(torch.tensor([3, 5, 3])).sum().backward()
+    run.model.users(ids(3, 5, 3)).sum().backward()
     run.step()
     assert save(run) == ("delta", {"users": (2, False), "items": (0, False)})
 
 
 def test_a_gradient_of_several_passes_is_announced_as_a_whole(run):
     for id_ in (3, 5):
-        run.model.users(torch.tensor([id_])).sum().backward()
+        run.model.users(ids(id_)).sum().backward()
     run.step()
     assert save(run)[1]["users"] == (2, False)
 
@@ -63,7 +66,7 @@ def test_a_gradient_that_was_clipped_is_that_of_its_rows(tmp_path):
 def test_a_gradient_that_a_closure_makes_is_announced(run, form):
     def closure():
         run.row_optim.zero_grad()
-        run.model.users(torch.tensor([7])).sum().backward()
+        run.model.users(ids(7)).sum().backward()
         return torch.zeros(())
 
     handle = run.saver.save_async("open", step=0)
@@ -75,8 +78,8 @@ def test_a_gradient_that_a_closure_makes_is_announced(run, form):
 
 
 def test_a_scaler_steps_through_the_same_hook(run):
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(run.model.users(torch.tensor([7])).sum()).backward()
+    scaler = torch.amp.GradScaler(here().type, init_scale=8.0)
+    scaler.scale(run.model.users(ids(7)).sum()).backward()
     scaler.step(run.row_optim)
     scaler.update()
     assert save(run)[1]["users"] == (1, False)
@@ -84,7 +87,7 @@ def test_a_scaler_steps_through_the_same_hook(run):
 
 def test_a_schedule_of_learning_rates_leaves_the_hooks_alone(run):
     schedule = optim.lr_scheduler.ExponentialLR(run.row_optim, 0.5)
-    run.model.users(torch.tensor([7])).sum().backward()
+    run.model.users(ids(7)).sum().backward()
     run.step()
     schedule.step()
     assert save(run)[1]["users"] == (1, False)
@@ -92,17 +95,17 @@ def test_a_schedule_of_learning_rates_leaves_the_hooks_alone(run):
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_are_zeroed_either_way(run, set_to_none):
-    run.model.users(torch.tensor([7])).sum().backward()
+    run.model.users(ids(7)).sum().backward()
     run.row_optim.step()
     run.row_optim.zero_grad(set_to_none)
-    run.model.users(torch.tensor([8])).sum().backward()
+    run.model.users(ids(8)).sum().backward()
     run.row_optim.step()
     assert save(run)[1]["users"] == (2, False)
 
 
 def test_a_group_that_is_added_later_changes_nothing_for_the_tables(run):
     run.row_optim.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "lr": 1.0})
-    run.model.users(torch.tensor([7])).sum().backward()
+    run.model.users(ids(7)).sum().backward()
     run.step()
     assert save(run)[1]["users"] == (1, False)
 
@@ -111,14 +114,14 @@ def test_a_step_of_a_compiled_model_is_announced(tmp_path):
     run = Run(tmp_path, "Adagrad", deltas=True)
     compiled = torch.compile(run.model, backend="eager")
     run.saver.save("base")
-    compiled(torch.tensor([[3, 4]])).sum().backward()
+    compiled(ids([3, 4])).sum().backward()
     run.step()
     assert save(run) == ("delta", {"users": (1, False), "items": (2, False)})
 
 
 @pytest.mark.parametrize("call", ["positional", "keyword"])
 def test_rows_that_a_forward_shortens_are_announced_also_without_training(tmp_path, call):
-    model = nn.Sequential(nn.Embedding(N_ROWS, DIM, max_norm=0.1))
+    model = nn.Sequential(nn.Embedding(N_ROWS, DIM, max_norm=0.1)).to(here())
     run = Run(tmp_path)
     run.model, run.row_optim = model, optim.SGD(model.parameters(), lr=0.1)
     run.tables = live_tables(model, run.row_optim, min_rows=1)
@@ -128,7 +131,7 @@ def test_rows_that_a_forward_shortens_are_announced_also_without_training(tmp_pa
     before = run.rows()
     handle = run.saver.save_async("open", step=0)
     with torch.no_grad():
-        model[0](torch.tensor([4, 5])) if call == "positional" else model[0](input=torch.tensor([4, 5]))
+        model[0](ids(4, 5)) if call == "positional" else model[0](input=ids(4, 5))
     handle.wait()
     assert read_rows(run, "open") == before != run.rows()
     assert save(run) == ("delta", {"0": (2, False)})
@@ -166,7 +169,7 @@ def test_a_write_beside_a_save_that_nobody_announces_fails_the_save(run, write, 
 def test_a_second_optimizer_that_steps_the_same_weights_is_noticed(run):
     stranger = optim.SGD(run.model.users.parameters(), lr=1.0)
     handle = run.saver.save_async("torn", step=1)
-    run.model.users(torch.tensor([3])).sum().backward()
+    run.model.users(ids(3)).sum().backward()
     stranger.step()
     with pytest.raises(LiveTableError, match="give live_tables the optimizer that makes it"):
         handle.wait()
@@ -191,7 +194,7 @@ def test_a_write_after_a_step_that_raises_is_in_the_next_save(run, steps_after):
 
 def test_a_hook_that_comes_after_ours_and_changes_the_gradient_is_followed(run):
     run.row_optim.register_step_pre_hook(lambda *args: add_noise(run))
-    run.model.users(torch.tensor([3])).sum().backward()
+    run.model.users(ids(3)).sum().backward()
     run.step()
     assert holds_all(save(run))
 
@@ -250,7 +253,7 @@ def to_another_dtype(run):
 
 
 def other_data(run):
-    run.model.users.weight.data = torch.ones(N_ROWS, DIM)
+    run.model.users.weight.data = torch.ones(N_ROWS, DIM, device=here())
 
 
 REPLACING = [load_model, load_model_by_assigning, load_optimizer, to_another_dtype, other_data]
@@ -280,6 +283,7 @@ def test_a_save_goes_on_with_the_rows_of_its_moment_while_other_tensors_take_the
 def test_what_other_modules_write_to_a_tied_weight_is_announced(tmp_path, how):
     run = Run(tmp_path)
     run.model = nn.ModuleDict({"one": nn.Embedding(N_ROWS, DIM), "other": nn.Embedding(N_ROWS, DIM, max_norm=0.1)})
+    run.model.to(here())
     run.model["other"].weight = run.model["one"].weight
     run.row_optim = optim.SGD(run.model.parameters(), lr=0.1)
     run.tables = live_tables(run.model, run.row_optim, min_rows=1)
@@ -290,20 +294,22 @@ def test_what_other_modules_write_to_a_tied_weight_is_announced(tmp_path, how):
         if how == "load":
             run.model.load_state_dict({name: value + 1 for name, value in run.model.state_dict().items()})
         else:
-            run.model["other"](torch.tensor([moment]))
+            run.model["other"](ids(moment))
         handle.wait()
         assert read_rows(run, f"open {moment}") == rows != run.rows()
     assert save(run) == (("full", {"one": None}) if how == "load" else ("delta", {"one": (1, False)}))
 
 
 def test_a_new_weight_that_the_optimizer_does_not_train_is_refused_by_name(run):
-    run.model.users.weight = nn.Parameter(torch.zeros(N_ROWS, DIM))
+    run.model.users.weight = nn.Parameter(torch.zeros(N_ROWS, DIM, device=here()))
     with pytest.raises(LiveTableError, match="'users': its module has another weight than Adagrad trains"):
         run.saver.save("next")
 
 
 def test_a_new_weight_that_the_optimizer_trains_is_saved_with_new_states(run):
-    run.model.users.weight = run.row_optim.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(N_ROWS, DIM))
+    run.model.users.weight = run.row_optim.param_groups[0]["params"][0] = nn.Parameter(
+        torch.zeros(N_ROWS, DIM, device=here())
+    )
     run.row_optim.state.clear()
     run.saver.save("next")
     assert read_rows(run, "next")["users"][0].keys() == {"embedding", "sparse_adagrad_sum"}
@@ -322,7 +328,7 @@ def test_a_deep_copy_of_the_model_trains_without_a_word_to_the_tables_of_the_fir
     twin = copy.deepcopy(run.model)
     assert all(one is not run.row_optim for one in vars(twin).values())
     optimizer = optim.SGD(twin.parameters(), lr=1.0)
-    twin(torch.tensor([[1, 2]])).sum().backward()
+    twin(ids([1, 2])).sum().backward()
     optimizer.step()
     assert save(run) == ("delta", {"users": (0, False), "items": (0, False)})
     assert torch.equal(live_tables(twin, optimizer, min_rows=1)["users"].embeddings(), twin.users.weight)
@@ -344,7 +350,7 @@ def test_a_step_that_is_captured_in_a_graph_refuses_all_saves_and_waits_for_no_d
     model = nn.ModuleDict({"users": nn.Embedding(1000, DIM)})
     optimizer = optim.SGD(model.parameters())
     saver = Saver(model, output_dir=str(tmp_path), tables=live_tables(model, optimizer))
-    model["users"](torch.tensor([3])).sum().backward()
+    model["users"](ids(3)).sum().backward()
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

@@ -4,25 +4,29 @@ import copy
 
 import pytest
 import torch
+from support.devices import here, ids, skip_without_kernel
 from support.live_runs import MARKED, OPTIMIZERS, SPARSE, assert_same
 from torch import nn, optim
 
 from recckpt.live.torch_rules import make_state, rule_of, set_step
 
 N_ROWS = 20
+pytestmark = pytest.mark.usefixtures("device")
 
 
 def made(rule, *, sparse):
     torch.manual_seed(0)
-    module = nn.Embedding(N_ROWS, 3, sparse=sparse)
-    return module, OPTIMIZERS[rule]([module.weight])
+    module = nn.Embedding(N_ROWS, 3, sparse=sparse).to(here())
+    optimizer = OPTIMIZERS[rule]([module.weight])
+    skip_without_kernel(optimizer)
+    return module, optimizer
 
 
 def train(module, optimizer, n_steps=4):
     changed = []
     for i in range(n_steps):
         before = module.weight.detach().clone()
-        module(torch.tensor([i, 7, 7])).square().sum().backward()
+        module(ids(i, 7, 7)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         changed.append(set((before != module.weight).any(1).nonzero().flatten().tolist()))

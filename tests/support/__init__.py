@@ -9,6 +9,7 @@ conversions: Rows and files that the tests of conversions are made of, and check
 counting: An optimizer whose steps are easy to foretell.
 crowd: Several threads that begin the same work at once.
 delta_runs: Output dirs on the disk with a chain: a full checkpoint by recckpt, and deltas by docs/format.md.
+devices: Where the tensors of a test lie: on the CPU and, where there is one, on a CUDA device.
 disks: Disks that tests need not wait for: nothing of a test is to outlive a loss of power.
 documents: The blocks of a page of the documentation: run as one program, or marked with the reason why they are not.
 drawn: Properties that hypothesis draws examples for: few in the default suite, many in the slow one.

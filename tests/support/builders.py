@@ -21,6 +21,7 @@ from recckpt.sparse import (
     SparseRowWiseAdagrad,
     SparseSGD,
 )
+from support.devices import here
 
 OPTIMIZERS: dict[str, Callable[[list[HashTable]], torch.optim.Optimizer]] = {
     "sgd": lambda tables: SparseSGD(tables, lr=0.05),
@@ -85,7 +86,7 @@ class Run:
         **options: Any,
     ) -> None:
         self.seed(seed)
-        self.model = ClickModel()
+        self.model = ClickModel().to(here())
         self.sparse = OPTIMIZERS[optimizer](self.model.tables)
         self.dense = torch.optim.Adam([*self.model.norm.parameters(), *self.model.top.parameters()], lr=0.01)
         self.stream = Stream()
@@ -107,8 +108,9 @@ class Run:
 
     def train(self, n_steps: int) -> "Run":
         for _ in range(n_steps):
-            users, items = self.stream.next()
-            noise = torch.randn(16) + float(np.random.randn()) + random.random()
+            device = self.model.top.weight.device
+            users, items = (ids.to(device) for ids in self.stream.next())
+            noise = torch.randn(16, device=device) + float(np.random.randn()) + random.random()
             loss = (self.model(users, items) - noise).pow(2).mean()
             self.dense.zero_grad()
             self.sparse.zero_grad()
@@ -139,12 +141,12 @@ def table_state(table: HashTable) -> dict[str, bytes]:
     """Return the rows of a table in the order of their ids, as bytes."""
     order = torch.argsort(table.ids())
     columns = {"id": table.ids(), "embedding": table.embeddings(), **table.slots}
-    return {name: bits(column[order]) for name, column in columns.items()}
+    return {name: bits(column.cpu()[order]) for name, column in columns.items()}
 
 
 def bits(tensor: Tensor) -> bytes:
     """Return the bytes of a tensor."""
-    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def frozen(value: Any) -> Any:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from recckpt import CheckpointManager, Saver
 from recckpt.live import live_tables
 from support.builders import Run, Stream
+from support.devices import here
 
 
 class LiveClickModel(nn.Module):
@@ -38,7 +39,7 @@ class LiveRun(Run):
         self, url: Path | str, interval: int = 10, max_keep: int | None = 1, seed: int = 0, **options: Any
     ) -> None:
         self.seed(seed)
-        self.model = LiveClickModel()
+        self.model = LiveClickModel().to(here())
         self.sparse = torch.optim.Adagrad([self.model.users.weight, self.model.items.weight], lr=0.05)
         self.dense = torch.optim.Adam([*self.model.norm.parameters(), *self.model.top.parameters()], lr=0.01)
         self.stream = Stream()

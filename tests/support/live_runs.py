@@ -12,6 +12,7 @@ from torch import Tensor, nn, optim
 from recckpt import Saver
 from recckpt.live import live_tables
 from support import spec_reader
+from support.devices import here, skip_without_kernel
 
 N_ROWS, DIM = 60, 3
 SPARSE: dict[str, Callable[[list[Tensor]], optim.Optimizer]] = {  # of sparse gradients
@@ -55,7 +56,7 @@ class Clicks(nn.Module):
 
 
 class Run:
-    """A model in training: its tables, both optimizers, and a saver of it.
+    """A model in training, where models are made: its tables, both optimizers, and a saver of it.
 
     Args:
         output_dir: of the saver.
@@ -68,8 +69,9 @@ class Run:
         self, output_dir: Any, rule: str = "sparse Adagrad", *, seed: int = 0, audit: int = 0, **options: Any
     ) -> None:
         torch.manual_seed(seed)
-        self.url, self.model = Path(output_dir), Clicks(sparse=rule in SPARSE)
+        self.url, self.model = Path(output_dir), Clicks(sparse=rule in SPARSE).to(here())
         self.row_optim = OPTIMIZERS[rule]([self.model.users.weight, self.model.items.weight])
+        skip_without_kernel(self.row_optim)
         self.dense_optim = optim.Adam(self.model.top.parameters(), lr=0.01)
         self.tables = live_tables(self.model, [self.row_optim], min_rows=10, audit=audit)
         self.saver = self.new_saver(output_dir, **options)
@@ -98,7 +100,7 @@ class Run:
     def backward(self, n_ids: int = 4) -> None:
         """Make gradients."""
         ids = torch.randint(0, N_ROWS, (n_ids, 2), generator=self.random)
-        self.model(ids).square().sum().backward()
+        self.model(ids.to(self.model.top.weight.device)).square().sum().backward()
 
     def step(self) -> None:
         """Step both optimizers."""
@@ -116,7 +118,7 @@ class Run:
     def rows(self) -> dict[str, dict[int, dict[str, bytes]]]:
         """Return the rows of all tables, as the judge of the page gives them."""
         return {
-            name: rows_of({slot: tensor.detach().numpy() for slot, tensor in table.live.tensors().items()})
+            name: rows_of({slot: tensor.detach().cpu().numpy() for slot, tensor in table.live.tensors().items()})
             for name, table in self.tables.items()
         }
 
@@ -132,7 +134,7 @@ def assert_same(one: Any, other: Any) -> None:
     if isinstance(one, Tensor):
         assert isinstance(other, Tensor)
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        assert one.detach().numpy().tobytes() == other.detach().numpy().tobytes()
+        assert one.detach().cpu().numpy().tobytes() == other.detach().cpu().numpy().tobytes()
     elif isinstance(one, dict):
         assert one.keys() == other.keys()
         for key in one:

@@ -164,6 +164,7 @@ class OwnTarget(LoadTarget):
     def begin(self) -> None:
         """Gather rows aside where the table has none."""
         super().begin()
+        self._table.store.wait()  # a load writes in streams of its own threads
         self.aside = RowsAside(self._table) if self.was_empty else None
 
     def __len__(self) -> int:
@@ -219,6 +220,7 @@ class OwnTarget(LoadTarget):
 
     def finish(self, *, drops: bool = False) -> int:
         """Give the table what was gathered aside."""
+        self._table.store.wait()
         if self.aside is not None:
             self._table.store.adopt(self.aside.store)
             self.aside = None

@@ -92,6 +92,11 @@ class RowStore(Store):
         with self.lock:
             self._observers.track(marks)
 
+    def wait(self) -> None:
+        """Wait until what was asked of the device of the rows is done, in whichever stream."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def add_column(self, spec: SlotSpec, initial: float = 0.0) -> None:
         """Add a slot whose rows, old and new, start at ``initial``."""
         with self.lock:
