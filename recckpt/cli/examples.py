@@ -39,6 +39,7 @@ EXAMPLES = {
     "report": (
         "recckpt report runs/clicks                     # writes report.html",
         "recckpt report s3://models/clicks --out clicks.html --quick",
+        "recckpt report runs/clicks --quick --failures-per-day 1   # how often it would best save",
     ),
     "sql": (
         'recckpt sql runs/clicks "select count(*) from item"',

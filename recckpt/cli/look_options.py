@@ -31,6 +31,8 @@ def add_report(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     add("--quick", dest="deep", action="store_false", help="read no rows: manifests, sizes and the timeline only")
     add("--threads", type=positive, metavar="N", help="files to read at once (default: 8, locally at most one a core)")
     _add_overdue(parser)
+    rate_help = "how often the run fails; says how often it would best save, by what its saves have taken"
+    add("--failures-per-day", type=_rate, metavar="N", help=rate_help)
 
 
 def add_sql(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
@@ -78,6 +80,13 @@ def _tolerance(text: str) -> float:
     return number
 
 
+def _rate(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise ValueError(text)
+    return number
+
+
 def natural(text: str) -> int:
     """Return a count that may be 0; ValueError for all else."""
     number = int(text)
@@ -103,5 +112,5 @@ def seconds(text: str) -> float:
 
 
 # as argparse calls it in "invalid ... value"
-_tolerance.__name__, seconds.__name__ = "number", "number of seconds"
+_tolerance.__name__, _rate.__name__, seconds.__name__ = "number", "number above 0", "number of seconds"
 natural.__name__ = positive.__name__ = "count"

@@ -74,3 +74,13 @@ def test_a_page_needs_nothing_else_and_shows_hostile_names_harmlessly(recckpt, t
     assert answer.code == 0
     assert "\x1b" not in answer.out
     assert "<i>2`" in harmless_text((tmp_path / "page.html").read_text(encoding="utf-8"))
+
+
+def test_who_says_how_often_a_run_fails_reads_how_often_it_would_best_save(recckpt, run, tmp_path):
+    answer = recckpt("report", run, "--quick", "--failures-per-day", 2, "--out", tmp_path / "page.html")
+    assert answer.code == 0
+    [said] = [line for line in answer.out.splitlines() if line.startswith("at 2 failures a day, saving every ")]
+    assert said in (tmp_path / "page.html").read_text()
+    assert recckpt("report", run, "--quick", "--json", "--failures-per-day", 2).json["advice"]["best_sec"] > 0
+    assert recckpt("report", run, "--quick", "--json").json["advice"] is None
+    assert recckpt("report", run, "--failures-per-day", 0).code == 2

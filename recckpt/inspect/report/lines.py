@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from recckpt.inspect.report.intervals import words_of
 from recckpt.inspect.report.result import ChainCost, CheckpointSize, CountBin, RunHealth, TableHealth
 from recckpt.inspect.save_times import SaveTimes
 from recckpt.text import Line, Table, count, escaped, one_line, plural, size
@@ -26,6 +27,8 @@ def lines_of(run: RunHealth) -> list[Line]:
         lines += [f"{finding.level}: {finding.what}", f"  {finding.remedy}"]
     if run.tables:
         lines += [*_gap(lines), Table(TABLE_HEAD, [table_row(table) for table in run.tables], NUMBERS)]
+    if run.advice is not None:
+        lines += [*_gap(lines), words_of(run.advice)]
     return [*lines, *_gap(lines), verdict(run)]
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from recckpt.inspect.report import lines, plots
+from recckpt.inspect.report.intervals import words_of
 from recckpt.inspect.report.result import Distribution, Finding, RunHealth, TableHealth
 from recckpt.text import count, escaped, html, plural
 
@@ -102,6 +103,8 @@ def _saves(run: RunHealth) -> Iterator[str]:
         return
     x, along = _along([save.step for save in saves], "save")
     yield f"<h2>The last {plural(len(saves), 'save')}</h2>"
+    if run.advice is not None:
+        yield f"<p>{html.text(words_of(run.advice))}</p>"
     seconds = {
         "pause of training": [save.blocked_sec for save in saves],
         "write": [save.write_sec for save in saves],

@@ -13,6 +13,7 @@ from recckpt.inspect.find import is_checkpoint
 from recckpt.inspect.repair import unfinished
 from recckpt.inspect.report.damage import damage_text
 from recckpt.inspect.report.health import findings_of
+from recckpt.inspect.report.intervals import advice_of
 from recckpt.inspect.report.newest import read_newest
 from recckpt.inspect.report.result import ChainCost, CheckpointSize, TableHealth, UnusableDirectory
 from recckpt.inspect.report.run_report import RunReport
@@ -29,7 +30,12 @@ _THREADS = 8
 
 
 def report(
-    path: str | os.PathLike[str], *, deep: bool = True, threads: int | None = None, overdue_sec: float | None = None
+    path: str | os.PathLike[str],
+    *,
+    deep: bool = True,
+    threads: int | None = None,
+    overdue_sec: float | None = None,
+    failures_per_day: float | None = None,
 ) -> RunReport:
     """Look at a run and return its checkpoints, saves and tables, with a finding for each that is unhealthy.
 
@@ -43,11 +49,12 @@ def report(
         threads: number of files to read at once; None for 8. Locally at most one a core.
         overdue_sec: the age of the newest checkpoint from which on a missing save is a problem; None for 3 times the
             usual, which is a warning, since the run may have ended, and a problem to a look without ``deep``.
+        failures_per_day: how often the run fails, for ``advice`` on how often to save; None for none.
 
     Raises:
         TypeError: ``path`` is not a path.
-        ValueError: ``threads`` is not an int of at least 1, ``overdue_sec`` not a number above 0, or no storage takes
-            the path.
+        ValueError: ``threads`` is not an int of at least 1, ``overdue_sec`` or ``failures_per_day`` not a number above
+            0, or no storage takes the path.
         CheckpointNotFoundError: there is nothing of a run, or the path is that of a checkpoint itself.
         CheckpointRemovedError: its writer removed the newest while it was read, again and again.
     """
@@ -57,11 +64,15 @@ def report(
         raise ValueError(f"threads is an int of at least 1, found {threads!r}")
     if overdue_sec is not None:
         positive_number("overdue_sec", overdue_sec)
+    if failures_per_day is not None:
+        positive_number("failures_per_day", failures_per_day)
     storage = open_storage(os.fspath(path))
 
     def look(listing: Listing) -> RunReport:
         run = _report(storage, listing, storage.threads(threads or _THREADS) if deep else 0)
-        return replace(run, findings=tuple(findings_of(run, datetime.now(timezone.utc), overdue_sec)))
+        findings = tuple(findings_of(run, datetime.now(timezone.utc), overdue_sec))
+        advice = None if failures_per_day is None else advice_of(run.saves, failures_per_day)
+        return replace(run, findings=findings, advice=advice)
 
     return first_whole(lambda: look_around(storage), look)
 

@@ -174,6 +174,29 @@ class TableHealth:
 
 
 @dataclass(frozen=True)
+class IntervalAdvice:
+    """How often to save, by what the last saves have taken.
+
+    Attributes:
+        failures_per_day: how often the run fails, as it was given.
+        pause_sec: how long training stands still for a save; the median.
+        total_sec: from the begin of a save until it is committed; the median.
+        best_sec: from the begin of one save to that of the next, so that least time is lost; not before one has ended.
+        best_share: the share of the time that saves and failures take then.
+        every_sec: the usual seconds from one save to the next; None where that is not known.
+        every_share: the share of the time that saves and failures take with these.
+    """
+
+    failures_per_day: float
+    pause_sec: float
+    total_sec: float
+    best_sec: float
+    best_share: float
+    every_sec: float | None
+    every_share: float | None
+
+
+@dataclass(frozen=True)
 class UnusableDirectory:
     """A directory that is no checkpoint which counts.
 
@@ -207,6 +230,7 @@ class RunHealth:
         deep: whether its files were read, and not only looked for.
         lacks: what trained the model and left no state in it, by what its writer knew.
         chains: what each chain costs, oldest first; full checkpoints on which nothing stands are chains of one.
+        advice: how often to save; None without a rate of failures, and where the saves do not say what they take.
     """
 
     url: str
@@ -220,6 +244,7 @@ class RunHealth:
     deep: bool
     lacks: tuple[str, ...] = ()
     chains: tuple[ChainCost, ...] = ()
+    advice: IntervalAdvice | None = None
 
     @property
     def is_healthy(self) -> bool:
