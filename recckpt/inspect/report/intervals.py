@@ -26,7 +26,8 @@ def advice_of(saves: Sequence[SaveTimes], failures_per_day: float) -> IntervalAd
     totals = [save.total_sec for save in history.last if save.total_sec is not None]
     if not pauses or not totals or not statistics.median(pauses):
         return None
-    pause_sec, total_sec, failure_sec = statistics.median(pauses), statistics.median(totals), _DAY_SEC / failures_per_day
+    pause_sec, total_sec = statistics.median(pauses), statistics.median(totals)
+    failure_sec = _DAY_SEC / failures_per_day
     best_sec, every_sec = max(best_interval(pause_sec, failure_sec), total_sec), history.every_sec
     return IntervalAdvice(
         failures_per_day=failures_per_day,

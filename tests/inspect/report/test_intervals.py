@@ -19,8 +19,8 @@ def test_who_saves_too_rarely_reads_how_often_would_cost_less():
     advice = advice_of(saves(9, 1000, blocked_sec=0.556, total_sec=2.0), 1.0)
     assert round(advice.best_sec) == 310
     assert words_of(advice) == (
-        "at one failure a day, saving every 5 min 10 s would cost 0.36 % of the time; you save every 16 min 40 s, which "
-        "costs 0.64 % (a save holds training up for 556 ms and takes 2 s)"
+        "at one failure a day, saving every 5 min 10 s would cost 0.36 % of the time; you save every 16 min 40 s, "
+        "which costs 0.64 % (a save holds training up for 556 ms and takes 2 s)"
     )
 
 
