@@ -49,6 +49,7 @@ EXAMPLES = {
         "recckpt watch runs/clicks",
         "recckpt watch s3://models/clicks --once --json   # for programs",
         "recckpt watch s3://models --once                 # all runs there",
+        "recckpt watch runs/clicks --near /dev/shm/recckpt",
     ),
     "salvage": ("recckpt salvage runs/clicks/ckpt_300 item --out item.arrow",),
     "consolidate": ("recckpt consolidate runs/clicks --out model.pt",),

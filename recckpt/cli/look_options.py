@@ -60,6 +60,8 @@ def add_watch(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     parser.add_argument("--interval", type=seconds, default=5.0, metavar="SECONDS", help=interval_help)
     once_help = "look once; exit code 1 where the last save failed or the next one is overdue"
     parser.add_argument("--once", action="store_true", help=once_help)
+    near_help = "show of one run what its near saves of Near(PATH) on this host would give back"
+    parser.add_argument("--near", metavar="PATH", help=near_help)
     _add_overdue(parser)
 
 

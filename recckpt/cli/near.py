@@ -6,10 +6,9 @@ import argparse
 from typing import Any
 
 from recckpt.cli.result import CommandResult, usage_checked
-from recckpt.near.candidates import counting
+from recckpt.near.candidates import counting_here
 from recckpt.near.near_dir import NearDir, places
 from recckpt.near.options import Near
-from recckpt.output_dir.claims import last_takeover
 from recckpt.output_dir.listing import Checkpoint, Listing
 from recckpt.storage import Storage
 from recckpt.text import Line, Table, count, escaped, plural, size
@@ -28,8 +27,8 @@ def near(args: argparse.Namespace) -> CommandResult:
 def near_saves_of(storage: Storage, listing: Listing, path: str) -> list[Checkpoint]:
     """Return the near saves of an output dir that count, newest first."""
     with usage_checked():
-        seen = NearDir.of(Near(path), storage.url).saves()
-    return counting(storage, seen, listing, last_takeover(storage).near_list)
+        at = Near(path)
+    return counting_here(storage, listing, at)
 
 
 def near_table(saves: list[tuple[str, Checkpoint]]) -> Table:

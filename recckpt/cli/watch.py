@@ -20,6 +20,7 @@ from recckpt.inspect.watch.look import Watcher
 from recckpt.inspect.watch.runs import RunsStatus, RunsWatcher
 from recckpt.inspect.watch.shown import Fact, facts, few, line
 from recckpt.inspect.watch.status import Status
+from recckpt.near.options import Near
 from recckpt.storage import open_storage
 from recckpt.text import escaped, one_line, pairs
 
@@ -53,10 +54,11 @@ def watch(args: argparse.Namespace) -> CommandResult:
 def _watch(args: argparse.Namespace) -> CommandResult:
     with usage_checked():
         storage = open_storage(args.dir)
+        near = None if args.near is None else Near(args.near)
     runs = runs_in(storage, args)
     if runs is not None:
         return _watch_runs(*runs, args)
-    watcher = Watcher(storage, args.overdue)
+    watcher = Watcher(storage, args.overdue, near)
     status = watcher.look()  # what is wrong with the place from the start does not mend itself
     if status.why_empty == "not a directory":
         raise CommandError(f"{status.url}: {status.why_empty}")

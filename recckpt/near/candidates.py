@@ -8,8 +8,10 @@ from contextlib import suppress
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import near_names
 from recckpt.format.near_list import NearList
+from recckpt.near.near_dir import NearDir
+from recckpt.near.options import Near
 from recckpt.output_dir.checkpoint_dir import file_problems
-from recckpt.output_dir.claims import read_claim
+from recckpt.output_dir.claims import last_takeover, read_claim
 from recckpt.output_dir.listing import Checkpoint, Listing, chained
 from recckpt.storage import Storage
 
@@ -30,6 +32,17 @@ def counting(storage: Storage, seen: Iterable[Checkpoint], listing: Listing, nea
     whole = [save for save in named if save.manifest.save_id in ours and _is_complete(save)]
     # Rules *base_by_save_id* and *parent_is_origin*: what it stands on is found as that of a delta is.
     return _newest_first(c for c in chained([*listing.committed, *whole], listing.damaged)[0] if c.near_dir is not None)
+
+
+def counting_here(storage: Storage, listing: Listing, near: Near) -> list[Checkpoint]:
+    """Return the near saves of an output dir on this host that count, newest first; takes nothing over.
+
+    Raises:
+        CorruptCheckpointError, FormatVersionError: the list of the newest takeover is damaged, or of a newer recckpt.
+        OSError: a directory cannot be read.
+    """
+    seen = NearDir.of(near, storage.url).saves()
+    return counting(storage, seen, listing, last_takeover(storage).near_list)  # rule *list_read_last*
 
 
 def merged(checkpoints: Sequence[Checkpoint], saves: Iterable[Checkpoint]) -> list[Checkpoint]:

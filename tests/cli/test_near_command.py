@@ -61,3 +61,13 @@ def test_the_list_of_an_output_dir_shows_those_that_count(recckpt, run, tmp_path
     shutil.rmtree(run.near_path)
     assert recckpt("ls", tmp_path / "runs", "--near", run.near_path, "--json").json["near"] == []
     assert "near" not in recckpt("ls", tmp_path / "runs", "--json").json
+
+
+def test_a_watch_shows_what_near_saves_would_give_back(recckpt, run, tmp_path):
+    answer = recckpt("watch", tmp_path / "runs", "--near", run.near_path, "--once")
+    assert answer.code == 0
+    [near] = [line for line in answer.out.splitlines() if line.startswith("near ")]
+    assert "step 3, 2 rows" in near
+    found = recckpt("watch", tmp_path / "runs", "--near", run.near_path, "--once", "--json").json
+    assert (found["near"]["n_saves"], found["near"]["newest"]["step"]) == (2, 3)
+    assert recckpt("watch", tmp_path / "runs", "--near", "s3://bucket", "--once").code == 2

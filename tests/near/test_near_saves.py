@@ -255,6 +255,19 @@ def test_a_path_that_cannot_be_written_fails_no_step(tmp_path):
     assert rows(NearRun(tmp_path).restore()) == {1: 1.0, 2: 2.0}
 
 
+def test_while_the_output_dir_is_away_near_saves_fail_and_those_before_stay(tmp_path, monkeypatch):
+    def is_away(fence):
+        raise OSError(5, "the store is away")
+
+    run = begun(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Fence, "check", is_away)
+        run.put(_3=3.0).step().put(_4=4.0).step()
+    assert run.counts == (1, 2, 0)
+    assert rows(NearRun(tmp_path).restore()) == {1: 1.0, 2: 2.0}
+    assert [each.name for each in NearRun(tmp_path).near_dirs] == ["2"]
+
+
 def test_a_near_dir_that_is_gone_leaves_the_checkpoint_and_is_made_anew(tmp_path):
     run = begun(tmp_path)
     shutil.rmtree(tmp_path / "near")

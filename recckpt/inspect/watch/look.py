@@ -10,9 +10,11 @@ from recckpt.format import layout
 from recckpt.format.manifest import Manifest
 from recckpt.inspect.watch.history import History, history_of
 from recckpt.inspect.watch.status import Status, status_of
+from recckpt.near.candidates import counting_here
+from recckpt.near.options import Near
 from recckpt.output_dir.checkpoint_dir import Intent, Manifests, listed_files, read_intent, read_manifest, unlisted
 from recckpt.output_dir.claims import Claim, claimed_epochs, read_claim
-from recckpt.output_dir.listing import Listing, look_around
+from recckpt.output_dir.listing import Checkpoint, Listing, look_around
 from recckpt.output_dir.timeline import read_timeline
 from recckpt.storage import NOT_READABLE, Listed, Storage
 
@@ -46,10 +48,11 @@ class Watcher:
     Args:
         storage: the output dir.
         overdue_sec: the age of the newest checkpoint from which on the next save is missed; None to go by the usual.
+        near: where near saves lie on this host; None where they are not looked at.
     """
 
-    def __init__(self, storage: Storage, overdue_sec: float | None = None) -> None:
-        self._storage, self._known, self._overdue_sec = storage, ReadOnce(), overdue_sec
+    def __init__(self, storage: Storage, overdue_sec: float | None = None, near: Near | None = None) -> None:
+        self._storage, self._known, self._overdue_sec, self._near = storage, ReadOnce(), overdue_sec, near
         self._intents: dict[str, Intent] = {}
         self._writer: Claim | None = None
         self._timeline: tuple[object, History] = (None, history_of([]))
@@ -70,7 +73,16 @@ class Watcher:
             intents=self._attempts(listing),
             why_empty=self._storage.why_empty(),
             overdue_sec=self._overdue_sec,
+            near_saves=self._near_saves(listing),
         )
+
+    def _near_saves(self, listing: Listing) -> list[Checkpoint] | None:
+        if self._near is None:
+            return None
+        try:
+            return counting_here(self._storage, listing, self._near)
+        except (CorruptCheckpointError, FormatVersionError):  # which is among the problems of the listing
+            return []
 
     def _history(self, listing: Listing) -> History:
         """Return the timeline; one of the same size is not another, unless there is a new checkpoint."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
+from recckpt.inspect.watch.near import near_facts
 from recckpt.inspect.watch.status import Failure, LastSave, Status
 from recckpt.output_dir.claims import Claim
 from recckpt.text import count, duration, escaped, one_line, plural, size, sparkline
@@ -35,6 +36,7 @@ def facts(status: Status) -> Iterator[Fact]:
         n_failed, newest = len(status.failed), status.failed[-1]
         since = f"{plural(n_failed, 'save')} failed since, the last one " if n_failed > 1 else ""
         yield Fact("failed", f"{since}{_ago(newest.age_sec)}: {_what_failed(newest)}", "bad")
+    yield from _near(status)
     for attempt in status.attempts:
         of_step = "" if attempt.step is None else f"step {count(attempt.step)}, "
         yield Fact("under way", f"{escaped(attempt.directory)} ({of_step}unless its writer died)")
@@ -58,6 +60,11 @@ def facts(status: Status) -> Iterator[Fact]:
         yield Fact("problem", problem, "bad")
 
 
+def _near(status: Status) -> Iterator[Fact]:
+    if status.near is not None:
+        yield from (Fact(name, text) for name, text in near_facts(status.near))
+
+
 def _writer(writer: Claim) -> Iterator[Fact]:
     by = f" (`{one_line(writer.purpose)}`)" if writer.purpose else ""
     yield Fact("writer", f"process {writer.pid} on {escaped(writer.host)}{by}, since {escaped(writer.time)}")
@@ -74,6 +81,7 @@ def line(status: Status) -> str:
         parts.append(f"pause {duration(status.pause.last_sec)}")
     if status.last is not None and status.saves_per_hour is not None:
         parts.append(f"{_rate(status.saves_per_hour)} saves an hour")
+    parts += [f"{name} {text}" for name, text, _ in _near(status)]
     if status.is_overdue:
         parts.append("OVERDUE")
     parts += [f"under way {escaped(attempt.directory)}" for attempt in status.attempts]

@@ -12,6 +12,7 @@ from recckpt.format import layout
 from recckpt.format.moments import time_of
 from recckpt.inspect.save_times import SaveTimes
 from recckpt.inspect.watch.history import History, Pause
+from recckpt.inspect.watch.near import NearNow, near_now
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.claims import Claim
 from recckpt.output_dir.listing import Checkpoint, Listing
@@ -70,6 +71,7 @@ class Status:
         n_checkpoints: how many there are.
         n_bytes: of all of them.
         problems: what is wrong with others, a line each.
+        near: what near saves of this host would give back; None where they are not looked at.
     """
 
     url: str
@@ -87,6 +89,7 @@ class Status:
     n_checkpoints: int
     n_bytes: int
     problems: Sequence[str]
+    near: NearNow | None = None
 
     @property
     def saves_per_hour(self) -> float | None:
@@ -120,6 +123,7 @@ class Status:
             writer |= {"time": self.writer.time, "purpose": self.writer.purpose or None}
             mirrors = {"mirror_of": self.writer.mirror_of, "continues": self.writer.continues}
             writer |= {key: None if mirror is None else mirror.url for key, mirror in mirrors.items()}
+        near = {} if self.near is None else {"near": asdict(self.near)}
         return {
             "output_dir": self.url,
             "time": self.time.isoformat(timespec="seconds").replace("+00:00", "Z"),
@@ -138,6 +142,7 @@ class Status:
             "bytes": self.n_bytes,
             "problems": list(self.problems),
             "why_empty": self.why_empty or None,
+            **near,
         }
 
 
@@ -151,6 +156,7 @@ def status_of(
     intents: Sequence[Intent],
     why_empty: str,
     overdue_sec: float | None = None,
+    near_saves: Sequence[Checkpoint] | None = None,
 ) -> Status:
     """Return what is known of a run.
 
@@ -163,6 +169,7 @@ def status_of(
         intents: the attempts that are not committed.
         why_empty: what the storage says of an output dir without checkpoints.
         overdue_sec: the age of the newest checkpoint from which on the next save is missed; None to go by the usual.
+        near_saves: those of this host that count, newest first; None where they are not looked at.
     """
     current = listing.current
     last = _last(current[-1], history, now) if current else None
@@ -188,6 +195,7 @@ def status_of(
             *_problems("unreadable", listing.unreadable),
             *_problems("fenced", listing.fenced),
         ],
+        near=None if near_saves is None else near_now(near_saves, current[-1] if current else None, history, now),
     )
 
 

@@ -1,0 +1,126 @@
+"""What near saves of a host would give back now; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
+from statistics import median
+
+from recckpt.format.moments import time_of
+from recckpt.inspect.watch.history import History
+from recckpt.output_dir.listing import Checkpoint
+from recckpt.text import count, duration, escaped, plural, size
+
+
+@dataclass(frozen=True)
+class NewestNear:
+    """The newest near save that counts."""
+
+    name: str
+    step: int | None
+    time: str
+    age_sec: float | None  # None where its time cannot be read
+    rows: int  # that it holds
+    n_bytes: int
+    base: str | None  # the checkpoint that it stands on
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What was trained since what would be restored: the seconds, and about how many steps that is, where known."""
+
+    sec: float | None
+    steps: int | None
+
+
+@dataclass(frozen=True)
+class NearNow:
+    """The near saves of a run on one host at one moment.
+
+    Attributes:
+        newest: the newest that counts; None where there is none.
+        n_saves: how many count.
+        with_processes: what is lost where the processes of the run die now.
+        with_host: what is lost where the host does, with its near saves.
+    """
+
+    newest: NewestNear | None
+    n_saves: int
+    with_processes: Loss
+    with_host: Loss
+
+
+def near_now(saves: Sequence[Checkpoint], newest: Checkpoint | None, history: History, now: datetime) -> NearNow:
+    """Return what near saves would give back.
+
+    Args:
+        saves: those that count, newest first.
+        newest: the newest checkpoint.
+        history: the timeline of the run, by which its pace is known, and by its near saves.
+        now: the time.
+    """
+    pace = _steps_per_sec(saves, history)
+    ages = [_age(each, now) for each in ([newest] if newest is not None else [])]
+    with_host = _loss(ages, pace)
+    with_processes = _loss([*ages, *(_age(save, now) for save in saves[:1])], pace)
+    return NearNow(_newest(saves[0], now) if saves else None, len(saves), with_processes, with_host)
+
+
+def near_facts(near: NearNow) -> Iterator[tuple[str, str]]:
+    """Yield what people see of it: names and values."""
+    yield "near", _words_of(near)
+    yield "lost now", f"{_lost(near.with_processes)} if its processes die, {_lost(near.with_host)} if the host does"
+
+
+def _words_of(near: NearNow) -> str:
+    newest = near.newest
+    if newest is None:
+        return "no near save that counts"
+    ago = "at an unknown time" if newest.age_sec is None else f"{duration(newest.age_sec)} ago"
+    step = "" if newest.step is None else f"step {count(newest.step)}, "
+    base = "" if newest.base is None else f" on {escaped(newest.base)}"
+    return f"{ago}: {step}{plural(newest.rows, 'row')}, {size(newest.n_bytes)}{base}; {count(near.n_saves)} kept"
+
+
+def _lost(loss: Loss) -> str:
+    if loss.sec is None:
+        return "all"
+    return f"{duration(loss.sec)} of training" if loss.steps is None else f"about {plural(loss.steps, 'step')}"
+
+
+def _newest(save: Checkpoint, now: datetime) -> NewestNear:
+    record = save.manifest
+    return NewestNear(
+        name=record.save_id,
+        step=record.step,
+        time=record.time,
+        age_sec=_age(save, now),
+        rows=sum(table.own_rows for table in record.tables),
+        n_bytes=record.n_bytes,
+        base=None if record.parent is None else record.parent.ckpt_id,
+    )
+
+
+def _loss(ages: Sequence[float | None], pace: float | None) -> Loss:
+    sec = min((age for age in ages if age is not None), default=None)
+    return Loss(sec, None if sec is None or pace is None else round(sec * pace))
+
+
+def _age(save: Checkpoint, now: datetime) -> float | None:
+    time = time_of(save.manifest.time)
+    return None if time is None else max(0.0, (now - time).total_seconds())
+
+
+def _steps_per_sec(saves: Sequence[Checkpoint], history: History) -> float | None:
+    """Return how fast the run trains, by the steps and times of its last saves; None until that is known."""
+    made: list[tuple[str | None, int | None]] = [(each.manifest.time, each.manifest.step) for each in saves]
+    made += [(line.time, line.step) for line in history.last]
+    known = sorted((time, step) for text, step in made if step is not None and (time := time_of(text)) is not None)
+    paces = [
+        (later_step - step) / seconds
+        for (time, step), (later, later_step) in pairwise(known)
+        if (seconds := (later - time).total_seconds()) > 0 and later_step > step
+    ]
+    return median(paces) if paces else None
