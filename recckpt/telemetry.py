@@ -33,6 +33,9 @@ _COUNTERS = {
     "save.rows": ("{row}", "Rows that saves have written."),
     "loads": ("{load}", "Loads that have ended, by result."),
     "failures": ("{failure}", "Saves and loads that have failed, by operation."),
+    "near.saves": ("{save}", "Near saves that were acknowledged."),
+    "near.failures": ("{failure}", "Near saves that have failed."),
+    "near.bytes": ("By", "Bytes of the files that near saves have written."),
     "restore.fallbacks": ("{fallback}", "Checkpoints that a restore passed over, since they are damaged."),
     "storage.retries": ("{retry}", "Requests to the storage that were tried again, counted as saves and loads end."),
 }
@@ -40,11 +43,16 @@ _PRESENT = ("restore.fallbacks", "storage.retries")  # as "failures", which has 
 _HISTOGRAMS = {
     "save.duration": ("s", "From asking for a save until it has ended."),
     "save.pause": ("s", "How long training stood still for a save, on the rank that waited longest."),
+    "near.duration": ("s", "From the step of a near save until it was acknowledged."),
+    "near.pause": ("s", "How long training stood still for a near save, on rank 0."),
     "load.duration": ("s", "How long reading a checkpoint took, once it was found and opened."),
 }
 _GAUGES = {
     "chain.length": ("{checkpoint}", "Checkpoints that a restore of the newest one reads."),
     "last_save.time": ("s", "When the newest checkpoint was committed, in seconds since 1970."),
+    "near.last_save.time": ("s", "When the newest near save was acknowledged, in seconds since 1970."),
+    "near.lag": ("{step}", "Steps since the newest near save or checkpoint, when a near save was due last."),
+    "lag": ("{step}", "Steps since the newest checkpoint, when a near save was due last."),
     "storage.free": ("By", "Room that the last save left, where the storage knows it."),
 }
 _UNDER_WAY = "save.under_way", "s", "For how long the save under way has gone on; 0 between saves."

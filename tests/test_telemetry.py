@@ -20,6 +20,7 @@ from support import warm_python
 from support.builders import Run
 from support.gate import Gate
 from support.in_fork import in_fork
+from support.near_runs import NearRun
 from support.paths import ROOT
 from support.rank_processes import results, run_script
 from torch import nn
@@ -192,6 +193,21 @@ def test_loads_and_restores_are_told_and_those_that_fail_too(tmp_path, told, mon
     assert found["recckpt.loads"] == {("ok",): 2, ("failed",): 1}
     assert found["recckpt.load.duration"]["ok",][0] == 2
     assert found["recckpt.failures"] == {("load",): 1, ("save",): 0}
+
+
+def test_near_saves_are_counted_and_the_steps_that_a_loss_costs_measured(tmp_path, told, monkeypatch):
+    run = NearRun(tmp_path).put(_1=1.0, _2=1.0, _3=1.0).step().put(_1=2.0).step()
+    with monkeypatch.context() as patch:
+        patch.setattr(SparseSaver, "save", failing)
+        run.put(_2=2.0).step().put(_2=3.0).step()
+    found = told.metrics
+    assert (found["recckpt.near.saves"], found["recckpt.near.failures"]) == ({(): 1}, {(): 2})
+    assert (found["recckpt.near.lag"], found["recckpt.lag"]) == ({(): 2}, {(): 3}), "as the last one was due"
+    assert found["recckpt.near.bytes"][()] > 0
+    assert found["recckpt.near.last_save.time"][()] > 1.7e9
+    (n_pauses, paused), (n_made, seconds) = found["recckpt.near.pause"][()], found["recckpt.near.duration"][()]
+    assert (n_pauses, n_made) == (1, 1)
+    assert 0 < paused <= seconds
 
 
 def test_two_savers_in_one_process_are_told_apart_by_their_runs(tmp_path, told):

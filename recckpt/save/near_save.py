@@ -94,4 +94,4 @@ class NearSave:
         self.tier.seal(self.begun.intent, NearSeal(record, self.tier.dir.place, hosts))
         self.fence.check()  # rule *check_after_seal*: a successor that has not named it must not find it acknowledged
         self.tier.acknowledge()
-        self.job.info.note_written(totals_of(records, tables))
+        self.job.info.note_acknowledged(totals_of(records, tables))

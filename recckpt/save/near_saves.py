@@ -25,6 +25,7 @@ from recckpt.save.background_save import SaveRunner
 from recckpt.save.decide import SavePlan, decide
 from recckpt.save.forgetting import end_pending
 from recckpt.save.job import Destination, Job, Live, State
+from recckpt.save.near_metrics import NearMetrics
 from recckpt.save.near_save import BegunNear, NearSave
 from recckpt.save.near_thread import NearThread
 from recckpt.save.propose import propose
@@ -55,9 +56,10 @@ class _Presence:
 
 
 class Resumed(Protocol):
-    """Says whether a checkpoint of the output dir was loaded."""
+    """Says whether a checkpoint of the output dir was loaded, and how metrics call the job."""
 
     is_resumed: bool
+    run: str
 
 
 class NearSaves:
@@ -70,7 +72,7 @@ class NearSaves:
         to: where checkpoints go.
         tier: where near saves go.
         runner: runs the saves of checkpoints.
-        loads: says whether the run goes on from a checkpoint of the output dir.
+        loads: says whether the run goes on from a checkpoint of the output dir, and how metrics call it.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class NearSaves:
         loads: Resumed,
     ) -> None:
         self._live, self._durable, self.tier = live, to, tier
-        self._runner, self._loads = runner, loads
+        self._runner, self._loads, self._metrics = runner, loads, NearMetrics(loads.run)
         self._to = replace(
             to,
             storage=tier.dir.storage,
@@ -116,6 +118,8 @@ class NearSaves:
             return True
         info = SaveInfo(f"near_{step}", step, background=True)
         ranks = info.raising(self.ranks.of(rank, size))
+        if ranks.rank == 0:
+            self._metrics.due(info, self.fence.listing)
         try:
             return self._begin(info, ranks, state)
         except WriterFencedError:
@@ -167,6 +171,7 @@ class NearSaves:
             save = NearSave(begun, links, plan, job, to, self._durable.fence, self.tier)
             staged = own.planned(plan)
             closed_on_error.pop_all()
+        info.note_unblocked()
         self._thread.begin(partial(self._run, save, staged), staged.close)
         return True
 
@@ -231,6 +236,8 @@ class NearSaves:
         else:
             self._logged = False
             self._count(made=1)
+            if save.job.ranks.rank == 0:
+                self._metrics.made(save.job.info)
 
     def _fail(self, error: Exception, info: SaveInfo, ranks: Ranks, *, is_under_way: bool) -> None:
         """Take note of a near save that has failed: once in the log, and in the timeline with the next checkpoint.
@@ -246,6 +253,7 @@ class NearSaves:
         if ranks.rank == 0:
             if is_under_way and not ranks.has_lost:  # else another may still write there; it goes at the next takeover
                 self.tier.give_up()
+            self._metrics.failed()
             self._durable.timeline.keep(info)
             ending = "; no more are made in this process" if self._is_off else ""
             log.log(logging.DEBUG if self._logged else logging.WARNING, "near save failed%s: %s", ending, error)

@@ -216,6 +216,11 @@ class SaveInfo:
         self.max_stage_sec, self.max_rank_bytes = totals.max_stage_sec, totals.max_rank_bytes
         self._others_blocked_sec = totals.max_blocked_sec
 
+    def note_acknowledged(self, totals: SaveTotals) -> None:
+        """Note what all ranks have written of a near save, which counts now."""
+        self.note_written(totals)
+        self.n_bytes = totals.n_bytes
+
     def note_committed(self, manifest: Manifest, totals: SaveTotals, path: str) -> None:
         """Note what all ranks have written, where the checkpoint lies, and what its manifest says of it."""
         self.note_written(totals)

@@ -171,6 +171,7 @@ TESTS = {
     "save/deletion.py": "manager/test_own_checkpoints.py",
     "save/forgetting.py": "manager/test_forget.py",
     "save/job.py": "test_scale.py",
+    "save/near_metrics.py": "test_telemetry.py",
     "save/near_save.py": "near/test_near_saves.py",
     "save/near_saves.py": "near/test_near_saves.py",
     "save/near_thread.py": "near/test_near_saves.py",
