@@ -117,7 +117,7 @@ bench-toy: $(STAMP)
 	$(PY) benchmarks/sql.py --rows 5000 --rounds 1
 	$(PY) benchmarks/report.py --rows 5000 --rounds 1
 	$(PY) benchmarks/live.py --rows 5000 --rounds 1
-	$(PY) benchmarks/near.py --rows 5000 --rounds 1
+	$(PY) benchmarks/near.py --rows 5000 --rounds 1 --hidden 16
 	$(PY) benchmarks/eviction.py --look-ups 60000 --capacity 3000 --batch 1000 --rows 20000 --rounds 1 --every 20
 	$(PY) benchmarks/simulate_ranks.py --ranks 8 --tables 4 --batches 2 --gb 0.1
 

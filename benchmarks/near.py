@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,7 +30,6 @@ from recckpt.sparse import HashTable, SparseAdagrad
 _LOOK_UPS = 8192  # of a step
 _NEVER = 10**9  # steps
 _EVERY = 20  # steps from one near save to the next
-_HIDDEN = 512
 
 
 class Run:
@@ -39,14 +39,15 @@ class Run:
         root: holds the output dir, ``runs``, and the near dir.
         rows: of the table; 0 for a run that is restored.
         dim: values in a row.
+        hidden: width of the dense layers, which take most of a step.
     """
 
-    def __init__(self, root: Path, rows: int, dim: int) -> None:
+    def __init__(self, root: Path, rows: int, dim: int, hidden: int = 16) -> None:
         self.table = HashTable(dim, name="item")
         self.optimizer = SparseAdagrad([self.table], lr=0.01)
         if rows:
             self.table.insert(torch.arange(rows), torch.rand(rows, dim))
-        self.top = nn.Sequential(nn.Linear(dim, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, _HIDDEN), nn.ReLU())
+        self.top = nn.Sequential(nn.Linear(dim, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU())
         model = nn.ModuleDict({"item": self.table, "top": self.top})
         self.saver = Saver(
             model,
@@ -119,9 +120,9 @@ def save(root: Path, rows: int, dim: int, rounds: int) -> None:
     run.manager.close()
 
 
-def step(root: Path, rows: int, dim: int, rounds: int) -> None:
+def step(root: Path, rows: int, dim: int, rounds: int, *, hidden: int) -> None:
     """Report 20 steps and a near save, until it is sealed, beside 20 steps without; in turn, on one run."""
-    run = Run(root, rows, dim)
+    run = Run(root, rows, dim, hidden)
     run.saver.save("base", step=0)
     seconds: dict[str, list[float]] = {"near": [], "plain": []}
     for number in range(4 * rounds + 1):
@@ -210,13 +211,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=4_000_000)
     parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--hidden", type=int, default=512, help="width of the dense layers of a step")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dir", type=Path, default=Path("/dev/shm"))
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     report({"case": "machine", "dim": args.dim, **describe_machine()})
     with scratch(args.dir) as root:
-        for case in (save, step, restore):
+        for case in (save, partial(step, hidden=args.hidden), restore):
             case(root, args.rows, args.dim, args.rounds)
             for path in root.iterdir():
                 shutil.rmtree(path)
