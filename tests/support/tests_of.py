@@ -145,6 +145,8 @@ TESTS = {
     "mirroring/": "mirroring/test_mirror.py",
     "mirroring/reach.py": "mirroring/test_mirror_of_forgotten.py",
     "output_dir/deletion.py": "manager/test_own_checkpoints.py",
+    "near/moved_files.py": "near/test_moving.py",
+    "near/moves.py": "near/test_moving.py",
     "near/": "near/test_near_saves.py near/test_tier.py near/test_beside_saves.py",
     "policies/best.py": "policies/test_keep.py",
     "policies/joined_keeps.py": "policies/test_keep.py",
