@@ -40,7 +40,7 @@ class MoveFailure:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Stretch:
     """Bytes [begin, end) of the file of a move, by the number of the move."""
 
     number: int
@@ -53,7 +53,7 @@ class Piece:
         return self.end - self.begin
 
 
-Rounds = list[list[Piece]]  # what one rank sends another, round by round
+Rounds = list[list[Stretch]]  # what one rank sends another, round by round
 
 
 def rounds_by_pair(moves: Mapping[int, Move], round_bytes: int) -> dict[tuple[int, int], Rounds]:
@@ -78,12 +78,12 @@ def _rounds(moves: Mapping[int, Move], share: int) -> Rounds:
     left = share
     for number, each in moves.items():
         begin, end = 0, -1
-        while end < each.n_bytes:  # once at least: an empty file has a piece too
+        while end < each.n_bytes:  # once at least: an empty file has a stretch too
             if not left:
                 made.append([])
                 left = share
             end = min(each.n_bytes, begin + left)
-            made[-1].append(Piece(number, begin, end))
+            made[-1].append(Stretch(number, begin, end))
             left -= end - begin
             begin = end
     return made

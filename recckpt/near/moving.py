@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from recckpt.near.moved_files import Incoming, Outgoing
-from recckpt.near.moves import Move, MoveFailure, Piece, rounds_by_pair
+from recckpt.near.moves import Move, MoveFailure, Stretch, rounds_by_pair
 from recckpt.parallel.meetings import Meetings
 from recckpt.parallel.process_group import Parcel
 from recckpt.storage import Storage
@@ -66,25 +66,25 @@ def _exchange(
     """Send the bytes of all files, round by round, and take what is sent to this rank."""
     rank, by_pair = meetings.rank, rounds_by_pair(moves, round_bytes)
 
-    def pieces(sender: int, receiver: int, number: int) -> Sequence[Piece]:
+    def stretches(sender: int, receiver: int, number: int) -> Sequence[Stretch]:
         rounds = by_pair.get((sender, receiver), ())
         return rounds[number] if number < len(rounds) else ()
 
     for number in range(max(map(len, by_pair.values()), default=0)):
-        parcels = [_packed(sent, pieces(rank, to, number)) for to in range(meetings.size)]
+        parcels = [_packed(sent, stretches(rank, to, number)) for to in range(meetings.size)]
         for sender, parcel in enumerate(meetings.exchange(parcels)):
             at = 0
-            for piece in pieces(sender, rank, number):
-                received[piece.number].take(parcel[at : at + piece.n_bytes])
-                at += piece.n_bytes
+            for stretch in stretches(sender, rank, number):
+                received[stretch.number].take(parcel[at : at + stretch.n_bytes])
+                at += stretch.n_bytes
 
 
-def _packed(sent: Mapping[int, Outgoing], pieces: Sequence[Piece]) -> Parcel:
-    parcel = np.zeros(sum(piece.n_bytes for piece in pieces), np.uint8)
+def _packed(sent: Mapping[int, Outgoing], stretches: Sequence[Stretch]) -> Parcel:
+    parcel = np.zeros(sum(stretch.n_bytes for stretch in stretches), np.uint8)
     at = 0
-    for piece in pieces:
-        sent[piece.number].read_into(parcel[at : at + piece.n_bytes])
-        at += piece.n_bytes
+    for stretch in stretches:
+        sent[stretch.number].read_into(parcel[at : at + stretch.n_bytes])
+        at += stretch.n_bytes
     return parcel
 
 

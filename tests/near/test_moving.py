@@ -200,14 +200,16 @@ def test_each_byte_goes_once_and_no_rank_has_more_than_it_may(plan):
     by_pair = rounds_by_pair(moves, round_bytes)
     for number, each in moves.items():
         rounds = by_pair[each.sender, each.receiver]
-        pieces = [piece for pieces in rounds for piece in pieces if piece.number == number]
-        assert [byte for piece in pieces for byte in range(piece.begin, piece.end)] == list(range(each.n_bytes))
-        assert pieces
+        stretches = [stretch for stretches in rounds for stretch in stretches if stretch.number == number]
+        assert [byte for stretch in stretches for byte in range(stretch.begin, stretch.end)] == list(
+            range(each.n_bytes)
+        )
+        assert stretches
     for at in (0, 1):  # the sender's side, the receiver's
         for rank in range(5):
             rounds = [by_pair[pair] for pair in by_pair if pair[at] == rank]
             for number in range(max(map(len, rounds), default=0)):
                 n_bytes = sum(
-                    piece.n_bytes for each in rounds for piece in (each[number] if number < len(each) else ())
+                    stretch.n_bytes for each in rounds for stretch in (each[number] if number < len(each) else ())
                 )
                 assert n_bytes <= max(round_bytes, len(rounds))
