@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import near_names
@@ -23,16 +24,19 @@ class NearSeal:
         manifest: as of a delta; its save id is the name of the near save.
         place: 16 hex digits of the output dir that it belongs to.
         hosts: of each shard, the host that wrote it.
+        copies: of each host that has one, the other hosts that have the files of its shards too.
     """
 
     manifest: Manifest
     place: str
     hosts: tuple[str, ...]
+    copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def encode(of: NearSeal) -> bytes:
     """Return the bytes of ``near.json``, sealed with their own checksum."""
-    head = {"format": FORMAT, "version": VERSION, "place": of.place, "world": {"hosts": list(of.hosts)}}
+    world = {"hosts": list(of.hosts), **({"copies": dict(of.copies)} if of.copies else {})}
+    head = {"format": FORMAT, "version": VERSION, "place": of.place, "world": world}
     return seal({**head, **record_json(of.manifest)}, _SEAL)
 
 
@@ -53,7 +57,11 @@ def decode(data: bytes, path: str) -> NearSeal:
         raise fields.wrong("save_id", manifest.save_id, f"{manifest.epoch}.<nonce>.{manifest.cut}")
     if manifest.parent is None:
         raise fields.wrong("kind", "full", "delta")
-    hosts = tuple(fields.mapping("world").texts("hosts"))
+    world = fields.mapping("world")
+    hosts = tuple(world.texts("hosts"))
     if len(hosts) != len(manifest.shards):
         raise fields.wrong("world.hosts", f"{len(hosts)}", f"one for each of {len(manifest.shards)} shards")
-    return NearSeal(manifest, fields.text("place"), hosts)
+    copies = world.named_texts("copies") if world.has("copies") else {}
+    if not set(hosts).issuperset((*copies, *(host for there in copies.values() for host in there))):
+        raise fields.wrong("world.copies", repr(copies), "hosts of world.hosts")
+    return NearSeal(manifest, fields.text("place"), hosts, copies)

@@ -1,6 +1,7 @@
 """What the seal of a near save says, and what is refused in its place."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -45,6 +46,8 @@ def edited(**changes):
 
 def test_what_was_encoded_is_decoded():
     assert decode(encode(example()), PATH) == example()
+    copied = replace(example(), copies={"ef" * 16: ("ef" * 16,)})
+    assert decode(encode(copied), PATH) == copied
 
 
 @pytest.mark.parametrize(
@@ -58,6 +61,10 @@ def test_what_was_encoded_is_decoded():
         ({"kind": "full", "parent": None, "chain": None, "tables": []}, "kind"),
         ({"world": {"hosts": []}}, "world.hosts"),
         ({"world": {"hosts": [1]}}, "world.hosts"),
+        ({"world": {"hosts": ["ef" * 16], "copies": []}}, "world.copies"),
+        ({"world": {"hosts": ["ef" * 16], "copies": {"ef" * 16: [1]}}}, "world.copies"),
+        ({"world": {"hosts": ["ef" * 16], "copies": {"ef" * 16: ["12" * 16]}}}, "world.copies"),
+        ({"world": {"hosts": ["ef" * 16], "copies": {"12" * 16: []}}}, "world.copies"),
         ({"place": 7}, "place"),
     ],
 )
