@@ -35,3 +35,16 @@ def receivers(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
         tuple(ranks_on[target][place % len(ranks_on[target])] for target in targets.get(host, ()))
         for host, place in zip(hosts, places, strict=True)
     ]
+
+
+def writers(hosts: Sequence[str], copies: int) -> list[frozenset[int]]:
+    """Return of each rank those whose files lie on its host: of its own ranks, and copies.
+
+    Args:
+        hosts: the host of each rank.
+        copies: as for :func:`copies_of`.
+    """
+    targets = copies_of(hosts, copies)
+    return [
+        frozenset(rank for rank, host in enumerate(hosts) if here in (host, *targets.get(host, ()))) for here in hosts
+    ]

@@ -37,6 +37,7 @@ class Room:
     free_bytes: int | None
     min_free_bytes: int  # what is to be left
     work: WorkRoom | None
+    ranks: frozenset[int] | None = None  # whose files take of it; None for all
 
 
 def measured_room(to: Destination) -> Room:
@@ -48,7 +49,7 @@ def measured_room(to: Destination) -> Room:
     to.storage.check_there()
     work_dir = to.transfers.work_dir
     work = WorkRoom(work_dir.url, work_dir.device, work_dir.free_bytes()) if work_dir else None
-    return Room(to.storage.url, to.storage.free_bytes(), to.min_free_bytes, work)
+    return Room(to.storage.url, to.storage.free_bytes(), to.min_free_bytes, work, to.ranks)
 
 
 def shortage(rooms: Sequence[Room], needs: Sequence[int]) -> tuple[int, OSError] | None:
@@ -58,12 +59,12 @@ def shortage(rooms: Sequence[Room], needs: Sequence[int]) -> tuple[int, OSError]
         rooms: what each rank sees.
         needs: about how many bytes each rank writes.
     """
-    total = sum(needs)
     by_device = Counter[Any]()
     for room, n_bytes in zip(rooms, needs, strict=True):
         if room.work is not None:
             by_device[room.work.device] += n_bytes
     for rank, room in enumerate(rooms):
+        total = sum(n_bytes for other, n_bytes in enumerate(needs) if room.ranks is None or other in room.ranks)
         if room.free_bytes is not None and room.free_bytes - total < room.min_free_bytes:
             kept = f" and leave {size(room.min_free_bytes)}" if room.min_free_bytes else ""
             problem = f"found {size(room.free_bytes)} free, expected {size(total)} for the save{kept}"

@@ -54,6 +54,13 @@ def test_what_all_ranks_write_has_to_fit_where_any_of_them_looks(storage):
     assert shortage(rooms, [2000, 1])[0] == 0
 
 
+def test_ranks_of_one_host_take_the_room_of_that_host_alone():
+    here, there = Room("near", 1000, 0, None, frozenset([0, 1])), Room("near", 1000, 0, None, frozenset([2]))
+    assert shortage([here, here, there], [400, 600, 1000]) is None
+    assert shortage([here, here, there], [400, 601, 0])[0] == 0
+    assert shortage([here, here, there], [0, 0, 1001])[0] == 2
+
+
 def test_ranks_of_one_host_share_the_room_of_their_work_dirs():
     here, there = WorkRoom("/tmp/a", ("one", 1), 1000), WorkRoom("/tmp/b", ("other", 1), 1000)
     rooms = [Room("url", None, 0, work) for work in (here, here, there)]
