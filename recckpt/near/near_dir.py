@@ -8,6 +8,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 
 import xxhash
 
@@ -15,7 +16,7 @@ from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout, near_names, near_seal
 from recckpt.format.near_seal import NearSeal
 from recckpt.near.options import Near
-from recckpt.output_dir.checkpoint_dir import Intent, write_intent
+from recckpt.output_dir.checkpoint_dir import Intent, unlisted, write_intent
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.storage import ABSENT, NotPlainError
 from recckpt.storage.local import LocalStorage
@@ -52,6 +53,21 @@ class NearStorage(LocalStorage):
             raise OSError(errno.ENOSPC, f"{problem}; three times the largest is enough", self.url)
 
 
+@dataclass(frozen=True)
+class Sealed:
+    """A near save that is sealed here.
+
+    Attributes:
+        directory: in the near dir.
+        seal: the bytes of its ``near.json``.
+        files: those that are there with their size.
+    """
+
+    directory: str
+    seal: bytes
+    files: frozenset[str]
+
+
 class NearDir:
     """Where the near saves of one output dir lie on this host. Makes nothing before it is first asked for its host.
 
@@ -82,15 +98,12 @@ class NearDir:
             self.storage.put_if_absent(near_names.NEAR_HOST, secrets.token_hex(16).encode())
         return self.storage.read(near_names.NEAR_HOST, _HOST_BYTES).decode("ascii", "replace")
 
-    def begin(self, epoch: int, nonce: str, cut: int, step: int | None) -> Intent:
-        """Make the directory of a near save. Rule *never_overwrite*: no other has had it."""
-        name = near_names.near_name(epoch, nonce, cut)
-        intent = Intent(near_names.near_dir(name), epoch, name, step)
+    def begin(self, intent: Intent) -> None:
+        """Make the directory of a near save; OSError where that fails. Rule *never_overwrite*: no other has had it."""
         with suppress(FileExistsError):
             self.storage.make_dir(intent.directory.rpartition("/")[0])
         self.storage.make_dir(intent.directory)
         write_intent(self.storage, intent)
-        return intent
 
     def seal(self, intent: Intent, seal: NearSeal) -> None:
         """Make a near save whole, whose files are all there."""
@@ -98,13 +111,37 @@ class NearDir:
         near_seal.decode(data, path)  # never seal what no reader would accept
         self.storage.put_if_absent(path, data)
 
-    def saves(self) -> list[Checkpoint]:
-        """Return all near saves that are sealed, whether their files are there or not; damaged seals are logged.
+    def sealed(self) -> Iterator[Sealed]:
+        """Yield all near saves that are sealed, whether their files are there or not; damaged seals are logged.
 
         Raises:
             OSError: the directory cannot be read.
         """
-        return [save for directory in self.directories() if (save := self._read(directory)) is not None]
+        for directory in self.directories():
+            data = self._read(layout.join(directory, near_names.NEAR_JSON))
+            save = None if data is None else self.opened(directory, data)
+            if data is not None and save is not None:
+                files = {file.name for file in save.manifest.files}
+                missing = {file.name for file in unlisted(save.manifest, self.storage.listed(directory))}
+                yield Sealed(directory, data, frozenset(files - missing))
+
+    def saves(self) -> list[Checkpoint]:
+        """Return what the seals here say; OSError where the directory cannot be read."""
+        opened = (self.opened(sealed.directory, sealed.seal) for sealed in self.sealed())
+        return [save for save in opened if save is not None]
+
+    def opened(self, directory: str, data: bytes) -> Checkpoint | None:
+        """Return what a seal says, None where it is not that of a near save of this place; that is logged."""
+        path = layout.join(directory, near_names.NEAR_JSON)
+        try:
+            seal = near_seal.decode(data, path)
+        except (CorruptCheckpointError, FormatVersionError) as error:
+            log.warning("%s: a near save is passed over: %s", self.storage.url, error)
+            return None
+        if seal.place != self.place or near_names.near_dir(seal.manifest.save_id) != directory:
+            log.warning("%s: %s is passed over: it was made elsewhere", self.storage.url, path)
+            return None
+        return Checkpoint(directory, seal.manifest, near_dir=self.storage)
 
     def directories(self) -> Iterator[str]:
         """Yield the directories of all near saves, sealed or not."""
@@ -132,22 +169,14 @@ class NearDir:
         with suppress(OSError):  # others of its epoch are left
             self.storage.remove_empty_dirs(directory.rpartition("/")[0])
 
-    def _read(self, directory: str) -> Checkpoint | None:
-        path = layout.join(directory, near_names.NEAR_JSON)
+    def _read(self, path: str) -> bytes | None:
         try:
-            seal = near_seal.decode(self.storage.read(path, near_seal.MAX_BYTES + 1), path)
+            return self.storage.read(path, near_seal.MAX_BYTES + 1)
         except NotPlainError as error:
             log.warning("%s: %s is passed over: %s", self.storage.url, path, error)
-            return None
         except ABSENT:
-            return None
-        except (CorruptCheckpointError, FormatVersionError) as error:
-            log.warning("%s: a near save is passed over: %s", self.storage.url, error)
-            return None
-        if seal.place != self.place or near_names.near_dir(seal.manifest.save_id) != directory:
-            log.warning("%s: %s is passed over: it was made elsewhere", self.storage.url, path)
-            return None
-        return Checkpoint(directory, seal.manifest, near_dir=self.storage)
+            pass
+        return None
 
 
 def places(near: Near) -> list[NearDir]:

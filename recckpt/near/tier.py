@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import cache
 
 from recckpt.checkpoint.every_byte import problems
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, FormatVersionError
@@ -12,39 +12,28 @@ from recckpt.format import near_names
 from recckpt.format.near_list import NearList
 from recckpt.format.near_seal import NearSeal
 from recckpt.near.candidates import counting, merged
+from recckpt.near.generations import Generation, Kept, newest
 from recckpt.near.near_dir import NearDir
 from recckpt.near.options import Near
+from recckpt.near.views import HostView, Seen, look_together, seen_together
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.claims import Takeover, last_takeover
 from recckpt.output_dir.forget_requests import requests
 from recckpt.output_dir.listing import Checkpoint, Listing
 from recckpt.output_dir.near_at_takeover import NearAtTakeover
+from recckpt.parallel.meetings import Meetings
 from recckpt.parallel.ranks import Ranks
 from recckpt.storage import Storage
 
 log = logging.getLogger("recckpt")
 
 _LOOKS = 3  # where what was listed is gone when it is read
-_GENERATIONS = 2
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A near save that is kept, or under way.
-
-    Attributes:
-        directory: in the near dir.
-        order: its epoch and cut.
-        base: save id of the checkpoint that it stands on.
-    """
-
-    directory: str
-    order: tuple[int, int]
-    base: str
 
 
 class NearTier(NearAtTakeover):
-    """The near saves of one saver and of those before it. Rank 0 alone asks, but for the directory; not thread-safe.
+    """The near saves of one saver and of those before it. Not thread-safe.
+
+    Rank 0 decides which count, and which stay. The first rank of each host makes directories there, seals and removes.
 
     Attributes:
         dir: where they lie.
@@ -54,10 +43,13 @@ class NearTier(NearAtTakeover):
     def __init__(self, near: Near, storage: Storage, concurrency: int) -> None:
         self.dir, self.timeout_sec = NearDir.of(near, storage.url), near.timeout_sec
         self._storage, self._concurrency, self._cut = storage, concurrency, 0
-        self._seen: Sequence[Checkpoint] = ()
+        self._seen: Sequence[Seen] = ()
+        self._views: Callable[[], Sequence[HostView]] = self._views_here
+        self._is_held_together = False
         self._named: tuple[Generation, ...] = ()  # in the list of the own takeover
         self._kept: tuple[Generation, ...] = ()  # acknowledged
         self._under_way: Generation | None = None
+        self._made: str | None = None  # the directory of what is under way, on the first rank of each host
 
     def next_cut(self) -> int:
         """Return the number of a staging. Rule *cut_is_unique*: going back does not take it back."""
@@ -66,13 +58,38 @@ class NearTier(NearAtTakeover):
 
     # At a takeover
 
+    def hold_together(self, ranks: Ranks, hold: Callable[[], object]) -> None:
+        """Let rank 0 take the output dir over, and see then what all hosts have; once in a job. Collective.
+
+        Rule *claim_before_list* asks for that order: what is acknowledged after a look counts no more after the claim.
+
+        Raises:
+            Exception: what ``hold`` raises on rank 0; on several ranks, as :meth:`Ranks.in_meetings`.
+        """
+        if ranks.size == 1 or self._is_held_together:
+            return
+
+        def work(meetings: Meetings) -> None:
+            asked = cache(lambda: look_together(self.dir, meetings.rank, meetings.gather))
+            if meetings.rank == 0:
+                self._views = asked
+                try:
+                    hold()
+                finally:
+                    self._views = self._views_here
+                    asked()  # the others wait for it, also where it was held already
+            else:
+                asked()
+
+        ranks.in_meetings(work)
+        self._is_held_together = True
+
     def look(self) -> None:
-        """Look at the near dir."""
-        try:
-            self._seen = self.dir.saves()
-        except OSError as error:
-            log.warning("%s: near saves there are passed over: %s", self.dir.storage.url, error)
-            self._seen = ()
+        """Look at the near dirs: of all hosts while ranks take over together, else of this one."""
+        self._seen = seen_together(self.dir, self._views())
+
+    def _views_here(self) -> Sequence[HostView]:
+        return look_together(self.dir, 0, lambda own: [own])
 
     def near_list(self, listing: Listing, before: Takeover, epoch: int) -> NearList:
         """Name each near save that counts, whether it was restored or not (rule *list_names_near*).
@@ -81,7 +98,7 @@ class NearTier(NearAtTakeover):
         """
         is_forgetting = not all(requests(self._storage).values())
         saves = [] if is_forgetting else counting(self._storage, self._seen, listing, before.near_list)
-        self._named = tuple(map(_generation, saves))
+        self._named = tuple(map(Generation.of, saves))
         self._kept = ()
         return NearList(epoch, frozenset(save.manifest.save_id for save in saves))
 
@@ -173,49 +190,65 @@ class NearTier(NearAtTakeover):
             OSError: that failed.
         """
         cut = self.next_cut()
-        intent = self.dir.begin(epoch, nonce, cut, step)
+        name = near_names.near_name(epoch, nonce, cut)
+        intent = Intent(near_names.near_dir(name), epoch, name, step)
         self._under_way = Generation(intent.directory, (epoch, cut), base)
+        self.join(intent)
         return intent, cut
 
-    def seal(self, intent: Intent, seal: NearSeal) -> None:
-        """Make it whole; OSError where that fails."""
-        self.dir.seal(intent, seal)
+    def join(self, intent: Intent) -> None:
+        """Make the directory of a near save that rank 0 has begun, as the first rank of another host.
 
-    def acknowledge(self) -> None:
-        """Keep the near save that is under way, and remove what it replaces.
+        Raises:
+            OSError: that failed.
+        """
+        self._made = intent.directory
+        self.dir.begin(intent)
+
+    def seal(self, intent: Intent, seal: NearSeal) -> None:
+        """Make it whole on this host; OSError where that fails, or near saves take more than they may."""
+        if self._made is not None:
+            self.dir.storage.check_room()
+            self.dir.seal(intent, seal)
+
+    def acknowledge(self) -> Kept:
+        """Keep the near save that is under way, as rank 0, and return which stay on all hosts.
 
         Rule *two_generations*: the newest two stay, of those that were acknowledged or named at the takeover. What goes
         is decided here, so a writer that was overtaken since removes nothing that its successor has named.
         """
         done = self._under_way
         assert done is not None
-        self._kept = (*self._kept, done)[-_GENERATIONS:]
+        self._kept = newest((*self._kept, done))
         self._under_way = None  # only now: a checkpoint that is committed meanwhile may ask for bases between the two
-        self._remove_others(done.order[0])
+        return Kept.of((*self._named, *self._kept), done.order[0])
+
+    def keep(self, kept: Kept) -> None:
+        """Remove from this host what an acknowledged near save replaces. The first rank of each host alone does so."""
+        if self._made is not None:
+            self._made = None
+            self._remove_others(kept)
 
     def give_up(self) -> None:
-        """Remove what was written of the near save that is under way; a failure is logged."""
-        failed, self._under_way = self._under_way, None
+        """Remove what was written here of the near save that is under way; a failure is logged."""
+        failed, self._made, self._under_way = self._made, None, None
         if failed is not None:
-            self._remove(failed.directory)
+            self._remove(failed)
 
     def forget(self, epoch: int) -> None:
         """Remove all near saves up to an epoch, which hold ids that were forgotten."""
         self._named = self._kept = ()
-        self._remove_others(epoch)
+        self._remove_others(Kept.of((), epoch))
 
-    def _remove_others(self, epoch: int) -> None:
-        """Remove near saves up to an epoch, sealed or not, but for the newest (rule *gc_by_epoch*)."""
-        ordered = sorted((*self._named, *self._kept), key=lambda each: each.order)
-        kept = {each.directory for each in ordered[-_GENERATIONS:]}
+    def _remove_others(self, kept: Kept) -> None:
+        """Remove near saves from this host, sealed or not, but for those that are kept."""
         try:
             directories = list(self.dir.directories())
         except OSError as error:
             log.warning("%s: nothing is removed there: %s", self.dir.storage.url, error)
             return
         for directory in directories:
-            parsed = near_names.parse_near(directory)
-            if parsed is not None and parsed[0] <= epoch and directory not in kept:
+            if kept.lets_go(directory):
                 self._remove(directory)
 
     def _remove(self, directory: str) -> None:
@@ -223,9 +256,3 @@ class NearTier(NearAtTakeover):
             self.dir.remove(directory)
         except OSError as error:
             log.warning("could not remove all of %s/%s: %s", self.dir.storage.url, directory, error)
-
-
-def _generation(save: Checkpoint) -> Generation:
-    parent = save.manifest.parent
-    assert parent is not None  # as the seal was checked for
-    return Generation(save.directory, save.manifest.order, parent.save_id)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import xxhash
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout, manifest
 from recckpt.format.json_fields import parse
-from recckpt.format.manifest import Content, FileEntry, Manifest
+from recckpt.format.manifest import FileEntry, Manifest
 from recckpt.format.offer import encode_first
 from recckpt.output_dir.chains import Damage
 from recckpt.parallel.threads import run_all
@@ -196,13 +197,21 @@ def listed_files(storage: Storage, directory: str) -> dict[str, Listed]:
         return {}
 
 
-def unlisted(record: Content, listed: Mapping[str, Listed]) -> list[FileEntry]:
+class HasFiles(Protocol):
+    """A manifest, or a part of one."""
+
+    @property
+    def files(self) -> Sequence[FileEntry]:
+        """The files that it lists."""
+
+
+def unlisted(record: HasFiles, listed: Mapping[str, Listed]) -> list[FileEntry]:
     """Return the files of a manifest that a listing does not show with their size: it may lag behind."""
     return [file for file in record.files if file.name not in listed or listed[file.name].n_bytes != file.n_bytes]
 
 
 def file_problems(
-    storage: Storage, directory: str, record: Content, listed: Mapping[str, Listed] | None = None
+    storage: Storage, directory: str, record: HasFiles, listed: Mapping[str, Listed] | None = None
 ) -> Iterator[CorruptCheckpointError]:
     """Yield an error for each file of a manifest that is not there with its size, by this listing or a new one."""
     for file in unlisted(record, listed_files(storage, directory) if listed is None else listed):

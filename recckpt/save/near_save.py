@@ -13,6 +13,7 @@ from recckpt.format.manifest import Manifest
 from recckpt.format.moments import time_now
 from recckpt.format.near_seal import NearSeal
 from recckpt.live.column_exchange import join_columns
+from recckpt.near.generations import Kept
 from recckpt.near.tier import NearTier
 from recckpt.output_dir.checkpoint_dir import Intent, file_problems
 from recckpt.output_dir.fence import Fence
@@ -20,6 +21,7 @@ from recckpt.output_dir.listing import Checkpoint
 from recckpt.save.commit import compared_names, head_of, standing_on
 from recckpt.save.decide import SavePlan
 from recckpt.save.job import Destination, Job
+from recckpt.save.save_info import SaveTotals
 from recckpt.save.stage import Staged
 from recckpt.save.totals import totals_of
 from recckpt.save.write import RankRecord, RankWriter
@@ -29,12 +31,16 @@ from recckpt.text import Progress
 
 @dataclass(frozen=True)
 class BegunNear:
-    """What rank 0 has begun: a directory, its cut, the sequence number of its time, and the host that it is on."""
+    """What rank 0 has begun: a directory, its cut, the sequence number of its time, and the host of each rank."""
 
     intent: Intent
     cut: int
     seq: int
-    host: str
+    hosts: tuple[str, ...]
+
+    def is_first_of_another_host(self, rank: int) -> bool:
+        """Say whether a rank is the first of its host, and that is not the host of rank 0."""
+        return rank > 0 and self.hosts.index(self.hosts[rank]) == rank
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class NearSave:
     tier: NearTier
 
     def write(self, staged: Staged) -> None:
-        """Write on all ranks by the ordinary writer; then rank 0 seals and acknowledges. Collective.
+        """Write on all ranks by the ordinary writer, seal on all hosts, and acknowledge. Collective.
 
         Raises:
             SaveFailedError: a rank has failed, or is missing.
@@ -73,25 +79,32 @@ class NearSave:
             attempt = Attempt(self.to.storage, intent, self.begun.seq)
             head = head_of(staged, compared_names(staged, plan, ranks), attempt, self.job.info)
             head = replace(head, cut=self.begun.cut)
-            # Rule *seal_after_all*: rank 0 concludes once all have written.
-            ranks.concluded(lambda: self._write_own(staged), partial(self._seal_all, head))
+            totals: list[SaveTotals] = []
+            # Rule *seal_after_all*: rank 0 composes the seal once all have written.
+            seal = ranks.concluded(lambda: self._write_own(staged), partial(self._composed, head, totals))
+            kept = ranks.concluded(lambda: self.tier.seal(intent, seal), lambda _: self._acknowledged())
+            self.tier.keep(kept)
+        for total in totals:
+            self.job.info.note_acknowledged(total)
 
     def _write_own(self, staged: Staged) -> RankRecord:
         """Write the files of this rank; unlike a save, without a line in the log."""
-        ranks, progress = self.job.ranks, Progress("near save", staged.sparse_bytes, has_bar=False)
-        writer = RankWriter(self.begun.intent, self.to, ranks.rank, ranks.size)
-        return writer.write(staged, progress, self.job.info)
+        ranks, intent = self.job.ranks, self.begun.intent
+        progress = Progress("near save", staged.sparse_bytes, has_bar=False)
+        record = RankWriter(intent, self.to, ranks.rank, ranks.size).write(staged, progress, self.job.info)
+        for problem in file_problems(self.to.storage, intent.directory, record.shard):
+            raise problem
+        return record
 
-    def _seal_all(self, head: Manifest, records: Sequence[RankRecord]) -> None:
+    def _composed(self, head: Manifest, totals: list[SaveTotals], records: Sequence[RankRecord]) -> NearSeal:
+        """Return the seal of what all ranks have written."""
         tables = tables_of_all([record.tables for record in records], self.plan.kind.replaced)
         record = with_shards(replace(head, time=time_now(), tables=tables), [each.shard for each in records])
-        record = standing_on(self.links, record)
-        for problem in file_problems(self.to.storage, self.begun.intent.directory, record):
-            raise problem
-        self.tier.dir.storage.check_room()
+        totals.append(totals_of(records, tables))
         self.fence.check()  # rule *check_before_seal*: spares the work of one that was overtaken
-        hosts = (self.begun.host,) * len(records)
-        self.tier.seal(self.begun.intent, NearSeal(record, self.tier.dir.place, hosts))
+        return NearSeal(standing_on(self.links, record), self.tier.dir.place, self.begun.hosts)
+
+    def _acknowledged(self) -> Kept:
+        """Acknowledge what is sealed on all hosts, and return what stays there."""
         self.fence.check()  # rule *check_after_seal*: a successor that has not named it must not find it acknowledged
-        self.tier.acknowledge()
-        self.job.info.note_acknowledged(totals_of(records, tables))
+        return self.tier.acknowledge()

@@ -22,7 +22,7 @@ from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.parallel.ranks import Ranks, RanksNow
 from recckpt.save.background_save import SaveRunner
-from recckpt.save.decide import SavePlan, decide
+from recckpt.save.decide import Proposal, SavePlan, decide
 from recckpt.save.forgetting import end_pending
 from recckpt.save.job import Destination, Job, Live, State
 from recckpt.save.near_metrics import NearMetrics
@@ -149,12 +149,8 @@ class NearSaves:
         if any(each.is_busy for each in all_ranks):
             self._count(skipped=1)
             return True
-        if len({each.host for each in all_ranks}) > 1:
-            self._is_off = True
-            raise RecckptError(
-                f"{self.tier.dir.storage.url} is not one directory for all ranks: near saves are for ranks of one host"
-            )
-        begun = ranks.on_first(lambda: self._prepare(info.step, all_ranks[0].host))
+        self.tier.hold_together(ranks, self._hold)
+        begun = ranks.on_first(lambda: self._prepare(info.step, tuple(each.host for each in all_ranks)))
         if begun is None:
             return False
         changes = self._durable.changes
@@ -162,7 +158,7 @@ class NearSaves:
         job = Job(info, ranks, state, overwrite=False, is_resumed=True, max_keep=None)
         with ExitStack() as closed_on_error:  # 2. Stage.
             own = propose(self._live, job, to, lambda: None, closed_on_error)
-            plan = ranks.concluded(lambda: own.proposal, decide)
+            plan = ranks.concluded(lambda: self._joined(begun, ranks.rank, own.proposal), decide)
             own.raise_refusal(plan, job)
             if plan.kind.base is None:
                 return self._is_passed_over(plan, ranks, is_saving=any(each.is_saving for each in all_ranks))
@@ -185,7 +181,17 @@ class NearSaves:
     def _links(self, ranks: Ranks, base: str) -> Sequence[Checkpoint]:
         return chain_of(self._durable.fence.listing, base) if ranks.rank == 0 else ()
 
-    def _prepare(self, step: int | None, host: str) -> BegunNear | None:
+    def _hold(self) -> None:
+        if not self.fence.epoch:
+            self.fence.hold(is_resumed=self._loads.is_resumed)
+
+    def _joined(self, begun: BegunNear, rank: int, proposal: Proposal) -> Proposal:
+        """Make the directory on the other hosts before anything is written."""
+        if begun.is_first_of_another_host(rank):
+            self.tier.join(begun.intent)
+        return proposal
+
+    def _prepare(self, step: int | None, hosts: tuple[str, ...]) -> BegunNear | None:
         """Hold the output dir, as rank 0, and make the directory; None where there is nothing to stand on.
 
         Rule *takeover_before_near*: no near save is made before the list of the takeover is published.
@@ -203,15 +209,14 @@ class NearSaves:
         if not fence.is_settled:  # a checkpoint in its place would not mend that
             raise RecckptError(f"{to.storage.url}: ids are yet to be forgotten there, as the log says")
         intent, cut = self.tier.begin(fence.epoch, fence.nonce, step, base.save_id)
-        return BegunNear(intent, cut, fence.listing.next_seq, host)
+        return BegunNear(intent, cut, fence.listing.next_seq, hosts)
 
     def _is_passed_over(self, plan: SavePlan, ranks: Ranks, *, is_saving: bool) -> bool:
         """Say whether there is none because so much has changed; else a checkpoint has to be made before.
 
         Nor is one made while one is under way: the ranks count from it one by one.
         """
-        if ranks.rank == 0:
-            self.tier.give_up()
+        self.tier.give_up()
         has_base = plan.kind.stand_in is not None
         if not has_base and not is_saving:
             return False
@@ -250,9 +255,9 @@ class NearSaves:
             self._fenced = error
             return
         self._is_off = self._is_off or ranks.has_lost
+        if is_under_way and not ranks.has_lost:  # else another may still write there; it goes at the next takeover
+            self.tier.give_up()
         if ranks.rank == 0:
-            if is_under_way and not ranks.has_lost:  # else another may still write there; it goes at the next takeover
-                self.tier.give_up()
             self._metrics.failed()
             self._durable.timeline.keep(info)
             ending = "; no more are made in this process" if self._is_off else ""

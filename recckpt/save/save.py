@@ -38,6 +38,9 @@ def save(live: Live, job: Job, to: Destination, runner: SaveRunner) -> SaveHandl
     """
     handle, ranks = SaveHandle(job.info), job.ranks
     with job.span, ExitStack() as closed_on_error:
+        if to.near is not None:
+            with failure_reported(job, to):
+                to.near.hold_together(ranks, partial(_hold, job, to))
         own = propose(live, job, to, runner.settle, closed_on_error)
         with failure_reported(job, to):
             plan = ranks.concluded(lambda: own.proposal, decide)
@@ -128,10 +131,14 @@ def _commit(staged: Staged, head: Manifest, attempt: Attempt, job: Job, to: Dest
 
 def _begin(staged: Staged, job: Job, to: Destination) -> tuple[Intent, int]:
     info, base = job.info, staged.kind.base
-    if not to.fence.epoch:
-        to.fence.hold(is_resumed=job.is_resumed)
+    _hold(job, to)
     end_pending(to)
     return begin(to.storage, to.fence, info.ckpt_id, step=info.step, overwrite=job.overwrite, base=base)
+
+
+def _hold(job: Job, to: Destination) -> None:
+    if not to.fence.epoch:
+        to.fence.hold(is_resumed=job.is_resumed)
 
 
 def _is_idle(error: BaseException, ranks: Ranks) -> bool:

@@ -19,7 +19,7 @@ MISSED = {
         tests.test_a_copy_of_an_output_dir_sees_no_near_saves_of_the_first,
         [
             Plant("recckpt.near.near_dir:_place", "canonical.encode()", "b''"),
-            Plant(f"{DIR}._read", "seal.place != self.place or ", ""),
+            Plant(f"{DIR}.opened", "seal.place != self.place or ", ""),
         ],
     ),
     "keeps_marks": (
@@ -34,12 +34,12 @@ MISSED = {
     ),
     "check_after_seal": (
         tests.test_one_that_is_sealed_after_the_list_of_a_successor_is_not_acknowledged_and_does_not_count,
-        [Plant(f"{SAVE}._seal_all", FENCE_CHECK, "pass  # ")],
+        [Plant(f"{SAVE}._acknowledged", FENCE_CHECK, "pass  # ")],
     ),
     "two_generations": (
         tests.test_damage_of_the_newest_is_passed_over_for_the_one_before,
         [
-            Plant(f"{TIER}._remove_others", "ordered[-_GENERATIONS:]", "ordered[-1:]"),
+            Plant("recckpt.near.generations:newest", "[-_GENERATIONS:]", "[-1:]"),
         ],
     ),
     "order_by_cut": (
@@ -91,7 +91,7 @@ MISSED = {
     "all_pieces": (
         tests.test_an_incomplete_one_does_not_count,
         [
-            Plant(f"{CANDIDATES}:_is_complete", "is None", "is not save"),
+            Plant("recckpt.near.views:Seen.is_complete", "file.name in self.holders", "True"),
             Plant(
                 f"{TIER}._problem_of",
                 "return next(problems(self._storage, save, self._concurrency), None)",

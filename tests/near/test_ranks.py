@@ -1,10 +1,8 @@
 """Near saves of several ranks that see one near dir, restored by any number of them."""
 
-import logging
-
 import pytest
 from near.test_near_saves import rows
-from support.near_runs import NearRun, output_dir, parts_of
+from support.near_runs import NearRun, newest_list, output_dir, parts_of
 from support.thread_ranks import ThreadGroup, Wire, alone, on_ranks
 
 from recckpt.output_dir.listing import list_checkpoints
@@ -67,21 +65,56 @@ def test_what_fails_on_one_rank_fails_the_near_save_on_all(tmp_path, monkeypatch
     assert rows(NearRun(tmp_path).restore()) == {1: 1.0}
 
 
-def test_ranks_that_see_several_near_dirs_make_none_and_restore_none(tmp_path, caplog):
-    on_near_ranks(tmp_path, 2, trained)
-    wire = Wire(2)
+def on_hosts(root, hosts, work):
+    """Do ``work(run)`` on a rank for each near dir that is named, a host each; return what each gives."""
+    wire = Wire(len(hosts))
+    return on_ranks(
+        len(hosts), lambda rank, connect: work(run_of(root, rank, len(hosts), connect, wire, near=hosts[rank]))
+    )
 
-    def work(rank, connect):
-        run = run_of(tmp_path, rank, 2, connect, wire, near="near" if rank == 0 else "elsewhere")
-        run.restore().put(_9=9.0).step().step()
-        return rows(run), run.counts
 
-    (first, counts), (second, others) = on_ranks(2, work)
-    assert together([first, second]) == {1: 1.0, 2: 2.0, 9: 9.0}
-    assert counts == others == (0, 1, 0)
-    warnings = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len([text for text in warnings if "near saves are for ranks of one host" in text]) == 1
-    assert len([text for text in warnings if "not all ranks see that directory" in text]) == 2
+def near_names(root, host):
+    return sorted(str(seal.parent.relative_to(root / host)) for seal in (root / host).rglob("near.json"))
+
+
+def test_each_host_has_the_seal_of_a_near_save_and_the_files_of_its_ranks(tmp_path):
+    assert on_hosts(tmp_path, ["a", "a", "b"], trained) == [(2, 0, 0)] * 3
+    names = near_names(tmp_path, "a")
+    assert len(names) == 2
+    assert names == near_names(tmp_path, "b")
+    for name in names:
+        on_a, on_b = tmp_path / "a" / name, tmp_path / "b" / name
+        assert (on_a / "near.json").read_bytes() == (on_b / "near.json").read_bytes()
+        shards = [{path.name[:5] for path in near.glob("sparse/*")} for near in (on_a, on_b)]
+        assert shards == [{"00000", "00001"}, {"00002"}]
+
+
+def test_every_host_keeps_two_generations(tmp_path):
+    on_hosts(tmp_path, ["a", "b"], lambda run: trained(run.put(_1=3.0).step()) and run.step().step())
+    assert len(near_names(tmp_path, "a")) == 2
+    assert near_names(tmp_path, "a") == near_names(tmp_path, "b")
+
+
+def test_what_fails_on_one_host_is_given_up_on_all(tmp_path):
+    def failing(run):
+        run.put(_1=1.0, **OTHERS).step().put(_2=2.0).step().put(_3=3.0)
+        if run.near_path.name == "b":
+            storage = run.saver.near_saves.tier.dir.storage
+            storage.put_if_absent = lambda name, data: (_ for _ in ()).throw(OSError(28, "no room", name))
+        run.step()
+        return run.counts
+
+    assert on_hosts(tmp_path, ["a", "b"], failing) == [(1, 1, 0)] * 2
+    assert len(near_names(tmp_path, "a")) == 1
+    assert [path for host in "ab" for path in (tmp_path / host).rglob("INTENT")] == [
+        tmp_path / host / name / "INTENT" for host in "ab" for name in near_names(tmp_path, "a")
+    ]
+
+
+def test_a_takeover_names_what_lies_on_hosts_of_other_ranks_alone(tmp_path):
+    on_hosts(tmp_path, ["a", "b"], trained)
+    on_hosts(tmp_path, ["new", "b", "a"], lambda run: run.put(_9=9.0).save())
+    assert len(newest_list(tmp_path)["near"]) == 2
 
 
 def test_damage_of_one_rank_is_seen_by_all(tmp_path):

@@ -147,6 +147,8 @@ TESTS = {
     "output_dir/deletion.py": "manager/test_own_checkpoints.py",
     "near/moved_files.py": "near/test_moving.py",
     "near/moves.py": "near/test_moving.py",
+    "near/generations.py": "near/test_ranks.py near/test_near_saves.py",
+    "near/views.py": "near/test_ranks.py near/test_near_saves.py",
     "near/": "near/test_near_saves.py near/test_tier.py near/test_beside_saves.py",
     "policies/best.py": "policies/test_keep.py",
     "policies/joined_keeps.py": "policies/test_keep.py",
