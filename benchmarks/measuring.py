@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import statistics
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,3 +98,23 @@ def report_peers(case: str, rows: int, n_bytes: int, seconds: dict[str, list[flo
             **more,
         }
     )
+
+
+def on_ranks(script: str, size: int, options: Sequence[object]) -> None:
+    """Run a benchmark as ``size`` ranks, each with ``--rank RANK SIZE PORT`` behind the options."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([sys.executable, *map(str, [script, *options, "--rank", rank, size, port])], env=environment)
+        for rank in range(size)
+    ]
+    try:
+        codes = [rank.wait() for rank in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    if any(codes):
+        raise SystemExit(f"the ranks ended with {codes}")

@@ -3,7 +3,8 @@
     python benchmarks/near.py --rows 4000000
 
 Each case measures its peer in the same run: a delta of the same rows to the same memory, steps without near saves, a
-restore of the base and one delta.
+restore of the base and one delta. ``copies`` has two ranks, each a host of its own, that copy what the other writes
+over loopback.
 """
 
 from __future__ import annotations
@@ -11,25 +12,27 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import os
 import shutil
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from machine import describe_machine
-from measuring import report, scratch, timed
+from measuring import on_ranks, report, scratch, timed
 from torch import nn
 
 from recckpt import CheckpointManager, Deltas, Near, Saver
-from recckpt.sparse import HashTable, SparseAdagrad
+from recckpt.sparse import HashTable, SparseAdagrad, gen_slice
 
 _LOOK_UPS = 8192  # of a step
 _NEVER = 10**9  # steps
 _EVERY = 20  # steps from one near save to the next
+CASES = ("save", "copies", "step", "restore")
 
 
 class Run:
@@ -40,13 +43,16 @@ class Run:
         rows: of the table; 0 for a run that is restored.
         dim: values in a row.
         hidden: width of the dense layers, which take most of a step.
+        rank: of ``size`` ranks, each with a near dir of its own.
     """
 
-    def __init__(self, root: Path, rows: int, dim: int, hidden: int = 16) -> None:
-        self.table = HashTable(dim, name="item")
+    def __init__(self, root: Path, rows: int, dim: int, hidden: int = 16, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+        self.table = HashTable(dim, name="item", slice=gen_slice(rank, size))
         self.optimizer = SparseAdagrad([self.table], lr=0.01)
         if rows:
-            self.table.insert(torch.arange(rows), torch.rand(rows, dim))
+            own = self._owned(torch.arange(rows))
+            self.table.insert(own, torch.rand(len(own), dim))
         self.top = nn.Sequential(nn.Linear(dim, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU())
         model = nn.ModuleDict({"item": self.table, "top": self.top})
         self.saver = Saver(
@@ -55,7 +61,7 @@ class Run:
             str(root / "runs"),
             max_keep=2,
             deltas=Deltas(full_every=999, max_dirty=1.0, max_chain_bytes=1000),
-            near=Near(root / "near"),
+            near=Near(root / f"near-{rank}"),
             progress=False,
         )
         self.manager = CheckpointManager(self.saver, _NEVER, near_interval=_NEVER)
@@ -63,7 +69,7 @@ class Run:
     def train(self, ids: torch.Tensor) -> None:
         """Make a step on some ids."""
         self.top.zero_grad()
-        torch.autograd.backward(self.top(self.table(ids)).square().mean())
+        torch.autograd.backward(self.top(self.table(self._owned(ids))).square().mean())
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.manager.step()
@@ -71,7 +77,7 @@ class Run:
     def begin_near(self) -> None:
         """Begin a near save of this step, as the manager does."""
         assert self.saver.near_saves is not None
-        assert self.saver.near_saves.begin(0, 1, self.manager.global_step, {})
+        assert self.saver.near_saves.begin(self.rank, self.size, self.manager.global_step, {})
 
     def end_near(self) -> None:
         """Wait for it, which must have ended well."""
@@ -80,20 +86,26 @@ class Run:
         assert not self.saver.near_saves.counts.failed
         assert not self.saver.near_saves.counts.skipped
 
+    def _owned(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids[gen_slice(self.rank, self.size).owns(ids)]
+
     def near(self) -> None:
         """Make a whole near save."""
         self.begin_near()
         self.end_near()
 
 
-def save(root: Path, rows: int, dim: int, rounds: int) -> None:
+def save(root: Path, rows: int, dim: int, rounds: int, *, rank: int = 0, size: int = 1) -> None:
     """Report a near save of 1 % of the rows beside a delta of the same rows, by time, pause and bytes."""
-    run = Run(root, rows, dim)
+    torch.manual_seed(rows)  # so that all ranks draw the same ids
+    run = Run(root, rows, dim, rank=rank, size=size)
     run.saver.save("0", step=0)
     seconds: dict[str, list[float]] = {"near": [], "delta": [], "near_pause": [], "delta_pause": []}
     bytes_over = []
     for number in range(1, 2 * rounds + 1):
         run.train(torch.randperm(rows)[: rows // 100])
+        if size > 1:
+            dist.barrier()
         begin = time.perf_counter()
         run.begin_near()  # first: it leaves the marks as they are
         seconds["near_pause"].append(time.perf_counter() - begin)
@@ -104,20 +116,24 @@ def save(root: Path, rows: int, dim: int, rounds: int) -> None:
         seconds["delta_pause"].append(time.perf_counter() - begin)
         handle.wait()
         seconds["delta"].append(time.perf_counter() - begin)
-        newest = max(root.glob("near/**/near.json"), key=lambda path: int(path.parent.name)).parent
+        newest = max(root.glob(f"near-{rank}/**/near.json"), key=lambda path: int(path.parent.name)).parent
         bytes_over.append(_bytes_in(newest) / _bytes_in(root / "runs" / str(number)))
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
-    report(
-        {
-            "case": "near, save of 1 %",
-            "rows": rows,
-            "ms": {name: round(1e3 * median, 1) for name, median in medians.items()},
-            "time_over_delta": round(medians["near"] / medians["delta"], 2),
-            "pause_over_delta": round(medians["near_pause"] / medians["delta_pause"], 2),
-            "bytes_over_delta": round(max(bytes_over), 4),
-        }
-    )
+    if rank == 0:
+        case = "near, save of 1 %" if size == 1 else f"near, save of 1 %, {size} hosts that copy each other's"
+        report(_beside_delta(case, rows, medians, bytes_over))
     run.manager.close()
+
+
+def _beside_delta(case: str, rows: int, medians: dict[str, float], bytes_over: list[float]) -> dict[str, object]:
+    return {
+        "case": case,
+        "rows": rows,
+        "ms": {name: round(1e3 * median, 1) for name, median in medians.items()},
+        "time_over_delta": round(medians["near"] / medians["delta"], 2),
+        "pause_over_delta": round(medians["near_pause"] / medians["delta_pause"], 2),
+        "bytes_over_delta": round(max(bytes_over), 4),
+    }
 
 
 def step(root: Path, rows: int, dim: int, rounds: int, *, hidden: int) -> None:
@@ -207,6 +223,16 @@ def _bytes_in(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
+def be_rank(rank: int, size: int, port: int, args: argparse.Namespace) -> None:
+    """Take part in the case ``copies``, and end."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    save(args.dir, args.rows, args.dim, args.rounds, rank=rank, size=size)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # a thread of torch may still release tensors of the last gather: an interpreter that ends aborts there
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=4_000_000)
@@ -214,12 +240,25 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512, help="width of the dense layers of a step")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dir", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=CASES)
+    parser.add_argument("--rank", nargs=3, metavar=("RANK", "OF", "PORT"), type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     logging.disable(logging.WARNING)
+    if args.rank:
+        rank, size, port = args.rank
+        be_rank(rank, size, port, args)
+        return
     report({"case": "machine", "dim": args.dim, **describe_machine()})
     with scratch(args.dir) as root:
-        for case in (save, partial(step, hidden=args.hidden), restore):
-            case(root, args.rows, args.dim, args.rounds)
+        options = ["--rows", args.rows, "--dim", args.dim, "--rounds", args.rounds, "--dir", root]
+        cases = {
+            "save": lambda: save(root, args.rows, args.dim, args.rounds),
+            "copies": lambda: on_ranks(__file__, 2, options),
+            "step": lambda: step(root, args.rows, args.dim, args.rounds, hidden=args.hidden),
+            "restore": lambda: restore(root, args.rows, args.dim, args.rounds),
+        }
+        for name in args.cases:
+            cases[name]()
             for path in root.iterdir():
                 shutil.rmtree(path)
 

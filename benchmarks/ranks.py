@@ -12,19 +12,17 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import socket
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from machine import describe_machine
-from measuring import report, scratch, warm
+from measuring import on_ranks, report, scratch, warm
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
@@ -57,30 +55,10 @@ def main() -> None:
     report({"case": "machine", **describe_machine()})
     with scratch(args.root) as root:
         options = ["--rows", args.rows, "--dense-mib", args.dense_mib, "--rounds", args.rounds, "--root", root]
-        on_ranks(RANKS, [*options, "--cases", *(case for case in args.cases if case != "restore")])
+        on_ranks(__file__, RANKS, [*options, "--cases", *(case for case in args.cases if case != "restore")])
         for saved_by in args.saved_by if "restore" in args.cases else ():
             for size in (saved_by, *range(1, MOST_RANKS + 1)):
-                on_ranks(size, [*options, "--cases", "restore", "--saved-by", saved_by])
-
-
-def on_ranks(size: int, options: Sequence[object]) -> None:
-    """Run the cases that options name on as many processes."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen([sys.executable, *map(str, [__file__, *options, "--rank", rank, size, port])], env=environment)
-        for rank in range(size)
-    ]
-    try:
-        codes = [rank.wait() for rank in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    if any(codes):
-        raise SystemExit(f"the ranks ended with {codes}")
+                on_ranks(__file__, size, [*options, "--cases", "restore", "--saved-by", saved_by])
 
 
 def be_rank(rank: int, size: int, port: int, args: argparse.Namespace) -> None:

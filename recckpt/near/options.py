@@ -19,6 +19,8 @@ class Near:
         max_bytes: how much near saves of one output dir may take there, such as ``"16GiB"``: three times as much as the
             largest; None for as much as there is. One that does not fit is not made, and a warning says so.
         timeout_sec: how long ranks wait for each other in a near save.
+        copies: how many other hosts get a copy of what a host writes, so that a near save outlives it; None for one
+            where the ranks are on several hosts. With too few hosts there are fewer, and a warning says so once.
 
     Raises:
         ValueError: an argument is invalid.
@@ -27,6 +29,7 @@ class Near:
     path: str | os.PathLike[str]
     max_bytes: int | str | None = None
     timeout_sec: float = 60.0
+    copies: int | None = None
 
     def __post_init__(self) -> None:
         path = self.path
@@ -35,6 +38,8 @@ class Near:
         if self.max_bytes is not None:
             byte_count("Near: max_bytes", self.max_bytes)
         positive_number("Near: timeout_sec", self.timeout_sec)
+        if self.copies is not None and (type(self.copies) is not int or self.copies < 0):
+            raise ValueError(f"Near: copies must be an int of at least 0, or None, found {self.copies!r}")
 
     @property
     def most_bytes(self) -> int | None:

@@ -38,10 +38,11 @@ class NearTier(NearAtTakeover):
     Attributes:
         dir: where they lie.
         timeout_sec: how long ranks wait for each other.
+        copies: how many other hosts are to get what a host writes; None for one where there are several.
     """
 
     def __init__(self, near: Near, storage: Storage, concurrency: int) -> None:
-        self.dir, self.timeout_sec = NearDir.of(near, storage.url), near.timeout_sec
+        self.dir, self.timeout_sec, self.copies = NearDir.of(near, storage.url), near.timeout_sec, near.copies
         self._storage, self._concurrency, self._cut = storage, concurrency, 0
         self._seen: Sequence[Seen] = ()
         self._views: Callable[[], Sequence[HostView]] = self._views_here

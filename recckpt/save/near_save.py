@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +13,9 @@ from recckpt.format.manifest import Manifest
 from recckpt.format.moments import time_now
 from recckpt.format.near_seal import NearSeal
 from recckpt.live.column_exchange import join_columns
+from recckpt.near.copying import copy_files
 from recckpt.near.generations import Kept
+from recckpt.near.ring import copies_of
 from recckpt.near.tier import NearTier
 from recckpt.output_dir.checkpoint_dir import Intent, file_problems
 from recckpt.output_dir.fence import Fence
@@ -31,12 +33,21 @@ from recckpt.text import Progress
 
 @dataclass(frozen=True)
 class BegunNear:
-    """What rank 0 has begun: a directory, its cut, the sequence number of its time, and the host of each rank."""
+    """What rank 0 has begun.
+
+    Attributes:
+        intent: the directory, which each host has.
+        cut: its number.
+        seq: the sequence number of its time.
+        hosts: the host of each rank.
+        copies: how many other hosts get the files of a host.
+    """
 
     intent: Intent
     cut: int
     seq: int
     hosts: tuple[str, ...]
+    copies: int
 
     def is_first_of_another_host(self, rank: int) -> bool:
         """Say whether a rank is the first of its host, and that is not the host of rank 0."""
@@ -81,11 +92,22 @@ class NearSave:
             head = replace(head, cut=self.begun.cut)
             totals: list[SaveTotals] = []
             # Rule *seal_after_all*: rank 0 composes the seal once all have written.
-            seal = ranks.concluded(lambda: self._write_own(staged), partial(self._composed, head, totals))
+            seal = ranks.concluded(self._written(staged), partial(self._composed, head, totals))
             kept = ranks.concluded(lambda: self.tier.seal(intent, seal), lambda _: self._acknowledged())
             self.tier.keep(kept)
         for total in totals:
             self.job.info.note_acknowledged(total)
+
+    def _written(self, staged: Staged) -> Callable[[], RankRecord]:
+        """Return what gives the record of this rank; once other hosts have copies, where there are any. Collective."""
+        if not self.begun.copies:
+            return partial(self._write_own, staged)
+        ranks, begun = self.job.ranks, self.begun
+        record = ranks.on_each(partial(self._write_own, staged))
+        directory, files = begun.intent.directory, record.shard.files
+        copying = partial(copy_files, hosts=begun.hosts, copies=begun.copies)
+        ranks.in_meetings(lambda meetings: copying(meetings, self.to.storage, directory, files))
+        return lambda: record
 
     def _write_own(self, staged: Staged) -> RankRecord:
         """Write the files of this rank; unlike a save, without a line in the log."""
@@ -102,7 +124,9 @@ class NearSave:
         record = with_shards(replace(head, time=time_now(), tables=tables), [each.shard for each in records])
         totals.append(totals_of(records, tables))
         self.fence.check()  # rule *check_before_seal*: spares the work of one that was overtaken
-        return NearSeal(standing_on(self.links, record), self.tier.dir.place, self.begun.hosts)
+        hosts = self.begun.hosts
+        record = standing_on(self.links, record)
+        return NearSeal(record, self.tier.dir.place, hosts, copies_of(hosts, self.begun.copies))
 
     def _acknowledged(self) -> Kept:
         """Acknowledge what is sealed on all hosts, and return what stays there."""

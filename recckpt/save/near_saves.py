@@ -16,6 +16,7 @@ from typing import Protocol
 from recckpt.dense.rank_digests import RankDigests
 from recckpt.dense.state_copy import DenseBuffers
 from recckpt.errors import RecckptError, WriterFencedError
+from recckpt.near.ring import writers
 from recckpt.near.tier import NearTier
 from recckpt.output_dir.commit import chain_of
 from recckpt.output_dir.fence import Fence
@@ -98,7 +99,7 @@ class NearSaves:
         # Groups of their own, that are no twins: a near save whose rank does not answer fails no checkpoint.
         self.ranks, self._thread = RanksNow(tier.timeout_sec), NearThread()
         self._logged = False  # what has gone wrong since the last near save that was acknowledged
-        self._is_off = False
+        self._is_off = self._has_said_fewer = False
         self._fenced: WriterFencedError | None = None
         self.counts, self._counting = NearCounts(), Lock()
 
@@ -154,7 +155,8 @@ class NearSaves:
         if begun is None:
             return False
         changes = self._durable.changes
-        to = replace(self._to, changes=None if changes is None else changes.peeked)
+        here = writers(begun.hosts, begun.copies)[ranks.rank]
+        to = replace(self._to, changes=None if changes is None else changes.peeked, ranks=here)
         job = Job(info, ranks, state, overwrite=False, is_resumed=True, max_keep=None)
         with ExitStack() as closed_on_error:  # 2. Stage.
             own = propose(self._live, job, to, lambda: None, closed_on_error)
@@ -209,7 +211,17 @@ class NearSaves:
         if not fence.is_settled:  # a checkpoint in its place would not mend that
             raise RecckptError(f"{to.storage.url}: ids are yet to be forgotten there, as the log says")
         intent, cut = self.tier.begin(fence.epoch, fence.nonce, step, base.save_id)
-        return BegunNear(intent, cut, fence.listing.next_seq, hosts)
+        return BegunNear(intent, cut, fence.listing.next_seq, hosts, self._n_copies(hosts))
+
+    def _n_copies(self, hosts: tuple[str, ...]) -> int:
+        """Return how many copies there are; that there cannot be as many as are asked for is said once."""
+        asked, most = self.tier.copies, len(set(hosts)) - 1
+        if asked is not None and asked > most and not self._has_said_fewer:
+            self._has_said_fewer = True
+            log.warning(
+                "near saves have %d copies, expected %d (Near(copies=...)): found %d hosts", most, asked, most + 1
+            )
+        return min(1 if asked is None else asked, most)
 
     def _is_passed_over(self, plan: SavePlan, ranks: Ranks, *, is_saving: bool) -> bool:
         """Say whether there is none because so much has changed; else a checkpoint has to be made before.

@@ -5,6 +5,7 @@ from dataclasses import fields
 import pytest
 from faults.near_states import Rules
 from faults.plant import Plant
+from near import test_copying as copies
 from near import test_near_saves as tests
 from support.sweeps import mostly_slow
 
@@ -109,6 +110,14 @@ MISSED = {
             ),
         ],
     ),
+    "copy_checked": (
+        copies.test_a_copy_that_is_spoiled_on_the_wire_ends_its_near_save_on_all_hosts_and_nothing_else,
+        [Plant("recckpt.near.moved_files:Incoming.publish", "found != expected", "False")],
+    ),
+    "copies_before_ack": (
+        copies.test_each_host_has_the_files_of_two_hosts_before_a_near_save_is_acknowledged,
+        [Plant(f"{SAVE}._written", "not self.begun.copies", "True")],
+    ),
     "forget_names_none": (
         tests.test_a_forgetting_from_outside_takes_all_near_saves_back,
         [
@@ -136,8 +145,6 @@ ELSEWHERE = {
     "identity": "catalogs repeat the name, and the seal has their checksums, of which each would do",
     "base_by_save_id": "a near save stands on its base as a delta does: delta_plants",
     "parent_is_origin": "the same",
-    "copy_checked": "there are no copies",
-    "copies_before_ack": "there are no copies",
     "never_overwrite": "a directory is made, and files are created: both fail where there is one",
     "gc_by_epoch": "test_tier.py: the bug would be another order of what stays",
     "claim_before_list": "test_tier.py",

@@ -65,12 +65,14 @@ def test_what_fails_on_one_rank_fails_the_near_save_on_all(tmp_path, monkeypatch
     assert rows(NearRun(tmp_path).restore()) == {1: 1.0}
 
 
-def on_hosts(root, hosts, work):
+def on_hosts(root, hosts, work, **options):
     """Do ``work(run)`` on a rank for each near dir that is named, a host each; return what each gives."""
-    wire = Wire(len(hosts))
-    return on_ranks(
-        len(hosts), lambda rank, connect: work(run_of(root, rank, len(hosts), connect, wire, near=hosts[rank]))
-    )
+    wire, size = Wire(len(hosts)), len(hosts)
+
+    def on_rank(rank, connect):
+        return work(run_of(root, rank, size, connect, wire, near=hosts[rank], **options))
+
+    return on_ranks(size, on_rank)
 
 
 def near_names(root, host):
@@ -78,7 +80,7 @@ def near_names(root, host):
 
 
 def test_each_host_has_the_seal_of_a_near_save_and_the_files_of_its_ranks(tmp_path):
-    assert on_hosts(tmp_path, ["a", "a", "b"], trained) == [(2, 0, 0)] * 3
+    assert on_hosts(tmp_path, ["a", "a", "b"], trained, copies=0) == [(2, 0, 0)] * 3
     names = near_names(tmp_path, "a")
     assert len(names) == 2
     assert names == near_names(tmp_path, "b")
@@ -112,7 +114,7 @@ def test_what_fails_on_one_host_is_given_up_on_all(tmp_path):
 
 
 def test_a_takeover_names_what_lies_on_hosts_of_other_ranks_alone(tmp_path):
-    on_hosts(tmp_path, ["a", "b"], trained)
+    on_hosts(tmp_path, ["a", "b"], trained, copies=0)
     on_hosts(tmp_path, ["new", "b", "a"], lambda run: run.put(_9=9.0).save())
     assert len(newest_list(tmp_path)["near"]) == 2
 
