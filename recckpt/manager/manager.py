@@ -112,7 +112,7 @@ class CheckpointManager(Counting, Resumable, OwnCheckpoints):
         self._run = run = Run(event_time=options.event_time, step_prefix=options.step_prefix)
         self._ranks, begin = partial(saver.ranks.of, shard_id, shard_num), run.moment(clock())
         near = NearSteps.of(saver.near_saves, options.near, begin)
-        self._restorer = Restorer(saver.loader, run, self._ranks, lambda: saver.max_keep, near.tier)
+        self._restorer = Restorer(saver.loader, run, self._ranks, lambda: saver.max_keep, near.finder)
         self._autosave = Autosave(
             saver,
             run,

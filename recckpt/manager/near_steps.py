@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from recckpt.manager.run_state import Run
-from recckpt.near.tier import NearTier
+from recckpt.near.finder import NearFinder
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.schedule import Agreed, Kind, SaveCounts, Trigger
 from recckpt.policies.when import Moment, When
@@ -38,9 +38,9 @@ class NearSteps:
         return cls(saves, None if when is None else Trigger(when, begin))
 
     @property
-    def tier(self) -> NearTier | None:
-        """The near saves that a restore may find; None where there are none."""
-        return None if self._saves is None else self._saves.tier
+    def finder(self) -> NearFinder | None:
+        """What a restore may find; None where there are none."""
+        return None if self._saves is None else self._saves.tier.finder
 
     def start(self, begin: Moment) -> None:
         """Begin to count from where the run is."""

@@ -16,6 +16,7 @@ from recckpt.format.moments import time_of
 from recckpt.load.conf import Entry, parse_load_conf
 from recckpt.load.live_state import LiveState
 from recckpt.load.loader import Loader
+from recckpt.load.needed_files import needed_files
 from recckpt.load.open_source import OpenSource, opened
 from recckpt.load.other_forms import KnownDamage, damaged_link
 from recckpt.load.problems import Problems
@@ -25,7 +26,7 @@ from recckpt.load.source import LocatedBank, LocatedCheckpoint, locate_bank
 from recckpt.manager.followed import Followed, followed
 from recckpt.manager.run_state import Run
 from recckpt.manager.start import Start, without_damage
-from recckpt.near.tier import NearTier
+from recckpt.near.finder import NearFinder
 from recckpt.output_dir.first_whole import first_whole
 from recckpt.output_dir.index_file import warn_of_index
 from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints, locate, newest_first, usable
@@ -47,11 +48,15 @@ def _failed(rank: int, cause: str) -> RecckptError:
     return RecckptError(f"restoring failed on rank {rank}: {cause}")
 
 
+def _no_bank() -> LocatedBank:
+    return LocatedBank([], Problems())
+
+
 class Restorer:
     """Loads checkpoints into a run. Collective where there are several ranks; not thread-safe."""
 
     def __init__(
-        self, loader: Loader, run: Run, ranks: Callable[[], Ranks], keep: Callable[[], object], near: NearTier | None
+        self, loader: Loader, run: Run, ranks: Callable[[], Ranks], keep: Callable[[], object], near: NearFinder | None
     ) -> None:
         self._loader, self._run, self._ranks_now, self._keep, self._near = loader, run, ranks, keep, near
         self._resumed_with_bank = ""  # save_id of the own checkpoint, until it is asked for
@@ -87,25 +92,21 @@ class Restorer:
             global_step = None
         entry = self._ranks.on_each(lambda: parse_load_conf(load_conf, own=True))
         entry = replace(entry, keeps_settings=keeps_settings)
-        near = near and global_step is None and self._sees_near()
-        candidates = self._ranks.on_first(lambda: self._candidates(global_step, required=required, near=near))
-        if not candidates:
+        near, is_whole = near and global_step is None, load_conf is None
+        start = partial(self._start, _no_bank, global_step, near=near, is_whole=is_whole)
+        first = start(required=required)
+        if not first.own:
             log.info("%s: no checkpoint to restore, starting from step 0", self._loader.storage.url)
             return 0
-        is_whole = load_conf is None
         resumed, self._resumed_with_bank = self._resumed_with_bank, ""
-        if is_whole and candidates[0].manifest.save_id == resumed and self._run.is_saved:
+        if is_whole and first.own[0].manifest.save_id == resumed and self._run.is_saved:
             if keeps_settings and not self._keeps_settings:
                 raise ValueError(_TOO_LATE)
-            log.info("%s was restored with the model bank already", candidates[0].ckpt_id)
+            log.info("%s was restored with the model bank already", first.own[0].ckpt_id)
             return self._run.global_step
 
-        bank = LocatedBank([], Problems())
-        self._load_first_whole(
-            lambda: Start(bank, self._candidates(global_step, required=True, near=near)),
-            partial(self._load, entry, rng=rng, is_whole=is_whole, with_bank=False),
-            Start(bank, candidates),
-        )
+        load = partial(self._load, entry, rng=rng, is_whole=is_whole, with_bank=False)
+        self._load_first_whole(partial(start, required=True), load, first)
         return self._run.global_step
 
     def passes_over(self) -> bool:
@@ -121,20 +122,17 @@ class Restorer:
     def load_model_bank(self, bank: Sequence[Mapping[str, Any]], *, keeps_settings: bool) -> LoadReport:
         """As :meth:`recckpt.CheckpointManager.load_model_bank`."""
         entry, self._keeps_settings = replace(_OWN, keeps_settings=keeps_settings), keeps_settings
-        near = self._sees_near()
-        first = self._ranks.on_first(lambda: self._located(bank, near=near))
-        return self._load_first_whole(
-            lambda: self._located(bank, required=bool(first.own), near=near),
-            partial(self._load, entry, rng=True, is_whole=True, with_bank=True),
-            first,
-        )
+        start = partial(self._start, partial(locate_bank, bank), None)
+        first = start()
+        load = partial(self._load, entry, rng=True, is_whole=True, with_bank=True)
+        return self._load_first_whole(partial(start, required=bool(first.own)), load, first)
 
     def plan(self, bank: Sequence[Mapping[str, Any]]) -> LoadPlan:
         """As :meth:`recckpt.CheckpointManager.plan`."""
-        near = self._sees_near()
+        found = [] if self._near is None else [self._start(partial(locate_bank, bank), None)]
 
         def locate() -> LocatedBank:
-            start = self._located(bank, near=near)
+            start = found.pop() if found else Start(locate_bank(bank), self._checkpoints(None))
             own = [LocatedCheckpoint(_OWN, self._loader.storage, checkpoint) for checkpoint in start.own[:1]]
             return replace(start.bank, sources=[*start.bank.sources, *own])
 
@@ -173,14 +171,17 @@ class Restorer:
     ) -> LoadReport:
         """Load what was located first, or is located later, and is neither removed meanwhile nor damaged."""
         instead = partial(self._instead, KnownDamage())
-        return first_whole(partial(self._ranks.on_first, locate), load, instead=instead, first=first)
+        return first_whole(locate, load, instead=instead, first=first)
 
     def _instead(self, damage: KnownDamage, start: Start, error: CorruptCheckpointError) -> Start | None:
         """Return what to start from where something in ``start`` is damaged; None where there is nothing. Collective.
 
         That is another form of a checkpoint of the bank, or the best of the own checkpoints that needs nothing damaged.
         """
-        other = self._ranks.on_first(lambda: without_damage(damage, self._loader.storage, start, error, self._near))
+        other = self._ranks.on_first(lambda: without_damage(damage, self._loader.storage, start, error))
+        if self._near is not None and other is not None and other.own != start.own:
+            own = self._near.from_first_whole(self._ranks, self._near.here(other.own), self._needed(is_whole=False))
+            other = replace(other, own=own) if own else None
         if other is not None and other.own != start.own:
             best = start.own[0]
             link = damaged_link(best, error) or best.directory
@@ -249,15 +250,27 @@ class Restorer:
         if self._ranks.rank == 0:
             telemetry.measure(self._loader.run, measured)
 
-    def _located(self, bank: Sequence[Mapping[str, Any]], *, near: bool, required: bool = False) -> Start:
-        return Start(locate_bank(bank), self._candidates(None, required=required, near=near))
+    def _start(
+        self,
+        bank: Callable[[], LocatedBank],
+        global_step: int | str | None,
+        *,
+        required: bool = False,
+        near: bool = True,
+        is_whole: bool = True,
+    ) -> Start:
+        """Return what to start from; with near saves where that is the newest, and ``near``. Collective."""
+        if self._near is not None and near:
+            located = self._ranks.on_first(bank)
+            start = Start(located, self._near.find(self._ranks, self._usable, self._needed(is_whole=is_whole)))
+        else:
+            start = self._ranks.on_first(lambda: Start(bank(), self._checkpoints(global_step)))
+        if required and not start.own:
+            raise CheckpointNotFoundError(f"{self._loader.storage.url}: found no committed checkpoint to restore")
+        return start
 
-    def _sees_near(self) -> bool:
-        """Say whether all ranks see the same near saves. Collective where there are near saves."""
-        return self._near is not None and self._near.is_of_all(self._ranks)
-
-    def _candidates(self, global_step: int | str | None, *, required: bool, near: bool) -> list[Checkpoint]:
-        """Return what may be restored, best first; ``near`` saves too, where that is the newest."""
+    def _checkpoints(self, global_step: int | str | None) -> list[Checkpoint]:
+        """Return the checkpoints that may be restored, best first."""
         storage = self._loader.storage
         if global_step == "best":
             best = best_in(self._keep())
@@ -265,18 +278,19 @@ class Restorer:
             return [locate(storage, best_id(manifests, best, storage.url))]
         if isinstance(global_step, Integral):
             return [locate(storage, self._run.id_of(global_step))]
-        tier = self._near if near else None
-        listing, candidates = self._usable() if tier is None else tier.find(self._usable)
-        if required and not candidates:
-            raise CheckpointNotFoundError(f"{storage.url}: found no committed checkpoint to restore")
-        if self._ranks.rank == 0:
-            warn_of_index(storage, listing.ckpt_ids, lambda: list_checkpoints(storage).ckpt_ids)
-        return candidates
+        return self._usable()[1]
+
+    def _needed(self, *, is_whole: bool) -> Callable[[Checkpoint], frozenset[str]]:
+        """Return what says which files of a near save this rank reads; all where parts of it get other names."""
+        return lambda save: needed_files(save.manifest, self._live().needs if is_whole else None)
 
     def _usable(self) -> tuple[Listing, list[Checkpoint]]:
         """Return what is in the output dir, and the checkpoints that can be used, newest first."""
-        listing = list_checkpoints(self._loader.storage)
-        candidates = usable(self._loader.storage, listing)
+        storage = self._loader.storage
+        listing = list_checkpoints(storage)
+        if self._ranks.rank == 0:
+            warn_of_index(storage, listing.ckpt_ids, lambda: list_checkpoints(storage).ckpt_ids)
+        candidates = usable(storage, listing)
         if candidates and candidates[0].manifest.place < listing.newest_place:
             self._measure(_FELL_BACK)
         return listing, candidates

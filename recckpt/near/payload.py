@@ -2,45 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from recckpt.checkpoint.link import OpenLink
-from recckpt.format.catalog import PartKind
+from recckpt.checkpoint.link import files_of
+from recckpt.format.buckets import Slice
+from recckpt.format.catalog import Catalog, PartKind
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.sparse.files.arrow_format import ids_in
+from recckpt.sparse.files.catalogs import read_catalogs
 from recckpt.sparse.files.table_reader import TableReader
 
 Int64s = npt.NDArray[np.int64]
 
 
 class Payload:
-    """What a near save holds of tables, of all shards; files are opened when they are read.
+    """What a near save holds of tables, in the shards that may have ids of slices; files are opened when they are read.
+
+    Args:
+        save: the near save.
+        slices: of the ids that are asked for; None for all of them. A host may lack the files of other shards.
 
     Errors of all methods: CorruptCheckpointError where a file is damaged, CheckpointRemovedError where it is gone.
     """
 
-    def __init__(self, save: Checkpoint) -> None:
+    def __init__(self, save: Checkpoint, slices: Collection[Slice | None]) -> None:
         assert save.near_dir is not None
-        self._manifest, self._link = save.manifest, OpenLink.of(save.near_dir, save)
+        self._save, self._slices, self._files = save, slices, files_of(save.near_dir, save)
 
     def is_whole(self, table: str) -> bool:
         """Say whether it holds all rows of a table, since it was not known which have changed."""
-        entry = self._manifest.table(table)
+        entry = self._save.manifest.table(table)
         return entry is None or entry.is_whole
 
     def changed(self, table: str) -> Int64s:
         """Return the ids of the rows that it holds."""
-        return _ids(self._link.reader(table, ()), "rows")
+        return self._ids(table, "rows")
 
     def deleted(self, table: str) -> Int64s:
         """Return the ids that it names as deleted, those included that have a row in another shard."""
-        return _ids(self._link.reader(table, ()), "deletes")
+        return self._ids(table, "deletes")
 
+    @cached_property
+    def _catalogs(self) -> Sequence[Catalog]:
+        return read_catalogs(self._save, self._files, self._slices)
 
-def _ids(reader: TableReader, kind: PartKind) -> Int64s:
-    batches = (batch for catalog in reader.catalogs for _, _, batch in reader.batches(catalog, kind, None))
-    ids: Iterable[Int64s] = map(ids_in, batches)
-    return np.concatenate([np.empty(0, np.int64), *ids])
+    def _ids(self, table: str, kind: PartKind) -> Int64s:
+        entry = self._save.manifest.named_table(table)
+        reader = TableReader(self._files, self._save.directory, self._catalogs, entry, ())
+        batches = (batch for catalog in self._catalogs for _, _, batch in reader.batches(catalog, kind, None))
+        ids: Iterable[Int64s] = map(ids_in, batches)
+        return np.concatenate([np.empty(0, np.int64), *ids])

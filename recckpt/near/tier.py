@@ -6,28 +6,25 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from recckpt.checkpoint.every_byte import problems
-from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import near_names
 from recckpt.format.near_list import NearList
 from recckpt.format.near_seal import NearSeal
-from recckpt.near.candidates import counting, merged
+from recckpt.near.candidates import counting
+from recckpt.near.finder import NearFinder
 from recckpt.near.generations import Generation, Kept, newest
 from recckpt.near.near_dir import NearDir
 from recckpt.near.options import Near
 from recckpt.near.views import HostView, Seen, look_together, seen_together
 from recckpt.output_dir.checkpoint_dir import Intent
-from recckpt.output_dir.claims import Takeover, last_takeover
+from recckpt.output_dir.claims import Takeover
 from recckpt.output_dir.forget_requests import requests
-from recckpt.output_dir.listing import Checkpoint, Listing
+from recckpt.output_dir.listing import Listing
 from recckpt.output_dir.near_at_takeover import NearAtTakeover
 from recckpt.parallel.meetings import Meetings
 from recckpt.parallel.ranks import Ranks
 from recckpt.storage import Storage
 
 log = logging.getLogger("recckpt")
-
-_LOOKS = 3  # where what was listed is gone when it is read
 
 
 class NearTier(NearAtTakeover):
@@ -37,13 +34,15 @@ class NearTier(NearAtTakeover):
 
     Attributes:
         dir: where they lie.
+        finder: what of them a restore may take.
         timeout_sec: how long ranks wait for each other.
         copies: how many other hosts are to get what a host writes; None for one where there are several.
     """
 
     def __init__(self, near: Near, storage: Storage, concurrency: int) -> None:
         self.dir, self.timeout_sec, self.copies = NearDir.of(near, storage.url), near.timeout_sec, near.copies
-        self._storage, self._concurrency, self._cut = storage, concurrency, 0
+        self.finder = NearFinder(self.dir, storage, concurrency)
+        self._storage, self._cut = storage, 0
         self._seen: Sequence[Seen] = ()
         self._views: Callable[[], Sequence[HostView]] = self._views_here
         self._is_held_together = False
@@ -102,73 +101,6 @@ class NearTier(NearAtTakeover):
         self._named = tuple(map(Generation.of, saves))
         self._kept = ()
         return NearList(epoch, frozenset(save.manifest.save_id for save in saves))
-
-    # At a restore
-
-    def find(self, locate: Callable[[], tuple[Listing, Sequence[Checkpoint]]]) -> tuple[Listing, list[Checkpoint]]:
-        """Return the listing of the output dir, and what may be restored: checkpoints and near saves, newest first.
-
-        The first is read whole, if it is a near save (rule *verify_before_choice*). Where something that was listed is
-        gone, all is listed once more (rule *relist_when_gone*).
-
-        Args:
-            locate: lists the output dir, and returns the checkpoints that can be used too, newest first.
-        """
-        for _ in range(_LOOKS):
-            self.look()
-            listing, checkpoints = locate()
-            try:
-                return listing, self.from_first_whole(merged(checkpoints, self._counting(listing)), is_first_look=True)
-            except CheckpointRemovedError as error:
-                log.info("%s; looking again", error)
-        log.warning("%s: near saves there are passed over: others remove them", self.dir.storage.url)
-        return listing, list(checkpoints)
-
-    def _counting(self, listing: Listing) -> list[Checkpoint]:
-        try:  # rule *list_read_last*: after the near dir and the manifests
-            near_list = last_takeover(self._storage).near_list
-        except (CorruptCheckpointError, FormatVersionError):  # which is in the listing as damaged
-            return []
-        return counting(self._storage, self._seen, listing, near_list)
-
-    def from_first_whole(self, candidates: Sequence[Checkpoint], *, is_first_look: bool = False) -> list[Checkpoint]:
-        """Return the candidates from the first on that is a checkpoint, or a near save of which each byte is right.
-
-        Raises:
-            CheckpointRemovedError: one is gone, at the first look after it was listed.
-        """
-        for number, candidate in enumerate(candidates):
-            if candidate.near_dir is None:
-                return list(candidates[number:])
-            problem = self._problem_of(candidate)
-            if problem is None:
-                return list(candidates[number:])
-            if is_first_look and isinstance(problem, CheckpointRemovedError):
-                raise problem
-            log.error("near save %s is damaged and passed over: %s", candidate.manifest.save_id, problem)
-        return []
-
-    def _problem_of(self, save: Checkpoint) -> Exception | None:
-        try:
-            return next(problems(self._storage, save, self._concurrency), None)
-        except (CheckpointRemovedError, OSError) as error:
-            return error
-
-    def is_of_all(self, ranks: Ranks) -> bool:
-        """Say whether all ranks see the same near saves: each its own part would not be one save. Collective."""
-        if ranks.size == 1:
-            return True
-        hosts = ranks.gather(self._host())
-        if hosts[0] is None or len(set(hosts)) > 1:
-            log.warning("%s: near saves are passed over: not all ranks see that directory", self.dir.storage.url)
-            return False
-        return True
-
-    def _host(self) -> str | None:
-        try:
-            return self.dir.host()
-        except OSError:
-            return None
 
     # At rotation
 

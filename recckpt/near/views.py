@@ -43,7 +43,7 @@ class Seen:
 
 def look_together(near_dir: NearDir, rank: int, gather: Gather) -> list[HostView]:
     """Look at the near dirs of all hosts, each by its first rank, which logs what fails there. Collective."""
-    hosts: list[str | None] = gather(_host(near_dir))
+    hosts: list[str | None] = gather(host_of(near_dir))
     is_first = hosts[rank] is not None and hosts.index(hosts[rank]) == rank
     views: list[HostView | None] = gather(HostView(rank, _sealed(near_dir)) if is_first else None)
     return [view for view in views if view is not None]
@@ -65,7 +65,8 @@ def seen_together(near_dir: NearDir, views: Iterable[HostView]) -> list[Seen]:
     return [Seen(save, holders) for save, holders in saves.values()]
 
 
-def _host(near_dir: NearDir) -> str | None:
+def host_of(near_dir: NearDir) -> str | None:
+    """Return the id of this host, None where its near dir cannot be used; that is logged."""
     try:
         return near_dir.host()
     except OSError as error:

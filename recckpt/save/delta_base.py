@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from recckpt.errors import RecckptError
@@ -80,15 +80,16 @@ class Changes:
         for table in stored:
             self.tracker.begin(table, restored.save_id)
 
-    def _resume(self, save: Checkpoint, restored: Origin, tables: Iterable[StoredTable]) -> None:
+    def _resume(self, save: Checkpoint, restored: Origin, tables: Sequence[StoredTable]) -> None:
         """Mark in tables what a near save holds of them (rule *payload_is_marks*)."""
-        payload = Payload(save)
+        slices = {table.name: getattr(table, "slice", None) for table in tables}
+        payload = Payload(save, set(slices.values()))
         try:
             for table in tables:
                 if payload.is_whole(table.name):
                     self.tracker.forget(table)
                     continue
-                deleted, own = payload.deleted(table.name), getattr(table, "slice", None)
+                deleted, own = payload.deleted(table.name), slices[table.name]
                 deleted = deleted if own is None else deleted[own.owns(deleted)]
                 self.tracker.resume(table, restored.save_id, payload.changed(table.name), deleted)
         except (RecckptError, OSError) as error:  # all is restored by now

@@ -93,21 +93,13 @@ MISSED = {
         tests.test_an_incomplete_one_does_not_count,
         [
             Plant("recckpt.near.views:Seen.is_complete", "file.name in self.holders", "True"),
-            Plant(
-                f"{TIER}._problem_of",
-                "return next(problems(self._storage, save, self._concurrency), None)",
-                "return None",
-            ),
+            Plant("recckpt.near.finder:_concluded", "lacking(save, of_hosts)", "None"),
         ],
     ),
     "verify_before_choice": (
         tests.test_damage_of_the_newest_is_passed_over_for_the_one_before,
         [
-            Plant(
-                f"{TIER}._problem_of",
-                "return next(problems(self._storage, save, self._concurrency), None)",
-                "return None",
-            ),
+            Plant("recckpt.near.finder:_concluded", "lacking(save, of_hosts)", "None"),
         ],
     ),
     "copy_checked": (

@@ -49,7 +49,7 @@ def test_what_two_ranks_have_saved_is_restored_by_any_number(tmp_path, size):
 
     on_near_ranks(tmp_path, size, lambda run: run.restore().put(_6=6.0).save())
     assert list_checkpoints(output_dir(tmp_path)).committed[-1].manifest.kind == "delta"
-    assert rows(NearRun(tmp_path).restore(near=False)) == {**left, 6: 6.0}, "deletes too are marks of who owns the ids"
+    assert rows(NearRun(tmp_path).restore(near=False)) == {**left, 6: 6.0}, "deletes are marks too"
 
 
 def test_what_fails_on_one_rank_fails_the_near_save_on_all(tmp_path, monkeypatch):
@@ -124,3 +124,53 @@ def test_damage_of_one_rank_is_seen_by_all(tmp_path):
     damaged = parts_of(NearRun(tmp_path).near_dirs[-1])[-1]
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert together(on_near_ranks(tmp_path, 3, lambda run: rows(run.restore()))) == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
+
+
+WORLDS = [["a"], ["a", "b"], ["b", "a", "a"], ["a", "new", "b"], ["new", "b", "a", "a"]]
+
+
+@pytest.mark.parametrize("hosts", WORLDS, ids="-".join)
+def test_what_hosts_have_saved_is_restored_where_each_file_is_on_one_of_them(tmp_path, hosts):
+    assert on_hosts(tmp_path, ["a", "a", "b", "b"], trained, copies=0) == [(2, 0, 0)] * 4
+    left = {1: 1.0, 2: 2.0, 3: 3.0, 5: 5.0}
+    is_there = {"a", "b"} <= set(hosts)
+    expected = left if is_there else {1: 1.0, 2: 2.0}
+    assert together(on_hosts(tmp_path, hosts, lambda run: rows(run.restore()))) == expected
+    on_hosts(tmp_path, hosts, lambda run: run.restore().put(_6=6.0).step().save())
+    assert list_checkpoints(output_dir(tmp_path)).committed[-1].manifest.kind == "delta"
+    assert rows(NearRun(tmp_path).restore(near=False)) == {**expected, 6: 6.0}, "deletes are marks too"
+
+
+@pytest.mark.parametrize("hosts", [["b"], ["b", "new"], ["new", "b", "b"]], ids="-".join)
+def test_what_another_host_has_a_copy_of_survives_the_loss_of_a_host(tmp_path, hosts):
+    on_hosts(tmp_path, ["a", "a", "b"], trained)
+    assert together(on_hosts(tmp_path, hosts, lambda run: rows(run.restore()))) == {1: 1.0, 2: 2.0, 3: 3.0, 5: 5.0}
+
+
+def test_what_is_damaged_on_one_host_is_taken_from_another(tmp_path, caplog):
+    on_hosts(tmp_path, ["a", "b"], trained)
+    newest = near_names(tmp_path, "a")[-1]
+    for path in [*(tmp_path / "a" / newest).glob("sparse/00000*"), *(tmp_path / "b" / newest).glob("[!sI]*.pt")]:
+        path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+    parts_of(tmp_path / "b" / newest)[-1].unlink()
+    assert together(on_hosts(tmp_path, ["a", "b"], lambda run: rows(run.restore()))) == {1: 1.0, 2: 2.0, 3: 3.0, 5: 5.0}
+    assert "another host has what is damaged on one" in caplog.text
+    on_hosts(tmp_path, ["a", "b"], lambda run: run.restore().put(_6=6.0).step())
+    assert together(on_hosts(tmp_path, ["a", "b"], lambda run: rows(run.restore()))).keys() == {1, 2, 3, 5, 6}
+
+
+def test_damage_on_every_host_lets_the_one_before_be_restored(tmp_path):
+    on_hosts(tmp_path, ["a", "b"], trained)
+    newest = near_names(tmp_path, "a")[-1]
+    for host in "ab":
+        part = parts_of(tmp_path / host / newest)[0]
+        part.write_bytes(part.read_bytes()[:-1] + b"!")
+    assert together(on_hosts(tmp_path, ["a", "b"], lambda run: rows(run.restore()))) == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
+
+
+def test_a_host_without_a_near_dir_of_its_own_is_brought_only_what_its_ranks_read(tmp_path):
+    on_hosts(tmp_path, ["a", "b"], trained, copies=0)
+    on_hosts(tmp_path, ["new", "b", "a", "a"], lambda run: rows(run.restore()))
+    brought = {path.name for path in (tmp_path / "new").rglob("sparse/*")}
+    assert brought
+    assert {name[:5] for name in brought} == {"00000"}

@@ -8,45 +8,49 @@ from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.near_at_takeover import NearAtTakeover
 
 
+def before_each_check(run, work):
+    """Do ``work(save)`` before a near save that may be restored is read."""
+    finder = run.saver.near_saves.tier.finder
+    checked_here = finder._checked_here
+    finder._checked_here = lambda save, rank: (work(save), checked_here(save, rank))[1]
+
+
 def test_where_what_was_listed_is_gone_all_is_listed_once_more(tmp_path):
     begun(tmp_path).put(_3=3.0).step()
-    run = NearRun(tmp_path)
-    tier, n_looks = run.saver.near_saves.tier, []
-    look, problem_of = tier.look, tier._problem_of
+    run, removed = NearRun(tmp_path), []
+    near_dir = run.saver.near_saves.tier.dir
 
-    def removed_before(save):
-        if len(n_looks) == 1:
-            tier.dir.remove(save.directory)
-        return problem_of(save)
+    def remove_first(save):
+        if not removed:
+            removed.append(save)
+            near_dir.remove(save.directory)
 
-    tier.look = lambda: (n_looks.append(1), look())
-    tier._problem_of = removed_before
+    before_each_check(run, remove_first)
     assert rows(run.restore()) == {1: 1.0, 2: 2.0}
-    assert len(n_looks) == 2
 
 
 def test_where_all_go_time_and_again_the_checkpoint_is_restored(tmp_path, caplog):
     begun(tmp_path)
     run = NearRun(tmp_path)
-    tier = run.saver.near_saves.tier
-    problem_of, remove = tier._problem_of, tier.dir.remove
-    tier._problem_of = lambda save: (remove(save.directory), problem_of(save))[1]
-    seen = tier.dir.saves()
-    tier.dir.saves = lambda: seen
+    near_dir = run.saver.near_saves.tier.dir
+    sealed = list(near_dir.sealed())
+    near_dir.sealed = lambda: sealed
+    before_each_check(run, lambda save: near_dir.remove(save.directory))
     assert rows(run.restore()) == {1: 1.0}
+    assert "others remove them" in caplog.text
 
 
 def test_the_list_is_read_after_the_near_dir(tmp_path):
     zombie, reader = begun(tmp_path), NearRun(tmp_path)
-    tier, own = reader.saver.near_saves.tier, zombie.saver.near_saves.tier
-    look, seal = tier.look, own.seal
+    near_dir, own = reader.saver.near_saves.tier.dir, zombie.saver.near_saves.tier
+    sealed, seal = near_dir.sealed, own.seal
 
     def overtaken():
         own.seal = lambda *args: (Fence(output_dir(tmp_path)).hold(), seal(*args))
         zombie.put(_6=6.0).step()
-        look()
+        return sealed()
 
-    tier.look = overtaken
+    near_dir.sealed = overtaken
     assert rows(reader.restore()) == {1: 1.0}
     assert zombie.counts == (1, 1, 0)
 

@@ -1,0 +1,24 @@
+"""Which files of a near save a rank reads, where its host may lack those of others."""
+
+from __future__ import annotations
+
+from recckpt.format import layout
+from recckpt.format.manifest import Manifest
+from recckpt.load.open_source import Needs
+from recckpt.sparse.files.catalogs import met_shards
+
+
+def needed_files(manifest: Manifest, needs: Needs | None) -> frozenset[str]:
+    """Return the files that a rank reads to restore a near save: of rows, those of shards that may have rows for it.
+
+    Args:
+        manifest: of the near save.
+        needs: what the rank reads; None for everything.
+    """
+    names = {file.name for file in manifest.files}
+    if needs is None or any(tensor not in manifest.names.dense for tensor in needs.tensors):  # which may be a table
+        return frozenset(names)
+    catalogs = {manifest.shards[number].catalog for number in met_shards(manifest, set(needs.slices.values()))}
+    others = {name for name in names if layout.has_rows(name)} - catalogs
+    others = {name for name in others if not any(layout.is_part_of(name, catalog) for catalog in catalogs)}
+    return frozenset(names - others)

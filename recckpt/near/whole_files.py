@@ -1,0 +1,96 @@
+"""Which files of a near save are whole on this host: every byte compared with its checksum (no torch here)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from recckpt.checkpoint.link import OpenLink
+from recckpt.dense.file_check import check_file
+from recckpt.errors import CorruptCheckpointError, RecckptError
+from recckpt.format import layout
+from recckpt.format.catalog import Part
+from recckpt.format.manifest import FileEntry
+from recckpt.output_dir.listing import Checkpoint
+from recckpt.parallel.threads import run_all
+from recckpt.sparse.files.catalogs import read_catalog
+from recckpt.sparse.files.verifier import check_part
+
+
+@dataclass(frozen=True)
+class WholeFiles:
+    """What a host has of a near save.
+
+    Attributes:
+        rank: the first rank there.
+        names: the files that are whole.
+        errors: what is wrong with others.
+    """
+
+    rank: int
+    names: frozenset[str]
+    errors: tuple[Exception, ...] = ()
+
+
+def whole_files(save: Checkpoint, names: Collection[str], concurrency: int, rank: int) -> WholeFiles:
+    """Read those files of a near save that this host has, and return which are whole.
+
+    A file with rows is only whole beside its catalog, which has its checksums.
+    """
+    assert save.near_dir is not None
+    link, whole, errors = OpenLink.of(save.near_dir, save), set[str](), list[Exception]()
+
+    def note(name: str, found: Iterable[Exception]) -> None:
+        found = list(found)
+        errors.extend(found)
+        if not found:
+            whole.add(name)
+
+    parts = list[Part]()
+    for number, shard in enumerate(save.manifest.shards):
+        if shard.catalog not in names:
+            continue
+        try:
+            parts += (part for part in read_catalog(save, link.files, number).parts if part.file in names)
+        except (RecckptError, OSError) as error:
+            errors.append(error)
+        else:
+            whole.add(shard.catalog)
+    threads, tables = save.near_dir.threads(concurrency), save.manifest.tables
+    checks = run_all(lambda part: check_part(link.files, save.directory, tables, part, _unseen), parts, threads)
+    for part, check in zip(parts, checks, strict=True):
+        note(part.file, check.errors)
+    catalogs = {shard.catalog for shard in save.manifest.shards}
+    for file in save.manifest.files:
+        if file.name in names and file.name not in catalogs and not layout.is_part(file.name):
+            note(file.name, _problems(link, file))
+    return WholeFiles(rank, frozenset(whole), tuple(errors))
+
+
+def _problems(link: OpenLink, file: FileEntry) -> Iterator[Exception]:
+    try:
+        yield from check_file(link.files, link.directory, file, index=None, advance=_unseen)
+    except (RecckptError, OSError) as error:
+        yield error
+
+
+def lacking(save: Checkpoint, of_hosts: Iterable[WholeFiles]) -> Exception | None:
+    """Return why a near save cannot be restored from what hosts have; None where each file is whole on one.
+
+    Rules *all_pieces* and *verify_before_choice*.
+    """
+    whole, errors = set[str](), list[Exception]()
+    for host in of_hosts:
+        whole |= host.names
+        errors += host.errors
+    missing = next((file for file in save.manifest.files if file.name not in whole), None)
+    if missing is None:
+        return None
+    if errors:
+        return errors[0]
+    path = layout.join(save.directory, missing.name)
+    return CorruptCheckpointError(path, "", found="on no host that is here", expected=f"{missing.n_bytes} bytes")
+
+
+def _unseen(*_: object) -> None:
+    """Do nothing with what is read: its checksums are all that matters here."""
