@@ -129,10 +129,10 @@ class Restorer:
 
     def plan(self, bank: Sequence[Mapping[str, Any]]) -> LoadPlan:
         """As :meth:`recckpt.CheckpointManager.plan`."""
-        found = [] if self._near is None else [self._start(partial(locate_bank, bank), None)]
+        first = [] if self._near is None else [self._start(partial(locate_bank, bank), None)]
 
         def locate() -> LocatedBank:
-            start = found.pop() if found else Start(locate_bank(bank), self._checkpoints(None))
+            start = first.pop() if first else Start(locate_bank(bank), self._checkpoints(None))
             own = [LocatedCheckpoint(_OWN, self._loader.storage, checkpoint) for checkpoint in start.own[:1]]
             return replace(start.bank, sources=[*start.bank.sources, *own])
 

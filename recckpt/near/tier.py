@@ -34,7 +34,7 @@ class NearTier(NearAtTakeover):
 
     Attributes:
         dir: where they lie.
-        finder: what of them a restore may take.
+        finder: finds those that a restore may take.
         timeout_sec: how long ranks wait for each other.
         copies: how many other hosts are to get what a host writes; None for one where there are several.
     """

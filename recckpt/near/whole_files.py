@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from recckpt.checkpoint.link import OpenLink
@@ -40,10 +40,9 @@ def whole_files(save: Checkpoint, names: Collection[str], concurrency: int, rank
     assert save.near_dir is not None
     link, whole, errors = OpenLink.of(save.near_dir, save), set[str](), list[Exception]()
 
-    def note(name: str, found: Iterable[Exception]) -> None:
-        found = list(found)
-        errors.extend(found)
-        if not found:
+    def note(name: str, problems: Sequence[Exception]) -> None:
+        errors.extend(problems)
+        if not problems:
             whole.add(name)
 
     parts = list[Part]()
@@ -63,7 +62,7 @@ def whole_files(save: Checkpoint, names: Collection[str], concurrency: int, rank
     catalogs = {shard.catalog for shard in save.manifest.shards}
     for file in save.manifest.files:
         if file.name in names and file.name not in catalogs and not layout.is_part(file.name):
-            note(file.name, _problems(link, file))
+            note(file.name, list(_problems(link, file)))
     return WholeFiles(rank, frozenset(whole), tuple(errors))
 
 
