@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -41,9 +41,9 @@ class MoveFailure:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Bytes [begin, end) of the file of a move, by the number of the move."""
+    """Bytes [begin, end) of what a move sends: the file, and the checksum of what was read of it."""
 
-    number: int
+    number: int  # of the move
     begin: int
     end: int
 
@@ -53,36 +53,37 @@ class Stretch:
         return self.end - self.begin
 
 
+DIGEST_BYTES = 8  # behind each file
 Rounds = list[list[Stretch]]  # what one rank sends another, round by round
 
 
-def rounds_by_pair(moves: Mapping[int, Move], round_bytes: int) -> dict[tuple[int, int], Rounds]:
+def rounds_by_pair(moves: Sequence[Move], round_bytes: int) -> dict[tuple[int, int], Rounds]:
     """Return what each sender sends each receiver in each round; the files of a pair follow each other, in order.
 
     Args:
-        moves: by number.
+        moves: all of them.
         round_bytes: that a rank sends in one round, or is sent, at most; one for each of its peers in any case.
     """
-    pairs: dict[tuple[int, int], dict[int, Move]] = {}
-    for number, each in moves.items():
-        pairs.setdefault((each.sender, each.receiver), {})[number] = each
+    pairs: dict[tuple[int, int], dict[int, int]] = {}
+    for number, each in enumerate(moves):
+        pairs.setdefault((each.sender, each.receiver), {})[number] = each.n_bytes + DIGEST_BYTES
     n_peers = Counter[tuple[str, int]]()
     for sender, receiver in pairs:
         n_peers.update([("sends", sender), ("receives", receiver)])
     share = max(1, round_bytes // max(n_peers.values(), default=1))
-    return {pair: _rounds(of_pair, share) for pair, of_pair in pairs.items()}
+    return {pair: _rounds(sizes, share) for pair, sizes in pairs.items()}
 
 
-def _rounds(moves: Mapping[int, Move], share: int) -> Rounds:
-    made: Rounds = [[]]
-    left = share
-    for number, each in moves.items():
-        begin, end = 0, -1
-        while end < each.n_bytes:  # once at least: an empty file has a stretch too
+def _rounds(sizes: Mapping[int, int], share: int) -> Rounds:
+    made: Rounds = []
+    left = 0
+    for number, n_bytes in sizes.items():
+        begin = 0
+        while begin < n_bytes:
             if not left:
                 made.append([])
                 left = share
-            end = min(each.n_bytes, begin + left)
+            end = min(n_bytes, begin + left)
             made[-1].append(Stretch(number, begin, end))
             left -= end - begin
             begin = end

@@ -128,7 +128,7 @@ class ProcessGroup:
 
         sent = [parcel if to != self.rank else parcel[:0] for to, parcel in enumerate(parcels)]
         header = torch.tensor([[mark, len(parcel)] for parcel in sent], dtype=torch.int64, device="cpu")
-        message = torch.from_numpy(np.concatenate(sent))
+        message = torch.from_numpy(_joined(sent))
         answer = torch.empty_like(header)
 
         def exchange() -> tuple[list[int], list[Parcel]]:
@@ -203,6 +203,12 @@ def group_of(shard_id: int, shard_num: int, timeout_sec: float) -> ProcessGroup:
             f"shard_id={shard_id}, shard_num={shard_num} is not this process: it is rank {rank} of {n_ranks}"
         )
     return ProcessGroup(timeout_sec)
+
+
+def _joined(parcels: Sequence[Parcel]) -> Parcel:
+    """Return the bytes of all parcels; of one that is alone as they are, where torch takes them."""
+    filled = [parcel for parcel in parcels if len(parcel)]
+    return filled[0] if len(filled) == 1 and filled[0].flags.writeable else np.concatenate(parcels)
 
 
 def _disconnect(group: Any) -> None:

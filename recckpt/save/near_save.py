@@ -20,6 +20,7 @@ from recckpt.near.tier import NearTier
 from recckpt.output_dir.checkpoint_dir import Intent, file_problems
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint
+from recckpt.parallel.meetings import Meetings
 from recckpt.save.commit import compared_names, head_of, standing_on
 from recckpt.save.decide import SavePlan
 from recckpt.save.job import Destination, Job
@@ -102,12 +103,14 @@ class NearSave:
         """Return what gives the record of this rank; once other hosts have copies, where there are any. Collective."""
         if not self.begun.copies:
             return partial(self._write_own, staged)
-        ranks, begun = self.job.ranks, self.begun
-        record = ranks.on_each(partial(self._write_own, staged))
-        directory, files = begun.intent.directory, record.shard.files
-        copying = partial(copy_files, hosts=begun.hosts, copies=begun.copies)
-        ranks.in_meetings(lambda meetings: copying(meetings, self.to.storage, directory, files))
+        record = self.job.ranks.in_meetings(partial(self._write_and_copy, staged))
         return lambda: record
+
+    def _write_and_copy(self, staged: Staged, meetings: Meetings) -> RankRecord:
+        record, begun = self._write_own(staged), self.begun
+        files, directory = record.shard.files, begun.intent.directory
+        copy_files(meetings, self.to.storage, directory, files, hosts=begun.hosts, copies=begun.copies)
+        return record
 
     def _write_own(self, staged: Staged) -> RankRecord:
         """Write the files of this rank; unlike a save, without a line in the log."""

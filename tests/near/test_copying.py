@@ -96,13 +96,13 @@ def test_with_as_many_copies_as_there_are_other_hosts_each_has_all(tmp_path):
 
 
 class SpoilingGroup(ThreadGroup):
-    """A rank to which files of rows arrive with another last byte."""
+    """A rank to which files of rows arrive with another first byte."""
 
     def exchange(self, mark, parcels):
         marks, received = super().exchange(mark, parcels)
         for parcel in received:
             if b"ARROW1" in parcel.tobytes():
-                parcel[-1] ^= 1
+                parcel[parcel.tobytes().index(b"ARROW1")] ^= 1
         return marks, received
 
 
