@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from recckpt.cli.near import host_data, may_have_forgotten
 from recckpt.cli.result import CommandResult, usage_checked
 from recckpt.format.distinct import distinct
 from recckpt.inspect.absent import Absence, Holding, look_for
@@ -30,6 +31,7 @@ def absent(args: argparse.Namespace) -> CommandResult:
         lines.append(f"{url}: {absence.n_asked} of them were asked to be forgotten, by the audit")
     behind = absence.mirrors_behind
     lines += [f"{url}: the mirror {one_line(each)} may have what was forgotten until its next pass" for each in behind]
+    lines += [f"{url}: {may_have_forgotten(each)}" for each in absence.hosts_behind]
     return CommandResult(_data(absence, len(ids), args), lines, _problems(absence, len(ids), where))
 
 
@@ -75,4 +77,5 @@ def _data(absence: Absence, n_ids: int, args: argparse.Namespace) -> dict[str, A
         "files": absence.n_parts,
         "asked": absence.n_asked,
         "mirrors_behind": list(absence.mirrors_behind),
+        "hosts_behind": [host_data(each) for each in absence.hosts_behind],
     }

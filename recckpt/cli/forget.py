@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from recckpt.cli.near import host_data, may_have_forgotten
 from recckpt.cli.result import CommandResult, UsageError, usage_checked
 from recckpt.forgetting.forget import finish
 from recckpt.forgetting.forget import forget as forget_ids
@@ -16,6 +17,7 @@ from recckpt.format import layout
 from recckpt.inspect.ids_file import read_ids
 from recckpt.inspect.save_times import saves_of, seconds_to_write
 from recckpt.output_dir.known_mirrors import mirrors_behind
+from recckpt.output_dir.near_hosts import hosts_behind
 from recckpt.storage import open_storage
 from recckpt.text import duration, escaped, one_line, plural, size
 
@@ -35,9 +37,12 @@ def forget(args: argparse.Namespace) -> CommandResult:
     lines = [line for each in done for line in _lines(each)] or [f"{url}: nothing was begun that is not ended"]
     if done:
         lines.append(f"{url}: noted in {layout.FORGOTTEN}; `recckpt verify {url} --absent FILE` proves it")
-    behind = [one_line(mirror.url) for mirror in mirrors_behind(open_storage(args.dir))]
+    storage = open_storage(args.dir)
+    behind, hosts = [one_line(mirror.url) for mirror in mirrors_behind(storage)], hosts_behind(storage)
     problems = [f"{url}: the mirror {each} may still have ids: `recckpt mirror {url} {each}`" for each in behind]
+    problems += [f"{url}: {may_have_forgotten(each)}" for each in hosts]
     data = {"output_dir": args.dir, "requests": [_data(each) for each in done], "mirrors_behind": behind}
+    data |= {"hosts_behind": [host_data(each) for each in hosts]}
     return CommandResult(data, lines, problems)
 
 

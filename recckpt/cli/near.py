@@ -6,12 +6,15 @@ import argparse
 from typing import Any
 
 from recckpt.cli.result import CommandResult, usage_checked
+from recckpt.format import near_names
 from recckpt.near.candidates import counting_here
+from recckpt.near.clearing import clear
 from recckpt.near.near_dir import NearDir, places
 from recckpt.near.options import Near
 from recckpt.output_dir.listing import Checkpoint, Listing
+from recckpt.output_dir.near_hosts import NearHost
 from recckpt.storage import Storage
-from recckpt.text import Line, Table, count, escaped, plural, size
+from recckpt.text import Line, Table, count, escaped, one_line, plural, size
 
 _HEAD = ("OUTPUT DIR", "NEAR SAVE", "STEP", "TIME", "ROWS", "SIZE", "STANDS ON")
 _NUMBERS = ("STEP", "ROWS", "SIZE")
@@ -64,9 +67,28 @@ def _directories(saves: list[tuple[str, Checkpoint]], of: NearDir) -> set[str]:
     return {save.directory for place, save in saves if place == of.place}
 
 
+def may_have_forgotten(host: NearHost) -> str:
+    """Say of a host that near saves there may have ids that were forgotten, and what to do."""
+    path = escaped(host.path)
+    where = f"near saves on {escaped(host.name)} in {path} may have what was forgotten"
+    note = near_names.host_note(host.host)
+    return f"{where}: run `recckpt near clear {path}` there; if that host is gone with them, remove {note}"
+
+
+def host_data(host: NearHost) -> dict[str, str]:
+    """Return what programs read of a host."""
+    return {"host": host.host, "name": host.name, "path": host.path}
+
+
 def _cleared(dirs: list[NearDir], path: str) -> CommandResult:
-    removed = [f"{each.place}/{name}" for each in dirs for name in each.clear()]
-    return CommandResult({"removed": removed}, [f"{path}: {plural(len(removed), 'near save')} removed"])
+    cleared = [(each.place, clear(each)) for each in dirs]
+    removed = [f"{place}/{name}" for place, each in cleared for name in each.removed]
+    noted = [each.url for _, each in cleared if each.is_noted]
+    failed = {each.url: one_line(str(each.problem)) for _, each in cleared if each.problem is not None}
+    lines: list[Line] = [f"{path}: {plural(len(removed), 'near save')} removed"]
+    lines += [f"{one_line(url)}: noted that nothing which was forgotten is on this host" for url in noted if url]
+    lines += [f"{one_line(url)}: not noted there: {why}" for url, why in failed.items() if url]
+    return CommandResult({"removed": removed, "noted": noted, "not_noted": failed}, lines)
 
 
 def _row(save: Checkpoint) -> tuple[str, ...]:

@@ -1,19 +1,34 @@
-"""The names in the near dir of a host. Part of the format."""
+"""The names in the near dir of a host, and of its note in an output dir. Part of the format."""
 
 from __future__ import annotations
 
 import re
 
+from recckpt.format.layout import OWN_DIR
+
+NEAR_NOTES = f"{OWN_DIR}/near"
 NEAR_ROOT = "recckpt-near"
 NEAR_HOST = "host"
+NEAR_URL = "output_dir"
 NEAR_JSON = "near.json"
 _PLACE = re.compile(r"[0-9a-f]{16}", re.ASCII)
+_HOST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _NEAR = re.compile(r"([1-9]\d{0,17})\.([0-9a-f]{32})[./]([1-9]\d{0,17})", re.ASCII)
 
 
 def is_place(name: str) -> bool:
     """Say whether a directory is named for an output dir, by its checksum."""
     return _PLACE.fullmatch(name) is not None
+
+
+def is_host(text: str) -> bool:
+    """Say whether a text is the id of a host."""
+    return _HOST.fullmatch(text) is not None
+
+
+def host_note(host: str) -> str:
+    """Return the path of the note of a host in an output dir."""
+    return f"{NEAR_NOTES}/{host}.json"
 
 
 def near_name(epoch: int, nonce: str, cut: int) -> str:

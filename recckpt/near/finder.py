@@ -12,6 +12,7 @@ from recckpt.near.candidates import counting, merged
 from recckpt.near.moves import Move
 from recckpt.near.moving import move
 from recckpt.near.near_dir import NearDir
+from recckpt.near.noted_host import NotedHost
 from recckpt.near.views import HostView, host_of, look_together, seen_together
 from recckpt.near.whole_files import WholeFiles, lacking, whole_files
 from recckpt.output_dir.claims import last_takeover
@@ -42,10 +43,11 @@ class NearFinder:
         dir: the near saves on this host.
         storage: the output dir.
         concurrency: number of threads that read.
+        noted: the note of this host in the output dir.
     """
 
-    def __init__(self, dir: NearDir, storage: Storage, concurrency: int) -> None:
-        self._dir, self._storage, self._concurrency = dir, storage, concurrency
+    def __init__(self, dir: NearDir, storage: Storage, concurrency: int, noted: NotedHost) -> None:
+        self._dir, self._storage, self._concurrency, self._noted = dir, storage, concurrency, noted
         self._files_here: Mapping[str, frozenset[str]] = {}  # by directory, as of the last look
 
     def find(self, ranks: Ranks, usable: Usable, needed: Needed) -> list[Checkpoint]:
@@ -136,8 +138,17 @@ class NearFinder:
         ]
         if not moves:
             return None
+        if any(each.receiver == ranks.rank for each in moves):
+            self._note(save)
         failures = ranks.in_meetings(lambda meetings: move(meetings, self._dir.storage, save.directory, moves))
         return OSError(failures[0].reason) if failures else None
+
+    def _note(self, save: Checkpoint) -> None:
+        """Note this host before rows come to it; where that fails, a restore goes on, and the next near save tries."""
+        try:
+            self._noted.note(save.manifest.epoch)
+        except OSError as error:
+            log.warning("%s: cannot note there that this host has near saves: %s", self._storage.url, error)
 
 
 def _concluded(save: Checkpoint, checked: Sequence[WholeFiles | None]) -> _Checked:

@@ -45,15 +45,17 @@ class Kept:
     Attributes:
         epoch: near saves up to this one go (rule *gc_by_epoch*).
         directories: but for these.
+        forgotten: requests to forget ids, of which these have none.
     """
 
     epoch: int
-    directories: frozenset[str]
+    directories: frozenset[str] = frozenset()
+    forgotten: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, generations: Iterable[Generation], epoch: int) -> Kept:
+    def of(cls, generations: Iterable[Generation], epoch: int, forgotten: frozenset[str]) -> Kept:
         """Return the newest of some."""
-        return cls(epoch, frozenset(each.directory for each in newest(generations)))
+        return cls(epoch, frozenset(each.directory for each in newest(generations)), forgotten)
 
     def lets_go(self, directory: str) -> bool:
         """Say whether a near save goes."""

@@ -25,6 +25,7 @@ from recckpt.text import size
 log = logging.getLogger("recckpt")
 
 _HOST_BYTES = 64
+_URL_BYTES = 1 << 16
 
 
 class NearStorage(LocalStorage):
@@ -72,31 +73,48 @@ class NearDir:
     """Where the near saves of one output dir lie on this host. Makes nothing before it is first asked for its host.
 
     Attributes:
+        path: the near dir, of all output dirs.
         place: 16 hex digits of the output dir. Rule *run_identity*: near saves of another one are not seen.
         storage: the directory of this place.
     """
 
-    def __init__(self, near: Near, place: str) -> None:
-        self.place = place
-        self.storage = NearStorage(layout.join(_root(near), place), near.most_bytes)
+    def __init__(self, near: Near, place: str, url: str | None = None) -> None:
+        self.path, self.place, self._url = _path(near), place, url
+        self.storage = NearStorage(layout.join(self.path, near_names.NEAR_ROOT, place), near.most_bytes)
 
     @classmethod
     def of(cls, near: Near, url: str) -> NearDir:
         """Return that of an output dir."""
-        return cls(near, _place(url))
+        return cls(near, _place(url), _canonical(url))
 
     def host(self) -> str:
         """Return the id of this host, which all have that see the same directory; make both where they are missing.
 
         Raises:
-            OSError: files cannot be written there.
+            OSError: files cannot be written there, or the one with the id is damaged.
         """
         with suppress(*ABSENT):
-            return self.storage.read(near_names.NEAR_HOST, _HOST_BYTES).decode("ascii", "replace")
+            return self._host()
         self.storage.prepare()
+        if self._url is not None:  # first: who finds the id finds this, too
+            self.storage.replace(near_names.NEAR_URL, self._url.encode())
         with suppress(FileExistsError):
             self.storage.put_if_absent(near_names.NEAR_HOST, secrets.token_hex(16).encode())
-        return self.storage.read(near_names.NEAR_HOST, _HOST_BYTES).decode("ascii", "replace")
+        return self._host()
+
+    def _host(self) -> str:
+        host = self.storage.read(near_names.NEAR_HOST, _HOST_BYTES).decode("ascii", "replace")
+        if not near_names.is_host(host):
+            problem = f"found {host!r:.40}, expected 32 hex digits: remove it, and the next near save makes another"
+            raise OSError(errno.EIO, problem, self.storage.url_of(near_names.NEAR_HOST))
+        return host
+
+    def url(self) -> str | None:
+        """Return where the output dir is, as the first writer here reached it; None where that is not known."""
+        with suppress(*ABSENT, NotPlainError, UnicodeDecodeError):
+            url = self.storage.read(near_names.NEAR_URL, _URL_BYTES).decode()
+            return url if _place(url) == self.place else None
+        return None
 
     def begin(self, intent: Intent) -> None:
         """Make the directory of a near save; OSError where that fails. Rule *never_overwrite*: no other has had it."""
@@ -185,15 +203,17 @@ def places(near: Near) -> list[NearDir]:
     Raises:
         OSError: it cannot be read.
     """
-    names = LocalStorage(_root(near)).list_dirs()
+    names = LocalStorage(layout.join(_path(near), near_names.NEAR_ROOT)).list_dirs()
     return [NearDir(near, name) for name in names if near_names.is_place(name)]
 
 
 def _place(url: str) -> str:
-    canonical = url if "://" in url else os.path.realpath(url)
-    return f"{xxhash.xxh3_64_intdigest(canonical.encode()):016x}"
+    return f"{xxhash.xxh3_64_intdigest(_canonical(url).encode()):016x}"
 
 
-def _root(near: Near) -> str:
-    path = os.path.realpath(os.path.expanduser(near.path))  # noqa: PTH111  # pathlib raises RuntimeError
-    return layout.join(path, near_names.NEAR_ROOT)
+def _canonical(url: str) -> str:
+    return url if "://" in url else os.path.realpath(url)
+
+
+def _path(near: Near) -> str:
+    return os.path.realpath(os.path.expanduser(near.path))  # noqa: PTH111  # pathlib raises RuntimeError

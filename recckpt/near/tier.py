@@ -13,8 +13,9 @@ from recckpt.near.candidates import counting
 from recckpt.near.finder import NearFinder
 from recckpt.near.generations import Generation, Kept, newest
 from recckpt.near.near_dir import NearDir
+from recckpt.near.noted_host import NotedHost
 from recckpt.near.options import Near
-from recckpt.near.views import HostView, Seen, look_together, seen_together
+from recckpt.near.views import HostView, Seen, is_first_of_host, look_together, seen_together
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.claims import Takeover
 from recckpt.output_dir.forget_requests import requests
@@ -41,7 +42,8 @@ class NearTier(NearAtTakeover):
 
     def __init__(self, near: Near, storage: Storage, concurrency: int) -> None:
         self.dir, self.timeout_sec, self.copies = NearDir.of(near, storage.url), near.timeout_sec, near.copies
-        self.finder = NearFinder(self.dir, storage, concurrency)
+        self._noted = NotedHost(storage, self.dir)
+        self.finder = NearFinder(self.dir, storage, concurrency, self._noted)
         self._storage, self._cut = storage, 0
         self._seen: Sequence[Seen] = ()
         self._views: Callable[[], Sequence[HostView]] = self._views_here
@@ -49,6 +51,7 @@ class NearTier(NearAtTakeover):
         self._named: tuple[Generation, ...] = ()  # in the list of the own takeover
         self._kept: tuple[Generation, ...] = ()  # acknowledged
         self._under_way: Generation | None = None
+        self._forgotten = frozenset[str]()  # requests to forget ids, of which what counts has none
         self._made: str | None = None  # the directory of what is under way, on the first rank of each host
 
     def next_cut(self) -> int:
@@ -96,7 +99,9 @@ class NearTier(NearAtTakeover):
 
         While ids wait to be forgotten none is named (rule *forget_names_none*), since its rows may have them.
         """
-        is_forgetting = not all(requests(self._storage).values())
+        asked = requests(self._storage)
+        is_forgetting = not all(asked.values())
+        self._forgotten = frozenset(asked)  # also of what waits: it is ended before a near save is made
         saves = [] if is_forgetting else counting(self._storage, self._seen, listing, before.near_list)
         self._named = tuple(map(Generation.of, saves))
         self._kept = ()
@@ -136,6 +141,7 @@ class NearTier(NearAtTakeover):
             OSError: that failed.
         """
         self._made = intent.directory
+        self._noted.note(intent.epoch)  # first: a forgetting has to know where its ids may lie
         self.dir.begin(intent)
 
     def seal(self, intent: Intent, seal: NearSeal) -> None:
@@ -154,7 +160,7 @@ class NearTier(NearAtTakeover):
         assert done is not None
         self._kept = newest((*self._kept, done))
         self._under_way = None  # only now: a checkpoint that is committed meanwhile may ask for bases between the two
-        return Kept.of((*self._named, *self._kept), done.order[0])
+        return Kept.of((*self._named, *self._kept), done.order[0], self._forgotten)
 
     def keep(self, kept: Kept) -> None:
         """Remove from this host what an acknowledged near save replaces. The first rank of each host alone does so."""
@@ -168,24 +174,38 @@ class NearTier(NearAtTakeover):
         if failed is not None:
             self._remove(failed)
 
-    def forget(self, epoch: int) -> None:
-        """Remove all near saves up to an epoch, which hold ids that were forgotten."""
+    def void(self) -> None:
+        """Name and keep none any more, as rank 0: all hold ids that are to be forgotten."""
         self._named = self._kept = ()
-        self._remove_others(Kept.of((), epoch))
+
+    def forget_together(self, ranks: Ranks, epoch: int, forgotten: frozenset[str]) -> None:
+        """Remove all near saves up to an epoch from all hosts, each by its first rank, which notes that. Collective.
+
+        Args:
+            ranks: all of the run.
+            epoch: that of the takeover of a forgetting.
+            forgotten: the requests that have been carried out.
+        """
+        self._forgotten, kept = forgotten, Kept(epoch, forgotten=forgotten)
+        is_first = is_first_of_host(self.dir, ranks.rank, ranks.gather)
+        ranks.on_each(lambda: self._remove_others(kept) if is_first else None)  # all have ended when this returns
 
     def _remove_others(self, kept: Kept) -> None:
-        """Remove near saves from this host, sealed or not, but for those that are kept."""
+        """Remove near saves from this host, sealed or not, but for those that are kept; note what that forgets."""
         try:
             directories = list(self.dir.directories())
         except OSError as error:
             log.warning("%s: nothing is removed there: %s", self.dir.storage.url, error)
             return
-        for directory in directories:
-            if kept.lets_go(directory):
-                self._remove(directory)
+        have_gone = [self._remove(directory) for directory in directories if kept.lets_go(directory)]
+        if all(have_gone):
+            self._noted.note_forgotten(kept.forgotten)
 
-    def _remove(self, directory: str) -> None:
+    def _remove(self, directory: str) -> bool:
+        """Remove a near save, and say whether all of it has gone; a failure is logged."""
         try:
             self.dir.remove(directory)
         except OSError as error:
             log.warning("could not remove all of %s/%s: %s", self.dir.storage.url, directory, error)
+            return False
+        return True

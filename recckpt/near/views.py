@@ -43,10 +43,15 @@ class Seen:
 
 def look_together(near_dir: NearDir, rank: int, gather: Gather) -> list[HostView]:
     """Look at the near dirs of all hosts, each by its first rank, which logs what fails there. Collective."""
-    hosts: list[str | None] = gather(host_of(near_dir))
-    is_first = hosts[rank] is not None and hosts.index(hosts[rank]) == rank
+    is_first = is_first_of_host(near_dir, rank, gather)
     views: list[HostView | None] = gather(HostView(rank, _sealed(near_dir)) if is_first else None)
     return [view for view in views if view is not None]
+
+
+def is_first_of_host(near_dir: NearDir, rank: int, gather: Gather) -> bool:
+    """Say whether a rank is the first of those that see its near dir; none is where it cannot be used. Collective."""
+    hosts: list[str | None] = gather(host_of(near_dir))
+    return hosts[rank] is not None and hosts.index(hosts[rank]) == rank
 
 
 def seen_together(near_dir: NearDir, views: Iterable[HostView]) -> list[Seen]:

@@ -59,6 +59,11 @@ def requests(storage: Storage) -> dict[str, bool]:
     return requests
 
 
+def done_requests(storage: Storage) -> frozenset[str]:
+    """Return the requests that have been carried out."""
+    return frozenset(request for request, is_done in requests(storage).items() if is_done)
+
+
 def check_none_pending(storage: Storage, remedy: str) -> None:
     """Raise RecckptError while ids wait to be forgotten: to copy or add checkpoints would spread these ids."""
     if not all(requests(storage).values()):

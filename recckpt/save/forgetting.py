@@ -14,8 +14,10 @@ from recckpt.errors import CorruptCheckpointError, RecckptError, WriterFencedErr
 from recckpt.forgetting.forget import check_table, checked_ids
 from recckpt.forgetting.forgetting import Forgotten, check_readable, forget_as_owner, scan, settle
 from recckpt.forgetting.ids_in_files import Ids
-from recckpt.output_dir.forget_requests import audit, check_none_pending, pending, requests
+from recckpt.near.tier import NearTier
+from recckpt.output_dir.forget_requests import audit, check_none_pending, done_requests, pending, requests
 from recckpt.output_dir.known_mirrors import mirrors_behind
+from recckpt.output_dir.near_hosts import hosts_behind
 from recckpt.parallel.ranks import Ranks
 from recckpt.save.job import Destination
 from recckpt.sparse.split import filter_out_sparse_param
@@ -76,20 +78,34 @@ class Forgetting:
         is_live = any(ranks.gather(live is not None))
         ranks.on_first(lambda: self._check(table, checked, is_live=is_live))
         self._erase(live, checked)  # first: whatever fails from here on, the next save does not contain the ids
-        return ranks.on_first(lambda: self._forget_here(table, checked))
+        done, epoch, known = ranks.on_first(lambda: self._forget_here(table, checked))
+        if self._to.near is not None:
+            self._forget_near(self._to.near, ranks, epoch, known)
+        return done
 
-    def _forget_here(self, table: str, ids: Ids) -> list[Forgotten]:
+    def _forget_near(self, near: NearTier, ranks: Ranks, epoch: int, known: frozenset[str]) -> None:
+        """Remove the near saves of all hosts; they count no more. Collective."""
+        near.forget_together(ranks, epoch, known)
+        ranks.on_first(self._warn_of_hosts)
+
+    def _warn_of_hosts(self) -> None:
+        hosts = [f"{host.name}:{host.path}" for host in hosts_behind(self._to.storage)]
+        if hosts:
+            log.warning("%s: near saves on %s may still have the ids", self._to.storage.url, ", ".join(hosts))
+
+    def _forget_here(self, table: str, ids: Ids) -> tuple[list[Forgotten], int, frozenset[str]]:
+        """Return what was done, the epoch of this owner, and all requests that have been carried out."""
         storage, fence = self._to.storage, self._to.fence
         self._to.offers.close()  # it would go on writing rows of these ids to its own directory
         if self._to.near is not None:  # rule *forget_in_new_epoch*: near saves may have rows of these ids
             fence.take_over_from_itself()
-            self._to.near.forget(fence.epoch)
+            self._to.near.void()
         try:
             done = forget_as_owner(storage, fence, table, ids, _BY)
             behind = [mirror.url for mirror in mirrors_behind(storage)]  # training does not wait for copies
             if behind:
                 log.warning("%s: its mirrors %s have the ids until their next pass", storage.url, ", ".join(behind))
-            return done
+            return done, fence.epoch, done_requests(storage)
         finally:
             fence.note_requests(requests(storage))  # the tables of this process have done their part
 

@@ -42,6 +42,40 @@ def test_all_are_removed(recckpt, run, tmp_path):
     assert run.counts == (3, 0, 0)
 
 
+def test_what_was_forgotten_is_named_until_it_is_cleared_on_that_host(recckpt, run, tmp_path):
+    (tmp_path / "gone").write_text("2\n")
+    of_run = tmp_path / "runs"
+    forgotten = recckpt("forget", of_run, "--table", "t", "--ids", tmp_path / "gone")
+    [host] = recckpt("verify", of_run, "--absent", tmp_path / "gone", "--json").json["hosts_behind"]
+    assert host["path"] == str(run.near_path)
+    what = f"near saves on {host['name']} in {run.near_path} may have what was forgotten: run `recckpt near clear "
+    assert forgotten.code == 1
+    assert what in forgotten.err
+    verified = recckpt("verify", of_run, "--absent", tmp_path / "gone")
+    assert verified.code == 0
+    assert what in verified.out
+    note = of_run / verified.out.rpartition("remove ")[2].strip()
+    assert note.exists()
+
+    cleared = recckpt("near", "clear", run.near_path)
+    assert cleared.out.splitlines()[1:] == [f"{of_run}: noted that nothing which was forgotten is on this host"]
+    assert recckpt("verify", of_run, "--absent", tmp_path / "gone", "--json").json["hosts_behind"] == []
+    assert len(recckpt("near", "clear", run.near_path).out.splitlines()) == 1, "it is noted once"
+
+
+def test_where_the_output_dir_cannot_be_told_that_is_said_and_all_go(recckpt, run, tmp_path):
+    (tmp_path / "gone").write_text("2\n")
+    recckpt("forget", tmp_path / "runs", "--table", "t", "--ids", tmp_path / "gone")
+    [note] = (tmp_path / "runs/.recckpt/near").iterdir()
+    note.write_text("{}")
+    cleared = recckpt("near", "clear", run.near_path)
+    assert cleared.code == 0
+    assert f"{tmp_path / 'runs'}: not noted there: " in cleared.out
+    assert run.near_dirs == []
+    shutil.rmtree(tmp_path / "runs")
+    assert recckpt("near", "clear", run.near_path).out == f"{run.near_path}: 0 near saves removed\n"
+
+
 def test_what_is_not_ours_stays(recckpt, tmp_path):
     (tmp_path / "recckpt-near/notes").mkdir(parents=True)
     (tmp_path / "recckpt-near/notes/kept").write_text("")

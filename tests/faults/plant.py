@@ -29,7 +29,7 @@ class Plant:
         found = importlib.import_module(module)
         for name in path.split("."):
             found = getattr(found, name)
-        return found
+        return getattr(found, "fget", found)  # of a property
 
     @property
     def code(self):
@@ -43,4 +43,5 @@ class Plant:
         changed = source.replace(self.old, self.new)
         flags = __future__.annotations.compiler_flag
         exec(compile(changed, f"<planted in {self.where}>", "exec", flags, dont_inherit=True), names)
-        return names[function.__name__].__code__
+        made = names[function.__name__]
+        return getattr(made, "fget", made).__code__

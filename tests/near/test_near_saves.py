@@ -102,7 +102,11 @@ def test_only_the_two_newest_stay(tmp_path):
     for value in range(5):
         run.put(_9=float(value)).step()
     assert len(run.near_dirs) == 2
-    assert sorted(path.name for path in run.near_dirs[0].parents[1].iterdir()) == [run.near_dirs[0].parent.name, "host"]
+    assert sorted(path.name for path in run.near_dirs[0].parents[1].iterdir()) == [
+        run.near_dirs[0].parent.name,
+        "host",
+        "output_dir",
+    ]
 
 
 @pytest.mark.parametrize(("n_damaged", "left"), [(1, {1: 1.0, 2: 2.0}), (2, {1: 1.0})])

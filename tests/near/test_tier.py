@@ -6,6 +6,7 @@ from support.near_runs import NearRun, output_dir
 
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.near_at_takeover import NearAtTakeover
+from recckpt.parallel.ranks import Ranks
 
 
 def before_each_check(run, work):
@@ -72,7 +73,7 @@ def test_the_near_dir_is_looked_at_after_the_claim(tmp_path):
 def test_a_writer_that_was_overtaken_removes_nothing_of_its_successor(tmp_path):
     zombie = begun(tmp_path)
     NearRun(tmp_path).restore().put(_3=3.0).step()
-    zombie.saver.near_saves.tier.forget(1)
+    zombie.saver.near_saves.tier.forget_together(Ranks(0, 1), 1, frozenset())
     assert [path.parent.name.partition(".")[0] for path in zombie.near_dirs] == ["2"]
     assert rows(NearRun(tmp_path).restore()) == {1: 1.0, 2: 2.0, 3: 3.0}
 

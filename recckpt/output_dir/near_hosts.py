@@ -1,0 +1,72 @@
+"""The hosts on which near saves of a run may lie: each is noted in the output dir (docs/format.md, section 16)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recckpt.format import near_names
+from recckpt.format.json_fields import Fields, seal
+from recckpt.output_dir.forget_requests import done_requests
+from recckpt.output_dir.notes import note_paths, put_note, read_note
+from recckpt.storage import Storage
+
+FORMAT = "recckpt-near-host"  # part of the format
+VERSION = 1  # part of the format
+_SEAL = "near_host_xxh3"  # part of the format
+_REMEDY = "remove it: the next near save on that host notes it again"
+
+
+@dataclass(frozen=True)
+class NearHost:
+    """A host with near saves of an output dir, as it is noted there."""
+
+    host: str  # the id in its near dir
+    name: str  # of the machine, for people
+    path: str  # of its near dir, there
+    forgotten: frozenset[str] = frozenset()  # requests to forget ids, which no near save there has any more
+
+
+def note_near_host(storage: Storage, host: NearHost) -> None:
+    """Note a host, unless it is noted like this."""
+    data = seal(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "host": host.host,
+            "name": host.name,
+            "path": host.path,
+            "forgotten": sorted(host.forgotten),
+        },
+        _SEAL,
+    )
+    put_note(storage, near_names.host_note(host.host), data)
+
+
+def noted_host(storage: Storage, host: str) -> NearHost | None:
+    """Return what is noted of a host; None where nothing is.
+
+    Raises:
+        CorruptCheckpointError: the note is damaged.
+        FormatVersionError: a newer recckpt wrote it.
+    """
+    return _read(storage, near_names.host_note(host))
+
+
+def hosts_behind(storage: Storage) -> list[NearHost]:
+    """Return the hosts of which it is not known that no near save there has ids that were forgotten.
+
+    Raises:
+        CorruptCheckpointError: the note of one is damaged.
+        FormatVersionError: a newer recckpt wrote it.
+    """
+    forgotten = done_requests(storage)
+    hosts = [_read(storage, path) for path in note_paths(storage, near_names.NEAR_NOTES)] if forgotten else []
+    return [host for host in hosts if host is not None and not forgotten <= host.forgotten]
+
+
+def _read(storage: Storage, path: str) -> NearHost | None:
+    return read_note(storage, path, (FORMAT, VERSION, _SEAL), _decoded, _REMEDY)
+
+
+def _decoded(fields: Fields) -> NearHost:
+    return NearHost(fields.text("host"), fields.text("name"), fields.text("path"), frozenset(fields.texts("forgotten")))
