@@ -9,7 +9,7 @@ TESTERS := $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 2 ? 2
 
 unexport PYTHONDONTWRITEBYTECODE  # the tests start many interpreters: each would compile all of recckpt again
 
-.PHONY: docs demo test test-of test-entered test-integrations test-slow test-faults test-cuda lint bench bench-toy clean
+.PHONY: docs demo test test-of test-entered test-integrations test-slow test-faults test-hosts test-cuda lint bench bench-toy clean
 
 $(STAMP): setup.py constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
@@ -54,6 +54,11 @@ test-slow: $(STAMP)
 
 test-faults: $(STAMP)
 	$(PY) -m pytest -n $(TESTERS) --dist loadscope -m "" tests/faults
+
+# Hosts that die, go away, come back with old disks or hang, for so many minutes: tests/near/hosts_for_minutes.py
+MINUTES ?= 20
+test-hosts: $(STAMP)
+	PYTHONPATH=tests:. $(PY) tests/near/hosts_for_minutes.py --minutes $(MINUTES) --hosts 4 --ranks 2
 
 # What a GPU alone shows; CUDA_PYTHON=python3 takes another Python than .venv, of which only these files need be imported.
 CUDA_PYTHON ?= $(PY)

@@ -45,6 +45,7 @@ live_torchrec: Models of TorchRec with live tables for the tests: plans, batches
 memory_store: A key-value store as ranks share it, in this process.
 mirrors: Mirrors held against what they may be: whole at each moment, and byte for byte what their runs have.
 mutations: Bytes and JSON that are almost what was written.
+near_hosts: A job on several hosts, each a near dir and some processes, that trains what one process could, too.
 near_runs: Runs of one small table with near saves: each is a process of its own, as far as files say.
 other_user: Another user than root, whose rights are checked, and a directory that this one can enter.
 pages: Pages that may hold hostile names: nothing in them runs, and nothing is fetched.
