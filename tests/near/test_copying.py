@@ -7,10 +7,11 @@ from support.thread_ranks import ThreadGroup, Wire, alone
 
 from recckpt import Near
 from recckpt.checkpoint.every_byte import problems
-from recckpt.errors import RecckptError
+from recckpt.errors import RankLostError, RecckptError
 from recckpt.format.manifest import FileEntry
 from recckpt.near.copying import copy_files
 from recckpt.near.near_dir import NearDir
+from recckpt.output_dir.listing import list_checkpoints
 from recckpt.parallel.threads import run_all
 from recckpt.storage.local import LocalStorage
 
@@ -121,6 +122,31 @@ def test_a_copy_that_is_spoiled_on_the_wire_ends_its_near_save_on_all_hosts_and_
     assert on_hosts(tmp_path, ["a", "b"], work) == [(3, 1, 0)] * 2
     assert saves_on(tmp_path, "a") == saves_on(tmp_path, "b") == [3, 5]
     assert not (tmp_path / "b" / near_names(tmp_path, "b")[0]).with_name("4").exists()
+
+
+class HangingGroup(ThreadGroup):
+    """A rank whose peers do not answer once it has sent files of rows."""
+
+    def exchange(self, mark, parcels):
+        if any(b"ARROW1" in parcel.tobytes() for parcel in parcels):
+            self.is_lost = True
+            raise RankLostError([1 - self.rank], "it did not answer within 60 s")
+        return super().exchange(mark, parcels)
+
+
+def test_a_rank_that_does_not_answer_ends_near_saves_and_no_checkpoints(tmp_path):
+    def work(run):
+        trained(run)
+        ((numbers, ranks),) = run.saver.near_saves.ranks.items()
+        run.saver.near_saves.ranks[numbers] = alone(HangingGroup(numbers[0], ranks.connection.groups[0].wire))
+        run.put(_6=6.0).step().put(_7=7.0).step()
+        assert run.counts == (2, 1, 0)
+        run.save()
+
+    on_hosts(tmp_path, ["a", "b"], work)
+    assert list_checkpoints(output_dir(tmp_path)).committed[-1].manifest.step == 5
+    assert saves_on(tmp_path, "a") == saves_on(tmp_path, "b") == [2, 3]
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_a_host_without_room_for_copies_leaves_the_older_near_saves_as_they_are(tmp_path):
