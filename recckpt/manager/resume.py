@@ -179,9 +179,11 @@ class Restorer:
         That is another form of a checkpoint of the bank, or the best of the own checkpoints that needs nothing damaged.
         """
         other = self._ranks.on_first(lambda: without_damage(damage, self._loader.storage, start, error))
-        if self._near is not None and other is not None and other.own != start.own:
-            own = self._near.from_first_whole(self._ranks, self._near.here(other.own), self._needed(is_whole=False))
-            other = replace(other, own=own) if own else None
+        if self._near is not None and other is not None:
+            own = self._near.here(other.own)  # of rank 0, whose near dir may be another
+            if own != start.own:
+                own = self._near.from_first_whole(self._ranks, own, self._needed(is_whole=False))
+            other = replace(other, own=own) if own or not start.own else None
         if other is not None and other.own != start.own:
             best = start.own[0]
             link = damaged_link(best, error) or best.directory

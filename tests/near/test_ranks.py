@@ -1,6 +1,7 @@
 """Near saves of several ranks that see one near dir, restored by any number of them."""
 
 import pytest
+from load.test_other_forms import Chain
 from near.test_near_saves import rows
 from support.near_runs import NearRun, newest_list, output_dir, parts_of
 from support.thread_ranks import ThreadGroup, Wire, alone, on_ranks
@@ -174,3 +175,15 @@ def test_a_host_without_a_near_dir_of_its_own_is_brought_only_what_its_ranks_rea
     brought = {path.name for path in (tmp_path / "new").rglob("sparse/*")}
     assert brought
     assert {name[:5] for name in brought} == {"00000"}
+
+
+def test_where_a_bank_has_damage_each_host_still_reads_its_own_near_dir(tmp_path):
+    on_hosts(tmp_path, ["a", "b"], trained, copies=0)
+    chain = Chain(tmp_path / "bank", "u")
+    chain.damage("form")
+
+    def work(run):
+        run.manager.load_model_bank([{"path": str(chain.root), "load": ["u"]}])
+        return rows(run)
+
+    assert together(on_hosts(tmp_path, ["a", "b"], work, others=["u"])) == {1: 1.0, 2: 2.0, 3: 3.0, 5: 5.0}
