@@ -7,8 +7,8 @@ from typing import Any
 
 from recckpt.cli.result import CommandResult, usage_checked
 from recckpt.format import near_names
-from recckpt.near.candidates import counting_here
 from recckpt.near.clearing import clear
+from recckpt.near.here import NearHere, counting_here, near_saves_here
 from recckpt.near.near_dir import NearDir, places
 from recckpt.near.options import Near
 from recckpt.output_dir.listing import Checkpoint, Listing
@@ -16,7 +16,7 @@ from recckpt.output_dir.near_hosts import NearHost
 from recckpt.storage import Storage
 from recckpt.text import Line, Table, count, escaped, one_line, plural, size
 
-_HEAD = ("OUTPUT DIR", "NEAR SAVE", "STEP", "TIME", "ROWS", "SIZE", "STANDS ON")
+_HEAD = ("OUTPUT DIR", "NEAR SAVE", "STEP", "TIME", "ROWS", "SIZE", "HERE", "STANDS ON")
 _NUMBERS = ("STEP", "ROWS", "SIZE")
 
 
@@ -27,21 +27,21 @@ def near(args: argparse.Namespace) -> CommandResult:
     return _cleared(places(at), args.path) if args.what == "clear" else _listed(places(at), args.path)
 
 
-def near_saves_of(storage: Storage, listing: Listing, path: str) -> list[Checkpoint]:
+def near_saves_of(storage: Storage, listing: Listing, path: str) -> list[NearHere]:
     """Return the near saves of an output dir that count, newest first."""
     with usage_checked():
         at = Near(path)
     return counting_here(storage, listing, at)
 
 
-def near_table(saves: list[tuple[str, Checkpoint]]) -> Table:
+def near_table(saves: list[tuple[str, NearHere]]) -> Table:
     """Return the table of near saves, each with the place of its output dir."""
     return Table(_HEAD, [(place, *_row(save)) for place, save in saves], _NUMBERS, {}, whole=("TIME",))
 
 
-def near_data(save: Checkpoint) -> dict[str, Any]:
+def near_data(near: NearHere) -> dict[str, Any]:
     """Return what programs read of a near save."""
-    record = save.manifest
+    save, record = near.save, near.save.manifest
     return {
         "name": record.save_id,
         "directory": save.directory,
@@ -49,12 +49,14 @@ def near_data(save: Checkpoint) -> dict[str, Any]:
         "time": record.time,
         "rows": _n_changed(save),
         "bytes": record.n_bytes,
+        "shards": near.n_shards,
+        "shards_here": near.n_here,
         "parent": None if record.parent is None else record.parent.ckpt_id,
     }
 
 
 def _listed(dirs: list[NearDir], path: str) -> CommandResult:
-    saves = [(each.place, save) for each in dirs for save in each.saves()]
+    saves = [(each.place, save) for each in dirs for save in near_saves_here(each)]
     unsealed = [(each, name) for each in dirs for name in each.directories() if name not in _directories(saves, each)]
     lines: list[Line] = [near_table(saves)] if saves else []
     lines += [f"{each.place}/{name}: not sealed: of a save that died, or is being written" for each, name in unsealed]
@@ -63,8 +65,8 @@ def _listed(dirs: list[NearDir], path: str) -> CommandResult:
     return CommandResult({"near_saves": data, "unsealed": left}, lines or [f"{path}: no near saves"])
 
 
-def _directories(saves: list[tuple[str, Checkpoint]], of: NearDir) -> set[str]:
-    return {save.directory for place, save in saves if place == of.place}
+def _directories(saves: list[tuple[str, NearHere]], of: NearDir) -> set[str]:
+    return {near.save.directory for place, near in saves if place == of.place}
 
 
 def may_have_forgotten(host: NearHost) -> str:
@@ -91,14 +93,15 @@ def _cleared(dirs: list[NearDir], path: str) -> CommandResult:
     return CommandResult({"removed": removed, "noted": noted, "not_noted": failed}, lines)
 
 
-def _row(save: Checkpoint) -> tuple[str, ...]:
-    record = save.manifest
+def _row(near: NearHere) -> tuple[str, ...]:
+    save, record = near.save, near.save.manifest
     return (
         record.save_id,
         "-" if record.step is None else str(record.step),
         escaped(record.time),
         count(_n_changed(save)),
         size(record.n_bytes),
+        "all" if near.n_here == near.n_shards else f"{near.n_here} of {plural(near.n_shards, 'shard')}",
         "-" if record.parent is None else escaped(record.parent.ckpt_id),
     )
 

@@ -8,41 +8,26 @@ from contextlib import suppress
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import near_names
 from recckpt.format.near_list import NearList
-from recckpt.near.near_dir import NearDir
-from recckpt.near.options import Near
-from recckpt.near.views import HostView, Seen, seen_together
-from recckpt.output_dir.claims import last_takeover, read_claim
+from recckpt.output_dir.claims import read_claim
 from recckpt.output_dir.listing import Checkpoint, Listing, chained
 from recckpt.storage import Storage
 
 
-def counting(storage: Storage, seen: Iterable[Seen], listing: Listing, near_list: NearList) -> list[Checkpoint]:
+def counting(storage: Storage, saves: Iterable[Checkpoint], listing: Listing, near_list: NearList) -> list[Checkpoint]:
     """Return the near saves that count, each with what it stands on, newest first.
 
     Args:
         storage: the output dir.
-        seen: all that are sealed, on any host.
+        saves: those of which each file is on some host.
         listing: what is committed in the output dir.
         near_list: what the newest list there says.
     """
     # Rule *epoch_rule*: what an overtaken writer seals afterwards is not named, and its epoch is too low.
-    named = [each for each in seen if near_list.counts(each.save.manifest.save_id)]
-    ours = _made_here(storage, {each.save.manifest.save_id for each in named})
-    whole = [each.save for each in named if each.save.manifest.save_id in ours and each.is_complete]
+    named = [save for save in saves if near_list.counts(save.manifest.save_id)]
+    ours = _made_here(storage, {save.manifest.save_id for save in named})
+    whole = [save for save in named if save.manifest.save_id in ours]
     # Rules *base_by_save_id* and *parent_is_origin*: what it stands on is found as that of a delta is.
     return _newest_first(c for c in chained([*listing.committed, *whole], listing.damaged)[0] if c.near_dir is not None)
-
-
-def counting_here(storage: Storage, listing: Listing, near: Near) -> list[Checkpoint]:
-    """Return the near saves of an output dir on this host that count, newest first; takes nothing over.
-
-    Raises:
-        CorruptCheckpointError, FormatVersionError: the list of the newest takeover is damaged, or of a newer recckpt.
-        OSError: a directory cannot be read.
-    """
-    near_dir = NearDir.of(near, storage.url)
-    seen = seen_together(near_dir, [HostView(0, list(near_dir.sealed()))])
-    return counting(storage, seen, listing, last_takeover(storage).near_list)  # rule *list_read_last*
 
 
 def merged(checkpoints: Sequence[Checkpoint], saves: Iterable[Checkpoint]) -> list[Checkpoint]:

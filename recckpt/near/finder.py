@@ -13,7 +13,7 @@ from recckpt.near.moves import Move
 from recckpt.near.moving import move
 from recckpt.near.near_dir import NearDir
 from recckpt.near.noted_host import NotedHost
-from recckpt.near.views import HostView, host_of, look_together, seen_together
+from recckpt.near.views import HostView, complete, host_of, look_together, seen_together
 from recckpt.near.whole_files import WholeFiles, lacking, whole_files
 from recckpt.output_dir.claims import last_takeover
 from recckpt.output_dir.listing import Checkpoint, Listing
@@ -83,7 +83,8 @@ class NearFinder:
             near_list = last_takeover(self._storage).near_list
         except (CorruptCheckpointError, FormatVersionError):  # which is in the listing as damaged
             return list(checkpoints)
-        return merged(checkpoints, counting(self._storage, seen_together(self._dir, views), listing, near_list))
+        saves = complete(seen_together(self._dir, views))
+        return merged(checkpoints, counting(self._storage, saves, listing, near_list))
 
     def here(self, candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
         """Return candidates of rank 0 as this rank sees them, whose near dir may be another. Not collective."""

@@ -102,6 +102,12 @@ class NearDir:
             self.storage.put_if_absent(near_names.NEAR_HOST, secrets.token_hex(16).encode())
         return self._host()
 
+    def known_host(self) -> str | None:
+        """Return the id of this host; None where it has none that can be read. Makes nothing."""
+        with suppress(OSError):
+            return self._host()
+        return None
+
     def _host(self) -> str:
         host = self.storage.read(near_names.NEAR_HOST, _HOST_BYTES).decode("ascii", "replace")
         if not near_names.is_host(host):
@@ -142,11 +148,6 @@ class NearDir:
                 files = {file.name for file in save.manifest.files}
                 missing = {file.name for file in unlisted(save.manifest, self.storage.listed(directory))}
                 yield Sealed(directory, data, frozenset(files - missing))
-
-    def saves(self) -> list[Checkpoint]:
-        """Return what the seals here say; OSError where the directory cannot be read."""
-        opened = (self.opened(sealed.directory, sealed.seal) for sealed in self.sealed())
-        return [save for save in opened if save is not None]
 
     def opened(self, directory: str, data: bytes) -> Checkpoint | None:
         """Return what a seal says, None where it is not that of a near save of this place; that is logged."""

@@ -15,7 +15,7 @@ class Near:
     They make a restore after the death of processes newer, and never take the place of a checkpoint.
 
     Args:
-        path: a directory of this host, such as one below ``/dev/shm``; all ranks of a saver see the same one.
+        path: a directory of this host, such as one below ``/dev/shm``. Ranks that see the same one are on one host.
         max_bytes: how much near saves of one output dir may take there, such as ``"16GiB"``: three times as much as the
             largest; None for as much as there is. One that does not fit is not made, and a warning says so.
         timeout_sec: how long ranks wait for each other in a near save.

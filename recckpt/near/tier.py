@@ -15,7 +15,7 @@ from recckpt.near.generations import Generation, Kept, newest
 from recckpt.near.near_dir import NearDir
 from recckpt.near.noted_host import NotedHost
 from recckpt.near.options import Near
-from recckpt.near.views import HostView, Seen, is_first_of_host, look_together, seen_together
+from recckpt.near.views import HostView, Seen, complete, is_first_of_host, look_together, seen_together
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.claims import Takeover
 from recckpt.output_dir.forget_requests import requests
@@ -102,7 +102,7 @@ class NearTier(NearAtTakeover):
         asked = requests(self._storage)
         is_forgetting = not all(asked.values())
         self._forgotten = frozenset(asked)  # also of what waits: it is ended before a near save is made
-        saves = [] if is_forgetting else counting(self._storage, self._seen, listing, before.near_list)
+        saves = [] if is_forgetting else counting(self._storage, complete(self._seen), listing, before.near_list)
         self._named = tuple(map(Generation.of, saves))
         self._kept = ()
         return NearList(epoch, frozenset(save.manifest.save_id for save in saves))

@@ -70,6 +70,11 @@ def seen_together(near_dir: NearDir, views: Iterable[HostView]) -> list[Seen]:
     return [Seen(save, holders) for save, holders in saves.values()]
 
 
+def complete(seen: Iterable[Seen]) -> list[Checkpoint]:
+    """Return the near saves of which each file is on a host."""
+    return [each.save for each in seen if each.is_complete]
+
+
 def host_of(near_dir: NearDir) -> str | None:
     """Return the id of this host, None where its near dir cannot be used; that is logged."""
     try:

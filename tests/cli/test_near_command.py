@@ -3,7 +3,13 @@
 import shutil
 
 import pytest
-from support.near_runs import NearRun
+from near.test_ranks import on_hosts, trained
+from support.near_runs import NearRun, parts_of
+
+from recckpt import Near
+from recckpt.near.here import counting_here
+from recckpt.output_dir.listing import look_around
+from recckpt.storage import open_storage
 
 
 @pytest.fixture
@@ -22,7 +28,7 @@ def test_the_near_saves_of_a_host_are_listed_and_those_that_died_are_named(recck
     assert head.split()[:4] == ["OUTPUT", "DIR", "NEAR", "SAVE"]
     assert older.split()[2] == "2"
     assert newer.split()[2] == "3"
-    assert newer.endswith("ckpt_1")
+    assert newer.split()[-2:] == ["all", "ckpt_1"]
     assert died.endswith("/99: not sealed: of a save that died, or is being written")
     values = recckpt("near", "ls", run.near_path, "--json").json
     assert [(each["step"], each["rows"], each["parent"]) for each in values["near_saves"]] == [
@@ -95,6 +101,31 @@ def test_the_list_of_an_output_dir_shows_those_that_count(recckpt, run, tmp_path
     shutil.rmtree(run.near_path)
     assert recckpt("ls", tmp_path / "runs", "--near", run.near_path, "--json").json["near"] == []
     assert "near" not in recckpt("ls", tmp_path / "runs", "--json").json
+
+
+@pytest.mark.parametrize(("copies", "n_here"), [(0, 2), (1, 3)])
+def test_of_a_near_save_of_several_hosts_it_is_said_what_is_here(recckpt, tmp_path, copies, n_here):
+    on_hosts(tmp_path, ["a", "a", "b"], trained, copies=copies)
+    ls, of_run = recckpt("near", "ls", tmp_path / "a"), ("ls", tmp_path / "runs", "--near", tmp_path / "a")
+    for answer in (ls, recckpt(*of_run)):
+        lines = [line for line in answer.out.splitlines() if line.endswith("ckpt_1")]
+        assert len(lines) == 2
+        assert all(("2 of 3 shards" in line) == (copies == 0) for line in lines)
+    found = recckpt(*of_run, "--json").json["near"]
+    assert [(each["shards"], each["shards_here"]) for each in found] == [(3, n_here)] * 2
+    now = recckpt("watch", tmp_path / "runs", "--near", tmp_path / "a", "--once", "--json").json["near"]
+    assert (now["newest"]["shards"], now["newest"]["shards_here"], now["n_saves"]) == (3, n_here, 2)
+    storage = open_storage(str(tmp_path / "runs"))
+    here = counting_here(storage, look_around(storage), Near(tmp_path / "a"))
+    assert [each.is_elsewhere for each in here] == [copies == 1] * 2
+
+
+def test_a_near_save_of_which_no_host_has_a_file_does_not_count(recckpt, run, tmp_path):
+    parts_of(run.near_dirs[-1])[0].unlink()
+    assert [
+        each["step"] for each in recckpt("ls", tmp_path / "runs", "--near", run.near_path, "--json").json["near"]
+    ] == [2]
+    assert "0 of 1 shard" in recckpt("near", "ls", run.near_path).out
 
 
 def test_a_watch_shows_what_near_saves_would_give_back(recckpt, run, tmp_path):

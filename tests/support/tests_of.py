@@ -150,6 +150,7 @@ TESTS = {
     "load/needed_files.py": "near/test_ranks.py",
     "near/finder.py": "near/test_tier.py near/test_ranks.py near/test_hosts_against_a_dict.py",
     "near/whole_files.py": "near/test_ranks.py near/test_near_flips.py",
+    "near/here.py": "cli/test_near_command.py inspect/watch/test_near.py",
     "near/clearing.py": "cli/test_near_command.py",
     "near/noted_host.py": "near/test_noted_hosts.py",
     "near/generations.py": "near/test_ranks.py near/test_near_saves.py",

@@ -10,11 +10,11 @@ from recckpt.format import layout
 from recckpt.format.manifest import Manifest
 from recckpt.inspect.watch.history import History, history_of
 from recckpt.inspect.watch.status import Status, status_of
-from recckpt.near.candidates import counting_here
+from recckpt.near.here import NearHere, counting_here
 from recckpt.near.options import Near
 from recckpt.output_dir.checkpoint_dir import Intent, Manifests, listed_files, read_intent, read_manifest, unlisted
 from recckpt.output_dir.claims import Claim, claimed_epochs, read_claim
-from recckpt.output_dir.listing import Checkpoint, Listing, look_around
+from recckpt.output_dir.listing import Listing, look_around
 from recckpt.output_dir.timeline import read_timeline
 from recckpt.storage import NOT_READABLE, Listed, Storage
 
@@ -76,7 +76,7 @@ class Watcher:
             near_saves=self._near_saves(listing),
         )
 
-    def _near_saves(self, listing: Listing) -> list[Checkpoint] | None:
+    def _near_saves(self, listing: Listing) -> list[NearHere] | None:
         if self._near is None:
             return None
         try:

@@ -10,6 +10,7 @@ from statistics import median
 
 from recckpt.format.moments import time_of
 from recckpt.inspect.watch.history import History
+from recckpt.near.here import NearHere
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.text import count, duration, escaped, plural, size
 
@@ -25,6 +26,8 @@ class NewestNear:
     rows: int  # that it holds
     n_bytes: int
     base: str | None  # the checkpoint that it stands on
+    shards: int
+    shards_here: int  # whose files are all on this host
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class NearNow:
         newest: the newest that counts; None where there is none.
         n_saves: how many count.
         with_processes: what is lost where the processes of the run die now.
-        with_host: what is lost where the host does, with its near saves.
+        with_host: what is lost where the host does, with what no other host has of its near saves.
     """
 
     newest: NewestNear | None
@@ -52,7 +55,7 @@ class NearNow:
     with_host: Loss
 
 
-def near_now(saves: Sequence[Checkpoint], newest: Checkpoint | None, history: History, now: datetime) -> NearNow:
+def near_now(saves: Sequence[NearHere], newest: Checkpoint | None, history: History, now: datetime) -> NearNow:
     """Return what near saves would give back.
 
     Args:
@@ -61,10 +64,10 @@ def near_now(saves: Sequence[Checkpoint], newest: Checkpoint | None, history: Hi
         history: the timeline of the run, by which its pace is known, and by its near saves.
         now: the time.
     """
-    pace = _steps_per_sec(saves, history)
+    pace = _steps_per_sec([each.save for each in saves], history)
     ages = [_age(each, now) for each in ([newest] if newest is not None else [])]
-    with_host = _loss(ages, pace)
-    with_processes = _loss([*ages, *(_age(save, now) for save in saves[:1])], pace)
+    with_host = _loss([*ages, *_ages([each for each in saves if each.is_elsewhere], now)], pace)
+    with_processes = _loss([*ages, *_ages(saves, now)], pace)
     return NearNow(_newest(saves[0], now) if saves else None, len(saves), with_processes, with_host)
 
 
@@ -74,6 +77,11 @@ def near_facts(near: NearNow) -> Iterator[tuple[str, str]]:
     yield "lost now", f"{_lost(near.with_processes)} if its processes die, {_lost(near.with_host)} if the host does"
 
 
+def _ages(saves: Sequence[NearHere], now: datetime) -> list[float | None]:
+    """Return the age of the newest of some, if there is one."""
+    return [_age(each.save, now) for each in saves[:1]]
+
+
 def _words_of(near: NearNow) -> str:
     newest = near.newest
     if newest is None:
@@ -81,7 +89,11 @@ def _words_of(near: NearNow) -> str:
     ago = "at an unknown time" if newest.age_sec is None else f"{duration(newest.age_sec)} ago"
     step = "" if newest.step is None else f"step {count(newest.step)}, "
     base = "" if newest.base is None else f" on {escaped(newest.base)}"
-    return f"{ago}: {step}{plural(newest.rows, 'row')}, {size(newest.n_bytes)}{base}; {count(near.n_saves)} kept"
+    part = (
+        f", {newest.shards_here} of {plural(newest.shards, 'shard')} here" if newest.shards_here < newest.shards else ""
+    )
+    what = f"{plural(newest.rows, 'row')}, {size(newest.n_bytes)}{base}{part}"
+    return f"{ago}: {step}{what}; {count(near.n_saves)} kept"
 
 
 def _lost(loss: Loss) -> str:
@@ -90,8 +102,8 @@ def _lost(loss: Loss) -> str:
     return f"{duration(loss.sec)} of training" if loss.steps is None else f"about {plural(loss.steps, 'step')}"
 
 
-def _newest(save: Checkpoint, now: datetime) -> NewestNear:
-    record = save.manifest
+def _newest(near: NearHere, now: datetime) -> NewestNear:
+    save, record = near.save, near.save.manifest
     return NewestNear(
         name=record.save_id,
         step=record.step,
@@ -100,6 +112,8 @@ def _newest(save: Checkpoint, now: datetime) -> NewestNear:
         rows=sum(table.own_rows for table in record.tables),
         n_bytes=record.n_bytes,
         base=None if record.parent is None else record.parent.ckpt_id,
+        shards=near.n_shards,
+        shards_here=near.n_here,
     )
 
 

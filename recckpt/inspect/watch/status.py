@@ -13,6 +13,7 @@ from recckpt.format.moments import time_of
 from recckpt.inspect.save_times import SaveTimes
 from recckpt.inspect.watch.history import History, Pause
 from recckpt.inspect.watch.near import NearNow, near_now
+from recckpt.near.here import NearHere
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.claims import Claim
 from recckpt.output_dir.listing import Checkpoint, Listing
@@ -156,7 +157,7 @@ def status_of(
     intents: Sequence[Intent],
     why_empty: str,
     overdue_sec: float | None = None,
-    near_saves: Sequence[Checkpoint] | None = None,
+    near_saves: Sequence[NearHere] | None = None,
 ) -> Status:
     """Return what is known of a run.
 

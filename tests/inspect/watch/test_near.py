@@ -11,6 +11,7 @@ from recckpt.inspect.watch.history import history_of
 from recckpt.inspect.watch.look import Watcher
 from recckpt.inspect.watch.near import near_facts, near_now
 from recckpt.inspect.watch.shown import facts, line
+from recckpt.near.here import NearHere
 from recckpt.output_dir.listing import Checkpoint, look_around
 from recckpt.storage import open_storage
 
@@ -29,20 +30,33 @@ def at(checkpoint, step, seconds):
     return Checkpoint(checkpoint.directory, manifest, checkpoint.below, near_dir=checkpoint.near_dir)
 
 
+def here(save, n_here=4, is_elsewhere=False):
+    return NearHere(save, 4, n_here, is_lost=False, is_elsewhere=is_elsewhere)
+
+
 def test_a_look_says_what_is_lost_with_processes_and_with_the_host(tmp_path):
     begun(tmp_path)
     [newest] = look_around(open_storage(str(tmp_path / "runs"))).current
-    saves = [at(newest, 140, 2), at(newest, 120, 12)]
+    saves = [here(at(newest, 140, 2)), here(at(newest, 120, 12))]
     near = near_now(saves, at(newest, 20, 62), history_of([]), NOW)
     assert (near.n_saves, near.newest.step, near.newest.age_sec) == (2, 140, 2.0)
     assert (near.with_processes.steps, near.with_host.steps) == (4, 124)
     assert dict(near_facts(near))["lost now"] == "about 4 steps if its processes die, about 124 steps if the host does"
 
 
+def test_what_other_hosts_have_too_outlives_the_host(tmp_path):
+    begun(tmp_path)
+    [newest] = look_around(open_storage(str(tmp_path / "runs"))).current
+    saves = [here(at(newest, 140, 2), 2), here(at(newest, 120, 12), 2, is_elsewhere=True)]
+    near = near_now(saves, at(newest, 20, 62), history_of([]), NOW)
+    assert (near.with_processes.steps, near.with_host.steps) == (4, 24)
+    assert ", 2 of 4 shards here; 2 kept" in dict(near_facts(near))["near"]
+
+
 def test_a_newer_checkpoint_is_what_comes_back_of_either(tmp_path):
     begun(tmp_path)
     [newest] = look_around(open_storage(str(tmp_path / "runs"))).current
-    near = near_now([at(newest, 140, 20)], at(newest, 150, 5), history_of([]), NOW)
+    near = near_now([here(at(newest, 140, 20))], at(newest, 150, 5), history_of([]), NOW)
     assert near.with_processes == near.with_host
     assert near.with_host.sec == 5.0
     assert "5 s of training if its processes die" in dict(near_facts(near))["lost now"], "its pace is not known"
