@@ -65,7 +65,7 @@ class SharedMemoryStager(CheckpointStager):
 
     def __init__(self) -> None:
         self._arena: Arena | None = Arena()
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._pinned: Pinned | None = None
         self._devices = DeviceCopier()
         self._waits = InOrder("recckpt-stage")
@@ -92,7 +92,7 @@ class SharedMemoryStager(CheckpointStager):
         """Wait for the devices and release the memory; a write that still needs it keeps it."""
         self._waits.finish()
         self._unpin()
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._arena = None
 
     def _reserve(self, arena: Arena, n_bytes: int) -> None:

@@ -56,7 +56,7 @@ class StoredState:
     def read(self, tensor: Tensor, begin: int, data: npt.NDArray[np.uint8], where: str) -> None:
         """Fill ``data`` with the storage of a tensor from byte ``begin`` on, and check the checksum of a whole one."""
         if not tensor.is_meta:
-            values = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            values = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
             data[:] = values.numpy()[begin : begin + len(data)]
             return
         record = self._records[self.storage(tensor)]
@@ -202,7 +202,7 @@ class TensorFiller:
         return _view(self._storages[key], stored, begin)
 
     def _read(self, stored: Tensor, begin: int, end: int, where: str) -> Tensor:
-        memory = torch.empty(end - begin, dtype=torch.uint8)
+        memory = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
         self._stored.read(stored, begin, memory.numpy(), where)
         return memory
 

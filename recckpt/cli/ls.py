@@ -17,13 +17,15 @@ from recckpt.output_dir.at_path import open_checkpoint
 from recckpt.output_dir.listing import Checkpoint, Listing, look_around
 from recckpt.output_dir.rotation import pinned_ids
 from recckpt.output_dir.why_nothing import why_nothing
+from recckpt.policies.evict import EVENT_TIME
 from recckpt.storage import Storage, open_storage
-from recckpt.text import Table, count, escaped, one_line, plural, size
+from recckpt.text import Table, cell, count, escaped, one_line, plural, size
 from recckpt.text.columns import Tone
 
 _HEAD = ("ID", "STEP", "KIND", "TIME", "ROWS", "SIZE", "TABLES", "MARKS")
 _NUMBERS = ("STEP", "ROWS", "SIZE", "TABLES")
 _TONES: dict[str, Tone] = {"superseded": "past", "replaced by a form": "past", "pinned": "pinned", "newest": "newest"}
+_MOST_METRICS = 4  # columns of them; --json has all
 _LABEL = 40  # characters of a text that are shown
 
 
@@ -38,6 +40,7 @@ def ls(args: argparse.Namespace) -> CommandResult:
         runs = runs_in(storage, args)
         if runs is not None:
             return listed(runs[1], with_overdue=False)
+    metrics = _metrics(listing)
     needed, second = needed_by(listing), second_chain(listing)
     rows, tones, checkpoints = list[tuple[str, ...]](), dict[int, Tone](), list[dict[str, Any]]()
     for checkpoint in listing.committed:
@@ -45,14 +48,14 @@ def ls(args: argparse.Namespace) -> CommandResult:
         kept_for = [each.ckpt_id for each in needed.get(checkpoint.directory, [])]
         checkpoints.append(_data(checkpoint, marks, kept_for))
         tones |= {len(rows): tone for mark, tone in _TONES.items() if mark in marks}
-        rows.append(_row(checkpoint, marks, kept_for))
+        rows.append(_row(checkpoint, marks, kept_for, metrics))
     others = {directory: f"damaged: {one_line(str(error))}" for directory, error in listing.damaged.items()}
     others |= {directory: f"unreadable: {one_line(str(error))}" for directory, error in listing.unreadable.items()}
     tones |= {len(rows) + number: "damaged" for number in range(len(others))}
     others |= {directory: f"fenced: {one_line(reason)}" for directory, reason in listing.fenced.items()}
     others |= {directory: f"no {layout.MANIFEST}: {what}" for directory, what in leftovers.items()}
     tones |= {len(rows) + number: tones.get(len(rows) + number, "unsure") for number in range(len(others))}
-    rows += [(escaped(directory), *"------", text) for directory, text in others.items()]
+    rows += [(escaped(directory), *"------", *("-" for _ in metrics), text) for directory, text in others.items()]
     near_saves = [] if args.near is None else near_saves_of(storage, listing, args.near)
     data = {
         "output_dir": storage.url,
@@ -63,7 +66,9 @@ def ls(args: argparse.Namespace) -> CommandResult:
         "leftovers": list(leftovers),
     }
     data |= {} if args.near is None else {"near": [near_data(save) for save in near_saves]}
-    tables = [Table(_HEAD, rows, _NUMBERS, tones, whole=("TIME",))] if rows else []
+    columns = tuple(escaped(name).upper() for name in metrics)
+    head, numbers = (*_HEAD[:-1], *columns, _HEAD[-1]), (*_NUMBERS, *columns)
+    tables = [Table(head, rows, numbers, tones, whole=("TIME",))] if rows else []
     tables += [near_table([(storage.url, save) for save in near_saves])] if near_saves else []
     return CommandResult(data, tables, _problems(storage, listing))
 
@@ -135,7 +140,14 @@ def _data(checkpoint: Checkpoint, marks: list[str], kept_for: list[str]) -> dict
     }
 
 
-def _row(checkpoint: Checkpoint, marks: list[str], kept_for: list[str]) -> tuple[str, ...]:
+def _metrics(listing: Listing) -> list[str]:
+    """Return the names of metrics of checkpoints: the floats of their states, but for the time of the data."""
+    states = (checkpoint.manifest.state for checkpoint in listing.committed)
+    names = dict.fromkeys(name for state in states for name, value in state.items() if isinstance(value, float))
+    return [name for name in names if name != EVENT_TIME][:_MOST_METRICS]
+
+
+def _row(checkpoint: Checkpoint, marks: list[str], kept_for: list[str], metrics: list[str]) -> tuple[str, ...]:
     manifest = checkpoint.manifest
     moved = checkpoint.directory != layout.encode_id(manifest.ckpt_id)
     notes = [
@@ -152,8 +164,13 @@ def _row(checkpoint: Checkpoint, marks: list[str], kept_for: list[str]) -> tuple
         count(manifest.rows),
         size(manifest.n_bytes),
         count(len(manifest.tables)),
+        *(_number(manifest.state.get(name)) for name in metrics),
         ", ".join(notes),
     )
+
+
+def _number(value: StateValue | None) -> str:
+    return cell(value) if isinstance(value, int | float) else "-"
 
 
 def _kind(checkpoint: Checkpoint) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from recckpt.cli import terminal
-from recckpt.cli.result import CommandResult
+from recckpt.cli.result import USAGE, CommandError, CommandResult
 from recckpt.format.moments import time_now
 from recckpt.inspect.watch.runs import RunsStatus, RunStatus, RunsWatcher, is_output_dir
 from recckpt.inspect.watch.shown import Mood, line
@@ -28,11 +28,17 @@ def runs_in(storage: Storage, args: argparse.Namespace) -> tuple[RunsWatcher, Ru
     """Return what looks at the runs in a directory, and its first look.
 
     None where the directory is an output dir itself, or has no run.
+
+    Raises:
+        CommandError: it has runs, and near saves were asked for, which are those of one.
     """
     if storage.why_empty() or is_output_dir(storage):
         return None
     watcher = RunsWatcher(storage, getattr(args, "overdue", None), getattr(args, "interval", None))
     status = watcher.look()
+    if status.runs and args.near is not None:
+        what = "a directory of runs, and --near goes with the output dir of one"
+        raise CommandError(f"{storage.url} is {what}, such as {storage.url_of(status.runs[0].name)}", USAGE)
     return (watcher, status) if status.runs else None
 
 

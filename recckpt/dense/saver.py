@@ -157,7 +157,7 @@ class _Records:
         if not isinstance(value, Tensor):
             return None
         dtype, storage = str(value.dtype).removeprefix("torch."), value.untyped_storage()
-        memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+        memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
         record = self._record((storage._cdata, dtype), storage.nbytes(), lambda: memory.numpy().data)
         return Placed(dtype, record, int(value.storage_offset()), tuple(value.shape), value.stride())
 

@@ -165,7 +165,7 @@ class _Copies:
         buffer = self._buffers.get(place)
         if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
             with torch.inference_mode(False):  # it outlives the mode in which it happened to be made
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda, device="cpu")
         buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         if tensor.is_cuda:
             self.devices.add(tensor.device)
@@ -176,7 +176,7 @@ class _Copies:
 
 class _Hollow(_Copies):
     def _copy_tensor(self, place: Place, tensor: Tensor) -> Tensor:
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
 
 def _lazy_bits(tensor: Tensor) -> tuple[bool, bool]:

@@ -24,7 +24,9 @@ class AbsentTable:
     def __init__(self, name: str, there: RankPart, box: Box) -> None:
         self.name, self.n_rows, self.reason, self._box = name, there.n_rows, there.why, box
         slots = there.slots
-        self._tensors = {slot.name: torch.empty((0, *slot.shape), dtype=getattr(torch, slot.dtype)) for slot in slots}
+        self._tensors = {
+            slot.name: torch.empty((0, *slot.shape), dtype=getattr(torch, slot.dtype), device="cpu") for slot in slots
+        }
         self._scalars, self._settings = dict(there.scalars), dict(there.settings)
 
     def box(self) -> Box:

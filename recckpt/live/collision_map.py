@@ -109,7 +109,7 @@ class CollisionMap:
 
     def free(self) -> Tensor:
         """Return the rows that no id has, in ascending order; not the one that is nobody's."""
-        is_free = torch.ones(self.n_rows, dtype=torch.bool)
+        is_free = torch.ones(self.n_rows, dtype=torch.bool, device="cpu")
         is_free[self.read().rows.cpu()] = False
         is_free[self.fallback] = False
         return is_free.nonzero().flatten()
@@ -132,13 +132,13 @@ class CollisionMap:
         places = torch.full_like(ids, -1)
         worth = next((meta[slot] for slot in ("zch_counts", "zch_last_access_iter") if slot in meta), ids)
         kept = torch.argsort(worth, descending=True, stable=True)[: self.fallback].sort().values
-        places[kept] = torch.arange(len(kept))
+        places[kept] = torch.arange(len(kept), device="cpu")
         return places
 
     def write(self, id_map: IdMap) -> None:
         """Make these the ids; what was looked up since the last eviction is forgotten, as by a load of TorchRec's."""
         module, n_ids, device = self._module, len(id_map.ids), self._buffer(_IDS).device
-        is_free = torch.ones(self.n_rows, dtype=torch.bool)
+        is_free = torch.ones(self.n_rows, dtype=torch.bool, device="cpu")
         is_free[id_map.rows] = False
         rows = torch.cat([id_map.rows, is_free.nonzero().flatten()])  # the last one is nobody's
         values = {_IDS: (id_map.ids, _EMPTY), _ROWS: (rows + self.first, 0)}
@@ -148,7 +148,8 @@ class CollisionMap:
                 buffer = self._buffer(name)
                 buffer[: len(tensor)] = tensor.to(device)
                 buffer[len(tensor) :] = rest
-            newest = id_map.meta.get("zch_last_access_iter", torch.zeros(1, dtype=torch.int64)).max() if n_ids else 0
+            accesses = id_map.meta.get("zch_last_access_iter")
+            newest = 0 if accesses is None or not n_ids else accesses.max()
             module._current_iter_tensor.clamp_(min=int(newest))  # an id of another run was not looked up later than now
         module._current_iter = -1  # it is read from the tensor then
         module._current_history_buffer_offset, module._evicted = 0, False

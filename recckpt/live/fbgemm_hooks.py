@@ -116,7 +116,7 @@ class KernelHooks:
             size = (len(offsets) - 1) // len(tables)
             bounds = offsets[:: max(size, 1)].tolist() if size else [0] * (len(tables) + 1)
         else:
-            bounds = offsets[torch.tensor([0, *accumulate(map(sum, sizes))])].tolist()
+            bounds = offsets[torch.tensor([0, *accumulate(map(sum, sizes))], device="cpu")].tolist()
         for table, begin, end in zip(tables, bounds[:-1], bounds[1:], strict=True):
             if table in self._doors and begin < end:
                 yield table, _looked_up(indices[begin:end], self._kernel.embedding_specs[table][0])

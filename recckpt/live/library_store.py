@@ -136,4 +136,4 @@ class LibraryStore(ExportedStore):
 
 
 def _no_rows(slot: SlotSpec) -> Tensor:
-    return torch.empty(0, *slot.shape, dtype=getattr(torch, slot.dtype))
+    return torch.empty(0, *slot.shape, dtype=getattr(torch, slot.dtype), device="cpu")

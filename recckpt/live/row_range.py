@@ -23,7 +23,7 @@ class RowRange:
     def pieces(self, begin: int, end: int) -> Iterator[Tensor]:
         """Yield the ids of the rows [begin, end), piece by piece."""
         for first in range(begin, end, _PIECE_ROWS):
-            yield torch.arange(self.first + first, self.first + min(end, first + _PIECE_ROWS))
+            yield torch.arange(self.first + first, self.first + min(end, first + _PIECE_ROWS), device="cpu")
 
     def gather(self, rows: npt.NDArray[Any]) -> Tensor:
         """Return the ids of ``rows``."""
@@ -35,7 +35,7 @@ class RowRange:
 
     def to_tensor(self, n_rows: int) -> Tensor:
         """Return the ids of the first rows."""
-        return torch.arange(self.first, self.first + n_rows)
+        return torch.arange(self.first, self.first + n_rows, device="cpu")
 
     def keep(self, rows: Int64s) -> None:
         """Do nothing: the id of a row never changes."""

@@ -64,7 +64,8 @@ class LiveTarget(LoadTarget):
             spec = store.columns[name].spec
             for begin in range(0, n_rows, _PIECE_ROWS):
                 rows = np.arange(begin, min(begin + _PIECE_ROWS, n_rows))
-                store.write(rows, {name: torch.full((len(rows), *spec.shape), first, dtype=getattr(torch, spec.dtype))})
+                shape, dtype = (len(rows), *spec.shape), getattr(torch, spec.dtype)
+                store.write(rows, {name: torch.full(shape, first, dtype=dtype, device="cpu")})
 
     def merge(self, ids: Int64s, values: Values, dtypes: Mapping[str, str]) -> int:
         """Set rows where they lie."""

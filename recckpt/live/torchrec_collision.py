@@ -136,7 +136,7 @@ class UnassignedTable(_OfSharedRows):
 
     def id_map(self) -> IdMap:
         """Return the rows of now that have no raw id."""
-        fallback, free = torch.tensor([self._ids.fallback]), self._ids.free()
+        fallback, free = torch.tensor([self._ids.fallback], device="cpu"), self._ids.free()
         first = self._ids.first
         return IdMap(torch.cat([~(fallback + first), free + first]), torch.cat([fallback, free]), {})
 
@@ -152,7 +152,7 @@ class UnassignedTable(_OfSharedRows):
             return places
         if int(shared.max()) + 1 == self.n_rows:
             rows = self._ids.free()
-            is_free = torch.zeros(self._ids.n_rows, dtype=torch.bool)
+            is_free = torch.zeros(self._ids.n_rows, dtype=torch.bool, device="cpu")
             is_free[rows] = True
             own = (ids >= 0).nonzero().flatten()
             local = ids[own] - self._ids.first
@@ -252,4 +252,4 @@ def _by_raw_ids(
 
 
 def _all(ids: Tensor) -> Tensor:
-    return torch.ones(len(ids), dtype=torch.bool)
+    return torch.ones(len(ids), dtype=torch.bool, device="cpu")

@@ -42,7 +42,7 @@ class _Gathered:
 
     def ids(self) -> Tensor:
         """Return the row numbers."""
-        return torch.arange(len(self.columns[EMBEDDING]))
+        return torch.arange(len(self.columns[EMBEDDING]), device="cpu")
 
     def embeddings(self) -> Tensor:
         """Return the values."""
@@ -132,8 +132,8 @@ class TableTensors:
         if kind == _INT_STEP:
             values["step"] = step
         elif kind != _WITHOUT_STEP:
-            is_double = torch.get_default_dtype() == torch.float64
-            values["step"] = torch.tensor(float(step), dtype=torch.float64 if is_double else torch.float32)
+            dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+            values["step"] = torch.tensor(float(step), dtype=dtype, device="cpu")
         return values
 
     def settings(self, item: Planned) -> Mapping[str, Any]:
@@ -175,7 +175,7 @@ def _gathered(entry: TableEntry, slots: Collection[str]) -> _Gathered:
 
 def _empty(entry: TableEntry, spec: SlotSpec) -> Tensor:
     dtype = spec.dtype if entry.reduced is None else entry.reduced.dtypes.get(spec.name, spec.dtype)
-    return torch.empty((entry.rows, *spec.shape), dtype=getattr(torch, dtype))
+    return torch.empty((entry.rows, *spec.shape), dtype=getattr(torch, dtype), device="cpu")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 import pytest
-from support.builders import flip_bit
+from support.builders import Run, flip_bit
 from support.forge import filled, save_tables
 from support.spec_reader import counting
 from support.spec_writer import write_delta
@@ -42,3 +42,12 @@ def test_damage_that_was_passed_over_is_said_beside_what_was_found(recckpt, run)
     answer = recckpt("first", run, "--where", "id=9")
     assert (answer.code, "ckpt_30" in answer.out) == (0, True)
     assert answer.err == f"recckpt: {run}: passed over 1 damaged checkpoint\n"
+
+
+def test_registered_objects_whose_pickles_are_not_looked_at_are_named(recckpt, tmp_path):
+    Run(tmp_path, interval=2).train(2)
+    answer = recckpt("first", tmp_path)
+    assert answer.code == 1
+    assert answer.out.endswith("\n\nnot looked at: what is pickled of dense_optim\n")
+    assert "not looked at" not in recckpt("first", tmp_path, "--where", "table=item not finite").out
+    assert recckpt("first", tmp_path, "--json").json["unread"] == ["dense_optim"]

@@ -156,3 +156,12 @@ def test_the_chain_that_is_kept_beside_that_of_the_newest_is_marked(recckpt, tmp
     assert [line.split("  ")[-1] for line in lines] == ["base of 1 delta", "second chain", "base of 1 delta", "newest"]
     found = {each["id"]: each["marks"] for each in recckpt("ls", tmp_path, "--json").json["checkpoints"]}
     assert found == {"ckpt_10": [], "ckpt_20": ["second chain"], "ckpt_30": [], "ckpt_40": ["newest"]}
+
+
+def test_metrics_of_checkpoints_are_columns(recckpt, tmp_path):
+    saved(tmp_path, 10, state={"auc": 0.71, "event_time": 5.0, "day": "mon"})
+    saved(tmp_path, 20, state={"auc": 0.725, "loss": 0.5})
+    answer = recckpt("ls", tmp_path)
+    assert answer.lines[0][-3:] == ["AUC", "LOSS", "MARKS"]
+    assert answer.lines[1][-3:] == ["0.71", "-", "day=mon"]
+    assert answer.lines[2][-3:] == ["0.725", "0.5", "newest"]

@@ -76,3 +76,10 @@ def test_on_a_terminal_the_table_changes(runs, monkeypatch, capsys):
     assert "HEALTH" in shown
     assert "control-C ends" in shown
     assert "\x1b[" in shown
+
+
+@pytest.mark.parametrize("command", [("ls",), ("watch", "--once")])
+def test_near_saves_of_several_runs_are_refused_with_the_name_of_one(recckpt, runs, command):
+    answer = recckpt(*command, runs, "--near", runs / "near")
+    assert answer.code == 2
+    assert f"--near goes with the output dir of one, such as {runs}/ads" in answer.err

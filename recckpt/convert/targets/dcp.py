@@ -78,5 +78,5 @@ def _torch(values: Array, dtype: str, shape: tuple[int, ...]) -> Any:
 
     kind = getattr(torch, dtype)
     if not len(values):
-        return torch.empty(shape, dtype=kind)
+        return torch.empty(shape, dtype=kind, device="cpu")
     return torch.from_numpy(values.view(np.uint8)).view(kind).reshape(shape)

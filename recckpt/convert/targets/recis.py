@@ -124,7 +124,7 @@ def _write_states(export: Export, files: TargetFiles, directory: str, extra: dic
         for name, t in export.tensors.model.items()
     }
     model |= {name: value for name, value in values.items() if name not in model}
-    extra = {"global_step": torch.tensor(export.checkpoint["step"] or 0), **extra}
+    extra = {"global_step": torch.tensor(export.checkpoint["step"] or 0, device="cpu"), **extra}
     states = {MODEL: model, EXTRA: extra}
     positions = [export.state(layout.io_state(shard)) for shard in range(export.n_shards)]
     if any(positions):

@@ -10,6 +10,7 @@ import numpy as np
 
 from recckpt.checkpoint.chain import OpenChain
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError
+from recckpt.format import layout
 from recckpt.format.tables import TableEntry
 from recckpt.inspect.over_time.condition import OF_TENSORS, Condition, parse_condition
 from recckpt.inspect.over_time.first_match import MOST_EXAMPLES, FirstMatch, Hits
@@ -57,10 +58,14 @@ def first(path: str | os.PathLike[str], where: str = "not finite") -> FirstMatch
                 damage[checkpoint.directory] = str(error)
                 continue
             if hits:
-                return hits.first_in(checkpoint, FirstMatch(storage.url, where, n_searched, damage, before))
+                unread = search.unread(checkpoints[:n_searched])
+                return hits.first_in(
+                    checkpoint, FirstMatch(storage.url, where, n_searched, damage, before, unread=unread)
+                )
             before = checkpoint.ckpt_id
             progress.advance(checkpoint.manifest.n_bytes)
-    return FirstMatch(storage.url, where, len(checkpoints), damage, before)
+    unread = search.unread(checkpoints)
+    return FirstMatch(storage.url, where, len(checkpoints), damage, before, unread=unread)
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,13 @@ class _Search:
         self._threads = storage.threads(_THREADS)
         self._ids = None if condition.id is None else np.array([condition.id])
         self._without: set[str] = set()  # directories of checkpoints in which nothing meets the condition
+
+    def unread(self, checkpoints: Sequence[Checkpoint]) -> tuple[str, ...]:
+        """Return the registered objects of which pickled tensors, which need torch, might meet the condition."""
+        if not self._condition.is_of_tensors or self._condition.tensor is not None:
+            return ()
+        names = dict.fromkeys(name for each in checkpoints for name in each.manifest.names.extra)
+        return tuple(name for name in names if name != layout.SPARSE_OPTIM)
 
     def hits_in(self, checkpoint: Checkpoint) -> Hits:
         """Return what meets the condition in a checkpoint.

@@ -29,6 +29,8 @@ class FirstMatch:
         rows: table -> rows that meet the condition, of the tables with any. Of a delta those that it changed.
         tensors: names of the dense tensors that do.
         examples: some of the rows, and the tensors.
+        unread: names of registered objects, such as dense optimizers, of whose states nothing was looked at that is
+            pickled, though the condition may hold of it.
     """
 
     url: str
@@ -42,6 +44,7 @@ class FirstMatch:
     rows: Mapping[str, int] = field(default_factory=dict)
     tensors: tuple[str, ...] = ()
     examples: tuple[Hit, ...] = ()
+    unread: tuple[str, ...] = ()
 
     @property
     def is_found(self) -> bool:
@@ -102,6 +105,9 @@ def lines_of(match: FirstMatch) -> list[Line]:
     condition = one_line(match.where)
     broken = [f"{escaped(directory)}: {one_line(reason)}" for directory, reason in match.damage.items()]
     passed_over = section("passed over", broken)
+    if match.unread:
+        names = ", ".join(map(escaped, match.unread))
+        passed_over = ["", f"not looked at: what is pickled of {names}", *passed_over]
     if match.ckpt_id is None:
         return [f"{condition}: in none of {plural(match.n_searched, 'checkpoint')}", *passed_over]
     step = "" if match.step is None else f" of step {match.step}"

@@ -21,7 +21,7 @@ def share_kept(model: AveragedModel, n_averaged: Tensor) -> float:
         ValueError: the function of the model is not an average of two values.
     """
     average: Callable[..., Tensor] = model.avg_fn or get_swa_avg_fn()  # type: ignore[no-untyped-call]
-    averaged, current = (torch.tensor(values, dtype=torch.float64) for values in (_AVERAGED, _CURRENT))
+    averaged, current = (torch.tensor(values, dtype=torch.float64, device="cpu") for values in (_AVERAGED, _CURRENT))
     if model.multi_avg_fn is not None:
         model.multi_avg_fn([averaged], [current], n_averaged.cpu())
     else:

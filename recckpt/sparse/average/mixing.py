@@ -46,7 +46,7 @@ def mixed(averages: Tensor, values: Tensor, shares: Float64s, dtype: torch.dtype
     It is exact for shares of 0 and 1.
     """
     if averages.device.type == "cpu" and {averages.dtype, values.dtype, dtype} <= _COMPILED:
-        out = torch.empty(averages.shape, dtype=dtype)
+        out = torch.empty(averages.shape, dtype=dtype, device="cpu")
         rows, others = averages.contiguous().flatten(1), values.contiguous().flatten(1)
         _mix(rows.numpy(), others.numpy(), shares, out.flatten(1).numpy())
         return out

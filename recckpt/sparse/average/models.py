@@ -29,7 +29,7 @@ def average_tables_too() -> None:
         with for_average():
             make(self, *args, **kwargs)
         if tables := list(trained_tables(self.module)):
-            share_kept(self, torch.tensor(1))  # refused here, and not at the second update
+            share_kept(self, torch.tensor(1, device="cpu"))  # refused here, and not at the second update
             for table in tables:
                 as_average(table)
 

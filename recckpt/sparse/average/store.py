@@ -139,7 +139,7 @@ class AverageStore(RowStore):
     def _set(self, ids: Int64s, before: Tensor, values: Tensor, kept: float) -> None:
         """Set rows to the averages of what they were before and their new values, at the time after this update."""
         averages = mixed(before, values, np.full(len(ids), kept), values.dtype)
-        times = torch.full((len(ids),), self.clock + ticks(kept))
+        times = torch.full((len(ids),), self.clock + ticks(kept), device="cpu")
         super().insert(ids, {EMBEDDING: averages, OF: values, SINCE: times})
 
     def _dated(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -148,7 +148,7 @@ class AverageStore(RowStore):
         if EMBEDDING not in values:
             return values
         if SINCE not in values:
-            times = torch.full((len(values[EMBEDDING]),), UNKNOWN)
+            times = torch.full((len(values[EMBEDDING]),), UNKNOWN, device="cpu")
         else:
             times = torch.where(values[SINCE] == UNKNOWN, UNKNOWN, values[SINCE] + self.clock)
         return {**values, SINCE: times}

@@ -22,6 +22,6 @@ def regrouped(values: Tensor, before: Ranges, after: Ranges) -> Tensor:
     if before == after:
         return values
     if before:
-        widths = torch.tensor([end - begin for begin, end in before], dtype=torch.float64)
+        widths = torch.tensor([end - begin for begin, end in before], dtype=torch.float64, device="cpu")
         values = (values.to(torch.float64) @ (widths / widths.sum())).to(values.dtype)
     return values[:, None].expand(len(values), len(after)).contiguous() if after else values

@@ -128,7 +128,7 @@ def agree(exchange: Exchange, what: str, lengths: Sequence[int], problem: Except
     """
     ones = [1] * exchange.size
     mark = xxhash.xxh3_64_intdigest(what.encode("utf-8")) >> 1
-    header = torch.tensor([[problem is not None, mark, length] for length in lengths], dtype=torch.int64)
+    header = torch.tensor([[problem is not None, mark, length] for length in lengths], dtype=torch.int64, device="cpu")
     failed, marks, coming = exchange.all_to_all(header, ones, ones).T.tolist()
     if any(failed):
         raise_alike(exchange, what, problem, "no table has changed: mend the cause on that rank")
@@ -151,8 +151,9 @@ def _texts(exchange: Exchange, text: str) -> list[str]:
     """Return the text of every rank. Collective."""
     ones = [1] * exchange.size
     data = text.encode("utf-8", "backslashreplace")
-    lengths = exchange.all_to_all(torch.full((exchange.size, 1), len(data)), ones, ones).flatten().tolist()
-    message = torch.tensor(list(data * exchange.size), dtype=torch.uint8)
+    own = torch.full((exchange.size, 1), len(data), device="cpu")
+    lengths = exchange.all_to_all(own, ones, ones).flatten().tolist()
+    message = torch.tensor(list(data * exchange.size), dtype=torch.uint8, device="cpu")
     received = bytes(exchange.all_to_all(message, [len(data)] * exchange.size, lengths).tolist())
     ends = [sum(lengths[: rank + 1]) for rank in range(exchange.size)]
     return [received[end - length : end].decode("utf-8") for end, length in zip(ends, lengths, strict=True)]

@@ -142,8 +142,8 @@ class RoundTrip:
 
     def _trailers(self, lengths: Sequence[int]) -> Tensor:
         """Return where the trailers are among rows of these lengths, shape (ranks, rows of a trailer)."""
-        ends = torch.tensor(lengths).cumsum(0).view(-1, 1)
-        return (ends - self._n_trailer + torch.arange(self._n_trailer)).to(self._like["device"])
+        ends = torch.tensor(lengths, device="cpu").cumsum(0).view(-1, 1)
+        return (ends - self._n_trailer + torch.arange(self._n_trailer, device="cpu")).to(self._like["device"])
 
     def _cut(self, rows: Tensor, rank: int) -> Sequence[Tensor]:
         """Return what a rank sent, table by table."""

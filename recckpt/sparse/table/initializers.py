@@ -61,7 +61,7 @@ class Constant:
 
     def values(self, ids: Int64s, seed: int, spec: SlotSpec) -> Tensor:
         """Return the first values of ``ids``."""
-        return torch.full((len(ids), *spec.shape), self.value, dtype=getattr(torch, spec.dtype))
+        return torch.full((len(ids), *spec.shape), self.value, dtype=getattr(torch, spec.dtype), device="cpu")
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class TorchInitializer:
 
     def values(self, ids: Int64s, seed: int, spec: SlotSpec) -> Tensor:
         """Return the first values of ``ids``."""
-        out = torch.zeros((len(ids), *spec.shape), dtype=getattr(torch, spec.dtype))
+        out = torch.zeros((len(ids), *spec.shape), dtype=getattr(torch, spec.dtype), device="cpu")
         with torch.no_grad():
             self.fill(out)
         return out

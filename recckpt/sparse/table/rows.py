@@ -220,7 +220,8 @@ class Rows:
             return
         different, groups = np.unique(rows, return_inverse=True)
         n_rows, columns = (len(different),), self.columns
-        values = {name: torch.full(n_rows, value, dtype=columns[name].dtype) for name, value in visit.stamps.items()}
+        dtypes = {name: columns[name].dtype for name in visit.stamps}
+        values = {n: torch.full(n_rows, v, dtype=dtypes[n], device="cpu") for n, v in visit.stamps.items()}
         if visit.counter:
             sums = np.zeros(len(different), np.int64)
             np.add.at(sums, groups, visit.occurrences)

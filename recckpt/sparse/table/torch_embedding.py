@@ -64,7 +64,7 @@ def torch_rows(module: Any, name: str, ids: Tensor | None) -> TorchRows:
             raise ValueError(f"table {name!r}: found {value}, which a table does not have: keep this module as it is")
     _check_plain(module, name)
     weight = module.weight.detach()
-    numbers = torch.arange(len(weight)) if ids is None else torch.from_numpy(flat_ids(ids).copy())
+    numbers = torch.arange(len(weight), device="cpu") if ids is None else torch.from_numpy(flat_ids(ids).copy())
     n_different = len(distinct(numbers.numpy()))
     if len(numbers) != len(weight) or n_different != len(numbers):
         counts = f"{len(numbers)} ids, {n_different} of them different"
