@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import functools
+import inspect
+from collections.abc import Callable, Collection
+from typing import ParamSpec
 
+from recckpt.saver import Saver
 from recckpt.text import nearest
+
+_P = ParamSpec("_P")
 
 _KEEP = "max_keep=Newest(2) | Best(3, 'auc') of recckpt.policies.keep, and step(metrics={'auc': ...})"
 _INSTEAD = {
@@ -39,6 +45,41 @@ _INSTEAD = {
     "scheduler": "schedulers=...",
     "sparse_optim": "optimizers=[...], which takes all of them",
 }
+
+MADE_BY_ATTACH = "CheckpointManager.attach(model, optimizers, output_dir=..., save_interval=...) makes one"
+_ATTRIBUTES = {
+    "best_step": "recckpt.find_checkpoint(output_dir, 'best', 'auc').step",
+    "best_model_path": "recckpt.find_checkpoint(output_dir, 'best', 'auc').path",
+    "last_model_path": "recckpt.find_checkpoint(output_dir, 'latest').path",
+    "directory": "saver.output_dir",
+    "metadata": "recckpt.find_checkpoint(output_dir, step).state",
+    "item_metadata": "recckpt.find_checkpoint(output_dir, step).state",
+    "metrics": "recckpt.find_checkpoint(output_dir, step).state",
+    "reload": "restore()",
+}
+
+
+def unknown_attribute(name: str) -> str:
+    """Return what to say of an attribute that a manager does not have, and what to write instead."""
+    return f"a CheckpointManager has no {name!r}{f': write {_ATTRIBUTES[name]}' if name in _ATTRIBUTES else ''}"
+
+
+def answers_habits(init: Callable[_P, None]) -> Callable[_P, None]:
+    """Return a constructor that answers options of the managers of others with what to write instead."""
+    known = inspect.signature(init).parameters.keys()
+
+    @functools.wraps(init)
+    def answering(*args: _P.args, **options: _P.kwargs) -> None:
+        if unknown := sorted(options.keys() - known):
+            raise TypeError("; ".join([*(_wrong(name, known) for name in unknown), MADE_BY_ATTACH]))
+        init(*args, **options)
+
+    return answering
+
+
+def _wrong(name: str, known: Collection[str]) -> str:
+    is_of_saver = name in inspect.signature(Saver).parameters
+    return f"{name!r} is an option of Saver: give it there" if is_of_saver else unknown_option(name, known)
 
 
 def unknown_option(name: str, known: Collection[str]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from types import MappingProxyType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
@@ -18,6 +18,7 @@ from recckpt.format.manifest import Manifest, StateValue
 from recckpt.manager.attach import attached, wrong_options
 from recckpt.manager.autosave import Autosave
 from recckpt.manager.counting import Counting
+from recckpt.manager.habits import MADE_BY_ATTACH, answers_habits, unknown_attribute
 from recckpt.manager.near_steps import NearSteps
 from recckpt.manager.options import parse_options
 from recckpt.manager.own_checkpoints import OwnCheckpoints
@@ -33,8 +34,6 @@ from recckpt.policies.keep import Keep
 from recckpt.policies.schedule import Backpressure
 from recckpt.policies.when import When
 from recckpt.saver import Saver
-
-_MADE_BY_ATTACH = "CheckpointManager.attach(model, optimizers, output_dir=..., save_interval=...) makes one"
 
 
 class CheckpointManager(Counting, Resumable, OwnCheckpoints):
@@ -79,6 +78,7 @@ class CheckpointManager(Counting, Resumable, OwnCheckpoints):
         ValueError: another argument is invalid.
     """
 
+    @answers_habits
     def __init__(
         self,
         saver: Saver,
@@ -102,7 +102,7 @@ class CheckpointManager(Counting, Resumable, OwnCheckpoints):
     ) -> None:
         super().__init__()
         if not isinstance(saver, Saver):
-            raise TypeError(f"saver must be a recckpt.Saver, found a {type(saver).__name__}: {_MADE_BY_ATTACH}")
+            raise TypeError(f"saver must be a recckpt.Saver, found a {type(saver).__name__}: {MADE_BY_ATTACH}")
         when: dict[str, Any] = {"ephemeral": ephemeral, "reload_interval": reload_interval, "event_time": event_time}
         when |= {"near_interval": near_interval}
         how: dict[str, Any] = {"async_save": async_save, "backpressure": backpressure, "grace_sec": grace_sec}
@@ -178,6 +178,11 @@ class CheckpointManager(Counting, Resumable, OwnCheckpoints):
         problems = wrong_options(options, save_interval, cls)
         placement = place(model, optimizers, schedulers=schedulers, loader=loader, tables=tables, problems=problems)
         return attached(cls, placement, output_dir, save_interval, options)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(unknown_attribute(name), name=name, obj=self)
 
     @property
     def saver(self) -> Saver:
