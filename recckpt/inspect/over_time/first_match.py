@@ -106,8 +106,8 @@ def lines_of(match: FirstMatch) -> list[Line]:
     broken = [f"{escaped(directory)}: {one_line(reason)}" for directory, reason in match.damage.items()]
     passed_over = section("passed over", broken)
     if match.unread:
-        names = ", ".join(map(escaped, match.unread))
-        passed_over = ["", f"not looked at: what is pickled of {names}", *passed_over]
+        objects = ", ".join(map(escaped, match.unread))
+        passed_over = ["", f"not looked at: what is pickled of {objects}", *passed_over]
     if match.ckpt_id is None:
         return [f"{condition}: in none of {plural(match.n_searched, 'checkpoint')}", *passed_over]
     step = "" if match.step is None else f" of step {match.step}"
