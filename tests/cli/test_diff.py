@@ -82,3 +82,12 @@ def test_a_page_that_is_there_is_not_overwritten(recckpt, runs):
     assert answer.code == 2
     assert "it exists" in answer.err
     assert (runs / "page.html").read_text() == "mine"
+
+
+def test_rows_of_one_value_have_no_cosine(recckpt, tmp_path):
+    before, after = filled("bias", [1], shape=1), filled("bias", [1], shape=1)
+    after.insert(torch.tensor([1]), torch.tensor([[3.0]]))
+    saved(tmp_path / "a", before)
+    saved(tmp_path / "b", after)
+    answer = recckpt("diff", tmp_path / "a", tmp_path / "b")
+    assert ["bias", "1", "2", "-"] in answer.lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from recckpt.inspect.diff.result import Differences, Side, SlotDiff, TableDiff, TensorDiff, ValueDiff
@@ -104,7 +105,7 @@ def moved_rows(tables: Iterable[TableDiff]) -> Iterable[Sequence[str]]:
                 escaped(table.name),
                 str(row.id),
                 number(row.l2),
-                number(row.cosine),
+                "-" if math.isnan(row.cosine) else number(row.cosine),
             )
 
 
