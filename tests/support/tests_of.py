@@ -132,7 +132,6 @@ TESTS = {
     "load/tensor_tables.py": "load/test_tensor_rows.py load/test_table_tensors.py",
     "manager/at_save.py": "manager/test_windows_and_epochs.py",
     "manager/counting.py": "manager/test_windows_and_epochs.py manager/test_own_checkpoints.py",
-    "manager/habits.py": "manager/test_habits.py manager/test_attach.py",
     "manager/options.py": "manager/test_attach.py manager/test_manager.py",
     "manager/placement.py": "manager/test_attach.py",
     "manager/reloads.py": "manager/test_windows_and_epochs.py",
