@@ -154,7 +154,7 @@ class Door(Protocol):
 
 @runtime_checkable
 class LiveTable(Protocol):
-    """A table in the memory of somebody else, which recckpt saves and restores where it lies.
+    """A table in memory that recckpt does not own, which recckpt saves and restores where it lies.
 
     All methods are called in the thread that calls the saver.
 

@@ -79,7 +79,7 @@ class OpenChain:
         return self
 
     def close(self) -> None:
-        """Close all files; a map ends once nobody has a view of it."""
+        """Close all files; a map ends with the last view of it."""
         for files in (self.files, *(link.files for link in self.links)):
             files.close()
 

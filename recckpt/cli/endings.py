@@ -1,4 +1,4 @@
-"""How a command ends early: by a signal, or because nobody reads what it prints."""
+"""How a command ends early: by a signal, or because what it prints is read no more."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INTERRUPTED, TERMINATED = 130, 143  # as a shell says it
 def ended_by_signals() -> Iterator[None]:
     """End the block by SystemExit at SIGTERM and SIGINT, so that files that are half written go.
 
-    As process 1 of a container, too, where the kernel drops signals that nobody handles.
+    As process 1 of a container, too, where the kernel drops signals that are not handled.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

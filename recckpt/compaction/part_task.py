@@ -35,7 +35,7 @@ class CompactionTask:
     Attributes:
         chain: what is read.
         url: the output dir that is written to.
-        directory: of the new checkpoint in it, where nobody else writes.
+        directory: of the new checkpoint in it, where only this task writes.
         part: the part of the chain that is written.
         budget_bytes: memory for merging, about.
     """

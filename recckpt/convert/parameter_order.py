@@ -8,7 +8,7 @@ from typing import Any
 from recckpt.convert.source import SourceTensor
 
 NAMES = "param_names"  # torch's own word, where an optimizer was made with named parameters
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # of batch normalization, which nobody trains
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # of batch normalization, which are not trained
 _PREFIXES, _ANCHOR, _WEIGHT = ("module.", "_orig_mod."), ".anchor", ".weight"
 
 

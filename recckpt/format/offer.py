@@ -1,4 +1,4 @@
-"""The offer of a form: a whole checkpoint that nobody has committed yet (docs/format.md, section 12.6)."""
+"""The offer of a form: a whole checkpoint that is not committed yet (docs/format.md, section 12.6)."""
 
 from __future__ import annotations
 

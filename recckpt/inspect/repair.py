@@ -30,7 +30,7 @@ class Leftover:
 
     path: str  # of the directory or file, in the output dir
     what: str  # what it is, and whose
-    is_dead: bool  # whether nobody can still be writing it, so that it may go
+    is_dead: bool  # whether no process can still be writing it, so that it may go
 
 
 @dataclass(frozen=True)

@@ -201,6 +201,6 @@ def _column(name: str, values: list[Any]) -> pa.Array:
     kind = _TIMELINE.field(name).type if name in _TIMELINE.names else None
     try:
         column = pa.array(values, kind)
-    except (pa.ArrowException, OverflowError, UnicodeEncodeError):  # of a line that somebody has written by hand
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError):  # of a line written by hand
         return pa.array([None if value is None else json.dumps(value) for value in values])
     return column.cast(pa.string()) if pa.types.is_null(column.type) else column

@@ -41,7 +41,7 @@ def standing_of(storage: Storage, directory: str) -> Standing:
     try:
         record = read_manifest(storage, directory)
         found = read_checkpoint(storage, directory) if record is not None and record.parent is not None else None
-    except CheckpointNotFoundError:  # a late commit: nobody reads it, but it may be looked at
+    except CheckpointNotFoundError:  # a late commit: no run reads it, but it may be looked at
         return Standing()
     except (CorruptCheckpointError, FormatVersionError, OSError) as error:
         return Standing(broken={directory: _as_damage(directory, error)})

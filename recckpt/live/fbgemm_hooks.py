@@ -15,7 +15,7 @@ from recckpt.live.devices import is_capturing
 from recckpt.live.hooks import WeakDoor
 from recckpt.types import Door
 
-# What changes rows beside backward passes: all of these may change any row, of which nobody says which.
+# What changes rows beside backward passes: all of these may change any row, and do not say which.
 _WRITERS = ("ema_inplace", "ensemble_and_swap", "init_embedding_weights_uniform")
 _RESET = "reset_embedding_weight_momentum"  # of rows that have other ids now, which its caller writes next
 

@@ -11,7 +11,7 @@ from recckpt.types import Door
 
 
 class WeakDoor:
-    """A door for hooks, which modules and optimizers keep: once nobody has the door itself, it does nothing.
+    """A door for hooks, which modules and optimizers keep: once the door itself is dropped, it does nothing.
 
     A copy of it, as in a deep copy of a model, or one that was pickled, does nothing either.
     """

@@ -83,7 +83,7 @@ class LiveTarget(LoadTarget):
         """Keep the rows of ids: a live table has all its rows always."""
 
     def finish(self, *, drops: bool = False) -> int:
-        """Let the owner know, and no later look take what was loaded for a change that nobody announced."""
+        """Let the owner know, and no later look take what was loaded for a change that was not announced."""
         self._attached.rows.wait()
         self._attached.live.finish({}, {})
         self._attached.look()

@@ -95,7 +95,7 @@ class TorchAnnouncer:
         self.guard.end()
 
     def _is_last_hook(self, optimizer: Optimizer) -> bool:
-        """Say whether no hook of somebody else follows before the step, which might change the gradient."""
+        """Say whether no hook of other code follows before the step, which might change the gradient."""
         owners = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values()]
         place = next((number for number, owner in enumerate(owners) if owner is self), 0)
         return all(isinstance(owner, TorchAnnouncer) for owner in owners[place:])

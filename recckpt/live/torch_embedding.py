@@ -61,7 +61,7 @@ class TorchEmbedding:
         return Box((0, self.n_rows), replica=self._rank, n_replicas=self._n_ranks)
 
     def prepare(self) -> None:
-        """Look for writes that nobody announced, and give a new weight, or a setting, the states that it needs.
+        """Look for writes that were not announced, and give a new weight, or a setting, the states that it needs.
 
         Raises:
             LiveTableError: the module has another weight by now, which its optimizer does not train.
@@ -75,7 +75,7 @@ class TorchEmbedding:
         self._make_state()
 
     def look(self) -> None:
-        """Look for writes that nobody announced."""
+        """Look for writes that were not announced."""
         self._announcer.guard.look()
 
     def tensors(self) -> Mapping[str, Tensor]:

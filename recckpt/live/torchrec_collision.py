@@ -47,7 +47,7 @@ class _OfSharedRows:
         return self._rows.attach(door)
 
     def look(self) -> None:
-        """Look for writes that nobody announced, where the rows can say so."""
+        """Look for writes that were not announced, where the rows can say so."""
         if isinstance(self._rows.live, WatchedTable):
             self._rows.live.look()
 

@@ -1,4 +1,4 @@
-"""Notices writes to tensors that nobody announced, by the versions that torch counts."""
+"""Notices writes to tensors that were not announced, by the versions that torch counts."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class OwnCheckpoints(OneProcess):
 
         Raises:
             TypeError, ValueError: there is no such table, or no id was passed; nothing was changed.
-            CorruptCheckpointError: a checkpoint is damaged, so that nobody can say what it holds.
+            CorruptCheckpointError: a checkpoint is damaged, so that what it holds is unknown.
             WriterFencedError: another process has taken the output dir over.
             RecckptError, OSError: the storage failed, or a rank; the next save goes on with it.
         """

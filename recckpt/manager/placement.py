@@ -41,7 +41,7 @@ class Placement:
     Attributes:
         model: whose tables and dense tensors are saved.
         tables: its tables, those that are not live.
-        live: its live tables; None where nobody looked for them.
+        live: its live tables; None where they were not looked for.
         sparse_optim: the optimizer of the tables; None where there is none.
         objects: optimizers and schedulers to be registered, by name.
         positions: loaders to be registered, by name.

@@ -138,7 +138,7 @@ def _is_foreign(storage: Storage, directory: str, data: bytes) -> bool:
 class Manifests:
     """The manifests that a writer has read: each is read once, since manifests never change.
 
-    A file that somebody put in its place has another size or stamp in the listing, and is read. Damage that changes
+    A file that was put in its place has another size or stamp in the listing, and is read. Damage that changes
     neither is not seen here; readers keep nothing, so they see it. Several threads may read, each other directories.
     """
 
@@ -166,7 +166,7 @@ class Look:
 
     directory: str
     record: Manifest | None = None
-    files: Mapping[str, Listed] | None = None  # as far as one listing shows them; None where nobody has listed them
+    files: Mapping[str, Listed] | None = None  # as far as one listing shows them; None where they were not listed
     damage: Damage | None = None
 
 

@@ -25,7 +25,7 @@ _SEAL = "owner_xxh3"  # part of the format
 
 @dataclass(frozen=True)
 class MirrorOf:
-    """The run that an output dir is a mirror of, or was until somebody went on with it there."""
+    """The run that an output dir is a mirror of, or was until a run went on with it there."""
 
     url: str  # where the run was, as its mirror reached it
     run: str  # nonce of the first claim there, by which the run is known again; "" of one without claims
@@ -37,7 +37,7 @@ class Claim:
     """A writer's claim on an output dir; the one of the highest epoch owns it."""
 
     epoch: int  # number of the claim
-    nonce: str  # 32 hex digits that nobody else has
+    nonce: str  # 32 hex digits that no other claim has
     host: str  # where the writer runs
     pid: int  # its process
     time: str  # when it made the claim, UTC; for people only

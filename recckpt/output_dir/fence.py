@@ -29,7 +29,7 @@ _made_at: dict[str, str] = {}  # nonce of a claim of this process -> where its w
 
 
 class _UnclaimedError(FileNotFoundError):
-    """The claim of a writer is gone, and nobody else has one."""
+    """The claim of a writer is gone, and no other writer has one."""
 
 
 class Fence:

@@ -66,7 +66,7 @@ class OpenFiles:
         return twin
 
     def close(self) -> None:
-        """Release all files; a map ends once nobody has a view of it."""
+        """Release all files; a map ends with the last view of it."""
         self._maps = {}
 
     def open(self, name: str) -> BinaryIO:

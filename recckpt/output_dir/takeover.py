@@ -61,7 +61,7 @@ def make_owner_dirs(storage: Storage) -> None:
 
 
 def new_claim(epoch: int, purpose: str) -> Claim:
-    """Return a claim of this process, which nobody else can make."""
+    """Return a claim of this process, which no other process can make."""
     return Claim(epoch, secrets.token_hex(16), socket.gethostname(), os.getpid(), time_now(), purpose)
 
 

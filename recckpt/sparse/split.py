@@ -40,7 +40,7 @@ def split_sparse_dense_state_dict(
 
 
 def filter_out_sparse_param(model: nn.Module) -> dict[str, SavableTable]:
-    """Return the tables of a model by name, but for those that nobody trains: counts of ids that have no row yet.
+    """Return the tables of a model by name, but for those that are not trained: counts of ids that have no row yet.
 
     Raises:
         ValueError: two tables share a name.

@@ -205,7 +205,7 @@ class UnusableDirectory:
         what: ``"damaged"``, ``"newer"`` than this recckpt reads, ``"unreadable"``, ``"fenced"``: committed too late, or
             ``"unfinished"``.
         reason: what is wrong with it.
-        is_dead: whether nobody can still be writing it, so that ``recckpt repair --clean`` may remove it.
+        is_dead: whether no process can still be writing it, so that ``recckpt repair --clean`` may remove it.
     """
 
     directory: str

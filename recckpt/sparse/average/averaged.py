@@ -101,7 +101,7 @@ class AverageTable(RowTable):
 
     @contextmanager
     def showing(self, average: AverageTable) -> Iterator[None]:
-        """Be an average for a while, as a table that has become one of this class: with its rows, which nobody trains.
+        """Be an average for a while, as a table that has become one of this class: with its rows, not to be trained.
 
         The table is left in the mode in which its last ``train()`` was to leave it.
         """

@@ -110,7 +110,7 @@ _Data = bytes | memoryview
 class Messages:
     """The messages of an Arrow file that lies in memory and has a footer that Arrow takes, looked at before it does.
 
-    Arrow expands a compressed batch before anybody can look at it: a file of 100 kB may ask for any number of
+    Arrow expands a compressed batch before it can be looked at: a file of 100 kB may ask for any number of
     gigabytes. Parts are not compressed, so one that says it is is refused.
     """
 
@@ -179,7 +179,7 @@ def _is_compressed(data: _Data, begin: int) -> bool:
         if not inner:
             return False
         batch = _follow(data, inner)
-    # Before version 5 the compression stood in the metadata that anybody may add to.
+    # Before version 5 the compression stood in the metadata that any writer may add to.
     is_old = not version or struct.unpack_from("<h", data, version)[0] < _V5
     return _field(data, batch, _COMPRESSION) > 0 or (is_old and _field(data, message, _CUSTOM) > 0)
 

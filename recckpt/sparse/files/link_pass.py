@@ -137,7 +137,7 @@ class LinkPass:
         self._batches.check_frame(part, self._slots(part))
 
     def _slots(self, part: Part) -> Sequence[SlotSpec]:
-        """Return the slots of all tables in a part that has rows for somebody."""
+        """Return the slots of all tables in a part that has rows for any load."""
         if part.holds == "deletes":
             return ()
         return next(load for batch in part.batches for load in self._takers(batch)).entry.slots

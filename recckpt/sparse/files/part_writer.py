@@ -127,7 +127,7 @@ class PartWriter:
 class _FrameSink(SinkFile):
     """The file object that Arrow writes to; hashes what no column checksum covers.
 
-    Arrow makes the frame and never reads a value. So it gets memory that nobody ever touches, and where it writes that,
+    Arrow makes the frame and never reads a value. So it gets memory that is never touched, and where it writes that,
     the values are fetched, hashed and written piece by piece, which lie in the cache all that time. The many small
     pieces of a frame, each of which would cost as much as writing the rows of a small delta, go on together.
     """

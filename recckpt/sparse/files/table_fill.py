@@ -80,7 +80,7 @@ class TableFiller:
         self._n_done, n_rows = 0, self.n_rows if self._is_set else self._known.n_rows
         self._known, entry = KnownIds(), self.load.entry
         is_whole_chain = not entry.is_whole and not self.load.is_update
-        if is_whole_chain and self._target.owns_all and n_rows != entry.rows:  # of a slice nobody knows how many
+        if is_whole_chain and self._target.owns_all and n_rows != entry.rows:  # of a slice it is unknown how many
             raise count_error(self._newest, entry.name, entry.rows, n_rows)
 
     def end(self) -> None:
@@ -123,7 +123,7 @@ class TableFiller:
         if not self.load.with_rows:
             self._count(self._target.write_present(ids, values))
         elif self._target.aside is not None:
-            # Nobody knows how many rows a filter keeps: columns grow, and rows move, while no one else writes them.
+            # A filter keeps an unknown number of rows: columns grow, and rows move, while no other thread writes them.
             with nullcontext() if self._where == RowFilter() else self._lock:
                 self._fill_aside(self._target.aside, ids, values, path)
         else:

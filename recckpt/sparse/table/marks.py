@@ -214,7 +214,7 @@ class Frozen(FrozenRows):
 class DeltaSource:
     """The changed rows of a snapshot as rows 0 to ``n_rows - 1``, which the saver reads as those of a table.
 
-    The rows are looked for when somebody asks for them, which takes longer the more rows the table has. Making this
+    The rows are looked for when they are asked for, which takes longer the more rows the table has. Making this
     takes no time, since training waits for it.
     """
 

@@ -20,7 +20,7 @@ _SPARE_BYTES, _SPARE_ID_BYTES = 256 << 20, 16 << 20  # of logs, kept for the nex
 
 
 class Observers:
-    """The snapshots and marks of one store, each for as long as somebody has it. Used under the lock of the store."""
+    """The snapshots and marks of one store, each for as long as it is held. Used under the lock of the store."""
 
     def __init__(self) -> None:
         self._snapshots: list[weakref.ref[Snapshot]] = []

@@ -1,4 +1,4 @@
-"""The padding id, which stands for no id: it reads zeros, or a row that somebody gave it, and is left as it is."""
+"""The padding id, which stands for no id: it reads zeros, or a row that was given to it, and is left as it is."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ Bits = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class IdPlaces:
-    """Which id has which place, at one moment; nobody writes these arrays any more.
+    """Which id has which place, at one moment; these arrays are written no more.
 
     Attributes:
         ids: all different, in ascending order.

@@ -1,4 +1,4 @@
-"""Which rows have changed since the base of a saver, by their fingerprints: for rows that anybody may have written.
+"""Which rows have changed since the base of a saver, by their fingerprints: for rows that any code may have written.
 
 All rows are looked at once a save, by the thread that writes; what has changed is not known before.
 """

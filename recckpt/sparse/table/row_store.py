@@ -88,7 +88,7 @@ class RowStore(Store):
             return self._observers.snapshot(name, len(rows), rows.ids, rows.columns, slots)
 
     def track(self, marks: HasMarkSets) -> None:
-        """Tell marks, for as long as somebody has them, of all that changes."""
+        """Tell marks, for as long as they are held, of all that changes."""
         with self.lock:
             self._observers.track(marks)
 

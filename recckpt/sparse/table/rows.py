@@ -167,7 +167,7 @@ class Rows:
     def claim(self, ids: Int64s) -> tuple[Int64s, Int64s]:
         """Return the row of each id and the ids that are new, whose rows come last, in this order.
 
-        Nobody sees the new rows until :meth:`write` or :meth:`publish`; their slots hold nothing defined.
+        The new rows are not seen until :meth:`write` or :meth:`publish`; their slots hold nothing defined.
         """
         at, new_ids = self.index.claim(ids)
         if len(new_ids):

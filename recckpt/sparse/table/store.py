@@ -88,7 +88,7 @@ class Store(ABC):
 
     @abstractmethod
     def track(self, marks: HasMarkSets) -> None:
-        """Note in these marks, for as long as somebody has them, all that changes."""
+        """Note in these marks, for as long as they are held, all that changes."""
 
 
 def in_order(slots: Iterable[SlotSpec]) -> tuple[SlotSpec, ...]:

@@ -40,7 +40,7 @@ class TorchRows:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What a table is made with, unless somebody wants something else."""
+        """What a table is made with, unless told otherwise."""
         return {"dtype": self.weight.dtype, "device": self.weight.device, "padding_id": self.padding_id}
 
     def within(self, owned: Slice, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ A saver that wants to write deltas keeps one ``Tracker``, and on each rank, at e
     frozen[i].committed(save_id)                             # the checkpoint is the base now; or, however else it ends,
     frozen[i].failed()                                       # also with an ephemeral commit: the base stays
 
-After a whole restore ``tracker.begin(table, save_id)``. Nothing is ever forgotten: a save that nobody ends has failed,
+After a whole restore ``tracker.begin(table, save_id)``. Nothing is ever forgotten: a save that never ends has failed,
 and whatever the base of a table is not known to be, the table is replaced. A table without a tracker marks nothing.
 Thread-safe; but not to be called in the middle of a change by the same thread, as a signal handler might.
 """

@@ -38,7 +38,7 @@ class TableTime:
     """What the manager or the user has last said of where training is.
 
     Attributes:
-        step: the steps made so far; None where nobody has said so.
+        step: the steps made so far; None where it was not told.
         event_time: what counts as now, in seconds since 1970; None for the clock.
     """
 
@@ -108,7 +108,7 @@ class Tracking:
             self._date_again(store)
 
     def date_new_rows(self, store: RowStore) -> None:
-        """Let rows that nobody looks up be as new as they are: the age of a row counts from when it was added."""
+        """Let rows that are not looked up be as new as they are: the age of a row counts from when it was added."""
         with store.lock:  # an event time may come meanwhile
             for name, value in self._stamps().items():
                 store.set_initial(name, value)
