@@ -11,7 +11,7 @@ from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, Forma
 from recckpt.near.candidates import counting, merged
 from recckpt.near.moves import Move
 from recckpt.near.moving import move
-from recckpt.near.near_dir import NearDir
+from recckpt.near.near_dir import HostSeen, NearDir
 from recckpt.near.noted_host import NotedHost
 from recckpt.near.views import HostView, complete, host_of, look_together, seen_together
 from recckpt.near.whole_files import WholeFiles, lacking, whole_files
@@ -158,10 +158,10 @@ def _concluded(save: Checkpoint, checked: Sequence[WholeFiles | None]) -> _Check
 
 
 def _lacks(
-    by_rank: Sequence[tuple[str | None, frozenset[str]]], of_hosts: Sequence[WholeFiles]
+    by_rank: Sequence[tuple[HostSeen | None, frozenset[str]]], of_hosts: Sequence[WholeFiles]
 ) -> dict[int, frozenset[str]]:
     """Return what each host lacks of what its ranks read, by its first rank."""
-    first, lacks = dict[str | None, int](), dict[int, frozenset[str]]()
+    first, lacks = dict[HostSeen | None, int](), dict[int, frozenset[str]]()
     whole = {host.rank: host.names for host in of_hosts}
     for rank, (host, needed) in enumerate(by_rank):
         to = first.setdefault(host, rank)

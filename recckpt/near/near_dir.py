@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import xxhash
 
@@ -23,6 +24,8 @@ from recckpt.storage.local import LocalStorage
 from recckpt.text import size
 
 log = logging.getLogger("recckpt")
+
+HostSeen = tuple[str, int, int]
 
 _HOST_BYTES = 64
 _URL_BYTES = 1 << 16
@@ -107,6 +110,14 @@ class NearDir:
         with suppress(OSError):
             return self._host()
         return None
+
+    def host_seen(self) -> HostSeen:
+        """Return what tells ranks of this host from all others; OSError as of :meth:`host`.
+
+        That is its id and the file that has it, since a near dir that was copied from another host has its id too.
+        """
+        host, file = self.host(), Path(self.storage.url_of(near_names.NEAR_HOST)).stat()
+        return host, file.st_ino, file.st_ctime_ns
 
     def _host(self) -> str:
         host = self.storage.read(near_names.NEAR_HOST, _HOST_BYTES).decode("ascii", "replace")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recckpt.near.near_dir import NearDir, Sealed
+from recckpt.near.near_dir import HostSeen, NearDir, Sealed
 from recckpt.output_dir.listing import Checkpoint
 
 log = logging.getLogger("recckpt")
@@ -50,7 +50,7 @@ def look_together(near_dir: NearDir, rank: int, gather: Gather) -> list[HostView
 
 def is_first_of_host(near_dir: NearDir, rank: int, gather: Gather) -> bool:
     """Say whether a rank is the first of those that see its near dir; none is where it cannot be used. Collective."""
-    hosts: list[str | None] = gather(host_of(near_dir))
+    hosts: list[HostSeen | None] = gather(host_of(near_dir))
     return hosts[rank] is not None and hosts.index(hosts[rank]) == rank
 
 
@@ -75,10 +75,10 @@ def complete(seen: Iterable[Seen]) -> list[Checkpoint]:
     return [each.save for each in seen if each.is_complete]
 
 
-def host_of(near_dir: NearDir) -> str | None:
-    """Return the id of this host, None where its near dir cannot be used; that is logged."""
+def host_of(near_dir: NearDir) -> HostSeen | None:
+    """Return what this host is known by, None where its near dir cannot be used; that is logged."""
     try:
-        return near_dir.host()
+        return near_dir.host_seen()
     except OSError as error:
         log.warning("%s: near saves there are passed over: %s", near_dir.storage.url, error)
         return None

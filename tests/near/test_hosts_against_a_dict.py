@@ -36,7 +36,8 @@ class Saved:
         """Return the names of files that ``is_fit(path, name)`` says are there on one of the hosts, beside the seal."""
         for host in hosts:
             directory = root / host / self.name
-            if is_fit(directory / "near.json", "near.json"):
+            seal = directory / "near.json"
+            if seal.is_file() and digest(seal) == self.files[seal.name]:
                 yield from (name for name in self.files if is_fit(directory / name, name))
 
     def is_complete(self, root, hosts):
@@ -65,7 +66,8 @@ def digest(path):
 
 
 def files_in(directory):
-    return {str(path.relative_to(directory)): digest(path) for path in directory.rglob("*") if path.is_file()}
+    paths = (path for path in directory.rglob("*") if path.is_file() and path.name != "INTENT")
+    return {str(path.relative_to(directory)): digest(path) for path in paths}
 
 
 def seals(near_path):

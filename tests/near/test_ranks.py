@@ -1,5 +1,7 @@
 """Near saves of several ranks that see one near dir, restored by any number of them."""
 
+import shutil
+
 import pytest
 from load.test_other_forms import Chain
 from near.test_near_saves import rows
@@ -187,3 +189,12 @@ def test_where_a_bank_has_damage_each_host_still_reads_its_own_near_dir(tmp_path
         return rows(run)
 
     assert together(on_hosts(tmp_path, ["a", "b"], work, others=["u"])) == {1: 1.0, 2: 2.0, 3: 3.0, 5: 5.0}
+
+
+def test_a_near_dir_that_is_a_copy_of_another_is_one_of_its_own_to_a_restore(tmp_path):
+    on_hosts(tmp_path, ["a", "b"], trained)
+    shutil.rmtree(tmp_path / "b")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    on_hosts(tmp_path, ["a"], lambda run: run.restore().put(_6=6.0).step().put(_7=7.0).step())
+    left = {1: 1.0, 2: 2.0, 3: 3.0, 5: 5.0, 6: 6.0, 7: 7.0}
+    assert together(on_hosts(tmp_path, ["a", "b"], lambda run: rows(run.restore()))) == left
