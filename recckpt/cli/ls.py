@@ -141,10 +141,10 @@ def _data(checkpoint: Checkpoint, marks: list[str], kept_for: list[str]) -> dict
 
 
 def _metrics(listing: Listing) -> list[str]:
-    """Return the names of metrics of checkpoints: the floats of their states, but for the time of the data."""
+    """Return the names of metrics of checkpoints: the floats of their states that no part of recckpt put there."""
     states = (checkpoint.manifest.state for checkpoint in listing.committed)
     names = dict.fromkeys(name for state in states for name, value in state.items() if isinstance(value, float))
-    return [name for name in names if name != EVENT_TIME][:_MOST_METRICS]
+    return [name for name in names if name != EVENT_TIME and not name.startswith(layout.SPARSE_LR)][:_MOST_METRICS]
 
 
 def _row(checkpoint: Checkpoint, marks: list[str], kept_for: list[str], metrics: list[str]) -> tuple[str, ...]:

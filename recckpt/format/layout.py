@@ -19,6 +19,7 @@ OFFER_JSON = "offer.json"
 MODEL = "model.pt"
 EXTRA = "extra.pt"
 SPARSE_OPTIM = "sparse_optim"  # part of the format: the name in extra.pt of the sparse optimizer's scalars
+SPARSE_LR = "sparse_lr_"  # and the number of a group of that optimizer: in the state, its learning rate
 STEP_PREFIX = "ckpt"  # of the ids that a manager gives, unless it is asked for another
 SPARSE_DIR = "sparse"
 DENSE_DIR = "dense"

@@ -17,7 +17,7 @@ from recckpt.dense.registered import Registry
 from recckpt.dense.sharded import ShardedState, ShardedTensors
 from recckpt.dense.state_copy import Copy, DenseBuffers, as_it_is, dump_rng, portable, without_values
 from recckpt.format.dtypes import NUMPY_DTYPES
-from recckpt.format.layout import SPARSE_OPTIM
+from recckpt.format.layout import SPARSE_LR, SPARSE_OPTIM
 from recckpt.format.manifest import StateValue
 from recckpt.format.tables import ClockDates, LiveLayout
 from recckpt.format.training import Lineage, Training
@@ -245,4 +245,4 @@ def _classes(extra: Registry) -> dict[str, Lineage]:
 def _learning_rates(sparse_optim: Optimizer | RowOptimizers | None) -> dict[str, StateValue]:
     if sparse_optim is None:
         return {}
-    return as_state_values({f"sparse_lr_{i}": float(group["lr"]) for i, group in enumerate(sparse_optim.param_groups)})
+    return as_state_values({f"{SPARSE_LR}{i}": float(group["lr"]) for i, group in enumerate(sparse_optim.param_groups)})

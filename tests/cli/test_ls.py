@@ -159,7 +159,7 @@ def test_the_chain_that_is_kept_beside_that_of_the_newest_is_marked(recckpt, tmp
 
 
 def test_metrics_of_checkpoints_are_columns(recckpt, tmp_path):
-    saved(tmp_path, 10, state={"auc": 0.71, "event_time": 5.0, "day": "mon"})
+    saved(tmp_path, 10, state={"auc": 0.71, "event_time": 5.0, "sparse_lr_0": 0.1, "day": "mon"})
     saved(tmp_path, 20, state={"auc": 0.725, "loss": 0.5})
     answer = recckpt("ls", tmp_path)
     assert answer.lines[0][-3:] == ["AUC", "LOSS", "MARKS"]
