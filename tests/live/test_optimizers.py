@@ -280,3 +280,16 @@ def test_a_live_table_of_another_optimizer_leaves_the_settings_of_the_others_to_
     saver.load()
     assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [0.7, 0.1]
     assert "sparse optimizer: ['other'] had other slots; the hyper-parameters here stay" in caplog.text
+
+
+@pytest.mark.parametrize("of", [torch.optim.SparseAdam, torch.optim.Adagrad])
+def test_an_optimizer_that_is_made_anew_is_warned_of(tmp_path, caplog, of):
+    model = nn.ModuleDict({"user": nn.Embedding(100, 2, sparse=True)})
+    first = of(list(model.parameters()))
+    saver = Saver(model, output_dir=str(tmp_path), tables=live_tables(model, optimizers=[first], min_rows=1))
+    for name, optimizer in (("a", first), ("b", of(list(model.parameters())))):
+        assert not caplog.records
+        model["user"](torch.arange(5)).sum().backward()
+        optimizer.step()
+        saver.save(name)
+    assert "no registered object has its state" in caplog.text
