@@ -64,7 +64,8 @@ def test_a_copy_that_does_not_arrive_is_an_error_of_all_ranks(tmp_path):
 def saves_on(root, host):
     """Return the near saves that are whole on a host, each byte of them, by their cut."""
     storage = output_dir(root)
-    saves = NearDir.of(Near(root / host), storage.url).saves()
+    near_dir = NearDir.of(Near(root / host), storage.url)
+    saves = [near_dir.opened(sealed.directory, sealed.seal) for sealed in near_dir.sealed()]
 
     def is_whole(save):
         try:
