@@ -38,7 +38,7 @@ def check(root, hosts, number):
 
 def life(root):
     """Train on two hosts whose ranks are threads of this process, a fork."""
-    torch.set_num_threads(1)  # makes the pool of threads anew: two threads of a fork that do so fail an assertion of torch
+    torch.set_num_threads(1)  # makes the pool of threads anew: two threads of a fork that do so fail in torch
     on_hosts(root, HOSTS[:2], lambda run: (begin(run), train(run, root)))
 
 
