@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -184,7 +185,7 @@ def restore(root: Path, rows: int, dim: int, rounds: int) -> None:
             of = root / ("delta" if name == "delta" else "near")
             run = Run(of, 0, dim)
             opened.begin(of / "runs")
-            seconds[name].append(timed(lambda peer=name, run=run: peers[peer](run)))  # type: ignore[misc]
+            seconds[name].append(timed(partial(peers[name], run)))
             n_bytes[name] = opened.n_bytes
             assert run.manager.global_step == (name != "base")
             run.manager.close()

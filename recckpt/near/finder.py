@@ -13,7 +13,7 @@ from recckpt.near.moves import Move
 from recckpt.near.moving import move
 from recckpt.near.near_dir import HostSeen, NearDir
 from recckpt.near.noted_host import NotedHost
-from recckpt.near.views import HostView, complete, host_of, look_together, seen_together
+from recckpt.near.views import HostView, complete, host_of, look_together
 from recckpt.near.whole_files import WholeFiles, lacking, whole_files
 from recckpt.output_dir.claims import last_takeover
 from recckpt.output_dir.listing import Checkpoint, Listing
@@ -83,8 +83,7 @@ class NearFinder:
             near_list = last_takeover(self._storage).near_list
         except (CorruptCheckpointError, FormatVersionError):  # which is in the listing as damaged
             return list(checkpoints)
-        saves = complete(seen_together(self._dir, views))
-        return merged(checkpoints, counting(self._storage, saves, listing, near_list))
+        return merged(checkpoints, counting(self._storage, complete(self._dir, views), listing, near_list))
 
     def here(self, candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
         """Return candidates of rank 0 as this rank sees them, whose near dir may be another. Not collective."""
@@ -109,7 +108,8 @@ class NearFinder:
                 return list(candidates[number:])
             if is_first_look and isinstance(problem, CheckpointRemovedError):
                 raise problem
-            log.error("near save %s is damaged and passed over: %s", candidate.manifest.save_id, problem)
+            if ranks.rank == 0:  # for all
+                log.error("near save %s is damaged and passed over: %s", candidate.manifest.save_id, problem)
         return []
 
     def _problem_of(self, ranks: Ranks, save: Checkpoint, needed: Needed) -> Exception | None:
@@ -117,7 +117,7 @@ class NearFinder:
         checked = ranks.concluded(lambda: self._checked_here(save, ranks.rank), partial(_concluded, save))
         if checked.problem is not None or ranks.size == 1:
             return checked.problem
-        for error in (error for host in checked.of_hosts for error in host.errors):
+        for error in (error for host in checked.of_hosts for error in host.errors if ranks.rank == 0):
             log.warning("near save %s: another host has what is damaged on one: %s", save.manifest.save_id, error)
         return self._bring(ranks, save, checked.of_hosts, needed(save))
 

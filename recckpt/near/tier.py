@@ -15,11 +15,11 @@ from recckpt.near.generations import Generation, Kept, newest
 from recckpt.near.near_dir import NearDir
 from recckpt.near.noted_host import NotedHost
 from recckpt.near.options import Near
-from recckpt.near.views import HostView, Seen, complete, is_first_of_host, look_together, seen_together
+from recckpt.near.views import HostView, complete, is_first_of_host, look_together
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.claims import Takeover
 from recckpt.output_dir.forget_requests import requests
-from recckpt.output_dir.listing import Listing
+from recckpt.output_dir.listing import Checkpoint, Listing
 from recckpt.output_dir.near_at_takeover import NearAtTakeover
 from recckpt.parallel.meetings import Meetings
 from recckpt.parallel.ranks import Ranks
@@ -45,7 +45,7 @@ class NearTier(NearAtTakeover):
         self._noted = NotedHost(storage, self.dir)
         self.finder = NearFinder(self.dir, storage, concurrency, self._noted)
         self._storage, self._cut = storage, 0
-        self._seen: Sequence[Seen] = ()
+        self._seen: Sequence[Checkpoint] = ()
         self._views: Callable[[], Sequence[HostView]] = self._views_here
         self._is_held_together = False
         self._named: tuple[Generation, ...] = ()  # in the list of the own takeover
@@ -89,7 +89,7 @@ class NearTier(NearAtTakeover):
 
     def look(self) -> None:
         """Look at the near dirs: of all hosts while ranks take over together, else of this one."""
-        self._seen = seen_together(self.dir, self._views())
+        self._seen = complete(self.dir, self._views())
 
     def _views_here(self) -> Sequence[HostView]:
         return look_together(self.dir, 0, lambda own: [own])
@@ -102,7 +102,7 @@ class NearTier(NearAtTakeover):
         asked = requests(self._storage)
         is_forgetting = not all(asked.values())
         self._forgotten = frozenset(asked)  # also of what waits: it is ended before a near save is made
-        saves = [] if is_forgetting else counting(self._storage, complete(self._seen), listing, before.near_list)
+        saves = [] if is_forgetting else counting(self._storage, self._seen, listing, before.near_list)
         self._named = tuple(map(Generation.of, saves))
         self._kept = ()
         return NearList(epoch, frozenset(save.manifest.save_id for save in saves))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,24 +23,6 @@ class HostView:
     saves: Sequence[Sealed]
 
 
-@dataclass(frozen=True)
-class Seen:
-    """A near save, and who has which of its files.
-
-    Attributes:
-        save: what the seal says.
-        holders: of each file of it that is there on a host, the first ranks of those hosts.
-    """
-
-    save: Checkpoint
-    holders: Mapping[str, Sequence[int]]
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether each of its files is on a host. Rule *all_pieces*."""
-        return all(file.name in self.holders for file in self.save.manifest.files)
-
-
 def look_together(near_dir: NearDir, rank: int, gather: Gather) -> list[HostView]:
     """Look at the near dirs of all hosts, each by its first rank, which logs what fails there. Collective."""
     is_first = is_first_of_host(near_dir, rank, gather)
@@ -54,25 +36,21 @@ def is_first_of_host(near_dir: NearDir, rank: int, gather: Gather) -> bool:
     return hosts[rank] is not None and hosts.index(hosts[rank]) == rank
 
 
-def seen_together(near_dir: NearDir, views: Iterable[HostView]) -> list[Seen]:
-    """Return all near saves of all hosts; the seal of the first host that has one counts."""
-    saves: dict[str, tuple[Checkpoint, dict[str, list[int]]]] = {}
-    for view in views:
-        for sealed in view.saves:
-            if sealed.directory not in saves:
-                save = near_dir.opened(sealed.directory, sealed.seal)
-                if save is None:
-                    continue
-                saves[sealed.directory] = save, {}
-            holders = saves[sealed.directory][1]
-            for name in sealed.files:
-                holders.setdefault(name, []).append(view.rank)
-    return [Seen(save, holders) for save, holders in saves.values()]
+def complete(near_dir: NearDir, views: Iterable[HostView]) -> list[Checkpoint]:
+    """Return the near saves of which each file is on a host; the seal of the first host that has one counts."""
+    saves: dict[str, tuple[Checkpoint, set[str]]] = {}
+    for sealed in (sealed for view in views for sealed in view.saves):
+        save = near_dir.opened(sealed.directory, sealed.seal) if sealed.directory not in saves else None
+        if save is not None:
+            saves[sealed.directory] = save, set()
+        if sealed.directory in saves:
+            saves[sealed.directory][1].update(sealed.files)
+    return [save for save, files in saves.values() if is_complete(save, files)]
 
 
-def complete(seen: Iterable[Seen]) -> list[Checkpoint]:
-    """Return the near saves of which each file is on a host."""
-    return [each.save for each in seen if each.is_complete]
+def is_complete(save: Checkpoint, files: Collection[str]) -> bool:
+    """Say whether these are all files of a near save. Rule *all_pieces*."""
+    return all(file.name in files for file in save.manifest.files)
 
 
 def host_of(near_dir: NearDir) -> HostSeen | None:

@@ -92,7 +92,7 @@ MISSED = {
     "all_pieces": (
         tests.test_an_incomplete_one_does_not_count,
         [
-            Plant("recckpt.near.views:Seen.is_complete", "file.name in self.holders", "True"),
+            Plant("recckpt.near.views:is_complete", "file.name in files", "True"),
             Plant("recckpt.near.finder:_concluded", "lacking(save, of_hosts)", "None"),
         ],
     ),
