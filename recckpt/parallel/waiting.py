@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TypeVar
 
+from recckpt.parallel.forks import renew_torch_pool
+
 _T = TypeVar("_T")
 
 
@@ -57,6 +59,7 @@ class Starting:
     def __init__(self, threads: Sequence[threading.Thread]) -> None:
         self.started: list[threading.Thread] = []
         self._threads, self._over, self._errors = threads, Latch(), list[BaseException]()
+        renew_torch_pool()
         if threading.current_thread() is threading.main_thread():
             _thread.start_new_thread(self._run, ())  # which waits for nothing
         else:
