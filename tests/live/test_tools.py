@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from support.live_runs import N_ROWS, Run, assert_same, read_rows
 
+import recckpt
 from recckpt import CheckpointReader, Deltas
 from recckpt.cli.app import main
 
@@ -40,6 +41,7 @@ def test_the_commands_look_at_it(run, capsys):
     command(capsys, "verify", run.url)
     assert json.loads(command(capsys, "ls", run.url, "--json"))
     command(capsys, "report", run.url)
+    assert recckpt.report(run.url).table("users").is_live
 
 
 def test_two_checkpoints_are_compared_row_by_row(run, capsys):

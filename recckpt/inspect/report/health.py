@@ -17,6 +17,8 @@ _LONG_CHAIN = 40  # links: twice what `Deltas` lets a chain grow to by default
 _LARGE_CHAIN = 3.0  # times the bytes of the full checkpoint
 _MANY_DEAD = 0.01  # of the rows
 _MANY_UNTRAINED = 0.5
+_UNTRAINED = "look ids up with `admit=False` where nothing is trained, or let ids wait with `admit=MinCount(...)`"
+_UNTRAINED_IN_LIVE = "a table of fewer rows would do, unless their ids are still to come"
 _FEW_SAVES = 5  # needed before one is called slow
 _LAST_SAVES = 10  # in which slow and failed ones are looked for
 _SLOW = 3.0  # times the median
@@ -144,8 +146,7 @@ def _of_table(newest: str, table: TableHealth) -> Iterator[Finding]:
         yield Finding(
             "warning",
             f"{name}: {_rows_of(table.untrained, table)} were never trained: their slots of the optimizer are zeros",
-            "They cost memory and bytes of each full save: look ids up with `admit=False` where nothing is trained, or "
-            "let ids wait with `admit=MinCount(...)`.",
+            f"They cost memory and bytes of each full save: {_UNTRAINED_IN_LIVE if table.is_live else _UNTRAINED}.",
         )
 
 

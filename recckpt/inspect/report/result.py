@@ -152,6 +152,7 @@ class TableHealth:
         busy: rows that carry 80 % of the look-ups, where counts are tracked.
         largest: rows with the largest norms, largest first.
         by_count: norms against look-ups, the fewest look-ups first; () where these are not tracked.
+        is_live: whether it is a table of another library, which has places for so many rows from its start.
     """
 
     name: str
@@ -171,6 +172,7 @@ class TableHealth:
     busy: int | None = None
     largest: tuple[LargeRow, ...] = ()
     by_count: tuple[CountBin, ...] = ()
+    is_live: bool = False
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,7 @@ class RowCounts:
             busy=self._numbers["counts"].n_that_carry(BUSY_SHARE) if columns["counts"] else None,
             largest=tuple(self._largest),
             by_count=self._by_count.result(has_optimizer=bool(self._optimizer)),
+            is_live=self._entry.live is not None,
         )
 
 

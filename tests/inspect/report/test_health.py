@@ -47,6 +47,7 @@ def test_a_healthy_run_has_no_findings():
         ({"exploding": 2, "largest": (LargeRow(5, 1e6),)}, "warning", "5 (1e+06)", "weight decay"),
         ({"dead": 11}, "warning", "11 of 1,000 rows are all zeros", "start at zeros"),
         ({"untrained": 501}, "warning", "never trained", "MinCount"),
+        ({"untrained": 501, "is_live": True}, "warning", "never trained", "a table of fewer rows would do"),
         ({"damage": ("broken `here`", "there")}, "problem", "(and 1 more)", "recckpt salvage runs/clicks/ckpt_9"),
     ],
 )
