@@ -17,12 +17,24 @@ class NearRun:
     """A run of a table ``t``, and others, that makes a near save at each step."""
 
     def __init__(
-        self, root, slice=None, max_keep=1, max_bytes=None, near="near", deltas=ALL, copies=None, others=(), **options
+        self,
+        root,
+        slice=None,
+        max_keep=1,
+        max_bytes=None,
+        near="near",
+        deltas=ALL,
+        copies=None,
+        others=(),
+        dense=None,
+        **options,
     ):
         self.table = HashTable(2, name="t", slice=slice)
         self.near_path = Path(root) / near
         near = Near(self.near_path, max_bytes=max_bytes, copies=copies)
         model = nn.ModuleDict({"t": self.table} | {name: HashTable(2, name=name, slice=slice) for name in others})
+        if dense is not None:
+            model["dense"] = dense
         self.saver = Saver(model, output_dir=str(Path(root) / "runs"), max_keep=max_keep, deltas=deltas, near=near)
         self.manager = CheckpointManager(self.saver, 10**9, near_interval=1, **options)
 
