@@ -33,6 +33,8 @@ def add_report(command: Callable[[str, str], argparse.ArgumentParser]) -> None:
     _add_overdue(parser)
     rate_help = "how often the run fails; says how often it would best save, by what its saves have taken"
     add("--failures-per-day", type=_rate, metavar="N", help=rate_help)
+    near_help = "say too what near saves of Near(PATH) on this host would give back now"
+    add("--near", metavar="PATH", help=near_help)
 
 
 def add_sql(command: Callable[[str, str], argparse.ArgumentParser]) -> None:

@@ -17,7 +17,7 @@ def report(args: argparse.Namespace) -> CommandResult:
     """Look at a run and write a page; with ``--json`` the page is written only where it is asked for."""
     path = args.out or (None if args.json else "report.html")
     options = {"deep": args.deep, "threads": args.threads, "overdue_sec": args.overdue}
-    options["failures_per_day"] = args.failures_per_day
+    options |= {"failures_per_day": args.failures_per_day, "near": args.near}
     with usage_checked():
         if path is None:
             run = look(args.dir, **options)

@@ -15,6 +15,38 @@ NEAR = "near"  # the kind of a near save that has failed, which fails no checkpo
 
 
 @dataclass(frozen=True)
+class NearTimes:
+    """What became of the near saves between a checkpoint and the one before; what the line does not say is None or 0.
+
+    Attributes:
+        made: those that were acknowledged.
+        failed: those that have failed.
+        skipped: why -> those that were not begun.
+        steps: the first and the last step at which one was due.
+        hosts: how many hosts wrote the newest that was made.
+        copies: how many other hosts have the files of each.
+        blocked_sec: how long training stood still for all that were made.
+        total_sec: from the step of each until it was acknowledged, for all of them.
+        n_bytes: of their files, without copies.
+    """
+
+    made: int
+    failed: int
+    skipped: Mapping[str, int]
+    steps: tuple[int, int] | None
+    hosts: int | None
+    copies: int | None
+    blocked_sec: float | None
+    total_sec: float | None
+    n_bytes: float | None
+
+    @property
+    def n_due(self) -> int:
+        """How many were due."""
+        return self.made + self.failed + sum(self.skipped.values())
+
+
+@dataclass(frozen=True)
 class SaveTimes:
     """A save by its line in ``timeline.jsonl``; what the line does not say, or says as no number, is None.
 
@@ -30,6 +62,7 @@ class SaveTimes:
         n_bytes: of all files.
         n_rows: of all tables.
         error: why it failed; None where it has not.
+        near: what became of the near saves before it; None where there were none.
     """
 
     ckpt_id: str | None
@@ -43,6 +76,7 @@ class SaveTimes:
     n_bytes: float | None
     n_rows: float | None
     error: str | None
+    near: NearTimes | None = None
 
 
 def saves_of(storage: Storage) -> list[SaveTimes]:
@@ -78,7 +112,30 @@ def save_times(line: Mapping[str, Any]) -> SaveTimes:
         n_bytes=_number(line.get("n_bytes")),
         n_rows=_number(line.get("n_rows")),
         error=None if error is None else str(error),
+        near=_near_times(line.get("near")),
     )
+
+
+def _near_times(values: object) -> NearTimes | None:
+    if not isinstance(values, Mapping):
+        return None
+    skipped, steps = values.get("skipped"), values.get("steps")
+    whole = [step for step in steps if _count(step) is not None] if isinstance(steps, list) else []
+    return NearTimes(
+        made=_count(values.get("made")) or 0,
+        failed=_count(values.get("failed")) or 0,
+        skipped={why: _count(n) or 0 for why, n in skipped.items()} if isinstance(skipped, Mapping) else {},
+        steps=(min(whole), max(whole)) if whole else None,
+        hosts=_count(values.get("hosts")),
+        copies=_count(values.get("copies")),
+        blocked_sec=_number(values.get("blocked_sec")),
+        total_sec=_number(values.get("total_sec")),
+        n_bytes=_number(values.get("n_bytes")),
+    )
+
+
+def _count(value: object) -> int | None:
+    return value if type(value) is int and 0 <= value < 1 << 53 else None
 
 
 def _number(value: object) -> float | None:

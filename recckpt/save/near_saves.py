@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import Lock
 from typing import Protocol
 
 from recckpt.dense.rank_digests import RankDigests
@@ -28,6 +27,7 @@ from recckpt.save.forgetting import end_pending
 from recckpt.save.job import Destination, Job, Live, State
 from recckpt.save.near_metrics import NearMetrics
 from recckpt.save.near_save import BegunNear, NearSave
+from recckpt.save.near_tally import NearCounts
 from recckpt.save.near_thread import NearThread
 from recckpt.save.propose import propose
 from recckpt.save.save_info import SaveInfo
@@ -36,15 +36,6 @@ from recckpt.save.stage import Staged
 from recckpt.storage.transfers import Transfers
 
 log = logging.getLogger("recckpt")
-
-
-@dataclass(frozen=True)
-class NearCounts:
-    """What became of the near saves of a saver: acknowledged, failed, and not made since one was under way."""
-
-    made: int = 0
-    failed: int = 0
-    skipped: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,12 +92,17 @@ class NearSaves:
         self._logged = False  # what has gone wrong since the last near save that was acknowledged
         self._is_off = self._has_said_fewer = False
         self._fenced: WriterFencedError | None = None
-        self.counts, self._counting = NearCounts(), Lock()
+        self._tally = to.timeline.near
 
     @property
     def fence(self) -> Fence:
         """The hold on the output dir."""
         return self._durable.fence
+
+    @property
+    def counts(self) -> NearCounts:
+        """What became of them."""
+        return self._tally.counts
 
     def begin(self, rank: int, size: int, step: int, state: State) -> bool:
         """Begin a near save of this step; return False where a checkpoint has to be made before there can be one.
@@ -116,6 +112,7 @@ class NearSaves:
         """
         if self._is_off:
             self._check_fence()
+            self._tally.note_skipped(step, "stopped")
             return True
         info = SaveInfo(f"near_{step}", step, background=True)
         ranks = info.raising(self.ranks.of(rank, size))
@@ -148,7 +145,7 @@ class NearSaves:
         # 1. All agree whether to begin.
         all_ranks = ranks.on_all(self._presence)
         if any(each.is_busy for each in all_ranks):
-            self._count(skipped=1)
+            self._tally.note_skipped(info.step, "under_way")
             return True
         self.tier.hold_together(ranks, self._hold)
         begun = ranks.on_first(lambda: self._prepare(info.step, tuple(each.host for each in all_ranks)))
@@ -163,7 +160,7 @@ class NearSaves:
             plan = ranks.concluded(lambda: self._joined(begun, ranks.rank, own.proposal), decide)
             own.raise_refusal(plan, job)
             if plan.kind.base is None:
-                return self._is_passed_over(plan, ranks, is_saving=any(each.is_saving for each in all_ranks))
+                return self._is_passed_over(plan, job, is_saving=any(each.is_saving for each in all_ranks))
             info.note_kind("near", None, plan.kind.n_links)
             job, links = replace(job, ranks=ranks.background), self._links(ranks, plan.kind.base)
             save = NearSave(begun, links, plan, job, to, self._durable.fence, self.tier)
@@ -223,7 +220,7 @@ class NearSaves:
             )
         return min(1 if asked is None else asked, most)
 
-    def _is_passed_over(self, plan: SavePlan, ranks: Ranks, *, is_saving: bool) -> bool:
+    def _is_passed_over(self, plan: SavePlan, job: Job, *, is_saving: bool) -> bool:
         """Say whether there is none because so much has changed; else a checkpoint has to be made before.
 
         Nor is one made while one is under way: the ranks count from it one by one.
@@ -233,16 +230,12 @@ class NearSaves:
         if not has_base and not is_saving:
             return False
         if has_base:
-            if ranks.rank == 0 and not self._logged:
+            if job.ranks.rank == 0 and not self._logged:
                 why = plan.kind.why_full
                 log.warning("near saves are left out until the next checkpoint: %s; save more often", why)
             self._logged = True
-        self._count(skipped=1)
+        self._tally.note_skipped(job.info.step, "too_much_changed" if has_base else "under_way")
         return True
-
-    def _count(self, **more: int) -> None:
-        with self._counting:  # both threads count
-            self.counts = replace(self.counts, **{name: getattr(self.counts, name) + n for name, n in more.items()})
 
     def _run(self, save: NearSave, staged: Staged) -> None:
         """Be the thread of a near save: whatever goes wrong is its own failure."""
@@ -252,7 +245,7 @@ class NearSaves:
             self._fail(error, save.job.info, save.job.ranks, is_under_way=True)
         else:
             self._logged = False
-            self._count(made=1)
+            self._tally.note_made(save.job.info, len(set(save.begun.hosts)), save.begun.copies)
             if save.job.ranks.rank == 0:
                 self._metrics.made(save.job.info)
 
@@ -261,7 +254,7 @@ class NearSaves:
 
         ``is_under_way`` says whether it is the one that the tier has under way, and not one that could not begin.
         """
-        self._count(failed=1)
+        self._tally.note_failed(info.step)
         info.note_failure(error)
         if isinstance(error, WriterFencedError):
             self._fenced = error

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time as clock
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from recckpt.errors import RankLostError, RecckptError, SaveFailedError
 from recckpt.format.manifest import Manifest
@@ -237,8 +238,8 @@ class SaveInfo:
         """Seconds since the save was asked for."""
         return clock.perf_counter() - self._begin
 
-    def to_json(self) -> str:
-        """Return one line for the timeline; ``error`` is in those of saves that failed."""
+    def to_json(self, more: Mapping[str, Any] = {}) -> str:
+        """Return one line for the timeline, with more fields; ``error`` is in those of saves that failed."""
         values = {
             name: value for name, value in vars(self).items() if not name.startswith("_") and name not in _LEFT_OUT
         }
@@ -250,4 +251,4 @@ class SaveInfo:
         if error is not None:
             values["error"] = one_line(f"{type(error).__name__}: {error}")[:_ERROR_LENGTH]
         rounded = {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}
-        return json.dumps(rounded, allow_nan=False) + "\n"
+        return json.dumps(rounded | dict(more), allow_nan=False) + "\n"

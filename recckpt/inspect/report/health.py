@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
 from recckpt.format.moments import time_of
+from recckpt.inspect.report.near import near_findings
 from recckpt.inspect.report.result import CheckpointSize, Finding, Level, RunHealth, TableHealth, UnusableDirectory
 from recckpt.inspect.report.row_counts import EXPLODING
 from recckpt.inspect.save_times import SaveTimes
@@ -43,7 +44,7 @@ def findings_of(run: RunHealth, now: datetime, overdue_sec: float | None = None)
             findings += _of_table(newest, table)
         findings += _of_chain(run.url, run.checkpoints[-1])
         findings += _of_age(run, now, overdue_sec)
-    findings += _of_saves(run.saves)
+    findings += [*_of_saves(run.saves), *near_findings(run.saves)]
     return sorted(findings, key=lambda finding: finding.level != "problem")
 
 

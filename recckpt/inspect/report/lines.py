@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from recckpt.inspect.report.intervals import words_of
+from recckpt.inspect.report.near import NEAR_HEAD, near_lines, near_rows
 from recckpt.inspect.report.result import ChainCost, CheckpointSize, CountBin, RunHealth, TableHealth
 from recckpt.inspect.save_times import SaveTimes
 from recckpt.text import Line, Table, count, escaped, one_line, plural, size
@@ -17,7 +18,9 @@ TABLE_HEAD = (
 CHAIN_HEAD = ("FULL CHECKPOINT", "NEWEST ON IT", "DELTAS", "KEPT", "KEPT IN DELTAS", "LINKS", "TO READ", "OVER FULL")
 COUNT_HEAD = ("LOOK-UPS", "ROWS", "NORM, 10 %", "MEDIAN", "90 %", "NEVER TRAINED")
 FAILED_HEAD = ("SAVE", "STEP", "TIME", "ERROR")
-NUMBERS = frozenset({*TABLE_HEAD[1:], *CHAIN_HEAD[2:], *COUNT_HEAD[1:], "STEP", "ROWS", "SIZE", "LINKS", "TO READ"})
+NUMBERS = frozenset(
+    {*TABLE_HEAD[1:], *CHAIN_HEAD[2:], *COUNT_HEAD[1:], *NEAR_HEAD[1:], "STEP", "ROWS", "SIZE", "LINKS", "TO READ"}
+)
 
 
 def lines_of(run: RunHealth) -> list[Line]:
@@ -27,6 +30,10 @@ def lines_of(run: RunHealth) -> list[Line]:
         lines += [f"{finding.level}: {finding.what}", f"  {finding.remedy}"]
     if run.tables:
         lines += [*_gap(lines), Table(TABLE_HEAD, [table_row(table) for table in run.tables], NUMBERS)]
+    if run.near is not None or run.near_now is not None:
+        lines += [*_gap(lines), *near_lines(run)]
+    if run.near is not None and run.near.made:
+        lines += [Table(NEAR_HEAD, list(near_rows(run.near)), NUMBERS)]
     if run.advice is not None:
         lines += [*_gap(lines), words_of(run.advice)]
     return [*lines, *_gap(lines), verdict(run)]

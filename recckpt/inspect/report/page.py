@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from recckpt.inspect.report import lines, plots
 from recckpt.inspect.report.intervals import words_of
+from recckpt.inspect.report.near import NEAR_HEAD, near_lines, near_rows
 from recckpt.inspect.report.result import Distribution, Finding, RunHealth, TableHealth
 from recckpt.text import count, escaped, html, plural
 
@@ -54,6 +55,7 @@ def _parts(run: RunHealth) -> Iterator[str]:
     yield _note(_LOOKED_AT[run.deep])
     yield from _checkpoints(run)
     yield from _saves(run)
+    yield from _near(run)
     yield from _tables(run)
 
 
@@ -115,6 +117,36 @@ def _saves(run: RunHealth) -> Iterator[str]:
             _figure(f"seconds, by {along}", plots.lines(x, list(seconds.values()), plots.short), _key(list(seconds))),
             _figure(f"bytes written, by {along}", plots.lines(x, [[save.n_bytes for save in saves]], plots.n_bytes)),
             _figure(f"rows of all tables, by {along}", plots.lines(x, [[save.n_rows for save in saves]], plots.short)),
+        ]
+    )
+
+
+def _near(run: RunHealth) -> Iterator[str]:
+    """Yield what became of near saves, and what one costs beside a delta."""
+    if run.near is None and run.near_now is None:
+        return
+    yield "<h2>Near saves</h2>"
+    yield from (f"<p>{html.text(line)}</p>" for line in near_lines(run))
+    if run.near is None or not run.near.made:
+        return
+    yield html.table(NEAR_HEAD, [list(map(html.text, row)) for row in near_rows(run.near)], lines.NUMBERS)
+    yield _note("averages of the last checkpoints and of the near saves before them, without copies on other hosts")
+    entries = [
+        (save, near) for save in run.saves if (near := save.near) is not None and save.error is None and near.made
+    ]
+    x, along = _along([save.step for save, _ in entries], "save")
+    n_bytes = [[None if near.n_bytes is None else near.n_bytes / near.made for _, near in entries]]
+    n_bytes += [[save.n_bytes if save.kind == "delta" else None for save, _ in entries]]
+    became = {
+        "made": [float(near.made) for _, near in entries],
+        "failed": [float(near.failed) for _, near in entries],
+        "left out": [float(sum(near.skipped.values())) for _, near in entries],
+    }
+    kinds = _key(["a near save", "the delta after it"])
+    yield _plots(
+        [
+            _figure(f"bytes, by {along}", plots.lines(x, n_bytes, plots.n_bytes), kinds),
+            _figure(f"near saves, by {along}", plots.lines(x, list(became.values()), plots.short), _key(list(became))),
         ]
     )
 

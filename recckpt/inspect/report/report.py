@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 
@@ -14,10 +14,15 @@ from recckpt.inspect.repair import unfinished
 from recckpt.inspect.report.damage import damage_text
 from recckpt.inspect.report.health import findings_of
 from recckpt.inspect.report.intervals import advice_of
+from recckpt.inspect.report.near import near_health
 from recckpt.inspect.report.newest import read_newest
 from recckpt.inspect.report.result import ChainCost, CheckpointSize, TableHealth, UnusableDirectory
 from recckpt.inspect.report.run_report import RunReport
-from recckpt.inspect.save_times import saves_of
+from recckpt.inspect.save_times import SaveTimes, saves_of
+from recckpt.inspect.watch.history import History
+from recckpt.inspect.watch.near import NearNow, near_now
+from recckpt.near.here import counting_here
+from recckpt.near.options import Near
 from recckpt.output_dir.claims import NO_TAKEOVER, last_takeover
 from recckpt.output_dir.first_whole import first_whole
 from recckpt.output_dir.listing import Checkpoint, Listing, look_around
@@ -36,6 +41,7 @@ def report(
     threads: int | None = None,
     overdue_sec: float | None = None,
     failures_per_day: float | None = None,
+    near: str | os.PathLike[str] | None = None,
 ) -> RunReport:
     """Look at a run and return its checkpoints, saves and tables, with a finding for each that is unhealthy.
 
@@ -50,11 +56,12 @@ def report(
         overdue_sec: the age of the newest checkpoint from which on a missing save is a problem; None for 3 times the
             usual, which is a warning, since the run may have ended, and a problem to a look without ``deep``.
         failures_per_day: how often the run fails, for ``advice`` on how often to save; None for none.
+        near: where near saves lie on this host, the path of ``Near``, for ``near_now``; None for what is known without.
 
     Raises:
         TypeError: ``path`` is not a path.
         ValueError: ``threads`` is not an int of at least 1, ``overdue_sec`` or ``failures_per_day`` not a number above
-            0, or no storage takes the path.
+            0, ``near`` no directory of a host, or no storage takes the path.
         CheckpointNotFoundError: there is nothing of a run, or the path is that of a checkpoint itself.
         CheckpointRemovedError: its writer removed the newest while it was read, again and again.
     """
@@ -67,12 +74,14 @@ def report(
     if failures_per_day is not None:
         positive_number("failures_per_day", failures_per_day)
     storage = open_storage(os.fspath(path))
+    near_dir = None if near is None else Near(near)
 
     def look(listing: Listing) -> RunReport:
-        run = _report(storage, listing, storage.threads(threads or _THREADS) if deep else 0)
-        findings = tuple(findings_of(run, datetime.now(timezone.utc), overdue_sec))
+        run, now = _report(storage, listing, storage.threads(threads or _THREADS) if deep else 0), _now()
+        findings = tuple(findings_of(run, now, overdue_sec))
         advice = None if failures_per_day is None else advice_of(run.saves, failures_per_day)
-        return replace(run, findings=findings, advice=advice)
+        here = None if near_dir is None else _near_now(storage, listing, near_dir, run.saves, now)
+        return replace(run, findings=findings, advice=advice, near=near_health(run.saves), near_now=here)
 
     return first_whole(lambda: look_around(storage), look)
 
@@ -103,6 +112,23 @@ def _report(storage: Storage, listing: Listing, threads: int) -> RunReport:
         chains=tuple(_chains(listing)),
         lacks=tuple(newest.manifest.training.unsaved.descriptions) if newest is not None else (),
     )
+
+
+def _now() -> datetime:
+    return datetime.now(timezone.utc)
+
+
+def _near_now(storage: Storage, listing: Listing, near: Near, saves: Sequence[SaveTimes], now: datetime) -> NearNow:
+    """Return what near saves of this host would give back now."""
+    try:
+        here = counting_here(storage, listing, near)
+    except (
+        CorruptCheckpointError,
+        FormatVersionError,
+    ):  # the list of a takeover, which the listing has among the damaged
+        here = []
+    newest = listing.current[-1] if listing.committed else None
+    return near_now(here, newest, History([save for save in saves if save.error is None], []), now)
 
 
 def _refuse(storage: Storage, leftovers: list[UnusableDirectory]) -> None:

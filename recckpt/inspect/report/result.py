@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from recckpt.inspect.report.near_health import NearHealth
 from recckpt.inspect.save_times import SaveTimes
 from recckpt.inspect.spread import Bars, Spread
+from recckpt.inspect.watch.near import NearNow
 
 Level = Literal["problem", "warning"]
 
@@ -233,6 +235,8 @@ class RunHealth:
         lacks: what trained the model and left no state in it, by what its writer knew.
         chains: what each chain costs, oldest first; full checkpoints on which nothing stands are chains of one.
         advice: how often to save; None without a rate of failures, and where the saves do not say what they take.
+        near: what became of near saves; None where there were none.
+        near_now: what near saves of this host would give back now; None where they are not looked at.
     """
 
     url: str
@@ -247,6 +251,8 @@ class RunHealth:
     lacks: tuple[str, ...] = ()
     chains: tuple[ChainCost, ...] = ()
     advice: IntervalAdvice | None = None
+    near: NearHealth | None = None
+    near_now: NearNow | None = None
 
     @property
     def is_healthy(self) -> bool:

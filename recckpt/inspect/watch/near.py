@@ -64,7 +64,7 @@ def near_now(saves: Sequence[NearHere], newest: Checkpoint | None, history: Hist
         history: the timeline of the run, by which its pace is known, and by its near saves.
         now: the time.
     """
-    pace = _steps_per_sec([each.save for each in saves], history)
+    pace = steps_per_sec([each.save for each in saves], history)
     ages = [_age(each, now) for each in ([newest] if newest is not None else [])]
     with_host = _loss([*ages, *_ages([each for each in saves if each.is_elsewhere], now)], pace)
     with_processes = _loss([*ages, *_ages(saves, now)], pace)
@@ -127,7 +127,7 @@ def _age(save: Checkpoint, now: datetime) -> float | None:
     return None if time is None else max(0.0, (now - time).total_seconds())
 
 
-def _steps_per_sec(saves: Sequence[Checkpoint], history: History) -> float | None:
+def steps_per_sec(saves: Sequence[Checkpoint], history: History) -> float | None:
     """Return how fast the run trains, by the steps and times of its last saves; None until that is known."""
     made: list[tuple[str | None, int | None]] = [(each.manifest.time, each.manifest.step) for each in saves]
     made += [(line.time, line.step) for line in history.last]

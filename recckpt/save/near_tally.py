@@ -1,0 +1,92 @@
+"""What became of the near saves of a saver: in all, and since the newest line of the timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from threading import Lock
+from typing import Any, Literal
+
+from recckpt.save.save_info import SaveInfo
+
+WhySkipped = Literal["under_way", "too_much_changed", "stopped"]
+
+
+@dataclass(frozen=True)
+class NearCounts:
+    """What became of the near saves of a saver: acknowledged, failed, and not made."""
+
+    made: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+
+@dataclass(frozen=True)
+class _SinceLine:
+    """What became of near saves since a line; sums are those of the ones that were made."""
+
+    made: int = 0
+    failed: int = 0
+    skipped: Mapping[WhySkipped, int] = field(default_factory=dict)
+    steps: tuple[int, ...] = ()  # the first and the last at which one was due
+    hosts: int | None = None  # of the newest that was made
+    copies: int | None = None
+    blocked_sec: float = 0.0
+    total_sec: float = 0.0
+    n_bytes: int = 0
+
+    def due(self, step: int | None) -> _SinceLine:
+        steps = sorted({*self.steps, *([] if step is None else [step])})
+        return replace(self, steps=tuple(steps[:1] + steps[1:][-1:]))
+
+
+class NearTally:
+    """Counts the near saves of one saver. Thread-safe: the threads of training, near saves and checkpoints use it."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._counts, self._since = NearCounts(), _SinceLine()
+
+    @property
+    def counts(self) -> NearCounts:
+        """What became of all of them."""
+        return self._counts
+
+    def note_made(self, info: SaveInfo, hosts: int, copies: int) -> None:
+        """Count one that was acknowledged."""
+        with self._lock:
+            self._counts = replace(self._counts, made=self._counts.made + 1)
+            before = self._since.due(info.step)
+            self._since = replace(
+                before,
+                made=before.made + 1,
+                hosts=hosts,
+                copies=copies,
+                blocked_sec=before.blocked_sec + info.max_blocked_sec,
+                total_sec=before.total_sec + info.seconds,
+                n_bytes=before.n_bytes + info.n_bytes,
+            )
+
+    def note_failed(self, step: int | None) -> None:
+        """Count one that has failed."""
+        with self._lock:
+            self._counts = replace(self._counts, failed=self._counts.failed + 1)
+            before = self._since.due(step)
+            self._since = replace(before, failed=before.failed + 1)
+
+    def note_skipped(self, step: int | None, why: WhySkipped) -> None:
+        """Count one that was due and was not begun."""
+        with self._lock:
+            self._counts = replace(self._counts, skipped=self._counts.skipped + 1)
+            before = self._since.due(step)
+            skipped = {**before.skipped, why: before.skipped.get(why, 0) + 1}
+            self._since = replace(before, skipped=skipped)
+
+    def take(self) -> dict[str, Any]:
+        """Return the field ``near`` for a line of the timeline, none where there is nothing to say; count anew."""
+        with self._lock:
+            since, self._since = self._since, _SinceLine()
+        if not since.steps:
+            return {}
+        values = vars(since) | {"blocked_sec": round(since.blocked_sec, 6), "total_sec": round(since.total_sec, 6)}
+        return {"near": {name: value for name, value in values.items() if value is not None}}
