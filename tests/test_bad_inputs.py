@@ -13,10 +13,12 @@ import torch
 from support.builders import Run, state_of, tree
 from support.forge import Forge, empty, filled, load, save_tables
 from support.forked import outcomes
+from support.near_runs import NearRun
 from support.sweeps import mostly_slow
 from torch import nn
 
-from recckpt import CheckpointManager, Saver
+import recckpt
+from recckpt import CheckpointManager, Near, Saver
 from recckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -24,8 +26,11 @@ from recckpt.errors import (
     LoadConfError,
     StateMismatchError,
 )
+from recckpt.inspect.absent import look_for
 from recckpt.inspect.salvage import salvage
 from recckpt.inspect.verify import verify
+from recckpt.near.clearing import clear
+from recckpt.near.near_dir import places
 from recckpt.sparse import HashTable
 from recckpt.storage import open_storage
 
@@ -498,6 +503,56 @@ def test_a_state_that_could_not_be_loaded_back_is_refused_when_it_is_saved(tmp_p
     with pytest.raises(ValueError, match=r"'scheduler'\['deep'\]\[0\]"):
         saver.save("ckpt_1")
     assert list(tmp_path.iterdir()) == []
+
+
+# The notes of hosts with near saves
+
+
+@pytest.fixture
+def noted(tmp_path):
+    """A run with a near save, and the note of its host."""
+    run = NearRun(tmp_path).put(_1=1.0, _2=2.0).step().put(_1=1.5).step()
+    [note] = (tmp_path / "runs/.recckpt/near").iterdir()
+    return run, note
+
+
+@pytest.fixture(params=["empty", "half", "a flip", "zeros", "json", "a list", "newer"])
+def harmed(request, noted):
+    run, note = noted
+    data = note.read_bytes()
+    flip = bytes([*data[:40], data[40] ^ 1, *data[41:]])
+    texts = {"empty": b"", "half": data[: len(data) // 2], "a flip": flip, "zeros": bytes(len(data))}
+    texts |= {"json": b"{}", "a list": b"[]", "newer": data.replace(b'"version": 1', b'"version": 2')}
+    assert texts[request.param] != data
+    note.write_bytes(texts[request.param])
+    return run, note
+
+
+def test_a_damaged_note_of_a_host_keeps_no_id_and_is_named_wherever_it_counts(harmed, tmp_path):
+    _, note = harmed
+    [done] = recckpt.forget(tmp_path / "runs", "t", [1])
+    assert done.n_rows == {"ckpt_1": 1}
+    [host] = done.near_hosts
+    assert (host.host, host.name, host.path) == (note.stem, "", "")
+    assert f".recckpt/near/{note.name}" in host.damage
+    absence = look_for(str(tmp_path / "runs"), np.array([1]), "t")
+    assert absence.holding == ()
+    assert absence.hosts_behind == (host,)
+
+
+def test_a_damaged_note_of_a_host_is_in_the_way_of_no_near_save_and_no_clearing(harmed, tmp_path, caplog):
+    run, note = harmed
+    run.manager.forget("t", [1])
+    assert f".recckpt/near/{note.name}" not in caplog.text, "the saver knows what it has noted, and notes it again"
+    run.put(_2=2.5).save().put(_2=3.0).step()
+    assert run.counts == (2, 0, 0)
+    note.write_bytes(b"")
+    assert NearRun(tmp_path).restore().put(_3=1.0).step().counts == (1, 0, 0)
+    assert "the note of this host is written anew" in caplog.text
+    note.write_bytes(b"")
+    [cleared] = [clear(each) for each in places(Near(run.near_path))]
+    assert len(cleared.removed) == 2
+    assert f".recckpt/near/{note.name}" in str(cleared.problem)
 
 
 # Arguments

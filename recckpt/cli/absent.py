@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from recckpt.cli.near import host_data, may_have_forgotten
+from recckpt.cli.near import may_have_forgotten
 from recckpt.cli.result import CommandResult, usage_checked
 from recckpt.format.distinct import distinct
 from recckpt.inspect.absent import Absence, Holding, look_for
@@ -77,5 +77,5 @@ def _data(absence: Absence, n_ids: int, args: argparse.Namespace) -> dict[str, A
         "files": absence.n_parts,
         "asked": absence.n_asked,
         "mirrors_behind": list(absence.mirrors_behind),
-        "hosts_behind": [host_data(each) for each in absence.hosts_behind],
+        "hosts_behind": [each.as_data for each in absence.hosts_behind],
     }

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from recckpt.cli.near import host_data, may_have_forgotten
+from recckpt.cli.near import may_have_forgotten
 from recckpt.cli.result import CommandResult, UsageError, usage_checked
 from recckpt.forgetting.forget import finish
 from recckpt.forgetting.forget import forget as forget_ids
@@ -42,7 +42,7 @@ def forget(args: argparse.Namespace) -> CommandResult:
     problems = [f"{url}: the mirror {each} may still have ids: `recckpt mirror {url} {each}`" for each in behind]
     problems += [f"{url}: {may_have_forgotten(each)}" for each in hosts]
     data = {"output_dir": args.dir, "requests": [_data(each) for each in done], "mirrors_behind": behind}
-    data |= {"hosts_behind": [host_data(each) for each in hosts]}
+    data |= {"hosts_behind": [each.as_data for each in hosts]}
     return CommandResult(data, lines, problems)
 
 

@@ -71,15 +71,12 @@ def _directories(saves: list[tuple[str, NearHere]], of: NearDir) -> set[str]:
 
 def may_have_forgotten(host: NearHost) -> str:
     """Say of a host that near saves there may have ids that were forgotten, and what to do."""
+    if host.damage:
+        return f"near saves of a host may have what was forgotten, since nobody knows which: {one_line(host.damage)}"
     path = escaped(host.path)
     where = f"near saves on {escaped(host.name)} in {path} may have what was forgotten"
     note = near_names.host_note(host.host)
     return f"{where}: run `recckpt near clear {path}` there; if that host is gone with them, remove {note}"
-
-
-def host_data(host: NearHost) -> dict[str, str]:
-    """Return what programs read of a host."""
-    return {"host": host.host, "name": host.name, "path": host.path}
 
 
 def _cleared(dirs: list[NearDir], path: str) -> CommandResult:

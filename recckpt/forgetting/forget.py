@@ -16,6 +16,7 @@ from recckpt.format.forget_request import MAX_IDS
 from recckpt.mirroring.reach import reach_mirrors
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.forget_requests import audit
+from recckpt.output_dir.known_mirrors import known_mirrors
 from recckpt.output_dir.listing import Listing, list_checkpoints
 from recckpt.output_dir.why_nothing import why_nothing
 from recckpt.storage import Storage, open_storage
@@ -32,6 +33,7 @@ def forget(
     The output dir is taken over: the next save of a trainer that still writes there raises WriterFencedError, and it
     saves no more. What an earlier call has begun and not ended is ended first. All rows of other ids keep their bytes.
     Mirrors that the output dir knows get a pass; one that cannot be reached is logged, and forgets with its next pass.
+    Near saves stay on their hosts until they are removed there: :attr:`Forgotten.near_hosts`.
 
     Args:
         path: an output dir; a path or any fsspec URL.
@@ -45,7 +47,7 @@ def forget(
     Raises:
         CheckpointNotFoundError: it is not an output dir.
         TypeError, ValueError: there is no such table, or no id was passed; nothing was changed.
-        CorruptCheckpointError: a checkpoint is damaged, so that nobody can say what it holds.
+        CorruptCheckpointError: a checkpoint is damaged, or the note of a mirror is: nobody can say what they hold.
         WriterFencedError: another writer took the output dir over meanwhile; it ends what was begun.
         OSError: the storage failed; call it again.
     """
@@ -54,6 +56,7 @@ def forget(
     check_table(listing, table, storage.url)
     scan(storage, listing, table, checked)  # so that damage is found before anything is changed
     audit(storage)
+    known_mirrors(storage)
     fence = Fence(storage, purpose=_PURPOSE)
     fence.hold()
     done = forget_as_owner(storage, fence, table, checked, by, has_bar=True)
@@ -65,6 +68,7 @@ def finish(path: str | os.PathLike[str]) -> list[Forgotten]:
     """End what earlier calls of :func:`forget` have begun; errors as there."""
     storage = open_storage(os.fspath(path))
     readable_listing(storage)
+    known_mirrors(storage)
     fence = Fence(storage, purpose=_PURPOSE)
     fence.hold()
     done = finish_pending(storage, fence, has_bar=True)

@@ -11,6 +11,7 @@ import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError, RecckptError
 from recckpt.forgetting.ids_in_files import Ids, IdsInFiles, ids_in_files
@@ -24,6 +25,7 @@ from recckpt.output_dir.checkpoint_dir import read_manifest
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.forget_requests import close_request, meant_in, pending, put_request, remove_drafts
 from recckpt.output_dir.listing import Checkpoint, Listing
+from recckpt.output_dir.near_hosts import NearHost, hosts_behind
 from recckpt.output_dir.writer import WRITER
 from recckpt.storage import Storage
 from recckpt.text import Progress, plural
@@ -42,6 +44,7 @@ class Forgotten:
         n_rows: id of a checkpoint -> how many of the ids had a row in it.
         removed: directories that went: what was replaced, superseded checkpoints, late commits and leftovers.
         is_resumed: whether an earlier process had made the request.
+        near_hosts: the hosts of which it was not known at the end that no near save there has the ids.
     """
 
     table: str
@@ -50,6 +53,7 @@ class Forgotten:
     n_rows: dict[str, int]
     removed: tuple[str, ...]
     is_resumed: bool = False
+    near_hosts: tuple[NearHost, ...] = ()
 
 
 def forget_as_owner(
@@ -144,10 +148,12 @@ def _carry_out(storage: Storage, fence: Fence, request: Request, *, is_resumed: 
     names, n_rows = {of.directory: c.directory for c, of in made}, {c.ckpt_id: of.rows for c, of in made}
     removed = list(dict.fromkeys([*names, *removed]))
     _check_gone(storage, fence, list(dict.fromkeys([*removed, *(c.directory for c in with_ids)])), request)
-    finished = {"finished": time_now(), "revised": names, "removed": removed, "rows": n_rows}
+    finished: dict[str, Any] = {"finished": time_now(), "revised": names, "removed": removed, "rows": n_rows}
+    hosts = tuple(hosts_behind(storage, request.request))
+    finished |= {"near_hosts": [host.as_data for host in hosts]} if hosts else {}
     fence.check()
     close_request(storage, request, finished)
-    return Forgotten(request.table, len(request.ids), names, n_rows, tuple(removed), is_resumed)
+    return Forgotten(request.table, len(request.ids), names, n_rows, tuple(removed), is_resumed, hosts)
 
 
 def _revision(checkpoint: Checkpoint, listing: Listing, request: Request) -> Checkpoint | None:

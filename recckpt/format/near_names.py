@@ -31,6 +31,11 @@ def host_note(host: str) -> str:
     return f"{NEAR_NOTES}/{host}.json"
 
 
+def host_of_note(path: str) -> str:
+    """Return the host that a note is of, by its path."""
+    return path.rpartition("/")[2].removesuffix(".json")
+
+
 def near_name(epoch: int, nonce: str, cut: int) -> str:
     """Return the name of a near save, which its files repeat in place of a save id."""
     return f"{epoch}.{nonce}.{cut}"

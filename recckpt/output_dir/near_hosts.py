@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import near_names
 from recckpt.format.json_fields import Fields, seal
 from recckpt.output_dir.forget_requests import done_requests
@@ -24,6 +25,18 @@ class NearHost:
     name: str  # of the machine, for people
     path: str  # of its near dir, there
     forgotten: frozenset[str] = frozenset()  # requests to forget ids, which no near save there has any more
+    damage: str = ""  # why its note cannot be read; name and path are "" then
+
+    @property
+    def shown(self) -> str:
+        """The host as a message names it."""
+        return f"{self.name}:{self.path}" if not self.damage else f"a host whose note is damaged ({self.damage})"
+
+    @property
+    def as_data(self) -> dict[str, str]:
+        """The host as programs read it."""
+        data = {"host": self.host, "name": self.name, "path": self.path}
+        return data | ({"damage": self.damage} if self.damage else {})
 
 
 def note_near_host(storage: Storage, host: NearHost) -> None:
@@ -52,16 +65,25 @@ def noted_host(storage: Storage, host: str) -> NearHost | None:
     return _read(storage, near_names.host_note(host))
 
 
-def hosts_behind(storage: Storage) -> list[NearHost]:
+def hosts_behind(storage: Storage, request: str | None = None) -> list[NearHost]:
     """Return the hosts of which it is not known that no near save there has ids that were forgotten.
 
-    Raises:
-        CorruptCheckpointError: the note of one is damaged.
-        FormatVersionError: a newer recckpt wrote it.
+    One whose note is damaged, or of a newer recckpt, is among them: nobody knows what is there.
+
+    Args:
+        storage: the output dir.
+        request: the one whose ids are meant, which may not be done yet; None for all that are.
     """
-    forgotten = done_requests(storage)
-    hosts = [_read(storage, path) for path in note_paths(storage, near_names.NEAR_NOTES)] if forgotten else []
+    forgotten = done_requests(storage) if request is None else frozenset([request])
+    hosts = [_read_or_damage(storage, path) for path in note_paths(storage, near_names.NEAR_NOTES)] if forgotten else []
     return [host for host in hosts if host is not None and not forgotten <= host.forgotten]
+
+
+def _read_or_damage(storage: Storage, path: str) -> NearHost | None:
+    try:
+        return _read(storage, path)
+    except (CorruptCheckpointError, FormatVersionError) as error:
+        return NearHost(near_names.host_of_note(path), "", "", damage=str(error))
 
 
 def _read(storage: Storage, path: str) -> NearHost | None:

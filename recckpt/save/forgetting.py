@@ -16,7 +16,7 @@ from recckpt.forgetting.forgetting import Forgotten, check_readable, forget_as_o
 from recckpt.forgetting.ids_in_files import Ids
 from recckpt.near.tier import NearTier
 from recckpt.output_dir.forget_requests import audit, check_none_pending, done_requests, pending, requests
-from recckpt.output_dir.known_mirrors import mirrors_behind
+from recckpt.output_dir.known_mirrors import known_mirrors, mirrors_behind
 from recckpt.output_dir.near_hosts import hosts_behind
 from recckpt.parallel.ranks import Ranks
 from recckpt.save.job import Destination
@@ -89,7 +89,7 @@ class Forgetting:
         ranks.on_first(self._warn_of_hosts)
 
     def _warn_of_hosts(self) -> None:
-        hosts = [f"{host.name}:{host.path}" for host in hosts_behind(self._to.storage)]
+        hosts = [host.shown for host in hosts_behind(self._to.storage)]
         if hosts:
             log.warning("%s: near saves on %s may still have the ids", self._to.storage.url, ", ".join(hosts))
 
@@ -118,6 +118,7 @@ class Forgetting:
             check_table(fence.listing, table, storage.url)
         scan(storage, fence.listing, table, ids)
         audit(storage)  # as the checkpoints, whole before anything changes
+        known_mirrors(storage)
 
     def _erase(self, live: SavableTable | None, ids: Ids) -> None:
         """Drop rows of this rank; the next save is full, since a delta would name the ids as deleted."""

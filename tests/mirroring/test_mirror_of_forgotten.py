@@ -203,6 +203,9 @@ def test_a_damaged_note_is_named(run, to):
     note.write_text(note.read_text().replace(str(to), "/elsewhere"))
     with pytest.raises(CorruptCheckpointError, match="the next pass of the mirror notes it again"):
         known_mirrors(open_storage(str(run)))
+    with pytest.raises(CorruptCheckpointError, match="the next pass of the mirror notes it again"):
+        recckpt.forget(run, "user", GONE)
+    assert not requests(open_storage(str(run))), "it is refused before anything changes"
     recckpt.mirror(run, to)
     assert known_mirrors(open_storage(str(run)))[0].url == str(to)
     assert json.loads(note.read_text())["url"] == str(to)

@@ -10,9 +10,10 @@ from near.test_ranks import near_names, on_hosts, together, trained
 from support.near_runs import NearRun, output_dir
 
 import recckpt
-from recckpt.errors import CorruptCheckpointError, WriterFencedError
+from recckpt.errors import WriterFencedError
 from recckpt.inspect.absent import look_for
 from recckpt.near.tier import NearTier
+from recckpt.output_dir.forget_requests import audit
 from recckpt.output_dir.near_hosts import hosts_behind
 
 FORGOTTEN = [3]
@@ -47,6 +48,21 @@ def test_a_run_on_several_hosts_that_forgets_reaches_all_of_them(tmp_path, caplo
     assert near_names(tmp_path, "a") == near_names(tmp_path, "b") == []
     assert behind(tmp_path) == []
     assert "may still have the ids" not in caplog.text
+
+
+def test_the_audit_names_the_hosts_on_which_near_saves_may_have_the_ids(tmp_path):
+    on_hosts(tmp_path, ["a", "b"], trained)
+    [done] = recckpt.forget(tmp_path / "runs", "t", FORGOTTEN)
+    assert sorted(host.path for host in done.near_hosts) == [str(tmp_path / "a"), str(tmp_path / "b")]
+    [line] = audit(output_dir(tmp_path))
+    assert sorted(host["path"] for host in line["near_hosts"]) == [str(tmp_path / "a"), str(tmp_path / "b")]
+
+
+def test_the_audit_of_a_run_without_near_saves_names_no_host(tmp_path):
+    NearRun(tmp_path).put(_3=1.0).save()
+    [done] = recckpt.forget(tmp_path / "runs", "t", FORGOTTEN)
+    assert done.near_hosts == ()
+    assert "near_hosts" not in audit(output_dir(tmp_path))[0]
 
 
 def test_hosts_are_named_after_a_forgetting_from_outside_until_they_are_used_again(tmp_path):
@@ -101,8 +117,9 @@ def test_a_damaged_note_is_named_and_written_anew_by_the_next_run(tmp_path, cont
     recckpt.forget(tmp_path / "runs", "t", [2])
     [note] = notes(tmp_path)
     note.write_text(content)
-    with pytest.raises(CorruptCheckpointError, match="the next near save on that host notes it again"):
-        hosts_behind(output_dir(tmp_path))
+    [host] = hosts_behind(output_dir(tmp_path))
+    assert host.host == note.stem
+    assert "the next near save on that host notes it again" in host.damage
     NearRun(tmp_path).restore().put(_4=4.0).save().put(_5=5.0).step()
     assert notes(tmp_path) == [note]
     assert behind(tmp_path) == []
