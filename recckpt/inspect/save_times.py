@@ -28,6 +28,7 @@ class NearTimes:
         blocked_sec: how long training stood still for all that were made.
         total_sec: from the step of each until it was acknowledged, for all of them.
         n_bytes: of their files, without copies.
+        error: why the newest of those that failed did.
     """
 
     made: int
@@ -39,6 +40,7 @@ class NearTimes:
     blocked_sec: float | None
     total_sec: float | None
     n_bytes: float | None
+    error: str | None = None
 
     @property
     def n_due(self) -> int:
@@ -131,6 +133,7 @@ def _near_times(values: object) -> NearTimes | None:
         blocked_sec=_number(values.get("blocked_sec")),
         total_sec=_number(values.get("total_sec")),
         n_bytes=_number(values.get("n_bytes")),
+        error=_text(values.get("error")),
     )
 
 

@@ -114,7 +114,7 @@ class NearSaves:
             self._check_fence()
             self._tally.note_skipped(step, "stopped")
             return True
-        info = SaveInfo(f"near_{step}", step, background=True)
+        info = SaveInfo(f"near_{step}", step, background=True, kind="near")
         ranks = info.raising(self.ranks.of(rank, size))
         if ranks.rank == 0:
             self._metrics.due(info, self.fence.listing)
@@ -250,12 +250,12 @@ class NearSaves:
                 self._metrics.made(save.job.info)
 
     def _fail(self, error: Exception, info: SaveInfo, ranks: Ranks, *, is_under_way: bool) -> None:
-        """Take note of a near save that has failed: once in the log, and in the timeline with the next checkpoint.
+        """Take note of a near save that has failed: of the first of several in the log, and as a line of the timeline.
 
         ``is_under_way`` says whether it is the one that the tier has under way, and not one that could not begin.
         """
-        self._tally.note_failed(info.step)
         info.note_failure(error)
+        self._tally.note_failed(info)
         if isinstance(error, WriterFencedError):
             self._fenced = error
             return
@@ -264,7 +264,8 @@ class NearSaves:
             self.tier.give_up()
         if ranks.rank == 0:
             self._metrics.failed()
-            self._durable.timeline.keep(info)
+            if not self._logged:  # else the lines of near saves would leave no room for those of checkpoints
+                self._durable.timeline.keep(info)
             ending = "; no more are made in this process" if self._is_off else ""
             log.log(logging.DEBUG if self._logged else logging.WARNING, "near save failed%s: %s", ending, error)
         self._logged = True

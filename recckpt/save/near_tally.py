@@ -34,6 +34,7 @@ class _SinceLine:
     blocked_sec: float = 0.0
     total_sec: float = 0.0
     n_bytes: int = 0
+    error: str | None = None  # of the newest that has failed
 
     def due(self, step: int | None) -> _SinceLine:
         steps = sorted({*self.steps, *([] if step is None else [step])})
@@ -67,12 +68,12 @@ class NearTally:
                 n_bytes=before.n_bytes + info.n_bytes,
             )
 
-    def note_failed(self, step: int | None) -> None:
-        """Count one that has failed."""
+    def note_failed(self, info: SaveInfo) -> None:
+        """Count one that has failed, and remember why."""
         with self._lock:
             self._counts = replace(self._counts, failed=self._counts.failed + 1)
-            before = self._since.due(step)
-            self._since = replace(before, failed=before.failed + 1)
+            before = self._since.due(info.step)
+            self._since = replace(before, failed=before.failed + 1, error=info.error_text)
 
     def note_skipped(self, step: int | None, why: WhySkipped) -> None:
         """Count one that was due and was not begun."""

@@ -84,7 +84,7 @@ class SaveInfo:
         step: global step, None where the caller counts none.
         ephemeral: whether only the newest of its kind stays.
         background: whether training went on meanwhile.
-        kind: ``"full"``, or ``"delta"``: what has changed since another checkpoint.
+        kind: ``"full"``, ``"delta"``: what has changed since another checkpoint, or ``"near"`` of a near save.
         why_full: where the saver writes deltas, why this is not one.
         n_links: of the chain that a restore reads: 1 of a full checkpoint.
         stage_sec: taking the state; training stands still.
@@ -238,6 +238,12 @@ class SaveInfo:
         """Seconds since the save was asked for."""
         return clock.perf_counter() - self._begin
 
+    @property
+    def error_text(self) -> str | None:
+        """Why it failed, in one line; None where it has not."""
+        error = self.error
+        return None if error is None else one_line(f"{type(error).__name__}: {error}")[:_ERROR_LENGTH]
+
     def to_json(self, more: Mapping[str, Any] = {}) -> str:
         """Return one line for the timeline, with more fields; ``error`` is in those of saves that failed."""
         values = {
@@ -247,8 +253,8 @@ class SaveInfo:
         values |= {"blocked_sec": min(self.blocked_sec, seconds), "total_sec": seconds}
         values["max_blocked_sec"] = max(values["blocked_sec"], self._others_blocked_sec)
         values["gb_per_sec"] = self.n_bytes / 1e9 / max(seconds, 1e-9)
-        error = values.pop("error")
-        if error is not None:
-            values["error"] = one_line(f"{type(error).__name__}: {error}")[:_ERROR_LENGTH]
+        del values["error"]
+        if self.error_text is not None:
+            values["error"] = self.error_text
         rounded = {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}
         return json.dumps(rounded | dict(more), allow_nan=False) + "\n"

@@ -248,7 +248,7 @@ def test_without_room_training_goes_on_and_a_warning_says_so_once(tmp_path, capl
     assert "expected" in warning.message
     run.save()
     lines = [json.loads(line) for line in (tmp_path / "runs/timeline.jsonl").read_text().splitlines()]
-    assert [line["kind"] for line in lines] == ["full", "near", "near", "delta"]
+    assert [line["kind"] for line in lines] == ["full", "near", "delta"]
     assert (lines[-1]["near"]["failed"], lines[-1]["near"]["steps"]) == (2, [2, 3])
 
 

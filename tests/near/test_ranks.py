@@ -8,7 +8,11 @@ from near.test_near_saves import rows
 from support.near_runs import NearRun, newest_list, output_dir, parts_of
 from support.thread_ranks import ThreadGroup, Wire, alone, on_ranks
 
+import recckpt
+from recckpt.inspect.watch.look import Watcher
+from recckpt.inspect.watch.shown import facts, line
 from recckpt.output_dir.listing import list_checkpoints
+from recckpt.output_dir.timeline import read_timeline
 from recckpt.sparse import gen_slice
 
 OTHERS = {f"_{id_}": 0.5 for id_ in range(100, 120)}
@@ -198,3 +202,27 @@ def test_a_near_dir_that_is_a_copy_of_another_is_one_of_its_own_to_a_restore(tmp
     on_hosts(tmp_path, ["a"], lambda run: run.restore().put(_6=6.0).step().put(_7=7.0).step())
     left = {1: 1.0, 2: 2.0, 3: 3.0, 5: 5.0, 6: 6.0, 7: 7.0}
     assert together(on_hosts(tmp_path, ["a", "b"], lambda run: rows(run.restore()))) == left
+
+
+def test_a_host_that_cannot_use_its_near_dir_is_named_once_and_fails_no_checkpoint_to_those_who_look(tmp_path, caplog):
+    (tmp_path / "b").write_text("a file")
+    counts = on_hosts(tmp_path, ["a", "b"], lambda run: trained(run) and run.save().counts)
+    assert counts == [(0, 3, 0)] * 2
+    failures = [record.message for record in caplog.records if "near save failed" in record.message]
+    assert len(failures) == 1
+    assert "failed on rank 1" in failures[0]
+    storage = output_dir(tmp_path)
+    assert [line["kind"] for line in read_timeline(storage)] == ["near", "full"], (
+        "one line for those that fail in a row"
+    )
+    status = Watcher(storage).look()
+    assert status.failed == []
+    said = {fact.name: fact for fact in facts(status)}["near failed"]
+    assert said.mood == "doubtful"
+    assert said.text.startswith(
+        "3 of 3 before ckpt_3, the last: SaveFailedError: saving 'near_3' failed on rank 1: NotA"
+    )
+    assert "near failed 3 of 3 before ckpt_3" in line(status)
+    how = recckpt.report(storage.url)
+    assert how.is_healthy
+    assert any("3 of the 3 near saves before the newest checkpoint failed" in each.what for each in how.findings)

@@ -11,18 +11,24 @@ def made(step, n_bytes=100):
     return info
 
 
+def failed(step):
+    info = SaveInfo(f"near_{step}", step)
+    info.note_failure(OSError("no room"))
+    return info
+
+
 def test_a_line_says_what_became_of_near_saves_since_the_one_before():
     tally = NearTally()
     tally.note_made(made(20), 2, 1)
     tally.note_made(made(40, 50), 2, 1)
-    tally.note_failed(60)
+    tally.note_failed(failed(60))
     tally.note_skipped(80, "under_way")
     tally.note_skipped(100, "under_way")
     said = tally.take()["near"]
     assert 0 <= said.pop("blocked_sec") <= said.pop("total_sec")
     assert said == {
         **{"made": 2, "failed": 1, "skipped": {"under_way": 2}, "steps": (20, 100), "hosts": 2, "copies": 1},
-        "n_bytes": 150,
+        **{"n_bytes": 150, "error": "OSError: no room"},
     }
     tally.note_made(made(120), 2, 1)
     assert tally.take()["near"]["steps"] == (120,)

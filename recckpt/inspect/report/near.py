@@ -12,7 +12,7 @@ from recckpt.inspect.report.result import Finding, RunHealth
 from recckpt.inspect.save_times import NearTimes, SaveTimes
 from recckpt.inspect.watch.history import History
 from recckpt.inspect.watch.near import near_facts, steps_per_sec
-from recckpt.text import count, duration, plural, size
+from recckpt.text import count, duration, one_line, plural, size
 
 NEAR_HEAD = ("SAVE", "PAUSE", "UNTIL IT COUNTS", "SIZE")
 _WHY = {  # as the timeline says it -> as people read it
@@ -84,9 +84,8 @@ def near_findings(saves: Sequence[SaveTimes]) -> Iterator[Finding]:
     if last.failed:
         yield Finding(
             "warning",
-            f"{count(last.failed)} {of} failed",
-            "The lines of kind `near` in `timeline.jsonl` say why, as the log does once; those that are there stay. A "
-            "near dir that one host cannot use is missing to all of them.",
+            f"{count(last.failed)} {of} failed" + ("" if last.error is None else f", the last: {one_line(last.error)}"),
+            "Those that are there stay; what one host cannot do, such as use its near dir, fails near saves of all.",
         )
     for why, remedy in _REMEDIES.items():
         n_skipped = last.skipped.get(why, 0)

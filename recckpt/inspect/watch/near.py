@@ -9,10 +9,11 @@ from itertools import pairwise
 from statistics import median
 
 from recckpt.format.moments import time_of
+from recckpt.inspect.save_times import NearTimes
 from recckpt.inspect.watch.history import History
 from recckpt.near.here import NearHere
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.text import count, duration, escaped, plural, size
+from recckpt.text import count, duration, escaped, one_line, plural, size
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,12 @@ def near_facts(near: NearNow) -> Iterator[tuple[str, str]]:
     """Yield what people see of it: names and values."""
     yield "near", _words_of(near)
     yield "lost now", f"{_lost(near.with_processes)} if its processes die, {_lost(near.with_host)} if the host does"
+
+
+def words_of_failed(near: NearTimes, ckpt_id: str) -> str:
+    """Say how many of the near saves before a checkpoint failed, and why the last of them did."""
+    why = "" if near.error is None else f", the last: {one_line(near.error)}"
+    return f"{count(near.failed)} of {count(near.n_due)} before {escaped(ckpt_id)}{why}"
 
 
 def _ages(saves: Sequence[NearHere], now: datetime) -> list[float | None]:

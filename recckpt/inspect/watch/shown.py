@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from recckpt.inspect.watch.near import near_facts
+from recckpt.inspect.watch.near import near_facts, words_of_failed
 from recckpt.inspect.watch.status import Failure, LastSave, Status
 from recckpt.output_dir.claims import Claim
 from recckpt.text import count, duration, escaped, one_line, plural, size, sparkline
@@ -61,6 +61,9 @@ def facts(status: Status) -> Iterator[Fact]:
 
 
 def _near(status: Status) -> Iterator[Fact]:
+    last = status.last
+    if last is not None and last.near is not None and last.near.failed:
+        yield Fact("near failed", words_of_failed(last.near, last.ckpt_id), "doubtful")
     if status.near is not None:
         yield from (Fact(name, text) for name, text in near_facts(status.near))
 

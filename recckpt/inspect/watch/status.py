@@ -10,7 +10,7 @@ from typing import Any
 
 from recckpt.format import layout
 from recckpt.format.moments import time_of
-from recckpt.inspect.save_times import SaveTimes
+from recckpt.inspect.save_times import NearTimes, SaveTimes
 from recckpt.inspect.watch.history import History, Pause
 from recckpt.inspect.watch.near import NearNow, near_now
 from recckpt.near.here import NearHere
@@ -32,6 +32,7 @@ class LastSave:
     n_bytes: int
     n_links: int  # of the chain that a restore reads
     total_sec: float | None  # how long the save took
+    near: NearTimes | None = None  # what became of the near saves before it
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,7 @@ def _last(checkpoint: Checkpoint, history: History, now: datetime) -> LastSave:
         n_bytes=record.n_bytes,
         n_links=len(checkpoint.links),
         total_sec=None if line is None else line.total_sec,
+        near=None if line is None else line.near,
     )
 
 
