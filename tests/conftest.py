@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import inspect
 import json
 import signal
 import sys
@@ -40,6 +41,20 @@ def pytest_collection():
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector, obj):
+    """Make no items of a slow test that the default suite would only deselect: a third of the time to collect it.
+
+    Where a test is named on the command line it is made, and pytest says that it was deselected.
+    """
+    config = collector.config
+    if config.option.markexpr == "not slow" and not any("::" in arg for arg in config.args):
+        own_marks = getattr(obj, "pytestmark", [])
+        if inspect.isfunction(obj) and any(mark.name == "slow" for mark in own_marks):
+            return []
+    return None
+
+
 def pytest_itemcollected(item):
     """Leave to the slow suite what a test says that it need not try by default."""
     mark_slow(item)
@@ -49,7 +64,8 @@ def pytest_collection_finish():
     """Make ready a process that runs tests; the one that hands them out does not come here, and imports no torch.
 
     The tensors of tests are tiny: threads that wait for each other would cost the most. Each collection of garbage is
-    spared the way through all that was imported, which takes a quarter of a second.
+    spared the way through all that was imported, which takes a quarter of a second. Nor is garbage looked for in it
+    now: what imports leave needs no end of its own, and the look would take as long as a hundred tests.
     """
     import torch
 
@@ -62,11 +78,11 @@ def pytest_runtest_teardown(item, nextitem):
     """After a file, spare them what it has imported, such as the compiler of torch, which optimizers import."""
     yield
     if (nextitem is None or nextitem.path != item.path) and len(sys.modules) > _n_modules[0] + 100:
+        gc.collect()
         _freeze()
 
 
 def _freeze():
-    gc.collect()
     gc.freeze()
     _n_modules[:] = [len(sys.modules)]
 
