@@ -10,9 +10,8 @@ from graphlib import TopologicalSorter
 from importlib.metadata import version
 
 import pytest
-from support import paths
-
-ROOT = paths.ROOT / "recckpt"
+from support import parsed, paths
+from support.parsed import ROOT, nodes_of, tree_of
 
 # A room imports only from rooms on lines below its own; within a room there are no cycles.
 ROOMS = """
@@ -92,8 +91,7 @@ def name_of(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts) or "recckpt"
 
 
-FILES = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+FILES = {name_of(path): path for path in parsed.FILES}
 LEVEL = {name: -line for line, names in enumerate(ROOMS.strip().splitlines()) for name in names.split()}
 
 
@@ -103,18 +101,28 @@ def room(name: str) -> str:
 
 @cache
 def imports_of(name: str) -> set[str]:
-    return set(imports(TREES[name]))
+    return set(imports(tree_of(FILES[name])))
 
 
 @cache
 def names_used_in(name: str) -> set[str]:
-    return {ast.unparse(node) for node in ast.walk(TREES[name]) if isinstance(node, ast.Attribute)}
+    """Return the attributes of names, such as ``torch.distributed.ReduceOp``."""
+    attributes = (node for node in nodes_of(FILES[name]) if isinstance(node, ast.Attribute))
+    return {ast.unparse(node) for node in attributes if is_of_a_name(node)}
+
+
+def is_of_a_name(node: ast.AST) -> bool:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name)
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
     """Yield the full names that a file imports, wherever it does so, but for the eyes of the type checker."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        if isinstance(node, ast.expr):  # has no statements
+            continue
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -127,7 +135,7 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 def all_inner_imports(name: str) -> Iterator[str]:
     """Yield the files of recckpt that a file imports, those for the type checker too."""
-    for node in ast.walk(TREES[name]):
+    for node in nodes_of(FILES[name]):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from map(file_of, (full for full in imports(ast.Module([node], [])) if room(full) == "recckpt"))
 
@@ -176,23 +184,23 @@ def n_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return function.end_lineno - function.lineno + 1 - said
 
 
-def texts_of(tree: ast.AST) -> Iterator[str]:
+def texts_of(nodes: list[ast.AST]) -> Iterator[str]:
     """Yield the strings of a file, but for docstrings and prose."""
-    statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    texts = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    statements = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    texts = (node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
     yield from (text.value for text in texts if id(text) not in statements and not re.search(r"\s", text.value))
 
 
 def test_names_on_disk_are_made_and_parsed_in_one_place():
     homes = ("format.layout.", "format.drafts.", *(f"{name}." for name in KNOW_NAMES))
-    strays = {name: [*filter(PART_OF_A_NAME.search, texts_of(tree))] for name, tree in TREES.items()}
+    strays = {name: [*filter(PART_OF_A_NAME.search, texts_of(nodes_of(path)))] for name, path in FILES.items()}
     assert not {name: texts for name, texts in strays.items() if texts and not f"{name}.".startswith(homes)}
     assert all(any(f"{name}.".startswith(f"{home}.") for name in strays if strays[name]) for home in KNOW_NAMES)
 
 
 def test_files_and_functions_stay_short():
     assert not [name for name, path in FILES.items() if len(path.read_text().splitlines()) > 300]
-    nodes = [(name, node) for name, tree in TREES.items() for node in ast.walk(tree)]
+    nodes = [(name, node) for name, path in FILES.items() for node in nodes_of(path)]
     functions = [(name, node) for name, node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     assert not [(name, node.name) for name, node in functions if n_lines(node) > 50]
 
@@ -200,7 +208,7 @@ def test_files_and_functions_stay_short():
 def test_files_and_classes_are_named_after_what_they_do():
     says_nothing = {"utils", "util", "helpers", "helper", "common", "misc", "base_impl"}
     assert not [name for name in FILES if says_nothing & set(name.split("."))]
-    classes = [node.name for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    classes = [node.name for path in FILES.values() for node in nodes_of(path) if isinstance(node, ast.ClassDef)]
     assert not [name for name in classes if name.startswith("Base") or name.endswith("Impl")]
 
 
@@ -234,8 +242,8 @@ def test_every_public_name_is_there():
 
 def test_no_class_name_stands_twice():
     homes = {}
-    for name, tree in TREES.items():
-        for node in ast.walk(tree):
+    for name, path in FILES.items():
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(name)
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
@@ -327,7 +335,7 @@ def set_on_others(node: ast.AST, made: frozenset[str] = frozenset({"self", "cls"
 
 
 def test_nobody_sets_state_on_an_object_that_somebody_else_has_made():
-    setters = {(name, attribute) for name, tree in TREES.items() for attribute in set_on_others(tree)}
+    setters = {(name, attribute) for name, path in FILES.items() for attribute in set_on_others(tree_of(path))}
     assert setters == SET_ON_OTHERS
 
 

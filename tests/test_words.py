@@ -4,13 +4,10 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Iterable, Iterator
 
 import pytest
-from support import paths
-
-ROOT = paths.ROOT / "recckpt"
+from support import parsed, paths
 
 # Names of variables, parameters, functions and attributes -> what to say instead.
 GONE_NAMES = {
@@ -43,62 +40,62 @@ GONE_PHRASES = {
     r"\b(is|are|was|were) told\b(?! (apart|from))": "say who gives, reports or logs what",
     r"\bcannot be told\b": "is not known",
 }
-ANY_GONE_PHRASE = re.compile("|".join(GONE_PHRASES))  # in most texts there is none: one look instead of many
-BETWEEN_PIECES = re.compile(r"""(["'])\s+[frbu]*["']|\n\s*#""")  # of one message, or of one comment
+# In most texts there is none: one look instead of many, and at the beginnings of words alone, where each begins.
+ANY_GONE_PHRASE = re.compile(rf"\b(?=\w)(?:{'|'.join(GONE_PHRASES)})")
+BETWEEN_PIECES = re.compile(r"""["']\s+[frbu]*["']""")  # of one message
 
 
-@cache
-def modules() -> list[tuple[str, str, ast.Module]]:
-    """Return (name, text, syntax tree) of each file, such as ``format/layout.py``."""
-    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.rglob("*.py"))}
-    return [(name, text, ast.parse(text)) for name, text in texts.items()]
+FILES = {path.relative_to(parsed.ROOT).as_posix(): path for path in parsed.FILES}  # format/layout.py -> where it lies
 
 
-def names_made(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def names_made(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield (line, name) of what a file names itself."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.lineno, node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.lineno, node.attr
+    for node in nodes:
+        if isinstance(node, ast.Name | ast.Attribute):
+            if isinstance(node.ctx, ast.Store):
+                yield node.lineno, node.id if isinstance(node, ast.Name) else node.attr
         elif isinstance(node, ast.arg):
             yield node.lineno, node.arg
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.lineno, node.name
 
 
-def prose_of(text: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+def prose_of(text: str, nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield (line, text) of comments, docstrings and messages, each in one line."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, " ".join(node.value.split())
 
 
 def may_have_a_gone_phrase(text: str) -> bool:
-    """Whether to look closer at a file, which takes a hundred times as long: its texts are in its own text."""
-    return bool(ANY_GONE_PHRASE.search(" ".join(BETWEEN_PIECES.sub("", text).split())) or ANY_GONE_PHRASE.search(text))
+    """Whether to look closer at a file, which takes much longer: whatever its texts say is in its own text."""
+    return ANY_GONE_PHRASE.search(" ".join(BETWEEN_PIECES.sub("", text).split())) is not None
 
 
 def test_no_name_is_a_word_that_is_gone():
     found = [
         f"recckpt/{file}:{line}: {name!r}; instead: {GONE_NAMES[name.strip('_').lower()]}"
-        for file, _, tree in modules()
-        for line, name in names_made(tree)
+        for file, path in FILES.items()
+        for line, name in names_made(parsed.nodes_of(path))
         if name.strip("_").lower() in GONE_NAMES
     ]
     assert not found, "\n".join(found)
 
 
+def makes_found(nodes: Iterable[ast.AST]) -> bool:
+    return any(name == "found" for _, name in names_made(nodes))
+
+
 def test_found_is_the_counterpart_of_expected_and_nothing_else():
     strays = [
         f"recckpt/{file}:{function.lineno}: `found` in {function.name}; name what it is"
-        for file, _, tree in modules()
-        if "found" in {name for _, name in names_made(tree)}
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef) and "found" in {name for _, name in names_made(function)}
+        for file, path in FILES.items()
+        if makes_found(parsed.nodes_of(path))
+        for function in parsed.nodes_of(path)
+        if isinstance(function, ast.FunctionDef) and makes_found(ast.walk(function))
         if not BESIDE_FOUND.search(ast.unparse(function))
     ]
     assert not strays, "\n".join(strays)
@@ -127,9 +124,9 @@ def test_no_page_has_a_phrase_that_is_gone():
 def test_no_comment_docstring_or_message_has_a_phrase_that_is_gone():
     found = [
         f"recckpt/{file}:{line}: {match[0]!r} in {prose[:60]!r}; instead: {better}"
-        for file, text, tree in modules()
-        if may_have_a_gone_phrase(text)
-        for line, prose in prose_of(text, tree)
+        for file, path in FILES.items()
+        if may_have_a_gone_phrase(parsed.text_of(path))
+        for line, prose in prose_of(parsed.text_of(path), parsed.nodes_of(path))
         if ANY_GONE_PHRASE.search(prose)
         for phrase, better in GONE_PHRASES.items()
         if (match := re.search(phrase, prose))
@@ -137,15 +134,21 @@ def test_no_comment_docstring_or_message_has_a_phrase_that_is_gone():
     assert not found, "\n".join(found)
 
 
+def test_each_phrase_that_is_gone_begins_with_a_word():
+    """Else one look for any of them would miss it."""
+    branches = [branch for phrase in GONE_PHRASES for branch in re.split(r"\|(?=\\b)", phrase)]
+    assert [branch for branch in branches if not re.match(r"(\(\?<![^)]*\))?\\b", branch)] == []
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "# it counts not\n",
-        "def f():\n    \"\"\"That it\n    counts not is no reason.\"\"\"\n",
+        'def f():\n    """That it\n    counts not is no reason."""\n',
         "f('it counts ' 'not')\n",
         "raise ValueError(\n    f'{x} counts '\n    f'not, {y}'\n)\n",
     ],
 )
 def test_a_file_with_a_phrase_that_is_gone_is_looked_at_closer(text):
-    assert any(ANY_GONE_PHRASE.search(prose) for _, prose in prose_of(text, ast.parse(text)))
+    assert any(ANY_GONE_PHRASE.search(prose) for _, prose in prose_of(text, ast.walk(ast.parse(text))))
     assert may_have_a_gone_phrase(text)

@@ -49,6 +49,7 @@ near_hosts: A job on several hosts, each a near dir and some processes, that tra
 near_runs: Runs of one small table with near saves: each is a process of its own, as far as files say.
 other_user: Another user than root, whose rights are checked, and a directory that this one can enter.
 pages: Pages that may hold hostile names: nothing in them runs, and nothing is fetched.
+parsed: The syntax trees of recckpt, parsed once a process, where a test asks for them.
 paths: Where the tests and their helpers lie, and what a process that a test starts needs to import them.
 raising: An exception, or a call as from a signal handler, at every Python line of some files, one after another.
 rank_processes: Real ranks: processes under gloo on this machine, forked from one interpreter that has imported
