@@ -112,6 +112,8 @@ def save(root: Path, rows: int, dim: int, rounds: int, *, rank: int = 0, size: i
         seconds["near_pause"].append(time.perf_counter() - begin)
         run.end_near()
         seconds["near"].append(time.perf_counter() - begin)
+        if size > 1:
+            dist.barrier()
         begin = time.perf_counter()
         handle = run.saver.save_async(f"{number}", step=number)
         seconds["delta_pause"].append(time.perf_counter() - begin)

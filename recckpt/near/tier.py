@@ -122,20 +122,18 @@ class NearTier(NearAtTakeover):
     # In a near save
 
     def begin(self, epoch: int, nonce: str, step: int | None, base: str) -> tuple[Intent, int]:
-        """Make the directory of a near save on the checkpoint of this save, and return it with its cut.
+        """Name the directory of a near save on the checkpoint of this save id, as rank 0, and return it with its cut.
 
-        Raises:
-            OSError: that failed.
+        Nothing is made yet, but rotation keeps that checkpoint from now on.
         """
         cut = self.next_cut()
         name = near_names.near_name(epoch, nonce, cut)
         intent = Intent(near_names.near_dir(name), epoch, name, step)
         self._under_way = Generation(intent.directory, (epoch, cut), base)
-        self.join(intent)
         return intent, cut
 
-    def join(self, intent: Intent) -> None:
-        """Make the directory of a near save that rank 0 has begun, as the first rank of another host.
+    def make(self, intent: Intent) -> None:
+        """Make the directory of a near save that rank 0 has begun, as the first rank of a host.
 
         Raises:
             OSError: that failed.

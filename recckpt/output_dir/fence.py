@@ -100,6 +100,11 @@ class Fence:
         if self.listing.highest_epoch > self.epoch:  # copied in: nothing would ever be newer
             self._take_over(self._near)
 
+    def hold_once(self, *, is_resumed: bool) -> None:
+        """Take the output dir over if this writer never has, as :meth:`hold`; without a request where it has."""
+        if self._claim is None:
+            self.hold(is_resumed=is_resumed)
+
     def take_over_from_itself(self) -> None:
         """Claim anew, and name no near save: none that was made so far counts (rule *forget_in_new_epoch*)."""
         self._take_over(NAMES_NONE)

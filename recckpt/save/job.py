@@ -100,5 +100,4 @@ class Destination:
     logged: set[tuple[str, str]] = field(default_factory=set)  # directories and what is wrong there, once it was logged
     timeline: Timeline = field(default_factory=Timeline)  # where saves leave a line each
     near: NearTier | None = None  # the near saves of the same saver
-    ranks: frozenset[int] | None = None  # whose files lie in the storage; None for all
     offers: OfferThread = field(default_factory=OfferThread)  # compacts chains, where the policy wants that

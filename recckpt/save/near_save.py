@@ -9,7 +9,7 @@ from functools import partial
 
 from recckpt.checkpoint.attempt import Attempt
 from recckpt.checkpoint.shard_writer import with_shards
-from recckpt.format.manifest import Manifest
+from recckpt.format.manifest import Names
 from recckpt.format.moments import time_now
 from recckpt.format.near_seal import NearSeal
 from recckpt.live.column_exchange import join_columns
@@ -17,42 +17,20 @@ from recckpt.near.copying import copy_files
 from recckpt.near.generations import Kept
 from recckpt.near.ring import copies_of
 from recckpt.near.tier import NearTier
-from recckpt.output_dir.checkpoint_dir import Intent, file_problems
+from recckpt.output_dir.checkpoint_dir import file_problems
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.parallel.meetings import Meetings
 from recckpt.save.commit import compared_names, head_of, standing_on
 from recckpt.save.decide import SavePlan
 from recckpt.save.job import Destination, Job
+from recckpt.save.near_plan import BegunNear
 from recckpt.save.save_info import SaveTotals
 from recckpt.save.stage import Staged
 from recckpt.save.totals import totals_of
 from recckpt.save.write import RankRecord, RankWriter
 from recckpt.save.written_tables import tables_of_all
 from recckpt.text import Progress
-
-
-@dataclass(frozen=True)
-class BegunNear:
-    """What rank 0 has begun.
-
-    Attributes:
-        intent: the directory, which each host has.
-        cut: its number.
-        seq: the sequence number of its time.
-        hosts: the host of each rank.
-        copies: how many other hosts get the files of a host.
-    """
-
-    intent: Intent
-    cut: int
-    seq: int
-    hosts: tuple[str, ...]
-    copies: int
-
-    def is_first_of_another_host(self, rank: int) -> bool:
-        """Say whether a rank is the first of its host, and that is not the host of rank 0."""
-        return rank > 0 and self.hosts.index(self.hosts[rank]) == rank
 
 
 @dataclass(frozen=True)
@@ -84,20 +62,24 @@ class NearSave:
             SaveFailedError: a rank has failed, or is missing.
             WriterFencedError: another writer has taken the output dir over; it may have named the near save or not.
         """
-        ranks, plan, intent = self.job.ranks, self.plan, self.begun.intent
+        ranks, intent = self.job.ranks, self.begun.intent
         with closing(staged):
+            ranks.on_each(self._make)  # before any rank of the host writes there
             if staged.by_columns:
                 ranks.in_meetings(partial(join_columns, staged.by_columns))
-            attempt = Attempt(self.to.storage, intent, self.begun.seq)
-            head = head_of(staged, compared_names(staged, plan, ranks), attempt, self.job.info)
-            head = replace(head, cut=self.begun.cut)
+            names = compared_names(staged, self.plan, ranks)
             totals: list[SaveTotals] = []
             # Rule *seal_after_all*: rank 0 composes the seal once all have written.
-            seal = ranks.concluded(self._written(staged), partial(self._composed, head, totals))
+            seal = ranks.concluded(self._written(staged), partial(self._composed, staged, names, totals))
             kept = ranks.concluded(lambda: self.tier.seal(intent, seal), lambda _: self._acknowledged())
             self.tier.keep(kept)
         for total in totals:
             self.job.info.note_acknowledged(total)
+
+    def _make(self) -> None:
+        """Make the directory on this host, by its first rank."""
+        if self.begun.is_first_of_host(self.job.ranks.rank):
+            self.tier.make(self.begun.intent)
 
     def _written(self, staged: Staged) -> Callable[[], RankRecord]:
         """Return what gives the record of this rank; once other hosts have copies, where there are any. Collective."""
@@ -121,8 +103,12 @@ class NearSave:
             raise problem
         return record
 
-    def _composed(self, head: Manifest, totals: list[SaveTotals], records: Sequence[RankRecord]) -> NearSeal:
+    def _composed(
+        self, staged: Staged, names: Names, totals: list[SaveTotals], records: Sequence[RankRecord]
+    ) -> NearSeal:
         """Return the seal of what all ranks have written."""
+        attempt = Attempt(self.to.storage, self.begun.intent, self.begun.seq)
+        head = replace(head_of(staged, names, attempt, self.job.info), cut=self.begun.cut)
         tables = tables_of_all([record.tables for record in records], self.plan.kind.replaced)
         record = with_shards(replace(head, time=time_now(), tables=tables), [each.shard for each in records])
         totals.append(totals_of(records, tables))

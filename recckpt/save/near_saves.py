@@ -6,30 +6,26 @@ The steps are those of docs/format.md, section 16. Only the first two are on the
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from recckpt.dense.rank_digests import RankDigests
 from recckpt.dense.state_copy import DenseBuffers
 from recckpt.errors import RecckptError, WriterFencedError
-from recckpt.near.ring import writers
 from recckpt.near.tier import NearTier
-from recckpt.output_dir.commit import chain_of
 from recckpt.output_dir.fence import Fence
-from recckpt.output_dir.listing import Checkpoint
 from recckpt.parallel.ranks import Ranks, RanksNow
 from recckpt.save.background_save import SaveRunner
-from recckpt.save.decide import Proposal, SavePlan, decide
-from recckpt.save.forgetting import end_pending
+from recckpt.save.decide import SavePlan
 from recckpt.save.job import Destination, Job, Live, State
+from recckpt.save.near_ground import NearGround, Resumed
 from recckpt.save.near_metrics import NearMetrics
-from recckpt.save.near_save import BegunNear, NearSave
+from recckpt.save.near_plan import BegunNear, NearPlan, NearProposal, decide_near
+from recckpt.save.near_save import NearSave
 from recckpt.save.near_tally import NearCounts
-from recckpt.save.near_thread import NearThread
-from recckpt.save.propose import propose
+from recckpt.save.near_thread import LeftOutNear, NearThread
+from recckpt.save.propose import Preparation, propose
 from recckpt.save.save_info import SaveInfo
 from recckpt.save.sparse_saver import SparseSaver
 from recckpt.save.stage import Staged
@@ -40,18 +36,10 @@ log = logging.getLogger("recckpt")
 
 @dataclass(frozen=True)
 class _Presence:
-    """A rank as a near save begins: whether it cannot make one now, whether it saves a checkpoint, and its host."""
+    """A rank as near saves begin: whether it has a base to count from, and whether it saves a checkpoint."""
 
-    is_busy: bool
+    has_base: bool
     is_saving: bool
-    host: str
-
-
-class Resumed(Protocol):
-    """Says whether a checkpoint of the output dir was loaded, and how metrics call the job."""
-
-    is_resumed: bool
-    run: str
 
 
 class NearSaves:
@@ -75,8 +63,10 @@ class NearSaves:
         runner: SaveRunner,
         loads: Resumed,
     ) -> None:
+        assert to.changes is not None  # near= is refused without
         self._live, self._durable, self.tier = live, to, tier
-        self._runner, self._loads, self._metrics = runner, loads, NearMetrics(loads.run)
+        self._ground = NearGround(to, to.changes, tier, runner, loads)
+        self._runner, self._metrics = runner, NearMetrics(loads.run)
         self._to = replace(
             to,
             storage=tier.dir.storage,
@@ -89,6 +79,7 @@ class NearSaves:
         )
         # Groups of their own, that are no twins: a near save whose rank does not answer fails no checkpoint.
         self.ranks, self._thread = RanksNow(tier.timeout_sec), NearThread()
+        self._based: Ranks | None = None  # those of which all are known to have a base
         self._logged = False  # what has gone wrong since the last near save that was acknowledged
         self._is_off = self._has_said_fewer = False
         self._fenced: WriterFencedError | None = None
@@ -118,13 +109,16 @@ class NearSaves:
         ranks = info.raising(self.ranks.of(rank, size))
         if ranks.rank == 0:
             self._metrics.due(info, self.fence.listing)
+        if self._thread.leaves_out():
+            self._tally.note_skipped(step, "under_way")
+            return True
+        self._thread.settle()  # its work is done
         try:
             return self._begin(info, ranks, state)
         except WriterFencedError:
             raise
         except Exception as error:
-            self._check_fence()
-            self._fail(error, info, ranks, is_under_way=not self._thread.is_running)
+            self._fail(error, info, ranks)
             return True
 
     def settle(self, timeout_sec: float | None = None) -> bool:
@@ -136,131 +130,120 @@ class NearSaves:
         if self._fenced is not None:
             raise self._fenced.with_traceback(None)
 
-    def _presence(self) -> _Presence:
-        """Return what the ranks have to know of this one; they may find out one by one that they are fenced."""
-        self._check_fence()
-        return _Presence(self._is_busy, self._runner.is_running, self.tier.dir.host())
-
     def _begin(self, info: SaveInfo, ranks: Ranks, state: State) -> bool:
-        # 1. All agree whether to begin.
-        all_ranks = ranks.on_all(self._presence)
-        if any(each.is_busy for each in all_ranks):
-            self._tally.note_skipped(info.step, "under_way")
-            return True
-        self.tier.hold_together(ranks, self._hold)
-        begun = ranks.on_first(lambda: self._prepare(info.step, tuple(each.host for each in all_ranks)))
-        if begun is None:
-            return False
-        changes = self._durable.changes
-        here = writers(begun.hosts, begun.copies)[ranks.rank]
-        to = replace(self._to, changes=None if changes is None else changes.peeked, ranks=here)
+        self.tier.hold_together(ranks, self._ground.hold)
+        if (none := self._without_base(ranks)) is not None:
+            return self._passed_over(none, info, ranks)
+        look = self._ground.look(ranks.rank, info.step)
         job = Job(info, ranks, state, overwrite=False, is_resumed=True, max_keep=None)
-        with ExitStack() as closed_on_error:  # 2. Stage.
-            own = propose(self._live, job, to, lambda: None, closed_on_error)
-            plan = ranks.concluded(lambda: self._joined(begun, ranks.rank, own.proposal), decide)
-            own.raise_refusal(plan, job)
-            if plan.kind.base is None:
-                return self._is_passed_over(plan, job, is_saving=any(each.is_saving for each in all_ranks))
-            info.note_kind("near", None, plan.kind.n_links)
-            job, links = replace(job, ranks=ranks.background), self._links(ranks, plan.kind.base)
-            save = NearSave(begun, links, plan, job, to, self._durable.fence, self.tier)
-            staged = own.planned(plan)
-            closed_on_error.pop_all()
-        info.note_unblocked()
-        self._thread.begin(partial(self._run, save, staged), staged.close)
+        to = replace(self._to, changes=look.changes)
+
+        def settle() -> None:
+            self._check_fence()
+            look.raise_failure()
+
+        with ExitStack() as closed_on_error:  # 1. All agree whether to begin, and 2. have staged by then.
+            own = propose(self._live, job, to, settle, closed_on_error)
+            proposal = NearProposal(own.proposal, look.host, self._runner.is_running)
+            plan = ranks.concluded(lambda: proposal, partial(decide_near, look.stand, self.tier.copies))
+            own.raise_refusal(plan.save, job)
+            if plan.begun is None:
+                return self._passed_over(plan, info, ranks)
+            self._say_if_fewer(plan.begun, ranks)
+            links = look.stand.links if look.stand is not None else ()
+            job = replace(job, ranks=ranks.background)
+            save = NearSave(plan.begun, links, plan.save, job, to, self._durable.fence, self.tier)
+            self._launch(save, own, closed_on_error)
         return True
 
-    @property
-    def _is_busy(self) -> bool:
-        """Whether a near save is under way, or the first checkpoint that one could stand on."""
-        fence, changes = self._durable.fence, self._durable.changes
-        has_base = changes is not None and changes.base is not None and (fence.is_settled or not fence.epoch)
-        return self._thread.is_running or (self._runner.is_running and not has_base)
+    def _without_base(self, ranks: Ranks) -> NearPlan | None:
+        """Return that there is none since a rank has no base; None where all have. Collective until that is known.
 
-    def _links(self, ranks: Ranks, base: str) -> Sequence[Checkpoint]:
-        return chain_of(self._durable.fence.listing, base) if ranks.rank == 0 else ()
-
-    def _hold(self) -> None:
-        if not self.fence.epoch:
-            self.fence.hold(is_resumed=self._loads.is_resumed)
-
-    def _joined(self, begun: BegunNear, rank: int, proposal: Proposal) -> Proposal:
-        """Make the directory on the other hosts before anything is written."""
-        if begun.is_first_of_another_host(rank):
-            self.tier.join(begun.intent)
-        return proposal
-
-    def _prepare(self, step: int | None, hosts: tuple[str, ...]) -> BegunNear | None:
-        """Hold the output dir, as rank 0, and make the directory; None where there is nothing to stand on.
-
-        Rule *takeover_before_near*: no near save is made before the list of the takeover is published.
+        What the ranks stage before they agree would be for nothing then: so this is asked first until all have one.
         """
-        to, fence, changes = self._durable, self._durable.fence, self._durable.changes
-        if changes is None or changes.base is None:
+        own = self.ranks.of(ranks.rank, ranks.size)
+        if self._based is own:
             return None
-        if changes.has_candidate:
-            changes.confirm(to.storage, fence, is_resumed=self._loads.is_resumed)
-        if not fence.is_settled:
-            end_pending(to)
-        base = changes.base
-        if base is None or not chain_of(fence.listing, base.save_id):
-            return None
-        if not fence.is_settled:  # a checkpoint in its place would not mend that
-            raise RecckptError(f"{to.storage.url}: ids are yet to be forgotten there, as the log says")
-        intent, cut = self.tier.begin(fence.epoch, fence.nonce, step, base.save_id)
-        return BegunNear(intent, cut, fence.listing.next_seq, hosts, self._n_copies(hosts))
+        of_ranks = ranks.on_all(self._presence)
+        if not all(each.has_base for each in of_ranks):
+            return NearPlan(SavePlan(), None, any(each.is_saving for each in of_ranks))
+        self._based = own
+        return None
 
-    def _n_copies(self, hosts: tuple[str, ...]) -> int:
-        """Return how many copies there are; that there cannot be as many as are asked for is said once."""
-        asked, most = self.tier.copies, len(set(hosts)) - 1
-        if asked is not None and asked > most and not self._has_said_fewer:
-            self._has_said_fewer = True
+    def _presence(self) -> _Presence:
+        self._check_fence()  # which ranks may find out one by one
+        self.tier.dir.host()  # no checkpoint is made in place of one for which a host has no near dir
+        return _Presence(self._ground.has_base, self._runner.is_running)
+
+    def _launch(self, save: NearSave, own: Preparation, closed_on_error: ExitStack) -> None:
+        """Let the thread write what is staged."""
+        try:
+            staged = own.planned(save.plan)
+            closed_on_error.pop_all()
+            save.job.info.note_kind("near", None, save.plan.kind.n_links)
+            save.job.info.note_unblocked()
+            self._thread.begin(partial(self._run, save, staged), staged.close)
+        except Exception:
+            self._is_off = save.job.ranks.size > 1  # the others have begun, and wait for this rank in vain
+            raise
+
+    def _say_if_fewer(self, begun: BegunNear, ranks: Ranks) -> None:
+        """Log once that there cannot be as many copies as are asked for."""
+        asked = self.tier.copies
+        if ranks.rank == 0 and asked is not None and asked > begun.copies and not self._has_said_fewer:
+            self._has_said_fewer, n_hosts = True, len(set(begun.hosts))
             log.warning(
-                "near saves have %d copies, expected %d (Near(copies=...)): found %d hosts", most, asked, most + 1
+                "near saves have %d copies, expected %d (Near(copies=...)): found %d hosts",
+                begun.copies,
+                asked,
+                n_hosts,
             )
-        return min(1 if asked is None else asked, most)
 
-    def _is_passed_over(self, plan: SavePlan, job: Job, *, is_saving: bool) -> bool:
-        """Say whether there is none because so much has changed; else a checkpoint has to be made before.
-
-        Nor is one made while one is under way: the ranks count from it one by one.
-        """
+    def _passed_over(self, plan: NearPlan, info: SaveInfo, ranks: Ranks) -> bool:
+        """Say whether none is made, all the same; else a checkpoint has to be made before."""
         self.tier.give_up()
-        has_base = plan.kind.stand_in is not None
-        if not has_base and not is_saving:
+        if not plan.is_too_large:
+            self._based = None
+        if plan.needs_checkpoint:
             return False
-        if has_base:
-            if job.ranks.rank == 0 and not self._logged:
-                why = plan.kind.why_full
+        if plan.is_too_large:
+            if ranks.rank == 0 and not self._logged:
+                why = plan.save.kind.why_full
                 log.warning("near saves are left out until the next checkpoint: %s; save more often", why)
             self._logged = True
-        self._tally.note_skipped(job.info.step, "too_much_changed" if has_base else "under_way")
+        self._tally.note_skipped(info.step, "too_much_changed" if plan.is_too_large else "under_way")
         return True
 
-    def _run(self, save: NearSave, staged: Staged) -> None:
+    def _run(self, save: NearSave, staged: Staged, turn: LeftOutNear) -> None:
         """Be the thread of a near save: whatever goes wrong is its own failure."""
+        info, ranks = save.job.info, save.job.ranks
         try:
             save.write(staged)
         except Exception as error:
-            self._fail(error, save.job.info, save.job.ranks, is_under_way=True)
+            # What went wrong between the ranks is an error of recckpt on all of them. Of any other the others know
+            # nothing: they wait for this rank, which must not meet them elsewhere meanwhile.
+            self._is_off = ranks.size > 1 and not isinstance(error, RecckptError)
+            self._fail(error, info, ranks)
         else:
             self._logged = False
-            self._tally.note_made(save.job.info, len(set(save.begun.hosts)), save.begun.copies)
-            if save.job.ranks.rank == 0:
-                self._metrics.made(save.job.info)
+            self._tally.note_made(info, len(set(save.begun.hosts)), save.begun.copies)
+            if ranks.rank == 0:
+                self._metrics.made(info)
+        if not self._is_off:
+            try:
+                turn.agree(ranks)
+            except RecckptError as error:
+                self._fail(error, info, ranks)
 
-    def _fail(self, error: Exception, info: SaveInfo, ranks: Ranks, *, is_under_way: bool) -> None:
-        """Take note of a near save that has failed: of the first of several in the log, and as a line of the timeline.
-
-        ``is_under_way`` says whether it is the one that the tier has under way, and not one that could not begin.
-        """
+    def _fail(self, error: Exception, info: SaveInfo, ranks: Ranks) -> None:
+        """Take note of one that has failed: of the first of several in the log, and as a line of the timeline."""
         info.note_failure(error)
         self._tally.note_failed(info)
         if isinstance(error, WriterFencedError):
             self._fenced = error
             return
         self._is_off = self._is_off or ranks.has_lost
-        if is_under_way and not ranks.has_lost:  # else another may still write there; it goes at the next takeover
+        if not self._is_off:  # else another may still write there; it goes at the next takeover
             self.tier.give_up()
         if ranks.rank == 0:
             self._metrics.failed()

@@ -49,7 +49,7 @@ def measured_room(to: Destination) -> Room:
     to.storage.check_there()
     work_dir = to.transfers.work_dir
     work = WorkRoom(work_dir.url, work_dir.device, work_dir.free_bytes()) if work_dir else None
-    return Room(to.storage.url, to.storage.free_bytes(), to.min_free_bytes, work, to.ranks)
+    return Room(to.storage.url, to.storage.free_bytes(), to.min_free_bytes, work)
 
 
 def shortage(rooms: Sequence[Room], needs: Sequence[int]) -> tuple[int, OSError] | None:

@@ -40,7 +40,7 @@ def save(live: Live, job: Job, to: Destination, runner: SaveRunner) -> SaveHandl
     with job.span, ExitStack() as closed_on_error:
         if to.near is not None:
             with failure_reported(job, to):
-                to.near.hold_together(ranks, partial(_hold, job, to))
+                to.near.hold_together(ranks, partial(to.fence.hold_once, is_resumed=job.is_resumed))
         own = propose(live, job, to, runner.settle, closed_on_error)
         with failure_reported(job, to):
             plan = ranks.concluded(lambda: own.proposal, decide)
@@ -131,14 +131,9 @@ def _commit(staged: Staged, head: Manifest, attempt: Attempt, job: Job, to: Dest
 
 def _begin(staged: Staged, job: Job, to: Destination) -> tuple[Intent, int]:
     info, base = job.info, staged.kind.base
-    _hold(job, to)
+    to.fence.hold_once(is_resumed=job.is_resumed)
     end_pending(to)
     return begin(to.storage, to.fence, info.ckpt_id, step=info.step, overwrite=job.overwrite, base=base)
-
-
-def _hold(job: Job, to: Destination) -> None:
-    if not to.fence.epoch:
-        to.fence.hold(is_resumed=job.is_resumed)
 
 
 def _is_idle(error: BaseException, ranks: Ranks) -> bool:
