@@ -1,3 +1,5 @@
+import shutil
+
 import pytest
 import torch
 from support.builders import Run
@@ -7,10 +9,17 @@ from support.pages import HOSTILE, harmless_text
 from recckpt.storage import open_storage
 
 
+@pytest.fixture(scope="module")
+def run_of_two_saves(tmp_path_factory):
+    """What the tests change copies of."""
+    path = tmp_path_factory.mktemp("run")
+    Run(path, max_keep=None).train(20)
+    return path
+
+
 @pytest.fixture
-def runs(tmp_path):
-    Run(tmp_path, max_keep=None).train(20)
-    return tmp_path
+def runs(tmp_path, run_of_two_saves):
+    return shutil.copytree(run_of_two_saves, tmp_path, symlinks=True, dirs_exist_ok=True)
 
 
 def saved(path, *tables, ckpt_id="ckpt_1"):

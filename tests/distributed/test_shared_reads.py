@@ -202,7 +202,8 @@ def counted(monkeypatch):
     return count_bytes(monkeypatch)
 
 
-@pytest.mark.parametrize("n_ranks", [1, 3])
+@mostly_slow()
+@pytest.mark.parametrize("n_ranks", [3, 1])
 def test_the_storage_gives_each_byte_about_once_to_one_to_eight_ranks(counted, n_ranks):
     url, n_rows = f"memory://read-once-{n_ranks}", 12_000
     saved = on_ranks(

@@ -27,15 +27,22 @@ def _at_once(monkeypatch):
     monkeypatch.setattr(repairing, "_LOOKS_APART", 0)
 
 
-@pytest.fixture
-def runs(tmp_path):
-    """An output dir of two writers: that of epoch 1 is dead, that of epoch 2 may be alive."""
-    Run(tmp_path / "runs", max_keep=9, interval=5).train(10)
-    second = Run(tmp_path / "runs", max_keep=9, interval=5, seed=3)
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory):
+    """An output dir of two writers, made once for all tests, which change copies of it."""
+    runs = tmp_path_factory.mktemp("two") / "runs"
+    Run(runs, max_keep=9, interval=5).train(10)
+    second = Run(runs, max_keep=9, interval=5, seed=3)
     second.manager.restore()
     second.train(5)
-    assert checkpoints(tmp_path / "runs") == ["ckpt_10", "ckpt_15", "ckpt_5"]
-    return tmp_path / "runs"
+    assert checkpoints(runs) == ["ckpt_10", "ckpt_15", "ckpt_5"]
+    return runs
+
+
+@pytest.fixture
+def runs(tmp_path, two_runs):
+    """An output dir of two writers: that of epoch 1 is dead, that of epoch 2 may be alive."""
+    return shutil.copytree(two_runs, tmp_path / "runs", symlinks=True)
 
 
 def begin(root, directory, epoch, *files):

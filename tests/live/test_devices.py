@@ -9,6 +9,7 @@ from support.devices import CUDA, here, ids, on
 from support.gate import Gate
 from support.live_rows import assert_saved, rows_of
 from support.live_runs import OPTIMIZERS, SPARSE, Run, assert_same
+from support.sweeps import mostly_slow
 from torch import nn, optim
 
 from recckpt import CheckpointManager, Deltas, Near, Saver
@@ -138,6 +139,7 @@ def test_a_backward_pass_and_step_in_a_thread_of_its_own_does_not_tear_a_save(tm
     assert_saved(training.tables, tmp_path)
 
 
+@mostly_slow("there", "back")  # each rule on one device is tried by test_optimizers.py
 @pytest.mark.parametrize(("there", "back"), [("cpu", "cpu"), pytest.param("cuda", "cpu", marks=CUDA.marks)])
 @pytest.mark.parametrize("rule", OPTIMIZERS)
 def test_a_checkpoint_goes_from_one_device_to_another_and_back(tmp_path, there, back, rule):

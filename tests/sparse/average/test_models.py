@@ -100,7 +100,7 @@ def test_the_average_of_a_table_is_that_of_an_embedding(name, every):
     models = pair()
     averages = [AveragedModel(model, **FUNCTIONS[name]()) for model in models]
     optimizers = [optimizers_of(model) for model in models]
-    for step in range(80):
+    for step in range(40):
         for model, average, some in zip(models, averages, optimizers, strict=True):
             trained(model, some, step)
             if step % every == 0:

@@ -42,6 +42,7 @@ def some(saved, loaded):
     return pytest.param(saved, loaded, marks=() if (saved + loaded) % 2 or saved == loaded == 2 else pytest.mark.slow)
 
 
+@mostly_slow("saved", "loaded")
 @pytest.mark.parametrize(("saved", "loaded"), list(starmap(some, product([1, 2, 3], range(1, 6)))))
 def test_any_number_of_ranks_loads_what_any_other_saved_each_row_once(storage, saved, loaded):
     rng = np.random.default_rng(0)
