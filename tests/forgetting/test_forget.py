@@ -34,10 +34,17 @@ GONE = ids_at(5, 7, 50, 200, 99, 4000)  # changed; deleted; changed last; new in
 CHAIN = ("ckpt_1", "ckpt_2", "ckpt_3", "ckpt_4")
 
 
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory):
+    """A run that is made once: the tests change copies of it."""
+    path = tmp_path_factory.mktemp("chain") / "runs"
+    ForgettingRun(path).save_chain()
+    return path
+
+
 @pytest.fixture
-def root(tmp_path):
-    ForgettingRun(tmp_path / "runs").save_chain()
-    return tmp_path / "runs"
+def root(tmp_path, chain):
+    return shutil.copytree(chain, tmp_path / "runs", symlinks=True)
 
 
 def rows_in(root: Path) -> dict:

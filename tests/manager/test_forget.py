@@ -1,6 +1,7 @@
 """A manager forgets ids while it trains, and takes up what others have begun to forget."""
 
 import logging
+import shutil
 import threading
 
 import numpy as np
@@ -38,10 +39,17 @@ class Managed(ForgettingRun):
         self.manager = CheckpointManager(self.saver, 1)
 
 
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory):
+    """A run that is made once: the tests change copies of it."""
+    path = tmp_path_factory.mktemp("chain") / "runs"
+    ForgettingRun(path).save_chain()
+    return path
+
+
 @pytest.fixture
-def root(tmp_path):
-    ForgettingRun(tmp_path / "runs").save_chain()
-    return tmp_path / "runs"
+def root(tmp_path, chain):
+    return shutil.copytree(chain, tmp_path / "runs", symlinks=True)
 
 
 def die(*args):
