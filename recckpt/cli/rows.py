@@ -11,7 +11,7 @@ from recckpt.cli.result import CommandError, CommandResult, usage_checked
 from recckpt.format.tables import TableEntry
 from recckpt.inspect.reader import CheckpointReader
 from recckpt.output_dir.first_whole import first_whole
-from recckpt.sparse.files.arrow_format import ID, column_values
+from recckpt.sparse.files.arrow_format import ID, column_values, ids_in
 from recckpt.text import Line, Table, cell, escaped, nearest
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _rows(
 
 def _batch_rows(entry: TableEntry, batch: pa.RecordBatch, columns: Sequence[str]) -> Iterator[Row]:
     specs = {slot.name: slot for slot in entry.slots}
-    ids = batch.column(ID).to_numpy()
+    ids = ids_in(batch)
     values = {name: column_values(batch.column(name), specs[name]) for name in columns}
     for row in range(len(ids)):
         yield {ID: int(ids[row])} | {name: column[row].tolist() for name, column in values.items()}

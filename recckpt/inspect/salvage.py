@@ -19,7 +19,7 @@ from recckpt.inspect.salvage_link import LinkRemains, Lost
 from recckpt.output_dir.at_path import counted_back
 from recckpt.output_dir.checkpoint_dir import read_manifest
 from recckpt.output_dir.listing import Checkpoint, age, look_around
-from recckpt.sparse.files.arrow_format import ids_in
+from recckpt.sparse.files.arrow_format import ids_in, int64_array
 from recckpt.sparse.files.once import Int64s, NamedIds
 from recckpt.sparse.files.table_reader import table_schema
 from recckpt.storage import SinkFile, Storage, new_file, open_parent, open_storage
@@ -135,7 +135,7 @@ class _Remains:
             self.n_rows += n_wanted
             self.n_unverified += int((is_wanted & is_doubtful).sum()) if vouched else n_wanted
             if n_wanted:
-                yield batch if n_wanted == len(ids) else batch.take(pa.array(np.flatnonzero(is_wanted)))
+                yield batch if n_wanted == len(ids) else batch.take(int64_array(np.flatnonzero(is_wanted)))
         lost = list(remains.lost())
         if n_doubtful and not unverified:
             path, reason = layout.join(link.directory, layout.SPARSE_DIR), "may have changed or gone in newer links"

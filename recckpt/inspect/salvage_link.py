@@ -18,7 +18,7 @@ from recckpt.format.catalog import Batch, Catalog, Part
 from recckpt.format.distinct import distinct
 from recckpt.format.shards import ShardEntry, overlap
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.sparse.files.arrow_format import ids_in
+from recckpt.sparse.files.arrow_format import ids_in, int64_array
 from recckpt.sparse.files.damaged_part import Remains, unverified_batches
 from recckpt.sparse.files.once import Int64s, NamedIds
 from recckpt.storage import NOT_READABLE, Storage, missing
@@ -165,7 +165,7 @@ class LinkRemains:
         self._lost.append(
             Lost(self._path(file), buckets, int(repeated.sum()), f"ids that another shard has, such as {first}")
         )
-        return batch.take(pa.array(np.flatnonzero(~repeated)))
+        return batch.take(int64_array(np.flatnonzero(~repeated)))
 
 
 class _FormerShards:

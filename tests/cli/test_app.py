@@ -82,7 +82,7 @@ def test_an_interrupt_is_quiet(recckpt, runs, monkeypatch):
     assert recckpt("show", runs) == (130, "", "")
 
 
-def test_no_command_imports_torch_or_numba(runs):
+def test_no_command_imports_torch_or_numba_or_pandas_which_arrow_would(runs):
     commands = [
         ["ls", str(runs)],
         ["show", str(runs), "--files", "--json"],
@@ -96,7 +96,7 @@ def test_no_command_imports_torch_or_numba(runs):
         "import sys, json; from recckpt.cli import main\n"
         "for args in json.loads(sys.argv[1]):\n"
         "    assert main(args) in (0, 1), args\n"
-        "    heavy = {'torch', 'numba', 'fsspec'} & set(sys.modules)\n"
+        "    heavy = {'torch', 'numba', 'fsspec', 'pandas'} & set(sys.modules)\n"
         "    assert not heavy, (args, heavy)"
     )
     done = python("-c", code, json.dumps(commands))

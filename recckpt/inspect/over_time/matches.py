@@ -14,7 +14,7 @@ from recckpt.format.tables import TableEntry
 from recckpt.inspect.norms import squares
 from recckpt.inspect.over_time.condition import MAX, NORM, NOT_FINITE, OF_TENSORS, Condition
 from recckpt.inspect.slabs import is_number, numbers_between, slabs_of
-from recckpt.sparse.files.arrow_format import ID, column_values
+from recckpt.sparse.files.arrow_format import column_values, ids_in
 from recckpt.types import EMBEDDING, SlotSpec
 
 Array = npt.NDArray[Any]
@@ -71,7 +71,7 @@ class RowMatcher:
         Args:
             batch: an Arrow batch of the id and the slots that have to be read, one row at least.
         """
-        ids: Array = batch.column(ID).to_numpy()
+        ids: Array = ids_in(batch)
         meets = np.ones(len(ids), np.bool_) if self._condition.id is None else ids == self._condition.id
         values: dict[str, Array] = {}
         for each in self._condition.comparisons if meets.any() else ():

@@ -13,7 +13,7 @@ from recckpt.checkpoint.link import OpenLink
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format.tables import TableEntry
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.sparse.files.arrow_format import ID, column_values
+from recckpt.sparse.files.arrow_format import column_values, ids_in
 from recckpt.sparse.files.chain_table import AskedTable
 from recckpt.sparse.files.id_set import IdSet
 from recckpt.sparse.files.once import DELETED, Int64s
@@ -58,5 +58,5 @@ def named_rows(storage: Storage, checkpoint: Checkpoint, table: str, ids: Int64s
 
 def _rows_in(batch: Any, entry: TableEntry) -> list[tuple[int, StoredRow]]:
     columns = {slot.name: column_values(batch.column(slot.name), slot) for slot in entry.slots}
-    ids = batch.column(ID).to_numpy()
+    ids = ids_in(batch)
     return [(int(id_), {name: np.array(values[n]) for name, values in columns.items()}) for n, id_ in enumerate(ids)]

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pyarrow as pa
 
-from recckpt.sparse.files.arrow_format import ID
+from recckpt.sparse.files.arrow_format import ids_in
 from recckpt.sparse.files.merged_rows import merged_rows
 from recckpt.sparse.files.once import Int64s, LinkIds, check_once, newest
 from recckpt.sparse.files.table_reader import TableReader, table_damage
@@ -74,4 +74,4 @@ class AskedTable:
 
 
 def _ids(batches: Iterable[pa.RecordBatch]) -> Int64s:
-    return np.concatenate([np.empty(0, np.int64), *(batch.column(ID).to_numpy() for batch in batches)])
+    return np.concatenate([np.empty(0, np.int64), *(ids_in(batch) for batch in batches)])

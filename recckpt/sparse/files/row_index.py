@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recckpt.format.catalog import Catalog, Part
-from recckpt.sparse.files.arrow_format import ID, column_buffer
+from recckpt.sparse.files.arrow_format import column_buffer, ids_in
 from recckpt.sparse.files.once import Int64s, LinkIds, check_once
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.table_reader import TableReader, table_damage
@@ -77,8 +77,8 @@ class RowIndex:
         rows, deletes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for part, number, batch in shard.batches(catalog, "rows", None):
             self._batches.append(_StoredBatch(part, number))
-            rows.append(batch.column(ID).to_numpy())
-        deletes += [batch.column(ID).to_numpy() for _, _, batch in shard.batches(catalog, "deletes", None)]
+            rows.append(ids_in(batch))
+        deletes += [ids_in(batch) for _, _, batch in shard.batches(catalog, "deletes", None)]
         return np.concatenate(rows), np.concatenate(deletes)
 
     def _column(self, batch: _StoredBatch, slot: SlotSpec) -> npt.NDArray[Any]:

@@ -13,7 +13,7 @@ from recckpt.format import layout
 from recckpt.format.catalog import Catalog, Part, PartKind
 from recckpt.format.distinct import is_among
 from recckpt.format.tables import TableEntry
-from recckpt.sparse.files.arrow_format import ID, ID_SPEC, slot_field
+from recckpt.sparse.files.arrow_format import ID, ID_SPEC, ids_in, int64_array, slot_field
 from recckpt.sparse.files.id_check import IdCheck, may_repeat, repeated_between_shards
 from recckpt.sparse.files.id_set import IdSet
 from recckpt.sparse.files.once import Int64s, named_twice
@@ -82,14 +82,14 @@ class TableReader:
         sought, is_found = IdSet(ids), np.zeros(len(ids), np.bool_)
         for catalog in self.catalogs:
             for _, _, batch in self.batches(catalog, "rows", sought):
-                there = batch.column(ID).to_numpy()
+                there = ids_in(batch)
                 rows = np.flatnonzero(is_among(there, ids))
                 places = np.searchsorted(ids, there[rows])
                 if len(twice := ids[np.sort(places[is_found[places]])]):
                     raise table_damage(self, "between shards", *named_twice(twice))
                 is_found[places] = True
                 if len(rows):
-                    yield batch.take(pa.array(rows))
+                    yield batch.take(int64_array(rows))
 
     def deletes_of(self, ids: Int64s) -> Int64s:
         """Return those of the sorted ids that a delta deletes, in order, each once for each shard that does.
@@ -100,7 +100,7 @@ class TableReader:
         sought, deletes = IdSet(ids), [np.empty(0, np.int64)]
         for catalog in self.catalogs:
             for _, _, batch in self.batches(catalog, "deletes", sought):
-                deleted = batch.column(ID).to_numpy()
+                deleted = ids_in(batch)
                 deletes.append(deleted[is_among(deleted, ids)])
         return np.sort(np.concatenate(deletes))
 
