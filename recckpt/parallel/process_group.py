@@ -7,9 +7,7 @@ import pickle
 import re
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from typing import Any, Protocol, TypeVar
@@ -17,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from recckpt.parallel.gloo_group import GlooGroup
 from recckpt.parallel.lost_ranks import RollCall, within
 
 _T = TypeVar("_T")
@@ -82,17 +81,12 @@ class ProcessGroup:
         self._dist, self.timeout_sec, self._world = dist, timeout_sec, dist.group.WORLD
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.call = call or RollCall(shared_store(f"recckpt/ranks/{next(_made)}"), self.rank, self.size, timeout_sec)
-        self._group: Any = None
-        self._disconnected: Callable[[], object] = lambda: None
-        self._group = self._collective(self._formed)
-        # torch would keep it, with ten descriptors and six threads for each saver of two ranks.
-        self._disconnected = finalizer = weakref.finalize(self, _disconnect, self._group)
-        finalizer.atexit = False
+        self._group = GlooGroup(self._found_out(self._formed))
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the value of every rank."""
         values: list[Any] = [None] * self.size
-        self._collective(lambda: self._dist.all_gather_object(values, value, group=self._group))
+        self._collective(lambda group: self._dist.all_gather_object(values, value, group=group))
         return values
 
     def gather_to_first(self, value: Any) -> list[Any] | None:
@@ -102,13 +96,13 @@ class ProcessGroup:
         own = bytearray(pickle.dumps(value)) if self.rank else bytearray()  # that of rank 0 stays where it is
         longest = torch.tensor([len(own)], device="cpu")  # whatever device is the default
 
-        def gather() -> list[Any] | None:
-            self._dist.all_reduce(longest, op=self._dist.ReduceOp.MAX, group=self._group)
+        def gather(group: Any) -> list[Any] | None:
+            self._dist.all_reduce(longest, op=self._dist.ReduceOp.MAX, group=group)
             size = max(1, int(longest))
             sent = torch.zeros(size, dtype=torch.uint8, device="cpu")
             sent[: len(own)] = torch.frombuffer(own, dtype=torch.uint8) if own else 0
             received = [torch.empty_like(sent) for _ in range(self.size)] if self.rank == 0 else None
-            self._dist.gather(sent, received, dst=0, group=self._group)
+            self._dist.gather(sent, received, dst=0, group=group)
             return received
 
         received = self._collective(gather)
@@ -119,7 +113,7 @@ class ProcessGroup:
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value."""
         values = [value]
-        self._collective(lambda: self._dist.broadcast_object_list(values, src=0, group=self._group))
+        self._collective(lambda group: self._dist.broadcast_object_list(values, src=0, group=group))
         return values[0]
 
     def exchange(self, mark: int, parcels: Sequence[Parcel]) -> tuple[list[int], list[Parcel]]:
@@ -131,11 +125,11 @@ class ProcessGroup:
         message = torch.from_numpy(_joined(sent))
         answer = torch.empty_like(header)
 
-        def exchange() -> tuple[list[int], list[Parcel]]:
-            self._dist.all_to_all_single(answer, header, group=self._group)
+        def exchange(group: Any) -> tuple[list[int], list[Parcel]]:
+            self._dist.all_to_all_single(answer, header, group=group)
             marks, sizes = answer.T.tolist()
             received = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-            self._dist.all_to_all_single(received, message, sizes, list(map(len, sent)), group=self._group)
+            self._dist.all_to_all_single(received, message, sizes, list(map(len, sent)), group=group)
             return marks, np.split(received.numpy(), np.cumsum(sizes)[:-1])
 
         return self._collective(exchange)
@@ -153,8 +147,12 @@ class ProcessGroup:
             raise RuntimeError("Timed out while the ranks formed a group")
         return group
 
-    def _collective(self, work: Callable[[], _T]) -> _T:
-        """Do what all ranks do together, or find out which of them does not."""
+    def _collective(self, work: Callable[[Any], _T]) -> _T:
+        """Do with the group what all ranks do together, or find out which of them does not."""
+        return self._found_out(lambda: self._group.run(work), lambda: self._group.close())
+
+    def _found_out(self, work: Callable[[], _T], close: Callable[[], object] = lambda: None) -> _T:
+        """Do work, or find out which rank does not, once this one is closed to those that still wait for it."""
         self.call.check()
         begin = time.monotonic()
         try:
@@ -162,14 +160,9 @@ class ProcessGroup:
         except RuntimeError as error:  # gloo's
             cause = re.sub(r"^\[[^]]*\] ", "", str(error)).partition(". This is typically")[0]
             traceback.clear_frames(error.__traceback__)  # they hold the group
-            self._close()
+            close()
             lost = self.call.take(begin, timed_out="imed out" in cause, cause=cause)
             raise lost from error
-
-    def _close(self) -> None:
-        """Close the connections, so that ranks that still wait for this one get an error."""
-        self._group = None
-        self._disconnected()
 
     @property
     def is_lost(self) -> bool:
@@ -209,13 +202,6 @@ def _joined(parcels: Sequence[Parcel]) -> Parcel:
     """Return the bytes of all parcels; of one that is alone as they are, where torch takes them."""
     filled = [parcel for parcel in parcels if len(parcel)]
     return filled[0] if len(filled) == 1 and filled[0].flags.writeable else np.concatenate(parcels)
-
-
-def _disconnect(group: Any) -> None:
-    import torch.distributed as dist
-
-    with suppress(Exception):  # gone already
-        dist.destroy_process_group(group)
 
 
 def shared_store(name: str) -> Any:
