@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import weakref
 from collections.abc import Callable
@@ -66,11 +67,8 @@ class _Held:
         import torch.distributed as dist
 
         if not self._is_idle or os.getpid() != self._made_by:
-            _left_open.append(self._group)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))  # else its destructor waits, at the end too
             return
         group, self._group = self._group, None
         with suppress(Exception):  # gone already
             dist.destroy_process_group(group)
-
-
-_left_open: list[Any] = []  # to drop a group is to close it
