@@ -149,7 +149,7 @@ class ProcessGroup:
 
     def _collective(self, work: Callable[[Any], _T]) -> _T:
         """Do with the group what all ranks do together, or find out which of them does not."""
-        return self._found_out(lambda: self._group.run(work), lambda: self._group.close())
+        return self._found_out(lambda: self._group.run(work), self._group.close)
 
     def _found_out(self, work: Callable[[], _T], close: Callable[[], object] = lambda: None) -> _T:
         """Do work, or find out which rank does not, once this one is closed to those that still wait for it."""
