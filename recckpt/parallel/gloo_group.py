@@ -33,8 +33,8 @@ class GlooGroup:
     """
 
     def __init__(self, group: Any) -> None:
-        self._held = _Held(group)
-        self.close = weakref.finalize(self, self._held.close)  # torch would keep the group, with its threads and files
+        self._open = _OpenGroup(group)
+        self.close = weakref.finalize(self, self._open.close)  # torch would keep the group, with its threads and files
 
     def run(self, work: Callable[[Any], _T]) -> _T:
         """Return what work makes of the group. One thread at a time.
@@ -42,10 +42,10 @@ class GlooGroup:
         Raises:
             RecckptError: the interpreter is ending, and the group is closed.
         """
-        return self._held.run(work)
+        return self._open.run(work)
 
 
-class _Held:
+class _OpenGroup:
     """The group as its finalizer knows it, which must not hold what it is for."""
 
     def __init__(self, group: Any) -> None:
