@@ -18,6 +18,7 @@ from support.rank_processes import whole_life
 from recckpt.errors import RecckptError
 from recckpt.parallel.process_group import ProcessGroup
 
+N_THREADS = 4  # two of torch's group, and two of ours
 _SEC = 3600  # what waits for another rank does not come back
 
 
@@ -28,7 +29,8 @@ def n_threads():
 
 def threads_after(group):
     """Do what the interpreter does at its end, and say how many of those threads there were and are then."""
-    before = n_threads()
+    while (before := n_threads()) < N_THREADS:  # a thread names itself a moment after it has started
+        os.sched_yield()
     atexit._run_exitfuncs()
     return before, n_threads()
 
