@@ -40,7 +40,7 @@ def newest(generations: Iterable[Generation]) -> tuple[Generation, ...]:
 
 @dataclass(frozen=True)
 class Kept:
-    """What stays on every host once a near save is acknowledged.
+    """What stays on every host: once a near save is acknowledged, or before the first one of a job.
 
     Attributes:
         epoch: near saves up to this one go (rule *gc_by_epoch*).

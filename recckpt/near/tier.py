@@ -176,6 +176,22 @@ class NearTier(NearAtTakeover):
         """Name and keep none any more, as rank 0: all hold ids that are to be forgotten."""
         self._named = self._kept = ()
 
+    def clear_together(self, ranks: Ranks, epoch: Callable[[], int]) -> None:
+        """Remove from all hosts what does not count, such as half of one that died. Collective.
+
+        It would take the room of those to come: three times the largest is to be enough.
+
+        Args:
+            ranks: all of the run.
+            epoch: gives that of the takeover, as rank 0, once the list of it is there; what it raises is raised.
+        """
+
+        def counting(_: object) -> Kept:
+            last = epoch()
+            return Kept(last, frozenset(each.directory for each in (*self._named, *self._kept)), self._forgotten)
+
+        self._remove_together(ranks, ranks.concluded(lambda: None, counting))
+
     def forget_together(self, ranks: Ranks, epoch: int, forgotten: frozenset[str]) -> None:
         """Remove all near saves up to an epoch from all hosts, each by its first rank, which notes that. Collective.
 
@@ -184,7 +200,10 @@ class NearTier(NearAtTakeover):
             epoch: that of the takeover of a forgetting.
             forgotten: the requests that have been carried out.
         """
-        self._forgotten, kept = forgotten, Kept(epoch, forgotten=forgotten)
+        self._forgotten = forgotten
+        self._remove_together(ranks, Kept(epoch, forgotten=forgotten))
+
+    def _remove_together(self, ranks: Ranks, kept: Kept) -> None:
         is_first = is_first_of_host(self.dir, ranks.rank, ranks.gather)
         ranks.on_each(lambda: self._remove_others(kept) if is_first else None)  # all have ended when this returns
 

@@ -58,13 +58,16 @@ class NearGround:
         is_settled = self._to.fence.is_settled or not self._to.fence.epoch or not self._runner.is_running
         return self._changes.base is not None and is_settled
 
-    def hold(self) -> None:
-        """Hold the output dir, as rank 0. Rule *takeover_before_near*: no near save is made before its list is there.
+    def hold(self) -> int:
+        """Hold the output dir, as rank 0, and return the epoch.
+
+        Rule *takeover_before_near*: no near save is made before its list is there.
 
         Raises:
             WriterFencedError, OSError: as :meth:`Fence.hold`.
         """
         self._to.fence.hold_once(is_resumed=self._loads.is_resumed)
+        return self._to.fence.epoch
 
     def look(self, rank: int, step: int | None) -> NearLook:
         """Return what this rank knows of a near save of a step. Raises nothing, and makes nothing but a host id."""

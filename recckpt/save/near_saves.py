@@ -160,6 +160,7 @@ class NearSaves:
         """Return that there is none since a rank has no base; None where all have. Collective until that is known.
 
         What the ranks stage before they agree would be for nothing then: so this is asked first until all have one.
+        Then hosts make room, once.
         """
         own = self.ranks.of(ranks.rank, ranks.size)
         if self._based is own:
@@ -167,6 +168,7 @@ class NearSaves:
         of_ranks = ranks.on_all(self._presence)
         if not all(each.has_base for each in of_ranks):
             return NearPlan(SavePlan(), None, any(each.is_saving for each in of_ranks))
+        self.tier.clear_together(ranks, self._ground.hold)
         self._based = own
         return None
 

@@ -1,5 +1,7 @@
 """What a saver knows of near saves, where others change them meanwhile."""
 
+import shutil
+
 import pytest
 from near.test_near_saves import begun, rows
 from support.near_runs import NearRun, output_dir
@@ -84,6 +86,18 @@ def test_leftovers_of_a_near_save_that_died_go_with_the_next(tmp_path):
     (left / "sparse").mkdir(parents=True)
     (left / "INTENT").write_text("{}")
     run.put(_3=3.0).step()
+    assert not left.exists()
+
+
+def test_leftovers_of_a_near_save_that_died_take_no_room_of_the_next(tmp_path):
+    run = begun(tmp_path).put(**{f"_{id_}": 1.0 for id_ in range(1000, 6000)}).step()
+    run.put(_3=3.0).step()
+    newest = run.near_dirs[-1]
+    one = sum(file.stat().st_size for file in newest.rglob("*") if file.is_file())
+    shutil.copytree(newest, left := newest.parent / f"{int(newest.name) + 1}")
+    (left / "near.json").unlink()
+    again = NearRun(tmp_path, max_bytes=int(3.2 * one)).restore().put(_4=4.0).step()
+    assert again.counts == (1, 0, 0)
     assert not left.exists()
 
 
