@@ -72,7 +72,7 @@ def _directories(saves: list[tuple[str, NearHere]], of: NearDir) -> set[str]:
 def may_have_forgotten(host: NearHost) -> str:
     """Say of a host that near saves there may have ids that were forgotten, and what to do."""
     if host.damage:
-        return f"near saves of a host may have what was forgotten, since nobody knows which: {one_line(host.damage)}"
+        return f"near saves of a host may have what was forgotten, and its note is damaged: {one_line(host.damage)}"
     path = escaped(host.path)
     where = f"near saves on {escaped(host.name)} in {path} may have what was forgotten"
     note = near_names.host_note(host.host)

@@ -47,7 +47,7 @@ def forget(
     Raises:
         CheckpointNotFoundError: it is not an output dir.
         TypeError, ValueError: there is no such table, or no id was passed; nothing was changed.
-        CorruptCheckpointError: a checkpoint is damaged, or the note of a mirror is: nobody can say what they hold.
+        CorruptCheckpointError: a checkpoint or the note of a mirror is damaged, so that it is not known what they hold.
         WriterFencedError: another writer took the output dir over meanwhile; it ends what was begun.
         OSError: the storage failed; call it again.
     """

@@ -186,11 +186,11 @@ class NearTier(NearAtTakeover):
             epoch: gives that of the takeover, as rank 0, once the list of it is there; what it raises is raised.
         """
 
-        def counting(_: object) -> Kept:
-            last = epoch()
+        def kept(_: object) -> Kept:
+            last = epoch()  # first: it makes the list
             return Kept(last, frozenset(each.directory for each in (*self._named, *self._kept)), self._forgotten)
 
-        self._remove_together(ranks, ranks.concluded(lambda: None, counting))
+        self._remove_together(ranks, ranks.concluded(lambda: None, kept))
 
     def forget_together(self, ranks: Ranks, epoch: int, forgotten: frozenset[str]) -> None:
         """Remove all near saves up to an epoch from all hosts, each by its first rank, which notes that. Collective.

@@ -68,7 +68,7 @@ def noted_host(storage: Storage, host: str) -> NearHost | None:
 def hosts_behind(storage: Storage, request: str | None = None) -> list[NearHost]:
     """Return the hosts of which it is not known that no near save there has ids that were forgotten.
 
-    One whose note is damaged, or of a newer recckpt, is among them: nobody knows what is there.
+    One whose note is damaged, or of a newer recckpt, is among them: what is there is not known.
 
     Args:
         storage: the output dir.

@@ -160,7 +160,7 @@ class NearSaves:
         """Return that there is none since a rank has no base; None where all have. Collective until that is known.
 
         What the ranks stage before they agree would be for nothing then: so this is asked first until all have one.
-        Then hosts make room, once.
+        Then hosts make room, too.
         """
         own = self.ranks.of(ranks.rank, ranks.size)
         if self._based is own:

@@ -15,8 +15,8 @@ class LeftOutNear:
     """Counts what is left out while work is under way, so that all ranks leave out the same.
 
     Its threads end at different moments, while the ranks train at different steps. So they meet when the work is done,
-    each says how much it has left out by then, and all leave out as much as the one that has left out most. Nobody has
-    to ask the others when something is due, and what is left out costs nothing.
+    each says how much it has left out by then, and all leave out as much as the one that has left out most. So no rank
+    asks the others when something is due, and what is left out costs nothing.
     """
 
     def __init__(self) -> None:

@@ -19,6 +19,15 @@ class SaveSteps(NearViews):
             return st._replace(hosts=(*st.hosts[:h], st.hosts[h]._replace(**kw), *st.hosts[h + 1 :]))
 
         if phase == "write":
+            for h in n.hosts:  # before it writes: what died there would take its room
+                host = st.hosts[h]
+                void = {m for m, *_ in host.pieces if m.epoch < t.epoch and not m.run and self.key(m) not in t.named}
+                if void and not done and host.state == UP:
+                    left = frozenset(p for p in host.pieces if p[0] not in void)
+                    yield (
+                        f"host {h} removes what does not count",
+                        ahead(on(st, h, pieces=left, seals=host.seals - void)),
+                    )
             for s in range(shards):
                 h, to = n.hosts[s], n.hosts[(s + 1) % shards]
                 if ("p", s) not in done and st.hosts[h].state == UP:

@@ -179,7 +179,7 @@ def _of_chain(url: str, newest: CheckpointSize) -> Iterator[Finding]:
 def _of_age(run: RunHealth, now: datetime, overdue_sec: float | None) -> Iterator[Finding]:
     """Yield a missing save: a problem where the caller set the limit or reads no rows; else the run may have ended."""
     newest = run.checkpoints[-1]
-    usual_sec = History([save for save in run.saves if save.error is None], []).overdue_sec
+    usual_sec = History.of_committed(run.saves).overdue_sec
     limit_sec, time = overdue_sec or usual_sec, time_of(newest.time)
     if limit_sec is not None and time is not None and (now - time).total_seconds() > limit_sec:
         yield Finding(

@@ -21,7 +21,7 @@ def advice_of(saves: Sequence[SaveTimes], failures_per_day: float) -> IntervalAd
         saves: the last ones, oldest first, those that failed too.
         failures_per_day: how often the run fails; above 0.
     """
-    history = History([save for save in saves if save.error is None], [])
+    history = History.of_committed(saves)
     pauses = [save.blocked_sec for save in history.last if save.blocked_sec is not None]
     totals = [save.total_sec for save in history.last if save.total_sec is not None]
     if not pauses or not totals or not statistics.median(pauses):

@@ -12,7 +12,7 @@ from recckpt.inspect.report.result import Finding, RunHealth
 from recckpt.inspect.save_times import NearTimes, SaveTimes
 from recckpt.inspect.watch.history import History
 from recckpt.inspect.watch.near import near_facts, steps_per_sec
-from recckpt.text import count, duration, one_line, plural, size
+from recckpt.text import count, duration, escaped, one_line, plural, size
 
 NEAR_HEAD = ("SAVE", "PAUSE", "UNTIL IT COUNTS", "SIZE")
 _WHY = {  # as the timeline says it -> as people read it
@@ -28,7 +28,7 @@ def near_health(saves: Sequence[SaveTimes]) -> NearHealth | None:
     Args:
         saves: the last ones, oldest first, those that failed too.
     """
-    history = History([save for save in saves if save.error is None], [])
+    history = History.of_committed(saves)
     entries = [save.near for save in history.last if save.near is not None and save.near.n_due]
     if not entries:
         return None
@@ -103,7 +103,7 @@ _REMEDIES = {
 
 def _words_of(near: NearHealth) -> str:
     every = "" if near.every_steps is None else f", one {_rate(near.every_steps)}"
-    left = [f"{count(n)} left out, since {_WHY.get(why, why)}" for why, n in near.skipped.items() if n]
+    left = [f"{count(n)} left out, since {_WHY.get(why) or escaped(why)}" for why, n in near.skipped.items() if n]
     left += [f"{count(near.failed)} failed"] if near.failed else []
     left += [] if near.copies is None else [f"each file on {plural(near.copies + 1, 'host')}"]
     return "; ".join([f"near saves: {count(near.made)} of {count(near.due)} that were due{every}", *left])

@@ -122,13 +122,10 @@ def _near_now(storage: Storage, listing: Listing, near: Near, saves: Sequence[Sa
     """Return what near saves of this host would give back now."""
     try:
         here = counting_here(storage, listing, near)
-    except (
-        CorruptCheckpointError,
-        FormatVersionError,
-    ):  # the list of a takeover, which the listing has among the damaged
+    except (CorruptCheckpointError, FormatVersionError):  # which is among what is damaged in the listing
         here = []
     newest = listing.current[-1] if listing.committed else None
-    return near_now(here, newest, History([save for save in saves if save.error is None], []), now)
+    return near_now(here, newest, History.of_committed(saves), now)
 
 
 def _refuse(storage: Storage, leftovers: list[UnusableDirectory]) -> None:

@@ -33,6 +33,11 @@ class History:
     saves: Sequence[SaveTimes]  # those that are committed
     failed: Sequence[SaveTimes]  # those that failed since the last of them
 
+    @classmethod
+    def of_committed(cls, saves: Iterable[SaveTimes]) -> History:
+        """Return that of some saves without those that failed."""
+        return cls([save for save in saves if save.error is None], [])
+
     @property
     def pause(self) -> Pause | None:
         """How long training stood still, None where no line says it."""

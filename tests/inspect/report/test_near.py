@@ -9,6 +9,7 @@ from support.near_runs import NearRun
 
 import recckpt
 from recckpt.inspect.report.near import near_findings, near_health, near_lines
+from recckpt.inspect.report.result import RunHealth
 from recckpt.inspect.save_times import save_times
 
 BEGIN = datetime(2026, 11, 22, 12, tzinfo=timezone.utc)
@@ -63,6 +64,13 @@ def test_a_report_warns_of_near_saves_that_fell_out(became, what):
 def test_a_field_that_somebody_has_edited_breaks_no_report(near):
     health = near_health([line(1, near)])
     assert health is None or health.every_steps is None
+
+
+def test_a_reason_that_somebody_has_made_up_stays_in_its_line():
+    near = near_health([line(1, NEAR | {"skipped": {"\x1b[2J\nhealthy": 1}})])
+    [said, *_] = near_lines(RunHealth("runs", (), (), (), (), None, (), (), True, near=near))
+    assert "1 left out, since" in said
+    assert said.isprintable()
 
 
 def test_a_report_of_a_run_says_what_became_of_its_near_saves_and_what_is_lost_now(tmp_path):
