@@ -226,6 +226,9 @@ class ForkedError(RecckptError, RuntimeError):
         self.made_by = made_by
 
 
+NOTHING_COMMITTED = "nothing was committed and older checkpoints are untouched: mend the cause and save again"
+
+
 class SaveFailedError(RecckptError):
     """A save failed and nothing was committed, where the message does not say otherwise; the cause is chained.
 
@@ -243,7 +246,7 @@ class SaveFailedError(RecckptError):
         cause: str,
         *,
         step: int | None = None,
-        outcome: str = "nothing was committed and older checkpoints are untouched: mend the cause and save again",
+        outcome: str = NOTHING_COMMITTED,
     ) -> None:
         super().__init__(f"saving {ckpt_id!r} failed on rank {rank}: {cause}; {outcome}")
         self.ckpt_id, self.rank, self.step, self.cause = ckpt_id, rank, step, cause

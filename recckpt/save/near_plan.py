@@ -11,6 +11,8 @@ from recckpt.output_dir.listing import Checkpoint
 from recckpt.save.decide import Phase, Proposal, SavePlan, decide
 from recckpt.save.full_or_delta import agreed_kind
 
+_REMEDY = "make room on that host, raise max_bytes where Near has it, or save checkpoints more often"
+
 
 @dataclass(frozen=True)
 class NearStand:
@@ -108,5 +110,5 @@ def decide_near(stand: NearStand | None, copies: int | None, proposals: Sequence
 
 
 def _in_room_of(save: Proposal, ranks: frozenset[int]) -> Proposal:
-    """Return a proposal whose room is taken by the files of some ranks."""
-    return save if save.room is None else replace(save, room=replace(save.room, ranks=ranks))
+    """Return a proposal whose room, on its host, is taken by the files of some ranks."""
+    return save if save.room is None else replace(save, room=replace(save.room, ranks=ranks, remedy=_REMEDY))

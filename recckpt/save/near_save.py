@@ -64,6 +64,7 @@ class NearSave:
         """
         ranks, intent = self.job.ranks, self.begun.intent
         with closing(staged):
+            self.job.info.outcome.note_open(ranks.rank)
             ranks.on_each(self._make)  # before any rank of the host writes there
             if staged.by_columns:
                 ranks.in_meetings(partial(join_columns, staged.by_columns))
@@ -120,4 +121,6 @@ class NearSave:
     def _acknowledged(self) -> Kept:
         """Acknowledge what is sealed on all hosts, and return what stays there."""
         self.fence.check()  # rule *check_after_seal*: a successor that has not named it must not find it acknowledged
-        return self.tier.acknowledge()
+        kept = self.tier.acknowledge()
+        self.job.info.outcome.note_committed()
+        return kept

@@ -26,7 +26,7 @@ from recckpt.save.near_save import NearSave
 from recckpt.save.near_tally import NearCounts
 from recckpt.save.near_thread import LeftOutNear, NearThread
 from recckpt.save.propose import Preparation, propose
-from recckpt.save.save_info import SaveInfo
+from recckpt.save.save_info import CommitState, SaveInfo
 from recckpt.save.sparse_saver import SparseSaver
 from recckpt.save.stage import Staged
 from recckpt.storage.transfers import Transfers
@@ -105,7 +105,8 @@ class NearSaves:
             self._check_fence()
             self._tally.note_skipped(step, "stopped")
             return True
-        info = SaveInfo(f"near_{step}", step, background=True, kind="near")
+        outcome = CommitState.of_near_save()
+        info = SaveInfo(f"near_{step}", step, background=True, kind="near", outcome=outcome)
         ranks = info.raising(self.ranks.of(rank, size))
         if ranks.rank == 0:
             self._metrics.due(info, self.fence.listing)

@@ -38,6 +38,7 @@ class Room:
     min_free_bytes: int  # what is to be left
     work: WorkRoom | None
     ranks: frozenset[int] | None = None  # whose files take of it; None for all
+    remedy: str = "make room, or lower max_keep"
 
 
 def measured_room(to: Destination) -> Room:
@@ -68,7 +69,7 @@ def shortage(rooms: Sequence[Room], needs: Sequence[int]) -> tuple[int, OSError]
         if room.free_bytes is not None and room.free_bytes - total < room.min_free_bytes:
             kept = f" and leave {size(room.min_free_bytes)}" if room.min_free_bytes else ""
             problem = f"found {size(room.free_bytes)} free, expected {size(total)} for the save{kept}"
-            return rank, OSError(errno.ENOSPC, f"{problem}; make room, or lower max_keep", room.url)
+            return rank, OSError(errno.ENOSPC, f"{problem}; {room.remedy}", room.url)
         work = room.work
         if work is not None and work.free_bytes is not None and work.free_bytes < by_device[work.device]:
             return rank, no_work_room(work.url, work.free_bytes, by_device[work.device])

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from recckpt.errors import RankLostError, RecckptError, SaveFailedError
+from recckpt.errors import NOTHING_COMMITTED, RankLostError, RecckptError, SaveFailedError
 from recckpt.format.manifest import Manifest
 from recckpt.format.moments import time_now
 from recckpt.parallel.ranks import Ranks
@@ -19,17 +19,55 @@ _LEFT_OUT = frozenset({"path", "metrics", "outcome"})  # in the file, which lies
 _ERROR_LENGTH = 1000  # characters of an error that a line keeps
 
 
+@dataclass(frozen=True)
+class OutcomeWords:
+    """What the error of a save says of its outcome.
+
+    Attributes:
+        failed: where a rank failed.
+        lost: where a rank is missing before there was anything to commit.
+        is_open: where one is missing, and this rank cannot know whether rank 0 has committed.
+        is_committed: where one is missing, and rank 0, which this is, has committed.
+    """
+
+    failed: str
+    lost: str
+    is_open: str
+    is_committed: str
+
+
+_OF_CHECKPOINTS = OutcomeWords(
+    failed=NOTHING_COMMITTED,
+    lost="nothing was committed and older checkpoints are untouched: restart the job",
+    is_open="it is committed only if all ranks had written, which the restarted job will find",
+    is_committed="the checkpoint is committed all the same: restart the job, which goes on from it",
+)
+_OF_NEAR_SAVES = OutcomeWords(
+    failed="no near save was made; training goes on",
+    lost="no near save was made",
+    is_open="it was made only if all hosts had sealed it, which a restarted job will find",
+    is_committed="the near save was made all the same",
+)
+
+
 @dataclass
 class CommitState:
     """What is known of a save when a rank turns out to be missing.
 
     Attributes:
+        words: for what is known.
         is_open: rank 0 may have all that it needs to commit, and this is another rank.
         is_committed: rank 0 has.
     """
 
+    words: OutcomeWords = _OF_CHECKPOINTS
     is_open: bool = False
     is_committed: bool = False
+
+    @classmethod
+    def of_near_save(cls) -> CommitState:
+        """Return that of a near save, which commits nothing and never ends training."""
+        return cls(_OF_NEAR_SAVES)
 
     def note_open(self, rank: int) -> None:
         """Note that a rank begins to write: what becomes of the save then, other ranks than 0 may not learn."""
@@ -41,10 +79,8 @@ class CommitState:
 
     def __str__(self) -> str:
         if self.is_committed:
-            return "the checkpoint is committed all the same: restart the job, which goes on from it"
-        if self.is_open:
-            return "it is committed only if all ranks had written, which the restarted job will find"
-        return "nothing was committed and older checkpoints are untouched: restart the job"
+            return self.words.is_committed
+        return self.words.is_open if self.is_open else self.words.lost
 
 
 @dataclass(frozen=True)
@@ -143,7 +179,7 @@ class SaveInfo:
 
     def failure(self, rank: int, cause: str) -> SaveFailedError:
         """Return the error of this save where a rank failed."""
-        return SaveFailedError(self.ckpt_id, rank, cause, step=self.step)
+        return SaveFailedError(self.ckpt_id, rank, cause, step=self.step, outcome=self.outcome.words.failed)
 
     def raising(self, ranks: Ranks, before: Callable[[], RecckptError | None] = lambda: None) -> Ranks:
         """Return the ranks, of which one that fails or is missing is the failure of this save.

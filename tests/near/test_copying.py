@@ -135,7 +135,7 @@ class HangingGroup(ThreadGroup):
         return super().exchange(mark, parcels)
 
 
-def test_a_rank_that_does_not_answer_ends_near_saves_and_no_checkpoints(tmp_path):
+def test_a_rank_that_does_not_answer_ends_near_saves_and_no_checkpoints(tmp_path, caplog):
     def work(run):
         trained(run)
         ((numbers, ranks),) = run.saver.near_saves.ranks.items()
@@ -145,6 +145,9 @@ def test_a_rank_that_does_not_answer_ends_near_saves_and_no_checkpoints(tmp_path
         run.save()
 
     on_hosts(tmp_path, ["a", "b"], work)
+    [warning] = [record.message for record in caplog.records if "near save failed" in record.message]
+    assert "no more are made in this process: saving 'near_4' failed on rank 1: the rank is lost" in warning
+    assert warning.endswith("; no near save was made")
     assert list_checkpoints(output_dir(tmp_path)).committed[-1].manifest.step == 5
     assert saves_on(tmp_path, "a") == saves_on(tmp_path, "b") == [2, 3]
     assert not list(tmp_path.rglob("*.tmp"))

@@ -239,13 +239,20 @@ def test_rotation_keeps_what_a_newer_near_save_stands_on(tmp_path, monkeypatch):
     assert rows(NearRun(tmp_path).restore()) == {1: 1.0, 2: 2.5, 3: 3.0, 4: 4.0}
 
 
-def test_without_room_training_goes_on_and_a_warning_says_so_once(tmp_path, caplog):
-    run = begun(tmp_path, max_bytes=1000)
+@pytest.mark.parametrize(
+    ("max_bytes", "remedy"), [(1000, "three times the largest"), (10, "save checkpoints more often")]
+)
+def test_without_room_training_goes_on_and_a_warning_says_so_once(tmp_path, caplog, max_bytes, remedy):
+    """Whether that is seen before one is written, or after."""
+    run = begun(tmp_path, max_bytes=max_bytes)
     run.put(_3=3.0).step()
     assert run.counts == (0, 2, 0)
     [warning] = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "near save failed" in warning.message
     assert "expected" in warning.message
+    assert remedy in warning.message
+    assert warning.message.endswith("; no near save was made; training goes on")
+    assert "max_keep" not in warning.message
     run.save()
     lines = [json.loads(line) for line in (tmp_path / "runs/timeline.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in lines] == ["full", "near", "delta"]
