@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, FormatVersionError
+from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, FormatVersionError, RecckptError
+from recckpt.near.bringing import Bringing, Place
 from recckpt.near.candidates import counting, merged
-from recckpt.near.moves import Move
 from recckpt.near.moving import move
-from recckpt.near.near_dir import HostSeen, NearDir
+from recckpt.near.near_dir import NearDir
 from recckpt.near.noted_host import NotedHost
-from recckpt.near.views import HostView, complete, host_of, look_together
+from recckpt.near.views import HostView, complete, look_together
 from recckpt.near.whole_files import WholeFiles, lacking, whole_files
 from recckpt.output_dir.claims import last_takeover
 from recckpt.output_dir.listing import Checkpoint, Listing
@@ -109,7 +109,8 @@ class NearFinder:
             if is_first_look and isinstance(problem, CheckpointRemovedError):
                 raise problem
             if ranks.rank == 0:  # for all
-                log.error("near save %s is damaged and passed over: %s", candidate.manifest.save_id, problem)
+                how = "damaged and passed over" if isinstance(problem, RecckptError) else "passed over"
+                log.error("near save %s is %s: %s", candidate.manifest.save_id, how, problem)
         return []
 
     def _problem_of(self, ranks: Ranks, save: Checkpoint, needed: Needed) -> Exception | None:
@@ -129,20 +130,26 @@ class NearFinder:
         self, ranks: Ranks, save: Checkpoint, of_hosts: Sequence[WholeFiles], needed: frozenset[str]
     ) -> Exception | None:
         """Bring what ranks need and their hosts lack from hosts that have it; return why that failed."""
-        lacks = _lacks(ranks.gather((host_of(self._dir), needed)), of_hosts)
-        moves = [
-            Move(file.name, file.n_bytes, file.xxh3, holders[number % len(holders)], to)
-            for number, file in enumerate(save.manifest.files)
-            for holders in [[host.rank for host in of_hosts if file.name in host.names]]
-            for to, names in lacks.items()
-            if file.name in names
-        ]
-        if not moves:
-            return None
-        if any(each.receiver == ranks.rank for each in moves):
+        bringing = Bringing.of(save, ranks.gather(Place.of(self._dir, needed)), of_hosts)
+        shortage = bringing.shortage()
+        if shortage is not None or not bringing.moves:
+            return shortage
+        is_taking = bringing.brings_to(ranks.rank)
+        if is_taking:
             self._note(save)
-        failures = ranks.in_meetings(lambda meetings: move(meetings, self._dir.storage, save.directory, moves))
-        return OSError(failures[0].reason) if failures else None
+        failures = ranks.in_meetings(lambda meetings: move(meetings, self._dir.storage, save.directory, bringing.moves))
+        if not failures:
+            return None
+        if is_taking and save.directory not in self._files_here:
+            self._remove(save)
+        return bringing.failure(failures[0].move.receiver, failures[0].reason)
+
+    def _remove(self, save: Checkpoint) -> None:
+        """Remove what was brought to this host, which has no seal of it, so that it takes no room there."""
+        try:
+            self._dir.remove(save.directory)
+        except OSError as error:
+            log.warning("could not remove all of %s/%s: %s", self._dir.storage.url, save.directory, error)
 
     def _note(self, save: Checkpoint) -> None:
         """Note this host before rows come to it; where that fails, a restore goes on, and the next near save tries."""
@@ -155,15 +162,3 @@ class NearFinder:
 def _concluded(save: Checkpoint, checked: Sequence[WholeFiles | None]) -> _Checked:
     of_hosts = [each for each in checked if each is not None]
     return _Checked(lacking(save, of_hosts), of_hosts)
-
-
-def _lacks(
-    by_rank: Sequence[tuple[HostSeen | None, frozenset[str]]], of_hosts: Sequence[WholeFiles]
-) -> dict[int, frozenset[str]]:
-    """Return what each host lacks of what its ranks read, by its first rank."""
-    first, lacks = dict[HostSeen | None, int](), dict[int, frozenset[str]]()
-    whole = {host.rank: host.names for host in of_hosts}
-    for rank, (host, needed) in enumerate(by_rank):
-        to = first.setdefault(host, rank)
-        lacks[to] = lacks.get(to, frozenset()) | needed - whole.get(to, frozenset())
-    return lacks

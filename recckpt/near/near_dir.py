@@ -50,6 +50,10 @@ class NearStorage(LocalStorage):
             return free
         return min(free, self._most_bytes - self.used_bytes)
 
+    def free_on_disk(self) -> int | None:
+        """Return what the file system has left, more than near saves may take included."""
+        return super().free_bytes()
+
     def check_room(self) -> None:
         """Raise OSError where there is more by now than may be: estimates leave out what is small."""
         if self._most_bytes is not None and (used := self.used_bytes) > self._most_bytes:

@@ -1,0 +1,70 @@
+"""Files of a near save that a host lacks are brought to it at a restore; where it has no room, that is what is said."""
+
+import pytest
+from faults.test_full_disk import PAGE, Disk
+from near.test_near_saves import rows
+from near.test_ranks import near_names, on_hosts, together, trained
+from support.near_runs import parts_of
+
+from recckpt.near.near_dir import NearStorage
+
+NEWEST, BASE = {1: 1.0, 2: 2.0, 3: 3.0, 5: 5.0}, {1: 1.0, 2: 2.0}
+NEW = "disk/new"
+
+
+@pytest.fixture
+def disk(tmp_path):
+    disk = Disk(tmp_path / "disk")
+    yield disk
+    disk.close()
+
+
+def restored(root, hosts):
+    return together(on_hosts(root, hosts, lambda run: rows(run.restore())))
+
+
+def files_of_near_saves(host):
+    return [path for path in host.glob("recckpt-near/*/*/*/**/*") if path.is_file()]
+
+
+def errors(caplog):
+    return [record.message for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["before it begins", "as it is written"])
+def test_a_host_without_room_for_what_it_lacks_is_named_and_keeps_nothing_of_it(
+    tmp_path, caplog, monkeypatch, disk, is_known
+):
+    on_hosts(tmp_path, ["a", "b"], trained)
+    if not is_known:
+        monkeypatch.setattr(NearStorage, "free_on_disk", lambda self: None)
+    disk.leave(6 * PAGE)
+    assert restored(tmp_path, ["a", NEW]) == BASE
+    assert len(errors(caplog)) == 2, "one of each near save"
+    for message in errors(caplog):
+        assert "is passed over: it cannot be brought to " in message
+        assert f":{tmp_path / NEW}, which needs " in message
+        assert ("free there: make room" if is_known else "No space left on device") in message
+        assert "damage" not in message
+    assert files_of_near_saves(tmp_path / NEW) == []
+
+    monkeypatch.undo()
+    disk.leave()
+    assert restored(tmp_path, ["a", NEW]) == NEWEST
+    assert files_of_near_saves(tmp_path / NEW)
+
+
+def test_a_host_without_room_for_what_is_damaged_there_keeps_what_is_whole(tmp_path, caplog, disk):
+    disk.leave()
+    on_hosts(tmp_path, ["a", NEW], trained)
+    names = near_names(tmp_path, NEW)
+    for name in names:
+        part = parts_of(tmp_path / NEW / name)[-1]  # which its own rank reads
+        part.write_bytes(part.read_bytes()[:-1] + b"!")
+    before = files_of_near_saves(tmp_path / NEW)
+    disk.leave(0)
+    assert restored(tmp_path, ["a", NEW]) == BASE
+    assert all("cannot be brought to" in message for message in errors(caplog))
+    assert files_of_near_saves(tmp_path / NEW) == before
+    disk.leave()
+    assert restored(tmp_path, ["a", NEW]) == NEWEST
