@@ -31,7 +31,8 @@ class CollisionMap:
     def __init__(self, module: Any) -> None:
         if (type(module).__module__, type(module).__name__) != (_MODULE, _CLASS):
             raise LiveTableError(
-                f"its ids are remapped by a {type(module).__name__}, which is not yet saved by id: only {_CLASS} is"
+                f"its ids are remapped by a {type(module).__name__}, whose map recckpt does not read: table and map "
+                f"are saved as dense tensors, whole each time; remap them by {_CLASS} to save them by raw id"
             )
         self._module = module
         self._meta = {
@@ -96,7 +97,7 @@ class CollisionMap:
         if last != self.fallback or int(getattr(self._module, _IDS)[-1]) != _EMPTY:
             raise LiveTableError(
                 f"found row {last} at the end of {_ROWS}, expected {self.fallback}, which no id has: the buffers of "
-                "the module were written by something else than itself"
+                "the module were written by something else than itself; load a checkpoint, which writes them anew"
             )
 
     def read(self) -> IdMap:

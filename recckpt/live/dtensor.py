@@ -38,7 +38,7 @@ def why_not_by_rows(weight: Any) -> str | None:
         return f"its mesh has {weight.device_mesh.size()} of {n_ranks} ranks: make one of all of them"
     local = local_of(weight)
     if type(local) not in (Tensor, nn.Parameter):
-        return f"its part of a rank is a {type(local).__name__}, expected a plain tensor"
+        return f"its part of a rank is a {type(local).__name__}: make it of plain tensors"
     return None
 
 

@@ -17,6 +17,7 @@ from recckpt.types import EMBEDDING, Box, Door
 
 _MODULE = "fbgemm_gpu.split_table_batched_embeddings_ops_training"
 _OTHERS = "fbgemm_gpu.tbe.ssd.training"
+IN_MEMORY = "plan it with the compute kernel FUSED or FUSED_UVM_CACHING, whose tables lie in memory"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MEMORY = tuple(
     f"{state}_{place}"
@@ -56,7 +57,8 @@ class Kernel:
         )
         if wrong:
             raise LiveTableError(
-                f"its weights are {', '.join(wrong)}, expected floats that are trained as they are saved"
+                f"its weights are {', '.join(wrong)}, expected floats that are trained as they are saved: make it with "
+                "weights of FP32, FP16 or BF16"
             )
 
     def tensors(self, table: int) -> Mapping[str, Tensor]:

@@ -37,7 +37,7 @@ def slots_of(kernel: Any) -> Sequence[str]:
     kind = _kind(kernel)
     if kind not in _SLOTS:
         raise LiveTableError(
-            f"its optimizer is {kind!r}, whose states recckpt does not know: expected one of {', '.join(_SLOTS)}"
+            f"its optimizer is {kind!r}, whose states recckpt does not know: train it by one of {', '.join(_SLOTS)}"
         )
     slots = list(_SLOTS[kind])
     has_counter = kernel._used_rowwise_adagrad_with_counter

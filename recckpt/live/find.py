@@ -16,7 +16,7 @@ from recckpt.dense.sharded import is_sharded
 from recckpt.errors import LiveTableError
 from recckpt.live.dtensor import reshard, why_not_by_rows
 from recckpt.live.dtensor_embedding import DTensorEmbedding, kind_of
-from recckpt.live.fbgemm import FbgemmTable, Kernel, is_kernel, is_other_kernel
+from recckpt.live.fbgemm import IN_MEMORY, FbgemmTable, Kernel, is_kernel, is_other_kernel
 from recckpt.live.found import FINGERPRINTS, OWN, Candidate, FoundTable
 from recckpt.live.torch_embedding import TorchEmbedding
 from recckpt.live.torch_optimizers import optimizers_in, trainer_of
@@ -54,7 +54,7 @@ def find_tables(
     candidates = {
         candidate.path: candidate
         for candidate in (
-            *collection_tables(model, optimizers, ranks),
+            *collection_tables(model, optimizers, ranks, exclude),
             *_kernel_tables(model, left),
             *_torch_tables(model, optimizers),
         )
@@ -150,16 +150,17 @@ def _torch_table(
     """
     weight = module.weight
     if not owner.keys:
-        raise LiveTableError("its weight is made of other tensors, as by a parametrization: they are saved")
+        raise LiveTableError("its weight is made of other tensors, as by a parametrization: they are saved, as tensors")
     is_spread = is_sharded(weight)
     if not is_spread and weight.dim() != 2:
         raise LiveTableError(
-            f"its weight is {tuple(weight.shape)}, expected rows: FullyShardedDataParallel flattens it, fully_shard not"
+            f"its weight is {tuple(weight.shape)}, expected rows and columns: where FullyShardedDataParallel has "
+            "flattened it, use fully_shard, which does not"
         )
     if is_spread and (refusal := why_not_by_rows(weight)):
         raise LiveTableError(refusal)
     if is_spread and module.max_norm is not None:
-        raise LiveTableError("its max_norm writes in forward passes, which is not known of a DTensor")
+        raise LiveTableError("its max_norm writes in forward passes, which is not seen of a DTensor: make it without")
     optimizer, rule = trainer_of(weight, optimizers)
     live = (DTensorEmbedding if is_spread else TorchEmbedding)(
         name, module, optimizer, rule, [other for other in owner.modules if other is not module]
@@ -198,7 +199,9 @@ def _kernel_tables(model: nn.Module, left: dict[str, str]) -> Iterator[Candidate
     for at, module in model.named_modules():
         path = unwrapped(at, wrappers)
         if is_other_kernel(module):
-            left[path] = f"a {type(module).__name__} keeps its rows elsewhere, which is not yet saved by rows"
+            left[path] = (
+                f"a {type(module).__name__} keeps its rows on an SSD or in a store, not in tensors: {IN_MEMORY}"
+            )
         if not is_kernel(module):
             continue
         try:

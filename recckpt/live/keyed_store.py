@@ -50,7 +50,8 @@ class KeyedStore(PlacedStore):
         is_map = len(ids) == len(rows) and bool((ids[1:] > ids[:-1]).all())
         if not is_map or not _are_distinct(rows, self._n):
             raise LiveTableError(
-                f"table {self._live.name!r}: its ids or their rows are not all different and among {self._n} rows"
+                f"table {self._live.name!r}: its ids or their rows are not all different and among {self._n} rows, as "
+                "once something else has written its map: load a checkpoint, which writes it anew"
             )
         return IdPlaces(ids, rows, {name: values.cpu().numpy() for name, values in id_map.meta.items()})
 

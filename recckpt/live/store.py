@@ -30,6 +30,7 @@ Int64s = npt.NDArray[np.int64]
 log = logging.getLogger("recckpt")
 _DEVICES = ("cpu", "cuda")  # of others it is not known in which order they read and write
 _RESIZED = "close() the live tables, call live_tables once more, and make another saver"
+_EXCLUDE = "leave it dense by exclude="
 _PIECE_ROWS = 1 << 20  # rows announced at a time, of a table of which any row may change
 
 
@@ -237,7 +238,8 @@ class LiveStore(Store):
         form = f"{dtype} {tuple(tensor.shape)} on {tensor.device}"
         expected = misfit_of(spec_of(name, tensor), self.box)
         if dtype not in ITEM_BYTES or tensor.dim() == 0 or 0 in tensor.shape[1:]:
-            return f"{name} is {form}, expected one of the dtypes {', '.join(ITEM_BYTES)}, and values in each row"
+            expected = f"one of the dtypes {', '.join(ITEM_BYTES)}, and values in each row: {_EXCLUDE}"
+            return f"{name} is {form}, expected {expected}"
         if len(tensor) != n_rows:
             return f"{name} is {form}, expected {n_rows} rows, as live_tables found them: {_RESIZED}"
         if expected is not None:
@@ -251,7 +253,7 @@ def _problem_of_memory(tensor: Tensor) -> str | None:
     if tensor.device.type == "meta":
         return ", expected memory: materialize it first"
     if tensor.device.type not in _DEVICES:
-        return f", expected one of the devices {', '.join(_DEVICES)}"
+        return f", expected one of the devices {', '.join(_DEVICES)}: move it there, or {_EXCLUDE}"
     if tensor.numel() and not tensor.untyped_storage().nbytes():
         return ", whose memory is freed for now: save and load where it is there, as between steps"
     return (

@@ -40,7 +40,8 @@ def trainer_of(weight: Tensor, optimizers: Sequence[Optimizer]) -> tuple[Optimiz
     """
     own = [one for one in optimizers for group in one.param_groups if any(weight is each for each in group["params"])]
     if len(own) > 1:
-        raise LiveTableError(f"{len(own)} of the optimizers train it, expected one")
+        kinds = ", ".join(type(one).__name__ for one in own)
+        raise LiveTableError(f"{len(own)} optimizers train it ({kinds}), expected one: leave it to one of them")
     if not own:
         if weight.requires_grad:
             raise LiveTableError("none of the optimizers trains it: give live_tables the one that does, or freeze it")
@@ -48,7 +49,10 @@ def trainer_of(weight: Tensor, optimizers: Sequence[Optimizer]) -> tuple[Optimiz
     [optimizer] = own
     rule = rule_of(optimizer)
     if rule is None:
-        raise LiveTableError(f"{type(optimizer).__name__} is not an optimizer that is known: {', '.join(KNOWN)}")
+        raise LiveTableError(
+            f"{type(optimizer).__name__} trains it, of which it is not known what it keeps of a row: use one of "
+            f"exactly these classes of torch: {', '.join(KNOWN)}"
+        )
     group = next(group for group in optimizer.param_groups if any(weight is each for each in group["params"]))
     if why := rule.refusal(group):
         raise LiveTableError(f"{type(optimizer).__name__}: {why}")

@@ -71,7 +71,9 @@ _RULES: Mapping[type[Optimizer], TorchRule] = {  # of exactly these classes: a s
         PREFIXES["SGD"],
         lambda group: ["momentum_buffer"] if group["momentum"] else [],
         _sgd_reason,
-        lambda group: "dampening spares its first step" if group["momentum"] and group["dampening"] else None,
+        lambda group: (
+            "dampening spares its first step: use dampening=0" if group["momentum"] and group["dampening"] else None
+        ),
         others=("momentum_buffer",),
     ),
 }

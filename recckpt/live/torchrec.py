@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from recckpt.errors import LiveTableError
 from recckpt.live.absent import AbsentTable
 from recckpt.live.boxes import RankPart, column_ranges, problem_of
-from recckpt.live.fbgemm import FbgemmTable, Kernel, is_kernel
+from recckpt.live.fbgemm import IN_MEMORY, FbgemmTable, Kernel, is_kernel
 from recckpt.live.found import FINGERPRINTS, Candidate, FoundTable
 from recckpt.live.hooks import AnnounceAll, WeakDoor
 from recckpt.live.torch_embedding import TorchEmbedding
@@ -76,8 +76,12 @@ class _Local:
         return self.collection.path_of(self.table)
 
 
-def collection_tables(model: nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks) -> list[Candidate]:
+def collection_tables(
+    model: nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks, exclude: Container[str] = ()
+) -> list[Candidate]:
     """Return the tables of all collections. Collective where the model has sharded ones.
+
+    What the ranks have of those in ``exclude``, by path, need not make up a table.
 
     Raises:
         LiveTableError: what the ranks have does not make up the tables; says all that is wrong.
@@ -95,13 +99,15 @@ def collection_tables(model: nn.Module, optimizers: Sequence[Optimizer], ranks: 
     for local in locals_:
         parts = [paths[local.path] for paths in of_ranks]
         refusal = next((part.refusal for part in parts if part.refusal), None)
-        problem = None if refusal else problem_of(parts)
+        problem = None if refusal or local.path in exclude else problem_of(parts)
         if problem:
             problems.append(f"{local.path!r}: {problem}")
         make = partial(_made, replace(local, part=replace(local.part, refusal=refusal)), parts)
         candidates.append(Candidate(local.path, local.table, local.part.n_rows, make))
     if problems:
-        raise LiveTableError(f"tables cannot be saved by rows: {'; '.join(problems)}")
+        raise LiveTableError(
+            f"tables cannot be saved by rows: {'; '.join(problems)}: make the same plan on all ranks, or exclude them"
+        )
     return candidates
 
 
@@ -121,10 +127,9 @@ def _locals(collection: Collection, optimizers: Sequence[Optimizer]) -> Iterator
         if collection.sharding_of(table) == "data_parallel":
             yield _copied(collection, table, n_rows, optimizers)
         elif len(shards) > 1 or not is_kernel(module):
-            what = f"its kernel is a {type(module).__name__}" if len(shards) == 1 else "several shards lie on one rank"
-            yield _Local(
-                collection, table, RankPart(n_rows, refusal=f"{what}, expected one fused kernel of FBGEMM in memory")
-            )
+            several = f"{len(shards)} shards of it lie on one rank, expected one: plan it with one on each"
+            refusal = several if len(shards) > 1 else f"its kernel is a {type(module).__name__}: {IN_MEMORY}"
+            yield _Local(collection, table, RankPart(n_rows, refusal=refusal))
         else:
             kernel = kernels[id(module)] = kernels.get(id(module)) or _kernel(owner, module)
             if isinstance(kernel, str):
@@ -136,7 +141,10 @@ def _locals(collection: Collection, optimizers: Sequence[Optimizer]) -> Iterator
 
 def _kernel(owner: Any, module: Any) -> Kernel | str:
     if any(getattr(config, "stash_weights", False) for config in owner._config.embedding_tables):
-        return "its weights are stashed in forward passes (stash_weights=True), which frees what a save still reads"
+        return (
+            "its weights are stashed in forward passes, which frees what a save still reads: make it without "
+            "stash_weights=True"
+        )
     try:
         return Kernel(module, next(iter(owner.fused_optimizer.param_groups)))
     except LiveTableError as error:

@@ -9,6 +9,7 @@ from support import live_collisions as models
 from support.rank_processes import run_script
 from support.spec_reader import DamagedError
 from torch import optim
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 
 from recckpt import Deltas, Saver
 from recckpt.convert import import_checkpoint
@@ -190,15 +191,43 @@ def test_what_is_printed_says_what_the_map_costs(tmp_path):
     assert "users.unassigned" in text
 
 
-def test_other_maps_stay_dense_and_say_why(tmp_path):
-    class Other(models.MCHManagedCollisionModule):
-        pass
+class Other(models.MCHManagedCollisionModule):
+    """A map that may be another."""
 
+
+def multi_probe(fill=0):
+    """Return a model whose ids are remapped by MPZCH, which trains on GPUs alone; its identities are ``fill``."""
+    model = models.Colliding()
+    ids = HashZchManagedCollisionModule(64, models.CPU, total_num_buckets=1, input_hash_size=models.N_RAW)
+    ids._hash_zch_identities.data.fill_(fill)
+    model.sparse._managed_collision_collection._managed_collision_modules["users"] = ids
+    return model
+
+
+def of_another_class():
     model = models.Colliding()
     model.ids.__class__ = Other
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "name"), [(of_another_class, "Other"), (multi_probe, "HashZchManagedCollisionModule")]
+)
+def test_other_maps_stay_dense_and_say_which_would_not(make, name):
+    model = make()
     text = str(live_tables(model, RULES["sgd"](model), min_rows=1))
-    assert "users: its ids are remapped by a Other, which is not yet saved by id" in text
+    assert f"users: its ids are remapped by a {name}, whose map recckpt does not read: table and map are saved" in text
+    assert "remap them by MCHManagedCollisionModule to save them by raw id" in text
     assert "no live tables" in text
+
+
+def test_a_table_behind_mpzch_is_restored_with_its_map_as_dense_tensors(tmp_path):
+    one, other = multi_probe(fill=7), multi_probe()
+    Saver(one, output_dir=str(tmp_path), tables=live_tables(one, min_rows=1)).save("c")
+    Saver(other, output_dir=str(tmp_path), tables=live_tables(other, min_rows=1)).load()
+    before, after = (models.state_of(model, []) for model in (one, other))
+    assert len(before) > 4
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
 
 
 def test_a_map_that_somebody_else_has_written_is_refused(tmp_path):

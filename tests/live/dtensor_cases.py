@@ -65,7 +65,7 @@ def what_is_not_rows_stays_dense(mesh):
     assert "its max_norm writes in forward passes" in text(laid_out(mesh, [Shard(0)], max_norm=1.0))
     model, cpu = nn.Sequential(nn.Embedding(8, 4)), torch.device("cpu")
     flat = FullyShardedDataParallel(model, use_orig_params=True, device_id=cpu)
-    assert "expected rows: FullyShardedDataParallel flattens it" in text(flat)
+    assert "where FullyShardedDataParallel has flattened it, use fully_shard" in text(flat)
 
 
 def based(mesh, placements, output_dir):

@@ -70,9 +70,18 @@ def test_a_tied_weight_is_one_table(tower):
     ("optimizers", "why"),
     [
         (lambda weight: [], "none of the optimizers trains it: give live_tables the one that does, or freeze it"),
-        (lambda weight: [optim.SGD([weight]), optim.SGD([weight])], "2 of the optimizers train it, expected one"),
-        (lambda weight: [optim.RMSprop([weight])], "RMSprop is not an optimizer that is known: SparseAdam, Adam"),
-        (lambda weight: [optim.SGD([weight], momentum=0.9, dampening=0.1)], "SGD: dampening spares its first step"),
+        (
+            lambda weight: [optim.SGD([weight]), optim.SGD([weight])],
+            "2 optimizers train it (SGD, SGD), expected one: leave it to one",
+        ),
+        (
+            lambda weight: [optim.RMSprop([weight])],
+            "RMSprop trains it, of which it is not known what it keeps of a row: use one of",
+        ),
+        (
+            lambda weight: [optim.SGD([weight], momentum=0.9, dampening=0.1)],
+            "SGD: dampening spares its first step: use dampening=0",
+        ),
     ],
 )
 def test_a_table_whose_optimizer_is_not_known_stays_dense_and_says_why(optimizers, why):

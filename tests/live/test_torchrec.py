@@ -5,6 +5,7 @@ from support.fake_fbgemm import SplitTableBatchedEmbeddingBagsCodegen, SSDTableB
 from support.fake_torchrec import DMPCollection, ShardedEmbeddingBagCollection
 from torch import nn
 
+from recckpt.errors import LiveTableError
 from recckpt.live import live_tables
 
 
@@ -15,10 +16,13 @@ def collection(kernel=None, **options):
 @pytest.mark.parametrize(
     ("module", "why"),
     [
-        (collection(stash_weights=True), "its weights are stashed in forward passes (stash_weights=True), which"),
+        (
+            collection(stash_weights=True),
+            "its weights are stashed in forward passes, which frees what a save still reads: make it without stash_we",
+        ),
         (
             collection(SSDTableBatchedEmbeddingBags()),
-            "its kernel is a SSDTableBatchedEmbeddingBags, expected one",
+            "its kernel is a SSDTableBatchedEmbeddingBags: plan it with the compute kernel FUSED or FUSED_UVM_CACHING",
         ),
         (DMPCollection(collection()), "its replicas differ until DMPCollection.sync(): use DistributedModelParallel"),
     ],
@@ -27,3 +31,11 @@ def test_what_only_gpus_have_and_cannot_be_saved_by_rows_stays_dense_and_says_wh
     tables = live_tables(nn.ModuleDict({"sparse": module}), min_rows=1)
     assert len(tables) == 0
     assert f"embedding_bags.t: {why}" in str(tables)
+
+
+def test_rows_that_no_rank_has_are_refused_unless_the_table_is_excluded():
+    model = nn.ModuleDict({"sparse": collection(SplitTableBatchedEmbeddingBagsCodegen([(30, 2)]))})
+    path = "sparse.embedding_bags.t"
+    with pytest.raises(LiveTableError, match=f"'{path}': no rank has the rows 30 to 39: make the same plan .* exclude"):
+        live_tables(model, min_rows=1)
+    assert len(live_tables(model, min_rows=1, exclude=[path])) == 0

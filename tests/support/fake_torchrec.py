@@ -12,9 +12,10 @@ class ShardedEmbeddingBagCollection(nn.Module):
 
     def __init__(self, kernel, *, stash_weights=False):
         super().__init__()
-        config = SimpleNamespace(name="t", num_embeddings=40, stash_weights=stash_weights)
+        config = SimpleNamespace(name="t", num_embeddings=40, embedding_dim=2, stash_weights=stash_weights)
         owner = nn.Module()
         owner._emb_module, owner._config = kernel, SimpleNamespace(embedding_tables=[config])
+        owner.fused_optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
         lookup = nn.Module()
         lookup._emb_modules = nn.ModuleList([owner])
         self._embedding_bag_configs, self._lookups = [config], [lookup]
