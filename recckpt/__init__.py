@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from recckpt.load.load_into import load_into
     from recckpt.load.standby import Standby
     from recckpt.manager.manager import CheckpointManager
+    from recckpt.manager.read_only import ReadOnlyManager
     from recckpt.mirroring.mirror import mirror
     from recckpt.near.options import Near
     from recckpt.policies.deltas import Deltas
@@ -36,6 +37,7 @@ _HOMES = {
     "SaveHandle": "save.background_save",
     "SaveInfo": "save.save_info",
     "CheckpointManager": "manager.manager",
+    "ReadOnlyManager": "manager.read_only",
     "Deltas": "policies.deltas",
     "Near": "near.options",
     "CheckpointReader": "inspect.reader",
@@ -65,6 +67,7 @@ __all__ = [
     "SaveHandle",
     "SaveInfo",
     "CheckpointManager",
+    "ReadOnlyManager",
     "Deltas",
     "load_into",
     "Standby",

@@ -37,6 +37,11 @@ class Standby:
         self._model, self._entry = model, serving_entry(model, load_conf)
         self._taken: Taken | None = None
 
+    @property
+    def global_step(self) -> int | None:
+        """The step of the checkpoint that was loaded last; None before the first, and of one saved without a step."""
+        return None if self._taken is None else self._taken.manifest.step
+
     def load(self, path: str | os.PathLike[str] | OpenCheckpoint) -> LoadReport | None:
         """Bring the model to a checkpoint, and say what was read; None where it is there, and its tables are unchanged.
 

@@ -6,24 +6,141 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+
+from torch import nn
+from torch.optim import Optimizer
 
 from recckpt.live.tables import NO_TABLES
 from recckpt.manager.habits import unknown_option
 from recckpt.manager.near_steps import NO_NEAR
 from recckpt.manager.options import parse_options
-from recckpt.manager.placement import Placement
+from recckpt.manager.placement import OneOrMany, Placement, TablesOption, place
+from recckpt.manager.read_only import ReadOnlyManager
 from recckpt.parallel.ranks import this_rank
+from recckpt.policies.deltas import Deltas
+from recckpt.policies.keep import Keep
 from recckpt.policies.when import When
 from recckpt.saver import Saver
 from recckpt.sparse.split import state_of
 from recckpt.text import first_few, plural
+from recckpt.types import flag
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 log = logging.getLogger("recckpt")
 
 _Manager = TypeVar("_Manager")
 _MEANINGS = {"max_keep": "", "async_save": " (training goes on meanwhile)", "deltas": " (what has changed)"}
 _OWN = frozenset({"model", "sparse_optim", "output_dir", "tables", "saver", "save_interval"})  # arguments of attach
+
+
+class Attachable:
+    """What makes a :class:`recckpt.CheckpointManager` by one call."""
+
+    @overload
+    @classmethod
+    def attach(
+        cls,
+        model: nn.Module,
+        *,
+        output_dir: str | os.PathLike[str],
+        read_only: Literal[True],
+        load_conf: Mapping[str, Any] | None = None,
+    ) -> ReadOnlyManager: ...
+
+    @overload
+    @classmethod
+    def attach(
+        cls,
+        model: nn.Module,
+        optimizers: OneOrMany[Optimizer] = None,
+        *,
+        schedulers: OneOrMany[Any] = None,
+        loader: OneOrMany[Any] = None,
+        output_dir: str | os.PathLike[str],
+        save_interval: int | When,
+        max_keep: int | Keep | None = 2,
+        async_save: bool = True,
+        deltas: bool | Deltas = True,
+        tables: TablesOption = MappingProxyType({}),
+        **options: Any,
+    ) -> Self: ...
+
+    @classmethod
+    def attach(
+        cls,
+        model: nn.Module,
+        optimizers: OneOrMany[Optimizer] = None,
+        *,
+        schedulers: OneOrMany[Any] = None,
+        loader: OneOrMany[Any] = None,
+        output_dir: str | os.PathLike[str],
+        save_interval: int | When | None = None,
+        max_keep: int | Keep | None = 2,
+        async_save: bool = True,
+        deltas: bool | Deltas = True,
+        tables: TablesOption = MappingProxyType({}),
+        read_only: bool = False,
+        **options: Any,
+    ) -> Self | ReadOnlyManager:
+        """Return a manager of all that a run consists of; restores nothing, and logs in a line what it saves and how.
+
+        The tables of the model are found, those of ``nn.Embedding`` and TorchRec too
+        (:func:`recckpt.live.live_tables`), and each optimizer is known by what it trains. Call it on each rank once the
+        model is wrapped and the optimizers are made. Collective where TorchRec has sharded the model.
+
+        Several things may be given by name, ``{"towers": adam}``; names stand in checkpoints. Without a name they are
+        ``dense_optim``, ``scheduler`` and ``loader``, the second of a list ``dense_optim_1``. Register what else has
+        state, such as a scaler, by :meth:`register_for_checkpointing`.
+
+        Args:
+            model: any module.
+            optimizers: all that train it, one of tables (:mod:`recckpt.sparse`) and any number of others.
+            schedulers: those of the optimizers.
+            loader: what has a position in the data, as :meth:`register_io_state` takes it; several, too.
+            output_dir: where checkpoints go, as of :class:`recckpt.Saver`.
+            save_interval: steps between checkpoints, or a policy of :mod:`recckpt.policies.when`.
+            max_keep: how many to keep: by default two, so that a damaged newest one leaves another.
+            async_save: whether training goes on while a checkpoint is written: yes by default, see docs/async.md.
+            deltas: whether a save writes only what has changed: yes by default, see docs/deltas.md.
+            tables: arguments of ``live_tables``, such as ``{"min_rows": 100}``, or what it has returned; None leaves
+                embeddings that are not recckpt's dense.
+            read_only: whether to follow a run that another process trains, and write nothing: returns a
+                :class:`recckpt.ReadOnlyManager`, which takes ``model``, ``output_dir`` and ``load_conf`` alone.
+            options: any others of :class:`recckpt.Saver` and :class:`recckpt.CheckpointManager`.
+
+        Raises:
+            TypeError: ``model`` is not a module, or ``save_interval`` is missing.
+            ValueError: something is not saved as it is, or not known; all of it, before anything is made. Or a signal
+                that cannot be caught, once the output dir is made.
+            OSError: the output dir cannot be written.
+        """
+        pieces = {"optimizers": optimizers, "schedulers": schedulers, "loader": loader, "save_interval": save_interval}
+        options |= {"max_keep": max_keep, "async_save": async_save, "deltas": deltas}
+        if flag("read_only", read_only):
+            return _reading(model, output_dir, {**pieces, **options, "tables": tables})
+        if save_interval is None:
+            raise TypeError(
+                "save_interval=... is missing: steps between checkpoints, or a policy; read_only=True saves none"
+            )
+        problems = wrong_options(options, save_interval, cls)
+        placement = place(model, optimizers, schedulers=schedulers, loader=loader, tables=tables, problems=problems)
+        return attached(cls, placement, output_dir, save_interval, options)
+
+
+def _reading(model: nn.Module, output_dir: str | os.PathLike[str], options: Mapping[str, Any]) -> ReadOnlyManager:
+    """Return a manager that only reads; ValueError names what goes with one that saves."""
+    defaults = inspect.signature(Attachable.attach).parameters
+    taken = {
+        name: value for name, value in options.items() if name not in defaults or value is not defaults[name].default
+    }
+    load_conf = taken.pop("load_conf", None)
+    if taken:
+        raise ValueError(f"read_only=True loads the model alone, and saves nothing: omit {', '.join(sorted(taken))}")
+    return ReadOnlyManager(model, output_dir, load_conf=load_conf)
 
 
 def wrong_options(options: Mapping[str, Any], save_interval: int | When, manager: Callable[..., object]) -> list[str]:

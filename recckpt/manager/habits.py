@@ -22,7 +22,7 @@ _INSTEAD = {
     "keep_period": "max_keep=Newest(2) | EveryNth(1000) of recckpt.policies.keep",
     "keep_time_interval": "max_keep=Newest(2) | OnePer(86400) of recckpt.policies.keep",
     "max_to_keep": "max_keep=...",
-    "read_only": "recckpt.follow(run), and recckpt.load_into(model, checkpoint) for each",
+    "read_only": "CheckpointManager.attach(model, output_dir=..., read_only=True)",
     "save_total_limit": "max_keep=...",
     "save_last": "nothing: the newest checkpoint is always kept",
     "checkpoint_dir": "output_dir=...",
@@ -62,6 +62,16 @@ _ATTRIBUTES = {
 def unknown_attribute(name: str) -> str:
     """Return what to say of an attribute that a manager does not have, and what to write instead."""
     return f"a CheckpointManager has no {name!r}{f': write {_ATTRIBUTES[name]}' if name in _ATTRIBUTES else ''}"
+
+
+def unknown_when_read_only(name: str) -> str:
+    """Return what to say of an attribute that a manager does not have which only reads."""
+    instead = (
+        f"write {_ATTRIBUTES[name].removeprefix('saver.')}"
+        if name in _ATTRIBUTES
+        else "it restores and follows, and writes nothing"
+    )
+    return f"a CheckpointManager with read_only=True has no {name!r}: {instead}"
 
 
 def answers_habits(init: Callable[_P, None]) -> Callable[_P, None]:

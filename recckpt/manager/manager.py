@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
-
-from torch import nn
-from torch.optim import Optimizer
 
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest, StateValue
-from recckpt.manager.attach import attached, wrong_options
+from recckpt.manager.attach import Attachable
 from recckpt.manager.autosave import Autosave
 from recckpt.manager.counting import Counting
 from recckpt.manager.habits import MADE_BY_ATTACH, answers_habits, unknown_attribute
 from recckpt.manager.near_steps import NearSteps
 from recckpt.manager.options import parse_options
 from recckpt.manager.own_checkpoints import OwnCheckpoints
-from recckpt.manager.placement import OneOrMany, TablesOption, place
 from recckpt.manager.reloads import Reloads
 from recckpt.manager.resumable import Resumable
 from recckpt.manager.resume import Restorer
 from recckpt.manager.run_state import Run
 from recckpt.manager.save_errors import OnSaveError, SaveErrors
 from recckpt.manager.signals import Signals, SignalWatch
-from recckpt.policies.deltas import Deltas
-from recckpt.policies.keep import Keep
 from recckpt.policies.schedule import Backpressure
 from recckpt.policies.when import When
 from recckpt.saver import Saver
 
 
-class CheckpointManager(Counting, Resumable, OwnCheckpoints):
+class CheckpointManager(Attachable, Counting, Resumable, OwnCheckpoints):
     """Saves a run as ``ckpt_<step>`` when it is time, and restores it.
 
     Thread-safe: steps, saves and restores of several threads follow each other. It belongs to the process that made it:
@@ -127,57 +120,6 @@ class CheckpointManager(Counting, Resumable, OwnCheckpoints):
             clock=clock,
         )
         saver.counted_run.follow(lambda: (run.global_step, run.state), run.step_prefix)
-
-    @classmethod
-    def attach(
-        cls,
-        model: nn.Module,
-        optimizers: OneOrMany[Optimizer] = None,
-        *,
-        schedulers: OneOrMany[Any] = None,
-        loader: OneOrMany[Any] = None,
-        output_dir: str | os.PathLike[str],
-        save_interval: int | When,
-        max_keep: int | Keep | None = 2,
-        async_save: bool = True,
-        deltas: bool | Deltas = True,
-        tables: TablesOption = MappingProxyType({}),
-        **options: Any,
-    ) -> CheckpointManager:
-        """Return a manager of all that a run consists of; restores nothing, and logs in a line what it saves and how.
-
-        The tables of the model are found, those of ``nn.Embedding`` and TorchRec too
-        (:func:`recckpt.live.live_tables`), and each optimizer is known by what it trains. Call it on each rank once the
-        model is wrapped and the optimizers are made. Collective where TorchRec has sharded the model.
-
-        Several things may be given by name, ``{"towers": adam}``; names stand in checkpoints. Without a name they are
-        ``dense_optim``, ``scheduler`` and ``loader``, the second of a list ``dense_optim_1``. Register what else has
-        state, such as a scaler, by :meth:`register_for_checkpointing`.
-
-        Args:
-            model: any module.
-            optimizers: all that train it, one of tables (:mod:`recckpt.sparse`) and any number of others.
-            schedulers: those of the optimizers.
-            loader: what has a position in the data, as :meth:`register_io_state` takes it; several, too.
-            output_dir: where checkpoints go, as of :class:`recckpt.Saver`.
-            save_interval: steps between checkpoints, or a policy of :mod:`recckpt.policies.when`.
-            max_keep: how many to keep: by default two, so that a damaged newest one leaves another.
-            async_save: whether training goes on while a checkpoint is written: yes by default, see docs/async.md.
-            deltas: whether a save writes only what has changed: yes by default, see docs/deltas.md.
-            tables: arguments of ``live_tables``, such as ``{"min_rows": 100}``, or what it has returned; None leaves
-                embeddings that are not recckpt's dense.
-            options: any others of :class:`recckpt.Saver` and :class:`recckpt.CheckpointManager`.
-
-        Raises:
-            TypeError: ``model`` is not a module.
-            ValueError: something is not saved as it is, or not known; all of it, before anything is made. Or a signal
-                that cannot be caught, once the output dir is made.
-            OSError: the output dir cannot be written.
-        """
-        options |= {"max_keep": max_keep, "async_save": async_save, "deltas": deltas}
-        problems = wrong_options(options, save_interval, cls)
-        placement = place(model, optimizers, schedulers=schedulers, loader=loader, tables=tables, problems=problems)
-        return attached(cls, placement, output_dir, save_interval, options)
 
     if not TYPE_CHECKING:
 

@@ -7,7 +7,7 @@ from recckpt import CheckpointManager
 @pytest.mark.parametrize(
     ("options", "answer"),
     [
-        ({"read_only": True}, r"'read_only' is not an option: write recckpt\.follow\(run\), and recckpt\.load_into"),
+        ({"read_only": True}, r"'read_only' is not an option: write CheckpointManager\.attach\(model, output_dir="),
         ({"save_top_k": 2}, r"'save_top_k' is not an option: write max_keep=Newest\(2\)"),
         ({"max_keep": 2}, "'max_keep' is an option of Saver: give it there"),
         ({"epehmeral": 2}, "did you mean 'ephemeral'"),
