@@ -136,10 +136,10 @@ class Door(Protocol):
     """
 
     def announce(self, rows: Tensor) -> None:
-        """Say that ``rows``, int64 of any device, repeats allowed, are about to change; some more do no harm.
+        """Say that ``rows`` are about to change: int64 of any device, repeats allowed, or a bool for each of the box.
 
-        On CUDA the current stream of the caller is the one that will write. Once this returns, what snapshots need of
-        the rows is in the memory of the host, so the write may be queued at once.
+        Some more do no harm. On CUDA the current stream of the caller is the one that will write. Once this returns,
+        what snapshots need of the rows is in the memory of the host, so the write may be queued at once.
         """
 
     def announce_all(self) -> None:

@@ -13,6 +13,11 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
+def runs_apart(tensor: Tensor) -> bool:
+    """Say whether what is asked of a tensor is queued on a device, so that reading it here would wait for that."""
+    return tensor.is_cuda
+
+
 def wait_for_devices(tensors: Iterable[Tensor]) -> None:
     """Wait until all streams of the devices of some tensors have done what was asked of them; not for the CPU."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:

@@ -16,7 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from recckpt.errors import LiveTableError
 from recckpt.format.distinct import distinct
 from recckpt.live.column_slots import misfit_of
-from recckpt.live.devices import is_capturing, wait_for_devices
+from recckpt.live.devices import is_capturing, runs_apart, wait_for_devices
+from recckpt.live.noted_rows import NotedRows
 from recckpt.live.row_range import RowRange
 from recckpt.sparse.table.checks import spec_of
 from recckpt.sparse.table.column import Column
@@ -74,6 +75,7 @@ class LiveStore(Store):
         first, end = self.box.rows if self.box.columns else self.box.own_rows
         self._begin = first - self.box.rows[0]  # of the rows of the box
         self._ids = RowRange(first, end - first)
+        self._noted = NotedRows(self._begin, len(self))
         self._failure: Exception | None = None
         self._is_in_graph = False
         self._memory: dict[str, _Place] = {}  # slot -> where it was at the last snapshot
@@ -127,6 +129,11 @@ class LiveStore(Store):
         with self.lock:
             self._observers.track(marks)
 
+    def mark_noted(self) -> None:
+        """Mark the rows that were noted on a device, for which this waits."""
+        with self.lock:
+            self._observers.mark(self._noted.take(), len(self))
+
     def write(self, rows: Int64s, values: Mapping[str, Tensor]) -> None:
         """Set slots of rows of the box, all different, where they lie.
 
@@ -150,7 +157,13 @@ class LiveStore(Store):
         try:
             if self._is_captured():
                 return
-            own = self._own(rows.detach().to("cpu", torch.int64).numpy().reshape(-1))
+            rows = rows.detach()
+            with self.lock:
+                if runs_apart(rows) and not self._observers.has_snapshot:  # which would need the numbers here and now
+                    if self._observers.has_marks:
+                        self._noted.note(rows)
+                    return
+            own = self._own(_numbers_of(rows))
             with self.lock:
                 if self._observers.has_snapshot:  # which copies each row once
                     own = distinct(own)
@@ -222,8 +235,8 @@ class LiveStore(Store):
             problems.append(f"found the slots {sorted(tensors)}, expected {EMBEDDING!r} among them")
         if problems:
             raise LiveTableError(f"table {self._table.name!r}: {'; '.join(problems)}")
-        return {
-            name: Column.over(spec_of(name, tensor), tensor.detach()[begin : begin + n_rows])
+        return {  # by ``data``: torch does not count what a load writes, which is announced, as written by a stranger
+            name: Column.over(spec_of(name, tensor), tensor.data[begin : begin + n_rows])
             for name, tensor in tensors.items()
         }
 
@@ -246,6 +259,12 @@ class LiveStore(Store):
             return f"{name} is {form}, expected {expected}, as its box has"
         problem = _problem_of_memory(tensor)
         return None if problem is None else f"{name} is {form}{problem}"
+
+
+def _numbers_of(rows: Tensor) -> Int64s:
+    """Return rows, as :meth:`recckpt.types.Door.announce` takes them, as numbers on the CPU."""
+    numbers = rows.nonzero() if rows.dtype == torch.bool else rows
+    return numbers.to("cpu", torch.int64).numpy().reshape(-1)
 
 
 def _problem_of_memory(tensor: Tensor) -> str | None:

@@ -114,7 +114,7 @@ class TorchAnnouncer:
             elif part.is_sparse:
                 self._door.announce(part._indices()[0])
             else:
-                self._door.announce(_rows_of(part))
+                self._door.announce(_has_gradient(part))
 
     @contextmanager
     def _known_write(self) -> Iterator[None]:
@@ -140,7 +140,7 @@ class TorchAnnouncer:
         return TorchAnnouncer, ()
 
 
-def _rows_of(grad: Tensor) -> Tensor:
-    """Return the rows of a dense gradient that are not zero by bits: -0.0 may turn a weight of -0.0 into 0.0."""
+def _has_gradient(grad: Tensor) -> Tensor:
+    """Return for each row of a dense gradient if it is not zero by bits: -0.0 may turn a weight of -0.0 into 0.0."""
     bits = grad.detach().contiguous().view(_INT[grad.element_size()])
-    return bits.flatten(1).any(1).nonzero()
+    return bits.flatten(1).any(1)

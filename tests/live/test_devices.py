@@ -245,3 +245,30 @@ def test_rows_are_never_copied_as_a_whole_on_the_device(tmp_path, device):
         training.step()
         handle.wait()
         assert torch.cuda.max_memory_allocated() - before < n_bytes / 2
+
+
+@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize("rule", ["SGD", "Adagrad", "Adam", "sparse SGD"])
+def test_a_step_waits_for_the_device_no_more_than_one_without_live_tables(tmp_path, device, rule):
+    with on(device):
+        training = Training(rule)
+        training.step()
+        saver = training.saver(tmp_path)
+        saver.save("base", step=0)
+        some = ids(*range(0, 1000, 3))
+
+        def step():
+            training.rows.zero_grad()
+            training.table(some).square().sum().backward()
+            training.rows.step()
+
+        step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        [table] = saver.save("next", step=1).tables
+        assert_saved(training.tables, tmp_path)
+        if rule != "Adam":  # which changes all rows
+            assert (table.delta.upserts, table.delta.replaced) == (len(some), False)

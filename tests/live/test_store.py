@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from recckpt.errors import LiveTableError
+from recckpt.live import store as store_module
+from recckpt.live.noted_rows import NotedRows
 from recckpt.live.store import LiveStore
 from recckpt.sparse.table.mark_set import marked_rows
 from recckpt.sparse.table.marks import Marks
@@ -45,10 +47,19 @@ def read(snapshot, slot="embedding"):
 
 
 def changed(marks):
+    marks.store().mark_noted()
     [marked, *_] = marks.sets
     return None if marked.is_replaced else marked_rows(marked.share(20), 20).tolist()
 
 
+@pytest.fixture(params=["here", "apart"])
+def place(request, monkeypatch):
+    """Where the numbers of rows are: here, or as if on a device, for which no step is to wait."""
+    monkeypatch.setattr(store_module, "runs_apart", lambda rows: request.param == "apart")
+    return request.param
+
+
+@pytest.mark.usefixtures("place")
 def test_a_snapshot_stays_as_announced_rows_change():
     table, store, _ = made()
     before, snapshot = table.held["embedding"].numpy().copy(), store.snapshot("t")
@@ -73,18 +84,68 @@ def test_memory_that_is_freed_for_now_is_refused():
         store.snapshot("t")
 
 
+@pytest.mark.usefixtures("place")
 def test_rows_that_were_announced_are_marked():
     _, store, marks = made()
     store.announce(torch.tensor([3, 3, 9]))
     assert changed(marks) == [3, 9]
 
 
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize("has_snapshot", [False, True])
+def test_rows_can_be_announced_by_a_mask(has_snapshot):
+    table, store, marks = made(box=Box((0, 20), replica=1, n_replicas=3))  # of which rows 6 to 12 are saved here
+    snapshot = store.snapshot("t") if has_snapshot else None
+    store.announce(torch.tensor([row in {5, 6, 9, 13} for row in range(20)]))
+    if snapshot is not None:
+        before = table.held["embedding"][6:13].clone()
+        table.held["embedding"][[6, 9]] = -1
+        assert np.array_equal(read(snapshot), before)
+    assert changed(marks) == [0, 3]
+
+
+def test_rows_that_are_noted_wait_for_whoever_reads_marks_and_are_kept_for_nobody_else(monkeypatch):
+    monkeypatch.setattr(store_module, "runs_apart", lambda rows: True)
+    noted = []
+    monkeypatch.setattr(NotedRows, "note", lambda self, rows: noted.append(rows))
+    store = LiveStore(Memory())
+    store.announce(torch.tensor([3]))
+    marks = Marks(store)  # of which the next checkpoint is a full one
+    store.announce(torch.tensor([4]))
+    assert not noted
+    marks.begin("base")
+    store.announce(torch.tensor([5]))
+    assert [rows.tolist() for rows in noted] == [[5]]
+
+
+def test_what_was_noted_before_a_base_is_no_change_since_it_and_what_was_noted_after_it_is(monkeypatch):
+    monkeypatch.setattr(store_module, "runs_apart", lambda rows: True)
+    _, store, marks = made()
+    store.announce(torch.tensor([3]))
+    assert not marks.is_unchanged("base")
+    store.announce(torch.tensor([4]))
+    marks.begin("next")
+    assert marks.is_unchanged("next")
+    frozen = marks.freeze(store, "t", None)
+    frozen.snapshot.close()
+    del frozen.snapshot
+    store.announce(torch.tensor([5]))  # once all is read, before the commit
+    frozen.committed("last")
+    assert (marks.is_unchanged("last"), changed(marks)) == (False, [5])
+    store.announce(torch.tensor([6]))
+    assert marked_rows(marks.peek(store, "t", None).bits, 20).tolist() == [5, 6]
+    assert marks.resume("resumed", np.array([7]), np.array([], np.int64))
+    assert changed(marks) == [7]
+
+
+@pytest.mark.usefixtures("place")
 def test_rows_that_the_table_does_not_have_mark_nothing():
     _, store, marks = made()
     store.announce(torch.tensor([-1, 20, 1 << 40, 5]))
     assert changed(marks) == [5]
 
 
+@pytest.mark.usefixtures("place")
 def test_a_copy_of_several_saves_its_part_of_the_rows_and_has_all_of_them():
     table, store, marks = made(box=Box((0, 20), replica=1, n_replicas=3))
     assert (store.ids.first, len(store)) == (6, 7)

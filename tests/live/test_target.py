@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 import torch
 from support.builders import flip_bit
+from support.gate import Gate
 from support.live_runs import DIM, N_ROWS, Run, assert_same, read_rows
 from torch import nn, optim
 
 from recckpt import Deltas, Saver
 from recckpt.errors import LiveTableError, LoadConfError, PartlyLoadedError
 from recckpt.live import live_tables
+from recckpt.save.sparse_saver import SparseSaver
 from recckpt.sparse import HashTable, SparseAdagrad, SparseAdam
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -122,14 +124,16 @@ def test_a_restore_that_fails_in_the_middle_says_so_and_another_mends_it(tmp_pat
     assert_same(run.state(), state)
 
 
-def test_a_load_beside_the_save_of_another_saver_leaves_that_its_rows(tmp_path):
+def test_a_load_beside_the_save_of_another_saver_leaves_that_its_rows(tmp_path, monkeypatch):
     run = Run(tmp_path / "one", "Adagrad", max_keep=None)
     other = run.new_saver(tmp_path / "two")
     run.saver.save("a")
     run.train()
     expected = run.rows()
+    gate = Gate(monkeypatch, SparseSaver, "save")
     handle = other.save_async("b")
     run.saver.load(ckpt_id="a")
+    gate.open()
     handle.wait()
     run.url = tmp_path / "two"
     assert read_rows(run, "b") == expected

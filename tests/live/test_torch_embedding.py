@@ -7,12 +7,14 @@ import pickle
 import pytest
 import torch
 from support.devices import here, ids
+from support.gate import Gate
 from support.live_runs import DIM, N_ROWS, Run, assert_same, read_rows
 from torch import nn, optim
 
 from recckpt import Saver
 from recckpt.errors import LiveTableError
 from recckpt.live import live_tables
+from recckpt.save.sparse_saver import SparseSaver
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -157,20 +159,24 @@ def test_a_write_between_saves_that_nobody_announces_makes_the_next_save_hold_al
 
 @pytest.mark.parametrize("write", [fill, fill_state])
 @pytest.mark.parametrize("steps_after", [0, 1])
-def test_a_write_beside_a_save_that_nobody_announces_fails_the_save(run, write, steps_after):
+def test_a_write_beside_a_save_that_nobody_announces_fails_the_save(run, monkeypatch, write, steps_after):
+    gate = Gate(monkeypatch, SparseSaver, "save")
     handle = run.saver.save_async("torn", step=1)
     write(run)
     run.train(steps_after)
+    gate.open()
     with pytest.raises(LiveTableError, match=r"'users': its rows were changed .* saver.settle\(\)"):
         handle.wait()
     assert holds_all(save(run))
 
 
-def test_a_second_optimizer_that_steps_the_same_weights_is_noticed(run):
+def test_a_second_optimizer_that_steps_the_same_weights_is_noticed(run, monkeypatch):
     stranger = optim.SGD(run.model.users.parameters(), lr=1.0)
+    gate = Gate(monkeypatch, SparseSaver, "save")
     handle = run.saver.save_async("torn", step=1)
     run.model.users(ids(3)).sum().backward()
     stranger.step()
+    gate.open()
     with pytest.raises(LiveTableError, match="give live_tables the optimizer that makes it"):
         handle.wait()
 
@@ -350,7 +356,7 @@ def test_a_step_that_is_captured_in_a_graph_refuses_all_saves_and_waits_for_no_d
     model = nn.ModuleDict({"users": nn.Embedding(1000, DIM)})
     optimizer = optim.SGD(model.parameters())
     saver = Saver(model, output_dir=str(tmp_path), tables=live_tables(model, optimizer))
-    model["users"](ids(3)).sum().backward()
+    model["users"](torch.tensor([3])).sum().backward()
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

@@ -101,6 +101,8 @@ TESTS = {
     "live/library_types.py": "live/test_library.py",
     "live/options.py": "live/test_adapters.py live/test_library.py",
     "live/shared_rows.py": "live/test_keyed_table.py",
+    "sparse/table/device_prints.py": "sparse/table/test_fingerprints.py",
+    "sparse/table/print_words.py": "sparse/table/test_fingerprints.py",
     "sparse/table/exported_marks.py": "live/test_library.py",
     "sparse/table/exported_rows.py": "live/test_library.py",
     "sparse/table/placed_rows.py": "live/test_keyed_table.py",

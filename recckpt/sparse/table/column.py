@@ -130,11 +130,15 @@ class Column:
             gather_rows(memory.addresses, self.shift, self.spec.row_bytes, rows, out.data_ptr())
         else:
             memory.check_unmoved()
-            if self._written is not None:
-                torch.cuda.current_stream(self.device).wait_event(self._written)
+            self.wait_for_writes()
             for block, at, inside in self._by_block(memory, rows):
                 out[at] = block[inside]
         return out
+
+    def wait_for_writes(self) -> None:
+        """Let the current stream go on behind what was written by the thread that made this."""
+        if self._written is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._written)
 
     def gather_or(self, rows: Int64s, value: float) -> Tensor:
         """Return the same, of which row -1 holds ``value``."""

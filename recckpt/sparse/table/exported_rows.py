@@ -57,7 +57,7 @@ class ExportedRows(Snapshot):
         export: exports them.
     """
 
-    is_on_cpu = False  # they are read from a copy, and never where they lie
+    is_in_place = False  # they are read from a copy
     n_kept = 0  # rows that were copied aside
 
     def __init__(self, name: str, n_rows: int, slots: tuple[SlotSpec, ...], export: Callable[[], RowsOfMoment]) -> None:

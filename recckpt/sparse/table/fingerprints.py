@@ -7,43 +7,50 @@ bits of their words, would cancel each other. Slot after slot: the print of thos
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from recckpt.format.buckets import mix64 as mix64_of_many
+from recckpt.sparse.table.device_prints import prints_on_device
 from recckpt.sparse.table.kernels import compiled, mix64
+from recckpt.sparse.table.print_words import MIX, factors_of, word_bytes
 from recckpt.sparse.table.snapshot import Snapshot
 from recckpt.types import SlotSpec
 
 Prints = npt.NDArray[np.uint64]
 _PIECE_BYTES = 8 << 20  # of rows at a time, between two looks at what was copied aside
-_MIX = np.uint64(0x9E3779B185EBCA87)  # 2 ** 64 over the golden ratio, as a prime: its bits are mixed
+_MIX = np.uint64(MIX)
 _S29, _S32 = np.uint64(29), np.uint64(32)
-_WORDS = (np.uint64, np.uint32, np.uint16, np.uint8)
+_WORDS = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
 
 
 def fingerprints(rows: Snapshot) -> Prints:
     """Return the prints of all rows of a snapshot, none of which has been read for the last time. Thread-safe.
 
-    Rows on the CPU are read where they lie, without a copy; those that were copied aside meanwhile once more.
+    Rows are read where they lie, without a copy; those that were copied aside meanwhile once more.
     """
-    prints, is_on_cpu = np.empty(rows.n_rows, np.uint64), rows.is_on_cpu
+    prints = np.empty(rows.n_rows, np.uint64)
+    in_place = None if not rows.is_in_place else _prints_on_cpu if rows.is_on_cpu else prints_on_device
     n_piece = max(1, _PIECE_BYTES // max(1, sum(spec.row_bytes for spec in rows.slots)))
     for begin in range(0, rows.n_rows, n_piece):
         end = min(rows.n_rows, begin + n_piece)
         again = np.arange(begin, end)
-        if is_on_cpu:
-            prints[begin:end] = 0
-            for spec in rows.slots:
-                done = begin
-                for memory in rows.memory(spec.name, begin, end):
-                    done += _mix(memory, spec, prints[done:end])
+        if in_place is not None:
+            prints[begin:end] = in_place(rows, begin, end)
             again = rows.kept_among(begin, end)
         if len(again):
             prints[again] = _prints_of(rows, again)
+    return prints
+
+
+def _prints_on_cpu(rows: Snapshot, begin: int, end: int) -> Prints:
+    """Return the prints of rows on the CPU, in one pass over their memory."""
+    prints = np.zeros(end - begin, np.uint64)
+    for spec in rows.slots:
+        done = 0
+        for memory in rows.memory(spec.name, begin, end):
+            done += _mix(memory.numpy(), spec, prints[done:])
     return prints
 
 
@@ -59,18 +66,10 @@ def _prints_of(rows: Snapshot, some: npt.NDArray[np.int64]) -> Prints:
 
 def _mix(memory: npt.NDArray[np.uint8], spec: SlotSpec, prints: Prints) -> int:
     """Mix rows of a slot into their prints, and return how many they are."""
-    kind = next(word for word in _WORDS if spec.row_bytes % np.dtype(word).itemsize == 0)
     n_rows = len(memory) // spec.row_bytes
-    words = memory.view(kind).reshape(n_rows, -1)
-    _mix_rows(words, _factors(words.shape[1]), prints[:n_rows])
+    words = memory.view(_WORDS[word_bytes(spec.row_bytes)]).reshape(n_rows, -1)
+    _mix_rows(words, factors_of(words.shape[1]), prints[:n_rows])
     return n_rows
-
-
-@lru_cache(maxsize=64)
-def _factors(n: int) -> Prints:
-    """Return random odd numbers, a position in a row each: an odd one loses no bit of what it multiplies."""
-    factors: Prints = mix64_of_many(np.arange(1, n + 1, dtype=np.uint64)) | np.uint64(1)
-    return factors
 
 
 @compiled

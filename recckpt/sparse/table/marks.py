@@ -110,16 +110,21 @@ class Marks(SaverMarks):
     def begin(self, base: str) -> None:
         """Count from now on."""
         with self._lock:
+            if (store := self.store()) is not None:
+                store.mark_noted()
             self._since = _Since(base, (MarkSet(is_replaced=False),))
 
     def is_unchanged(self, base: str) -> bool:
         """Say whether nothing has changed since this base."""
         with self._lock:
+            if (store := self.store()) is not None:
+                store.mark_noted()
             return self._since.base == base and not any(some.has_changes for some in self.sets)
 
     def freeze(self, store: Store, name: str, slots: Collection[str] | None) -> Frozen:
         """Return what has changed until now, and begin a second set."""
         with self._lock:
+            store.mark_noted()
             (base, (first, *_)), second = self._since, MarkSet(is_replaced=False)
             frozen = Frozen(self, base, first, second, store.snapshot(name, slots))
             self._since = _Since(base, (first, second))
@@ -128,6 +133,7 @@ class Marks(SaverMarks):
     def peek(self, store: Store, name: str, slots: Collection[str] | None) -> Frozen:
         """Return what has changed until now since the base, though a save is under way: the first set has it all."""
         with self._lock:
+            store.mark_noted()
             base, (first, *_) = self._since
             of_nobody = MarkSet(is_replaced=False)  # so that nothing ends with what is returned
             return Frozen(self, base, first, of_nobody, store.snapshot(name, slots))
@@ -138,6 +144,7 @@ class Marks(SaverMarks):
         if store is None:
             return False
         with self._lock:
+            store.mark_noted()
             marks = MarkSet(is_replaced=False)
             rows = store.find(changed)
             marks.mark(rows[rows >= 0], len(store))

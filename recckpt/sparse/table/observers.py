@@ -32,6 +32,11 @@ class Observers:
         """Whether rows are copied aside before they change."""
         return any(reference() is not None for reference in self._snapshots)
 
+    @property
+    def has_marks(self) -> bool:
+        """Whether anything marks single rows."""
+        return any(not marks.is_replaced for marks in self.mark_sets())
+
     def snapshot(
         self, name: str, n_rows: int, ids: Column | RowIds, columns: Mapping[str, Column], slots: Collection[str] | None
     ) -> Snapshot:
@@ -67,6 +72,10 @@ class Observers:
         ``n_rows`` is how many the store has; ``with_ids`` says that the rows are about to belong to other ids.
         """
         self.keep(rows, with_ids=with_ids)
+        self.mark(rows, n_rows)
+
+    def mark(self, rows: Int64s, n_rows: int) -> None:
+        """Let marks mark rows, of ``n_rows``."""
         for marks in self.mark_sets():
             marks.mark(rows, n_rows)
 

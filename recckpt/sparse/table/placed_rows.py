@@ -85,7 +85,7 @@ class PlacedStore(Store):
 class PlacedRows(SnapshotOver):
     """A snapshot of places as one of the ids that had them. Thread-safe, as that one is."""
 
-    is_on_cpu = False  # rows do not lie as they are read
+    is_in_place = False  # rows do not lie as they are read
 
     def __init__(self, rows: Snapshot, placed: IdPlaces, slots: tuple[SlotSpec, ...]) -> None:
         super().__init__(rows)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.id_index import IdIndex
@@ -122,20 +123,24 @@ class PreImages:
 
     @property
     def is_on_cpu(self) -> bool:
-        """Whether all columns lie where :meth:`memory` can show them."""
+        """Whether all columns lie on the CPU."""
         columns, _ = self._opened()
         return all(column.is_on_cpu for column in columns.values())
 
-    def memory(self, name: str, begin: int, end: int) -> Iterator[Bytes]:
-        """Yield the memory of the rows [begin, end) of a column on the CPU, which changes with the table."""
+    def memory(self, name: str, begin: int, end: int) -> Iterator[Tensor]:
+        """Yield the bytes of the rows [begin, end) of a column where they lie, which change with the table."""
         columns, _ = self._opened()
+        columns[name].memory.check_unmoved()
+        columns[name].wait_for_writes()
         for piece in columns[name].pieces(begin, end):
-            yield piece.reshape(-1).view(torch.uint8).numpy()
+            yield piece.reshape(-1).view(torch.uint8)
 
     def kept_among(self, begin: int, end: int) -> Int64s:
         """Return which of the rows [begin, end), none of which was read for the last time, were copied aside."""
         with self._lock:
-            _, log = self._opened()
+            columns, log = self._opened()
+            for column in columns.values():  # what was read of them before
+                column.memory.check_unmoved()
             if not len(log.places):
                 return np.empty(0, np.int64)
             kept: Int64s = begin + pick_marked(np.arange(begin, end), self._marks, self._needed, False)

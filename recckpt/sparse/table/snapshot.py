@@ -70,7 +70,12 @@ class Snapshot:
     Reading is thread-safe, also beside the one thread that changes the table; that one calls :meth:`keep_rows` and
     :meth:`keep_ids` before it writes. Columns are read in their order. When the log serves no longer ``on_close`` is
     called once, maybe from another thread; it must not refer to this.
+
+    Attributes:
+        is_in_place: whether rows are read where they lie, as :meth:`memory` shows them.
     """
+
+    is_in_place = True
 
     def __init__(
         self,
@@ -139,8 +144,8 @@ class Snapshot:
         """Whether the slots lie on the CPU."""
         return self._slots.is_on_cpu
 
-    def memory(self, slot: str, begin: int, end: int) -> Iterator[Bytes]:
-        """Yield the memory of rows of a slot on the CPU, as it is now: those :meth:`kept_among` are others by then."""
+    def memory(self, slot: str, begin: int, end: int) -> Iterator[Tensor]:
+        """Yield the bytes of rows of a slot where they lie, as they are now: not those :meth:`kept_among`."""
         return self._slots.memory(slot, begin, end)
 
     def kept_among(self, begin: int, end: int) -> Int64s:

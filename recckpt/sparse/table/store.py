@@ -82,6 +82,10 @@ class Store(ABC):
         rows = order[at] if len(here) else np.full(len(ids), -1)
         return np.where(here[rows] == ids, rows, -1) if len(here) else rows
 
+    def mark_noted(self) -> None:
+        """Mark the rows that were said to change and are not marked yet: called before marks are read or dropped."""
+        return
+
     @abstractmethod
     def snapshot(self, name: str, slots: Collection[str] | None = None) -> Snapshot:
         """Return the rows of the table ``name`` as they are now, which stay so, with all slots or some of them."""

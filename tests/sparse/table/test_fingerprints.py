@@ -6,10 +6,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recckpt.live.row_range import RowRange
 from recckpt.sparse import HashTable
 from recckpt.sparse.table import fingerprints as fingerprints_module
+from recckpt.sparse.table.column import Column
+from recckpt.sparse.table.device_prints import prints_on_device
 from recckpt.sparse.table.fingerprints import fingerprints
+from recckpt.sparse.table.pre_images import Log
 from recckpt.sparse.table.snapshot import Snapshot
+from recckpt.types import EMBEDDING, SlotSpec
 
 
 def table_of(n_rows, dim=4, dtype=torch.float32, **slots):
@@ -73,15 +78,41 @@ def test_rows_that_swap_their_values_or_slots_have_other_prints():
     assert (prints_of(table) != before).all()
 
 
-@given(n_rows=st.integers(0, 300), piece=st.integers(1, 5000), is_on_cpu=st.booleans())
-@settings(deadline=None, max_examples=40)
-def test_prints_do_not_depend_on_how_rows_are_read(n_rows, piece, is_on_cpu):
-    table = table_of(n_rows, 5)
+@given(
+    n_rows=st.integers(0, 300),
+    piece=st.integers(1, 5000),
+    is_on_cpu=st.booleans(),
+    is_in_place=st.booleans(),
+    dim=st.integers(1, 9),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.float64]),
+)
+@settings(deadline=None, max_examples=60)
+def test_prints_do_not_depend_on_how_rows_are_read(n_rows, piece, is_on_cpu, is_in_place, dim, dtype):
+    table = table_of(n_rows, dim, dtype, sparse_x=(3,), sparse_y=())
+    table.add_slot("sparse_z", (dim,), dtype=torch.uint8)
     expected = prints_of(table)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fingerprints_module, "_PIECE_BYTES", piece)
-        patch.setattr(Snapshot, "is_on_cpu", is_on_cpu)  # rows of a device are read by copies
+        patch.setattr(Snapshot, "is_on_cpu", is_on_cpu)  # those of a device are made by torch
+        patch.setattr(Snapshot, "is_in_place", is_in_place)
+        before = values_of(table)
         assert (prints_of(table) == expected).all()
+    assert values_of(table) == before
+
+
+def values_of(table):
+    columns = table.store.columns.items()
+    return {slot: column.to_tensor(len(table)).numpy().tobytes() for slot, column in columns}
+
+
+def test_rows_whose_memory_begins_anywhere_have_the_same_prints_on_a_device():
+    memory, spec = torch.randint(256, (1 + 20 * 8,), dtype=torch.uint8), SlotSpec(EMBEDDING, "uint8", (8,))
+    for begin in (0, 1):
+        values = memory[begin : begin + 160].view(20, 8)
+        values[:] = torch.arange(160).view(20, 8)
+        columns = {EMBEDDING: Column.over(spec, values)}
+        rows = Snapshot("t", 20, RowRange(0, 20), columns, log=Log([spec]), on_close=list)
+        assert (prints_on_device(rows, 3, 17) == fingerprints(rows)[3:17]).all()
 
 
 def test_rows_that_change_meanwhile_have_the_prints_of_the_snapshot():

@@ -1,0 +1,54 @@
+"""Rows that are about to change, noted on the device where their numbers are: no step waits for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from recckpt.live.devices import wait_for_devices
+
+Int64s = npt.NDArray[np.int64]
+
+
+class NotedRows:
+    """A byte a row on each device that names rows. Used under the lock of the store.
+
+    Several streams may note at once: all write the same value.
+
+    Args:
+        begin: first row of the box that is noted.
+        n_rows: how many are.
+    """
+
+    def __init__(self, begin: int, n_rows: int) -> None:
+        self._begin, self._n_rows = begin, n_rows
+        self._noted: dict[torch.device, Tensor] = {}
+
+    @torch.no_grad()
+    def note(self, rows: Tensor) -> None:
+        """Note rows, as :meth:`recckpt.types.Door.announce` takes them, once the current stream has made them."""
+        noted = self._on(rows.device)
+        if rows.dtype == torch.bool:
+            noted[1:-1].logical_or_(rows.reshape(-1)[self._begin : self._begin + self._n_rows])
+        else:  # those of others are noted before the first and behind the last
+            places = (rows.reshape(-1).to(torch.int64) - (self._begin - 1)).clamp_(0, self._n_rows + 1)
+            noted.index_fill_(0, places, True)
+
+    @torch.no_grad()
+    def take(self) -> Int64s:
+        """Return what was noted since the last time, all different; waits for the devices."""
+        wait_for_devices(self._noted.values())
+        taken = [noted[1:-1].nonzero().flatten().cpu().numpy() for noted in self._noted.values()]
+        for noted in self._noted.values():
+            noted.zero_()
+        wait_for_devices(self._noted.values())  # before other streams note again
+        return np.unique(np.concatenate(taken)) if len(taken) > 1 else np.concatenate([np.empty(0, np.int64), *taken])
+
+    def _on(self, device: torch.device) -> Tensor:
+        if device not in self._noted:
+            with torch.inference_mode(False):
+                self._noted[device] = torch.zeros(self._n_rows + 2, dtype=torch.bool, device=device)
+            wait_for_devices([self._noted[device]])  # before other streams note
+        return self._noted[device]
