@@ -13,7 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recckpt.live.tables import NO_TABLES
-from recckpt.manager.habits import unknown_option
+from recckpt.manager.answers import answers
+from recckpt.manager.habits import ATTACH_LINE, unknown_option
 from recckpt.manager.near_steps import NO_NEAR
 from recckpt.manager.options import parse_options
 from recckpt.manager.placement import OneOrMany, Placement, TablesOption, place
@@ -70,6 +71,7 @@ class Attachable:
     ) -> Self: ...
 
     @classmethod
+    @answers(ATTACH_LINE)
     def attach(
         cls,
         model: nn.Module,

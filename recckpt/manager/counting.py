@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from recckpt.manager.answers import answers
 from recckpt.manager.autosave import Autosave
+from recckpt.manager.habits import STEP_INSTEAD, STEP_LINE
 from recckpt.manager.run_state import Run
 from recckpt.manager.step_arguments import Metrics, State
 from recckpt.parallel.one_process import OneProcess
@@ -35,6 +37,7 @@ class Counting(OneProcess):
         """What became of the saves so far."""
         return self._autosave.counts
 
+    @answers(STEP_LINE, STEP_INSTEAD)
     def step(
         self,
         *,

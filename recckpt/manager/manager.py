@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest, StateValue
+from recckpt.manager.answers import answers, answers_habits
 from recckpt.manager.attach import Attachable
 from recckpt.manager.autosave import Autosave
 from recckpt.manager.counting import Counting
-from recckpt.manager.habits import MADE_BY_ATTACH, answers_habits, unknown_attribute
+from recckpt.manager.habits import SAVE_INSTEAD, SAVE_LINE, unknown_attribute
 from recckpt.manager.near_steps import NearSteps
 from recckpt.manager.options import parse_options
 from recckpt.manager.own_checkpoints import OwnCheckpoints
@@ -94,8 +95,6 @@ class CheckpointManager(Attachable, Counting, Resumable, OwnCheckpoints):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
-        if not isinstance(saver, Saver):
-            raise TypeError(f"saver must be a recckpt.Saver, found a {type(saver).__name__}: {MADE_BY_ATTACH}")
         when: dict[str, Any] = {"ephemeral": ephemeral, "reload_interval": reload_interval, "event_time": event_time}
         when |= {"near_interval": near_interval}
         how: dict[str, Any] = {"async_save": async_save, "backpressure": backpressure, "grace_sec": grace_sec}
@@ -124,7 +123,7 @@ class CheckpointManager(Attachable, Counting, Resumable, OwnCheckpoints):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(unknown_attribute(name), name=name, obj=self)
+            raise AttributeError(unknown_attribute(name, dir(type(self))), name=name, obj=self)
 
     @property
     def saver(self) -> Saver:
@@ -144,6 +143,7 @@ class CheckpointManager(Attachable, Counting, Resumable, OwnCheckpoints):
         """Save the position of a dataset; see :meth:`recckpt.Saver.register_io_state`."""
         self._saver.register_io_state(name, obj)
 
+    @answers(SAVE_LINE, SAVE_INSTEAD)
     def save(
         self,
         step: int | None = None,
@@ -177,6 +177,7 @@ class CheckpointManager(Attachable, Counting, Resumable, OwnCheckpoints):
         with self._turn():
             self._autosave.settle_on_all()
 
+    @answers("reached_preemption()")
     def reached_preemption(self) -> bool:
         """Say whether a signal of ``save_on_signal`` came that ends the process, on any rank.
 

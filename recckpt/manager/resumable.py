@@ -8,7 +8,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, get_args
 
 from recckpt.load.report import LoadPlan, LoadReport
+from recckpt.manager.answers import answers
 from recckpt.manager.autosave import Autosave
+from recckpt.manager.habits import RESTORE_INSTEAD, RESTORE_LINE
 from recckpt.manager.resume import Restorer
 from recckpt.manager.run_state import Run
 from recckpt.parallel.one_process import OneProcess
@@ -59,6 +61,7 @@ class Resumable(OneProcess):
                 yield
             self._autosave.start()
 
+    @answers(RESTORE_LINE, RESTORE_INSTEAD)
     def restore(
         self,
         global_step: int | Literal["latest", "best"] | None = None,

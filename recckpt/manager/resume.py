@@ -86,7 +86,8 @@ class Restorer:
         is_step = isinstance(global_step, Integral) and not isinstance(global_step, bool)
         if not is_step and global_step not in (None, "latest", "best"):
             raise TypeError(
-                f"global_step must be an int or None, found {global_step!r}: 300 for 'ckpt_300', or 'latest' or 'best'"
+                f"global_step must be an int or None, found {global_step!r:.200}: 300 for 'ckpt_300', or 'latest' or "
+                "'best'; a checkpoint of another run comes by load_model_bank([{'path': ...}])"
             )
         if global_step == "latest":
             global_step = None

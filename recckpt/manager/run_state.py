@@ -39,7 +39,8 @@ class Run:
         except TypeError:
             example = layout.step_id(300, self.step_prefix)
             raise TypeError(
-                f"step must be an int, found {step!r}: a manager names its own checkpoints, step 300 for {example!r}"
+                f"step must be an int, found {step!r:.100}: a manager names its own checkpoints, step 300 for "
+                f"{example!r}"
             ) from None
 
     def step_of(self, ckpt_id: str) -> int | None:

@@ -32,14 +32,17 @@ def check_parts(model: object, sparse_optim: object) -> dict[str, SavableTable]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found a {type(model).__name__}")
-    tables = state_of(model)[0]
+    tables, dense = state_of(model)
     if sparse_optim is None:
         return tables
     if not isinstance(sparse_optim, Optimizer):
-        raise TypeError(f"sparse_optim must be an optimizer of tables or None, found a {type(sparse_optim).__name__}")
+        several = ": CheckpointManager.attach takes several" if isinstance(sparse_optim, list | tuple | dict) else ""
+        kind = type(sparse_optim).__name__
+        raise TypeError(f"sparse_optim must be an optimizer of tables or None, found a {kind}{several}")
     trained = {id(parameter) for group in sparse_optim.param_groups for parameter in group["params"]}
-    name = next((name for name, parameter in model.named_parameters() if id(parameter) in trained), None)
-    if name is not None:
+    names = [name for name, parameter in parameters_of(model) if id(parameter) in trained]
+    if names:
+        name = next((name for name in names if name in dense), names[0])  # tables have parameters that are not saved
         raise ValueError(
             f"sparse_optim must be an optimizer of tables, found {type(sparse_optim).__name__} of the dense parameter "
             f"{name!r}; save it by register_for_checkpointing"
