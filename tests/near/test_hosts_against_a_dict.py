@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from faults.plant import Plant
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from near.test_ranks import on_hosts, together
 from support.builders import flip_bit
-from support.sweeps import SWEEP_STRIDE
+from support.sweeps import SWEEP_STRIDE, mostly_slow
+
+from recckpt.errors import RecckptError
 
 HOSTS = st.sampled_from("abc")
 WORLDS = st.sampled_from(["a", "b", "ab", "ba", "abb", "bac", "ca", "cabb"]).map(list)
@@ -176,3 +179,34 @@ class Machine(RuleBasedStateMachine):
 )
 def test_a_restore_gives_what_a_dict_says(n_examples, n_events):
     run_state_machine_as_test(Machine, settings=settings(max_examples=n_examples, stateful_step_count=n_events))
+
+
+TIER = "recckpt.near.tier:NearTier"
+BUGS = {
+    "only the first host is looked at": Plant(
+        "recckpt.near.views:look_together", "if view is not None", "if view is not None and view.rank == 0"
+    ),
+    "what one host has stands for what all have": Plant(
+        "recckpt.near.views:complete", "if sealed.directory in saves:", "if save is not None:"
+    ),
+    "a host is brought what its last rank reads": Plant(
+        "recckpt.near.bringing:_lacks", "lacks.get(to, frozenset()) | place.needed", "place.needed"
+    ),
+    "no near save is named at a takeover": Plant(f"{TIER}.near_list", "[] if is_forgetting else", "[] if True else"),
+    "cuts are used twice": Plant(f"{TIER}.next_cut", "self._cut += 1", "self._cut = 2"),
+    "one generation is kept": Plant("recckpt.near.generations:newest", "[-_GENERATIONS:]", "[-1:]"),
+    "rows of a near save are no marks": Plant(
+        "recckpt.save.delta_base:Changes._resume", "payload.changed(table.name)", "deleted[:0]"
+    ),
+}
+
+
+@mostly_slow()
+@pytest.mark.parametrize("what", BUGS)
+def test_a_bug_that_is_planted_is_found(monkeypatch, what):
+    bug = BUGS[what]
+    monkeypatch.setattr(bug.function, "__code__", bug.code)
+    how = {"max_examples": 100, "stateful_step_count": 6, "phases": [Phase.generate]}
+    drawn = settings(**how, derandomize=True, database=None, report_multiple_bugs=False)
+    with pytest.raises((AssertionError, RecckptError)):
+        run_state_machine_as_test(Machine, settings=drawn)
