@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from recckpt.errors import LiveTableError
 from recckpt.live.keyed_types import IdMap
+from recckpt.sparse.files.owners import IdBlock
 
 _EMPTY = torch.iinfo(torch.int64).max  # in place of a raw id
 _ROW = "zch_row"  # slots are part of the format
@@ -61,16 +61,14 @@ class CollisionMap:
         """Over how many ranks the table is divided, each of which has a map of its own."""
         return len(self._segments) - 1
 
-    def looks_up(self, ids: Tensor) -> Tensor:
-        """Return which raw ids TorchRec looks up on this rank: those of its part of the input, others in turn.
+    @property
+    def looked_up(self) -> IdBlock:
+        """The raw ids that TorchRec looks up on this rank: those of its part of the input, others in turn.
 
         As ``fbgemm::block_bucketize_sparse_features``, by which TorchRec sends them there.
         """
         n_shards, size = self.n_shards, int(self._module._input_hash_size)
-        block = -(-size // n_shards)
-        unsigned = ids.numpy().astype(np.uint64)
-        shards = np.where(unsigned < block * n_shards, unsigned // np.uint64(block), unsigned % np.uint64(n_shards))
-        return torch.from_numpy(shards == self._segments.index(self.first))
+        return IdBlock(self._segments.index(self.first), n_shards, -(-size // n_shards))
 
     @property
     def _segments(self) -> list[int]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from recckpt.live.attached import AttachedTable
 from recckpt.live.keyed_table import AttachedKeyedTable
 from recckpt.live.target import LiveTarget
+from recckpt.sparse.files.owners import OwnedIds
 from recckpt.sparse.files.rows_aside import Values
 from recckpt.sparse.files.table_target import LoadTarget, OwnTarget
 from recckpt.sparse.table.row_store import RowStore
@@ -55,15 +56,9 @@ class KeyedTarget(OwnTarget):
         return self._attached.live.n_ids is not None and not self.owns_all
 
     @property
-    def owns_all(self) -> bool:
-        """Whether this rank has all rows."""
-        first, end = self._attached.rows.box.rows
-        return end - first == self._attached.live.n_rows
-
-    def owned(self, ids: Int64s) -> Int64s | None:
-        """Return at which places there are ids whose rows are to be on this rank; None for all."""
-        is_own = self._attached.live.owned(torch.from_numpy(ids.copy())).numpy()
-        return None if is_own.all() else np.flatnonzero(is_own)
+    def owned_ids(self) -> OwnedIds:
+        """The ids that are looked up on this rank."""
+        return self._attached.live.owned_ids
 
     def clear(self) -> None:
         """Begin with no ids."""

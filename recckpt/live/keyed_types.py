@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from recckpt.sparse.files.owners import OwnedIds
 from recckpt.types import LiveTable
 
 
@@ -33,8 +34,9 @@ class KeyedLiveTable(LiveTable, Protocol):
     def id_map(self) -> IdMap:
         """Return the ids of now; asked at every save. Tensors that change no more."""
 
-    def owned(self, ids: Tensor) -> Tensor:
-        """Return which ids this rank takes in a load, as bools."""
+    @property
+    def owned_ids(self) -> OwnedIds:
+        """Which ids this rank takes in a load."""
 
     def place(self, ids: Tensor, meta: Mapping[str, Tensor], *, drops: bool) -> Tensor:
         """Return the rows that ids are to have, -1 for none; LiveTableError where that drops some, and may not."""

@@ -16,6 +16,7 @@ from recckpt.live.keyed_types import IdMap
 from recckpt.live.kinds import is_a
 from recckpt.live.shared_rows import SharedRows
 from recckpt.parallel.ranks import rank_and_size
+from recckpt.sparse.files.owners import EVERY_ID, LEAST, IdSpan, IdSpans, OwnedIds
 from recckpt.types import Box, Door, WatchedTable
 
 _UNSHARDED = "torchrec.modules.mc_embedding_modules", "BaseManagedCollisionEmbeddingCollection"
@@ -57,16 +58,14 @@ class RawIdTable(_OfSharedRows):
 
     Args:
         n_ids: how many ids there can be over all ranks.
-        owned: says which raw ids this rank has rows for.
+        owned_ids: the raw ids that this rank has rows for.
         others: as of the base.
     """
 
-    def __init__(
-        self, name: str, rows: SharedRows, ids: CollisionMap, n_ids: int, owned: Callable[[Tensor], Tensor]
-    ) -> None:
+    def __init__(self, name: str, rows: SharedRows, ids: CollisionMap, n_ids: int, owned_ids: OwnedIds) -> None:
         super().__init__(name, rows, ids)
         self.n_ids: int | None = n_ids
-        self._owned = owned
+        self.owned_ids = owned_ids
 
     def prepare(self) -> None:
         """Bring rows and map up to date.
@@ -95,10 +94,6 @@ class RawIdTable(_OfSharedRows):
     def id_map(self) -> IdMap:
         """Return the raw ids of now."""
         return self._ids.read()
-
-    def owned(self, ids: Tensor) -> Tensor:
-        """Return which raw ids are looked up on this rank."""
-        return self._owned(ids)
 
     def place(self, ids: Tensor, meta: Mapping[str, Tensor], *, drops: bool) -> Tensor:
         """Return the rows for raw ids."""
@@ -140,10 +135,12 @@ class UnassignedTable(_OfSharedRows):
         first = self._ids.first
         return IdMap(torch.cat([~(fallback + first), free + first]), torch.cat([fallback, free]), {})
 
-    def owned(self, ids: Tensor) -> Tensor:
-        """Return which rows are on this rank, and those that stand for all ids without a row."""
+    @property
+    def owned_ids(self) -> OwnedIds:
+        """The rows on this rank, and those that stand for all ids without a row."""
         first = self._ids.first
-        return (ids < 0) | ((ids >= first) & (ids < first + self._ids.n_rows))
+        own = IdSpan.of_rows(first, first + self._ids.n_rows, self.n_rows)
+        return IdSpans((IdSpan(LEAST, -1), own)) if first else own
 
     def place(self, ids: Tensor, meta: Mapping[str, Tensor], *, drops: bool) -> Tensor:
         """Return the rows for what they were; in a table of another size only the shared row has one, the first one."""
@@ -154,7 +151,7 @@ class UnassignedTable(_OfSharedRows):
             rows = self._ids.free()
             is_free = torch.zeros(self._ids.n_rows, dtype=torch.bool, device="cpu")
             is_free[rows] = True
-            own = (ids >= 0).nonzero().flatten()
+            own = ((ids >= self._ids.first) & (ids < self._ids.first + self._ids.n_rows)).nonzero().flatten()
             local = ids[own] - self._ids.first
             places[own] = torch.where(is_free[local], local, -1)
         fallback = self._ids.first + self._ids.fallback
@@ -209,7 +206,7 @@ def unsharded_table(table: FoundTable, collision: Collision) -> FoundTable:
         raise LiveTableError(
             "its ids are remapped by managed collision on each rank by itself, so that copies differ: shard it row_wise"
         )
-    return _by_raw_ids(table, ids, collision.path, table.live.n_rows - 1, _all)
+    return _by_raw_ids(table, ids, collision.path, table.live.n_rows - 1, EVERY_ID)
 
 
 def sharded_table(table: FoundTable, collision: Collision) -> FoundTable:
@@ -219,12 +216,10 @@ def sharded_table(table: FoundTable, collision: Collision) -> FoundTable:
         LiveTableError: it cannot be saved by raw ids; says why.
     """
     ids = CollisionMap(collision.module)
-    return _by_raw_ids(table, ids, collision.path, table.live.n_rows - ids.n_shards, ids.looks_up)
+    return _by_raw_ids(table, ids, collision.path, table.live.n_rows - ids.n_shards, ids.looked_up)
 
 
-def _by_raw_ids(
-    table: FoundTable, ids: CollisionMap, path: str, n_ids: int, owned: Callable[[Tensor], Tensor]
-) -> FoundTable:
+def _by_raw_ids(table: FoundTable, ids: CollisionMap, path: str, n_ids: int, owned_ids: OwnedIds) -> FoundTable:
     """Return a table of numbered rows as one of raw ids; ``path`` is that of what maps them."""
     rows = table.live
     shared = SharedRows(rows)
@@ -241,7 +236,7 @@ def _by_raw_ids(
     )
     return replace(
         table,
-        live=RawIdTable(rows.name, shared, ids, n_ids, owned),
+        live=RawIdTable(rows.name, shared, ids, n_ids, owned_ids),
         kind=f"{table.kind} by raw ids",
         keys=(*table.keys, *(f"{path}.{name}" for name in ids.buffers)),
         is_tensor=False,
@@ -249,7 +244,3 @@ def _by_raw_ids(
         why="; ".join(filter(None, (table.why, cost))),
         companions=(unassigned,),
     )
-
-
-def _all(ids: Tensor) -> Tensor:
-    return torch.ones(len(ids), dtype=torch.bool, device="cpu")

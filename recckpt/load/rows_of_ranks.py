@@ -13,7 +13,7 @@ from recckpt.load.live_state import LiveState
 from recckpt.load.report import LoadReport
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.sparse.files.catalogs import count_error
-from recckpt.sparse.files.owners import OwnedIds
+from recckpt.sparse.files.owners import IdBlock, OwnedIds
 
 Counts = Mapping[tuple[str, str], tuple[OwnedIds, int]]  # table there and here -> ids of a rank, rows of them
 
@@ -27,10 +27,8 @@ def rows_read(live: LiveState, report: LoadReport, number: int) -> Counts:
         here, there = item.name.table, item.source.rpartition("@")[0]
         if item.name.slot != ID or item.offer != number or here not in filled or item.thing.tensor:
             continue
-        target = live.targets[here]
-        if target.owns_all or not target.owned_ids.is_everything:  # else it chooses ids by a rule of its own
-            n_rows = report.rows_taken.get(here, 0) + report.rows_filtered.get(here, 0)
-            counts[there, here] = target.owned_ids, n_rows
+        n_rows = report.rows_taken.get(here, 0) + report.rows_filtered.get(here, 0)
+        counts[there, here] = live.targets[here].owned_ids, n_rows
     return counts
 
 
@@ -45,14 +43,18 @@ def row_errors(checkpoint: Checkpoint, of_ranks: Sequence[Counts]) -> Iterator[C
 
 def _tile(owned: Collection[OwnedIds]) -> bool:
     """Say whether the ids that ranks own make up all ids, each of them once; those of copies are there once."""
-    spans = sorted(span for span in map(_span, owned) if span[0] < span[1])
+    spans = sorted(span for one in owned for span in _spans(one) if span[0] < span[1])
     meets = all(before[1] == after[0] for before, after in pairwise(spans))
     is_of_one_kind = len({type(one) for one in owned}) == 1
     return is_of_one_kind and meets and bool(spans) and spans[0][0] == 0 and spans[-1][1] == 1
 
 
-def _span(owned: OwnedIds) -> tuple[Fraction, Fraction]:
-    """Return what part of all buckets, or of all ids, it is."""
+def _spans(owned: OwnedIds) -> Iterator[tuple[Fraction, Fraction]]:
+    """Yield what parts of all buckets, or of all ids, it is."""
     if isinstance(owned, Slice):
-        return Fraction(owned.begin, owned.size), Fraction(owned.end, owned.size)
-    return Fraction(owned.least + (1 << 63), 1 << 64), Fraction(owned.greatest + 1 + (1 << 63), 1 << 64)
+        yield Fraction(owned.begin, owned.size), Fraction(owned.end, owned.size)
+    elif isinstance(owned, IdBlock):
+        yield Fraction(owned.number, owned.size), Fraction(owned.number + 1, owned.size)
+    else:
+        for begin, end, _ in owned.spans:
+            yield Fraction(begin + (1 << 63), 1 << 64), Fraction(end + (1 << 63), 1 << 64)

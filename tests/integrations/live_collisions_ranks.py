@@ -19,6 +19,7 @@ from support.rank_processes import fork_ranks
 from recckpt import CheckpointManager, Deltas, Saver
 from recckpt.errors import RecckptError
 from recckpt.live.fbgemm_hooks import KernelHooks
+from recckpt.sparse.files.batch_rows import BatchRows
 from recckpt.sparse.table.tracker import Tracker
 
 ALWAYS = Deltas(full_every=50, max_chain_bytes=1000, max_dirty=1)
@@ -57,13 +58,14 @@ def run(size, case, output_dir):
     """Save a chain in the background of training; each moment is compared with what the format's reader finds."""
     model, top, tables, manager = made(output_dir, size, case, audit=2)  # which fails where a row was missed
     train(model, top, 0, 20)
-    kinds, n_deletes, n_again, before, gone = [], 0, 0, set(), set()
+    infos, kinds, n_deletes, n_again, before, gone = [], [], 0, 0, set(), set()
     for number in range(N_SAVES):
         train(model, top, 20 + 3 * number, 22 + 3 * number)
         truth = models.of_all_ranks(tables)
         handle = manager.saver.save_async(f"c{number}", step=number)
         train(model, top, 22 + 3 * number, 23 + 3 * number)
-        kinds.append(handle.wait().kind)
+        infos.append(handle.wait())
+        kinds.append(infos[-1].kind)
         if dist.get_rank() == 0:
             assert models.saved_in(output_dir, f"c{number}", NAMES) == truth
         ids = truth["users"].keys()
@@ -75,12 +77,16 @@ def run(size, case, output_dir):
     assert sum(id_ < 0 for id_ in truth["users.unassigned"]) == size
     train(model, top, 100, 104)  # up to an eviction: what was looked up since is no part of the state
     truth, seen = models.of_all_ranks(tables), models.looked_up(model, RAW)
-    manager.saver.save("last", step=N_SAVES)
+    infos.append(manager.saver.save("last", step=N_SAVES))
     train(model, top, 104, 124)
     (output_dir / "ends").mkdir(exist_ok=True)
     torch.save(state_of(model, top), output_dir / "ends" / f"{dist.get_rank()}.pt")
     if dist.get_rank() == 0:
         torch.save((truth, seen, n_deletes, n_again), output_dir / "truth.pt")
+        links = infos[max(at for at, info in enumerate(infos) if info.kind == "full") :]
+        n_bytes = sum(file.n_bytes for info in links for file in info.files)
+        n_rows = sum(each.delta.upserts + each.delta.deletes for info in links[1:] for each in info.tables)
+        torch.save((n_bytes, n_rows + 2 * ZCH_SIZE, size * len(links)), output_dir / "chain.pt")
     dist.barrier()
     manager.saver.close()
 
@@ -90,12 +96,45 @@ def without_places(rows):
     return {id_: {name: value for name, value in row.items() if name != "zch_row"} for id_, row in rows.items()}
 
 
+SENT = []  # how many rows this rank has sent to others, each time that it did
+
+
+def count_rows_that_are_sent(patch):
+    """Note rows that this rank sends to others in a load."""
+    some = BatchRows.some
+
+    def counted(rows, positions, columns):
+        SENT.append(len(positions))
+        return some(rows, positions, columns)
+
+    patch.setattr(BatchRows, "some", counted)
+
+
+def over_ranks(number):
+    """Return the sum over all ranks; collective."""
+    total = torch.tensor(number)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def load_once(manager, source):
+    """Load a checkpoint: all ranks together read no byte twice, and send a row to those alone that are to have it."""
+    SENT.clear()
+    report = manager.load_model_bank([{"path": str(source / "last"), "load": ["*"]}])
+    n_bytes, n_rows, n_shared = torch.load(source / "chain.pt")
+    assert over_ranks(report.bytes_read) <= 1.02 * n_bytes
+    assert over_ranks(sum(SENT)) <= n_rows + n_shared * (dist.get_world_size() - 1)
+
+
 def restored_alike(size, case, source):
     """As many ranks get the same bits, and go on with the same; the next save is a delta."""
     truth, seen, _, _ = torch.load(source / "truth.pt", weights_only=False)
     model, top, tables, manager = made(source, size, case, seed=1)
     train(model, top, 0, 3)
+    SENT.clear()
     assert manager.restore() == N_SAVES
+    n_shared = size * len([one for one in source.glob("*") if (one / "manifest.json").exists()])
+    assert sum(SENT) <= 2 * n_shared, "more than the rows that misses share"
     assert models.of_all_ranks(tables) == truth
     assert torch.equal(models.looked_up(model, RAW), seen)
     info = manager.saver.save(f"again-{size}", step=99)
@@ -113,7 +152,7 @@ def restored_otherwise(size, case, source, output_dir, zch_size):
     truth, seen, _, _ = torch.load(source / "truth.pt", weights_only=False)
     model, top, tables, manager = made(output_dir, size, case, zch_size, seed=1)
     train(model, top, 0, 3)
-    manager.saver.load_by_config({"path": str(source / "last"), "load": ["*"]})
+    load_once(manager, source)
     now = models.of_all_ranks(tables)
     assert without_places(now["users"]) == without_places(truth["users"])
     ids = sorted(truth["users"])
@@ -200,7 +239,7 @@ def ids_are_where_torchrec_sends_them(size):
             keep_orig_idx=True,
         )
         sent = lengths.view(size, len(ids)).argmax(0) == dist.get_rank()
-        assert tables["users"].live.owned(ids).tolist() == sent.tolist(), (n_raw, size)
+        assert tables["users"].live.owned_ids.owns(ids.numpy()).tolist() == sent.tolist(), (n_raw, size)
 
 
 def work(rank, size, root, *, known):
@@ -210,6 +249,7 @@ def work(rank, size, root, *, known):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with pytest.MonkeyPatch.context() as patch:
         models.reset_rows_on_the_cpu(patch)
+        count_rows_that_are_sent(patch)
         for source in known:
             number, saved_by = map(int, source.name.split("-")[1:])
             if saved_by != size and number == (size + saved_by) % len(CASES):

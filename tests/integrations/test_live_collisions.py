@@ -125,6 +125,22 @@ def test_a_larger_table_finds_every_id_with_its_row_and_misses_with_the_shared_o
     assert models.saved_in(tmp_path, "larger", NAMES) == truth
 
 
+def test_a_smaller_table_with_room_for_all_ids_finds_them_and_leaves_the_rows_that_it_lacks(tmp_path):
+    model, optimizers, tables, saver = made(tmp_path, zch_size=200)
+    train(model, optimizers, 0, 16, n_raw=40)
+    saver.save("c")
+    train(model, optimizers, 16, 18, n_raw=40)
+    assert saver.save("d").kind == "delta"
+    other, others, restored, saver = made(tmp_path, zch_size=64, seed=1)
+    report = saver.load()
+    assert [report.rows_taken[name] for name in NAMES] == [40, 1]
+    assert report.rows_filtered["users.unassigned"] == 159
+    raw = list(range(models.N_RAW))
+    assert torch.equal(models.looked_up(other, raw), models.looked_up(model, raw))
+    assert models.truth_of(restored)["users"].keys() == models.truth_of(tables)["users"].keys()
+    train(other, others, 16, 20)
+
+
 def test_fewer_rows_than_ids_are_refused_or_keep_those_that_count_most(tmp_path):
     model, _, tables, _ = saved(tmp_path)
     other, others, restored, saver = made(tmp_path, zch_size=48, seed=1)

@@ -9,6 +9,7 @@ from recckpt.live.keyed_table import AttachedKeyedTable
 from recckpt.live.keyed_target import KeyedTarget
 from recckpt.live.keyed_types import IdMap
 from recckpt.live.shared_rows import SharedRows
+from recckpt.sparse.files.owners import EVERY_ID
 from recckpt.sparse.table.tracker import Tracker
 from recckpt.types import Box
 
@@ -51,8 +52,7 @@ class Keyed:
         as_tensor = [torch.tensor(values, dtype=torch.int64) for values in (ids, rows, counts)]
         return IdMap(*as_tensor[:2], {"zch_counts": as_tensor[2]})
 
-    def owned(self, ids):
-        return ids >= 0
+    owned_ids = EVERY_ID
 
     def place(self, ids, meta, *, drops):
         return torch.arange(len(ids))

@@ -12,7 +12,7 @@ from support.drawn import drawn
 from recckpt.format.buckets import N_BUCKETS, Slice, bucket_of, gen_slice
 from recckpt.format.catalog import Batch, Part
 from recckpt.sparse.files.deal import LinkRequests, TableRequest
-from recckpt.sparse.files.owners import IdSpan, Owners
+from recckpt.sparse.files.owners import LEAST, IdBlock, IdSpan, IdSpans, Owners
 
 ROW_BYTES = 100
 EVERYTHING = Slice(0, 1, 1)
@@ -128,6 +128,29 @@ def test_rows_of_a_live_table_and_ids_without_a_row_have_one_owner_each():
     assert not any(span.is_everything for span in spans)
 
 
+@drawn(
+    st.integers(1, 6),
+    st.integers(1, 1 << 62),
+    st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1),
+    few=60,
+    many=2000,
+)
+def test_of_blocks_each_id_has_one_owner_by_its_place_or_in_turn(size, width, ids):
+    for some in (ids, [id_ % (3 * width * size) % 2**63 for id_ in ids]):
+        owned = [IdBlock(number, size, width).owns(np.array(some, np.int64)).tolist() for number in range(size)]
+        unsigned = [id_ % 2**64 for id_ in some]
+        owners = [id_ // width if id_ < width * size else id_ % size for id_ in unsigned]
+        assert owned == [[owner == number for owner in owners] for number in range(size)]
+
+
+def test_a_batch_of_ids_of_a_block_is_of_its_rank_and_one_of_ids_beyond_of_all():
+    owners = Owners({rank: [IdBlock(rank, 3, 100)] for rank in range(3)})
+    shares = [owners.shares(Batch("t", 9, (0, N_BUCKETS), ids, {})) for ids in ((100, 199), (150, 249), (400, 9000))]
+    third = pytest.approx(1 / 3)
+    assert shares == [{1: 1.0}, {1: 0.5, 2: 0.5}, {0: third, 1: third, 2: third}]
+    assert Owners({0: [IdBlock(0, 1, 7)]}).shares(Batch("t", 9, (0, N_BUCKETS), (-5, 100), {})) == {0: pytest.approx(1)}
+
+
 def test_a_batch_goes_to_the_rank_whose_rows_meet_its_ids():
     requests = LinkRequests([{"t": request(IdSpan.of_rows(first, first + 50, 100))} for first in (0, 50)])
     batches = (Batch("t", 9, (0, N_BUCKETS), ids, {}) for ids in ((0, 49), (50, 99), (10, 99), (-5, -3), (100, 2**62)))
@@ -143,17 +166,21 @@ some_ids = st.lists(st.integers(-10, N_ROWS + 10) | st.integers(-(2**63), 2**63 
 
 @st.composite
 def ownerships(draw):
-    """Return what each rank owns of a table: rows, buckets or copies of it, or parts of all kinds that may overlap."""
+    """Return what each rank owns of a table: rows, buckets, blocks or copies, or some of all kinds that may overlap."""
     n_ranks = draw(st.integers(1, 6))
-    kind = draw(st.sampled_from(["rows", "buckets", "copies", "mixed"]))
+    kind = draw(st.sampled_from(["rows", "buckets", "copies", "blocks", "shared", "mixed"]))
     edges = [0, *sorted(draw(st.lists(st.integers(0, N_ROWS), min_size=n_ranks - 1, max_size=n_ranks - 1))), N_ROWS]
     rows = [IdSpan.of_rows(first, end, N_ROWS) for first, end in pairwise(edges)]
     buckets = [gen_slice(rank, n_ranks) for rank in range(n_ranks)]
-    any_kind = st.lists(st.sampled_from([*rows, *buckets, EVERYTHING]), max_size=2, unique=True)
+    width = draw(st.sampled_from([1, 7, 1 << 40, (1 << 63) - 1]))
+    blocks = [IdBlock(rank, n_ranks, width) for rank in range(n_ranks)]
+    any_kind = st.lists(st.sampled_from([*rows, *buckets, *blocks, EVERYTHING]), max_size=2, unique=True)
     of_rank = {
         "rows": lambda rank: [rows[rank]],
         "buckets": lambda rank: [buckets[rank]],
         "copies": lambda rank: [IdSpan.of_rows(0, N_ROWS, N_ROWS)],
+        "blocks": lambda rank: [IdBlock(rank, n_ranks, width)],
+        "shared": lambda rank: [IdSpans((IdSpan(LEAST, -1), rows[rank]))],
         "mixed": lambda rank: draw(any_kind),
     }[kind]
     return [of_rank(rank) for rank in range(n_ranks)]
