@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, BinaryIO, cast
 
 import torch
+import xxhash
 from torch import Tensor
 
 from recckpt.dense.by_value import MAPPINGS
@@ -75,6 +76,21 @@ def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor | StoredTensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     return "plain data"
+
+
+def is_as_stored(live: Any, stored: StoredTensor) -> bool:
+    """Say whether a tensor of a model has the stored values already, by their checksums; what is sharded has not."""
+    index, chunk = stored.chunks[0]
+    if not isinstance(live, Tensor) or is_sharded(live) or live.is_meta or len(stored.chunks) > 1:
+        return False
+    if (str(live.dtype).removeprefix("torch."), tuple(live.shape)) != (stored.dtype, stored.shape):
+        return False
+    data = live.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    blocks = torch.split(data, index.block_bytes) if len(data) else ()
+    return all(
+        xxhash.xxh3_64_intdigest(block.cpu().numpy().data) == checksum
+        for block, checksum in zip(blocks, chunk.xxh3, strict=True)
+    )
 
 
 def as_live(stored: StoredValue, live: Tensor | None, reader: DenseTensors, dtype: torch.dtype | None = None) -> Tensor:

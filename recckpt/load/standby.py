@@ -22,8 +22,9 @@ class Standby:
     """Loads one checkpoint after another into a model, to evaluate or serve it, as :func:`recckpt.load_into` does.
 
     Where a checkpoint stands on the one that was loaded before, as deltas of one run do, the tables read only the links
-    that are new; otherwise, and where rows have changed here since, all is read. Dense tensors are read each time. Not
-    collective. Not thread-safe: while it loads, look-ups of other threads may meet rows of either checkpoint.
+    that are new; otherwise, and where rows have changed here since, all is read. Dense tensors that the model has
+    already, by their checksums, are not read where they are most of the bytes. Not collective. Not thread-safe: while
+    it loads, look-ups of other threads may meet rows of either checkpoint.
 
     Args:
         model: any module, as of :func:`recckpt.load_into`.

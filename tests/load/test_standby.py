@@ -205,3 +205,79 @@ def test_rows_of_a_table_that_the_model_has_as_an_embedding_are_all_read_each_ti
         standby.load(tmp_path)
         assert torch.equal(other["word"].weight, model["word"].weight)
         assert sorted(other["t"].ids().tolist()) == [*range(1, step + 1)]
+
+
+class Towers:
+    """A run of a large tower that training leaves as it is, and a small one."""
+
+    def __init__(self, url):
+        self.url, self.model = url, self.begin()
+        self.saver = Saver(self.model, output_dir=str(url), max_keep=None)
+
+    @staticmethod
+    def begin():
+        frozen = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 3, dtype=torch.bfloat16))  # of more than one block
+        return nn.ModuleDict({"t": HashTable(2, name="t"), "frozen": frozen, "top": nn.Linear(2, 1)})
+
+    def save(self, step):
+        self.model["t"].insert(torch.tensor([step]), torch.ones(1, 2))
+        with torch.no_grad():
+            self.model["top"].weight.fill_(step)
+        self.saver.save(f"ckpt_{step}", step=step)
+
+
+def dense_of(model):
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def is_equal(one, other):
+    ours, theirs = dense_of(one), dense_of(other)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_dense_tensors_that_the_model_has_already_are_not_read(memory_url, monkeypatch):
+    run, model = Towers(memory_url), Towers.begin()
+    standby = Standby(model)
+    run.save(1)
+    n_bytes = count_bytes(monkeypatch)
+    standby.load(memory_url)
+    assert n_bytes.total() > 4 * 600 * 600
+    run.save(2)
+    n_bytes.clear()
+    report = standby.load(memory_url)
+    assert n_bytes.total() < 100_000
+    assert report.bytes_read <= n_bytes.total()
+    assert is_equal(model, run.model)
+
+
+@pytest.mark.parametrize("change", ["a value by .data", "a value in the last block", "another layer there"])
+def test_a_dense_tensor_that_is_not_as_stored_is_read(tmp_path, change):
+    run, model = Towers(tmp_path), Towers.begin()
+    standby = Standby(model)
+    run.save(1)
+    standby.load(tmp_path)
+    if change == "a value by .data":  # which no version of a tensor counts
+        model["frozen"][0].weight.data[0, 0] += 1
+    elif change == "a value in the last block":
+        model["frozen"][0].weight.data[-1, -1] += 1
+    else:
+        run.model["frozen"][1].weight.data[0, 0] += 1
+    run.save(2)
+    standby.load(tmp_path)
+    assert is_equal(model, run.model)
+
+
+def test_damage_in_what_is_read_of_dense_tensors_is_an_error_and_changes_nothing(tmp_path):
+    run, model = Towers(tmp_path), Towers.begin()
+    standby = Standby(model)
+    run.save(1)
+    standby.load(tmp_path)
+    run.save(2)
+    with recckpt.CheckpointReader(tmp_path / "ckpt_2") as reader:
+        expected = reader.read_tensor("top.weight")
+    file = tmp_path / "ckpt_2/model.pt"
+    at = file.read_bytes().index(expected.tobytes())
+    flip_bit(file, at)
+    with pytest.raises(recckpt.errors.CorruptCheckpointError, match=r"top\.weight"):
+        standby.load(tmp_path)
+    assert model["top"].weight[0, 0] == 1
