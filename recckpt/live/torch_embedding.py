@@ -54,7 +54,8 @@ class TorchEmbedding:
     @property
     def reason(self) -> str | None:
         """Why rows may change that have no gradient; None where none does."""
-        return self._rule.reason(self._group) if self._rule and self._group else None
+        group = self._group
+        return self._rule.reason(group) if self._rule and group else None
 
     def box(self) -> Box:
         """Return all rows: each rank has a copy of them, as of all weights that are not sharded."""
@@ -85,11 +86,10 @@ class TorchEmbedding:
 
     def whole(self) -> Mapping[str, Tensor]:
         """Return them as the module and the optimizer have them."""
-        tensors = {EMBEDDING: self.weight}
-        slots = self._rule.slots(self._group) if self._rule and self._group else {}
-        return tensors | {
-            slot: self._state[key] for key, slot in slots.items() if isinstance(self._state.get(key), Tensor)
-        }
+        group, state = self._group, self._state  # once: each step asks for them, and they are looked for
+        slots = self._rule.slots(group) if self._rule and group else {}
+        states = {slot: state.get(key) for key, slot in slots.items()}
+        return {EMBEDDING: self.weight, **{slot: value for slot, value in states.items() if isinstance(value, Tensor)}}
 
     def other_slots(self) -> Mapping[str, SlotSpec]:
         """Return the slots that it gets once a load has given its optimizer settings that need them."""
@@ -141,5 +141,5 @@ class TorchEmbedding:
     @property
     def _group(self) -> dict[str, Any]:
         """The group of the optimizer that has the weight."""
-        groups = self._optimizer.param_groups if self._optimizer is not None else ()
-        return next((group for group in groups if any(one is self.weight for one in group["params"])), {})
+        weight, groups = self.weight, self._optimizer.param_groups if self._optimizer is not None else ()
+        return next((group for group in groups if any(one is weight for one in group["params"])), {})

@@ -124,13 +124,16 @@ class Column:
 
     def gather(self, rows: Int64s) -> Tensor:
         """Return a copy of ``rows``, shape (len(rows), *shape)."""
-        out = torch.empty((len(rows), *self.spec.shape), dtype=self.dtype, device=self.device)
         memory = self._memory
+        if not self.is_on_cpu:
+            memory.check_unmoved()
+            self.wait_for_writes()
+            if len(memory.tensors) == 1:
+                return memory.tensors[0].index_select(0, self._on_device(rows))
+        out = torch.empty((len(rows), *self.spec.shape), dtype=self.dtype, device=self.device)
         if self.is_on_cpu:
             gather_rows(memory.addresses, self.shift, self.spec.row_bytes, rows, out.data_ptr())
         else:
-            memory.check_unmoved()
-            self.wait_for_writes()
             for block, at, inside in self._by_block(memory, rows):
                 out[at] = block[inside]
         return out
@@ -160,9 +163,9 @@ class Column:
         if self.is_on_cpu:
             gather_rows(memory.addresses, self.shift, self.spec.row_bytes, rows, target.ctypes.data)
         else:
-            values = self.gather(rows.astype(np.int64)).cpu().contiguous()
+            values = self.gather(rows.astype(np.int64))
+            torch.from_numpy(target).copy_(values.view(-1).view(torch.uint8))  # straight there: fresh memory is slow
             memory.check_unmoved()
-            target[:] = values.view(-1).view(torch.uint8).numpy()
 
     def copy_rows(self, rows: Int64s, target: Column, begin: int) -> None:
         """Copy ``rows`` to the rows of a column on the CPU from ``begin`` on.
@@ -189,6 +192,8 @@ class Column:
         values, memory = self.fitting(values), self._memory
         if self.is_on_cpu:
             scatter_rows(memory.addresses, self.shift, self.spec.row_bytes, rows, values.data_ptr())
+        elif len(memory.tensors) == 1:
+            memory.tensors[0].index_copy_(0, self._on_device(rows), values)
         else:
             for block, at, inside in self._by_block(memory, rows):
                 block[inside] = values[at]
@@ -269,11 +274,16 @@ class Column:
     def _by_block(self, memory: ColumnMemory, rows: Int64s) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield (block, positions in ``rows``, rows inside the block) for each block that is touched."""
         numbers = rows >> self.shift
-        for number in np.unique(numbers):
+        for number in np.flatnonzero(np.bincount(numbers)):
             at = np.flatnonzero(numbers == number)
             inside = rows[at] & ((1 << self.shift) - 1)
             yield (
                 memory.tensors[number],
-                torch.from_numpy(at).to(self.device),
-                torch.from_numpy(inside).to(self.device),
+                self._on_device(at),
+                self._on_device(inside),
             )
+
+    def _on_device(self, rows: Int64s) -> Tensor:
+        return torch.from_numpy(rows.copy()).to(
+            self.device
+        )  # torch takes no memory that is read-only or runs backwards

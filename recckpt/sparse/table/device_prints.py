@@ -39,11 +39,12 @@ def _mixed(memory: Tensor, spec: SlotSpec, prints: Tensor) -> Tensor:
         memory = memory.clone()
     words = memory.view(_WORDS[n_bytes]).view(len(prints), -1).to(torch.int64)
     if n_bytes < 8:
-        words = words & ((1 << 8 * n_bytes) - 1)
-    words = (words ^ _shifted(words, 32)) * _signed(MIX)  # never in place: longer words are the rows themselves
-    words = words ^ _shifted(words, 29)
+        words &= (1 << 8 * n_bytes) - 1
+    words = words ^ _shifted(words, 32)  # not in place: words of 8 bytes are the rows themselves
+    words *= _signed(MIX)
+    words ^= _shifted(words, 29)
     factors = torch.from_numpy(factors_of(words.shape[1]).view(np.int64)).to(memory.device)
-    return _mix64((words * factors).sum(1) + prints)
+    return _mix64(words.mul_(factors).sum(1) + prints)
 
 
 def _mix64(z: Tensor) -> Tensor:

@@ -19,7 +19,9 @@ from recckpt.sparse.table.snapshot import Snapshot
 from recckpt.types import SlotSpec
 
 Prints = npt.NDArray[np.uint64]
-_PIECE_BYTES = 8 << 20  # of rows at a time, between two looks at what was copied aside
+# Of rows at a time, between two looks at what was copied aside; a device does more before it is asked again, and makes
+# words of 8 bytes of them.
+_PIECE_BYTES, _DEVICE_PIECE_BYTES = 8 << 20, 64 << 20
 _MIX = np.uint64(MIX)
 _S29, _S32 = np.uint64(29), np.uint64(32)
 _WORDS = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
@@ -32,7 +34,8 @@ def fingerprints(rows: Snapshot) -> Prints:
     """
     prints = np.empty(rows.n_rows, np.uint64)
     in_place = None if not rows.is_in_place else _prints_on_cpu if rows.is_on_cpu else prints_on_device
-    n_piece = max(1, _PIECE_BYTES // max(1, sum(spec.row_bytes for spec in rows.slots)))
+    n_bytes = _DEVICE_PIECE_BYTES if in_place is prints_on_device else _PIECE_BYTES
+    n_piece = max(1, n_bytes // max(1, sum(spec.row_bytes for spec in rows.slots)))
     for begin in range(0, rows.n_rows, n_piece):
         end = min(rows.n_rows, begin + n_piece)
         again = np.arange(begin, end)
