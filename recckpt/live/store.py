@@ -159,9 +159,7 @@ class LiveStore(Store):
                 return
             rows = rows.detach()
             with self.lock:
-                if runs_apart(rows) and not self._observers.has_snapshot:  # which would need the numbers here and now
-                    if self._observers.has_marks:
-                        self._noted.note(rows)
+                if self._is_left_there(rows):
                     return
             own = self._own(_numbers_of(rows))
             with self.lock:
@@ -202,6 +200,12 @@ class LiveStore(Store):
         log.error("table %r: its changes were not seen, and the next save fails: %r", self._table.name, error)
         self.replaced()
         self._failure = error
+
+    def _is_left_there(self, rows: Tensor) -> bool:
+        """Say whether nobody needs the numbers of rows here and now: no snapshot, and marks once they are read."""
+        if not runs_apart(rows) or self._observers.has_snapshot:
+            return False
+        return not self._observers.has_marks or self._noted.note(rows)
 
     def _is_captured(self) -> bool:
         """Say whether a change is captured in a CUDA graph, from where no row can be copied; no save is right then."""

@@ -47,6 +47,21 @@ def test_numbers_of_any_shape_and_type_are_noted():
     assert noted.take().tolist() == [0, 1, 3, 4]
 
 
+def test_without_room_for_a_byte_a_row_nothing_is_noted_and_room_is_not_asked_for_again(monkeypatch):
+    asked = []
+
+    def full(*args, **kwargs):
+        asked.append(args)
+        raise torch.OutOfMemoryError
+
+    noted = NotedRows(0, 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", full)
+        assert not noted.note(torch.tensor([1]))
+    assert not noted.note(torch.tensor([1]))
+    assert (len(asked), noted.take().tolist()) == (1, [])
+
+
 @pytest.mark.parametrize("device", [DEVICES[1]])
 def test_what_streams_of_several_devices_and_threads_note_is_taken_whole(device):
     with on(device):

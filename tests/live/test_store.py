@@ -107,7 +107,7 @@ def test_rows_can_be_announced_by_a_mask(has_snapshot):
 def test_rows_that_are_noted_wait_for_whoever_reads_marks_and_are_kept_for_nobody_else(monkeypatch):
     monkeypatch.setattr(store_module, "runs_apart", lambda rows: True)
     noted = []
-    monkeypatch.setattr(NotedRows, "note", lambda self, rows: noted.append(rows))
+    monkeypatch.setattr(NotedRows, "note", lambda self, rows: noted.append(rows) or True)
     store = LiveStore(Memory())
     store.announce(torch.tensor([3]))
     marks = Marks(store)  # of which the next checkpoint is a full one
@@ -116,6 +116,14 @@ def test_rows_that_are_noted_wait_for_whoever_reads_marks_and_are_kept_for_nobod
     marks.begin("base")
     store.announce(torch.tensor([5]))
     assert [rows.tolist() for rows in noted] == [[5]]
+
+
+def test_rows_that_a_device_has_no_room_to_note_are_marked_here(monkeypatch):
+    monkeypatch.setattr(store_module, "runs_apart", lambda rows: True)
+    monkeypatch.setattr(NotedRows, "note", lambda self, rows: False)
+    _, store, marks = made()
+    store.announce(torch.tensor([3]))
+    assert changed(marks) == [3]
 
 
 def test_what_was_noted_before_a_base_is_no_change_since_it_and_what_was_noted_after_it_is(monkeypatch):
