@@ -19,7 +19,7 @@ from support import disks
 from support.gate import Gate
 from support.sweeps import mark_slow
 
-pytest_plugins = ["support.entered", "support.watchdog"]
+pytest_plugins = ["support.entered", "support.forked_workers", "support.watchdog"]
 _UNTIMED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}  # a shared machine may be slow
 settings.register_profile("anew", **_UNTIMED)  # by --hypothesis-profile
 settings.register_profile("same", **_UNTIMED, derandomize=True)  # what fails, fails for what was changed

@@ -19,7 +19,6 @@ def command_of_a_fork():
     """Take orders; returns in each process that is to follow one, with its command."""
     warm_up()
     orders = socket.socket(fileno=os.dup(0))
-    orders.send(b"ready")
     while True:
         order, descriptors, *_ = socket.recv_fds(orders, 1 << 20, 4)
         if not order:
