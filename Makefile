@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-# Processes for tests: one a core, but two at least, since many tests wait, and four at most, for each takes 1.5 GB.
+# Processes for tests: one a core, but two at least, since many tests wait, and four at most, for each takes up to 1.5 GB.
 TESTERS := $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 2 ? 2 : cores > 4 ? 4 : cores)))
 
 unexport PYTHONDONTWRITEBYTECODE  # the tests start many interpreters: each would compile all of recckpt again
@@ -21,7 +21,7 @@ demo: $(STAMP)
 	$(PY) examples/demo.py
 
 test: $(STAMP)
-	$(PY) -m pytest -n $(TESTERS) --dist loadscope
+	$(PY) -m pytest --workers $(TESTERS)
 
 # The tests of one file: make test-of FILE=recckpt/sparse/table/rows.py
 test-of: $(STAMP)
@@ -30,7 +30,7 @@ test-of: $(STAMP)
 # Looks whether the tests of each file, by name or by TESTS in tests/support/tests_of.py, enter it.
 test-entered: $(STAMP)
 	rm -f build/entered && mkdir -p build
-	$(PY) -m pytest -n $(TESTERS) --dist loadscope --entered=build/entered
+	$(PY) -m pytest --workers $(TESTERS) --entered=build/entered
 
 # Trainers, trackers, TorchRec and an index, each of them installed, in an environment of its own: mypy is to see the same
 # everywhere. What .venv has is not installed a second time, and not all of it compiled, which takes longer than the tests.

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from servers.process import ServerProcess
-from support import disks
+from support import disks, warm_python
 from support.gate import Gate
 from support.sweeps import mark_slow
 
@@ -29,6 +29,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as of what a shell has 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which the processes of tests would inherit
 _numbers = count()
 _n_modules = [0]  # that were imported when garbage was last looked for in all of them
+
+
+def pytest_configure(config):
+    """Start the interpreter that all workers share: it is warm by the time the tests are collected."""
+    if config.option.workers and not config.option.collectonly:
+        warm_python.start()
 
 
 @pytest.hookimpl(wrapper=True)

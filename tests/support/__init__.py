@@ -27,6 +27,8 @@ foreign: A table that is not ours.
 forge: Checkpoints of tables alone, and damaged ones whose planted fault is the only one.
 forgetting: Output dirs whose ids are easy to find in bytes, and the search for them in every file.
 forked: Work in children that may crash, hang, or ask for too much memory, and what became of it.
+forked_workers: Runs the tests in forks of the process that has collected them: ``pytest --workers=2``, as ``make test``
+    does.
 gate: Holds work where it calls a method, until it is let through.
 in_fork: Work in a forked child, and what became of it.
 interpreter: What Python does with its arguments, in a process that has begun already.

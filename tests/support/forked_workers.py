@@ -11,15 +11,13 @@ import multiprocessing
 import os
 import select
 import signal
-import sys
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import pytest
 from _pytest.tmpdir import TempPathFactory
-
-from support import warm_python
 
 _N_BYTES = 4  # of the number of a file in the pipe
 _STARTERS = {"servers.process", "support.rank_processes", "support.two_ranks", "support.warm_python"}
@@ -32,9 +30,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Start the interpreter that all workers share: it is warm by the time the tests are collected."""
-    if config.option.workers > 1 and not config.option.collectonly:
-        warm_python.start()
+    """Have them run the tests."""
+    if config.option.workers > 0 and not config.option.collectonly:
         config.pluginmanager.register(_Foreman())
 
 
@@ -88,7 +85,7 @@ class _Foreman:
             theirs.close()
             self._workers[os.pidfd_open(pid)] = _Worker(pid, ours)
             return
-        self._workers = {}
+        self._workers, self._session.testsfailed = {}, 0
         capture.stop_global_capturing()  # the files that it writes to are not to be shared
         capture.start_global_capturing()
         config.pluginmanager.unregister(terminal)
@@ -106,11 +103,9 @@ class _Foreman:
         """Wait until workers say something, or end, and report it."""
         ready, _, _ = select.select([*self._workers, *(worker.said for worker in self._workers.values())], [], [])
         for over, worker in list(self._workers.items()):
-            while worker.said in ready and worker.said.poll():
-                try:
+            with suppress(EOFError):
+                while worker.said.poll():
                     self._report(worker, *worker.said.recv())
-                except EOFError:
-                    break
             if over in ready:
                 self._bury(over, worker)
 
@@ -126,23 +121,18 @@ class _Foreman:
 
     def _bury(self, over, worker):
         """See how a worker has ended; another goes on with the file in which it died."""
-        while worker.said.poll():  # it may have spoken since
-            try:
-                self._report(worker, *worker.said.recv())
-            except EOFError:
-                break
         del self._workers[over]
         os.close(over)
         worker.said.close()
         code = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
         if worker.at is not None:
-            died, *others = [item for item in self._session.items[worker.at :] if item.path == self._session.items[worker.at].path]
-            text = f"the worker ended with {code} while it ran this test"
+            died, *later = self._session.items[worker.at :]
+            text = f"the worker that ran this test ended with {code}"
             report = pytest.TestReport(died.nodeid, died.location, {}, "failed", text, "call")
             self._session.config.hook.pytest_runtest_logreport(report=report)
-            self._fork(others)
+            self._fork([item for item in later if item.path == died.path])
         elif code != worker.has_failed:
-            raise RuntimeError(f"found {code} as the exit code of a worker after its tests, expected {worker.has_failed:d}")
+            raise RuntimeError(f"a worker ended with {code} after its tests, expected {worker.has_failed:d}")
 
 
 class _Work:
@@ -167,10 +157,10 @@ class _Work:
 
     def pytest_warning_recorded(self, warning_message, when, nodeid, location):
         """Keep the text of a warning, for what it is about may not go from one process to another."""
-        told = warnings.WarningMessage(
+        message = warnings.WarningMessage(
             str(warning_message.message), warning_message.category, warning_message.filename, warning_message.lineno
         )
-        self._warnings.append({"warning_message": told, "when": when, "nodeid": nodeid, "location": location})
+        self._warnings.append({"warning_message": message, "when": when, "nodeid": nodeid, "location": location})
 
     def _say(self, at):
         self._said.send((self._reports, self._warnings, at))

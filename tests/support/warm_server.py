@@ -5,6 +5,7 @@ It runs no threads of ours, so that a fork is a whole process; those of Arrow, w
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import select
@@ -13,6 +14,12 @@ import socket
 
 from support import disks
 from support.interpreter import be_python
+
+_IMPORTED = [  # by processes of several tests
+    *("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.optim"),
+    *("recckpt.checkpointer", "recckpt.cli.app", "recckpt.convert", "recckpt.inspect", "recckpt.inspect.report"),
+    *("matplotlib.backends.backend_svg", "pandas", "polars"),
+]
 
 
 def command_of_a_fork():
@@ -41,12 +48,11 @@ def command_of_a_fork():
 def warm_up():
     """Load what torch, numba and recckpt put off to their first use."""
     import torch
-    import torch.distributed.checkpoint
-    import torch.distributed.fsdp
-    import torch.distributed.optim
 
     from support.builders import Run
 
+    for name in _IMPORTED:
+        importlib.import_module(name)
     torch.set_num_threads(1)
     disks.leave_to_the_kernel()
     run = Run("memory://warm", deltas=True)
