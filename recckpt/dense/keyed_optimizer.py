@@ -13,10 +13,13 @@ from recckpt.dense.tensors import StoredTensor
 from recckpt.errors import StateMismatchError
 
 _FILLS = "its optimizer has no state of these yet: call its init_state() before the load, so that there is one to fill"
-_LAYOUT = (
-    "TorchRec has one value a row for each shard of columns, so that as many are needed; "
-    "leave the state out with 'exclude': [{name!r}] to start it fresh"
+_LAYOUT = "TorchRec has one value a row for each shard of columns, so that as many are needed"
+_OTHER = (
+    "another optimizer trains these parameters than at the save, as where a plan makes a table data-parallel, which no "
+    "fused optimizer trains: plan and train them as then"
 )
+_FRESH = "; leave the state out with 'exclude': [{name!r}] to start it fresh"
+_NOTHING = "nothing"
 
 
 class KeyedOptimizer:
@@ -81,9 +84,11 @@ def _check(name: str, saved: Mapping[str, Any], live: Mapping[str, Any], stored:
     for key in live.keys() & saved.keys():
         one, other = (dict(_described(values, stored)) for values in (saved[key], live[key]))
         differing = (place for place in {**one, **other} if one.get(place) != other.get(place))
-        mismatched |= {f"{key}{place}": (one.get(place, "nothing"), other.get(place, "nothing")) for place in differing}
+        mismatched |= {f"{key}{place}": (one.get(place, _NOTHING), other.get(place, _NOTHING)) for place in differing}
     if missing or mismatched:
-        raise StateMismatchError(what, missing=missing, mismatched=mismatched, remedy=_LAYOUT.format(name=name))
+        is_other = any(_NOTHING in forms for forms in mismatched.values())
+        remedy = (_OTHER if is_other else _LAYOUT) + _FRESH.format(name=name)
+        raise StateMismatchError(what, missing=missing, mismatched=mismatched, remedy=remedy)
 
 
 def _described(value: Any, stored: Callable[[str], StoredTensor], place: str = "") -> Iterator[tuple[str, object]]:

@@ -64,7 +64,10 @@ def live_tables_of(model: nn.Module, tables: object) -> LiveTables:
     if not isinstance(tables, LiveTables):
         raise TypeError(f"tables must be what live_tables(model, optimizers) returns, found a {type(tables).__name__}")
     if tables.model is not model:
-        raise ValueError("tables must be the live tables of the model of the saver, found those of another one")
+        raise ValueError(
+            "tables must be the live tables of the model of the saver, found those of another one: give live_tables "
+            "and Saver the same model"
+        )
     tables.check_open()
     tables.joined(*state_of(model))
     return tables

@@ -96,8 +96,15 @@ def test_all_that_does_not_fit_is_named_before_anything_changes():
     saved, live = of("ab").state_dict(), of("abc", value=7)
     saved["state"]["a"]["sum"] = torch.zeros(1)  # torch would spread it over two
     saved["state"]["b"]["step"] = 3
-    with pytest.raises(StateMismatchError, match="'exclude': \\['fused'\\]") as caught:
+    with pytest.raises(StateMismatchError, match=r"another optimizer .*exclude': \['fused'\]") as caught:
         gathered(live, saved)
     assert caught.value.missing == ["c"]
     assert caught.value.mismatched == {"a sum": ((1,), (2,)), "b step": ("a value", "nothing")}
     assert all(values["sum"].tolist() == [7, 7] for values in live.state_dict()["state"].values())
+
+
+def test_sums_of_another_number_of_shards_are_not_taken_for_those_of_another_optimizer():
+    saved, live = of("a").state_dict(), of("a")
+    saved["state"]["a"]["sum"] = torch.zeros(4)
+    with pytest.raises(StateMismatchError, match=r"one value a row for each shard of columns, .* 'exclude'"):
+        gathered(live, saved)

@@ -106,7 +106,7 @@ def test_two_savers_of_the_same_tables_count_each_for_itself(tmp_path):
 
 def test_tables_of_another_model_are_refused(tmp_path):
     tables = made()[2]
-    with pytest.raises(ValueError, match="found those of another one"):
+    with pytest.raises(ValueError, match="found those of another one: give live_tables and Saver the same"):
         Saver(Clicks(), output_dir=str(tmp_path), tables=tables)
     with pytest.raises(TypeError, match="found a dict"):
         Saver(Clicks(), output_dir=str(tmp_path), tables={})
