@@ -1,0 +1,57 @@
+"""Work that halts before or after one of its calls of the storage, while something else happens."""
+
+import threading
+
+from recckpt.storage.local import LocalStorage
+from support.killed import CALLS
+
+READS = [(LocalStorage, name) for name in ("read", "open", "size", "list_dirs", "list_files", "listed")]
+
+
+class Halt:
+    """Halts whoever makes a call of the storage, once, and does something meanwhile. Thread-safe.
+
+    Args:
+        patch: puts it before the calls.
+        number: 2 n for before the n-th call after :meth:`begin`, 2 n + 1 for after it.
+        meanwhile: what to do; its own calls do not count.
+
+    Attributes:
+        n_calls: how many were made, but for those meanwhile.
+        has_halted: whether there were as many.
+    """
+
+    def __init__(self, patch, number, meanwhile):
+        self.n_calls, self.has_halted = 0, False
+        self._number, self._meanwhile = number, meanwhile
+        self._lock, self._is_counting = threading.Lock(), False
+        for owner, name in [*CALLS, *READS]:
+            patch.setattr(owner, name, self._counted(getattr(owner, name)))
+
+    def begin(self):
+        """Count from here on."""
+        self._is_counting = True
+
+    def end(self):
+        """Count no more."""
+        self._is_counting = False
+
+    def _counted(self, real):
+        def call(*args):
+            with self._lock:
+                number = 2 * self.n_calls if self._is_counting else None
+                self.n_calls += self._is_counting
+                is_before, is_after = number == self._number, number is not None and number + 1 == self._number
+                self._is_counting = self._is_counting and not is_before
+            if is_before:
+                self._do()
+            result = real(*args)
+            if is_after:
+                self._do()
+            return result
+
+        return call
+
+    def _do(self):
+        self._is_counting, self.has_halted = False, True
+        self._meanwhile()
