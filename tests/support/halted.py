@@ -45,10 +45,11 @@ class Halt:
                 self._is_counting = self._is_counting and not is_before
             if is_before:
                 self._do()
-            result = real(*args)
-            if is_after:
-                self._do()
-            return result
+            try:
+                return real(*args)
+            finally:  # also of one that raises, such as where a file is not there
+                if is_after:
+                    self._do()
 
         return call
 
