@@ -224,14 +224,17 @@ def live(tmp_path, to, options, n_saves, n_kills):
     return made.n_killed
 
 
+N_SAVES = 30
+KILLS_A_SAVE = max(1, 9 // SWEEP_STRIDE)
+KILLS_AT_LEAST = 200 if SWEEP_STRIDE == 1 else 15 * KILLS_A_SAVE  # fewer than are tried: some passes have few calls
+
+
 @pytest.mark.slow
 def test_a_run_of_thirty_saves_is_mirrored_to_a_directory_while_it_runs_and_mirrors_are_killed(tmp_path):
-    n_kills = max(1, 9 // SWEEP_STRIDE)
-    assert live(tmp_path, tmp_path / "to", None, 30, n_kills) > 15 * n_kills
+    assert live(tmp_path, tmp_path / "to", None, N_SAVES, KILLS_A_SAVE) >= KILLS_AT_LEAST
 
 
 @pytest.mark.slow
 def test_a_run_of_thirty_saves_is_mirrored_to_s3_while_it_runs_and_mirrors_are_killed(tmp_path, s3_url, s3_options):
-    n_kills = max(1, 4 // SWEEP_STRIDE)
     options = json.loads(as_json(s3_options))
-    assert live(tmp_path, s3_url, options, 30, n_kills) > 15 * n_kills
+    assert live(tmp_path, s3_url, options, N_SAVES, KILLS_A_SAVE) >= KILLS_AT_LEAST

@@ -30,6 +30,7 @@ forked: Work in children that may crash, hang, or ask for too much memory, and w
 forked_workers: Runs the tests in forks of the process that has collected them: ``pytest --workers=2``, as ``make test``
     does.
 gate: Holds work where it calls a method, until it is let through.
+halted: Work that halts before or after one of its calls of the local storage, while something else happens.
 in_fork: Work in a forked child, and what became of it.
 interpreter: What Python does with its arguments, in a process that has begun already.
 interrupted_run: A run that trains and saves while Ctrl-C comes every few milliseconds: ``interrupted_run.py DIR STEPS
