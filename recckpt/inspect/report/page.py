@@ -135,17 +135,19 @@ def _near(run: RunHealth) -> Iterator[str]:
         (save, near) for save in run.saves if (near := save.near) is not None and save.error is None and near.made
     ]
     x, along = _along([save.step for save, _ in entries], "save")
-    n_bytes = [[None if near.n_bytes is None else near.n_bytes / near.made for _, near in entries]]
-    n_bytes += [[save.n_bytes if save.kind == "delta" else None for save, _ in entries]]
+    of_each: dict[str, list[float | None]] = {
+        "a near save": [None if near.n_bytes is None else near.n_bytes / near.made for _, near in entries],
+        "the delta after it": [save.n_bytes if save.kind == "delta" else None for save, _ in entries],
+    }
+    n_bytes = {name: values for name, values in of_each.items() if any(value is not None for value in values)}
     became = {
         "made": [float(near.made) for _, near in entries],
         "failed": [float(near.failed) for _, near in entries],
         "left out": [float(sum(near.skipped.values())) for _, near in entries],
     }
-    kinds = _key(["a near save", "the delta after it"])
     yield _plots(
         [
-            _figure(f"bytes, by {along}", plots.lines(x, n_bytes, plots.n_bytes), kinds),
+            _figure(f"bytes, by {along}", plots.lines(x, list(n_bytes.values()), plots.n_bytes), _key(list(n_bytes))),
             _figure(f"near saves, by {along}", plots.lines(x, list(became.values()), plots.short), _key(list(became))),
         ]
     )

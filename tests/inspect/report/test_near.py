@@ -8,6 +8,7 @@ import pytest
 from support.near_runs import NearRun
 
 import recckpt
+from recckpt import Deltas
 from recckpt.inspect.report.near import near_findings, near_health, near_lines
 from recckpt.inspect.report.result import RunHealth
 from recckpt.inspect.save_times import save_times
@@ -90,6 +91,15 @@ def test_a_report_of_a_run_says_what_became_of_its_near_saves_and_what_is_lost_n
     assert "Near saves" in page
     assert "the delta after it" in page
     assert "Near saves" not in dataclasses.replace(how, near=None, near_now=None).to_html()
+
+
+def test_the_key_of_a_plot_names_what_is_drawn_in_it_alone(tmp_path):
+    run = NearRun(tmp_path, max_keep=None, deltas=Deltas(max_dirty=0.5)).put(_1=1.0, _2=1.0, _3=1.0).step()
+    run.put(_1=2.0).step().put(_1=3.0, _2=3.0, _3=3.0).step().save()
+    assert [save.kind for save in recckpt.report(tmp_path / "runs").saves] == ["full", "full"]
+    page = recckpt.report(tmp_path / "runs").to_html()
+    assert "a near save" in page
+    assert "the delta after it" not in page
 
 
 def test_a_near_dir_that_is_none_of_a_host_is_refused(tmp_path):
