@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -91,8 +90,6 @@ __all__ = [
     "connect",
     "scan",
 ]
-
-logging.getLogger("recckpt").addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ from recckpt.near.options import Near
 from recckpt.output_dir.listing import Checkpoint, Listing
 from recckpt.output_dir.near_hosts import NearHost
 from recckpt.storage import Storage
+from recckpt.storage.local import LocalStorage
 from recckpt.text import Line, Table, count, escaped, one_line, plural, size
 
 _HEAD = ("OUTPUT DIR", "NEAR SAVE", "STEP", "TIME", "ROWS", "SIZE", "HERE", "STANDS ON")
@@ -62,7 +63,12 @@ def _listed(dirs: list[NearDir], path: str) -> CommandResult:
     lines += [f"{each.place}/{name}: not sealed: of a save that died, or is being written" for each, name in unsealed]
     data = [{"place": place, **near_data(save)} for place, save in saves]
     left = [{"place": each.place, "directory": name} for each, name in unsealed]
-    return CommandResult({"near_saves": data, "unsealed": left}, lines or [f"{path}: no near saves"])
+    return CommandResult({"near_saves": data, "unsealed": left}, lines or [f"{path}: no near saves{_why(path)}"])
+
+
+def _why(path: str) -> str:
+    reason = LocalStorage(path).why_empty()
+    return f": {reason}" if reason else ""
 
 
 def _directories(saves: list[tuple[str, NearHere]], of: NearDir) -> set[str]:
@@ -84,7 +90,7 @@ def _cleared(dirs: list[NearDir], path: str) -> CommandResult:
     removed = [f"{place}/{name}" for place, each in cleared for name in each.removed]
     noted = [each.url for _, each in cleared if each.is_noted]
     failed = {each.url: one_line(str(each.problem)) for _, each in cleared if each.problem is not None}
-    lines: list[Line] = [f"{path}: {plural(len(removed), 'near save')} removed"]
+    lines: list[Line] = [f"{path}: {plural(len(removed), 'near save')} removed{_why(path)}"]
     lines += [f"{one_line(url)}: noted that nothing which was forgotten is on this host" for url in noted if url]
     lines += [f"{one_line(url)}: not noted there: {why}" for url, why in failed.items() if url]
     return CommandResult({"removed": removed, "noted": noted, "not_noted": failed}, lines)

@@ -12,8 +12,10 @@ except ImportError as error:
     raise ImportError("recckpt.integrations.lightning needs lightning: pip install 'recckpt[lightning]'") from error
 
 from recckpt.dense.state_copy import dump_rng, load_rng
+from recckpt.integrations.habits import CALLBACK_ARGUMENTS, CALLBACK_INSTEAD
 from recckpt.integrations.lightning_averages import AveragedTables
 from recckpt.integrations.run_options import NONE, GivenOptimizer, RunOptions, numbers_in
+from recckpt.manager.answers import answers
 from recckpt.manager.manager import CheckpointManager
 from recckpt.policies.when import When
 from recckpt.sparse.optim import JointOptimizer, SparseOptimizer
@@ -52,6 +54,7 @@ class LightningCallback(AveragedTables):
 
     checkpoints: CheckpointManager
 
+    @answers(f"LightningCallback{CALLBACK_ARGUMENTS}", CALLBACK_INSTEAD)
     def __init__(
         self,
         output_dir: str,

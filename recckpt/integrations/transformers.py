@@ -23,7 +23,9 @@ try:
 except ImportError as error:
     raise ImportError("recckpt.integrations.transformers needs more: pip install transformers accelerate") from error
 
+from recckpt.integrations.habits import CALLBACK_ARGUMENTS, CALLBACK_INSTEAD
 from recckpt.integrations.run_options import NONE, GivenOptimizer, RunOptions, numbers_in
+from recckpt.manager.answers import answers
 from recckpt.manager.manager import CheckpointManager
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.policies.when import When
@@ -84,6 +86,7 @@ class TransformersCallback(TrainerCallback):
 
     checkpoints: CheckpointManager
 
+    @answers(f"TransformersCallback{CALLBACK_ARGUMENTS}", CALLBACK_INSTEAD)
     def __init__(
         self,
         output_dir: str,

@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from recckpt.manager.habits import INSTEAD, advice, unknown_option
 from recckpt.saver import Saver
+from recckpt.text import nearest
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -34,7 +35,8 @@ def answers(line: str, instead: Mapping[str, str] = INSTEAD) -> Callable[[Callab
                 problem = _misfit(inspect.signature(call), args, options, instead)
                 if problem is None:
                     raise
-            raise TypeError(f"{call.__name__}(): {problem}; a call that would do is {line}")
+            name = call.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+            raise TypeError(f"{name}(): {problem}; a call that would do is {line}")
 
         return answering
 
@@ -53,7 +55,8 @@ def _misfit(
             if name not in signature.parameters and name in instead:
                 advised.setdefault(advice(instead[name]), []).append(repr(name))
         answered = [f"{', '.join(names)}: {what}" for what, names in advised.items()]
-        return "; ".join(answered) or str(error)
+        unknown = [name for name in options if name not in signature.parameters]
+        return "; ".join(answered) or f"{error}{nearest(unknown[0], signature.parameters) if unknown else ''}"
     return None
 
 

@@ -178,7 +178,8 @@ def attached(
     of_manager = {name: options[name] for name in _options_of(manager) & options.keys()}
     of_saver = {name: value for name, value in options.items() if name not in of_manager}
     rank, _ = this_rank(options.get("shard_id"), options.get("shard_num"))  # refuses them before anything is made
-    saver = Saver(placement.model, placement.sparse_optim, os.fspath(output_dir), tables=placement.live, **of_saver)
+    place = os.fspath(output_dir) if isinstance(output_dir, os.PathLike) else output_dir
+    saver = Saver(placement.model, placement.sparse_optim, place, tables=placement.live, **of_saver)
     for name, obj in placement.objects.items():
         saver.register_for_checkpointing(name, obj)
     for name, obj in placement.positions.items():

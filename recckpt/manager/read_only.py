@@ -15,6 +15,7 @@ from recckpt.inspect.follow import follow
 from recckpt.inspect.reader import CheckpointReader
 from recckpt.load.standby import Standby
 from recckpt.manager.habits import unknown_when_read_only
+from recckpt.output_dir.checkpoint_dir import refuse_checkpoint
 from recckpt.output_dir.listing import describe, newest_first
 from recckpt.output_dir.why_nothing import why_nothing
 from recckpt.storage import absolute, open_storage
@@ -36,14 +37,15 @@ class ReadOnlyManager:
         load_conf: what to take, as of :func:`recckpt.load_into`; None for all of the model.
 
     Raises:
-        TypeError, LoadConfError: an argument is invalid.
+        TypeError, ValueError: an argument is invalid; LoadConfError is a ValueError.
     """
 
     def __init__(
         self, model: nn.Module, output_dir: str | os.PathLike[str], *, load_conf: Mapping[str, Any] | None = None
     ) -> None:
         self._standby = Standby(model, load_conf=load_conf)
-        self._storage = open_storage(absolute(os.fspath(output_dir)))
+        place: Any = output_dir  # what is no path is refused there
+        self._storage = open_storage(absolute(os.fspath(place)) if isinstance(place, str | os.PathLike) else place)
 
     if not TYPE_CHECKING:
 
@@ -89,6 +91,7 @@ class ReadOnlyManager:
 
         Raises:
             TypeError: ``global_step`` is something else.
+            ValueError: the output dir is the directory of a checkpoint.
             CheckpointNotFoundError: no such checkpoint, and ``global_step`` or ``required`` was given.
             Exception: as :func:`recckpt.load_into`.
         """
@@ -98,7 +101,8 @@ class ReadOnlyManager:
         elif required or newest_first(self._storage):
             self._standby.load(self.output_dir)
         else:
-            log.info("%s: nothing to restore: %s", self.output_dir, why_nothing(self._storage))
+            refuse_checkpoint(self._storage)
+            log.warning("%s: nothing to restore yet: %s", self.output_dir, why_nothing(self._storage))
             return 0
         return self.global_step
 

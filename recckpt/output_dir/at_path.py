@@ -131,8 +131,11 @@ def locate_path(path: str) -> tuple[Storage, Checkpoint]:
     inside = open_storage(path)
     try:
         return inside, newest(inside)
-    except CheckpointNotFoundError:
+    except CheckpointNotFoundError as error:
         checkpoint = _later_attempt(storage, directory) or counted_back(storage, directory)
+        beside = look_around(storage).current if checkpoint is None and layout.step_of_id(directory) is not None else []
+        if beside:
+            raise CheckpointNotFoundError(f"{error}; {describe(beside)}") from error
         if checkpoint is None:
             raise
     return storage, checkpoint

@@ -48,6 +48,13 @@ def test_all_are_removed(recckpt, run, tmp_path):
     assert run.counts == (3, 0, 0)
 
 
+def test_a_place_that_is_not_there_is_told_from_one_without_near_saves(recckpt, tmp_path):
+    answer = recckpt("near", "ls", tmp_path / "mistyped")
+    assert (answer.code, answer.out) == (0, f"{tmp_path / 'mistyped'}: no near saves: does not exist\n")
+    answer = recckpt("near", "clear", tmp_path / "mistyped")
+    assert (answer.code, answer.out) == (0, f"{tmp_path / 'mistyped'}: 0 near saves removed: does not exist\n")
+
+
 def test_what_was_forgotten_is_named_until_it_is_cleared_on_that_host(recckpt, run, tmp_path):
     (tmp_path / "gone").write_text("2\n")
     of_run = tmp_path / "runs"

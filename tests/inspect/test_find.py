@@ -143,3 +143,11 @@ def test_checkpoints_are_found_by_the_labels_they_were_saved_with(url):
     for call in (list_checkpoints, lambda url, state: find_checkpoint(url, "latest", state=state)):
         with pytest.raises(TypeError, match="state must be a mapping of names to values, or None, found 'day'"):
             call(url, state="day")
+
+
+def test_a_step_that_is_not_there_names_those_that_are(tmp_path):
+    Run(tmp_path, interval=5, max_keep=None).train(10).manager.close()
+    with pytest.raises(CheckpointNotFoundError, match="ckpt_7: does not exist; there are 'ckpt_5', 'ckpt_10'"):
+        recckpt.CheckpointReader(tmp_path / "ckpt_7").close()
+    with pytest.raises(CheckpointNotFoundError, match=r"nowhere: does not exist$"):
+        recckpt.CheckpointReader(tmp_path / "nowhere").close()

@@ -202,3 +202,23 @@ def test_epochs_are_saved_after_their_validation_and_the_best_is_kept(tmp_path):
     assert all(map(torch.equal, whole.top.parameters(), resumed.top.parameters()))
     kept = list_checkpoints(str(tmp_path / "runs"))
     assert [(one.step, round(one.state["val_auc"], 6)) for one in kept] == [(32, 0.9), (64, 0.6)]
+
+
+def test_arguments_of_a_model_checkpoint_are_answered_with_what_to_write():
+    with pytest.raises(TypeError) as refused:
+        LightningCallback(dirpath="runs", monitor="val_auc", save_top_k=3, max_keep=3, save_on_signal="TERM")
+    for part in (
+        "LightningCallback(): 'dirpath': write output_dir=",
+        "'monitor', 'save_top_k': write saver={'max_keep': Newest(2) | Best(3, 'val_auc')}",
+        "'max_keep': write saver={'max_keep': ...}",
+        "'save_on_signal': write manager={'save_on_signal': ...}",
+        "is LightningCallback('runs/clicks', 1000, saver={'max_keep': 3}",
+    ):
+        assert part in str(refused.value)
+    with pytest.raises(TypeError, match="did you mean 'sparse_optimizer'"):
+        LightningCallback("runs", 1, sparse_optimiser=None)
+
+
+def test_a_model_checkpoint_alone_names_the_callback(tmp_path):
+    with pytest.raises(TypeError, match=r"table 't' cannot be pickled.* in a trainer by a callback of recckpt\.integr"):
+        torch.save(Clicks(), tmp_path / "module.ckpt")

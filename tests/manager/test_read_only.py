@@ -103,9 +103,8 @@ def test_a_directory_that_may_only_be_read_will_do():
 
 def test_a_run_that_has_not_begun_is_no_error_and_is_not_made(tmp_path, caplog):
     _, manager = reader_of(tmp_path / "run")
-    with caplog.at_level(logging.INFO):
-        assert (manager.restore(), manager.latest_step(), list(manager.follow(timeout_sec=0))) == (0, None, [])
-    assert "nothing to restore: does not exist" in caplog.text
+    assert (manager.restore(), manager.latest_step(), list(manager.follow(timeout_sec=0))) == (0, None, [])
+    assert "nothing to restore yet: does not exist" in caplog.text
     assert not (tmp_path / "run").exists()
     for asked in ({"required": True}, {"global_step": 3}):
         with pytest.raises(CheckpointNotFoundError, match="run"):
@@ -128,6 +127,16 @@ def test_a_part_of_the_model_is_restored_where_that_is_asked(run, tmp_path):
     assert len(model["t"]) == 50
 
 
+def test_a_checkpoint_in_place_of_its_output_dir_is_refused(run, tmp_path):
+    _, manager = reader_of(tmp_path / "run/ckpt_2")
+    with pytest.raises(ValueError, match="checkpoint"):
+        manager.restore()
+    with pytest.raises(
+        CheckpointNotFoundError, match="is a checkpoint itself, expected an output dir; name its parent"
+    ):
+        manager.follow()
+
+
 @pytest.mark.parametrize("name", ["step", "save", "delete", "forget", "pin", "register_for_checkpointing", "saver"])
 def test_what_writes_or_trains_is_refused_by_name(run, tmp_path, name):
     _, manager = reader_of(tmp_path / "run")
@@ -147,6 +156,9 @@ def test_arguments_of_a_run_that_trains_are_refused_by_name(tmp_path):
     model = model_of()
     with pytest.raises(ValueError, match="saves nothing: omit max_keep, optimizers, save_interval"):
         reader_of(tmp_path, optimizers=SparseAdam([model["t"]]), save_interval=3, max_keep=1)
+    for options in ({"read_only": True}, {"save_interval": 1}):
+        with pytest.raises(ValueError, match="an output dir is a path or URL, found 3"):
+            CheckpointManager.attach(model, output_dir=3, **options)
     with pytest.raises(LoadConfError):
         reader_of(tmp_path, load_conf={"lod": ["*"]})
     with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module"):

@@ -10,7 +10,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from support.builders import OPTIMIZERS, Run, state_of, table_state
+from support import warm_python
+from support.builders import OPTIMIZERS, Run, flip_bit, state_of, table_state
 from support.sweeps import SWEEP_STRIDE, mostly_slow
 
 from recckpt import CheckpointManager, Saver
@@ -173,3 +174,14 @@ def test_the_random_generators_come_back_or_are_left_alone(tmp_path):
     before = state_of(third)["rng"]
     third.manager.restore(rng=False)
     assert state_of(third)["rng"] == before
+
+
+def test_what_is_damaged_is_said_on_stderr_where_a_program_sets_up_no_logging(tmp_path):
+    run = Run(tmp_path / "run", interval=5, max_keep=None).train(10)
+    run.manager.close()
+    flip_bit(next((tmp_path / "run/ckpt_10").rglob("*.arrow")), -600)
+    script = tmp_path / "evaluate.py"
+    script.write_text("import sys\nfrom support.builders import Run\nprint(Run(sys.argv[1]).manager.restore())\n")
+    done = warm_python.run(script, tmp_path / "run")
+    assert (done.returncode, done.stdout) == (0, "5\n"), done.stderr
+    assert "ckpt_10 is damaged, restoring ckpt_5 instead" in done.stderr

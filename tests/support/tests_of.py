@@ -132,6 +132,7 @@ TESTS = {
     "load/source.py": "load/test_bank.py load/test_model_bank.py",
     "load/taken.py": "load/test_standby.py manager/test_followed.py",
     "load/tensor_tables.py": "load/test_tensor_rows.py load/test_table_tensors.py",
+    "integrations/habits.py": "integrations/test_lightning.py",
     "manager/answers.py": "manager/test_habits.py",
     "manager/at_save.py": "manager/test_windows_and_epochs.py",
     "manager/counting.py": "manager/test_windows_and_epochs.py manager/test_own_checkpoints.py",

@@ -228,8 +228,8 @@ class TableModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             f"table {self.name!r} cannot be pickled, nor a model or state dict that holds it: save it with "
-            "recckpt.Saver(model, output_dir=...).save(ckpt_id), or split its state dict with "
-            "recckpt.split_sparse_dense_state_dict and pickle the dense half"
+            "recckpt.Saver(model, output_dir=...).save(ckpt_id), in a trainer by a callback of recckpt.integrations, "
+            "or split its state dict with recckpt.split_sparse_dense_state_dict and pickle the dense half"
         )
 
     @property
