@@ -22,8 +22,9 @@ from recckpt.live.tables import LiveTables
 from recckpt.save import arguments
 from recckpt.sparse.optim.joint import JointOptimizer
 from recckpt.sparse.optim.optimizer import SparseOptimizer, made
+from recckpt.sparse.split import parameters_of
 from recckpt.sparse.table.table import HashTable
-from recckpt.text import plural
+from recckpt.text import first_few, plural
 from recckpt.types import SavableTable
 
 log = logging.getLogger("recckpt")
@@ -266,9 +267,30 @@ def _live_tables(
             before.close()
         live = _live[id(model)] = live_tables(model, optimizers, **tables)
     else:
-        raise TypeError(f"found a {type(tables).__name__}, expected a dict of arguments of live_tables, or None")
+        what = "a dict of arguments of live_tables, what it has returned, or None"
+        raise TypeError(f"found a {type(tables).__name__}, expected {what}")
     arguments.live_tables_of(model, live)
+    if live is not None:
+        _check_trainers(model, live, optimizers)
     return live
+
+
+def _check_trainers(model: nn.Module, live: LiveTables, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that train live tables which were found for others: their steps would not be seen.
+
+    Raises:
+        ValueError: there is one; TorchRec's are not looked at.
+    """
+    weights = [(name, parameter) for name, parameter in parameters_of(model) if live.has_key(name)]
+    for optimizer in (one for one in optimizers if not is_keyed(one)):
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        strange = [name for name, one in weights if id(one) in trained and not live.is_live(one, optimizer)]
+        if strange:
+            kind = type(updater(optimizer)).__name__
+            raise ValueError(
+                f"the {kind} here trains {first_few(strange)}, for which live_tables was given another optimizer: "
+                "call it with those that train, or give arguments of it in place of what it returned"
+            )
 
 
 def _are_same(some: Iterable[object], others: Iterable[object]) -> bool:

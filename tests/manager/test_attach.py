@@ -135,6 +135,20 @@ def test_live_tables_are_those_that_were_found_before_or_as_options_find_them(tm
     assert {table.name for table in again.save().tables} == {"item", "day"}
 
 
+def test_live_tables_that_were_found_for_another_optimizer_than_trains_are_refused(tmp_path):
+    """As where a trainer makes an optimizer of its own: none of its steps would be seen."""
+    model = nn.ModuleDict({"word": nn.Embedding(1000, 4), "top": nn.Linear(4, 1)})
+    model["frozen"] = nn.Embedding(1000, 4).requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found, again = live_tables(model, torch.optim.Adam(trained)), torch.optim.Adam(trained)
+    options = {"output_dir": tmp_path / "runs", "save_interval": 1}
+    refusal = r"tables: the Adam here trains 'word.weight', for which live_tables was given another optimizer: call it"
+    with pytest.raises(ValueError, match=refusal):
+        CheckpointManager.attach(model, again, tables=found, **options)
+    assert not (tmp_path / "runs").exists()
+    CheckpointManager.attach(model, torch.optim.SGD(model["top"].parameters()), tables=found, **options)
+
+
 def test_a_model_is_attached_anew_with_other_optimizers_as_in_a_notebook(tmp_path):
     model, options = nn.ModuleDict({"word": nn.Embedding(1000, 4)}), {"output_dir": tmp_path, "save_interval": 1}
     before = CheckpointManager.attach(model, torch.optim.Adam(model.parameters()), **options)
@@ -244,7 +258,7 @@ def test_what_cannot_be_registered_is_refused_by_the_name_that_it_would_have(tmp
     schedule = torch.optim.lr_scheduler.StepLR(adam, 3)
     with pytest.raises(ValueError, match=r"schedulers\['same'\]: .* the name 'same' is registered already"):
         CheckpointManager.attach(model, {"same": adam}, schedulers={"same": schedule}, **options)
-    with pytest.raises(ValueError, match="tables: found a list, expected a dict of arguments of live_tables, or None"):
+    with pytest.raises(ValueError, match="tables: found a list, expected a dict of arguments of live_tables, what"):
         CheckpointManager.attach(model, adam, tables=[], **options)
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module"):
         CheckpointManager.attach(adam, adam, **options)
