@@ -97,8 +97,8 @@ def _freeze():
 def pytest_unconfigure(config):
     """Look for garbage in all once: pytest looks twice more, which took so long that pytest-xdist killed the worker.
 
-    The end of the interpreter collects all again: libraries report what is left over there. Where workers ran the tests,
-    there is nothing to find here.
+    The end of the interpreter collects all again: libraries report what is left over there. Where workers ran
+    the tests, there is nothing to find here.
     """
     if config.option.workers and not hasattr(config, "workerinput"):
         return

@@ -15,7 +15,7 @@ LIVE_PLANTS = {
         "recckpt.sparse.table.marks:Marks.end", "_Since(before, sets[:1]) if base", "_Since(before, sets[1:]) if base"
     ),
     "rows are compared by the sum of Adagrad": (
-        Plant(f"{PRINTS}:fingerprints", OF_SLOTS, OF_SUMS),
+        Plant(f"{PRINTS}:_prints_on_cpu", OF_SLOTS, OF_SUMS),
         Plant(f"{PRINTS}:_prints_of", OF_SLOTS, OF_SUMS),
     ),
     "AdamW changes the rows that Adagrad does": Plant(
