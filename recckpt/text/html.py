@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from html import escape
 
+from recckpt.text.columns import Heading, Line, Table
 from recckpt.text.words import escaped
 
 _STYLE = """
@@ -67,6 +68,16 @@ def section(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], numb
     """Return a heading and a table of cells that are text, or nothing where there are no rows."""
     cells = [list(map(text, row)) for row in rows]
     return [f"<h2>{text(title)}</h2>", table(head, cells, numbers)] if cells else []
+
+
+def lines(of: Iterable[Line]) -> Iterator[str]:
+    """Yield lines of text, those under a heading and tables among them, as HTML."""
+    for line in of:
+        if isinstance(line, Table):
+            yield table([text(name) for name in line.head], [list(map(text, row)) for row in line.rows], line.right)
+        elif line.strip():
+            kind = "h2" if isinstance(line, Heading) else "p"
+            yield f"<{kind}>{text(line.strip())}</{kind}>"
 
 
 def text(of: str) -> str:

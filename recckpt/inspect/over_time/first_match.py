@@ -8,7 +8,7 @@ from typing import Any
 
 from recckpt.inspect.over_time.matches import Hit
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.text import Line, Table, cell, count, escaped, one_line, plain, plural, section
+from recckpt.text import Line, Table, cell, count, escaped, html, one_line, plain, plural, section
 
 MOST_EXAMPLES = 5  # rows of a table that are named
 
@@ -60,6 +60,9 @@ class FirstMatch:
 
     def __repr__(self) -> str:
         return f"<FirstMatch {self.where!r} in {self.url!r}: {self.ckpt_id}>"
+
+    def _repr_html_(self) -> str:
+        return html.body("first", html.lines(lines_of(self)), "")
 
 
 @dataclass

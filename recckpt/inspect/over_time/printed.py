@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from recckpt.inspect.over_time.row_history import RowAt, RowHistory, TableHistory
-from recckpt.text import Line, Table, cell, escaped, one_line, plain, plural, section
+from recckpt.text import Line, Table, cell, escaped, html, one_line, plain, plural, section
 from recckpt.text.columns import Tone
 
 _HEAD = ("CHECKPOINT", "STEP", "ROW", "SINCE STEP", "NORM", "MOVED")
@@ -13,7 +13,7 @@ _TONES: dict[str, Tone] = {"changed": "newest", "new": "good", "back": "good", "
 
 
 class PrintedHistory(TableHistory):
-    """Rows of a table over the checkpoints of a run; prints as the text of ``recckpt history``."""
+    """Rows of a table over the checkpoints of a run; prints as ``recckpt history``, and is tables in a notebook."""
 
     def __str__(self) -> str:
         return "\n".join(plain(lines_of(self)))
@@ -21,6 +21,9 @@ class PrintedHistory(TableHistory):
     def __repr__(self) -> str:
         rows, name = plural(len(self.rows), "row"), escaped(self.table)
         return f"<PrintedHistory {self.url!r}: {rows} of table {name}>"
+
+    def _repr_html_(self) -> str:
+        return html.body("history", html.lines(lines_of(self)), "")
 
 
 def lines_of(history: TableHistory) -> list[Line]:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from support.drawn import drawn
 from support.forge import filled, save_tables
 from support.forgetting import ForgettingRun, ids_at
+from support.pages import HOSTILE, harmless_text
 from support.spec_reader import counting
 from support.spec_writer import write_delta, write_form
 
@@ -156,3 +157,19 @@ def test_the_history_is_what_a_reader_of_each_checkpoint_gives(draw):
                     values, is_there = reader.lookup("t", [row.id])
                 norm = float(np.linalg.norm(values[0].astype(np.float64))) if is_there[0] else None
                 assert state.norm == (None if norm is None else pytest.approx(norm))
+
+
+def test_a_notebook_shows_tables_of_rows_whose_names_do_nothing(tmp_path):
+    storage, table = open_storage(str(tmp_path)), HOSTILE[0]
+    for step in (1, 2):
+        save_tables(storage, [filled(table, range(3)), filled(HOSTILE[2], [1])], ckpt_id=f"ckpt_{step}", step=step)
+    page = (
+        recckpt.history(tmp_path, table, [1, 99])._repr_html_()
+        + recckpt.history(tmp_path, HOSTILE[2], [1])._repr_html_()
+    )
+    text = harmless_text(page)
+    assert page.count("<table>") == 2
+    assert all(each in text for each in ("ckpt_1", "since step", "in none of 2 checkpoints"))
+    found = recckpt.first(tmp_path, "norm>=0")._repr_html_()
+    assert all(each in found for each in ("first in ckpt_1", "such as", "<table>"))
+    assert "<script>" not in found
