@@ -48,12 +48,14 @@ class NearNow:
         n_saves: how many count.
         with_processes: what is lost where the processes of the run die now.
         with_host: what is lost where the host does, with what no other host has of its near saves.
+        is_overdue: whether the next checkpoint was expected since: the run may have ended, and loses nothing then.
     """
 
     newest: NewestNear | None
     n_saves: int
     with_processes: Loss
     with_host: Loss
+    is_overdue: bool
 
 
 def near_now(saves: Sequence[NearHere], newest: Checkpoint | None, history: History, now: datetime) -> NearNow:
@@ -69,13 +71,17 @@ def near_now(saves: Sequence[NearHere], newest: Checkpoint | None, history: Hist
     ages = [_age(each, now) for each in ([newest] if newest is not None else [])]
     with_host = _loss([*ages, *_ages([each for each in saves if each.is_elsewhere], now)], pace)
     with_processes = _loss([*ages, *_ages(saves, now)], pace)
-    return NearNow(_newest(saves[0], now) if saves else None, len(saves), with_processes, with_host)
+    limit, age = history.overdue_sec, with_processes.sec
+    is_overdue = limit is not None and age is not None and age > limit
+    return NearNow(_newest(saves[0], now) if saves else None, len(saves), with_processes, with_host, is_overdue)
 
 
 def near_facts(near: NearNow) -> Iterator[tuple[str, str]]:
     """Yield what people see of it: names and values."""
     yield "near", _words_of(near)
-    yield "lost now", f"{_lost(near.with_processes)} if its processes die, {_lost(near.with_host)} if the host does"
+    ended = ", nothing if the run has ended" if near.is_overdue else ""
+    lost = f"{_lost(near.with_processes)} if its processes die, {_lost(near.with_host)} if the host does"
+    yield "lost now", f"{lost}{ended}"
 
 
 def words_of_failed(near: NearTimes, ckpt_id: str) -> str:

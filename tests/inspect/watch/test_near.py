@@ -79,6 +79,11 @@ def test_the_pace_is_that_of_the_last_checkpoints_too(tmp_path):
     ]
     near = near_now([], at(newest, 1300, 1800), history_of(lines), NOW)
     assert near.with_host.steps == 1800
+    assert not near.is_overdue
+    ended = near_now([], at(newest, 1300, 1801), history_of(lines), NOW)
+    assert dict(near_facts(ended))["lost now"].endswith(
+        "about 1,801 steps if the host does, nothing if the run has ended"
+    )
 
 
 def test_a_watcher_shows_near_saves_where_it_is_asked_to(tmp_path):
