@@ -51,10 +51,11 @@ def find_tables(
     reshard(model)
     optimizers = optimizers_in(optimizers, model)
     left: dict[str, str] = {}
+    options = f"min_rows={min_rows}, names={dict(sorted(names.items()))}, exclude={sorted(exclude)}"
     candidates = {
         candidate.path: candidate
         for candidate in (
-            *collection_tables(model, optimizers, ranks, exclude),
+            *collection_tables(model, optimizers, ranks, exclude, options),
             *_kernel_tables(model, left),
             *_torch_tables(model, optimizers),
         )

@@ -77,21 +77,28 @@ class _Local:
 
 
 def collection_tables(
-    model: nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks, exclude: Container[str] = ()
+    model: nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks, exclude: Container[str], options: str
 ) -> list[Candidate]:
     """Return the tables of all collections. Collective where the model has sharded ones.
 
-    What the ranks have of those in ``exclude``, by path, need not make up a table.
+    What the ranks have of those in ``exclude``, by path, need not make up a table. The ``options`` that choose tables
+    are the same on all ranks.
 
     Raises:
-        LiveTableError: what the ranks have does not make up the tables; says all that is wrong.
+        LiveTableError: what the ranks have does not make up the tables; says all that is wrong. Or options differ.
     """
     locals_ = [local for collection in collections_of(model) for local in _locals(collection, optimizers)]
     if not locals_:
         return []
     is_sharded = any(local.collection.is_sharded for local in locals_)
     own = {local.path: local.part for local in locals_}
-    of_ranks = ranks.on_all(lambda: own) if is_sharded else [own]
+    proposals = ranks.on_all(lambda: (options, own)) if is_sharded else [(options, own)]
+    for rank, (other, _) in enumerate(proposals):
+        if other != proposals[0][0]:
+            raise LiveTableError(
+                f"live_tables was given {proposals[0][0]} on rank 0, and {other} on rank {rank}: give the same to all"
+            )
+    of_ranks = [parts for _, parts in proposals]
     unknown = sorted({path for paths in of_ranks for path in paths.keys() ^ own.keys()})
     if unknown:
         raise LiveTableError(f"{unknown[0]!r} is not a table on all ranks: make the same model on each of them")

@@ -3,10 +3,13 @@
 import pytest
 from support.fake_fbgemm import SplitTableBatchedEmbeddingBagsCodegen, SSDTableBatchedEmbeddingBags
 from support.fake_torchrec import DMPCollection, ShardedEmbeddingBagCollection
+from support.thread_ranks import ThreadGroup, Wire, alone
 from torch import nn
 
 from recckpt.errors import LiveTableError
 from recckpt.live import live_tables
+from recckpt.live.find import find_tables
+from recckpt.parallel.threads import run_all
 
 
 def collection(kernel=None, **options):
@@ -39,3 +42,17 @@ def test_rows_that_no_rank_has_are_refused_unless_the_table_is_excluded():
     with pytest.raises(LiveTableError, match=f"'{path}': no rank has the rows 30 to 39: make the same plan .* exclude"):
         live_tables(model, min_rows=1)
     assert len(live_tables(model, min_rows=1, exclude=[path])) == 0
+
+
+def test_ranks_that_choose_other_tables_are_refused_by_all():
+    wire = Wire(2)
+
+    def work(rank):
+        model = nn.ModuleDict({"sparse": collection()})
+        with pytest.raises(LiveTableError) as refusal:
+            find_tables(model, [], alone(ThreadGroup(rank, wire)), min_rows=1 + rank, names={}, exclude=())
+        return str(refusal.value)
+
+    one, other = run_all(work, range(2), 2)
+    assert one == other
+    assert "min_rows=1, names={}, exclude=[] on rank 0, and min_rows=2, names={}, exclude=[] on rank 1: give" in one
