@@ -14,7 +14,7 @@ from pathlib import Path
 import xxhash
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
-from recckpt.format import layout, near_names, near_seal
+from recckpt.format import drafts, layout, near_names, near_seal
 from recckpt.format.near_seal import NearSeal
 from recckpt.near.options import Near
 from recckpt.output_dir.checkpoint_dir import Intent, unlisted, write_intent
@@ -202,6 +202,15 @@ class NearDir:
         self.storage.remove_empty_dirs(directory)
         with suppress(OSError):  # others of its epoch are left
             self.storage.remove_empty_dirs(directory.rpartition("/")[0])
+
+    def remove_drafts(self, directory: str) -> None:
+        """Remove what was still being written to a near save when its writer, or who restored it, died.
+
+        Raises:
+            OSError: some of it is left.
+        """
+        for name in filter(drafts.is_draft, self.storage.list_files(directory)):
+            self.storage.remove(layout.join(directory, name))
 
     def _read(self, path: str) -> bytes | None:
         try:

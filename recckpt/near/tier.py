@@ -177,7 +177,7 @@ class NearTier(NearAtTakeover):
         self._named = self._kept = ()
 
     def clear_together(self, ranks: Ranks, epoch: Callable[[], int]) -> None:
-        """Remove from all hosts what does not count, such as half of one that died. Collective.
+        """Remove from all hosts what does not count, such as half of one that died, or of a file of one. Collective.
 
         It would take the room of those to come: three times the largest is to be enough.
 
@@ -205,7 +205,15 @@ class NearTier(NearAtTakeover):
 
     def _remove_together(self, ranks: Ranks, kept: Kept) -> None:
         is_first = is_first_of_host(self.dir, ranks.rank, ranks.gather)
-        ranks.on_each(lambda: self._remove_others(kept) if is_first else None)  # all have ended when this returns
+        ranks.on_each(lambda: self._clear_here(kept) if is_first else None)  # all have ended when this returns
+
+    def _clear_here(self, kept: Kept) -> None:
+        self._remove_others(kept)
+        for directory in kept.directories:
+            try:
+                self.dir.remove_drafts(directory)
+            except OSError as error:
+                log.warning("could not remove all of %s/%s: %s", self.dir.storage.url, directory, error)
 
     def _remove_others(self, kept: Kept) -> None:
         """Remove near saves from this host, sealed or not, but for those that are kept; note what that forgets."""

@@ -68,7 +68,7 @@ def check(root, hosts, lives, number):
     def restored(run):
         run.restore()
         found = run.manager.global_step, rows(run)
-        assert run.put(_9=9.0).step().step().counts[1:] == (0, 0)
+        assert run.put(_9=9.0).step().counts[1:] == (0, 0)
         return found
 
     of_ranks = on_hosts(root, hosts, restored)

@@ -6,6 +6,7 @@ import pytest
 from near.test_near_saves import begun, rows
 from support.near_runs import NearRun, output_dir
 
+from recckpt.format import drafts
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.near_at_takeover import NearAtTakeover
 from recckpt.parallel.ranks import Ranks
@@ -99,6 +100,17 @@ def test_leftovers_of_a_near_save_that_died_take_no_room_of_the_next(tmp_path):
     again = NearRun(tmp_path, max_bytes=int(3.2 * one)).restore().put(_4=4.0).step()
     assert again.counts == (1, 0, 0)
     assert not left.exists()
+
+
+def test_half_of_a_file_in_a_near_save_that_counts_goes_before_the_next(tmp_path):
+    """Who dies as a file is brought there, or as it is sealed on the second of two hosts, leaves one."""
+    newest = begun(tmp_path).near_dirs[-1]
+    left = [newest / drafts.temporary(name) for name in ("near.json", "sparse/00000-of-00001.0.arrow")]
+    for path in left:
+        path.write_bytes(b"half")
+    again = NearRun(tmp_path).restore().put(_3=3.0).step()
+    assert newest in again.near_dirs
+    assert not any(path.exists() for path in left)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"no json"])
