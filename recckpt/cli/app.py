@@ -51,7 +51,7 @@ def _main(argv: Sequence[str]) -> int:
     args, others = parser.parse_known_args(argv)
     command = commands[args.command]
     if others:
-        command.error(f"unrecognized arguments: {' '.join(others)}")
+        command.error(f"unrecognized arguments: {' '.join(others)}; `recckpt {args.command} --help` has examples")
     logging.basicConfig(handlers=[terminal.LogLines()], level=logging.WARNING)
     try:
         with nullcontext() if args.command == "watch" else ElapsedTime(f"recckpt {args.command}"):

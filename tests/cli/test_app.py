@@ -56,6 +56,13 @@ def test_what_is_not_there_ends_with_1_and_one_line(recckpt, tmp_path, args):
     assert answer.err == f"recckpt: {tmp_path / 'nowhere'}: does not exist\n"
 
 
+def test_arguments_too_many_are_answered_with_where_examples_are(recckpt, runs):
+    answer = recckpt("forget", runs, "item", "17")
+    assert answer.code == 2
+    assert answer.err.endswith("unrecognized arguments: item 17; `recckpt forget --help` has examples\n")
+    assert "examples:\n  recckpt forget " in recckpt("forget", "--help").out
+
+
 def test_help_and_version_end_with_0(recckpt):
     assert recckpt("--version").code == 0
     assert "format version 1" in recckpt("--version").out
