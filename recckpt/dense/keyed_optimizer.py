@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recckpt.dense.sharded import STAND_IN
@@ -71,6 +72,19 @@ def is_keyed(obj: Any) -> bool:
     """Say whether an object is an optimizer of TorchRec's form."""
     is_form = isinstance(getattr(obj, "params", None), Mapping) and callable(getattr(obj, "init_state", None))
     return isinstance(obj, Optimizer) and is_form
+
+
+def fused_optimizers(model: nn.Module) -> Iterator[Any]:
+    """Yield the optimizers of TorchRec that step in backward passes: of each model that has one, that of all of it."""
+    above: list[str] = []
+    for path, module in model.named_modules():
+        if not any(path.startswith(each) for each in above):
+            optimizer: Any = getattr(module, "fused_optimizer", None)
+            if inspect.ismethod(optimizer) and type(module).__module__.startswith("torchrec."):
+                optimizer = optimizer()  # of collections that are not sharded
+            if is_keyed(optimizer):
+                above.append(f"{path}." if path else "")
+                yield optimizer
 
 
 def _check(name: str, saved: Mapping[str, Any], live: Mapping[str, Any], stored: Callable[[str], StoredTensor]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from recckpt.dense.keyed_optimizer import is_keyed
+from recckpt.dense.keyed_optimizer import fused_optimizers, is_keyed
 from recckpt.dense.optimizer_class import lineage_of, updater
 from recckpt.dense.optimizers import has_values
 from recckpt.dense.registered import Registry
@@ -66,7 +66,8 @@ class Trainers:
         self._stepped: _Optimizers = weakref.WeakValueDictionary()
         _savers[id(self)] = self
         _note_steps()
-        for optimizer in live_tables.optimizers:  # fused ones step in backward passes, without hooks
+        self._whole = [*live_tables.optimizers, *fused_optimizers(model)]  # not the parts of which one consists
+        for optimizer in self._whole:  # fused ones step in backward passes, without hooks
             self.note_step(optimizer)
 
     def note_step(self, optimizer: Optimizer) -> None:
@@ -95,6 +96,8 @@ class Trainers:
         for one, names in self._left():
             if id(one) not in noted:
                 dense[lineage_of(one)[0]] += names
+                if is_keyed(one) and not is_logged:  # each rank has the states of tables of its own
+                    self._warn_of_dense(lineage_of(one)[0], names)
         trained, piled = self._tables_left(tables)
         if is_logged:
             for kind, names in dense.items():
@@ -118,9 +121,11 @@ class Trainers:
             return []
         if any(saver._saves(optimizer) for saver in _alive(_savers)):
             return []
-        if is_keyed(optimizer) and any(optimizer is one for one in self._live_tables.optimizers):
+        if is_keyed(optimizer) and any(optimizer is one for one in self._whole):
             return self._keys_left(optimizer)
         left = set(_values_of(optimizer))
+        if is_keyed(optimizer):  # it may consist of others, which are registered by themselves
+            left -= {number for one in self._registered for number in _values_of(one)}
         dense = self._live_tables.without(parameters_of(self._model), optimizer)
         return [name for name, parameter in dense if id(parameter) in left]
 

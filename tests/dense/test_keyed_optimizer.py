@@ -61,6 +61,21 @@ def test_it_is_saved_in_its_own_form_and_filled_where_it_lies(tmp_path, with_gro
     assert restored.param_groups[0]["lr"] == (0.5 if with_groups else 0.1)
 
 
+def test_one_that_steps_in_backward_passes_and_is_not_registered_is_warned_of(tmp_path, caplog):
+    """As that of a sharded collection, which nobody sees step: the states of tables that stay dense would be lost."""
+    model = nn.ModuleDict({"inner": nn.Linear(2, 1)})
+    model.fused_optimizer = Keyed(dict(model.named_parameters()), 0.1)
+    model["inner"].fused_optimizer = Keyed(dict(model["inner"].named_parameters()), 0.1)
+    model.fused_optimizer.init_state()
+    saver = Saver(model, output_dir=str(tmp_path))
+    saver.save("a", step=1)
+    assert "Keyed trains 2 parameters of the model ('inner.weight', 'inner.bias'), and no regist" in caplog.text
+    caplog.clear()
+    saver.register_for_checkpointing("fused", model.fused_optimizer)
+    saver.save("b", step=2)
+    assert "Keyed" not in caplog.text
+
+
 def of(names, *, value=0.0, with_groups=False):
     """Return a wrapped optimizer of parameters of two values, with a state of these."""
     optimizer = Keyed({name: nn.Parameter(torch.ones(2)) for name in names}, 0.1, with_groups=with_groups)
