@@ -89,7 +89,7 @@ OF_MARKS = {
         "self._since = _Since(base, (MarkSet(is_replaced=False), second))",
     ),
     "second_set": Plant(f"{MARKS}:Marks.end", "_Since(base, sets[1:])", f"_Since(base, {NO_MARKS})"),
-    "second_set_is_told": Plant(f"{OBSERVERS}.announce", "in self.mark_sets():", "in self.mark_sets()[:1]:"),
+    "second_set_is_told": Plant(f"{OBSERVERS}.mark", "in self.mark_sets():", "in self.mark_sets()[:1]:"),
     "erase_moves_marks": Plant(
         "recckpt.sparse.table.mark_set:MarkSet.move",
         "_move_marks(erasure.movers, erasure.holes, self.bits, self._count)",
