@@ -52,7 +52,12 @@ class Rows:
     @staticmethod
     def _noting(store, rows):
         announce, announce_all = store.announce, store.announce_all
-        store.announce = lambda some: (rows.update(some.flatten().tolist()), announce(some))
+
+        def noting(some):  # numbers of rows, or a bool for each
+            rows.update((some.nonzero() if some.dtype == torch.bool else some).flatten().tolist())
+            announce(some)
+
+        store.announce = noting
         store.announce_all = lambda: (rows.update(range(len(store))), announce_all())
 
         def remove():
