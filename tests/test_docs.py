@@ -22,6 +22,7 @@ from recckpt.cli.commands import parser_of_commands
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 LANGUAGES = {"python", "sh", "text", "json", "yaml", "bash", ""}  # none: a picture, which promises nothing
 RUN = [page for page in PAGES if {block.language for block in blocks(page) if not block.why_not_run} & {"python", "sh"}]
+FIRST = ("tutorial.md", "save.md", "load.md")  # run by the default suite, as the README is
 AFTER_THE_QUICK_START = ("does-not-resume.md", "forget.md", "reference/reading.md")
 NOT_RUN = {  # how many blocks of a page; each says why above it
     "checkpointer.md": 1,
@@ -50,7 +51,10 @@ def quick_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return here
 
 
-@pytest.mark.parametrize("page", [page for page in RUN if page != "README.md"])
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[] if page in FIRST else pytest.mark.slow) for page in RUN if page != "README.md"],
+)
 def test_a_page_runs_as_it_stands_and_says_what_it_shows(page: str, tmp_path: Path, quick_start: Path) -> None:
     if page in AFTER_THE_QUICK_START:
         shutil.copytree(quick_start / "runs", tmp_path / "runs")

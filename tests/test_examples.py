@@ -62,12 +62,14 @@ def resumes_as_if_nothing_had_happened(tmp_path: Path, demo: ModuleType, python:
     assert demo.compare(tmp_path / "straight/ckpt_12", tmp_path / "crashed/ckpt_10") != []  # the comparison can fail
 
 
+@pytest.mark.slow
 def test_a_run_killed_between_two_saves_resumes_and_ends_equal_to_one_that_was_not(
     tmp_path: Path, demo: ModuleType
 ) -> None:
     resumes_as_if_nothing_had_happened(tmp_path, demo, warm_python.run)
 
 
+@pytest.mark.slow
 def test_a_run_with_deltas_that_was_killed_ends_equal_to_one_that_was_not(tmp_path: Path, demo: ModuleType) -> None:
     resumes_as_if_nothing_had_happened(tmp_path, demo, warm_python.run, "--deltas", "--max-keep", 3)
 
@@ -86,6 +88,7 @@ def two_towers_resume(tmp_path: Path, demo: ModuleType, *options: object) -> Non
     assert demo.compare(tmp_path / "straight/ckpt_12", tmp_path / "crashed/ckpt_10") != []
 
 
+@pytest.mark.slow
 def test_plain_embeddings_killed_between_two_saves_end_equal_to_those_that_were_not(
     tmp_path: Path, demo: ModuleType
 ) -> None:

@@ -4,8 +4,11 @@ import os
 import signal
 from types import SimpleNamespace
 
+import pytest
 from support import rank_processes, warm_python
 from support.forked_workers import longest_first
+
+pytestmark = pytest.mark.slow
 
 FIXTURES = """
 import os, pathlib, warnings

@@ -317,6 +317,7 @@ def test_of_real_ranks_the_first_tells_for_all(tmp_path):
     assert second == []
 
 
+@pytest.mark.slow
 def test_prometheus_reads_what_the_alerts_ask_for(tmp_path):
     small = ("--steps", 12, "--save-interval", 5, "--batch-size", 64, "--output-dir", tmp_path / "run")
     done = warm_python.run(ROOT / "examples/train_metrics.py", *small, cwd=tmp_path)
@@ -348,11 +349,13 @@ def promtool(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_the_alerts_name_the_job_that_died_and_the_one_whose_saves_fail(promtool):
     done = promtool(alert_rules())
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["unless on (recckpt_run)", "max by (recckpt_run)", "recckpt_run: clicks"])
 def test_alerts_that_do_not_go_by_the_run_are_found_out(promtool, rule):
     broken = {"unless on (recckpt_run)": "unless on ()", "max by (recckpt_run)": "max", "recckpt_run: clicks": "of: x"}

@@ -11,6 +11,7 @@ import torch
 from support.builders import Run, checkpoints, table_state
 from support.crowd import crowd
 from support.in_fork import in_fork
+from support.sweeps import mostly_slow
 from torch import nn
 
 from recckpt import CheckpointManager, CheckpointReader, Saver
@@ -150,6 +151,7 @@ def test_a_manager_and_its_saver_have_one_lock_so_that_no_two_threads_hold_one_e
 # forks
 
 
+@mostly_slow()
 @pytest.mark.parametrize(
     "use",
     [

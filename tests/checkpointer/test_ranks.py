@@ -9,6 +9,8 @@ from support.warm_python import WarmProcess
 
 from recckpt.checkpointer import make_sync_checkpointer
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 BOTH = ["checkpoint_0.pt", "checkpoint_1.pt"]
 

@@ -30,6 +30,7 @@ def test_each_file_holds_the_tensors_of_its_own_save_whatever_other_threads_save
         assert frozen(checkpointer.load(tmp_path / str(name))) == frozen(state_of(name))
 
 
+@pytest.mark.slow
 def test_a_checkpointer_used_in_a_forked_child_is_refused_and_does_not_hang(make, pipe, tmp_path):
     checkpointer = make(commit_hook=Pausing())
     staged, written = checkpointer.save({"a": 1}, tmp_path / "c", pause=pipe.name)

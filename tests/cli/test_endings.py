@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.forge import filled, save_tables
+from support.sweeps import mostly_slow
 
 from recckpt.storage import open_storage
 
@@ -57,6 +58,7 @@ def wide(tmp_path):
     return tmp_path
 
 
+@mostly_slow()
 @pytest.mark.parametrize("line", ["show {}", "show {} --json", "--help", "show {}/nowhere"])
 def test_a_pipe_that_nobody_reads_is_quiet(wide, line):
     done = subprocess.run(

@@ -25,6 +25,7 @@ def test_a_page_is_written_and_a_healthy_run_ends_with_0(recckpt, run, tmp_path,
     assert recckpt("report", run, "--quick", "--threads", 2, "--out", tmp_path / "quick.html").code == 0
 
 
+@pytest.mark.slow
 def test_a_page_is_written_where_a_notebook_starts_the_command_with_a_backend_of_plots_that_is_not_here(run, tmp_path):
     answer = warm_python.run(*("-m", "recckpt", "report", run), cwd=tmp_path, env={"MPLBACKEND": "of_a_notebook"})
     assert (answer.returncode, answer.stderr) == (0, "")

@@ -2,6 +2,7 @@
 
 import pytest
 from support.builders import Run, state_of
+from support.sweeps import mostly_slow
 
 import recckpt
 from recckpt import Deltas
@@ -46,6 +47,7 @@ def test_a_delta_is_restored_from_its_form(url):
     assert verify(url) == []
 
 
+@mostly_slow()
 def test_the_save_that_adopts_an_offer_tells_how_long_a_chain_it_leaves(url):
     run = Run(url, deltas=DELTAS, max_keep=None).train(30)
     recckpt.compact(url)
@@ -54,6 +56,7 @@ def test_the_save_that_adopts_an_offer_tells_how_long_a_chain_it_leaves(url):
     assert len(newest(open_storage(url)).links) == 2
 
 
+@mostly_slow()
 def test_a_trainer_adopts_an_offer_at_its_next_save_and_drops_what_that_replaces_at_the_one_after(url):
     run = Run(url, deltas=DELTAS, max_keep=1).train(30)
     done = recckpt.compact(url)

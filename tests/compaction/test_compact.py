@@ -100,12 +100,14 @@ def test_any_executor_does_the_work_in_many_parts(run, many_parts, executor):
     check_adopted(run, done.directory)
 
 
+@pytest.mark.slow
 def test_processes_do_the_work(run):
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as workers:  # a fork would inherit locks
         done = recckpt.compact(run.url, executor=workers)
     check_adopted(run, done.directory)
 
 
+@pytest.mark.slow
 def test_it_imports_no_libraries_that_take_longer_than_a_small_compaction(run):
     code = f"import recckpt, sys; print(recckpt.compact({run.url!r}).n_rows)"
     code += "; assert 'pyarrow' in sys.modules and not {'pandas', 'torch', 'numba'} & set(sys.modules)"

@@ -51,11 +51,13 @@ def check(run, directory) -> None:
     assert rows_of(run, "ckpt_3") == expected
 
 
+@pytest.mark.slow
 def test_the_workers_of_a_cluster_do_the_work(client, run):
     done = recckpt.compact(run.url, executor=client.get_executor())
     check(run, done.directory)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_costs_nothing_but_time(client, run):
     pids = list(client.run(os.getpid).values())
     executor, begun, killed = client.get_executor(), threading.Event(), threading.Event()
@@ -81,6 +83,7 @@ def test_a_worker_that_is_killed_costs_nothing_but_time(client, run):
     check(run, done.directory)
 
 
+@pytest.mark.slow
 def test_what_the_pages_do_on_a_cluster_runs_as_it_stands(client, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Run("runs/clicks", deltas=Deltas(max_chain_bytes=9.0, max_dirty=1.0)).train(20)

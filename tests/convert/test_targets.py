@@ -349,6 +349,7 @@ def test_a_target_that_exists_is_left_alone(tmp_path, to):
     assert (tmp_path / "out/mine").read_text() == "x"
 
 
+@pytest.mark.slow
 def test_exports_for_serving_import_no_torch(tmp_path):
     run = checkpoint(tmp_path, {"id": np.arange(3), "embedding": np.ones((3, 2), "f4")})
     code = "import sys; from recckpt.convert import export_checkpoint\n"

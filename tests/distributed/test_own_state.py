@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from support.rank_processes import run_script
 
@@ -10,6 +11,7 @@ from recckpt import CheckpointReader
 SCRIPT = Path(__file__).with_name("own_state_ranks.py")
 
 
+@pytest.mark.slow
 def test_each_rank_saves_its_own_state_and_any_number_of_ranks_finds_the_parts_of_an_optimizer(tmp_path):
     run_script(SCRIPT, tmp_path, 2, 3, 1, 2)  # each of them loads what those before it saved
     names = CheckpointReader(str(tmp_path / "spread-2")).manifest.names

@@ -43,6 +43,7 @@ def check_model(truth, path, done):
         assert torch.equal(state[name], value), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["replicated-2", "rows-2", "columns-2", "replicated-1"])
 def test_tensors_are_read_whole_without_torch_and_put_together_in_one_file(saved, tmp_path, layout):
     path, truth = saved / f"tensors-{layout}", torch.load(saved / "truth.pt")
@@ -57,6 +58,7 @@ def test_tensors_are_read_whole_without_torch_and_put_together_in_one_file(saved
     assert verify(str(path)) == []
 
 
+@pytest.mark.slow
 def test_of_what_all_ranks_have_one_writes_it(saved):
     values = [json.loads(path.read_text()) for path in saved.glob("tensors-replicated-2/c/dense/*.json")]
     chunks = [chunk for index in values for chunk in index["chunks"]]
@@ -65,6 +67,7 @@ def test_of_what_all_ranks_have_one_writes_it(saved):
     assert len(values) == 2  # and the work is shared out
 
 
+@pytest.mark.slow
 def test_only_tensors_of_several_ranks_lie_in_files_of_chunks(saved):
     assert list((saved / "tensors-rows-2/c/dense").glob("*.bin"))
     assert not list((saved / "tensors-replicated-1/c/dense").glob("*.bin"))
@@ -75,6 +78,7 @@ def test_only_tensors_of_several_ranks_lie_in_files_of_chunks(saved):
     assert moment == {"recckpt.sharded": "optimizer['state'][0]['exp_avg']"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [0, 1, 2])
 def test_a_flipped_bit_is_found_wherever_it_is(saved, tmp_path, end):
     path = Path(shutil.copytree(saved / "training-2", tmp_path / "runs"))
@@ -91,6 +95,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(saved, tmp_path, end):
     assert verify(str(path)) == []
 
 
+@pytest.mark.slow
 def test_damage_stops_a_consolidation_that_then_leaves_nothing(saved, tmp_path):
     path = Path(shutil.copytree(saved / "tensors-rows-2", tmp_path / "runs"))
     flip_bit(path / "c/dense/00001-of-00002.bin", 0)

@@ -72,6 +72,7 @@ def quick_or_slow():
         yield pytest.param(saving, loading, n_ranks, m_ranks, marks=() if is_quick else pytest.mark.slow)
 
 
+@mostly_slow()
 @pytest.mark.parametrize(("saving", "loading", "n_ranks", "m_ranks"), list(quick_or_slow()))
 def test_a_chain_comes_back_on_any_ranks_however_its_tables_lie(chain_of, saving, loading, n_ranks, m_ranks):
     rows, reports = restored(chain_of(saving, n_ranks), loading, m_ranks)

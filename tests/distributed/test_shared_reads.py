@@ -98,6 +98,7 @@ def test_ranks_as_of_the_save_send_no_rows(chain_of, monkeypatch):
     assert taken
 
 
+@mostly_slow()
 @pytest.mark.parametrize(
     "conf",
     [
@@ -239,6 +240,7 @@ def test_up_to_four_real_ranks_restore_a_chain_of_up_to_three(tmp_path):
     with_real_ranks(tmp_path, [1, 2, 3], [1, 2, 3, 4])
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_while_it_reads_is_named_by_the_others(tmp_path):
     run_script(SUPPORT / "shared_reads.py", tmp_path, "killed")
     assert {path.name: path.read_text() for path in tmp_path.glob("met-*")} == {

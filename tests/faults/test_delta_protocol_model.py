@@ -7,6 +7,7 @@ from faults.all_states import Lost
 from faults.delta_protocol_model import Bounds, Model
 from faults.delta_states import Rules
 from faults.delta_trainer import Habits
+from support.sweeps import mostly_slow
 
 ADOPTER = None  # in place of a number of saves: `recckpt compact --adopt`
 DELTAS = Habits(deltas_only=True, any_step=False)
@@ -95,6 +96,7 @@ def test_nothing_is_lost_within_wider_bounds(figures, bounds, objects):
     figures.add("delta protocol", states=Model(Rules(objects=objects), bounds).check(), lost=0)
 
 
+@mostly_slow()
 @pytest.mark.parametrize("rule", NEEDED)
 def test_without_any_one_rule_of_chains_and_offers_something_is_lost(figures, rule):
     name, what = NEEDED[rule]

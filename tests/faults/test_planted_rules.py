@@ -26,6 +26,7 @@ from save import test_delta_base, test_deltas, test_full_or_delta
 from save.test_deltas import training  # noqa: F401
 from sparse.table import test_marks
 from support.spec_reader import DamagedError
+from support.sweeps import mostly_slow
 
 between = test_marks.test_what_changes_before_and_during_a_save_is_in_the_delta_after_it
 WRONG = (AssertionError, DamagedError)
@@ -98,6 +99,7 @@ FOUND = {
 }
 
 
+@mostly_slow()
 @pytest.mark.parametrize("rule", FOUND)
 def test_a_test_finds_what_keeps_to_a_rule_no_longer(request, figures, monkeypatch, rule):
     by = FOUND[rule]

@@ -116,6 +116,7 @@ def test_the_model_keeps_all_that_the_file_system_keeps(record):
     assert [op.state for op in history.ops if op.kind == "acknowledged"] == [(1, 0), (2, 0)]
 
 
+@pytest.mark.slow
 def test_a_power_cut_in_a_save_loses_nothing(record, figures, ram):
     history = record("takeover")
     steps = [i for i, op in enumerate(history.ops) if op.kind in ("link", "rename", "rmdir", "acknowledged")]

@@ -170,6 +170,7 @@ def test_every_value_that_a_query_reads_is_checked_and_no_other(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_rows_are_given_out_before_those_behind_them_are_read(tmp_path, monkeypatch):
     saved(tmp_path, [filled("item", range(30_000))], batch_bytes=100, concurrency=1)
     rows, checked = recckpt.dataset(tmp_path, "item"), []
@@ -207,6 +208,7 @@ def test_arrow_reads_the_files_by_itself_only_where_that_is_asked_for(tmp_path):
     assert alone.sort_by("id").to_table()["id"].to_pylist() == list(range(300))
 
 
+@pytest.mark.slow
 def test_a_dataset_needs_no_torch(tmp_path):
     saved(tmp_path, different_tables())
     code = (

@@ -23,7 +23,10 @@ FLAGS = (
 PHONE, DESK = 420, 1280  # pixels
 
 _missing = [name for name in (CHROMIUM, DRIVER) if not shutil.which(name)]
-pytestmark = pytest.mark.skipif(bool(_missing), reason=f"NO PAGE IS SEEN IN A BROWSER: THERE IS NO {_missing}")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(_missing), reason=f"NO PAGE IS SEEN IN A BROWSER: THERE IS NO {_missing}"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -213,6 +213,7 @@ def test_what_cannot_be_asked_of_merged_rows_says_what_can(tmp_path, delta):
     assert ds.dataset(tmp_path / "out", format="ipc").sort_by("id").to_table()["id"].to_pylist() == sorted(CHANGED)
 
 
+@pytest.mark.slow
 def test_a_delta_is_read_without_torch(delta):
     code = (
         f"import recckpt, sys; print(recckpt.dataset({str(delta.directory)!r}, 't').count_rows(), "

@@ -119,6 +119,7 @@ BesideARun.TestCase.settings = settings(deadline=None, max_examples=6, stateful_
 TestBesideARun = BesideARun.TestCase
 
 
+@mostly_slow()
 def test_a_run_with_deltas_is_read_at_each_of_its_saves_and_all_of_it_is_good(url):
     run = Run(url, interval=3, max_keep=4, deltas=True)
     kinds = set()

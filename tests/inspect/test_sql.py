@@ -190,6 +190,7 @@ def test_values_come_as_they_are_where_that_is_asked_for(tmp_path):
     ].to_list() == [191.0]
 
 
+@pytest.mark.slow
 def test_it_needs_no_torch(tmp_path):
     saved(tmp_path, filled("item", range(50)))
     code = "import recckpt, sys; recckpt.connect(sys.argv[1]); recckpt.scan(sys.argv[1], 'item'); print(*sys.modules)"

@@ -227,6 +227,7 @@ UNLOADABLE = {
 }
 
 
+@mostly_slow()
 @pytest.mark.parametrize("make", UNLOADABLE.values(), ids=UNLOADABLE.keys())
 def test_extra_pt_that_could_not_be_loaded_is_damage_though_its_checksum_is_right(tmp_path, make):
     Run(tmp_path).train(10)

@@ -18,6 +18,7 @@ def runs(tmp_path_factory):
     return root, {size: results(root, size) for size in (2, 1, 3)}
 
 
+@pytest.mark.slow
 def test_all_ranks_together_save_each_row_of_the_moment_once(runs):
     root, outcomes = runs
     for size, ranks in outcomes.items():
@@ -28,6 +29,7 @@ def test_all_ranks_together_save_each_row_of_the_moment_once(runs):
                 assert spec_reader.read(root / rule, f"last-{size}", table) == rows
 
 
+@pytest.mark.slow
 def test_every_rank_gets_all_rows_on_any_number_of_ranks(runs):
     _, outcomes = runs
     for size, before in ((1, 2), (3, 1)):
@@ -37,6 +39,7 @@ def test_every_rank_gets_all_rows_on_any_number_of_ranks(runs):
                 assert of_rule["taken"] == {"users": N_ROWS, "items": N_ROWS}
 
 
+@pytest.mark.slow
 def test_each_rank_marks_what_the_gradients_of_all_change(runs):
     _, outcomes = runs
     for size, ranks in outcomes.items():
@@ -46,6 +49,7 @@ def test_each_rank_marks_what_the_gradients_of_all_change(runs):
             assert 0 < max(own) <= 8, (size, rule, own)
 
 
+@pytest.mark.slow
 def test_copies_that_differ_are_named_once(runs):
     _, outcomes = runs
     for size, ranks in outcomes.items():

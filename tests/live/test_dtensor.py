@@ -57,10 +57,12 @@ def runs(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_fsdp_rows_are_restored_on_other_ranks_and_without_any_and_train_on_with_the_same_bits(runs):
     check(runs, [("fsdp", "Adagrad")], [3, 1, 2])
 
 
+@pytest.mark.slow
 def test_a_hash_table_takes_over_what_ranks_have_saved(runs):
     table = HashTable(3, name="users")
     optimizer = SparseAdagrad([table], lr=0.1)
@@ -84,5 +86,6 @@ def test_every_layout_and_optimizer_on_one_to_four_ranks(tmp_path):
     assert len(seen) == 2 * 5 + 2 * 3
 
 
+@pytest.mark.slow
 def test_what_is_not_rows_stays_dense_and_says_why(tmp_path):
     run_script(SCRIPT.with_name("dtensor_cases.py"), tmp_path)

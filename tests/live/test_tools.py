@@ -35,6 +35,7 @@ def test_a_reader_gives_rows_by_id(run):
         assert sum(batch.num_rows for batch in reader.table("users")) == N_ROWS
 
 
+@pytest.mark.slow
 def test_the_commands_look_at_it(run, capsys):
     assert "users" in command(capsys, "show", run.url)
     assert "sparse_adagrad_sum" in command(capsys, "get", run.url, "users", 3, "--columns", "id,sparse_adagrad_sum")

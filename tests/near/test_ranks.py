@@ -6,6 +6,7 @@ import pytest
 from load.test_other_forms import Chain
 from near.test_near_saves import rows
 from support.near_runs import NearRun, newest_list, output_dir, parts_of
+from support.sweeps import mostly_slow
 from support.thread_ranks import ThreadGroup, Wire, alone, on_ranks
 
 import recckpt
@@ -136,6 +137,7 @@ def test_damage_of_one_rank_is_seen_by_all(tmp_path):
 WORLDS = [["a"], ["a", "b"], ["b", "a", "a"], ["a", "new", "b"], ["new", "b", "a", "a"]]
 
 
+@mostly_slow()
 @pytest.mark.parametrize("hosts", WORLDS, ids="-".join)
 def test_what_hosts_have_saved_is_restored_where_each_file_is_on_one_of_them(tmp_path, hosts):
     assert on_hosts(tmp_path, ["a", "a", "b", "b"], trained, copies=0) == [(2, 0, 0)] * 4

@@ -88,6 +88,7 @@ def test_where_all_are_there_the_connection_is_to_blame():
     assert "all ranks are there, but it was reset" in str(error)
 
 
+@pytest.mark.slow
 def test_a_store_that_fails_or_is_silent_stands_for_the_rank_that_holds_it():
     for store in (BrokenStore(), StoppedStore()):
         error = take(RollCall(store, 1, 3, timeout_sec=0.01))

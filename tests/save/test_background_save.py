@@ -206,6 +206,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_an_interpreter_waits_for_the_save_that_is_under_way_and_says_if_it_failed(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(AT_EXIT)

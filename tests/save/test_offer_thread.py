@@ -2,6 +2,7 @@
 
 import threading
 
+import pytest
 from support.builders import Run, state_of
 
 from recckpt import Deltas
@@ -34,6 +35,7 @@ def restored(root) -> dict:
     return state_of(run)
 
 
+@pytest.mark.slow
 def test_a_chain_that_is_compacted_needs_no_further_full_save(tmp_path):
     run = Run(tmp_path, deltas=deltas(), max_keep=2)
     for _ in range(9):

@@ -4,6 +4,7 @@ import pytest
 from faults.plants import Plant
 from save import test_delta_base, test_deltas
 from support.spec_reader import DamagedError
+from support.sweeps import mostly_slow
 
 BEGIN, COMMIT = "recckpt.output_dir.commit:begin", "recckpt.output_dir.commit:commit"
 CONFIRM, SAVE = "recckpt.save.delta_base:Changes.confirm", "recckpt.save.save:write_and_commit"
@@ -27,6 +28,7 @@ MISSED = {
 }
 
 
+@mostly_slow()
 @pytest.mark.parametrize(("test", "bug"), MISSED.items(), ids=lambda value: getattr(value, "__name__", ""))
 def test_a_rule_that_is_left_out_is_missed(tmp_path, monkeypatch, test, bug):
     with pytest.MonkeyPatch.context() as patch:

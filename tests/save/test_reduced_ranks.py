@@ -26,6 +26,7 @@ def together(of_ranks):
     return rows, waiting, sum(n_rows for _, _, n_rows in of_ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(SIZES)))
 def test_a_checkpoint_has_the_rows_of_all_ranks_that_meet_the_conditions(root, number):
     of_ranks = results(root / str(number), SIZES[number])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.foreign import ForeignTable
 from support.forge import empty, filled, load, parts_of, rows_of, save_tables, written_parts
+from support.sweeps import mostly_slow
 
 from recckpt.save.sparse_saver import SparseSaver
 from recckpt.sparse import HashTable
@@ -66,6 +67,7 @@ def some(concurrency, batch_bytes):
     return pytest.param(concurrency, batch_bytes, marks=() if is_quick else pytest.mark.slow)
 
 
+@mostly_slow()
 @pytest.mark.parametrize(
     ("concurrency", "batch_bytes"), list(starmap(some, product([1, 2, 4, 8], [1, 100, 5000, 8 << 20])))
 )

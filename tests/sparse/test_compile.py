@@ -33,6 +33,7 @@ def test_a_compiled_model_and_a_compiled_step_train_as_plain_ones_with_cold_kern
     assert any((tmp_path / "numba").rglob("*.nbi"))  # compiled there, and not before
 
 
+@pytest.mark.slow
 def test_what_else_a_table_does_is_done_in_a_compiled_function_too():
     table = HashTable(2, name="t")
     optim = SparseSGD([table], lr=1.0)

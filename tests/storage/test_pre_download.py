@@ -149,6 +149,7 @@ def test_a_file_that_its_writer_removes_is_told_apart_from_damage(memory_url, wo
         files.fetch([PART], work_dir, 1)
 
 
+@pytest.mark.slow
 def test_a_load_from_s3_asks_less_often(s3_url, s3_options, work_dir, monkeypatch):
     table = filled("t", range(6_000), shape=16)
     save_tables(open_storage(s3_url), [table], batch_bytes=16_000, concurrency=1)

@@ -27,6 +27,7 @@ def unfinished(storage):
     return storage._fs.call_s3("list_multipart_uploads", Bucket=bucket).get("Uploads", [])
 
 
+@pytest.mark.slow
 def test_a_large_object_goes_up_in_parts_and_comes_back_whole(storage):
     with storage.create("d/x") as sink:
         for _ in range(4):
@@ -44,6 +45,7 @@ def test_a_large_object_goes_up_in_parts_and_comes_back_whole(storage):
     assert unfinished(storage) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [OSError("disk"), KeyboardInterrupt()])
 def test_an_error_gives_the_parts_of_a_large_object_up(storage, error):
     def write():
@@ -97,6 +99,7 @@ def test_a_bucket_that_is_not_there_is_not_made_but_named(s3_url):
         open_storage("s3://no-such-bucket/runs").prepare()
 
 
+@pytest.mark.slow
 def test_the_command_line_finds_a_store_by_the_environment(s3_url, s3_options):
     save_tables(open_storage(s3_url), [filled("item", range(3))])
     options = {key: value for key, value in s3_options.items() if key != "session"}

@@ -7,6 +7,7 @@ from multiprocessing import get_context
 
 import pytest
 import torch
+from support.sweeps import mostly_slow
 
 from recckpt import Saver
 from recckpt.storage.upload_rate import UploadRate
@@ -86,6 +87,7 @@ def test_a_file_of_another_user_is_refused(monkeypatch):
         rate.wait(1)
 
 
+@mostly_slow()
 @pytest.mark.parametrize("work_dir", [False, True])
 def test_a_save_sends_all_its_files_at_the_rate(own_tmp, monkeypatch, memory_url, work_dir):
     sent, slept = [], []

@@ -366,6 +366,7 @@ def test_without_matplotlib_the_data_is_there_and_the_page_names_the_extra(tmp_p
         report.to_html()
 
 
+@pytest.mark.slow
 def test_it_needs_no_torch(tmp_path):
     Saver(torch.nn.ModuleDict({"item": filled("item", range(50))}), None, str(tmp_path)).save("ckpt_1")
     code = "import recckpt, sys; print(len(recckpt.report(sys.argv[1]).to_html()) > 9, 'torch' in sys.modules)"

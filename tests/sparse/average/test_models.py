@@ -130,6 +130,7 @@ def test_what_an_update_touches_are_the_rows_that_have_changed(monkeypatch):
     assert max(touched) <= 16
 
 
+@pytest.mark.slow
 def test_a_long_rest_and_a_row_that_comes_back_cost_no_digits():
     models = pair()
     averages = [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999)) for model in models]
@@ -296,6 +297,7 @@ def run(saver_dir, steps, *, resume=False, save_at=None, deltas=False):
     return model, average, averages
 
 
+@mostly_slow()
 @pytest.mark.parametrize("deltas", [False, True])
 def test_an_average_resumed_in_the_middle_is_bit_for_bit_that_of_a_straight_run(tmp_path, deltas):
     straight_model, straight, _ = run(tmp_path / "straight", 60)

@@ -292,6 +292,7 @@ def test_memory_stays_within_the_budget_and_one_batch(wide, budget_bytes):
     assert peak_of(wide, budget_bytes) < budget_bytes + 2 * batch_bytes + books_bytes
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_links(wide):
     assert peak_of(wide, 2 << 20) < peak_of(wide[-1:], 2 << 20) + (1 << 20)
 

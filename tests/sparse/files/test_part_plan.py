@@ -67,6 +67,7 @@ def sizes_of(parts, counts):
     return [int(sum(counts[cut.begin : cut.end].sum() for cut in part.ranges)) for part in parts]
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(0, 5000), st.sampled_from(GROUPS)), max_size=20),
     st.integers(1, 9),

@@ -61,6 +61,7 @@ def test_columns_in_another_order_are_whole(tmp_path):
     assert verify(str(tmp_path)) == []
 
 
+@pytest.mark.slow
 def test_every_byte_of_a_part_is_looked_at(tmp_path):
     forge = saved(tmp_path, [filled("item", range(4))])
     path = forge.path(forge.parts[0])

@@ -8,6 +8,8 @@ from support.rank_processes import results, run_script
 
 from recckpt import CheckpointReader
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 SIZES = (1, 2, 3)
 BY = ("last_step", "count")

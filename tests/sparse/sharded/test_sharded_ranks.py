@@ -9,6 +9,8 @@ from support.rank_processes import results, run_script
 from recckpt import Saver
 from recckpt.sparse import HashTable, SparseAdam
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 SIZES = (2, 4)
 

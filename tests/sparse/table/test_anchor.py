@@ -249,6 +249,7 @@ def test_a_wrong_argument_on_one_rank_of_a_frozen_table_with_a_policy_raises_on_
     on_ranks(2, on_rank)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_follows_each_change():
     model = plain(None)
     optimizer, compiled = SparseSGD([model.table], lr=1.0), torch.compile(model, backend="eager")

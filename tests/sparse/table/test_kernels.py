@@ -4,6 +4,7 @@ import sys
 import threading
 
 import numpy as np
+import pytest
 from support.paths import PYTHONPATH
 
 from recckpt.format.buckets import N_BUCKETS, bucket_of
@@ -104,6 +105,7 @@ print(n_interrupts > 0, rows)
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_a_loop_is_compiled_for_the_first_time_breaks_nothing(tmp_path):
     env = {**os.environ, "PYTHONPATH": PYTHONPATH, "NUMBA_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", INTERRUPTED]
