@@ -42,7 +42,7 @@ def broken():
 def test_success(whole_session, tmp_path): (tmp_path / "file").touch()
 def test_failure():
     print("said before")
-    assert [1] == [2]
+    raise ValueError("it fails")
 def test_skip(): pytest.skip("not here")
 def test_warning(): warnings.warn("be warned")
 def test_end(broken): pass
@@ -64,7 +64,7 @@ def test_whatever_becomes_of_a_test_is_reported(tmp_path):
     assert sorted(summary[:-1]) == [
         "ERROR test_outcomes.py::test_end - OSError: at the end of the file",
         f"FAILED test_deaths.py::test_death - the worker that ran this test ended with {-signal.SIGKILL}",
-        "FAILED test_outcomes.py::test_failure - assert [1] == [2]",
+        "FAILED test_outcomes.py::test_failure - ValueError: it fails",
         "PASSED test_deaths.py::test_after",
         "PASSED test_deaths.py::test_before",
         "PASSED test_outcomes.py::test_end",
