@@ -10,7 +10,7 @@ from near.test_near_saves import OTHERS, rows
 from near.test_ranks import on_hosts, together
 from support.halted import Halt
 from support.near_runs import output_dir
-from support.sweeps import SWEEP_STRIDE
+from support.sweeps import HOST_STRIDE
 
 import recckpt
 from recckpt import Near
@@ -188,6 +188,6 @@ def test_who_is_overtaken_in_a_near_save_takes_nothing_away_and_adds_nothing(tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("deed", SCENES)
 def test_who_is_overtaken_at_any_call_takes_nothing_away_and_adds_nothing(tmp_path, deed, record_property):
-    n_points = sweep(tmp_path, count(0, SWEEP_STRIDE), SCENES[deed], deed) // SWEEP_STRIDE
+    n_points = sweep(tmp_path, count(0, HOST_STRIDE), SCENES[deed], deed) // HOST_STRIDE
     record_property("figures", {f"T5 and T7 of hosts, {deed}": {"points": n_points, "lost": 0}})
-    assert n_points * SWEEP_STRIDE > 200
+    assert n_points * HOST_STRIDE > 200

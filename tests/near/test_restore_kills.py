@@ -10,7 +10,7 @@ from near.test_ranks import near_names, on_hosts, together, trained
 from support.builders import flip_bit
 from support.killed import killed_at
 from support.near_runs import parts_of
-from support.sweeps import SWEEP_STRIDE
+from support.sweeps import HOST_STRIDE
 
 import recckpt
 
@@ -105,6 +105,6 @@ def test_a_kill_in_a_restore_loses_nothing_that_was_there(tmp_path, number):
 @pytest.mark.slow
 @pytest.mark.parametrize("scene", [a_new_host, damage, more_ranks, a_forgetting])
 def test_no_kill_in_a_restore_loses_anything_that_was_there(tmp_path, scene, record_property):
-    n_points = sweep(tmp_path, scene, count(0, SWEEP_STRIDE)) // SWEEP_STRIDE
+    n_points = sweep(tmp_path, scene, count(0, HOST_STRIDE)) // HOST_STRIDE
     record_property("figures", {"T1, restores over hosts": {scene.__name__: n_points, "lost": 0}})
-    assert n_points * SWEEP_STRIDE > 100
+    assert n_points * HOST_STRIDE > 100
