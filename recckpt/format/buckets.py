@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 N_BUCKETS = 65536  # part of the format
 
 _S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
-_M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+M1, M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def mix64(z: Any) -> Any:
@@ -23,8 +23,8 @@ def mix64(z: Any) -> Any:
 
     Works on numpy arrays as it stands, and compiled by numba on scalars.
     """
-    z = (z ^ (z >> _S30)) * _M1
-    z = (z ^ (z >> _S27)) * _M2
+    z = (z ^ (z >> _S30)) * M1
+    z = (z ^ (z >> _S27)) * M2
     return z ^ (z >> _S31)
 
 

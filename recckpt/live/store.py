@@ -202,7 +202,7 @@ class LiveStore(Store):
         self._failure = error
 
     def _is_left_there(self, rows: Tensor) -> bool:
-        """Say whether nobody needs the numbers of rows here and now: no snapshot, and marks once they are read."""
+        """Leave rows on the device until marks are read; say whether that can be, or nobody reads them."""
         if not runs_apart(rows) or self._observers.has_snapshot:
             return False
         return not self._observers.has_marks or self._noted.note(rows)

@@ -140,8 +140,15 @@ class ReadOnlyManager:
         Raises:
             Exception: as :func:`recckpt.follow`, here and now; as :func:`recckpt.load_into`, at each.
         """
-        looks: dict[str, Any] = {"timeout_sec": timeout_sec, "every_sec": every_sec, "after": after}
-        return self._each(follow(self.output_dir, newest=newest, ephemeral=ephemeral, **looks))
+        checkpoints = follow(
+            self.output_dir,
+            timeout_sec=timeout_sec,
+            every_sec=every_sec,
+            after=after,
+            newest=newest,
+            ephemeral=ephemeral,
+        )
+        return self._each(checkpoints)
 
     def _each(self, checkpoints: Iterator[CheckpointReader]) -> Iterator[CheckpointReader]:
         for checkpoint in checkpoints:

@@ -62,7 +62,7 @@ def test_it_is_saved_in_its_own_form_and_filled_where_it_lies(tmp_path, with_gro
 
 
 def test_one_that_steps_in_backward_passes_and_is_not_registered_is_warned_of(tmp_path, caplog):
-    """As that of a sharded collection, which nobody sees step: the states of tables that stay dense would be lost."""
+    """As that of a sharded collection, whose steps no hook sees: the states of tables that stay dense would be lost."""
     model = nn.ModuleDict({"inner": nn.Linear(2, 1)})
     model.fused_optimizer = Keyed(dict(model.named_parameters()), 0.1)
     model["inner"].fused_optimizer = Keyed(dict(model["inner"].named_parameters()), 0.1)

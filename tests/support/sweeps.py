@@ -7,9 +7,8 @@ import pytest
 SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # sweeps try every so-manieth point: 1 is all
 if not 1 <= SWEEP_STRIDE <= 100:
     raise pytest.UsageError(f"found SWEEP_STRIDE={SWEEP_STRIDE}, expected 1, for all points of the sweeps, to 100")
-HOST_STRIDE = (
-    3 * SWEEP_STRIDE if SWEEP_STRIDE > 1 else 1
-)  # of sweeps whose points are jobs on several hosts: each takes a second
+# Of sweeps whose points are jobs on several hosts: each takes a second.
+HOST_STRIDE = 3 * SWEEP_STRIDE if SWEEP_STRIDE > 1 else 1
 
 
 _first: dict[tuple[str, str], dict[str, object]] = {}  # test -> parameters of the case that the default suite takes

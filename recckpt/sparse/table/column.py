@@ -284,6 +284,5 @@ class Column:
             )
 
     def _on_device(self, rows: Int64s) -> Tensor:
-        return torch.from_numpy(rows.copy()).to(
-            self.device
-        )  # torch takes no memory that is read-only or runs backwards
+        # A copy: torch takes no memory that is read-only or runs backwards.
+        return torch.from_numpy(rows.copy()).to(self.device)

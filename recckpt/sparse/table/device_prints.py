@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from recckpt.format.buckets import M1, M2
 from recckpt.sparse.table.print_words import MIX, factors_of, word_bytes
 from recckpt.sparse.table.snapshot import Snapshot
 from recckpt.types import SlotSpec
@@ -49,8 +50,8 @@ def _mixed(memory: Tensor, spec: SlotSpec, prints: Tensor) -> Tensor:
 
 def _mix64(z: Tensor) -> Tensor:
     """As :func:`recckpt.format.buckets.mix64`."""
-    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    z = (z ^ _shifted(z, 30)) * _signed(int(M1))
+    z = (z ^ _shifted(z, 27)) * _signed(int(M2))
     return z ^ _shifted(z, 31)
 
 
