@@ -26,6 +26,7 @@ from recckpt.output_dir.fence import Fence
 from recckpt.parallel.connection import Connection
 from recckpt.parallel.process_group import Parcel
 from recckpt.parallel.ranks import Ranks
+from recckpt.parallel.reused_buffer import ReusedBuffer
 from recckpt.policies.deltas import Chain, Deltas
 from recckpt.save.check import Owned
 from recckpt.save.choice import Choice
@@ -213,7 +214,9 @@ class OneOfMany:
             self._intent = result[0]
         return value
 
-    def exchange(self, mark: int, parcels: Sequence[Parcel]) -> tuple[list[int], list[Parcel]]:
+    def exchange(
+        self, mark: int, parcels: Sequence[Parcel], into: ReusedBuffer | None = None
+    ) -> tuple[list[int], list[Parcel]]:
         """Return the mark of rank 0 as that of all, and nothing else."""
         return [mark] * self.size, [np.empty(0, np.uint8)] * self.size
 

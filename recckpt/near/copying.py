@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from recckpt.errors import RecckptError
 from recckpt.format.manifest import FileEntry
 from recckpt.near.moves import Move
-from recckpt.near.moving import move
+from recckpt.near.moving import MoveBuffers, move
 from recckpt.near.ring import receivers
 from recckpt.parallel.meetings import Meetings
 from recckpt.storage import Storage
@@ -21,6 +21,7 @@ def copy_files(
     *,
     hosts: Sequence[str],
     copies: int,
+    buffers: MoveBuffers,
 ) -> None:
     """Copy the files of each rank to the hosts that follow its own, and return once all are there. Collective.
 
@@ -31,6 +32,7 @@ def copy_files(
         files: what this rank has written there.
         hosts: the host of each rank, the same on all ranks.
         copies: how many other hosts get a copy, the same on all ranks.
+        buffers: kept from one near save to the next.
 
     Raises:
         RecckptError: a copy did not arrive, on all ranks alike; or another rank has failed, or is missing.
@@ -42,7 +44,7 @@ def copy_files(
         for file in entries
         for taker in takers[sender]
     ]
-    failures = move(meetings, storage, directory, moves)
+    failures = move(meetings, storage, directory, moves, buffers)
     if failures:
         first = failures[0]
         raise RecckptError(

@@ -29,7 +29,7 @@ class Outgoing:
         self.failure = self._why_unfit()
 
     def fill(self, parcel: Parcel, begin: int) -> None:
-        """Fill a parcel of zeros with what comes at ``begin``; it stays as it is once that has failed."""
+        """Fill a parcel with what comes at ``begin``; it stays as it is once that has failed."""
         n_bytes = min(len(parcel), max(0, self._n_bytes - begin))
         try:
             if self.failure is None:

@@ -4,20 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-
-import numpy as np
+from dataclasses import dataclass, field
 
 from recckpt.near.moved_files import Incoming, Outgoing
 from recckpt.near.moves import Move, MoveFailure, Rounds, Stretch, rounds_by_pair
 from recckpt.parallel.meetings import Meetings
 from recckpt.parallel.process_group import Parcel
+from recckpt.parallel.reused_buffer import ReusedBuffer
 from recckpt.storage import Storage
 
 ROUND_BYTES = 8 << 20  # that a rank sends, or is sent, at a meeting
 
 
+@dataclass(frozen=True)
+class MoveBuffers:
+    """Memory for what a rank sends and what it is sent in a round, kept for the next. Not thread-safe."""
+
+    sent: ReusedBuffer = field(default_factory=ReusedBuffer)
+    received: ReusedBuffer = field(default_factory=ReusedBuffer)
+
+
 def move(
-    meetings: Meetings, storage: Storage, directory: str, moves: Sequence[Move], *, round_bytes: int = ROUND_BYTES
+    meetings: Meetings,
+    storage: Storage,
+    directory: str,
+    moves: Sequence[Move],
+    buffers: MoveBuffers | None = None,
+    *,
+    round_bytes: int = ROUND_BYTES,
 ) -> list[MoveFailure]:
     """Move files of a near save, and return those that did not arrive, the same on all ranks. Collective.
 
@@ -29,6 +43,7 @@ def move(
         storage: of the near saves on the host of this rank.
         directory: that of the near save.
         moves: the same on all ranks, in the same order; none from a rank to itself.
+        buffers: kept from one near save to the next; None for those of this call.
         round_bytes: that a rank sends, or is sent, at a meeting.
 
     Raises:
@@ -45,7 +60,7 @@ def move(
             stack.callback(leaving.close)
         for arriving in received.values():
             stack.callback(arriving.discard)
-        _exchange(meetings, rounds_by_pair(moves, round_bytes), sent, received)
+        _exchange(meetings, rounds_by_pair(moves, round_bytes), sent, received, buffers or MoveBuffers())
         unfit = {n: file.publish() for n, file in received.items()}
         unread = {n: file.failure for n, file in sent.items()}
     of_ranks = meetings.gather((unfit, unread))
@@ -61,6 +76,7 @@ def _exchange(
     by_pair: Mapping[tuple[int, int], Rounds],
     sent: Mapping[int, Outgoing],
     received: Mapping[int, Incoming],
+    buffers: MoveBuffers,
 ) -> None:
     """Send what goes from each rank to each other, round by round, and take what is sent to this rank."""
     rank = meetings.rank
@@ -70,18 +86,22 @@ def _exchange(
         return rounds[number] if number < len(rounds) else ()
 
     for number in range(max(map(len, by_pair.values()))):
-        parcels = [_packed(sent, stretches(rank, to, number)) for to in range(meetings.size)]
-        for sender, parcel in enumerate(meetings.exchange(parcels)):
+        parcels = _packed(sent, [stretches(rank, to, number) for to in range(meetings.size)], buffers.sent)
+        for sender, parcel in enumerate(meetings.exchange(parcels, buffers.received)):
             at = 0
             for stretch in stretches(sender, rank, number):
                 received[stretch.number].take(parcel[at : at + stretch.n_bytes], stretch.begin)
                 at += stretch.n_bytes
 
 
-def _packed(sent: Mapping[int, Outgoing], stretches: Sequence[Stretch]) -> Parcel:
-    parcel = np.zeros(sum(stretch.n_bytes for stretch in stretches), np.uint8)
-    at = 0
-    for stretch in stretches:
-        sent[stretch.number].fill(parcel[at : at + stretch.n_bytes], stretch.begin)
-        at += stretch.n_bytes
-    return parcel
+def _packed(sent: Mapping[int, Outgoing], to_ranks: Sequence[Sequence[Stretch]], buffer: ReusedBuffer) -> list[Parcel]:
+    """Return what goes to each rank, one after the other in the buffer."""
+    all_bytes = buffer.take(sum(stretch.n_bytes for stretches in to_ranks for stretch in stretches))
+    parcels, at = [], 0
+    for stretches in to_ranks:
+        begin = at
+        for stretch in stretches:
+            sent[stretch.number].fill(all_bytes[at : at + stretch.n_bytes], stretch.begin)
+            at += stretch.n_bytes
+        parcels.append(all_bytes[begin:at])
+    return parcels

@@ -12,6 +12,7 @@ from recckpt.format.near_seal import NearSeal
 from recckpt.near.candidates import counting
 from recckpt.near.finder import NearFinder
 from recckpt.near.generations import Generation, Kept, newest
+from recckpt.near.moving import MoveBuffers
 from recckpt.near.near_dir import NearDir
 from recckpt.near.noted_host import NotedHost
 from recckpt.near.options import Near
@@ -38,10 +39,12 @@ class NearTier(NearAtTakeover):
         finder: finds those that a restore may take.
         timeout_sec: how long ranks wait for each other.
         copies: how many other hosts are to get what a host writes; None for one where there are several.
+        copy_buffers: for what they get.
     """
 
     def __init__(self, near: Near, storage: Storage, concurrency: int) -> None:
         self.dir, self.timeout_sec, self.copies = NearDir.of(near, storage.url), near.timeout_sec, near.copies
+        self.copy_buffers = MoveBuffers()
         self._noted = NotedHost(storage, self.dir)
         self.finder = NearFinder(self.dir, storage, concurrency, self._noted)
         self._storage, self._cut = storage, 0

@@ -12,6 +12,7 @@ import numpy as np
 from recckpt.errors import RecckptError
 from recckpt.parallel.outcomes import Failed, error_of, sendable
 from recckpt.parallel.process_group import Group, Parcel
+from recckpt.parallel.reused_buffer import ReusedBuffer
 
 _T = TypeVar("_T")
 _GOES_ON, _FAILED = 0, 1  # the mark of a rank at a meeting
@@ -41,9 +42,14 @@ class Meetings:
         self._group, self._failed = group, failed
         self._is_over = False
 
-    def exchange(self, parcels: Sequence[Parcel]) -> list[Parcel]:
-        """Send bytes to each rank, by its number, and return what each has sent; nothing from itself. Collective."""
-        marks, received = self._meet(_GOES_ON, parcels)
+    def exchange(self, parcels: Sequence[Parcel], into: ReusedBuffer | None = None) -> list[Parcel]:
+        """Send bytes to each rank, by its number, and return what each has sent; nothing from itself. Collective.
+
+        Args:
+            parcels: for each rank.
+            into: the buffer for what is received; None for memory of its own.
+        """
+        marks, received = self._meet(_GOES_ON, parcels, into)
         if _FAILED in marks:
             raise self._first_failure(None)
         return received
@@ -83,12 +89,14 @@ class Meetings:
             self._meet(_FAILED, self._nothing)
             self._first_failure(error)
 
-    def _meet(self, mark: int, parcels: Sequence[Parcel]) -> tuple[list[int], list[Parcel]]:
+    def _meet(
+        self, mark: int, parcels: Sequence[Parcel], into: ReusedBuffer | None = None
+    ) -> tuple[list[int], list[Parcel]]:
         if self._group is None:
             self._is_over = mark == _FAILED
             return [mark], self._nothing
         try:
-            marks, received = self._group.exchange(mark, parcels)
+            marks, received = self._group.exchange(mark, parcels, into)
         except BaseException:  # a rank is missing, or this one was interrupted
             self._is_over = True
             raise

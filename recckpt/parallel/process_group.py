@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from recckpt.parallel.gloo_group import GlooGroup
 from recckpt.parallel.lost_ranks import RollCall, within
+from recckpt.parallel.reused_buffer import ReusedBuffer
 
 _T = TypeVar("_T")
 Parcel = npt.NDArray[np.uint8]  # bytes from one rank to another
@@ -49,10 +50,12 @@ class Group(Protocol):
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value to all. Collective."""
 
-    def exchange(self, mark: int, parcels: Sequence[Parcel]) -> tuple[list[int], list[Parcel]]:
+    def exchange(
+        self, mark: int, parcels: Sequence[Parcel], into: ReusedBuffer | None = None
+    ) -> tuple[list[int], list[Parcel]]:
         """Send a mark to all ranks and a parcel to each, by its number; return those of all. Collective.
 
-        What a rank sends itself is dropped.
+        What a rank sends itself is dropped. What it receives is in the buffer ``into``, or in memory of its own.
         """
 
     def twin(self) -> Group:
@@ -116,7 +119,9 @@ class ProcessGroup:
         self._collective(lambda group: self._dist.broadcast_object_list(values, src=0, group=group))
         return values[0]
 
-    def exchange(self, mark: int, parcels: Sequence[Parcel]) -> tuple[list[int], list[Parcel]]:
+    def exchange(
+        self, mark: int, parcels: Sequence[Parcel], into: ReusedBuffer | None = None
+    ) -> tuple[list[int], list[Parcel]]:
         """Return the marks of all ranks, and what each has sent to this one."""
         import torch
 
@@ -128,9 +133,10 @@ class ProcessGroup:
         def exchange(group: Any) -> tuple[list[int], list[Parcel]]:
             self._dist.all_to_all_single(answer, header, group=group)
             marks, sizes = answer.T.tolist()
-            received = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-            self._dist.all_to_all_single(received, message, sizes, list(map(len, sent)), group=group)
-            return marks, np.split(received.numpy(), np.cumsum(sizes)[:-1])
+            received = (into or ReusedBuffer()).take(sum(sizes))
+            sent_sizes = list(map(len, sent))
+            self._dist.all_to_all_single(torch.from_numpy(received), message, sizes, sent_sizes, group=group)
+            return marks, np.split(received, np.cumsum(sizes)[:-1])
 
         return self._collective(exchange)
 

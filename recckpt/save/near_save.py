@@ -92,7 +92,8 @@ class NearSave:
     def _write_and_copy(self, staged: Staged, meetings: Meetings) -> RankRecord:
         record, begun = self._write_own(staged), self.begun
         files, directory = record.shard.files, begun.intent.directory
-        copy_files(meetings, self.to.storage, directory, files, hosts=begun.hosts, copies=begun.copies)
+        buffers = self.tier.copy_buffers
+        copy_files(meetings, self.to.storage, directory, files, hosts=begun.hosts, copies=begun.copies, buffers=buffers)
         return record
 
     def _write_own(self, staged: Staged) -> RankRecord:

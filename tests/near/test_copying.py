@@ -10,6 +10,7 @@ from recckpt.checkpoint.every_byte import problems
 from recckpt.errors import RankLostError, RecckptError
 from recckpt.format.manifest import FileEntry
 from recckpt.near.copying import copy_files
+from recckpt.near.moving import MoveBuffers
 from recckpt.near.near_dir import NearDir
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.parallel.threads import run_all
@@ -32,7 +33,11 @@ def copied(root, copies):
         storage = LocalStorage(str(root / HOSTS[rank]))
         ranks = alone(ThreadGroup(rank, wire))
         try:
-            ranks.in_meetings(lambda meetings: copy_files(meetings, storage, SAVE, files, hosts=HOSTS, copies=copies))
+            ranks.in_meetings(
+                lambda meetings: copy_files(
+                    meetings, storage, SAVE, files, hosts=HOSTS, copies=copies, buffers=MoveBuffers()
+                )
+            )
         except RecckptError as error:
             return str(error)
         return None
@@ -100,8 +105,8 @@ def test_with_as_many_copies_as_there_are_other_hosts_each_has_all(tmp_path):
 class SpoilingGroup(ThreadGroup):
     """A rank to which files of rows arrive with another first byte."""
 
-    def exchange(self, mark, parcels):
-        marks, received = super().exchange(mark, parcels)
+    def exchange(self, mark, parcels, into=None):
+        marks, received = super().exchange(mark, parcels, into)
         for parcel in received:
             if b"ARROW1" in parcel.tobytes():
                 parcel[parcel.tobytes().index(b"ARROW1")] ^= 1
@@ -128,11 +133,11 @@ def test_a_copy_that_is_spoiled_on_the_wire_ends_its_near_save_on_all_hosts_and_
 class HangingGroup(ThreadGroup):
     """A rank whose peers do not answer once it has sent files of rows."""
 
-    def exchange(self, mark, parcels):
+    def exchange(self, mark, parcels, into=None):
         if any(b"ARROW1" in parcel.tobytes() for parcel in parcels):
             self.is_lost = True
             raise RankLostError([1 - self.rank], "it did not answer within 60 s")
-        return super().exchange(mark, parcels)
+        return super().exchange(mark, parcels, into)
 
 
 def test_a_rank_that_does_not_answer_ends_near_saves_and_no_checkpoints(tmp_path, caplog):

@@ -137,8 +137,8 @@ def test_a_file_that_is_cut_while_it_is_sent_does_not_appear(tmp_path, xxh3):
 @pytest.mark.parametrize("xxh3", ["known", "unknown"])
 def test_what_the_wire_spoils_does_not_appear(tmp_path, xxh3):
     class Spoiling(ThreadGroup):
-        def exchange(self, mark, parcels):
-            marks, received = super().exchange(mark, parcels)
+        def exchange(self, mark, parcels, into=None):
+            marks, received = super().exchange(mark, parcels, into)
             for parcel in received:
                 if len(parcel) == 708:
                     parcel[100] ^= 4

@@ -50,7 +50,7 @@ class ThreadGroup:
     def broadcast(self, value):
         return self.wire.exchange("broadcast", self.rank, value, lambda sender: sender == 0)[0]
 
-    def exchange(self, mark, parcels):
+    def exchange(self, mark, parcels, into=None):
         sent = [None if to == self.rank else np.array(parcel) for to, parcel in enumerate(parcels)]
         of_ranks = self.wire.exchange("exchange", self.rank, (mark, sent), lambda sender: True)
         own = [np.empty(0, np.uint8) if sent[self.rank] is None else sent[self.rank] for _, sent in of_ranks]
