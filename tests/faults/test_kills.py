@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 from faults.scenes import FORMS_AND_DOUBTS, OFFERS, SCENES
 from faults.tracing import killing
-from support.sweeps import SWEEP_STRIDE, mostly_slow
+from support.sweeps import SWEEP_STRIDE, mostly_slow, some_of
 
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.storage import open_storage
@@ -40,10 +40,8 @@ class Sweep:
 
     def kill_at_some(self, call, stride, number):
         """Kill at each ``stride``-th call, from one on that follows from ``number``, so that sweeps try other places."""
-        n_calls = self.n_calls[call]
-        first = 1 + number * 7 % min(stride, n_calls or 1)
-        words = [self.kill_at(call, k) for k in range(first, n_calls + 1, stride)]
-        assert "killed" in words or not n_calls or self.save.threads > 1  # of which any may make the most calls
+        words = [self.kill_at(call, k) for k in some_of(self.n_calls[call], stride, number)]
+        assert "killed" in words or not words or self.save.threads > 1  # of which any may make the most calls
 
     @cached_property
     def n_calls(self):

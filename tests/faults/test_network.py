@@ -11,7 +11,7 @@ from faults.plants import plant
 from faults.store_scene import Scene, Store, options_of
 from faults.store_worker import LargeJob
 from fsspec.config import conf
-from support.sweeps import SWEEP_STRIDE
+from support.sweeps import SWEEP_STRIDE, some_of
 
 from recckpt.errors import SaveFailedError
 from recckpt.storage import upload
@@ -116,9 +116,9 @@ class Network:
 class Faults:
     """Disturbs saves into copies of one scene; ``whole`` are the files of a save that nothing disturbs."""
 
-    def __init__(self, scene, whole, network, figures):
+    def __init__(self, scene, whole, n_requests, network, figures):
         self.scene, self.network, self.figures = scene, network, figures
-        self._whole = whole
+        self._whole, self.n_requests = whole, n_requests
 
     def disturb(self, fault, at, times, about=b""):
         """Spoil ``times`` requests of a save from the ``at``-th on, and check what is left.
@@ -153,11 +153,10 @@ class Faults:
         self.scene.store.fs.rm(f"{self.scene.store.bucket}/{prefix}", recursive=True)
         return n_faults > 0
 
-    def sweep(self, fault, times, first, stride):
-        at = first
-        while self.disturb(fault, at, times):
-            at += stride
-        assert at > first
+    def sweep(self, fault, times, number, stride):
+        """Disturb some requests of a save, from one on that follows from the number of the sweep."""
+        for at in some_of(self.n_requests, stride, number):
+            assert self.disturb(fault, at, times), f"a save makes no request {at}"
 
 
 def ready(scene, network, fault=None):
@@ -170,10 +169,11 @@ def ready(scene, network, fault=None):
 
 
 def undisturbed(scene, network):
-    """Return name -> size of the files of a save: those of one process have the same size in each."""
+    """Return name -> size of the files of a save, which are the same in each of one process, and its requests."""
     prefix, job = ready(scene, network)
+    network.proxy.arm(None)
     job.manager.save()
-    return dict(scene.new_files(prefix))
+    return dict(scene.new_files(prefix)), network.proxy.n_requests
 
 
 def failure_of(save):
@@ -186,7 +186,7 @@ def failure_of(save):
 
 @pytest.fixture(scope="module")
 def made():
-    """The scenes of this file and their whole files, by scene and job: making one takes as long as a try."""
+    """The scenes of this file and what a save does there, by scene and job: making one takes as long as a try."""
     return {}
 
 
@@ -199,7 +199,7 @@ def faults(s3_options, monkeypatch, figures, made):
         monkeypatch.setitem(conf, "s3", s3_options)
         if (scene, job) not in made:
             found = Scene(Store(s3_options), scene, job)
-            made[scene, job] = found, undisturbed(found, network)
+            made[scene, job] = found, *undisturbed(found, network)
         return Faults(*made[scene, job], network, figures)
 
     yield make
@@ -235,16 +235,16 @@ def test_an_error_publishes_nothing_of_a_large_file_and_that_would_be_found(faul
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "fault"), [*enumerate(FAULTS)])
 def test_a_fault_at_any_request_is_made_up_for(faults, number, fault):
-    faults("rotation").sweep(fault, 1, 1 + number % 4, 4 * SWEEP_STRIDE)
+    faults("rotation").sweep(fault, 1, number, 4 * SWEEP_STRIDE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "fault"), [*enumerate(FAULTS)])
 def test_a_fault_while_a_large_file_goes_up_is_made_up_for(faults, number, fault):
-    faults("first", LargeJob).sweep(fault, 1, 1 + number, len(FAULTS) * SWEEP_STRIDE)
+    faults("first", LargeJob).sweep(fault, 1, number, len(FAULTS) * SWEEP_STRIDE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FOR_EVER)
 def test_a_network_that_stays_away_from_any_request_on_loses_nothing(faults, fault):
-    faults("rotation").sweep(fault, 10**9, 1 + FOR_EVER.index(fault), 8 * SWEEP_STRIDE)
+    faults("rotation").sweep(fault, 10**9, FOR_EVER.index(fault), 8 * SWEEP_STRIDE)

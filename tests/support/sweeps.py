@@ -11,6 +11,18 @@ if not 1 <= SWEEP_STRIDE <= 100:
 HOST_STRIDE = 3 * SWEEP_STRIDE if SWEEP_STRIDE > 1 else 1
 
 
+def some_of(n_points: int, stride: int, number: int) -> range:
+    """Return every ``stride``-th of the points 1 to ``n_points`` of a sweep, at least one where there are any.
+
+    Args:
+        n_points: of the sweep.
+        stride: from one to the next.
+        number: of the sweep among others like it, each of which begins elsewhere.
+    """
+    period = max(1, min(stride, n_points))
+    return range(1 + number * (period // 9 | 1) % period, n_points + 1, stride)
+
+
 _first: dict[tuple[str, str], dict[str, object]] = {}  # test -> parameters of the case that the default suite takes
 
 
