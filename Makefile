@@ -48,9 +48,10 @@ test-integrations: $(INTEGRATIONS)/.installed
 	$(INTEGRATIONS)/bin/python -m pytest -n $(TESTERS) --dist loadscope tests/integrations
 
 # The fuzzer alone and first: its children are forks, with a limit of memory, of a process that has run nothing else.
+# The others by one worker more than TESTERS, since they often wait for processes that were killed, or for servers.
 test-slow: $(STAMP)
 	$(PY) -m pytest -n $(TESTERS) -m slow tests/faults/test_fuzz.py
-	$(PY) -m pytest -n $(TESTERS) --dist loadscope -m slow --ignore tests/faults/test_fuzz.py
+	$(PY) -m pytest --workers $$(($(TESTERS) + 1)) -m slow --ignore tests/faults/test_fuzz.py
 
 test-faults: $(STAMP)
 	$(PY) -m pytest -n $(TESTERS) --dist loadscope -m "" tests/faults

@@ -1,7 +1,7 @@
 """T3 with deltas: an operation of the storage fails; whatever the save says, the next holds all that has changed."""
 
 import errno
-from itertools import count
+from itertools import count, product
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from faults.live_content import LiveContent
 from faults.storage_faults import WHEN, Faults
 from support import spec_reader
 from support.live_runs import rows_of
-from support.sweeps import SWEEP_STRIDE, mostly_slow
+from support.sweeps import SWEEP_STRIDE, mostly_slow, pairwise
 from torch import nn
 
 import recckpt
@@ -140,10 +140,12 @@ def test_after_a_fault_the_next_save_holds_all_that_has_changed(ram, figures, ha
     assert try_each(figures, Trainer(ram, 1, OwnTable), habit, stride) > 40
 
 
+OPTIONS = [*({"when": when} for when in WHEN), {"for_ever": True}]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("content", [OwnTable, TrainedTables])
-@pytest.mark.parametrize("options", [*({"when": when} for when in WHEN), {"for_ever": True}], ids=str)
-@pytest.mark.parametrize("habit", HABITS)
-@pytest.mark.parametrize("max_keep", [1, 2])
+@pytest.mark.parametrize(
+    ("max_keep", "habit", "options", "content"), pairwise(product([1, 2], HABITS, OPTIONS, [OwnTable, TrainedTables]))
+)
 def test_after_any_fault_the_next_save_holds_all_that_has_changed(ram, figures, max_keep, habit, options, content):
     assert try_each(figures, Trainer(ram, max_keep, content), habit, SWEEP_STRIDE, **options) > 40

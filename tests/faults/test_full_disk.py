@@ -166,4 +166,5 @@ def test_a_save_into_any_room_from_none_to_enough_loses_nothing(mount, figures):
 
 @pytest.mark.slow
 def test_a_save_into_any_number_of_files_loses_nothing(mount, figures):
-    assert [fill(mount(), figures, n_files=n) for n in range(0, 40, SWEEP_STRIDE)].count(True) > 0
+    succeeded = [fill(mount(), figures, n_files=n) for n in range(0, 40, min(SWEEP_STRIDE, 13))]
+    assert (succeeded[0], succeeded[-1]) == (False, True)

@@ -14,7 +14,7 @@ import pytest
 from faults.interleaving import Scene, crossed, operations, overtaken
 from faults.trainer import Trainer
 from faults.watched_storage import watch
-from support.sweeps import SWEEP_STRIDE, mostly_slow
+from support.sweeps import SWEEP_STRIDE, mostly_slow, pairwise
 
 from recckpt.errors import SaveFailedError, WriterFencedError
 
@@ -63,8 +63,11 @@ def test_of_three_writers_that_are_all_held_up_the_last_goes_on(figures, ram, or
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_keeps", [(1, 1), (2, None), (None, 1)], ids=str)
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    ("root", "script", "max_keeps"),
+    pairwise(product(("local", "memory"), SCRIPTS, [(1, 1), (2, None), (None, 1)])),
+    indirect=["root"],
+)
 def test_a_writer_is_held_up_before_each_operation(figures, root, script, max_keeps):
     sweep(figures, root, script, max_keeps, 0, SWEEP_STRIDE)
 

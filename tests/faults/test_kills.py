@@ -39,7 +39,7 @@ class Sweep:
         raise AssertionError(f"a save has no {MOST_CALLS} calls of {call}")
 
     def kill_at_some(self, call, stride, number):
-        """Kill at each ``stride``-th call, from one on that follows from ``number``, so that sweeps try other places."""
+        """Kill at each ``stride``-th call, from one on that follows from the ``number`` of the sweep."""
         words = [self.kill_at(call, k) for k in some_of(self.n_calls[call], stride, number)]
         assert "killed" in words or not words or self.save.threads > 1  # of which any may make the most calls
 

@@ -1,6 +1,5 @@
 """T5: a process dies before or after each request of a save to an object store; nothing is ever lost."""
 
-import itertools
 import json
 import os
 import signal
@@ -11,9 +10,10 @@ from faults.http_proxy import Proxy
 from faults.store_scene import Scene, Store, as_json, options_of
 from faults.store_worker import JOBS
 from fsspec.config import conf
-from support.sweeps import SWEEP_STRIDE
+from support.sweeps import SWEEP_STRIDE, some_of
 from support.warm_python import Piped
 
+MOST_REQUESTS = 1000  # of a save
 SWEEPS = {  # scene, job, whether deaths begin with the process: which requests, of those that SWEEP_STRIDE leaves
     ("first", "small", True): 2,
     ("rotation", "small", False): 1,
@@ -91,13 +91,12 @@ class Deaths:
         self.figures.add("T5", points=int(killed), lost=0)
         return killed
 
-    def sweep(self, stride, first=1):
-        """Kill before and after every ``stride``-th request, to the last one."""
-        for count, k in enumerate(itertools.count(first, stride)):
-            before, after = (self.die_at(k, arrives=arrives) for arrives in (False, True))
-            if not before and not after:
-                return count
-        raise AssertionError
+    def sweep(self, stride, number):
+        """Kill before and after every ``stride``-th request, from one on that follows from the number of the sweep."""
+        assert not self.die_at(MOST_REQUESTS, arrives=False)
+        for k in some_of(self.proxy.n_requests, stride, number):
+            for arrives in (False, True):
+                assert self.die_at(k, arrives=arrives), k
 
 
 @pytest.fixture
@@ -126,4 +125,5 @@ def test_a_rotation_before_the_commit_is_found(deaths, finding):
 @pytest.mark.slow
 @pytest.mark.parametrize(("scene", "job", "from_start"), SWEEPS)
 def test_a_death_at_any_request_loses_nothing(deaths, scene, job, from_start):
-    assert deaths(scene, job, from_start).sweep(SWEEP_STRIDE * SWEEPS[scene, job, from_start]) > 1
+    number = list(SWEEPS).index((scene, job, from_start))
+    deaths(scene, job, from_start).sweep(SWEEP_STRIDE * SWEEPS[scene, job, from_start], number)

@@ -1,17 +1,15 @@
 """T8: a run saves and rotates with max_keep=1 without a pause; whoever reads it gets one whole step, or is told."""
 
 import json
-import os
-import subprocess
-import sys
+import signal
 import threading
 from contextlib import contextmanager
 
 import pytest
 from support import rotating_run
-from support.paths import PYTHONPATH
 from support.rotating_run import READERS, Run, WrongReadError, read_often, write_until
 from support.sweeps import SWEEP_STRIDE, mostly_slow
+from support.warm_python import Piped
 
 from recckpt.errors import CheckpointRemovedError
 from recckpt.output_dir import open_files
@@ -97,24 +95,20 @@ def test_the_harness_finds_readers_that_mix_two_steps(tmp_path):
 @pytest.mark.parametrize("saves_of", ["full", "delta"])
 def test_ten_thousand_reads_by_other_processes_are_all_whole(tmp_path, saves_of, figures):
     url = str(tmp_path / "runs")
-    env = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
-
-    def start(*args):
-        command = [sys.executable, rotating_run.__file__, *map(str, args)]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-
     n_reads = ALL_READS // len(READERS) // SWEEP_STRIDE
-    processes = [start("write", url, saves_of)]
+    processes = [Piped(rotating_run.__file__, "write", url, saves_of)]
     try:
         assert processes[0].stdout.readline() == "ready\n"
-        readers = [start("read", kind, url, n_reads, STEPS) for kind in READERS]
+        readers = [Piped(rotating_run.__file__, "read", kind, url, n_reads, STEPS) for kind in READERS]
         processes += readers
-        outcomes = [json.loads(reader.communicate()[0]) for reader in readers]
-        assert processes[0].poll() is None, "the writer died before the readers were through"
-        n_saves = int(processes[0].communicate()[0])
+        outcomes = [json.loads(reader.stdout.read()) for reader in readers]
+        processes[0].stdin.close()
+        said = processes[0].stdout.read()
+        assert said, "the writer died before the readers were through"
+        n_saves = int(said)
     finally:
         for process in processes:
-            process.kill()
+            process.send_signal(signal.SIGKILL)
             process.wait()
     n_removed = sum(outcome["removed"] for outcome in outcomes)
     n_steps = [count(figures, outcome) for outcome in outcomes]

@@ -1,4 +1,4 @@
-"""What real ranks do for test_dtensor.py: run it as ``dtensor_ranks.py ROOT LAYOUTS RULES SIZE...``.
+"""What real ranks do for test_dtensor.py: run it as ``dtensor_ranks.py ROOT CASES SIZE...``.
 
 Each run of ranks restores what that before it has saved, saves a chain, restores it and trains on; one rank alone has
 plain embeddings.
@@ -155,9 +155,9 @@ def chain(rank, size, root, layout, rule, number):
 
 
 if __name__ == "__main__":
-    root, layouts, rules, *sizes = sys.argv[1:]
+    root, cases, *sizes = sys.argv[1:]
     torch.set_num_threads(1)
-    cases = [(layout, rule) for layout in layouts.split() for rule in rules.split()]
+    cases = [tuple(case.split("-")) for case in cases.split()]  # layout and rule
     for number, size in enumerate(map(int, sizes), 1):
         (Path(root) / f"run-{number}").mkdir()
         fork_ranks(size, Path(root) / f"run-{number}", partial(run, cases=cases, number=number))

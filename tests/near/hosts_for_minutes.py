@@ -169,12 +169,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="of a host")
     parser.add_argument("--copies", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lives", type=int, default=1, help="at least so many, however long they take")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         run = Run(Path(directory), args.hosts, args.ranks, args.copies, args.seed)
         end = time.monotonic() + 60 * args.minutes
-        while time.monotonic() < end:
+        while time.monotonic() < end or run.number < args.lives:
             print(json.dumps(run.live()), flush=True)
         lost = {"most_steps_lost": max(run.steps_lost), "median_steps_lost": statistics.median(run.steps_lost)}
         print(json.dumps({"lives": run.number, "wrong": 0, "lost": 0, **lost, **run.counts}), flush=True)

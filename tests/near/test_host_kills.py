@@ -15,6 +15,7 @@ from support.rank_processes import run_script
 from support.sweeps import SWEEP_STRIDE
 
 SCRIPT = Path(__file__).with_name("host_kills.py")
+N_AT_ONCE = 10 if SWEEP_STRIDE == 1 else 2  # jobs that a process runs, the last of which may run to their end
 
 
 def check(root, hosts, number):
@@ -70,7 +71,7 @@ def lost(root, victim, number):
 def test_no_loss_of_a_host_takes_anything_that_was_acknowledged(tmp_path, victim):
     n_killed, number = 0, 0
     while True:
-        numbers = range(number, number + 10 * SWEEP_STRIDE, SWEEP_STRIDE)
+        numbers = range(number, number + N_AT_ONCE * SWEEP_STRIDE, SWEEP_STRIDE)
         run_script(SCRIPT, tmp_path, victim, *numbers)
         was_killed = [lost(tmp_path / f"{each}", victim, each) for each in numbers]
         n_killed += sum(was_killed)

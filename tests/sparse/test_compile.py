@@ -24,6 +24,7 @@ def test_a_compiled_model_and_a_compiled_step_train_as_plain_ones_with_cold_kern
         **os.environ,
         "NUMBA_CACHE_DIR": str(tmp_path / "numba"),
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else it starts interpreters for it, which import torch
     }
     done = subprocess.run(
         [sys.executable, script, backend, case], env=environ, capture_output=True, text=True, check=False

@@ -1,14 +1,19 @@
 """How far the long tests go, and what of a family of cases the default suite takes."""
 
 import os
+from collections.abc import Iterable
+from itertools import combinations
+from typing import TypeVar
 
 import pytest
+
+_Case = TypeVar("_Case", bound=tuple)
 
 SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "1"))  # sweeps try every so-manieth point: 1 is all
 if not 1 <= SWEEP_STRIDE <= 100:
     raise pytest.UsageError(f"found SWEEP_STRIDE={SWEEP_STRIDE}, expected 1, for all points of the sweeps, to 100")
 # Of sweeps whose points are jobs on several hosts: each takes a second.
-HOST_STRIDE = 3 * SWEEP_STRIDE if SWEEP_STRIDE > 1 else 1
+HOST_STRIDE = 2 * SWEEP_STRIDE if SWEEP_STRIDE > 1 else 1
 
 
 def some_of(n_points: int, stride: int, number: int) -> range:
@@ -21,6 +26,23 @@ def some_of(n_points: int, stride: int, number: int) -> range:
     """
     period = max(1, min(stride, n_points))
     return range(1 + number * (period // 9 | 1) % period, n_points + 1, stride)
+
+
+def pairwise(cases: Iterable[_Case]) -> list[_Case]:
+    """Return all cases at a small stride, else fewer, in which any two values that come together in one still do.
+
+    Args:
+        cases: values of the same parameters, as of ``itertools.product``.
+    """
+    left = [(case, {*combinations(enumerate(map(repr, case)), 2)}) for case in cases]
+    if SWEEP_STRIDE < 20:
+        return [case for case, _ in left]
+    missed, some = set().union(*(pairs for _, pairs in left)), []
+    while missed:
+        case, pairs = max(left, key=lambda one: len(one[1] & missed))
+        some.append(case)
+        missed -= pairs
+    return some
 
 
 _first: dict[tuple[str, str], dict[str, object]] = {}  # test -> parameters of the case that the default suite takes
