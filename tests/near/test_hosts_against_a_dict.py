@@ -12,6 +12,7 @@ import torch
 from faults.plant import Plant
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
+from hypothesis.errors import FlakyFailure
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from near.test_ranks import on_hosts, together
 from support.builders import flip_bit
@@ -208,5 +209,5 @@ def test_a_bug_that_is_planted_is_found(monkeypatch, what):
     monkeypatch.setattr(bug.function, "__code__", bug.code)
     how = {"max_examples": 100, "stateful_step_count": 6, "phases": [Phase.generate]}
     drawn = settings(**how, derandomize=True, database=None, report_multiple_bugs=False)
-    with pytest.raises((AssertionError, RecckptError)):
+    with pytest.raises((AssertionError, RecckptError, FlakyFailure)):  # ranks are threads: a second run may not show it
         run_state_machine_as_test(Machine, settings=drawn)
