@@ -98,6 +98,7 @@ class _Foreman:
         config.option.basetemp = root
         config._tmp_path_factory = TempPathFactory.from_config(config, _ispytest=True)
         config.pluginmanager.register(work := _Work(self._session, theirs, self._stop))
+        work.warnings.clear()  # pytest tells a new plugin of those before, which the foreman has reported
         work.do(first)
         for number in iter(lambda: os.read(self._queue, _N_BYTES), b""):
             work.do(self._files[int.from_bytes(number, "little")])
@@ -145,7 +146,7 @@ class _Work:
     def __init__(self, session, said, stop):
         self._session, self._said, self._stop = session, said, stop
         self._numbers = {item: number for number, item in enumerate(session.items)}
-        self._reports, self._warnings = [], []
+        self._reports, self.warnings = [], []
 
     def do(self, items):
         """Run tests of one file, and then end all that is not of the whole session."""
@@ -164,11 +165,11 @@ class _Work:
         message = warnings.WarningMessage(
             str(warning_message.message), warning_message.category, warning_message.filename, warning_message.lineno
         )
-        self._warnings.append({"warning_message": message, "when": when, "nodeid": nodeid, "location": location})
+        self.warnings.append({"warning_message": message, "when": when, "nodeid": nodeid, "location": location})
 
     def _say(self, at):
-        self._said.send((self._reports, self._warnings, at))
-        self._reports, self._warnings = [], []
+        self._said.send((self._reports, self.warnings, at))
+        self._reports, self.warnings = [], []
 
 
 def longest_first(items):
