@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -18,7 +17,6 @@ from support.paths import ROOT
 
 from recckpt import CheckpointReader
 
-Python = Callable[..., subprocess.CompletedProcess[str]]
 DATA = ROOT.parent / "shared/data"
 RATINGS, IMPRESSIONS = DATA / "ml-latest-small/ratings.csv.gz", DATA / "open-bandit-small/random_women.csv.gz"
 SESSIONS = DATA / "otto-sample/train.jsonl.gz"
@@ -30,11 +28,9 @@ def run(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *map(str, command)], cwd=cwd, env=env, capture_output=True, text=True)
 
 
-def train(
-    cwd: Path, output_dir: str, *options: object, python: Python = warm_python.run
-) -> subprocess.CompletedProcess[str]:
+def train(cwd: Path, output_dir: str, *options: object) -> subprocess.CompletedProcess[str]:
     small = ("--steps", 12, "--save-interval", 5, "--batch-size", 64, "--output-dir", output_dir)
-    return python(ROOT / "examples/train_ctr.py", *small, *options, cwd=cwd)
+    return warm_python.run(ROOT / "examples/train_ctr.py", *small, *options, cwd=cwd)
 
 
 def losses(output: str) -> list[float]:
@@ -49,12 +45,12 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return demo
 
 
-def resumes_as_if_nothing_had_happened(tmp_path: Path, demo: ModuleType, python: Python, *options: object) -> None:
-    straight = train(tmp_path, "straight", *options, python=python)
+def resumes_as_if_nothing_had_happened(tmp_path: Path, demo: ModuleType, *options: object) -> None:
+    straight = train(tmp_path, "straight", *options)
     assert straight.returncode == 0, straight.stderr
-    crashed = train(tmp_path, "crashed", *options, "--crash-at", 8, python=python)
+    crashed = train(tmp_path, "crashed", *options, "--crash-at", 8)
     assert crashed.returncode == -signal.SIGKILL, crashed.stderr
-    resumed = train(tmp_path, "crashed", *options, python=python)
+    resumed = train(tmp_path, "crashed", *options)
     assert resumed.returncode == 0, resumed.stderr
 
     assert "resuming at step 5" in resumed.stdout
@@ -66,12 +62,12 @@ def resumes_as_if_nothing_had_happened(tmp_path: Path, demo: ModuleType, python:
 def test_a_run_killed_between_two_saves_resumes_and_ends_equal_to_one_that_was_not(
     tmp_path: Path, demo: ModuleType
 ) -> None:
-    resumes_as_if_nothing_had_happened(tmp_path, demo, warm_python.run)
+    resumes_as_if_nothing_had_happened(tmp_path, demo)
 
 
 @pytest.mark.slow
 def test_a_run_with_deltas_that_was_killed_ends_equal_to_one_that_was_not(tmp_path: Path, demo: ModuleType) -> None:
-    resumes_as_if_nothing_had_happened(tmp_path, demo, warm_python.run, "--deltas", "--max-keep", 3)
+    resumes_as_if_nothing_had_happened(tmp_path, demo, "--deltas", "--max-keep", 3)
 
 
 def two_towers_resume(tmp_path: Path, demo: ModuleType, *options: object) -> None:
@@ -104,7 +100,7 @@ def test_plain_embeddings_of_movie_ratings_resume_as_well(tmp_path: Path, demo: 
 @pytest.mark.slow
 @pytest.mark.skipif(not RATINGS.exists(), reason="the MovieLens ratings are not here")
 def test_a_run_on_movie_ratings_resumes_as_well(tmp_path: Path, demo: ModuleType) -> None:
-    resumes_as_if_nothing_had_happened(tmp_path, demo, run, "--ratings", RATINGS)
+    resumes_as_if_nothing_had_happened(tmp_path, demo, "--ratings", RATINGS)
 
 
 @pytest.mark.slow

@@ -1,13 +1,12 @@
 """The example and the page on checkpointers, run as they stand."""
 
-import os
 import re
 import runpy
 import signal
-import subprocess
 import sys
 
 import pytest
+from support import warm_python
 from support.paths import ROOT
 
 EXAMPLE = ROOT / "examples/state_dict.py"
@@ -28,8 +27,7 @@ def test_the_example_trains_resumes_where_it_was_and_serves(tmp_path, monkeypatc
 @pytest.mark.slow
 def test_the_example_killed_between_two_saves_ends_with_the_same_bits_as_one_that_was_not(tmp_path):
     def run(*options):
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        return subprocess.run([sys.executable, EXAMPLE, *SMALL, *options], cwd=tmp_path, env=env).returncode
+        return warm_python.run(EXAMPLE, *SMALL, *options, cwd=tmp_path).returncode
 
     assert run("straight", "--steps", "20") == 0
     assert run("crashed", "--steps", "20", "--crash-at", "12") == -signal.SIGKILL

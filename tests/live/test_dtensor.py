@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("dtensor_ranks.py")
 N_ROWS = {"users": 61, "items": 4}
 LAYOUTS, RULES = ("fsdp", "hybrid", "rows", "copies"), ("Adagrad", "Adam", "momentum", "foreach", "fused")
 ALL = [*product(LAYOUTS[:2], RULES), *product(LAYOUTS[2:], RULES[:3])]  # torch refuses the others beside plain tensors
-CASES = ALL[:: 1 if SWEEP_STRIDE < 20 else 2]  # each layout and each rule
+CASES = ALL[:: 1 if SWEEP_STRIDE < 20 else 3]  # each layout and each rule
 
 
 def joined(ranks):

@@ -12,7 +12,7 @@ from near.test_near_saves import rows
 from near.test_ranks import on_hosts, together
 from support.killed import killed_at
 from support.rank_processes import run_script
-from support.sweeps import SWEEP_STRIDE
+from support.sweeps import HOST_STRIDE, SWEEP_STRIDE
 
 SCRIPT = Path(__file__).with_name("host_kills.py")
 N_AT_ONCE = 10 if SWEEP_STRIDE == 1 else 2  # jobs that a process runs, the last of which may run to their end
@@ -69,13 +69,13 @@ def lost(root, victim, number):
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", range(3))
 def test_no_loss_of_a_host_takes_anything_that_was_acknowledged(tmp_path, victim):
-    n_killed, number = 0, 0
+    n_killed, number = 0, victim * HOST_STRIDE // len(HOSTS)
     while True:
-        numbers = range(number, number + N_AT_ONCE * SWEEP_STRIDE, SWEEP_STRIDE)
+        numbers = range(number, number + N_AT_ONCE * HOST_STRIDE, HOST_STRIDE)
         run_script(SCRIPT, tmp_path, victim, *numbers)
         was_killed = [lost(tmp_path / f"{each}", victim, each) for each in numbers]
         n_killed += sum(was_killed)
         if not all(was_killed):
             break
-        number = numbers[-1] + SWEEP_STRIDE
-    assert n_killed * SWEEP_STRIDE > 100
+        number = numbers[-1] + HOST_STRIDE
+    assert n_killed * HOST_STRIDE > 100
