@@ -4,6 +4,7 @@ import atexit
 import gc
 import inspect
 import json
+import logging
 import signal
 import sys
 import threading
@@ -76,6 +77,7 @@ def pytest_collection_finish():
     import torch
 
     torch.set_num_threads(1)
+    _let_loggers_propagate()
     _freeze()
 
 
@@ -86,6 +88,16 @@ def pytest_runtest_teardown(item, nextitem):
     if (nextitem is None or nextitem.path != item.path) and len(sys.modules) > _n_modules[0] + 100:
         gc.collect()
         _freeze()
+
+
+def _let_loggers_propagate():
+    """Let pytest catch at the root what libraries log.
+
+    Else it adds two handlers to each of the 40 loggers of torch, and removes them, three times a test.
+    """
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 def _freeze():
