@@ -42,6 +42,8 @@ GONE_PHRASES = {
 }
 # In most texts there is none: one look instead of many, and at the beginnings of words alone, where each begins.
 ANY_GONE_PHRASE = re.compile(rf"\b(?=\w)(?:{'|'.join(GONE_PHRASES)})")
+# Tuples, made once: unions take three times as long for 500,000 nodes.
+NAMED, DEFINED = (ast.Name, ast.Attribute), (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 BETWEEN_PIECES = re.compile(r"""["']\s+[frbu]*["']""")  # of one message
 
 
@@ -51,12 +53,12 @@ FILES = {path.relative_to(parsed.ROOT).as_posix(): path for path in parsed.FILES
 def names_made(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield (line, name) of what a file names itself."""
     for node in nodes:
-        if isinstance(node, ast.Name | ast.Attribute):
+        if isinstance(node, NAMED):
             if isinstance(node.ctx, ast.Store):
                 yield node.lineno, node.id if isinstance(node, ast.Name) else node.attr
         elif isinstance(node, ast.arg):
             yield node.lineno, node.arg
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        elif isinstance(node, DEFINED):
             yield node.lineno, node.name
 
 
