@@ -23,6 +23,7 @@ class NearTimes:
         failed: those that have failed.
         skipped: why -> those that were not begun.
         steps: the first and the last step at which one was due.
+        gap_steps: the most from what counts, one of them or a checkpoint, to the next that does.
         hosts: how many hosts wrote the newest that was made.
         copies: how many other hosts have the files of each.
         blocked_sec: how long training stood still for all that were made.
@@ -35,6 +36,7 @@ class NearTimes:
     failed: int
     skipped: Mapping[str, int]
     steps: tuple[int, int] | None
+    gap_steps: int | None
     hosts: int | None
     copies: int | None
     blocked_sec: float | None
@@ -128,6 +130,7 @@ def _near_times(values: object) -> NearTimes | None:
         failed=_count(values.get("failed")) or 0,
         skipped={why: _count(n) or 0 for why, n in skipped.items()} if isinstance(skipped, Mapping) else {},
         steps=(min(whole), max(whole)) if whole else None,
+        gap_steps=_count(values.get("gap_steps")),
         hosts=_count(values.get("hosts")),
         copies=_count(values.get("copies")),
         blocked_sec=_number(values.get("blocked_sec")),

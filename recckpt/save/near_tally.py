@@ -29,6 +29,7 @@ class _SinceLine:
     failed: int = 0
     skipped: Mapping[WhySkipped, int] = field(default_factory=dict)
     steps: tuple[int, ...] = ()  # the first and the last at which one was due
+    gap_steps: int | None = None  # the most from what counts, a near save or a checkpoint, to the next that does
     hosts: int | None = None  # of the newest that was made
     copies: int | None = None
     blocked_sec: float = 0.0
@@ -47,6 +48,7 @@ class NearTally:
     def __init__(self) -> None:
         self._lock = Lock()
         self._counts, self._since = NearCounts(), _SinceLine()
+        self._counted_step: int | None = None  # the newest of what counts
 
     @property
     def counts(self) -> NearCounts:
@@ -67,6 +69,7 @@ class NearTally:
                 total_sec=before.total_sec + info.seconds,
                 n_bytes=before.n_bytes + info.n_bytes,
             )
+            self._note_counted(info.step)
 
     def note_failed(self, info: SaveInfo) -> None:
         """Count one that has failed, and remember why."""
@@ -83,11 +86,25 @@ class NearTally:
             skipped = {**before.skipped, why: before.skipped.get(why, 0) + 1}
             self._since = replace(before, skipped=skipped)
 
-    def take(self) -> dict[str, Any]:
-        """Return the field ``near`` for a line of the timeline, none where there is nothing to say; count anew."""
+    def take(self, step: int | None) -> dict[str, Any]:
+        """Return the field ``near`` for the line of a checkpoint, none where there is nothing to say; count anew.
+
+        Args:
+            step: of the checkpoint.
+        """
         with self._lock:
+            self._note_counted(step)
             since, self._since = self._since, _SinceLine()
         if not since.steps:
             return {}
         values = vars(since) | {"blocked_sec": round(since.blocked_sec, 6), "total_sec": round(since.total_sec, 6)}
         return {"near": {name: value for name, value in values.items() if value is not None}}
+
+    def _note_counted(self, step: int | None) -> None:
+        if step is None:
+            return
+        if self._counted_step is not None:
+            gap = max(self._since.gap_steps or 0, step - self._counted_step)
+            self._since = replace(self._since, gap_steps=gap)
+            step = max(step, self._counted_step)  # a near save may count before an older checkpoint does
+        self._counted_step = step

@@ -38,7 +38,7 @@ class Timeline:
         Raises:
             OSError: the storage failed; the next line brings it along.
         """
-        self._wait(info.to_json(self.near.take()))
+        self._wait(info.to_json(self.near.take(info.step)))
         self._write(storage)
 
     def keep(self, info: SaveInfo) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from statistics import mean, median
+from statistics import mean
 
 from recckpt.inspect.report.near_health import NearHealth, SaveCost
 from recckpt.inspect.report.result import Finding, RunHealth
@@ -36,7 +36,8 @@ def near_health(saves: Sequence[SaveTimes]) -> NearHealth | None:
     made = sum(each.made for each in entries)
     near = SaveCost(*(_each(entries, made, name) for name in ("blocked_sec", "total_sec", "n_bytes")))
     every_steps, copies = _every_steps(entries), entries[-1].copies
-    by_processes = _lost(every_steps, near.total_sec, history)
+    gaps = [each.gap_steps for each in entries if each.gap_steps is not None]
+    by_processes = _lost(max(gaps, default=None), near.total_sec, history)
     by_host = _lost(_checkpoint_steps(history), _mean(history.last, "total_sec"), history)
     return NearHealth(
         due=sum(each.n_due for each in entries),
@@ -102,15 +103,15 @@ _REMEDIES = {
 
 
 def _words_of(near: NearHealth) -> str:
-    every = "" if near.every_steps is None else f", one {_rate(near.every_steps)}"
+    every = "" if near.every_steps is None else f" {_rate(near.every_steps)}"
     left = [f"{count(n)} left out, since {_WHY.get(why) or escaped(why)}" for why, n in near.skipped.items() if n]
     left += [f"{count(near.failed)} failed"] if near.failed else []
     left += [] if near.copies is None else [f"each file on {plural(near.copies + 1, 'host')}"]
-    return "; ".join([f"near saves: {count(near.made)} of {count(near.due)} that were due{every}", *left])
+    return "; ".join([f"near saves: {count(near.made)} made of {count(near.due)} that were due{every}", *left])
 
 
 def _rate(every_steps: float) -> str:
-    return "a step" if every_steps == 1 else f"every {every_steps:.3g} steps"
+    return "every step" if every_steps == 1 else f"every {every_steps:.3g} steps"
 
 
 def _lost_words(near: NearHealth) -> str:
@@ -143,12 +144,12 @@ def _every_steps(entries: Iterable[NearTimes]) -> float | None:
 def _checkpoint_steps(history: History) -> float | None:
     steps = [save.step for save in history.last if save.step is not None]
     between = [after - before for before, after in pairwise(steps) if after > before]
-    return median(between) if between else None
+    return max(between, default=None)
 
 
-def _lost(every_steps: float | None, total_sec: float | None, history: History) -> int | None:
+def _lost(gap_steps: float | None, total_sec: float | None, history: History) -> int | None:
     """Return how many steps there are at most from what a save has until the next one counts."""
     pace = steps_per_sec([], history)
-    if every_steps is None or total_sec is None or pace is None:
+    if gap_steps is None or total_sec is None or pace is None:
         return None
-    return round(every_steps + total_sec * pace)
+    return round(gap_steps + total_sec * pace)

@@ -14,7 +14,8 @@ from recckpt.inspect.report.result import RunHealth
 from recckpt.inspect.save_times import save_times
 
 BEGIN = datetime(2026, 11, 22, 12, tzinfo=timezone.utc)
-NEAR = {"made": 49, "failed": 0, "skipped": {}, "steps": [20, 980], "hosts": 4, "copies": 1}
+NEAR = {"made": 49, "failed": 0, "skipped": {}, "steps": [20, 980], "gap_steps": 20, "hosts": 4, "copies": 1}
+NONE_MADE = {"made": 0, "skipped": {"too_much_changed": 49}, "gap_steps": 1000, "total_sec": 0.0}
 NEAR |= {"blocked_sec": 0.49, "total_sec": 9.8, "n_bytes": 49_000_000}
 
 
@@ -33,6 +34,16 @@ def test_near_saves_are_set_beside_deltas_with_what_a_death_costs():
     assert (near.delta.total_sec, near.delta.n_bytes) == (3.0, 80_000_000)
     assert near.near.n_bytes == pytest.approx(3 * 49_000_000 / 145)
     assert (near.process_steps, near.host_steps) == (22, 22)  # every 20 steps, and 2 until one counts
+
+
+def test_near_saves_that_were_left_out_count_among_what_a_death_costs():
+    near = near_health([line(1), line(2, NEAR | NONE_MADE)])
+    assert (near.every_steps, near.process_steps) == (20, 1002)
+
+
+def test_what_a_death_costs_is_not_said_where_no_line_says_it():
+    without = {name: value for name, value in NEAR.items() if name != "gap_steps"}
+    assert near_health([line(number, without) for number in (1, 2)]).process_steps is None
 
 
 def test_without_copies_a_host_takes_its_near_saves_along():
@@ -83,9 +94,9 @@ def test_a_report_of_a_run_says_what_became_of_its_near_saves_and_what_is_lost_n
     how = recckpt.report(path, near=tmp_path / "near")
     assert how.near_now.newest.step == run.manager.global_step
     said = list(near_lines(how))
-    assert said[0] == "near saves: 2 of 2 that were due, one a step; each file on 1 host"
+    assert said[0] == "near saves: 2 made of 2 that were due every step; each file on 1 host"
     assert said[-1].startswith("lost now: ")
-    assert "2 of 2 that were due" in str(how)
+    assert "2 made of 2 that were due" in str(how)
     assert json.dumps(how.to_dict()["near"])
     page = how.to_html()
     assert "Near saves" in page
