@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from recckpt.cli.near import near_data, near_saves_of, near_table
+from recckpt.cli.near import near_data, near_saves_of, near_table, no_near_saves
 from recckpt.cli.result import CommandError, CommandResult, usage_checked
 from recckpt.cli.runs import listed, runs_in
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
@@ -19,7 +19,7 @@ from recckpt.output_dir.rotation import pinned_ids
 from recckpt.output_dir.why_nothing import why_nothing
 from recckpt.policies.evict import EVENT_TIME
 from recckpt.storage import Storage, open_storage
-from recckpt.text import Table, cell, count, escaped, one_line, plural, size
+from recckpt.text import Line, Table, cell, count, escaped, one_line, plural, size
 from recckpt.text.columns import Tone
 
 _HEAD = ("ID", "STEP", "KIND", "TIME", "ROWS", "SIZE", "TABLES", "MARKS")
@@ -69,8 +69,12 @@ def ls(args: argparse.Namespace) -> CommandResult:
     columns = tuple(escaped(name).upper() for name in metrics)
     head, numbers = (*_HEAD[:-1], *columns, _HEAD[-1]), (*_NUMBERS, *columns)
     tables = [Table(head, rows, numbers, tones, whole=("TIME",))] if rows else []
-    tables += [near_table([(storage.url, save) for save in near_saves])] if near_saves else []
-    return CommandResult(data, tables, _problems(storage, listing))
+    lines: list[Line] = [*tables]
+    if near_saves:
+        lines.append(near_table([(storage.url, save) for save in near_saves]))
+    elif args.near is not None:
+        lines.append(no_near_saves(args.near, " of this output dir that count"))
+    return CommandResult(data, lines, _problems(storage, listing))
 
 
 def _problems(storage: Storage, listing: Listing) -> list[str]:

@@ -36,8 +36,8 @@ def near_saves_of(storage: Storage, listing: Listing, path: str) -> list[NearHer
 
 
 def near_table(saves: list[tuple[str, NearHere]]) -> Table:
-    """Return the table of near saves, each with the place of its output dir."""
-    return Table(_HEAD, [(place, *_row(save)) for place, save in saves], _NUMBERS, {}, whole=("TIME",))
+    """Return the table of near saves, each with its output dir."""
+    return Table(_HEAD, [(escaped(output_dir), *_row(save)) for output_dir, save in saves], _NUMBERS, {}, whole=("TIME",))
 
 
 def near_data(near: NearHere) -> dict[str, Any]:
@@ -59,11 +59,18 @@ def near_data(near: NearHere) -> dict[str, Any]:
 def _listed(dirs: list[NearDir], path: str) -> CommandResult:
     saves = [(each.place, save) for each in dirs for save in near_saves_here(each)]
     unsealed = [(each, name) for each in dirs for name in each.directories() if name not in _directories(saves, each)]
-    lines: list[Line] = [near_table(saves)] if saves else []
+    output_dirs = {each.place: each.url() for each in dirs}
+    named = [(output_dirs[place] or place, save) for place, save in saves]
+    lines: list[Line] = [near_table(named)] if saves else []
     lines += [f"{each.place}/{name}: not sealed: of a save that died, or is being written" for each, name in unsealed]
-    data = [{"place": place, **near_data(save)} for place, save in saves]
+    data = [{"place": place, "output_dir": output_dirs[place], **near_data(save)} for place, save in saves]
     left = [{"place": each.place, "directory": name} for each, name in unsealed]
-    return CommandResult({"near_saves": data, "unsealed": left}, lines or [f"{path}: no near saves{_why(path)}"])
+    return CommandResult({"near_saves": data, "unsealed": left}, lines or [no_near_saves(path)])
+
+
+def no_near_saves(path: str, which: str = "") -> str:
+    """Say that there are none, and why where the path is no directory."""
+    return f"{path}: no near saves{which}{_why(path)}"
 
 
 def _why(path: str) -> str:

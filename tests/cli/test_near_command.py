@@ -28,6 +28,7 @@ def test_the_near_saves_of_a_host_are_listed_and_those_that_died_are_named(recck
     assert head.split()[:4] == ["OUTPUT", "DIR", "NEAR", "SAVE"]
     assert older.split()[2] == "2"
     assert newer.split()[2] == "3"
+    assert older.split()[0] == newer.split()[0] == run.saver.storage.url
     assert newer.split()[-2:] == ["all", "ckpt_1"]
     assert died.endswith("/99: not sealed: of a save that died, or is being written")
     values = recckpt("near", "ls", run.near_path, "--json").json
@@ -35,6 +36,7 @@ def test_the_near_saves_of_a_host_are_listed_and_those_that_died_are_named(recck
         (2, 1, "ckpt_1"),
         (3, 2, "ckpt_1"),
     ]
+    assert {each["output_dir"] for each in values["near_saves"]} == {run.saver.storage.url}
     assert len(values["unsealed"]) == 1
 
 
@@ -53,6 +55,19 @@ def test_a_place_that_is_not_there_is_told_from_one_without_near_saves(recckpt, 
     assert (answer.code, answer.out) == (0, f"{tmp_path / 'mistyped'}: no near saves: does not exist\n")
     answer = recckpt("near", "clear", tmp_path / "mistyped")
     assert (answer.code, answer.out) == (0, f"{tmp_path / 'mistyped'}: 0 near saves removed: does not exist\n")
+
+
+def test_a_near_dir_of_which_the_output_dir_is_not_known_is_listed_by_its_place(recckpt, run):
+    (run.near_dirs[0].parent.parent / "output_dir").unlink()
+    assert recckpt("near", "ls", run.near_path).out.splitlines()[1].split()[0] == run.near_dirs[0].parent.parent.name
+    assert recckpt("near", "ls", run.near_path, "--json").json["near_saves"][0]["output_dir"] is None
+
+
+def test_a_list_of_checkpoints_says_that_there_are_no_near_saves_where_one_asked_for_them(recckpt, run, tmp_path):
+    said = recckpt("ls", tmp_path / "runs", "--near", tmp_path / "mistyped").out.splitlines()
+    assert said[-1] == f"{tmp_path / 'mistyped'}: no near saves of this output dir that count: does not exist"
+    assert "no near saves" not in recckpt("ls", tmp_path / "runs", "--near", run.near_path).out
+    assert "no near saves" not in recckpt("ls", tmp_path / "runs").out
 
 
 def test_what_was_forgotten_is_named_until_it_is_cleared_on_that_host(recckpt, run, tmp_path):
