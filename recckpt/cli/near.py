@@ -37,7 +37,9 @@ def near_saves_of(storage: Storage, listing: Listing, path: str) -> list[NearHer
 
 def near_table(saves: list[tuple[str, NearHere]]) -> Table:
     """Return the table of near saves, each with its output dir."""
-    return Table(_HEAD, [(escaped(output_dir), *_row(save)) for output_dir, save in saves], _NUMBERS, {}, whole=("TIME",))
+    return Table(
+        _HEAD, [(escaped(output_dir), *_row(save)) for output_dir, save in saves], _NUMBERS, {}, whole=("TIME",)
+    )
 
 
 def near_data(near: NearHere) -> dict[str, Any]:
