@@ -30,6 +30,15 @@ class NearStand:
     seq: int
     links: Sequence[Checkpoint]
 
+    @property
+    def is_of_young_run(self) -> bool:
+        """Whether the run has made half as many steps since its newest checkpoint as before it, or more.
+
+        So there are few checkpoints in place of near saves, each at 1.5 times the step of the one before or later.
+        """
+        step, base = self.intent.step, self.links[0].manifest.step
+        return step is not None and base is not None and step >= 1.5 * base
+
 
 @dataclass(frozen=True)
 class NearProposal:
@@ -65,16 +74,24 @@ class BegunNear:
 
 @dataclass(frozen=True)
 class NearPlan:
-    """What all ranks do next: the near save that begins, None where none does; whether a rank saves a checkpoint."""
+    """What all ranks do next.
+
+    Attributes:
+        save: what they have agreed on.
+        begun: the near save that begins; None where none does.
+        is_saving: whether a rank saves a checkpoint.
+        is_outgrown: whether none begins because a young run has outgrown its newest checkpoint.
+    """
 
     save: SavePlan
     begun: BegunNear | None
     is_saving: bool
+    is_outgrown: bool = False
 
     @property
     def is_too_large(self) -> bool:
         """Whether none begins because so much has changed."""
-        return self.begun is None and self.save.kind.stand_in is not None
+        return self.begun is None and self.save.kind.stand_in is not None and not self.is_outgrown
 
     @property
     def needs_checkpoint(self) -> bool:
@@ -99,7 +116,7 @@ def decide_near(stand: NearStand | None, copies: int | None, proposals: Sequence
         return NearPlan(SavePlan(), None, is_saving)
     kind = agreed_kind([save.delta for save in saves])
     if kind.base is None and not failures:  # before the room is looked at: all rows have no place in a near dir
-        return NearPlan(SavePlan(kind), None, is_saving)
+        return NearPlan(SavePlan(kind), None, is_saving, stand is not None and stand.is_of_young_run)
     hosts = tuple(each.host for each in proposals)
     n_copies = min(1 if copies is None else copies, len(set(hosts)) - 1)
     shared = zip(saves, writers(hosts, n_copies), strict=True)

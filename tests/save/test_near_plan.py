@@ -1,6 +1,7 @@
 """What becomes of a near save, by what all ranks propose: one begins, or is left out, or a checkpoint is made first."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from save.test_decide import WIDE, delta, failed
@@ -11,7 +12,14 @@ from recckpt.save.decide import Phase
 from recckpt.save.near_plan import NearProposal, NearStand, decide_near
 from recckpt.save.room import Room
 
-STAND = NearStand(Intent("1.ff/3", 1, "1.ff.3", 7), 3, 5, ())
+
+def stand(base_step, step=70):
+    """Return what a near save of step 70 stands on."""
+    base = SimpleNamespace(manifest=SimpleNamespace(step=base_step))
+    return NearStand(Intent("1.ff/3", 1, "1.ff.3", step), 3, 5, (base,))
+
+
+STAND = stand(47)
 
 
 def proposals(*saves, hosts="ab", is_saving=False):
@@ -50,8 +58,8 @@ def test_a_checkpoint_is_made_first_where_there_is_none_to_stand_on_and_none_und
 
 
 def test_what_fails_before_anything_is_staged_fails_it_whether_there_is_something_to_stand_on_or_not():
-    for stand in (STAND, None):
-        plan = decide_near(stand, None, proposals(failed(Phase.SETTLE), small()))
+    for known in (STAND, None):
+        plan = decide_near(known, None, proposals(failed(Phase.SETTLE), small()))
         assert (plan.begun, plan.save.refusal.rank, plan.needs_checkpoint) == (None, 0, True)
 
 
@@ -59,6 +67,19 @@ def test_what_fails_before_anything_is_staged_fails_it_whether_there_is_somethin
 def test_one_of_which_too_much_has_changed_is_left_out_though_there_is_no_room_for_all_rows(n_bytes):
     plan = decide_near(STAND, None, proposals(dirty(Room("here", n_bytes, 0, None)), dirty()))
     assert (plan.begun, plan.save.refusal, plan.is_too_large, plan.needs_checkpoint) == (None, None, True, False)
+
+
+@pytest.mark.parametrize(("base_step", "step"), [(46, 70), (0, 70), (0, 0)])
+def test_a_checkpoint_is_made_first_where_a_young_run_has_outgrown_its_newest(base_step, step):
+    plan = decide_near(stand(base_step, step), None, proposals(dirty(), dirty()))
+    assert (plan.begun, plan.save.refusal, plan.is_too_large, plan.needs_checkpoint) == (None, None, False, True)
+    assert decide_near(stand(base_step, step), None, proposals(small(), small())).begun is not None
+
+
+@pytest.mark.parametrize(("base_step", "step"), [(47, 70), (None, 70), (5, None)])
+def test_none_is_made_first_where_a_run_is_not_young_or_its_steps_are_not_known(base_step, step):
+    plan = decide_near(stand(base_step, step), None, proposals(dirty(), dirty()))
+    assert (plan.is_too_large, plan.needs_checkpoint) == (True, False)
 
 
 @pytest.mark.parametrize(("copies", "has_room"), [(0, True), (1, False)])
