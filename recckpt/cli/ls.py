@@ -10,7 +10,7 @@ from recckpt.cli.near import near_data, near_saves_of, near_table, no_near_saves
 from recckpt.cli.result import CommandError, CommandResult, usage_checked
 from recckpt.cli.runs import listed, runs_in
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
-from recckpt.format import layout
+from recckpt.format import drafts, layout
 from recckpt.format.manifest import Manifest, StateValue
 from recckpt.inspect.why_kept import SECOND_CHAIN, needed_by, second_chain
 from recckpt.output_dir.at_path import open_checkpoint
@@ -104,7 +104,7 @@ def _leftovers(storage: Storage, listing: Listing) -> dict[str, str]:
 def _unfinished(directory: str, names: Collection[str]) -> str:
     if layout.is_offer_dir(directory):
         return "an offer that is not adopted"
-    if layout.INTENT in names:
+    if layout.INTENT in names or any(drafts.is_draft(name, layout.INTENT) for name in names):
         return "a save that died, or still runs"
     return f"files that are named like ours, without {layout.INTENT}: their writer is unknown"
 

@@ -3,6 +3,7 @@ from support.forge import Forge, filled, save_tables
 from support.spec_reader import counting
 from support.spec_writer import write_delta, write_form
 
+from recckpt.format import drafts
 from recckpt.output_dir.rotation import pin
 from recckpt.storage import open_storage
 
@@ -59,6 +60,12 @@ def test_a_damaged_checkpoint_is_listed_with_the_reason_and_is_a_problem(recckpt
     assert answer.err.count("\n") == 1
     assert "1 of 2 checkpoints damaged" in answer.err
     assert recckpt("ls", tmp_path, "--json").json["damaged"][0]["directory"] == "ckpt_20"
+
+
+def test_a_save_that_died_as_it_began_is_one_that_died(recckpt, tmp_path):
+    (tmp_path / "ckpt_5").mkdir()
+    (tmp_path / "ckpt_5" / drafts.temporary("INTENT")).write_bytes(b"")
+    assert "a save that died, or still runs" in recckpt("ls", tmp_path).out
 
 
 def test_directories_without_a_manifest_are_leftovers_if_recckpt_wrote_them(recckpt, url):
