@@ -130,7 +130,7 @@ class Autosave:
         return any(self._ranks_now().gather(self._signals.is_ending))
 
     def finish(self) -> None:
-        """Save the last step, if one was made; also where the save before has failed, whose error is raised after."""
+        """Save the last step, also where the save before has failed, whose error is raised after."""
         self._settle_then(self._save_last)
 
     def _settle_then(self, save: Callable[[], object]) -> None:
@@ -143,8 +143,8 @@ class Autosave:
         save()
 
     def _save_last(self) -> None:
-        """Without a step there is nothing to save: it would take the place of what was trained before."""
-        if self._has_stepped:
+        """Without a step a near save alone is saved: all else would take the place of what was trained before."""
+        if self._has_stepped or self._run.is_of_near_save:
             self.save(None, None)
 
     def close(self, error: BaseException | None = None) -> None:

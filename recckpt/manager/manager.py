@@ -36,8 +36,8 @@ class CheckpointManager(Attachable, Counting, Resumable, OwnCheckpoints):
     Thread-safe: steps, saves and restores of several threads follow each other. It belongs to the process that made it:
     a forked child makes its own, or gets :class:`recckpt.errors.ForkedError`.
 
-    As a context manager it saves the last step, if there was one, when the block ends well, and waits for the save that
-    is under way.
+    As a context manager it saves the last step when the block ends well, if there was one or a near save was restored,
+    and waits for the save that is under way.
 
     Args:
         saver: what is saved, and where.

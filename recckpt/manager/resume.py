@@ -206,8 +206,9 @@ class Restorer:
                 self._followed = followed(live, sources[:n_bank])
         if own:
             # Ranks may have different tables, of which the bank fills some.
-            is_whole = all(self._ranks.gather(is_whole and report.comes_only_from(n_bank)))
-            self._go_on(own[0].checkpoint, report, is_whole=is_whole, with_bank=with_bank)
+            is_saved = all(self._ranks.gather(is_whole and report.comes_only_from(n_bank)))
+            self._go_on(own[0].checkpoint, report, is_whole=is_whole, is_saved=is_saved)
+            self._resumed_with_bank = own[0].checkpoint.manifest.save_id if with_bank else ""
         else:
             self._run.start_at(report.global_step)
         return report
@@ -235,15 +236,15 @@ class Restorer:
         for error in row_errors(checkpoint, self._ranks.gather(own)):
             raise error
 
-    def _go_on(self, checkpoint: Checkpoint, report: LoadReport, *, is_whole: bool, with_bank: bool) -> None:
-        """Let the run go on from a checkpoint that was loaded, on all ranks as a whole where ``is_whole``."""
+    def _go_on(self, checkpoint: Checkpoint, report: LoadReport, *, is_whole: bool, is_saved: bool) -> None:
+        """Let the run go on from a checkpoint that was loaded; ``is_saved`` says whether all ranks have it alone."""
         record, step = checkpoint.manifest, report.global_step
         if step is None and record.step is None:
             log.warning("%s was saved without a step: steps are counted from 0", checkpoint.ckpt_id)
             step = 0
-        self._run.go_on(record.state, step)
-        self._run.note_saved(is_whole and not record.ephemeral and checkpoint.near_dir is None)
-        self._resumed_with_bank = record.save_id if with_bank else ""
+        is_near = checkpoint.near_dir is not None
+        self._run.go_on(record.state, step, is_of_near_save=is_whole and is_near)
+        self._run.note_saved(is_saved and not record.ephemeral and not is_near)
         log.info("restored %s, step %d", checkpoint.ckpt_id, self._run.global_step)
         if (time := time_of(record.time)) is not None:  # its age is known before the first save
             self._measure({"last_save.time": time.timestamp()})
