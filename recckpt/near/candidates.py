@@ -24,7 +24,7 @@ def counting(storage: Storage, saves: Iterable[Checkpoint], listing: Listing, ne
     """
     # Rule *epoch_rule*: what an overtaken writer seals afterwards is not named, and its epoch is too low.
     named = [save for save in saves if near_list.counts(save.manifest.save_id)]
-    ours = _made_here(storage, {save.manifest.save_id for save in named})
+    ours = made_here(storage, {save.manifest.save_id for save in named})
     whole = [save for save in named if save.manifest.save_id in ours]
     # Rules *base_by_save_id* and *parent_is_origin*: what it stands on is found as that of a delta is.
     return _newest_first(c for c in chained([*listing.committed, *whole], listing.damaged)[0] if c.near_dir is not None)
@@ -44,7 +44,7 @@ def _newest_first(saves: Iterable[Checkpoint]) -> list[Checkpoint]:
     return sorted(saves, key=lambda save: save.manifest.order, reverse=True)
 
 
-def _made_here(storage: Storage, names: Iterable[str]) -> set[str]:
+def made_here(storage: Storage, names: Iterable[str]) -> set[str]:
     """Return the names whose nonce is that of the claim which their epoch has in the output dir."""
     parsed = {name: key for name in names if (key := near_names.parse_near(name)) is not None}
     nonces: dict[int, str] = {}

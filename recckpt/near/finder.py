@@ -13,7 +13,8 @@ from recckpt.near.candidates import counting, merged
 from recckpt.near.moving import move
 from recckpt.near.near_dir import NearDir
 from recckpt.near.noted_host import NotedHost
-from recckpt.near.views import HostView, complete, look_together
+from recckpt.near.passed_over import PassedOver, log_passed_over, log_where_others_are, passed_over
+from recckpt.near.views import HostView, complete, look_together, seen
 from recckpt.near.whole_files import WholeFiles, lacking, whole_files
 from recckpt.output_dir.claims import last_takeover
 from recckpt.output_dir.listing import Checkpoint, Listing
@@ -49,6 +50,8 @@ class NearFinder:
     def __init__(self, dir: NearDir, storage: Storage, concurrency: int, noted: NotedHost) -> None:
         self._dir, self._storage, self._concurrency, self._noted = dir, storage, concurrency, noted
         self._files_here: Mapping[str, frozenset[str]] = {}  # by directory, as of the last look
+        self._passed_over: Sequence[PassedOver] = ()  # as of the last look, on rank 0
+        self._logged = set[str]()  # directories of those that the log has named
 
     def find(self, ranks: Ranks, usable: Usable, needed: Needed) -> list[Checkpoint]:
         """Return what may be restored: checkpoints and near saves, newest first.
@@ -71,9 +74,12 @@ class NearFinder:
             self._files_here = {sealed.directory: sealed.files for sealed in own}
             candidates = ranks.on_first(partial(self._listed, usable, views))
             try:
-                return self.from_first_whole(ranks, self.here(candidates), needed, is_first_look=True)
+                whole = self.from_first_whole(ranks, self.here(candidates), needed, is_first_look=True)
             except CheckpointRemovedError as error:
                 log.info("%s; looking again", error)
+            else:
+                self._log_passed_over(whole)
+                return whole
         log.warning("%s: near saves there are passed over: others remove them", self._dir.storage.url)
         return [candidate for candidate in candidates if candidate.near_dir is None]
 
@@ -83,7 +89,18 @@ class NearFinder:
             near_list = last_takeover(self._storage).near_list
         except (CorruptCheckpointError, FormatVersionError):  # which is in the listing as damaged
             return list(checkpoints)
-        return merged(checkpoints, counting(self._storage, complete(self._dir, views), listing, near_list))
+        seen_saves = seen(self._dir, views)
+        counted = counting(self._storage, complete(seen_saves), listing, near_list)
+        candidates = merged(checkpoints, counted)
+        self._passed_over = passed_over(self._storage, seen_saves, near_list, candidates)
+        if checkpoints and not seen_saves:
+            log_where_others_are(self._storage, self._dir.path)
+        return candidates
+
+    def _log_passed_over(self, whole: Sequence[Checkpoint]) -> None:
+        new = [each for each in self._passed_over if each.save.directory not in self._logged]
+        log_passed_over(new, whole[0] if whole else None)
+        self._logged |= {each.save.directory for each in new}
 
     def here(self, candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
         """Return candidates of rank 0 as this rank sees them, whose near dir may be another. Not collective."""

@@ -16,7 +16,7 @@ from recckpt.near.moving import MoveBuffers
 from recckpt.near.near_dir import NearDir
 from recckpt.near.noted_host import NotedHost
 from recckpt.near.options import Near
-from recckpt.near.views import HostView, complete, is_first_of_host, look_together
+from recckpt.near.views import HostView, complete, is_first_of_host, look_together, seen
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.claims import Takeover
 from recckpt.output_dir.forget_requests import requests
@@ -92,7 +92,7 @@ class NearTier(NearAtTakeover):
 
     def look(self) -> None:
         """Look at the near dirs: of all hosts while ranks take over together, else of this one."""
-        self._seen = complete(self.dir, self._views())
+        self._seen = complete(seen(self.dir, self._views()))
 
     def _views_here(self) -> Sequence[HostView]:
         return look_together(self.dir, 0, lambda own: [own])

@@ -23,6 +23,14 @@ class HostView:
     saves: Sequence[Sealed]
 
 
+@dataclass(frozen=True)
+class SeenSave:
+    """A near save of which a host has a seal, and its files that hosts have, with their size."""
+
+    save: Checkpoint
+    files: set[str]
+
+
 def look_together(near_dir: NearDir, rank: int, gather: Gather) -> list[HostView]:
     """Look at the near dirs of all hosts, each by its first rank, which logs what fails there. Collective."""
     is_first = is_first_of_host(near_dir, rank, gather)
@@ -36,16 +44,21 @@ def is_first_of_host(near_dir: NearDir, rank: int, gather: Gather) -> bool:
     return hosts[rank] is not None and hosts.index(hosts[rank]) == rank
 
 
-def complete(near_dir: NearDir, views: Iterable[HostView]) -> list[Checkpoint]:
-    """Return the near saves of which each file is on a host; the seal of the first host that has one counts."""
-    saves: dict[str, tuple[Checkpoint, set[str]]] = {}
+def complete(saves: Iterable[SeenSave]) -> list[Checkpoint]:
+    """Return the near saves of which each file is on a host."""
+    return [each.save for each in saves if is_complete(each.save, each.files)]
+
+
+def seen(near_dir: NearDir, views: Iterable[HostView]) -> list[SeenSave]:
+    """Return what all hosts have together; the seal of the first host that has one counts."""
+    saves: dict[str, SeenSave] = {}
     for sealed in (sealed for view in views for sealed in view.saves):
         save = near_dir.opened(sealed.directory, sealed.seal) if sealed.directory not in saves else None
         if save is not None:
-            saves[sealed.directory] = save, set()
+            saves[sealed.directory] = SeenSave(save, set())
         if sealed.directory in saves:
-            saves[sealed.directory][1].update(sealed.files)
-    return [save for save, files in saves.values() if is_complete(save, files)]
+            saves[sealed.directory].files.update(sealed.files)
+    return list(saves.values())
 
 
 def is_complete(save: Checkpoint, files: Collection[str]) -> bool:

@@ -65,6 +65,12 @@ def noted_host(storage: Storage, host: str) -> NearHost | None:
     return _read(storage, near_names.host_note(host))
 
 
+def one_of_the_hosts(storage: Storage) -> tuple[NearHost | None, int]:
+    """Return a host that is noted, None where none is, and how many there are; reads one note."""
+    paths = note_paths(storage, near_names.NEAR_NOTES)
+    return _read_or_damage(storage, paths[0]) if paths else None, len(paths)
+
+
 def hosts_behind(storage: Storage, request: str | None = None) -> list[NearHost]:
     """Return the hosts of which it is not known that no near save there has ids that were forgotten.
 

@@ -188,7 +188,7 @@ BUGS = {
         "recckpt.near.views:look_together", "if view is not None", "if view is not None and view.rank == 0"
     ),
     "what one host has stands for what all have": Plant(
-        "recckpt.near.views:complete", "if sealed.directory in saves:", "if save is not None:"
+        "recckpt.near.views:seen", "if sealed.directory in saves:", "if save is not None:"
     ),
     "a host is brought what its last rank reads": Plant(
         "recckpt.near.bringing:_lacks", "lacks.get(to, frozenset()) | place.needed", "place.needed"
