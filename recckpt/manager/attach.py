@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from recckpt.live.tables import NO_TABLES
 from recckpt.manager.answers import answers
 from recckpt.manager.habits import ATTACH_LINE, unknown_option
-from recckpt.manager.near_steps import NO_NEAR
+from recckpt.manager.near_steps import near_in_words
 from recckpt.manager.options import parse_options
 from recckpt.manager.placement import OneOrMany, Placement, TablesOption, place
 from recckpt.manager.read_only import ReadOnlyManager
@@ -155,7 +155,7 @@ def wrong_options(options: Mapping[str, Any], save_interval: int | When, manager
     except (TypeError, ValueError) as error:
         problems.append(str(error))
     if options.get("near_interval") is not None and options.get("near") is None:
-        problems.append(NO_NEAR)
+        problems.append("near_interval= needs near=: give near=Near(PATH), or omit both")
     return problems
 
 
@@ -187,7 +187,9 @@ def attached(
     made = manager(saver, save_interval, **of_manager)
     if rank == 0:
         settings = {"save_interval": save_interval, **{name: options[name] for name in _MEANINGS}}
-        how = (f"{name}={value!r}{_MEANINGS.get(name, '') if value else ''}" for name, value in settings.items())
+        how = [f"{name}={value!r}{_MEANINGS.get(name, '') if value else ''}" for name, value in settings.items()]
+        if (near := options.get("near")) is not None:
+            how.append(near_in_words(near, options.get("near_interval")))
         log.info("%s: saves %s; %s", saver.output_dir, ", ".join(_saved(placement)), ", ".join(how))
     return made
 

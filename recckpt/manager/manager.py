@@ -25,6 +25,7 @@ from recckpt.manager.resume import Restorer
 from recckpt.manager.run_state import Run
 from recckpt.manager.save_errors import OnSaveError, SaveErrors
 from recckpt.manager.signals import Signals, SignalWatch
+from recckpt.parallel.ranks import this_rank
 from recckpt.policies.schedule import Backpressure
 from recckpt.policies.when import When
 from recckpt.saver import Saver
@@ -103,7 +104,7 @@ class CheckpointManager(Attachable, Counting, Resumable, OwnCheckpoints):
         self._saver, self._save_interval, self._save_at_start = saver, save_interval, options.save_at_start
         self._run = run = Run(event_time=options.event_time, step_prefix=options.step_prefix)
         self._ranks, begin = partial(saver.ranks.of, shard_id, shard_num), run.moment(clock())
-        near = NearSteps.of(saver.near_saves, options.near, begin)
+        near = NearSteps.of(saver.near_saves, options, begin, lambda: this_rank(shard_id, shard_num)[0] == 0)
         self._restorer = Restorer(saver.loader, run, self._ranks, lambda: saver.max_keep, near.finder)
         self._autosave = Autosave(
             saver,

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Callable
 from dataclasses import replace
 
+from recckpt.manager.options import ManagerOptions
 from recckpt.manager.run_state import Run
 from recckpt.near.finder import NearFinder
+from recckpt.near.options import Near
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.schedule import Agreed, Kind, SaveCounts, Trigger
-from recckpt.policies.when import Moment, When
+from recckpt.policies.when import EverySteps, Moment, When
 from recckpt.save.job import State
 from recckpt.save.near_saves import NearSaves
 
-NO_NEAR = "near_interval= is for savers with near=, found one without: give Saver(near=Near(PATH))"
+log = logging.getLogger("recckpt")
+
+_NO_INTERVAL = "near= is given and no near_interval: no near save will be made; give near_interval=20, or omit near="
+_NO_NEAR = "near_interval= is for savers with near=, found one without: give Saver(near=Near(PATH))"
 
 
 class NearSteps:
@@ -27,14 +35,20 @@ class NearSteps:
         self._saves, self._trigger = saves, trigger
 
     @classmethod
-    def of(cls, saves: NearSaves | None, when: When | None, begin: Moment) -> NearSteps:
-        """Return those of a run that begins here.
+    def of(
+        cls, saves: NearSaves | None, options: ManagerOptions, begin: Moment, is_first: Callable[[], bool]
+    ) -> NearSteps:
+        """Return those of a run that begins here; the first rank logs where options make none, or few.
 
         Raises:
             ValueError: there is an interval, and a saver without ``near``.
         """
+        when = options.near
         if when is not None and saves is None:
-            raise ValueError(NO_NEAR)
+            raise ValueError(_NO_NEAR)
+        problem = None if saves is None else _why_few(when, options.regular)
+        if problem is not None and is_first():
+            log.warning("%s", problem)
         return cls(saves, None if when is None else Trigger(when, begin))
 
     @property
@@ -70,3 +84,23 @@ class NearSteps:
             return counts
         near = self._saves.counts
         return replace(counts, near=near.made, near_failed=near.failed, near_skipped=near.skipped)
+
+
+def _why_few(when: When | None, regular: When) -> str | None:
+    """Return why few or no near saves are made, as far as numbers of steps say."""
+    if when is None:
+        return _NO_INTERVAL
+    if not isinstance(when, EverySteps) or not isinstance(regular, EverySteps) or when.n < regular.n:
+        return None
+    how_many = "no near save is made" if when.n % regular.n == 0 else "few near saves are made"
+    return (
+        f"near_interval={when.n} is not below save_interval={regular.n}: {how_many}, since a checkpoint that is due at "
+        "the same step takes the place of one; give a smaller near_interval"
+    )
+
+
+def near_in_words(near: Near, near_interval: int | When | None) -> str:
+    """Return where near saves go, and when, as :meth:`recckpt.CheckpointManager.attach` logs it."""
+    when = f"every {near_interval} steps" if isinstance(near_interval, int) else f"(near_interval={near_interval!r})"
+    copies = "1 where there are several hosts" if near.copies is None else near.copies
+    return f"near={os.fspath(near.path)} {when}, copies={copies}"

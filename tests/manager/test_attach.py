@@ -206,7 +206,7 @@ def test_all_that_has_no_place_is_named_at_once_and_nothing_is_made(tmp_path):
         ({"async_save": False, "backpressure": "skip"}, "backpressure='skip' is for saves in the background"),
         ({"event_time": "now"}, "event_time must be a number"),
         ({"max_keep": "two"}, "max_keep must be"),
-        ({"near_interval": 5}, "near_interval= is for savers with near=, found one without"),
+        ({"near_interval": 5}, "near_interval= needs near=: give near=Near\\(PATH\\)"),
         ({"near_interval": 0, "near": Near("near")}, "near_interval must be an int of at least 1"),
         ({"backpressure": "x"}, "backpressure must be one of"),
         ({"shard_id": 3, "shard_num": 2}, "shard_id must be 0 to shard_num - 1"),
