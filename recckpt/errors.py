@@ -82,11 +82,12 @@ class CheckpointRemovedError(RecckptError):
         emptied: tables that had rows and have none now; loading again fills them.
     """
 
-    def __init__(self, path: str, *, emptied: Sequence[str] = ()) -> None:
+    REMEDY: ClassVar = "read the newest one, pin this one (manager.pin(step)), or raise max_keep"
+
+    def __init__(self, path: str, *, emptied: Sequence[str] = (), remedy: str = "") -> None:
         state = f"tables {', '.join(map(repr, emptied))} are empty now; " if emptied else ""
         super().__init__(
-            f"{path}: its writer removed this checkpoint while it was being read; {state}read the newest one, pin "
-            "this one (manager.pin(step)), or raise max_keep"
+            f"{path}: its writer removed this checkpoint while it was being read; {state}{remedy or self.REMEDY}"
         )
         self.path, self.emptied = path, tuple(emptied)
 

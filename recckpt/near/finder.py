@@ -80,7 +80,11 @@ class NearFinder:
             else:
                 self._log_passed_over(whole)
                 return whole
-        log.warning("%s: near saves there are passed over: others remove them", self._dir.storage.url)
+        log.warning(
+            "%s: near saves there are passed over, since they are removed meanwhile: the process that makes them is "
+            "probably alive; end it, and restore again",
+            self._dir.storage.url,
+        )
         return [candidate for candidate in candidates if candidate.near_dir is None]
 
     def _listed(self, usable: Usable, views: Sequence[HostView]) -> list[Checkpoint]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from recckpt.checkpoint.link import OpenLink
 from recckpt.dense.file_check import check_file
-from recckpt.errors import CorruptCheckpointError, RecckptError
+from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, RecckptError
 from recckpt.format import layout
 from recckpt.format.catalog import Part
 from recckpt.format.manifest import FileEntry
@@ -15,6 +16,10 @@ from recckpt.output_dir.listing import Checkpoint
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.catalogs import read_catalog
 from recckpt.sparse.files.verifier import check_part
+from recckpt.storage import Storage
+
+_DAMAGED = "it is taken from another host that has it whole, else an older near save or checkpoint is restored"
+_REMOVED = "the process that makes near saves there is probably alive: end it before another one restores"
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,18 @@ def whole_files(save: Checkpoint, names: Collection[str], concurrency: int, rank
     for file in save.manifest.files:
         if file.name in names and file.name not in catalogs and not layout.is_part(file.name):
             note(file.name, list(_problems(link, file)))
-    return WholeFiles(rank, frozenset(whole), tuple(errors))
+    return WholeFiles(rank, frozenset(whole), tuple(_of_near_save(save, save.near_dir, error) for error in errors))
+
+
+def _of_near_save(save: Checkpoint, near_dir: Storage, error: Exception) -> Exception:
+    """Return an error that says what it means of a near save, and on which host, where that is not as elsewhere."""
+    host = socket.gethostname()
+    if isinstance(error, CorruptCheckpointError):
+        path = f"{host}:{near_dir.url_of(error.path)}"
+        return CorruptCheckpointError(path, error.where, found=error.found, expected=error.expected, remedy=_DAMAGED)
+    if isinstance(error, CheckpointRemovedError):
+        return CheckpointRemovedError(f"{host}:{near_dir.url_of(save.directory)}", remedy=_REMOVED)
+    return error
 
 
 def _problems(link: OpenLink, file: FileEntry) -> Iterator[Exception]:
@@ -87,8 +103,8 @@ def lacking(save: Checkpoint, of_hosts: Iterable[WholeFiles]) -> Exception | Non
         return None
     if errors:
         return errors[0]
-    path = layout.join(save.directory, missing.name)
-    return CorruptCheckpointError(path, "", found="on no host that is here", expected=f"{missing.n_bytes} bytes")
+    path, expected = layout.join(save.directory, missing.name), f"{missing.n_bytes} bytes"
+    return CorruptCheckpointError(path, "", found="on no host that is here", expected=expected, remedy=_DAMAGED)
 
 
 def _unseen(*_: object) -> None:
