@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -81,6 +81,12 @@ class Bringing:
         """Return the error that says what a host, which this is a rank of, could not take."""
         needs = f"which needs {size(self._n_bytes(rank))} of it"
         return OSError(f"it cannot be brought to {self.places[rank].name}, {needs}: {reason}")
+
+    def in_words(self) -> Iterator[str]:
+        """Yield how much comes to each host, and from where."""
+        for rank in sorted({each.receiver for each in self.moves}):
+            senders = sorted({self.places[each.sender].name for each in self.moves if each.receiver == rank})
+            yield f"{size(self._n_bytes(rank))} to {self.places[rank].name} from {', '.join(senders)}"
 
     def _n_bytes(self, rank: int) -> int:
         return sum(each.n_bytes for each in self.moves if each.receiver == rank)

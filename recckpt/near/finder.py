@@ -160,6 +160,8 @@ class NearFinder:
             self._note(save)
         failures = ranks.in_meetings(lambda meetings: move(meetings, self._dir.storage, save.directory, bringing.moves))
         if not failures:
+            for what in bringing.in_words() if ranks.rank == 0 else ():
+                log.info("near save %s: brought %s", save.manifest.save_id, what)
             return None
         if is_taking and save.directory not in self._files_here:
             self._remove(save)

@@ -1,5 +1,7 @@
 """Files of a near save that a host lacks are brought to it at a restore; where it has no room, that is what is said."""
 
+import socket
+
 import pytest
 from faults.test_full_disk import PAGE, Disk
 from near.test_near_saves import rows
@@ -10,6 +12,7 @@ from recckpt.near.near_dir import NearStorage
 
 NEWEST, BASE = {1: 1.0, 2: 2.0, 3: 3.0, 5: 5.0}, {1: 1.0, 2: 2.0}
 NEW = "disk/new"
+HOST = socket.gethostname()
 
 
 @pytest.fixture
@@ -68,3 +71,20 @@ def test_a_host_without_room_for_what_is_damaged_there_keeps_what_is_whole(tmp_p
     assert files_of_near_saves(tmp_path / NEW) == before
     disk.leave()
     assert restored(tmp_path, ["a", NEW]) == NEWEST
+
+
+def test_what_comes_to_a_host_is_told_once(tmp_path, caplog):
+    caplog.set_level("INFO", "recckpt")
+    on_hosts(tmp_path, ["a", "b"], trained)
+    caplog.clear()
+    assert restored(tmp_path, ["a", "new", "new"]) == NEWEST
+    [message] = [record.message for record in caplog.records if ": brought " in record.message]
+    assert message.partition(": brought ")[0] == f"near save {'.'.join(near_names(tmp_path, 'a')[-1].split('/')[-2:])}"
+    assert f" kB to {HOST}:{tmp_path / 'new'} from {HOST}:{tmp_path / 'a'}" in message
+
+
+def test_where_nothing_comes_to_a_host_nothing_is_told(tmp_path, caplog):
+    caplog.set_level("INFO", "recckpt")
+    on_hosts(tmp_path, ["a", "b"], trained)
+    assert restored(tmp_path, ["a", "b"]) == NEWEST
+    assert "brought" not in caplog.text
