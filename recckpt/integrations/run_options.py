@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from recckpt.manager.manager import CheckpointManager
 from recckpt.manager.placement import trainers_of
+from recckpt.near.options import Near
 from recckpt.policies.when import When
 from recckpt.sparse.optim import SparseOptimizer
 from recckpt.sparse.split import state_of
@@ -43,6 +44,11 @@ class RunOptions:
     manager: Mapping[str, Any]
     restore: Mapping[str, Any]
     tables: Mapping[str, Any] | None
+
+    @property
+    def near(self) -> Near | None:
+        """Where near saves go that a restore may take; None where it is to take none."""
+        return self.saver.get("near") if self.restore.get("near", True) else None
 
     def optimizer_of(self, model: nn.Module) -> SparseOptimizer | None:
         """Return the optimizer of the tables: the one that was given, else the one that has been made for them."""

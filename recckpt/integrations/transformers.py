@@ -23,6 +23,7 @@ try:
 except ImportError as error:
     raise ImportError("recckpt.integrations.transformers needs more: pip install transformers accelerate") from error
 
+from recckpt.errors import RecckptError
 from recckpt.integrations.habits import CALLBACK_ARGUMENTS, CALLBACK_INSTEAD
 from recckpt.integrations.run_options import NONE, GivenOptimizer, RunOptions, numbers_in
 from recckpt.manager.answers import answers
@@ -111,9 +112,11 @@ class TransformersCallback(TrainerCallback):
         tensors and optimizers are restored when training begins.
         """
         state = _State()
-        probe = Saver(nn.Module(), output_dir=self._options.output_dir)
+        near = self._options.near
+        probe = Saver(nn.Module(), output_dir=self._options.output_dir, near=near, deltas=near is not None)
         probe.register_for_checkpointing(_TRAINER_STATE, state)
-        manager = CheckpointManager(probe, self._options.save_interval)
+        interval = None if near is None else self._options.manager.get("near_interval")
+        manager = CheckpointManager(probe, self._options.save_interval, near_interval=interval)
         if not manager.restore(load_conf={"load": [_TRAINER_STATE, "global_step"]}):
             return None
         self._resume_dir = tempfile.TemporaryDirectory(prefix="recckpt-resume-")
@@ -150,7 +153,12 @@ class TransformersCallback(TrainerCallback):
         manager.register_for_checkpointing(_TRAINER_STATE, self._state)
         if state.global_step:
             # The trainer sets the generators where the seen data ends.
-            manager.restore(state.global_step, rng=False, **self._options.restore)
+            step = state.global_step if self._options.near is None else None  # a near save is found as the newest
+            if (found := manager.restore(step, rng=False, **self._options.restore)) != state.global_step:
+                raise RecckptError(
+                    f"{self._options.output_dir}: restored step {found}, and the trainer goes on at step "
+                    f"{state.global_step}: call resume_point(trainer) right before train"
+                )
         elif list_checkpoints(manager.saver.storage).current:
             raise ValueError(
                 f"{self._options.output_dir} holds checkpoints, and training begins at step 0: call "

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from recckpt import list_checkpoints
+from recckpt import Deltas, Near, list_checkpoints
 from recckpt.integrations.transformers import TransformersCallback
 from recckpt.policies.keep import Best
 from recckpt.policies.when import EveryEpochs
@@ -55,8 +55,31 @@ class Killed(TrainerCallback):
         return control
 
 
+class Unhurried(TrainerCallback):
+    """Begins each step once what is saved of the step before has ended."""
+
+    def __init__(self, callback):
+        self.callback = callback
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.callback.checkpoints.wait_until_finished()
+        if self.callback.checkpoints.saver.near_saves is not None:
+            self.callback.checkpoints.saver.near_saves.settle()
+
+
 def fit(
-    tmp_path, name, *, killed=0, resume=True, restore=None, lr=0.001, is_given=True, interval=5, saver=None, **options
+    tmp_path,
+    name,
+    *,
+    killed=0,
+    resume=True,
+    restore=None,
+    lr=0.001,
+    is_given=True,
+    interval=5,
+    saver=None,
+    manager=None,
+    **options,
 ):
     torch.manual_seed(0)
     model = Model()
@@ -65,13 +88,24 @@ def fit(
     sparse = SparseAdamW([model.table], lr=lr)
     given = sparse if is_given else None
     callback = TransformersCallback(
-        str(tmp_path / name), interval, sparse_optimizer=given, restore=restore or {}, saver=saver or {}
+        str(tmp_path / name),
+        interval,
+        sparse_optimizer=given,
+        restore=restore or {},
+        saver=saver or {},
+        manager=manager or {},
     )
-    callbacks = [callback, Killed(killed)] if killed else [callback]
+    callbacks = [callback, Unhurried(callback)] + ([Killed(killed)] if killed else [])
     trainer = Trainer(model, args, train_dataset=Clicks(), eval_dataset=Clicks(), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=callback.resume_point(trainer) if resume else None)
     trainer.sparse = sparse
     return trainer
+
+
+def near_options(tmp_path):
+    """Return options of a run with near saves, however many rows have changed."""
+    saver = {"near": Near(tmp_path / "near"), "max_keep": 2, "deltas": Deltas(max_dirty=1.0)}
+    return {"saver": saver, "manager": {"near_interval": 2}, "interval": 20}
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -87,6 +121,27 @@ def test_a_run_that_was_ended_and_resumed_is_one_that_never_was(tmp_path, monkey
     assert not list(tmp_path.glob("recckpt-resume-*")), "the point that was resumed from is left"
     losses = [[line.get("loss") for line in trainer.state.log_history] for trainer in (whole, resumed)]
     assert losses[0][-2] == pytest.approx(losses[1][-2])
+
+
+def test_a_run_goes_on_from_a_near_save(tmp_path, caplog):
+    whole = fit(tmp_path, "whole")
+    near = near_options(tmp_path)
+    fit(tmp_path, "ended", killed=31, **near)
+    with caplog.at_level("INFO", "recckpt"):
+        resumed = fit(tmp_path, "ended", **near)
+    assert "restored near_30, step 30" in caplog.text
+    ids = torch.arange(N_IDS)
+    assert torch.equal(whole.model.eval().table(ids), resumed.model.eval().table(ids))
+    assert all(map(torch.equal, whole.model.top.parameters(), resumed.model.top.parameters()))
+    assert not [record for record in caplog.records if "near" in record.message and record.levelname == "WARNING"]
+
+
+def test_near_saves_are_passed_over_where_a_restore_is_to_take_none(tmp_path, caplog):
+    near = near_options(tmp_path)
+    fit(tmp_path, "ended", killed=31, **near)
+    with caplog.at_level("INFO", "recckpt"):
+        fit(tmp_path, "ended", restore={"near": False}, **near)
+    assert "restored ckpt_20, step 20" in caplog.text
 
 
 def test_epochs_are_counted_and_the_best_by_an_evaluation_is_kept(tmp_path):
