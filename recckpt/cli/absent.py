@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from recckpt.cli.near import may_have_forgotten
+from recckpt.cli.behind import problems_behind, urls_of
 from recckpt.cli.result import CommandResult, usage_checked
 from recckpt.format.distinct import distinct
 from recckpt.inspect.absent import Absence, Holding, look_for
@@ -29,9 +29,7 @@ def absent(args: argparse.Namespace) -> CommandResult:
         lines.append(f"{url}: none of {plural(len(ids), 'id')} is in {where} of {plural(absence.n_parts, 'file')}")
     if absence.n_asked:
         lines.append(f"{url}: {absence.n_asked} of them were asked to be forgotten, by the audit")
-    behind = absence.mirrors_behind
-    lines += [f"{url}: the mirror {one_line(each)} may have what was forgotten until its next pass" for each in behind]
-    lines += [f"{url}: {may_have_forgotten(each)}" for each in absence.hosts_behind]
+    lines += problems_behind(url, absence.mirrors_behind, absence.hosts_behind)
     return CommandResult(_data(absence, len(ids), args), lines, _problems(absence, len(ids), where))
 
 
@@ -76,6 +74,6 @@ def _data(absence: Absence, n_ids: int, args: argparse.Namespace) -> dict[str, A
         "pending": absence.pending,
         "files": absence.n_parts,
         "asked": absence.n_asked,
-        "mirrors_behind": list(absence.mirrors_behind),
+        "mirrors_behind": urls_of(absence.mirrors_behind),
         "hosts_behind": [each.as_data for each in absence.hosts_behind],
     }

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from recckpt.cli.near import may_have_forgotten
+from recckpt.cli.behind import problems_behind, urls_of
 from recckpt.cli.result import CommandResult, UsageError, usage_checked
 from recckpt.forgetting.forget import finish
 from recckpt.forgetting.forget import forget as forget_ids
@@ -38,12 +38,10 @@ def forget(args: argparse.Namespace) -> CommandResult:
     if done:
         lines.append(f"{url}: noted in {layout.FORGOTTEN}; `recckpt verify {url} --absent FILE` proves it")
     storage = open_storage(args.dir)
-    behind, hosts = [one_line(mirror.url) for mirror in mirrors_behind(storage)], hosts_behind(storage)
-    problems = [f"{url}: the mirror {each} may still have ids: `recckpt mirror {url} {each}`" for each in behind]
-    problems += [f"{url}: {may_have_forgotten(each)}" for each in hosts]
-    data = {"output_dir": args.dir, "requests": [_data(each) for each in done], "mirrors_behind": behind}
+    mirrors, hosts = mirrors_behind(storage), hosts_behind(storage)
+    data = {"output_dir": args.dir, "requests": [_data(each) for each in done], "mirrors_behind": urls_of(mirrors)}
     data |= {"hosts_behind": [each.as_data for each in hosts]}
-    return CommandResult(data, lines, problems)
+    return CommandResult(data, lines, problems_behind(url, mirrors, hosts))
 
 
 def _dry_run(args: argparse.Namespace) -> CommandResult:

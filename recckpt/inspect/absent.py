@@ -17,7 +17,7 @@ from recckpt.inspect.verify import find_checkpoints
 from recckpt.output_dir.at_path import counted_back
 from recckpt.output_dir.checkpoint_dir import has_manifest, read_manifest
 from recckpt.output_dir.forget_requests import audit, forgotten_among, meant_in, pending, tables_of
-from recckpt.output_dir.known_mirrors import mirrors_behind
+from recckpt.output_dir.known_mirrors import KnownMirror, mirrors_behind
 from recckpt.output_dir.listing import attempt_dirs
 from recckpt.output_dir.near_hosts import NearHost, hosts_behind
 from recckpt.parallel.threads import run_all
@@ -54,7 +54,8 @@ class Absence:
         pending: requests to forget that are not ended: table -> how many of the ids they name.
         n_parts: how many files were read.
         n_asked: how many of the ids the audit has as asked to be forgotten, in the table or in any.
-        mirrors_behind: mirrors of the output dir of which it is not known that they have forgotten what was forgotten.
+        mirrors_behind: mirrors of the output dir, and mirrors of those, of which it is not known that they have
+            forgotten what was forgotten.
         hosts_behind: hosts of which it is not known that near saves there have not got what was forgotten.
     """
 
@@ -64,7 +65,7 @@ class Absence:
     pending: dict[str, int]
     n_parts: int
     n_asked: int
-    mirrors_behind: tuple[str, ...] = ()
+    mirrors_behind: tuple[KnownMirror, ...] = ()
     hosts_behind: tuple[NearHost, ...] = ()
 
 
@@ -110,8 +111,8 @@ def look_for(path: str, ids: Ids, table: str | None = None) -> Absence:
     meant = [r for r in pending(storage) if tables is None or not set(tables).isdisjoint(tables_of(r.table))]
     requests = {r.table: int(is_among(r.ids, sought).sum()) for r in meant}
     holding = tuple(holdings[name] for name in sorted(holdings))
-    n_asked, mirrors = len(forgotten_among(storage, table, sought)), tuple(m.url for m in mirrors_behind(storage))
-    hosts = tuple(hosts_behind(storage))
+    n_asked = len(forgotten_among(storage, table, sought))
+    mirrors, hosts = tuple(mirrors_behind(storage)), tuple(hosts_behind(storage))
     return Absence(storage.url, holding, unread, requests, len(parts), n_asked, mirrors, hosts)
 
 

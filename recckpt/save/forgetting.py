@@ -102,7 +102,7 @@ class Forgetting:
             self._to.near.void()
         try:
             done = forget_as_owner(storage, fence, table, ids, _BY)
-            behind = [mirror.url for mirror in mirrors_behind(storage)]  # training does not wait for copies
+            behind = dict.fromkeys(each.url for each in mirrors_behind(storage))  # training does not wait for copies
             if behind:
                 log.warning("%s: its mirrors %s have the ids until their next pass", storage.url, ", ".join(behind))
             return done, fence.epoch, done_requests(storage)

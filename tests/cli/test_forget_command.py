@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.builders import tree
 from support.delta_runs import rows_of, run_with_chain
+from support.mirrors import out_of_reach
 
 from recckpt.output_dir.fence import Fence
 
@@ -238,6 +239,20 @@ def test_a_fence_of_a_trainer_says_nothing_of_forgetting(run):
     with pytest.raises(Exception, match="stop one of the two") as caught:
         first.check()
     assert "forget" not in str(caught.value)
+
+
+def test_a_mirror_of_a_mirror_that_is_not_reached_is_named(recckpt, run, gone, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    recckpt("mirror", run.url, first)
+    recckpt("mirror", first, second)
+    with out_of_reach(second):
+        answer = recckpt("forget", run.url, "--table", "item", "--ids", gone, "--json")
+    assert (answer.code, answer.json["mirrors_behind"]) == (1, [str(second)])
+    what = f"the mirror {second} may have what was forgotten until its next pass: `recckpt mirror {first} {second}`"
+    assert what in answer.err
+    recckpt("mirror", first, second)
+    answer = recckpt("forget", run.url)
+    assert (answer.code, answer.err) == (0, "")
 
 
 def test_a_dry_run_says_what_would_be_written_again_and_changes_nothing(recckpt, run, gone):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.builders import tree
 from support.forgetting import ForgettingRun, files_with, fill, ids_at
-from support.mirrors import check_same, ids_of, listing_of
+from support.mirrors import check_same, ids_of, listing_of, out_of_reach
 
 import recckpt
 from recckpt import CheckpointManager
@@ -152,7 +152,7 @@ def test_a_mirror_that_is_not_reached_is_named_until_its_next_pass(run, to, tmp_
         recckpt.forget(run, "user", GONE)
     assert f"the mirror {to} may still have the ids: nothing is there now; its next pass" in caplog.text
     assert [each.url for each in mirrors_behind(open_storage(str(run)))] == [str(to)]
-    assert look_for(str(run), np.array(GONE), "user").mirrors_behind == (str(to),)
+    assert [each.url for each in look_for(str(run), np.array(GONE), "user").mirrors_behind] == [str(to)]
     (tmp_path / "away").rename(to)
     recckpt.mirror(run, to)
     check_forgotten_in_user(to)
@@ -172,6 +172,58 @@ def test_a_mirror_of_another_host_or_of_another_copy_of_the_run_is_not_reached(r
     assert f"it is a mirror of {run}, as which this run was known to it" in caplog.text
     assert "it is on the host elsewhere" in caplog.text
     assert tree(to) == before
+
+
+def test_mirrors_of_mirrors_are_reached_too_in_a_circle_as_well(run, to, tmp_path):
+    second, third = tmp_path / "second", tmp_path / "third"
+    for source, place in ((run, to), (to, second), (second, third), (third, to), (run, third), (run, to)):
+        recckpt.mirror(source, place)
+    forget(run)
+    for place in (to, second, third):
+        check_forgotten(place)
+        check_same(run, place)
+    assert mirrors_behind(open_storage(str(run))) == []
+
+
+def test_a_mirror_of_a_mirror_that_is_not_reached_is_named_by_the_run_and_reached_by_the_next_call(
+    run, to, tmp_path, caplog
+):
+    second = tmp_path / "second"
+    recckpt.mirror(run, to)
+    recckpt.mirror(to, second)
+    with out_of_reach(second), caplog.at_level(logging.WARNING):
+        recckpt.forget(run, "user", GONE)
+    assert f"{to}: the mirror {second} may still have the ids: nothing is there now; its next pass" in caplog.text
+    assert [(each.run_url, each.url) for each in mirrors_behind(open_storage(str(run)))] == [(str(to), str(second))]
+    recckpt.forget(run, "item", GONE)
+    check_forgotten(second)
+    assert look_for(str(run), np.array(GONE)).mirrors_behind == ()
+
+
+def test_behind_a_mirror_that_somebody_went_on_from_all_are_named(run, to, tmp_path, caplog):
+    second = tmp_path / "second"
+    recckpt.mirror(run, to)
+    recckpt.mirror(to, second)
+    ForgettingRun(to).saver.save("ckpt_5", step=5)
+    before = tree(second)
+    with caplog.at_level(logging.WARNING):
+        recckpt.forget(run, "user", GONE)
+    assert f"{second} may still have the ids: its run is the mirror {to}, which may have them, too" in caplog.text
+    assert [each.url for each in mirrors_behind(open_storage(str(run)))] == [str(to), str(second)]
+    assert tree(second) == before
+
+
+def test_where_the_mirrors_of_a_mirror_cannot_be_listed_that_is_said(run, to, tmp_path, caplog):
+    recckpt.mirror(run, to)
+    recckpt.mirror(to, tmp_path / "second")
+    [note] = (to / layout.MIRRORS_DIR).iterdir()
+    note.write_text(note.read_text().replace("second", "elsewhere"))
+    with caplog.at_level(logging.WARNING):
+        recckpt.forget(run, "user", GONE)
+    assert f"{run}: mirrors of {to} may still have the ids, and cannot be listed: " in caplog.text
+    assert requests(open_storage(str(to))) == requests(open_storage(str(run)))
+    [behind] = mirrors_behind(open_storage(str(run)))
+    assert (behind.url, "remove it: the next pass of the mirror notes it again" in behind.problem) == (str(to), True)
 
 
 def test_a_run_that_forgets_by_itself_names_the_mirrors_that_have_yet_to(run, to, caplog):

@@ -19,6 +19,7 @@ TESTS = {
     "checkpointer/__init__.py": "checkpointer/test_documents.py",
     "checkpointer/worker.py": "checkpointer/test_async.py",
     "cli/absent.py": "cli/test_wrong_places.py cli/test_forget_command.py",
+    "cli/behind.py": "cli/test_forget_command.py cli/test_near_command.py",
     "cli/commands.py": "cli/test_app.py cli/test_usage.py",
     "cli/compact.py": "cli/test_compact_command.py",
     "cli/consolidate.py": "cli/test_consolidate_command.py",
