@@ -25,12 +25,13 @@ def absent(args: argparse.Namespace) -> CommandResult:
     lines: list[Line] = [table] if absence.holding else []
     if args.print_ids:
         lines += [f"{escaped(each.directory) or '.'}, {escaped(each.table)}: {_ids(each)}" for each in absence.holding]
-    if not _problems(absence, len(ids), where):
+    problems = _problems(absence, len(ids), where)
+    if not problems:
         lines.append(f"{url}: none of {plural(len(ids), 'id')} is in {where} of {plural(absence.n_parts, 'file')}")
     if absence.n_asked:
         lines.append(f"{url}: {absence.n_asked} of them were asked to be forgotten, by the audit")
-    lines += problems_behind(url, absence.mirrors_behind, absence.hosts_behind)
-    return CommandResult(_data(absence, len(ids), args), lines, _problems(absence, len(ids), where))
+    problems += problems_behind(url, absence.mirrors_behind, absence.hosts_behind)
+    return CommandResult(_data(absence, len(ids), args, is_absent=not problems), lines, problems)
 
 
 def _row(each: Holding) -> tuple[str, ...]:
@@ -56,7 +57,7 @@ def _ids(each: Holding) -> str:
     return ", ".join(map(str, distinct(*each.ids)))
 
 
-def _data(absence: Absence, n_ids: int, args: argparse.Namespace) -> dict[str, Any]:
+def _data(absence: Absence, n_ids: int, args: argparse.Namespace, *, is_absent: bool) -> dict[str, Any]:
     holding = []
     for each in absence.holding:
         entry: dict[str, Any] = {"directory": each.directory, "id": each.ckpt_id, "table": each.table}
@@ -68,7 +69,7 @@ def _data(absence: Absence, n_ids: int, args: argparse.Namespace) -> dict[str, A
         "url": absence.url,
         "table": args.table,
         "n_ids": n_ids,
-        "absent": not holding and not absence.unread and not absence.pending,
+        "absent": is_absent,
         "holding": holding,
         "unread": absence.unread,
         "pending": absence.pending,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from recckpt.cli.behind import problems_behind, urls_of
+from recckpt.cli.behind import lines_to_reach, problems_behind, urls_of
 from recckpt.cli.result import CommandResult, UsageError, usage_checked
 from recckpt.forgetting.forget import finish
 from recckpt.forgetting.forget import forget as forget_ids
@@ -16,8 +16,8 @@ from recckpt.forgetting.plan import ForgetPlan, plan_forget
 from recckpt.format import layout
 from recckpt.inspect.ids_file import read_ids
 from recckpt.inspect.save_times import saves_of, seconds_to_write
-from recckpt.output_dir.known_mirrors import mirrors_behind
-from recckpt.output_dir.near_hosts import hosts_behind
+from recckpt.output_dir.known_mirrors import mirrors_behind, mirrors_below
+from recckpt.output_dir.near_hosts import hosts_behind, noted_hosts
 from recckpt.storage import open_storage
 from recckpt.text import duration, escaped, one_line, plural, size
 
@@ -48,16 +48,20 @@ def _dry_run(args: argparse.Namespace) -> CommandResult:
     """Say what would be done, and how long that takes at the pace of the last saves."""
     with usage_checked():
         plans = plan_forget(args.dir, args.table, None if args.ids is None else read_ids(args.ids))
-        saves = saves_of(open_storage(args.dir))
+        storage = open_storage(args.dir)
+        saves = saves_of(storage)
     n_bytes, n_checkpoints = sum(plan.n_bytes for plan in plans), sum(len(plan.rewritten) for plan in plans)
     sec = seconds_to_write(saves, n_bytes, n_checkpoints)
     lines = [line for plan in plans for line in _planned(plan)] or [f"{one_line(args.dir)}: nothing is to be forgotten"]
     if n_bytes:
         how_long = "" if sec is None else f", in about {duration(sec)} at the pace of the last saves"
         lines.append(f"it would read and write {size(n_bytes)}{how_long}, and fence a trainer off that saves there")
+    mirrors = [mirror for _, mirror in mirrors_below(storage)] if plans else mirrors_behind(storage)
+    hosts = noted_hosts(storage) if plans else hosts_behind(storage)
     requests = [{**asdict(plan), "bytes": plan.n_bytes} for plan in plans]
     data = {"output_dir": args.dir, "dry_run": True, "requests": requests, "bytes": n_bytes, "seconds": sec}
-    return CommandResult(data, lines)
+    data |= {"mirrors": urls_of(mirrors), "hosts": [host.as_data for host in hosts]}
+    return CommandResult(data, [*lines, *lines_to_reach(mirrors, hosts)])
 
 
 def _planned(plan: ForgetPlan) -> Iterator[str]:

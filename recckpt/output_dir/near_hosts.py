@@ -71,6 +71,12 @@ def one_of_the_hosts(storage: Storage) -> tuple[NearHost | None, int]:
     return _read_or_damage(storage, paths[0]) if paths else None, len(paths)
 
 
+def noted_hosts(storage: Storage) -> list[NearHost]:
+    """Return the hosts on which near saves of an output dir may lie, those whose notes cannot be read among them."""
+    hosts = [_read_or_damage(storage, path) for path in note_paths(storage, near_names.NEAR_NOTES)]
+    return [host for host in hosts if host is not None]
+
+
 def hosts_behind(storage: Storage, request: str | None = None) -> list[NearHost]:
     """Return the hosts of which it is not known that no near save there has ids that were forgotten.
 
@@ -81,8 +87,7 @@ def hosts_behind(storage: Storage, request: str | None = None) -> list[NearHost]
         request: the one whose ids are meant, which may not be done yet; None for all that are.
     """
     forgotten = done_requests(storage) if request is None else frozenset([request])
-    hosts = [_read_or_damage(storage, path) for path in note_paths(storage, near_names.NEAR_NOTES)] if forgotten else []
-    return [host for host in hosts if host is not None and not forgotten <= host.forgotten]
+    return [host for host in noted_hosts(storage) if not forgotten <= host.forgotten] if forgotten else []
 
 
 def _read_or_damage(storage: Storage, path: str) -> NearHost | None:

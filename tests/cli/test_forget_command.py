@@ -10,6 +10,7 @@ from support.delta_runs import rows_of, run_with_chain
 from support.mirrors import out_of_reach
 
 from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.known_mirrors import KnownMirror, note_mirror
 
 
 @pytest.fixture
@@ -253,6 +254,39 @@ def test_a_mirror_of_a_mirror_that_is_not_reached_is_named(recckpt, run, gone, t
     recckpt("mirror", first, second)
     answer = recckpt("forget", run.url)
     assert (answer.code, answer.err) == (0, "")
+
+
+def test_absence_is_no_proof_while_a_mirror_may_have_what_was_forgotten(recckpt, run, gone, tmp_path):
+    recckpt("mirror", run.url, to := tmp_path / "to")
+    with out_of_reach(to):
+        recckpt("forget", run.url, "--table", "item", "--ids", gone)
+    answer = recckpt("verify", run.url, "--absent", gone)
+    assert (answer.code, "none of 3 ids is in any table of " in answer.out) == (1, True)
+    what = f"the mirror {to} may have what was forgotten until its next pass: `recckpt mirror {run.url} {to}`"
+    assert what in answer.err
+    data = recckpt("verify", run.url, "--absent", gone, "--json").json
+    assert (data["absent"], data["mirrors_behind"], data["holding"]) == (False, [str(to)], [])
+    recckpt("mirror", run.url, to)
+    assert recckpt("verify", run.url, "--absent", gone).code == 0
+    assert recckpt("verify", run.url, "--absent", gone, "--json").json["absent"]
+
+
+def test_a_dry_run_names_the_mirrors_that_would_be_reached_and_those_that_would_not(recckpt, run, gone, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    recckpt("mirror", run.url, first)
+    recckpt("mirror", first, second)
+    note_mirror(run, KnownMirror(run.url, "/data/third", "elsewhere", frozenset()))
+    answer = recckpt("forget", run.url, "--table", "item", "--ids", gone, "--dry-run")
+    assert answer.code == 0
+    command = f"`recckpt mirror {run.url} /data/third` there"
+    assert sorted(answer.out.splitlines()[-3:]) == [
+        f"would leave the mirror /data/third on elsewhere to its next pass: {command}",
+        f"would make a pass over the mirror {first}",
+        f"would make a pass over the mirror {second}",
+    ]
+    data = recckpt("forget", run.url, "--table", "item", "--ids", gone, "--dry-run", "--json").json
+    assert sorted(data["mirrors"]) == ["/data/third", str(first), str(second)]
+    assert data["hosts"] == []
 
 
 def test_a_dry_run_says_what_would_be_written_again_and_changes_nothing(recckpt, run, gone):

@@ -80,15 +80,24 @@ def test_what_was_forgotten_is_named_until_it_is_cleared_on_that_host(recckpt, r
     assert forgotten.code == 1
     assert what in forgotten.err
     verified = recckpt("verify", of_run, "--absent", tmp_path / "gone")
-    assert verified.code == 0
-    assert what in verified.out
-    note = of_run / verified.out.rpartition("remove ")[2].strip()
+    assert verified.code == 1
+    assert what in verified.err
+    note = of_run / verified.err.rpartition("remove ")[2].strip()
     assert note.exists()
 
     cleared = recckpt("near", "clear", run.near_path)
     assert cleared.out.splitlines()[1:] == [f"{of_run}: noted that nothing which was forgotten is on this host"]
-    assert recckpt("verify", of_run, "--absent", tmp_path / "gone", "--json").json["hosts_behind"] == []
+    verified = recckpt("verify", of_run, "--absent", tmp_path / "gone", "--json")
+    assert (verified.code, verified.json["hosts_behind"], verified.json["absent"]) == (0, [], True)
     assert len(recckpt("near", "clear", run.near_path).out.splitlines()) == 1, "it is noted once"
+
+
+def test_a_dry_run_of_a_forgetting_names_the_hosts_whose_near_saves_would_have_the_ids(recckpt, run, tmp_path):
+    (tmp_path / "gone").write_text("2\n")
+    answer = recckpt("forget", tmp_path / "runs", "--table", "t", "--ids", tmp_path / "gone", "--dry-run")
+    assert answer.code == 0
+    assert answer.lines[-1][:5] == ["would", "leave", "near", "saves", "on"]
+    assert answer.out.endswith(f":{run.near_path} to `recckpt near clear` there\n")
 
 
 def test_where_the_output_dir_cannot_be_told_that_is_said_and_all_go(recckpt, run, tmp_path):
