@@ -137,8 +137,9 @@ class StoreSweep:
 
 def test_a_death_at_some_requests_to_a_store_in_memory_leaves_a_whole_mirror(tmp_path, memory_url):
     ForgettingRun(tmp_path / "run").save_chain()
+    sweep = StoreSweep(tmp_path / "run", memory_url)  # one, which gives each death a place of its own
     for number, when in ((60, "after"), (110, "before")):
-        assert StoreSweep(tmp_path / "run", memory_url).check(number, when)
+        assert sweep.check(number, when)
 
 
 @pytest.mark.slow
