@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError, RecckptError, WriterFencedError
-from recckpt.format import layout
+from recckpt.format import drafts, layout
 from recckpt.output_dir.claims import Claim, MirrorOf, claimed_epochs, encode_claim, read_claim
 from recckpt.output_dir.listing import Listing
 from recckpt.output_dir.takeover import make_owner_dirs, new_claim, put_claim
@@ -62,10 +62,11 @@ class MirrorHold:
         """
         claims = self._claims()
         if not claims:
-            if not there.is_empty:
+            found = self._first_found(there)
+            if found:
                 raise RecckptError(
-                    f"{self._storage.url}: found checkpoints there that no mirror has written, expected an empty "
-                    f"output dir or a mirror; {_ELSEWHERE}"
+                    f"{self._storage.url}: found {found}, which no mirror has written, expected an empty place or a "
+                    f"mirror of {origin.url}; {_ELSEWHERE}, or move away what is there"
                 )
             return
         of = claims[-1].mirror_of
@@ -115,6 +116,17 @@ class MirrorHold:
         if last > self._claim.epoch or not is_there:
             self._claim = None
             raise self._taken_over(last)
+
+    def _first_found(self, there: Listing) -> str:
+        """Return what is in a place without claims; "" for nothing, and for what is left where no claim was made yet.
+
+        Directories are known: only where there are none are files listed, of which there are few then.
+        """
+        if there.directories:
+            return f"{there.directories[0]}/"
+        names = (name for name in self._storage.list_files("") if not drafts.is_temporary(name))
+        here = (name for name in names if "/" not in name or name.startswith(f"{layout.OWN_DIR}/"))
+        return next((name for name in here if name and not name.startswith(f"{layout.OWNER_DIR}/")), "")
 
     def _claims(self) -> list[Claim]:
         """Return the claims of mirrors, oldest first; raises WriterFencedError where there is anybody else's."""

@@ -117,10 +117,11 @@ class Mirror:
         forgotten = frozenset(requests(self._run))  # before the run is read: later ones may not be in what is read
         run, there = self._look()
         origin, before = origin_of(self._run, run), frozenset(requests(self._to))
+        if not self._is_prepared:
+            refuse_checkpoint(self._to)
         self._hold.look(origin, there)
         check_same(run, there, self._to.url)
         if not self._is_prepared:
-            refuse_checkpoint(self._to)
             self._to.prepare()
             self._is_prepared = True
         self._hold.take(origin)

@@ -17,12 +17,13 @@ import recckpt
 from recckpt import CheckpointReader
 from recckpt.compaction.adopting import adopt
 from recckpt.errors import CheckpointNotFoundError, RecckptError, WriterFencedError
-from recckpt.format import layout
+from recckpt.format import drafts, layout
 from recckpt.inspect.watch.look import Watcher
 from recckpt.inspect.watch.shown import facts
 from recckpt.mirroring.mirror import Mirror
 from recckpt.output_dir import rotation
 from recckpt.output_dir.claims import claimed_epochs, read_claim
+from recckpt.output_dir.known_mirrors import known_mirrors
 from recckpt.policies.keep import All
 from recckpt.storage import open_storage
 
@@ -313,7 +314,7 @@ def test_another_run_and_what_is_no_mirror_are_refused_before_anything_changes(r
     cases = [
         (tmp_path / "other", to, RecckptError, f"is a mirror of {run}, and not of the run"),
         (tmp_path / "other", run, WriterFencedError, "has written there"),
-        (tmp_path / "other", tmp_path / "copy", RecckptError, "found checkpoints there that no mirror has written"),
+        (tmp_path / "other", tmp_path / "copy", RecckptError, "found ckpt_1/, which no mirror has written"),
         (run, run, ValueError, "a mirror is apart from its run"),
         (run, run / "inside", ValueError, "a mirror is apart from its run"),
         (tmp_path / "nothing", to, CheckpointNotFoundError, "does not exist"),
@@ -323,6 +324,52 @@ def test_another_run_and_what_is_no_mirror_are_refused_before_anything_changes(r
         with pytest.raises(error, match=message):
             recckpt.mirror(source, target)
         assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "name", [layout.TIMELINE, layout.INDEX_FILE, layout.FORGOTTEN, ".notes", "mine/thesis.txt", f"{layout.PINS_DIR}/a"]
+)
+def test_a_place_with_anything_else_in_it_is_refused_before_anything_changes(run, url, name):
+    to = open_storage(url)
+    to.prepare()
+    parents = [name[:at] for at in range(len(name)) if name[at] == "/"]
+    for parent in parents:
+        to.make_dir(parent)
+    to.put_if_absent(name, b"mine\n")
+    found = "mine/" if name.startswith("mine") else name
+    with pytest.raises(RecckptError, match=f"found {found}, which no mirror has written, .*move away what is there"):
+        recckpt.mirror(run, url)
+    assert to.list_files("") == [name]
+    assert to.read(name, 99) == b"mine\n"
+    assert not known_mirrors(open_storage(str(run)))
+    to.remove(name)
+
+
+def test_what_a_first_pass_left_before_it_had_a_claim_is_gone_over(run, to):
+    (to / layout.OWNER_DIR).mkdir(parents=True)
+    (to / drafts.probe()).touch()
+    (to / drafts.temporary(layout.claim(2))).touch()
+    assert recckpt.mirror(run, to).copied == CHAIN
+    check_same(run, to)
+
+
+@pytest.mark.slow
+def test_a_prefix_of_s3_with_nothing_but_its_marker_is_empty(run, s3_url):
+    bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
+    fs = open_storage(s3_url)._fs
+    fs.call_s3("put_object", Bucket=bucket, Key=f"{prefix}/", Body=b"")  # as the console makes a "folder"
+    assert recckpt.mirror(run, s3_url).copied == CHAIN
+
+
+def test_a_pass_over_a_mirror_lists_no_files_of_its_root(run, to, monkeypatch):
+    recckpt.mirror(run, to)
+    (to / "mine.txt").touch()  # what a person adds later stays
+    following, listed = Mirror(run, to), []
+    list_files = following._to.list_files
+    monkeypatch.setattr(following._to, "list_files", lambda name: listed.append(name) or list_files(name))
+    following.update()
+    assert "" not in listed
+    assert (to / "mine.txt").exists()
 
 
 def test_a_run_that_was_begun_anew_is_another_run(run, to):
