@@ -81,7 +81,7 @@ def _newest(done: Mirrored) -> str:
 
 
 def _problems(done: Mirrored) -> list[str]:
-    return [f"{escaped(name)} of the run is damaged, and not copied: {error}" for name, error in done.damaged.items()]
+    return [f"in the run, {one_line(problem)}" for problem in done.problems]
 
 
 def _data(done: Mirrored) -> dict[str, Any]:
@@ -92,4 +92,5 @@ def _data(done: Mirrored) -> dict[str, Any]:
         "bytes": done.n_bytes,
         "newest": done.newest,
         "damaged": dict(done.damaged),
+        "left_out": dict(done.left_out),
     }

@@ -12,6 +12,7 @@ from recckpt.errors import CheckpointNotFoundError
 from recckpt.format import layout
 from recckpt.mirroring import files_beside
 from recckpt.mirroring.copying import CheckpointCopier
+from recckpt.mirroring.damage import damaged_link
 from recckpt.mirroring.hold import MirrorHold, origin_of
 from recckpt.mirroring.one_pass import OnePass
 from recckpt.mirroring.selection import check_same
@@ -23,6 +24,7 @@ from recckpt.output_dir.why_nothing import why_nothing
 from recckpt.policies.keep import Keep, as_keep
 from recckpt.storage import open_storage
 from recckpt.storage.upload_rate import UploadRate
+from recckpt.text import escaped
 from recckpt.types import byte_count, positive_int
 
 log = logging.getLogger("recckpt")
@@ -41,6 +43,7 @@ class Mirrored:
         n_bytes: how many bytes of files were copied.
         newest: id of the newest checkpoint of the run that belongs there, None where there is none.
         damaged: directory in the run -> what is wrong with it, so that it was not copied.
+        left_out: directory in the run -> that of a damaged one which it stands on, so that it was not copied.
     """
 
     url: str
@@ -49,6 +52,14 @@ class Mirrored:
     n_bytes: int = 0
     newest: str | None = None
     damaged: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def problems(self) -> list[str]:
+        """What was not copied, and why: a line for each checkpoint."""
+        damaged = [f"{escaped(name)} is damaged, and not copied: {why}" for name, why in self.damaged.items()]
+        above = [f"{escaped(name)} stands on {escaped(of)}, and is not copied" for name, of in self.left_out.items()]
+        return damaged + above
 
 
 def mirror(
@@ -75,7 +86,7 @@ def mirror(
         threads: files to copy at once; locally at most one a core.
 
     Returns:
-        What was done. Damaged checkpoints of the run are logged, named in it, and not copied.
+        What was done. Damaged checkpoints of the run, and what stands on them, are logged, named in it, and not copied.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint in the run.
@@ -85,7 +96,10 @@ def mirror(
         ValueError: an argument is invalid, or the two places are in one another.
         OSError: a storage failed.
     """
-    return Mirror(run, to, keep=keep, max_upload_rate=max_upload_rate, threads=threads).update()
+    done = Mirror(run, to, keep=keep, max_upload_rate=max_upload_rate, threads=threads).update()
+    for problem in done.problems:
+        log.error("%s: %s", run, problem)
+    return done
 
 
 class Mirror:
@@ -137,8 +151,8 @@ class Mirror:
         self._hold.check()  # whoever took it over meanwhile was not in the way, and there is no mirror any more
         self._note(forgotten)
         wrong = {**this.run.damaged, **this.run.unreadable, **this.damaged}
-        damaged = {name: str(error) for name, error in wrong.items()}
-        return Mirrored(self._to.url, tuple(this.copied), tuple(removed), this.n_bytes, newest, damaged)
+        damaged = {name: str(error) for name, error in wrong.items() if not damaged_link(name, wrong)}
+        return Mirrored(self._to.url, tuple(this.copied), tuple(removed), this.n_bytes, newest, damaged, this.left_out)
 
     def _look(self) -> tuple[Listing, Listing]:
         """Return what the run has, and what the mirror has."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, RecckptError
@@ -43,7 +43,7 @@ class OnePass:
 
     def __init__(self, copier: CheckpointCopier, look: Look, keep: Keep | None, *, is_forgotten: bool) -> None:
         self._copier, self._look, self._keep, self._is_forgotten = copier, look, keep, is_forgotten
-        self._selection = Selection((), frozenset(), None)
+        self._selection = Selection((), frozenset(), None, {})
         self.copied: list[str] = []
         self.n_bytes = 0
         self.damaged: dict[str, CorruptCheckpointError] = {}
@@ -67,8 +67,13 @@ class OnePass:
         newest = self._selection.newest
         return newest.ckpt_id if newest else None
 
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """What the mirror lacks since it stands on what is damaged: directory -> that of the damaged one."""
+        return self._selection.left_out
+
     def remove(self) -> list[str]:
-        """Remove what does not belong there; return the directories.
+        """Remove what does not belong there; return the directories of those that were checkpoints.
 
         Raises:
             RecckptError: something could not be removed that may hold ids which were forgotten in the run.
@@ -82,7 +87,8 @@ class OnePass:
             copier.hold.check()
             copier.to.remove(layout.join(directory, layout.MANIFEST))  # of one whose manifest is damaged
             rotation.remove_leftover(copier.to, directory, rotation.THREADS)
-            removed.append(directory)
+            if directory in self.there.damaged:  # others never were
+                removed.append(directory)
         if self._is_forgotten:
             self._check_gone()
         if removed:
@@ -117,7 +123,6 @@ class OnePass:
                 try:
                     self.n_bytes += self._copier.copy(checkpoint, progress.advance)
                 except CorruptCheckpointError as error:
-                    log.error("%s/%s is damaged, and not copied: %s", self._copier.run.url, checkpoint.directory, error)
                     self.damaged[checkpoint.directory] = error
                     return
                 self.copied.append(checkpoint.directory)

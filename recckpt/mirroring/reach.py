@@ -60,4 +60,6 @@ def _reach(run: Storage, mirror: KnownMirror, forgotten: frozenset[str]) -> None
     there = list_checkpoints(open_storage(mirror.url))
     if there.is_empty:
         raise RecckptError("nothing is there now")
-    Mirror(run.url, mirror.url, keep=PresentIds(frozenset(there.ckpt_ids))).update()
+    done = Mirror(run.url, mirror.url, keep=PresentIds(frozenset(there.ckpt_ids))).update()
+    for problem in done.problems:
+        log.error("%s: %s", run.url, problem)

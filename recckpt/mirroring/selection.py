@@ -8,6 +8,7 @@ from datetime import datetime
 
 from recckpt.errors import RecckptError
 from recckpt.format import layout
+from recckpt.mirroring.damage import damaged_link
 from recckpt.output_dir.chains import Damage
 from recckpt.output_dir.listing import Checkpoint, Listing, chained
 from recckpt.output_dir.rotation import chosen, in_order
@@ -22,11 +23,14 @@ class Selection:
         missing: checkpoints to copy, the newest and what it stands on first, each after what it stands on.
         stay: directories of all that belongs there.
         newest: the newest of them; None where nothing can be copied.
+        left_out: directory of a checkpoint of the run -> that of a damaged one which it stands on, so that the mirror
+            lacks it.
     """
 
     missing: tuple[Checkpoint, ...]
     stay: frozenset[str]
     newest: Checkpoint | None
+    left_out: Mapping[str, str]
 
 
 def select(
@@ -51,7 +55,7 @@ def select(
             the run has no more.
         now: the time, for the policy.
     """
-    whole, _ = chained([*run.committed, *run.lost], {**run.damaged, **run.unreadable, **damaged})
+    whole, chains = chained([*run.committed, *run.lost], {**run.damaged, **run.unreadable, **damaged})
     own = {c.directory: c for c in whole}
     counting = {c.directory for c in run.lost} | damaged.keys()
     broken = run.damaged.keys() | run.unreadable.keys()
@@ -71,7 +75,13 @@ def select(
     present = {c.directory for c in there.committed}
     in_order = (link for c in reversed(kept) for link in reversed(c.links))
     missing = {link.directory: link for link in in_order if link.directory in stay - present}
-    return Selection(tuple(missing.values()), frozenset(stay), kept[-1] if kept else None)
+    left_out = {
+        c.directory: link
+        for c in (*run.committed, *run.lost)
+        if c.directory in chains.broken.keys() - stay and not chains.representations(c.manifest.origin)
+        if (link := damaged_link(c.directory, chains.broken))
+    }
+    return Selection(tuple(missing.values()), frozenset(stay), kept[-1] if kept else None, left_out)
 
 
 def going(there: Listing, stay: Collection[str], *, has_all: bool) -> list[Checkpoint]:

@@ -37,13 +37,20 @@ def test_as_json(recckpt, run, to):
     assert recckpt("mirror", run.url, to, "--json").json["bytes"] == 0
 
 
-def test_damage_in_the_run_is_a_problem(recckpt, run, to, tmp_path):
+def test_damage_in_the_run_is_a_problem_and_what_stands_on_it_is_named_each_once(recckpt, run, to, tmp_path, caplog):
     part = next((tmp_path / "run" / "ckpt_2").glob("sparse/*.arrow"))
     part.write_bytes(part.read_bytes()[:-1] + b"!")
     answer = recckpt("mirror", run.url, to)
     assert answer.code == 1
-    assert "ckpt_2 of the run is damaged, and not copied: ckpt_2/sparse/" in answer.err
-    assert answer.out.endswith("the newest is ckpt_1\n")
+    damaged, above = answer.err.splitlines()
+    assert damaged.startswith("recckpt: in the run, ckpt_2 is damaged, and not copied: ckpt_2/sparse/")
+    assert above == "recckpt: in the run, ckpt_3 stands on ckpt_2, and is not copied"
+    assert caplog.text == ""
+    assert answer.out.startswith(f"{to}: copied 1 checkpoint, ")
+    assert answer.out.endswith("; the newest is ckpt_1\n")
+    assert "removed" not in answer.out
+    data = recckpt("mirror", run.url, to, "--json").json
+    assert ([*data["damaged"]], data["left_out"], data["removed"]) == (["ckpt_2"], {"ckpt_3": "ckpt_2"}, [])
 
 
 def test_wrong_usage_is_told_from_a_problem(recckpt, run, to, tmp_path):

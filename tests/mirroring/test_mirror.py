@@ -163,6 +163,8 @@ def test_a_damaged_checkpoint_is_never_copied_and_the_others_are(run, to, name):
     done = recckpt.mirror(run, to)
     assert done.copied == ("ckpt_1",)
     assert f"ckpt_2/{name}" in done.damaged["ckpt_2"]
+    assert ([*done.damaged], done.left_out) == (["ckpt_2"], {"ckpt_3": "ckpt_2", "ckpt_4": "ckpt_2"})
+    assert done.removed == (), "what was begun was no checkpoint"
     assert ids_of(to) == ["ckpt_1"]
     check_whole(to)
     (run / "ckpt_2" / name).write_bytes(good)
@@ -183,7 +185,7 @@ def test_what_is_damaged_in_the_run_stays_in_the_mirror(run, to):
     recckpt.mirror(run, to)
     (run / "ckpt_1" / "model.pt").unlink()
     done = recckpt.mirror(run, to)
-    assert "ckpt_1" in done.damaged
+    assert ([*done.damaged], done.left_out) == (["ckpt_1"], {}), "the deltas are whole in the mirror"
     assert (done.removed, ids_of(to)) == ((), list(CHAIN))
     check_whole(to)
 
@@ -194,6 +196,26 @@ def test_what_cannot_be_read_in_the_run_is_named_and_the_others_are_copied(run, 
     done = recckpt.mirror(run, to)
     assert done.copied == CHAIN[:3]
     assert "a symbolic link" in done.damaged["ckpt_4"]
+
+
+def test_what_stands_on_what_cannot_be_read_is_named_and_logged_once(run, to, tmp_path, caplog):
+    (run / "ckpt_2").rename(tmp_path / "elsewhere")
+    (run / "ckpt_2").symlink_to(tmp_path / "elsewhere")
+    with caplog.at_level(logging.ERROR):
+        done = recckpt.mirror(run, to)
+    assert ([*done.damaged], done.left_out) == (["ckpt_2"], {"ckpt_3": "ckpt_2", "ckpt_4": "ckpt_2"})
+    first, *others = [record.getMessage() for record in caplog.records]
+    assert first.startswith(f"{run}: ckpt_2 is damaged, and not copied: ")
+    assert others == [f"{run}: {name} stands on ckpt_2, and is not copied" for name in ("ckpt_3", "ckpt_4")]
+
+
+def test_what_stands_on_a_link_that_has_a_whole_form_is_not_left_out(run, to):
+    recckpt.compact(run, "ckpt_3")
+    adopt(run)
+    (run / "ckpt_2" / "model.pt").unlink()
+    done = recckpt.mirror(run, to)
+    assert ([*done.damaged], done.left_out) == (["ckpt_2"], {})
+    assert ids_of(to) == ["ckpt_1", "ckpt_3", "ckpt_4"]
 
 
 def test_what_is_damaged_in_the_mirror_alone_stays_for_whoever_wants_to_salvage_it(tmp_path, to):
