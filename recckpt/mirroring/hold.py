@@ -153,5 +153,6 @@ class MirrorHold:
             what = f"{url}: another `{PURPOSE}`, {by}, writes to this mirror{when}; this pass writes nothing more there"
             return MirrorTakenOverError(what, epoch=epoch, by=by, since=since)
         who = f"`{claim.purpose}`, {by}," if claim and claim.purpose else f"{by}"
-        what = f"{url}: {who} has written there{when}, so it is no mirror any more; it stays as it is: {_ELSEWHERE}"
+        state = "no mirror any more" if claim and claim.continues else "no mirror"
+        what = f"{url}: {who} has written there{when}, so it is {state}; it stays as it is: {_ELSEWHERE}"
         return WriterFencedError(what, epoch=epoch, by=by, since=since)

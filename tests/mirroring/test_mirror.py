@@ -335,7 +335,7 @@ def test_another_run_and_what_is_no_mirror_are_refused_before_anything_changes(r
     shutil.rmtree(tmp_path / "copy" / layout.OWN_DIR)
     cases = [
         (tmp_path / "other", to, RecckptError, f"is a mirror of {run}, and not of the run"),
-        (tmp_path / "other", run, WriterFencedError, "has written there"),
+        (tmp_path / "other", run, WriterFencedError, "has written there since .*, so it is no mirror; it stays"),
         (tmp_path / "other", tmp_path / "copy", RecckptError, "found ckpt_1/, which no mirror has written"),
         (run, run, ValueError, "a mirror is apart from its run"),
         (run, run / "inside", ValueError, "a mirror is apart from its run"),
