@@ -164,7 +164,7 @@ def _add_mirror(command: Command) -> None:
 def _size(text: str) -> int:
     match = re.fullmatch(r"(\d{1,12})([kMGT]?)(i?)B?", text, re.ASCII)
     if match is None or not int(match[1]) or (match[3] and not match[2]):
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"expected a number of bytes such as 500000 or 50MB, found {text!r:.100}")
     return int(match[1]) * int((1024 if match[3] else 1000) ** " kMGT".index(match[2] or " "))
 
 
@@ -175,7 +175,7 @@ def _id(text: str) -> int:
     return number
 
 
-_id.__name__, _size.__name__ = "id", "size"  # as argparse calls it in "invalid ... value"
+_id.__name__ = "id"  # as argparse calls it in "invalid ... value"
 
 
 class _Version(argparse.Action):

@@ -6,6 +6,7 @@ import argparse
 import math
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 _A_CHECKPOINT = "a checkpoint, or an output dir, whose newest is meant; a path or URL, DIR/latest~1 too"
 
@@ -85,9 +86,11 @@ def _tolerance(text: str) -> float:
 
 
 def _rate(text: str) -> float:
-    number = float(text)
+    number = 0.0
+    with suppress(ValueError):
+        number = float(text)
     if not 0 < number < math.inf:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"expected a number above 0 such as 0.5 or 3, found {text!r:.100}")
     return number
 
 
@@ -116,5 +119,5 @@ def seconds(text: str) -> float:
 
 
 # as argparse calls it in "invalid ... value"
-_tolerance.__name__, _rate.__name__, seconds.__name__ = "number", "number above 0", "number of seconds"
+_tolerance.__name__, seconds.__name__ = "number", "number of seconds"
 natural.__name__ = positive.__name__ = "count"
