@@ -119,8 +119,8 @@ def manifest_before_files(patch):
 def deltas_before_what_they_stand_on(patch):
     real = selection.Selection.__init__
 
-    def backwards(self, missing, stay, newest):
-        real(self, missing[::-1], stay, newest)
+    def backwards(self, missing, *rest):
+        real(self, missing[::-1], *rest)
 
     patch.setattr(selection.Selection, "__init__", backwards)
 
