@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from recckpt.errors import CheckpointNotFoundError
+from recckpt.errors import CheckpointNotFoundError, RecckptError
 from recckpt.format import layout
 from recckpt.mirroring import files_beside
 from recckpt.mirroring.copying import CheckpointCopier
@@ -91,7 +91,8 @@ def mirror(
     Raises:
         CheckpointNotFoundError: there is no checkpoint in the run.
         WriterFencedError: somebody saves to ``to``, or another mirror has taken it over.
-        RecckptError: ``to`` is something else than a mirror of this run; or ids are yet to be forgotten in the run.
+        RecckptError: ``to`` is something else than a mirror of this run; or ids are yet to be forgotten in the run, or
+            were forgotten in ``to`` alone.
         CheckpointRemovedError: the run removed what was being copied, four times in a row.
         ValueError: an argument is invalid, or the two places are in one another.
         OSError: a storage failed.
@@ -128,13 +129,19 @@ class Mirror:
     def update(self) -> Mirrored:
         """Make one pass; errors as of :func:`mirror`."""
         check_none_pending(self._run, "wait for whoever forgets, or run `recckpt forget DIR` first, which ends it")
+        before = frozenset(requests(self._to))  # first: whoever mirrors at the same time brings later ones
         forgotten = frozenset(requests(self._run))  # before the run is read: later ones may not be in what is read
         run, there = self._look()
-        origin, before = origin_of(self._run, run), frozenset(requests(self._to))
+        origin = origin_of(self._run, run)
         if not self._is_prepared:
             refuse_checkpoint(self._to)
         self._hold.look(origin, there)
         check_same(run, there, self._to.url)
+        if not before <= forgotten:
+            raise RecckptError(
+                f"{self._to.url}: found that ids were forgotten there which {self._run.url} may still have, so a pass "
+                "would bring them back; let that forget first: where it is a mirror, by a pass over it"
+            )
         if not self._is_prepared:
             self._to.prepare()
             self._is_prepared = True

@@ -243,7 +243,7 @@ def test_an_interrupted_copy_goes_on_with_the_files_that_are_missing(run, tmp_pa
     to = str(tmp_path / "to") if kind == "local" else memory_url
     made = Mirror(run, to)
     faults = Faults(made._to)
-    faults.plant(28, errno.ENOSPC, for_ever=True)
+    faults.plant(31, errno.ENOSPC, for_ever=True)
     with pytest.raises(OSError, match="No space left"):
         made.update()
     assert directories_of(to) == set()

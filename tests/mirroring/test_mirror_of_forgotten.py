@@ -200,6 +200,21 @@ def test_a_mirror_of_a_mirror_that_is_not_reached_is_named_by_the_run_and_reache
     assert look_for(str(run), np.array(GONE)).mirrors_behind == ()
 
 
+def test_a_mirror_that_has_yet_to_forget_brings_nothing_back_into_one_that_has(run, to, tmp_path):
+    late = tmp_path / "late"
+    for place in (to, late):
+        recckpt.mirror(run, place)
+    with out_of_reach(late):
+        forget(run)
+    before = tree(to)
+    with pytest.raises(RecckptError, match=f"ids were forgotten there which {late} may still have"):
+        recckpt.mirror(late, to)
+    assert tree(to) == before
+    recckpt.mirror(run, late)
+    recckpt.mirror(late, to)
+    check_forgotten(to)
+
+
 def test_behind_a_mirror_that_somebody_went_on_from_all_are_named(run, to, tmp_path, caplog):
     second = tmp_path / "second"
     recckpt.mirror(run, to)
