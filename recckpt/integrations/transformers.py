@@ -154,9 +154,9 @@ class TransformersCallback(TrainerCallback):
         if state.global_step:
             # The trainer sets the generators where the seen data ends.
             step = state.global_step if self._options.near is None else None  # a near save is found as the newest
-            if (found := manager.restore(step, rng=False, **self._options.restore)) != state.global_step:
+            if (restored := manager.restore(step, rng=False, **self._options.restore)) != state.global_step:
                 raise RecckptError(
-                    f"{self._options.output_dir}: restored step {found}, and the trainer goes on at step "
+                    f"{self._options.output_dir}: restored step {restored}, and the trainer goes on at step "
                     f"{state.global_step}: call resume_point(trainer) right before train"
                 )
         elif list_checkpoints(manager.saver.storage).current:
