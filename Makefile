@@ -6,6 +6,8 @@ STAMP := $(VENV)/.installed
 
 # Processes for tests: one a core, but two at least, since many tests wait, and four at most, for each takes up to 1.5 GB.
 TESTERS := $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 2 ? 2 : cores > 4 ? 4 : cores)))
+# Forks of one process that has imported everything: one more, since they wait for processes that were killed, and servers.
+WORKERS := $(shell echo $$(($(TESTERS) + 1)))
 
 unexport PYTHONDONTWRITEBYTECODE  # the tests start many interpreters: each would compile all of recckpt again
 
@@ -21,7 +23,7 @@ demo: $(STAMP)
 	$(PY) examples/demo.py
 
 test: $(STAMP)
-	$(PY) -m pytest --workers $(TESTERS)
+	$(PY) -m pytest --workers $(WORKERS)
 
 # The tests of one file: make test-of FILE=recckpt/sparse/table/rows.py
 test-of: $(STAMP)
@@ -30,7 +32,7 @@ test-of: $(STAMP)
 # Looks whether the tests of each file, by name or by TESTS in tests/support/tests_of.py, enter it.
 test-entered: $(STAMP)
 	rm -f build/entered && mkdir -p build
-	$(PY) -m pytest --workers $(TESTERS) --entered=build/entered
+	$(PY) -m pytest --workers $(WORKERS) --entered=build/entered
 
 # Trainers, trackers, TorchRec and an index, each of them installed, in an environment of its own: mypy is to see the same
 # everywhere. What .venv has is not installed a second time, and not all of it compiled, which takes longer than the tests.
@@ -48,10 +50,9 @@ test-integrations: $(INTEGRATIONS)/.installed
 	$(INTEGRATIONS)/bin/python -m pytest -n $(TESTERS) --dist loadscope tests/integrations
 
 # The fuzzer alone and first: its children are forks, with a limit of memory, of a process that has run nothing else.
-# The others by one worker more than TESTERS, since they often wait for processes that were killed, or for servers.
 test-slow: $(STAMP)
 	$(PY) -m pytest -n $(TESTERS) -m slow tests/faults/test_fuzz.py
-	$(PY) -m pytest --workers $$(($(TESTERS) + 1)) -m slow --ignore tests/faults/test_fuzz.py
+	$(PY) -m pytest --workers $(WORKERS) -m slow --ignore tests/faults/test_fuzz.py
 
 test-faults: $(STAMP)
 	$(PY) -m pytest -n $(TESTERS) --dist loadscope -m "" tests/faults
