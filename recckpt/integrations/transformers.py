@@ -153,11 +153,13 @@ class TransformersCallback(TrainerCallback):
         manager.register_for_checkpointing(_TRAINER_STATE, self._state)
         if state.global_step:
             # The trainer sets the generators where the seen data ends.
-            step = state.global_step if self._options.near is None else None  # a near save is found as the newest
+            steps = {checkpoint.manifest.step for checkpoint in list_checkpoints(manager.saver.storage).current}
+            step = state.global_step if state.global_step in steps else None  # a near save is found as the newest
             if (restored := manager.restore(step, rng=False, **self._options.restore)) != state.global_step:
                 raise RecckptError(
                     f"{self._options.output_dir}: restored step {restored}, and the trainer goes on at step "
-                    f"{state.global_step}: call resume_point(trainer) right before train"
+                    f"{state.global_step}, of which a near save cannot be restored whole, as the log says: give "
+                    "restore={'near': False} to go on from the newest checkpoint"
                 )
         elif list_checkpoints(manager.saver.storage).current:
             raise ValueError(

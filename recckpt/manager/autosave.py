@@ -144,7 +144,7 @@ class Autosave:
 
     def _save_last(self) -> None:
         """Without a step a near save alone is saved: all else would take the place of what was trained before."""
-        if self._has_stepped or self._run.is_of_near_save:
+        if self._has_stepped or self._near.has_restored_newest(self._ranks_now(), self._run):
             self.save(None, None)
 
     def close(self, error: BaseException | None = None) -> None:

@@ -19,7 +19,7 @@ from recckpt.save.near_saves import NearSaves
 
 log = logging.getLogger("recckpt")
 
-_NO_INTERVAL = "near= is given and no near_interval: no near save will be made; give near_interval=20, or omit near="
+_NO_INTERVAL = "near= is given and no near_interval: none will be made; give near_interval=20 to make some"
 _NO_NEAR = "near_interval= is for savers with near=, found one without: give Saver(near=Near(PATH))"
 
 
@@ -58,6 +58,8 @@ class NearSteps:
 
     def start(self, begin: Moment) -> None:
         """Begin to count from where the run is."""
+        if self._saves is not None:
+            self._saves.go_on(begin.step)
         if self._trigger is not None:
             self._trigger.restart(begin)
 
@@ -77,6 +79,17 @@ class NearSteps:
         assert self._saves is not None  # as ``of`` looks for
         is_begun = self._saves.begin(ranks.rank, ranks.size, run.global_step, {**run.state, **(state or {})})
         return None if is_begun else "regular"
+
+    def has_restored_newest(self, ranks: Ranks, run: Run) -> bool:
+        """Say whether a run that makes near saves has restored one, and it is still the newest there. Collective."""
+        saves, order = self._saves, run.near_order
+        if saves is None or self._trigger is None or order is None:
+            return False
+        if ranks.on_first(lambda: saves.is_newest(order)):
+            return True
+        if ranks.rank == 0:
+            log.warning("the near save that was restored is not committed: there is a newer checkpoint by now")
+        return False
 
     def counted(self, counts: SaveCounts) -> SaveCounts:
         """Return counts of saves with those of near saves."""

@@ -205,9 +205,8 @@ class Restorer:
             if with_bank:
                 self._followed = followed(live, sources[:n_bank])
         if own:
-            # Ranks may have different tables, of which the bank fills some.
-            is_saved = all(self._ranks.gather(is_whole and report.comes_only_from(n_bank)))
-            self._go_on(own[0].checkpoint, report, is_whole=is_whole, is_saved=is_saved)
+            wholes = self._ranks.gather((is_whole, is_whole and report.comes_only_from(n_bank)))
+            self._go_on(own[0].checkpoint, report, wholes)
             self._resumed_with_bank = own[0].checkpoint.manifest.save_id if with_bank else ""
         else:
             self._run.start_at(report.global_step)
@@ -236,15 +235,16 @@ class Restorer:
         for error in row_errors(checkpoint, self._ranks.gather(own)):
             raise error
 
-    def _go_on(self, checkpoint: Checkpoint, report: LoadReport, *, is_whole: bool, is_saved: bool) -> None:
-        """Let the run go on from a checkpoint that was loaded; ``is_saved`` says whether all ranks have it alone."""
+    def _go_on(self, checkpoint: Checkpoint, report: LoadReport, wholes: Sequence[tuple[bool, bool]]) -> None:
+        """Let the run go on from a checkpoint, of which each rank says whether it has all, and its tables no more."""
+        is_whole, is_saved = map(all, zip(*wholes, strict=True))
         record, step = checkpoint.manifest, report.global_step
         if step is None and record.step is None:
             log.warning("%s was saved without a step: steps are counted from 0", checkpoint.ckpt_id)
             step = 0
-        is_near = checkpoint.near_dir is not None
-        self._run.go_on(record.state, step, is_of_near_save=is_whole and is_near)
-        self._run.note_saved(is_saved and not record.ephemeral and not is_near)
+        near_order = record.order if is_whole and checkpoint.near_dir is not None else None
+        self._run.go_on(record.state, step, near_order=near_order)
+        self._run.note_saved(is_saved and not record.ephemeral and checkpoint.near_dir is None)
         log.info("restored %s, step %d", checkpoint.ckpt_id, self._run.global_step)
         if (time := time_of(record.time)) is not None:  # its age is known before the first save
             self._measure({"last_save.time": time.timestamp()})
@@ -285,8 +285,8 @@ class Restorer:
         return self._usable()[1]
 
     def _needed(self, *, is_whole: bool) -> Callable[[Checkpoint], frozenset[str]]:
-        """Return what says which files of a near save this rank reads; all where parts of it get other names."""
-        return lambda save: needed_files(save.manifest, self._live().needs if is_whole else None)
+        """Return what says which files of a near save this rank reads."""
+        return lambda save: needed_files(save.manifest, self._live().needs, is_whole=is_whole)
 
     def _usable(self) -> tuple[Listing, list[Checkpoint]]:
         """Return what is in the output dir, and the checkpoints that can be used, newest first."""

@@ -24,7 +24,7 @@ class Run:
     windows: int = 0  # windows of the data that have ended
     epochs: int = 0  # epochs that have ended
     is_saved: bool = False  # whether a checkpoint that stays holds the state of this step
-    is_of_near_save: bool = False  # whether all of it was restored from a near save, at the last restore
+    near_order: tuple[int, int] | None = None  # of the near save that all of it was restored from, at the last restore
     event_time: float | None = None  # the latest time of an event in the data so far
     step_prefix: str = layout.STEP_PREFIX  # of the ids of its checkpoints
 
@@ -103,17 +103,19 @@ class Run:
 
     def start_at(self, step: int | None) -> None:
         """Count from a step that was loaded from another run, if one was."""
-        self.global_step, self.is_saved, self.is_of_near_save = step or self.global_step, False, False
+        self.global_step, self.is_saved, self.near_order = step or self.global_step, False, None
 
-    def go_on(self, state: Mapping[str, StateValue], step: int | None, *, is_of_near_save: bool = False) -> None:
+    def go_on(
+        self, state: Mapping[str, StateValue], step: int | None, *, near_order: tuple[int, int] | None = None
+    ) -> None:
         """Go on from the state in a manifest: from its event time, if it has one, and its counts beside a step.
 
         Args:
             state: that of the manifest.
             step: from which steps are counted; None where the counts of this run stay.
-            is_of_near_save: whether that is a near save, of which all was restored.
+            near_order: that of the near save of which all was restored, where it was one.
         """
-        self.is_of_near_save = is_of_near_save
+        self.near_order = near_order
         event_time = state.get(EVENT_TIME)
         if isinstance(event_time, int | float):
             self.event_time = float(event_time)

@@ -89,6 +89,7 @@ class NearFinder:
 
     def _listed(self, usable: Usable, views: Sequence[HostView]) -> list[Checkpoint]:
         listing, checkpoints = usable()
+        self._passed_over = ()
         try:  # rule *list_read_last*: after the near dirs and the manifests
             near_list = last_takeover(self._storage).near_list
         except (CorruptCheckpointError, FormatVersionError):  # which is in the listing as damaged

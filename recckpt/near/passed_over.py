@@ -18,7 +18,7 @@ from recckpt.text import plural
 log = logging.getLogger("recckpt")
 
 _VOID = "it does not count any more: since it was made ids were forgotten, or another process took the output dir over"
-_NO_BASE = "the checkpoint that it stands on is damaged or gone"
+_NO_BASE = "the checkpoint that it stands on is damaged or gone, or cannot be read"
 
 
 @dataclass(frozen=True)
@@ -77,5 +77,5 @@ def log_where_others_are(storage: Storage, path: str) -> None:
     with suppress(OSError):
         host, n_hosts = one_of_the_hosts(storage)
     if host is not None:
-        others = f" and {plural(n_hosts - 1, 'other host')}" if n_hosts > 1 else ""
-        log.info("no near save in %s; last known on %s%s", path, host.shown, others)
+        others = f" and on {plural(n_hosts - 1, 'other host')}" if n_hosts > 1 else ""
+        log.info("no near save in %s; there have been some on %s%s", path, host.shown, others)

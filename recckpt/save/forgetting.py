@@ -16,7 +16,7 @@ from recckpt.forgetting.forgetting import Forgotten, check_readable, forget_as_o
 from recckpt.forgetting.ids_in_files import Ids
 from recckpt.near.tier import NearTier
 from recckpt.output_dir.forget_requests import audit, check_none_pending, done_requests, pending, requests
-from recckpt.output_dir.known_mirrors import known_mirrors, mirrors_behind
+from recckpt.output_dir.known_mirrors import known_mirrors
 from recckpt.output_dir.near_hosts import hosts_behind
 from recckpt.parallel.ranks import Ranks
 from recckpt.save.job import Destination
@@ -102,10 +102,12 @@ class Forgetting:
             self._to.near.void()
         try:
             done = forget_as_owner(storage, fence, table, ids, _BY)
-            behind = dict.fromkeys(each.url for each in mirrors_behind(storage))  # training does not wait for copies
-            if behind:
-                log.warning("%s: its mirrors %s have the ids until their next pass", storage.url, ", ".join(behind))
-            return done, fence.epoch, done_requests(storage)
+            forgotten = done_requests(storage)
+            behind = [each.url for each in known_mirrors(storage) if each.is_behind(forgotten)]
+            if behind:  # of which none is asked: training does not wait for copies
+                names = ", ".join(behind)
+                log.warning("%s: its mirrors %s, and theirs, have the ids until their next pass", storage.url, names)
+            return done, fence.epoch, forgotten
         finally:
             fence.note_requests(requests(storage))  # the tables of this process have done their part
 

@@ -69,15 +69,21 @@ class NearGround:
         self._to.fence.hold_once(is_resumed=self._loads.is_resumed)
         return self._to.fence.epoch
 
-    def look(self, rank: int, step: int | None) -> NearLook:
-        """Return what this rank knows of a near save of a step. Raises nothing, and makes nothing but a host id."""
+    def look(self, rank: int, step: int | None, stood_in: int) -> NearLook:
+        """Return what this rank knows of a near save of a step. Raises nothing, and makes nothing but a host id.
+
+        Args:
+            rank: number of this rank.
+            step: the step.
+            stood_in: the last step at which a checkpoint was to take the place of one.
+        """
         host, failure = outcome_of(lambda: self._prepared(rank))
         if rank or host is None:
             return NearLook(self._changes.peeked, host or "", None, failure)
         changes = self._changes.peeked
-        stand, failure = outcome_of(lambda: self._stand(changes, step))
+        stand, failure = outcome_of(lambda: self._stand(changes, step, stood_in))
         if _base_of(changes) != _base_of(self._changes):  # committed meanwhile: rotation did not see this one
-            return self.look(rank, step)
+            return self.look(rank, step, stood_in)
         return NearLook(changes, host, stand, failure)
 
     def _prepared(self, rank: int) -> str:
@@ -89,7 +95,7 @@ class NearGround:
                 end_pending(self._to)
         return self._tier.dir.host()
 
-    def _stand(self, changes: Changes, step: int | None) -> NearStand | None:
+    def _stand(self, changes: Changes, step: int | None, stood_in: int) -> NearStand | None:
         to, fence, base = self._to, self._to.fence, changes.base
         if base is None or not self.has_base:
             return None
@@ -99,7 +105,7 @@ class NearGround:
             return None
         if not fence.is_settled:  # a checkpoint in its place would not mend that
             raise RecckptError(f"{to.storage.url}: ids are yet to be forgotten there, as the log says")
-        return NearStand(intent, cut, fence.listing.next_seq, links)
+        return NearStand(intent, cut, fence.listing.next_seq, links, stood_in)
 
 
 def _base_of(changes: Changes) -> str | None:

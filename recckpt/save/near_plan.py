@@ -23,12 +23,14 @@ class NearStand:
         cut: its number.
         seq: the sequence number of its time.
         links: what it stands on, newest first. Rule *staged_base*: as it was when it was staged.
+        stood_in: the last step at which a checkpoint was to take the place of one; it may have failed.
     """
 
     intent: Intent
     cut: int
     seq: int
     links: Sequence[Checkpoint]
+    stood_in: int = 0
 
     @property
     def is_of_young_run(self) -> bool:
@@ -37,7 +39,7 @@ class NearStand:
         So there are few checkpoints in place of near saves, each at 1.5 times the step of the one before or later.
         """
         step, base = self.intent.step, self.links[0].manifest.step
-        return step is not None and base is not None and step >= 1.5 * base
+        return step is not None and base is not None and step >= 1.5 * max(base, self.stood_in)
 
 
 @dataclass(frozen=True)

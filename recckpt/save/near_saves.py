@@ -15,6 +15,7 @@ from recckpt.dense.state_copy import DenseBuffers
 from recckpt.errors import RecckptError, WriterFencedError
 from recckpt.near.tier import NearTier
 from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.listing import list_checkpoints
 from recckpt.parallel.ranks import Ranks, RanksNow
 from recckpt.save.background_save import SaveRunner
 from recckpt.save.decide import SavePlan
@@ -82,6 +83,7 @@ class NearSaves:
         self._based: Ranks | None = None  # those of which all are known to have a base
         self._logged = False  # what has gone wrong since the last near save that was acknowledged
         self._is_off = self._has_said_fewer = False
+        self._stood_in = 0  # the step of the last checkpoint in place of one, whether it was made or has failed
         self._fenced: WriterFencedError | None = None
         self._tally = to.timeline.near
 
@@ -94,6 +96,16 @@ class NearSaves:
     def counts(self) -> NearCounts:
         """What became of them."""
         return self._tally.counts
+
+    def go_on(self, step: int) -> None:
+        """Count from a step at which the run goes on, as after a restore."""
+        self._tally.go_on(step)
+        self._stood_in = 0
+
+    def is_newest(self, order: tuple[int, int]) -> bool:
+        """Say whether the output dir has no newer checkpoint than a near save of this order. Not collective."""
+        current = list_checkpoints(self._durable.storage).current
+        return all(each.manifest.order < order for each in current)
 
     def begin(self, rank: int, size: int, step: int, state: State) -> bool:
         """Begin a near save of this step; return False where a checkpoint has to be made before there can be one.
@@ -135,7 +147,7 @@ class NearSaves:
         self.tier.hold_together(ranks, self._ground.hold)
         if (none := self._without_base(ranks)) is not None:
             return self._passed_over(none, info, ranks)
-        look = self._ground.look(ranks.rank, info.step)
+        look = self._ground.look(ranks.rank, info.step, self._stood_in)
         job = Job(info, ranks, state, overwrite=False, is_resumed=True, max_keep=None)
         to = replace(self._to, changes=look.changes)
 
@@ -208,6 +220,7 @@ class NearSaves:
         if not plan.is_too_large:
             self._based = None
         if plan.needs_checkpoint:
+            self._stood_in = info.step or 0
             return False
         if plan.is_too_large:
             if ranks.rank == 0 and not self._logged:

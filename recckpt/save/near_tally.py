@@ -55,6 +55,11 @@ class NearTally:
         """What became of all of them."""
         return self._counts
 
+    def go_on(self, step: int) -> None:
+        """Count from a step at which the run goes on, as after a restore."""
+        with self._lock:
+            self._counted_step = step
+
     def note_made(self, info: SaveInfo, hosts: int, copies: int) -> None:
         """Count one that was acknowledged."""
         with self._lock:
@@ -103,8 +108,9 @@ class NearTally:
     def _note_counted(self, step: int | None) -> None:
         if step is None:
             return
-        if self._counted_step is not None:
-            gap = max(self._since.gap_steps or 0, step - self._counted_step)
-            self._since = replace(self._since, gap_steps=gap)
-            step = max(step, self._counted_step)  # a near save may count before an older checkpoint does
+        before = self._counted_step
+        if before is not None and step <= before:  # a near save may count before an older checkpoint does
+            return
+        if before is not None:
+            self._since = replace(self._since, gap_steps=max(self._since.gap_steps or 0, step - before))
         self._counted_step = step

@@ -24,7 +24,7 @@ def warnings(caplog):
 def test_near_saves_without_an_interval_are_warned_of(tmp_path, caplog):
     made(tmp_path)
     [warning] = warnings(caplog)
-    assert warning.startswith("near= is given and no near_interval: no near save will be made; give near_interval=20")
+    assert warning.startswith("near= is given and no near_interval: none will be made; give near_interval=20")
 
 
 def test_one_rank_warns_for_all(tmp_path, caplog):

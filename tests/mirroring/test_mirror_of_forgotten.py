@@ -248,7 +248,7 @@ def test_a_run_that_forgets_by_itself_names_the_mirrors_that_have_yet_to(run, to
     manager.restore(load_conf={"exclude": ["global_step"]})
     with caplog.at_level(logging.WARNING):
         manager.forget("user", GONE)
-    assert f"its mirrors {to} have the ids until their next pass" in caplog.text
+    assert f"its mirrors {to}, and theirs, have the ids until their next pass" in caplog.text
     recckpt.mirror(run, to)
     check_forgotten_in_user(to)
 

@@ -5,6 +5,7 @@ from near.test_near_saves import begun, rows
 from near.test_ranks import on_near_ranks, together, trained
 from support.near_runs import NearRun, output_dir
 
+from recckpt import CheckpointManager
 from recckpt.output_dir.listing import list_checkpoints
 
 NEWEST = {1: 1.0, 2: 2.0}
@@ -43,6 +44,26 @@ def test_it_is_committed_where_a_model_bank_was_loaded_with_it(tmp_path):
     with run.manager:
         run.manager.load_model_bank([{"path": str(tmp_path / "other/runs"), "load": ["t"], "oname": [{"u": "t"}]}])
     assert committed(tmp_path) == ["ckpt_1", "ckpt_2"]
+
+
+def test_it_is_not_committed_where_another_process_has_committed_a_newer_step_meanwhile(tmp_path, caplog):
+    trained_beside = begun(tmp_path)
+    run = NearRun(tmp_path)
+    with run.manager:
+        run.restore()
+        trained_beside.put(_3=3.0).step().save()
+    assert (committed(tmp_path), run.manager.counts.begun) == (["ckpt_1", "ckpt_3"], 0)
+    assert "the near save that was restored is not committed: there is a newer checkpoint by now" in caplog.text
+    trained_beside.put(_3=4.0).step().save()
+    assert rows(NearRun(tmp_path).restore()) == {**NEWEST, 3: 4.0}
+
+
+def test_a_manager_that_makes_no_near_saves_commits_none(tmp_path):
+    begun(tmp_path)
+    run = NearRun(tmp_path)
+    with CheckpointManager(run.saver, 1000) as manager:
+        assert manager.restore() == 2
+    assert committed(tmp_path) == ["ckpt_1"]
 
 
 def test_what_was_saved_since_is_saved_once(tmp_path):

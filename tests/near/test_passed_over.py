@@ -92,7 +92,7 @@ def test_a_base_that_is_damaged_is_a_reason(tmp_path, caplog):
     assert NearRun(tmp_path).restore().manager.global_step == 2
     assert (
         f"near save {named(run.near_dirs[-1])} of step 3 is passed over for near_2: "
-        "the checkpoint that it stands on is damaged or gone"
+        "the checkpoint that it stands on is damaged or gone, or cannot be read"
     ) in warnings(caplog)
 
 
@@ -126,8 +126,8 @@ def test_where_there_is_no_near_save_a_host_is_named_that_had_some(tmp_path, cap
     on_hosts(tmp_path, ["a", "b"], trained)
     NearRun(tmp_path, near="new").restore()
     [notice] = notices(caplog)
-    assert notice.startswith(f"no near save in {tmp_path / 'new'}; last known on ")
-    assert f":{tmp_path / 'a'} and 1 other host" in notice or f":{tmp_path / 'b'} and 1 other host" in notice
+    assert notice.startswith(f"no near save in {tmp_path / 'new'}; there have been some on ")
+    assert f":{tmp_path / 'a'} and on 1 other host" in notice or f":{tmp_path / 'b'} and on 1 other host" in notice
 
 
 def test_a_run_that_begins_is_told_of_no_host(tmp_path, caplog):

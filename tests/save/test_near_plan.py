@@ -82,6 +82,12 @@ def test_none_is_made_first_where_a_run_is_not_young_or_its_steps_are_not_known(
     assert (plan.is_too_large, plan.needs_checkpoint) == (True, False)
 
 
+def test_one_that_has_failed_is_not_made_again_at_once():
+    tried = replace(stand(0), stood_in=47)
+    plan = decide_near(tried, None, proposals(dirty(), dirty()))
+    assert (plan.is_too_large, plan.needs_checkpoint) == (True, False)
+
+
 @pytest.mark.parametrize(("copies", "has_room"), [(0, True), (1, False)])
 def test_a_host_needs_room_for_the_files_of_its_ranks_and_the_copies(copies, has_room):
     plan = decide_near(STAND, copies, proposals(small(room=Room("b", 15, 0, None)), small()))

@@ -57,3 +57,21 @@ def test_where_no_step_is_known_a_line_says_no_steps_between():
     tally = NearTally()
     tally.note_failed(failed(60))
     assert "gap_steps" not in tally.take(70)["near"]
+
+
+def test_a_run_that_goes_back_counts_from_there():
+    tally = NearTally()
+    tally.take(100)
+    tally.go_on(20)
+    tally.note_made(made(55), 1, 0)
+    tally.note_failed(failed(60))
+    tally.note_made(made(95), 1, 0)
+    assert tally.take(100)["near"]["gap_steps"] == 40
+
+
+def test_what_counts_late_ends_no_gap():
+    tally = NearTally()
+    tally.note_made(made(60), 1, 0)
+    assert "gap_steps" not in tally.take(50)["near"]
+    tally.note_made(made(80), 1, 0)
+    assert tally.take(None)["near"]["gap_steps"] == 20
