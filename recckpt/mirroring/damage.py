@@ -8,7 +8,7 @@ from recckpt.errors import CorruptCheckpointError
 from recckpt.output_dir.chains import Damage
 
 
-def damaged_link(directory: str, broken: Mapping[str, Damage]) -> str:
+def damaged_below(directory: str, broken: Mapping[str, Damage]) -> str:
     """Return the directory of the damaged link that a broken checkpoint stands on; "" where it is damaged itself.
 
     Args:

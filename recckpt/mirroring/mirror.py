@@ -12,7 +12,7 @@ from recckpt.errors import CheckpointNotFoundError, RecckptError
 from recckpt.format import layout
 from recckpt.mirroring import files_beside
 from recckpt.mirroring.copying import CheckpointCopier
-from recckpt.mirroring.damage import damaged_link
+from recckpt.mirroring.damage import damaged_below
 from recckpt.mirroring.hold import MirrorHold, origin_of
 from recckpt.mirroring.one_pass import OnePass
 from recckpt.mirroring.selection import check_same
@@ -158,7 +158,7 @@ class Mirror:
         self._hold.check()  # whoever took it over meanwhile was not in the way, and there is no mirror any more
         self._note(forgotten)
         wrong = {**this.run.damaged, **this.run.unreadable, **this.damaged}
-        damaged = {name: str(error) for name, error in wrong.items() if not damaged_link(name, wrong)}
+        damaged = {name: str(error) for name, error in wrong.items() if not damaged_below(name, wrong)}
         return Mirrored(self._to.url, tuple(this.copied), tuple(removed), this.n_bytes, newest, damaged, this.left_out)
 
     def _look(self) -> tuple[Listing, Listing]:

@@ -8,7 +8,7 @@ from datetime import datetime
 
 from recckpt.errors import RecckptError
 from recckpt.format import layout
-from recckpt.mirroring.damage import damaged_link
+from recckpt.mirroring.damage import damaged_below
 from recckpt.output_dir.chains import Damage
 from recckpt.output_dir.listing import Checkpoint, Listing, chained
 from recckpt.output_dir.rotation import chosen, in_order
@@ -79,7 +79,7 @@ def select(
         c.directory: link
         for c in (*run.committed, *run.lost)
         if c.directory in chains.broken.keys() - stay and not chains.representations(c.manifest.origin)
-        if (link := damaged_link(c.directory, chains.broken))
+        if (link := damaged_below(c.directory, chains.broken))
     }
     return Selection(tuple(missing.values()), frozenset(stay), kept[-1] if kept else None, left_out)
 
