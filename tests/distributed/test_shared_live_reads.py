@@ -215,8 +215,8 @@ def test_damage_that_one_rank_meets_has_all_go_on_from_an_older_checkpoint(tmp_p
 def test_no_rank_gets_more_at_once_than_it_has_room_for(chain_of, monkeypatch):
     exchange, received, lock = ThreadGroup.exchange, [], threading.Lock()
 
-    def counted(group, mark, parcels):
-        marks, got = exchange(group, mark, parcels)
+    def counted(group, mark, parcels, *into):
+        marks, got = exchange(group, mark, parcels, *into)
         with lock:
             received.append(sum(map(len, got)))
         return marks, got

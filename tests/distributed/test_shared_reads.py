@@ -45,10 +45,10 @@ def sent(monkeypatch):
     """How many bytes each rank has sent in each exchange."""
     sizes, lock, exchange = [], threading.Lock(), ThreadGroup.exchange
 
-    def counted(group, mark, parcels):
+    def counted(group, mark, parcels, *into):
         with lock:
             sizes.append(sum(len(parcel) for to, parcel in enumerate(parcels) if to != group.rank))
-        return exchange(group, mark, parcels)
+        return exchange(group, mark, parcels, *into)
 
     monkeypatch.setattr(ThreadGroup, "exchange", counted)
     return sizes
