@@ -105,28 +105,32 @@ bench: $(STAMP)
 	$(PY) benchmarks/eviction.py
 	$(PY) benchmarks/simulate_ranks.py --ranks 256 --gb 25
 
-# Each benchmark at a size whose figures say nothing, so that none of them rots.
-bench-toy: $(STAMP)
-	$(PY) benchmarks/table.py --ids 100000 --steps 3
-	$(PY) benchmarks/save_load.py --rows 20000 --rounds 2 --tables 20 --memory-rows 20000
+# Each benchmark at a size whose figures say nothing, so that none of them rots; `make --jobs 2` runs two at a time.
+TOY_table := --ids 100000 --steps 3
+TOY_save_load := --rows 20000 --rounds 2 --tables 20 --memory-rows 20000 && \
 	$(PY) benchmarks/save_load.py --rows 20000 --rounds 2 --no-checksum
-	$(PY) benchmarks/deltas.py --rows 20000 --rounds 1
-	$(PY) benchmarks/pause.py --rows 20000 --rounds 1 --dense-mib 1
-	$(PY) benchmarks/ranks.py --rows 20000 --rounds 1 --dense-mib 4
-	$(PY) benchmarks/sharded.py --rounds 3
-	$(PY) benchmarks/remote.py --rows 5000 --rounds 1 --latency-ms 0 --tables 1
-	$(PY) benchmarks/compact.py --rows 5000 --rounds 1
-	$(PY) benchmarks/mirror.py --rows 5000 --deltas 2 --rounds 1
-	$(PY) benchmarks/growth.py --rows 5000 20000 --over 20000 --changed 500 --rounds 1
-	$(PY) benchmarks/lookup.py --rows 5000 --rounds 2
-	$(PY) benchmarks/overlap.py --rows 5000 --rounds 1
-	$(PY) benchmarks/diff.py --rows 5000 --rounds 1
-	$(PY) benchmarks/sql.py --rows 5000 --rounds 1
-	$(PY) benchmarks/report.py --rows 5000 --rounds 1
-	$(PY) benchmarks/live.py --rows 5000 --rounds 1
-	$(PY) benchmarks/near.py --rows 5000 --rounds 1 --hidden 16
-	$(PY) benchmarks/eviction.py --look-ups 60000 --capacity 3000 --batch 1000 --rows 20000 --rounds 1 --every 20
-	$(PY) benchmarks/simulate_ranks.py --ranks 8 --tables 4 --batches 2 --gb 0.1
+TOY_deltas := --rows 20000 --rounds 1
+TOY_pause := --rows 20000 --rounds 1 --dense-mib 1
+TOY_ranks := --rows 20000 --rounds 1 --dense-mib 4
+TOY_sharded := --rounds 3
+TOY_remote := --rows 5000 --rounds 1 --latency-ms 0 --tables 1
+TOY_compact := --rows 5000 --rounds 1
+TOY_mirror := --rows 5000 --deltas 2 --rounds 1
+TOY_growth := --rows 5000 20000 --over 20000 --changed 500 --rounds 1
+TOY_lookup := --rows 5000 --rounds 2
+TOY_overlap := --rows 5000 --rounds 1
+TOY_diff := --rows 5000 --rounds 1
+TOY_sql := --rows 5000 --rounds 1
+TOY_report := --rows 5000 --rounds 1
+TOY_live := --rows 5000 --rounds 1
+TOY_near := --rows 5000 --rounds 1 --hidden 16
+TOY_eviction := --look-ups 60000 --capacity 3000 --batch 1000 --rows 20000 --rounds 1 --every 20
+TOY_simulate_ranks := --ranks 8 --tables 4 --batches 2 --gb 0.1
+TOYS := $(filter TOY_%,$(.VARIABLES))
+bench-toy: $(TOYS)
+.PHONY: $(TOYS)
+$(TOYS): TOY_%: $(STAMP)
+	$(PY) benchmarks/$*.py $(TOY_$*)
 
 clean:
 	rm -rf $(VENV) $(INTEGRATIONS) $(DOCS_VENV) build dist *.egg-info

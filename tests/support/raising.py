@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import gc
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -33,6 +34,8 @@ _ROOT = str(Path(recckpt.__file__).parent)
 class RaisingAt:
     """Raises an error where a block reaches a line of recckpt for the n-th time, counted from 0.
 
+    No garbage is looked for meanwhile: a finalizer of what another test has left would be struck in its place.
+
     Args:
         number: -1 raises never.
         error: what is raised.
@@ -46,12 +49,15 @@ class RaisingAt:
         self.where = ""
 
     def __enter__(self) -> RaisingAt:
-        self._before = sys.gettrace()
+        self._before, self._collects = sys.gettrace(), gc.isenabled()
+        gc.disable()
         sys.settrace(self._trace)
         return self
 
     def __exit__(self, *rest: Any) -> None:
         sys.settrace(self._before)
+        if self._collects:
+            gc.enable()
 
     def _trace(self, frame: Any, event: str, argument: Any) -> Callable[..., Any] | None:
         if not frame.f_code.co_filename.startswith(self._folders):
