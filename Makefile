@@ -111,7 +111,7 @@ TOY_save_load := --rows 20000 --rounds 2 --tables 20 --memory-rows 20000 && \
 	$(PY) benchmarks/save_load.py --rows 20000 --rounds 2 --no-checksum
 TOY_deltas := --rows 20000 --rounds 1
 TOY_pause := --rows 20000 --rounds 1 --dense-mib 1
-TOY_ranks := --rows 20000 --rounds 1 --dense-mib 4
+TOY_ranks := --rows 20000 --rounds 1 --dense-mib 4 --saved-by 3
 TOY_sharded := --rounds 3
 TOY_remote := --rows 5000 --rounds 1 --latency-ms 0 --tables 1
 TOY_compact := --rows 5000 --rounds 1
