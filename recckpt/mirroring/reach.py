@@ -9,7 +9,7 @@ from datetime import datetime
 
 from recckpt.errors import RecckptError
 from recckpt.format.manifest import Manifest
-from recckpt.mirroring.mirror import Mirror
+from recckpt.mirroring.mirror import mirror as mirror_run
 from recckpt.output_dir.forget_requests import done_requests
 from recckpt.output_dir.known_mirrors import KnownMirror, mirrors_below
 from recckpt.output_dir.listing import list_checkpoints
@@ -60,6 +60,4 @@ def _reach(run: Storage, mirror: KnownMirror, forgotten: frozenset[str]) -> None
     there = list_checkpoints(open_storage(mirror.url))
     if there.is_empty:
         raise RecckptError("nothing is there now")
-    done = Mirror(run.url, mirror.url, keep=PresentIds(frozenset(there.ckpt_ids))).update()
-    for problem in done.problems:
-        log.error("%s: %s", run.url, problem)
+    mirror_run(run.url, mirror.url, keep=PresentIds(frozenset(there.ckpt_ids)))

@@ -8,7 +8,7 @@ import torch
 from near.test_moving import SAVE
 from support.rank_processes import fork_ranks
 
-from recckpt.near.moving import move
+from recckpt.near.moving import MoveBuffers, move
 from recckpt.parallel.ranks import RanksNow
 from recckpt.storage.local import LocalStorage
 
@@ -17,7 +17,12 @@ def work(rank, size, root):
     """Return the moves that failed."""
     moves, storage = pickle.loads((root / "moves").read_bytes()), LocalStorage(str(root / f"{rank}"))
     ranks = RanksNow(60).of(rank, size)
-    return ranks.in_meetings(lambda meetings: move(meetings, storage, SAVE, moves, round_bytes=4096))
+    buffers = MoveBuffers()
+    received = buffers.received.take(1 << 16)
+    received[:] = 7
+    failures = ranks.in_meetings(lambda meetings: move(meetings, storage, SAVE, moves, buffers, round_bytes=4096))
+    assert (received != 7).any(), "what was sent to this rank is not in the memory that is kept for it"
+    return failures
 
 
 if __name__ == "__main__":
