@@ -13,13 +13,20 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start many interpreters: each woul
 
 .PHONY: docs demo test test-of test-entered test-integrations test-slow test-faults test-hosts test-cuda lint bench bench-toy clean
 
-$(STAMP): setup.py constraints.txt
+# What a user has: torch and the package, and what these ask for.
+INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --no-build-isolation
+USED := $(VENV)/.used
+$(USED): setup.py constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "torch" "setuptools>=70"
-	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable ".[test,lint,bench]"
-	touch $(STAMP)
+	$(INSTALL) torch "setuptools>=70"
+	$(INSTALL) --editable .
+	touch $@
 
-demo: $(STAMP)
+$(STAMP): $(USED)
+	$(INSTALL) --editable ".[test,lint,bench]"
+	touch $@
+
+demo: $(USED)
 	$(PY) examples/demo.py
 
 test: $(STAMP)
@@ -29,7 +36,7 @@ test: $(STAMP)
 test-of: $(STAMP)
 	tests=$$($(PY) tests/support/tests_of.py "$(FILE)") && $(PY) -m pytest $$tests
 
-# Looks whether the tests of each file, by name or by TESTS in tests/support/tests_of.py, enter it.
+# Looks whether any of the tests of each file, those that tests/support/tests_of.py finds, enters it.
 test-entered: $(STAMP)
 	rm -f build/entered && mkdir -p build
 	$(PY) -m pytest --workers $(WORKERS) --entered=build/entered
@@ -47,12 +54,12 @@ $(INTEGRATIONS)/.installed: $(STAMP)
 	touch $@
 
 test-integrations: $(INTEGRATIONS)/.installed
-	$(INTEGRATIONS)/bin/python -m pytest -n $(TESTERS) --dist loadscope tests/integrations
+	$(INTEGRATIONS)/bin/python -m pytest -n $(TESTERS) --dist loadscope -m "" tests/integrations
 
-# The fuzzer alone and first: its children are forks, with a limit of memory, of a process that has run nothing else.
+# PART=0/3 leaves two thirds of the tests out. The fuzzer alone and first: its children are forks, with a limit of memory, of a process that has run nothing else.
 test-slow: $(STAMP)
 	$(PY) -m pytest -n $(TESTERS) -m slow tests/faults/test_fuzz.py
-	$(PY) -m pytest --workers $(WORKERS) -m slow --ignore tests/faults/test_fuzz.py
+	$(PY) -m pytest --workers $(WORKERS) -m slow --ignore tests/faults/test_fuzz.py $(PART:%=--part=%)
 
 test-faults: $(STAMP)
 	$(PY) -m pytest -n $(TESTERS) --dist loadscope -m "" tests/faults
@@ -116,7 +123,7 @@ TOY_sharded := --rounds 3
 TOY_remote := --rows 5000 --rounds 1 --latency-ms 0 --tables 1
 TOY_compact := --rows 5000 --rounds 1
 TOY_mirror := --rows 5000 --deltas 2 --rounds 1
-TOY_growth := --rows 5000 20000 --over 20000 --changed 500 --rounds 1
+TOY_growth := --rows 5000 20000 --over 20000 --changed 500 --rounds 1 --most 10
 TOY_lookup := --rows 5000 --rounds 2
 TOY_overlap := --rows 5000 --rounds 1
 TOY_diff := --rows 5000 --rounds 1

@@ -19,6 +19,7 @@ EXTRAS = {
     "integrations": [
         *("lightning>=2.4", "transformers>=4.46", "accelerate>=1.0"),
         *("tensorboard>=2.16", "mlflow-skinny>=2.16", "wandb>=0.18", "usearch>=2.16"),
+        "pytorch-optimizer>=3.5",
     ],
     "test": [
         *("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "pyyaml>=6"),
@@ -67,6 +68,7 @@ setup(
         "tqdm>=4.66",
         "numba>=0.60",
         "xxhash>=3.4",
+        "msgspec>=0.19",
     ],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["recckpt = recckpt.cli:main"]},

@@ -44,8 +44,8 @@ def write_chain(output_dir: Path, rows: int, dim: int, deltas: int) -> None:
 
 def compact_here(output_dir: str, out: str, threads: int, budget_mib: int) -> None:
     """Compact in this process, and print what it took."""
-    import recckpt.compaction.compact  # before memory is looked at
-    import recckpt.compaction.whole
+    import recckpt.rewrite.compact  # before memory is looked at
+    import recckpt.rewrite.whole
 
     before = status_mib("RssAnon")
     with peak_mib("RssAnon") as grown:

@@ -1,6 +1,7 @@
 """What a row costs in tables of different size: to save, to save as a delta, to load, to look up; one JSON line a size.
 
     python benchmarks/growth.py --rows 1000000 4000000 16000000 --root .
+    python benchmarks/growth.py --cases tables dense links takeovers kept    # what grows beside rows
 
 Rows of 16 float32 and a slot of as many, in a process of its own for each size. Files are written without fsync. A
 delta holds the same number of rows whatever the size. Each line has its figures over those of the size ``--over``, and
@@ -23,6 +24,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from growth_cases import CASES, report_growth
 from machine import describe_machine
 from measuring import report, scratch, status_mib
 from peers import unsynced
@@ -42,6 +44,8 @@ Seconds = tuple[float, float]  # of the processor, of the clock
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1_000_000, 4_000_000, 16_000_000])
+    parser.add_argument("--cases", nargs="+", choices=("rows", *CASES), default=["rows", *CASES])
+    parser.add_argument("--most", type=int, default=10_000, help="tables, parameters, links ... at most")
     parser.add_argument("--over", type=int, default=4_000_000, help="the size that the others are compared to")
     parser.add_argument("--changed", type=int, default=100_000, help="rows of a delta")
     parser.add_argument("--rounds", type=int, default=3)
@@ -52,6 +56,13 @@ def main() -> None:
         print(json.dumps(figures(args.of, args.changed, args.rounds, args.root)))
         return
     report({"case": "machine", **describe_machine()})
+    for case in (case for case in args.cases if case in CASES):
+        report_growth(case, args.most)
+    if "rows" in args.cases:
+        report_rows(args)
+
+
+def report_rows(args: argparse.Namespace) -> None:
     base = in_a_process(args.over, args)
     for rows in args.rows:
         found = base if rows == args.over else in_a_process(rows, args)

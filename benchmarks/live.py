@@ -29,7 +29,7 @@ from torch.distributed.checkpoint import state_dict_saver
 
 from recckpt import Saver
 from recckpt.live import LiveTables, live_tables
-from recckpt.sparse.table.fingerprints import fingerprints
+from recckpt.sparse.table.prints import fingerprints
 
 _LOOK_UPS = 8192  # of a step
 Kind = type[torch.optim.SparseAdam] | type[torch.optim.Adam]

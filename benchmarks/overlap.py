@@ -20,14 +20,13 @@ import torch
 from measuring import report, scratch, timed
 
 from recckpt import CheckpointReader
-from recckpt.checkpoint.attempt import Attempt
-from recckpt.checkpoint.shard_writer import with_shards
+from recckpt.checkpoint.attempt import Attempt, with_shards
 from recckpt.format.buckets import gen_slice
 from recckpt.format.manifest import Manifest
 from recckpt.format.tables import TableEntry
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.fence import Fence
-from recckpt.save.sparse_saver import SparseSaver
+from recckpt.save.job import SparseSaver
 from recckpt.sparse import Constant, HashTable
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.table_rows import source_of

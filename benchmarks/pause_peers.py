@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from recckpt import Deltas, Saver
 from recckpt.checkpoint.attempt import Attempt
 from recckpt.output_dir.checkpoint_dir import Intent
-from recckpt.save.sparse_saver import SparseSaver
+from recckpt.save.job import SparseSaver
 from recckpt.sparse import HashTable, SparseAdagrad
 from recckpt.sparse.files.table_rows import StillTable, source_of
 from recckpt.sparse.table.column import Column

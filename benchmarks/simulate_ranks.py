@@ -50,7 +50,7 @@ from recckpt.output_dir import rotation
 from recckpt.output_dir.checkpoint_dir import Intent, read_manifest
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.parallel.meetings import Meetings
+from recckpt.parallel.ranks import Meetings
 from recckpt.save import commit as saving
 from recckpt.save import save as hallway
 from recckpt.save.decide import decide

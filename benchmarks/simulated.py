@@ -14,33 +14,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from recckpt.checkpoint.shard_writer import BATCH_BYTES, ShardWriter
+from recckpt.checkpoint.attempt import BATCH_BYTES, ShardWriter
+from recckpt.dense.data_loaders import dump_rng
 from recckpt.dense.sharded import Summary
-from recckpt.dense.state_copy import dump_rng
 from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS, Slice, gen_slice
 from recckpt.format.catalog import Batch, Part
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.fence import Fence
-from recckpt.parallel.connection import Connection
-from recckpt.parallel.process_group import Parcel
-from recckpt.parallel.ranks import Ranks
-from recckpt.parallel.reused_buffer import ReusedBuffer
+from recckpt.parallel.process_group import Parcel, ReusedBuffer
+from recckpt.parallel.ranks import Connection, Ranks
 from recckpt.policies.deltas import Chain, Deltas
-from recckpt.save.check import Owned
 from recckpt.save.choice import Choice
-from recckpt.save.decide import Proposal, SavePlan
-from recckpt.save.full_or_delta import DeltaProposal, TableChanges
-from recckpt.save.job import Destination
+from recckpt.save.decide import Owned, Proposal, Room, SavePlan
+from recckpt.save.deltas import DeltaProposal, TableChanges
+from recckpt.save.job import Destination, SparseSaver
 from recckpt.save.job import Job as SaveJob
-from recckpt.save.room import Room
 from recckpt.save.save import write_and_commit
 from recckpt.save.save_info import SaveInfo
-from recckpt.save.sparse_saver import SparseSaver
 from recckpt.save.stage import Staged
-from recckpt.save.write import RankRecord, RankWriter
-from recckpt.sparse.files.part_plan import PartPlan, TableBytes, plan_parts, row_bytes
+from recckpt.save.write import RankRecord, write
+from recckpt.sparse.files.part_writer import PartPlan, TableBytes, plan_parts, row_bytes
 from recckpt.storage import Storage
 from recckpt.storage.transfers import Transfers
 from recckpt.text import Progress
@@ -255,8 +250,9 @@ def proposals(job: Job) -> list[Proposal]:
 def write_shard(job: Job, rank: int, storage: Storage, intent: Intent) -> RankRecord:
     """Write what a rank writes, its rows aside, and return what it would send."""
     with Progress("", 0) as progress:
-        writer = RankWriter(intent, _destination(job, storage, Fence(storage)), rank, job.ranks)
-        return writer.write(staged(job), progress, SaveInfo("simulated"))
+        info, ranks = SaveInfo("simulated"), Ranks(rank, job.ranks)
+        one = SaveJob(info, ranks, None, overwrite=False, is_resumed=True, max_keep=None)
+        return write(staged(job), intent, one, _destination(job, storage, Fence(storage)), progress)
 
 
 def _destination(job: Job, storage: Storage, fence: Fence) -> Destination:

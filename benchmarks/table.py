@@ -23,8 +23,7 @@ import torch
 from machine import describe_machine
 from torch import Tensor, nn
 
-from recckpt.policies.admit import MinCount
-from recckpt.policies.bloom import Bloom
+from recckpt.policies.admit import Bloom, MinCount
 from recckpt.sparse.optim import SparseAdam
 from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.initializers import Normal

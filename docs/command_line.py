@@ -21,17 +21,16 @@ recckpt consolidate runs/clicks           # the dense state, of FSDP and tensor 
                                           # --out FILE; a file that is there already is not overwritten
 recckpt diff runs/clicks/ckpt_300 runs/clicks    # rows, tensors and state that differ, and by how much
 recckpt history runs/clicks item 17       # a row in all checkpoints: norm, changes, count, moments
-recckpt first runs/clicks                 # the first checkpoint with values that are not finite; --where 'norm>100'
 recckpt report runs/clicks                # a page: what is unhealthy, checkpoints, saves, rows; --json: the data
 recckpt sql runs/clicks \"select count(*) from item\"    # duckdb: tables, `checkpoints`, `timeline`; --json, --csv
 recckpt watch runs/clicks --once          # how a run saves: step, last save, pause, errors; without --once it goes on
 recckpt verify runs/clicks                # read and check every byte; --quick: manifests and sizes
-recckpt salvage runs/clicks/ckpt_300 item --out item.arrow    # the rows that are whole, of a damaged checkpoint
 recckpt export runs/clicks vectors --to npy                   # ids and vectors of each table, ready for an index
+recckpt export runs/clicks whole --to npy --skip-damaged      # those that are whole, of a damaged checkpoint
 recckpt repair runs/clicks --dry-run      # what crashes left; without --dry-run: make the index file anew; --clean
 ```
 
-[Watch a run](watch.md) is about `report` and `watch`, [read](read.md) about `diff`, `history`, `first` and `sql`,
+[Watch a run](watch.md) is about `report` and `watch`, [read](read.md) about `diff`, `history` and `sql`,
 [convert](convert.md) about `import` and `export`, [the page for the
 night](does-not-resume.md#when-a-checkpoint-is-damaged) about damaged checkpoints. Exit codes: 0 good, 1 a problem was
 found, 2 wrong usage.

@@ -6,24 +6,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from recckpt.compaction.compact import compact
-    from recckpt.forgetting.forget import forget
-    from recckpt.inspect.diff.diff import diff
+    from recckpt.inspect.diff import diff
     from recckpt.inspect.find import find_checkpoint, is_checkpoint, list_checkpoints
     from recckpt.inspect.follow import follow
-    from recckpt.inspect.over_time.first import first
-    from recckpt.inspect.over_time.history import history
+    from recckpt.inspect.history import history
     from recckpt.inspect.reader import CheckpointReader, dataset
-    from recckpt.inspect.report.report import report
+    from recckpt.inspect.report import report
     from recckpt.inspect.sql import connect, scan
-    from recckpt.load.load_into import load_into
-    from recckpt.load.standby import Standby
+    from recckpt.load.serving import Standby, load_into
     from recckpt.manager.manager import CheckpointManager
-    from recckpt.manager.read_only import ReadOnlyManager
-    from recckpt.mirroring.mirror import mirror
     from recckpt.near.options import Near
     from recckpt.policies.deltas import Deltas
-    from recckpt.save.background_save import SaveHandle
+    from recckpt.rewrite.compact import compact
+    from recckpt.rewrite.forget import forget
+    from recckpt.rewrite.mirror import mirror
+    from recckpt.save.background import SaveHandle
     from recckpt.save.save_info import SaveInfo
     from recckpt.saver import Saver
     from recckpt.sparse.split import filter_out_sparse_param, split_sparse_dense_state_dict
@@ -33,16 +30,15 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Saver": "saver",
-    "SaveHandle": "save.background_save",
+    "SaveHandle": "save.background",
     "SaveInfo": "save.save_info",
     "CheckpointManager": "manager.manager",
-    "ReadOnlyManager": "manager.read_only",
     "Deltas": "policies.deltas",
     "Near": "near.options",
     "CheckpointReader": "inspect.reader",
     "dataset": "inspect.reader",
-    "load_into": "load.load_into",
-    "Standby": "load.standby",
+    "load_into": "load.serving",
+    "Standby": "load.serving",
     "list_checkpoints": "inspect.find",
     "find_checkpoint": "inspect.find",
     "follow": "inspect.follow",
@@ -50,13 +46,12 @@ _HOMES = {
     "split_sparse_dense_state_dict": "sparse.split",
     "filter_out_sparse_param": "sparse.split",
     "is_hashtable": "types",
-    "compact": "compaction.compact",
-    "forget": "forgetting.forget",
-    "mirror": "mirroring.mirror",
-    "diff": "inspect.diff.diff",
-    "report": "inspect.report.report",
-    "history": "inspect.over_time.history",
-    "first": "inspect.over_time.first",
+    "compact": "rewrite.compact",
+    "forget": "rewrite.forget",
+    "mirror": "rewrite.mirror",
+    "diff": "inspect.diff",
+    "report": "inspect.report",
+    "history": "inspect.history",
     "connect": "inspect.sql",
     "scan": "inspect.sql",
 }
@@ -66,7 +61,6 @@ __all__ = [
     "SaveHandle",
     "SaveInfo",
     "CheckpointManager",
-    "ReadOnlyManager",
     "Deltas",
     "load_into",
     "Standby",
@@ -86,7 +80,6 @@ __all__ = [
     "diff",
     "report",
     "history",
-    "first",
     "connect",
     "scan",
 ]
@@ -94,5 +87,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from recckpt.text.foreign_words import unknown_name
+
+        raise unknown_name(__name__, name)
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any, ClassVar
 
 
@@ -111,14 +112,20 @@ class PartlyLoadedError(RecckptError):
 
 
 class FormatVersionError(RecckptError):
-    """A checkpoint was written by a newer format than this version of recckpt reads."""
+    """A file was written by a newer format than this version of recckpt reads, or by one before the first release.
 
-    def __init__(self, path: str, *, found: object, supported: int) -> None:
-        super().__init__(
-            f"{path}: found format version {found}, this recckpt reads versions up to {supported}; "
-            "upgrade recckpt to read it"
+    Attributes:
+        state: ``"newer"`` or ``"older"``.
+    """
+
+    def __init__(self, path: str, *, found: object, supported: int, missing: str = "") -> None:
+        self.path, self.found, self.supported, self.state = path, found, supported, "older" if missing else "newer"
+        self.what = (
+            f"found format version {found}, this recckpt reads versions up to {supported}: it needs a newer recckpt"
         )
-        self.path, self.found, self.supported = path, found, supported
+        if missing:
+            self.what = f"is of an older, unreleased form: it is whole, and has no {missing!r}; begin a new run"
+        super().__init__(f"{path}: {self.what}")
 
 
 class StateMismatchError(RecckptError, ValueError):
@@ -137,12 +144,14 @@ class StateMismatchError(RecckptError, ValueError):
         missing: Sequence[str] = (),
         unexpected: Sequence[str] = (),
         mismatched: Mapping[str, tuple[object, object]] | None = None,
+        nearest: Mapping[str, str] | None = None,
         remedy: str = "",
     ) -> None:
-        mismatched = dict(mismatched or {})
+        mismatched, nearest = dict(mismatched or {}), nearest or {}
         named = [what] if isinstance(what, str) else what
         lines = [f"{' and '.join(named)} {'does' if len(named) == 1 else 'do'} not fit the model:"]
-        lines += [f"  missing in the checkpoint: {name!r}" for name in missing]
+        hints = {name: f" (nearest there: {there!r})" for name, there in nearest.items()}
+        lines += [f"  missing in the checkpoint: {name!r}{hints.get(name, '')}" for name in missing]
         lines += [f"  not in the model: {name!r}" for name in unexpected]
         lines += [f"  {name!r}: found {found}, expected {expected}" for name, (found, expected) in mismatched.items()]
         lines += [f"  {remedy}"] if remedy else []
@@ -287,3 +296,16 @@ class CommitNotDurableError(SaveFailedError):
             f"{ckpt_id!r} {'is' if is_in_place else 'may be'} in place, but the storage failed before it was surely "
             f"durable (rank {rank}): {cause}; older checkpoints are all kept: mend the cause and save again",
         )
+
+
+class MissingLibraryError(RecckptError, ImportError):
+    """A library that recckpt can do without is not installed."""
+
+
+def needed(name: str, extra: str) -> Any:
+    """Return a library that recckpt can do without, or a module of it; the error names the extra that brings it."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        what = f"this needs {name.partition('.')[0]}, which is not installed"
+        raise MissingLibraryError(f"{what}: pip install 'recckpt[{extra}]'") from error

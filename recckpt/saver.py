@@ -3,45 +3,100 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
 
+from recckpt.dense.data_loaders import position_of
+from recckpt.dense.optimizers import updater
 from recckpt.dense.registered import extra_registry, io_registry
-from recckpt.format.manifest import Manifest
+from recckpt.format import layout
+from recckpt.format.manifest import Manifest, StateValue
+from recckpt.format.names import GLOBAL_STEP
 from recckpt.live.tables import LiveTables
-from recckpt.load.loader import Loader
-from recckpt.load.loads import Loads
+from recckpt.load.loader import Loader, Loads
 from recckpt.near.options import Near, check_near
 from recckpt.near.tier import NearTier
-from recckpt.output_dir.fence import Fence
-from recckpt.output_dir.near_at_takeover import VOIDED
+from recckpt.output_dir.fence import VOIDED, Fence
+from recckpt.output_dir.forget_requests import seen_by
+from recckpt.output_dir.listing import Checkpoint
 from recckpt.parallel.ranks import DEFAULT_TIMEOUT_SEC, RanksNow
 from recckpt.policies.deltas import Deltas
-from recckpt.policies.keep import Keep
+from recckpt.policies.keep import Keep, as_keep
 from recckpt.save import arguments
-from recckpt.save.background_save import SaveHandle, SaveRunner
+from recckpt.save.background import SaveHandle, SaveRunner
 from recckpt.save.choice import parse_choice
-from recckpt.save.counted_run import CountedRun
-from recckpt.save.deletion import Deletion
-from recckpt.save.delta_base import changes_of
-from recckpt.save.forgetting import Forgetting
-from recckpt.save.job import Destination, Job, Live, OnSave, State
-from recckpt.save.near_saves import NearSaves
-from recckpt.save.registration import Registration
-from recckpt.save.reports import span_of
-from recckpt.save.save import save
+from recckpt.save.deltas import Changes, changes_of
+from recckpt.save.forgetting import Removal
+from recckpt.save.job import Destination, Job, Live, OnSave, SparseSaver, State
+from recckpt.save.save import save, span_of
 from recckpt.save.save_info import SaveInfo
-from recckpt.save.sparse_saver import SparseSaver
 from recckpt.save.trainers import Trainers
-from recckpt.storage.transfers import VISIBLE_SEC, transfers_of, uploads_of
+from recckpt.storage import Storage
+from recckpt.storage.transfers import VISIBLE_SEC, transfers_of, upload_slots
 from recckpt.text import plural, shown
+from recckpt.text.foreign_words import answers_by, unknown_attribute
+from recckpt.types import SavableTable
+
+if TYPE_CHECKING:
+    from recckpt.near.saves import NearSaves
+    from recckpt.near.tier import NearTier
+
+Counted = tuple[int | None, Mapping[str, StateValue]]  # the step of a run, and what else its manager counts
 
 
-class Saver(Registration, Loads):
+class CountedRun:
+    """The step of the run that a saver saves, and what else its manager counts; nothing where no manager counts.
+
+    Attributes:
+        prefix: of the ids that the manager gives.
+    """
+
+    def __init__(self) -> None:
+        self._now: Callable[[], Counted] = lambda: (None, {})
+        self.prefix = layout.STEP_PREFIX
+
+    @property
+    def step(self) -> int | None:
+        """The step that the manager is at."""
+        return self._now()[0]
+
+    def follow(self, now: Callable[[], Counted], prefix: str) -> None:
+        """Take both from a manager, and how it names steps; the last one that was made for a saver counts."""
+        self._now, self.prefix = now, prefix
+
+    def step_and_state(
+        self, step: int | None, state: Mapping[str, StateValue] | None
+    ) -> tuple[int | None, Mapping[str, StateValue] | None]:
+        """Return the step of a save and its state, to which a save of the run's own step adds what its manager counts.
+
+        Args:
+            step: None for that of the run.
+            state: what the caller gives.
+
+        Raises:
+            ValueError: the caller gives another value for what the manager counts.
+        """
+        now, counted = self._now()
+        if step not in (None, now) or not isinstance(state, Mapping | None):  # another kind is refused where it is read
+            return step, state
+        own = state or {}
+        name = next((name for name in counted if name in own and own[name] != counted[name]), None)
+        if name is not None:
+            raise ValueError(
+                f"state[{name!r}]: found {own[name]!r}, but the manager counts {counted[name]!r}: use another name"
+            )
+        return now, {**counted, **own}
+
+
+OnWhole = Callable[[Checkpoint, Iterable[SavableTable]], object]  # called with what was restored
+
+
+class Saver(Loads):
     """Saves and loads a model: its tables, its dense state and what is registered beside them.
 
     The state is read from the model at each save. Thread-safe: saves and loads of several threads follow each other. It
@@ -57,7 +112,6 @@ class Saver(Registration, Loads):
         timeout_sec: how long a rank waits for the others: at least what the slowest writes longer than the fastest.
         min_free_bytes: a save that would leave less room, by an estimate, is refused; where the storage knows its room.
         max_uploads: how many files one host sends to the output dir at once, over all its ranks; None: one a thread.
-        max_upload_rate: how many bytes a second it sends there, over all its ranks, such as ``"200 MB"``.
         work_dir: a directory on this host where a save writes its files first; training copies nothing aside any more
             once they are there, though they still have to go up. Empty but while a save or load is at work.
         pre_download: whether a load first copies what it reads of an object store to ``work_dir``, else to ``TMPDIR``.
@@ -70,7 +124,7 @@ class Saver(Registration, Loads):
         save_where: table or pattern -> conditions of the rows that are saved, as ``where`` of a ``load_conf``.
         store: slot or pattern -> a narrower dtype in which it is stored, such as ``{"*@*exp_avg*": "bfloat16"}``.
         progress: whether saves and loads of more than two seconds show a bar, on a terminal or in a notebook.
-        run: what metrics call this job (``recckpt.run``); None for the last name in ``output_dir``.
+        run: what metrics call this job (``recckpt.run``); None for the path or URL of ``output_dir``.
         tables: what :func:`recckpt.live.live_tables` has found in the model; None leaves its embeddings dense.
         near: a :class:`recckpt.Near`: where near saves go, which a restore prefers to older checkpoints;
             needs ``deltas``. A manager with ``near_interval`` makes them; see docs/near.md.
@@ -81,6 +135,7 @@ class Saver(Registration, Loads):
         OSError: the output dir cannot be written.
     """
 
+    @answers_by("Saver(model, sparse_optim, output_dir='runs/clicks', max_keep=3)")
     def __init__(
         self,
         model: nn.Module,
@@ -92,7 +147,6 @@ class Saver(Registration, Loads):
         timeout_sec: float = DEFAULT_TIMEOUT_SEC,
         min_free_bytes: int = 0,
         max_uploads: int | None = None,
-        max_upload_rate: int | str | None = None,
         work_dir: str | os.PathLike[str] | None = None,
         pre_download: bool = False,
         visible_sec: float = VISIBLE_SEC,
@@ -110,30 +164,44 @@ class Saver(Registration, Loads):
         arguments.check_options(max_keep, concurrency, timeout_sec, min_free_bytes, on_save, progress=progress)
         changes, choice = changes_of(deltas), parse_choice(save_slots, save_where, store)
         check_near(near, has_deltas=changes is not None)
-        uploads = uploads_of(output_dir, max_uploads, max_upload_rate, timeout_sec)
+        slots = upload_slots(output_dir, max_uploads, timeout_sec)
         transfers = transfers_of(
-            uploads, work_dir=work_dir, pre_download=pre_download, visible_sec=visible_sec, timeout_sec=timeout_sec
+            slots, work_dir=work_dir, pre_download=pre_download, visible_sec=visible_sec, timeout_sec=timeout_sec
         )
-        choice.check_dtypes(arguments.check_parts(model, sparse_optim))
+        choice.check(arguments.check_parts(model, sparse_optim), of_store=True)  # others may come until the first save
         live = arguments.live_tables_of(model, tables)
         storage, name = arguments.output_dir_of(output_dir, run)  # late: it makes the output dir
         self.model, self.sparse_optim, self.storage, self.max_keep = model, sparse_optim, storage, max_keep
-        extra = extra_registry(arguments.form_of_registered(model, live))
-        self._extra, self._io_state = extra, io_registry()
-        self.trainers = Trainers(model, sparse_optim, extra, choice, live)
-        self._live = Live(model, sparse_optim, extra, self._io_state, choice, self.trainers, live)
-        tier = None if near is None else NearTier(near, storage, concurrency)
-        writers = Fence(storage, self.made_at, near=tier or VOIDED), transfers, SparseSaver(concurrency)
-        self._to = Destination(storage, *writers, concurrency, min_free_bytes, on_save, changes, progress, near=tier)
-        self.forgetting, self.deletion, self.counted_run = Forgetting(self._to), Deletion(self._to), CountedRun()
-        of_loads = model, sparse_optim, extra, self._io_state, storage, concurrency, transfers.download_dir
-        on_whole_restore = changes.on_whole_restore if changes else None
-        self.loader = Loader(*of_loads, progress, name, self.forgetting.before_load, on_whole_restore, live)
+        self._extra, self._io_state = extra_registry(arguments.form_of_registered(model, live)), io_registry()
+        self.trainers = Trainers(model, sparse_optim and updater(sparse_optim), self._extra, choice, live)
+        self._live = Live(model, sparse_optim, self._extra, self._io_state, choice, self.trainers, live)
+        tier = _tier_of(near, storage, concurrency)
+        fence = Fence(storage, self.made_at, near=tier or VOIDED, seen_before=lambda: seen_by(model, storage))
+        writers = fence, transfers, SparseSaver(concurrency)
+        self._to = Destination(
+            storage, *writers, concurrency, min_free_bytes, on_save, changes, progress, guests=(tier,) if tier else ()
+        )
+        self.removal, self.counted_run = Removal(self._to), CountedRun()
+        self.loader = self._loader(name, live, _counting_from(changes, tier))
         self._runner, self.ranks, self._tables = SaveRunner(), RanksNow(timeout_sec), arguments.tables_in(model)
-        self.near_saves = None if tier is None else NearSaves(self._live, self._to, tier, self._runner, self.loader)
+        self.near_saves = _near_saves_of(tier, self._live, self._to, self._runner, self.loader)
+
+    def _loader(self, name: str, live: LiveTables, on_whole: OnWhole | None) -> Loader:
+        """Return what loads into the same objects; ``name`` is the output dir as it was given."""
+        to, objects = self._to, (self.model, self.sparse_optim, self._extra, self._io_state)
+        of_loads = *objects, to.storage, to.concurrency, to.transfers.download_dir, to.has_bar
+        return Loader(*of_loads, name, self.removal.before_load, on_whole, live, self.trainers.look_anew)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise unknown_attribute(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        arguments.check_change(vars(self), name, value)
+        if name in {"model", "sparse_optim", "storage"} and name in vars(self):
+            raise AttributeError(f"a saver keeps the {name} that it was made with: make another Saver for another one")
+        if name == "max_keep":
+            as_keep(value)
         super().__setattr__(name, value)
 
     @shown
@@ -146,6 +214,48 @@ class Saver(Registration, Loads):
     def output_dir(self) -> str:
         """Where checkpoints go."""
         return self.storage.url
+
+    def register_for_checkpointing(self, name: str, obj: Any, *, per_rank: bool = False) -> None:
+        """Save an object beside the model, such as a dense optimizer or a scheduler.
+
+        Args:
+            name: unique name.
+            obj: has ``state_dict`` and ``load_state_dict``, or is a plain value. A tensor, an array, a list, dict or
+                set is loaded in place; of another value :meth:`get_extra_data` gives what was loaded.
+            per_rank: whether each rank saves and gets back a state of its own, on the same number of ranks; else that
+                of rank 0 is saved, for all. A ``ZeroRedundancyOptimizer`` is saved by all ranks, for any number.
+
+        Raises:
+            ValueError: the name or the object cannot be registered; says why.
+        """
+        arguments.check_registered(name, obj, self.sparse_optim)
+        with self._turn():
+            self._io_state.check_new(name, obj)
+            self._extra.add(name, obj, per_rank=per_rank)
+
+    def register_io_state(self, name: str, obj: Any) -> None:
+        """Save the position of a dataset, one state a shard.
+
+        Args:
+            name: unique name.
+            obj: has ``dump_io_state`` and ``load_io_state``, or ``state_dict`` and ``load_state_dict``.
+
+        Raises:
+            ValueError: as :meth:`register_for_checkpointing`.
+        """
+        with self._turn():
+            self._extra.check_new(name, obj)
+            self._io_state.add(name, obj)
+            position_of(obj)
+
+    def get_extra_data(self, name: str) -> Any:
+        """Return the object of a name, a plain value as last loaded; else the state last loaded, or None and warn.
+
+        ``"global_step"`` is the step of the manager, and before its first that of what was loaded last.
+        """
+        is_step = name == GLOBAL_STEP and name not in self._extra
+        step = self.counted_run.step or self.loader.loaded_step if is_step else None
+        return self._extra.get(name) if step is None else step
 
     def save(
         self,
@@ -246,8 +356,40 @@ class Saver(Registration, Loads):
         self._tables = arguments.tables_in(self.model)  # there may be new ones
         with self._turn(), self._runner.one_save():
             step, state = self.counted_run.step_and_state(info.step, state)
-            info.note_step(step)
+            info.note(step=step)
             ranks = info.raising(self.ranks.of(shard_id, shard_num))
             options = self.loader.is_resumed, self.max_keep, span_of(info, ranks, self.loader.run, self.storage)
             job = Job(info, ranks, state, overwrite, *options, self.counted_run.prefix)
             return save(self._live, job, self._to, self._runner)
+
+
+# Near saves are a guest, which is imported once it is asked for.
+
+
+def _tier_of(near: Near | None, storage: Storage, concurrency: int) -> NearTier | None:
+    if near is None:
+        return None
+    from recckpt.near.tier import NearTier
+
+    return NearTier(near, storage, concurrency)
+
+
+def _counting_from(changes: Changes | None, tier: NearTier | None) -> OnWhole | None:
+    """Return what counts changes from what is restored."""
+    if changes is None:
+        return None
+    if tier is None:
+        return changes.on_whole_restore
+    from recckpt.near.changes import count_from
+
+    return partial(count_from, changes)
+
+
+def _near_saves_of(
+    tier: NearTier | None, live: Live, to: Destination, runner: SaveRunner, loader: Loader
+) -> NearSaves | None:
+    if tier is None:
+        return None
+    from recckpt.near.saves import NearSaves
+
+    return NearSaves(live, to, tier, runner, loader)

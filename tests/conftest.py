@@ -9,6 +9,7 @@ import logging
 import signal
 import sys
 import threading
+import zlib
 from collections import Counter, defaultdict
 from contextlib import contextmanager
 from itertools import count
@@ -31,6 +32,20 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as of what a shell has 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which the processes of tests would inherit
 _numbers = count()
 _n_modules = [0]  # that were imported when garbage was last looked for in all of them
+
+
+def pytest_addoption(parser):
+    """Take which part of the tests is to run."""
+    parser.addoption("--part", metavar="K/N", help="run the tests whose names fall into part K, from 0, of N")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what falls into other parts."""
+    if config.option.part:
+        number, n_parts = map(int, config.option.part.split("/"))
+        others = [item for item in items if zlib.crc32(item.nodeid.encode()) % n_parts != number]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % n_parts == number]
 
 
 def pytest_configure(config):
@@ -197,12 +212,12 @@ def _opened(url):
 @pytest.fixture
 def interrupted():
     """Give a block that is interrupted, as by control-C, once it waits for a thread and ``ready`` says yes."""
-    from recckpt.parallel import waiting
+    from recckpt.parallel import threads
 
     @contextmanager
     def block(ready=lambda: True):
         def interrupt(number, frame):
-            if frame.f_code.co_filename in (threading.__file__, waiting.__file__) and ready():
+            if frame.f_code.co_filename in (threading.__file__, threads.__file__) and ready():
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 raise KeyboardInterrupt
 

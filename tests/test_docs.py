@@ -16,14 +16,15 @@ from support.documents import DOCS, PAGES, TEXTS, blocks, commands, is_said, nam
 from support.paths import ROOT, SUPPORT, TESTS
 
 import recckpt
+import recckpt.averages
 import recckpt.sparse
-from recckpt.cli.commands import parser_of_commands
+from recckpt.cli.commands import parsers
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 LANGUAGES = {"python", "sh", "text", "json", "yaml", "bash", ""}  # none: a picture, which promises nothing
 RUN = [page for page in PAGES if {block.language for block in blocks(page) if not block.why_not_run} & {"python", "sh"}]
 FIRST = ("tutorial.md", "save.md", "load.md")  # run by the default suite, as the README is
-AFTER_THE_QUICK_START = ("does-not-resume.md", "forget.md", "reference/reading.md")
+AFTER_THE_QUICK_START = ("forget.md", "reference/reading.md")
 NOT_RUN = {  # how many blocks of a page; each says why above it
     "checkpointer.md": 1,
     "coming-from.md": 2,
@@ -76,7 +77,7 @@ def test_every_block_is_run_or_says_why_not() -> None:
 
 
 def test_commands_that_are_not_run_name_what_there_is() -> None:
-    parser = parser_of_commands()
+    parser, _ = parsers()
     for block in BLOCKS:
         if block.language == "sh" and block.why_not_run:
             for words in commands(block.text):
@@ -103,6 +104,12 @@ def test_the_page_on_architecture_names_files_and_threads_that_there_are() -> No
     assert [name for name in files if not ((ROOT / "recckpt" / name).exists() or (ROOT / name).exists())] == []
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "recckpt").rglob("*.py"))
     assert [name for name in re.findall(r"`(recckpt-\w+)`", page) if f'"{name}"' not in sources] == []
+
+
+def test_the_versions_of_torchrec_and_fbgemm_are_those_that_are_tried() -> None:
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    row = f"| {pins['torch']} | `torchrec` {pins['torchrec']} | `fbgemm-gpu-cpu` {pins['fbgemm-gpu-cpu']} |"
+    assert row in (ROOT / "docs/your-tables.md").read_text(encoding="utf-8")
 
 
 def test_the_readme_is_one_screen() -> None:
@@ -145,7 +152,7 @@ def test_each_name_of_the_reference_has_an_example_above_it() -> None:
                 assert re.search(rf"\b{name}\b", code), f"{page.name}: {name}"
 
 
-@pytest.mark.parametrize("module", [recckpt, recckpt.sparse], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [recckpt, recckpt.sparse, recckpt.averages], ids=lambda module: module.__name__)
 def test_the_reference_has_every_public_name(module: object) -> None:
     pages = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "reference").glob("*.md"))
     named = {name for home, name in re.findall(r"^::: (\S+)\.(\w+)$", pages, re.MULTILINE) if home == module.__name__}

@@ -11,6 +11,8 @@ import pytest
 from support import symptoms
 from support.symptoms import PAGE, SYMPTOMS, Log
 
+import recckpt
+
 
 def as_shown(said: str | Exception, here: Path) -> str:
     """Return a message without what differs from run to run."""
@@ -44,3 +46,8 @@ def test_the_page_shows_what_is_said(
     caplog.set_level(logging.INFO)
 
     assert as_shown(SYMPTOMS[heading](Log(caplog)), tmp_path) == shown()[heading]
+
+
+def test_the_name_that_searched_checkpoints_leads_to_the_loop_of_the_page() -> None:
+    with pytest.raises(AttributeError, match=r"has no attribute 'first': .* docs/does-not-resume\.md#the-loss-is-nan$"):
+        _ = recckpt.first  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ from recckpt.errors import (
     LoadConfError,
     LookupFailedError,
     MissedRowsError,
+    MissingLibraryError,
     PartlyLoadedError,
     RankLostError,
     RecckptError,
@@ -45,6 +46,7 @@ EXAMPLES = [
     CheckpointRemovedError("runs/ckpt_1", emptied=["item"]),
     PartlyLoadedError("OSError: reset", emptied=["item"], mixed=["user"]),
     ConversionError("a.safetensors", "tensor 'x'", found="3 bytes", expected="4", remedy="copy it again"),
+    MissingLibraryError("this needs duckdb, which is not installed: pip install 'recckpt[sql]'"),
     CheckpointInUseError("runs: 'ckpt_1' is not deleted: it is pinned"),
 ]
 

@@ -5,12 +5,12 @@ import torch
 from support.builders import OPTIMIZERS, Run, frozen, state_of
 from support.devices import CUDA, DEVICES, here, on
 from support.gate import Gate
-from support.live_builders import LiveRun
+from support.live_runs import LiveRun
 
 from recckpt import CheckpointManager, Deltas, Near
 from recckpt.checkpointer import make_async_checkpointer
-from recckpt.dense.state_copy import dump_rng, load_rng
-from recckpt.save.sparse_saver import SparseSaver
+from recckpt.dense.data_loaders import dump_rng, load_rng
+from recckpt.save.job import SparseSaver
 
 DELTAS = Deltas(max_dirty=1.0, max_chain_bytes=1000)
 

@@ -12,7 +12,7 @@ from torch import nn
 import recckpt
 from recckpt import CheckpointManager, CheckpointReader, Saver
 from recckpt.load.report import LoadPlan, LoadReport
-from recckpt.save.background_save import SaveHandle
+from recckpt.save.background import SaveHandle
 from recckpt.save.save_info import SaveInfo
 from recckpt.sparse import HashTable, ShardedHashTable
 from recckpt.storage.local import LocalStorage

@@ -59,20 +59,6 @@ class Value:
 # construction
 
 
-@pytest.mark.parametrize("name", ["max_keep", "concurrency"])
-@pytest.mark.parametrize("value", [0, -1, 2.5, "3", True])
-def test_a_number_that_is_none_is_refused_when_the_saver_is_made(tmp_path, name, value):
-    with pytest.raises(ValueError, match=f"{name} must be an int of at least 1, found {value!r}"):
-        Saver(nn.Linear(1, 1), output_dir=str(tmp_path), **{name: value})
-
-
-def test_two_tables_of_one_name_are_refused_when_the_saver_is_made(tmp_path):
-    model = nn.ModuleDict({"a": HashTable(1, name="t"), "b": HashTable(1, name="t")})
-    with pytest.raises(ValueError, match="two tables are named 't'"):
-        Saver(model, output_dir=str(tmp_path / "new"))
-    assert not (tmp_path / "new").exists()
-
-
 def test_an_optimizer_of_tables_that_would_not_be_saved_is_refused_when_the_saver_is_made(tmp_path):
     model, other = ClickModel(), HashTable(1, name="other")
     optim = OPTIMIZERS["sgd"]([*model.tables, other])
@@ -80,6 +66,9 @@ def test_an_optimizer_of_tables_that_would_not_be_saved_is_refused_when_the_save
         Saver(model, optim, str(tmp_path / "new"))
     with pytest.raises(ValueError, match=r"not in the model: .*'item'.*, and others of the same name: make them"):
         Saver(ClickModel(), OPTIMIZERS["sgd"](model.tables), str(tmp_path / "new"))
+    dense = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match=r"found Adam of the dense parameter 'weight'.*register_for_checkpointing"):
+        Saver(dense, torch.optim.Adam(dense.parameters()), str(tmp_path / "new"))
     assert not (tmp_path / "new").exists()
     Saver(torch.nn.DataParallel(model), OPTIMIZERS["sgd"](model.tables[:1]), str(tmp_path / "new"))
 
@@ -97,13 +86,6 @@ def test_an_optimizer_of_tables_that_would_not_be_saved_is_refused_when_the_save
 def test_a_part_of_the_wrong_type_is_refused_when_the_saver_is_made(tmp_path, kwargs, found):
     with pytest.raises(TypeError, match=found):
         Saver(**{"model": nn.Linear(1, 1), "output_dir": str(tmp_path / "new"), **kwargs})
-    assert not (tmp_path / "new").exists()
-
-
-def test_the_optimizer_of_dense_parameters_is_refused_as_that_of_the_tables(tmp_path):
-    model = nn.Sequential(nn.Linear(1, 1))
-    with pytest.raises(ValueError, match=r"found Adam of the dense parameter '0.weight'.*register_for_checkpointing"):
-        Saver(model, torch.optim.Adam(model.parameters()), str(tmp_path / "new"))
     assert not (tmp_path / "new").exists()
 
 
@@ -128,25 +110,14 @@ def test_a_table_that_took_the_place_of_a_trained_one_is_refused_at_the_save_and
     assert checkpoints(tmp_path) == ["good"]
 
 
-@pytest.mark.parametrize("flag", ["overwrite", "ephemeral"])
-def test_a_flag_of_a_save_is_true_or_false(tmp_path, flag):
-    with pytest.raises(ValueError, match=f"{flag} must be True or False, found 1"):
-        Saver(nn.Linear(1, 1), None, str(tmp_path)).save("c", **{flag: 1})
-    assert checkpoints(tmp_path) == []
-
-
-def test_no_checkpoint_has_the_name_of_a_manifest_for_the_output_dir_would_be_one(tmp_path):
-    with pytest.raises(ValueError, match=r"'manifest\.json' is a name of the format"):
-        Saver(nn.Linear(1, 1), None, str(tmp_path)).save("manifest.json")
-
-
-def test_what_is_registered_the_wrong_way_round_is_told_the_order(tmp_path):
+def test_flags_are_true_or_false(tmp_path):
     saver = Saver(nn.Linear(1, 1), None, str(tmp_path))
-    for register in (saver.register_for_checkpointing, saver.register_io_state):
-        with pytest.raises(ValueError, match="a SGD cannot be registered as a name: the name, a string, comes first"):
-            register(torch.optim.SGD(saver.model.parameters()), "x")
     with pytest.raises(ValueError, match="per_rank must be True or False, found 'no'"):
         saver.register_for_checkpointing("x", [1], per_rank="no")
+    for flag in ("overwrite", "ephemeral"):
+        with pytest.raises(ValueError, match=f"{flag} must be True or False, found 1"):
+            saver.save("c", **{flag: 1})
+    assert checkpoints(tmp_path) == []
 
 
 def test_max_keep_is_checked_when_it_is_set(tmp_path):
@@ -155,12 +126,6 @@ def test_max_keep_is_checked_when_it_is_set(tmp_path):
     with pytest.raises(ValueError, match="'x'"):
         saver.max_keep = "x"
     assert saver.max_keep == 3
-
-
-def test_an_output_dir_that_is_a_file_is_refused_when_the_saver_is_made(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        Saver(nn.Linear(1, 1), output_dir=str(tmp_path / "file"))
 
 
 @pytest.mark.parametrize("left", ["manifest.json", "INTENT"])
@@ -183,14 +148,6 @@ def test_an_output_dir_is_made_and_left_empty(tmp_path):
     saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path / "a" / "b"))
     assert saver.output_dir == str(tmp_path / "a" / "b")
     assert tree(tmp_path) == {"a": None, "a/b": None}
-
-
-@pytest.mark.parametrize("kind", ["register_for_checkpointing", "register_io_state"])
-def test_a_name_is_registered_once(tmp_path, kind):
-    register = getattr(Saver(nn.Linear(1, 1), output_dir=str(tmp_path)), kind)
-    register("x", Value({}))
-    with pytest.raises(ValueError, match="'x' is registered already"):
-        register("x", Value({}))
 
 
 def test_one_name_may_stand_for_an_object_and_for_a_dataset(tmp_path):
@@ -303,12 +260,12 @@ def test_what_could_not_be_loaded_back_raises_at_save_and_leaves_a_line_in_the_t
     assert checkpoints(tmp_path) == ["c2"]
 
 
-@pytest.mark.parametrize("ckpt_id", ["", None, 3, "x" * 201, "checkpoint"])
+@pytest.mark.parametrize("ckpt_id", ["", None, 3, "x" * 201, "checkpoint", "manifest.json"])
 def test_an_id_that_no_checkpoint_can_have_is_refused_and_nothing_is_written(tmp_path, ckpt_id):
     saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
-    with pytest.raises(ValueError, match="checkpoint id"):
+    with pytest.raises(ValueError, match="is a name of the format" if ckpt_id == "manifest.json" else "checkpoint id"):
         saver.save(ckpt_id)
-    assert tree(tmp_path) == {}
+    assert ckpt_id == "manifest.json" or tree(tmp_path) == {}
 
 
 def test_a_committed_id_is_not_written_again_unless_that_is_asked_for(tmp_path):
@@ -486,18 +443,6 @@ def test_a_checkpoint_that_is_not_there_is_named_and_so_are_those_that_are(tmp_p
 def test_a_direct_path_is_the_whole_address(tmp_path, kwargs):
     with pytest.raises(ValueError, match="direct_path=True needs ckpt_path"):
         Saver(nn.Linear(1, 1), output_dir=str(tmp_path)).load(direct_path=True, **kwargs)
-
-
-def test_a_copied_checkpoint_loads_from_where_it_lies(tmp_path):
-    model, optim = trained()
-    Saver(model, optim, str(tmp_path / "a")).save("c")
-    (tmp_path / "b").mkdir()
-    (tmp_path / "a" / "c").rename(tmp_path / "b" / "copy")
-    other, other_optim = trained(1)
-    saver = Saver(other, other_optim, str(tmp_path / "a"))
-    saver.load(str(tmp_path / "b" / "copy"), direct_path=True)
-    assert tables(other) == tables(model)
-    saver.load(str(tmp_path / "b"), "c")
 
 
 # load_conf
@@ -824,7 +769,15 @@ def test_a_save_by_hand_inherits_the_step_of_the_manager_and_leaves_its_newest_c
 
 
 @pytest.mark.parametrize("register", ["register_io_state", "register_for_checkpointing"])
-def test_a_generator_is_refused_with_how_to_register_it(tmp_path, register):
+def test_what_is_registered_the_wrong_way_is_told_the_right_one(tmp_path, register):
     saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
-    with pytest.raises(ValueError, match=r"'g' is a torch.Generator, .*generator.get_state\(\)"):
-        getattr(saver, register)("g", torch.Generator())
+    sgd = torch.optim.SGD(saver.model.parameters())
+    for args, said in (
+        (("g", torch.Generator()), r"'g' is a torch.Generator, .*generator.get_state\(\)"),
+        ((sgd, "x"), "a SGD cannot be registered as a name: the name, a string, comes first"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            getattr(saver, register)(*args)
+    getattr(saver, register)("x", Value({}))
+    with pytest.raises(ValueError, match="'x' is registered already"):
+        getattr(saver, register)("x", Value({}))

@@ -18,8 +18,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from support import warm_python
 from support.builders import Run
+from support.forked import in_fork
 from support.gate import Gate
-from support.in_fork import in_fork
 from support.near_runs import NearRun
 from support.paths import ROOT
 from support.rank_processes import results, run_script
@@ -28,7 +28,7 @@ from torch import nn
 import recckpt
 from recckpt import Saver, telemetry
 from recckpt.errors import CheckpointExistsError, SaveFailedError
-from recckpt.save.sparse_saver import SparseSaver
+from recckpt.save.job import SparseSaver
 from recckpt.sparse import HashTable
 
 
@@ -119,7 +119,7 @@ def test_saves_are_counted_and_measured_by_kind(tmp_path, told):
     assert (name, status) == ("recckpt.save", "UNSET")
     assert attributes == {
         **{
-            "recckpt.run": tmp_path.name,
+            "recckpt.run": str(tmp_path),
             "recckpt.id": "a",
             "recckpt.step": 7,
             "recckpt.kind": "full",
@@ -185,7 +185,7 @@ def test_loads_and_restores_are_told_and_those_that_fail_too(tmp_path, told, mon
             fresh.saver.load("ckpt_2")
     loads = [span for span in told.spans if span[0] == "recckpt.load"]
     assert [status for _, status, _ in loads] == ["UNSET", "UNSET", "ERROR"]
-    name = {"recckpt.run": tmp_path.name, "recckpt.id": "ckpt_2", "recckpt.step": 2, "recckpt.kind": "full"}
+    name = {"recckpt.run": str(tmp_path), "recckpt.id": "ckpt_2", "recckpt.step": 2, "recckpt.kind": "full"}
     assert loads[0][2].items() >= name.items()
     assert loads[0][2]["recckpt.rows"] == sum(len(table) for table in fresh.model.tables)
     assert loads[2][2] == {**name, "error.type": "OSError"}
@@ -211,7 +211,7 @@ def test_near_saves_are_counted_and_the_steps_that_a_loss_costs_measured(tmp_pat
 
 
 def test_two_savers_in_one_process_are_told_apart_by_their_runs(tmp_path, told):
-    saver_of(tmp_path / "clicks").save("a")
+    saver_of(tmp_path / "clicks", run="clicks").save("a")
     other = saver_of(tmp_path / "clicks-2", run="orders")
     other.save("a")
     other.load()
@@ -221,6 +221,17 @@ def test_two_savers_in_one_process_are_told_apart_by_their_runs(tmp_path, told):
     assert found["recckpt.last_save.time"].keys() == found["recckpt.save.under_way"].keys()
     assert found["recckpt.save.under_way"].keys() >= {("clicks",), ("orders",)}
     assert [attributes["recckpt.run"] for _, _, attributes in told.spans] == ["clicks", "orders", "orders"]
+
+
+def saved_to_two_of_one_name(tmp_path, told):
+    """Save to two output dirs that end in one name, and return what their series call them."""
+    for team in ("ads", "shop"):
+        saver_of(tmp_path / team / "clicks").save("a")
+    return [run for (run,) in told.metrics_of_runs["recckpt.last_save.time"]]
+
+
+def test_output_dirs_that_end_in_one_name_have_series_of_their_own(tmp_path, told):
+    assert saved_to_two_of_one_name(tmp_path, told) == [f"{tmp_path}/{team}/clicks" for team in ("ads", "shop")]
 
 
 @pytest.mark.parametrize("run", ["", 7, b"clicks"])
@@ -339,11 +350,12 @@ def promtool(tmp_path):
     if shutil.which("promtool") is None:
         pytest.skip("ALERTS WERE NOT TESTED: there is no promtool (apt-get install prometheus)")
 
-    def run(rules):
+    def run(rules, tests=None):
+        tests = tests or (ROOT / "tests/alerts/two_jobs.yml").read_text(encoding="utf-8")
         (tmp_path / "rules.yml").write_text(rules, encoding="utf-8")
-        shutil.copy(ROOT / "tests/alerts/two_jobs.yml", tmp_path)
+        (tmp_path / "tests.yml").write_text(tests, encoding="utf-8")
         return subprocess.run(
-            ["promtool", "test", "rules", "two_jobs.yml"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+            ["promtool", "test", "rules", "tests.yml"], cwd=tmp_path, capture_output=True, text=True, timeout=60
         )
 
     return run
@@ -352,6 +364,31 @@ def promtool(tmp_path):
 @pytest.mark.slow
 def test_the_alerts_name_the_job_that_died_and_the_one_whose_saves_fail(promtool):
     done = promtool(alert_rules())
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+ONE_OF_TWO_DIED = """
+rule_files: [rules.yml]
+evaluation_interval: 5m
+tests:
+  - interval: 1m
+    input_series:
+      - {{series: 'recckpt_last_save_time_seconds{{recckpt_run="{0}"}}', values: 0+60x180 _x360}}
+      - {{series: 'recckpt_last_save_time_seconds{{recckpt_run="{1}", instance="b"}}', values: 0+60x540}}
+    alert_rule_test:
+      - {{eval_time: 4h, alertname: NoSave, exp_alerts: []}}
+      - eval_time: 4h
+        alertname: JobVanished
+        exp_alerts:
+          - exp_labels: {{recckpt_run: "{0}"}}
+            exp_annotations: {{summary: "{0} has died or ended since yesterday"}}
+"""
+
+
+@pytest.mark.slow
+def test_of_two_output_dirs_that_end_in_one_name_the_alerts_name_the_one_that_died(tmp_path, told, promtool):
+    runs = (saved_to_two_of_one_name(tmp_path, told) * 2)[:2]  # where both have one, it is that of both
+    done = promtool(alert_rules(), ONE_OF_TWO_DIED.format(*runs))
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.builders import Run, checkpoints, table_state
 from support.crowd import crowd
-from support.in_fork import in_fork
+from support.forked import in_fork
 from support.sweeps import mostly_slow
 from torch import nn
 

@@ -31,6 +31,13 @@ def test_our_table_and_a_foreign_one_fit_the_protocol():
     assert is_hashtable(Foreign())
 
 
+def test_a_table_is_known_by_its_class_and_not_asked_for_its_slots():
+    asked = []
+    table = type("Asked", (Foreign,), {"slots": property(asked.append)})()
+    assert is_hashtable(table)
+    assert asked == []
+
+
 @pytest.mark.parametrize("missing", ["ids", "embeddings", "insert", "clear", "__len__", "slots", "name"])
 def test_what_lacks_anything_does_not(missing):
     members = {name: value for name, value in vars(Foreign).items() if name != missing}

@@ -7,13 +7,13 @@ import subprocess
 import sys
 
 import pytest
-from support.in_fork import in_fork
+from support.forked import in_fork
 from support.paths import PYTHONPATH
 from support.watchdog import Watchdog
 
 TESTS = """
 import pathlib, threading
-from support.in_fork import in_fork
+from support.forked import in_fork
 
 def test_that_waits():
     assert in_fork(lambda: "forked") == "forked"

@@ -1,24 +1,163 @@
-"""An attempt at a checkpoint, from an empty directory to a commit or an offer: the one way out (no torch here)."""
+"""An attempt at a checkpoint, from an empty directory to a commit or an offer: the one way out."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from recckpt.checkpoint.shard_writer import ShardWriter, write_small
-from recckpt.errors import CommitNotDurableError, RecckptError, WriterFencedError
-from recckpt.format import layout, offer
-from recckpt.format.manifest import Content, FileEntry, Manifest
+from recckpt.checkpoint.chain import files_of
+from recckpt.dense.tensors import check_file, read_index
+from recckpt.errors import CommitNotDurableError, CorruptCheckpointError, RecckptError, WriterFencedError
+from recckpt.format import catalog as catalogs
+from recckpt.format import layout, offer, tensor_index
+from recckpt.format.buckets import N_BUCKETS
+from recckpt.format.catalog import Catalog, Part, PartKind
+from recckpt.format.codec import time_now
+from recckpt.format.manifest import Content, FileEntry, Manifest, ShardEntry, in_manifest
 from recckpt.format.offer import Offer, Offered
 from recckpt.output_dir import rotation
-from recckpt.output_dir.checkpoint_dir import Intent, read_checked
+from recckpt.output_dir.checkpoint_dir import Intent, read_checked, refuse_checkpoint
 from recckpt.output_dir.commit import begin, commit
 from recckpt.output_dir.fence import Fence
-from recckpt.storage import NewFiles, Storage
+from recckpt.output_dir.forget_requests import FORGET_FIRST, check_none_pending
+from recckpt.output_dir.listing import Checkpoint
+from recckpt.output_dir.notes import refuse_mirror
+from recckpt.output_dir.open_files import OpenFiles
+from recckpt.parallel.threads import run_all
+from recckpt.sparse.files.part_writer import PartPlan, RowSource, TableBytes, plan_parts, planned_batches, write_part
+from recckpt.storage import HashingSink, NewFiles, Sink, Storage
 from recckpt.storage.retry import RetryPolicy
 from recckpt.storage.transfers import VISIBLE
+
+if TYPE_CHECKING:
+    from recckpt.dense.sharded import OwnChunk
+
+BATCH_BYTES = 8 << 20
+Advance = Callable[[int], object]
+_ContentT = TypeVar("_ContentT", bound=Content)
+_STEP_BYTES = 8 << 20
+
+
+class SizedRows(RowSource, Protocol):
+    """The rows of one table, whose size says how they are cut into parts."""
+
+    @property
+    def size(self) -> TableBytes:
+        """How large they are."""
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What was written of one shard."""
+
+    save_id: str  # the attempt that it belongs to
+    shard: ShardEntry  # its catalog
+    files: tuple[FileEntry, ...]  # all its files
+
+
+class ShardWriter:
+    """Writes the files of one shard; nothing of it counts before :meth:`record` has written its catalog.
+
+    Args:
+        storage: the output dir.
+        intent: whose attempt it is.
+        number: of the shard.
+        count: of all shards.
+        files: where new files are made, which go to the storage later; None for the storage itself, where the catalog
+            is read once more.
+    """
+
+    def __init__(self, storage: Storage, intent: Intent, number: int, count: int, files: NewFiles | None) -> None:
+        self.number, self.count, self.directory = number, count, intent.directory
+        self._storage, self._save_id, self._is_read_back = storage, intent.save_id, files is None
+        self._to: NewFiles = storage if files is None else files
+        self._parts: list[Part] = []
+        self._files: list[FileEntry] = []
+
+    @property
+    def catalog(self) -> Catalog:
+        """What was written of its tables so far."""
+        return Catalog(self._save_id, self.number, self.count, tuple(self._parts))
+
+    def rows(
+        self,
+        sources: Iterable[SizedRows],
+        threads: int,
+        advance: Advance,
+        *,
+        holds: PartKind = "rows",
+        least_bytes: int = BATCH_BYTES,
+        buckets: tuple[int, int] = (0, N_BUCKETS),
+    ) -> None:
+        """Write the rows of tables in buckets [begin, end), several parts at once; deleted ids come behind rows.
+
+        ``advance`` is called with the bytes of each batch once it is written, from several threads.
+        """
+        by_name = {source.size.name: source for source in sources}
+        threads = self._to.threads(threads)
+        sizes = [source.size for source in by_name.values()]
+        plans = plan_parts(sizes, threads, least_bytes=least_bytes, buckets=buckets)
+
+        def create(plan: PartPlan) -> tuple[str, Sink]:
+            if holds == "rows":
+                file = layout.part(self.number, self.count, plan.group, plan.number)
+            else:
+                file = layout.deletes_part(self.number, self.count, plan.number)
+            return file, self._to.create(layout.join(self.directory, file))
+
+        def write(plan: PartPlan) -> Part | None:
+            batches = planned_batches(plan, by_name, advance)
+            return write_part(lambda: create(plan), plan.tables, plan.slots, batches, holds=holds)
+
+        self.add(run_all(write, plans, threads))
+
+    def add(self, parts: Iterable[Part | None]) -> None:
+        """Add parts that lie in the directory, in the order of the catalog; None stands for one that has no rows."""
+        self._parts += [part for part in parts if part is not None]
+
+    def tensors(self, state: Mapping[str, Any] | None, chunks: Sequence[OwnChunk] = ()) -> None:
+        """Write the state of the model, None where another shard has it, and the chunks that are this shard's own."""
+        from recckpt.dense.saver import save_tensors  # torch, which rows do without
+
+        to, directory, save_id = self._to, self.directory, self._save_id
+        self._files += save_tensors(state, chunks, to, directory, save_id=save_id, shard=self.number, shards=self.count)
+
+    def states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Write other states, by the name of the file."""
+        from recckpt.dense.saver import save_state
+
+        self._files += [save_state(state, self._to, self.directory, name) for name, state in states.items()]
+
+    def record(self) -> ShardRecord:
+        """Write the catalog, and return what the manifest says of the shard."""
+        catalog, name = self.catalog, layout.catalog(self.number, self.count)
+        entry = write_small(self._to, self.directory, name, catalogs.encode(catalog))
+        if self._is_read_back:
+            read_checked(self._storage, self.directory, entry)
+        files = (*self._files, *(FileEntry(part.file, part.n_bytes) for part in self._parts), entry)
+        return ShardRecord(self._save_id, ShardEntry(entry.name, catalog.buckets, catalog.ids), files)
+
+
+def write_small(files: NewFiles, directory: str, name: str, data: bytes) -> FileEntry:
+    """Write a small file and return its entry."""
+    with files.create(layout.join(directory, name)) as sink:
+        hashing = HashingSink(sink)
+        hashing.write(data)
+    return FileEntry(name, sink.n_bytes, hashing.xxh3)
+
+
+def with_shards(head: _ContentT, records: Sequence[ShardRecord]) -> _ContentT:
+    """Return a manifest, or what is to become one, with its shards and their files beside those that it has."""
+    files = (*head.files, *(file for record in records for file in record.files))
+    return replace(
+        head,
+        shards=in_manifest([record.shard for record in records]),
+        files=tuple(sorted(files, key=attrgetter("name"))),
+    )
 
 
 @dataclass(frozen=True)
@@ -123,3 +262,86 @@ class Attempt:
 def _intent_of_offer(of: Manifest) -> Intent:
     save_id = secrets.token_hex(16)
     return Intent(layout.offer_dir(of.ckpt_id, save_id), of.epoch, save_id, of.step)
+
+
+def commit_new(
+    storage: Storage, ckpt_id: str, step: int | None, write: Callable[[Attempt], Content]
+) -> tuple[str, Manifest]:
+    """Have the files of a checkpoint written, and commit it; return its directory and its manifest.
+
+    Raises:
+        ValueError: the output dir is the directory of a checkpoint.
+        CheckpointExistsError: the id is committed there already.
+        RecckptError: it is a mirror, or ids are yet to be forgotten there.
+        WriterFencedError: another writer took the output dir over.
+        OSError: the storage failed; nothing is committed.
+        CommitNotDurableError: the manifest is there, or may yet be, so all files stay.
+        Exception: what ``write`` raised; what it wrote is removed.
+    """
+    refuse_mirror(storage)
+    storage.prepare()
+    refuse_checkpoint(storage)
+    check_none_pending(storage, FORGET_FIRST)
+    fence = Fence(storage)
+    attempt = Attempt.begin(storage, fence, ckpt_id, step=step)
+    with attempt.abandoned_on_error():
+        content, intent = write(attempt).content, attempt.intent
+        record = Manifest(
+            ckpt_id=ckpt_id,
+            save_id=intent.save_id,
+            epoch=intent.epoch,
+            seq=attempt.seq,
+            step=step,
+            time=time_now(),
+            **content,
+        )
+        record = attempt.commit(fence, record)
+    fence.write_index()
+    return attempt.directory, record
+
+
+def copied_bytes(checkpoint: Checkpoint) -> int:
+    """Return the bytes of the files that are copied as they are."""
+    return sum(entry.n_bytes for entry in _copied(checkpoint))
+
+
+def copy_others(
+    storage: Storage, checkpoint: Checkpoint, to: Attempt, advance: Advance, threads: int
+) -> list[FileEntry]:
+    """Copy dense state, registered objects and positions, and return the entries of the new files.
+
+    Raises:
+        CheckpointRemovedError: the checkpoint was removed meanwhile.
+        CorruptCheckpointError: a file is damaged, or its copy.
+        OSError: the storage failed.
+    """
+    manifest, directory = checkpoint.manifest, checkpoint.directory
+    files = files_of(storage, checkpoint)
+    run_all(lambda entry: _copy(files, directory, entry, to, advance), _copied(checkpoint), storage.threads(threads))
+    entries = list(_copied(checkpoint))
+    for shard in range(len(manifest.shards)):
+        index = read_index(files, directory, manifest, shard)
+        if index is not None:
+            data = tensor_index.encode(index.but(save_id=to.save_id))
+            entries.append(to.write(layout.dense_index(shard, len(manifest.shards)), data))
+    return entries
+
+
+def _copied(checkpoint: Checkpoint) -> list[FileEntry]:
+    manifest, shards = checkpoint.manifest, len(checkpoint.manifest.shards)
+    written = {shard.catalog for shard in manifest.shards} | {layout.dense_index(n, shards) for n in range(shards)}
+    return [file for file in manifest.files if not layout.is_part(file.name) and file.name not in written]
+
+
+def _copy(files: OpenFiles, directory: str, entry: FileEntry, to: Attempt, advance: Advance) -> None:
+    source, copy = layout.join(directory, entry.name), layout.join(to.directory, entry.name)
+    with files.open(source) as content, to.storage.create(copy) as sink:
+        hashing = HashingSink(sink)
+        while data := content.read(_STEP_BYTES):
+            hashing.write(data)
+            advance(len(data))
+        if hashing.xxh3 != entry.xxh3:
+            found, expected = f"{hashing.xxh3:016x}", f"{entry.xxh3 or 0:016x}"
+            raise CorruptCheckpointError(source, "its checksum", found=found, expected=expected)
+    for error in check_file(to.storage, to.directory, entry, index=None, advance=lambda n_bytes: None):
+        raise error

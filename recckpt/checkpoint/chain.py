@@ -2,29 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from recckpt.checkpoint.link import OpenLink, files_of
 from recckpt.dense.tensors import DenseTensors
+from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import Slice
+from recckpt.format.catalog import Catalog, Part
+from recckpt.format.manifest import FileEntry
+from recckpt.format.tables import TableEntry
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import OpenFiles
-from recckpt.sparse.files.id_set import IdSet
+from recckpt.sparse.files.catalogs import IdSet, meets, met_shards, read_catalog, read_catalogs, shards_with
 from recckpt.storage import Storage
 from recckpt.types import SlotSpec
 
-if TYPE_CHECKING:  # they import pyarrow, which takes its time, and who reads no rows does without
-    from recckpt.sparse.files.aligned_rows import AlignedRows
-    from recckpt.sparse.files.chain_table import ChainTable
-    from recckpt.sparse.files.link_batches import LinkBatches
-    from recckpt.sparse.files.once import Int64s
-    from recckpt.sparse.files.row_index import RowIndex
+if TYPE_CHECKING:
+    from recckpt.sparse.files.chain_table import AlignedRows, ChainTable, RowIndex
+    from recckpt.sparse.files.part_reader import LinkBatches
+    from recckpt.sparse.files.table_reader import Int64s, TableReader
 
 Buckets = Mapping[str, Sequence[tuple[int, int]]]  # table -> ranges [begin, end)
+
+
+class OpenLink:
+    """A checkpoint and its files; reads its catalogs, and indexes its tables, when they are first asked for.
+
+    Args:
+        checkpoint: it; what it stands on is not looked at.
+        files: its files, as far as they are open already.
+        catalogs: of all shards, where the caller has read them.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, files: OpenFiles, catalogs: Sequence[Catalog] | None = None) -> None:
+        self.checkpoint, self.files = checkpoint, files
+        self.directory, self.manifest = checkpoint.directory, checkpoint.manifest
+        self.indexes: dict[str, RowIndex] = {}  # by table
+        self._catalogs = catalogs
+        self._by_shard = dict(enumerate(catalogs or ()))
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, storage: Storage, checkpoint: Checkpoint, n_links: int = 1) -> OpenLink:
+        """Return one of so many links, of which no file is open yet: each is opened when it is read."""
+        return cls(checkpoint, files_of(storage, checkpoint, n_links))
+
+    @cached_property
+    def catalogs(self) -> Sequence[Catalog]:
+        """The catalogs of all shards; CorruptCheckpointError where one is damaged."""
+        return read_catalogs(self.checkpoint, self.files) if self._catalogs is None else self._catalogs
+
+    def reader(self, table: str, slots: Sequence[str], ids: IdSet | None = None) -> TableReader:
+        """Return the reader of what its own files hold of a table; with ids, only of shards that may have any of them.
+
+        Raises:
+            CorruptCheckpointError: a catalog is damaged, or it lacks the table, on which newer links stand.
+        """
+        from recckpt.sparse.files.table_reader import TableReader
+
+        entry = self.manifest.table(table)
+        if entry is None:
+            path, expected = layout.join(self.directory, layout.MANIFEST), "the table, whose rows newer links change"
+            raise CorruptCheckpointError(path, f"table {table!r}", found="no such table", expected=expected)
+        catalogs = self.catalogs if ids is None else self._catalogs_with(entry, ids)
+        return TableReader(self.files, self.directory, catalogs, entry, slots)
+
+    def _catalogs_with(self, table: TableEntry, ids: IdSet) -> Sequence[Catalog]:
+        """Return the catalogs of the shards that may have rows or deletes of ids; reads no others."""
+        numbers = shards_with(self.manifest, table, ids)
+        every = len(numbers) == len(self.manifest.shards)
+        for number in () if every else numbers:
+            if number not in self._by_shard:
+                self._by_shard[number] = read_catalog(self.checkpoint, self.files, number)
+        return self.catalogs if every else [self._by_shard[number] for number in numbers]
+
+    def index(self, table: TableReader) -> RowIndex:
+        """Return where the rows of a table of this link lie. Thread-safe."""
+        from recckpt.sparse.files.chain_table import RowIndex
+
+        with self._lock:
+            name = table.entry.name
+            if name not in self.indexes:
+                self.indexes[name] = RowIndex(table)
+            return self.indexes[name]
+
+    def open_parts(self, tables: Collection[str], slices: Collection[Slice | None]) -> Mapping[int, Sequence[Part]]:
+        """Open the files that may have rows or deletes of tables in some slices.
+
+        Reads the catalogs of the shards that the slices meet, and no others.
+
+        Returns:
+            All parts of these shards, by number: ranks that share batches look at the same ones.
+        """
+        self.files.keep_open(file.name for file in self.catalog_files(slices))
+        catalogs = read_catalogs(self.checkpoint, self.files, slices)
+        parts = [part for catalog in catalogs for part in catalog.parts if meets(part, slices)]
+        self.files.keep_open(part.file for part in parts if not {*part.tables}.isdisjoint(tables))
+        return {catalog.shard: catalog.parts for catalog in catalogs}
+
+    def catalog_files(self, slices: Collection[Slice | None]) -> list[FileEntry]:
+        """Return the catalogs of the shards that may have rows of some slices."""
+        names = {self.manifest.shards[number].catalog for number in met_shards(self.manifest, slices)}
+        return [file for file in self.manifest.files if file.name in names]
+
+
+def files_of(storage: Storage, checkpoint: Checkpoint, n_links: int = 1) -> OpenFiles:
+    """Return the files of one of so many checkpoints that are read together; none is open yet."""
+    sizes = {file.name: file.n_bytes for file in checkpoint.manifest.files}
+    return OpenFiles(checkpoint.near_dir or storage, checkpoint.directory, sizes, (), n_links)
 
 
 class OpenChain:
@@ -49,9 +138,12 @@ class OpenChain:
     @classmethod
     def of(cls, storage: Storage, checkpoint: Checkpoint, before: OpenChain | None = None) -> OpenChain:
         """Return a chain of which no file is open yet, but those of links that another chain has."""
-        known = {_key(link.checkpoint): link for link in before.links} if before is not None else {}
+        known = {(link.directory, link.manifest.save_id): link for link in (before.links if before is not None else ())}
         n_links = len(checkpoint.links)
-        links = [known.get(_key(link)) or OpenLink.of(storage, link, n_links) for link in checkpoint.links]
+        links = [
+            known.get((link.directory, link.manifest.save_id)) or OpenLink.of(storage, link, n_links)
+            for link in checkpoint.links
+        ]
         return cls(storage, checkpoint, links, files_of(storage, checkpoint, n_links))
 
     @classmethod
@@ -73,7 +165,8 @@ class OpenChain:
         """Open all files that are not open yet, and return the chain."""
         if not self._is_open:
             for link in self.links:
-                link.open_rows()
+                rows = (file.name for file in link.manifest.files if layout.has_rows(file.name))
+                link.files.keep_open(rows)
             self.files.keep_open(file.name for file in self.manifest.files if not layout.has_rows(file.name))
             self._is_open = True
         return self
@@ -104,7 +197,7 @@ class OpenChain:
             CorruptCheckpointError: a catalog is damaged, or a link lacks the table or has it with other slots.
         """
         from recckpt.sparse.files.chain_table import ChainTable
-        from recckpt.sparse.files.link_cursors import down_to_whole
+        from recckpt.sparse.files.merged_rows import down_to_whole
 
         sought = None if ids is None else IdSet(ids)
         return ChainTable(down_to_whole(link.reader(name, slots, sought) for link in self.links))
@@ -117,7 +210,7 @@ class OpenChain:
             CorruptCheckpointError: a file is damaged, or an id is twice in a link.
             CheckpointRemovedError: its writer removed it, and the storage has no maps.
         """
-        from recckpt.sparse.files.aligned_rows import aligned_rows
+        from recckpt.sparse.files.chain_table import aligned_rows
 
         return aligned_rows(self._indexes(table), table, ids, slot, default)
 
@@ -139,7 +232,7 @@ class OpenChain:
         Returns:
             Of each link that has rows to be read, its batches; and the tables that go on from the known link.
         """
-        from recckpt.sparse.files.link_batches import LinkBatches
+        from recckpt.sparse.files.part_reader import LinkBatches
 
         tables = {table.name for table in self.manifest.tables}
         opened, updates = list[LinkBatches](), set[str]()
@@ -157,12 +250,15 @@ class OpenChain:
         """The dense tensors."""
         return DenseTensors(self.files, self.directory, self.manifest)
 
-    def state(self, name: str) -> dict[str, Any]:
-        """Return the dict in a ``.pt`` file, checked; empty where the checkpoint has no such file. Imports torch."""
+    def state(self, name: str, *, is_mapped: bool = True) -> dict[str, Any]:
+        """Return the dict in a ``.pt`` file, checked; empty where the checkpoint has no such file. Imports torch.
+
+        It is read, not mapped, where a disk that cannot read it is not to end the process.
+        """
         from recckpt.dense.loader import load_state
 
         entry = self.manifest.file(name)
-        return load_state(self.files, self.directory, entry) if entry else {}
+        return load_state(self.files, self.directory, entry, is_mapped=is_mapped) if entry else {}
 
     @contextmanager
     def mapped(self, buckets: Buckets) -> Iterator[OpenChain]:
@@ -176,20 +272,13 @@ class OpenChain:
         chain = OpenChain(self.storage, self.checkpoint, links, self.files)
         try:
             for link in links:
-                link.files.keep_open(_files_in(link, buckets))
+                names = []
+                for part in (part for catalog in link.catalogs for part in catalog.parts):
+                    spans = ((batch.buckets, own) for batch in part.batches for own in buckets.get(batch.table, ()))
+                    if any(begin < span[1] and span[0] < end for span, (begin, end) in spans):
+                        names.append(part.file)
+                link.files.keep_open(names)
             yield chain
         finally:
             for link in links:
                 link.files.close()
-
-
-def _files_in(link: OpenLink, buckets: Buckets) -> Iterable[str]:
-    """Yield the parts of a link that have something in some buckets."""
-    for part in (part for catalog in link.catalogs for part in catalog.parts):
-        spans = ((batch.buckets, within) for batch in part.batches for within in buckets.get(batch.table, ()))
-        if any(begin < span[1] and span[0] < end for span, (begin, end) in spans):
-            yield part.file
-
-
-def _key(link: Checkpoint) -> tuple[str, str]:
-    return link.directory, link.manifest.save_id

@@ -6,31 +6,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from recckpt.checkpointer.barrier import Barrier
-    from recckpt.checkpointer.builder import make_async_checkpointer, make_sync_checkpointer
-    from recckpt.checkpointer.checkpointer import AsyncCheckpointer, Checkpointer, SyncCheckpointer
+    from recckpt.checkpointer.checkpointer import (
+        AsyncCheckpointer,
+        Checkpointer,
+        SyncCheckpointer,
+        make_async_checkpointer,
+        make_sync_checkpointer,
+    )
     from recckpt.checkpointer.process import CheckpointProcess
     from recckpt.checkpointer.reader import StateReader
-    from recckpt.checkpointer.stager import CheckpointStager, SharedMemoryStager, StagedState
-    from recckpt.checkpointer.writer import CheckpointWriter, PartlyCommittedError, RankInfo, WriterHook
-
-_HOMES = {
-    "make_sync_checkpointer": "builder",
-    "make_async_checkpointer": "builder",
-    "Checkpointer": "checkpointer",
-    "SyncCheckpointer": "checkpointer",
-    "AsyncCheckpointer": "checkpointer",
-    "CheckpointWriter": "writer",
-    "StateReader": "reader",
-    "CheckpointStager": "stager",
-    "SharedMemoryStager": "stager",
-    "StagedState": "stager",
-    "CheckpointProcess": "process",
-    "WriterHook": "writer",
-    "Barrier": "barrier",
-    "RankInfo": "writer",
-    "PartlyCommittedError": "writer",
-}
+    from recckpt.checkpointer.staging import CheckpointStager, SharedMemoryStager, StagedState
+    from recckpt.checkpointer.writer import Barrier, CheckpointWriter, PartlyCommittedError, RankInfo, WriterHook
 
 __all__ = [
     "make_sync_checkpointer",
@@ -51,7 +37,11 @@ __all__ = [
 ]
 
 
+_HOMES = ("writer", "process", "reader", "staging", "checkpointer")  # the first two without torch
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    homes = (import_module(f"{__name__}.{home}") for home in _HOMES)
+    return next(getattr(home, name) for home in homes if hasattr(home, name))

@@ -4,18 +4,35 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import weakref
 from abc import abstractmethod
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
+from itertools import count
 from typing import Any, cast
 
-from recckpt.checkpointer.barrier import describe
-from recckpt.checkpointer.process import CheckpointProcess, SaveFuture, sendable, target_url
+from recckpt.checkpointer.process import CheckpointProcess, SaveFuture, log_done, sendable
 from recckpt.checkpointer.reader import StateReader
-from recckpt.checkpointer.stager import CheckpointStager, StagedState
-from recckpt.checkpointer.writer import CheckpointWriter
-from recckpt.errors import ForkedError
+from recckpt.checkpointer.staging import CheckpointStager, SharedMemoryStager, StagedState
+from recckpt.checkpointer.writer import (
+    Barrier,
+    CheckpointWriter,
+    RankInfo,
+    StoreBarrier,
+    WriterHook,
+    describe,
+    storage_at,
+)
+from recckpt.errors import ForkedError, StateMismatchError
 from recckpt.parallel.one_process import OneProcess, OwnFuture
+from recckpt.parallel.process_group import shared_store
+from recckpt.parallel.ranks import rank_and_size
+from recckpt.types import positive_number
+
+BARRIER_TIMEOUT_SEC = 600.0
+_made = count()  # the same on all ranks, which make their checkpointers in the same order
 
 
 class Checkpointer(OneProcess):
@@ -78,7 +95,12 @@ class Checkpointer(OneProcess):
         with self._turn():
             for outcome in self._pending:
                 outcome.wait()
-            return self._reader.read(path, state_dict, map_location=default_map_location, strict=strict)[0]
+            begin = time.perf_counter()
+            state, missing = self._reader.read(path, state_dict, map_location=default_map_location, strict=strict)
+            if strict and missing:  # as a reader of one's own says it; that of recckpt has raised before it filled any
+                raise StateMismatchError(os.fspath(path), missing=missing, remedy="pass strict=False to keep them")
+            log_done("loaded", os.fspath(path), begin)
+            return state
 
     @abstractmethod
     def close(self) -> None:
@@ -102,7 +124,9 @@ class SyncCheckpointer(Checkpointer):
         with self._turn():
             if self._is_closed:
                 raise RuntimeError("the checkpointer is closed; make a new one")
+            begin = time.perf_counter()
             self._writer.write(path, state_dict, **kwargs)
+            log_done("saved", os.fspath(path), begin)
 
     def close(self) -> None:
         """Take no further saves."""
@@ -138,14 +162,23 @@ class AsyncCheckpointer(Checkpointer):
             self._raise_unseen()
             self._process.begin()
             try:
-                url, sent = target_url(path), sendable("what is passed to the hook", kwargs)
+                url, sent = storage_at(path).url, sendable("what is passed to the hook", kwargs)
+                if url.startswith("memory:"):
+                    problem = "what another process writes to its memory is lost; use a SyncCheckpointer for it"
+                    raise ValueError(f"{url}: {problem}")
                 staged = self._stager.stage(state_dict, **kwargs)
                 outcome = self._process.write(staged, url, sent)
             except BaseException as error:
                 self._process.refuse(describe(error))
                 raise
             self._pending.append(outcome)
-            return _without_value(staged), outcome
+            copied: OwnFuture[None] = OwnFuture()  # of the copy, without its value
+            copied.set_running_or_notify_cancel()
+            if isinstance(staged, Future):
+                staged.add_done_callback(partial(_pass_on, copied))
+            else:
+                copied.set_result(None)
+            return copied, outcome
 
     def close(self) -> None:
         """Close the stager, then the process, and raise the error of the last save if it was not seen yet."""
@@ -158,40 +191,110 @@ class AsyncCheckpointer(Checkpointer):
 
     def _raise_unseen(self) -> None:
         while self._pending:
-            for outcome in self._pending:
-                outcome.wait()  # an interrupt here leaves it pending
+            self._pending[-1].wait()  # an interrupt here leaves it pending
             self._pending.pop().raise_unseen()
 
 
-def _without_value(staged: StagedState | Future[StagedState]) -> Future[None]:
-    """Return a future that is done when the copy is."""
-    masked: OwnFuture[None] = OwnFuture()
-    masked.set_running_or_notify_cancel()
-    if not isinstance(staged, Future):
-        masked.set_result(None)
-        return masked
-
-    def pass_on(copied: Future[StagedState]) -> None:
-        error = copied.exception()
-        if error is None:
-            masked.set_result(None)
-        else:
-            masked.set_exception(error)
-
-    staged.add_done_callback(pass_on)
-    return masked
+def _pass_on(to: OwnFuture[None], copied: Future[StagedState]) -> None:
+    if (error := copied.exception()) is None:
+        to.set_result(None)
+    else:
+        to.set_exception(error)
 
 
 def _print_unseen(pending: list[SaveFuture]) -> None:
     """Print the error of a save whose checkpointer is gone; where it still runs, when it ends."""
+
+    def print_if_unseen(outcome: Future[None]) -> None:
+        try:
+            cast(SaveFuture, outcome).raise_unseen()
+        except ForkedError:
+            return  # it is the parent's to print
+        except Exception as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+
     for outcome in pending:
-        outcome.add_done_callback(_print_if_unseen)
+        outcome.add_done_callback(print_if_unseen)
 
 
-def _print_if_unseen(outcome: Future[None]) -> None:
-    try:
-        cast(SaveFuture, outcome).raise_unseen()
-    except ForkedError:
-        return  # it is the parent's to print
-    except Exception as error:
-        sys.excepthook(type(error), error, error.__traceback__)
+def make_sync_checkpointer(
+    *,
+    rank_info: RankInfo | None = None,
+    commit_hook: WriterHook | None = None,
+    barrier_timeout_sec: float = BARRIER_TIMEOUT_SEC,
+) -> SyncCheckpointer:
+    """Return a checkpointer whose ``save`` returns when all is written.
+
+    Args:
+        rank_info: this rank; that of ``torch.distributed``, or one alone, where it is not given.
+        commit_hook: called before and after each commit.
+        barrier_timeout_sec: how long a rank waits for the others, at each of three barriers, before all raise.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: ``rank_info`` speaks of several ranks, and ``torch.distributed`` does not know them; or
+            ``barrier_timeout_sec`` is not a number above 0.
+    """
+    rank_info, barrier = _rank_and_barrier(rank_info, commit_hook, barrier_timeout_sec)
+    writer = CheckpointWriter(rank_info, barrier=barrier, commit_hook=commit_hook)
+    return SyncCheckpointer(writer, StateReader(rank_info))
+
+
+def make_async_checkpointer(
+    *,
+    rank_info: RankInfo | None = None,
+    commit_hook: WriterHook | None = None,
+    barrier_timeout_sec: float = BARRIER_TIMEOUT_SEC,
+    subprocess_init_fn: Callable[..., object] | None = None,
+    subprocess_init_args: tuple[Any, ...] = (),
+    start_timeout_sec: float = 60.0,
+    close_timeout_sec: float = 60.0,
+) -> AsyncCheckpointer:
+    """Return a checkpointer whose ``save`` returns when the state is copied; a process of its own writes.
+
+    Args:
+        rank_info: as in :func:`make_sync_checkpointer`.
+        commit_hook: called in the writer process before and after each commit, so defined in a module.
+        barrier_timeout_sec: as in :func:`make_sync_checkpointer`.
+        subprocess_init_fn: called first in every writer process, to set up what the hook needs.
+        subprocess_init_args: its arguments.
+        start_timeout_sec: how long a writer process may take to be ready.
+        close_timeout_sec: how long it may take to end, once nothing is left to write, before it is killed.
+
+    Raises:
+        TypeError: an argument is of another type, or the function does not take its arguments.
+        ValueError: as in :func:`make_sync_checkpointer`, or what the process gets cannot be sent to it.
+    """
+    rank_info, barrier = _rank_and_barrier(rank_info, commit_hook, barrier_timeout_sec)
+    process = CheckpointProcess(
+        rank_info,
+        barrier=barrier,
+        commit_hook=commit_hook,
+        subprocess_init_fn=subprocess_init_fn,
+        subprocess_init_args=subprocess_init_args,
+        start_timeout_sec=start_timeout_sec,
+        close_timeout_sec=close_timeout_sec,
+    )
+    return AsyncCheckpointer(SharedMemoryStager(), process, StateReader(rank_info))
+
+
+def _rank_and_barrier(
+    rank_info: RankInfo | None, commit_hook: WriterHook | None, timeout_sec: float
+) -> tuple[RankInfo, Barrier]:
+    """Check what all checkpointers are given, and return their rank and where it agrees with others."""
+    if not isinstance(rank_info, RankInfo | None):
+        raise TypeError(f"rank_info must be a RankInfo or None, found {rank_info!r}; such as RankInfo(0, 1)")
+    if not isinstance(commit_hook, WriterHook | None):
+        hint = ": pass an object of it" if isinstance(commit_hook, type) else ""
+        raise TypeError(f"commit_hook must be a WriterHook or None, found {commit_hook!r}{hint}")
+    rank_info = rank_info or RankInfo(*rank_and_size())
+    positive_number("barrier_timeout_sec", timeout_sec)
+    if rank_info.global_world_size == 1:
+        return rank_info, Barrier()
+    if rank_info != RankInfo(*rank_and_size()):
+        raise ValueError(
+            f"{rank_info} is not this process for torch.distributed, over which ranks agree: call "
+            "init_process_group on every rank, and leave rank_info away"
+        )
+    store = shared_store(f"recckpt/checkpointer/{next(_made)}")
+    return rank_info, StoreBarrier(store, rank_info.global_rank, rank_info.global_world_size, timeout_sec)

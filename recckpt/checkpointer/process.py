@@ -1,30 +1,57 @@
-"""The writer process of a checkpointer: spawned once, kept warm, and spawned again when it has died."""
+"""The writer process as its parent holds it: kept warm, and spawned again when it has died (no torch here)."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import os
 import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from typing import TYPE_CHECKING, Any
 
-from recckpt.checkpointer.barrier import Alone, Barrier, RankFailedError, describe
-from recckpt.checkpointer.child import Child, DiedError, rebuilt
-from recckpt.checkpointer.stager import StagedState
-from recckpt.checkpointer.worker import Setup
-from recckpt.checkpointer.writer import PartlyCommittedError, RankInfo, WriterHook, storage_at
+from recckpt.checkpointer.writer import (
+    Barrier,
+    PartlyCommittedError,
+    RankFailedError,
+    RankInfo,
+    Setup,
+    Write,
+    WriterHook,
+    describe,
+)
 from recckpt.errors import SaveFailedError
-from recckpt.format import drafts
+from recckpt.format import layout
 from recckpt.parallel.one_process import OwnFuture
-from recckpt.parallel.waiting import InOrder
+from recckpt.parallel.threads import InOrder
 from recckpt.storage import open_storage
+from recckpt.text import escaped
 from recckpt.types import positive_number
 
+if TYPE_CHECKING:
+    from recckpt.checkpointer.staging import Arena, StagedState
+
 _log = logging.getLogger(__name__)
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
+    "from recckpt.checkpointer.writer import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+)
+_REAP_SEC = 10.0
+
+
+class DiedError(Exception):
+    """The writer process ended while it was needed."""
 
 
 class SaveFuture(OwnFuture[None]):
@@ -55,6 +82,10 @@ class SaveFuture(OwnFuture[None]):
         error = super().exception()
         if error is not None and not self.seen:
             raise error
+
+
+class RemoteTracebackError(Exception):
+    """Where in the writer process an error came from; the cause of that error."""
 
 
 class CheckpointProcess:
@@ -89,7 +120,7 @@ class CheckpointProcess:
         start_timeout_sec: float = 60.0,
         close_timeout_sec: float = 60.0,
     ) -> None:
-        self._rank_info, self._barrier = rank_info, barrier or Alone()
+        self._rank_info, self._barrier = rank_info, barrier or Barrier()
         self._start_timeout_sec = positive_number("start_timeout_sec", start_timeout_sec)
         positive_number("close_timeout_sec", close_timeout_sec)
         _check_init(subprocess_init_fn, subprocess_init_args)
@@ -120,25 +151,16 @@ class CheckpointProcess:
         self._barrier.refuse(reason)
 
     def write(self, staged: StagedState | Future[StagedState], url: str, kwargs: bytes) -> SaveFuture:
-        """Write in the background what has been staged, in the save that has begun.
-
-        Args:
-            staged: the state, or a future of it.
-            url: as :func:`target_url` returns it.
-            kwargs: pickled, for the hook.
-        """
-        outcome = SaveFuture()
-        outcome.set_running_or_notify_cancel()  # what has begun cannot be cancelled
+        """Write in the background what has been staged, in the save that has begun; ``kwargs`` is pickled."""
 
         def work() -> None:
-            try:
-                self._write(staged, url, kwargs)
-            except BaseException as error:
-                outcome.set_exception(error)
-            else:
-                outcome.set_result(None)
+            begin = time.perf_counter()
+            self._write(staged, url, kwargs)
+            log_done("saved", url, begin)
 
-        self._writes.submit(work)
+        outcome = SaveFuture()
+        outcome.set_running_or_notify_cancel()  # what has begun cannot be cancelled
+        self._writes.submit(partial(outcome.run, work))
         return outcome
 
     def close(self) -> None:
@@ -147,66 +169,54 @@ class CheckpointProcess:
         self._end()
 
     def _write(self, staged: StagedState | Future[StagedState], url: str, kwargs: bytes) -> None:
-        n_agreed = [0]
+        """Have the process write, and wait for the other ranks whenever it asks for that."""
+        failed: Callable[[str, int, str], SaveFailedError] = SaveFailedError
         try:
             child = self._begun(staged.result() if isinstance(staged, Future) else staged, url, kwargs)
-            self._follow(child, n_agreed)
+            while (message := child.receive())[0] != "done":
+                kind, value = message
+                if kind == "failed":
+                    raise rebuilt(*value)
+                if kind == "refuse":
+                    self._barrier.refuse(value)
+                    continue
+                try:
+                    self._barrier.agree(last=value)
+                except RankFailedError as failure:
+                    child.send(failure)
+                else:
+                    failed = PartlyCommittedError
+                    child.send(None)
         except SaveFailedError:
             raise  # of the writer, which has sent it to the others
         except BaseException as error:
             self._barrier.refuse(describe(error))
             if isinstance(error, DiedError):
                 self._clean_up(url)
-            failed = PartlyCommittedError if n_agreed[0] else SaveFailedError
             raise failed(url, self._rank_info.global_rank, describe(error)) from error
 
     def _begun(self, staged: StagedState, url: str, kwargs: bytes) -> Child:
         """Return a writer process that has begun; one that died while it was idle costs nothing but time."""
         for is_last in (False, True):
+            if not (self._children and self._children[0].is_running()):
+                self._respawn()
+            child = self._children[0]
             try:
-                child = self._running()
+                child.wait_ready(self._start_timeout_sec)
                 child.request(url, staged.pickle, staged.spans, staged.arena, kwargs)
                 return child
             except DiedError as error:
                 if is_last:
                     raise
                 _log.warning("%s before it began to write; starting another", error)
+            except Exception:  # it hangs, or could not be set up
+                _end_all(self._children, 0)
+                raise
         raise AssertionError("unreachable")
-
-    def _running(self) -> Child:
-        if not (self._children and self._children[0].is_running()):
-            self._respawn()
-        child = self._children[0]
-        try:
-            child.wait_ready(self._start_timeout_sec)
-        except Exception:
-            self._children.clear()
-            child.end(0)
-            raise
-        return child
 
     def _respawn(self) -> None:
         _end_all(self._children, 0)
         self._children.append(Child(self._setup))
-
-    def _follow(self, child: Child, n_agreed: list[int]) -> None:
-        """Wait for the other ranks when the writer asks for that, until it is done."""
-        while True:
-            kind, value = child.receive()
-            if kind == "done":
-                return
-            if kind == "failed":
-                raise rebuilt(value)
-            if kind == "refuse":
-                self._barrier.refuse(value)
-                continue
-            try:
-                self._barrier.agree(last=value)
-            except RankFailedError as failure:
-                child.answer(failure)
-            else:
-                n_agreed[0] += 1
-                child.answer(None)
 
     def _clean_up(self, url: str) -> None:
         """Spawn another process at once, for the next save, and remove what the dead one left half written."""
@@ -215,8 +225,111 @@ class CheckpointProcess:
         storage = open_storage(url)
         with suppress(OSError):
             for name in storage.list_files(""):
-                if drafts.is_draft(name, self._rank_info.file_name):
+                if layout.is_draft(name, self._rank_info.file_name):
                     storage.remove(name)
+
+
+class Child:
+    """A writer process: spawned, not forked, with nothing of its parent but one socket and the module path.
+
+    It does not get the signals of the parent's terminal, and ends with the parent. ``setup`` is a pickled ``Setup``.
+    """
+
+    def __init__(self, setup: bytes) -> None:
+        ours, theirs = socket.socketpair()
+        self._ready = False
+        self._arena: Arena | None = None
+        path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
+        with ours, theirs:
+            command = [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid()), path]
+            # An interrupt that comes before the child can say that it ignores it must not end it: signals that are
+            # blocked here are blocked there.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+            try:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            self._connection = Connection(ours.detach())
+        with suppress(OSError):  # it has died already: the first request will find that
+            self._connection.send_bytes(setup)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    def is_running(self) -> bool:
+        """Say whether the process is alive."""
+        return self._process.poll() is None
+
+    def wait_ready(self, timeout_sec: float) -> None:
+        """Wait until the process can take a request.
+
+        Raises:
+            DiedError: it has ended.
+            TimeoutError: it takes too long.
+            Exception: its initialisation failed, with this.
+        """
+        if self._ready:
+            return
+        if not self._connection.poll(timeout_sec):
+            raise TimeoutError(f"writer process {self.pid} was not ready within {timeout_sec:g} s")
+        kind, value = self.receive()
+        if kind == "failed":
+            raise rebuilt(*value)
+        self._ready = True
+
+    def request(self, url: str, pickled: bytes, spans: list[tuple[int, int]], arena: Arena, kwargs: bytes) -> None:
+        """Send a request to write, and wait until the process has begun; DiedError where it ended before that."""
+        new_memory = self._arena is not arena
+        self.send(Write(url, pickled, spans, arena.n_bytes, new_memory, kwargs))
+        if new_memory:
+            try:
+                send_handle(self._connection, arena.fd, self.pid)
+            except OSError as error:
+                raise self._died() from error
+            self._arena = arena
+        self.receive()
+
+    def send(self, message: object) -> None:
+        """Send a message."""
+        try:
+            self._connection.send(message)
+        except OSError as error:
+            raise self._died() from error
+
+    def receive(self) -> tuple[str, Any]:
+        """Return the next message, (kind, value)."""
+        try:
+            message: tuple[str, Any] = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._died() from error
+        return message
+
+    def end(self, timeout_sec: float) -> None:
+        """Let the process end, and kill it if it does not."""
+        self._connection.close()
+        self._reap(timeout_sec)
+
+    def _died(self) -> DiedError:
+        self._reap(_REAP_SEC)
+        code = self._process.returncode
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return DiedError(f"writer process {self.pid} {how}")
+
+    def _reap(self, timeout_sec: float) -> None:
+        try:
+            self._process.wait(timeout_sec)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _end_all(children: list[Child], timeout_sec: float) -> None:
+    while children:
+        children.pop().end(timeout_sec)
 
 
 def _check_init(fn: Callable[..., object] | None, args: tuple[Any, ...]) -> None:
@@ -236,19 +349,6 @@ def _check_init(fn: Callable[..., object] | None, args: tuple[Any, ...]) -> None
             return
 
 
-def target_url(path: str | os.PathLike[str]) -> str:
-    """Return where a writer process is to write.
-
-    Raises:
-        TypeError: it is not a path.
-        ValueError: nothing can be saved there, or not by another process.
-    """
-    url = storage_at(path).url
-    if url.startswith("memory:"):
-        raise ValueError(f"{url}: what another process writes to its memory is lost; use a SyncCheckpointer for it")
-    return url
-
-
 def sendable(what: str, value: object) -> bytes:
     """Return a value pickled for the writer process, or raise ValueError where it cannot be loaded there."""
     try:
@@ -260,6 +360,15 @@ def sendable(what: str, value: object) -> bytes:
     return data
 
 
-def _end_all(children: list[Child], timeout_sec: float) -> None:
-    while children:
-        children.pop().end(timeout_sec)
+def log_done(what: str, path: str, begin: float) -> None:
+    """Log a save or load that went well, and how long it has taken."""
+    _log.info("%s %s in %.2f s", what, escaped(path), time.perf_counter() - begin)
+
+
+def rebuilt(error: Exception, cause: BaseException | None, trace: str) -> Exception:
+    """Return an error of the writer process, as :func:`_failure` sends it."""
+    remote = RemoteTracebackError(f"in the writer process:\n\n{trace}")
+    error.__cause__ = cause or remote
+    if cause is not None:
+        cause.__cause__ = remote
+    return error

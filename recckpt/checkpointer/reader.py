@@ -1,25 +1,34 @@
-"""Read the file of one rank: all of it, or what a state dict asks for and no other bytes."""
+"""The file of one rank, read: all of it, or what a state dict asks for and no other bytes."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+import struct
+import zipfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from recckpt.checkpointer.pack import child, span
-from recckpt.checkpointer.stored_state import StoredState, TensorFiller
+from recckpt.checkpointer.staging import child, span
 from recckpt.checkpointer.writer import RankInfo, storage_at
+from recckpt.dense.loader import unpickled
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
 from recckpt.storage import Storage
 
 _log = logging.getLogger(__name__)
 _MAX_SHOWN = 10
+_HEADER = struct.Struct("<4s22xHH")  # of a file in a zip: magic, sizes of its name and of what is added
+_STEP_BYTES = 4 << 20
+_ALIGNMENT = 64  # where a part of a storage begins, so that it suits every dtype
+_MAX_DEPTH = 120  # what pack() makes is less deep; far from what the interpreter's stack takes
+_PLAIN = (type(None), int, float, complex, str, bytes, set, torch.Size, torch.dtype, torch.device)
 
 
 class StateReader:
@@ -48,40 +57,36 @@ class StateReader:
         try:
             file = storage.open(self._name)
         except FileNotFoundError as error:
-            raise CheckpointNotFoundError(self._missing(storage, place)) from error
-        with file, _remedy_of_a_state():
-            stored = StoredState(file, place)
-            asked = Comparison(state_dict, stored.tree)
-            if asked.mismatched or (strict and asked.missing):
-                remedy = "pass strict=False to load what is there" if not asked.mismatched else ""
-                raise StateMismatchError(place, missing=asked.missing, mismatched=asked.mismatched, remedy=remedy)
-            state = fill("", state_dict, stored.tree, TensorFiller(stored, asked.wholes, map_location))
+            raise CheckpointNotFoundError(_absent(storage, place)) from error
+        try:
+            with file:
+                stored = StoredState(file, place, _placing(map_location))
+                asked = Comparison(state_dict, stored.tree)
+                if asked.mismatched or (strict and asked.missing):
+                    remedy = "pass strict=False to load what is there" if not asked.mismatched else ""
+                    raise StateMismatchError(place, missing=asked.missing, mismatched=asked.mismatched, remedy=remedy)
+                stored.plan(asked.wholes)
+                state = stored.filled("", state_dict, stored.tree)
+        except CorruptCheckpointError as error:
+            if error.remedy != CorruptCheckpointError.REMEDY:  # which names commands that know no such files
+                raise
+            raise CorruptCheckpointError(
+                error.path, error.where, found=error.found, expected=error.expected, remedy="load another checkpoint"
+            ) from error
         if asked.missing:
             shown = ", ".join(asked.missing[:_MAX_SHOWN]) + (", ..." if len(asked.missing) > _MAX_SHOWN else "")
             _log.warning("%s: %d keys are missing and stay as they are: %s", place, len(asked.missing), shown)
         return state, asked.missing
 
-    def _missing(self, storage: Storage, place: str) -> str:
-        """Say what is there instead; another number of ranks has written other files."""
-        try:
-            others = [name for name in storage.list_files("") if "/" not in name]
-        except OSError:
-            others = []
-        hint = f"found {', '.join(others[:_MAX_SHOWN])}" if others else "there is nothing at all"
-        return f"{place}: no such file; {hint}. A state is loaded by as many ranks as saved it"
 
-
-@contextmanager
-def _remedy_of_a_state() -> Iterator[None]:
-    """Say of damage what helps here: the commands know no such files."""
+def _absent(storage: Storage, place: str) -> str:
+    """Say what is there instead of a file; another number of ranks has written other files."""
     try:
-        yield
-    except CorruptCheckpointError as error:
-        if error.remedy != CorruptCheckpointError.REMEDY:
-            raise
-        raise CorruptCheckpointError(
-            error.path, error.where, found=error.found, expected=error.expected, remedy="load another checkpoint"
-        ) from error
+        others = [name for name in storage.list_files("") if "/" not in name]
+    except OSError:
+        others = []
+    hint = f"found {', '.join(others[:_MAX_SHOWN])}" if others else "there is nothing at all"
+    return f"{place}: no such file; {hint}. A state is loaded by as many ranks as saved it"
 
 
 class Comparison:
@@ -111,30 +116,6 @@ class Comparison:
                 self.mismatched[name] = found, expected
 
 
-def fill(name: str, template: Any, tree: Any, values: TensorFiller) -> Any:
-    """Return a template with the values of a tree that it was compared with; containers and tensors stay the same.
-
-    A tuple that holds more than tensors is made anew.
-    """
-    if template is None:
-        return values.whole(tree)
-    if isinstance(template, Tensor | np.ndarray):
-        target = template if isinstance(template, Tensor) else torch.from_numpy(template)
-        values.fill(target, tree, f"tensor {name!r}")
-        return template
-    if isinstance(template, dict):
-        for key in [key for key in template if key in tree]:
-            template[key] = fill(child(name, key), template[key], tree[key], values)
-        return template
-    if _are_sequences(template, tree):
-        items = [fill(f"{name}[{i}]", *pair, values) for i, pair in enumerate(zip(template, tree, strict=True))]
-        if type(template) is tuple:
-            return tuple(items)
-        template[:] = items
-        return template
-    return tree
-
-
 def _are_sequences(template: Any, tree: Any) -> bool:
     return type(template) in (list, tuple) and type(tree) is type(template)
 
@@ -157,12 +138,185 @@ def _expected(template: Any) -> str:
         except (TypeError, ValueError):
             return f"a numpy array of {template.dtype}, not to be filled"
     if isinstance(template, Tensor):
-        shape = tuple(template.shape)
-        kind = f"{str(template.dtype).removeprefix('torch.')} {shape}"
         plain = type(template) in (Tensor, torch.nn.Parameter) and template.layout == torch.strided
         if not plain or template.is_quantized or template.is_nested or template.is_meta:
             return f"a {type(template).__name__} of layout {template.layout} on {template.device}, not to be filled"
+        kind = _found(template)
         return kind if template.numel() <= span(template) else f"{kind}, expanded, so not to be filled"
-    if isinstance(template, np.generic):
-        template = template.item()
-    return _found(template)
+    return _found(template.item() if isinstance(template, np.generic) else template)
+
+
+class StoredState:
+    """The state in a file, whose tensors have no values until they are read from there. Not thread-safe.
+
+    New tensors go where ``place`` puts a block of bytes, whose storage it returns.
+
+    Attributes:
+        tree: the state; its tensors are on the device ``meta``.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, or holds more than tensors and plain data. Nothing of it was run.
+    """
+
+    def __init__(self, file: BinaryIO, path: str, place: Callable[[Tensor], Any]) -> None:
+        self._file, self._path, self._place = file, path, place
+        self._records: dict[int, zipfile.ZipInfo] = {}
+        self._empty: list[torch.UntypedStorage] = []  # kept, so that each has a number of its own
+        self.tree = unpickled(file, path, self._without_values)
+        self._check(self.tree, 0, set(), set())
+        self._ranges: dict[int, tuple[int, int]] = {}
+        self._storages: dict[int, Any] = {}
+        self._made: dict[int, Any] = {}
+
+    def _without_values(self, record: zipfile.ZipInfo) -> torch.UntypedStorage:
+        empty = torch.UntypedStorage(record.file_size, device="meta")  # type: ignore[no-untyped-call]
+        self._empty.append(empty)
+        self._records[empty._cdata] = record
+        return empty
+
+    def _check(self, value: Any, depth: int, outer: set[int], seen: set[int]) -> None:
+        """Check that a value is plain data and tensors, and does not hold itself."""
+        if isinstance(value, dict | list) or type(value) is tuple:
+            if id(value) in outer or depth > _MAX_DEPTH:
+                raise self._corrupt("", "a value that holds itself, or is nested too deep", f"{_MAX_DEPTH} levels")
+            if id(value) not in seen:
+                seen.add(id(value))
+                for item in value.values() if isinstance(value, dict) else value:
+                    self._check(item, depth + 1, {*outer, id(value)}, seen)
+        elif not isinstance(value, (Tensor, *_PLAIN)):
+            raise self._corrupt("", f"a {type(value).__name__}", "a tensor or a plain value")
+
+    def plan(self, wholes: list[Any]) -> None:
+        """Note which bytes of each storage the parts need that are taken whole: they are read once."""
+        for tensor in _tensors_in(wholes, set()):
+            begin, end = _bytes_of(tensor)
+            key = tensor.untyped_storage()._cdata
+            lowest, highest = self._ranges.get(key, (begin, end))
+            self._ranges[key] = (min(lowest, begin), max(highest, end))
+
+    def filled(self, name: str, template: Any, tree: Any) -> Any:
+        """Return a template with the values of a tree that it was compared with; containers and tensors stay the same.
+
+        A tuple that holds more than tensors is made anew.
+        """
+        if template is None:
+            return self._whole(tree)
+        if isinstance(template, Tensor | np.ndarray):
+            self._fill(template if isinstance(template, Tensor) else torch.from_numpy(template), tree, name)
+            return template
+        if isinstance(template, dict):
+            for key in [key for key in template if key in tree]:
+                template[key] = self.filled(child(name, key), template[key], tree[key])
+            return template
+        if _are_sequences(template, tree):
+            items = [self.filled(f"{name}[{i}]", *pair) for i, pair in enumerate(zip(template, tree, strict=True))]
+            if type(template) is tuple:
+                return tuple(items)
+            template[:] = items
+            return template
+        return tree
+
+    def _whole(self, tree: Any) -> Any:
+        """Return a part of the tree with its values; what was shared when it was saved is shared again."""
+        if isinstance(tree, Tensor):
+            key = tree.untyped_storage()._cdata
+            begin, end = self._ranges[key]
+            begin -= begin % _ALIGNMENT
+            if key not in self._storages:
+                self._storages[key] = self._place(self._read(tree, begin, end, "a tensor"))
+            return _view(self._storages[key], tree, begin)
+        if not isinstance(tree, dict | list) and type(tree) is not tuple:
+            return tree
+        if id(tree) not in self._made:
+            if isinstance(tree, dict):
+                items = ((key, self._whole(item)) for key, item in tree.items())
+                self._made[id(tree)] = OrderedDict(items) if type(tree) is OrderedDict else dict(items)
+            else:
+                self._made[id(tree)] = type(tree)([self._whole(item) for item in tree])
+        return self._made[id(tree)]
+
+    def _fill(self, target: Tensor, stored: Tensor, name: str) -> None:
+        """Read the values of a tensor into another one of its shape and dtype."""
+        begin, end = _bytes_of(stored)
+        target, where = target.detach(), f"tensor {name!r}"
+        steps = zip(target.shape, target.stride(), stored.stride(), strict=True)
+        dense = target.numel() == span(target) and all(size == 1 or one == other for size, one, other in steps)
+        if dense and target.device.type == "cpu" and not target.is_conj() and not target.is_neg():
+            flat = target.as_strided((target.numel(),), (1,)).view(torch.uint8)
+            self._read_into(stored, begin, flat.numpy(), where)  # the bytes in the file are those of its memory
+        else:
+            target.copy_(_view(self._read(stored, begin, end, where).untyped_storage(), stored, begin))
+
+    def _read(self, stored: Tensor, begin: int, end: int, where: str) -> Tensor:
+        memory = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
+        self._read_into(stored, begin, memory.numpy(), where)
+        return memory
+
+    def _read_into(self, stored: Tensor, begin: int, data: npt.NDArray[np.uint8], where: str) -> None:
+        """Fill ``data`` with the storage of a tensor from byte ``begin`` on, and check the checksum of a whole one."""
+        record = self._records[stored.untyped_storage()._cdata]
+        self._file.seek(record.header_offset)
+        header = self._file.read(_HEADER.size)
+        if len(header) != _HEADER.size or not header.startswith(b"PK\x03\x04"):
+            raise self._corrupt(where, f"an entry that begins with {header[:4]!r}", "the header of a file in a zip")
+        self._file.seek(record.header_offset + _HEADER.size + sum(_HEADER.unpack(header)[1:]) + begin)
+        filled = checksum = 0
+        while filled < len(data):
+            step = self._file.read(min(len(data) - filled, _STEP_BYTES))
+            if not step:
+                raise self._corrupt(where, f"{filled} bytes", f"{len(data)} bytes")
+            data[filled : filled + len(step)] = np.frombuffer(step, np.uint8)
+            checksum = zlib.crc32(step, checksum)
+            filled += len(step)
+        # torch writes a checksum of 0 where it computed none.
+        if len(data) == record.file_size and record.CRC not in (0, checksum):
+            raise self._corrupt(where, f"checksum {checksum:08x}", f"{record.CRC:08x}")
+
+    def _corrupt(self, where: str, found: object, expected: object) -> CorruptCheckpointError:
+        return CorruptCheckpointError(self._path, where, found=found, expected=expected)
+
+
+def _tensors_in(tree: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors of a tree; of what is there twice once."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif (isinstance(tree, dict | list) or type(tree) is tuple) and id(tree) not in seen:
+        seen.add(id(tree))
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            yield from _tensors_in(item, seen)
+
+
+def _bytes_of(stored: Tensor) -> tuple[int, int]:
+    """Return where in its storage a tensor begins and ends."""
+    begin = int(stored.storage_offset()) * stored.element_size()
+    return begin, begin + span(stored) * stored.element_size()
+
+
+def _view(storage: Any, stored: Tensor, begin: int) -> Tensor:
+    """Return a tensor over memory that holds its storage from byte ``begin`` on."""
+    offset = int(stored.storage_offset()) - begin // stored.element_size()
+    tensor = torch.empty(0, dtype=stored.dtype, device=storage.device)
+    return tensor.set_(storage, offset, stored.shape, stored.stride())
+
+
+def _placing(map_location: Any) -> Callable[[Tensor], Any]:
+    """Return what moves a block of bytes, all of which were saved from a CPU, and gives its storage."""
+    if isinstance(map_location, dict):
+        map_location = map_location.get("cpu")
+    if map_location is None:
+        return lambda memory: memory.untyped_storage()
+    if isinstance(map_location, str | torch.device):
+        device = torch.device(map_location)
+        return lambda memory: memory.to(device).untyped_storage()
+    if not callable(map_location):
+        raise TypeError(
+            "default_map_location is a device, a dict from device to device, a function of (storage, device) or None, "
+            f"found a {type(map_location).__name__}"
+        )
+
+    def ask(memory: Tensor) -> Any:
+        storage = memory.untyped_storage()
+        placed = map_location(storage, "cpu")
+        return storage if placed is None else placed
+
+    return ask

@@ -1,19 +1,37 @@
-"""Write the file of one rank, and put it in place together with those of the others (no torch until it is needed)."""
+"""The file of one rank, put in place together with those of the others; and the process that does only this.
+
+It imports no torch, but to look through a state.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import mmap
 import os
+import pickle
+import signal
+import threading
+import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from typing import Any, NamedTuple
 
-from recckpt.checkpointer.barrier import Alone, Barrier, RankFailedError, describe
 from recckpt.dense.torch_archive import ArchiveContents, write_archive
 from recckpt.errors import SaveFailedError
 from recckpt.format import layout
+from recckpt.parallel.roll_call import Attendance, KeyValueStore, moments
 from recckpt.storage import SinkFile, Storage, open_storage
+
+_log = logging.getLogger(__name__)
+_GOOD = b"good"
+_LOOK_SEC = 0.2  # how often the writer process looks whether its parent is alive
+_GRACE_SEC = 5.0  # for a hook that does not end by itself once it is gone
 
 
 @dataclass(frozen=True)
@@ -71,6 +89,111 @@ class PartlyCommittedError(SaveFailedError):
         )
 
 
+class RankFailedError(Exception):
+    """A rank failed, or did not come, at a barrier.
+
+    Attributes:
+        rank: the first that is known of.
+        reason: its error, in words.
+    """
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(rank, reason)
+        self.rank, self.reason = rank, reason
+
+
+class Barrier:
+    """Lets the ranks of a save agree, several times a save. This one is of one rank, which agrees with itself."""
+
+    def begin(self) -> None:
+        """Begin a save. Every rank begins every save, however the one before ended."""
+
+    def agree(self, *, last: bool = False) -> None:
+        """Wait until all ranks are here. Collective.
+
+        Args:
+            last: this is the last time in this save.
+
+        Raises:
+            RankFailedError: on all ranks alike: one of them refused, or did not come in time.
+        """
+
+    def refuse(self, reason: str) -> None:
+        """Make the next agreement fail on all ranks, without waiting for them."""
+
+
+class StoreBarrier(Barrier):
+    """Agrees over a key-value store: the first rank to write an answer decides, and all ranks read that answer.
+
+    A rank that comes late finds the answer and fails like the others. Each save has keys of its own, so the failure of
+    one leaves nothing behind for the next, as it would in a process group whose collective timed out. Not thread-safe.
+
+    Args:
+        store: this barrier's own, or own part of one.
+        rank: this rank.
+        size: number of ranks.
+        timeout_sec: how long a rank waits for the others each time.
+    """
+
+    def __init__(self, store: KeyValueStore, rank: int, size: int, timeout_sec: float) -> None:
+        self._store, self._rank, self._size, self._timeout_sec = store, rank, size, timeout_sec
+        self._save = self._question = 0
+        self._before: str | None = None
+
+    def begin(self) -> None:
+        """Begin a save."""
+        self._save, self._question = self._save + 1, 0
+
+    def agree(self, *, last: bool = False) -> None:
+        """Wait for the others; then forget the question before, whose answer all have read."""
+        place = self._next_place()
+        ranks = self._ranks(place)
+        try:
+            ranks.come()
+            answer = self._wait(place)
+            if answer == _GOOD:
+                if self._before is not None:
+                    self._ranks(self._before).forget()
+                    if self._rank == 0:
+                        self._store.delete_key(f"{self._before}answer")
+                self._before = place
+                if last and not ranks.leave(self._timeout_sec):  # rank 0, which may hold the store, leaves last
+                    _log.warning("save %d is committed, but not all ranks have seen that", self._save)
+        except RuntimeError as error:  # what torch's stores raise
+            raise RankFailedError(self._rank, f"the store that the ranks share failed: {error}") from error
+        if answer != _GOOD:
+            raise RankFailedError(*json.loads(answer))
+
+    def refuse(self, reason: str) -> None:
+        """Tell the others, those too that come later."""
+        try:
+            self._decide(self._next_place(), self._rank, reason)
+        except RuntimeError:  # they will notice by themselves; this rank has its own error to raise
+            _log.exception("the failure of this rank could not be sent to the others: %s", reason)
+
+    def _next_place(self) -> str:
+        self._question += 1
+        return f"{self._save}/{self._question}/"
+
+    def _ranks(self, place: str) -> Attendance:
+        return Attendance(self._store, self._rank, self._size, place)
+
+    def _decide(self, place: str, rank: int, reason: str) -> bytes:
+        return self._store.compare_set(f"{place}answer", "", json.dumps([rank, reason]))
+
+    def _wait(self, place: str) -> bytes:
+        """Return the answer: rank 0 gives it once all ranks are here, and any rank once its timeout is up."""
+        answer, ranks = f"{place}answer", self._ranks(place)
+        for _ in moments(self._timeout_sec):
+            if self._store.check([answer]):
+                return self._store.get(answer)
+            if self._rank == 0 and ranks.all_here():
+                return self._store.compare_set(answer, "", _GOOD.decode())
+        late = ranks.missing() or [0]  # which has not answered
+        names = ", ".join(map(str, late))
+        return self._decide(place, late[0], f"rank {names} did not come to the barrier within {self._timeout_sec:g} s")
+
+
 class CheckpointWriter:
     """Writes ``<path>/checkpoint_<rank>.pt``, whole or not at all.
 
@@ -92,7 +215,7 @@ class CheckpointWriter:
         commit_hook: WriterHook | None = None,
         proceed: Callable[[], None] = lambda: None,
     ) -> None:
-        self._rank_info, self._barrier, self._hook = rank_info, barrier or Alone(), commit_hook
+        self._rank_info, self._barrier, self._hook = rank_info, barrier or Barrier(), commit_hook
         self._proceed = proceed
 
     def write(self, path: str | os.PathLike[str], state_dict: Mapping[str, Any], **kwargs: Any) -> None:
@@ -107,16 +230,17 @@ class CheckpointWriter:
             TypeError, ValueError: there is something in ``state_dict`` that cannot be loaded back safely.
             SaveFailedError: writing failed, here or on another rank; the cause is chained.
         """
-        from recckpt.checkpointer.pack import pack
+        from recckpt.checkpointer.staging import pack
 
         self._barrier.begin()
         try:
             storage = storage_at(path)
-            contents = pack(state_dict).contents()
+            pickled, pieces = pack(state_dict)
         except BaseException as error:
             self._barrier.refuse(describe(error))
             raise
-        self.put(storage, contents, kwargs)
+        # Pieces on other devices are copied one at a time, as they are written.
+        self.put(storage, ArchiveContents(pickled, (piece.cpu().numpy().data for piece in pieces)), kwargs)
 
     def put(self, storage: Storage, contents: ArchiveContents, kwargs: Mapping[str, Any]) -> None:
         """Write ``contents`` in a save that has begun; as :meth:`write` does."""
@@ -154,6 +278,11 @@ class CheckpointWriter:
             raise failed(url, self._rank_info.global_rank, describe(error)) from error
 
 
+def describe(error: BaseException) -> str:
+    """Return an error as one text, for other ranks and for messages."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
 def storage_at(path: str | os.PathLike[str]) -> Storage:
     """Return the storage whose root is the directory of a checkpoint.
 
@@ -165,3 +294,110 @@ def storage_at(path: str | os.PathLike[str]) -> Storage:
         hint = "; the state comes first and then the path" if isinstance(path, Mapping) else ""
         raise TypeError(f"path is a directory or URL, found a {type(path).__name__}{hint}")
     return open_storage(os.fspath(path))
+
+
+class Setup(NamedTuple):
+    """The first message to a writer process."""
+
+    rank_info: RankInfo
+    commit_hook: WriterHook | None
+    init_fn: Callable[..., object] | None
+    init_args: tuple[Any, ...]
+
+
+class Write(NamedTuple):
+    """A request to write. A descriptor of shared memory follows where there is a new one."""
+
+    url: str
+    pickle: bytes
+    spans: list[tuple[int, int]]
+    n_memory_bytes: int
+    new_memory: bool
+    kwargs: bytes  # pickled apart: what cannot be loaded here fails its own save and no other
+
+
+class OrphanedError(BaseException):
+    """The process that asked for the save is gone."""
+
+
+def _failure(error: Exception) -> tuple[str, Any]:
+    """Return the message that brings an error with its cause to the parent, as text where it does not pickle."""
+    trace = "".join(traceback.format_exception(error.__cause__ or error))
+    sent: list[BaseException | None] = []
+    for each in (error, error.__cause__):
+        try:
+            pickle.loads(pickle.dumps(each))
+            sent.append(each)
+        except Exception:
+            sent.append(RuntimeError(f"{type(each).__qualname__}: {each}"))
+    return "failed", (*sent, trace)
+
+
+class _AskingBarrier(Barrier):
+    """Asks the parent to wait for the other ranks, which it knows how to reach; it has begun the save."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def agree(self, *, last: bool = False) -> None:
+        self._connection.send(("agree", last))
+        failure: RankFailedError | None = self._connection.recv()
+        if failure is not None:
+            raise failure
+
+    def refuse(self, reason: str) -> None:
+        self._connection.send(("refuse", reason))
+
+
+def main(fd: int, parent_pid: int) -> None:
+    """Be the writer process: serve the parent over a socket until it closes it or dies."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the trainer, which may still want to save
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    orphaned = threading.Event()
+
+    def watch() -> None:
+        """End with the parent, even if a fork of it still holds its end of the socket."""
+        while os.getppid() == parent_pid:
+            time.sleep(_LOOK_SEC)
+        orphaned.set()
+        time.sleep(_GRACE_SEC)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError, OrphanedError):  # it is gone, or wants no more
+        _serve(Connection(fd), orphaned)
+
+
+def _serve(connection: Connection, orphaned: threading.Event) -> None:
+    def proceed() -> None:
+        if orphaned.is_set():
+            raise OrphanedError
+
+    try:
+        setup: Setup = pickle.loads(connection.recv_bytes())
+        if setup.init_fn is not None:
+            setup.init_fn(*setup.init_args)
+    except Exception as error:
+        connection.send(_failure(error))
+        return
+    barrier = _AskingBarrier(connection)
+    writer = CheckpointWriter(setup.rank_info, barrier=barrier, commit_hook=setup.commit_hook, proceed=proceed)
+    connection.send(("ready", None))
+    shared, block = -1, memoryview(b"")  # the memory of the parent, mapped for as long as it stays the same
+    while True:
+        request: Write = connection.recv()
+        if request.new_memory:
+            if shared >= 0:
+                os.close(shared)
+            shared, block = recv_handle(connection), memoryview(b"")
+        if len(block) != request.n_memory_bytes:
+            block = memoryview(mmap.mmap(shared, request.n_memory_bytes, prot=mmap.PROT_READ))
+        connection.send(("begun", None))
+        try:
+            pieces = [block[begin : begin + size] for begin, size in request.spans]
+            writer.put(open_storage(request.url), ArchiveContents(request.pickle, pieces), pickle.loads(request.kwargs))
+        except Exception as error:
+            connection.send(_failure(error))
+        else:
+            connection.send(("done", None))

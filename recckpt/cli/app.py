@@ -5,23 +5,26 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
-from importlib import import_module
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from types import FrameType
 from typing import cast
 
 from recckpt.cli import terminal
-from recckpt.cli.commands import parsers
-from recckpt.cli.endings import ended_by_signals, written
-from recckpt.cli.misspelt import refuse_misspelt
-from recckpt.cli.result import PROBLEM, USAGE, CommandError, CommandResult, UsageError
+from recckpt.cli.commands import module_of, parsers
+from recckpt.cli.result import PROBLEM, USAGE, CommandError, CommandResult, UsageError, leave_stdout
 from recckpt.errors import RecckptError
+from recckpt.text import nearest
 from recckpt.text.bars import ElapsedTime
+from recckpt.text.foreign_words import write_instead
 
-_MODULES = {"head": "rows", "get": "rows", "import": "import_source"}  # of those that have other names
-_FUNCTIONS = {"import": "import_source"}  # of those whose name Python keeps for itself
 _COMPLETES = "_ARGCOMPLETE"  # is set where a shell asks how the line may go on
+_INTERRUPTED, _TERMINATED = 130, 143  # as a shell says it
+_OPTION = re.compile(r"--[a-z][a-z-]*")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,20 +37,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 good, 1 a problem was found, 2 wrong usage; 130 and 143 where SIGINT and SIGTERM have ended it.
     """
     try:
-        with ended_by_signals():
+        with _ended_by_signals():
             code = _main(sys.argv[1:] if argv is None else list(argv))
     except SystemExit as end:  # by a signal, or because argparse has said what there is to say
         code = end.code if isinstance(end.code, int) else USAGE
-    return written(code, lambda: None)
+    return _written(code, lambda: None)
 
 
 def _main(argv: Sequence[str]) -> int:
-    parser, commands = parsers()
     if _COMPLETES in os.environ:
         from recckpt.cli.completion import complete
 
-        complete(parser)
-    refuse_misspelt(parser, commands, argv)
+        complete(parsers()[0])
+    place = next((place for place, word in enumerate(argv) if not word.startswith("-")), len(argv))
+    parser, commands = parsers("".join(argv[place : place + 1]))
+    _refuse_misspelt(parser, commands, argv[place:])
     args, others = parser.parse_known_args(argv)
     command = commands[args.command]
     if others:
@@ -63,20 +67,83 @@ def _main(argv: Sequence[str]) -> int:
     except (RecckptError, CommandError, OSError) as error:
         terminal.complain(str(error))
         return error.code if isinstance(error, CommandError) else PROBLEM
-    code = written(outcome.code, lambda: _print(outcome, as_json=args.json))
+
+    def write() -> None:
+        if args.json:
+            terminal.print_text(outcome.as_json())
+        else:
+            terminal.print_lines(outcome.lines)
+
+    code = _written(outcome.code, write)
     for problem in outcome.problems:
         terminal.complain(problem)
     return code
 
 
-def _print(outcome: CommandResult, *, as_json: bool) -> None:
-    if as_json:
-        terminal.print_text(outcome.as_json())
-    else:
-        terminal.print_lines(outcome.lines)
-
-
 def _run(args: argparse.Namespace) -> CommandResult:
-    """Import a command only when it is run: some imports take long."""
-    module = import_module(f"recckpt.cli.{_MODULES.get(args.command, args.command)}")
-    return cast(CommandResult, getattr(module, _FUNCTIONS.get(args.command, args.command))(args))
+    return cast(CommandResult, getattr(module_of(args.command), f"run_{args.command}")(args))
+
+
+def _refuse_misspelt(
+    parser: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser], words: Sequence[str]
+) -> None:
+    """End by wrong usage where a command, the first of the words, or a long option does not exist; say what was meant.
+
+    argparse would say so too, but of an option only after the value behind it was taken for something else.
+    """
+    if not words:
+        return
+    name = words[0]
+    if name not in commands:
+        hint = write_instead(name, in_shell=True) or nearest(name, commands) or f"; there are {', '.join(commands)}"
+        parser.error(f"there is no command {name!r}{hint}")
+    known = set(_OPTION.findall(commands[name].format_help().partition("\nexamples:\n")[0]))
+    for word in words[1:]:
+        if word == "--":
+            return
+        option = word.partition("=")[0]
+        if word.startswith("--") and " " not in word and not any(each.startswith(option) for each in known):
+            hint = write_instead(option, in_shell=True) or nearest(option, sorted(known))
+            commands[name].error(f"there is no option {option!r}{hint}")
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """End the block by SystemExit at SIGTERM and SIGINT, so that files that are half written go.
+
+    As process 1 of a container, too, where the kernel drops signals that are not handled.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)  # a second one does not wait until all is tidy
+        raise SystemExit(_TERMINATED)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    if before[signal.SIGTERM] is signal.SIG_DFL:  # not where a program that runs commands has its own
+        signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise SystemExit(_INTERRUPTED) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _written(code: int, write: Callable[[], object]) -> int:
+    """Write to stdout, whose reader may be gone, and return the exit code: another where a disk is full."""
+    if sys.stdout is None or sys.stdout.closed:
+        return code
+    try:
+        write()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        leave_stdout()
+    except OSError as error:
+        leave_stdout()
+        terminal.complain(f"the output cannot be written: {error}")
+        return code or PROBLEM
+    return code

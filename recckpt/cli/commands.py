@@ -1,38 +1,106 @@
-"""All commands, and their arguments."""
+"""All commands: what each does, examples, and the module that has its arguments and its work.
+
+Of command ``ls``, ``ARGUMENTS["ls"]`` are the arguments, and ``run_ls(args)`` does the work. A module is imported when
+its command is asked for, and what takes long to import only when it runs: `recckpt --help` and a shell do not wait.
+"""
 
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from importlib import import_module
+from types import ModuleType
 
-from recckpt.cli import convert_options, look_options, run_options
-from recckpt.cli.examples import EXAMPLES
-from recckpt.cli.look_options import natural, positive
+from recckpt.cli.arguments import Argument
 from recckpt.cli.result import GOOD
 
-_ANY_CHECKPOINT = "a checkpoint, or an output dir, whose newest is meant; a path or URL, DIR/latest~1 too"
-_IDS = "a text file with an id a line, .npy or .parquet"
-_KEEP = (
-    "a number of the newest, all, every=STEPS, best=METRIC, least=METRIC, days=N, one-per-days=N, bytes=SIZE; some of "
-    "them, by commas"
-)
+COMMANDS = {  # name -> its module, and what it does
+    "ls": ("ls", "list the checkpoints of an output dir, oldest first, or the runs in a directory of output dirs"),
+    "show": ("show", "show what a checkpoint holds"),
+    "head": ("rows", "print the first rows of a table"),
+    "get": ("rows", "print rows of a table by id"),
+    "verify": ("verify", "look for damage, down to every byte"),
+    "history": ("rows", "show rows of a table over all checkpoints of a run: norm, changes, count, moments"),
+    "diff": ("reports", "say what differs between two checkpoints: rows, tensors, training state"),
+    "report": ("reports", "look at a run, and write a page: what is unhealthy, checkpoints, saves, rows of tables"),
+    "sql": ("rows", "query tables, `checkpoints` and `timeline` by SQL, with duckdb"),
+    "watch": ("watch", "show how a run saves, and go on showing it until control-C"),
+    "consolidate": ("convert", "write the dense tensors to one model.pt, those of several ranks put together"),
+    "repair": ("upkeep", "make the index file of an output dir anew, and list what crashes left"),
+    "compact": ("upkeep", "make a full checkpoint of a chain of deltas, beside a trainer or without one"),
+    "mirror": ("mirror", "copy what is new in an output dir to another place, checked, beside a trainer"),
+    "near": ("ls", "list the near saves on this host, or remove them"),
+    "forget": ("upkeep", "remove ids from a table in all that lies in an output dir; takes it over"),
+    "plan": ("reports", "say what a model bank would load, from where, without loading it"),
+    "import": ("convert", "make a checkpoint of what another program saved"),
+    "export": ("convert", "write tables and tensors of a checkpoint in another format"),
+}
+_EXAMPLES = """\
+recckpt ls runs/clicks
+recckpt ls s3://models/clicks --json
+recckpt ls runs                          # a line for each run
+recckpt show runs/clicks                    # the newest checkpoint of an output dir
+recckpt show runs/clicks/latest~1 --files   # the one before, with its files
+recckpt head runs/clicks item -n 3
+recckpt head runs/clicks/ckpt_300 item --columns embedding
+recckpt get runs/clicks item 17 -42
+recckpt verify runs/clicks           # all checkpoints, every byte
+recckpt verify runs/clicks/latest --quick
+recckpt verify --absent ids.txt --table user runs/clicks s3://backup/clicks /dev/shm/recckpt
+recckpt history runs/clicks item 17 -42
+recckpt history s3://models/clicks item 17 --json
+recckpt diff runs/clicks/latest~1 runs/clicks/latest
+recckpt diff runs/clicks/ckpt_300 runs/other/ckpt_300 --tolerance 1e-6 --out diff.html
+recckpt report runs/clicks                     # writes report.html
+recckpt report s3://models/clicks --out clicks.html --quick
+recckpt report runs/clicks --quick --failures-per-day 1   # how often it would best save
+recckpt sql runs/clicks "select count(*) from item"
+recckpt sql runs/clicks "select step, rows, bytes from checkpoints order by step" --csv
+recckpt watch runs/clicks
+recckpt watch s3://models/clicks --once --json   # for programs
+recckpt watch s3://models --once                 # all runs there
+recckpt watch runs/clicks --near /dev/shm/recckpt
+recckpt consolidate runs/clicks --out model.pt
+recckpt repair runs/clicks --dry-run --clean   # says what would be removed
+recckpt repair runs/clicks --clean
+recckpt compact runs/clicks             # the trainer adopts it at its next save
+recckpt compact runs/clicks --adopt     # where no trainer runs
+recckpt compact runs/clicks latest~1 --out runs/whole
+recckpt mirror runs/clicks s3://backup/clicks --keep 20
+recckpt mirror s3://models/clicks /local/clicks --keep 1 --follow   # a local copy to serve from
+recckpt near ls /dev/shm/recckpt
+recckpt near clear /dev/shm/recckpt     # such as on a host that was away while ids were forgotten
+recckpt forget runs/clicks --table user --ids ids.txt --dry-run   # what it would write again
+recckpt forget runs/clicks --table user --ids ids.txt --mirrors s3://backup/clicks /local/clicks
+recckpt forget runs/clicks              # ends what was begun earlier
+recckpt plan --model-names names.txt bank.json
+recckpt import vectors.parquet runs/start --table item --ids item_id --embedding vector
+recckpt import model.safetensors runs/start --as-table item.weight --dry-run
+recckpt export runs/clicks vectors --to npy --table item
+recckpt export runs/clicks changed --to parquet --since latest~1
+recckpt export runs/clicks/ckpt_300 whole --to parquet --skip-damaged   # of a damaged checkpoint
+"""
 _EXIT_CODES = "exit codes: 0 good, 1 a problem was found, 2 wrong usage"
-_OWN_EXIT_CODES = {
-    "diff": "exit codes: 0 equal, 1 different, 2 an error",
-    "first": "exit codes: 0 found, 1 not found, 2 an error",
+_OWN_EXIT_CODES = {"diff": "exit codes: 0 equal, 1 different, 2 an error"}
+_LONGER = {
+    "watch": (
+        "Show how a run saves: step, last save, pause, chain, errors; and go on showing it until control-C. Without a "
+        "terminal, or without rich, a line whenever something has changed; with --json, a line a look. Of a directory "
+        "of output dirs a line for each run."
+    )
 }
 
-Command = Callable[[str, str], argparse.ArgumentParser]  # adds one: its name, and what it does
+
+def examples_of(command: str) -> list[str]:
+    return [line for line in _EXAMPLES.splitlines() if line.startswith(f"recckpt {command} ")]
 
 
-def parser_of_commands() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
-    return parsers()[0]
+def module_of(command: str) -> ModuleType:
+    return import_module(f"recckpt.cli.{COMMANDS[command][0]}")
 
 
-def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """Return the parser of all commands, and that of each."""
+def parsers(only: str | None = None) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """Return the parser of all commands, and that of each; with the arguments of ``only`` one, where that is given."""
     parser = argparse.ArgumentParser(
         prog="recckpt",
         description="Look into checkpoints, without torch and without the model.",
@@ -40,150 +108,35 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print JSON; NaN and infinities are strings in it")
-
-    def command(name: str, what: str) -> argparse.ArgumentParser:
-        return commands.add_parser(
+    for name, (_, what) in COMMANDS.items():
+        examples = "".join(f"  {line}\n" for line in examples_of(name))
+        command = subparsers.add_parser(
             name,
             parents=[common],
             help=what,
-            description=what,
-            epilog=_epilog(name),
+            description=_LONGER.get(name, what),
+            epilog=f"examples:\n{examples}\n{_OWN_EXIT_CODES.get(name, _EXIT_CODES)}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-
-    _add_looking(command)
-    run_options.add_history(command, _id)
-    run_options.add_first(command)
-    look_options.add_diff(command)
-    look_options.add_report(command)
-    look_options.add_sql(command)
-    look_options.add_watch(command)
-    _add_mending(command)
-    convert_options.add_import(command)
-    convert_options.add_export(command)
-    return parser, commands.choices
-
-
-def _add_looking(command: Command) -> None:
-    """Add the commands that only read."""
-    ls = command("ls", "list the checkpoints of an output dir, oldest first, or the runs in a directory of output dirs")
-    ls.add_argument("dir", metavar="DIR", help="output dir, or a directory of output dirs; a path or URL")
-    ls.add_argument("--near", metavar="PATH", help="list the near saves too that a restore with Near(PATH) may take")
-    show = command("show", "show what a checkpoint holds")
-    show.add_argument("--files", action="store_true", help="list the files too, and name those of each table")
-    head = command("head", "print the first rows of a table")
-    head.add_argument("-n", type=natural, default=10, metavar="N", help="number of rows (default: %(default)s)")
-    get = command("get", "print rows of a table by id")
-    for with_checkpoint in (show, head, get):
-        with_checkpoint.add_argument("checkpoint", metavar="CKPT", help=_ANY_CHECKPOINT)
-    for with_table in (head, get):
-        with_table.add_argument("table", metavar="TABLE")
-        with_table.add_argument("--columns", metavar="A,B", help="slots to print, separated by commas (default: all)")
-    get.add_argument("ids", metavar="ID", nargs="+", type=_id, help="any int64, negative ones too")
-    verify = command("verify", "look for damage, down to every byte")
-    verify.add_argument("path", metavar="CKPT|DIR", help="a checkpoint, or an output dir, of which all are checked")
-    depth = verify.add_mutually_exclusive_group()
-    depth.add_argument("--deep", action="store_true", default=True, help="read every byte (the default)")
-    depth.add_argument("--quick", dest="deep", action="store_false", help="look at manifests and file sizes only")
-    threads_help = "files to read at once (default: 8, locally at most one a core)"
-    verify.add_argument("--threads", type=positive, metavar="N", help=threads_help)
-    absent_help = f"look for these ids instead, in every file that is there, and list what holds them; {_IDS}"
-    verify.add_argument("--absent", metavar="FILE", help=absent_help)
-    verify.add_argument("--table", metavar="TABLE", help="with --absent: the table that is meant (default: all)")
-    verify.add_argument("--print-ids", action="store_true", help="with --absent: print the ids that were found")
-
-
-def _epilog(name: str) -> str:
-    """Return examples, and what the exit codes mean."""
-    examples = "".join(f"  {line}\n" for line in EXAMPLES[name])
-    return f"examples:\n{examples}\n{_OWN_EXIT_CODES.get(name, _EXIT_CODES)}"
-
-
-def _add_mending(command: Command) -> None:
-    """Add the commands that write something, and the one that says what a load would do."""
-    salvage = command("salvage", "write the rows of a table that are whole to an Arrow file, and list what is lost")
-    salvage.add_argument("checkpoint", metavar="CKPT", help=f"{_ANY_CHECKPOINT}; it may be damaged")
-    salvage.add_argument("table", metavar="TABLE")
-    salvage.add_argument("--out", metavar="FILE.arrow", required=True, help="the file to write; must not exist")
-    unverified_help = "take rows too that no checksum vouches for, where a catalog cannot be read"
-    salvage.add_argument("--unverified", action="store_true", help=unverified_help)
-    consolidate = command("consolidate", "write the dense tensors to one model.pt, those of several ranks put together")
-    consolidate.add_argument("checkpoint", metavar="CKPT", help=_ANY_CHECKPOINT)
-    out_help = "the file to write (default: %(default)s); must not exist"
-    consolidate.add_argument("--out", metavar="FILE", default="model.pt", help=out_help)
-    repair = command("repair", "make the index file of an output dir anew, and list what crashes left")
-    repair.add_argument("dir", metavar="DIR", help="output dir; a path or URL")
-    repair.add_argument("--clean", action="store_true", help="remove what no writer can still be writing")
-    repair.add_argument("--dry-run", action="store_true", help="change nothing, and say what would be done")
-    _add_compact(command)
-    _add_mirror(command)
-    near = command("near", "list the near saves on this host, or remove them")
-    near.add_argument("what", choices=("ls", "clear"), help="list them, of all output dirs, or remove all")
-    near.add_argument("path", metavar="PATH", help="as of Near(PATH)")
-    forget = command("forget", "remove ids from a table in all that lies in an output dir; takes it over")
-    forget.add_argument("dir", metavar="DIR", help="output dir; a path or URL")
-    forget.add_argument("--table", metavar="TABLE", help="without it and --ids, end what was begun earlier")
-    forget.add_argument("--ids", metavar="FILE", help=_IDS)
-    dry_help = "change nothing; say what would be written again and removed, and about how long it takes"
-    forget.add_argument("--dry-run", action="store_true", help=dry_help)
-    plan = command("plan", "say what a model bank would load, from where, without loading it")
-    plan.add_argument("--model-names", metavar="FILE", required=True, help="names of the model: lines of Saver.names()")
-    plan.add_argument("bank", metavar="BANK.json", help="the model bank: a JSON list of entries")
-
-
-def _add_compact(command: Command) -> None:
-    compact = command("compact", "make a full checkpoint of a chain of deltas, beside a trainer or without one")
-    compact.add_argument("dir", metavar="DIR", help="output dir; a path or URL")
-    compact.add_argument("ckpt", metavar="CKPT", nargs="?", help="id of the checkpoint (default: the newest)")
-    compact.add_argument("--out", metavar="OTHER", help="another output dir, to which the checkpoint is written")
-    adopt_help = "take the output dir over and commit what was made; without it the trainer does, at its next save"
-    compact.add_argument("--adopt", action="store_true", help=adopt_help)
-    workers_help = "threads that work (default: %(default)s, locally at most one a core)"
-    compact.add_argument("--workers", type=positive, default=4, metavar="N", help=workers_help)
-    budget_help = "memory to use, such as 512MB or 1GiB (default: 256MiB)"
-    compact.add_argument("--budget", type=_size, default=256 << 20, metavar="SIZE", help=budget_help)
-
-
-def _add_mirror(command: Command) -> None:
-    mirror = command("mirror", "copy what is new in an output dir to another place, checked, beside a trainer")
-    mirror.add_argument("run", metavar="RUN", help="output dir; a path or URL")
-    mirror.add_argument("to", metavar="TO", help="an empty place, or a mirror of RUN; a path or URL")
-    mirror.add_argument("--follow", action="store_true", help="go on as the run goes on, until control-C")
-    interval_help = "with --follow: from one look to the next (default: 5)"
-    mirror.add_argument("--interval", type=look_options.seconds, metavar="SECONDS", help=interval_help)
-    mirror.add_argument("--keep", metavar="POLICY", help=f"what to have there (default: what RUN has): {_KEEP}")
-    rate_help = "bytes a second, such as 50MB, over all processes of this host that write there"
-    mirror.add_argument("--max-upload-rate", type=_size, metavar="SIZE", help=rate_help)
-    threads_help = "files to copy at once (default: %(default)s, locally at most one a core)"
-    mirror.add_argument("--threads", type=positive, default=4, metavar="N", help=threads_help)
-
-
-def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d{1,12})([kMGT]?)(i?)B?", text, re.ASCII)
-    if match is None or not int(match[1]) or (match[3] and not match[2]):
-        raise argparse.ArgumentTypeError(f"expected a number of bytes such as 500000 or 50MB, found {text!r:.100}")
-    return int(match[1]) * int((1024 if match[3] else 1000) ** " kMGT".index(match[2] or " "))
-
-
-def _id(text: str) -> int:
-    number = int(text)
-    if not -(2**63) <= number < 2**63:
-        raise argparse.ArgumentTypeError(f"{text} is not an int64")
-    return number
-
-
-_id.__name__ = "id"  # as argparse calls it in "invalid ... value"
+        for each in module_of(name).ARGUMENTS[name] if only in (None, name) else ():
+            if isinstance(each, Argument):
+                command.add_argument(*each.names, **each.options)
+            else:  # of these only one is taken
+                group = command.add_mutually_exclusive_group()
+                for names, options in each:
+                    group.add_argument(*names, **options)
+    return parser, subparsers.choices
 
 
 class _Version(argparse.Action):
     """Looks the version up only on request."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
-        from recckpt.format.manifest import VERSION
-        from recckpt.output_dir.writer import WRITER
+        from recckpt.format.manifest import KIND
+        from recckpt.output_dir.commit import WRITER
 
-        print(f"recckpt {WRITER.get('recckpt', '(not installed)')}, format version {VERSION}")
+        print(f"recckpt {WRITER.get('recckpt', '(not installed)')}, format version {KIND.version}")
         parser.exit(GOOD)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from recckpt.cli.convert_options import FORMATS, TARGETS
+from recckpt.cli.convert import FORMATS, TARGETS
 from recckpt.format import layout
 
 _PLACES = ("checkpoint", "path", "before", "after")  # arguments that are a checkpoint, or an output dir
@@ -71,7 +71,6 @@ def _is_checkpoint(path: str) -> bool:
 
 
 def _tables(args: argparse.Namespace) -> list[str]:
-    """Return the names of the tables of the checkpoint that was named, by its manifest."""
     from recckpt.output_dir.at_path import locate_path
 
     path = next(getattr(args, name) for name in (*_PLACES, "dir") if getattr(args, name, None))

@@ -1,46 +1,75 @@
-"""``recckpt ls``: the checkpoints of an output dir."""
+"""``recckpt ls`` and ``recckpt near``: the checkpoints of an output dir, and the near saves on this host."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from recckpt.cli.near import near_data, near_saves_of, near_table, no_near_saves
-from recckpt.cli.result import CommandError, CommandResult, usage_checked
-from recckpt.cli.runs import listed, runs_in
-from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
-from recckpt.format import drafts, layout
-from recckpt.format.manifest import Manifest, StateValue
-from recckpt.inspect.why_kept import SECOND_CHAIN, needed_by, second_chain
-from recckpt.output_dir.at_path import open_checkpoint
-from recckpt.output_dir.listing import Checkpoint, Listing, look_around
-from recckpt.output_dir.rotation import pinned_ids
-from recckpt.output_dir.why_nothing import why_nothing
+from recckpt.cli.arguments import argument
+from recckpt.cli.result import CommandResult, usage_checked
+from recckpt.cli.watch import listed, refuse_checkpoint, runs_in
+from recckpt.format import layout
 from recckpt.policies.evict import EVENT_TIME
-from recckpt.storage import Storage, open_storage
 from recckpt.text import Line, Table, cell, count, escaped, one_line, plural, size
 from recckpt.text.columns import Tone
 
-_HEAD = ("ID", "STEP", "KIND", "TIME", "ROWS", "SIZE", "TABLES", "MARKS")
+if TYPE_CHECKING:
+    from recckpt.near.views import NearHere
+    from recckpt.output_dir.listing import Checkpoint, Listing
+    from recckpt.storage import Storage
+
+_HEAD = ("ID", "STEP", "KIND", "TIME", "ROWS", "SIZE", "TABLES")
 _NUMBERS = ("STEP", "ROWS", "SIZE", "TABLES")
 _TONES: dict[str, Tone] = {"superseded": "past", "replaced by a form": "past", "pinned": "pinned", "newest": "newest"}
 _MOST_METRICS = 4  # columns of them; --json has all
 _LABEL = 40  # characters of a text that are shown
+_NEAR_HEAD = ("OUTPUT DIR", "NEAR SAVE", "STEP", "TIME", "ROWS", "SIZE", "HERE", "STANDS ON")
+
+ARGUMENTS = {
+    "ls": (
+        argument("dir DIR", "output dir, or a directory of output dirs; a path or URL"),
+        argument("--near PATH", "list the near saves too that a restore with Near(PATH) may take"),
+    ),
+    "near": (
+        argument("what", "list them, of all output dirs, or remove all", choices=("ls", "clear")),
+        argument("path PATH", "as of Near(PATH)"),
+    ),
+}
 
 
-def ls(args: argparse.Namespace) -> CommandResult:
+def run_ls(args: argparse.Namespace) -> CommandResult:
     """List committed checkpoints, oldest first, then what is damaged or was never finished; or a directory's runs."""
+    from recckpt.output_dir.listing import look_around
+    from recckpt.storage import open_storage
+
     with usage_checked():
         storage = open_storage(args.dir)
     listing = look_around(storage)
-    leftovers, pinned = _leftovers(storage, listing), pinned_ids(storage)
     if not listing.committed and not listing.damaged and not listing.unreadable:
         refuse_checkpoint(args.dir)
         runs = runs_in(storage, args)
         if runs is not None:
             return listed(runs[1], with_overdue=False)
-    metrics = _metrics(listing)
+    data, lines = _committed(storage, listing)
+    if args.near is not None:
+        from recckpt.near.options import Near
+        from recckpt.near.views import counting_here
+
+        with usage_checked():
+            at = Near(args.near)
+        near_saves = counting_here(storage, listing, at)
+        data["near"] = [_near_data(save) for save in near_saves]
+        named = [(storage.url, save) for save in near_saves]
+        lines.append(_near_table(named) if named else _no_near_saves(args.near, " of this output dir that count"))
+    return CommandResult(data, lines, _problems(storage, listing))
+
+
+def _committed(storage: Storage, listing: Listing) -> tuple[dict[str, Any], list[Line]]:
+    from recckpt.inspect.find import SECOND_CHAIN, needed_by, second_chain
+    from recckpt.output_dir.checkpoint_dir import state_of
+    from recckpt.output_dir.rotation import pinned_ids
+
+    unfinished, pinned, metrics = _unfinished(storage, listing), pinned_ids(storage), _metrics(listing)
     needed, second = needed_by(listing), second_chain(listing)
     rows, tones, checkpoints = list[tuple[str, ...]](), dict[int, Tone](), list[dict[str, Any]]()
     for checkpoint in listing.committed:
@@ -49,64 +78,59 @@ def ls(args: argparse.Namespace) -> CommandResult:
         checkpoints.append(_data(checkpoint, marks, kept_for))
         tones |= {len(rows): tone for mark, tone in _TONES.items() if mark in marks}
         rows.append(_row(checkpoint, marks, kept_for, metrics))
-    others = {directory: f"damaged: {one_line(str(error))}" for directory, error in listing.damaged.items()}
-    others |= {directory: f"unreadable: {one_line(str(error))}" for directory, error in listing.unreadable.items()}
-    tones |= {len(rows) + number: "damaged" for number in range(len(others))}
-    others |= {directory: f"fenced: {one_line(reason)}" for directory, reason in listing.fenced.items()}
-    others |= {directory: f"no {layout.MANIFEST}: {what}" for directory, what in leftovers.items()}
-    tones |= {len(rows) + number: tones.get(len(rows) + number, "unsure") for number in range(len(others))}
-    rows += [(escaped(directory), *"------", *("-" for _ in metrics), text) for directory, text in others.items()]
-    near_saves = [] if args.near is None else near_saves_of(storage, listing, args.near)
+    others: list[tuple[str, str, Tone]] = []
+    others += [
+        (name, f"{state_of(error)}: {one_line(str(error))}", "damaged") for name, error in listing.damaged.items()
+    ]
+    others += [(name, f"unreadable: {one_line(str(error))}", "damaged") for name, error in listing.unreadable.items()]
+    others += [(name, f"fenced: {one_line(reason)}", "unsure") for name, reason in listing.fenced.items()]
+    others += [(name, f"no {layout.MANIFEST}: {what}", "unsure") for name, what in unfinished.items()]
+    for directory, text, tone in others:
+        tones[len(rows)] = tone
+        rows.append((escaped(directory), *"------", *("-" for _ in metrics), text))
     data = {
         "output_dir": storage.url,
         "checkpoints": checkpoints,
-        "damaged": [{"directory": name, "reason": str(reason)} for name, reason in listing.damaged.items()],
+        "damaged": [
+            {"directory": name, "reason": str(reason), "state": state_of(reason)}
+            for name, reason in listing.damaged.items()
+        ],
         "unreadable": [{"directory": name, "reason": str(reason)} for name, reason in listing.unreadable.items()],
         "fenced": [{"directory": name, "reason": reason} for name, reason in listing.fenced.items()],
-        "leftovers": list(leftovers),
+        "leftovers": list(unfinished),
     }
-    data |= {} if args.near is None else {"near": [near_data(save) for save in near_saves]}
     columns = tuple(escaped(name).upper() for name in metrics)
-    head, numbers = (*_HEAD[:-1], *columns, _HEAD[-1]), (*_NUMBERS, *columns)
-    tables = [Table(head, rows, numbers, tones, whole=("TIME",))] if rows else []
-    lines: list[Line] = [*tables]
-    if near_saves:
-        lines.append(near_table([(storage.url, save) for save in near_saves]))
-    elif args.near is not None:
-        lines.append(no_near_saves(args.near, " of this output dir that count"))
-    return CommandResult(data, lines, _problems(storage, listing))
+    table = Table((*_HEAD, *columns, "MARKS"), rows, (*_NUMBERS, *columns), tones, whole=("TIME",))
+    return data, [table] if rows else []
 
 
 def _problems(storage: Storage, listing: Listing) -> list[str]:
+    from recckpt.output_dir.checkpoint_dir import state_of
+    from recckpt.output_dir.index_file import why_nothing
+
     n_bad = len(listing.damaged) + len(listing.unreadable)
     if n_bad:
         total = plural(len(listing.committed) + n_bad, "checkpoint")
-        what = "damaged or unreadable" if listing.unreadable else "damaged"
+        states = list(dict.fromkeys(map(state_of, listing.damaged.values()))) or ["damaged"]
+        what = " or ".join([*states, *(["unreadable"] if listing.unreadable else [])])
         return [f"{storage.url}: {n_bad} of {total} {what}; run `recckpt verify` to see all of it"]
     return [] if listing.committed else [f"{storage.url}: {why_nothing(storage)}"]
 
 
-def refuse_checkpoint(path: str) -> None:
-    """Raise CommandError where the path is a checkpoint itself."""
-    try:
-        _, checkpoint = open_checkpoint(path)
-    except (CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError):
-        return
-    raise CommandError(f"{path} is the checkpoint {checkpoint.ckpt_id!r}, not an output dir; try `recckpt show`")
-
-
-def _leftovers(storage: Storage, listing: Listing) -> dict[str, str]:
+def _unfinished(storage: Storage, listing: Listing) -> dict[str, str]:
     """Return what directories are that a save began and did not finish, that are half removed, or that look so."""
-    files = {name: storage.list_files(name) for name in listing.uncommitted}
-    return {name: _unfinished(name, names) for name, names in files.items() if any(map(layout.is_ours, names))}
-
-
-def _unfinished(directory: str, names: Collection[str]) -> str:
-    if layout.is_offer_dir(directory):
-        return "an offer that is not adopted"
-    if layout.INTENT in names or any(drafts.is_draft(name, layout.INTENT) for name in names):
-        return "a save that died, or still runs"
-    return f"files that are named like ours, without {layout.INTENT}: their writer is unknown"
+    unfinished: dict[str, str] = {}
+    for directory in listing.uncommitted:
+        names = storage.list_files(directory)
+        if not any(map(layout.is_ours, names)):
+            continue
+        if layout.is_offer_dir(directory):
+            unfinished[directory] = "an offer that is not adopted"
+        elif layout.INTENT in names or any(layout.is_draft(name, layout.INTENT) for name in names):
+            unfinished[directory] = "a save that died, or still runs"
+        else:
+            unfinished[directory] = f"files that are named like ours, without {layout.INTENT}: their writer is unknown"
+    return unfinished
 
 
 def _marks(checkpoint: Checkpoint, listing: Listing, pinned: set[str]) -> list[str]:
@@ -153,45 +177,95 @@ def _metrics(listing: Listing) -> list[str]:
 
 def _row(checkpoint: Checkpoint, marks: list[str], kept_for: list[str], metrics: list[str]) -> tuple[str, ...]:
     manifest = checkpoint.manifest
-    moved = checkpoint.directory != layout.encode_id(manifest.ckpt_id)
-    notes = [
-        *marks,
-        *_labels(manifest.state),
-        *_link_of(manifest, kept_for),
-        *([f"in {checkpoint.directory}/"] if moved else []),
-    ]
+    state, parent = manifest.state, manifest.parent
+    notes = [*marks, *(f"{escaped(k)}={escaped(v[:_LABEL])}" for k, v in state.items() if isinstance(v, str))]
+    if kept_for and parent is None:
+        notes.append(f"base of {plural(len(kept_for), 'delta')}")
+    elif kept_for:
+        more = f" and {len(kept_for) - 1} more" if len(kept_for) > 1 else ""
+        notes.append(f"link of {escaped(kept_for[-1])}{more}")
+    if checkpoint.directory != layout.encode_id(manifest.ckpt_id):
+        notes.append(f"in {checkpoint.directory}/")
+    values = (state.get(name) for name in metrics)
     return (
         escaped(manifest.ckpt_id),
         "-" if manifest.step is None else str(manifest.step),
-        _kind(checkpoint),
+        "full" if parent is None else f"delta on {escaped(parent.ckpt_id)}",
         escaped(manifest.time),
         count(manifest.rows),
         size(manifest.n_bytes),
         count(len(manifest.tables)),
-        *(_number(manifest.state.get(name)) for name in metrics),
+        *(cell(value) if isinstance(value, int | float) else "-" for value in values),
         ", ".join(notes),
     )
 
 
-def _number(value: StateValue | None) -> str:
-    return cell(value) if isinstance(value, int | float) else "-"
+def run_near(args: argparse.Namespace) -> CommandResult:
+    from recckpt.near.near_dir import places
+    from recckpt.near.options import Near
+    from recckpt.near.views import near_saves_here
+
+    with usage_checked():
+        at = Near(args.path)
+    dirs = places(at)
+    if args.what == "clear":
+        removed = [f"{each.place}/{name}" for each in dirs for name in each.clear()]
+        line = f"{args.path}: {plural(len(removed), 'near save')} removed{_why_empty(args.path)}"
+        return CommandResult({"removed": removed}, [line])
+    named: list[tuple[str, NearHere]] = []
+    data, left = list[dict[str, Any]](), list[dict[str, str]]()
+    for each in dirs:
+        saves, url = list(near_saves_here(each)), each.url()
+        named += [(url or each.place, save) for save in saves]
+        data += [{"place": each.place, "output_dir": url, **_near_data(save)} for save in saves]
+        sealed = {save.save.directory for save in saves}
+        left += [{"place": each.place, "directory": name} for name in each.directories() if name not in sealed]
+    lines: list[Line] = [_near_table(named)] if named else []
+    unsealed = "not sealed: of a save that died, or is being written"
+    lines += [f"{each['place']}/{each['directory']}: {unsealed}" for each in left]
+    return CommandResult({"near_saves": data, "unsealed": left}, lines or [_no_near_saves(args.path)])
 
 
-def _kind(checkpoint: Checkpoint) -> str:
-    parent = checkpoint.manifest.parent
-    return "full" if parent is None else f"delta on {escaped(parent.ckpt_id)}"
+def _near_table(saves: list[tuple[str, NearHere]]) -> Table:
+    rows = []
+    for output_dir, near in saves:
+        record, n_here = near.save.manifest, f"{near.n_here} of {plural(near.n_shards, 'shard')}"
+        rows.append(
+            (
+                escaped(output_dir),
+                record.save_id,
+                "-" if record.step is None else str(record.step),
+                escaped(record.time),
+                count(sum(table.own_rows for table in record.tables)),
+                size(record.n_bytes),
+                "all" if near.n_here == near.n_shards else n_here,
+                "-" if record.parent is None else escaped(record.parent.ckpt_id),
+            )
+        )
+    return Table(_NEAR_HEAD, rows, ("STEP", "ROWS", "SIZE"), {}, whole=("TIME",))
 
 
-def _labels(state: Mapping[str, StateValue]) -> list[str]:
-    """Return what a checkpoint was labelled with: the texts of its state, each cut where it is long."""
-    return [f"{escaped(name)}={escaped(value[:_LABEL])}" for name, value in state.items() if isinstance(value, str)]
+def _near_data(near: NearHere) -> dict[str, Any]:
+    record = near.save.manifest
+    return {
+        "name": record.save_id,
+        "directory": near.save.directory,
+        "step": record.step,
+        "time": record.time,
+        "rows": sum(table.own_rows for table in record.tables),
+        "bytes": record.n_bytes,
+        "shards": near.n_shards,
+        "shards_here": near.n_here,
+        "parent": None if record.parent is None else record.parent.ckpt_id,
+    }
 
 
-def _link_of(manifest: Manifest, ids: list[str]) -> list[str]:
-    """Say for which others a checkpoint is kept, as its marks do."""
-    if not ids:
-        return []
-    if manifest.parent is None:
-        return [f"base of {plural(len(ids), 'delta')}"]
-    more = f" and {len(ids) - 1} more" if len(ids) > 1 else ""
-    return [f"link of {escaped(ids[-1])}{more}"]
+def _no_near_saves(path: str, which: str = "") -> str:
+    return f"{path}: no near saves{which}{_why_empty(path)}"
+
+
+def _why_empty(path: str) -> str:
+    from recckpt.storage.local import LocalStorage
+
+    reason = LocalStorage(path).why_empty()
+    return f": {reason}" if reason else ""

@@ -4,35 +4,80 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from time import sleep
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recckpt.cli import terminal
-from recckpt.cli.keep_option import keep_policy
-from recckpt.cli.result import CommandResult, ShownResult, UsageError, leave_stdout, usage_checked
-from recckpt.errors import CheckpointNotFoundError, CheckpointRemovedError, RecckptError, WriterFencedError
-from recckpt.format.moments import time_now
-from recckpt.mirroring.hold import MirrorTakenOverError
-from recckpt.mirroring.mirror import Mirror, Mirrored
+from recckpt.cli.arguments import AN_OUTPUT_DIR, argument, seconds, threads
+from recckpt.cli.result import SHOWN, CommandResult, UsageError, leave_stdout, usage_checked
+from recckpt.errors import CheckpointNotFoundError, CheckpointRemovedError, RecckptError
+from recckpt.format.codec import time_now
 from recckpt.text import escaped, one_line, plural, size
 
-_INTERVAL_SEC = 5.0
+if TYPE_CHECKING:
+    from recckpt.policies.keep import Keep
+    from recckpt.rewrite.mirror import Mirror, Mirrored
+
+_INTERVAL_SEC, _DAY_SEC = 5.0, 86_400.0
+
+_KEEP = (
+    "a number of the newest, all, every=STEPS, best=METRIC, least=METRIC, days=N, one-per-days=N, bytes=SIZE; some of "
+    "them, by commas"
+)
+ARGUMENTS = {
+    "mirror": (
+        argument("run RUN", AN_OUTPUT_DIR),
+        argument("to TO", "an empty place, or a mirror of RUN; a path or URL"),
+        argument("--follow", "go on as the run goes on, until control-C or SIGTERM"),
+        argument("--interval SECONDS", "with --follow: from one look to the next (default: 5)", type=seconds),
+        argument("--keep POLICY", f"what to have there (default: what RUN has): {_KEEP}"),
+        threads("copy", default=4),
+    )
+}
 
 
-def mirror(args: argparse.Namespace) -> CommandResult:
-    """Make one pass, or one after another until control-C."""
+def run_mirror(args: argparse.Namespace) -> CommandResult:
+    from recckpt.rewrite.mirror import Mirror
+
     if args.interval is not None and not args.follow:
         raise UsageError("--interval goes with --follow")
     with usage_checked():
         keep = None if args.keep is None else keep_policy(args.keep)
-        made = Mirror(args.run, args.to, keep=keep, max_upload_rate=args.max_upload_rate, threads=args.threads)
+        made = Mirror(args.run, args.to, keep=keep, threads=args.threads)
         if args.follow:
-            with suppress(KeyboardInterrupt):
+            with suppress(KeyboardInterrupt, SystemExit):  # by SIGTERM: it was to go on until then
                 _follow(made, args.interval or _INTERVAL_SEC, as_json=args.json)
-            return ShownResult()
+            return SHOWN
         done = made.update()
     return CommandResult(_data(done), [_line(done)], _problems(done))
+
+
+def keep_policy(text: str) -> Keep:
+    """Return the policy of what to keep that is written so in the shell; ValueError where it is not one."""
+    from recckpt.policies import keep
+
+    policies: dict[str, Callable[[str], Keep]] = {
+        "every": lambda text: keep.EveryNth(int(text)),
+        "best": lambda text: keep.Best(1, text),
+        "least": lambda text: keep.Best(1, text, "min"),
+        "days": lambda text: keep.YoungerThan(float(text) * _DAY_SEC),
+        "one-per-days": lambda text: keep.OnePer(float(text) * _DAY_SEC),
+        "bytes": keep.KeepBytes,
+    }
+    parts: list[Keep] = []
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            if part == "all":
+                parts.append(keep.All())
+            else:
+                parts.append(policies[name](value) if value and name in policies else keep.Newest(int(part)))
+        except ValueError as error:
+            expected = f"a number of the newest, all, {', '.join(f'{each}=...' for each in policies)}"
+            raise ValueError(f"--keep: found {part!r}, expected {expected}") from error
+    return keep.KeptByAny(*parts)
 
 
 def _follow(made: Mirror, interval_sec: float, *, as_json: bool) -> None:
@@ -40,6 +85,8 @@ def _follow(made: Mirror, interval_sec: float, *, as_json: bool) -> None:
 
     What is wrong with a place from the start does not mend itself, but for a run that has no checkpoint yet.
     """
+    from recckpt.rewrite.mirror_hold import NoMirrorError
+
     before: list[str] = []
     is_first = True
     with suppress(BrokenPipeError):
@@ -52,7 +99,7 @@ def _follow(made: Mirror, interval_sec: float, *, as_json: bool) -> None:
             except (CheckpointNotFoundError, CheckpointRemovedError) as error:
                 problems = [str(error)]
             except (RecckptError, OSError) as error:
-                if is_first or isinstance(error, BrokenPipeError) or _is_continued(error):
+                if is_first or isinstance(error, (BrokenPipeError, NoMirrorError)):
                     raise
                 problems = [str(error)]
             for problem in problems if problems != before else ():
@@ -62,22 +109,13 @@ def _follow(made: Mirror, interval_sec: float, *, as_json: bool) -> None:
     leave_stdout()
 
 
-def _is_continued(error: Exception) -> bool:
-    """Say whether somebody went on from the mirror, so that it is at its end; another pass over it ends by itself."""
-    return isinstance(error, WriterFencedError) and not isinstance(error, MirrorTakenOverError)
-
-
 def _line(done: Mirrored) -> str:
-    url = one_line(done.url)
+    url, newest = one_line(done.url), "-" if done.newest is None else escaped(done.newest)
     if not done.copied and not done.removed:
-        return f"{url}: nothing is new; the newest is {_newest(done)}"
+        return f"{url}: nothing is new; the newest is {newest}"
     removed = f", removed {', '.join(map(escaped, done.removed))}" if done.removed else ""
     copied = f"copied {plural(len(done.copied), 'checkpoint')}, {size(done.n_bytes)}"
-    return f"{url}: {copied}{removed}; the newest is {_newest(done)}"
-
-
-def _newest(done: Mirrored) -> str:
-    return "-" if done.newest is None else escaped(done.newest)
+    return f"{url}: {copied}{removed}; the newest is {newest}"
 
 
 def _problems(done: Mirrored) -> list[str]:

@@ -26,23 +26,13 @@ class CommandResult:
 
     @property
     def code(self) -> int:
-        """The exit code."""
         return PROBLEM if self.problems else GOOD
 
     def as_json(self) -> str:
-        """Return what goes to stdout for programs."""
-        return json.dumps(_strict(self.data), allow_nan=False) + "\n"
+        return "" if self.data is None else json.dumps(_strict(self.data), allow_nan=False) + "\n"
 
 
-class ShownResult(CommandResult):
-    """The result of a command that was printed as it came."""
-
-    def __init__(self) -> None:
-        super().__init__(None, [])
-
-    def as_json(self) -> str:
-        """Return nothing."""
-        return ""
+SHOWN = CommandResult(None, [])  # of a command that was printed as it came
 
 
 class CommandError(Exception):

@@ -1,56 +1,84 @@
-"""``recckpt head`` and ``recckpt get``: rows of a table."""
+"""``recckpt head``, ``get``, ``history`` and ``sql``: rows of tables."""
 
 from __future__ import annotations
 
 import argparse
+import csv
+import datetime
+import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from recckpt.cli.result import CommandError, CommandResult, usage_checked
-from recckpt.format.tables import TableEntry
-from recckpt.inspect.reader import CheckpointReader
-from recckpt.output_dir.first_whole import first_whole
-from recckpt.sparse.files.arrow_format import ID, column_values, ids_in
-from recckpt.text import Line, Table, cell, escaped, nearest
+from recckpt.cli.arguments import A_CHECKPOINT, AN_OUTPUT_DIR, argument, int64, natural
+from recckpt.cli.result import PROBLEM, USAGE, CommandError, CommandResult, UsageError, usage_checked
+from recckpt.text import Line, Table, cell, escaped, nearest, one_line, plural
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    import duckdb
+
+    from recckpt.inspect.reader import CheckpointReader
 
 Row = dict[str, Any]
 _T = TypeVar("_T")
+_ID = "id"
+_ZONED = "TIMESTAMP WITH TIME ZONE"  # as duckdb calls the type, within others too
+
+_OF_A_TABLE = (
+    argument("checkpoint CKPT", A_CHECKPOINT),
+    argument("table TABLE"),
+    argument("--columns A,B", "slots to print, separated by commas (default: all)"),
+)
+_IDS = argument("ids ID", "any int64, negative ones too", nargs="+", type=int64)
+ARGUMENTS = {
+    "head": (argument("-n N", "number of rows (default: %(default)s)", type=natural, default=10), *_OF_A_TABLE),
+    "get": (*_OF_A_TABLE, _IDS),
+    "history": (argument("dir RUN", AN_OUTPUT_DIR), argument("table TABLE"), _IDS),
+    "sql": (
+        argument("checkpoint CKPT", A_CHECKPOINT),
+        argument("query QUERY", 'such as "select count(*) from item"; quote names: "user/1"'),
+        argument("--csv", "print CSV, with a header"),
+        argument(
+            "--unchecked",
+            "take the values of a full checkpoint as they are; without it, those that are read are checked",
+            dest="checked",
+            action="store_false",
+        ),
+    ),
+}
 
 
-def head(args: argparse.Namespace) -> CommandResult:
-    """Print the first rows of a table, in the order of the files."""
+def run_head(args: argparse.Namespace) -> CommandResult:
 
     def first(reader: CheckpointReader) -> tuple[list[str], list[Row]]:
         columns = _columns(reader, args)
         return columns, list(islice(_rows(reader, args.table, columns), args.n))
 
     columns, rows = _read(args.checkpoint, first)
-    return CommandResult({"table": args.table, "rows": rows}, _lines(columns, rows))
+    return CommandResult({"table": args.table, "rows": rows}, _table_of_rows(columns, rows))
 
 
-def get(args: argparse.Namespace) -> CommandResult:
+def run_get(args: argparse.Namespace) -> CommandResult:
     """Print rows by id, in the order asked for; ids that the table lacks are a problem."""
     ids = list(dict.fromkeys(args.ids))
 
     def by_id(reader: CheckpointReader) -> tuple[list[str], dict[int, Row]]:
         columns = _columns(reader, args)
-        return columns, {row[ID]: row for row in _rows(reader, args.table, columns, ids)}
+        return columns, {row[_ID]: row for row in _rows(reader, args.table, columns, ids)}
 
     columns, by_number = _read(args.checkpoint, by_id)
     missing = [number for number in ids if number not in by_number]
     rows = [by_number[number] for number in ids if number in by_number]
-    listed = ", ".join(map(str, missing))
-    problems = [f"table {args.table!r} has no row of id {listed}"] if missing else []
+    problems = [f"table {args.table!r} has no row of id {', '.join(map(str, missing))}"] if missing else []
     data = {"table": args.table, "rows": rows, "missing": missing}
-    return CommandResult(data, _lines(columns, rows) if rows else [], problems)
+    return CommandResult(data, _table_of_rows(columns, rows) if rows else [], problems)
 
 
 def _read(path: str, take: Callable[[CheckpointReader], _T]) -> _T:
     """Read from a checkpoint, or from a newer one if its writer removes it meanwhile."""
+    from recckpt.inspect.reader import CheckpointReader
+    from recckpt.output_dir.open_files import first_whole
 
     def find() -> CheckpointReader:
         with usage_checked():
@@ -63,43 +91,146 @@ def _read(path: str, take: Callable[[CheckpointReader], _T]) -> _T:
     return first_whole(find, use)
 
 
-def _table(reader: CheckpointReader, name: str) -> TableEntry:
+def _columns(reader: CheckpointReader, args: argparse.Namespace) -> list[str]:
     try:
-        return reader.manifest.named_table(name)
+        slots = [slot.name for slot in reader.manifest.named_table(args.table).slots]
     except KeyError as error:
         raise CommandError(error.args[0]) from error
-
-
-def _columns(reader: CheckpointReader, args: argparse.Namespace) -> list[str]:
-    """Return the slots to print, in the order asked for."""
-    slots = [slot.name for slot in _table(reader, args.table).slots]
     if args.columns is None:
         return slots
-    asked = [name for name in dict.fromkeys(args.columns.split(",")) if name != ID]
+    asked = [name for name in dict.fromkeys(args.columns.split(",")) if name != _ID]
     for name in asked:
         if name not in slots:
-            raise CommandError(
-                f"table {args.table!r} has no slot {name!r}{nearest(name, slots)}; it has {', '.join(slots)}"
-            )
+            hint = f"{nearest(name, slots)}; it has {', '.join(slots)}"
+            raise CommandError(f"table {args.table!r} has no slot {name!r}{hint}")
     return asked
 
 
 def _rows(
     reader: CheckpointReader, table: str, columns: Sequence[str], ids: Iterable[int] | None = None
 ) -> Iterator[Row]:
-    entry = _table(reader, table)
+    from recckpt.sparse.files.arrow_format import column_values, ids_in
+
+    specs = {slot.name: slot for slot in reader.manifest.named_table(table).slots}
     for batch in reader.table(table, columns, ids):
-        yield from _batch_rows(entry, batch, columns)
+        numbers = ids_in(batch)
+        values = {name: column_values(batch.column(name), specs[name]) for name in columns}
+        for row in range(len(numbers)):
+            yield {_ID: int(numbers[row])} | {name: column[row].tolist() for name, column in values.items()}
 
 
-def _batch_rows(entry: TableEntry, batch: pa.RecordBatch, columns: Sequence[str]) -> Iterator[Row]:
-    specs = {slot.name: slot for slot in entry.slots}
-    ids = ids_in(batch)
-    values = {name: column_values(batch.column(name), specs[name]) for name in columns}
-    for row in range(len(ids)):
-        yield {ID: int(ids[row])} | {name: column[row].tolist() for name, column in values.items()}
+def _table_of_rows(columns: Sequence[str], rows: Sequence[Row]) -> list[Line]:
+    names = (_ID, *columns)
+    return [Table([escaped(name) for name in names], [[cell(row[name]) for name in names] for row in rows], (_ID,))]
 
 
-def _lines(columns: Sequence[str], rows: Sequence[Row]) -> list[Line]:
-    names = (ID, *columns)
-    return [Table([escaped(name) for name in names], [[cell(row[name]) for name in names] for row in rows], (ID,))]
+def run_history(args: argparse.Namespace) -> CommandResult:
+    """Show rows by id, in the order asked for; ids that no checkpoint has, and damage, are problems."""
+    from recckpt.inspect.history import history, lines_of
+
+    with usage_checked():
+        try:
+            rows = history(args.dir, args.table, args.ids)
+        except KeyError as error:
+            raise CommandError(error.args[0]) from error
+    missing = ", ".join(str(row.id) for row in rows.rows if not row.is_known)
+    what = f"no checkpoint has a row of id {missing} in table {escaped(args.table)}"
+    problems = [f"{rows.url}: {what}"] if missing else []
+    if rows.damage:
+        problems.append(f"{rows.url}: found damage in {plural(len(rows.damage), 'place')}; `recckpt verify` shows all")
+    return CommandResult(rows.to_dict(), lines_of(rows), problems)
+
+
+def run_sql(args: argparse.Namespace) -> CommandResult:
+    from recckpt.inspect.sql import open_views
+
+    if args.csv and args.json:
+        raise UsageError("--csv and --json are two forms of one answer; name one of them")
+    with usage_checked():
+        connection, tables = open_views(args.checkpoint, checked=args.checked)
+    import duckdb  # which open_views() has found
+
+    try:
+        names, rows = _answer(connection, args.query)
+    except duckdb.Error as error:
+        for problem in (getattr(rows_of, "problem", None) for rows_of in tables):
+            if problem is not None:
+                raise problem from error
+        is_usage = isinstance(error, duckdb.ProgrammingError | duckdb.NotSupportedError)
+        raise CommandError(str(error), USAGE if is_usage else PROBLEM) from error
+    finally:
+        connection.close()
+    data = {"columns": names, "rows": [[_plain(value) for value in row] for row in rows]}
+    return CommandResult(data, _csv(names, rows) if args.csv else _table_of_answer(names, rows))
+
+
+def _answer(connection: duckdb.DuckDBPyConnection, query: str) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """Run all statements, and return the columns and rows that the last one gives."""
+    import duckdb
+
+    statements = duckdb.extract_statements(query)
+    if not statements:
+        raise UsageError("found no query")
+    *before, last = statements
+    for statement in before:
+        connection.execute(statement)
+    kinds: list[tuple[str, str]] = []  # of no query, or of a wrong one
+    with suppress(duckdb.Error):
+        described = connection.execute(f"describe {last.query}").fetchall()
+        kinds = [(name, kind) for name, kind, *_ in described]
+    if any(_ZONED in kind for _, kind in kinds):
+        cursor = connection.execute(_with_times_as_text(last.query, [kind for _, kind in kinds]))
+        return [name for name, _ in kinds], cursor.fetchall()
+    cursor = connection.execute(last)
+    names = [column[0] for column in cursor.description or ()]
+    return names, cursor.fetchall() if names else []
+
+
+def _with_times_as_text(query: str, kinds: Sequence[str]) -> str:
+    """Return a query that gives times with a time zone as text: to make Python's times of them, duckdb needs pytz."""
+    import duckdb
+
+    for end in (at for at in range(len(query) - 1, -1, -1) if query[at] == ";"):
+        with suppress(duckdb.Error):  # where the semicolon is in a text or a comment
+            if not duckdb.extract_statements(query[end + 1 :]):  # it ends the statement, with a comment or none behind
+                query = query[:end]
+                break
+    names = [f"c{number}" for number in range(len(kinds))]
+    columns = [
+        f"cast({name} as {kind.replace(_ZONED, 'VARCHAR')})" if _ZONED in kind else name
+        for name, kind in zip(names, kinds, strict=True)
+    ]
+    return f"select {', '.join(columns)} from ({query}\n) as answer({', '.join(names)})"
+
+
+def _table_of_answer(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[Line]:
+    def is_number(value: Any) -> bool:
+        return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+    def shown(value: Any) -> str:
+        return "NULL" if value is None else one_line(cell(list(value) if isinstance(value, tuple) else value))
+
+    heads = [escaped(name) for name in names]
+    right = {head for at, head in enumerate(heads) if all(is_number(row[at]) for row in rows)}
+    return [Table(heads, [[shown(value) for value in row] for row in rows], right)] if names else []
+
+
+def _csv(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows([["" if value is None else _plain(value) for value in row] for row in rows])
+    return out.getvalue().removesuffix("\n").split("\n")
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it: what it lacks, such as dates, as text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value).hex()
+    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
+        return value.isoformat()
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

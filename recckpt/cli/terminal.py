@@ -32,11 +32,17 @@ def print_lines(lines: Sequence[Line]) -> None:
         print_text("".join(f"{line.rstrip()}\n" for line in plain(lines)))
         return
     for line in lines:
-        _print_in_colour(console, line)
+        widths = _widths(line, console.width) if isinstance(line, Table) and len(line.rows) <= _MOST_ROWS else None
+        if not isinstance(line, Table):
+            _print(console, [(line.rstrip(), "bold" if isinstance(line, Heading) else "")])
+        elif widths is not None:
+            console.print(_grid(line, widths))
+        else:
+            for number, text in enumerate(line.lines(), -1):
+                _print(console, [(text, "bold" if number < 0 else _style(line, number))])
 
 
 def print_text(text: str) -> None:
-    """Write text to stdout as it is."""
     _take_all(sys.stdout)
     sys.stdout.write(text)
 
@@ -64,7 +70,6 @@ class LogLines(logging.Handler):
     """Writes what is logged as messages, clear of the bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one."""
         with aside():
             complain(record.getMessage(), "bold red" if record.levelno >= logging.ERROR else "bold yellow")
 
@@ -87,18 +92,6 @@ def _take_all(stream: Any) -> None:
         stream.reconfigure(errors="backslashreplace")
 
 
-def _print_in_colour(console: Console, line: Line) -> None:
-    if not isinstance(line, Table):
-        _print(console, [(line.rstrip(), "bold" if isinstance(line, Heading) else "")])
-        return
-    widths = _widths(line, console.width) if len(line.rows) <= _MOST_ROWS else None
-    if widths is not None:
-        console.print(_grid(line, widths))
-        return
-    for number, text in enumerate(line.lines(), -1):
-        _print(console, [(text, "bold" if number < 0 else _style(line, number))])
-
-
 def _print(console: Console, pieces: Iterable[tuple[str, str]]) -> None:
     from rich.text import Text
 
@@ -110,11 +103,10 @@ def drawn(console: Console, *lines: Line) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    widths = [_widths(each, console.width) if isinstance(each, Table) else None for each in lines]
     pieces: list[RenderableType] = []
-    for each, fit in zip(lines, widths, strict=True):
-        if isinstance(each, Table) and fit is not None:
-            pieces.append(_grid(each, fit))
+    for each in lines:
+        if isinstance(each, Table) and (widths := _widths(each, console.width)) is not None:
+            pieces.append(_grid(each, widths))
         else:
             pieces.append(Text("\n".join(plain([each]))))
     return Group(*pieces)

@@ -1,32 +1,60 @@
-"""``recckpt verify``: checks that checkpoints are whole."""
+"""``recckpt verify``: whether checkpoints are whole; with ``--absent``, whether ids are anywhere in directories."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from recckpt.cli.absent import absent
+from recckpt.cli.arguments import A_FILE_OF_IDS, argument, threads
 from recckpt.cli.result import CommandResult, UsageError, usage_checked
-from recckpt.inspect.verify import Report, find_checkpoints, verify_found
 from recckpt.text import Heading, Line, Table, count, escaped, one_line, plural, size
 from recckpt.text.columns import Tone
 
+if TYPE_CHECKING:
+    from recckpt.inspect.absent import Absence
+    from recckpt.inspect.verify import Report
+
 _HEAD = ("CHECKPOINT", "ROWS", "SIZE", "FILES", "RESULT")
+_ABSENT_HEAD = ("DIRECTORY", "CHECKPOINT", "TABLE", "ROWS", "DELETES")
+
+ARGUMENTS = {
+    "verify": (
+        argument(
+            "path CKPT|DIR",
+            "a checkpoint, or an output dir, of which all are checked; with --absent any number, near dirs too",
+            nargs="+",
+        ),
+        (
+            argument("--deep", "read every byte (the default)", default=True),
+            argument("--quick", "look at manifests and file sizes only", dest="deep", action="store_false"),
+        ),
+        threads("read"),
+        argument(
+            "--absent FILE",
+            "look for these ids instead, in every file that is there, and list what holds them; " + A_FILE_OF_IDS,
+        ),
+        argument("--table TABLE", "with --absent: the table that is meant (default: all)"),
+        argument("--print-ids", "with --absent: print the ids that were found"),
+    )
+}
 
 
-def verify(args: argparse.Namespace) -> CommandResult:
-    """Check one checkpoint, or all of an output dir, and list all that is wrong; or look for ids there."""
+def run_verify(args: argparse.Namespace) -> CommandResult:
+    from recckpt.inspect.verify import find_checkpoints, verify_found
+
     if args.absent is not None:
-        return absent(args)
+        return _absent(args)
     if args.table is not None or args.print_ids:
         raise UsageError("--table and --print-ids go with --absent")
+    if len(args.path) > 1:
+        raise UsageError(f"several places go with --absent alone, found {' '.join(args.path)}")
     with usage_checked():
-        place = find_checkpoints(args.path)
+        place = find_checkpoints(args.path[0])
     url, reports = place.storage.url, sorted(verify_found(place, deep=args.deep, threads=args.threads), key=_age)
-    damaged = [report for report in reports if report.problems]
     tones: dict[int, Tone] = {n: "damaged" if report.problems else "good" for n, report in enumerate(reports)}
     lines: list[Line] = [Table(_HEAD, [_row(report) for report in reports], ("ROWS", "SIZE", "FILES"), tones)]
-    for report in damaged:
+    for report in (report for report in reports if report.problems):
         lines += ["", Heading(f"{escaped(report.directory)}:"), *(f"  {one_line(str(p))}" for p in report.problems)]
     for report in (report for report in reports if report.absent_deletes):
         what = f"{plural(report.absent_deletes, 'delete')} of ids that are not there, which means nothing"
@@ -62,9 +90,8 @@ def _lacks(report: Report) -> list[str]:
 
 
 def _data(report: Report) -> dict[str, Any]:
-    manifest = report.manifest
     return {
-        "id": manifest.ckpt_id if manifest else None,
+        "id": report.manifest.ckpt_id if report.manifest else None,
         "directory": report.directory,
         "good": not report.problems,
         "absent_deletes": report.absent_deletes,
@@ -73,3 +100,50 @@ def _data(report: Report) -> dict[str, Any]:
             {"file": p.file, "where": p.where, "found": p.found, "expected": p.expected} for p in report.problems
         ],
     }
+
+
+def _absent(args: argparse.Namespace) -> CommandResult:
+    """List what still holds any of the ids, and what cannot be read; say which ids only if asked."""
+    from recckpt.format.buckets import distinct
+    from recckpt.inspect.absent import look_for, read_ids
+
+    with usage_checked():
+        ids = distinct(read_ids(args.absent))
+        places = [look_for(path, ids, args.table) for path in args.path]
+    where = "any table" if args.table is None else f"table {escaped(args.table)}"
+    lines, problems, data = list[Line](), list[str](), list[dict[str, Any]]()
+    for place in places:
+        url, wrong, rows, entries = one_line(place.url), list(_unsure(place, len(ids), where)), [], []
+        for each in place.holding:
+            name = "-" if each.ckpt_id is None else escaped(each.ckpt_id)
+            counts = count(each.n_rows), count(each.n_deletes)
+            rows.append((escaped(each.directory or "."), name, escaped(each.table), *counts))
+            entry: dict[str, Any] = {"directory": each.directory, "id": each.ckpt_id, "table": each.table}
+            entry |= {"rows": each.n_rows, "deletes": each.n_deletes}
+            entries.append(entry | ({"ids": distinct(*each.ids).tolist()} if args.print_ids else {}))
+        lines += [f"{url}:"] if len(places) > 1 and rows else []
+        lines += [Table(_ABSENT_HEAD, rows, ("ROWS", "DELETES"))] if rows else []
+        for each in place.holding if args.print_ids else ():
+            listed = ", ".join(map(str, distinct(*each.ids)))
+            lines.append(f"{escaped(each.directory) or '.'}, {escaped(each.table)}: {listed}")
+        if not wrong:
+            lines.append(f"{url}: none of {plural(len(ids), 'id')} is in {where} of {plural(place.n_parts, 'file')}")
+        if place.n_asked:
+            lines.append(f"{url}: {place.n_asked} of them were asked to be forgotten, by the audit")
+        problems += wrong
+        own = {"url": place.url, "holding": entries, "unread": place.unread, "pending": place.pending}
+        data.append(own | {"files": place.n_parts, "asked": place.n_asked})
+    answer = {"table": args.table, "n_ids": len(ids), "absent": not problems, "places": data}
+    return CommandResult(answer, lines, problems)
+
+
+def _unsure(place: Absence, n_ids: int, where: str) -> Iterator[str]:
+    if place.holding:
+        n_places = len({each.directory for each in place.holding})
+        what = "1 directory holds" if n_places == 1 else f"{n_places} directories hold"
+        yield f"{place.url}: {what} some of {plural(n_ids, 'id')} in {where}"
+    for path, why in place.unread.items():
+        yield f"{place.url}/{path}: found {why}, so nobody can say what it holds: `recckpt verify`"
+    for table, n_named in place.pending.items():
+        what = f"a request to forget ids of table {table!r}, {n_named} of these among them, is not ended"
+        yield f"{place.url}: {what}: `recckpt forget DIR` goes on"

@@ -1,4 +1,4 @@
-"""``recckpt watch``: a run as it saves, look after look."""
+"""``recckpt watch``: a run, or all runs in a directory, as they save, look after look; `ls` has a line a run, too."""
 
 from __future__ import annotations
 
@@ -8,94 +8,96 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from time import sleep
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from recckpt.cli import terminal
-from recckpt.cli.ls import refuse_checkpoint
-from recckpt.cli.result import CommandError, CommandResult, ShownResult, leave_stdout, usage_checked
-from recckpt.cli.runs import listed, runs_in, shown_runs
-from recckpt.format.moments import time_now
-from recckpt.inspect.watch.look import Watcher
-from recckpt.inspect.watch.runs import RunsStatus, RunsWatcher
-from recckpt.inspect.watch.shown import Fact, facts, few, line
-from recckpt.inspect.watch.status import Status
-from recckpt.near.options import Near
-from recckpt.storage import open_storage
-from recckpt.text import escaped, one_line, pairs
+from recckpt.cli.arguments import OVERDUE, argument, seconds
+from recckpt.cli.result import SHOWN, USAGE, CommandError, CommandResult, leave_stdout, usage_checked
+from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
+from recckpt.format.codec import time_now
+from recckpt.text import Table, count, duration, escaped, one_line, pairs, size
+from recckpt.text.columns import Tone
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
-Show = Callable[[Status, str], object]  # what is known, and why the last look failed, "" where it has not
+    from recckpt.inspect.status import Status
+    from recckpt.inspect.watch import RunsStatus, RunsWatcher
+    from recckpt.storage import Storage
 
 _Look = TypeVar("_Look")
 _Look_co = TypeVar("_Look_co", covariant=True)
+_Lines = dict[
+    str, tuple[object, str]
+]  # what a line is of -> what makes it another, and its text; none where that is ""
+
+_STYLES = {"plain": "", "good": "green", "doubtful": "yellow", "bad": "bold red"}
+_HEAD = ("RUN", "STEP", "AGE", "OVERDUE BY", "KEPT", "SIZE", "HEALTH")
+_NUMBERS = ("STEP", "AGE", "OVERDUE BY", "KEPT", "SIZE")
+_TONES: dict[str, Tone] = {"bad": "damaged", "doubtful": "unsure", "good": "good"}
 
 
 class _Looks(Protocol[_Look_co]):
-    """Looks at a run, or at several."""
-
     def look(self) -> _Look_co:
         """Return what is known now; OSError where the storage failed."""
 
 
-_STYLES = {"plain": "", "good": "green", "doubtful": "yellow", "bad": "bold red"}
+ARGUMENTS = {
+    "watch": (
+        argument("dir DIR", "output dir, which need not be there yet, or a directory of output dirs"),
+        argument("--interval SECONDS", "from one look to the next (default: %(default)g)", type=seconds, default=5.0),
+        argument("--once", "look once; exit code 1 where the last save failed or the next one is overdue"),
+        argument("--near PATH", "show of one run what its near saves of Near(PATH) on this host would give back"),
+        OVERDUE,
+    )
+}
 
 
-def watch(args: argparse.Namespace) -> CommandResult:
-    """Show what is known of a run until control-C, or once."""
+def run_watch(args: argparse.Namespace) -> CommandResult:
+    from recckpt.inspect.watch import Watcher
+    from recckpt.inspect.watch_text import facts
+    from recckpt.near.options import Near
+    from recckpt.storage import open_storage
+
+    with suppress(KeyboardInterrupt):
+        with usage_checked():
+            storage = open_storage(args.dir)
+            near = None if args.near is None else Near(args.near)
+        runs = runs_in(storage, args)
+        if runs is not None:
+            if args.once:
+                return listed(runs[1], with_overdue=True)
+            return _go_on(*runs, args, lines=_lines_of_runs, drawn=_drawn_runs)
+        watcher = Watcher(storage, args.overdue, near)
+        status = watcher.look()  # what is wrong with the place from the start does not mend itself
+        if status.why_empty == "not a directory":
+            raise CommandError(f"{status.url}: {status.why_empty}")
+        if status.last is None:
+            refuse_checkpoint(args.dir)
+        if args.once:
+            lines = pairs((name, text) for name, text, _ in facts(status))
+            return CommandResult(status.to_dict(), lines, _problems(status))
+        storage.give_up_after(args.interval)  # the next look tries again
+        return _go_on(watcher, status, args, lines=_lines_of_run, drawn=partial(_drawn_run, args.interval))
+    return SHOWN
+
+
+def refuse_checkpoint(path: str) -> None:
+    """Raise CommandError where the path is a checkpoint itself."""
+    from recckpt.output_dir.at_path import open_checkpoint
+
     try:
-        return _watch(args)
-    except KeyboardInterrupt:
-        return ShownResult()
-
-
-def _watch(args: argparse.Namespace) -> CommandResult:
-    with usage_checked():
-        storage = open_storage(args.dir)
-        near = None if args.near is None else Near(args.near)
-    runs = runs_in(storage, args)
-    if runs is not None:
-        return _watch_runs(*runs, args)
-    watcher = Watcher(storage, args.overdue, near)
-    status = watcher.look()  # what is wrong with the place from the start does not mend itself
-    if status.why_empty == "not a directory":
-        raise CommandError(f"{status.url}: {status.why_empty}")
-    if status.last is None:
-        refuse_checkpoint(args.dir)
-    if args.once:
-        return CommandResult(
-            status.to_dict(), pairs((name, text) for name, text, _ in facts(status)), _problems(status)
-        )
-    storage.give_up_after(args.interval)  # the next look tries again
-    with _shown_by(args) as show:
-        return _go_on(watcher, status, show, args.interval)
-
-
-def _watch_runs(runs: RunsWatcher, status: RunsStatus, args: argparse.Namespace) -> CommandResult:
-    if args.once:
-        return listed(status, with_overdue=True)
-    with shown_runs(args) as show:
-        return _go_on(runs, status, show, args.interval)
-
-
-def _go_on(watcher: _Looks[_Look], status: _Look, show: Callable[[_Look, str], object], interval: float) -> ShownResult:
-    """Show look after look, until control-C or until nobody reads on."""
-    trouble = ""
-    with suppress(BrokenPipeError), _without_warnings():
-        while True:
-            show(status, trouble)
-            sleep(interval)
-            try:
-                status, trouble = watcher.look(), ""
-            except OSError as error:
-                trouble = one_line(str(error))
-    leave_stdout()
-    return ShownResult()
+        _, checkpoint = open_checkpoint(path)
+    except (CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError):
+        return
+    raise CommandError(f"{path} is the checkpoint {checkpoint.ckpt_id!r}, not an output dir; try `recckpt show`")
 
 
 def _problems(status: Status) -> list[str]:
+    from recckpt.inspect.watch_text import facts, few
+
     if status.last is None and not status.problems and not status.failed:
         return [f"{status.url}: {status.why_empty}"]
     failed = [f"{status.url}: the last save failed: {each.error}" for each in status.failed[-1:]]
@@ -103,67 +105,146 @@ def _problems(status: Status) -> list[str]:
     return [*failed, *overdue, *(f"{status.url}: {problem}" for problem in few(status.problems))]
 
 
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Keep the log from writing into the table that the network fails; that is shown there."""
-    log = logging.getLogger("recckpt")
+def runs_in(storage: Storage, args: argparse.Namespace) -> tuple[RunsWatcher, RunsStatus] | None:
+    """Return what looks at the runs in a directory, and its first look.
+
+    None where the directory is an output dir itself, or has no run.
+
+    Raises:
+        CommandError: it has runs, and near saves were asked for, which are those of one.
+    """
+    from recckpt.inspect.watch import RunsWatcher, is_output_dir
+
+    if storage.why_empty() or is_output_dir(storage):
+        return None
+    watcher = RunsWatcher(storage, getattr(args, "overdue", None), getattr(args, "interval", None))
+    status = watcher.look()
+    if status.runs and args.near is not None:
+        what = "a directory of runs, and --near goes with the output dir of one"
+        raise CommandError(f"{storage.url} is {what}, such as {storage.url_of(status.runs[0].name)}", USAGE)
+    return (watcher, status) if status.runs else None
+
+
+def listed(status: RunsStatus, *, with_overdue: bool) -> CommandResult:
+    """Return a line for each run; a problem for each that is not good, of those that are overdue where asked for."""
+    moods = {"bad", "doubtful"} if with_overdue else {"bad"}
+    wrong = [run for run in status.runs if run.health[1] in moods]
+    problems = [f"{status.url}/{escaped(run.name)}: {run.health[0]}" for run in wrong]
+    return CommandResult(status.to_dict(), [_table_of_runs(status)], problems)
+
+
+def _table_of_runs(status: RunsStatus) -> Table:
+    rows, tones = list[tuple[str, ...]](), dict[int, Tone]()
+    for number, run in enumerate(status.runs):
+        text, mood = run.health
+        tones |= {number: _TONES[mood]} if mood in _TONES else {}
+        if run.status is None:
+            rows.append((escaped(run.name), *"-----", text))
+            continue
+        last = run.status.last
+        step = "-" if last is None or last.step is None else str(last.step)
+        age = "-" if last is None or last.age_sec is None else duration(last.age_sec)
+        kept = count(run.status.n_checkpoints), size(run.status.n_bytes)
+        rows.append((escaped(run.name), step, age, run.overdue_by, *kept, text))
+    return Table(_HEAD, rows, _NUMBERS, tones)
+
+
+def _go_on(
+    watcher: _Looks[_Look],
+    status: _Look,
+    args: argparse.Namespace,
+    *,
+    lines: Callable[[_Look, str], _Lines],
+    drawn: Callable[[Console, _Look, str], RenderableType],
+) -> CommandResult:
+    """Show look after look, until control-C, or until the output is closed."""
+    log, trouble = logging.getLogger("recckpt"), ""
     before = log.level
-    log.setLevel(logging.ERROR)
+    log.setLevel(logging.ERROR)  # a network that fails is shown, not logged into the table
     try:
-        yield
+        with suppress(BrokenPipeError), _shown_by(args, lines, drawn) as show:
+            while True:
+                show(status, trouble)
+                sleep(args.interval)
+                try:
+                    status, trouble = watcher.look(), ""
+                except OSError as error:
+                    trouble = one_line(str(error))
     finally:
         log.setLevel(before)
+    leave_stdout()
+    return SHOWN
 
 
 @contextmanager
-def _shown_by(args: argparse.Namespace) -> Iterator[Show]:
-    """Give what shows a look: a table that changes on a terminal, lines elsewhere."""
+def _shown_by(
+    args: argparse.Namespace,
+    lines: Callable[[_Look, str], _Lines],
+    drawn: Callable[[Console, _Look, str], RenderableType],
+) -> Iterator[Callable[[_Look, str], object]]:
+    """Give what shows a look: a table that changes on a terminal; elsewhere JSON, or the lines that have changed."""
+    console = terminal.console_of(sys.stdout)
     if args.json:
         yield _show_json
-        return
-    console = terminal.console_of(sys.stdout)
-    if console is None:
-        yield _LineByLine()
-        return
-    from rich.live import Live
+    elif console is not None:
+        from rich.live import Live
 
-    with Live(console=console, auto_refresh=False) as live:
-        yield lambda status, trouble: live.update(_table(status, trouble, args.interval), refresh=True)
+        with Live(console=console, auto_refresh=False) as live:
+            yield lambda status, trouble: live.update(drawn(console, status, trouble), refresh=True)
+    else:
+        before: dict[str, object] = {}
+
+        def show(status: _Look, trouble: str) -> None:
+            nonlocal before
+            now = lines(status, trouble)
+            for name, (key, text) in now.items():
+                if text and key != before.get(name):
+                    terminal.print_at_once(text)
+            before = {name: key for name, (key, _) in now.items()}
+
+        yield show
 
 
-def _show_json(status: Status, trouble: str) -> None:
+def _show_json(status: Any, trouble: str) -> None:
     values = status.to_dict()
     if trouble:
-        values = {"output_dir": status.url, "time": time_now(), "error": trouble}
+        place = "runs_dir" if "runs_dir" in values else "output_dir"
+        values = {place: status.url, "time": time_now(), "error": trouble}
     terminal.print_at_once(json.dumps(values, allow_nan=False))
 
 
-class _LineByLine:
-    """Prints a line when something has changed."""
+def _lines_of_run(status: Status, trouble: str) -> _Lines:
+    from recckpt.inspect.watch_text import line
 
-    def __init__(self) -> None:
-        self._before: object = None
-
-    def __call__(self, status: Status, trouble: str) -> None:
-        key = (status.key, trouble)
-        if key != self._before:
-            terminal.print_at_once(f"{time_now()} cannot look: {trouble}" if trouble else line(status))
-        self._before = key
+    return {"": ((status.key, trouble), f"{time_now()} cannot look: {trouble}" if trouble else line(status))}
 
 
-def _table(status: Status, trouble: str, interval: float) -> RenderableType:
-    """Return what a terminal shows; nothing in it is markup."""
+def _lines_of_runs(status: RunsStatus, trouble: str) -> _Lines:
+    from recckpt.inspect.watch_text import line
+
+    lines: _Lines = {}
+    for run in status.runs:
+        what = f"{time_now()} cannot look: {run.trouble}" if run.status is None else line(run.status)
+        lines[run.name] = (run.trouble, run.status and run.status.key), f"{escaped(run.name)}: {what}"
+    return lines | {"": (trouble, f"{time_now()} cannot look: {trouble}" if trouble else "")}
+
+
+def _drawn_run(interval: float, console: Console, status: Status, trouble: str) -> RenderableType:
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
 
+    from recckpt.inspect.watch_text import Fact, facts
+
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    rows = list(facts(status))
-    if trouble:
-        rows.append(Fact("cannot look", trouble, "bad"))
-    for name, text, mood in rows:
+    for name, text, mood in (*facts(status), *([Fact("cannot look", trouble, "bad")] if trouble else [])):
         table.add_row(name, Text(text, style=_STYLES[mood]))
     subtitle = f"{status.time.strftime('%H:%M:%S')} UTC, every {interval:g} s, control-C ends"
     return Panel(table, title=Text(escaped(status.url)), title_align="left", subtitle=subtitle, subtitle_align="right")
+
+
+def _drawn_runs(console: Console, status: RunsStatus, trouble: str) -> RenderableType:
+    at = f"{escaped(status.url)}, {status.time.strftime('%H:%M:%S')} UTC, control-C ends"
+    return terminal.drawn(console, _table_of_runs(status), at, *([f"cannot look: {trouble}"] if trouble else []))

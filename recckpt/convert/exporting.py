@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import ModuleType
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
+import pyarrow as pa
+
 from recckpt.checkpoint.chain import OpenChain
-from recckpt.convert.changed import deletes, links_since, upserts
-from recckpt.convert.formats import target_module
-from recckpt.convert.narrowed import DTYPES
-from recckpt.convert.source import LeftOut
-from recckpt.convert.target_files import TargetFiles
-from recckpt.convert.view import Export, TableView
-from recckpt.errors import ConversionError
+from recckpt.convert.formats import HOLD_TENSORS, TARGETS, format_module
+from recckpt.convert.skip_damaged import Skipped, WholeRows, problem_of, whole_states, whole_tensors
+from recckpt.convert.source import Int64s, LeftOut, no_such_table
+from recckpt.convert.target_files import FORMAT, TargetFiles
+from recckpt.convert.view import DTYPES, Batches, Export, TableView
+from recckpt.errors import ConversionError, CorruptCheckpointError
+from recckpt.format.buckets import N_BUCKETS, distinct
 from recckpt.format.tables import TableEntry
-from recckpt.output_dir.at_path import locate_path
-from recckpt.output_dir.first_whole import first_whole
+from recckpt.output_dir.at_path import counted_back, locate_damaged, locate_path
 from recckpt.output_dir.listing import Checkpoint
+from recckpt.output_dir.open_files import first_whole
+from recckpt.sparse.files.chain_table import ChainTable
+from recckpt.sparse.files.merged_rows import LinkCursor, bucket_ranges, ids_of, merged_range
 from recckpt.sparse.files.row_filter import RowFilter, parse_row_filter
-from recckpt.storage import Storage
-from recckpt.text import Progress, first_few, nearest
+from recckpt.sparse.files.table_reader import NamedIds, TableReader
+from recckpt.storage import Storage, open_parent
+from recckpt.text import Progress, nearest
 from recckpt.types import EMBEDDING
+
+_BUDGET_BYTES = 128 << 20
+_EVERYWHERE = (0, N_BUCKETS)
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,7 @@ class Exported:
         metadata: what the target says of itself: rows and slots of each table, the largest error of narrowed vectors.
         left_out: what the target has no place for.
         n_bytes: of its files.
+        skipped: of ``skip_damaged``: what is missing because it, or what is newer, is damaged.
     """
 
     ckpt_id: str
@@ -46,6 +55,7 @@ class Exported:
     metadata: Mapping[str, Any]
     left_out: tuple[LeftOut, ...]
     n_bytes: int
+    skipped: tuple[Skipped, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,9 +64,10 @@ class _Choice:
 
     tables: Collection[str] | None
     slots: Collection[str] | None
-    where: RowFilter = field(default_factory=RowFilter)
-    dtype: str | None = None
-    since: str | None = None
+    where: RowFilter
+    dtype: str | None
+    since: str | None
+    all_slots: bool  # where slots is None
 
 
 def export_checkpoint(
@@ -69,6 +80,7 @@ def export_checkpoint(
     where: Any = None,
     dtype: str | None = None,
     since: str | None = None,
+    skip_damaged: bool = False,
 ) -> Exported:
     """Write tables and tensors of a checkpoint, or of a chain, in another format; see docs/convert.md.
 
@@ -79,66 +91,127 @@ def export_checkpoint(
         target: what to write, which must not exist; any fsspec URL.
         to: a name of ``recckpt.convert.TARGETS``.
         tables: only these; None for all.
-        slots: beside the ids; None for what the format takes by itself, which is ``embedding`` where it is for serving.
+        slots: beside the ids; None for what the format takes by itself, which is ``embedding`` where it is for serving,
+            and all with ``skip_damaged``.
         where: which rows, as in a load_conf.
         dtype: ``float16``, ``bfloat16`` or ``int8`` for the vectors; the largest error is in the metadata.
         since: a checkpoint that this one is or stands on, its id or path: only what has changed since, and what was
             deleted.
+        skip_damaged: what is damaged is left out and listed, in ``skipped`` and in the metadata; of an output dir the
+            newest is meant though it is damaged. Each row that comes out is as the checkpoint has it: where a link of a
+            delta has lost rows, those of older links in the same buckets, which may be out of date, are left out too.
 
     Raises:
-        CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError: as of CheckpointReader.
+        CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError: as of CheckpointReader; with
+            ``skip_damaged`` only of the manifest.
         ConversionError: the target cannot hold what is asked for, or there is no such table or slot.
         FileExistsError: the target exists.
         OSError: a storage failed.
     """
-    module, path, url = target_module(to), os.fspath(checkpoint), os.fspath(target)
-    choice = _Choice(tables, slots, RowFilter() if where is None else parse_row_filter(where), dtype, since)
-    _check_target(module, to, url, choice, is_filtered=where is not None)
-
-    def write(located: tuple[Storage, Checkpoint]) -> Exported:
-        with TargetFiles(url) as files:
-            export = _opened(*located, choice, module.ALL_SLOTS)
-            n_bytes = sum((t.n_stored or 0) * (8 + sum(s.row_bytes for s in t.stored)) for t in export.tables)
-            with Progress(f"exporting {located[1].ckpt_id}", n_bytes) as progress:
-                left = [*_not_saved(located[1], export), *module.write(export, files, progress)]
-            left += _states_left(located[1], export, with_states=to == "recis")
-        return Exported(located[1].ckpt_id, url, to, export.metadata(), tuple(left), files.n_bytes)
-
-    return first_whole(lambda: locate_path(path), write)
-
-
-def _check_target(module: ModuleType, to: str, url: str, choice: _Choice, *, is_filtered: bool) -> None:
-    """Raise ConversionError where a target cannot be written so, ValueError where the dtype is unknown."""
-    if choice.dtype is not None and choice.dtype not in DTYPES:
-        raise ValueError(f"dtype: found {choice.dtype!r}, expected one of {', '.join(DTYPES)}")
-    if choice.since is not None and (is_filtered or not module.INCREMENTS):
-        found = f"it beside {'where' if is_filtered else to}"
+    module, path, url = format_module("to", to, TARGETS), os.fspath(checkpoint), os.fspath(target)
+    rows = RowFilter() if where is None else parse_row_filter(where)
+    choice = _Choice(tables, slots, rows, dtype, since, all_slots=skip_damaged or module.ALL_SLOTS)
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype: found {dtype!r}, expected one of {', '.join(DTYPES)}")
+    if since is not None and skip_damaged:
+        expected = "one of them: some of the changes are no increment"
+        raise ConversionError(url, "since", found="it beside skip_damaged", expected=expected)
+    if since is not None and (where is not None or not module.INCREMENTS):
+        found = f"it beside {to if where is None else 'where'}"
         raise ConversionError(url, "since", found=found, expected="all changed rows, to parquet or npy")
-    if choice.dtype is not None and choice.dtype not in module.DTYPES:
-        found, expected = f"{choice.dtype} for {to}, which does not have it", ", ".join(module.DTYPES) or "none"
+    if dtype is not None and dtype not in module.DTYPES:
+        found, expected = f"{dtype} for {to}, which does not have it", ", ".join(module.DTYPES) or "none"
         raise ConversionError(url, "dtype", found=found, expected=expected)
 
+    def locate() -> tuple[Storage, Checkpoint, list[CorruptCheckpointError]]:
+        return locate_damaged(path) if skip_damaged else (*locate_path(path), [])
 
-def _opened(storage: Storage, checkpoint: Checkpoint, choice: _Choice, all_slots: bool) -> Export:
-    chain, manifest = OpenChain.open(storage, checkpoint), checkpoint.manifest
-    names = [table.name for table in manifest.tables]
-    for name in choice.tables or ():
-        if name not in names:
-            remedy = nearest(name, names).strip("; ")
-            path, found = checkpoint.directory, f"no table {name!r}"
-            raise ConversionError(path, "", found=found, expected=f"one of {first_few(names, 20)}", remedy=remedy)
-    count = None if choice.since is None else links_since(storage, checkpoint, choice.since)
-    chosen = [table for table in manifest.tables if choice.tables is None or table.name in choice.tables]
-    newer = None if count is None else chain.newest(count)
-    views = [_view(table, chain, newer, choice, all_slots) for table in chosen]
-    _check_narrowed(views, choice.dtype, checkpoint.directory)
-    metadata: dict[str, Any] = {"format": "recckpt-export", "checkpoint": manifest.ckpt_id, "step": manifest.step}
-    metadata["source"] = storage.url_of(checkpoint.directory)
-    if count is not None:
-        base = checkpoint.links[count].manifest
+    def write(located: tuple[Storage, Checkpoint, list[CorruptCheckpointError]]) -> Exported:
+        storage, found, passed_over = located
+        skipped = [Skipped(each.path, f"{problem_of(each)}: this checkpoint may be newer") for each in passed_over]
+        with TargetFiles(url) as files:
+            if skip_damaged:
+                export = _opened_damaged(storage, found, choice, skipped, with_tensors=to in HOLD_TENSORS)
+            else:
+                export = _opened(storage, found, choice)
+            n_bytes = sum((t.n_stored or 0) * (8 + sum(s.row_bytes for s in t.stored)) for t in export.tables)
+            with Progress(f"exporting {found.ckpt_id}", n_bytes) as progress:
+                # No target has what the checkpoint lacks of tables that were not saved as they were.
+                reduced = ((view.name, found.manifest.named_table(view.name).reduced) for view in export.tables)
+                left = [LeftOut(f"table {name}", f"was saved {each}") for name, each in reduced if each and str(each)]
+                left += module.write(export, files, progress)
+            left += _states_left(found, export, skipped, with_states=to == "recis")
+        return Exported(found.ckpt_id, url, to, export.metadata(), tuple(left), files.n_bytes, tuple(skipped))
+
+    return first_whole(locate, write)
+
+
+def _opened(storage: Storage, checkpoint: Checkpoint, choice: _Choice) -> Export:
+    chosen, chain = _chosen(checkpoint, choice), OpenChain.open(storage, checkpoint)
+    metadata, n_newer, views = _metadata(storage, checkpoint), None, []
+    if choice.since is not None:
+        n_newer = _links_since(storage, checkpoint, choice.since)
+        base, names = checkpoint.links[n_newer].manifest, {table.name for table in checkpoint.manifest.tables}
         gone = [table.name for table in base.tables if table.name not in names]
         metadata |= {"since": base.ckpt_id, "dropped_tables": gone}
-    return Export(views, chain.tensors, metadata, len(manifest.shards), chain.state)
+    for table in chosen:
+        reader = (chain if n_newer is None else chain.newest(n_newer)).table(table.name, [s.name for s in table.slots])
+        if n_newer is None:
+            views.append(_view(table, choice, table.rows, partial(_all_rows, reader)))
+        else:
+            replaced = any(link.entry.is_whole for link in reader.links)
+            view = _view(table, choice, None, partial(_upserts, reader))
+            deletes = partial(_deletes, [] if replaced else reader.with_slots(()).links)
+            views.append(replace(view, replaced=replaced, deletes=deletes))
+    _check_narrowed(views, choice.dtype, checkpoint.directory)
+    return Export(views, chain.tensors, metadata, len(checkpoint.manifest.shards), chain.state)
+
+
+def _opened_damaged(
+    storage: Storage, checkpoint: Checkpoint, choice: _Choice, skipped: list[Skipped], *, with_tensors: bool
+) -> Export:
+    """Open what is whole, and add to ``skipped`` what is not."""
+    chosen, chain, views = _chosen(checkpoint, choice), OpenChain.of(storage, checkpoint), []
+    for table in chosen:
+        rows = WholeRows(storage, checkpoint, table.name)
+        skipped += rows.skipped
+        views.append(_view(table, choice, rows.n_rows, rows.batches))
+    _check_narrowed(views, choice.dtype, checkpoint.directory)
+    tensors = whole_tensors(chain.files, checkpoint, skipped, read=with_tensors)
+    metadata = _metadata(storage, checkpoint) | {"skipped": [asdict(each) for each in skipped]}
+    state = whole_states(partial(chain.state, is_mapped=False), checkpoint.directory, skipped)
+    return Export(views, tensors, metadata, len(checkpoint.manifest.shards), state)
+
+
+def _metadata(storage: Storage, checkpoint: Checkpoint) -> dict[str, Any]:
+    manifest, url = checkpoint.manifest, storage.url_of(checkpoint.directory)
+    return {"format": FORMAT, "checkpoint": manifest.ckpt_id, "step": manifest.step, "source": url}
+
+
+def _chosen(checkpoint: Checkpoint, choice: _Choice) -> list[TableEntry]:
+    """Return the tables that are asked for; ConversionError for one that is not there."""
+    names = [table.name for table in checkpoint.manifest.tables]
+    for name in choice.tables or ():
+        if name not in names:
+            raise no_such_table(checkpoint.directory, name, names)
+    return [table for table in checkpoint.manifest.tables if choice.tables is None or table.name in choice.tables]
+
+
+def _view(table: TableEntry, choice: _Choice, n_rows: int | None, batches: Batches) -> TableView:
+    slots, path = {slot.name: slot for slot in table.slots}, f"table {table.name!r}"
+    for name in choice.slots or ():
+        if name not in slots:
+            found, expected, remedy = f"no slot {name!r}", f"one of {[*slots]}", nearest(name, [*slots]).strip("; ")
+            raise ConversionError(path, "", found=found, expected=expected, remedy=remedy)
+    filtered = {name: slots[name] for name in choice.where.slots if name in slots and math.prod(slots[name].shape) == 1}
+    if filtered.keys() != choice.where.slots:
+        missing = sorted(choice.where.slots - filtered.keys())
+        found, expected = f"no number a row in {missing}", "slots of one number a row"
+        raise ConversionError(path, "where", found=found, expected=expected)
+    by_default = slots.keys() if choice.all_slots else {EMBEDDING}
+    asked = by_default if choice.slots is None else choice.slots
+    stored = tuple(slot for name, slot in slots.items() if name in asked)
+    return TableView(table.name, stored, n_rows, batches, choice.where, choice.dtype, filtered)
 
 
 def _check_narrowed(views: Sequence[TableView], dtype: str | None, path: str) -> None:
@@ -157,64 +230,61 @@ def _check_narrowed(views: Sequence[TableView], dtype: str | None, path: str) ->
         raise ConversionError(path, "dtype", found=found, expected=expected, remedy="export without a dtype")
 
 
-def _view(table: TableEntry, chain: OpenChain, newer: OpenChain | None, choice: _Choice, all_slots: bool) -> TableView:
-    slots = {slot.name: slot for slot in table.slots}
-    stored = [slots[name] for name in _asked(table, choice, all_slots)]
-    filtered = {name: slots[name] for name in choice.where.slots if name in slots and math.prod(slots[name].shape) == 1}
-    if filtered.keys() != choice.where.slots:
-        missing = sorted(choice.where.slots - filtered.keys())
-        found, expected = f"no number a row in {missing}", "slots of one number a row"
-        raise ConversionError(f"table {table.name!r}", "where", found=found, expected=expected)
-    if newer is None:
-        read = chain.table(table.name, list(slots))
-        return TableView(
-            table.name,
-            tuple(stored),
-            table.rows,
-            lambda names: read.with_slots(names).all_rows(),
-            choice.where,
-            choice.dtype,
-            filtered,
-        )
-    changes = newer.table(table.name, list(slots))
-    replaced = any(link.entry.is_whole for link in changes.links)
-    return TableView(
-        table.name,
-        tuple(stored),
-        None,
-        lambda names: upserts(changes.with_slots(names).links),
-        choice.where,
-        choice.dtype,
-        filtered,
-        replaced,
-        lambda: iter(()) if replaced else deletes(changes.with_slots(()).links),
-    )
-
-
-def _asked(table: TableEntry, choice: _Choice, all_slots: bool) -> list[str]:
-    slots: list[str] = [slot.name for slot in table.slots]
-    if choice.slots is None:
-        return slots if all_slots else [EMBEDDING]
-    for name in choice.slots:
-        if name not in slots:
-            where, remedy = f"table {table.name!r}", nearest(name, slots).strip("; ")
-            raise ConversionError(where, "", found=f"no slot {name!r}", expected=f"one of {slots}", remedy=remedy)
-    return [name for name in slots if name in choice.slots]
-
-
-def _not_saved(checkpoint: Checkpoint, export: Export) -> list[LeftOut]:
-    """List the tables that were not saved as they were: no target has what the checkpoint lacks."""
-    reduced = {view.name: checkpoint.manifest.named_table(view.name).reduced for view in export.tables}
-    return [
-        LeftOut(f"table {name}", f"was saved {text}") for name, each in reduced.items() if each and (text := str(each))
-    ]
-
-
-def _states_left(checkpoint: Checkpoint, export: Export, *, with_states: bool) -> list[LeftOut]:
+def _states_left(
+    checkpoint: Checkpoint, export: Export, skipped: Sequence[Skipped], *, with_states: bool
+) -> list[LeftOut]:
     """List registered objects, positions and plain values, for a target that has no place for them."""
     names = checkpoint.manifest.names
     lost = [*names.extra_of_ranks]
     if not with_states:
-        plain = (name for name in names.dense if name not in export.tensors.model)
+        damaged = {each.tensor for each in skipped if each.tensor}
+        plain = (name for name in names.dense if name not in export.tensors.model and name not in damaged)
         lost += [*names.extra, *names.io_state, *plain]
     return [LeftOut(name, "is state that is no tensor and no row; it stays in the checkpoint") for name in lost]
+
+
+def _links_since(storage: Storage, checkpoint: Checkpoint, since: str) -> int:
+    """Return how many links of a chain, newest first, are newer than the one of that id or path; 0 of the newest.
+
+    Raises:
+        ConversionError: the checkpoint does not stand on it.
+    """
+    around, name = open_parent(since) if "/" in since else (storage, since)
+    ours, theirs = (each.url if "://" in each.url else os.path.realpath(each.url) for each in (storage, around))
+    for number, link in enumerate(checkpoint.links):
+        if since in (link.ckpt_id, link.directory) or ("/" in since and ours == theirs and name == link.directory):
+            return number
+    meant = counted_back(storage, name) if ours == theirs else None  # latest~N
+    for number, link in enumerate(checkpoint.links):
+        if meant is not None and link.manifest.origin == meant.manifest.origin:
+            return number
+    found = f"{since!r}, which {checkpoint.ckpt_id!r} does not stand on"
+    below = ", ".join(link.ckpt_id for link in checkpoint.below)
+    expected = f"one of {below}" if below else "a checkpoint that it stands on, and it is full: it stands on none"
+    remedy = "export all of it, or save with Saver(deltas=True)"
+    raise ConversionError(checkpoint.directory, "since", found=found, expected=expected, remedy=remedy)
+
+
+def _all_rows(table: ChainTable, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    return table.with_slots(names).all_rows()
+
+
+def _upserts(table: ChainTable, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """Yield the rows that the links of a table have, the newest of each id, in bucket order."""
+    links = table.with_slots(names).links
+    return merged_range(links, _EVERYWHERE, _BUDGET_BYTES, lambda piece, rows: None) if links else iter(())
+
+
+def _deletes(links: Sequence[TableReader]) -> Iterator[Int64s]:
+    """Yield the ids that the newest of some links delete, each once, in the order of ranges of buckets."""
+    chain = [LinkCursor(link, _EVERYWHERE) for link in links]
+    for begin, end in bucket_ranges(links, _EVERYWHERE, _BUDGET_BYTES):
+        named = NamedIds()
+        for cursor in chain:
+            rows, gone = cursor.between(begin, end)
+            named.add(ids_of(rows))
+            deleted = distinct(ids_of(gone))
+            new = deleted[named.is_new(deleted)]
+            if len(new):
+                yield new
+            named.add(deleted)

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from recckpt.checkpoint.new_checkpoint import commit_new
+from recckpt.checkpoint.attempt import Attempt, ShardWriter, commit_new, with_shards
 from recckpt.convert.formats import open_source
-from recckpt.convert.new_checkpoint import NewCheckpoint, write_new
-from recckpt.convert.row_checks import check_table, checked
 from recckpt.convert.row_runs import RowRuns
-from recckpt.convert.source import ImportOptions, ImportSource, LeftOut, SourceContents, SourceTable
+from recckpt.convert.source import ImportOptions, ImportSource, LeftOut, SourceContents, no_such_table
 from recckpt.convert.source_files import SourceFiles
 from recckpt.errors import CheckpointExistsError, ConversionError
 from recckpt.format import layout
+from recckpt.format.buckets import gen_slice
+from recckpt.format.manifest import Content, Names, Training
+from recckpt.format.tables import TableEntry
+from recckpt.output_dir.commit import WRITER
 from recckpt.output_dir.forget_requests import FORGET_FIRST, check_none_pending
 from recckpt.output_dir.listing import list_checkpoints
-from recckpt.sparse.files.part_plan import row_bytes
+from recckpt.sparse.files.part_writer import row_bytes
 from recckpt.storage import Storage, open_storage
 from recckpt.storage.transfers import WorkDir
-from recckpt.text import Progress, first_few, nearest
+from recckpt.text import Progress
 from recckpt.types import positive_int
 
 if TYPE_CHECKING:
@@ -80,7 +83,7 @@ def import_checkpoint(
     Args:
         source: a file or a directory; a path or any fsspec URL.
         output_dir: an output dir, new or not; any fsspec URL.
-        format: a name of ``recckpt.convert.FORMATS``; None to look at the files.
+        format: a name of ``recckpt.convert.SOURCES``; None to look at the files.
         tables: only these tables, by their names in the checkpoint; None for all. Dense state comes along either way.
         options: what the source does not say itself.
         model: of a file of ``torch.save``: the model whose parameters the optimizers in it have, or one with tables in
@@ -101,62 +104,27 @@ def import_checkpoint(
         RecckptError: ids are yet to be forgotten in the output dir.
     """
     positive_int("budget_bytes", budget_bytes)
-    url = os.fspath(output_dir)
-    wishes = options or ImportOptions()
-    if model is not None or optimizers:
-        wishes = replace(wishes, model=model, optimizers=_checked_optimizers(optimizers or {}))
-    with _opened(source, format, wishes) as opened:
-        plan = _planned(opened.contents, os.fspath(source), tables, step)
-        storage = open_storage(url)
-        check_none_pending(storage, FORGET_FIRST)
-        if list_checkpoints(storage).find(plan.ckpt_id):
-            remedy = "give the import another step"
-            raise CheckpointExistsError(f"{storage.url}: checkpoint {plan.ckpt_id!r} is committed already; {remedy}")
-        if dry_run:
-            return plan
-        waiting = WorkDir(os.fspath(work_dir) if work_dir is not None else _near(url))
-        return _imported(opened, plan, storage, waiting, budget_bytes)
-
-
-def _checked_optimizers(optimizers: Any) -> Mapping[str, Any]:
-    if not isinstance(optimizers, Mapping) or not all(hasattr(one, "param_groups") for one in optimizers.values()):
+    url, wishes, live = os.fspath(output_dir), options or ImportOptions(), optimizers or {}
+    if not isinstance(live, Mapping) or not all(hasattr(one, "param_groups") for one in live.values()):
         raise TypeError(f"optimizers: found {optimizers!r:.100}, expected a dict, name in the file -> optimizer")
-    return optimizers
-
-
-def _planned(contents: SourceContents, source: str, tables: Collection[str] | None, step: int | None) -> ImportPlan:
-    contents = _chosen(contents, tables, source)
+    if model is not None or live:
+        wishes = replace(wishes, model=model, optimizers=live)
+    opened = open_source(SourceFiles(source), format, wishes)
+    contents = _chosen(opened.contents, tables, os.fspath(source))
     step = next(number for number in (step, contents.step, 0) if number is not None)
     if type(step) is not int or step < 0:
-        raise ConversionError(source, "step", found=f"{step!r}", expected="an int of 0 or more")
+        raise ConversionError(os.fspath(source), "step", found=f"{step!r}", expected="an int of 0 or more")
     rows = {table.name: table.n_rows for table in contents.tables}
-    return ImportPlan(source, layout.step_id(step), step, contents, rows=rows)
-
-
-def _imported(
-    source: ImportSource, plan: ImportPlan, storage: Storage, waiting: WorkDir, budget_bytes: int
-) -> ImportPlan:
-    """Read all rows, in order, then write and commit; return the plan with what it has come to."""
-    contents = plan.contents
-    n_bytes = sum(table.n_rows * (table.row_bytes + row_bytes(table.slots)) for table in contents.tables)
-    with ExitStack() as stack:
-        progress = stack.enter_context(Progress(f"importing {plan.source}", n_bytes))
-        runs = [stack.enter_context(_read(source, t, waiting, budget_bytes, progress)) for t in contents.tables]
-        progress.n_rows = sum(each.n_rows for each in runs)
-        state = {"imported_from": plan.source, "imported_format": contents.format}
-        write = partial(write_new, new=NewCheckpoint(runs, contents, state), advance=progress.advance)
-        directory, record = commit_new(storage, plan.ckpt_id, plan.step, write)
-    rows = {table.name: table.rows for table in record.tables}
-    return replace(plan, directory=directory, rows=rows, n_bytes=record.n_bytes)
-
-
-@contextmanager
-def _opened(source: str | os.PathLike[str], format: str | None, options: ImportOptions) -> Iterator[ImportSource]:
-    opened = open_source(SourceFiles(source), format, options)
-    try:
-        yield opened
-    finally:
-        opened.close()
+    plan = ImportPlan(os.fspath(source), layout.step_id(step), step, contents, rows=rows)
+    storage = open_storage(url)
+    check_none_pending(storage, FORGET_FIRST)
+    if list_checkpoints(storage).find(plan.ckpt_id):
+        remedy = "give the import another step"
+        raise CheckpointExistsError(f"{storage.url}: checkpoint {plan.ckpt_id!r} is committed already; {remedy}")
+    if dry_run:
+        return plan
+    waiting = WorkDir(os.fspath(work_dir) if work_dir is not None else _near(url))
+    return _imported(opened, plan, storage, waiting, budget_bytes)
 
 
 def _chosen(contents: SourceContents, tables: Collection[str] | None, source: str) -> SourceContents:
@@ -164,38 +132,14 @@ def _chosen(contents: SourceContents, tables: Collection[str] | None, source: st
     there = [table.name for table in contents.tables]
     for name in tables or ():
         if name not in there:
-            remedy = nearest(name, there).strip("; ")
-            raise ConversionError(
-                source, "", found=f"no table {name!r}", expected=f"one of {first_few(there, 20)}", remedy=remedy
-            )
+            raise no_such_table(source, name, there)
     chosen = tuple(table for table in contents.tables if tables is None or table.name in tables)
     for table in chosen:
-        check_table(table, source)
+        table.check(source)
     if len(set(there)) < len(there):
         raise ConversionError(source, "", found=f"tables {there}", expected="each name once")
-    left = tuple(
-        LeftOut(f"table {name}", "not asked for") for name in there if tables is not None and name not in tables
-    )
+    left = [LeftOut(f"table {name}", "not asked for") for name in there if tables is not None and name not in tables]
     return replace(contents, tables=chosen, left_out=(*contents.left_out, *left))
-
-
-@contextmanager
-def _read(
-    source: ImportSource, table: SourceTable, waiting: WorkDir, budget_bytes: int, progress: Progress
-) -> Iterator[RowRuns]:
-    """Read all rows of a table into files of the work dir, in order."""
-    runs = RowRuns(table, max(1, budget_bytes // 4), waiting.new_file)
-    try:
-        for rows in source.rows(table):
-            runs.add(checked(rows, table))
-            progress.advance(len(rows.ids) * table.row_bytes)
-        runs.finish()
-        if table.is_exact and runs.n_rows != table.n_rows:
-            found, expected = f"{runs.n_rows} rows", f"{table.n_rows}, as the source says"
-            raise ConversionError(f"table {table.name!r}", "", found=found, expected=expected)
-        yield runs
-    finally:
-        runs.close()
 
 
 def _near(url: str) -> str:
@@ -204,3 +148,77 @@ def _near(url: str) -> str:
         return tempfile.gettempdir()
     path = Path(url.split("://", 1)[-1]).expanduser().absolute()
     return str(next(each for each in (path, *path.parents) if each.is_dir()))
+
+
+def _imported(
+    source: ImportSource, plan: ImportPlan, storage: Storage, waiting: WorkDir, budget_bytes: int
+) -> ImportPlan:
+    """Read all rows, in order, then write and commit; return the plan with what it has come to."""
+    tables = plan.contents.tables
+    n_bytes = sum(table.n_rows * (table.row_bytes + row_bytes(table.slots)) for table in tables)
+    with ExitStack() as stack:
+        progress = stack.enter_context(Progress(f"importing {plan.source}", n_bytes))
+        all_runs = []
+        for table in tables:
+            runs = stack.enter_context(closing(RowRuns(table, max(1, budget_bytes // 4), waiting.new_file)))
+            for rows in source.rows(table):
+                with waiting.named_errors():
+                    runs.add(rows.checked(table))
+                progress.advance(len(rows.ids) * table.row_bytes)
+            with waiting.named_errors():
+                runs.finish()
+            if runs.n_rows != table.n_rows:
+                found, expected = f"{runs.n_rows} rows", f"{table.n_rows}, as the source says"
+                raise ConversionError(f"table {table.name!r}", "", found=found, expected=expected)
+            all_runs.append(runs)
+        progress.n_rows = sum(runs.n_rows for runs in all_runs)
+        write = partial(_write, plan=plan, tables=all_runs, advance=progress.advance)
+        directory, record = commit_new(storage, plan.ckpt_id, plan.step, write)
+    return replace(
+        plan, directory=directory, rows={table.name: table.rows for table in record.tables}, n_bytes=record.n_bytes
+    )
+
+
+def _write(to: Attempt, plan: ImportPlan, tables: Sequence[RowRuns], advance: Callable[[int], object]) -> Content:
+    """Write all files of a checkpoint, whose rows are in order, and return what it holds.
+
+    It has as many shards as there are positions: each rank that goes on takes its own.
+    """
+    records, rows, contents = [], Counter[str](), plan.contents
+    n_shards = max(1, len(contents.io_state))
+    for number in range(n_shards):
+        shard, own = to.shard(number, n_shards), gen_slice(number, n_shards)
+        shard.rows(tables, 1, advance, buckets=(own.begin, own.end))
+        _write_state(shard, contents, number)
+        records.append(shard.record())
+        rows.update(shard.catalog.rows)
+    names = Names(
+        dense=(*(tensor.name for tensor in contents.dense), *contents.values),
+        extra=tuple(contents.extra),
+        io_state=tuple(dict.fromkeys(name for each in contents.io_state for name in each)),
+        dense_opt=tuple(contents.dense_opt),
+    )
+    entries = tuple(TableEntry(runs.table.name, rows[runs.table.name], runs.table.slots) for runs in tables)
+    state = {"imported_from": plan.source, "imported_format": contents.format}
+    content = Content((), entries, (), names=names, state=state, writer=WRITER)
+    return with_shards(replace(content, training=Training(contents.lineages)), records)
+
+
+def _write_state(shard: ShardWriter, contents: SourceContents, number: int) -> None:
+    """Write the positions of one shard, and of the first one all dense state; a tensor at a time is in memory."""
+    states = {}
+    if number == 0 and contents.extra:
+        states[layout.EXTRA] = "extra", contents.extra
+    if contents.io_state:
+        states[layout.io_state(number)] = "io_state", contents.io_state[number]
+    has_dense = number == 0 and bool(contents.dense or contents.values)
+    if not states and not has_dense:
+        return
+    from recckpt.dense.saver import Later  # torch, which rows do without
+    from recckpt.dense.state_copy import portable
+
+    if has_dense:
+        tensors = {t.name: Later(t.dtype, t.shape, t.same, t.whole) for t in contents.dense}
+        shard.tensors({**tensors, **portable("the state", dict(contents.values))})
+    if states:
+        shard.states({name: portable(what, dict(state)) for name, (what, state) in states.items()})

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from recckpt.convert.recis_blocks import TableSlice
 from recckpt.convert.source import Array, LeftOut, SourceTensor
 from recckpt.errors import ConversionError
 from recckpt.format.layout import SPARSE_OPTIM
@@ -38,19 +37,15 @@ class Rule:
 
     @property
     def here(self) -> tuple[str, ...]:
-        """The slots by their names here."""
         return tuple(self.slots.values())
 
 
-def _adam(prefix: str, beta_dtype: type[np.floating[Any]]) -> Rule:
-    names = (f"{prefix}exp_avg", f"{prefix}exp_avg_sq")
-    return Rule(prefix, {name: name for name in names}, beta_dtype=beta_dtype)
-
-
+_ADAMS = (("sparse_adamw_tf", np.float32), ("sparse_adamw", np.float32), ("sparse_adam", np.float64))
 RULES = (
-    _adam("sparse_adamw_tf_", np.float32),
-    _adam("sparse_adamw_", np.float32),
-    _adam("sparse_adam_", np.float64),
+    *(
+        Rule(f"{kind}_", {name: name for name in (f"{kind}_exp_avg", f"{kind}_exp_avg_sq")}, beta_dtype=beta_dtype)
+        for kind, beta_dtype in _ADAMS
+    ),
     Rule("sparse_adagrad_", {"sparse_adagrad_state_sum": "sparse_adagrad_sum"}),
     Rule("sparse_row_wise_adagrad_", {"sparse_row_wise_adagrad_state_sum": "sparse_rowwise_adagrad_sum"}, True),
     Rule(
@@ -60,24 +55,12 @@ RULES = (
     ),
 )
 SLOT_THERE = {here: there for rule in RULES for there, here in rule.slots.items()}
-_SLOT_HERE = {there: here for here, there in SLOT_THERE.items()}
+SLOT_HERE = {there: here for here, there in SLOT_THERE.items()}
 ROW_WISE = {here for rule in RULES if rule.is_row_wise for here in rule.here}
 
 
-def as_here(own: TableSlice) -> TableSlice:
-    """Return what a rank wrote of a table with the slots of optimizers as they are here."""
-    slots = {_SLOT_HERE.get(name, name): tensor for name, tensor in own.slots.items()}
-    return replace(own, slots={n: _one_a_row(t) if n in ROW_WISE else t for n, t in slots.items()})
-
-
-def _one_a_row(tensor: SourceTensor) -> SourceTensor:
-    def read(begin: int, end: int) -> Array:
-        return tensor.read(begin, end).reshape(-1)
-
-    return replace(tensor, shape=tensor.shape[:1], read=read) if tensor.shape[1:] == (1,) else tensor
-
-
 class _Step(NamedTuple):
+    name: str
     rule: Rule
     table: str | None  # None: of all tables
     n: int
@@ -102,26 +85,29 @@ def state_here(
     for name, tensor in dense.items():
         owner = _owner(name, tables, users)
         if owner is not None:
-            steps.append(_Step(*owner, _number(tensor, name, url)))
+            steps.append(_Step(name, *owner, _number(tensor, name, url)))
         elif not _SCALAR.fullmatch(name):
             others.append(tensor if tensor.name == name else replace(tensor, name=name))
         elif name.endswith(_BETAS):
             left.append(LeftOut(name, "follows from the step and the betas that the optimizer is made with"))
         else:
             left.append(LeftOut(name, "counts the steps of an optimizer that recckpt does not have"))
-    _list_unknown(tables, left)
+    unknown = "of an optimizer that recckpt does not have: a slot of this name, which no optimizer reads"
+    for table, slots in tables.items():
+        names = (slot for slot in slots if is_optimizer_slot(slot) and slot not in SLOT_THERE)
+        left += [LeftOut(f"table {table}, slot {slot}", unknown) for slot in names]
     rule = max(RULES, key=lambda each: len(users[each.prefix]))
-    names = users[rule.prefix]
+    own = users[rule.prefix]
     for step in steps:
-        if not names:
-            left.append(LeftOut(_step_name(step), "no table has the slots of its optimizer"))
+        if not own:
+            left.append(LeftOut(step.name, "no table has the slots of its optimizer"))
         elif step.rule is not rule:
-            left.append(LeftOut(_step_name(step), f"a checkpoint has one sparse optimizer, that of {rule.prefix}"))
-    if not names:
+            left.append(LeftOut(step.name, f"a checkpoint has one sparse optimizer, that of {rule.prefix}"))
+    if not own:
         return {}, others
     left.append(LeftOut("hyper-parameters of the sparse optimizer", "RecIS saves none: make it with the same here"))
-    state = _by_table([step for step in steps if step.rule is rule], names, left)
-    return {"slots": list(rule.here), "state": state, "param_groups": [{"tables": names}]}, others
+    state = _by_table([step for step in steps if step.rule is rule], own, left)
+    return {"slots": list(rule.here), "state": state, "param_groups": [{"tables": own}]}, others
 
 
 def _owner(name: str, tables: Slots, users: Mapping[str, Sequence[str]]) -> tuple[Rule, str | None] | None:
@@ -139,10 +125,6 @@ def _owner(name: str, tables: Slots, users: Mapping[str, Sequence[str]]) -> tupl
     return max(owners, key=lambda one: (bool(users[one[0].prefix]), one[1] is None or one[1] in tables), default=None)
 
 
-def _step_name(step: _Step) -> str:
-    return f"{step.rule.prefix}{'' if step.table is None else f'{step.table}_'}step"
-
-
 def _number(tensor: SourceTensor, name: str, url: str) -> int:
     value = tensor.whole().reshape(-1)[0] if tensor.shape in ((), (1,)) else None
     if value is None or not (0 <= value < 2**63 and value % 1 == 0):  # also of NaN
@@ -158,20 +140,12 @@ def _by_table(steps: Sequence[_Step], names: Sequence[str], left: list[LeftOut])
     shared = next((step.n for step in steps if step.table is None), max((step.n for step in merged), default=None))
     for step in merged:
         reason = f"of tables that RecIS merged, not saying which: those without a step of their own start from {shared}"
-        left.append(LeftOut(_step_name(step), reason))
+        left.append(LeftOut(step.name, reason))
     by_table = {name: {"step": own.get(name, shared)} for name in names if own.get(name, shared) is not None}
     for name in names:
         if name not in by_table:
             left.append(LeftOut(f"table {name}, steps", "are not there: the optimizer counts them from 0"))
     return by_table
-
-
-def _list_unknown(tables: Slots, left: list[LeftOut]) -> None:
-    for table, slots in tables.items():
-        for slot in slots:
-            if is_optimizer_slot(slot) and slot not in SLOT_THERE:
-                reason = "of an optimizer that recckpt does not have: a slot of this name, which no optimizer reads"
-                left.append(LeftOut(f"table {table}, slot {slot}", reason))
 
 
 def scalars_there(state: Mapping[str, Any], tables: Slots, left: list[LeftOut]) -> Iterator[tuple[str, Array]]:

@@ -7,20 +7,17 @@ buckets is then the same range of every run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import IO
+from typing import IO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from recckpt.convert.source import Array, Int64s, SourceRows, SourceTable
 from recckpt.errors import ConversionError
-from recckpt.format.buckets import N_BUCKETS, mix64
-from recckpt.format.distinct import repeated
+from recckpt.format.buckets import N_BUCKETS, mix64, repeated
 from recckpt.sparse.files.arrow_format import ID_SPEC
-from recckpt.sparse.files.link_cursors import row_of
-from recckpt.sparse.files.part_plan import TableBytes, row_bytes
-from recckpt.sparse.files.part_writer import ColumnBytes, RowBatch
+from recckpt.sparse.files.merged_rows import row_of
+from recckpt.sparse.files.part_writer import ColumnBytes, RowBatch, TableBytes, row_bytes
 from recckpt.types import SlotSpec
 
 Hashes = npt.NDArray[np.uint64]
@@ -28,8 +25,7 @@ BATCH_BYTES = 8 << 20
 _RANGE_BYTES = 32 << 20  # of rows that are put in order at once
 
 
-@dataclass(frozen=True)
-class _SortedRun:
+class _SortedRun(NamedTuple):
     """One sorted run: its hashes, its ids and its slots, each mapped from the file."""
 
     hashes: Hashes
@@ -77,21 +73,22 @@ class RowRuns:
         """
         if self._n_waiting:
             self._write_run()
-        self._runs = list(self._mapped())
+        self._runs = [] if self._file is None else self._mapped(np.memmap(self._file, np.uint8, "r"))
         for begin, end in self._ranges(0, N_BUCKETS, 8):
             hashes = np.concatenate([run.hashes[run.at(begin) : run.at(end)] for run in self._runs])
             if len(twice := repeated(hashes)):
-                raise self._repeat(int(twice[0]))
+                run = next(run for run in self._runs if twice[0] in run.hashes)
+                id_ = run.columns[0].view(np.int64)[np.searchsorted(run.hashes, twice[0])]
+                path, remedy = f"table {self.table.name!r}", "nothing was written; keep one row an id"
+                raise ConversionError(path, "", found=f"id {id_} twice", expected="every id once", remedy=remedy)
 
     def close(self) -> None:
-        """Free the room on disk."""
         self._runs = []
         if self._file is not None:
             self._file.close()
 
     @property
     def size(self) -> TableBytes:
-        """How large the rows are."""
         table, n_bytes = self.table, row_bytes(self.table.slots)
         return TableBytes(table.name, table.slots, self.n_rows * n_bytes, lambda: self._rows_up_to() * n_bytes)
 
@@ -113,20 +110,16 @@ class RowRuns:
         up_to = sum((np.searchsorted(run.hashes, ends) for run in self._runs), start=np.zeros(N_BUCKETS - 1, np.int64))
         return np.append(up_to, self.n_rows)
 
-    def _rows_in(self, begin: int, end: int) -> int:
-        return sum(run.at(end) - run.at(begin) for run in self._runs)
-
     def _between(self, begin: int, end: int) -> tuple[Int64s, list[npt.NDArray[np.void]]]:
         """Return the rows of buckets [begin, end) in their order: the ids, and one array of bytes a slot."""
         places = [(run, slice(run.at(begin), run.at(end))) for run in self._runs]
         order = np.argsort(np.concatenate([run.hashes[place] for run, place in places]), kind="stable")
-        columns = [
-            np.concatenate([run.columns[n][place] for run, place in places])[order] for n in range(len(self._specs))
-        ]
-        return columns[0].view(np.int64), columns[1:]
+        of_runs = [[column[place] for column in run.columns] for run, place in places]
+        ids, *columns = (np.concatenate(parts)[order] for parts in zip(*of_runs, strict=True))
+        return ids.view(np.int64), columns
 
     def _ranges(self, begin: int, end: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-        n_bytes = self._rows_in(begin, end) * row_bytes
+        n_bytes = sum(run.at(end) - run.at(begin) for run in self._runs) * row_bytes
         count = min(end - begin, -(-n_bytes // min(_RANGE_BYTES, self._budget_bytes)))
         for number in range(count):
             yield begin + (end - begin) * number // count, begin + (end - begin) * (number + 1) // count
@@ -139,7 +132,8 @@ class RowRuns:
             self._file = self._new_file()
         places = [self._put(hashes[order]), self._put(ids[order])]
         for number, spec in enumerate(self.table.slots):
-            values = np.concatenate([_bytes_of(rows.columns[number], spec) for rows in self._waiting])
+            columns = (rows.columns[number].reshape(len(rows.ids), -1) for rows in self._waiting)
+            values = np.concatenate([column.view(row_of(spec)).reshape(-1) for column in columns])
             places.append(self._put(values[order]))
         self._places.append((len(ids), places))
         self._waiting, self._n_waiting = [], 0
@@ -153,23 +147,10 @@ class RowRuns:
             self._at, data = self._at + n_bytes, data[n_bytes:]
         return begin
 
-    def _mapped(self) -> Iterator[_SortedRun]:
-        if self._file is None:
-            return
-        data = np.memmap(self._file, np.uint8, "r")
+    def _mapped(self, data: npt.NDArray[np.uint8]) -> list[_SortedRun]:
+        runs = []
         for n_rows, (first, *places) in self._places:
-            hashes = data[first : first + n_rows * 8].view(np.uint64)
             parts = zip(self._specs, places, strict=True)
-            yield _SortedRun(hashes, [data[at : at + n_rows * spec.row_bytes].view(row_of(spec)) for spec, at in parts])
-
-    def _repeat(self, twice: int) -> ConversionError:
-        run = next(run for run in self._runs if np.uint64(twice) in run.hashes)
-        id_ = run.columns[0].view(np.int64)[np.searchsorted(run.hashes, np.uint64(twice))]
-        remedy = "nothing was written; keep one row an id"
-        return ConversionError(
-            f"table {self.table.name!r}", "", found=f"id {id_} twice", expected="every id once", remedy=remedy
-        )
-
-
-def _bytes_of(values: Array, spec: SlotSpec) -> npt.NDArray[np.void]:
-    return values.reshape(len(values), -1).view(row_of(spec)).reshape(-1)
+            columns = [data[at : at + n_rows * spec.row_bytes].view(row_of(spec)) for spec, at in parts]
+            runs.append(_SortedRun(data[first : first + n_rows * 8].view(np.uint64), columns))
+        return runs

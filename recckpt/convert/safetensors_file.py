@@ -7,36 +7,28 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from recckpt.convert.source import Array, SourceTensor
 from recckpt.convert.source_files import SourceFiles
+from recckpt.convert.view import Export, TableView
+from recckpt.dense.tensors import DenseTensors, StoredTensor
 from recckpt.errors import ConversionError
-from recckpt.format.dtypes import MAX_DIMS, NUMPY_DTYPES
+from recckpt.format.tensor_index import MAX_DIMS, NUMPY_DTYPES
+from recckpt.storage import Sink
+from recckpt.text import Progress
 
 MAX_HEADER_BYTES = 100_000_000  # of the library
-DTYPES = {
-    "BOOL": "bool",
-    "bool": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
+_DTYPES = {  # code -> dtype
+    **{"BOOL": "bool", "bool": "bool"},
+    **{f"{letter}{bits}": f"{kind}int{bits}" for bits in (8, 16, 32, 64) for letter, kind in (("U", "u"), ("I", ""))},
+    **{"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64", "C64": "complex64"},
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"},
 }
+_CODES = {name: code for code, name in _DTYPES.items() if code != "bool"}
 
 
 @dataclass(frozen=True)
@@ -91,10 +83,10 @@ def _tensor(files: SourceFiles, name: str, key: str, entry: Any, begin: int) -> 
     path, where = files.path(name), f"tensor {key!r}"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ConversionError(path, where, found=f"{entry!r:.80}", expected="dtype, shape and data_offsets")
-    dtype, shape, place = DTYPES.get(str(entry["dtype"])), entry["shape"], entry["data_offsets"]
+    dtype, shape, place = _DTYPES.get(str(entry["dtype"])), entry["shape"], entry["data_offsets"]
     if dtype is None:
         raise ConversionError(
-            path, where, found=f"dtype {entry['dtype']!r:.40}", expected=f"one of {', '.join(DTYPES)}"
+            path, where, found=f"dtype {entry['dtype']!r:.40}", expected=f"one of {', '.join(_DTYPES)}"
         )
     if not _are_counts(shape) or len(shape) > MAX_DIMS or not _are_counts(place) or len(place) != 2:
         found = f"shape {shape!r:.80}, data_offsets {place!r:.80}"
@@ -126,3 +118,60 @@ def _check_places(path: str, header: Mapping[str, Any], n_bytes: int) -> None:
 
 def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**59 for item in value)
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of a file, and its bytes piece by piece."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterable[bytes]]
+
+
+def header_of(tensors: Sequence[FileTensor], metadata: Mapping[str, str] | None = None) -> dict[str, object]:
+    """Return the header of a file with tensors in this order."""
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    at = 0
+    for tensor in tensors:
+        begin, at = at, at + math.prod(tensor.shape) * NUMPY_DTYPES[tensor.dtype].itemsize
+        place = {"shape": list(tensor.shape), "data_offsets": [begin, at]}
+        header[tensor.name] = {"dtype": _CODES[tensor.dtype], **place}
+    return header
+
+
+def write_file(sink: Sink, header: Mapping[str, object], tensors: Sequence[FileTensor], progress: Progress) -> None:
+    """Write a file; one space at least ends the header, as RecIS has it."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (8 - len(text) % 8)
+    sink.write(len(text).to_bytes(8, "little") + text)
+    for tensor in tensors:
+        for piece in tensor.pieces():
+            sink.write(piece)
+            progress.advance(len(piece))
+
+
+def dense_tensors(export: Export, url: str) -> Iterator[FileTensor]:
+    """Yield the dense tensors; ConversionError for a dtype that the format lacks."""
+    for name, tensor in export.tensors.model.items():
+        if tensor.dtype not in _CODES:
+            found = f"tensor {name!r} of {tensor.dtype}"
+            raise ConversionError(url, "", found=found, expected=f"one of {', '.join(_CODES)}")
+        yield FileTensor(name, tensor.dtype, tensor.shape, partial(_whole, export.tensors, tensor))
+
+
+def _whole(tensors: DenseTensors, tensor: StoredTensor) -> list[bytes]:
+    return [tensors.read(tensor).tobytes()]
+
+
+def table_tensors(table: TableView, name_of: Callable[[str], str]) -> Iterator[FileTensor]:
+    """Yield the columns of a table, ids first, each of which is a pass over the rows."""
+    yield FileTensor(name_of("id"), "int64", (table.n_rows,), lambda: (ids.tobytes() for ids in table.ids()))
+    for slot in table.slots:
+        pieces = partial(_column, table, slot.name)
+        yield FileTensor(name_of(slot.name), slot.dtype, (table.n_rows, *slot.shape), pieces)
+
+
+def _column(table: TableView, slot: str) -> Iterator[bytes]:
+    return (values.tobytes() for _, values in table.column(slot))

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from recckpt.types import SlotSpec
+from recckpt.errors import ConversionError
+from recckpt.format.layout import SPARSE_OPTIM
+from recckpt.format.tensor_index import NUMPY_DTYPES
+from recckpt.text import first_few, nearest
+from recckpt.types import SlotSpec, check_table_name
 
 Array = npt.NDArray[Any]
 Int64s = npt.NDArray[np.int64]
+STEP_BYTES = 16 << 20  # of rows that a source reads at once
+ID_REMEDY = "nothing was written; ids are int64: hash or number them first"
+_RESERVED = frozenset({"", "id", "table", "op"})  # part of the format
 
 
 @dataclass(frozen=True)
@@ -25,20 +32,45 @@ class SourceRows:
     ids: Int64s
     columns: Sequence[Array]
 
+    def checked(self, table: SourceTable) -> SourceRows:
+        """Return the rows contiguous; ConversionError where they are not as the slots of their table say."""
+        for slot, column in zip(table.slots, self.columns, strict=True):
+            expected: tuple[Any, ...] = (NUMPY_DTYPES[slot.dtype], (len(self.ids), *slot.shape))
+            if (column.dtype, column.shape) != expected:
+                found = f"{column.dtype} of shape {column.shape}"
+                path, where = f"table {table.name!r}", f"slot {slot.name!r}"
+                raise ConversionError(path, where, found=found, expected=f"{expected[0]} of shape {expected[1]}")
+        return SourceRows(self.ids, [np.ascontiguousarray(column) for column in self.columns])
+
 
 @dataclass(frozen=True)
 class SourceTable:
-    """A table that a source has; ``n_rows`` is at least as many as there are where ``is_exact`` is false."""
+    """A table that a source has."""
 
     name: str
     n_rows: int
     slots: tuple[SlotSpec, ...]
-    is_exact: bool = True
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row, the id included."""
         return 8 + sum(slot.row_bytes for slot in self.slots)
+
+    def steps(self, n_rows: int) -> Iterator[tuple[int, int]]:
+        """Yield the ranges [begin, end) in which so many rows are read."""
+        step = max(1, STEP_BYTES // self.row_bytes)
+        yield from ((begin, min(begin + step, n_rows)) for begin in range(0, n_rows, step))
+
+    def check(self, source: str) -> None:
+        """Raise ConversionError where a checkpoint cannot have its name, or those of its slots."""
+        try:
+            check_table_name(self.name)
+        except ValueError as error:
+            raise ConversionError(source, repr(self.name), found=str(error), expected="a table name") from error
+        names = [slot.name for slot in self.slots]
+        if len(set(names)) < len(names) or _RESERVED & set(names):
+            expected = f"different names, none of them {', '.join(sorted(filter(None, _RESERVED)))}"
+            raise ConversionError(source, f"table {self.name!r}", found=f"slots {names}", expected=expected)
 
 
 @dataclass(frozen=True)
@@ -47,7 +79,7 @@ class SourceTensor:
 
     Attributes:
         name: in the source.
-        dtype: a name of :data:`recckpt.format.dtypes.NUMPY_DTYPES`.
+        dtype: a name of :data:`recckpt.format.tensor_index.NUMPY_DTYPES`.
         shape: of all of it.
         same: equal for tensors that are the same one in memory (tied).
         read: returns rows [begin, end) of the first dimension; of a scalar, read(0, 1) has shape (1,).
@@ -101,20 +133,18 @@ class SourceContents:
     left_out: tuple[LeftOut, ...] = ()
 
 
-class ImportSource(Protocol):
-    """An open source; everything about it that can be checked without reading its rows has been."""
+@dataclass(frozen=True)
+class ImportSource:
+    """An open source; everything about it that can be checked without reading its rows has been.
+
+    Attributes:
+        contents: what it holds.
+        rows: yields all rows of a table, in any order, some megabytes at a time; each file is closed once it is read.
+            ConversionError where a value is not what the source says.
+    """
 
     contents: SourceContents
-
-    def rows(self, table: SourceTable) -> Iterator[SourceRows]:
-        """Yield all rows of a table, in any order, some megabytes at a time.
-
-        Raises:
-            ConversionError: a value is not what the source says.
-        """
-
-    def close(self) -> None:
-        """Close its files."""
+    rows: Callable[[SourceTable], Iterator[SourceRows]]
 
 
 @dataclass(frozen=True)
@@ -140,3 +170,30 @@ class ImportOptions:
     names: Mapping[str, str] = field(default_factory=dict)
     model: Any = None
     optimizers: Mapping[str, Any] = field(default_factory=dict)
+
+
+def int64_ids(values: Array, path: str, where: str) -> Int64s:
+    """Return ids as int64; ConversionError for floats, NaN, what is beyond int64, and anything but one dimension."""
+    if values.ndim != 1:
+        raise ConversionError(path, where, found=f"ids of shape {values.shape}", expected="one dimension")
+    if values.dtype.kind not in "iu":
+        nan = " with NaN among them" if values.dtype.kind == "f" and np.isnan(values).any() else ""
+        found = f"ids of {values.dtype}{nan}"
+        raise ConversionError(path, where, found=found, expected="integers of int64", remedy=ID_REMEDY)
+    if values.dtype == np.uint64 and len(values) and values.max() > np.iinfo(np.int64).max:
+        found = f"the id {values.max()}, beyond int64"
+        raise ConversionError(path, where, found=found, expected="at most 2**63 - 1", remedy=ID_REMEDY)
+    return np.ascontiguousarray(values, np.int64)
+
+
+def no_such_table(path: str, name: str, there: Sequence[str], why: str = "") -> ConversionError:
+    """Return the error for a table that is named and not there."""
+    found, remedy = f"no table {name!r}{why}", nearest(name, there).strip("; ")
+    return ConversionError(path, "", found=found, expected=f"one of {first_few(there, 20)}", remedy=remedy)
+
+
+def optimizer_state(steps: Mapping[str, int], slots: Sequence[str]) -> dict[str, Any]:
+    """Return the state of the sparse optimizer, by its name among the registered objects; empty without steps."""
+    state = {table: {"step": step} for table, step in steps.items()}
+    groups = [{"tables": list(steps)}]
+    return {SPARSE_OPTIM: {"slots": list(slots), "state": state, "param_groups": groups}} if steps else {}

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from recckpt.convert.source import Array
+from recckpt.convert.source import Array, LeftOut
 from recckpt.errors import ConversionError
 from recckpt.format import layout
 from recckpt.storage import open_parent, open_storage
 
 _LOCAL = ("file://", "local://")
 _MAX_FILES = 1_000_000
+_MOST_LISTED = 20
 
 
 class SourceFiles:
@@ -27,7 +29,7 @@ class SourceFiles:
         is_file: whether the source is a single file.
 
     Raises:
-        ConversionError: there is nothing.
+        ConversionError: there is nothing, or it is a checkpoint of recckpt.
         ValueError: no storage takes the URL.
     """
 
@@ -39,7 +41,12 @@ class SourceFiles:
         if self._is_local:
             self._path = Path(self.url.split("://", 1)[-1]).expanduser()
             self.is_file = self._path.is_file()
-            self.names = [self._path.name] if self.is_file else _below(self._path)
+            paths = [Path(base, name) for base, _, names in os.walk(self._path) for name in names]
+            if len(paths) > _MAX_FILES:
+                found, expected = f"{len(paths)} files", f"at most {_MAX_FILES}"
+                raise ConversionError(str(self._path), "", found=found, expected=expected)
+            below = sorted(path.relative_to(self._path).as_posix() for path in paths)
+            self.names = [self._path.name] if self.is_file else below
         else:
             self._storage = open_storage(self.url)
             self.names = list(filter(None, self._storage.list_files("")))  # of a file, some stores list an empty name
@@ -47,8 +54,17 @@ class SourceFiles:
             if self.is_file:
                 self._storage, name = open_parent(self.url)
                 self.names = [name]
-        self._refuse_checkpoint()
-        if not self.names or (self.is_file and not self._exists()):
+        # What recckpt has saved, or left: its parts look like Arrow files, and one alone is not its rows.
+        ours = [name for name in self.names if name.rpartition("/")[2] in (layout.INTENT, layout.MANIFEST)]
+        if ours and not self.is_file:
+            found = f"{ours[0]}, which is of a checkpoint of recckpt"
+            remedy = "load it, or `recckpt export` it first; of a damaged one with --skip-damaged"
+            raise ConversionError(self.url, "", found=found, expected="what another program saved", remedy=remedy)
+        try:
+            is_there = bool(self.names) and (not self.is_file or self.size(self.names[0]) >= 0)
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
             raise ConversionError(self.url, "", found="no file and no directory with files", expected="a source")
 
     @property
@@ -60,6 +76,9 @@ class SourceFiles:
     def path(self, name: str) -> str:
         """Return what a file is called in messages."""
         return self.url if self.is_file else f"{self.url.rstrip('/')}/{name}"
+
+    def below(self, directory: str) -> SourceFiles:
+        return SourceFiles(f"{self.url.rstrip('/')}/{directory}")
 
     def ending(self, *endings: str) -> list[str]:
         """Return the names with one of these endings, but for those that Spark and Hive take for hidden."""
@@ -77,16 +96,12 @@ class SourceFiles:
         return (self._path if self.is_file else self._path / name) if self._is_local else None
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file for seeking and reading."""
-        if self._is_local:
-            return (self._path if self.is_file else self._path / name).open("rb")
-        return self._storage.open(name)
+        local = self.local(name)
+        return self._storage.open(name) if local is None else local.open("rb")
 
     def size(self, name: str) -> int:
-        """Return the bytes of a file."""
-        if self._is_local:
-            return (self._path if self.is_file else self._path / name).stat().st_size
-        return self._storage.size(name)
+        local = self.local(name)
+        return self._storage.size(name) if local is None else local.stat().st_size
 
     def read(self, name: str, max_bytes: int) -> bytes:
         """Return a whole file; ConversionError where it has more than ``max_bytes``."""
@@ -95,6 +110,17 @@ class SourceFiles:
             raise ConversionError(self.path(name), "its size", found=found, expected=f"at most {max_bytes}")
         with self.open(name) as file:
             return file.read()
+
+    def json_object(self, name: str, max_bytes: int) -> dict[str, Any]:
+        """Return the JSON object in a file; ConversionError where it is not one."""
+        try:
+            value = json.loads(self.read(name, max_bytes))
+        except (ValueError, RecursionError) as error:
+            found = f"no JSON ({error!s:.100})"
+            raise ConversionError(self.path(name), "", found=found, expected="an object") from error
+        if not isinstance(value, dict):
+            raise ConversionError(self.path(name), "", found=f"{value!r:.60}", expected="a JSON object")
+        return value
 
     def array(self, name: str, begin: int, dtype: np.dtype[np.generic], shape: Sequence[int]) -> Array:
         """Return values that begin at a byte of a file; ConversionError where the file ends before them."""
@@ -111,23 +137,16 @@ class SourceFiles:
             raise ConversionError(self.path(name), f"byte {begin} on", found=found, expected=f"{n_bytes} bytes")
         return values.view(dtype).reshape(shape)
 
-    def _refuse_checkpoint(self) -> None:
-        """Refuse what recckpt has saved, or left: its parts look like Arrow files, and one alone is not its rows."""
-        ours = [name for name in self.names if name.rpartition("/")[2] in (layout.INTENT, layout.MANIFEST)]
-        if ours and not self.is_file:
-            found = f"{ours[0]}, which is of a checkpoint of recckpt"
-            remedy = "load it, or `recckpt export` it first; of a damaged one, `recckpt salvage` saves the rows"
-            raise ConversionError(self.url, "", found=found, expected="what another program saved", remedy=remedy)
-
-    def _exists(self) -> bool:
-        try:
-            return self.size(self.names[0]) >= 0
-        except FileNotFoundError:
-            return False
-
-
-def _below(path: Path) -> list[str]:
-    paths = [Path(base, name) for base, _, names in os.walk(path) for name in names]
-    if len(paths) > _MAX_FILES:
-        raise ConversionError(str(path), "", found=f"{len(paths)} files", expected=f"at most {_MAX_FILES}")
-    return sorted(file.relative_to(path).as_posix() for file in paths)
+    def beside(self, names: Sequence[str], format: str) -> list[LeftOut]:
+        """List the partition columns of Hive, and the files that are not among ``names``, but for hidden ones."""
+        if self.is_file:
+            return []
+        segments = {segment for name in names for segment in name.split("/")[:-1]}
+        columns = sorted({segment.partition("=")[0] for segment in segments if "=" in segment})
+        why = "is in names of directories alone; put it into a column"
+        left = [LeftOut(f"partition {column}", why) for column in columns]
+        others = sorted(set(self.ending("")) - set(names))
+        left += [LeftOut(name, f"is no file of {format}") for name in others[:_MOST_LISTED]]
+        if len(others) > _MOST_LISTED:
+            left.append(LeftOut(f"{len(others) - _MOST_LISTED} more files", f"are not of {format}"))
+        return left

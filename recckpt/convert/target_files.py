@@ -1,27 +1,36 @@
-"""The files of a target: all of them, or none."""
+"""The files of an export: all of them are written, or none; and what an import reads of them again."""
 
 from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Mapping
-from contextlib import suppress
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
+from recckpt.convert.source import Array, ImportOptions, ImportSource, LeftOut
+from recckpt.convert.source_files import SourceFiles
 from recckpt.errors import ConversionError
 from recckpt.format import layout
 from recckpt.storage import ABSENT, Sink, open_parent
+from recckpt.storage.transfers import WorkDir
 
 # Parts of the formats of exports:
 RECORDS = {  # the files that describe an export
     "parquet": "_recckpt.json",
     "npy": "metadata.json",
-    "csv": "metadata.json",
     "embedding": "metadata.json",
     "dcp": "recckpt.json",
 }
 DELETES = ".deletes"  # after the name of a table: the directory of the ids that an increment deletes
+FORMAT = "recckpt-export"  # in what describes an export
+_READ_AGAIN = ("parquet", "npy")
+_MAX_BYTES = 1 << 26
 _EXISTS = "it exists, expected a new name: remove it, or write to another name"
 
 
@@ -33,7 +42,6 @@ class TargetFiles:
         self._storage, self._name = open_parent(url)
 
     def __enter__(self) -> TargetFiles:
-        """Refuse a target that exists."""
         try:
             self._storage.size(self._name)
             there = True
@@ -55,7 +63,6 @@ class TargetFiles:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all files."""
         return sum(sink.n_bytes for sink in self._made.values())
 
     def create(self, *names: str) -> Sink:
@@ -69,24 +76,25 @@ class TargetFiles:
             found, expected = f"{'/'.join(names)} already, of another table or slot", "a file for each"
             raise ConversionError(self.url, "", found=found, expected=expected, remedy="export the tables apart")
         if not self._made:
-            self._make_parents()
+            try:
+                self._storage.check_there()
+            except ABSENT:
+                self._storage.prepare()
         self._made[path] = self._storage.create(path)
         return self._made[path]
 
-    def _make_parents(self) -> None:
-        try:
-            self._storage.check_there()
-        except ABSENT:
-            self._storage.prepare()
-
     def put_json(self, value: Mapping[str, Any], *names: str) -> None:
-        """Write a small file."""
         self.put(json.dumps(value, indent=2).encode() + b"\n", *names)
 
     def put(self, data: bytes, *names: str) -> None:
-        """Write a small file."""
         with self.create(*names) as sink:
             sink.write(data)
+
+
+def scratch(stack: ExitStack, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    """Return an array of zeros, mapped from a file without a name that goes with the stack."""
+    file = stack.enter_context(WorkDir(tempfile.gettempdir()).new_file(int(np.prod(shape)) * dtype.itemsize))
+    return np.memmap(file, dtype, "r+", shape=shape) if shape[0] else np.empty(shape, dtype)
 
 
 def file_name(table: str) -> str:
@@ -97,3 +105,68 @@ def file_name(table: str) -> str:
         remedy = "leave it out, or take a format that is one file, such as safetensors"
         raise ConversionError(f"table {name[:40]}...", "", found=found, expected=expected, remedy=remedy)
     return name
+
+
+def exported_tables(files: SourceFiles, format: str) -> list[str]:
+    """Return the tables that an export of this format has here; [] where these are no files of one.
+
+    Raises:
+        ConversionError: it is an increment, which is no whole table.
+    """
+    name = RECORDS[format] if format in _READ_AGAIN else ""
+    if files.is_file or name not in files.names:
+        return []
+    try:
+        record = json.loads(files.read(name, _MAX_BYTES))
+    except (ValueError, RecursionError):
+        return []  # of another program
+    if not isinstance(record, dict) or record.get("format") != FORMAT or not isinstance(record.get("tables"), dict):
+        return []
+    check_is_whole(record, files.path(name))
+    directories = {each.partition("/")[0] for each in files.names if "/" in each}
+    return list(record["tables"]) if {file_name(table) for table in record["tables"]} & directories else []
+
+
+def check_is_whole(record: Mapping[str, Any], path: str) -> None:
+    """Refuse what an export says of an increment."""
+    if "since" in record:
+        found = f"the rows that have changed since {record['since']!r}"
+        raise ConversionError(path, "", found=found, expected="whole tables", remedy="export without --since")
+
+
+def check_is_one_table(files: SourceFiles, names: Sequence[str]) -> None:
+    """Refuse files of rows that are an increment's deleted ids."""
+    for name in names:
+        above = f"{files.url.rstrip('/')}/{name}" if not files.is_file else files.url
+        if any(part.endswith(DELETES) for part in above.split("/")[:-1]):
+            found = "the ids that an increment deletes"
+            raise ConversionError(files.path(name), "", found=found, expected="rows", remedy="export without --since")
+
+
+def open_tables(
+    files: SourceFiles,
+    tables: Sequence[str],
+    options: ImportOptions,
+    opened: Callable[[SourceFiles, ImportOptions], ImportSource],
+) -> ImportSource:
+    """Open the directory of each table; ConversionError where one is missing, or an option is for one table alone."""
+    left = [
+        LeftOut(f"table {each}", "not asked for")
+        for each in tables
+        if options.table in tables and each != options.table
+    ]
+    tables = [options.table] if options.table in tables else tables
+    if options.table and len(tables) > 1:
+        expected = f"the name of one: {', '.join(tables)}"
+        remedy = "name the directory of one table, or leave out the name"
+        raise ConversionError(files.url, "", found=f"{len(tables)} tables", expected=expected, remedy=remedy)
+    sources = {}
+    for table in tables:
+        name = options.table or table
+        sources[name] = opened(files.below(file_name(table)), replace(options, table=name))
+    each = [source.contents for source in sources.values()]
+    for name, source in sources.items():
+        left += [LeftOut(f"table {name}, {one.name}", one.reason) for one in source.contents.left_out]
+    of_all = tuple(table for contents in each for table in contents.tables)
+    contents = replace(each[0], tables=of_all, left_out=tuple(left))
+    return ImportSource(contents, lambda table: sources[table.name].rows(table))

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from recckpt.convert.row_checks import ID_REMEDY, int64_ids
-from recckpt.convert.source import ImportOptions, SourceContents, SourceRows, SourceTable, SourceTensor
+from recckpt.convert.source import (
+    ID_REMEDY,
+    Array,
+    ImportOptions,
+    ImportSource,
+    SourceContents,
+    SourceRows,
+    SourceTable,
+    SourceTensor,
+    int64_ids,
+)
 from recckpt.errors import ConversionError
+from recckpt.format.tensor_index import NUMPY_DTYPES
 from recckpt.text import nearest
 from recckpt.types import EMBEDDING, ITEM_BYTES, SlotSpec
-
-STEP_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -26,55 +34,65 @@ class TensorTable:
     slots: Mapping[str, SourceTensor]
 
 
-class TensorSource:
-    """Reads tables and dense state of named tensors.
+@dataclass(frozen=True)
+class SourceBox:
+    """A box of a tensor; ``read`` returns rows [begin, end) of it, of a scalar ``read(0, 1)`` its value."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    read: Callable[[int, int], Array]
+
+    def meets(self, other: SourceBox) -> bool:
+        """Say whether both have a value in common."""
+        sides = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        return all(at < there + length and there < at + size for at, size, there, length in sides)
+
+
+def tensor_source(
+    contents: SourceContents, tensors: Mapping[str, SourceTensor], tables: Sequence[TensorTable], path: str
+) -> ImportSource:
+    """Return a source of named tensors.
 
     Args:
-        contents: what is not rows; :attr:`contents` has the tables too.
+        contents: what is neither tensors nor rows.
+        tensors: those that no table is made of are dense.
         tables: made of tensors.
         path: of the source, for messages.
 
     Raises:
         ConversionError: the tensors of a table do not belong together.
     """
+    by_name = {table.name: table for table in tables}
+    used = {tensor.name for table in tables for tensor in (*filter(None, [table.ids]), *table.slots.values())}
+    dense = tuple(tensor for name, tensor in tensors.items() if name not in used)
 
-    def __init__(self, contents: SourceContents, tables: list[TensorTable], path: str) -> None:
-        self._path = path
-        self._tables = {table.name: table for table in tables}
-        listed = tuple(self._listed(table) for table in tables)
-        self.contents = replace(contents, tables=(*contents.tables, *listed))
-
-    def rows(self, table: SourceTable) -> Iterator[SourceRows]:
-        """Yield the rows of a table in the order of its tensors."""
-        made_of = self._tables[table.name]
-        step = max(1, STEP_BYTES // table.row_bytes)
-        for begin in range(0, table.n_rows, step):
-            end = min(begin + step, table.n_rows)
-            if made_of.ids is None:
-                ids = np.arange(begin, end, dtype=np.int64)
+    def rows(table: SourceTable) -> Iterator[SourceRows]:
+        ids, slots = by_name[table.name].ids, by_name[table.name].slots
+        for begin, end in table.steps(table.n_rows):
+            if ids is None:
+                own = np.arange(begin, end, dtype=np.int64)
             else:
-                ids = int64_ids(made_of.ids.read(begin, end), self._path, f"tensor {made_of.ids.name!r}")
-            yield SourceRows(ids, [made_of.slots[slot.name].read(begin, end) for slot in table.slots])
+                own = int64_ids(ids.read(begin, end), path, f"tensor {ids.name!r}")
+            yield SourceRows(own, [slots[slot.name].read(begin, end) for slot in table.slots])
 
-    def close(self) -> None:
-        """Do nothing: tensors open files only to read them."""
+    return ImportSource(replace(contents, tables=tuple(_listed(each, path) for each in tables), dense=dense), rows)
 
-    def _listed(self, table: TensorTable) -> SourceTable:
-        of_ids = [table.ids] if table.ids else []
-        n_rows = {tensor.name: tensor.shape[:1] for tensor in (*of_ids, *table.slots.values())}
-        if len(set(n_rows.values())) > 1 or () in n_rows.values():
-            found = ", ".join(f"{name!r} of {shape}" for name, shape in n_rows.items())
-            raise ConversionError(self._path, f"table {table.name!r}", found=found, expected="one row an id in each")
-        for tensor in of_ids:
-            where = f"tensor {tensor.name!r}"
-            if not tensor.dtype.startswith(("int", "uint")):
-                found, expected = f"ids of {tensor.dtype}", "integers of int64"
-                raise ConversionError(self._path, where, found=found, expected=expected, remedy=ID_REMEDY)
-            if len(tensor.shape) != 1:
-                found = f"ids of shape {tensor.shape}"
-                raise ConversionError(self._path, where, found=found, expected="one dimension")
-        slots = tuple(slot_of(name, tensor, self._path) for name, tensor in table.slots.items())
-        return SourceTable(table.name, next(iter(n_rows.values()))[0], slots)
+
+def _listed(table: TensorTable, path: str) -> SourceTable:
+    of_ids = [table.ids] if table.ids else []
+    n_rows = {tensor.name: tensor.shape[:1] for tensor in (*of_ids, *table.slots.values())}
+    if len(set(n_rows.values())) > 1 or () in n_rows.values():
+        found = ", ".join(f"{name!r} of {shape}" for name, shape in n_rows.items())
+        raise ConversionError(path, f"table {table.name!r}", found=found, expected="one row an id in each")
+    for tensor in of_ids:
+        where = f"tensor {tensor.name!r}"
+        if not tensor.dtype.startswith(("int", "uint")):
+            found, expected = f"ids of {tensor.dtype}", "integers of int64"
+            raise ConversionError(path, where, found=found, expected=expected, remedy=ID_REMEDY)
+        if len(tensor.shape) != 1:
+            raise ConversionError(path, where, found=f"ids of shape {tensor.shape}", expected="one dimension")
+    slots = tuple(slot_of(name, tensor, path) for name, tensor in table.slots.items())
+    return SourceTable(table.name, next(iter(n_rows.values()))[0], slots)
 
 
 def slot_of(name: str, tensor: SourceTensor, path: str) -> SlotSpec:
@@ -85,6 +103,10 @@ def slot_of(name: str, tensor: SourceTensor, path: str) -> SlotSpec:
     if ITEM_BYTES[tensor.dtype] * math.prod(tensor.shape[1:]) >= 2**31:
         raise ConversionError(path, f"tensor {tensor.name!r}", found=f"{tensor.shape}", expected="rows below 2 GiB")
     return SlotSpec(name, tensor.dtype, tensor.shape[1:])
+
+
+def one_a_row(tensor: SourceTensor) -> SourceTensor:
+    return replace(tensor, shape=tensor.shape[:1], read=lambda begin, end: tensor.read(begin, end).reshape(-1))
 
 
 def wished_tables(tensors: Mapping[str, SourceTensor], options: ImportOptions, path: str) -> list[TensorTable]:
@@ -102,7 +124,48 @@ def wished_tables(tensors: Mapping[str, SourceTensor], options: ImportOptions, p
     return tables
 
 
-def used(tables: list[TensorTable]) -> set[str]:
-    """Return the names of the tensors that tables are made of."""
-    of_ids = {table.ids.name for table in tables if table.ids}
-    return of_ids | {tensor.name for table in tables for tensor in table.slots.values()}
+def put_together(name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[SourceBox], url: str) -> SourceTensor:
+    """Return a tensor that several files have pieces of, whose values are read from these.
+
+    Raises:
+        ConversionError: a piece leaves the tensor, or a value is missing or there twice.
+    """
+    pieces = sorted(pieces, key=lambda piece: piece.offsets)
+    for piece in pieces:
+        sides = zip(piece.offsets, piece.sizes, shape, strict=False)
+        if len(piece.sizes) != len(shape) or any(at + size > whole for at, size, whole in sides):
+            found = f"a piece of {piece.sizes} at {piece.offsets}"
+            raise ConversionError(url, repr(name), found=found, expected=f"one inside {shape}")
+    filled = [piece for piece in pieces if math.prod(piece.sizes)]
+    n_values = sum(math.prod(piece.sizes) for piece in filled)
+    if n_values != math.prod(shape) or _overlap(filled):
+        found = f"pieces of {n_values} values{', some of them twice' if _overlap(filled) else ''}"
+        raise ConversionError(url, repr(name), found=found, expected=f"{math.prod(shape)}, each once")
+
+    def read(begin: int, end: int) -> Array:
+        if not shape:
+            return pieces[0].read(0, 1)
+        values = np.empty((end - begin, *shape[1:]), NUMPY_DTYPES[dtype])
+        for piece in pieces:
+            top = piece.offsets[0]
+            first, last = max(begin, top), min(end, top + piece.sizes[0])
+            if first < last:
+                rest = tuple(slice(o, o + s) for o, s in zip(piece.offsets[1:], piece.sizes[1:], strict=True))
+                place = (slice(first - begin, last - begin), *rest)
+                values[place] = piece.read(first - top, last - top)
+        return values
+
+    return SourceTensor(name, dtype, shape, (url, name), read)
+
+
+def _overlap(pieces: Sequence[SourceBox]) -> bool:
+    """Say whether two pieces, which are in the order of their offsets, have a value in common."""
+    running: list[SourceBox] = []  # those that reach as far as the piece in the first dimension
+    for piece in pieces:
+        if not piece.offsets:
+            return len(pieces) > 1
+        running = [each for each in running if each.offsets[0] + each.sizes[0] > piece.offsets[0]]
+        if any(map(piece.meets, running)):
+            return True
+        running.append(piece)
+    return False

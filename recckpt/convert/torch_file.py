@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from recckpt.convert.source import Array, SourceTensor
 from recckpt.convert.source_files import SourceFiles
 from recckpt.errors import ConversionError
-from recckpt.format.dtypes import NUMPY_DTYPES
+from recckpt.format.tensor_index import NUMPY_DTYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,12 +33,20 @@ def load_torch(files: SourceFiles, name: str) -> Any:
         with files.open(name) as file:
             return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        found = f"a pickle that needs code to load ({str(error).splitlines()[-1]:.200})"
+        found = f"a pickle that needs code to load ({_reason_of(error)})"
         remedy = "nothing was run and nothing written; save tensors and plain values only, such as a state_dict()"
         raise ConversionError(path, "", found=found, expected="tensors and plain values", remedy=remedy) from error
     except _BROKEN as error:
         found = f"what torch does not read ({str(error).splitlines()[0] if str(error) else type(error).__name__:.200})"
         raise ConversionError(path, "", found=found, expected="a whole file of torch.save") from error
+
+
+def _reason_of(error: Exception) -> str:
+    """Return what torch says is wrong, without its advice to load the file all the same."""
+    lines = [line.strip().partition("WeightsUnpickler error: ")[-1] or line.strip() for line in str(error).splitlines()]
+    advice = ("weights_only", "Weights only load failed")
+    lines = [line.partition(" Please ")[0] for line in lines if line and not any(words in line for words in advice)]
+    return f"{type(error).__name__}: {lines[0]:.200}" if lines else type(error).__name__
 
 
 def load_torch_dict(files: SourceFiles, name: str) -> dict[str, Any]:

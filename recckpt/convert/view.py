@@ -10,14 +10,18 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from recckpt.convert.narrowed import narrowed, narrowed_slots
 from recckpt.convert.source import Array, Int64s, LeftOut, SourceRows
 from recckpt.dense.tensors import DenseTensors
-from recckpt.format.dtypes import NUMPY_DTYPES, widened
+from recckpt.errors import ConversionError
+from recckpt.format.tensor_index import NUMPY_DTYPES, widened
 from recckpt.sparse.files.arrow_format import column_buffer, ids_in
 from recckpt.sparse.files.row_filter import RowFilter
+from recckpt.text import Progress
 from recckpt.types import EMBEDDING, SlotSpec
 
+DTYPES = ("float16", "bfloat16", "int8")
+SCALE = "_scale"  # part of the format: after the name of a slot in int8: the slot of the factors of its rows
+_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 Batches = Callable[[Sequence[str]], Iterator[pa.RecordBatch]]  # of these slots
 
 
@@ -48,57 +52,63 @@ class TableView:
 
     @property
     def slots(self) -> tuple[SlotSpec, ...]:
-        """The slots as they are exported."""
         return tuple(each for slot in self.stored for each in self._exported(slot))
 
-    def only(self, name: str) -> TableView:
-        """Return the same with the one slot that is needed for an exported column."""
-        kept = next(slot for slot in self.stored if any(each.name == name for each in self._exported(slot)))
-        return replace(self, stored=(kept,))
-
-    def without_slots(self) -> TableView:
-        """Return the ids alone."""
-        return replace(self, stored=())
-
-    def rows(self) -> Iterator[SourceRows]:
-        """Yield the rows, in bucket order within each shard."""
+    def rows(self, progress: Progress | None = None) -> Iterator[SourceRows]:
+        """Yield the rows, in bucket order within each shard; progress counts those that were taken."""
         for rows, _ in self._measured():
             yield rows
+            if progress is not None:
+                progress.advance(rows.ids.nbytes + sum(column.nbytes for column in rows.columns))
+                progress.add_rows(len(rows.ids))
+
+    def ids(self) -> Iterator[Int64s]:
+        yield from (rows.ids for rows in replace(self, stored=()).rows())
+
+    def column(self, name: str) -> Iterator[tuple[Int64s, Array]]:
+        """Yield ids and one exported column, without reading other slots."""
+        stored = tuple(slot for slot in self.stored if name in (each.name for each in self._exported(slot)))
+        one = replace(self, stored=stored)
+        at = [slot.name for slot in one.slots].index(name)
+        yield from ((rows.ids, rows.columns[at]) for rows in one.rows())
 
     @cached_property
     def n_rows(self) -> int:
         """How many rows are exported; where they are chosen, by reading the slots that choose."""
         if self.n_stored is not None and self.where == RowFilter():
             return self.n_stored
-        return sum(len(rows.ids) for rows in self.without_slots().rows())
+        return sum(map(len, self.ids()))
 
     @cached_property
-    def largest_error(self) -> float:
+    def _largest_error(self) -> float:
         """How far the worst value is from what the checkpoint has, by reading all that are narrowed."""
         narrow = tuple(slot for slot in self.stored if self._exported(slot) != (slot,))
-        return max((error for _, error in replace(self, stored=narrow)._measured()), default=0.0) if narrow else 0.0
+        return max((error for _, error in replace(self, stored=narrow)._measured()), default=0.0)
 
     def description(self) -> dict[str, Any]:
         """Return the entry of the table in the metadata of an export."""
         slots = {slot.name: {"dtype": slot.dtype, "shape": list(slot.shape)} for slot in self.slots}
         values: dict[str, Any] = {"rows": self.n_rows, "slots": slots}
         if self.slots != self.stored:
-            values["largest_error"] = self.largest_error
+            values["largest_error"] = self._largest_error
         if self.deletes is not None:
             values["replaced"] = self.replaced
         return values
 
     def _exported(self, slot: SlotSpec) -> tuple[SlotSpec, ...]:
-        if self.dtype is None or slot.name != EMBEDDING or slot.dtype == self.dtype:
+        """Return what a slot becomes: of int8 a scale a row beside it."""
+        if self.dtype is None or slot.name != EMBEDDING or slot.dtype == self.dtype or slot.dtype not in _FLOATS:
             return (slot,)
-        return narrowed_slots(slot, self.dtype)
+        narrow = SlotSpec(slot.name, self.dtype, slot.shape)
+        return (narrow, SlotSpec(slot.name + SCALE, "float32", ())) if self.dtype == "int8" else (narrow,)
 
     def _measured(self) -> Iterator[tuple[SourceRows, float]]:
         """Yield rows, and the largest error in them."""
         names = dict.fromkeys([*(slot.name for slot in self.stored), *self.filtered])
         for batch in self.batches(list(names)):
             ids = ids_in(batch)
-            values = {name: _numbers(batch.column(name), slot) for name, slot in self.filtered.items()}
+            values = {name: numbers(raw(batch.column(name), s), s).reshape(-1) for name, s in self.filtered.items()}
+            values = {name: v.astype(np.float64 if v.dtype.kind == "f" else np.int64) for name, v in values.items()}
             kept = None if self.where == RowFilter() else self.where.keeps(ids, values)
             if kept is not None:
                 ids = ids[kept]
@@ -136,11 +146,9 @@ class Export:
     load: Callable[[str], dict[str, Any]]
 
     def metadata(self) -> dict[str, Any]:
-        """Return what is written beside the values."""
         return {**self.checkpoint, "tables": {table.name: table.description() for table in self.tables}}
 
     def state(self, name: str) -> dict[str, Any]:
-        """Return a copy of the dict in a ``.pt`` file."""
         return dict(self.load(name))
 
     def no_dense(self, what: str) -> list[LeftOut]:
@@ -154,9 +162,52 @@ def raw(column: pa.Array, slot: SlotSpec) -> Array:
     return values.reshape(len(column), *slot.shape)
 
 
-def _numbers(column: pa.Array, slot: SlotSpec) -> Array:
-    """Return a column of one number a row as float64 or int64, which hold each of them exactly."""
-    values = raw(column, slot).reshape(-1)
-    values = widened(values) if slot.dtype == "bfloat16" else values
-    exact: Array = values.astype(np.float64 if values.dtype.kind == "f" else np.int64)
-    return exact
+def numbers(column: Array, slot: SlotSpec) -> Array:
+    """Return a column with bfloat16 as float32, which holds it exactly."""
+    return widened(column) if slot.dtype == "bfloat16" else column
+
+
+def in_float32(slot: SlotSpec) -> SlotSpec:
+    """Return a slot with bfloat16 as float32, as :func:`numbers` gives its columns."""
+    return replace(slot, dtype="float32") if slot.dtype == "bfloat16" else slot
+
+
+def narrowed(values: Array, ids: Int64s, slot: SlotSpec, dtype: str, path: str) -> tuple[list[Array], float]:
+    """Return a slot of floats in another dtype, int8 with a scale a row, and how far the worst finite value is off.
+
+    Raises:
+        ConversionError: a value is beyond the range of the dtype; of int8 also where it is not finite.
+    """
+    exact = numbers(values, slot)
+    exact = exact.astype(np.float64 if slot.dtype == "float64" else np.float32, copy=False)
+    with np.errstate(over="ignore", invalid="ignore"):
+        columns, back = _int8(exact) if dtype == "int8" else _float(exact, dtype)
+        is_finite = np.isfinite(exact)
+        lost = ~np.isfinite(back) if dtype == "int8" else is_finite & ~np.isfinite(back)
+        if lost.any():
+            row = int(np.argwhere(lost)[0][0])
+            lost_values = exact[row][lost[row]]
+            found, expected = f"{lost_values[np.argmax(np.abs(lost_values))]} in id {ids[row]}", f"what {dtype} holds"
+            raise ConversionError(path, f"slot {slot.name!r}", found=found, expected=expected, remedy="keep the dtype")
+        off = np.abs(back.astype(np.float64) - exact)[is_finite]
+    return columns, float(off.max(initial=0.0))
+
+
+def _float(exact: Array, dtype: str) -> tuple[list[Array], Array]:
+    if dtype == "float16":
+        narrow = exact.astype(np.float16)
+        return [narrow], narrow
+    bits = np.ascontiguousarray(exact, np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)  # a NaN stays one
+    patterns = np.where(np.isnan(exact), quiet, rounded).astype(np.uint16)
+    return [patterns], widened(patterns)
+
+
+def _int8(exact: Array) -> tuple[list[Array], Array]:
+    flat = exact.reshape(len(exact), -1)
+    scales = (np.abs(flat).max(axis=1, initial=0.0) / 127).astype(np.float32)
+    divisors = np.where(scales > 0, scales, 1).astype(np.float32)
+    steps = np.clip(np.rint(flat / divisors[:, None]), -127, 127).astype(np.int8)
+    back = steps.astype(np.float64) * scales[:, None].astype(np.float64)
+    return [steps.reshape(exact.shape), scales], back.reshape(exact.shape)

@@ -69,7 +69,6 @@ class KeyedOptimizer:
 
 
 def is_keyed(obj: Any) -> bool:
-    """Say whether an object is an optimizer of TorchRec's form."""
     is_form = isinstance(getattr(obj, "params", None), Mapping) and callable(getattr(obj, "init_state", None))
     return isinstance(obj, Optimizer) and is_form
 

@@ -4,72 +4,147 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import pickle
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, BinaryIO, cast
 
+import numpy as np
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
-from recckpt.dense.by_value import MAPPINGS
-from recckpt.dense.sharded import STAND_IN, Pieces, is_sharded, may_be_sharded, own_boxes
+from recckpt.dense.sharded import STAND_IN, Pieces, is_sharded, own_boxes
+from recckpt.dense.state_copy import MAPPINGS
 from recckpt.dense.tensors import DenseTensors, Read, StoredTensor
+from recckpt.dense.torch_archive import HEADER_BYTES, LENGTHS_AT, LoadableArchive, check_loadable
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.manifest import FileEntry
-from recckpt.output_dir.checkpoint_dir import read_checked
+from recckpt.format.tensor_index import NUMPY_DTYPES, STORAGES
+from recckpt.output_dir.checkpoint_dir import map_checked, read_checked
+from recckpt.output_dir.open_files import MappedFile
 from recckpt.storage.base import Files
+from recckpt.storage.local_files import drop_pages
 
 StoredValue = Tensor | StoredTensor
+_STEP_BYTES = 1 << 20
+_DTYPES = {f"torch {name}": getattr(torch, name) for name in NUMPY_DTYPES if hasattr(torch, name)}
+_DTYPES |= {f"torch {kind}": getattr(torch, dtype) for dtype, kind in STORAGES.items()}
+_DTYPES["torch.storage UntypedStorage"] = torch.uint8
+_KINDS: Mapping[str, Callable[..., Any]] = {
+    "torch Size": torch.Size,
+    "torch device": torch.device,
+    "collections OrderedDict": OrderedDict,
+    "collections Counter": Counter,
+    "__builtin__ set": set,
+    "__builtin__ complex": complex,
+}
 
 
-def load_state(storage: Files, directory: str, entry: FileEntry) -> dict[str, Any]:
-    """Return the dict in a ``.pt`` file, checked, on the CPU; :func:`loaded` has the errors."""
-    data, path = read_checked(storage, directory, entry), layout.join(directory, entry.name)
-    return loaded(io.BytesIO(data), path, "cpu")
+def load_state(storage: Files, directory: str, entry: FileEntry, *, is_mapped: bool = True) -> dict[str, Any]:
+    """Return the dict in a ``.pt`` file, checked, on the CPU.
+
+    A CorruptCheckpointError says that it is damaged, or that its pickle names more than tensors and plain data.
+    """
+    checked = (map_checked if is_mapped else read_checked)(storage, directory, entry)
+    data, is_map = memoryview(checked), isinstance(checked, memoryview)
+
+    def read(record: zipfile.ZipInfo) -> torch.UntypedStorage:
+        """Copy the bytes of a record, without a second copy in the memory that a map takes."""
+        lengths = data[record.header_offset + LENGTHS_AT : record.header_offset + HEADER_BYTES]
+        at, n_bytes = record.header_offset + HEADER_BYTES + sum(lengths.cast("H")), record.file_size
+        if at + n_bytes > len(data):
+            raise ValueError(f"{record.filename} ends at byte {at + n_bytes} of {len(data)}")
+        values = torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
+        there, here = data[at : at + n_bytes], values.numpy()
+        for begin in range(0, n_bytes, _STEP_BYTES):
+            step = slice(begin, begin + _STEP_BYTES)
+            here[step] = np.frombuffer(there[step], np.uint8)
+            if is_map and n_bytes >= _STEP_BYTES:
+                drop_pages(there[step])
+        return values.untyped_storage()
+
+    return unpickled(cast(BinaryIO, MappedFile(data)), layout.join(directory, entry.name), read)
 
 
-def loaded(file: BinaryIO, path: str, device: str) -> dict[Any, Any]:
+def unpickled(content: BinaryIO, path: str, read: Callable[[zipfile.ZipInfo], torch.UntypedStorage]) -> dict[Any, Any]:
     """Return the dict in a file of torch.save, without running any code from it; messages call it ``path``.
 
-    A CorruptCheckpointError says that it is not a torch file, or needs code to run.
+    ``read`` gives the storage that a record holds, once for each record. It is as fast as pickle is.
+
+    Raises:
+        CorruptCheckpointError: it is no such file, or names more than tensors and plain data.
     """
+    archive = check_loadable(content, path)
     try:
-        state = torch.load(file, map_location=device, weights_only=True)
-    except OSError:
-        raise
+        state: dict[Any, Any] = _Unpickler(archive, read).load()
     except Exception as error:  # its bytes are those that were written, so whoever wrote them meant harm
-        found, remedy = f"not loadable ({_reason(error)})", "do not load this file with weights_only=False"
-        raise CorruptCheckpointError(
-            path, "", found=found, expected="tensors and plain data", remedy=f"nothing of it was run; {remedy}"
-        ) from error
-    if not isinstance(state, dict):
-        raise CorruptCheckpointError(path, "", found=type(state).__name__, expected="a dict")
+        found = f"not loadable ({type(error).__name__}: {error!s:.200})"
+        raise CorruptCheckpointError(path, "", found=found, expected="tensors and plain data") from error
     return state
 
 
-def _reason(error: Exception) -> str:
-    """Return what torch says is wrong, without its advice to load the file all the same."""
-    lines = [line.strip().partition("WeightsUnpickler error: ")[-1] or line.strip() for line in str(error).splitlines()]
-    advice = ("weights_only", "Weights only load failed")
-    lines = [line.partition(" Please ")[0] for line in lines if line and not any(words in line for words in advice)]
-    return f"{type(error).__name__}: {lines[0]:.200}" if lines else type(error).__name__
+class _Unpickler(pickle.Unpickler):
+    """Knows what :func:`check_loadable` lets pass, and makes functions of it that a pickle cannot change for others."""
+
+    def __init__(self, archive: LoadableArchive, read: Callable[[zipfile.ZipInfo], torch.UntypedStorage]) -> None:
+        super().__init__(io.BytesIO(archive.pickle))
+        self._archive, self._read = archive, read
+        self._storages: dict[str, torch.UntypedStorage] = {}
+        self._known: Mapping[str, Any] = {
+            "torch._utils _rebuild_tensor_v2": lambda storage, *args: _tensor(*storage, *_plain(args, 5)),
+            "torch._utils _rebuild_tensor_v3": lambda storage, *args: _tensor(storage[0], args[5], *_plain(args, 6)),
+            "torch._utils _rebuild_parameter": lambda values, requires_grad, hooks: nn.Parameter(values, requires_grad),
+            "_codecs encode": lambda text, encoding: text.encode("latin1"),
+            **{name: partial(kind) for name, kind in _KINDS.items()},  # attributes that a file sets go with it
+            **_DTYPES,
+        }
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self._known[f"{module} {name}"]
+
+    def persistent_load(self, pid: Any) -> tuple[torch.UntypedStorage, torch.dtype]:
+        _, dtype, number, _, n_values = pid
+        if number not in self._storages:
+            n_bytes, record = n_values * dtype.itemsize, self._archive.entries[f"{self._archive.root}/data/{number}"]
+            is_as_it_is = record.compress_type == zipfile.ZIP_STORED and not record.flag_bits & 1
+            if not is_as_it_is or not record.file_size == record.compress_size == n_bytes:
+                found = f"{record.filename} is {record.file_size} bytes"
+                raise ValueError(f"{found}, expected {n_bytes}, not compressed")
+            self._storages[number] = self._read(record)
+        return self._storages[number], dtype
+
+
+def _plain(args: tuple[Any, ...], n_args: int) -> tuple[Any, ...]:
+    """Return offset, shape and strides of a tensor that has nothing else, as one that was saved conjugate has."""
+    if any(args[n_args:]):
+        raise ValueError(f"a tensor with {args[n_args]}")
+    return args[:3]
+
+
+def _tensor(
+    storage: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> Tensor:
+    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if 0 not in shape and not 0 <= last < storage.nbytes() // dtype.itemsize:  # torch would make the storage larger
+        raise ValueError(f"a tensor of {shape} ends at value {last} of {storage.nbytes()} bytes")
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
 
 
 def check_indexed(
     state: Mapping[str, Any], tensors: Mapping[str, StoredTensor], names: Iterable[str], path: str
 ) -> None:
     """Check that ``model.pt`` holds what the index lists, and of plain values what the manifest names, and no more."""
-    expected = {name: _described(tensors.get(name)) for name in names if not _is_elsewhere(tensors.get(name))}
+    elsewhere = {name for name, tensor in tensors.items() if tensor.is_sharded}
+    expected = {name: _described(tensors.get(name)) for name in names if name not in elsewhere}
     found = {name: _described(value) for name, value in state.items()}
     for name in (*expected, *found):
         if expected.get(name) != found.get(name):
             there, listed = found.get(name, "nothing"), expected.get(name, "nothing")
             raise CorruptCheckpointError(path, repr(name), found=there, expected=f"{listed}, by index and manifest")
-
-
-def _is_elsewhere(tensor: StoredTensor | None) -> bool:
-    return tensor is not None and tensor.is_sharded
 
 
 def _described(value: Any) -> str:
@@ -125,7 +200,7 @@ def fitted(saved: Any, like: Any, reader: DenseTensors) -> Any:
         fits = isinstance(like, Tensor) and tuple(like.shape) == stored.shape
         return as_live(stored, like if fits else None, reader, _dtype(stored))
     if isinstance(saved, Tensor):
-        fits = may_be_sharded() and is_sharded(like) and like.shape == saved.shape
+        fits = is_sharded(like) and like.shape == saved.shape
         return as_live(saved, like, reader, saved.dtype) if fits else saved
     if type(saved) in MAPPINGS:
         return type(saved)({key: fitted(item, _below(like, key), reader) for key, item in saved.items()})
@@ -140,7 +215,6 @@ def stands_in(value: Any) -> bool:
 
 
 def has_stand_ins(state: Any) -> bool:
-    """Say whether a state has sharded tensors in it."""
     if isinstance(state, Mapping):
         return stands_in(state) or any(map(has_stand_ins, state.values()))
     return type(state) in (list, tuple) and any(map(has_stand_ins, state))

@@ -1,20 +1,204 @@
-"""Torch optimizers whose state is saved by the names of parameters; with ZeRO, each rank saves its part."""
+"""Torch optimizers: what they are and wrap; their state saved by the names of parameters, and given as it was saved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import count
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from itertools import chain, count
 from typing import Any
 
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from recckpt.dense.keyed_optimizer import KeyedOptimizer, is_keyed
-from recckpt.dense.optimizer_class import updater
+from recckpt.format.manifest import Lineage
 
 NAMES = "param_names"  # part of the format, and torch's own word for it
 SHAPES = "param_shapes"  # part of the format: moments need not have the parameter's shape, so it is kept beside
+_INNER = ("optimizer", "optim")  # what accelerate's wrapper and ZeRO call the optimizer that updates
+_STEP = "step"  # which torch itself keeps apart: kernels that need it as float32 on the device get it so
+
+
+def updater(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that updates parameters: the innermost one of wrappers."""
+    inner = next((wrapped for name in _INNER if isinstance(wrapped := getattr(optimizer, name, None), Optimizer)), None)
+    return optimizer if inner is None or inner is optimizer else updater(inner)
+
+
+def layers(optimizer: Any) -> tuple[Optimizer, Optimizer]:
+    return (optimizer, updater(optimizer))
+
+
+def groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer; of a wrapper without any, such as ``SafeFP16Optimizer``, those inside."""
+    own = (getattr(one, "param_groups", None) for one in layers(optimizer))
+    return next((groups for groups in own if groups is not None), [])
+
+
+def lineage_of(optimizer: Optimizer) -> Lineage:
+    """Return the names of the optimizer's class and of the optimizers that it inherits from, without modules.
+
+    A class that has moved to another module is the same one.
+    """
+    kinds = (kind for kind in type(updater(optimizer)).__mro__ if issubclass(kind, Optimizer) and kind is not Optimizer)
+    return tuple(kind.__name__ for kind in kinds) or (type(optimizer).__name__,)
+
+
+def schedulers_in(obj: Any) -> Iterator[LRScheduler]:
+    """Yield a scheduler and those that it consists of, outer ones first; a wrapper has it as ``scheduler``."""
+    if not isinstance(obj, LRScheduler):
+        obj = getattr(obj, "scheduler", None)
+    if isinstance(obj, LRScheduler):
+        yield obj
+        for inner in getattr(obj, "_schedulers", ()):
+            yield from schedulers_in(inner)
+
+
+def scheduled_by(obj: Any) -> list[Optimizer]:
+    """Return the optimizers that an object refers to, as schedulers do, torch's or not; accelerate's have several."""
+    if isinstance(obj, Optimizer):
+        return []
+    several = getattr(obj, "optimizers", None)
+    named = [getattr(one, "optimizer", None) for one in (obj, *schedulers_in(obj))]
+    named += several if isinstance(several, list | tuple) else []
+    return [one for one in named if isinstance(one, Optimizer)]
+
+
+def is_zero(optimizer: Optimizer) -> bool:
+    """Say whether an optimizer has a part of the parameters: a ``ZeroRedundancyOptimizer``, or what gathers like it."""
+    return callable(getattr(optimizer, "consolidate_state_dict", None))
+
+
+def shape_of(parameter: Tensor) -> tuple[int, ...]:
+    """Return the shape of a parameter, (-1,) before the first batch of a lazy module, which gives it one."""
+    return (-1,) if is_lazy(parameter) else tuple(parameter.shape)
+
+
+def has_values(parameter: Tensor) -> bool:
+    """Say whether a parameter has values, as that of a table has not; ``ShardedTensor`` does not know its ``numel``."""
+    return is_lazy(parameter) or 0 not in parameter.size()
+
+
+def give_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Call ``load_state_dict`` so that tensors keep their dtype: float32 momentum of bfloat16 weights stays float32.
+
+    Only what torch's own method makes of a state is mended, before the class itself goes on with it. An optimizer may
+    have others inside, as attributes, which get their states from it.
+    """
+    optimizers, known = [optimizer], {id(optimizer)}
+    with ExitStack() as hooks:
+        for each in optimizers:  # grows on the way
+            inner = [one for one in vars(each).values() if isinstance(one, Optimizer) and id(one) not in known]
+            optimizers += {id(one): one for one in inner}.values()
+            known |= set(map(id, inner))
+            loading: list[dict[str, Any]] = []  # what torch is about to load
+            try:
+                before = each.register_load_state_dict_pre_hook(partial(_note, loading))
+                after = each.register_load_state_dict_post_hook(partial(_mend, loading), prepend=True)
+            except AttributeError:  # a wrapper that never called Optimizer.__init__ has no load of torch's either
+                continue
+            hooks.callback(before.remove)
+            hooks.callback(after.remove)
+        optimizer.load_state_dict(state)
+
+
+def _note(loading: list[dict[str, Any]], optimizer: Optimizer, state: dict[str, Any]) -> None:
+    loading[:] = [state]
+
+
+def _mend(loading: list[dict[str, Any]], optimizer: Optimizer) -> None:
+    """Put back what torch has cast."""
+    groups, own_groups = loading[-1]["param_groups"], optimizer.param_groups
+    indices = chain.from_iterable(group["params"] for group in groups)
+    for index, parameter in zip(indices, chain.from_iterable(group["params"] for group in own_groups), strict=False):
+        saved, own = loading[-1]["state"].get(index), optimizer.state.get(parameter)
+        if isinstance(saved, Mapping) and isinstance(own, dict):
+            own.update({key: _as_saved(own[key], saved[key]) for key in own if key in saved and key != _STEP})
+
+
+def _as_saved(loaded: Any, saved: Any) -> Any:
+    """Return what was loaded with the dtypes of what was saved, on the device that it is on."""
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
+        is_cast = loaded.dtype != saved.dtype and loaded.shape == saved.shape
+        return saved.to(device=loaded.device) if is_cast else loaded
+    if isinstance(loaded, dict) and isinstance(saved, Mapping):
+        return {key: _as_saved(value, saved[key]) if key in saved else value for key, value in loaded.items()}
+    if type(loaded) in (list, tuple) and type(saved) is type(loaded) and len(loaded) == len(saved):
+        return type(loaded)(map(_as_saved, loaded, saved))
+    return saved if isinstance(saved, str) else loaded  # torch iterates over a string, and makes another one of it
+
+
+def is_named(saved: Any) -> bool:
+    """Say whether a saved state has the names of the parameters, as that of a :class:`NamedOptimizer` does."""
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
+        return False
+    groups = saved.get("param_groups")
+    if not isinstance(groups, list) or not groups:
+        return False
+    for group in groups:
+        lists = [group.get(key) if isinstance(group, Mapping) else None for key in (NAMES, SHAPES, "params")]
+        if not all(isinstance(names, list) for names in lists) or len({len(names) for names in lists if names}) > 1:
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What an optimizer keeps for all of its parameters together, such as a count of steps, or other optimizers."""
+
+    state: Mapping[Any, Any]  # what lies beside the states of parameters
+    entries: Mapping[str, Any]  # what lies beside ``state`` and ``param_groups``
+
+    @property
+    def by_place(self) -> list[Any]:
+        """Return the keys of what may go by the places of parameters: all but numbers, strings and the like."""
+        return [key for key, value in {**self.state, **self.entries}.items() if not _is_plain(value)]
+
+    def without(self, keys: Container[Any]) -> Shared:
+        rest = [{key: value for key, value in part.items() if key not in keys} for part in (self.state, self.entries)]
+        return Shared(*rest)
+
+
+def shared_in(state: Mapping[str, Any]) -> Shared:
+    """Return what belongs to no parameter in the state dict of an optimizer, which numbers its parameters."""
+    numbers = {index for group in state["param_groups"] for index in group["params"]}
+    return Shared(
+        {key: values for key, values in state["state"].items() if key not in numbers},
+        {key: value for key, value in state.items() if key not in ("state", "param_groups")},
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(isinstance(item, int | float | str) for item in value)
+    return value.dim() == 0 if isinstance(value, Tensor) else True
+
+
+def states_by_name(saved: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], Mapping[str, Any] | None]]:
+    """Return parameter -> (its shape, its state, None where it has none) of a saved state with names."""
+    return {
+        name: (tuple(shape), saved["state"].get(index))
+        for group in saved["param_groups"]
+        for name, shape, index in zip(group[NAMES], group[SHAPES], group["params"], strict=True)
+    }
+
+
+def state_names(extra: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return ``parameter@optimizer`` of all dense optimizers among the states of registered objects."""
+    named = {name: states_by_name(state) for name, state in extra.items() if is_named(state)}
+    return tuple(f"{parameter}@{name}" for name, states in named.items() for parameter in states)
+
+
+def _without_names(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in (NAMES, SHAPES)}
 
 
 class NamedOptimizer:
@@ -38,43 +222,56 @@ class NamedOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state dict with the names and shapes of the parameters in each group."""
         state = self._state_dict()
-        if not _is_torchs(state):
-            return state
-        groups = []
-        for group, live, names in zip(
-            state["param_groups"], self.optimizer.param_groups, self._group_names(), strict=True
-        ):
-            shapes = [list(parameter.shape) for parameter in live["params"]]
-            groups.append({**group, NAMES: [first for first, *_ in names], SHAPES: shapes})
-        return {**state, "param_groups": groups}
+        groups = state.get("param_groups")
+        if not isinstance(groups, list) or any(type(index) is not int for group in groups for index in group["params"]):
+            return state  # torch's own have numbers there
+        named = [
+            {**group, NAMES: [names[0] for names, _ in own], SHAPES: [list(shape_of(one)) for _, one in own]}
+            for group, own in zip(groups, self._named_groups(), strict=True)
+        ]
+        return {**state, "param_groups": named}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`composed` has made, or a state without names, which torch refuses where it does not fit."""
-        if is_named(state):
-            groups = zip(self.optimizer.param_groups, state["param_groups"], strict=True)
-            state = {**state, "param_groups": [self._loaded_group(live, saved) for live, saved in groups]}
-        self._give(dict(state))
-
-    def _loaded_group(self, live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a group with saved settings; those of tables alone have theirs by now, with their rows."""
-        is_of_tables = len(live["params"]) > 0 and all(map(self._is_table, live["params"]))
-        return {**live, **({"params": saved["params"]} if is_of_tables else _without_names(saved))}
+        if not is_named(state):
+            self._give(dict(state), self.optimizer.load_state_dict)
+            return
+        groups = []
+        for live, saved in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
+            # Those of tables alone have their settings by now, with their rows.
+            is_of_tables = len(live["params"]) > 0 and all(map(self._is_table, live["params"]))
+            groups.append({**live, **({"params": saved["params"]} if is_of_tables else _without_names(saved))})
+        self._give({**state, "param_groups": groups}, partial(give_state, self.optimizer))
 
     def composed(
-        self, states: Mapping[str, Mapping[str, Any]], settings: Sequence[Mapping[str, Any]] | None
+        self,
+        states: Mapping[str, Mapping[str, Any] | None],
+        settings: Sequence[Mapping[str, Any]] | None,
+        shared: Shared | None = None,
     ) -> dict[str, Any]:
-        """Return the state dict with other ``states`` of some parameters, empty where one starts fresh.
+        """Return the state dict with other ``states`` of some parameters, None where one starts fresh.
 
-        The settings of each group come from that of the ``settings`` which shares most names; None keeps them.
+        The settings of each group come from that of the ``settings`` which shares most names; None keeps them, and so
+        it does what is ``shared`` by all parameters.
         """
         live = self.state_dict()
-        state = dict(live["state"])
-        for group in live["param_groups"]:
-            group.update(_settings_for(group[NAMES], settings or []))
-            for index, name in zip(group["params"], group[NAMES], strict=True):
-                if name in states:
-                    state[index] = states[name]
-        return {**live, "state": {index: values for index, values in state.items() if values}}
+        groups, numbers = live["param_groups"], dict[str, list[int]]()
+        for number, group in enumerate(settings or []):
+            for name in dict.fromkeys(group[NAMES]):
+                numbers.setdefault(name, []).append(number)
+        state = {index: live["state"].get(index) for group in groups for index in group["params"]}
+        for group in groups:
+            in_both = Counter(number for name in set(group[NAMES]) for number in numbers.get(name, ()))
+            if settings and in_both:
+                best = _without_names(settings[min(in_both, key=lambda number: (-in_both[number], number))])
+                for key, value in best.items():
+                    is_member = isinstance(group.get(key), Enum) and not isinstance(value, Enum)
+                    if key != "params":
+                        group[key] = type(group[key])(value) if is_member else value
+            state |= {i: states[name] for i, name in zip(group["params"], group[NAMES], strict=True) if name in states}
+        own = {index: values for index, values in state.items() if values is not None}
+        kept = shared or shared_in(live)
+        return {**live, **kept.entries, "state": {**kept.state, **own}}
 
     def beside(self, saved: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Return the entries of a state without names that fit a parameter here by place, and live values alike."""
@@ -85,14 +282,11 @@ class NamedOptimizer:
         indices = (index for group in saved["param_groups"] for index in group["params"])
         here = {index: parameter for index, (_, parameter) in zip(indices, self._flat(), strict=False)}
         taken = {index: values for index, values in saved["state"].items() if index in here}
-        like = {i: self._like(here[i], values) for i, values in taken.items() if isinstance(values, Mapping)}
+        like = {i: self.like(here[i], values) for i, values in taken.items() if isinstance(values, Mapping)}
         return {**saved, "state": taken}, {"state": like}
 
-    def like(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    def like(self, parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return live values that lie as those of a parameter's saved state are to lie."""
-        return self._like(self.parameters[name], values)
-
-    def _like(self, parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
         own = self.optimizer.state.get(parameter, {})
         return {key: own.get(key, parameter) for key in values}  # moments lie as the parameter does
 
@@ -110,24 +304,34 @@ class NamedOptimizer:
 
         Empty parameters have no state: those that stand for the rows of tables.
         """
-        groups = zip(self._group_names(), self.optimizer.param_groups, strict=True)
-        pairs = (pair for names, group in groups for pair in zip(names, group["params"], strict=True))
-        return [names for names, parameter in pairs if has_values(parameter) and not self._is_table(parameter)]
+        return [
+            names
+            for group in self._named_groups()
+            for names, one in group
+            if has_values(one) and not self._is_table(one)
+        ]
 
     @property
     def parameters(self) -> dict[str, Tensor]:
         """Its parameters by name: of those that are spread over ranks, the ones that this rank has the state of."""
         return {name: some for name, some in self._flat() if has_values(some) and self._is_own(some)}
 
+    @property
+    def places(self) -> list[list[tuple[str, tuple[int, ...]]]]:
+        """The name and shape of each parameter, group by group in the order of torch's numbers."""
+        return [[(names[0], shape_of(one)) for names, one in group] for group in self._named_groups()]
+
     def _state_dict(self) -> dict[str, Any]:
         state, tables = self.optimizer.state_dict(), self._states_of_tables()
         return {**state, "state": {i: one for i, one in state["state"].items() if i not in tables}} if tables else state
 
-    def _give(self, state: dict[str, Any]) -> None:
+    def _give(self, state: dict[str, Any], load: Callable[[dict[str, Any]], object]) -> None:
         tables = self._states_of_tables()
         if tables:
-            state = {**state, "state": dict(sorted({**state["state"], **tables}.items()))}
-        self.optimizer.load_state_dict(state)
+            others = {key: values for key, values in state["state"].items() if type(key) is not int}
+            numbered = {index: state["state"][index] for index in state["state"].keys() - others.keys()} | tables
+            state = {**state, "state": {**others, **dict(sorted(numbered.items()))}}
+        load(state)
 
     def _is_own(self, parameter: Tensor) -> bool:
         """Say whether this rank has the state of a parameter that is saved here."""
@@ -141,72 +345,17 @@ class NamedOptimizer:
 
     def _flat(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, parameter) in the order of torch's indices."""
-        parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
-        yield from zip((names[0] for group in self._group_names() for names in group), parameters, strict=True)
+        yield from ((names[0], one) for group in self._named_groups() for names, one in group)
 
-    def _group_names(self) -> list[list[tuple[str, ...]]]:
+    def _named_groups(self) -> list[list[tuple[tuple[str, ...], Tensor]]]:
+        """Return the parameters of each group, each with all of its names."""
         known: dict[int, tuple[str, ...]] = {}
         for name, parameter in self._named_parameters():
             known[id(parameter)] = (*known.get(id(parameter), ()), name)
         return [
-            [known.get(id(parameter), (f"group {group}, parameter {i}",)) for i, parameter in enumerate(live["params"])]
+            [(known.get(id(one), (f"group {group}, parameter {i}",)), one) for i, one in enumerate(live["params"])]
             for group, live in enumerate(self.optimizer.param_groups)
         ]
-
-
-def is_named(saved: Any) -> bool:
-    """Say whether a saved state has the names of the parameters, as that of a :class:`NamedOptimizer` does."""
-    if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
-        return False
-    groups = saved.get("param_groups")
-    return (
-        isinstance(groups, list)
-        and len(groups) > 0
-        and all(isinstance(group, Mapping) and _has_names(group) for group in groups)
-    )
-
-
-def _is_torchs(state: Mapping[str, Any]) -> bool:
-    """Say whether the state of an optimizer names its parameters by number, as torch's own do."""
-    groups = state.get("param_groups")
-    return isinstance(groups, list) and all(type(index) is int for group in groups for index in group["params"])
-
-
-def states_by_name(saved: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], Mapping[str, Any]]]:
-    """Return parameter -> (its shape, its state) of a saved state with names."""
-    return {
-        name: (tuple(shape), saved["state"].get(index, {}))
-        for group in saved["param_groups"]
-        for name, shape, index in zip(group[NAMES], group[SHAPES], group["params"], strict=True)
-    }
-
-
-def state_names(extra: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return ``parameter@optimizer`` of all dense optimizers among the states of registered objects."""
-    named = {name: states_by_name(state) for name, state in extra.items() if is_named(state)}
-    return tuple(f"{parameter}@{name}" for name, states in named.items() for parameter in states)
-
-
-def _has_names(group: Mapping[str, Any]) -> bool:
-    lists = [group.get(key) for key in (NAMES, SHAPES, "params")]
-    return all(isinstance(names, list) for names in lists) and len({len(names) for names in lists if names}) <= 1
-
-
-def _settings_for(names: list[str], saved_groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the settings of the saved group that shares most names, or nothing where none does."""
-    best = max(saved_groups, key=lambda group: len(set(names) & set(group[NAMES])), default=None)
-    if best is None or not set(names) & set(best[NAMES]):
-        return {}
-    return {key: value for key, value in _without_names(best).items() if key != "params"}
-
-
-def _without_names(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in (NAMES, SHAPES)}
-
-
-def is_zero(optimizer: Optimizer) -> bool:
-    """Say whether an optimizer has a part of the parameters: a ``ZeroRedundancyOptimizer``, or what gathers like it."""
-    return callable(getattr(optimizer, "consolidate_state_dict", None))
 
 
 def by_name(
@@ -219,7 +368,7 @@ def by_name(
 
     ``is_table`` is as of :class:`NamedOptimizer`, and ``is_table_key`` as ``is_table`` of :class:`KeyedOptimizer`.
     """
-    if not isinstance(obj, Optimizer):
+    if not isinstance(obj, Optimizer) or not hasattr(obj, "param_groups"):  # which some wrappers lack
         return obj
     if is_keyed(obj):
         return KeyedOptimizer(obj, is_table_key)
@@ -239,11 +388,14 @@ class ZeroOptimizer(NamedOptimizer):
             {**group, "params": [next(numbers) for _ in group["params"]]} for group in self.optimizer.param_groups
         ]
         state = {index: own[parameter] for index, (_, parameter) in enumerate(self._flat()) if parameter in own}
-        return {"state": state, "param_groups": groups}
+        shared = {key: values for key, values in own.items() if not isinstance(key, Tensor)}
+        return {"state": {**shared, **state}, "param_groups": groups}
 
-    def _give(self, state: dict[str, Any]) -> None:
+    def _give(self, state: dict[str, Any], load: Callable[[dict[str, Any]], object]) -> None:
+        shared = shared_in(state).state if is_named(state) else {}  # torch takes each key for the number of a parameter
         self._local.state.clear()
-        self.optimizer.load_state_dict(state)
+        load({**state, "state": {key: values for key, values in state["state"].items() if key not in shared}})
+        self._local.state.update(shared)
         self.optimizer.state.clear()  # torch keeps an unused second copy there
 
     def _is_own(self, parameter: Tensor) -> bool:
@@ -258,8 +410,3 @@ class ZeroOptimizer(NamedOptimizer):
                 f"{type(self.optimizer).__name__} has no state before its first steps with overlap_with_ddp=True"
             )
         return local
-
-
-def has_values(parameter: Tensor) -> bool:
-    """Say whether a parameter has values, as that of a table has not; ``ShardedTensor`` does not know its ``numel``."""
-    return is_lazy(parameter) or 0 not in parameter.size()

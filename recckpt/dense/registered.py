@@ -1,30 +1,35 @@
-"""Registered objects: their state taken and given back."""
+"""Registered objects: their state taken and given back; plain values, which are their own state, filled in place."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from recckpt.dense.data_loaders import LoaderPosition, position_of
 from recckpt.dense.keyed_optimizer import KeyedOptimizer
-from recckpt.dense.optimizers import NamedOptimizer, ZeroOptimizer
-from recckpt.dense.plain_values import fill, is_filled, misfit
-from recckpt.dense.state_copy import Copy, as_it_is, portable
+from recckpt.dense.optimizers import NamedOptimizer, ZeroOptimizer, give_state
+from recckpt.dense.state_copy import MAPPINGS, Copy, as_it_is, portable
 from recckpt.dense.tensors import StoredTensor
 from recckpt.errors import StateMismatchError
-from recckpt.format.layout import SPARSE_OPTIM
-from recckpt.format.safe_names import is_encodable
+from recckpt.format.layout import SPARSE_OPTIM, is_encodable
 from recckpt.text import nearest
 from recckpt.types import flag
 
 log = logging.getLogger("recckpt")
+_LIBC = ctypes.CDLL(None)
+_CONTAINERS = (list, *MAPPINGS, set)
+_STATE_DICT = ("state_dict", "load_state_dict")
 
 _A_GENERATOR = (
     "a torch.Generator, which has no state_dict: register an object whose state_dict() returns "
@@ -51,7 +56,7 @@ class Registry:
         adapter: Callable[[Any], Any] = lambda obj: obj,
     ) -> None:
         self._what, self._methods, self._plain, self._adapter = what, methods, plain, adapter
-        self._objects: dict[str, Any] = {}
+        self.objects: dict[str, Any] = {}  # by name
         self._of_ranks: set[str] = set()
         self._unclaimed: dict[str, Any] = {}  # states that were loaded for names that are not registered
         self._has_warned = False
@@ -68,7 +73,7 @@ class Registry:
         if not name or name == SPARSE_OPTIM or not is_encodable(name):
             raise ValueError(f"{self._what}: {name!r} cannot be registered; choose another name")
         flag("per_rank", per_rank)
-        if name in self._objects:
+        if name in self.objects:
             raise ValueError(f"{self._what}: the name {name!r} is registered already; names are unique")
         self.check_new(name, obj)
         if isinstance(obj, torch.Generator):
@@ -78,7 +83,7 @@ class Registry:
                 pairs = " nor ".join("/".join(pair) for pair in self._methods)
                 raise ValueError(f"{self._what}: {name!r} has neither {pairs}; give it one of these pairs of methods")
             portable(name, obj)
-        self._objects[name] = obj
+        self.objects[name] = obj
         if per_rank or self.gathers(name):
             self._of_ranks.add(name)
 
@@ -89,7 +94,7 @@ class Registry:
             ValueError: it is here, under the name that the message says. Numbers and strings may be equal by chance.
         """
         is_one = is_filled(obj) or self._pair(obj) is not None
-        twin = next((known for known, own in self._objects.items() if is_one and own is obj), None)
+        twin = next((known for known, own in self.objects.items() if is_one and own is obj), None)
         if twin is not None:
             raise ValueError(
                 f"{self._what}: {twin!r} and {name!r} are one {type(obj).__name__}, which is registered once: keep one "
@@ -98,34 +103,28 @@ class Registry:
 
     def get(self, name: str) -> Any:
         """Return the object of a name, or what was last loaded for it; None, and a log line, where there is neither."""
-        known = {**self._unclaimed, **self._objects}
+        known = {**self._unclaimed, **self.objects}
         if name not in known:
             log.warning(
                 "%s: nothing is registered as %r, nor was loaded for it%s", self._what, name, nearest(name, known)
             )
         return known.get(name)
 
-    @property
-    def objects(self) -> Mapping[str, Any]:
-        """The registered objects by name."""
-        return self._objects
-
     def __contains__(self, name: str) -> bool:
-        return name in self._objects
+        return name in self.objects
 
     def __len__(self) -> int:
-        return len(self._objects)
+        return len(self.objects)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._objects)
+        return iter(self.objects)
 
     def is_of_ranks(self, name: str) -> bool:
-        """Say whether each rank has a state of its own under a name."""
         return name in self._of_ranks
 
     def gathers(self, name: str) -> bool:
         """Say whether the object of a name takes what it needs from the states of any number of ranks."""
-        return name in self._objects and isinstance(self._adapted(name), ZeroOptimizer | KeyedOptimizer)
+        return name in self.objects and isinstance(self._adapted(name), ZeroOptimizer | KeyedOptimizer)
 
     def gathered(
         self, name: str, saved: Iterable[Any], stored: Callable[[str], StoredTensor]
@@ -141,14 +140,14 @@ class Registry:
         A ValueError names the key of what could not be loaded back safely.
         """
         return {
-            name: portable(f"{self._what} {name!r}", copy((self._what, name), self._state(obj)))
-            for name, obj in self._objects.items()
+            name: portable(f"{self._what} {name!r}", copy((self._what, name), self._state(obj)), torch.preserve_format)
+            for name, obj in self.objects.items()
             if (name in self._of_ranks) == of_ranks
         }
 
     def merged(self, name: str, states: list[Any], index: int, count: int) -> Any:
         """Return the state of shard ``index`` of ``count``, which an object makes from those of other shards."""
-        obj = self._objects[name]
+        obj = self.objects[name]
         with _refusals_named(name, obj, "merge_io_state"):
             return obj.merge_io_state(states, index, count)
 
@@ -165,7 +164,7 @@ class Registry:
     @property
     def optimizers(self) -> dict[str, NamedOptimizer]:
         """The dense optimizers among the objects whose state goes by the names of parameters."""
-        adapted = {name: self._adapter(obj) for name, obj in self._objects.items()}
+        adapted = {name: self._adapter(obj) for name, obj in self.objects.items()}
         return {name: obj for name, obj in adapted.items() if isinstance(obj, NamedOptimizer) and obj.goes_by_name}
 
     @contextmanager
@@ -179,10 +178,14 @@ class Registry:
         Raises:
             StateMismatchError: an object refused its state, or a value is of another kind; names it.
         """
-        self._unclaimed |= {name: state for name, state in states.items() if name not in self._objects}
-        own = {name: self._adapter(self._objects[name]) for name in states if name in self._objects}
+        self._unclaimed |= {name: state for name, state in states.items() if name not in self.objects}
+        own = {name: self._adapter(self.objects[name]) for name in states if name in self.objects}
         plain = [name for name, obj in own.items() if self._pair(obj) is None]
-        self._check_plain({name: states[name] for name in plain})
+        misfits = {name: misfit(self.objects[name], states[name]) for name in plain}
+        mismatched = {name: pair for name, pair in misfits.items() if pair and is_filled(self.objects[name])}
+        if mismatched:
+            remedy = "register a value of the kind that was saved, or leave it out with 'exclude'"
+            raise StateMismatchError(f"{self._what}: a plain value", mismatched=mismatched, remedy=remedy)
         undos = {name: _undo_of(obj) for name, obj in own.items() if name not in plain}
         with ExitStack() as undone_on_error:
             for name, undo in undos.items():
@@ -193,7 +196,8 @@ class Registry:
             def give_rest() -> None:
                 for name in (name for name, undo in undos.items() if undo is None):
                     self._give(name, own[name], states[name])
-                    undone_on_error.callback(self._log_kept, name)
+                    kept = "%s: %r keeps the state that was loaded, though the load failed: load again"
+                    undone_on_error.callback(log.warning, kept, self._what, name)
 
             yield give_rest
             undone_on_error.pop_all()
@@ -205,20 +209,19 @@ class Registry:
         assert pair is not None
         with _refusals_named(name, obj, pair[1]):
             getattr(obj, pair[1])(state)
-
-    def _check_plain(self, states: Mapping[str, Any]) -> None:
-        misfits = {name: misfit(self._objects[name], state) for name, state in states.items()}
-        mismatched = {name: pair for name, pair in misfits.items() if pair and is_filled(self._objects[name])}
-        if mismatched:
-            remedy = "register a value of the kind that was saved, or leave it out with 'exclude'"
-            raise StateMismatchError(f"{self._what}: a plain value", mismatched=mismatched, remedy=remedy)
+        if isinstance(obj, LoaderPosition) and obj.is_passed_by:
+            log.warning(
+                "%s: an iterator of %r was made before its position was loaded: it goes on where it was, and the saved "
+                "position stays where it is; call restore() first, then iter(loader)",
+                *(self._what, name),
+            )
 
     def _fill(self, name: str, state: Any) -> None:
-        live = self._objects[name]
+        live = self.objects[name]
         if is_filled(live):
             fill(live, state)
             return
-        self._objects[name] = state
+        self.objects[name] = state
         if live is not None and not self._has_warned:
             self._has_warned = True
             log.warning(
@@ -227,11 +230,8 @@ class Registry:
                 *(self._what, name, type(live).__name__, name),
             )
 
-    def _log_kept(self, name: str) -> None:
-        log.warning("%s: %r keeps the state that was loaded, though the load failed: load again", self._what, name)
-
     def _adapted(self, name: str) -> Any:
-        return self._adapter(self._objects[name])
+        return self._adapter(self.objects[name])
 
     def _state(self, obj: Any) -> Any:
         obj = self._adapter(obj)
@@ -258,9 +258,9 @@ def _undo_of(obj: Any) -> Callable[[], object] | None:
     if isinstance(obj, NamedOptimizer):
         obj = obj.optimizer
     replaces = isinstance(obj, Optimizer) and type(obj).load_state_dict is Optimizer.load_state_dict
-    if not (replaces or isinstance(obj, LRScheduler)):
-        return None
-    return partial(obj.load_state_dict, obj.state_dict())
+    if replaces:
+        return partial(give_state, obj, obj.state_dict())
+    return partial(obj.load_state_dict, obj.state_dict()) if isinstance(obj, LRScheduler) else None
 
 
 @contextmanager
@@ -273,12 +273,81 @@ def _refusals_named(name: str, obj: Any, method: str) -> Iterator[None]:
 
 
 def extra_registry(adapter: Callable[[Any], Any] = lambda obj: obj) -> Registry:
-    """Return a registry of objects to checkpoint."""
-    methods = (("state_dict", "load_state_dict"),)
-    return Registry("register_for_checkpointing", methods, plain=True, adapter=adapter)
+    return Registry("register_for_checkpointing", (_STATE_DICT,), plain=True, adapter=adapter)
 
 
 def io_registry() -> Registry:
-    """Return a registry of dataset positions."""
-    methods = (("dump_io_state", "load_io_state"), ("state_dict", "load_state_dict"))
-    return Registry("register_io_state", methods, plain=False)
+    methods = (("dump_io_state", "load_io_state"), _STATE_DICT)
+    return Registry("register_io_state", methods, plain=False, adapter=position_of)
+
+
+def is_filled(live: Any) -> bool:
+    """Say whether a load can change a value in place; of a number or a string it cannot."""
+    if isinstance(live, np.ndarray):
+        return live.flags.writeable
+    if isinstance(live, Tensor):
+        return not (live.is_inference() or is_overlapping(live) or is_read_only(live))
+    return type(live) in _CONTAINERS
+
+
+def is_overlapping(live: Tensor) -> bool:
+    """Say whether several values lie in one place, as those of ``expand()`` do."""
+    return any(n > 1 and not step for n, step in zip(live.shape, live.stride(), strict=True))
+
+
+def is_read_only(live: Tensor) -> bool:
+    """Say whether a tensor lies in a map of memory that a write to would end the process: the kernel says it."""
+    if live.device.type != "cpu" or live.is_meta or not live.numel():
+        return False
+    last = sum((n - 1) * step for n, step in zip(live.shape, live.stride(), strict=True)) * live.element_size()
+    source, sink = os.pipe()
+    try:
+        for address in {live.data_ptr(), live.data_ptr() + last}:
+            os.write(sink, ctypes.string_at(address, 1))
+            if int(_LIBC.read(source, ctypes.c_void_p(address), ctypes.c_size_t(1))) < 0:  # the byte that is there
+                return True
+    finally:
+        os.close(source)
+        os.close(sink)
+    return False
+
+
+def misfit(live: Any, saved: Any) -> tuple[str, str] | None:
+    """Return (found, expected) where a saved value cannot be filled into a live one, None where it can."""
+    found, expected = _kind(saved), _kind(live)
+    return None if found == expected else (found, expected)
+
+
+def fill(live: Any, saved: Any) -> None:
+    """Give a live value what was saved; what it holds itself is filled in place too, as far as it fits."""
+    if isinstance(live, np.ndarray):
+        live[...] = saved.numpy()
+    elif isinstance(live, Tensor):
+        with torch.no_grad():
+            live.copy_(saved)
+    elif isinstance(live, dict):
+        filled = {key: _filled(live.get(key), value) for key, value in saved.items()}
+        live.clear()
+        dict.update(live, filled)  # that of a Counter adds
+    elif isinstance(live, list):
+        inside = [*live, *[None] * (len(saved) - len(live))]
+        live[:] = [_filled(item, value) for item, value in zip(inside, saved, strict=False)]
+    else:
+        live.clear()
+        live.update(saved)
+
+
+def _filled(live: Any, saved: Any) -> Any:
+    if is_filled(live) and misfit(live, saved) is None:
+        fill(live, saved)
+        return live
+    return saved.numpy() if isinstance(live, np.ndarray) and isinstance(saved, Tensor) else saved
+
+
+def _kind(value: Any) -> str:
+    """Name what must agree: dtype and shape of tensors, which arrays are saved as; the type of all else."""
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype.newbyteorder('=').name} {value.shape}"
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    return "dict" if isinstance(value, dict) else type(value).__name__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,17 +17,23 @@ import torch
 from torch import Tensor
 from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3  # part of the format: torch.save refers to them
 
-from recckpt.dense.by_value import ByValue
 from recckpt.dense.sharded import OwnChunk
+from recckpt.dense.state_copy import MAPPINGS
 from recckpt.dense.torch_archive import ArchiveContents, write_archive
 from recckpt.format import layout, tensor_index
-from recckpt.format.dtypes import NUMPY_DTYPES, STORAGES
-from recckpt.format.layout import MODEL as MODEL_FILE
 from recckpt.format.manifest import FileEntry
-from recckpt.format.tensor_index import ALIGNMENT, MODEL, TensorChunk, TensorIndex, block_checksums
+from recckpt.format.tensor_index import (
+    ALIGNMENT,
+    NUMPY_DTYPES,
+    STORAGES,
+    TensorChunk,
+    TensorIndex,
+    block_checksums,
+)
 from recckpt.storage import HashingSink, NewFiles, SinkFile
 
 _STEP_BYTES = 1 << 20
+_WITHOUT_IDENTITY = frozenset({type(None), bool, int, float})  # which pickle writes anew each time
 
 
 def save_state(state: Mapping[str, Any], storage: NewFiles, directory: str, name: str) -> FileEntry:
@@ -54,9 +61,17 @@ def save_tensors(
         entry, chunks = _save_state(state, storage, directory, layout.MODEL)
         files.append(entry)
     if own:
-        entry, written = _save_chunks(own, storage, directory, layout.dense_data(shard, shards))
-        files.append(entry)
-        chunks = chunks + written
+        name = layout.dense_data(shard, shards)
+        with storage.create(layout.join(directory, name)) as sink:
+            hashing = HashingSink(sink)
+            for chunk in own:
+                hashing.write(bytes(-sink.n_bytes % ALIGNMENT))
+                at, data = sink.n_bytes, chunk.values.contiguous().reshape(-1).view(torch.uint8).numpy().data
+                for begin in range(0, len(data), _STEP_BYTES):
+                    hashing.write(data[begin : begin + _STEP_BYTES])
+                place = chunk.offsets, tuple(chunk.values.shape), name, at, block_checksums(data)
+                chunks.append(TensorChunk(chunk.of, chunk.name, chunk.dtype, chunk.shape, *place))
+        files.append(FileEntry(name, sink.n_bytes, hashing.xxh3))
     if chunks:
         index = TensorIndex(save_id, shard, shards, tensor_index.BLOCK_BYTES, tuple(chunks))
         name = layout.dense_index(shard, shards)
@@ -76,30 +91,6 @@ def _save_state(
     return FileEntry(name, sink.n_bytes, hashing.xxh3), chunks
 
 
-def _save_chunks(
-    own: Sequence[OwnChunk], storage: NewFiles, directory: str, name: str
-) -> tuple[FileEntry, list[TensorChunk]]:
-    chunks = []
-    with storage.create(layout.join(directory, name)) as sink:
-        hashing = HashingSink(sink)
-        for chunk in own:
-            hashing.write(bytes(-sink.n_bytes % ALIGNMENT))
-            at, data = sink.n_bytes, _bytes_of(chunk.values)
-            for begin in range(0, len(data), _STEP_BYTES):
-                hashing.write(data[begin : begin + _STEP_BYTES])
-            sizes, checksums = tuple(chunk.values.shape), block_checksums(data)
-            listed = TensorChunk(
-                chunk.of, chunk.name, chunk.dtype, chunk.shape, chunk.offsets, sizes, name, at, checksums
-            )
-            chunks.append(listed)
-    return FileEntry(name, sink.n_bytes, hashing.xxh3), chunks
-
-
-def _bytes_of(values: Tensor) -> memoryview:
-    """Return the values of a tensor, row by row, without a copy where they lie so."""
-    return values.contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
 @dataclass(frozen=True)
 class Later:
     """A tensor whose values are read, contiguous, when they are written; once for all that are the same."""
@@ -108,6 +99,18 @@ class Later:
     shape: tuple[int, ...]
     same: Hashable
     read: Callable[[], npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where in the record of that number, and of so many bytes, a tensor lies; offset and strides count items."""
+
+    dtype: str
+    number: int
+    n_bytes: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
 def write_state(
@@ -128,16 +131,12 @@ def write_state(
             advance(len(data))
 
     places = write_archive(to, ArchiveContents(pickled(dict(state), records.place), written()))
-    named = {name: placed for name, value in state.items() if (placed := records.place(value)) is not None}
-    return [
-        _chunk(name, placed, places[placed.record.number], checksums[placed.record.number])
-        for name, placed in sorted(named.items(), key=lambda item: item[1].record.number)
-    ]
-
-
-def _chunk(name: str, placed: Placed, at: int, checksums: tuple[int, ...]) -> TensorChunk:
-    shape = placed.shape
-    return TensorChunk(MODEL, name, placed.dtype, shape, (0,) * len(shape), shape, MODEL_FILE, at, checksums)
+    named = [(name, placed) for name, value in state.items() if (placed := records.place(value)) is not None]
+    chunks = []
+    for name, one in sorted(named, key=lambda item: item[1].number):
+        place = (0,) * len(one.shape), one.shape, layout.MODEL, places[one.number], checksums[one.number]
+        chunks.append(TensorChunk(tensor_index.MODEL, name, one.dtype, one.shape, *place))
+    return chunks
 
 
 class _Records:
@@ -145,63 +144,67 @@ class _Records:
 
     def __init__(self) -> None:
         self.reads: list[Callable[[], memoryview]] = []
-        self._known: dict[Hashable, Record] = {}
+        self._numbers: dict[Hashable, int] = {}
 
     def place(self, value: Any) -> Placed | None:
         """Return where a tensor lies, None for what is no tensor."""
+        read: Callable[[], memoryview]
         if isinstance(value, Later):
-            strides = tuple(math.prod(value.shape[dim + 1 :]) for dim in range(len(value.shape)))
-            n_bytes = math.prod(value.shape) * NUMPY_DTYPES[value.dtype].itemsize
-            record = self._record((value.same, value.dtype), n_bytes, lambda: _bytes(value.read()))
-            return Placed(value.dtype, record, 0, value.shape, strides)
-        if not isinstance(value, Tensor):
+            later, dtype, shape, offset = value, value.dtype, value.shape, 0
+            strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+            key: Hashable = (value.same, dtype)
+            n_bytes = math.prod(shape) * NUMPY_DTYPES[dtype].itemsize
+            read = lambda: later.read().reshape(-1).view(np.uint8).data  # noqa: E731
+        elif isinstance(value, Tensor):
+            dtype, shape, strides = str(value.dtype).removeprefix("torch."), tuple(value.shape), value.stride()
+            storage, offset = value.untyped_storage(), int(value.storage_offset())
+            key, n_bytes = (storage._cdata, dtype), storage.nbytes()
+            memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+            read = lambda: memory.numpy().data  # noqa: E731
+        else:
             return None
-        dtype, storage = str(value.dtype).removeprefix("torch."), value.untyped_storage()
-        memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-        record = self._record((storage._cdata, dtype), storage.nbytes(), lambda: memory.numpy().data)
-        return Placed(dtype, record, int(value.storage_offset()), tuple(value.shape), value.stride())
-
-    def _record(self, key: Hashable, n_bytes: int, read: Callable[[], memoryview]) -> Record:
-        if key not in self._known:
-            self._known[key] = Record(len(self.reads), n_bytes)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.reads)
             self.reads.append(read)
-        return self._known[key]
-
-
-def _bytes(values: npt.NDArray[Any]) -> memoryview:
-    return values.reshape(-1).view(np.uint8).data
-
-
-@dataclass(frozen=True)
-class Record:
-    """The bytes of one or more tensors of one dtype, by its number among the records of the file."""
-
-    number: int
-    n_bytes: int
-
-
-@dataclass(frozen=True)
-class Placed:
-    """Where in a record the values of a tensor lie; offset and strides count items."""
-
-    dtype: str
-    record: Record
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+        return Placed(dtype, self._numbers[key], n_bytes, offset, shape, strides)
 
 
 def pickled(state: Any, placed: Callable[[Any], Placed | None]) -> bytes:
-    """Return the pickle of a state; ``placed`` returns the place of the tensor that an object stands for."""
+    """Return the pickle of a state, which follows from its values alone.
+
+    It does not follow from which of them are one object, nor from hashes. ``placed`` returns the place of the tensor
+    that an object stands for.
+    """
     file = io.BytesIO()
-    _Pickler(file, placed).dump(ByValue().of(state))
+    _Pickler(file, placed).dump(_by_value(state, {}))
     return file.getvalue()
 
 
-@dataclass(frozen=True)
-class _Storage:
-    dtype: str
-    record: Record
+def _by_value(value: Any, known: dict[Any, Any]) -> Any:
+    """Return a state with equal leaves as one object: pickle writes a value, or refers to where it wrote that object.
+
+    Containers and tensors, which have an identity of their own, come once for each place that they are in.
+    """
+    kind = type(value)
+    if kind in MAPPINGS:
+        return kind({_by_value(key, known): _by_value(item, known) for key, item in value.items()})
+    if kind in (list, tuple):
+        is_plain = _WITHOUT_IDENTITY.issuperset(map(type, value))
+        return kind([*value] if is_plain else [_by_value(item, known) for item in value])
+    if kind is set:
+        return _InOrder(_by_value(item, known) for item in value)
+    if kind is str:
+        return sys.intern(value)  # also equal to what pickle itself writes, such as "cpu"
+    if kind in (bytes, torch.Size, torch.device):
+        return known.setdefault((kind, value), value)
+    return known.setdefault((kind, repr(value)), value) if kind is complex else value  # 0j and -0j are equal
+
+
+class _InOrder(list[Any]):
+    """The members of a set, which pickles as that set, in an order that does not follow from their hashes."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return set, (sorted(self, key=lambda item: (type(item).__name__, repr(item))),)
 
 
 class _Pickler(pickle.Pickler):
@@ -210,19 +213,19 @@ class _Pickler(pickle.Pickler):
         self._placed = placed
 
     def persistent_id(self, obj: Any) -> Any:
-        if type(obj) is not _Storage:
+        if type(obj) is not Placed:  # in the place of a storage
             return None
-        kind, number, n_bytes = STORAGES.get(obj.dtype), str(obj.record.number), obj.record.n_bytes
+        kind, number = STORAGES.get(obj.dtype), str(obj.number)
         if kind is None:
-            return "storage", torch.UntypedStorage, number, "cpu", n_bytes
-        return "storage", getattr(torch, kind), number, "cpu", n_bytes // getattr(torch, obj.dtype).itemsize
+            return "storage", torch.UntypedStorage, number, "cpu", obj.n_bytes
+        return "storage", getattr(torch, kind), number, "cpu", obj.n_bytes // getattr(torch, obj.dtype).itemsize
 
     def reducer_override(self, obj: Any) -> Any:
         placed = self._placed(obj)
         if placed is None:
             return NotImplemented
         hooks: OrderedDict[Any, Any] = OrderedDict()
-        args = (_Storage(placed.dtype, placed.record), placed.offset, placed.shape, placed.strides, False, hooks)
+        args = (placed, placed.offset, placed.shape, placed.strides, False, hooks)
         if placed.dtype in STORAGES:
             return _rebuild_tensor_v2, args
         return _rebuild_tensor_v3, (*args, getattr(torch, placed.dtype))

@@ -6,6 +6,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
@@ -14,10 +15,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from recckpt.dense.by_value import MAPPINGS
-from recckpt.dense.state_copy import Copy, Place, portable
-from recckpt.format.dtypes import NUMPY_DTYPES
-from recckpt.format.tensor_index import EXTRA, MODEL
+from recckpt.dense.state_copy import MAPPINGS, Copy, Place, are_plain, portable
+from recckpt.format.tensor_index import EXTRA, MODEL, NUMPY_DTYPES
 
 _KINDS = {"torch.distributed.tensor": "DTensor", "torch.distributed._shard.sharded_tensor": "ShardedTensor"}
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -38,8 +37,13 @@ def is_sharded(value: Any) -> bool:
 
 
 def may_be_sharded() -> bool:
-    """Say whether there can be any such tensor in this process."""
     return bool(_kinds())
+
+
+def _kinds() -> tuple[type, ...]:
+    """Return the types of sharded tensors whose modules are imported: without them no such tensor exists."""
+    modules = ((sys.modules.get(module), name) for module, name in _KINDS.items())
+    return tuple(getattr(module, name) for module, name in modules if hasattr(module, name))
 
 
 def local_bytes(value: Tensor) -> int:
@@ -91,22 +95,6 @@ def own_boxes(value: Tensor) -> Any:
     return local if callable(getattr(local, "local_shards", None)) else None
 
 
-def is_written_here(name: str, value: Tensor, piece: LocalBox) -> bool:
-    """Say whether this rank is the one, of those that have a piece of a sharded tensor, that writes it.
-
-    Each rank can tell by itself, and the work is shared out by names and places.
-    """
-    mesh = getattr(value, "device_mesh", None)
-    if mesh is None:
-        return True
-    replica, replicas = 0, 1
-    n_dims = mesh.ndim if own_boxes(value) is None else mesh.ndim - 1  # TorchRec shards tables over the last one
-    for dim, placement in enumerate(cast(Any, value).placements[:n_dims]):
-        if placement.is_replicate():
-            replica, replicas = replica * mesh.size(dim) + mesh.get_coordinate()[dim], replicas * mesh.size(dim)
-    return replicas == 1 or xxhash.xxh3_64_intdigest(f"{name} {piece.offsets}".encode()) % replicas == replica
-
-
 def _checked(name: str, value: Tensor, found: Tensor, expected: Sequence[int]) -> Tensor:
     """Return what this rank has of a tensor, if it is as large as the layout of the tensor says."""
     if tuple(found.shape) != tuple(expected):
@@ -116,12 +104,6 @@ def _checked(name: str, value: Tensor, found: Tensor, expected: Sequence[int]) -
             f"{name or 'a sharded tensor'}: {parts} by its layout {placements}; make it by distribute_tensor"
         )
     return found
-
-
-def _kinds() -> tuple[type, ...]:
-    """Return the types of sharded tensors whose modules are imported: without them no such tensor exists."""
-    modules = ((sys.modules.get(module), name) for module, name in _KINDS.items())
-    return tuple(getattr(module, name) for module, name in modules if hasattr(module, name))
 
 
 @dataclass(frozen=True)
@@ -194,7 +176,6 @@ def check_shares(shares: Sequence[Mapping[str, Share]]) -> None:
 
 
 def model_names(shares: Sequence[Mapping[str, Share]]) -> list[str]:
-    """Return the names of the model's tensors of which any rank has a share."""
     fqns = dict.fromkeys(fqn for own in shares for fqn in own)
     return [_called(fqn) for fqn in fqns if fqn.startswith(f"{MODEL}/")]
 
@@ -218,7 +199,14 @@ class ShardedTensors:
         In the state stands a dict with their name, which is the object's and the place in it, such as
         ``optim['state'][0]['exp_avg']``.
         """
-        return lambda place, state: copy(place, self._without(str(place[-1]), state) if may_be_sharded() else state)
+
+        def taken(place: Place, state: Any) -> Any:
+            if may_be_sharded():
+                with suppress(RecursionError):  # portable() refuses it by name
+                    state = self._stood_in(str(place[-1]), state)
+            return copy(place, state)
+
+        return taken
 
     def staged(self, copy: Copy) -> ShardedState:
         """Return what this rank writes of the tensors, copied; a ValueError names one that cannot be saved."""
@@ -232,8 +220,7 @@ class ShardedTensors:
                 raise ValueError(f"{name}: a sharded tensor of {tensor.dtype} cannot be saved; cast it")
             n_values = 0
             for piece in pieces.of(name, tensor):
-                is_here = is_written_here(fqn, tensor, piece)
-                if is_here and (piece.values.numel() or 0 in shape):
+                if _is_written_here(fqn, tensor, piece) and (piece.values.numel() or 0 in shape):
                     place: Place = ("sharded", fqn, piece.offsets)
                     values = portable(name, copy(place, piece.values))
                     chunks.append(OwnChunk(of, name, dtype, shape, piece.offsets, values))
@@ -241,16 +228,12 @@ class ShardedTensors:
             shares[fqn] = Share(dtype, shape, n_values)
         return ShardedState(chunks, shares)
 
-    def _without(self, name: str, state: Any) -> Any:
-        try:
-            return self._stood_in(name, state)
-        except RecursionError:
-            return state  # portable() refuses it by name
-
     def _stood_in(self, name: str, value: Any) -> Any:
         if is_sharded(value):
             self._tensors[f"{EXTRA}/{name}"] = value
             return {STAND_IN: name}
+        if type(value) in (*MAPPINGS, list, tuple) and are_plain(value.values() if type(value) in MAPPINGS else value):
+            return value
         if type(value) in MAPPINGS:
             return type(value)({key: self._stood_in(f"{name}[{key!r}]", item) for key, item in value.items()})
         if type(value) in (list, tuple):
@@ -261,3 +244,19 @@ class ShardedTensors:
 def _called(fqn: str) -> str:
     """Return the name of a tensor, without whose it is."""
     return fqn.partition("/")[2]
+
+
+def _is_written_here(name: str, value: Tensor, piece: LocalBox) -> bool:
+    """Say whether this rank is the one, of those that have a piece of a sharded tensor, that writes it.
+
+    Each rank can tell by itself, and the work is shared out by names and places.
+    """
+    mesh = getattr(value, "device_mesh", None)
+    if mesh is None:
+        return True
+    replica, replicas = 0, 1
+    n_dims = mesh.ndim if own_boxes(value) is None else mesh.ndim - 1  # TorchRec shards tables over the last one
+    for dim, placement in enumerate(cast(Any, value).placements[:n_dims]):
+        if placement.is_replicate():
+            replica, replicas = replica * mesh.size(dim) + mesh.get_coordinate()[dim], replicas * mesh.size(dim)
+    return replicas == 1 or xxhash.xxh3_64_intdigest(f"{name} {piece.offsets}".encode()) % replicas == replica

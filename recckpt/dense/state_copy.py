@@ -1,24 +1,39 @@
-"""State made portable and copied for a save, and the state of the random generators."""
+"""The state that a save takes: made portable, copied, and its digests, which ranks compare."""
 
 from __future__ import annotations
 
 import codecs
-import random
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
-from recckpt.dense.by_value import MAPPINGS
+log = logging.getLogger("recckpt")
 
+MAPPINGS = (dict, OrderedDict, Counter)  # of whose values a state may be made, the safe loader of torch knows them
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 _MAX_INT_BITS = 255 * 8 - 1  # what the safe loader of torch takes
-_CONTAINERS: dict[type, Any] = {list: list, tuple: tuple, set: set}
+_LARGE_INT = 1 << 64
+_CONTAINERS = (list, tuple, set)
+_USUAL = frozenset({type(None), bool, float, str, int})
 Place = tuple[Any, ...]
 Copy = Callable[[Place, Any], Any]
+_EVERY = 20  # saves, between two looks at what is large
+_SMALL_BYTES = 1 << 20
+_LARGE = 1  # in place of the digest of what this save does not look at
+_SAMPLE_ROWS = 4096  # of the rows of a copy of a table, about
+_TABLE = "table "  # before the name of a table, of which some ranks have copies
+_BY_ROWS = {
+    ("dense",),
+    ("sharded",),
+}  # where places begin whose tensors have an index, which knows them in row-major order
 
 
 class _EmptyBytes(bytes):
@@ -28,45 +43,67 @@ class _EmptyBytes(bytes):
         return codecs.encode, ("", "latin1")
 
 
-def portable(name: str, value: Any) -> Any:
+def portable(name: str, value: Any, layout: torch.memory_format = torch.contiguous_format) -> Any:
     """Return ``value`` as data that loads back without running code; a ValueError names the place of what does not.
 
-    Tensors come detached, on the CPU, in row-major order and without the rest of the storage they are a view of; numpy
-    arrays and scalars become tensors and numbers. Beside these there may be numbers, strings, bytes, None, and lists,
-    tuples, sets and dicts.
+    Tensors come detached, on the CPU, in row-major order and without the rest of the storage they are a view of; with
+    ``torch.preserve_format`` as layout their dimensions stay in the order in which they lie in memory, since kernels
+    give other last bits for another one. numpy arrays and scalars become tensors and numbers, and members of an
+    ``IntEnum`` or ``StrEnum`` what they are equal to. Beside these there may be numbers, strings, bytes, None, and
+    lists, tuples, sets and dicts.
     """
     try:
-        return _portable(name, value)
+        try:
+            return _portable(None, value, layout)
+        except ValueError:  # once more, with names: those of all places take longer than the copies
+            return _portable(name, value, layout)
     except RecursionError:
         raise ValueError(f"{name[:200]}: it holds itself, or is nested too deep to be saved") from None
 
 
-def _portable(name: str, value: Any) -> Any:
+def _portable(name: str | None, value: Any, layout: torch.memory_format) -> Any:
+    if type(value) in MAPPINGS or type(value) in _CONTAINERS:
+        return _portable_container(name, value, layout)
     if isinstance(value, Tensor):
-        return _portable_tensor(name, value)
+        return _portable_tensor(name, value, layout)
     if isinstance(value, np.generic | np.ndarray):
         return _portable_numpy(name, value)
     if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
         raise ValueError(
             f"{name}: an int of {value.bit_length()} bits cannot be loaded back safely; save it as a string"
         )
+    if isinstance(value, Enum) and isinstance(value, int | str):
+        value = value.value
     if type(value) in _PLAIN:
         return _EmptyBytes() if type(value) is bytes and not value else value
-    if type(value) in MAPPINGS:
-        return type(value)({_portable_key(name, k): _portable(f"{name}[{k!r}]", v) for k, v in value.items()})
-    if type(value) in _CONTAINERS:
-        if set(map(type, value)) == {int} and max(map(int.bit_length, value)) <= _MAX_INT_BITS:
-            return _CONTAINERS[type(value)](value)  # at once: Python's random state is 625 of them, in every save
-        return _CONTAINERS[type(value)](_portable(f"{name}[{i}]", item) for i, item in enumerate(value))
     raise ValueError(
         f"{name}: a {type(value).__module__}.{type(value).__qualname__} cannot be loaded back safely; a state may hold "
         "tensors, numbers, strings, bytes, None, and lists, tuples, sets and dicts of these"
     )
 
 
-def _portable_key(name: str, key: Any) -> Any:
+def _portable_container(name: str | None, value: Any, layout: torch.memory_format) -> Any:
+    kind, has_plain_members = type(value), are_plain(value)  # of a dict, the keys
+    if kind in _CONTAINERS:
+        if has_plain_members:
+            return kind(value)
+        return kind([_portable(name and f"{name}[{i}]", item, layout) for i, item in enumerate(value)])
+    if has_plain_members and are_plain(value.values()):
+        return kind(value)
+    keys = value if has_plain_members else [_portable_key(name, key) for key in value]
+    items = [_portable(name and f"{name}[{key!r}]", item, layout) for key, item in value.items()]
+    return kind(dict(zip(keys, items, strict=True)))
+
+
+def are_plain(values: Collection[Any]) -> bool:
+    """Say whether all values are of the most usual kinds, which are portable as they are."""
+    is_usual = _USUAL.issuperset(map(type, values))
+    return is_usual and not [one for one in values if type(one) is int and not -_LARGE_INT < one < _LARGE_INT]
+
+
+def _portable_key(name: str | None, key: Any) -> Any:
     if type(key) in (str, int, float, bool, bytes, type(None)):
-        return _portable(name, key)
+        return _portable(name, key, torch.contiguous_format)
     if isinstance(key, np.generic):
         return key.item()
     if type(key) is tuple:
@@ -76,7 +113,7 @@ def _portable_key(name: str, key: Any) -> Any:
     )
 
 
-def plain_tensor(name: str, value: Tensor) -> Tensor:
+def plain_tensor(name: str | None, value: Tensor) -> Tensor:
     """Return a tensor detached, or raise ValueError where it is of a kind that has no one block of values."""
     if torch.nn.parameter.is_lazy(value):
         raise ValueError(f"{name}: a parameter of a lazy module has no values before its first batch; run one first")
@@ -90,14 +127,25 @@ def plain_tensor(name: str, value: Tensor) -> Tensor:
     return tensor
 
 
-def _portable_tensor(name: str, value: Tensor) -> Tensor:
+def _portable_tensor(name: str | None, value: Tensor, layout: torch.memory_format) -> Tensor:
     tensor = plain_tensor(name, value).cpu().resolve_conj().resolve_neg()
-    if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size() or not tensor.is_contiguous():
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    is_laid_out = _is_dense(tensor) if layout is torch.preserve_format else tensor.is_contiguous()
+    if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size() or not is_laid_out:
+        tensor = tensor.clone(memory_format=layout)
     return tensor
 
 
-def _portable_numpy(name: str, value: Any) -> Any:
+def _is_dense(tensor: Tensor) -> bool:
+    """Say whether the values lie one after the other, each once, whichever dimension is the innermost one."""
+    n_values = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != n_values:
+            return False
+        n_values *= size
+    return True
+
+
+def _portable_numpy(name: str | None, value: Any) -> Any:
     item_bytes = value.dtype.itemsize // (2 if value.dtype.kind == "c" else 1)
     if value.dtype.kind not in "biufc" or item_bytes > 8 or isinstance(value, np.ma.MaskedArray):
         kind = f"{type(value).__name__} of {value.dtype}"
@@ -115,7 +163,7 @@ def as_it_is(place: Place, state: Any) -> Any:
 
 def without_values(place: Place, state: Any) -> Any:
     """Return a state without the values of its tensors, to check what another rank writes."""
-    return _Hollow({}).copy(place, state)
+    return _replaced(place, state, lambda place, tensor: torch.empty(0, device="cpu"))
 
 
 class DenseBuffers:
@@ -132,10 +180,33 @@ class DenseBuffers:
         the state are one in the copy.
         """
         copies = _Copies(self._buffers)
-        yield copies.copy
+        yield lambda place, state: _replaced(place, state, copies.copy)
         for device in copies.devices:  # copies to pinned memory run behind what was enqueued before them
             torch.cuda.current_stream(device).synchronize()
         self._buffers = copies.used
+
+
+def _replaced(place: Place, state: Any, of: Callable[[Place, Tensor], Tensor]) -> Any:
+    """Return a state with ``of`` each of its tensors that is one block of values; others are refused by name later."""
+    try:
+        return _with_replaced(place, state, of)
+    except RecursionError:
+        return state  # portable() refuses it by name
+
+
+def _with_replaced(place: Place, value: Any, of: Callable[[Place, Tensor], Tensor]) -> Any:
+    if type(value) in MAPPINGS:
+        if _USUAL.issuperset(map(type, value.values())):
+            return value  # of which portable() makes a copy
+        return type(value)({key: _with_replaced((*place, key), item, of) for key, item in value.items()})
+    if type(value) in _CONTAINERS:
+        if _USUAL.issuperset(map(type, value)):
+            return value
+        return type(value)([_with_replaced((*place, number), item, of) for number, item in enumerate(value)])
+    if type(value) not in (Tensor, torch.nn.Parameter) or torch.nn.parameter.is_lazy(value):
+        return value
+    is_block = value.layout == torch.strided and not (value.is_quantized or value.is_nested or value.is_meta)
+    return of(place, value) if is_block else value
 
 
 class _Copies:
@@ -145,27 +216,19 @@ class _Copies:
         self.devices: set[torch.device] = set()
         self._copied: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}  # with the original, to keep its address taken
 
-    def copy(self, place: Place, state: Any) -> Any:
-        try:
-            return self._copy(place, state)
-        except RecursionError:
-            return state  # portable() refuses it by name
-
-    def _copy(self, place: Place, value: Any) -> Any:
-        if type(value) in MAPPINGS:
-            return type(value)({key: self._copy((*place, key), item) for key, item in value.items()})
-        if type(value) in (list, tuple, set):
-            return type(value)(self._copy((*place, number), item) for number, item in enumerate(value))
-        return self._copy_tensor(place, value) if _is_plain(value) else value
-
-    def _copy_tensor(self, place: Place, tensor: Tensor) -> Tensor:
-        same = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), *_lazy_bits(tensor)
+    def copy(self, place: Place, tensor: Tensor) -> Tensor:
+        values = tensor.dtype, tensor.is_conj(), tensor.is_neg()  # which make other values of the same memory
+        same = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), values
         if tensor.numel() and same in self._copied:
             return self._copied[same][1]
         buffer = self._buffers.get(place)
-        if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+        layout = torch.contiguous_format if place[:1] in _BY_ROWS else torch.preserve_format
+        strides = torch.empty_like(tensor, device="meta", memory_format=layout).stride()
+        if buffer is None or (buffer.shape, buffer.stride(), buffer.dtype) != (tensor.shape, strides, tensor.dtype):
             with torch.inference_mode(False):  # it outlives the mode in which it happened to be made
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda, device="cpu")
+                buffer = torch.empty_strided(
+                    tensor.shape, strides, dtype=tensor.dtype, pin_memory=tensor.is_cuda, device="cpu"
+                )
         buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         if tensor.is_cuda:
             self.devices.add(tensor.device)
@@ -174,59 +237,125 @@ class _Copies:
         return buffer
 
 
-class _Hollow(_Copies):
-    def _copy_tensor(self, place: Place, tensor: Tensor) -> Tensor:
-        return torch.empty(0, device="cpu")
+class RankDigests:
+    """Digests of the state of one rank, taken while it is staged; one object for all saves of a saver.
+
+    Small registered objects are looked at in every save, large ones and dense tensors in the first and every 20th; of
+    the copies of a table other rows in every save.
+    """
+
+    def __init__(self) -> None:
+        self._n_saves = 0
+        self._known: set[str] = set()  # names whose difference was logged
+
+    def begin(self) -> RankDigest:
+        self._n_saves += 1
+        return RankDigest(self._known, self._n_saves)
 
 
-def _lazy_bits(tensor: Tensor) -> tuple[bool, bool]:
-    """Return what makes other values of the same memory."""
-    return tensor.is_conj(), tensor.is_neg()
+class RankDigest:
+    def __init__(self, known: set[str], number: int) -> None:
+        self._known, self._number, self._is_whole = known, number, number % _EVERY == 1
+        self.by_name: dict[str, int] = {}
+
+    def noting(self, copy: Copy) -> Copy:
+        """Return a copy function that takes the digest of each state first."""
+
+        def noted(place: tuple[Any, ...], state: Any) -> Any:
+            name = " ".join([*map(str, place[:-1]), repr(place[-1])])
+            is_dense = place[0] == "dense"
+            if name not in self._known and (self._is_whole or (not is_dense and _n_bytes(state) <= _SMALL_BYTES)):
+                self.by_name[name] = digest(state)
+            elif name not in self._known and not is_dense:
+                self.by_name[name] = _LARGE
+            return copy(place, state)
+
+        return noted
+
+    def note_rows(self, table: str, first: int, slots: Mapping[str, Tensor], *, audit: int) -> None:
+        """Take the digest of some rows of a copy; of all of them at each ``audit``-th save, if that is not 0.
+
+        Args:
+            table: of which other ranks have the same rows.
+            first: number of the first row.
+            slots: of one or more rows each.
+            audit: as of :func:`recckpt.live.live_tables`.
+        """
+        n_rows = len(next(iter(slots.values())))
+        name = f"{_TABLE}{table!r} from row {first} to {first + n_rows - 1}"
+        if name not in self._known:
+            is_all = audit and self._number % audit == 0
+            step = 1 if is_all else max(1, n_rows // _SAMPLE_ROWS)
+            self.by_name[name] = digest({slot: values[self._number % step :: step] for slot, values in slots.items()})
+
+    @property
+    def summary(self) -> int:
+        """What is compared first: equal where all digests are."""
+        return xxhash.xxh3_64_intdigest(repr(sorted(self.by_name.items())).encode())
+
+    def warn(self, ranks: Sequence[Mapping[str, int]], own_rank: int) -> None:
+        """Log each name that differs between the ranks, once and on rank 0. Collective."""
+        for name in sorted({name for digests in ranks for name in digests}):
+            has_all = not name.startswith(_TABLE)  # of a table some ranks have copies
+            those = {rank: own.get(name) for rank, own in enumerate(ranks) if has_all or name in own}
+            first = next(iter(those.values()))
+            others = [rank for rank, of_rank in those.items() if of_rank != first]
+            if others and name not in self._known:
+                self._known.add(name)
+                if own_rank == 0:
+                    log.warning("%s", _difference(name, others, is_saved=first is not None))
 
 
-def _is_plain(value: Any) -> bool:
-    """Say whether a value is a tensor of one block of values; others are refused by name elsewhere."""
-    if type(value) not in (Tensor, torch.nn.Parameter) or torch.nn.parameter.is_lazy(value):
-        return False
-    return value.layout == torch.strided and not (value.is_quantized or value.is_nested or value.is_meta)
-
-
-def dump_rng() -> dict[str, Any]:
-    """Return the state of the random generators of this process: torch, CUDA, numpy and Python."""
-    kind, keys, *rest = np.random.get_state()
-    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # asking must not start CUDA
-    cuda = torch.cuda.get_rng_state_all() if initialized else []
-    states = {
-        "torch": torch.get_rng_state(),
-        "cuda": cuda,
-        "numpy": [kind, keys, *rest],
-        "python": random.getstate(),
-    }
-    return {name: portable(f"random state of {name}", state) for name, state in states.items()}
-
-
-def check_rng(states: Mapping[str, Any]) -> None:
-    """Raise ValueError where :func:`load_rng` could not take the states; the generators are left alone."""
+def digest(state: Any) -> int:
+    """Return a hash of a state; 0 for one that a save refuses."""
+    hasher = xxhash.xxh3_64()
     try:
-        torch.Generator().set_state(states["torch"])
-        devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-        for number, state in enumerate(states["cuda"]):
-            if state.dtype != torch.uint8:
-                raise TypeError(f"the state of CUDA device {number} is of {state.dtype}")
-            for device in devices[number : number + 1]:
-                torch.Generator(device).set_state(state)
-        kind, keys, *rest = states["numpy"]
-        np.random.RandomState().set_state((kind, keys.numpy(), *rest))
-        random.Random().setstate(states["python"])
-    except Exception as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
+        _feed(hasher, state)
+    except Exception:  # the save refuses it by name
+        return 0
+    return hasher.intdigest()
 
 
-def load_rng(states: Mapping[str, Any]) -> None:
-    """Give the random generators of this process back their state; those of absent devices are left out."""
-    torch.set_rng_state(states["torch"])
-    for device, state in zip(range(torch.cuda.device_count()), states["cuda"], strict=False):
-        torch.cuda.set_rng_state(state, device)
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, keys.numpy(), *rest))
-    random.setstate(states["python"])
+def _difference(name: str, others: Sequence[int], *, is_saved: bool) -> str:
+    ranks = (
+        f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others[:5]))}{', ...' if len(others) > 5 else ''}"
+    )
+    if not is_saved:
+        return f"{name} is known to {ranks} and not to rank 0, and is not saved: let all ranks have it"
+    if name.startswith(_TABLE):
+        return (
+            f"{name} differs on {ranks} from the other copies, and a part is saved of each: keep the copies equal, as "
+            "DistributedDataParallel does, but not with max_norm"
+        )
+    mend = "register it with per_rank=True" if not name.startswith("dense ") else "keep it equal on all ranks"
+    kept = "the state of rank 0 is saved, and all ranks get it back"
+    return f"{name} differs on {ranks}: {kept}; if that is not meant, {mend}"
+
+
+def _feed(hasher: Any, value: Any) -> None:
+    hasher.update(type(value).__name__.encode())
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(np.ascontiguousarray(value))
+    if isinstance(value, Tensor):
+        plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        hasher.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
+        hasher.update(plain.reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(value, Mapping):
+        hasher.update(str(len(value)).encode())
+        for key, item in sorted(value.items(), key=lambda pair: repr(pair[0])):
+            hasher.update(repr(key).encode())
+            _feed(hasher, item)
+    elif isinstance(value, list | tuple):
+        hasher.update(str(len(value)).encode())
+        for item in value:
+            _feed(hasher, item)
+    else:
+        hasher.update(repr(sorted(value, key=repr) if isinstance(value, set) else value).encode())
+
+
+def _n_bytes(value: Any) -> int:
+    if isinstance(value, Tensor | np.ndarray):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(map(_n_bytes, value.values()))
+    return sum(map(_n_bytes, value)) if isinstance(value, list | tuple) else 0

@@ -1,10 +1,10 @@
-"""All dense tensors of a checkpoint: put together from the indexes of all shards, and read by bytes (no torch here)."""
+"""The dense tensors of a checkpoint, put together from the indexes of all shards; read, and checked, by bytes."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO
@@ -15,15 +15,15 @@ import xxhash
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout, tensor_index
-from recckpt.format.dtypes import NUMPY_DTYPES
-from recckpt.format.manifest import Manifest
-from recckpt.format.tensor_index import EXTRA, MODEL, TensorChunk, TensorIndex
+from recckpt.format.manifest import FileEntry, Manifest
+from recckpt.format.tensor_index import EXTRA, MODEL, NUMPY_DTYPES, TensorChunk, TensorIndex
 from recckpt.output_dir.checkpoint_dir import read_checked
 from recckpt.storage.base import Files
-from recckpt.storage.read_again import read_twice
+from recckpt.storage.retry import read_twice
 from recckpt.text import nearest
 
 _SLAB_BYTES = 64 << 20  # read at once; more where a single row of a chunk of one dimension has more
+_CHECK_BYTES = 8 << 20
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -39,7 +39,6 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all values."""
         return math.prod(self.shape) * NUMPY_DTYPES[self.dtype].itemsize
 
     @property
@@ -94,15 +93,12 @@ def _overlap(boxes: Sequence[TensorChunk]) -> TensorChunk | None:
     for number in order:
         box = boxes[number]
         del active[: bisect_right(active, (box.offsets[dim], len(boxes)))]
-        if any(_meet(box, boxes[other]) for _, other in active):
-            return box
+        for _, other in active:
+            sides = zip(box.offsets, box.sizes, boxes[other].offsets, boxes[other].sizes, strict=True)
+            if all(a < b + other_size and b < a + size for a, size, b, other_size in sides):
+                return box
         insort(active, (box.offsets[dim] + box.sizes[dim], number))
     return None
-
-
-def _meet(one: TensorChunk, other: TensorChunk) -> bool:
-    sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    return all(a < b + other_size and b < a + size for a, size, b, other_size in sides)
 
 
 def _bad_index(
@@ -120,16 +116,6 @@ class Read:
     at: tuple[int, ...]
     to: tuple[int, ...]
     sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Slab:
-    """Some rows of a chunk as bytes and shape, the box of them that was asked for, and its place in that."""
-
-    data: Bytes
-    shape: tuple[int, ...]
-    box: tuple[slice, ...]
-    place: tuple[int | slice, ...]
 
 
 class DenseTensors:
@@ -190,51 +176,40 @@ class DenseTensors:
             index, chunk = tensor.chunks[read.chunk]
             place = tuple(slice(begin, begin + size) for begin, size in zip(read.to, read.sizes, strict=True))
             there = values[(...,) + place]  # noqa: RUF005  # a view, of a scalar too
-            for slab in self._slabs(index, chunk, read):
-                there[slab.place] = slab.data.view(dtype).reshape(slab.shape)[slab.box]
+            if math.prod(read.sizes) == 0:
+                continue
+            for begin, shape, box, at in _rows(dtype.itemsize, chunk.sizes, read.at, read.sizes):
+                data = self._read(index, chunk, begin, begin + math.prod(shape) * dtype.itemsize)
+                there[at] = data.view(dtype).reshape(shape)[box]
         return values
-
-    def _slabs(self, index: TensorIndex, chunk: TensorChunk, read: Read) -> Iterator[_Slab]:
-        """Yield a box of a chunk, in pieces of rows that are read and checked one after another."""
-        if math.prod(read.sizes) == 0:
-            return
-        item_bytes = NUMPY_DTYPES[chunk.dtype].itemsize
-        for begin, shape, box, place in _rows(item_bytes, chunk.sizes, read.at, read.sizes):
-            data = self._read(index, chunk, begin, begin + math.prod(shape) * item_bytes)
-            yield _Slab(data, shape, box, place)
 
     def _read(self, index: TensorIndex, chunk: TensorChunk, begin: int, end: int) -> Bytes:
         """Return bytes of a chunk, of which the blocks that they lie in are read and checked."""
+
+        def close() -> None:
+            if (file := self._open.pop(chunk.file, None)) is not None:
+                file.close()
+
         read = partial(self._read_once, index, chunk, begin, end)
-        return read_twice(
-            self._files, layout.join(self._directory, chunk.file), read, partial(self._close_one, chunk.file)
-        )
+        return read_twice(self._files, layout.join(self._directory, chunk.file), read, close)
 
     def _read_once(self, index: TensorIndex, chunk: TensorChunk, begin: int, end: int) -> Bytes:
         first, block_bytes = begin // index.block_bytes, index.block_bytes
         start, stop = first * block_bytes, min(-(-end // block_bytes) * block_bytes, chunk.n_bytes)
-        file = self._file(chunk.file)
-        file.seek(chunk.at + start)
-        data = file.read(stop - start)
+        path = layout.join(self._directory, chunk.file)
+        if chunk.file not in self._open:
+            self._open[chunk.file] = self._files.open(path)
+        self._open[chunk.file].seek(chunk.at + start)
+        data = self._open[chunk.file].read(stop - start)
         self.bytes_read += len(data)
         if len(data) != stop - start:
-            path, found = layout.join(self._directory, chunk.file), f"{len(data)} bytes"
-            raise CorruptCheckpointError(path, f"tensor {chunk.name!r}", found=found, expected=f"{stop - start} bytes")
+            found, expected = f"{len(data)} bytes", f"{stop - start} bytes"
+            raise CorruptCheckpointError(path, f"tensor {chunk.name!r}", found=found, expected=expected)
         for number, at in enumerate(range(0, len(data), block_bytes), start=first):
             digest = xxhash.xxh3_64_intdigest(memoryview(data)[at : at + block_bytes])
             if digest != chunk.xxh3[number]:
                 raise tensor_index.damaged(self._directory, chunk, number * block_bytes, digest, chunk.xxh3[number])
         return np.frombuffer(data, np.uint8)[begin - start : end - start]
-
-    def _close_one(self, name: str) -> None:
-        file = self._open.pop(name, None)
-        if file is not None:
-            file.close()
-
-    def _file(self, name: str) -> BinaryIO:
-        if name not in self._open:
-            self._open[name] = self._files.open(layout.join(self._directory, name))
-        return self._open[name]
 
 
 def read_index(files: Files, directory: str, manifest: Manifest, shard: int) -> TensorIndex | None:
@@ -265,3 +240,50 @@ def _rows(
     for row in range(0, sizes[0], n_rows):
         n = min(n_rows, sizes[0] - row)
         yield (offsets[0] + row) * row_bytes, (n, *shape[1:]), (slice(0, n), *rest), (slice(row, row + n),)
+
+
+def check_file(
+    files: Files,
+    directory: str,
+    file: FileEntry,
+    *,
+    index: TensorIndex | None,
+    advance: Callable[[int], object],
+) -> Iterator[CorruptCheckpointError]:
+    """Yield each damaged block of the tensors that an index lists in a file, or that the file as a whole is damaged."""
+    path, is_whole = layout.join(directory, file.name), True
+    chunks, block_bytes = (index.chunks, index.block_bytes) if index else ((), 1)
+    with files.open(path) as content:
+        passed = _Passed(content, advance)
+        for chunk in chunks:
+            if chunk.file != file.name or chunk.at < passed.at:
+                continue  # of another file, or the same bytes as the one before
+            passed.skip(chunk.at)
+            for begin, expected in zip(range(0, chunk.n_bytes, block_bytes), chunk.xxh3, strict=True):
+                found = xxhash.xxh3_64_intdigest(passed.read(min(block_bytes, chunk.n_bytes - begin)))
+                if found != expected:
+                    is_whole = False
+                    yield tensor_index.damaged(directory, chunk, begin, found, expected)
+        passed.skip(file.n_bytes)
+    found = passed.digest.intdigest()
+    if is_whole and found != file.xxh3:  # between the chunks
+        yield CorruptCheckpointError(path, "its checksum", found=f"{found:016x}", expected=f"{file.xxh3 or 0:016x}")
+
+
+class _Passed:
+    """A file that is read from front to end, and the checksum of what has been read."""
+
+    def __init__(self, content: BinaryIO, advance: Callable[[int], object]) -> None:
+        self._content, self._advance, self.at = content, advance, 0
+        self.digest = xxhash.xxh3_64()
+
+    def read(self, n_bytes: int) -> bytes:
+        data = self._content.read(n_bytes)
+        self.at += len(data)
+        self.digest.update(data)
+        self._advance(len(data))
+        return data
+
+    def skip(self, at: int) -> None:
+        while self.at < at and self.read(min(at - self.at, _CHECK_BYTES)):
+            pass

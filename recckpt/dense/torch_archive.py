@@ -1,21 +1,29 @@
-"""The zip that torch.save makes: a pickle, and the bytes of tensors in records, written one by one (no torch here)."""
+"""The zip that torch.save makes: written record by record, and checked before it is read (no torch, nor numpy here)."""
 
 from __future__ import annotations
 
+import errno
+import re
 import struct
 import sys
 import zipfile
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import BinaryIO, NamedTuple
 
+from recckpt.errors import CorruptCheckpointError, RecckptError
 from recckpt.storage import SinkFile
 
 _ROOT = "archive"
 _ALIGNMENT = 64  # of tensors in the file, so that it can be mapped
-_HEADER_BYTES, _ZIP64_BYTES = 30, 20
+HEADER_BYTES, LENGTHS_AT = 30, 26  # of the header before each record, which ends with a name and padding
+_ZIP64_BYTES = 20
 _PADDING_ID = 0x4246  # torch's own
 _LARGE_BYTES = 1 << 30  # from here on an entry has sizes of 64 bits; well below the 2 GiB where it must
 _STEP_BYTES = 4 << 20
+# Opcodes without an argument, or with one of a fixed size: many at once, since a pickle has some forty for each tensor.
+_SIMPLE = rb"(?:[(NQ}\])tRaesub\x85-\x89]|[Kqh].|M..|J.{4}|G.{8}|[rj]%b){0,999}"
+_GLOBAL = re.compile(rb"c([^\n]{1,200})\n([^\n]{1,200})\n")
 
 
 class ArchiveContents(NamedTuple):
@@ -32,24 +40,129 @@ def write_archive(to: SinkFile, contents: ArchiveContents, proceed: Callable[[],
     write.
     """
     with zipfile.ZipFile(to, "w", zipfile.ZIP_STORED) as archive:
-        _add(archive, to, "data.pkl", memoryview(contents.pickle), proceed)
-        _add(archive, to, "byteorder", memoryview(sys.byteorder.encode()), proceed)
-        places = [
-            _add(archive, to, f"data/{number}", record, proceed) for number, record in enumerate(contents.records)
-        ]
-        _add(archive, to, "version", memoryview(b"3\n"), proceed)
+
+        def add(name: str, data: memoryview) -> int:
+            entry = zipfile.ZipInfo(f"{_ROOT}/{name}")  # dated 1980
+            large = len(data) >= _LARGE_BYTES
+            begin = to.n_bytes + HEADER_BYTES + len(entry.filename) + 4 + (_ZIP64_BYTES if large else 0)
+            padding = -begin % _ALIGNMENT
+            entry.extra = struct.pack("<HH", _PADDING_ID, padding) + bytes(padding)
+            with archive.open(entry, "w", force_zip64=large) as file:
+                at = to.n_bytes
+                for start in range(0, len(data), _STEP_BYTES):
+                    proceed()
+                    file.write(data[start : start + _STEP_BYTES])
+            return at
+
+        add("data.pkl", memoryview(contents.pickle))
+        add("byteorder", memoryview(sys.byteorder.encode()))
+        places = [add(f"data/{number}", record) for number, record in enumerate(contents.records)]
+        add("version", memoryview(b"3\n"))
     return places
 
 
-def _add(archive: zipfile.ZipFile, to: SinkFile, name: str, data: memoryview, proceed: Callable[[], None]) -> int:
-    entry = zipfile.ZipInfo(f"{_ROOT}/{name}")  # dated 1980
-    large = len(data) >= _LARGE_BYTES
-    begin = to.n_bytes + _HEADER_BYTES + len(entry.filename) + 4 + (_ZIP64_BYTES if large else 0)
-    padding = -begin % _ALIGNMENT
-    entry.extra = struct.pack("<HH", _PADDING_ID, padding) + bytes(padding)
-    with archive.open(entry, "w", force_zip64=large) as file:
-        at = to.n_bytes
-        for start in range(0, len(data), _STEP_BYTES):
-            proceed()
-            file.write(data[start : start + _STEP_BYTES])
-    return at
+@cache
+def _globals() -> frozenset[str]:
+    """Return what a pickle of dense tensors and plain data names: part of the format."""
+    from recckpt.format.tensor_index import NUMPY_DTYPES, STORAGES
+
+    return frozenset(
+        {
+            "torch._utils _rebuild_tensor_v2",
+            "torch._utils _rebuild_tensor_v3",
+            "torch._utils _rebuild_parameter",
+            *(f"torch {kind}" for kind in STORAGES.values()),
+            "torch.storage UntypedStorage",
+            *(f"torch {dtype}" for dtype in NUMPY_DTYPES),
+            "torch Size",
+            "torch device",
+            "collections OrderedDict",
+            "collections Counter",
+            "_codecs encode",
+            "__builtin__ set",
+            "__builtin__ complex",
+        }
+    )
+
+
+class LoadableArchive(NamedTuple):
+    """What is in a file of torch.save whose pickle names nothing but tensors and plain data."""
+
+    root: str
+    pickle: bytes
+    entries: Mapping[str, zipfile.ZipInfo]
+
+
+def check_loadable(content: BinaryIO, path: str) -> LoadableArchive:
+    """Check that a file is a zip of torch.save, with a pickle of a dict that names nothing but tensors and plain data.
+
+    The opcodes of the pickle are only read, not run. A file that was crafted to be well-formed and not loadable passes.
+    """
+    try:
+        with zipfile.ZipFile(content) as archive:
+            n_entries, entries = len(archive.infolist()), {entry.filename: entry for entry in archive.infolist()}
+            root = next(iter(entries), "").partition("/")[0]
+            data = archive.read(f"{root}/data.pkl")
+            byteorder = archive.read(f"{root}/byteorder") if f"{root}/byteorder" in entries else b"little"
+    except Exception as error:  # zipfile raises many kinds for other bytes
+        is_of_storage = isinstance(error, OSError) and error.errno != errno.EINVAL  # of a place before the file
+        if is_of_storage or isinstance(error, RecckptError):
+            raise
+        found = f"not such a file ({type(error).__name__}: {error!s:.200})"
+        raise CorruptCheckpointError(path, "", found=found, expected="a zip file of torch.save") from error
+    is_script = f"{root}/constants.pkl" in entries
+    if is_script or byteorder != b"little" or len(entries) != n_entries:
+        found = "a TorchScript archive" if is_script else f"byte order {byteorder[:10]!r}"
+        found = found if len(entries) == n_entries else "a name twice"
+        raise CorruptCheckpointError(path, "", found=found, expected="a little-endian zip file of torch.save")
+    _check_pickle(data, path)
+    return LoadableArchive(root, data, entries)
+
+
+def _check_pickle(data: bytes, path: str) -> None:
+    at = begin = 2 if data.startswith(b"\x80\x02") else 0
+    # Numbers in the memo up to about that of the bytes: a pickle gets room for them.
+    small, large = rb"..[\0-\x%02x]\0" % (len(data) >> 16 & 255), rb"...[\0-\x%02x]" % (len(data) >> 24)
+    simple = re.compile(_SIMPLE % (small if len(data) < 1 << 24 else large), re.DOTALL)
+    before = 0
+    while at > before:
+        before, at = at, simple.match(data, at).end()  # type: ignore[union-attr]  # it matches nothing too
+        at += _size_at(data, at)
+    is_dict = data[begin : begin + 1] == b"}" or _global_at(data, begin) == "collections OrderedDict"
+    if at + 1 == len(data) and data[at:] == b".":
+        if is_dict:
+            return
+        at = begin
+    if at >= len(data):
+        found = "no end of the pickle"
+    elif data[at : at + 1] == b".":
+        found = f"{len(data) - at - 1} bytes behind its end"
+    elif data[at : at + 1] == b"c":
+        found = f"the global {_global_at(data, at).replace(' ', '.')!r}"
+    else:
+        import pickletools  # only to name what is wrong
+
+        names = {opcode.code: opcode.name for opcode in pickletools.opcodes}
+        found = f"the opcode {names.get(chr(data[at]), data[at])}"
+    raise CorruptCheckpointError(
+        path,
+        f"data.pkl, byte {at}",
+        found=found,
+        expected="a dict of tensors and plain data",
+        remedy="nothing of it was run; do not load this file with weights_only=False",
+    )
+
+
+def _size_at(data: bytes, at: int) -> int:
+    """Return the bytes of an opcode with its argument of any size, 0 where it is not one of these, or not allowed."""
+    if data[at : at + 1] == b"X":
+        return 5 + int.from_bytes(data[at + 1 : at + 5], "little")
+    if data[at : at + 1] == b"\x8a":
+        return 2 + int.from_bytes(data[at + 1 : at + 2], "little")
+    name = _global_at(data, at)
+    return len(name) + 2 if name in _globals() else 0
+
+
+def _global_at(data: bytes, at: int) -> str:
+    named = _GLOBAL.match(data, at)
+    return b" ".join(named.groups()).decode("latin1") if named else ""

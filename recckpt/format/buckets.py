@@ -1,4 +1,4 @@
-"""Buckets: how ids are spread over ranks and ordered in files (numpy only, no numba and no torch)."""
+"""Ids: how they are spread over ranks and ordered in files, and sets of them (numpy only, no numba and no torch)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 N_BUCKETS = 65536  # part of the format
-
 _S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 M1, M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -91,3 +90,25 @@ def gen_slice(shard_index: int, shard_num: int, slice_size: int = N_BUCKETS) -> 
         raise ValueError(f"shard_index must be 0 to {shard_num - 1}, found {shard_index}")
     begin, end = (slice_size * i // shard_num for i in (shard_index, shard_index + 1))
     return Slice(begin, end, slice_size)
+
+
+def distinct(*values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the different values of arrays of integers, in ascending order."""
+    ordered = np.sort(values[0] if len(values) == 1 else np.concatenate(values))
+    is_first = np.ones(len(ordered), np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
+    return ordered[is_first]
+
+
+def repeated(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the values that are there more than once, each once, in ascending order."""
+    ordered = np.sort(values)
+    return distinct(ordered[1:][ordered[1:] == ordered[:-1]])
+
+
+def is_among(values: npt.NDArray[Any], ordered: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Return a mask of the values that are among others, which are sorted."""
+    if not len(ordered):
+        return np.zeros(len(values), np.bool_)
+    mask: npt.NDArray[np.bool_] = ordered[np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)] == values
+    return mask

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
-from recckpt.errors import CorruptCheckpointError
-from recckpt.format.json_fields import Fields, encode_of_shard, parse_of_shard
-from recckpt.format.manifest import Manifest
-from recckpt.format.safe_names import checked_name
-from recckpt.format.shards import IdRange
-from recckpt.types import SlotSpec
+import numpy as np
+import numpy.typing as npt
 
-FORMAT = "recckpt-catalog"  # part of the format
-VERSION = 1  # part of the format
+from recckpt.format.codec import (
+    Buckets,
+    Checksum,
+    Count,
+    Document,
+    FileKind,
+    FileName,
+    IdRange,
+    JsonRecord,
+    PositiveCount,
+    encode_of_shard,
+    open_of_shard,
+    sums_of,
+)
+from recckpt.format.manifest import Manifest
+
 MAX_BYTES = 1 << 30  # part of the format
+KIND = FileKind("recckpt-catalog", 1, "", MAX_BYTES)  # part of the format
 
 PartKind = Literal["rows", "deletes"]  # what a part consists of: whole rows, or ids alone
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(JsonRecord, frozen=True):
     """One record batch: rows of one table, in bucket order."""
 
     table: str
@@ -33,8 +42,7 @@ class Batch:
     xxh3: dict[str, int]  # column name -> checksum of its values
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(JsonRecord, frozen=True, dict=True):
     """One Arrow file."""
 
     file: str  # name in the checkpoint
@@ -44,22 +52,34 @@ class Part:
     batches: tuple[Batch, ...]  # in file order
     holds: PartKind = "rows"
 
+    @cached_property
+    def names(self) -> tuple[bytes, bytes]:
+        """Where each name of a table begins and ends, and the names, as Arrow has them."""
+        return joined(self.tables)
 
-@dataclass(frozen=True)
-class Catalog:
+    @cached_property
+    def numbers(self) -> Mapping[str, int]:
+        """The number of each table in the dictionary."""
+        return {table: number for number, table in enumerate(self.tables)}
+
+    @cached_property
+    def rows(self) -> npt.NDArray[np.int64]:
+        return np.array([batch.rows for batch in self.batches], np.int64)
+
+
+class Catalog(JsonRecord, frozen=True, dict=True):
     """All that one shard wrote of its tables."""
 
     save_id: str
     shard: int
     shards: int
     parts: tuple[Part, ...]
-    buckets: tuple[int, int] = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def buckets(self) -> tuple[int, int]:
+        """The buckets [begin, end) that its batches lie in, (0, 0) without any."""
         ranges = [batch.buckets for part in self.parts for batch in part.batches]
-        object.__setattr__(
-            self, "buckets", (min(r[0] for r in ranges), max(r[1] for r in ranges)) if ranges else (0, 0)
-        )
+        return (min(r[0] for r in ranges), max(r[1] for r in ranges)) if ranges else (0, 0)
 
     @cached_property
     def ids(self) -> Mapping[str, IdRange]:
@@ -68,12 +88,10 @@ class Catalog:
 
     @property
     def rows(self) -> dict[str, int]:
-        """Rows by table, of the tables that have any."""
         return self._counted("rows")
 
     @property
     def deletes(self) -> dict[str, int]:
-        """Deleted ids by table, of the tables that have any."""
         return self._counted("deletes")
 
     def parts_of(self, table: str, kind: PartKind) -> Iterator[tuple[Part, list[int]]]:
@@ -91,6 +109,12 @@ class Catalog:
         return counts
 
 
+def joined(names: Sequence[str]) -> tuple[bytes, bytes]:
+    """Return where each name begins and ends in UTF-8, as int32, and the names, one after the other."""
+    encoded = [name.encode() for name in names]
+    return np.cumsum([0, *map(len, encoded)], dtype="<i4").tobytes(), b"".join(encoded)
+
+
 def id_ranges(parts: Iterable[Part]) -> dict[str, IdRange]:
     """Return the range of the ids of rows by table, of the tables that have any in these parts."""
     ranges: dict[str, IdRange] = {}
@@ -100,14 +124,31 @@ def id_ranges(parts: Iterable[Part]) -> dict[str, IdRange]:
     return ranges
 
 
+class _BatchFields(JsonRecord, frozen=True):
+    table: Count  # its number in the dictionary
+    rows: PositiveCount
+    buckets: Buckets
+    ids: IdRange
+    xxh3: dict[str, str]
+
+
+class _PartFields(JsonRecord, frozen=True, rename={"n_bytes": "bytes"}):
+    file: FileName
+    n_bytes: Count
+    frame: Checksum
+    tables: tuple[str, ...]
+    batches: tuple[_BatchFields, ...]
+    holds: str = "rows"
+
+
 def encode(catalog: Catalog) -> bytes:
     """Return the bytes of a catalog file; ValueError if it is too large to be read back."""
     shard = (catalog.save_id, catalog.shard, catalog.shards)
-    data = encode_of_shard(FORMAT, VERSION, shard, "parts", map(_part_json, catalog.parts))
+    data = encode_of_shard(KIND, shard, "parts", map(_part_json, catalog.parts))
     if len(data) > MAX_BYTES:
         raise ValueError(
-            f"the catalog of shard {catalog.shard} would have {len(data)} bytes, at most {MAX_BYTES} are read back: "
-            "save on more ranks"
+            f"the catalog of shard {catalog.shard} would have {len(data)} bytes, at most {MAX_BYTES} are read "
+            "back: save on more ranks"
         )
     return data
 
@@ -118,15 +159,13 @@ def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> Catalog:
     Raises CorruptCheckpointError where it is not a whole catalog of this shard of this save, FormatVersionError where a
     newer format wrote it.
     """
-    if len(data) > MAX_BYTES:
-        raise CorruptCheckpointError(path, "its size", found=f"{len(data)} bytes", expected=f"at most {MAX_BYTES}")
     of = (manifest.files_id, shard, len(manifest.shards))
-    fields = parse_of_shard(data, path, FORMAT, VERSION, of)
-    return Catalog(*of, tuple(_part(entry, manifest) for entry in fields.objects("parts")))
+    document = open_of_shard(data, path, KIND, of)
+    parts = document.read(tuple[_PartFields, ...], "parts")
+    return Catalog(*of, tuple(_part(document, f"parts[{n}]", part, manifest) for n, part in enumerate(parts)))
 
 
 def _part_json(part: Part) -> str:
-    numbers = {name: number for number, name in enumerate(part.tables)}
     head: dict[str, Any] = {
         "file": part.file,
         "bytes": part.n_bytes,
@@ -136,7 +175,7 @@ def _part_json(part: Part) -> str:
     if part.holds == "deletes":
         head["holds"] = part.holds
     names = {name: json.dumps(name) for name in set[str]().union(*(batch.xxh3 for batch in part.batches))}
-    batches = ",\n".join(_batch_json(batch, numbers[batch.table], names) for batch in part.batches)
+    batches = ",\n".join(_batch_json(batch, part.numbers[batch.table], names) for batch in part.batches)
     return f'{json.dumps(head)[:-1]}, "batches": [\n{batches}\n]}}'
 
 
@@ -147,53 +186,49 @@ def _batch_json(batch: Batch, table: int, names: Mapping[str, str]) -> str:
     return f'{head}, "xxh3": {{{sums}}}}}'
 
 
-def _part(fields: Fields, manifest: Manifest) -> Part:
-    file, n_bytes = checked_name(fields.text("file"), fields.path), fields.count("bytes")
-    listed = manifest.file(file)
-    if listed is None or listed.n_bytes != n_bytes:
-        raise fields.wrong("file", f"{file} of {n_bytes} bytes", "a file that the manifest lists with this size")
-    tables = fields.texts("tables")
-    holds = _holds(fields, manifest)
-    slots = _slots(fields, tables, manifest) if holds == "rows" else ()
-    columns = {"table", "id", *(slot.name for slot in slots)}
-    batches = tuple(_batch(entry, tables, columns) for entry in fields.objects("batches"))
-    value_bytes = sum(batch.rows for batch in batches) * (2 + 8 + sum(slot.row_bytes for slot in slots))
-    if value_bytes > n_bytes:  # or the loader would make room for rows that are not there
-        raise fields.wrong("batches", f"rows of {value_bytes} bytes", f"less than the {n_bytes} of the file")
-    return Part(file, n_bytes, fields.checksum("frame"), tuple(tables), batches, holds)
+def _part(document: Document, where: str, part: _PartFields, manifest: Manifest) -> Part:
+    """Return a part after checking that its manifest lists it, and that it has tables and columns of its kind."""
+    listed = manifest.file(part.file)
+    if listed is None or listed.n_bytes != part.n_bytes:
+        found = f"{part.file} of {part.n_bytes} bytes"
+        raise document.wrong(f"{where}.file", found, "a file that the manifest lists with this size")
+    holds = _holds(document, where, part, manifest)
+    entries = {table: manifest.table(table) for table in part.tables}
+    slots = None
+    for table, entry in entries.items():
+        if entry is None:
+            raise document.wrong(f"{where}.tables", repr(table), "a table that the manifest lists")
+        if holds == "rows" and slots not in (None, entry.slots):
+            raise document.wrong(f"{where}.tables", f"{table!r} of other slots", "tables of one group")
+        slots = entry.slots if holds == "rows" else ()
+    columns = {"table", "id", *(slot.name for slot in slots or ())}
+    batches = tuple(_batch(document, f"{where}.batches[{n}]", b, part, columns) for n, b in enumerate(part.batches))
+    value_bytes = sum(batch.rows for batch in batches) * (2 + 8 + sum(slot.row_bytes for slot in slots or ()))
+    if value_bytes > part.n_bytes:  # or the loader would make room for rows that are not there
+        found = f"rows of {value_bytes} bytes"
+        raise document.wrong(f"{where}.batches", found, f"less than the {part.n_bytes} of the file")
+    return Part(part.file, part.n_bytes, part.frame, part.tables, batches, holds)
 
 
-def _holds(fields: Fields, manifest: Manifest) -> PartKind:
-    if not fields.has("holds") or fields.text("holds") == "rows":
+def _holds(document: Document, where: str, part: _PartFields, manifest: Manifest) -> PartKind:
+    if part.holds == "rows":
         return "rows"
-    if fields.text("holds") != "deletes" or manifest.kind != "delta":
+    if part.holds != "deletes" or manifest.kind != "delta":
         allowed = "'rows' or 'deletes'" if manifest.kind == "delta" else "'rows', in a full checkpoint"
-        raise fields.wrong("holds", repr(fields.text("holds")), allowed)
-    for table in fields.texts("tables"):
-        if manifest.table(table) is None:
-            raise fields.wrong("tables", repr(table), "a table that the manifest lists")
+        raise document.wrong(f"{where}.holds", repr(part.holds), allowed)
     return "deletes"
 
 
-def _slots(fields: Fields, tables: list[str], manifest: Manifest) -> tuple[SlotSpec, ...]:
-    """Return the slots that all tables of a part have."""
-    slots: tuple[SlotSpec, ...] | None = None
-    for table in tables:
-        entry = manifest.table(table)
-        if entry is None:
-            raise fields.wrong("tables", repr(table), "a table that the manifest lists")
-        if slots not in (None, entry.slots):
-            raise fields.wrong("tables", f"{table!r} of other slots", "tables of one group")
-        slots = entry.slots
-    return slots or ()
-
-
-def _batch(fields: Fields, tables: list[str], columns: set[str]) -> Batch:
-    number = fields.count("table")
-    if number >= len(tables):
-        raise fields.wrong("table", str(number), f"less than {len(tables)}")
-    checksums = fields.mapping("xxh3").checksums()
-    if checksums.keys() != columns:
-        raise fields.wrong("xxh3", str(sorted(checksums)), str(sorted(columns)))
-    rows = fields.count("rows", low=1)
-    return Batch(tables[number], rows, fields.buckets(), fields.id_range("ids"), checksums)
+def _batch(document: Document, where: str, batch: _BatchFields, part: _PartFields, columns: set[str]) -> Batch:
+    if batch.table >= len(part.tables):
+        raise document.wrong(f"{where}.table", batch.table, f"less than {len(part.tables)}")
+    if batch.xxh3.keys() != columns:
+        raise document.wrong(f"{where}.xxh3", sorted(batch.xxh3), sorted(columns))
+    sums = sums_of(batch.xxh3)
+    if sums is None:
+        column = next(column for column, text in batch.xxh3.items() if sums_of({column: text}) is None)
+        raise document.wrong(f"{where}.xxh3.{column}", repr(batch.xxh3[column]), "16 hex digits")
+    for key, (begin, end) in (("buckets", batch.buckets), ("ids", batch.ids)):
+        if begin > end:
+            raise document.wrong(f"{where}.{key}", [begin, end], "a range that does not end before it begins")
+    return Batch(part.tables[batch.table], batch.rows, batch.buckets, batch.ids, sums)

@@ -1,14 +1,16 @@
-"""The names on disk: only this file makes and parses them, but for drafts (drafts.py). Part of the format."""
+"""The names on disk: only this file makes and parses them. Part of the format."""
 
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import count
+from pathlib import PurePosixPath
 from urllib.parse import quote, unquote
 
-from recckpt.format.safe_names import is_encodable
+from recckpt.errors import CorruptCheckpointError
 
 INDEX_FILE = "checkpoint"
 TIMELINE = "timeline.jsonl"
@@ -23,15 +25,13 @@ SPARSE_LR = "sparse_lr_"  # and the number of a group of that optimizer: in the 
 STEP_PREFIX = "ckpt"  # of the ids that a manager gives, unless it is asked for another
 SPARSE_DIR = "sparse"
 DENSE_DIR = "dense"
-
 OWN_DIR = ".recckpt"  # encode_id never gives a name with a leading dot
 OWNER_DIR = f"{OWN_DIR}/owner"
 PINS_DIR = f"{OWN_DIR}/pins"
 FORGET_DIR = f"{OWN_DIR}/forget"
 FORGET_KEY = f"{FORGET_DIR}/key"
 FORGOTTEN = "forgotten.jsonl"
-MIRRORS_DIR = f"{OWN_DIR}/mirrors"
-
+MIRROR = f"{OWN_DIR}/mirror.json"
 MAX_ID_BYTES = 200
 _RESERVED_IDS = frozenset({INDEX_FILE, TIMELINE, FORGOTTEN, MANIFEST})  # the last would make a dir a checkpoint
 _STEP_DIR = re.compile(r"ckpt_(0|[1-9]\d{0,17})(?:\.([1-9]\d*)(?:\.[1-9]\d*)?)?", re.ASCII)
@@ -47,6 +47,16 @@ _OURS = re.compile(
     r"|sparse/\d{5,}-of-\d{5,}(\.json|\.(g\d+|deletes)\.\d{2,}\.arrow)|dense/\d{5,}-of-\d{5,}\.(json|bin))"
     r"(\.[0-9a-f]+\.tmp)?"  # of a draft: a mirror has them of any file
 )
+_DRAFT = ".tmp"
+_TEMPORARY = re.compile(
+    r"(checkpoint|(timeline|forgotten)\.jsonl|\.recckpt/((owner|pins|forget)/[^/]+\.json|mirror\.json|forget/key))"
+    r"\.[0-9a-f]{16}\.tmp"
+    r"|\.probe-[0-9a-f]{16}(\.tmp)?(\.[0-9a-f]{16}\.tmp)?"
+)
+_MAX_NAME_CHARS, _MAX_SEGMENT_BYTES = 1024, 255  # what file systems take
+_SAFE = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}(?:/[A-Za-z0-9_][\w.-]{0,99}){0,3}", re.ASCII)  # all of ours are so
+_UNSAFE = re.compile("[\\\\:\0\ud800-\udfff]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def encode_id(ckpt_id: str) -> str:
@@ -72,7 +82,6 @@ def encode_name(name: str) -> str:
 
 
 def decode_id(encoded: str) -> str:
-    """Return the checkpoint id that :func:`encode_id` encoded."""
     return unquote(encoded)
 
 
@@ -118,7 +127,6 @@ def is_own(directory: str) -> bool:
 
 
 def claim(epoch: int) -> str:
-    """Return the name of a writer's claim on the output dir."""
     return f"{OWNER_DIR}/{epoch}.json"
 
 
@@ -139,8 +147,12 @@ def is_claim(name: str) -> bool:
     return match is not None and match[2] is None
 
 
+def is_takeover(name: str) -> bool:
+    match = _OWNER_FILE.fullmatch(name)
+    return match is not None and match[2] is not None
+
+
 def pin(ckpt_id: str) -> str:
-    """Return the name of the file that pins a checkpoint."""
     return f"{PINS_DIR}/{encode_id(ckpt_id)}.json"
 
 
@@ -161,7 +173,6 @@ def parse_forget_request(name: str) -> tuple[str, bool] | None:
 
 
 def step_id(step: int, prefix: str = STEP_PREFIX) -> str:
-    """Return the id that the manager gives the checkpoint of a step."""
     return f"{prefix}_{step}"
 
 
@@ -183,13 +194,7 @@ def parse_step_epoch(directory: str) -> int | None:
     return int(match[2]) if match and match[2] else None
 
 
-def known_mirror(place: str) -> str:
-    """Return the name of the file in which a mirror, known by a name of its place, is noted in its run."""
-    return f"{MIRRORS_DIR}/{place}.json"
-
-
 def io_state(shard: int) -> str:
-    """Return the name of a shard's dataset positions."""
     return f"io_state_{shard}.pt"
 
 
@@ -199,7 +204,6 @@ def extra_of(shard: int) -> str:
 
 
 def rng(shard: int) -> str:
-    """Return the name of a shard's random generators."""
     return f"rng_{shard}.pt"
 
 
@@ -215,22 +219,18 @@ def content_of_rank(name: str) -> str | None:
 
 
 def catalog(shard: int, shards: int) -> str:
-    """Return the name of a shard's catalog."""
     return f"{SPARSE_DIR}/{shard:05d}-of-{shards:05d}.json"
 
 
 def part(shard: int, shards: int, group: int, number: int) -> str:
-    """Return the name of a part."""
     return f"{SPARSE_DIR}/{shard:05d}-of-{shards:05d}.g{group}.{number:02d}.arrow"
 
 
 def deletes_part(shard: int, shards: int, number: int) -> str:
-    """Return the name of a part of deleted ids."""
     return f"{SPARSE_DIR}/{shard:05d}-of-{shards:05d}.deletes.{number:02d}.arrow"
 
 
 def holds_deletes(name: str) -> bool:
-    """Say whether a part holds deleted ids, and no rows."""
     return ".deletes." in name
 
 
@@ -245,12 +245,10 @@ def pattern_of_parts(name: str) -> str:
 
 
 def dense_index(shard: int, shards: int) -> str:
-    """Return the name of the index of what a shard wrote of sharded tensors."""
     return f"{DENSE_DIR}/{shard:05d}-of-{shards:05d}.json"
 
 
 def dense_data(shard: int, shards: int) -> str:
-    """Return the name of the bytes of what a shard wrote of sharded tensors."""
     return f"{DENSE_DIR}/{shard:05d}-of-{shards:05d}.bin"
 
 
@@ -260,7 +258,6 @@ def has_tensors(name: str) -> bool:
 
 
 def is_torch_file(name: str) -> bool:
-    """Say whether a file is one that ``torch.load`` reads."""
     return name.endswith(".pt")
 
 
@@ -275,12 +272,10 @@ def is_of_rank(name: str) -> bool:
 
 
 def is_part(name: str) -> bool:
-    """Say whether a name is that of a part."""
     return name.endswith(".arrow")
 
 
 def may_have_rows(name: str) -> bool:
-    """Say whether a file is a part, or the draft of one."""
     return is_part(name) or _DRAFT_OF_PART.search(name) is not None
 
 
@@ -297,3 +292,43 @@ def subdirectories(names: Iterable[str]) -> set[str]:
 def join(*names: str) -> str:
     """Join names below the output dir; an empty one is the dir itself."""
     return "/".join(name for name in names if name)
+
+
+def temporary(name: str) -> str:
+    """Return a fresh name beside a file, for what is being written and takes its place."""
+    return f"{name}.{secrets.token_hex(8)}{_DRAFT}"
+
+
+def probe() -> str:
+    """Return a fresh name for a file that shows what a storage can do."""
+    return f".probe-{secrets.token_hex(8)}{_DRAFT}"
+
+
+def is_draft(name: str, of: str | None = None) -> bool:
+    """Say whether a name is one of :func:`temporary`: beside any file, or beside the file ``of``."""
+    return name.endswith(_DRAFT) and (of is None or name.startswith(f"{of}."))
+
+
+def is_temporary(name: str) -> bool:
+    """Say whether a name in the output dir is that of a file that is still being written."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def is_encodable(name: str) -> bool:
+    """Say whether a name can be written down as UTF-8: half a surrogate pair, as of a cut emoji, cannot."""
+    return _SURROGATE.search(name) is None
+
+
+def checked_name(name: str, path: str) -> str:
+    """Return a name read from the file ``path``; CorruptCheckpointError if it could lead out of the checkpoint."""
+    if _SAFE.fullmatch(name):
+        return name
+    if len(name) > _MAX_NAME_CHARS or _UNSAFE.search(name) or not all(map(_is_plain, name.split("/"))):
+        raise CorruptCheckpointError(
+            path, "file name", found=f"unsafe path {name[:200]!r}", expected="a relative name inside the checkpoint"
+        )
+    return str(PurePosixPath(name))
+
+
+def _is_plain(segment: str) -> bool:
+    return segment not in ("", ".", "..") and len(segment.encode()) <= _MAX_SEGMENT_BYTES

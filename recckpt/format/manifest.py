@@ -1,51 +1,137 @@
-"""The manifest: the commit record of a checkpoint (docs/format.md, section 3)."""
+"""The manifest: the commit record of a checkpoint (docs/format.md, sections 3 and 12.1)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
-from recckpt.errors import CorruptCheckpointError, FormatVersionError
+from recckpt.errors import FormatVersionError
 from recckpt.format import layout
-from recckpt.format.json_fields import Fields, check_seal, first_repeat, parse, seal
-from recckpt.format.links import FormOf, Link, Parent, RevisionOf, links_json, parse_links
-from recckpt.format.safe_names import checked_name
-from recckpt.format.shards import ShardEntry, check_shards, parse_shard, shard_json
-from recckpt.format.tables import TableEntry, parse_table, table_json
-from recckpt.format.training import Training, parse_training, training_json
-from recckpt.text import instead_of
+from recckpt.format.codec import (
+    CHECKSUM,
+    Buckets,
+    Checksum,
+    CkptId,
+    Count,
+    Document,
+    FileKind,
+    FileName,
+    IdRange,
+    JsonRecord,
+    PositiveCount,
+    Scalar,
+    first_repeat,
+    plain,
+)
+from recckpt.format.tables import TableEntry, table_problems
+from recckpt.text import first_few, instead_of
 
-FORMAT = "recckpt"  # part of the format
-VERSION = 1  # part of the format
-CHECKSUM = "xxh3_64"  # part of the format
 MAX_BYTES = 64 << 20  # part of the format
-_SEAL = "manifest_xxh3"  # part of the format
-
+KIND = FileKind("recckpt", 1, "manifest_xxh3", MAX_BYTES)  # part of the format
 MAX_NESTED = 8  # part of the format: how deep lists and objects in the state are nested
+MAX_LINKS = 1000  # part of the format: of a chain, the full one included
+_MAX_RANGES = 1 << 16  # of all shards: every listing reads manifests, and tables times shards may be a million
+
+Lineage = tuple[str, ...]  # the name of a class, and of those that it inherits from
 StateValue = str | int | float | bool | Sequence["StateValue"] | Mapping[str, "StateValue"] | None
 
+_GAPS = {
+    "parameters": "the state of the optimizer that trained {}",
+    "optimizers": "the state of what trained in place of {}",
+    "tables": "the steps and hyper-parameters of the optimizer that trained {}",
+    "gradients": "what gradients should have changed in {}: no optimizer took them",
+    "schedules": "the place in the schedule of the learning rate of {}",
+    "weights": "parameters that {} trained, and the model does not have",
+}
 
-@dataclass(frozen=True)
-class FileEntry:
+
+class FileEntry(JsonRecord, frozen=True, rename={"n_bytes": "bytes"}):
     """A file of a checkpoint; parts have no checksum here, their catalog has several."""
 
-    name: str
-    n_bytes: int
-    xxh3: int | None = None
+    name: FileName
+    n_bytes: Count
+    xxh3: Checksum | None = None
 
 
-@dataclass(frozen=True)
-class Names:
+class ShardEntry(JsonRecord, frozen=True):
+    """Where a shard's catalog is, and which buckets [begin, end) and ids its rows have."""
+
+    catalog: FileName
+    buckets: Buckets
+    ids: Mapping[str, IdRange] | None = None  # by table; None where only the catalog says that
+
+
+class Names(JsonRecord, frozen=True):
     """What a checkpoint has state of, beside its tables."""
 
-    dense: tuple[str, ...] = ()  # the model's tensors, and its plain values in model.pt
-    extra: tuple[str, ...] = ()  # registered objects
-    io_state: tuple[str, ...] = ()  # datasets, on any rank
+    dense: tuple[str, ...]  # the model's tensors, and its plain values in model.pt
+    extra: tuple[str, ...]  # registered objects
+    io_state: tuple[str, ...]  # datasets, on any rank
     extra_of_ranks: tuple[str, ...] = ()  # registered objects of which each rank has a state of its own
     dense_opt: tuple[str, ...] = ()  # parameter@name of the dense optimizers among the registered objects
+
+
+class Unsaved(JsonRecord, frozen=True):
+    """What trained the model, or should have, and left no state in the checkpoint."""
+
+    parameters: tuple[str, ...] = ()  # dense ones that train, and no registered optimizer has them
+    optimizers: tuple[str, ...] = ()  # registered ones that did not step while others trained their parameters
+    tables: tuple[str, ...] = ()  # tables that a sparse optimizer trains
+    gradients: tuple[str, ...] = ()  # tables with gradients that no optimizer takes
+    schedules: tuple[str, ...] = ()  # optimizers that are saved, and the scheduler of their learning rate is not
+    weights: tuple[str, ...] = ()  # registered optimizers that train parameters which are not saved
+
+    @property
+    def descriptions(self) -> list[str]:
+        """A line for each thing that the checkpoint lacks."""
+        return [text.format(first_few(names)) for kind, text in _GAPS.items() if (names := getattr(self, kind))]
+
+
+class Training(JsonRecord, frozen=True):
+    """The optimizers of a run."""
+
+    optimizers: Mapping[str, Lineage] = {}  # registered name -> class
+    unsaved: Unsaved = Unsaved()
+
+
+class Link(JsonRecord, frozen=True):
+    """A checkpoint that a delta stands on, and the directory where it was: a hint."""
+
+    ckpt_id: CkptId
+    save_id: str
+    directory: FileName
+
+
+class Parent(Link, frozen=True):
+    """The checkpoint that a delta was written against, with the checksum of its manifest: the truth."""
+
+    manifest: Checksum
+
+
+class FormOf(JsonRecord, frozen=True):
+    """The delta that a full checkpoint is a form of."""
+
+    save_id: str  # of the delta
+    manifest: Checksum  # of its manifest
+    epoch: Count  # of its writer
+    seq: Count  # its number; with the epoch, the place of the form in the order of commits
+    offer: str  # the save id that catalogs and indexes of the form repeat
+
+
+class RevisionOf(JsonRecord, frozen=True):
+    """What a checkpoint without forgotten ids was committed in place of."""
+
+    save_id: str  # of that one
+    directory: FileName  # where that was
+    epoch: Count  # its place in the order of commits, and so that of the revision
+    seq: Count
+    number: PositiveCount  # how many times ids were forgotten in it; readers take the greatest of one place
+    request: str  # because of which it was made
+    rows: Count  # how many rows that one has had more
 
 
 @dataclass(frozen=True)
@@ -55,8 +141,8 @@ class Content:
     shards: tuple[ShardEntry, ...] = field(repr=False)  # as all that grows with the checkpoint
     tables: tuple[TableEntry, ...] = field(repr=False)
     files: tuple[FileEntry, ...] = field(repr=False)
-    names: Names = field(default_factory=Names, repr=False)
-    training: Training = field(default_factory=Training, repr=False)
+    names: Names = field(default=Names((), (), ()), repr=False)
+    training: Training = field(default=Training(), repr=False)
     state: Mapping[str, StateValue] = field(default_factory=dict)
     writer: Mapping[str, str] = field(default_factory=dict, repr=False)
     ephemeral: bool = False
@@ -68,12 +154,10 @@ class Content:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all files but the manifest."""
         return sum(file.n_bytes for file in self.files)
 
     @property
     def rows(self) -> int:
-        """Rows of all tables."""
         return sum(table.rows for table in self.tables)
 
 
@@ -126,11 +210,9 @@ class Manifest(Content):
         return self.save_id if self.form_of is None else self.form_of.offer
 
     def file(self, name: str) -> FileEntry | None:
-        """Return the entry of a file, None if the checkpoint does not have it."""
         return self._files_by_name.get(name)
 
     def table(self, name: str) -> TableEntry | None:
-        """Return the entry of a table, None if the checkpoint does not have it."""
         return self._tables_by_name.get(name)
 
     def named_table(self, name: str) -> TableEntry:
@@ -149,10 +231,43 @@ class Manifest(Content):
         return {table.name: table for table in self.tables}
 
 
+class _Flags(JsonRecord, frozen=True):
+    ephemeral: bool
+
+
+class _ContentFields(JsonRecord, frozen=True, kw_only=True):
+    """The fields of a file that say what a checkpoint holds."""
+
+    shards: tuple[ShardEntry, ...]
+    tables: tuple[TableEntry, ...]
+    files: tuple[FileEntry, ...]
+    names: Names
+    training: Training = Training()
+    state: dict[str, Any]
+    flags: _Flags
+    writer: dict[str, Scalar]
+
+
+class _RecordFields(JsonRecord, frozen=True, kw_only=True):
+    """The other fields of a manifest but for its head, which the seal of a near save has too."""
+
+    ckpt_id: CkptId
+    save_id: str
+    kind: str
+    parent: Parent | None = None
+    chain: tuple[Link, ...] | None = None
+    form_of: FormOf | None = None
+    revision_of: RevisionOf | None = None
+    epoch: Count
+    seq: Count
+    cut: Count | None = None
+    step: Count | None = None
+    time: str
+
+
 def encode(manifest: Manifest) -> bytes:
     """Return the bytes of ``manifest.json``, sealed with their own checksum; ValueError if it is too large to read."""
-    head = {"format": FORMAT, "version": VERSION, "checksum": CHECKSUM}
-    data = seal({**head, **record_json(manifest)}, _SEAL)
+    data = KIND.encode({"checksum": CHECKSUM, **record_json(manifest)})
     if len(data) > MAX_BYTES:
         raise ValueError(
             f"the manifest would have {len(data)} bytes, of {len(manifest.files)} files and {len(manifest.tables)} "
@@ -168,23 +283,23 @@ def decode(data: bytes, path: str) -> Manifest:
         CorruptCheckpointError: it is not a whole, sealed and consistent manifest.
         FormatVersionError: written by a newer format.
     """
-    if len(data) > MAX_BYTES:
-        raise CorruptCheckpointError(path, "its size", found=f"over {MAX_BYTES} bytes", expected="less")
-    fields = parse(data, path)
-    _check_header(fields)  # before the seal: another version, or another checksum, may be sealed otherwise
-    xxh3 = check_seal(data, _SEAL, path)
-    if fields.text("kind") not in ("full", "delta"):
-        raise FormatVersionError(path, found=f"a {fields.text('kind')} checkpoint", supported=VERSION)
-    return parse_record(fields, xxh3)
+    document = KIND.open(data, path)
+    if (kind := document.text("kind")) not in ("full", "delta"):
+        raise FormatVersionError(path, found=f"a {kind} checkpoint", supported=KIND.version)
+    document.text("checksum")
+    return manifest_of(document)
 
 
 def record_json(manifest: Manifest) -> dict[str, Any]:
     """Return the JSON fields of a manifest but for its head, which the seal of a near save has, too."""
+    links = {"form_of": manifest.form_of, "revision_of": manifest.revision_of}
     return {
         "ckpt_id": manifest.ckpt_id,
         "save_id": manifest.save_id,
         "kind": manifest.kind,
-        **links_json(manifest.parent, manifest.chain, manifest.form_of, manifest.revision_of),
+        "parent": manifest.parent and plain(manifest.parent),
+        **({} if manifest.parent is None else {"chain": plain(manifest.chain)}),
+        **{key: plain(link) for key, link in links.items() if link is not None},
         "epoch": manifest.epoch,
         "seq": manifest.seq,
         **({} if manifest.cut is None else {"cut": manifest.cut}),
@@ -195,97 +310,143 @@ def record_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def content_json(of: Content) -> dict[str, Any]:
-    """Return the JSON fields that say what a checkpoint holds."""
+    training = {key: value for key, value in plain(of.training).items() if value}
     return {
-        "shards": [shard_json(shard) for shard in of.shards],
-        "tables": [table_json(table) for table in of.tables],
-        "files": [_file_json(file) for file in of.files],
-        "names": {
-            group: list(names) for group, names in asdict(of.names).items() if names or group != "extra_of_ranks"
-        },
-        **training_json(of.training),
+        "shards": plain(of.shards),
+        "tables": plain(of.tables),
+        "files": plain(of.files),
+        "names": {**plain(of.names), "dense_opt": list(of.names.dense_opt)},
+        **({"training": training} if training else {}),
         "state": dict(of.state),
         "flags": {"ephemeral": of.ephemeral},
         "writer": dict(of.writer),
     }
 
 
-def _file_json(file: FileEntry) -> dict[str, Any]:
-    entry: dict[str, Any] = {"name": file.name, "bytes": file.n_bytes}
-    return entry if file.xxh3 is None else {**entry, "xxh3": f"{file.xxh3:016x}"}
-
-
-def _check_header(fields: Fields) -> None:
-    fields.check_format(FORMAT, VERSION)
-    if fields.text("checksum") != CHECKSUM:
-        raise fields.wrong("checksum", f"unknown algorithm {fields.text('checksum')!r}", CHECKSUM)
-
-
-def parse_record(fields: Fields, xxh3: int) -> Manifest:
+def manifest_of(document: Document) -> Manifest:
     """Return what :func:`record_json` wrote; CorruptCheckpointError where it contradicts itself."""
-    parent, chain, form_of, revision_of = parse_links(fields)
-    manifest = Manifest(
-        ckpt_id=fields.text("ckpt_id"),
-        save_id=fields.text("save_id"),
-        epoch=fields.count("epoch"),
-        seq=fields.count("seq"),
-        cut=fields.maybe_count("cut"),
-        step=fields.maybe_count("step"),
-        time=fields.text("time"),
-        **parse_content(fields, of_delta=parent is not None).content,
-        parent=parent,
-        chain=chain,
-        form_of=form_of,
-        revision_of=revision_of,
-        xxh3=xxh3,
+    fields = document.read(_RecordFields)
+    if fields.kind == "delta" and (fields.parent is None or fields.chain is None):
+        key = "parent" if fields.parent is None else "chain"
+        raise document.wrong(key, "null", "one") if key in document.values else document.absent(key)
+    for where, found, expected in _link_problems(fields):
+        raise document.wrong(where, found, expected)
+    return Manifest(
+        ckpt_id=fields.ckpt_id,
+        save_id=fields.save_id,
+        epoch=fields.epoch,
+        seq=fields.seq,
+        cut=fields.cut,
+        step=fields.step,
+        time=fields.time,
+        **content_of(document, of_delta=fields.kind == "delta"),
+        parent=fields.parent,
+        chain=fields.chain or (),
+        form_of=fields.form_of,
+        revision_of=fields.revision_of,
+        xxh3=document.xxh3,
     )
-    try:
-        layout.encode_id(manifest.ckpt_id)
-    except ValueError as error:
-        raise fields.wrong("ckpt_id", str(error), "a checkpoint id") from error
-    return manifest
 
 
-def parse_content(fields: Fields, *, of_delta: bool) -> Content:
-    """Return what :func:`content_json` wrote; CorruptCheckpointError where it contradicts itself."""
-    content = Content(
-        shards=tuple(parse_shard(entry) for entry in fields.objects("shards")),
-        tables=tuple(parse_table(entry, of_delta=of_delta) for entry in fields.objects("tables")),
-        files=tuple(_file(entry) for entry in fields.objects("files")),
-        names=_names(fields.mapping("names")),
-        training=parse_training(fields),
-        state=fields.scalars("state", is_nested=True),
-        writer={name: str(version) for name, version in fields.scalars("writer").items()},
-        ephemeral=fields.mapping("flags").flag("ephemeral"),
-    )
-    _check_consistent(content, fields)
-    return content
+def _link_problems(fields: _RecordFields) -> Iterator[tuple[str, str, str]]:
+    """Yield where what is said of other checkpoints contradicts the kind: the field, what was found, and expected."""
+    parent, chain = fields.parent, fields.chain
+    if fields.kind != "delta":
+        present = (key for key in ("parent", "chain") if getattr(fields, key) is not None)
+        yield from ((key, "one", "none of a full checkpoint") for key in present)
+    elif not chain or parent is None or chain[0] != Link(parent.ckpt_id, parent.save_id, parent.directory):
+        yield "chain", f"{len(chain or ())} links, the first not the parent", "the parent first"
+    elif len(chain) >= MAX_LINKS:
+        yield "chain", f"{len(chain)} links below", f"at most {MAX_LINKS - 1}"
+    elif fields.form_of is not None:
+        yield "form_of", "one", "none of a delta"
 
 
-def _names(fields: Fields) -> Names:
-    groups = ["dense", "extra", "io_state", *(group for group in ("extra_of_ranks", "dense_opt") if fields.has(group))]
-    names = {group: tuple(fields.texts(group)) for group in groups}
-    for group, listed in names.items():
+def content_of(document: Document, *, of_delta: bool) -> dict[str, Any]:
+    """Return the fields of a :class:`Content`; CorruptCheckpointError where they contradict themselves."""
+    fields = document.read(_ContentFields)
+    for where, found, expected in _content_problems(fields, of_delta=of_delta):
+        raise document.wrong(where, found, expected)
+    lineages = {name: lineage for name, lineage in fields.training.optimizers.items() if lineage}
+    return {
+        "shards": fields.shards,
+        "tables": fields.tables,
+        "files": fields.files,
+        "names": fields.names,
+        "training": fields.training.but(optimizers=lineages),
+        "state": fields.state,
+        "writer": {name: str(version) for name, version in fields.writer.items()},
+        "ephemeral": fields.flags.ephemeral,
+    }
+
+
+def _content_problems(fields: _ContentFields, *, of_delta: bool) -> Iterator[tuple[str, object, object]]:
+    """Yield what contradicts itself: the field, what was found, and what was expected."""
+    for number, shard in enumerate(fields.shards):
+        if not shard.buckets[0] <= shard.buckets[1]:
+            yield f"shards[{number}].buckets", shard.buckets, "[begin, end) within 0 to 65536"
+        for table, (least, greatest) in (shard.ids or {}).items():
+            if least > greatest:
+                yield f"shards[{number}].ids.{table}", [least, greatest], "[least, greatest], which are int64"
+    for number, entry in enumerate(fields.tables):
+        for key, found, expected in table_problems(entry, of_delta=of_delta):
+            yield f"tables[{number}].{key}", found, expected
+    for number, file in enumerate(fields.files):
+        if file.xxh3 is None and not layout.is_part(file.name):
+            yield f"files[{number}].xxh3", "no such field", "16 hex digits"
+    names = fields.names
+    groups = {"dense": names.dense, "extra": names.extra, "io_state": names.io_state}
+    groups |= {"extra_of_ranks": names.extra_of_ranks, "dense_opt": names.dense_opt}
+    lists = {f"names.{group}": listed for group, listed in groups.items()}
+    lists |= {key: tuple(each.name for each in getattr(fields, key)) for key in ("tables", "files")}
+    for key, listed in lists.items():
         if (twice := first_repeat(listed)) is not None:
-            raise fields.wrong(group, f"{twice!r} twice", "different names")
-    objects = {*names["extra"], *names.get("extra_of_ranks", ())}
-    for name in names.get("dense_opt", ()):
+            yield key, f"{twice!r} twice", "different names"
+    for name in names.dense_opt:
         parameter, _, optimizer = name.rpartition("@")
-        if not parameter or optimizer not in objects:
-            raise fields.wrong("dense_opt", repr(name), "parameter@optimizer, of a registered object")
-    return Names(**names)
+        if not parameter or optimizer not in {*names.extra, *names.extra_of_ranks}:
+            yield "names.dense_opt", repr(name), "parameter@optimizer, of a registered object"
+    yield from _shard_problems(fields.shards, set(lists["files"]), set(lists["tables"]))
 
 
-def _file(fields: Fields) -> FileEntry:
-    name = checked_name(fields.text("name"), fields.path)
-    xxh3 = None if layout.is_part(name) else fields.checksum("xxh3")
-    return FileEntry(name, fields.count("bytes"), xxh3)
+def _shard_problems(
+    shards: Sequence[ShardEntry], files: Collection[str], tables: Collection[str]
+) -> Iterator[tuple[str, object, object]]:
+    if not shards:
+        yield "shards", "none", "at least one"
+    for number, shard in enumerate(shards):
+        name = layout.catalog(number, len(shards))
+        if shard.catalog != name or name not in files:
+            yield f"shards[{number}].catalog", shard.catalog, f"{name}, listed"
+        for table in (shard.ids or {}).keys() - tables:
+            yield f"shards[{number}].ids", f"a range of {table!r}", "tables that the manifest lists"
 
 
-def _check_consistent(content: Content, fields: Fields) -> None:
-    names = {"tables": [table.name for table in content.tables], "files": [file.name for file in content.files]}
-    for key, listed in names.items():
-        twice = first_repeat(listed)
-        if twice is not None:
-            raise fields.wrong(key, f"{twice!r} twice", "different names")
-    check_shards(content.shards, set(names["files"]), set(names["tables"]), fields)
+def are_disjoint(ranges: Iterable[IdRange]) -> bool:
+    return all(before[1] < following[0] for before, following in pairwise(sorted(ranges)))
+
+
+def overlap(spans: Sequence[tuple[int, int]]) -> bool:
+    """Say whether any two ranges of buckets [begin, end) meet; empty ones do not."""
+    ordered = sorted(span for span in spans if span[0] < span[1])
+    return any(following[0] < before[1] for before, following in pairwise(ordered))
+
+
+def in_manifest(shards: Sequence[ShardEntry]) -> tuple[ShardEntry, ...]:
+    """Return what a manifest says of shards: their ids where buckets do not say which shard has an id."""
+    n_ranges = sum(len(shard.ids or ()) for shard in shards)
+    if n_ranges <= _MAX_RANGES and overlap([shard.buckets for shard in shards]):
+        return tuple(shards)
+    return tuple(shard.but(ids=None) for shard in shards)
+
+
+def misfit(saved: Lineage, live: Lineage) -> str:
+    """Say by whom a state was saved that an optimizer does not take; "" where one class inherits from the other."""
+    is_akin = not saved or not live or saved[0] in live or live[0] in saved
+    return "" if is_akin else f"{saved[0]}, this one is {live[0]}"
+
+
+def other_decay(saved: Lineage, live: Lineage) -> str:
+    """Say by whom a weight decay was saved that is another thing here: of Adam a part of the gradient, of AdamW not."""
+    is_other = saved and live and ("AdamW" in saved) != ("AdamW" in live)
+    return f"{saved[0]}, this one is {live[0]}" if is_other else ""

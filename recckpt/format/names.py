@@ -71,7 +71,6 @@ class Name:
 
     @property
     def is_position(self) -> bool:
-        """Whether this is a position in the data."""
         return self.group == "io_state" or (self.group == "extra" and self.text in _POSITIONS)
 
     @property
@@ -107,7 +106,6 @@ class Pattern:
 
     @property
     def is_group(self) -> bool:
-        """Whether this names a group."""
         return self.text in GROUPS
 
     @property
@@ -121,7 +119,6 @@ class Pattern:
         return not self.text.strip("*")
 
     def matches(self, name: Name) -> bool:
-        """Say whether a name is meant."""
         if self.is_group:
             return name.is_in(self.text)
         if self.text in (name.text, name.table) or self.is_explicit:

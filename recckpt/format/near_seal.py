@@ -1,19 +1,81 @@
-"""The seal of a near save, ``near.json``: what a manifest is to a checkpoint (docs/format.md, section 16)."""
+"""Near saves on disk: their names, their seal, and the list that says which count (docs/format.md, section 16)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from recckpt.errors import CorruptCheckpointError
-from recckpt.format import near_names
-from recckpt.format.json_fields import check_seal, parse, seal
-from recckpt.format.manifest import Manifest, parse_record, record_json
+from recckpt.format.codec import FileKind, JsonRecord, plain
+from recckpt.format.layout import OWN_DIR
+from recckpt.format.manifest import Manifest, manifest_of, record_json
 
-FORMAT = "recckpt-near"  # part of the format
-VERSION = 1  # part of the format
+NEAR_NOTES = f"{OWN_DIR}/near"
+NEAR_ROOT = "recckpt-near"
+NEAR_HOST = "host"
+NEAR_URL = "output_dir"
+NEAR_JSON = "near.json"
+_PLACE = re.compile(r"[0-9a-f]{16}", re.ASCII)
+_HOST = re.compile(r"[0-9a-f]{32}", re.ASCII)
+_NEAR = re.compile(r"([1-9]\d{0,17})\.([0-9a-f]{32})[./]([1-9]\d{0,17})", re.ASCII)
 MAX_BYTES = 64 << 20  # part of the format: as of a manifest
-_SEAL = "near_xxh3"  # part of the format
+KIND = FileKind("recckpt-near", 1, "near_xxh3", MAX_BYTES)  # part of the format
+
+
+def is_place(name: str) -> bool:
+    """Say whether a directory is named for an output dir, by its checksum."""
+    return _PLACE.fullmatch(name) is not None
+
+
+def is_host(text: str) -> bool:
+    return _HOST.fullmatch(text) is not None
+
+
+def host_note(host: str) -> str:
+    return f"{NEAR_NOTES}/{host}.json"
+
+
+def host_of_note(path: str) -> str:
+    """Return the host that a note is of, by its path."""
+    return path.rpartition("/")[2].removesuffix(".json")
+
+
+def near_name(epoch: int, nonce: str, cut: int) -> str:
+    """Return the name of a near save, which its files repeat in place of a save id."""
+    return f"{epoch}.{nonce}.{cut}"
+
+
+def near_dir(name: str) -> str:
+    return "/".join(name.rsplit(".", 1))
+
+
+def parse_near(name: str) -> tuple[int, str, int] | None:
+    """Return epoch, nonce and cut in the name or the directory of a near save, None for any other name."""
+    match = _NEAR.fullmatch(name)
+    return (int(match[1]), match[2], int(match[3])) if match else None
+
+
+@dataclass(frozen=True)
+class NearList:
+    """What a list says of near saves.
+
+    Attributes:
+        by: ``<epoch>.<nonce>`` of the newest writer that makes any, whose near saves count; "" where none has.
+        names: of those of earlier ones that count, too.
+        is_void: whether none counts any more.
+    """
+
+    by: str = ""
+    names: frozenset[str] = frozenset()
+    is_void: bool = False
+
+    def counts(self, name: str) -> bool:
+        """Say whether a near save counts. Rule *epoch_rule*: what an overtaken writer seals is not named here."""
+        return self.is_of_run(name) and not self.is_void
+
+    def is_of_run(self, name: str) -> bool:
+        """Say whether a near save was made by a writer of this output dir that the list knows (rule *run_identity*)."""
+        return name in self.names or (self.by != "" and name.startswith(f"{self.by}."))
 
 
 @dataclass(frozen=True)
@@ -33,11 +95,14 @@ class NearSeal:
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
+class _World(JsonRecord, frozen=True):
+    hosts: tuple[str, ...]
+    copies: Mapping[str, tuple[str, ...]] = {}
+
+
 def encode(of: NearSeal) -> bytes:
-    """Return the bytes of ``near.json``, sealed with their own checksum."""
-    world = {"hosts": list(of.hosts), **({"copies": dict(of.copies)} if of.copies else {})}
-    head = {"format": FORMAT, "version": VERSION, "place": of.place, "world": world}
-    return seal({**head, **record_json(of.manifest)}, _SEAL)
+    world = plain(_World(of.hosts, of.copies))
+    return KIND.encode({"place": of.place, "world": world, **record_json(of.manifest)})
 
 
 def decode(data: bytes, path: str) -> NearSeal:
@@ -47,21 +112,16 @@ def decode(data: bytes, path: str) -> NearSeal:
         CorruptCheckpointError: it is not a whole, sealed and consistent one of a delta.
         FormatVersionError: written by a newer format.
     """
-    if len(data) > MAX_BYTES:
-        raise CorruptCheckpointError(path, "its size", found=f"over {MAX_BYTES} bytes", expected="less")
-    fields = parse(data, path)
-    fields.check_format(FORMAT, VERSION)  # before the seal, as of a manifest
-    manifest = parse_record(fields, check_seal(data, _SEAL, path))
-    name = near_names.parse_near(manifest.save_id)
+    document = KIND.open(data, path)
+    world, manifest = document.read(_World, "world"), manifest_of(document)
+    hosts, copies = world.hosts, world.copies
+    name = parse_near(manifest.save_id)
     if name is None or (name[0], name[2]) != (manifest.epoch, manifest.cut):
-        raise fields.wrong("save_id", manifest.save_id, f"{manifest.epoch}.<nonce>.{manifest.cut}")
+        raise document.wrong("save_id", manifest.save_id, f"{manifest.epoch}.<nonce>.{manifest.cut}")
     if manifest.parent is None:
-        raise fields.wrong("kind", "full", "delta")
-    world = fields.mapping("world")
-    hosts = tuple(world.texts("hosts"))
+        raise document.wrong("kind", "full", "delta")
     if len(hosts) != len(manifest.shards):
-        raise fields.wrong("world.hosts", f"{len(hosts)}", f"one for each of {len(manifest.shards)} shards")
-    copies = world.named_texts("copies") if world.has("copies") else {}
+        raise document.wrong("world.hosts", len(hosts), f"one for each of {len(manifest.shards)} shards")
     if not set(hosts).issuperset((*copies, *(host for there in copies.values() for host in there))):
-        raise fields.wrong("world.copies", repr(copies), "hosts of world.hosts")
-    return NearSeal(manifest, fields.text("place"), hosts, copies)
+        raise document.wrong("world.copies", repr(copies), "hosts of world.hosts")
+    return NearSeal(manifest, document.text("place"), hosts, copies)

@@ -1,19 +1,122 @@
-"""The tables of a checkpoint, as its manifest lists them (docs/format.md, sections 3 and 12.1)."""
+"""The tables of a checkpoint, as its manifest lists them, and what they had more (docs/format.md, section 3)."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import pairwise
 from math import prod
-from typing import Any, NamedTuple
+from typing import Annotated
 
-from recckpt.format.json_fields import Fields
-from recckpt.format.reduced import Reduced, parse_reduced, reduced_json
+from msgspec import Meta
+
+from recckpt.format.codec import COUNT_LIMIT, Checksum, Count, JsonRecord, Number
+from recckpt.text import count, plural
 from recckpt.types import EMBEDDING, ITEM_BYTES, SlotSpec, check_table_name
 
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 COUNTS = ("int64", "uint8")  # part of the format: dtypes of the counts of ids that wait for a row, exact or in a filter
 _COUNTED = re.compile(r"(.+)\.candidates(_\d+x\d+)?", re.DOTALL)
+
+Problem = tuple[str, object, object]  # a field, what was found there, and what was expected
+
+
+class Where(JsonRecord, frozen=True, rename={"minimum": "min", "n_ids": "ids"}):
+    """Conditions of the rows that were saved, all of them; of a list of ids, how many and their checksum."""
+
+    minimum: Mapping[str, int | float]  # scalar slot -> the least value
+    sample: Annotated[float, Meta(ge=0, le=1)]  # the share of all ids, by their hash
+    n_ids: Count | None = None  # None for all ids
+    ids_xxh3: Checksum | None = None
+
+    def __str__(self) -> str:
+        parts = [f"{slot} of at least {_number(least)}" for slot, least in self.minimum.items()]
+        parts += [] if self.n_ids is None else [f"one of {plural(self.n_ids, 'given id')}"]
+        parts += [] if self.sample == 1.0 else [f"in a sample of {self.sample:g}"]
+        return " and ".join(parts) or "any"
+
+
+@dataclass(frozen=True)
+class Narrowed:
+    """A slot that was stored in a narrower dtype than the table has."""
+
+    slot: str
+    dtype: str  # of the table
+    error: Number = field(compare=False)  # of a value of any row, at most
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """How a table was not saved as it is."""
+
+    slots: tuple[str, ...]  # that were left out
+    where: Where | None  # what the rows have to meet; None for all rows
+    rows: Count = field(compare=False)  # that were left out, over all shards
+    narrowed: tuple[Narrowed, ...]
+
+    @property
+    def dtypes(self) -> Mapping[str, str]:
+        return {narrowed.slot: narrowed.dtype for narrowed in self.narrowed}
+
+    @property
+    def forgets_why(self) -> bool:
+        """Whether a table that is loaded from this cannot tell which rows would be saved: what says so is not there."""
+        looked_at = set(self.where.minimum) if self.where else set[str]()
+        return not looked_at.isdisjoint({*self.slots, *self.dtypes})
+
+    def __str__(self) -> str:
+        parts = [f"without {', '.join(self.slots)}"] if self.slots else []
+        parts += [f"without {plural(self.rows, 'row')} (saved: {self.where})"] if self.rows else []
+        parts += [f"{each.slot} narrower than {each.dtype}, by {each.error:.3g} at most" for each in self.narrowed]
+        return "; ".join(parts)
+
+    def of_slots(self, names: Collection[str]) -> Reduced:
+        """Return what was left out of some slots, and the rows that were left out of all."""
+        slots = tuple(slot for slot in self.slots if slot in names)
+        return replace(self, slots=slots, narrowed=tuple(each for each in self.narrowed if each.slot in names))
+
+    def plus(self, other: Reduced) -> Reduced:
+        """Return what was left out of two shards of a table."""
+        return replace(self.no_better(other), rows=self.rows + other.rows)
+
+    def no_better(self, other: Reduced) -> Reduced:
+        """Return this with the errors of rows that are in another checkpoint, or shard, as well."""
+        errors = {each.slot: each.error for each in other.narrowed}
+        worst = (replace(each, error=max(each.error, errors.get(each.slot, 0.0))) for each in self.narrowed)
+        return replace(self, narrowed=tuple(worst))
+
+
+def _number(value: int | float) -> str:
+    """Return a whole number in full, any other in short."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def is_narrower(dtype: str, than: str) -> bool:
+    """Say whether values may be stored in a dtype, narrower than that of their table: both are of numbers with a point.
+
+    float16 and bfloat16 have the same width, and neither holds all of the other.
+    """
+    return dtype in FLOATS and than in FLOATS and ITEM_BYTES[dtype] < ITEM_BYTES[than]
+
+
+def descriptions_of(tables: Mapping[str, Reduced]) -> list[str]:
+    """Return a line for each kind of what was left out, if there is any, with the tables that it was left out of."""
+    groups: dict[tuple[object, ...], tuple[list[str], list[Reduced]]] = {}
+    for name, reduced in tables.items():
+        names, alike = groups.setdefault((reduced.slots, repr(reduced.where), reduced.narrowed), ([], []))
+        names.append(name)
+        alike.append(reduced)
+    sums = [(names, reduce(Reduced.plus, alike)) for names, alike in groups.values()]
+    return [f"{_names(names)} {text}" for names, total in sums if (text := str(total))]
+
+
+def _names(names: list[str]) -> str:
+    some = ", ".join(map(repr, names[:3]))
+    more = f" and {count(len(names) - 3)} more" if len(names) > 3 else ""
+    return f"table{'s' if len(names) > 1 else ''} {some}{more}"
 
 
 def counted_table(name: str) -> str:
@@ -22,44 +125,42 @@ def counted_table(name: str) -> str:
     return match[1] if match else ""
 
 
-@dataclass(frozen=True)
-class DeltaRows:
+class DeltaRows(JsonRecord, frozen=True):
     """Rows and deletes of a table in the files of a delta, over all shards."""
 
-    upserts: int  # rows that are new or have changed
-    deletes: int  # ids that were deleted, each counted as often as a shard has it
+    upserts: Count  # rows that are new or have changed
+    deletes: Count  # ids that were deleted, each counted as often as a shard has it
     replaced: bool  # whether these are all rows, and nothing of older links counts
 
 
-class ClockDates(NamedTuple):
+class ClockDates(JsonRecord, frozen=True):
     """The first and the last moment at which rows were dated by the clock, in seconds since 1970."""
 
-    first: float
-    last: float
+    first: Number
+    last: Number
 
     def joined(self, other: ClockDates | None) -> ClockDates:
         """Return what includes both."""
         return self if other is None else ClockDates(min(self.first, other.first), max(self.last, other.last))
 
 
-@dataclass(frozen=True)
-class LiveLayout:
+class LiveLayout(JsonRecord, frozen=True):
     """How a table lay in memory of another library, as rows in places with numbers."""
 
-    n_rows: int  # how many rows it has places for
-    columns: tuple[tuple[int, int], ...] = ()  # ranges [begin, end) with a value each in slots; () where none has
+    n_rows: Count  # how many rows it has places for
+    # Ranges [begin, end) with a value each in slots; () where none has.
+    columns: Annotated[tuple[tuple[Count, Count], ...], Meta(min_length=1)] = ()
 
 
-@dataclass(frozen=True)
-class TableEntry:
+class TableEntry(JsonRecord, frozen=True):
     """A table as it was saved: rows over all shards, and its slots; of a delta, also which rows it has itself."""
 
     name: str
-    rows: int  # of the checkpoint, not of the delta
+    rows: Count  # of the checkpoint, not of the delta
     slots: tuple[SlotSpec, ...]
     delta: DeltaRows | None = None
     reduced: Reduced | None = None  # what the table had more; None where it was saved as it was
-    evicted_to: int | None = None  # the step up to which eviction was done; None where nothing is evicted in steps
+    evicted_to: Count | None = None  # the step up to which eviction was done; None where nothing is evicted in steps
     clock: ClockDates | None = None  # of ``last_time`` in rows; None where it has no date of the clock
     live: LiveLayout | None = None  # of a table that was another library's
 
@@ -70,101 +171,85 @@ class TableEntry:
 
     @property
     def own_rows(self) -> int:
-        """Rows that lie in the checkpoint's own files."""
         return self.rows if self.delta is None else self.delta.upserts
 
     @property
     def is_whole(self) -> bool:
-        """Whether all rows lie in the checkpoint's own files."""
         return self.delta is None or self.delta.replaced
 
 
-def table_json(table: TableEntry) -> dict[str, Any]:
-    """Return the JSON object of an entry."""
-    entry = {"name": table.name, "rows": table.rows, "slots": [_slot_json(slot) for slot in table.slots]}
-    if table.delta is not None:
-        delta = table.delta
-        entry["delta"] = {"upserts": delta.upserts, "deletes": delta.deletes, "replaced": delta.replaced}
-    if table.reduced is not None:
-        entry["reduced"] = reduced_json(table.reduced)
-    if table.evicted_to is not None:
-        entry["evicted_to"] = table.evicted_to
-    if table.clock is not None:
-        entry["clock"] = table.clock._asdict()
-    if table.live is not None:
-        entry["live"] = live_json(table.live)
-    return entry
-
-
-def live_json(live: LiveLayout) -> dict[str, Any]:
-    """Return the JSON object of a layout."""
-    columns = {"columns": [list(each) for each in live.columns]} if live.columns else {}
-    return {"n_rows": live.n_rows, **columns}
-
-
-def _slot_json(slot: SlotSpec) -> dict[str, Any]:
-    return {"name": slot.name, "dtype": slot.dtype, "shape": list(slot.shape)}
-
-
-def parse_table(fields: Fields, *, of_delta: bool) -> TableEntry:
-    """Return the entry in a JSON object, of a delta or of a full checkpoint; CorruptCheckpointError for a wrong one."""
+def table_problems(table: TableEntry, *, of_delta: bool) -> Iterator[Problem]:
+    """Yield what contradicts itself in the entry of a table, of a delta or of a full checkpoint."""
     try:
-        name = check_table_name(fields.text("name"))
+        check_table_name(table.name)
     except ValueError as error:
-        raise fields.wrong("name", str(error), "a table name") from error
-    slots = tuple(_slot(entry) for entry in fields.objects("slots"))
-    names = [slot.name for slot in slots]
+        yield "name", error, "a table name"
+    names = [slot.name for slot in table.slots]
+    for number, slot in enumerate(table.slots):
+        for key, found, expected in _slot_problems(slot):
+            yield f"slots[{number}].{key}", found, expected
     if len(set(names)) < len(names) or EMBEDDING not in names:
-        raise fields.wrong("slots", str(names), "different names, one of them 'embedding'")
-    rows = fields.count("rows")
-    if not of_delta and fields.has("delta"):
-        raise fields.wrong("delta", "rows of a delta", "no such field in a full checkpoint")
-    delta = _delta_rows(fields.mapping("delta"), rows) if of_delta else None
-    reduced = parse_reduced(fields.mapping("reduced"), slots) if fields.has("reduced") else None
-    evicted_to = fields.count("evicted_to") if fields.has("evicted_to") else None
-    clock = _clock(fields.mapping("clock")) if fields.has("clock") else None
-    live = _live(fields.mapping("live"), rows, slots) if fields.has("live") else None
-    return TableEntry(name, rows, slots, delta, reduced, evicted_to, clock, live)
+        yield "slots", names, "different names, one of them 'embedding'"
+    if of_delta != (table.delta is not None):
+        where = "no such field in a full checkpoint" if table.delta else "one, in a delta"
+        yield "delta", "rows of a delta" if table.delta else "no such field", where
+    if table.delta is not None:
+        for key, found, expected in _delta_problems(table.delta, table.rows):
+            yield f"delta.{key}", found, expected
+    if table.reduced is not None:
+        yield from _reduced_problems(table.reduced, {slot.name: slot.dtype for slot in table.slots})
+    if table.clock is not None and table.clock.last < table.clock.first:
+        yield "clock.last", table.clock.last, f"at least first, which is {table.clock.first}"
+    if table.live is not None:
+        yield from _live_problems(table.live, table)
 
 
-def _live(fields: Fields, rows: int, slots: tuple[SlotSpec, ...]) -> LiveLayout:
-    n_rows = fields.count("n_rows", low=1)
-    if n_rows < rows:
-        raise fields.wrong("n_rows", str(n_rows), f"places for the {rows} rows at least")
-    if not fields.has("columns"):
-        return LiveLayout(n_rows)
-    columns = fields.lists_of_counts("columns")
-    borders = [0, *(each[-1] if each else 0 for each in columns)]
-    ranges = tuple(pairwise(borders))
-    [width] = (prod(slot.shape) for slot in slots if slot.name == EMBEDDING)
-    if ranges != columns or sorted({*borders}) != borders or borders[-1] != width:
-        raise fields.wrong("columns", str(columns), f"ranges [begin, end) in order and without gaps, from 0 to {width}")
-    return LiveLayout(n_rows, ranges)
+def _slot_problems(slot: SlotSpec) -> Iterator[Problem]:
+    if slot.name in ("", "id", "table", "op"):
+        yield "name", repr(slot.name), "a slot name"
+    if slot.dtype not in ITEM_BYTES:
+        yield "dtype", repr(slot.dtype), f"one of {', '.join(ITEM_BYTES)}"
+    for axis, n_values in enumerate(slot.shape):
+        if not 1 <= n_values < COUNT_LIMIT:
+            yield f"shape[{axis}]", n_values, "an int of at least 1, below 10^18"
+    if slot.row_bytes >= 2**31:
+        yield "shape", slot.shape, "a row of less than 2 GiB"
 
 
-def _clock(fields: Fields) -> ClockDates:
-    dates = ClockDates(fields.number("first"), fields.number("last"))
-    if dates.last < dates.first:
-        raise fields.wrong("last", str(dates.last), f"at least first, which is {dates.first}")
-    return dates
-
-
-def _delta_rows(fields: Fields, rows: int) -> DeltaRows:
-    delta = DeltaRows(fields.count("upserts"), fields.count("deletes"), fields.flag("replaced"))
+def _delta_problems(delta: DeltaRows, rows: int) -> Iterator[Problem]:
     if delta.replaced and delta.deletes:
-        raise fields.wrong("deletes", str(delta.deletes), "0, since the table is replaced")
+        yield "deletes", delta.deletes, "0, since the table is replaced"
     if delta.upserts > rows or (delta.replaced and delta.upserts < rows):
-        raise fields.wrong("upserts", str(delta.upserts), f"{'' if delta.replaced else 'at most '}the {rows} rows")
-    return delta
+        yield "upserts", delta.upserts, f"{'' if delta.replaced else 'at most '}the {rows} rows"
 
 
-def _slot(fields: Fields) -> SlotSpec:
-    name, dtype = fields.text("name"), fields.text("dtype")
-    if name in ("", "id", "table", "op"):
-        raise fields.wrong("name", repr(name), "a slot name")
-    if dtype not in ITEM_BYTES:
-        raise fields.wrong("dtype", repr(dtype), f"one of {', '.join(ITEM_BYTES)}")
-    spec = SlotSpec(name, dtype, fields.counts("shape", low=1))
-    if spec.row_bytes >= 2**31:
-        raise fields.wrong("shape", str(spec.shape), "a row of less than 2 GiB")
-    return spec
+def _reduced_problems(reduced: Reduced, saved: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield what cannot be left out of a table with these slots and dtypes."""
+    left_out, where, slots = reduced.slots, reduced.where, [each.slot for each in reduced.narrowed]
+    if len({*left_out, *saved}) < len(left_out) + len(saved) or "" in left_out:
+        yield "reduced.slots", left_out, "different slots that are not in the checkpoint"
+    for number, each in enumerate(reduced.narrowed):
+        if each.slot not in saved:
+            yield f"reduced.narrowed[{number}].slot", repr(each.slot), f"one of {', '.join(saved)}"
+        elif not is_narrower(saved[each.slot], each.dtype):
+            yield f"reduced.narrowed[{number}].dtype", repr(each.dtype), f"a wider one than {saved[each.slot]}"
+    if len(set(slots)) < len(slots):
+        yield "reduced.narrowed", slots, "different slots"
+    if where is None and reduced.rows:
+        yield "reduced.rows", reduced.rows, "0, where no row is left out"
+    for slot, least in (where.minimum if where else {}).items():
+        if abs(least) > sys.float_info.max:
+            yield f"reduced.where.min.{slot}", least, "a number that a double can hold"
+    if where is not None and (where.n_ids is None) != (where.ids_xxh3 is None):
+        yield "reduced.where.ids_xxh3", where.ids_xxh3, "a checksum of ids, where there are ids"
+
+
+def _live_problems(live: LiveLayout, table: TableEntry) -> Iterator[Problem]:
+    if live.n_rows < table.rows:
+        yield "live.n_rows", live.n_rows, f"places for the {table.rows} rows at least"
+    borders = [0, *(end for _, end in live.columns)]
+    [width] = (prod(slot.shape) for slot in table.slots if slot.name == EMBEDDING)
+    is_whole = tuple(pairwise(borders)) == live.columns and sorted({*borders}) == borders and borders[-1] == width
+    if live.columns and not is_whole:
+        expected = f"ranges [begin, end) in order and without gaps, from 0 to {width}"
+        yield "live.columns", live.columns, expected

@@ -4,48 +4,75 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
-from recckpt.format.dtypes import MAX_DIMS, NUMPY_DTYPES
-from recckpt.format.json_fields import Fields, encode_of_shard, parse_of_shard
+from recckpt.format.codec import Checksum, Count, FileKind, JsonRecord, encode_of_shard, open_of_shard, plain
 from recckpt.format.manifest import Manifest
+from recckpt.format.tables import Problem
 
-FORMAT = "recckpt-dense"  # part of the format
-VERSION = 1  # part of the format
+_NATIVE = "float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool complex64 complex128"
+_ONE_BYTE = "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"
+NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = {  # those that numpy lacks come as bit patterns of their size
+    **{name: np.dtype(name).newbyteorder("<") for name in _NATIVE.split()},
+    **{name: np.dtype("u1") for name in _ONE_BYTE.split()},
+    "bfloat16": np.dtype("<u2"),
+    "complex32": np.dtype("<u4"),
+}
+MAX_DIMS = 64
+STORAGES = {  # part of the format: torch's names for them in pickles; the storage of any other dtype is untyped
+    "float16": "HalfStorage",
+    "bfloat16": "BFloat16Storage",
+    "float32": "FloatStorage",
+    "float64": "DoubleStorage",
+    "int8": "CharStorage",
+    "int16": "ShortStorage",
+    "int32": "IntStorage",
+    "int64": "LongStorage",
+    "uint8": "ByteStorage",
+    "bool": "BoolStorage",
+    "complex64": "ComplexFloatStorage",
+    "complex128": "ComplexDoubleStorage",
+}
 MAX_BYTES = 1 << 30  # part of the format
+KIND = FileKind("recckpt-dense", 1, "", MAX_BYTES)  # part of the format
 ALIGNMENT = 64  # part of the format: where chunks begin
 BLOCK_BYTES = 1 << 20  # what has a checksum of its own; the smaller, the less is read for nothing
 MODEL, EXTRA = "model", "extra"  # part of the format: whose tensor it is
 
 
-@dataclass(frozen=True)
-class TensorChunk:
+def widened(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return bfloat16 bit patterns as the float32 that they are."""
+    wide: npt.NDArray[Any] = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return wide
+
+
+class TensorChunk(JsonRecord, frozen=True):
     """A box of a tensor that lies in one piece in a file, from byte ``at`` on; fields as in docs/format.md."""
 
     of: str
     name: str
     dtype: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    shape: tuple[Count, ...]
+    offsets: tuple[Count, ...]
+    sizes: tuple[Count, ...]
     file: str
-    at: int
-    xxh3: tuple[int, ...]
+    at: Count
+    xxh3: tuple[Checksum, ...]
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the box."""
         return math.prod(self.sizes) * NUMPY_DTYPES[self.dtype].itemsize
 
 
-@dataclass(frozen=True)
-class TensorIndex:
+class TensorIndex(JsonRecord, frozen=True):
     """What one shard wrote of dense tensors; fields as in docs/format.md."""
 
     save_id: str
@@ -62,9 +89,8 @@ def block_checksums(data: memoryview) -> tuple[int, ...]:
 
 
 def encode(index: TensorIndex) -> bytes:
-    """Return the bytes of an index file."""
-    shard, chunks = (index.save_id, index.shard, index.shards), (json.dumps(_chunk_json(c)) for c in index.chunks)
-    return encode_of_shard(FORMAT, VERSION, shard, "chunks", chunks, block_bytes=index.block_bytes)
+    shard, chunks = (index.save_id, index.shard, index.shards), (json.dumps(plain(chunk)) for chunk in index.chunks)
+    return encode_of_shard(KIND, shard, "chunks", chunks, block_bytes=index.block_bytes)
 
 
 def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> TensorIndex:
@@ -74,72 +100,50 @@ def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> TensorInde
     newer format wrote it.
     """
     of = (manifest.files_id, shard, len(manifest.shards))
-    fields = parse_of_shard(data, path, FORMAT, VERSION, of)
-    block_bytes, chunks = fields.count("block_bytes", low=1), _Chunks(manifest, shard)
-    if block_bytes % ALIGNMENT:
-        raise fields.wrong("block_bytes", str(block_bytes), f"a multiple of {ALIGNMENT}")
-    for entry in fields.objects("chunks"):
-        chunks.add(entry, _chunk(entry, block_bytes))
-    return TensorIndex(*of, block_bytes, tuple(chunks.checked))
+    document = open_of_shard(data, path, KIND, of)
+    block_bytes, chunks = document.count("block_bytes"), document.read(tuple[TensorChunk, ...], "chunks")
+    if not block_bytes or block_bytes % ALIGNMENT:
+        raise document.wrong("block_bytes", block_bytes, f"a multiple of {ALIGNMENT}")
+    own = layout.dense_data(shard, len(manifest.shards))
+    files = (layout.MODEL, own) if shard == 0 else (own,)
+    last: dict[str, TensorChunk] = {}
+    for number, chunk in enumerate(chunks):
+        of_place = _place_problems(chunk, last.get(chunk.file), files, manifest)
+        for key, found, expected in chain(_box_problems(chunk, block_bytes), of_place):
+            raise document.wrong(f"chunks[{number}].{key}", found, expected)
+        last[chunk.file] = chunk
+    return TensorIndex(*of, block_bytes, chunks)
 
 
-class _Chunks:
-    """Checks that chunks lie in the files of their shard, one after another or in the same bytes."""
+def _box_problems(chunk: TensorChunk, block_bytes: int) -> Iterator[Problem]:
+    """Yield why a chunk is no box of a tensor, or has not a checksum for each of its blocks."""
+    shape, offsets, sizes = chunk.shape, chunk.offsets, chunk.sizes
+    if chunk.of not in (MODEL, EXTRA):
+        yield "of", repr(chunk.of), f"{MODEL!r} or {EXTRA!r}"
+    if chunk.dtype not in NUMPY_DTYPES:
+        yield "dtype", repr(chunk.dtype), f"one of {', '.join(NUMPY_DTYPES)}"
+    elif len(shape) > MAX_DIMS or math.prod(filter(None, shape)) >= 2**59:
+        yield "shape", shape, f"at most {MAX_DIMS} dimensions of less than 2**59 values"
+    elif not len(shape) == len(offsets) == len(sizes):
+        yield "sizes", f"{len(sizes)} sizes, {len(offsets)} offsets", f"{len(shape)}, as in the shape"
+    elif any(begin + size > whole for begin, size, whole in zip(offsets, sizes, shape, strict=True)):
+        yield "sizes", f"{sizes} from {offsets} on", f"a box inside {shape}"
+    elif len(chunk.xxh3) != -(-chunk.n_bytes // block_bytes):
+        yield "xxh3", f"{len(chunk.xxh3)} checksums", f"one for each {block_bytes} bytes"
 
-    def __init__(self, manifest: Manifest, shard: int) -> None:
-        self._manifest, self._own = manifest, layout.dense_data(shard, len(manifest.shards))
-        self._files = (layout.MODEL, self._own) if shard == 0 else (self._own,)
-        self._last: dict[str, TensorChunk] = {}
-        self.checked: list[TensorChunk] = []
 
-    def add(self, fields: Fields, chunk: TensorChunk) -> None:
-        listed = self._manifest.file(chunk.file) if chunk.file in self._files else None
-        if listed is None:
-            raise fields.wrong("file", repr(chunk.file), f"{' or '.join(self._files)}, which the manifest lists")
-        last = self._last.get(chunk.file)
-        self._last[chunk.file] = chunk
-        self.checked.append(chunk)
-        if last and (chunk.at, chunk.n_bytes, chunk.xxh3) == (last.at, last.n_bytes, last.xxh3):
-            return  # tied tensors
+def _place_problems(
+    chunk: TensorChunk, last: TensorChunk | None, files: Collection[str], manifest: Manifest
+) -> Iterator[Problem]:
+    """Yield why a chunk does not lie in a file of its shard, after the last one there or in the same bytes."""
+    listed = manifest.file(chunk.file) if chunk.file in files else None
+    if listed is None:
+        yield "file", repr(chunk.file), f"{' or '.join(files)}, which the manifest lists"
+    elif last is None or (chunk.at, chunk.n_bytes, chunk.xxh3) != (last.at, last.n_bytes, last.xxh3):  # not tied
         low = last.at + last.n_bytes if last else 0
         if chunk.at % ALIGNMENT or not low <= chunk.at <= chunk.at + chunk.n_bytes <= listed.n_bytes:
-            found = f"{chunk.n_bytes} bytes at {chunk.at}"
             expected = f"a multiple of {ALIGNMENT}, from byte {low} to {listed.n_bytes} of {chunk.file}"
-            raise fields.wrong("at", found, expected)
-
-
-def _chunk_json(chunk: TensorChunk) -> Mapping[str, Any]:
-    return {
-        "of": chunk.of,
-        "name": chunk.name,
-        "dtype": chunk.dtype,
-        "shape": list(chunk.shape),
-        "offsets": list(chunk.offsets),
-        "sizes": list(chunk.sizes),
-        "file": chunk.file,
-        "at": chunk.at,
-        "xxh3": [f"{checksum:016x}" for checksum in chunk.xxh3],
-    }
-
-
-def _chunk(fields: Fields, block_bytes: int) -> TensorChunk:
-    of, name, dtype = fields.text("of"), fields.text("name"), fields.text("dtype")
-    if of not in (MODEL, EXTRA):
-        raise fields.wrong("of", repr(of), f"{MODEL!r} or {EXTRA!r}")
-    if dtype not in NUMPY_DTYPES:
-        raise fields.wrong("dtype", repr(dtype), f"one of {', '.join(NUMPY_DTYPES)}")
-    shape, offsets, sizes = fields.counts("shape"), fields.counts("offsets"), fields.counts("sizes")
-    if len(shape) > MAX_DIMS or math.prod(filter(None, shape)) >= 2**59:
-        raise fields.wrong("shape", str(shape), f"at most {MAX_DIMS} dimensions of less than 2**59 values")
-    if not len(shape) == len(offsets) == len(sizes):
-        raise fields.wrong("sizes", f"{len(sizes)} sizes, {len(offsets)} offsets", f"{len(shape)}, as in the shape")
-    if any(begin + size > whole for begin, size, whole in zip(offsets, sizes, shape, strict=True)):
-        raise fields.wrong("sizes", f"{sizes} from {offsets} on", f"a box inside {shape}")
-    file, at = fields.text("file"), fields.count("at")
-    chunk = TensorChunk(of, name, dtype, shape, offsets, sizes, file, at, fields.checksum_list("xxh3"))
-    if len(chunk.xxh3) != -(-chunk.n_bytes // block_bytes):
-        raise fields.wrong("xxh3", f"{len(chunk.xxh3)} checksums", f"one for each {block_bytes} bytes")
-    return chunk
+            yield "at", f"{chunk.n_bytes} bytes at {chunk.at}", expected
 
 
 def damaged(directory: str, chunk: TensorChunk, begin: int, found: int, expected: int) -> CorruptCheckpointError:

@@ -1,1 +1,1 @@
-"""What looks into checkpoints: reader, verify, salvage, repair."""
+"""What looks into checkpoints: reader, verify, repair."""

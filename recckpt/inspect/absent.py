@@ -1,9 +1,10 @@
-"""Proves that ids are in no file of an output dir: reads the ids of every part that is there, listed or not."""
+"""Looks for ids in every part that lies in a place, listed by a manifest or not, and reads files of ids."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -11,22 +12,20 @@ import pyarrow as pa
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
-from recckpt.format.distinct import distinct, is_among
+from recckpt.format.buckets import bucket_of, distinct, is_among
 from recckpt.format.manifest import Manifest
 from recckpt.inspect.verify import find_checkpoints
 from recckpt.output_dir.at_path import counted_back
-from recckpt.output_dir.checkpoint_dir import has_manifest, read_manifest
+from recckpt.output_dir.checkpoint_dir import attempt_dirs, has_manifest, read_manifest
 from recckpt.output_dir.forget_requests import audit, forgotten_among, meant_in, pending, tables_of
-from recckpt.output_dir.known_mirrors import KnownMirror, mirrors_behind
-from recckpt.output_dir.listing import attempt_dirs
-from recckpt.output_dir.near_hosts import NearHost, hosts_behind
 from recckpt.parallel.threads import run_all
-from recckpt.sparse.files.arrow_format import ID, TABLE, Messages, column_items, ids_in
+from recckpt.sparse.files.arrow_format import ID, TABLE, unlisted_batches
 from recckpt.storage import Storage, open_parent, open_storage
 from recckpt.storage.local_files import mapped
 from recckpt.text import instead_of
 
 _THREADS = 8
+_KINDS = "a text file with an id a line, an .npy file of integers, or a .parquet file with a column id"
 
 Ids = npt.NDArray[np.int64]
 
@@ -36,7 +35,7 @@ class Holding:
     """What one directory holds of the ids in one table."""
 
     directory: str
-    ckpt_id: str | None  # None of a leftover, and where the manifest cannot be read
+    ckpt_id: str | None  # None where no manifest says it: of a leftover, a near save, a copy of a part
     table: str
     n_rows: int = 0
     n_deletes: int = 0
@@ -45,79 +44,60 @@ class Holding:
 
 @dataclass(frozen=True)
 class Absence:
-    """What :func:`look_for` found.
+    """What :func:`look_for` found."""
 
-    Attributes:
-        url: where it looked.
-        holding: what still holds ids; empty where they are absent.
-        unread: part that could not be read -> why.
-        pending: requests to forget that are not ended: table -> how many of the ids they name.
-        n_parts: how many files were read.
-        n_asked: how many of the ids the audit has as asked to be forgotten, in the table or in any.
-        mirrors_behind: mirrors of the output dir, and mirrors of those, of which it is not known that they have
-            forgotten what was forgotten.
-        hosts_behind: hosts of which it is not known that near saves there have not got what was forgotten.
-    """
-
-    url: str
-    holding: tuple[Holding, ...]
-    unread: dict[str, str]
-    pending: dict[str, int]
-    n_parts: int
-    n_asked: int
-    mirrors_behind: tuple[KnownMirror, ...] = ()
-    hosts_behind: tuple[NearHost, ...] = ()
+    url: str  # where it looked
+    holding: tuple[Holding, ...]  # what holds ids; empty where they are absent
+    unread: dict[str, str]  # part that could not be read -> why
+    pending: dict[str, int]  # requests to forget that are not ended, and name ids: table -> how many of these
+    n_parts: int  # how many files were read
+    n_asked: int  # how many of the ids the audit has as asked to be forgotten, in the table or in any
 
 
 def look_for(path: str, ids: Ids, table: str | None = None) -> Absence:
-    """Look for ids in the tables of a checkpoint and what it stands on, or in all directories of an output dir.
+    """Look for ids in a checkpoint and what it stands on, or in all that lies in a directory.
 
     Args:
-        path: a checkpoint or an output dir; any fsspec URL.
+        path: a checkpoint, an output dir, a mirror, or a near dir of this host; any fsspec URL.
         ids: int64.
         table: the table that is meant, with its counts of ids that have no row yet; None for all.
 
     Raises:
-        CheckpointNotFoundError: it is neither.
+        CheckpointNotFoundError: there is nothing in which ids could be.
         ValueError: no storage takes the path, or no checkpoint there has such a table.
     """
     sought, unread = distinct(ids), dict[str, str]()
     storage, directories = _directories(path, unread)
-    manifests = {directory: _manifest(storage, directory) for directory in directories}
+    parts = [part for each in directories for part in _parts(storage, each, unread)]
+    manifests = {each: _manifest(storage, each) for each in {*directories, *(directory for directory, _ in parts)}}
+    if not parts and not unread and not any(manifests.values()) and layout.OWN_DIR not in storage.list_dirs():
+        raise CheckpointNotFoundError(f"{storage.url}: found no checkpoint")  # absence would prove nothing
     if table is not None:
         _check_table(storage, table, manifests.values())
-    parts = [(each, name) for each in directories for name in _parts(storage, each, manifests[each], unread)]
-    if not parts and not unread and not any(manifests.values()) and layout.OWN_DIR not in storage.list_dirs():
-        raise CheckpointNotFoundError(
-            f"{storage.url}: found no checkpoint"
-        )  # where nothing was, absence proves nothing
-    tables = None if table is None else tables_of(table)
     of = {each: None if table is None else meant_in(record, table) for each, record in manifests.items()}
-    looks = run_all(lambda pair: _look(storage, *pair, sought, of[pair[0]]), parts, storage.threads(_THREADS))
+    looks = run_all(lambda part: _look(storage, *part, sought, of[part[0]]), parts, storage.threads(_THREADS))
     holdings: dict[tuple[str, str], Holding] = {}
     for (directory, name), look in zip(parts, looks, strict=True):
         if isinstance(look, str):
             unread[layout.join(directory, name)] = look
             continue
+        record = manifests[directory]
         for of_table, there in look.items():
-            record = manifests[directory]
             new = Holding(directory, record.ckpt_id if record else None, of_table)
             own = holdings.setdefault((directory, of_table), new)
+            own.ids.append(there)
             if layout.holds_deletes(name):
                 own.n_deletes += len(there)
             else:
                 own.n_rows += len(there)
-            own.ids.append(there)
-    meant = [r for r in pending(storage) if tables is None or not set(tables).isdisjoint(tables_of(r.table))]
-    requests = {r.table: int(is_among(r.ids, sought).sum()) for r in meant}
-    holding = tuple(holdings[name] for name in sorted(holdings))
-    n_asked = len(forgotten_among(storage, table, sought))
-    mirrors, hosts = tuple(mirrors_behind(storage)), tuple(hosts_behind(storage))
-    return Absence(storage.url, holding, unread, requests, len(parts), n_asked, mirrors, hosts)
+    requests = [r for r in pending(storage) if table is None or not {*tables_of(table)}.isdisjoint(tables_of(r.table))]
+    waiting = {request.table: int(is_among(request.ids, sought).sum()) for request in requests}
+    in_order = tuple(holdings[key] for key in sorted(holdings))
+    return Absence(storage.url, in_order, unread, waiting, len(parts), len(forgotten_among(storage, table, sought)))
 
 
 def _directories(path: str, unread: dict[str, str]) -> tuple[Storage, Sequence[str]]:
-    """Return where parts may lie, "" for the output dir itself; note a link that is not there to be looked at."""
+    """Return where parts may lie, "" for files beside all directories; note what a checkpoint lacks that it needs."""
     inside, (parent, directory) = open_storage(path), open_parent(path)
     if not has_manifest(parent, directory):
         directories = attempt_dirs(inside)
@@ -128,9 +108,8 @@ def _directories(path: str, unread: dict[str, str]) -> tuple[Storage, Sequence[s
     checkpoints = find_checkpoints(path)  # CheckpointNotFoundError where it is nothing of ours
     record = _manifest(checkpoints.storage, checkpoints.directories[0])
     if record is None or (record.kind == "delta" and len(checkpoints.directories) == 1):
-        unread[layout.join(checkpoints.directories[0], layout.MANIFEST)] = (
-            "that its manifest or what it stands on is damaged or missing"
-        )
+        where = layout.join(checkpoints.directories[0], layout.MANIFEST)
+        unread[where] = "that its manifest or what it stands on is damaged or missing"
     return checkpoints.storage, checkpoints.directories
 
 
@@ -139,6 +118,25 @@ def _manifest(storage: Storage, directory: str) -> Manifest | None:
         return read_manifest(storage, directory) if directory else None
     except (CorruptCheckpointError, FormatVersionError, OSError):
         return None
+
+
+def _parts(storage: Storage, top: str, unread: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the parts below a directory, and those that a manifest there has: one that is missing cannot be read.
+
+    Each is yielded as the directory of its checkpoint, near save or copy, and its name in that.
+    """
+    record = _manifest(storage, top)
+    names = {file.name for file in record.files} if record else set()
+    try:
+        there = storage.list_files(top)
+    except OSError as error:
+        unread[top or "."] = f"{type(error).__name__}: {error}"
+    else:
+        names.update(name for name in there if top or "/" not in name)
+    for name in sorted(names):
+        if layout.may_have_rows(name) or name.rpartition("/")[2] == layout.SPARSE_DIR:  # that is a link
+            below, _, file = f"/{name}".rpartition(f"/{layout.SPARSE_DIR}/")
+            yield (layout.join(top, below[1:]), f"{layout.SPARSE_DIR}/{file}") if below else (top, name)
 
 
 def _check_table(storage: Storage, table: str, manifests: Iterable[Manifest | None]) -> None:
@@ -151,45 +149,90 @@ def _check_table(storage: Storage, table: str, manifests: Iterable[Manifest | No
         raise ValueError(f"{storage.url}: found no table {table!r} in any checkpoint{instead_of(table, sorted(names))}")
 
 
-def _parts(storage: Storage, directory: str, record: Manifest | None, unread: dict[str, str]) -> list[str]:
-    """Return the parts that are there, and those that the manifest has: one that is missing cannot be read."""
-    names = {file.name for file in record.files} if record else set()
-    try:
-        there = storage.list_files(directory)
-    except OSError as error:
-        unread[directory or "."] = f"{type(error).__name__}: {error}"
-    else:
-        names.update(name for name in there if directory or "/" not in name)
-    return sorted(name for name in names if layout.may_have_rows(name) or name == layout.SPARSE_DIR)  # that is a link
-
-
 def _look(
     storage: Storage, directory: str, name: str, sought: Ids, tables: Sequence[str] | None
-) -> dict[str, Ids] | str:
+) -> Mapping[str, Ids] | str:
     """Return which of the ids a part holds, by table; or why it cannot be read."""
+    ids_by_table: dict[str, list[Ids]] = {}
     try:
-        memory = mapped(storage, layout.join(directory, name))
-        ids_by_table: dict[str, list[Ids]] = {}
-        for of_table, ids in _ids_of(memory):
-            there = ids[is_among(ids, sought)]
-            if len(there) and (tables is None or of_table in tables):
-                ids_by_table.setdefault(of_table, []).append(there)
-    except (pa.ArrowException, OSError, ValueError, KeyError, IndexError) as error:
+        for names, columns in unlisted_batches(mapped(storage, layout.join(directory, name))):
+            numbers, ids = np.frombuffer(columns[TABLE], np.uint16), np.frombuffer(columns[ID], np.int64)
+            if (np.diff(bucket_of(ids).astype(np.int64)) < 0).any():  # compressed ones, or of another writer
+                raise ValueError("no rows in the order of their buckets")
+            is_sought = is_among(ids, sought)
+            for number in np.unique(numbers[is_sought]):
+                if tables is None or names[number] in tables:
+                    ids_by_table.setdefault(names[number], []).append(ids[is_sought & (numbers == number)])
+    except (pa.ArrowException, OSError, ValueError, LookupError, EOFError) as error:
         return f"{type(error).__name__}: {error}"
     return {of_table: np.concatenate(there) for of_table, there in ids_by_table.items()}
 
 
-def _ids_of(memory: memoryview) -> Iterator[tuple[str, Ids]]:
-    """Yield the ids of each table in each batch of an Arrow file, by its columns alone."""
-    pa.ipc.open_file(pa.py_buffer(memory))  # which looks at the footer
-    Messages(memory).check_all()
-    schema = pa.ipc.open_file(pa.py_buffer(memory)).schema
-    options = pa.ipc.IpcReadOptions(included_fields=[schema.names.index(name) for name in (TABLE, ID)])
-    reader = pa.ipc.open_file(pa.py_buffer(memory), options=options)
-    for number in range(reader.num_record_batches):
-        batch = reader.get_batch(number)
-        batch.validate(full=True)
-        column = batch.column(TABLE)
-        numbers, tables, ids = column_items(column).to_numpy(), column.dictionary.to_pylist(), ids_in(batch)
-        for of_table in np.unique(numbers):
-            yield tables[of_table], ids[numbers == of_table]
+def read_ids(path: str) -> npt.NDArray[np.int64]:
+    """Return the ids in a file, in its order.
+
+    Raises:
+        ValueError: they are not int64, or there are none; says where.
+        OSError: the file cannot be read.
+    """
+    file = Path(path)
+    read = {".npy": _of_npy, ".parquet": _of_parquet}.get(file.suffix.lower(), _of_text)
+    ids = read(file)
+    if not len(ids):
+        raise ValueError(f"{path}: found no ids, expected {_KINDS}")
+    return ids
+
+
+def _of_text(file: Path) -> npt.NDArray[np.int64]:
+    try:
+        with file.open(encoding="utf-8") as lines:
+            return np.fromiter(_numbers(file, lines), np.int64)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: found no text ({error}), expected {_KINDS}") from error
+
+
+def _numbers(file: Path, lines: Iterator[str]) -> Iterator[int]:
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        if not text:
+            continue
+        id_ = int(text) if text.removeprefix("-").isascii() and text.removeprefix("-").isdigit() else None
+        if id_ is None or not -(2**63) <= id_ < 2**63:
+            raise ValueError(f"{file}, line {number}: found {text[:40]!r}, expected an int64; {_KINDS}")
+        yield id_
+
+
+def _of_npy(file: Path) -> npt.NDArray[np.int64]:
+    try:
+        values = np.load(file, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{file}: found no array of numbers ({error}), expected {_KINDS}") from error
+    if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in "iu":
+        found = f"{values.dtype}{list(values.shape)}" if isinstance(values, np.ndarray) else "several arrays"
+        raise ValueError(f"{file}: found {found}, expected integers of one dimension")
+    return _as_int64(file, values)
+
+
+def _of_parquet(file: Path) -> npt.NDArray[np.int64]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(file) as source:
+            names = source.schema_arrow.names
+            name = "id" if "id" in names else names[0] if len(names) == 1 else None
+            if name is None:
+                raise ValueError(f"{file}: found the columns {names}, expected one, or one with the name id")
+            column = source.read([name]).column(name)
+    except pa.ArrowException as error:
+        raise ValueError(f"{file}: found no Parquet file ({error}), expected {_KINDS}") from error
+    if not pa.types.is_integer(column.type) or column.null_count:
+        found = f"{column.null_count} nulls" if column.null_count else str(column.type)
+        raise ValueError(f"{file}, column {name!r}: found {found}, expected integers")
+    return _as_int64(file, column.to_numpy())
+
+
+def _as_int64(file: Path, values: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    if values.dtype.kind == "u" and values.size and int(values.max()) >= 2**63:
+        raise ValueError(f"{file}: found an id beyond int64")
+    return values.astype(np.int64)

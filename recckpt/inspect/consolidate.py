@@ -11,8 +11,8 @@ from recckpt.checkpoint.chain import OpenChain
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.output_dir.at_path import locate_path
-from recckpt.output_dir.first_whole import first_whole
 from recckpt.output_dir.listing import Checkpoint
+from recckpt.output_dir.open_files import first_whole
 from recckpt.storage import SinkFile, Storage, new_file
 from recckpt.text import Progress
 
@@ -54,37 +54,27 @@ def consolidate(path: str, out: str) -> Consolidated:
 
 
 def _write(storage: Storage, checkpoint: Checkpoint, out: str) -> Consolidated:
+    from recckpt.dense.loader import check_indexed
     from recckpt.dense.saver import Later, write_state  # torch, which no other command needs
 
     directory, manifest = checkpoint.directory, checkpoint.manifest
     chain = OpenChain.of(storage, checkpoint)
     chain.files.keep_open(file.name for file in manifest.files if layout.has_tensors(file.name))
-    tensors, plain = chain.tensors, _plain_values(chain)
-    state = {
-        name: Later(tensor.dtype, tensor.shape, tensor.place, partial(tensors.read, tensor)) if tensor else plain[name]
-        for name in manifest.names.dense
-        for tensor in [tensors.model.get(name)]
-    }
+    tensors, names, path = chain.tensors, manifest.names.dense, layout.join(directory, layout.MODEL)
+    state: dict[str, Any] = {}  # the values of ``model.pt``, where it holds more than tensors
+    if tensors.model.keys() != set(names):
+        state = chain.state(layout.MODEL)
+        check_indexed(state, tensors.model, names, path)
+    for name, tensor in tensors.model.items():
+        state[name] = Later(tensor.dtype, tensor.shape, tensor.place, partial(tensors.read, tensor))
+    state = {name: state[name] for name in names}
     total = sum(tensor.nbytes for tensor in tensors.model.values())
     try:
         with new_file(out) as sink, Progress(f"consolidating {manifest.ckpt_id}", total) as progress:
             write_state(state, SinkFile(sink), progress.advance)
     except RecursionError as error:
-        path = layout.join(directory, layout.MODEL)
         raise CorruptCheckpointError(path, "", found="values nested too deep", expected="fewer levels") from error
     finally:
         tensors.close()
     sharded = tuple(name for name, tensor in tensors.model.items() if tensor.is_sharded)
     return Consolidated(manifest.ckpt_id, tuple(state), sharded, sink.n_bytes)
-
-
-def _plain_values(chain: OpenChain) -> dict[str, Any]:
-    """Return the values of ``model.pt``, {} where it holds nothing but tensors."""
-    from recckpt.dense.loader import check_indexed
-
-    names, tensors = chain.manifest.names.dense, chain.tensors.model
-    if tensors.keys() == set(names):
-        return {}
-    state = chain.state(layout.MODEL)
-    check_indexed(state, tensors, names, layout.join(chain.directory, layout.MODEL))
-    return state

@@ -1,4 +1,4 @@
-"""Which checkpoints there are, for programs that only want to know (no torch here)."""
+"""Which checkpoints there are, and which are kept for others, for programs that only want to know (no torch here)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.manifest import StateValue
 from recckpt.output_dir.at_path import read_checkpoint
-from recckpt.output_dir.listing import Checkpoint, describe, newest_first
-from recckpt.policies.best import Best, best_id
+from recckpt.output_dir.listing import Checkpoint, Listing, describe, newest_first
+from recckpt.policies.keep import Best, best_id
 from recckpt.storage import Storage, open_parent, open_storage
 
 Place = str | os.PathLike[str]
@@ -59,14 +59,12 @@ def list_checkpoints(path: Place, state: State | None = None) -> list[Checkpoint
         FormatVersionError: a newer recckpt wrote one.
         CorruptCheckpointError: there are only damaged ones.
     """
-    _check_mapping(state)
-    storage = open_storage(os.fspath(path))
-    checkpoints = newest_first(storage)
-    if not checkpoints and storage.why_empty():
+    storage, present, labelled = _present(path, state)
+    if not present and storage.why_empty():
         raise CheckpointNotFoundError(f"{storage.url}: {storage.why_empty()}, expected an output dir")
-    if not checkpoints and is_checkpoint(path):
-        raise CheckpointNotFoundError(f"{storage.url}: is a checkpoint itself, expected an output dir; name its parent")
-    return [_info(storage, each) for each in reversed(_labelled(checkpoints, state))]
+    if not present:
+        refuse_checkpoint(storage.url)
+    return [_info(storage, each) for each in reversed(labelled)]
 
 
 def find_checkpoint(
@@ -96,12 +94,14 @@ def find_checkpoint(
     if isinstance(which, bool) or not isinstance(which, int | str) or (which == "best") != (metric is not None):
         call = f"which={which!r} and metric={metric!r}"
         raise ValueError(f"found {call}, expected a step, 'latest' or an id alone, or 'best' with the name of a metric")
-    _check_mapping(state)
-    storage = open_storage(os.fspath(path))
-    present = newest_first(storage)
-    choice = _labelled(present, state)
+    storage, present, choice = _present(path, state)
     if state and present and not choice:
-        raise CheckpointNotFoundError(f"{storage.url}: {_no_such_label(state, present)}")
+        entries = [item for each in present for item in each.manifest.state.items() if item[0] in state]
+        there = ", ".join(sorted({f"{name}={value!r}" for name, value in entries})) or "none"
+        problem = (
+            f"found no checkpoint that was saved with {dict(state)}, expected one; of these names there are {there}"
+        )
+        raise CheckpointNotFoundError(f"{storage.url}: {problem}")
     ckpt_id = _id_of_step(choice, which, storage.url) if isinstance(which, int) else which
     if metric is not None:
         ckpt_id = best_id([checkpoint.manifest for checkpoint in reversed(choice)], Best(1, metric, mode), storage.url)
@@ -119,6 +119,13 @@ def is_checkpoint(path: Place) -> bool:
         return False
 
 
+def refuse_checkpoint(path: Place) -> None:
+    """Raise CheckpointNotFoundError where the path of an output dir is that of a checkpoint itself."""
+    if is_checkpoint(path):
+        what = "is a checkpoint itself, expected an output dir; name its parent"
+        raise CheckpointNotFoundError(f"{os.fspath(path)}: {what}")
+
+
 def _id_of_step(checkpoints: Sequence[Checkpoint], step: int, place: str) -> str:
     """Return the id of a step: the usual one, or that of a manager which gives its ids another prefix."""
     usual, ending = layout.step_id(step), layout.step_id(step, "")
@@ -131,24 +138,14 @@ def _id_of_step(checkpoints: Sequence[Checkpoint], step: int, place: str) -> str
     return named[0]
 
 
-def _check_mapping(state: State | None) -> None:
+def _present(path: Place, state: State | None) -> tuple[Storage, list[Checkpoint], list[Checkpoint]]:
+    """Return an output dir, its checkpoints, newest first, and those of them that were saved with these entries."""
     if not isinstance(state, Mapping | None):
         raise TypeError(f"state must be a mapping of names to values, or None, found {state!r:.200}")
-
-
-def _labelled(checkpoints: Sequence[Checkpoint], state: State | None) -> list[Checkpoint]:
-    """Return those that were saved with these entries."""
-    labels = dict(state or {})
-    states = ((each, each.manifest.state) for each in checkpoints)
-    return [each for each, state in states if labels == {name: v for name, v in state.items() if name in labels}]
-
-
-def _no_such_label(state: State, present: Sequence[Checkpoint]) -> str:
-    """Say that no checkpoint was saved with these entries, and which others of their names there are."""
-    entries = [item for checkpoint in present for item in checkpoint.manifest.state.items() if item[0] in state]
-    there = sorted({f"{name}={value!r}" for name, value in entries})
-    problem = f"found no checkpoint that was saved with {dict(state)}, expected one"
-    return f"{problem}; of these names there are {', '.join(there) or 'none'}"
+    storage, labels = open_storage(os.fspath(path)), dict(state or {})
+    present = newest_first(storage)
+    states = ((each, each.manifest.state) for each in present)
+    return storage, present, [each for each, s in states if labels == {name: s[name] for name in s if name in labels}]
 
 
 def _info(storage: Storage, checkpoint: Checkpoint) -> CheckpointInfo:
@@ -156,3 +153,27 @@ def _info(storage: Storage, checkpoint: Checkpoint) -> CheckpointInfo:
     path = storage.url_of(checkpoint.directory)
     own = (record.ckpt_id, record.step, record.time, record.kind, record.ephemeral, record.n_bytes)
     return CheckpointInfo(path, *own, dict(record.state))
+
+
+SECOND_CHAIN = "second chain"  # the newest that does not need the full checkpoint which the newest of all needs
+
+
+def needed_by(listing: Listing) -> dict[str, list[Checkpoint]]:
+    """Return for each directory the current checkpoints that are read from it beside their own, oldest first."""
+    needed: dict[str, list[Checkpoint]] = {}
+    for checkpoint in listing.current:
+        for link in checkpoint.below:
+            needed.setdefault(link.directory, []).append(checkpoint)
+    return needed
+
+
+def second_chain(listing: Listing) -> Checkpoint | None:
+    """Return the newest checkpoint apart from the chain of the newest one; None where that is not a delta.
+
+    Rotation keeps it, so that damage in one full checkpoint does not take all there is.
+    """
+    regular = [checkpoint for checkpoint in listing.current if not checkpoint.manifest.ephemeral]
+    if not regular or not regular[-1].below:
+        return None
+    base = regular[-1].links[-1].directory
+    return next((each for each in reversed(regular) if each.links[-1].directory != base), None)

@@ -13,11 +13,11 @@ from time import monotonic, sleep
 from recckpt.checkpoint.chain import OpenChain
 from recckpt.errors import CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError, FormatVersionError
 from recckpt.format.manifest import Manifest
-from recckpt.inspect.find import Place, is_checkpoint
+from recckpt.inspect.find import Place, refuse_checkpoint
 from recckpt.inspect.reader import CheckpointReader, reader_of
-from recckpt.inspect.watch.look import ReadOnce
+from recckpt.inspect.watch import ReadOnce
+from recckpt.output_dir.index_file import why_nothing
 from recckpt.output_dir.listing import Checkpoint, look_around
-from recckpt.output_dir.why_nothing import why_nothing
 from recckpt.storage import Storage, absolute, open_storage
 from recckpt.types import flag, positive_number
 
@@ -65,31 +65,13 @@ def follow(
         only_newest=flag("newest", newest),
         with_ephemeral=flag("ephemeral", ephemeral),
     )
-    if _is_checkpoint(run):
-        what = "is a checkpoint itself, expected an output dir; name its parent"
-        raise CheckpointNotFoundError(f"{os.fspath(run)}: {what}")
-    return _each(follower, every_sec, math.inf if timeout_sec is None else timeout_sec)
-
-
-def _each(follower: RunFollower, every_sec: float, timeout_sec: float) -> Iterator[CheckpointReader]:
-    begin = monotonic()
-    while True:
-        checkpoint = follower.look()
-        if checkpoint is not None:
-            yield checkpoint
-            begin = monotonic()  # the time of the caller does not count
-            continue
-        seconds_left = begin + timeout_sec - monotonic()
-        if seconds_left <= 0:
-            follower.log_if_empty()
-            return
-        sleep(min(every_sec, seconds_left))
-
-
-def _is_checkpoint(run: Place) -> bool:
-    with suppress(OSError):  # of a store that is away
-        return is_checkpoint(run)
-    return False
+    try:
+        refuse_checkpoint(run)
+    except CheckpointNotFoundError:
+        raise
+    except OSError:  # of a store that is away, and may come back
+        pass
+    return follower.each(every_sec, math.inf if timeout_sec is None else timeout_sec)
 
 
 class RunFollower:
@@ -110,7 +92,24 @@ class RunFollower:
         self._last: OpenChain | None = None
         self._is_away = False
 
-    def look(self) -> CheckpointReader | None:
+    def each(self, every_sec: float, timeout_sec: float) -> Iterator[CheckpointReader]:
+        """Yield each that is new, until none has come for so long."""
+        begin = monotonic()
+        while True:
+            checkpoint = self._look()
+            if checkpoint is not None:
+                yield checkpoint
+                begin = monotonic()  # the time of the caller does not count
+                continue
+            seconds_left = begin + timeout_sec - monotonic()
+            if seconds_left <= 0:
+                break
+            sleep(min(every_sec, seconds_left))
+        if not self._saves:  # the path may be mistyped
+            with suppress(OSError):
+                log.warning("%s: nothing came: %s", self._storage.url, why_nothing(self._storage))
+
+    def _look(self) -> CheckpointReader | None:
         """Return the oldest checkpoint that is new, open; None where there is none, or the store is away.
 
         Raises:
@@ -126,12 +125,6 @@ class RunFollower:
             self._is_away = True
             return None
 
-    def log_if_empty(self) -> None:
-        """Say why nothing has come at all, if so: the path may be mistyped."""
-        if not self._saves:
-            with suppress(OSError):
-                log.warning("%s: nothing came: %s", self._storage.url, why_nothing(self._storage))
-
     def _new(self) -> list[Checkpoint]:
         listing = look_around(self._storage, self._known)
         for directory, error in listing.damaged.items():
@@ -139,7 +132,12 @@ class RunFollower:
                 raise error
             self._log_damage(directory, error)
         current = [each for each in listing.current if self._with_ephemeral or not each.manifest.ephemeral]
-        new = [each for each in current if not self._is_seen(each.manifest)]
+        new = []  # what is neither seen, nor a form or a revision of what is
+        for each in current:
+            record = each.manifest
+            is_revised = record.revision_of is not None and record.place in self._places
+            if record.origin not in self._saves and not is_revised:
+                new.append(each)
         waiting = [each for each in new if each.manifest.step is None or each.manifest.step > self._after]
         chosen = waiting[-1:] if self._only_newest else waiting
         for each in new:
@@ -166,11 +164,6 @@ class RunFollower:
         if directory not in self._damaged:
             log.error("%s is damaged and passed over: %s", self._storage.url_of(directory), error)
         self._damaged.add(directory)
-
-    def _is_seen(self, record: Manifest) -> bool:
-        """Say whether a checkpoint, or what it is a form or a revision of, was returned or passed over."""
-        is_revised = record.revision_of is not None and record.place in self._places
-        return record.origin in self._saves or is_revised
 
     def _note(self, record: Manifest) -> None:
         self._saves.add(record.origin)

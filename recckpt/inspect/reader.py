@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,24 +13,28 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from recckpt.checkpoint.chain import OpenChain
-from recckpt.format.distinct import distinct
+from recckpt.format.buckets import distinct
 from recckpt.format.manifest import Manifest
 from recckpt.format.tables import TableEntry
-from recckpt.inspect import at_a_glance
-from recckpt.inspect.whole_slot import slot_named, whole_slot
+from recckpt.format.tensor_index import NUMPY_DTYPES
 from recckpt.output_dir.at_path import locate_path
-from recckpt.output_dir.first_whole import first_whole
-from recckpt.output_dir.listing import Checkpoint
-from recckpt.sparse.files.aligned_rows import AlignedRows, as_ids
-from recckpt.sparse.files.arrow_format import ID
-from recckpt.sparse.files.chain_table import ChainTable
+from recckpt.output_dir.open_files import first_whole
+from recckpt.sparse.files.arrow_format import ID, ID_SPEC, column_buffer
+from recckpt.sparse.files.chain_table import AlignedRows, ChainTable, as_ids
+from recckpt.sparse.files.merged_rows import check_count
 from recckpt.sparse.files.table_reader import table_schema
-from recckpt.storage import Storage, absolute
-from recckpt.text import nearest, shown
+from recckpt.storage import absolute
+from recckpt.text import cell, count, escaped, html, nearest, one_line, plural, shown, size
 from recckpt.types import EMBEDDING, SlotSpec
 
 if TYPE_CHECKING:
     from pyarrow.dataset import Dataset
+
+_MOST = 20  # names in a line of what notebooks show
+_STYLE = """
+.recckpt.checkpoint h1 { font-size: 1.1em; } .recckpt.checkpoint .scroll { margin: .5em 0; }
+.recckpt.checkpoint .scroll td:last-child { max-width: 34em; }
+"""
 
 Ids = Iterable[int] | npt.NDArray[np.integer[Any]]
 
@@ -51,8 +56,8 @@ def dataset(path: str | os.PathLike[str], table: str, *, checked: bool = True) -
     Args:
         path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
         table: name of the table.
-        checked: False: Arrow reads the files of a full checkpoint by itself, as they are, and damage goes unseen;
-            ``recckpt verify`` finds it.
+        checked: False: Arrow takes the values of a full checkpoint as they lie in memory maps, and damage to them goes
+            unseen; ``recckpt verify`` finds it. On a storage without maps the files are copied to temporary ones first.
 
     Raises:
         KeyError: no such table.
@@ -89,14 +94,11 @@ class CheckpointReader:
             raise TypeError(f"path must be a path or URL of a checkpoint or output dir, found {path!r}")
         self._path = absolute(os.fspath(path))
         self._moving = threading.Lock()
-        self._now = first_whole(self._located, lambda located: OpenChain.open(*located))
+        self._now = first_whole(partial(locate_path, self._path), lambda located: OpenChain.open(*located))
 
     @shown
     def __repr__(self) -> str:
-        return at_a_glance.words_of(self._now)
-
-    def _repr_html_(self) -> str:
-        return at_a_glance.body_of(self._now)
+        return self._in_words()
 
     def __fspath__(self) -> str:
         return self.path
@@ -125,7 +127,7 @@ class CheckpointReader:
         """
         with self._moving:
             before = self._now
-            self._now = first_whole(self._located, lambda located: OpenChain.open(*located, before))
+            self._now = first_whole(partial(locate_path, self._path), lambda located: OpenChain.open(*located, before))
             return self._now.manifest.origin != before.manifest.origin
 
     def at_this_checkpoint(self) -> CheckpointReader:
@@ -250,13 +252,32 @@ class CheckpointReader:
             KeyError: no such tensor or slot.
             CorruptCheckpointError: its bytes are not those that were saved.
         """
-        if (of_table := self._slot(name)) is not None:
-            return whole_slot(self.chain, *of_table)
-        dense = self.chain.tensors
-        return dense.read(dense.named(name))
+        if (of_table := self._slot(name)) is None:
+            dense = self.chain.tensors
+            return dense.read(dense.named(name))
+        entry, slot = of_table
+        rows = self.chain.table(entry.name, [] if slot.name == ID else [slot.name])
+        own_rows = sum(link.entry.own_rows for link in rows.links)
+        check_count(rows.links[0], min(entry.rows, own_rows))  # before it takes memory
+        values, begin = np.empty((entry.rows, *slot.shape), NUMPY_DTYPES[slot.dtype]), 0
+        for batch in rows.all_rows():
+            end = begin + batch.num_rows
+            if end <= entry.rows:  # or the table says in the end that there are too many
+                column = np.frombuffer(column_buffer(batch.column(slot.name)), values.dtype)
+                values[begin:end] = column.reshape(-1, *slot.shape)
+            begin = end
+        return values
 
     def _slot(self, name: str) -> tuple[TableEntry, SlotSpec] | None:
-        return None if name in self.chain.tensors.model else slot_named(name, self.manifest)
+        """Return the table and slot that ``table@slot`` names, ``table@id`` its ids; None for any other name."""
+        table, _, slot = name.rpartition("@")
+        entry = None if name in self.chain.tensors.model or not table else self.manifest.table(table)
+        if entry is None:
+            return None
+        slots = {ID: ID_SPEC, **{spec.name: spec for spec in entry.slots}}
+        if slot not in slots:
+            raise KeyError(f"table {table!r} has no slot {slot!r}; it has {[*slots]}{nearest(slot, slots)}")
+        return entry, slots[slot]
 
     def _table(
         self, name: str, columns: Collection[str] | None, ids: npt.NDArray[np.int64] | None = None
@@ -269,8 +290,31 @@ class CheckpointReader:
                 raise KeyError(f"table {name!r} has no slot {column!r}; it has {slots}{nearest(column, slots)}")
         return self.chain.table(name, [slot for slot in slots if columns is None or slot in columns], ids)
 
-    def _located(self) -> tuple[Storage, Checkpoint]:
-        return locate_path(self._path)
+    def _in_words(self) -> str:
+        manifest, n_links = self.manifest, len(self._now.links)
+        links = f" of {plural(n_links, 'link')}" if n_links > 1 else ""
+        step = "" if manifest.step is None else f", step {manifest.step}"
+        kind = f"{manifest.kind}{links}{step}, {one_line(manifest.time)}"
+        content = f"{plural(manifest.rows, 'row')} in {plural(len(manifest.tables), 'table')}"
+        return f"{one_line(self.path)}: {kind}, {content}, {size(manifest.n_bytes)}"
+
+    def _repr_html_(self) -> str:
+        """Return a page of what the manifest says: nothing is opened or read for it."""
+        manifest, names = self.manifest, self.manifest.names
+        tables = []
+        for each in manifest.tables:
+            slots = ", ".join(f"{escaped(slot.name)} {slot.kind}" for slot in each.slots)
+            tables.append((escaped(each.name), count(each.rows), size(each.rows * each.row_bytes), slots))
+        state = [(escaped(name), one_line(cell(value))) for name, value in manifest.state.items()]
+        parts = [f"<h1>{html.text(self._in_words())}</h1>"]
+        parts += html.section("Tables", ("TABLE", "ROWS", "BYTES", "SLOTS"), tables, ("ROWS", "BYTES"))
+        parts += html.section("Training state", ("NAME", "VALUE"), state, ())
+        groups = {"dense": names.dense, "registered": names.extra, "positions": names.io_state}
+        for group, all_names in groups.items():
+            more = f" and {count(len(all_names) - _MOST)} more" if len(all_names) > _MOST else ""
+            few = ", ".join(map(escaped, all_names[:_MOST])) + more
+            parts += [f"<p><strong>{group}:</strong> {html.text(few)}</p>"] if all_names else []
+        return html.body("checkpoint", parts, _STYLE)
 
 
 def reader_of(chain: OpenChain) -> CheckpointReader:

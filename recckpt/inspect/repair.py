@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
-from recckpt.format import drafts, layout
+from recckpt.format import layout
 from recckpt.output_dir import rotation
 from recckpt.output_dir.checkpoint_dir import read_intent, read_manifest
 from recckpt.output_dir.claims import NO_TAKEOVER, Takeover, last_takeover, read_claim
 from recckpt.output_dir.forget_requests import pending
-from recckpt.output_dir.index_file import index_problem, is_of_recis
+from recckpt.output_dir.index_file import index_problem, is_of_recis, why_nothing
 from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints
-from recckpt.output_dir.offers import OfferDirectory, clock, look_at, may_go
-from recckpt.output_dir.why_nothing import why_nothing
+from recckpt.output_dir.offers import clock, look_at, may_go
 from recckpt.storage import Storage, open_storage
 from recckpt.text import Progress, plural
 
@@ -93,11 +92,11 @@ _Removal = Callable[[], object]
 
 def _leftovers(storage: Storage, listing: Listing) -> Iterator[tuple[Leftover, _Removal]]:
     """Yield the leftovers, each with the call that removes it."""
-    try:
-        last = last_takeover(storage)
-    except CorruptCheckpointError:
-        last = NO_TAKEOVER  # then no writer is known to be dead
-    offers = {offer.directory: offer for offer in _offers(storage, listing)}
+    last, now = known_takeover(storage), None
+    names = [name for name in (*listing.fenced, *listing.uncommitted) if layout.is_offer_dir(name)]
+    with suppress(OSError):  # where nothing can be written, as in a copy, no offer has an age
+        now = clock(storage) if names else None
+    offers = {name: look_at(storage, name, now) for name in names}
     for directory, reason in listing.fenced.items():
         is_dead = directory not in offers or may_go(offers[directory])  # what is left of a form is an offer again
         yield Leftover(directory, f"a late commit, {reason}", is_dead), partial(_remove_fenced, storage, directory)
@@ -105,14 +104,14 @@ def _leftovers(storage: Storage, listing: Listing) -> Iterator[tuple[Leftover, _
         names = storage.list_files(directory)
         if layout.MANIFEST in names or (names and not any(map(layout.is_ours, names))):
             continue  # committed meanwhile, or not ours
-        if directory in offers:
-            what, is_dead = _offer(offers[directory]), may_go(offers[directory])
+        if (offer := offers.get(directory)) is not None:  # its compactor may be at work, and the owner may adopt it
+            age = "of unknown age" if offer.age_sec is None else f"{offer.age_sec / 3600:.1f} hours old"
+            problem = offer.problem or "whole, for the next save to look at"
+            what, is_dead = f"an offer that is not adopted, {age}: {problem}", may_go(offer)
         else:
             what, is_dead = unfinished(storage, directory, last, names)
-        yield (
-            Leftover(directory, what, is_dead),
-            partial(rotation.remove_leftover, storage, directory, rotation.THREADS),
-        )
+        removal = partial(rotation.remove_leftover, storage, directory, rotation.THREADS)
+        yield Leftover(directory, what, is_dead), removal
     try:
         requests = pending(storage)
     except (CorruptCheckpointError, OSError) as error:
@@ -121,65 +120,51 @@ def _leftovers(storage: Storage, listing: Listing) -> Iterator[tuple[Leftover, _
     for request in requests:
         what = f"a request to forget {plural(len(request.ids), 'id')}, not ended: `recckpt forget DIR` goes on"
         yield Leftover(layout.forget_request(request.request), what, False), lambda: None
-    for name in filter(drafts.is_temporary, storage.list_files("")):
+    for name in filter(layout.is_temporary, storage.list_files("")):
         yield Leftover(name, "a temporary file", True), partial(storage.remove, name)
 
 
-def _offers(storage: Storage, listing: Listing) -> list[OfferDirectory]:
-    """Return what looks like an offer, adopted too late or not at all."""
-    names = [name for name in (*listing.fenced, *listing.uncommitted) if layout.is_offer_dir(name)]
-    now = None
-    with suppress(OSError):  # where nothing can be written, as in a copy, no offer has an age
-        now = clock(storage) if names else None
-    return [look_at(storage, name, now) for name in names]
-
-
-def _offer(offer: OfferDirectory) -> str:
-    """Say what a directory for an offer is: its compactor may be at work, and the owner may adopt it."""
-    age = "of unknown age" if offer.age_sec is None else f"{offer.age_sec / 3600:.1f} hours old"
-    return f"an offer that is not adopted, {age}: {offer.problem or 'whole, for the next save to look at'}"
+def known_takeover(storage: Storage) -> Takeover:
+    """Return the newest takeover; where it is damaged, one by which no writer is known to be dead."""
+    try:
+        return last_takeover(storage)
+    except CorruptCheckpointError:
+        return NO_TAKEOVER
 
 
 def unfinished(storage: Storage, directory: str, last: Takeover, names: Sequence[str]) -> tuple[str, bool]:
     """Say what a directory without a manifest is, and whether its writer is dead: it is once a later one took over."""
-    died_at_once = bool(names) and all(drafts.is_draft(name, layout.INTENT) for name in names)
+    died_at_once = bool(names) and all(layout.is_draft(name, layout.INTENT) for name in names)
     try:
         intent = read_intent(storage, directory, names[0] if died_at_once else layout.INTENT)
     except (OSError, CorruptCheckpointError) as error:
         return f"an unfinished save, whose {layout.INTENT} cannot be read: {error}", last.has_seen(directory)
     if intent is not None:
-        return f"an unfinished save, {_whose(storage, intent.epoch)}", intent.epoch < last.epoch
+        whose = f"epoch {intent.epoch}"
+        with suppress(OSError, CorruptCheckpointError, FormatVersionError):
+            claim = read_claim(storage, intent.epoch)
+            whose += f": process {claim.pid} on {claim.host} since {claim.time}"
+        return f"an unfinished save, {whose}", intent.epoch < last.epoch
     if not names:
-        return "an empty directory, perhaps of a save that has just begun", False
+        return "an empty directory, perhaps of a save that has just begun", last.has_seen(directory)
     return f"files without {layout.INTENT}: their writer is unknown", False
-
-
-def _whose(storage: Storage, epoch: int) -> str:
-    with suppress(OSError, CorruptCheckpointError, FormatVersionError):
-        claim = read_claim(storage, epoch)
-        return f"epoch {epoch}: process {claim.pid} on {claim.host} since {claim.time}"
-    return f"epoch {epoch}"
 
 
 def _clean(storage: Storage, leftovers: list[tuple[Leftover, _Removal]]) -> list[str]:
     """Remove the dead leftovers, and return the paths of those that are gone afterwards."""
     dead = [(left.path, removal) for left, removal in leftovers if left.is_dead]
-    sizes = {path: _size(storage, path) for path, _ in dead}
-    if any(drafts.is_temporary(path) for path, _ in dead):
+    directories = [path for path, _ in dead if not layout.is_temporary(path)]
+    sizes = {path: sum(file.n_bytes for file in storage.listed(path).values()) for path in directories}
+    if len(directories) < len(dead):
         time.sleep(_LOOKS_APART)
     present = set(storage.list_files(""))
     with Progress("removing what crashes left", sum(sizes.values())) as progress:
         for path, removal in dead:
-            if not drafts.is_temporary(path) or path in present:
+            if not layout.is_temporary(path) or path in present:
                 removal()
-            progress.advance(sizes[path])
+            progress.advance(sizes.get(path, 0))
     left = {leftover.path for leftover, _ in _leftovers(storage, list_checkpoints(storage))}
     return [path for path, _ in dead if path not in left]
-
-
-def _size(storage: Storage, path: str) -> int:
-    """Return the bytes of a leftover, for the bar; 0 of a file, which is small."""
-    return 0 if drafts.is_temporary(path) else sum(file.n_bytes for file in storage.listed(path).values())
 
 
 def _remove_fenced(storage: Storage, directory: str) -> None:

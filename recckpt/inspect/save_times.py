@@ -1,86 +1,61 @@
-"""The last saves, from ``timeline.jsonl``, which people may have edited: a field that is wrong becomes None."""
+"""The last saves and how they went, by ``timeline.jsonl``, where people may have edited fields: then they are None."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from recckpt.output_dir.timeline import read_timeline
+from recckpt.format.codec import time_of
+from recckpt.output_dir.index_file import read_timeline
 from recckpt.storage import NOT_READABLE, Storage
 
+_LAST = 20  # saves that say how it usually goes
+_OVERDUE = 3  # times the usual, from when on a save is missed
+_LEAST_OVERDUE_SEC = 60.0  # a loop of saves by hand is not missed at once
 NEAR = "near"  # the kind of a near save that has failed, which fails no checkpoint
 
 
 @dataclass(frozen=True)
 class NearTimes:
-    """What became of the near saves between a checkpoint and the one before; what the line does not say is None or 0.
+    """What became of the near saves between a checkpoint and the one before; None or 0 where no line says it."""
 
-    Attributes:
-        made: those that were acknowledged.
-        failed: those that have failed.
-        skipped: why -> those that were not begun.
-        steps: the first and the last step at which one was due.
-        gap_steps: the most from what counts, one of them or a checkpoint, to the next that does.
-        hosts: how many hosts wrote the newest that was made.
-        copies: how many other hosts have the files of each.
-        blocked_sec: how long training stood still for all that were made.
-        total_sec: from the step of each until it was acknowledged, for all of them.
-        n_bytes: of their files, without copies.
-        error: why the newest of those that failed did.
-    """
-
-    made: int
-    failed: int
-    skipped: Mapping[str, int]
-    steps: tuple[int, int] | None
-    gap_steps: int | None
-    hosts: int | None
-    copies: int | None
-    blocked_sec: float | None
-    total_sec: float | None
-    n_bytes: float | None
-    error: str | None = None
+    made: int  # those that were acknowledged
+    failed: int  # those that have failed
+    skipped: Mapping[str, int]  # why -> those that were not begun
+    steps: tuple[int, int] | None  # the first and the last step at which one was due
+    gap_steps: int | None  # the most from what counts, one of them or a checkpoint, to the next that does
+    hosts: int | None  # how many hosts wrote the newest that was made
+    copies: int | None  # how many other hosts have the files of each
+    blocked_sec: float | None  # how long training stood still for all that were made
+    total_sec: float | None  # from the step of each until it was acknowledged, for all of them
+    n_bytes: float | None  # of their files, without copies
+    error: str | None = None  # why the newest of those that failed did
 
     @property
     def n_due(self) -> int:
-        """How many were due."""
         return self.made + self.failed + sum(self.skipped.values())
 
 
 @dataclass(frozen=True)
 class SaveTimes:
-    """A save by its line in ``timeline.jsonl``; what the line does not say, or says as no number, is None.
+    """A save by its line in ``timeline.jsonl``; what the line does not say, or says as no number, is None."""
 
-    Attributes:
-        ckpt_id: the checkpoint.
-        step: global step.
-        kind: ``"full"`` or ``"delta"``.
-        time: when it was committed, or failed.
-        blocked_sec: how long training stood still, on the rank that waited longest.
-        write_sec: writing all files of the slowest shard.
-        commit_sec: making it visible and durable.
-        total_sec: from the call to the end.
-        n_bytes: of all files.
-        n_rows: of all tables.
-        error: why it failed; None where it has not.
-        near: what became of the near saves before it; None where there were none.
-    """
-
-    ckpt_id: str | None
-    step: int | None
-    kind: str | None
-    time: str | None
-    blocked_sec: float | None
-    write_sec: float | None
-    commit_sec: float | None
-    total_sec: float | None
-    n_bytes: float | None
-    n_rows: float | None
-    error: str | None
-    near: NearTimes | None = None
+    ckpt_id: str | None  # the checkpoint
+    step: int | None  # global step
+    kind: str | None  # ``"full"`` or ``"delta"``
+    time: str | None  # when it was committed, or failed
+    blocked_sec: float | None  # how long training stood still, on the rank that waited longest
+    write_sec: float | None  # writing all files of the slowest shard
+    commit_sec: float | None  # making it visible and durable
+    total_sec: float | None  # from the call to the end
+    n_bytes: float | None  # of all files
+    n_rows: float | None  # of all tables
+    error: str | None  # why it failed; None where it has not
+    near: NearTimes | None = None  # what became of the near saves before it; None where there were none
 
 
 def saves_of(storage: Storage) -> list[SaveTimes]:
@@ -102,7 +77,6 @@ def seconds_to_write(saves: Iterable[SaveTimes], n_bytes: int, n_checkpoints: in
 
 
 def save_times(line: Mapping[str, Any]) -> SaveTimes:
-    """Return what a line says of its save."""
     step, longest, error = line.get("step"), _number(line.get("max_blocked_sec")), line.get("error")
     return SaveTimes(
         ckpt_id=_text(line.get("ckpt_id")),
@@ -157,3 +131,62 @@ def _number(value: object) -> float | None:
 
 def _text(value: object) -> str | None:
     return value if isinstance(value, str) else None
+
+
+@dataclass(frozen=True)
+class Pause:
+    """How long training stood still: for the last save, and for the last ones."""
+
+    last_sec: float
+    median_sec: float
+    max_sec: float
+    n_saves: int
+
+
+@dataclass(frozen=True)
+class History:
+    """How the last saves went, oldest first."""
+
+    saves: Sequence[SaveTimes]  # those that are committed
+    failed: Sequence[SaveTimes]  # those that failed since the last of them
+
+    @classmethod
+    def of_committed(cls, saves: Iterable[SaveTimes]) -> History:
+        return cls([save for save in saves if save.error is None], [])
+
+    @property
+    def last(self) -> Sequence[SaveTimes]:
+        return self.saves[-_LAST:]
+
+    @property
+    def pause(self) -> Pause | None:
+        """How long training stood still, None where no line says it."""
+        pauses = [line.blocked_sec for line in self.last if line.blocked_sec is not None]
+        return Pause(pauses[-1], median(pauses), max(pauses), len(pauses)) if pauses else None
+
+    @property
+    def every_sec(self) -> float | None:
+        """The usual seconds from one save to the next, None until that is known."""
+        times = [time for line in self.last if (time := time_of(line.time)) is not None]
+        if len(times) < 2:
+            return None
+        between = [(after - before).total_seconds() for before, after in pairwise(times)]
+        usual = median(between) or (times[-1] - times[0]).total_seconds() / len(between)  # times are in whole seconds
+        return usual if usual > 0 else None
+
+    @property
+    def overdue_sec(self) -> float | None:
+        """The age of the newest checkpoint from which on the next save is missed, None until that is known."""
+        return None if self.every_sec is None else max(_OVERDUE * self.every_sec, _LEAST_OVERDUE_SEC)
+
+
+def history_of(lines: Iterable[Mapping[str, Any]]) -> History:
+    saves: list[SaveTimes] = []
+    failed: list[SaveTimes] = []
+    for line in (line for line in map(save_times, lines) if line.kind != NEAR):
+        if line.error is None:
+            saves.append(line)
+            failed = []
+        else:
+            failed.append(line)
+    return History(saves, failed)

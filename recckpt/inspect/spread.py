@@ -18,36 +18,22 @@ _MOST_WAITING = 1 << 13  # what counts them stays in the caches of a core
 
 @dataclass(frozen=True)
 class Spread:
-    """How the finite ones of some values, none negative, are spread.
+    """How the finite ones of some values, none negative, are spread."""
 
-    Attributes:
-        n: how many there are.
-        least: the smallest one.
-        most: the largest one.
-        quantiles: share of the values -> the value that so many are at most, within 0.4 %.
-        not_finite: values beside them that are NaN or infinite.
-    """
-
-    n: int
-    least: float
-    most: float
-    quantiles: Mapping[float, float]
-    not_finite: int = 0
+    n: int  # how many there are
+    least: float  # the smallest one
+    most: float  # the largest one
+    quantiles: Mapping[float, float]  # share of the values -> the value that so many are at most, within 0.4 %
+    not_finite: int = 0  # values beside them that are NaN or infinite
 
 
 @dataclass(frozen=True)
 class Bars:
-    """A histogram to draw, of a few bars side by side.
+    """A histogram to draw, of a few bars side by side."""
 
-    Attributes:
-        zeros: how many values are 0, which has no place on a scale of logarithms.
-        edges: of the bars, in order, one more than there are bars; () where all values are 0.
-        counts: how many values each has.
-    """
-
-    zeros: int
-    edges: tuple[float, ...]
-    counts: tuple[int, ...]
+    zeros: int  # how many values are 0, which has no place on a scale of logarithms
+    edges: tuple[float, ...]  # of the bars, in order, one more than there are bars; () where all values are 0
+    counts: tuple[int, ...]  # how many values each has
 
 
 class Histogram:
@@ -105,7 +91,6 @@ class Histogram:
         self._counts[first - self._first : first - self._first + len(counts)] += counts
 
     def merge(self, other: Histogram) -> None:
-        """Count what another has counted."""
         self._count()
         other._count()
         self._zeros += other._zeros

@@ -6,17 +6,16 @@ import json
 import logging
 import os
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from recckpt.checkpoint.chain import OpenChain
-from recckpt.inspect.libraries import needed
+from recckpt.errors import needed
 from recckpt.output_dir.at_path import locate_path
-from recckpt.output_dir.first_whole import first_whole
+from recckpt.output_dir.index_file import read_timeline
 from recckpt.output_dir.listing import look_around
-from recckpt.output_dir.timeline import read_timeline
+from recckpt.output_dir.open_files import first_whole
 from recckpt.sparse.files.arrow_format import TABLE
 from recckpt.storage import Storage
 
@@ -41,6 +40,20 @@ _CHECKPOINTS = pa.schema(
     ]
 )
 
+_TIMELINE = pa.schema(
+    [
+        ("ckpt_id", pa.string()),
+        ("step", pa.int64()),
+        ("kind", pa.string()),
+        ("time", pa.string()),
+        ("blocked_sec", pa.float64()),
+        ("total_sec", pa.float64()),
+        ("n_bytes", pa.int64()),
+        ("n_rows", pa.int64()),
+        ("error", pa.string()),
+    ]
+)
+
 
 def connect(path: str | os.PathLike[str], *, checked: bool = True) -> duckdb.DuckDBPyConnection:
     """Return a duckdb connection, in memory, with a view of each table of a checkpoint.
@@ -56,31 +69,21 @@ def connect(path: str | os.PathLike[str], *, checked: bool = True) -> duckdb.Duc
 
     Args:
         path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
-        checked: False: read the values of full checkpoints as they are, as :func:`recckpt.dataset` does then.
+        checked: False: take the values of a full checkpoint on a local file system as they are.
 
     Raises:
         MissingLibraryError: duckdb is not installed.
         TypeError, CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError, FormatVersionError: as
             :class:`CheckpointReader`.
     """
-    return open_views(path, checked=checked).connection
+    return open_views(path, checked=checked)[0]
 
 
-@dataclass(frozen=True)
-class Views:
-    """A connection with a view of each table, and the rows that these are of."""
+def open_views(path: str | os.PathLike[str], *, checked: bool) -> tuple[duckdb.DuckDBPyConnection, Sequence[Dataset]]:
+    """Return what :func:`connect` makes, and the rows that its views are of; errors as there.
 
-    connection: duckdb.DuckDBPyConnection
-    rows: Sequence[Dataset]
-
-    @property
-    def problem(self) -> Exception | None:
-        """What recckpt or the storage raised in a query, of which duckdb makes an error of its own."""
-        return next((error for rows in self.rows if (error := getattr(rows, "problem", None))), None)
-
-
-def open_views(path: str | os.PathLike[str], *, checked: bool) -> Views:
-    """Return what :func:`connect` makes; errors as there."""
+    duckdb makes an error of its own of what recckpt or the storage raises in a query: the ``problem`` of the rows.
+    """
     library = needed("duckdb", "sql")
     opened = _opened(path)
     connection: duckdb.DuckDBPyConnection = library.connect()
@@ -103,7 +106,7 @@ def open_views(path: str | os.PathLike[str], *, checked: bool) -> Views:
                 log.warning("%s: %s: SQL takes its name for another's", opened.storage.url, what)
         rows.select(*(library.ColumnExpression(c).alias(shown[name]) for c, name in columns.items())).create_view(view)
         tables.append(dataset)
-    return Views(connection, tables)
+    return connection, tables
 
 
 def scan(path: str | os.PathLike[str], table: str, *, checked: bool = True) -> polars.LazyFrame:
@@ -136,11 +139,13 @@ def _opened(path: str | os.PathLike[str]) -> OpenChain:
 
 
 def _rows(opened: OpenChain, name: str, *, checked: bool) -> Dataset:
-    from recckpt.sparse.files.dataset import NumbersDataset, dataset_of, has_halves  # which takes its time
+    from recckpt.sparse.files.dataset import CheckedDataset, dataset_of, has_halves  # which takes its time
 
     slots = opened.manifest.named_table(name).slots
     table = opened.table(name, [slot.name for slot in slots])
-    return NumbersDataset(table) if has_halves(slots) else dataset_of(table, checked=checked)
+    if has_halves(slots):
+        return CheckedDataset(table, as_numbers=True)
+    return dataset_of(table, checked=checked or not table.links[0].is_mapped)  # or whole files would be copied
 
 
 def _free_names(names: Iterable[str], taken: Collection[str] = ()) -> dict[str, str]:
@@ -175,26 +180,10 @@ def _checkpoints(storage: Storage) -> pa.Table:
 
 
 def _timeline(storage: Storage) -> pa.Table:
-    """Return the saves in the timeline, those that failed too."""
     lines = read_timeline(storage)
     names = dict.fromkeys([*_TIMELINE.names, *(name for line in lines for name in line)])
     columns = {name: _column(name, [line.get(name) for line in lines]) for name in names}
     return pa.table(columns)
-
-
-_TIMELINE = pa.schema(
-    [
-        ("ckpt_id", pa.string()),
-        ("step", pa.int64()),
-        ("kind", pa.string()),
-        ("time", pa.string()),
-        ("blocked_sec", pa.float64()),
-        ("total_sec", pa.float64()),
-        ("n_bytes", pa.int64()),
-        ("n_rows", pa.int64()),
-        ("error", pa.string()),
-    ]
-)
 
 
 def _column(name: str, values: list[Any]) -> pa.Array:

@@ -1,29 +1,33 @@
-"""Checks whether checkpoints are whole, and reports all that is wrong (no torch here)."""
+"""Checks whether checkpoints and what they stand on are whole, and reports all that is wrong (no torch here)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
+from recckpt.format.catalog import Batch
 from recckpt.format.manifest import Manifest
-from recckpt.inspect.verify_chains import Standing, check_counts, check_links, standing_of, standing_of_all
-from recckpt.inspect.verify_checkpoint import Checkup, Job, newer, unreadable
-from recckpt.output_dir.at_path import locate_path
-from recckpt.output_dir.checkpoint_dir import has_manifest, read_intent
+from recckpt.inspect.verify_checkpoint import Checkup, as_damage, run_step
+from recckpt.output_dir.at_path import locate_path, read_checkpoint
+from recckpt.output_dir.checkpoint_dir import attempt_dirs, has_manifest, read_intent, read_manifest
 from recckpt.output_dir.claims import claimed_epochs, last_takeover, read_claim
 from recckpt.output_dir.forget_requests import audit, pending
-from recckpt.output_dir.listing import attempt_dirs
-from recckpt.parallel.executor import run_on
-from recckpt.parallel.threads import run_all
-from recckpt.sparse.files.verifier import check_part_anywhere
+from recckpt.output_dir.listing import look_around
+from recckpt.parallel.threads import run_all, run_on
+from recckpt.sparse.files.catalogs import count_error
+from recckpt.sparse.files.part_reader import Values
+from recckpt.sparse.files.verifier import Node, check_part, check_part_anywhere, count_rows
 from recckpt.storage import Storage, open_parent, open_storage
 from recckpt.text import Progress
 
 _THREADS = 8
+_COUNT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -86,23 +90,37 @@ class CheckpointsToVerify:
 
     storage: Storage  # the output dir
     directories: Sequence[str]  # those with a manifest
-    standing: Standing  # what they stand on
     is_output_dir: bool = False  # whether it was the output dir that was asked for, and not one checkpoint
+    chains: Mapping[str, Sequence[str]] = field(default_factory=dict)  # directory -> those of its links, itself first
+    broken: Mapping[str, CorruptCheckpointError] = field(default_factory=dict)  # directory -> why it has no chain
 
 
 def find_checkpoints(path: str) -> CheckpointsToVerify:
     """Return the directories with a manifest: ``path`` itself, or those in it; CheckpointNotFoundError for none."""
     storage, directory = open_parent(path)
-    if has_manifest(storage, directory):
-        standing = standing_of(storage, directory)
-        return CheckpointsToVerify(storage, standing.links.get(directory, [directory]), standing)
-    inside = open_storage(path)
-    directories = sorted(name for name in attempt_dirs(inside) if _may_have_manifest(inside, name))
-    if directories:
-        return CheckpointsToVerify(inside, directories, standing_of_all(inside), is_output_dir=True)
-    storage, checkpoint = locate_path(path)  # an id that lives in a later attempt's directory
-    standing = standing_of(storage, checkpoint.directory)
-    return CheckpointsToVerify(storage, standing.links.get(checkpoint.directory, [checkpoint.directory]), standing)
+    if not has_manifest(storage, directory):
+        inside = open_storage(path)
+        directories = sorted(name for name in attempt_dirs(inside) if _may_have_manifest(inside, name))
+        if directories:
+            listing = look_around(inside)
+            chains = {each.directory: [link.directory for link in each.links] for each in listing.committed}
+            errors = {**listing.damaged, **listing.unreadable}
+            broken = {name: as_damage(error, _manifest_in(name), "a manifest") for name, error in errors.items()}
+            return CheckpointsToVerify(inside, directories, is_output_dir=True, chains=chains, broken=broken)
+        storage, checkpoint = locate_path(path)  # an id that lives in a later attempt's directory
+        directory = checkpoint.directory
+    try:
+        record = read_manifest(storage, directory)
+        found = read_checkpoint(storage, directory) if record is not None and record.parent is not None else None
+    except CheckpointNotFoundError:  # a late commit: no run reads it, but it may be looked at
+        found = None
+    except (CorruptCheckpointError, FormatVersionError, OSError) as error:
+        broken = {directory: as_damage(error, _manifest_in(directory), "a manifest")}
+        return CheckpointsToVerify(storage, [directory], broken=broken)
+    if found is None or found.directory != directory:  # readers take a form of it
+        return CheckpointsToVerify(storage, [directory])
+    links = [link.directory for link in found.links]
+    return CheckpointsToVerify(storage, links, chains={directory: links})
 
 
 def verify_found(
@@ -118,102 +136,148 @@ def verify_found(
         raise ValueError(f"threads is an int of at least 1, found {threads!r}")
     storage, n_threads = checkpoints.storage, checkpoints.storage.threads(threads or _THREADS)
     looks = run_all(lambda name: Checkup(storage, name), checkpoints.directories, n_threads)
+    absent = Counter[str]()
     if deep:
-        _look_deep([look for look in looks if look.manifest], n_threads, executor)
-        check_counts(looks, checkpoints.standing, n_threads)
+        _look_deep(storage, [look for look in looks if look.manifest], n_threads, executor)
+        absent = _check_counts(looks, checkpoints.chains, n_threads)
     looks = [look for look in looks if not look.errors or _may_have_manifest(storage, look.directory)]
-    check_links(looks, checkpoints.standing)
-    reports = [_report(look) for look in looks]
-    if not reports:
+    if not looks:
         where = ", ".join(checkpoints.directories)
         raise CheckpointNotFoundError(f"{storage.url}: found no {layout.MANIFEST} in {where}")
+    _check_links(looks, checkpoints)
+    reports = []
+    for look in looks:
+        problems = tuple(_problem(look.directory, error) for error in look.errors)
+        reports.append(Report(look.directory, look.manifest, problems, absent[look.directory]))
     return [*reports, *_other_reports(storage)] if checkpoints.is_output_dir else reports
 
 
-def _other_reports(storage: Storage) -> Iterator[Report]:
-    owner = tuple(_problem(layout.OWNER_DIR, error) for error in _owner_errors(storage))
-    if owner:
-        yield Report(layout.OWNER_DIR, None, owner, is_checkpoint=False)
-    for directory in attempt_dirs(storage):
-        error = None if _may_have_manifest(storage, directory) else _intent_error(storage, directory)
-        if error is not None:
-            yield Report(directory, None, (_problem(directory, error),), is_checkpoint=False)
-
-
-def _intent_error(storage: Storage, directory: str) -> CorruptCheckpointError | None:
-    """Return what is wrong with the file that says whose attempt a directory is, None where it can be read."""
-    try:
-        read_intent(storage, directory)
-    except OSError as error:
-        expected = "the attempt that was never finished; `recckpt repair --clean` removes it once its writer is dead"
-        return unreadable(layout.join(directory, layout.INTENT), error, expected)
-    except CorruptCheckpointError as error:
-        return error
-    return None
-
-
-def _owner_errors(storage: Storage) -> Iterator[CorruptCheckpointError]:
-    """Check the claims on an output dir, the list that tells late commits from others, and what was forgotten."""
-    checks: list[Callable[[], object]] = [partial(read_claim, storage, epoch) for epoch in claimed_epochs(storage)]
-    checks += [partial(last_takeover, storage), partial(pending, storage), partial(audit, storage)]
-    for check in checks:
-        try:
-            check()
-        except FileNotFoundError:
-            continue  # removed meanwhile
-        except OSError as error:
-            yield unreadable(layout.OWNER_DIR, error, "a file of one that writes here")
-        except CorruptCheckpointError as error:
-            yield error
-        except FormatVersionError as error:
-            yield newer(error)
-
-
-def _look_deep(looks: Sequence[Checkup], threads: int, executor: Executor | None) -> None:
+def _look_deep(storage: Storage, looks: Sequence[Checkup], threads: int, executor: Executor | None) -> None:
     """Read everything, with a thread, or a task of the executor, for each file."""
     manifests = [look.manifest for look in looks if look.manifest]
     what = manifests[0].ckpt_id if len(manifests) == 1 else f"{len(manifests)} checkpoints"
     with Progress(f"verifying {what}", sum(manifest.n_bytes for manifest in manifests)) as progress:
         progress.add_rows(sum(manifest.rows for manifest in manifests))
-        _run_step(Checkup.check_files, looks, threads, progress)
-        _read_parts(looks, threads, executor, progress)
-        _run_step(Checkup.check_ids, looks, threads, progress)
+
+        def seen(_: Batch, columns: Mapping[str, Values]) -> None:
+            progress.advance(sum(map(len, columns.values())))
+
+        run_step(Checkup.check_files, looks, threads, progress.advance)
+        tasks = [list(look.part_tasks()) for look in looks]
+        every = [task for of_look in tasks for task in of_look]
+        if executor is None:
+            checks = run_all(
+                lambda task: check_part(storage, task.directory, task.tables, task.part, seen), every, threads
+            )
+        else:
+            checks = run_on(
+                executor,
+                check_part_anywhere,
+                every,
+                on_done=lambda task: progress.advance(task.n_bytes),
+                is_stopped=lambda: False,
+            )
+        in_order = iter(checks)
+        for look, of_look in zip(looks, tasks, strict=True):
+            look.take_parts(islice(in_order, len(of_look)))
+        run_step(Checkup.check_ids, looks, threads, progress.advance)
 
 
-def _run_step(
-    step: Callable[[Checkup, Callable[[int], object]], Iterable[Job]],
-    looks: Sequence[Checkup],
-    threads: int,
-    progress: Progress,
-) -> None:
-    jobs = [(look, job) for look in looks for job in step(look, progress.advance)]
-    for (look, _), errors in zip(jobs, run_all(lambda pair: list(pair[1]()), jobs, threads), strict=True):
-        look.add(errors)
+def _check_counts(looks: Sequence[Checkup], chains: Mapping[str, Sequence[str]], threads: int) -> Counter[str]:
+    """Count the rows after each link of the chains that are whole so far; ids are read once for all chains.
+
+    Returns:
+        How many ids each directory deletes that are not there.
+    """
+    absent = Counter[str]()
+    whole = {look.directory: look for look in looks if look.manifest and not _has_bad_rows(look)}
+    countable = [links for links in chains.values() if len(links) > 1 and whole.keys() >= set(links)]
+    names = {table.name for links in countable for table in whole[links[0]].record.tables if not table.is_whole}
+    counted = [_nodes_of(name, whole, countable) for name in sorted(names)]
+    counts = run_all(lambda pairs: count_rows([node for _, node in pairs], _COUNT_BYTES), counted, threads)
+    for pairs, of_pairs in zip(counted, counts, strict=True):
+        for (look, node), count in zip(pairs, of_pairs, strict=True):
+            entry = node.link.entry
+            if count.error is not None:
+                look.errors.append(as_damage(count.error, _manifest_in(look.directory), "a manifest"))
+            elif count.is_known:
+                absent[look.directory] += count.absent
+                if count.rows != entry.rows:
+                    look.errors.append(count_error(look.directory, entry.name, entry.rows, count.rows))
+    return absent
 
 
-def _read_parts(looks: Sequence[Checkup], threads: int, executor: Executor | None, progress: Progress) -> None:
-    pairs = [(look, task) for look in looks for task in look.part_tasks()]
-    if executor is None:
-        checks = run_all(lambda pair: pair[0].check_part(pair[1], progress.advance), pairs, threads)
-    else:
-        checks = run_on(
-            executor,
-            check_part_anywhere,
-            [task for _, task in pairs],
-            on_done=lambda task: progress.advance(task.n_bytes),
-            is_stopped=lambda: False,
-        )
-    for (look, task), checked in zip(pairs, checks, strict=True):
-        look.take_part(task, checked)
+def _nodes_of(name: str, whole: Mapping[str, Checkup], chains: Sequence[Sequence[str]]) -> list[tuple[Checkup, Node]]:
+    """Return the links that hold rows or deletes of a table, older ones first, each with what it stands on."""
+    below: dict[str, str | None] = {}
+    for links in chains:
+        for link, after in zip(links, [*links[1:], None], strict=True):
+            entry = whole[link].record.table(name)
+            if entry is None:  # only older links have it
+                break
+            below[link] = None if entry.is_whole else after
+            if entry.is_whole:  # nothing older counts
+                break
+    looks = sorted((whole[link] for link in below), key=lambda look: look.record.place)
+    numbers: dict[str | None, int] = {look.directory: number for number, look in enumerate(looks)}
+    return [(look, Node(look.link().reader(name, ()), numbers.get(below[look.directory]))) for look in looks]
 
 
-def _report(look: Checkup) -> Report:
-    problems = tuple(_problem(look.directory, error) for error in look.errors)
-    return Report(look.directory, look.manifest, problems, look.absent_deletes)
+def _check_links(looks: Sequence[Checkup], checkpoints: CheckpointsToVerify) -> None:
+    """Say of each checkpoint that stands on a damaged link that it does; call it when all other errors are known.
+
+    Of a link nothing counts but its rows, and that all of its files are there.
+    """
+    damaged = {look.directory for look in looks if _has_bad_rows(look)}
+    for look in looks:
+        known = [(error.path, error.found) for error in look.errors]
+        broken = checkpoints.broken.get(look.directory)
+        if broken is not None and (broken.path, broken.found) not in known:
+            look.errors.append(broken)
+        for link in checkpoints.chains.get(look.directory, ())[1:]:
+            if link in damaged:
+                found, path = f"damage in {link}/", _manifest_in(look.directory)
+                look.errors.append(CorruptCheckpointError(path, "its chain", found=found, expected="none"))
+
+
+def _has_bad_rows(look: Checkup) -> bool:
+    """Say whether what a checkpoint holds for those that stand on it is damaged."""
+    names = {error.path.removeprefix(f"{look.directory}/") for error in look.errors}
+    return any(name in (layout.MANIFEST, layout.SPARSE_DIR) or layout.has_rows(name) for name in names)
+
+
+def _other_reports(storage: Storage) -> Iterator[Report]:
+    """Check the claims on an output dir, its list of late commits, what was forgotten, and whose attempts there are."""
+    checks: list[Callable[[], object]] = [partial(read_claim, storage, epoch) for epoch in claimed_epochs(storage)]
+    checks += [partial(last_takeover, storage), partial(pending, storage), partial(audit, storage)]
+    errors = [_error_of(check, layout.OWNER_DIR, "a file of one that writes here") for check in checks]
+    if owner := tuple(_problem(layout.OWNER_DIR, error) for error in errors if error is not None):
+        yield Report(layout.OWNER_DIR, None, owner, is_checkpoint=False)
+    expected = "the attempt that was never finished; `recckpt repair --clean` removes it once its writer is dead"
+    for directory in attempt_dirs(storage):
+        if not _may_have_manifest(storage, directory):
+            path = layout.join(directory, layout.INTENT)
+            error = _error_of(partial(read_intent, storage, directory), path, expected)
+            if error is not None:
+                yield Report(directory, None, (_problem(directory, error),), is_checkpoint=False)
+
+
+def _error_of(check: Callable[[], object], path: str, expected: str) -> CorruptCheckpointError | None:
+    try:
+        check()
+    except FileNotFoundError:  # removed meanwhile
+        return None
+    except (OSError, CorruptCheckpointError, FormatVersionError) as error:
+        return as_damage(error, path, expected)
+    return None
 
 
 def _problem(directory: str, error: CorruptCheckpointError) -> Problem:
     return Problem(directory, error.path, error.where, error.found, error.expected)
+
+
+def _manifest_in(directory: str) -> str:
+    return layout.join(directory, layout.MANIFEST)
 
 
 def _may_have_manifest(storage: Storage, directory: str) -> bool:

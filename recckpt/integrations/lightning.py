@@ -4,34 +4,41 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 try:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.fabric.utilities.data import _set_sampler_epoch
+    from lightning.fabric.utilities.types import _Stateful
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import Checkpoint
+    from lightning.pytorch.trainer import call
+    from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 except ImportError as error:
     raise ImportError("recckpt.integrations.lightning needs lightning: pip install 'recckpt[lightning]'") from error
 
-from recckpt.dense.state_copy import dump_rng, load_rng
-from recckpt.integrations.habits import CALLBACK_ARGUMENTS, CALLBACK_INSTEAD
-from recckpt.integrations.lightning_averages import AveragedTables
-from recckpt.integrations.run_options import NONE, GivenOptimizer, RunOptions, numbers_in
-from recckpt.manager.answers import answers
+from recckpt.dense.data_loaders import dump_rng, load_rng, position_of
+from recckpt.integrations.run_options import EXAMPLE, NONE, GivenOptimizer, RunOptions, numbers_in
 from recckpt.manager.manager import CheckpointManager
 from recckpt.policies.when import When
 from recckpt.sparse.optim import JointOptimizer, SparseOptimizer
 from recckpt.sparse.optim.joint import parts_of, refuse_accumulation
+from recckpt.text.foreign_words import answers_by
 from recckpt.types import is_hashtable
 
 log = logging.getLogger("recckpt")
 
 
-class LightningCallback(AveragedTables):
+class LightningCallback(Callback):
     """Saves a ``LightningModule`` and all that its fit needs to go on; ``fit`` resumes from the newest checkpoint.
 
-    Saved are the module, the optimizers and schedulers, the states of the other callbacks, and the loops, with the
-    positions of loaders that have a ``state_dict``. Batches count as steps once an optimizer has stepped, so that no
-    save falls into an accumulation of gradients. What the module has logged by then is among the metrics of a
-    checkpoint, for policies such as ``Best(3, "val_auc")``.
+    Saved is what Lightning's own checkpoints bring back: the module, the optimizers and schedulers, the callbacks, the
+    data module, what ``on_save_checkpoint`` adds, and the loops, with the positions of loaders that have a
+    ``state_dict``. Batches count as steps once an optimizer has stepped, so that no save falls into an accumulation of
+    gradients, and behind the validation of that step, whose metrics a checkpoint has, for policies such as
+    ``Best(3, "val_auc")``. The last step of a fit that ends well is saved; ``fast_dev_run`` restores and saves nothing.
 
     With automatic optimization ``sparse_optimizer`` steps whenever the optimizer of the module does, and both are
     clipped and scaled as one; with manual optimization the module does that. The files of a ``ModelCheckpoint`` beside
@@ -54,7 +61,7 @@ class LightningCallback(AveragedTables):
 
     checkpoints: CheckpointManager
 
-    @answers(f"LightningCallback{CALLBACK_ARGUMENTS}", CALLBACK_INSTEAD)
+    @answers_by(f"LightningCallback{EXAMPLE}")
     def __init__(
         self,
         output_dir: str,
@@ -68,8 +75,11 @@ class LightningCallback(AveragedTables):
     ) -> None:
         self._options = RunOptions(output_dir, save_interval, sparse_optimizer, saver, manager, restore, tables)
         self._sparse_optimizer: SparseOptimizer | None = None
-        self._stepped = 0
         self._rng: Mapping[str, Any] = NONE  # as restored, until the first batch is there
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Be the first callback, so that all others have been restored when ``fit`` begins for them."""
+        trainer.callbacks = sorted(trainer.callbacks, key=lambda callback: callback is not self)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the newest checkpoint of the output dir, where there is one."""
@@ -81,21 +91,20 @@ class LightningCallback(AveragedTables):
         self._sparse_optimizer = optim = self._options.optimizer_of(pl_module)
         if optim is not None:
             _check(trainer, pl_module, optim)
-        self.take_averages(trainer, pl_module)
+        if trainer.fast_dev_run:
+            return
         others = [one for one in parts_of(*trainer.optimizers) if not isinstance(one, SparseOptimizer)]
         optimizers = {"sparse": optim, **{f"optimizer_{number}": one for number, one in enumerate(others)}}
         schedulers = {f"lr_scheduler_{i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)}
         self.checkpoints = manager = self._options.manager_of(pl_module, optimizers, schedulers)
-        self.register_average(manager)
-        for callback in trainer.callbacks:
-            if callback is not self and callback.state_dict():
-                manager.register_for_checkpointing(f"callback {callback.state_key}", callback)
-        if trainer.precision_plugin.state_dict():  # of a scaler
-            manager.register_for_checkpointing("precision", trainer.precision_plugin)
-        manager.register_for_checkpointing("loops", _Loops(trainer), per_rank=trainer.world_size > 1)
+        manager.register_for_checkpointing("trainer", state := TrainerState(trainer), per_rank=trainer.world_size > 1)
         is_resumed = manager.restore(**self._options.restore)
-        self._rng = dump_rng() if is_resumed and not _is_epoch_over(trainer) else NONE
-        self._stepped = trainer.global_step
+        self._rng = dump_rng() if is_resumed and not state.is_between_epochs else NONE
+        if state.is_between_epochs and manager.epochs < trainer.current_epoch:  # its last step was saved, not its end
+            manager.epoch()
+        _leave(trainer)
+        follow_loaders(trainer)
+        trainer.callbacks = [*trainer.callbacks, SavesLast(trainer, manager)]  # a new list: Lightning walks the old one
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Bring the random generators back, after the loaders that begin have drawn from them; join the optimizers."""
@@ -110,16 +119,6 @@ class LightningCallback(AveragedTables):
         if self._sparse_optimizer is not None:
             self._sparse_optimizer.zero_grad()
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Count a step, and save if it is time."""
-        if trainer.global_step != self._stepped:
-            self._stepped = trainer.global_step
-            self.checkpoints.step(metrics=numbers_in(trainer.callback_metrics))
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count an epoch, whose validation is over, and save if it is time."""
-        self.checkpoints.epoch(metrics=numbers_in(trainer.callback_metrics))
-
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Leave tables out of the files of ``ModelCheckpoint``: they cannot be pickled."""
         for weights in (checkpoint["state_dict"], checkpoint.get("current_model_state", {})):  # one of averages
@@ -128,38 +127,21 @@ class LightningCallback(AveragedTables):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the save that is under way."""
-        self.checkpoints.close()
+        _leave(trainer)
+        if hasattr(self, "checkpoints"):
+            self.checkpoints.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Wait for the save that is under way; the exception is raised on."""
-        self.swap_back()
+        _leave(trainer)
         if hasattr(self, "checkpoints"):
             self.checkpoints.close()
 
 
-class _Loops:
-    """The loops of a fit, with the positions of its loaders while they are within an epoch.
-
-    Lightning resumes behind the last batch of an epoch with the next epoch, and would give it loaders that are at their
-    end: it would have no batch.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._trainer.fit_loop.state_dict()
-        if _is_epoch_over(self._trainer):
-            state["state_dict"].pop("combined_loader", None)
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._trainer.fit_loop.load_state_dict(state)
-
-
-def _is_epoch_over(trainer: Trainer) -> bool:
-    """Say whether the last batch was that of an epoch, so that loaders begin anew with the next one."""
-    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+def _leave(trainer: Trainer) -> None:
+    """Let the trainer be as it was before, for which callbacks that save would be a ``ModelCheckpoint``."""
+    trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, SavesLast)]
+    vars(trainer.fit_loop).pop("_load_combined_loader_states", None)
 
 
 class _StepOfBoth(JointOptimizer):
@@ -207,3 +189,172 @@ def _check(trainer: Trainer, module: LightningModule, sparse: SparseOptimizer) -
             ", ...) clips them, and not in self.parameters()",
             name,
         )
+
+
+# Parts of a checkpoint of Lightning that a saver has by itself, or that a resume does not read.
+_SAVED_ELSEWHERE = ("state_dict", "optimizer_states", "lr_schedulers")
+_HYPER_PARAMETERS = ("hparams_name", "hyper_parameters", "hparams_type")
+
+
+class TrainerState:
+    """What a checkpoint of Lightning holds beside weights, optimizers and schedulers; to be registered.
+
+    It is taken and given back by Lightning's own code: the loops, the data module, the precision, the callbacks, and
+    what the module and callbacks add in ``on_save_checkpoint``.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.is_between_epochs = False  # where the loops were that were loaded
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it; collective where a callback or the strategy makes it so, as in Lightning."""
+        connector = _WithoutTables(self._trainer)
+        checkpoint = connector.dump_checkpoint(weights_only=False)
+        put_in_place = {k: v for k, v in checkpoint["state_dict"].items() if connector.weights.get(k) is not v}
+        fit = checkpoint["loops"]["fit_loop"]
+        if "combined_loader" in fit["state_dict"]:
+            fit["state_dict"]["combined_loader"] = [one.state_dict() for one in _positions(self._trainer.fit_loop)]
+        if _is_epoch_over(self._trainer):
+            _end_epoch(fit)
+        elif 0 < fit["epoch_progress"]["current"]["started"] == fit["epoch_progress"]["current"]["processed"]:
+            _undo_end_of_epoch(self._trainer, fit)
+        for name in (*_SAVED_ELSEWHERE, *_HYPER_PARAMETERS):
+            checkpoint.pop(name, None)
+        return {**checkpoint, **({"state_dict": put_in_place} if put_in_place else {})}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Give it to the parts that it is of; ``on_load_checkpoint`` finds the weights as they have been restored."""
+        trainer = self._trainer
+        connector = _WithoutTables(trainer)
+        weights = connector._get_lightning_module_state_dict()
+        connector._loaded_checkpoint = {
+            **state,
+            "state_dict": {**weights, **state.get("state_dict", {})},
+            "optimizer_states": [trainer.strategy.optimizer_state(optimizer) for optimizer in trainer.optimizers],
+            "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        }
+        call._call_lightning_module_hook(trainer, "on_load_checkpoint", connector._loaded_checkpoint)
+        connector.restore_datamodule()
+        connector.restore_callbacks()
+        connector.restore_precision_plugin_state()
+        connector.restore_loops()
+        self.is_between_epochs = _is_epoch_over(trainer)
+        if self.is_between_epochs:  # the next one begins as in an unbroken run
+            fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+            epoch.restarting = fit._restarting = False
+
+
+def follow_loaders(trainer: Trainer) -> None:
+    """Let the loaders of a fit have their positions as a manager saves them, and begin in the order of their epoch.
+
+    Lightning tells samplers the epoch after a resume has made the iterator.
+    """
+    vars(trainer.fit_loop)["_load_combined_loader_states"] = partial(_load_positions, trainer.fit_loop)
+
+
+def _load_positions(loop: Any) -> None:
+    """Do it in the place of the method of the loop, once it has its loaders and before it makes iterators."""
+    for loader in loop._combined_loader.flattened:
+        _set_sampler_epoch(loader, loop.epoch_progress.current.processed)
+    positions, states = _positions(loop), loop._combined_loader_states_to_load
+    type(loop)._load_combined_loader_states(loop)
+    if not loop._combined_loader_states_to_load:  # they have been taken
+        for position, state in zip(positions, states, strict=False):
+            position.load_state_dict(state)
+
+
+def _positions(loop: Any) -> list[Any]:
+    return [position_of(loader) for loader in loop._combined_loader.flattened if isinstance(loader, _Stateful)]
+
+
+class SavesLast(Checkpoint):
+    """Counts steps and epochs where ``ModelCheckpoint`` saves: behind validation, and all that callbacks do there.
+
+    Lightning calls ``Checkpoint`` callbacks at the end of an epoch after the module and ``EarlyStopping``; it is to be
+    the last of them.
+    """
+
+    def __init__(self, trainer: Trainer, manager: CheckpointManager) -> None:
+        self._manager = manager
+        self._stepped = trainer.global_step
+        self._is_step_open = False  # made, and not counted yet
+        self._has_stepped = False
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Count a step, unless a validation or the end of the epoch follows, behind which it is counted."""
+        if trainer.global_step != self._stepped:
+            self._stepped = trainer.global_step
+            self._is_step_open = self._has_stepped = True
+            if not _is_validation_next(trainer):
+                self._count_step(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count the step that was validated."""
+        self._count_step(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count the last step of an epoch, and the epoch unless training ends within it."""
+        self._count_step(trainer, is_last=True)
+        if _is_epoch_over(trainer):
+            self._manager.epoch(metrics=numbers_in(trainer.callback_metrics))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the last step of a fit that has ended well."""
+        if self._has_stepped:
+            self._manager.save(metrics=numbers_in(trainer.callback_metrics))
+
+    def _count_step(self, trainer: Trainer, *, is_last: bool = False) -> None:
+        if self._is_step_open and (is_last or not _is_last_of_epoch(trainer)):
+            self._is_step_open = False
+            self._manager.step(metrics=numbers_in(trainer.callback_metrics))
+
+
+class _WithoutTables(_CheckpointConnector):
+    """Lightning's own, which knows no file; tables, which are saved by themselves, are not among the weights."""
+
+    weights: dict[str, Tensor]
+
+    def _get_lightning_module_state_dict(self) -> dict[str, Tensor]:
+        state = super()._get_lightning_module_state_dict()
+        self.weights = {name: value for name, value in state.items() if not is_hashtable(value)}
+        return dict(self.weights)
+
+
+def _is_epoch_over(trainer: Trainer) -> bool:
+    """Say whether the last batch was that of an epoch, so that loaders begin anew with the next one."""
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+
+
+def _is_last_of_epoch(trainer: Trainer) -> bool:
+    """Say whether the end of an epoch follows the step: that of its batches, or of training."""
+    is_stopped = trainer.should_stop and trainer.fit_loop._can_stop_early
+    return bool(trainer.fit_loop.epoch_loop._is_training_done or is_stopped)
+
+
+def _is_validation_next(trainer: Trainer) -> bool:
+    loop = trainer.fit_loop
+    has_batches = trainer.val_dataloaders is None or sum(trainer.num_val_batches) > 0
+    return bool(has_batches and loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+
+
+def _end_epoch(fit: dict[str, Any]) -> None:
+    """Make the loops those behind an epoch, before all that Lightning counts then is counted.
+
+    It goes on with the next epoch, and would give that loaders which are at their end.
+    """
+    fit["state_dict"].pop("combined_loader", None)
+    for count in fit["epoch_progress"].values():
+        count["processed"] = count["completed"] = count["started"]
+    batches = fit["epoch_loop.batch_progress"]
+    if batches["total"]["completed"] < batches["total"]["processed"]:  # saved by hand, in the hooks of that batch
+        batches["total"]["completed"] += 1
+        fit["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
+
+
+def _undo_end_of_epoch(trainer: Trainer, fit: dict[str, Any]) -> None:
+    """Make the loops those within an epoch, which training has left, and which a longer run goes on with."""
+    for count in fit["epoch_progress"].values():
+        count["processed"] = count["completed"] = count["started"] - 1
+    if _is_validation_next(trainer):  # a resume passes over it, and counts the step for the loggers once more
+        fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1

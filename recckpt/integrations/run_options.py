@@ -10,14 +10,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recckpt.manager.attach import trainers_of
 from recckpt.manager.manager import CheckpointManager
-from recckpt.manager.placement import trainers_of
 from recckpt.near.options import Near
 from recckpt.policies.when import When
 from recckpt.sparse.optim import SparseOptimizer
 from recckpt.sparse.split import state_of
 
 _COUNTED = {"event_time", "windows", "epochs"}  # by a manager
+EXAMPLE = "('runs/clicks', 1000, saver={'max_keep': 3}, manager={'save_on_signal': ('SIGTERM',)})"  # arguments
 NONE: Mapping[str, Any] = MappingProxyType({})
 GivenOptimizer = SparseOptimizer | Callable[[Any], SparseOptimizer] | None  # or what returns it, given the model
 
@@ -65,6 +66,7 @@ class RunOptions:
             model,
             {name: optimizer for name, optimizer in optimizers.items() if optimizer is not None},
             schedulers=schedulers,
+            loader=(),  # the trainer's own state has them
             output_dir=self.output_dir,
             save_interval=self.save_interval,
             tables=self.tables,

@@ -6,7 +6,8 @@ import json
 import math
 import random
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,41 +20,24 @@ from torch.optim import Optimizer
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer
-    from transformers import Trainer, TrainerCallback
+    from transformers import Trainer, TrainerCallback, TrainerState
+    from transformers.trainer_callback import ExportableState
 except ImportError as error:
     raise ImportError("recckpt.integrations.transformers needs more: pip install transformers accelerate") from error
 
+from recckpt.dense.data_loaders import dump_rng, load_rng
 from recckpt.errors import RecckptError
-from recckpt.integrations.habits import CALLBACK_ARGUMENTS, CALLBACK_INSTEAD
-from recckpt.integrations.run_options import NONE, GivenOptimizer, RunOptions, numbers_in
-from recckpt.manager.answers import answers
+from recckpt.integrations.run_options import EXAMPLE, NONE, GivenOptimizer, RunOptions, numbers_in
 from recckpt.manager.manager import CheckpointManager
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.policies.when import When
 from recckpt.saver import Saver
 from recckpt.sparse.optim import SparseOptimizer, clip_grad_norm_
 from recckpt.sparse.optim.joint import refuse_accumulation, share_overflow
+from recckpt.text.foreign_words import answers_by
 
 _TRAINER_STATE = "trainer_state"
 _OWN_LIMIT = "_max_grad_norm_of_the_trainer"  # an attribute of its arguments while it does not clip
-
-
-class _State:
-    """What a trainer writes to its ``trainer_state.json``: epoch, losses so far, best metric."""
-
-    def __init__(self) -> None:
-        self._now: Any = None
-        self.loaded: dict[str, Any] = {}
-
-    def follow(self, state: Any) -> None:
-        """Take it from the state of the trainer from now on."""
-        self._now = state
-
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self._now) if self._now is not None else self.loaded
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loaded = state
 
 
 class TransformersCallback(TrainerCallback):
@@ -86,8 +70,9 @@ class TransformersCallback(TrainerCallback):
     """
 
     checkpoints: CheckpointManager
+    _steps: StepCounter
 
-    @answers(f"TransformersCallback{CALLBACK_ARGUMENTS}", CALLBACK_INSTEAD)
+    @answers_by(f"TransformersCallback{EXAMPLE}")
     def __init__(
         self,
         output_dir: str,
@@ -101,24 +86,30 @@ class TransformersCallback(TrainerCallback):
     ) -> None:
         self._options = RunOptions(output_dir, save_interval, sparse_optimizer, saver, manager, restore, tables)
         self._tables: _TablesBeside | None = None
-        self._state = _State()
-        self._evaluated: Callable[..., None] | None = None  # counts the step or epoch that is being evaluated
+        self._state = StateOfTrainer()
+        self._trainer: Trainer | None = None  # known from resume_point on
         self._resume_dir: tempfile.TemporaryDirectory[str] | None = None
+        self._rng: Mapping[str, Any] = NONE  # of that point
 
     def resume_point(self, trainer: Trainer) -> str | None:
         """Return what ``train(resume_from_checkpoint=...)`` is to get: None where there is nothing to resume.
 
+        The callback becomes the first of the trainer's, and saves the states of the others.
+
         It is a small temporary directory of the form that the trainer reads: its state and the random state. Rows,
         tensors and optimizers are restored when training begins.
         """
-        state = _State()
+        self._trainer, callbacks = trainer, trainer.callback_handler.callbacks
+        callbacks.sort(key=lambda callback: callback is not self)
+        state = StateOfTrainer()
         near = self._options.near
         probe = Saver(nn.Module(), output_dir=self._options.output_dir, near=near, deltas=near is not None)
-        probe.register_for_checkpointing(_TRAINER_STATE, state)
+        probe.register_for_checkpointing(_TRAINER_STATE, state, per_rank=trainer.args.world_size > 1)
         interval = None if near is None else self._options.manager.get("near_interval")
         manager = CheckpointManager(probe, self._options.save_interval, near_interval=interval)
         if not manager.restore(load_conf={"load": [_TRAINER_STATE, "global_step"]}):
             return None
+        self._rng = dump_rng()
         self._resume_dir = tempfile.TemporaryDirectory(prefix="recckpt-resume-")
         point = Path(self._resume_dir.name)
         (point / "trainer_state.json").write_text(json.dumps(state.loaded))
@@ -142,6 +133,12 @@ class TransformersCallback(TrainerCallback):
                 f"save_strategy={str(args.save_strategy)!r}: the trainer cannot write tables, and TransformersCallback "
                 "saves all: give TrainingArguments save_strategy='no'"
             )
+        others = [name for name in state.stateful_callbacks if name != "TrainerControl"]
+        if self._trainer is None and others:
+            raise ValueError(
+                f"{', '.join(others)} has a state, which only the trainer knows: call "
+                "trainer.train(resume_from_checkpoint=callback.resume_point(trainer)), the first time too"
+            )
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         sparse = self._options.optimizer_of(model)
         if sparse is not None:
@@ -150,7 +147,9 @@ class TransformersCallback(TrainerCallback):
         self.checkpoints = manager = self._options.manager_of(model, optimizers, schedulers)
         if getattr(optimizer, "scaler", None) is not None:
             manager.register_for_checkpointing("grad_scaler", optimizer.scaler)
-        manager.register_for_checkpointing(_TRAINER_STATE, self._state)
+        manager.register_for_checkpointing(_TRAINER_STATE, self._state, per_rank=args.world_size > 1)
+        self._state.follow(state, self._trainer)
+        self._steps = StepCounter(manager)
         if state.global_step:
             # The trainer sets the generators where the seen data ends.
             steps = {checkpoint.manifest.step for checkpoint in list_checkpoints(manager.saver.storage).current}
@@ -161,6 +160,9 @@ class TransformersCallback(TrainerCallback):
                     f"{state.global_step}, of which a near save cannot be restored whole, as the log says: give "
                     "restore={'near': False} to go on from the newest checkpoint"
                 )
+            if manager.epochs < state.epoch and not state.epoch % 1:  # its last step was saved, and not its end
+                with generators_at(self._rng):
+                    manager.epoch()
         elif list_checkpoints(manager.saver.storage).current:
             raise ValueError(
                 f"{self._options.output_dir} holds checkpoints, and training begins at step 0: call "
@@ -176,28 +178,29 @@ class TransformersCallback(TrainerCallback):
             self._tables.clip(kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Forget the gradients of tables, as the trainer forgets the others; count a step, and save if it is time."""
+        """Forget the gradients of tables, as the trainer forgets the others; the step is yet to be evaluated."""
         if self._tables is not None:
             self._tables.sparse.zero_grad()
-        self._state.follow(state)
-        self._count(self.checkpoints.step, control)
+        self._steps.end_step()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count the step before, and save if it is time."""
+        self._steps.count()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count the epoch before, and save if it is time."""
+        self._steps.count()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count an epoch, and save if it is time."""
-        self._count(self.checkpoints.epoch, control)
-
-    def _count(self, count: Callable[..., None], control: Any) -> None:
-        """Count a step or epoch now, or after its evaluation, whose metrics a checkpoint of it is to have."""
-        if control.should_evaluate:
-            self._evaluated = count
-        else:
-            count()
+        """Count the last step of an epoch, and save if it is time."""
+        self._steps.count()
+        if not (control.should_training_stop and state.epoch % 1):
+            self._steps.end_epoch()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Count the step or epoch that was evaluated, and save if it is time."""
-        count, self._evaluated = self._evaluated, None
-        if count is not None:
-            count(metrics=numbers_in(metrics or {}))
+        """Note the metrics of the step or epoch that was evaluated."""
+        if hasattr(self, "_steps"):  # in training
+            self._steps.evaluated(metrics or {})
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Log the norm of all gradients as ``grad_norm``, where the trainer logs that of the dense ones."""
@@ -205,7 +208,8 @@ class TransformersCallback(TrainerCallback):
             logs["grad_norm"] = state.log_history[-1]["grad_norm"] = self._tables.norm.item()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Let the trainer clip again, wait for the save that is under way, and remove the point that was resumed."""
+        """Save the last step, let the trainer clip again, and remove the point that was resumed."""
+        self._steps.finish()
         if self._tables is not None:
             self._tables.leave()
             args.max_grad_norm = vars(args).pop(_OWN_LIMIT, args.max_grad_norm)
@@ -257,3 +261,93 @@ def _check(optimizer: Any, sparse: SparseOptimizer) -> None:
             "and clips by itself, as DeepSpeed does, knows no tables"
         )
     refuse_accumulation(sparse)
+
+
+_SUMMARY = "train_runtime"  # in the line that a trainer logs once training is over, and no checkpoint of its own has
+
+
+class StateOfTrainer:
+    """What a trainer writes to its ``trainer_state.json``: epoch, losses so far, best metric, states of callbacks."""
+
+    def __init__(self) -> None:
+        self._now: TrainerState | None = None
+        self._trainer: Any = None
+        self.loaded: dict[str, Any] = {}
+
+    def follow(self, state: TrainerState, trainer: Any) -> None:
+        """Take it from the state of a trainer from now on; None where only the state is known."""
+        self._now, self._trainer = state, trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it, with the states of callbacks as they are now."""
+        if self._now is None:
+            return self.loaded
+        state = asdict(self._now)
+        if state["log_history"] and _SUMMARY in state["log_history"][-1]:
+            state["log_history"].pop()
+        if self._trainer is not None:
+            known = [*self._trainer.callback_handler.callbacks, self._trainer.control]
+            stateful: Any = [callback for callback in known if isinstance(callback, ExportableState)]
+            state["stateful_callbacks"] = TrainerState(stateful_callbacks=stateful).stateful_callbacks
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep it in :attr:`loaded`."""
+        self.loaded = state
+
+
+class StepCounter:
+    """Counts a step or an epoch where the trainer would save: once it is logged and evaluated, by all callbacks.
+
+    No event says so, so that it is counted at the next one, before another callback has seen that. By then the data of
+    the next step may have been read: the random generators are those of before.
+    """
+
+    def __init__(self, manager: CheckpointManager) -> None:
+        self._manager = manager
+        self._count: Callable[..., None] | None = None  # of what has ended, and is not counted yet
+        self._metrics: Mapping[str, Any] = NONE  # of the step
+        self._rng: Mapping[str, Any] = NONE
+        self._has_stepped = False
+
+    def end_step(self) -> None:
+        """Note that a step has ended."""
+        self._has_stepped, self._metrics = True, NONE
+        self._note(self._manager.step)
+
+    def end_epoch(self) -> None:
+        """Note that an epoch has ended, after its last step."""
+        self._note(self._manager.epoch)
+
+    def evaluated(self, metrics: Mapping[str, Any]) -> None:
+        """Note the metrics of what has ended."""
+        self._metrics = numbers_in(metrics)
+        if self._count is not None:
+            self._note(self._count)
+
+    def count(self) -> None:
+        """Count what has ended, and save if it is time."""
+        count, self._count = self._count, None
+        if count is not None:
+            with generators_at(self._rng):
+                count(metrics=self._metrics)
+
+    def finish(self) -> None:
+        """Save the last step of a training that has ended well."""
+        self.count()
+        if self._has_stepped:
+            self._manager.save(metrics=self._metrics)
+
+    def _note(self, count: Callable[..., None]) -> None:
+        self._count, self._rng = count, dump_rng()
+
+
+@contextmanager
+def generators_at(rng: Mapping[str, Any]) -> Iterator[None]:
+    """Have random generators as they were, within the block."""
+    now = dump_rng()
+    load_rng(rng)
+    try:
+        yield
+    finally:
+        load_rng(now)

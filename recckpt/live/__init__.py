@@ -6,14 +6,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from recckpt.live.library_types import LibraryExport, LibraryTable
     from recckpt.live.tables import LiveTables, live_tables
 
-__all__ = ["LibraryExport", "LibraryTable", "LiveTables", "live_tables"]
-_TYPES = ("LibraryExport", "LibraryTable")
+__all__ = ["LiveTables", "live_tables"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{'library_types' if name in _TYPES else 'tables'}"), name)
+        from recckpt.text.foreign_words import unknown_name
+
+        raise unknown_name(__name__, name)
+    return getattr(import_module(f"{__name__}.tables"), name)

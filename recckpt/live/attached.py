@@ -1,21 +1,207 @@
-"""A live table with its door: what a saver takes as a table."""
+"""A live table: as it is found in a model, with its door as a saver takes it, and as a load fills it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from recckpt.dense.registered import is_read_only
 from recckpt.errors import LiveTableError
-from recckpt.live.column_slots import whole_spec
+from recckpt.live.boxes import whole_spec
 from recckpt.live.store import LiveStore
+from recckpt.sparse.files.owners import IdSpan, OwnedIds
 from recckpt.sparse.files.reduced_rows import file_order
+from recckpt.sparse.files.table_target import LoadTarget, Values, fitted_to
 from recckpt.sparse.table.store import Store
+from recckpt.text import nearest
 from recckpt.types import EMBEDDING, LiveTable, RowShare, SlotSpec, WatchedTable, check_table_name
 
+FINGERPRINTS = "fingerprints"  # of all rows, at each save
+OWN = "own"
+HOOKED = "its optimizer has step hooks of other code, which may write any row"  # why FINGERPRINTS
 Int64s = npt.NDArray[np.int64]
+_PIECE_ROWS = 1 << 17  # that are given first values at a time
+
+
+def is_a(obj: object, module: str, *names: str) -> bool:
+    """Say whether an object is of one of these classes of a module, or of a subclass of one."""
+    return any(cls.__module__ == module and cls.__name__ in names for cls in type(obj).__mro__)
+
+
+@dataclass(frozen=True)
+class FoundTable:
+    """A live table of a model.
+
+    Attributes:
+        live: the table.
+        path: of its module.
+        kind: of module.
+        keys: of its weight in the state dict of the model.
+        weights: returns the parameters that are its rows by now.
+        marks: how its changes are known: ``"gradient"`` by the optimizer's step, ``"backward"`` by that of a kernel, or
+            ``OWN`` by what an adapter announces, or ``FINGERPRINTS`` by looking at all rows at a save.
+        is_announced: whether all that changes rows is announced; otherwise training waits while they are copied.
+        optimizer: that trains it; None where it is frozen, or updates itself.
+        why: why that is not the best; None where it is.
+        is_tensor: whether the keys are of the tensor of its rows, and not of one around it, or of pieces.
+        collection: of TorchRec, of which the table is one, spread over ranks; None where it is of none.
+        tensors: names under which a checkpoint without live tables has its rows, as one dense tensor.
+        companions: tables of rows that lie in the same memory.
+    """
+
+    live: LiveTable
+    path: str
+    kind: str
+    keys: tuple[str, ...]
+    weights: Callable[[], tuple[Tensor, ...]]
+    marks: str
+    is_announced: bool
+    optimizer: Optimizer | None = None
+    why: str | None = None
+    is_tensor: bool = True
+    collection: nn.Module | None = None
+    tensors: tuple[str, ...] = ()
+    companions: tuple[FoundTable, ...] = ()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What may become a live table.
+
+    Attributes:
+        path: of its module, by which ``names`` and ``exclude`` mean it.
+        name: of the table, where ``names`` gives no other.
+        n_rows: that it has over all ranks.
+        make: makes the table of this name; raises LiveTableError where it is to stay dense.
+        together: path of the module whose tables are one tensor, so that all of them are live, or none.
+    """
+
+    path: str
+    name: str
+    n_rows: int
+    make: Callable[[str], FoundTable]
+    together: str | None = None
+
+
+def with_marks(tables: Sequence[FoundTable], marks: str | Mapping[str, str]) -> list[FoundTable]:
+    """Return the tables with the marks that are wanted for them.
+
+    Raises:
+        TypeError, ValueError: it is not a kind of marks, or a name is not one of a table.
+    """
+    if not isinstance(marks, str | Mapping):
+        expected = f"'auto' or {FINGERPRINTS!r}, or a dict, name of a table -> one of them"
+        raise TypeError(f"marks must be {expected}, found {marks!r:.200}")
+    by_name = dict.fromkeys((table.live.name for table in tables), marks) if isinstance(marks, str) else dict(marks)
+    names = [table.live.name for table in tables]
+    for name, kind in by_name.items():
+        if name not in names:
+            raise ValueError(f"marks: {name!r} is not a live table{nearest(name, names)}")
+        if kind not in ("auto", FINGERPRINTS):
+            raise ValueError(f"marks: found {kind!r}, expected 'auto' or {FINGERPRINTS!r}")
+    printed = {name for name, kind in by_name.items() if kind == FINGERPRINTS}
+    return [replace(table, marks=FINGERPRINTS) if table.live.name in printed else table for table in tables]
+
+
+class LiveTarget(LoadTarget):
+    """A live table: it has all its rows already, and those that a checkpoint lacks stay as they are."""
+
+    takes_slots = True
+
+    def __init__(self, table: AttachedTable) -> None:
+        super().__init__(table)
+        self._attached = table
+
+    def begin(self) -> None:
+        self._attached.prepare()
+        self._attached.rows.wait()  # a load writes in streams of its own threads
+        first, end = self._attached.rows.box.rows
+        self.was_empty = first == end
+        self.is_read_only = any(map(is_read_only, self._attached.live.tensors().values()))
+
+    @property
+    def owned_ids(self) -> OwnedIds:
+        return IdSpan.of_rows(*self._attached.rows.box.rows, self._attached.live.n_rows)
+
+    def placed(self, ids: Int64s) -> Int64s | None:
+        """Return at which places there are ids that have a row; None for all."""
+        has_row = (ids >= 0) & (ids < self._attached.live.n_rows)
+        return None if has_row.all() else np.flatnonzero(has_row)
+
+    def check_ids(self, least: int, greatest: int) -> None:
+        """Refuse a checkpoint with ids in this range if there is no row of the first or the last.
+
+        Raises:
+            LiveTableError: there is none.
+        """
+        self._attached.check_ids(least, greatest)
+
+    def clear(self) -> None:
+        """Keep the rows: they are all written, or stay."""
+
+    def begin_anew(self, slots: Collection[str]) -> None:
+        """Give slots of the optimizer the values of its first step, in all rows of this rank."""
+        store = self._attached.rows
+        n_rows = store.box.rows[1] - store.box.rows[0]
+        first = float(self._attached.live.settings().get("initial_accumulator_value", 0.0))
+        for name in sorted(store.columns.keys() & slots):
+            spec = store.columns[name].spec
+            for begin in range(0, n_rows, _PIECE_ROWS):
+                rows = np.arange(begin, min(begin + _PIECE_ROWS, n_rows))
+                shape, dtype = (len(rows), *spec.shape), getattr(torch, spec.dtype)
+                store.write(rows, {name: torch.full(shape, first, dtype=dtype, device="cpu")})
+
+    def merge(self, ids: Int64s, values: Values, dtypes: Mapping[str, str]) -> int:
+        return self.write_present(ids, values)
+
+    def write_present(self, ids: Int64s, values: Values) -> int:
+        """Set slots of rows where they lie; those of memory that is read-only are there, as was checked."""
+        if not self.is_read_only:
+            rows, values = self._fitted(ids, values)
+            self._attached.rows.write(rows, values)
+        return len(ids)
+
+    def check_same(self, ids: Int64s, values: Values) -> None:
+        """Refuse rows that are not those which lie in memory that is read-only.
+
+        Raises:
+            LiveTableError: there are some.
+        """
+        rows, values = self._fitted(ids, values)
+        for name, tensor in self._attached.live.tensors().items():
+            if name in values and not torch.equal(tensor[torch.from_numpy(rows)].to(values[name].dtype), values[name]):
+                raise LiveTableError(
+                    f"table {self.table.name!r}: its memory is read-only, and its {name} is another than that of the "
+                    f"checkpoint: map it for writing, or leave it out with 'exclude': [{self.table.name!r}]"
+                )
+
+    def _fitted(self, ids: Int64s, values: Values) -> tuple[Int64s, Values]:
+        store = self._attached.rows
+        rows = ids - store.box.rows[0]
+        if store.box.columns:  # of whole rows, what this rank has
+            part, (begin, end) = store.box.part, store.box.columns[store.box.part]
+            has_columns = {name: bool(store.columns[name].spec.shape) for name in values}
+            values = {name: each[:, begin:end] if has_columns[name] else each[:, part] for name, each in values.items()}
+        return rows, fitted_to(store.columns, rows, values)
+
+    def erase(self, ids: Int64s) -> None:
+        """Keep the rows of ids: a live table has all its rows always."""
+
+    def finish(self, *, drops: bool = False) -> int:
+        """Let the owner know, and no later look take what was loaded for a change that was not announced."""
+        self._attached.rows.wait()
+        self._attached.live.finish({}, {})
+        self._attached.look()
+        return 0
+
+    def undo(self, *, is_cleared: bool) -> None:
+        """Keep what was written: what was there before is gone."""
 
 
 class AttachedTable:
@@ -45,7 +231,6 @@ class AttachedTable:
 
     @property
     def store(self) -> Store:
-        """Its rows by the ids that they are saved by: their numbers."""
         return self.rows
 
     def close(self) -> None:
@@ -79,7 +264,6 @@ class AttachedTable:
 
     @property
     def n_saved(self) -> int:
-        """How many rows this rank saves."""
         begin, end = self.rows.box.own_rows
         return end - begin
 
@@ -101,12 +285,10 @@ class AttachedTable:
         return n_rows == self.live.n_rows
 
     def embeddings(self) -> Tensor:
-        """Return these values."""
         return self.store.saved_columns[EMBEDDING].blocks[0]
 
     @property
     def slots(self) -> Mapping[str, Tensor]:
-        """The slots of their optimizer."""
         return {name: column.blocks[0] for name, column in self.store.saved_columns.items() if name != EMBEDDING}
 
     def insert(self, ids: Tensor, embeddings: Tensor, slots: Mapping[str, Tensor] | None = None) -> None:
@@ -135,7 +317,7 @@ class AttachedTable:
         if least < 0 or greatest >= n_rows:
             raise LiveTableError(
                 f"table {self.name!r}: found ids from {least} to {greatest}, expected ids from 0 to {n_rows - 1}: make "
-                "the table larger, or drop those without a row by 'out_of_range': 'skip' in load_conf"
+                "the table larger, or drop those without a row by 'on_mismatch': 'resize' in load_conf"
             )
 
     def clear(self) -> None:

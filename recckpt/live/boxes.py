@@ -1,13 +1,81 @@
-"""What the ranks have of each table, and whether that makes up the table; pure."""
+"""Where the rows of a table lie: what each rank has by rows and columns, and whether that makes up the table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from recckpt.types import SlotSpec
+import torch
+from torch import Tensor, nn
+
+from recckpt.dense.sharded import is_sharded
+from recckpt.format.tables import LiveLayout
+from recckpt.parallel.ranks import rank_and_size
+from recckpt.types import EMBEDDING, Box, Door, SlotSpec
+
+
+def reshard(model: nn.Module) -> None:
+    """Let FSDP2 put the parts of parameters back in their places, where it has left what it gathered for a forward."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules() if hasattr(fsdp, "FSDPModule") else ():
+        if isinstance(module, fsdp.FSDPModule):  # type: ignore[union-attr]  # it has the class, as looked for above
+            module.reshard()
+
+
+def why_not_by_rows(weight: Any) -> str | None:
+    """Return why a sharded weight cannot be saved by rows, None where it can."""
+    placements = getattr(weight, "placements", None)
+    if placements is None:
+        return f"its weight is a {type(weight).__name__}, which is saved in pieces: use DTensor"
+    text = ", ".join(map(repr, placements))
+    for kind in placements:
+        if kind.is_shard() and kind.dim != 0:
+            return f"its columns lie apart ({text}), which is not yet saved by rows: shard it by rows, Shard(0)"
+        if not (kind.is_shard() or kind.is_replicate()):
+            what = "are partial sums" if kind.is_partial() else "do not lie in one range on a rank, as by FSDP2 over TP"
+            return f"its rows {what} ({text}): use Shard(0) and Replicate(), in any order"
+    n_ranks = rank_and_size()[1]
+    if weight.device_mesh.size() != n_ranks:
+        return f"its mesh has {weight.device_mesh.size()} of {n_ranks} ranks: make one of all of them"
+    local = local_of(weight)
+    if type(local) not in (Tensor, nn.Parameter):
+        return f"its part of a rank is a {type(local).__name__}: make it of plain tensors"
+    return None
+
+
+def box_of(weight: Any) -> Box:
+    """Return the rows of a weight that this rank has; each dimension of the mesh cuts what those before it leave."""
+    mesh = weight.device_mesh
+    first, end, replica, n_replicas = 0, int(weight.shape[0]), 0, 1
+    for at, size, placement in zip(mesh.get_coordinate(), mesh.shape, weight.placements, strict=True):
+        if placement.is_replicate():
+            replica, n_replicas = replica * size + at, n_replicas * size
+        else:
+            n_rows = -(-(end - first) // size)  # of a chunk, but for the last ones
+            first, end = min(first + n_rows * at, end), min(first + n_rows * (at + 1), end)
+    return Box((first, end) if first < end else (0, 0), replica, n_replicas)
+
+
+def spread_of(tensor: Any) -> tuple[Any, ...]:
+    """Return what is equal of tensors that lie alike on all ranks."""
+    return tuple(tensor.shape), getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
+
+
+def local_of(tensor: Any) -> Tensor:
+    """Return what this rank has of a tensor, in the memory where it lies: all of one that is not sharded."""
+    if not is_sharded(tensor):
+        return tensor  # type: ignore[no-any-return]  # it is one
+    with torch.no_grad():  # else torch makes a view for a backward pass
+        return tensor.to_local()  # type: ignore[no-any-return]
+
+
+def version_of(tensor: Tensor) -> tuple[int, int]:
+    """Return where a tensor lies, and how often it was written in place: torch counts for a DTensor and its part."""
+    local = local_of(tensor)
+    return local.data_ptr(), local._version + (0 if local is tensor else tensor._version)
 
 
 @dataclass(frozen=True)
@@ -40,13 +108,7 @@ class RankPart:
 
     @property
     def has_rows(self) -> bool:
-        """Whether this rank has any."""
         return self.rows[0] < self.rows[1]
-
-    @property
-    def is_first_column(self) -> bool:
-        """Whether this rank has rows, with all their columns or the first."""
-        return self.has_rows and (self.columns is None or self.columns[0] == 0)
 
     def kind_of(self, slot: SlotSpec) -> str:
         """Return a slot as text, which is the same for all parts of a table."""
@@ -71,14 +133,20 @@ def problem_of(parts: Sequence[RankPart]) -> str | None:
         forms = ", ".join(f"{' '.join(form) or 'none'} on rank {number}" for form, number in slots.items())
         return f"found the slots {forms}, expected the same on all ranks"
     if any(part.is_copy for part in parts):
-        return _problem_of_copies(parts)
+        others = [number for number, part in enumerate(parts) if part.has_rows and not part.is_copy]
+        partial = [number for number, part in enumerate(parts) if part.is_copy and part.rows != (0, part.n_rows)]
+        if others or partial:
+            return f"rank {min(others + partial)} has a part, and other ranks have copies of all rows"
+        return None
     return _problem_of_columns(parts) or _problem_of_rows(parts)
 
 
 def _problem_of_rows(parts: Sequence[RankPart]) -> str | None:
     """Return which rows no rank has, or several have."""
     n_rows = parts[0].n_rows
-    spans = sorted({part.rows: (*part.rows, n) for n, part in enumerate(parts) if part.is_first_column}.values())
+    having = [(n, part) for n, part in enumerate(parts) if part.has_rows]
+    of_rows = {part.rows: n for n, part in having if part.columns is None or part.columns[0] == 0}
+    spans = sorted((*rows, n) for rows, n in of_rows.items())
     for (_, end, one), (begin, _, other) in pairwise([(0, 0, -1), *spans, (n_rows, n_rows, -1)]):
         if begin > end:
             return f"no rank has the rows {end} to {begin - 1}"
@@ -86,14 +154,6 @@ def _problem_of_rows(parts: Sequence[RankPart]) -> str | None:
             return (
                 f"ranks {one} and {other} have the row {begin}" if other >= 0 else f"rank {one} has rows beyond {begin}"
             )
-    return None
-
-
-def _problem_of_copies(parts: Sequence[RankPart]) -> str | None:
-    others = [number for number, part in enumerate(parts) if part.has_rows and not part.is_copy]
-    partial = [number for number, part in enumerate(parts) if part.is_copy and part.rows != (0, part.n_rows)]
-    if others or partial:
-        return f"rank {min(others + partial)} has a part, and other ranks have copies of all rows"
     return None
 
 
@@ -111,3 +171,75 @@ def _problem_of_columns(parts: Sequence[RankPart]) -> str | None:
         if expected and tuple(sorted(ranges)) != expected:
             return f"the rows {first} to {end - 1} are divided into the columns {sorted(ranges)}, others are not"
     return None
+
+
+class AbsentTable:
+    """A live table that lies on other ranks.
+
+    Args:
+        name: in checkpoints.
+        there: what another rank has of it.
+        box: no rows, of the part that the other has.
+    """
+
+    def __init__(self, name: str, there: RankPart, box: Box) -> None:
+        self.name, self.n_rows, self.reason, self._box = name, there.n_rows, there.why, box
+        slots = there.slots
+        self._tensors = {
+            slot.name: torch.empty((0, *slot.shape), dtype=getattr(torch, slot.dtype), device="cpu") for slot in slots
+        }
+        self._scalars, self._settings = dict(there.scalars), dict(there.settings)
+
+    def box(self) -> Box:
+        return self._box
+
+    def prepare(self) -> None:
+        """Do nothing: there are no rows."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return self._tensors
+
+    def attach(self, door: Door) -> Callable[[], object]:
+        """Announce nothing: no rows change here."""
+        return lambda: None
+
+    def scalars(self) -> Mapping[str, int | float]:
+        """Return what other ranks had when they last told."""
+        return self._scalars
+
+    def settings(self) -> Mapping[str, Any]:
+        return self._settings
+
+    def finish(self, scalars: Mapping[str, int | float], settings: Mapping[str, Any]) -> None:
+        self._scalars, self._settings = {**self._scalars, **scalars}, {**self._settings, **settings}
+
+
+def whole_spec(spec: SlotSpec, box: Box) -> SlotSpec:
+    """Return a slot of whole rows: with the columns of all ranks, or one value for each range of columns."""
+    if not box.columns:
+        return spec
+    return replace(spec, shape=(box.columns[-1][1],) if spec.shape else (len(box.columns),))
+
+
+def place_in_row(spec: SlotSpec, box: Box, part: int) -> tuple[int, int]:
+    """Return the first byte, and the one after the last, that a part has in the value of a whole row."""
+    begin, end = box.columns[part] if spec.shape else (part, part + 1)
+    n_bytes = whole_spec(spec, box).row_bytes // whole_spec(spec, box).shape[0]
+    return begin * n_bytes, end * n_bytes
+
+
+def misfit_of(spec: SlotSpec, box: Box) -> str | None:
+    """Return what a slot of a part should be, None where it is that."""
+    if not box.columns:
+        return None
+    begin, end = box.columns[box.part]
+    fitting: tuple[tuple[int, ...], ...] = ((end - begin,),) if spec.name == EMBEDDING else ((end - begin,), ())
+    if spec.shape in fitting:
+        return None
+    return f"{end - begin} columns{'' if spec.name == EMBEDDING else ', or one value'} in each row"
+
+
+def layout_of(n_rows: int, specs: Iterable[SlotSpec], box: Box) -> LiveLayout:
+    """Return how a table lay, as a manifest says it: with its ranges of columns where a slot has a value for each."""
+    has_values_of_ranges = any(not spec.shape for spec in specs)
+    return LiveLayout(n_rows, box.columns if has_values_of_ranges else ())

@@ -1,23 +1,57 @@
-"""FBGEMM's ``SplitTableBatchedEmbeddingBagsCodegen`` as live tables, one for each table of it."""
+"""FBGEMM's ``SplitTableBatchedEmbeddingBagsCodegen`` as live tables: its rules, its hooks, and a table for each of it.
+
+Proven of its optimizers is that a step changes no rows but those that were looked up: bit for bit, on the CPU, over
+random models.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from recckpt.errors import LiveTableError
-from recckpt.live.devices import wait_for_devices
-from recckpt.live.fbgemm_hooks import KernelHooks, announce_calls
-from recckpt.live.fbgemm_rules import reason_of, settings_of, slots_of
-from recckpt.live.kinds import is_a
+from recckpt.live.writes import WeakDoor, is_capturing, wait_for_devices
 from recckpt.types import EMBEDDING, Box, Door
 
-_MODULE = "fbgemm_gpu.split_table_batched_embeddings_ops_training"
-_OTHERS = "fbgemm_gpu.tbe.ssd.training"
+_ADAGRAD, _ROWWISE_ADAGRAD = "exact_adagrad", "exact_row_wise_adagrad"
+_PROVEN = frozenset({"exact_sgd", _ADAGRAD, _ROWWISE_ADAGRAD})
+_SLOTS: Mapping[str, Sequence[str]] = {  # in the order in which the kernel gives its states
+    "exact_sgd": (),
+    _ADAGRAD: ("sparse_adagrad_sum",),
+    _ROWWISE_ADAGRAD: ("sparse_rowwise_adagrad_sum",),
+    "ema_in_place_row_wise_adagrad": ("sparse_rowwise_adagrad_sum",),
+    "adam": ("sparse_adam_exp_avg", "sparse_adam_exp_avg_sq"),
+    "partial_row_wise_adam": ("sparse_partial_rowwise_adam_exp_avg", "sparse_partial_rowwise_adam_exp_avg_sq"),
+    "lamb": ("sparse_lamb_exp_avg", "sparse_lamb_exp_avg_sq"),
+    "partial_row_wise_lamb": ("sparse_partial_rowwise_lamb_exp_avg", "sparse_partial_rowwise_lamb_exp_avg_sq"),
+    "lars_sgd": ("sparse_lars_sgd_momentum",),
+}
+_PREV_ITER, _ROW_COUNTER = "sparse_fbgemm_prev_iter", "sparse_fbgemm_row_counter"
+_SETTINGS = ("eps", "weight_decay")  # beside the learning rate; betas of those that have moments
+_WITH_BETAS = ("adam", "lamb")
+# What changes rows beside backward passes: all of these may change any row, and do not say which.
+_WRITERS = ("ema_inplace", "ensemble_and_swap", "init_embedding_weights_uniform")
+_RESET = "reset_embedding_weight_momentum"  # of rows that have other ids now, which its caller writes next
+# For ``is_a``: what holds its tables in memory; what keeps them on an SSD, or as keys and values; what keeps rows that
+# come and go in hash tables of its own.
+KERNEL = "fbgemm_gpu.split_table_batched_embeddings_ops_training", "SplitTableBatchedEmbeddingBagsCodegen"
+OTHER_KERNEL = "fbgemm_gpu.tbe.ssd.training", "SSDTableBatchedEmbeddingBags"
+HASHED_KERNEL = (
+    "dynamicemb.batched_dynamicemb_tables",
+    "BatchedDynamicEmbeddingTables",
+    "BatchedDynamicEmbeddingTablesV2",
+)
 IN_MEMORY = "plan it with the compute kernel FUSED or FUSED_UVM_CACHING, whose tables lie in memory"
+BY_DUMP = (
+    "dump it by DynamicEmbDump beside each checkpoint, which recckpt import --from dynamicemb reads, or return a table "
+    "of your own (recckpt.types.SavableTable) from the state dict"
+)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MEMORY = tuple(
     f"{state}_{place}"
@@ -26,14 +60,192 @@ _MEMORY = tuple(
 )
 
 
-def is_kernel(module: object) -> bool:
-    """Say whether a module is a fused kernel of FBGEMM that holds its tables in memory."""
-    return is_a(module, _MODULE, "SplitTableBatchedEmbeddingBagsCodegen")
+def slots_and_reason(kernel: Any) -> tuple[Sequence[str], str | None]:
+    """Return the slots of a kernel, in the order of its ``split_optimizer_states()``.
+
+    And why rows may change that were not looked up, None where it is proven that none do.
+
+    Raises:
+        LiveTableError: its states cannot be saved by rows.
+    """
+    kind = str(kernel.optimizer.value)
+    if kind not in _SLOTS:
+        raise LiveTableError(
+            f"its optimizer is {kind!r}, whose states recckpt does not know: train it by one of {', '.join(_SLOTS)}"
+        )
+    slots = list(_SLOTS[kind])
+    has_counter = kernel._used_rowwise_adagrad_with_counter
+    has_decay = kernel._used_rowwise_adagrad_with_global_weight_decay
+    if has_counter or has_decay:
+        slots.append(_PREV_ITER)
+    if has_counter or (kind == "adam" and kernel.use_rowwise_bias_correction):
+        slots.append(_ROW_COUNTER)
+    if kind in _PROVEN and not has_decay:
+        return slots, None
+    what = f"{kind} with global weight decay" if has_decay else kind
+    return slots, f"{what} is not proven to change no rows but those looked up"
 
 
-def is_other_kernel(module: object) -> bool:
-    """Say whether a module is a kernel of FBGEMM that keeps its tables elsewhere: on an SSD, or as keys and values."""
-    return is_a(module, _OTHERS, "SSDTableBatchedEmbeddingBags")
+class KernelHooks:
+    """The hooks of one kernel, for all of its tables; they never raise.
+
+    The rows that a backward pass changes are read from the node of the autograd graph that writes them, just before it
+    does: forward passes that nothing follows announce nothing, and ids are those that the kernel has checked.
+
+    Args:
+        kernel: a ``SplitTableBatchedEmbeddingBagsCodegen``.
+        is_proven: whether a pass changes no rows but those that it looks up.
+    """
+
+    def __init__(self, kernel: Any, *, is_proven: bool) -> None:
+        self._kernel, self._is_proven = kernel, is_proven
+        self._doors: dict[int, WeakDoor] = {}
+        self._removers: list[Callable[[], object]] = []
+        self.was_written = True  # since the cache was last written back; what was before is not known
+
+    def attach(self, table: int, door: Door) -> Callable[[], object]:
+        """Announce what changes in a table; return what ends that."""
+        if not self._doors:
+            self._install()
+        self._doors[table] = WeakDoor(door)
+        return partial(self._detach, table)
+
+    def after_forward(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Ask the node that will write the rows to announce them before it does."""
+        node = getattr(output, "grad_fn", None)
+        if node is None or not self._doors:
+            return
+        inputs: list[Any] = [args[at] if at < len(args) else kwargs.get(name) for at, name in _ARGUMENTS]
+        node.register_prehook(partial(self.before_backward, *inputs))
+
+    def before_backward(
+        self, indices: Tensor, offsets: Tensor, sizes: Sequence[Sequence[int]] | None, *gradients: Any
+    ) -> None:
+        """Announce the rows that these inputs look up; ``sizes`` are those of batches by feature and rank, or None."""
+        self.was_written = True
+        try:
+            if not self._is_proven or is_capturing():
+                self.announce_all()
+                return
+            for table, rows in self._rows(indices, offsets, sizes):
+                self._doors[table].announce(rows)
+        except Exception as error:
+            self._fail(error)
+
+    def before_reset(
+        self, pruned_indices: Tensor, pruned_indices_offsets: Tensor, logical_table_ids: Tensor, buffer_ids: Tensor
+    ) -> None:
+        """Announce the rows that are about to be reset, by arguments of :meth:`reset_embedding_weight_momentum`."""
+        self.was_written = True
+        try:
+            bounds, tables = pruned_indices_offsets.tolist(), logical_table_ids.tolist()
+            for table, begin, end in zip(tables, bounds[:-1], bounds[1:], strict=True):
+                if table in self._doors and begin < end:
+                    self._doors[table].announce(pruned_indices[begin:end])
+        except Exception as error:
+            self._fail(error)
+
+    def announce_all(self, *args: Any, **kwargs: Any) -> None:
+        """Announce that any row of any table is about to change."""
+        self.was_written = True
+        for door in self._doors.values():
+            door.announce_all()
+
+    def replaced(self, *args: Any, **kwargs: Any) -> None:
+        for door in self._doors.values():
+            door.replaced()
+
+    def note_written_back(self) -> None:
+        """Take what the cache has for no newer than what lies below it."""
+        self.was_written = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KernelHooks:
+        return KernelHooks(None, is_proven=True)  # which announces nothing
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(KernelHooks, None, is_proven=True), ()
+
+    def _fail(self, error: Exception) -> None:
+        first, *others = self._doors.values()
+        first.failed(error)  # which fails one save; as many would fail as there are tables
+        for door in others:
+            door.replaced()
+
+    def _rows(
+        self, indices: Tensor, offsets: Tensor, sizes: Sequence[Sequence[int]] | None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield (table, rows) of each feature that looks a table up whose changes are announced."""
+        tables = self._kernel.feature_table_map
+        indices, offsets = indices.detach().cpu(), offsets.cpu()  # once for all features: each copy waits for a device
+        if sizes is None:
+            size = (len(offsets) - 1) // len(tables)
+            bounds = offsets[:: max(size, 1)].tolist() if size else [0] * (len(tables) + 1)
+        else:
+            bounds = offsets[torch.tensor([0, *accumulate(map(sum, sizes))], device="cpu")].tolist()
+        for table, begin, end in zip(tables, bounds[:-1], bounds[1:], strict=True):
+            if table in self._doors and begin < end:
+                yield table, _looked_up(indices[begin:end], self._kernel.embedding_specs[table][0])
+
+    def _install(self) -> None:
+        kernel, self.was_written = self._kernel, True
+        handles = [
+            kernel.register_forward_hook(self.after_forward, with_kwargs=True),
+            kernel.register_load_state_dict_pre_hook(self.announce_all),
+        ]
+        calls: dict[str, Callable[..., object]] = dict.fromkeys(_WRITERS, self.announce_all)
+        calls[_RESET] = self.before_reset
+        own = {name: announce for name, announce in calls.items() if callable(getattr(kernel, name, None))}
+        self._removers = [handle.remove for handle in handles]
+        self._removers += [announce_calls(kernel, name, announce) for name, announce in own.items()]
+
+    def _detach(self, table: int) -> None:
+        self._doors.pop(table, None)
+        if not self._doors:
+            for remove in self._removers:
+                remove()
+            self._removers = []
+
+
+_ARGUMENTS = ((0, "indices"), (1, "offsets"), (4, "batch_size_per_feature_per_rank"))  # of the kernel's forward
+
+
+class _Announced:
+    """A method of an object, which says that it is called, with which arguments, before it is.
+
+    In a copy of the object, and once it is unpickled, the method is the plain one.
+    """
+
+    def __init__(self, obj: object, name: str, announce: Callable[..., object]) -> None:
+        self._obj, self._name, self._announce = obj, name, announce
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._announce(*args, **kwargs)
+        return getattr(type(self._obj), self._name)(self._obj, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return MethodType(getattr(type(self._obj), self._name), memo.get(id(self._obj), self._obj))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._obj, self._name)
+
+
+def announce_calls(obj: Any, name: str, announce: Callable[..., object]) -> Callable[[], object]:
+    """Call ``announce`` before each call of a method, with its arguments; return what ends that."""
+    announced = _Announced(obj, name, announce)
+    vars(obj)[name] = announced
+
+    def end() -> None:
+        if vars(obj).get(name) is announced:
+            del vars(obj)[name]
+
+    return end
+
+
+def _looked_up(ids: Tensor, n_rows: int) -> Tensor:
+    """Return rows that are there: for an id that is not, the kernel takes row 0 (``BoundsCheckMode.WARNING``)."""
+    if int(ids.min()) >= 0 and int(ids.max()) < n_rows:
+        return ids
+    return torch.where((ids >= 0) & (ids < n_rows), ids, 0)
 
 
 class Kernel:
@@ -49,8 +261,8 @@ class Kernel:
 
     def __init__(self, module: Any, group: dict[str, Any] | None = None) -> None:
         self.module, self._group = module, group
-        self.slots, self.reason = slots_of(module), reason_of(module)
-        self._hooks = KernelHooks(module, is_proven=self.reason is None)
+        self.slots, self.reason = slots_and_reason(module)
+        self.hooks = KernelHooks(module, is_proven=self.reason is None)
         self._split: tuple[tuple[int, ...], list[Mapping[str, Tensor]]] | None = None
         wrong = sorted(
             {str(weight.dtype) for weight in module.split_embedding_weights() if weight.dtype not in _FLOATS}
@@ -66,63 +278,40 @@ class Kernel:
         memory = (getattr(self.module, name, None) for name in _MEMORY)
         places = tuple(0 if tensor is None else tensor.data_ptr() for tensor in memory)
         if self._split is None or self._split[0] != places:
-            self._split = places, self._tensors()
+            weights = self.module.split_embedding_weights()
+            states = self.module.split_optimizer_states() if self.slots else [()] * len(weights)
+            tables: list[Mapping[str, Tensor]] = [
+                {EMBEDDING: weight.detach(), **dict(zip(self.slots, own, strict=True))}
+                for weight, own in zip(weights, states, strict=True)
+            ]
+            self._split = places, tables
         return self._split[1][table]
-
-    def _tensors(self) -> list[Mapping[str, Tensor]]:
-        weights = self.module.split_embedding_weights()
-        states = self.module.split_optimizer_states() if self.slots else [()] * len(weights)
-        return [
-            {EMBEDDING: weight.detach(), **dict(zip(self.slots, own, strict=True))}
-            for weight, own in zip(weights, states, strict=True)
-        ]
 
     @property
     def step(self) -> int:
-        """How many training steps it has counted."""
         return int(self.module.iter)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of its optimizer."""
-        return settings_of(self.module)
-
-    def attach(self, table: int, door: Door) -> Callable[[], object]:
-        """Announce what is about to change in a table."""
-        return self._hooks.attach(table, door)
-
-    def announce_calls(self, obj: Any, name: str) -> Callable[[], object]:
-        """Announce all rows of all tables before each call of a method of its owner."""
-        return announce_calls(obj, name, self._hooks.announce_all)
-
-    def note_replaced(self, obj: Any, name: str) -> Callable[[], object]:
-        """Take all rows of all tables for others at each call of a method of its owner, which has written them."""
-        return announce_calls(obj, name, self._hooks.replaced)
-
-    @property
-    def is_stashed(self) -> bool:
-        """Whether the weights, or their memory, are not where they are trained."""
-        weights = getattr(self.module, "weights_dev", None)
-        if weights is None or not weights.numel():
-            return False
-        is_freed = weights.device.type != "meta" and not weights.untyped_storage().nbytes()
-        return is_freed or weights.device.type != self.module.current_device.type
+        """The settings of its optimizer as they stand in a parameter group."""
+        kind, arguments = str(self.module.optimizer.value), self.module.optimizer_args
+        settings: dict[str, Any] = {"lr": float(self.module.get_learning_rate())}
+        if any(part in kind for part in _WITH_BETAS):
+            settings["betas"] = (float(arguments.beta1), float(arguments.beta2))
+        names = [name for name in _SETTINGS if name != "eps" or "sgd" not in kind]
+        return settings | {name: float(getattr(arguments, name)) for name in names}
 
     def prepare(self) -> None:
         """Write back the rows that are newer in a cache, once for all tables until training writes the next.
 
         What evicts a row of the cache later writes one that was announced before it changed, or one that is the same.
         """
-        if self._hooks.was_written and self._has_cache:
+        if self.hooks.was_written and self.module.lxu_cache_weights.numel():
             # A stream that fetches rows ahead changes the cache too, so nothing else runs while it is written back.
             wait_for_devices([self.module.lxu_cache_weights])
             self.module.flush()
             wait_for_devices([self.module.lxu_cache_weights])
-        self._hooks.note_written_back()
-
-    @property
-    def _has_cache(self) -> bool:
-        return bool(self.module.lxu_cache_weights.numel())
+        self.hooks.note_written_back()
 
     def resume(self, step: int | None, rate: float | None) -> None:
         """Take over steps and the learning rate, and let caches read anew the rows that were written beneath them."""
@@ -133,7 +322,7 @@ class Kernel:
             self.module.set_learning_rate(rate)
             if self._group is not None:
                 self._group["lr"] = rate
-        if not self._hooks.was_written:  # else the cache has what no load has written since, and must not lose it
+        if not self.hooks.was_written:  # else the cache has what no load has written since, and must not lose it
             self.module.reset_cache_states()
 
 
@@ -157,11 +346,9 @@ class FbgemmTable:
 
     @property
     def reason(self) -> str | None:
-        """Why rows may change that were not looked up; None where it is proven that none do."""
         return self._kernel.reason
 
     def box(self) -> Box:
-        """Return the rows of this rank."""
         return self._box
 
     def prepare(self) -> None:
@@ -183,26 +370,27 @@ class FbgemmTable:
         return self._kernel.tensors(self._table)
 
     def attach(self, door: Door) -> Callable[[], object]:
-        """Announce what backward passes, loads and the kernel's own methods are about to change."""
-        return self._kernel.attach(self._table, door)
+        return self._kernel.hooks.attach(self._table, door)
 
     def scalars(self) -> Mapping[str, int | float]:
-        """Return the steps, which a kernel counts for all its tables."""
         return {"step": self._kernel.step}
 
     def settings(self) -> Mapping[str, Any]:
-        """Return the settings of the optimizer."""
         return self._kernel.settings
 
     def finish(self, scalars: Mapping[str, int | float], settings: Mapping[str, Any]) -> None:
-        """Take over the steps and the learning rate."""
         step = int(scalars["step"]) if "step" in scalars else None
         self._kernel.resume(step, float(settings["lr"]) if "lr" in settings else None)
 
     def _check_there(self) -> None:
-        if self._kernel.is_stashed:
+        module: Any = self._kernel.module
+        weights = getattr(module, "weights_dev", None)
+        if weights is None or not weights.numel():
+            return
+        is_freed = weights.device.type != "meta" and not weights.untyped_storage().nbytes()
+        if is_freed or weights.device.type != module.current_device.type:
             raise LiveTableError(
                 f"table {self.name!r}: its weights are stashed in the memory of the host, expected them on "
-                f"{self._kernel.module.current_device}: save and load between steps, or call "
+                f"{module.current_device}: save and load between steps, or call "
                 "MemoryStashingManager.restore_embedding_weights() before"
             )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,15 +14,13 @@ from torch.optim import Optimizer
 
 from recckpt.dense.sharded import is_sharded
 from recckpt.errors import LiveTableError
-from recckpt.live.dtensor import reshard, why_not_by_rows
-from recckpt.live.dtensor_embedding import DTensorEmbedding, kind_of
-from recckpt.live.fbgemm import IN_MEMORY, FbgemmTable, Kernel, is_kernel, is_other_kernel
-from recckpt.live.found import FINGERPRINTS, OWN, Candidate, FoundTable
-from recckpt.live.torch_embedding import TorchEmbedding
-from recckpt.live.torch_optimizers import optimizers_in, trainer_of
-from recckpt.live.torchrec import collection_tables
+from recckpt.live.attached import FINGERPRINTS, HOOKED, OWN, Candidate, FoundTable, is_a
+from recckpt.live.boxes import reshard, why_not_by_rows
+from recckpt.live.fbgemm import BY_DUMP, HASHED_KERNEL, IN_MEMORY, KERNEL, OTHER_KERNEL, FbgemmTable, Kernel
+from recckpt.live.torch_embedding import DTensorEmbedding, TorchEmbedding, has_foreign
+from recckpt.live.torch_rules import optimizers_in, trainer_of
+from recckpt.live.torchrec import UNSHARDED, collection_tables
 from recckpt.live.torchrec_collision import Collision, collisions_of, unsharded_table
-from recckpt.live.torchrec_modules import is_collection
 from recckpt.parallel.ranks import Ranks
 from recckpt.sparse.split import parameters_of, unwrapped, wrappers_in
 from recckpt.text import nearest
@@ -75,82 +73,111 @@ def find_tables(
             beside |= {other.path for other in table.companions}
         except LiveTableError as error:
             left[path] = str(error)
-    tables += [_adapted(live, number) for number, live in enumerate(adapters)]
+    for number, live in enumerate(adapters):
+        path = f"adapters[{number}]"
+        tables.append(FoundTable(live, path, type(live).__name__, (), lambda: (), OWN, is_announced=True))
     unknown = {"names": names.keys() - known, "exclude": set(exclude) - known - beside}
-    problems = list(_unknown(unknown, known | beside))
-    problems += [*_torn(candidates.values(), exclude), *_repeated(tables)]
-    if problems:
+    if problems := list(_problems(candidates.values(), tables, unknown, known | beside, exclude)):
         raise LiveTableError("; ".join(problems))
-    dense = [f"{path!r}: {why}" for path, why in left.items() if path not in small]
-    if dense and ranks.rank == 0:
-        log.warning("no live tables, but dense tensors, saved whole each time, are %s", "; ".join(dense))
+    if ranks.rank == 0:
+        _warn_of({path: why for path, why in left.items() if path not in small and path not in exclude})
     return tables, left
 
 
-def _unknown(paths: Mapping[str, Collection[str]], known: Collection[str]) -> Iterator[str]:
-    """Yield messages of paths, by the argument that has them, which are not of an embedding."""
-    for argument, some in paths.items():
+def _warn_of(left: Mapping[str, str]) -> None:
+    """Log which embeddings, with why by path, are saved otherwise than as live tables, or not at all."""
+    dense = [f"{path!r}: {why}" for path, why in left.items() if BY_DUMP not in why]
+    if dense:
+        log.warning("no live tables, but dense tensors, saved whole each time, are %s", "; ".join(dense))
+    missing = [f"{path!r}: {why}" for path, why in left.items() if BY_DUMP in why]
+    if missing:
+        log.warning("not in the checkpoints are %s", "; ".join(missing))
+
+
+def _problems(
+    candidates: Iterable[Candidate],
+    tables: Sequence[FoundTable],
+    unknown: Mapping[str, Collection[str]],
+    known: Collection[str],
+    exclude: Collection[str],
+) -> Iterator[str]:
+    """Yield what is wrong: paths that are not of an embedding, tables of one tensor torn apart, and names given twice.
+
+    ``unknown`` are such paths by the argument that has them.
+    """
+    for argument, some in unknown.items():
         for path in sorted(some):
             module = path.removesuffix(".weight")
             hint = f"; did you mean {module!r}?" if module in known else nearest(path, known)
             yield f"{argument}: {path!r} is not the path of an embedding{hint}"
+    groups, paths = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+    for candidate in candidates:
+        if candidate.together is not None:
+            groups[candidate.together].append(candidate.path)
+    for path, together in groups.items():
+        left = [table for table in together if table not in exclude]
+        if left and len(left) < len(together):
+            yield f"the tables of {path!r} are one tensor: exclude {', '.join(map(repr, left))} too, or none"
+    for table in tables:
+        paths[table.live.name].append(table.path)
+    for name, of_name in paths.items():
+        if len(of_name) > 1:
+            yield f"{' and '.join(map(repr, of_name))} are both named {name!r}: tell them apart by names="
 
 
 def _torch_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Candidate]:
     """Yield the embeddings of torch, those of TorchRec's unsharded collections by the names of their configs.
 
-    Those of a tied weight are one.
+    Those of a tied weight, which has several keys in the state dict and several modules, are one.
     """
-    owners = _owners(model)
-    of_collections = {id(table) for one in model.modules() if is_collection(one) for table in one.modules()}
-    collisions = {id(module): collision for module, collision in collisions_of(model)}
-    wrappers, paths = wrappers_in(model), set[str]()
-    for at, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            owner = owners.get(id(module.weight), _Owner())
-            path = owner.keys[0].removesuffix(".weight") if owner.keys else unwrapped(at, wrappers)
-            name = path.rpartition(".")[2] if id(module) in of_collections else path
-            if path not in paths:
-                paths.add(path)
-                make = partial(_torch_table, path, module, owner, optimizers)
-                if id(module) in collisions:
-                    make = partial(_colliding_table, make, collisions[id(module)], wrappers)
-                yield Candidate(path, name, len(module.weight), make)
-
-
-@dataclass(frozen=True)
-class _Owner:
-    """Who has a parameter: under which keys of the state dict, and in which modules; a tied one has several."""
-
-    keys: tuple[str, ...] = ()
-    modules: Sequence[nn.Module] = ()
-
-
-def _owners(model: nn.Module) -> dict[int, _Owner]:
-    """Return who has the parameters of a model, by their ids."""
-    keys, modules = defaultdict[int, list[str]](list), defaultdict[int, list[nn.Module]](list)
+    keys, modules = defaultdict[int, list[str]](list), defaultdict[int, list[nn.Module]](list)  # by id of a parameter
     for key, parameter in parameters_of(model):
         keys[id(parameter)].append(key)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             modules[id(parameter)].append(module)
-    return {parameter: _Owner(tuple(some), modules[parameter]) for parameter, some in keys.items()}
+    of_collections = {id(table) for one in model.modules() if is_a(one, *UNSHARDED) for table in one.modules()}
+    wrappers, paths = wrappers_in(model), set[str]()
+    collisions = {
+        id(module): replace(collision, path=unwrapped(collision.path, wrappers))
+        for module, collision in collisions_of(model)
+    }
+    for at, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            own = tuple(keys[id(module.weight)])
+            path = own[0].removesuffix(".weight") if own else unwrapped(at, wrappers)
+            name = path.rpartition(".")[2] if id(module) in of_collections else path
+            if path not in paths:
+                paths.add(path)
+                make = partial(
+                    _torch_table,
+                    path,
+                    module,
+                    keys=own,
+                    tied=[other for other in modules[id(module.weight)] if other is not module],
+                    optimizers=optimizers,
+                    collision=collisions.get(id(module)),
+                )
+                yield Candidate(path, name, len(module.weight), make)
 
 
 def _torch_table(
     path: str,
     module: nn.Embedding | nn.EmbeddingBag,
-    owner: _Owner,
-    optimizers: Sequence[Optimizer],
     name: str,
+    *,
+    keys: tuple[str, ...],
+    tied: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    collision: Collision | None,
 ) -> FoundTable:
-    """Return the table of a module of torch.
+    """Return the table of a module of torch; ``collision`` maps its ids.
 
     Raises:
         LiveTableError: its weight is to stay a dense tensor; says why.
     """
     weight = module.weight
-    if not owner.keys:
+    if not keys:
         raise LiveTableError("its weight is made of other tensors, as by a parametrization: they are saved, as tensors")
     is_spread = is_sharded(weight)
     if not is_spread and weight.dim() != 2:
@@ -163,35 +190,24 @@ def _torch_table(
     if is_spread and module.max_norm is not None:
         raise LiveTableError("its max_norm writes in forward passes, which is not seen of a DTensor: make it without")
     optimizer, rule = trainer_of(weight, optimizers)
-    live = (DTensorEmbedding if is_spread else TorchEmbedding)(
-        name, module, optimizer, rule, [other for other in owner.modules if other is not module]
-    )
-    why = live.reason if optimizer is not None else "no optimizer trains it: whoever writes it is not seen"
+    live = (DTensorEmbedding if is_spread else TorchEmbedding)(name, module, optimizer, rule, tied)
+    is_shared = weight.device.type == "cpu" and weight.is_shared()  # type: ignore[no-untyped-call]  # torch has no types
+    is_seen = optimizer is not None and not is_shared
+    if optimizer is None:
+        why: str | None = "no optimizer trains it: whoever writes it is not seen"
+    elif not is_seen:
+        why = "it lies in shared memory: what other processes write is not seen"
+        log.warning("table %r: %s; so each save looks at all rows, in a copy for which training waits", name, why)
+    else:
+        why = live.reason or (HOOKED if has_foreign(optimizer._optimizer_step_post_hooks) else None)
     marks = FINGERPRINTS if why else "gradient"
-    kind = kind_of(module, weight) if is_spread else type(module).__name__
-    return FoundTable(
-        live,
-        path,
-        kind,
-        owner.keys,
-        lambda: (live.weight,),
-        marks,
-        is_announced=optimizer is not None,
-        optimizer=optimizer,
-        why=why,
-        tensors=owner.keys,
-    )
-
-
-def _colliding_table(
-    make: Callable[[str], FoundTable], collision: Collision, wrappers: list[tuple[str, str]], name: str
-) -> FoundTable:
-    """Return the table of a module of torch whose ids are remapped.
-
-    Raises:
-        LiveTableError: it is to stay a dense tensor; says why.
-    """
-    return unsharded_table(make(name), replace(collision, path=unwrapped(collision.path, wrappers)))
+    kind = type(module).__name__
+    if is_spread:  # FSDP2 makes a class of its own of each module
+        parts = ("Replicate" if one.is_replicate() else "Shard(0)" for one in getattr(weight, "placements", ()))
+        kind = f"{'EmbeddingBag' if isinstance(module, nn.EmbeddingBag) else 'Embedding'} {' x '.join(parts)}"
+    found = FoundTable(live, path, kind, keys, lambda: (live.weight,), marks, is_announced=is_seen, optimizer=optimizer)
+    found = replace(found, why=why, tensors=keys)
+    return found if collision is None else unsharded_table(found, collision)
 
 
 def _kernel_tables(model: nn.Module, left: dict[str, str]) -> Iterator[Candidate]:
@@ -199,29 +215,27 @@ def _kernel_tables(model: nn.Module, left: dict[str, str]) -> Iterator[Candidate
     wrappers = wrappers_in(model)
     for at, module in model.named_modules():
         path = unwrapped(at, wrappers)
-        if is_other_kernel(module):
+        if is_a(module, *OTHER_KERNEL):
             left[path] = (
                 f"a {type(module).__name__} keeps its rows on an SSD or in a store, not in tensors: {IN_MEMORY}"
             )
-        if not is_kernel(module):
+        if is_a(module, *HASHED_KERNEL):
+            left[path] = f"a {type(module).__name__} keeps its rows in hash tables, which no state dict has: {BY_DUMP}"
+        if not is_a(module, *KERNEL):
             continue
         try:
             kernel = Kernel(module)
         except LiveTableError as error:
             left[path] = str(error)
             continue
-        yield from _tables_of(kernel, path)
-
-
-def _tables_of(kernel: Kernel, path: str) -> Iterator[Candidate]:
-    """Yield the tables of a kernel, all or none by its largest: their rows are one tensor of the state dict."""
-    module: Any = kernel.module
-    sizes = [rows for rows, *_ in module.embedding_specs]
-    keys = tuple(f"{path}.{key}" if path else key for key in module.state_dict())
-    paths = [f"{path}.{number}" if path else str(number) for number in range(len(sizes))]
-    for number, (name, of_table) in enumerate(zip(module.table_names or paths, paths, strict=True)):
-        make = partial(_kernel_table, kernel, number, of_table, keys)
-        yield Candidate(of_table, name, max(sizes), make, together=path)
+        # All of them or none, by the largest: their rows are one tensor of the state dict.
+        of_kernel: Any = module
+        sizes = [rows for rows, *_ in of_kernel.embedding_specs]
+        keys = tuple(f"{path}.{key}" if path else key for key in module.state_dict())
+        paths = [f"{path}.{number}" if path else str(number) for number in range(len(sizes))]
+        for number, (name, of_table) in enumerate(zip(of_kernel.table_names or paths, paths, strict=True)):
+            make = partial(_kernel_table, kernel, number, of_table, keys)
+            yield Candidate(of_table, name, max(sizes), make, together=path)
 
 
 def _kernel_table(kernel: Kernel, number: int, path: str, keys: tuple[str, ...], name: str) -> FoundTable:
@@ -239,31 +253,3 @@ def _kernel_table(kernel: Kernel, number: int, path: str, keys: tuple[str, ...],
         why=live.reason,
         is_tensor=False,
     )
-
-
-def _adapted(live: LiveTable, number: int) -> FoundTable:
-    return FoundTable(live, f"adapters[{number}]", type(live).__name__, (), lambda: (), OWN, is_announced=True)
-
-
-def _torn(candidates: Iterable[Candidate], exclude: Collection[str]) -> Iterator[str]:
-    """Yield messages of modules whose tables are one tensor, and of which some are excluded."""
-    groups: dict[str, list[str]] = {}
-    for candidate in candidates:
-        if candidate.together is not None:
-            groups.setdefault(candidate.together, []).append(candidate.path)
-    for path, tables in groups.items():
-        left = [table for table in tables if table not in exclude]
-        if left and len(left) < len(tables):
-            yield f"the tables of {path!r} are one tensor: exclude {', '.join(map(repr, left))} too, or none"
-
-
-def _repeated(tables: Sequence[FoundTable]) -> list[str]:
-    """Return messages of names that several tables have."""
-    paths: dict[str, list[str]] = {}
-    for table in tables:
-        paths.setdefault(table.live.name, []).append(table.path)
-    return [
-        f"{' and '.join(map(repr, of_name))} are both named {name!r}: tell them apart by names="
-        for name, of_name in paths.items()
-        if len(of_name) > 1
-    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 PREFIXES: Mapping[str, str] = {  # class -> what the names of its slots begin with
     "SparseAdam": "sparse_adam",
@@ -12,6 +12,8 @@ PREFIXES: Mapping[str, str] = {  # class -> what the names of its slots begin wi
     "SGD": "sparse_sgd",
 }
 _SHORT = {"momentum_buffer": "momentum"}
+_AKIN = {"Adam": "AdamW", "AdamW": "Adam"}  # one class inherits from the other, and keeps the same moments
+_OPTIONAL = (("Adam", "max_exp_avg_sq"), ("AdamW", "max_exp_avg_sq"), ("SGD", "momentum_buffer"))
 _KEYS = {short: key for key, short in _SHORT.items()}
 
 
@@ -20,10 +22,37 @@ def slot_of(prefix: str, key: str) -> str:
     return f"{prefix}_{_SHORT.get(key, key)}"
 
 
+OPTIONAL = {slot_of(PREFIXES[kind], key) for kind, key in _OPTIONAL}  # which they have with some settings alone
+DECAY = ("weight_decay", "decoupled_weight_decay")  # settings that are another thing in the akin class
+
+
 def key_of(kind: str, slot: str) -> str | None:
-    """Return what an optimizer of a class calls the state in a slot; None where the slot is not one of its class."""
-    prefix = f"{PREFIXES[kind]}_" if kind in PREFIXES else None
-    if prefix is None or not slot.startswith(prefix):
-        return None
-    short = slot.removeprefix(prefix)
-    return _KEYS.get(short, short)
+    """Return what an optimizer of a class, or of an akin one, calls the state in a slot; None for slots of others."""
+    for prefix in (f"{PREFIXES[each]}_" for each in (kind, _AKIN.get(kind, "")) if each in PREFIXES):
+        if slot.startswith(prefix):
+            short = slot.removeprefix(prefix)
+            return _KEYS.get(short, short)
+    return None
+
+
+def akin_slot(slot: str) -> str | None:
+    """Return the slot in which an akin optimizer keeps the same moment; None where there is no such optimizer."""
+    for kind, other in _AKIN.items():
+        if slot.startswith(f"{PREFIXES[kind]}_"):
+            return PREFIXES[other] + slot.removeprefix(PREFIXES[kind])
+    return None
+
+
+def common_slot(slot: str) -> str:
+    """Return the slot of a moment by the name that it has for all akin optimizers."""
+    return min(slot, akin_slot(slot) or slot)
+
+
+def akin_lineage(kind: str) -> tuple[str, ...]:
+    """Return the classes of the optimizer that is akin to that of a class, as a manifest lists them."""
+    return {"Adam": ("AdamW", "Adam"), "AdamW": ("Adam",)}[kind]
+
+
+def are_own(kind: str, slots: Iterable[str]) -> bool:
+    """Say whether all of these are slots of a class itself, and not of one that is akin."""
+    return all(slot.startswith(f"{PREFIXES[kind]}_") for slot in slots)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,25 +14,54 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from recckpt.errors import LiveTableError
-from recckpt.format.distinct import distinct
-from recckpt.live.column_slots import misfit_of
-from recckpt.live.devices import is_capturing, runs_apart, wait_for_devices
-from recckpt.live.noted_rows import NotedRows
-from recckpt.live.row_range import RowRange
+from recckpt.format.buckets import distinct
+from recckpt.live.boxes import misfit_of
+from recckpt.live.writes import NotedRows, is_capturing, runs_apart, wait_for_devices
 from recckpt.sparse.table.checks import spec_of
 from recckpt.sparse.table.column import Column
-from recckpt.sparse.table.mark_set import HasMarkSets
-from recckpt.sparse.table.observers import Observers
 from recckpt.sparse.table.snapshot import Snapshot
-from recckpt.sparse.table.store import Store
+from recckpt.sparse.table.store import HasMarkSets, Observers, Store
 from recckpt.types import EMBEDDING, ITEM_BYTES, LiveTable, SlotSpec
 
 Int64s = npt.NDArray[np.int64]
+_RANGE_ROWS = 1 << 17  # ids made at a time: 1 MiB
 log = logging.getLogger("recckpt")
 _DEVICES = ("cpu", "cuda")  # of others it is not known in which order they read and write
 _RESIZED = "close() the live tables, call live_tables once more, and make another saver"
 _EXCLUDE = "leave it dense by exclude="
 _PIECE_ROWS = 1 << 20  # rows announced at a time, of a table of which any row may change
+
+
+class RowRange:
+    """The ids ``first`` to ``first + n - 1`` of the rows 0 to ``n - 1``. Thread-safe."""
+
+    def __init__(self, first: int, n: int) -> None:
+        self.first, self.n = first, n
+
+    def pieces(self, begin: int, end: int) -> Iterator[Tensor]:
+        for first in range(begin, end, _RANGE_ROWS):
+            yield torch.arange(self.first + first, self.first + min(end, first + _RANGE_ROWS), device="cpu")
+
+    def gather(self, rows: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(rows.astype(np.int64) + self.first)
+
+    def gather_into(self, rows: npt.NDArray[Any], target: npt.NDArray[np.uint8]) -> None:
+        np.add(rows, self.first, out=target.view(np.int64), casting="unsafe")
+
+    def to_tensor(self, n_rows: int) -> Tensor:
+        return torch.arange(self.first, self.first + n_rows, device="cpu")
+
+    def keep(self, rows: Int64s) -> None:
+        """Do nothing: the id of a row never changes."""
+
+    def narrow(self, bits: npt.NDArray[np.uint8]) -> None:
+        """Do nothing."""
+
+    def fail(self, error: Exception) -> None:
+        """Do nothing: the slots fail."""
+
+    def close(self) -> None:
+        """Do nothing: there is no memory."""
 
 
 class _Place(NamedTuple):
@@ -41,12 +70,6 @@ class _Place(NamedTuple):
     spec: SlotSpec
     address: int
     storage: StorageWeakRef
-
-    @classmethod
-    def of(cls, column: Column) -> _Place:
-        [tensor] = column.blocks
-        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch's own has no types
-        return cls(column.spec, tensor.data_ptr(), storage)
 
 
 class LiveStore(Store):
@@ -58,7 +81,7 @@ class LiveStore(Store):
         table: whose tensors are asked for at each save and load.
         is_announced: whether all that changes rows is announced; otherwise each snapshot is a copy.
         says_what_changes: whether it is announced which rows change; otherwise fingerprints find them.
-        audit: at every how manyth save fingerprints say whether all of them were announced; 0 for never.
+        audit: at every how manyth save fingerprints of all rows say whether all changes were announced; 0 for never.
 
     Attributes:
         lock: is taken while rows are announced, and while a snapshot is taken.
@@ -70,6 +93,7 @@ class LiveStore(Store):
     ) -> None:
         self.lock, self.says_what_changes, self.audit = threading.RLock(), says_what_changes, audit
         self._table, self._is_announced, self._observers = table, is_announced, Observers()
+        self._is_distrusted = False
         self.box = table.box()
         # A part of several has its columns of all rows, and sends them to the ranks that save the rows.
         first, end = self.box.rows if self.box.columns else self.box.own_rows
@@ -86,7 +110,6 @@ class LiveStore(Store):
 
     @property
     def ids(self) -> RowRange:
-        """The ids in row order."""
         return self._ids
 
     @property
@@ -119,13 +142,18 @@ class LiveStore(Store):
                 failure, self._failure = self._failure, None
                 raise LiveTableError(f"table {self._table.name!r}: its changes were not seen: {failure!r}") from failure
             columns = self._noted_columns()
+            self._is_announced &= not self._is_distrusted  # from now on: snapshots of before are no copies
             if not self._is_announced:
                 self._observers.replaced()
                 columns = {slot: column.to(torch.device("cpu")) for slot, column in columns.items()}
             return self._observers.snapshot(name, len(self), self._ids, columns, slots)
 
+    def distrust(self) -> None:
+        """Take it from now on that rows change without a word: each snapshot is a copy."""
+        super().distrust()
+        self._is_distrusted = True
+
     def track(self, marks: HasMarkSets) -> None:
-        """Note in these marks all that changes."""
         with self.lock:
             self._observers.track(marks)
 
@@ -158,10 +186,12 @@ class LiveStore(Store):
             if self._is_captured():
                 return
             rows = rows.detach()
-            with self.lock:
-                if self._is_left_there(rows):
+            with self.lock:  # rows are left on their device until marks are read, which does not wait for it
+                is_late = runs_apart(rows) and not self._observers.has_snapshot
+                if is_late and (not self._observers.has_marks or self._noted.note(rows)):
                     return
-            own = self._own(_numbers_of(rows))
+            numbers = rows.nonzero() if rows.dtype == torch.bool else rows
+            own = self._own(numbers.to("cpu", torch.int64).numpy().reshape(-1))
             with self.lock:
                 if self._observers.has_snapshot:  # which copies each row once
                     own = distinct(own)
@@ -175,8 +205,9 @@ class LiveStore(Store):
             if self._is_captured():
                 return
             with self.lock:
-                for rows in self._all_rows() if self._is_announced and self._observers.has_snapshot else ():
-                    self._observers.keep(rows, with_ids=False)
+                n_rows = len(self) if self._is_announced and self._observers.has_snapshot else 0
+                for begin in range(0, n_rows, _PIECE_ROWS):
+                    self._observers.keep(np.arange(begin, min(begin + _PIECE_ROWS, n_rows)), with_ids=False)
                 self._observers.replaced()
         except Exception as error:
             self.failed(error)
@@ -201,12 +232,6 @@ class LiveStore(Store):
         self.replaced()
         self._failure = error
 
-    def _is_left_there(self, rows: Tensor) -> bool:
-        """Leave rows on the device until marks are read; say whether that can be, or nobody reads them."""
-        if not runs_apart(rows) or self._observers.has_snapshot:
-            return False
-        return not self._observers.has_marks or self._noted.note(rows)
-
     def _is_captured(self) -> bool:
         """Say whether a change is captured in a CUDA graph, from where no row can be copied; no save is right then."""
         if is_capturing():
@@ -217,7 +242,11 @@ class LiveStore(Store):
     def _noted_columns(self) -> Mapping[str, Column]:
         """Return the columns of now; where they lie elsewhere than before, all rows have changed."""
         columns = self.saved_columns
-        memory = {slot: _Place.of(column) for slot, column in columns.items()}
+        memory = {}
+        for slot, column in columns.items():
+            [tensor] = column.blocks
+            storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch's has no types
+            memory[slot] = _Place(column.spec, tensor.data_ptr(), storage)
         if self._memory != memory:
             self._observers.replaced()
             self._memory = memory
@@ -227,9 +256,6 @@ class LiveStore(Store):
         """Return those rows of the box that this rank saves, counted from the first of them."""
         own = rows - self._begin
         return own[(own >= 0) & (own < len(self))]
-
-    def _all_rows(self) -> Iterator[Int64s]:
-        return (np.arange(i, min(i + _PIECE_ROWS, len(self))) for i in range(0, len(self), _PIECE_ROWS))
 
     def _columns(self, begin: int, n_rows: int) -> Mapping[str, Column]:
         """Return so many rows of the box, from ``begin`` on."""
@@ -249,38 +275,23 @@ class LiveStore(Store):
         wait_for_devices(self._table.tensors().values())
 
     def _problem(self, name: str, tensor: Tensor) -> str | None:
-        """Return why a tensor cannot be saved."""
-        n_rows = self.box.rows[1] - self.box.rows[0]
-        dtype = spec_of(name, tensor).dtype
-        form = f"{dtype} {tuple(tensor.shape)} on {tensor.device}"
-        expected = misfit_of(spec_of(name, tensor), self.box)
-        if dtype not in ITEM_BYTES or tensor.dim() == 0 or 0 in tensor.shape[1:]:
-            expected = f"one of the dtypes {', '.join(ITEM_BYTES)}, and values in each row: {_EXCLUDE}"
-            return f"{name} is {form}, expected {expected}"
-        if len(tensor) != n_rows:
-            return f"{name} is {form}, expected {n_rows} rows, as live_tables found them: {_RESIZED}"
-        if expected is not None:
-            return f"{name} is {form}, expected {expected}, as its box has"
-        problem = _problem_of_memory(tensor)
-        return None if problem is None else f"{name} is {form}{problem}"
-
-
-def _numbers_of(rows: Tensor) -> Int64s:
-    """Return rows, as :meth:`recckpt.types.Door.announce` takes them, as numbers on the CPU."""
-    numbers = rows.nonzero() if rows.dtype == torch.bool else rows
-    return numbers.to("cpu", torch.int64).numpy().reshape(-1)
-
-
-def _problem_of_memory(tensor: Tensor) -> str | None:
-    """Return why the memory of a tensor cannot be read in place, None where it can."""
-    if tensor.device.type == "meta":
-        return ", expected memory: materialize it first"
-    if tensor.device.type not in _DEVICES:
-        return f", expected one of the devices {', '.join(_DEVICES)}: move it there, or {_EXCLUDE}"
-    if tensor.numel() and not tensor.untyped_storage().nbytes():
-        return ", whose memory is freed for now: save and load where it is there, as between steps"
-    return (
-        None
-        if tensor.is_contiguous()
-        else " and not contiguous, as which recckpt reads it in place: make it so, or exclude it"
-    )
+        """Return why a tensor cannot be saved, None where it can be read in place."""
+        n_rows, spec = self.box.rows[1] - self.box.rows[0], spec_of(name, tensor)
+        expected, place = misfit_of(spec, self.box), tensor.device.type
+        if spec.dtype not in ITEM_BYTES or tensor.dim() == 0 or 0 in tensor.shape[1:]:
+            problem = f", expected one of the dtypes {', '.join(ITEM_BYTES)}, and values in each row: {_EXCLUDE}"
+        elif len(tensor) != n_rows:
+            problem = f", expected {n_rows} rows, as live_tables found them: {_RESIZED}"
+        elif expected is not None:
+            problem = f", expected {expected}, as its box has"
+        elif place == "meta":
+            problem = ", expected memory: materialize it first"
+        elif place not in _DEVICES:
+            problem = f", expected one of the devices {', '.join(_DEVICES)}: move it there, or {_EXCLUDE}"
+        elif tensor.numel() and not tensor.untyped_storage().nbytes():
+            problem = ", whose memory is freed for now: save and load where it is there, as between steps"
+        elif not tensor.is_contiguous():
+            problem = " and not contiguous, as which recckpt reads it in place: make it so, or exclude it"
+        else:
+            return None
+        return f"{name} is {spec.dtype} {tuple(tensor.shape)} on {tensor.device}{problem}"

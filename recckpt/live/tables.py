@@ -4,28 +4,59 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recckpt.dense.optimizers import updater
 from recckpt.errors import LiveTableError
-from recckpt.live.absent import AbsentTable
-from recckpt.live.attached import AttachedTable
-from recckpt.live.dtensor import local_of
+from recckpt.live.attached import FINGERPRINTS, HOOKED, AttachedTable, FoundTable, with_marks
+from recckpt.live.boxes import AbsentTable, local_of
 from recckpt.live.find import find_tables
-from recckpt.live.found import FINGERPRINTS, OWN, FoundTable, with_marks
-from recckpt.live.keyed_table import AttachedKeyedTable
-from recckpt.live.keyed_types import KeyedLiveTable
-from recckpt.live.library_rows import LibraryRows
-from recckpt.live.library_types import LibraryTable
-from recckpt.live.options import check_names, check_options, listed_optimizers
+from recckpt.live.keyed import AttachedKeyedTable, KeyedLiveTable
+from recckpt.live.torchrec import load_around
 from recckpt.parallel.ranks import DEFAULT_TIMEOUT_SEC, Ranks, RanksNow
-from recckpt.text import Table, count, plain
-from recckpt.types import EMBEDDING, LiveTable, SavableTable, SlotSpec
+from recckpt.sparse.optim.optimizer import plain
+from recckpt.text import Table, count
+from recckpt.text import plain as as_text
+from recckpt.types import EMBEDDING, LiveTable, SavableTable, is_hashtable, is_list, positive_int
 
 _made: weakref.WeakValueDictionary[int, LiveTables] = weakref.WeakValueDictionary()  # by id of the model
+
+
+def _checked(
+    model: Any, optimizers: Any, *, min_rows: Any, names: Any, exclude: Any, audit: Any, adapters: Any
+) -> list[Optimizer]:
+    """Refuse arguments of :func:`live_tables` that are not what they can be; return the optimizers as a list.
+
+    Raises:
+        TypeError, ValueError: one is not.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, found a {type(model).__name__}")
+    listed = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+    for one in listed:
+        if not isinstance(one, Optimizer):
+            what = f"the class {one.__name__}" if isinstance(one, type) else f"a {type(one).__name__}"
+            raise TypeError(f"optimizers must be optimizers of torch, found {what}")
+    positive_int("min_rows", min_rows)
+    if names is not None and not (isinstance(names, Mapping) and all(isinstance(path, str) for path in names)):
+        raise TypeError(f"names must be a dict, path of a module -> name of its table, found {names!r:.200}")
+    if not (is_list(exclude) or isinstance(exclude, Set)) or not all(isinstance(path, str) for path in exclude):
+        raise TypeError(f"exclude must be a list of paths of modules, found {exclude!r:.200}")
+    if type(audit) is not int or audit < 0:
+        raise ValueError(f"audit must be an int of at least 0, found {audit!r}")
+    if not is_list(adapters):
+        raise TypeError(f"adapters must be a list of tables, found a {type(adapters).__name__}")
+    for adapter in adapters:
+        if not isinstance(adapter, LiveTable):
+            hint = ", a SavableTable: return it from the state dict of the model" if is_hashtable(adapter) else ""
+            raise TypeError(
+                f"adapters must be tables as recckpt.types.LiveTable, found a {type(adapter).__name__}{hint}"
+            )
+    return listed
 
 
 class LiveTables(Mapping[str, AttachedTable]):
@@ -35,7 +66,6 @@ class LiveTables(Mapping[str, AttachedTable]):
 
     Attributes:
         optimizers: those that it was given, which may train other parameters too.
-        libraries: by name, hash tables of other libraries, which are not among those of the model.
     """
 
     def __init__(
@@ -47,7 +77,6 @@ class LiveTables(Mapping[str, AttachedTable]):
         *,
         audit: int = 0,
         optimizers: Sequence[Optimizer] = (),
-        libraries: Sequence[LibraryTable] = (),
     ) -> None:
         self._ranks = ranks if ranks is not None and any(table.collection for table in tables) else None
         self._model = None if model is None else weakref.ref(model)
@@ -56,7 +85,6 @@ class LiveTables(Mapping[str, AttachedTable]):
         self._keys = frozenset(key for entry in self._found.values() for key in entry.keys)
         self._left = left
         self.optimizers = tuple(optimizers)
-        self.libraries = {library.name: LibraryRows(library) for library in libraries}
         self._is_closed = False
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # each has doors of its own
@@ -72,7 +100,6 @@ class LiveTables(Mapping[str, AttachedTable]):
 
     @property
     def model(self) -> nn.Module | None:
-        """The model whose tables these are, while it is there."""
         return None if self._model is None else self._model()
 
     def joined(
@@ -82,22 +109,35 @@ class LiveTables(Mapping[str, AttachedTable]):
 
         Raises:
             ValueError: a live table has the name of another table.
-            LiveTableError: the model has other weights by now.
+            LiveTableError: the model has other weights by now, as once its vocabulary was resized.
         """
-        self._check_weights(dense)
-        if twice := sorted(tables.keys() & (self.keys() | self.libraries.keys())):
+        other = []
+        for name, entry in self._found.items():
+            for key in entry.keys if entry.is_tensor else ():
+                there = dense.get(key)
+                if isinstance(there, Tensor):
+                    local, here = local_of(there), self[name].live.tensors()[EMBEDDING]
+                    if (local.shape, local.data_ptr()) != (here.shape, here.data_ptr()):
+                        other.append(name)
+        if other:
+            raise LiveTableError(
+                f"{', '.join(map(repr, dict.fromkeys(other)))}: the model has other weights than those that "
+                "live_tables took: close() the live tables, call live_tables once more, and make another saver"
+            )
+        if twice := sorted(tables.keys() & self.keys()):
             raise ValueError(f"two tables are named {twice[0]!r}: give the live one another name by names=")
         left = {key: value for key, value in dense.items() if key not in self._keys}
-        return {**tables, **self, **self.libraries}, left
+        return {**tables, **self}, left
 
-    @property
-    def collections(self) -> Mapping[nn.Module, Collection[str]]:
-        """The sharded collections that have some of the tables, with the keys of these in their state dicts."""
-        collections = defaultdict[nn.Module, set[str]](set)
+    def load_dense(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+        """Load the dense state of the model; sharded collections that have some of the tables keep these."""
+        collections = defaultdict[nn.Module, set[str]](set)  # with the keys of their tables in their state dicts
         for table in self._found.values():
             if table.collection is not None:
-                collections[table.collection] |= table.keys_in_collection
-        return collections
+                # Without those of what maps their ids.
+                keys = {key for key in table.keys if key.startswith(f"{table.path}.")}
+                collections[table.collection] |= {".".join(key.rsplit(".", 3)[-3:]) for key in keys}
+        load_around(model, state, collections)
 
     def tensors_of(self, name: str) -> tuple[str, ...]:
         """Return the names of the dense tensor that a checkpoint without live tables has in place of a table."""
@@ -111,10 +151,10 @@ class LiveTables(Mapping[str, AttachedTable]):
         """
         if self._ranks is None:
             return
-        here = {name: table.live for name, table in self.items() if _is_here(table)}
+        here = {name: table.live for name, table in self.items() if not isinstance(table.live, AbsentTable)}
         of_ranks = self._ranks.on_all(lambda: {name: (t.scalars(), t.settings()) for name, t in here.items()})
         for name, table in self.items():
-            if not _is_here(table):
+            if name not in here:
                 table.live.finish(*next(known[name] for known in of_ranks if name in known))
 
     def has_key(self, name: str) -> bool:
@@ -123,15 +163,18 @@ class LiveTables(Mapping[str, AttachedTable]):
 
     def is_live(self, parameter: Tensor, optimizer: Optimizer) -> bool:
         """Say whether what an optimizer keeps of a parameter is saved with the rows of a live table."""
-        return any(
-            parameter is weight and entry.is_trained_by(optimizer)
-            for entry in self._found.values()
-            for weight in entry.weights()
-        )
+        for entry in self._found.values():
+            if any(parameter is weight for weight in entry.weights()):
+                is_trained = entry.is_announced if entry.optimizer is None else updater(optimizer) is entry.optimizer
+                if is_trained:
+                    return True
+        return False
 
-    def without(self, parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-        """Yield those of named parameters of which an optimizer has a state that is not saved with rows."""
-        return ((name, parameter) for name, parameter in parameters if not self.is_live(parameter, optimizer))
+    def weights_with_states(self) -> Iterator[Tensor]:
+        """Yield the weights whose optimizers' states are saved with the rows."""
+        for entry in self._found.values():
+            if entry.is_announced or entry.optimizer is not None:
+                yield from entry.weights()
 
     def close(self) -> None:
         """Remove the hooks. Savers that have these tables refuse to save and load from now on; others can be made."""
@@ -153,48 +196,41 @@ class LiveTables(Mapping[str, AttachedTable]):
                 "saver what that returns"
             )
 
-    def check_same(self, tables: Sequence[FoundTable], libraries: Sequence[LibraryTable]) -> None:
+    def check_same(self, tables: Sequence[FoundTable]) -> None:
         """Refuse tables that are others than these.
 
         Raises:
             LiveTableError: they are.
         """
         before, now = (
-            {one.live.name: (one.path, one.optimizer, one.marks, None if one.keys else one.live) for one in some}
+            {
+                one.live.name: (
+                    *(one.path, one.optimizer, None if one.keys else one.live),
+                    "gradient" if one.why == HOOKED else one.marks,  # hooks may have come since
+                )
+                for one in some
+            }
             for some in (self._found.values(), tables)
         )
-        if before != now or {id(table.library) for table in self.libraries.values()} != {*map(id, libraries)}:
+        if before != now:
             raise LiveTableError(
                 "the model has live tables already, and others are asked for, or other optimizers train them: close() "
                 "those, and make another saver"
             )
 
-    def _check_weights(self, dense: Mapping[str, Any]) -> None:
-        """Refuse a model that has another tensor in the place of a table, as once its vocabulary was resized."""
-        other = [
-            name
-            for name, entry in self._found.items()
-            for key in (entry.keys if entry.is_tensor else ())
-            if isinstance(there := dense.get(key), Tensor) and not _is_same(there, self[name].live.tensors()[EMBEDDING])
-        ]
-        if other:
-            raise LiveTableError(
-                f"{', '.join(map(repr, dict.fromkeys(other)))}: the model has other weights than those that "
-                "live_tables took: close() the live tables, call live_tables once more, and make another saver"
-            )
-
     def __str__(self) -> str:
-        rows = [
-            _row(name, entry.live.n_rows, self[name].specs, entry.kind, entry.marks, entry.why or "")
-            for name, entry in self._found.items()
-        ]
-        rows += [
-            _row(name, len(table), table.specs, type(table.library).__name__, OWN, "")
-            for name, table in self.libraries.items()
-        ]
+        rows = []
+        for name, entry in self._found.items():
+            marks, why, (embedding, *others) = entry.marks, entry.why or "", self[name].specs
+            if marks != FINGERPRINTS and not self[name].rows.says_what_changes:
+                marks = FINGERPRINTS
+                why = "a save found rows that had changed unmarked: something writes past the hooks"
+            shape = f"{count(entry.live.n_rows)} x {'x'.join(map(str, embedding.shape))}"
+            slots = ", ".join(spec.name for spec in others) or "-"
+            rows.append((name, shape, entry.kind, slots, marks, why))
         table = Table(("table", "rows x dim", "kind", "slots", "marks", "why"), rows)
         left = [f"not a live table: {path}: {why}" for path, why in self._left.items()]
-        return "\n".join([*plain([table] if rows else ["no live tables"]), *left])
+        return "\n".join([*as_text([table] if rows else ["no live tables"]), *left])
 
     __repr__ = __str__
 
@@ -208,7 +244,7 @@ def live_tables(
     exclude: Collection[str] = (),
     marks: str | Mapping[str, str] = "auto",
     audit: int = 0,
-    adapters: Sequence[LiveTable | LibraryTable] = (),
+    adapters: Sequence[LiveTable] = (),
 ) -> LiveTables:
     """Find the embedding tables of a model that recckpt saves where they lie, with their optimizers' states.
 
@@ -225,32 +261,27 @@ def live_tables(
         exclude: paths of modules that stay dense.
         marks: how changed rows are known: ``"auto"``, or ``"fingerprints"``: by looking at all rows at each save,
             whoever writes them. For all tables, or by the names of tables.
-        audit: every ``audit``-th save compares the marks of hooks with fingerprints, and fails where a row was missed;
-            0 for never.
-        adapters: tables in the memory of somebody else, which announce what changes in them, and hash tables of other
-            libraries, which export it.
+        audit: every ``audit``-th save compares the marks of hooks with fingerprints of all rows, and a save that finds
+            that a row was missed fails. 0: each save compares some rows, and goes on with all of them.
+        adapters: tables in the memory of another library, which announce what changes in them.
 
     Raises:
         LiveTableError: tables cannot be saved so; says all that is wrong at once.
         TypeError, ValueError: an argument is not what it can be.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, found a {type(model).__name__}")
-    listed = listed_optimizers(optimizers)
-    check_options(min_rows, names, exclude, audit, adapters)
-    ranks = RanksNow(DEFAULT_TIMEOUT_SEC).of(None, None)
-    libraries = [one for one in adapters if isinstance(one, LibraryTable)]
-    announcing = [one for one in adapters if isinstance(one, LiveTable)]
-    found, left = find_tables(
-        model, listed, ranks, min_rows=min_rows, names=dict(names or {}), exclude=exclude, adapters=announcing
+    listed = _checked(
+        model, optimizers, min_rows=min_rows, names=names, exclude=exclude, audit=audit, adapters=adapters
     )
-    check_names(found, libraries)
+    ranks = RanksNow(DEFAULT_TIMEOUT_SEC).of(None, None)
+    found, left = find_tables(
+        model, listed, ranks, min_rows=min_rows, names=dict(names or {}), exclude=exclude, adapters=adapters
+    )
     found = with_marks(found, marks)
     made = _made.get(id(model))
     if made is not None and made.model is model:
-        made.check_same(found, libraries)
+        made.check_same(found)
         return made
-    tables = LiveTables(model, found, left, ranks, audit=audit, optimizers=listed, libraries=libraries)
+    tables = LiveTables(model, found, left, ranks, audit=audit, optimizers=listed)
     _made[id(model)] = tables
     return tables
 
@@ -263,8 +294,12 @@ def _attached_all(tables: Mapping[str, FoundTable], audit: int) -> dict[str, Att
     """
     attached, problems = dict[str, AttachedTable](), []
     for name, table in tables.items():
+        how: dict[str, Any] = {"is_announced": table.is_announced, "says_what_changes": table.marks != FINGERPRINTS}
         try:
-            attached[name] = _attached(table, audit)
+            if isinstance(table.live, KeyedLiveTable):
+                attached[name] = AttachedKeyedTable(table.live, audit=audit, **how)
+            else:
+                attached[name] = AttachedTable(table.live, audit=audit, **how)
         except LiveTableError as error:
             problems.append(str(error))
     if problems:
@@ -274,27 +309,82 @@ def _attached_all(tables: Mapping[str, FoundTable], audit: int) -> dict[str, Att
     return attached
 
 
-def _attached(table: FoundTable, audit: int) -> AttachedTable:
-    says_what_changes = table.marks != FINGERPRINTS
-    options: dict[str, Any] = {"is_announced": table.is_announced, "says_what_changes": says_what_changes}
-    if isinstance(table.live, KeyedLiveTable):
-        return AttachedKeyedTable(table.live, audit=audit, **options)
-    return AttachedTable(table.live, audit=audit, **options)
-
-
-def _is_here(table: AttachedTable) -> bool:
-    return not isinstance(table.live, AbsentTable)
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    here = local_of(one)
-    return here.shape == other.shape and here.data_ptr() == other.data_ptr()
-
-
-def _row(name: str, n_rows: int, specs: Sequence[SlotSpec], kind: str, *marks_and_why: str) -> tuple[str, ...]:
-    embedding, *others = specs
-    shape = f"{count(n_rows)} x {'x'.join(map(str, embedding.shape))}"
-    return name, shape, kind, ", ".join(spec.name for spec in others) or "-", *marks_and_why
-
-
 NO_TABLES = LiveTables(None, (), {})
+
+
+class RowOptimizers:
+    """What is saved beside the rows of all tables: the steps of each, and the settings of who trains it.
+
+    Args:
+        sparse_optim: the optimizer of our tables, None where there is none.
+        tables: the live tables, each a group of its own.
+    """
+
+    def __init__(self, sparse_optim: Optimizer | None, tables: LiveTables) -> None:
+        self._sparse_optim, self._tables = sparse_optim, tables
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The settings of all groups; those of live tables are copies."""
+        own = self._sparse_optim.param_groups if self._sparse_optim is not None else []
+        return [*own, *self._groups()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the slots of all optimizers, the steps by the names of tables, and the groups."""
+        own = self._sparse_optim.state_dict() if self._sparse_optim is not None else {}
+        slots = {slot for table in self._tables.values() for slot in table.live.tensors() if slot != EMBEDDING}
+        steps = {
+            name: {"step": int(step)}
+            for name, table in self._tables.items()
+            if (step := table.live.scalars().get("step")) is not None
+        }
+        return {
+            "slots": [*own.get("slots", ()), *sorted(slots - {*own.get("slots", ())})],
+            "state": {**own.get("state", {}), **steps},
+            "param_groups": [*own.get("param_groups", ()), *self._groups()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give each optimizer its part of a saved state; a live table of which it has no step begins anew."""
+        groups = state["param_groups"]
+        if self._sparse_optim is not None:
+            ours = [group for group in groups if not {*group["tables"]} <= self._tables.keys()]
+            steps = {name: values for name, values in state["state"].items() if name not in self._tables}
+            slots = self._sparse_optim.state_dict()["slots"]
+            self._sparse_optim.load_state_dict({"slots": slots, "state": steps, "param_groups": ours})
+        now = {name: group for group in self._groups() for name in group["tables"]}
+        settings = {name: group for group in groups for name in group["tables"] if name in self._tables}
+        # Tables may share a group of an optimizer: one that is not loaded leaves what others have brought.
+        for name in sorted(settings, key=lambda name: settings[name] != now.get(name)):
+            own = {key: value for key, value in settings[name].items() if key != "tables"}
+            self._tables[name].live.finish({}, own)
+        scalars = {name: state["state"].get(name, {"step": 0}) for name in self._tables}
+        # The tables of a kernel have one step, which is that of the last: one that begins anew leaves it to the others.
+        for name in sorted(scalars, key=lambda name: int(scalars[name].get("step", 0))):
+            self._tables[name].live.finish(scalars[name], {})
+
+    def is_live(self, table: str) -> bool:
+        """Say whether a table is a live one."""
+        return table in self._tables
+
+    def set_settings(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Give each optimizer the settings of saved groups."""
+        groups = list(groups)
+        own = self._sparse_optim.param_groups if self._sparse_optim is not None else []
+        for now, before in zip(own, groups, strict=False):
+            now.update({key: value for key, value in before.items() if key != "params"})
+        for group in groups[len(own) :]:
+            [name] = group["tables"]
+            self._tables[name].live.finish({}, {key: value for key, value in group.items() if key != "tables"})
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [
+            {**{key: plain(value) for key, value in table.live.settings().items()}, "tables": [name]}
+            for name, table in self._tables.items()
+            if table.live.settings()
+        ]
+
+
+def row_optimizers(sparse_optim: Optimizer | None, tables: LiveTables) -> Optimizer | RowOptimizers | None:
+    """Return what has the state of the optimizers of all rows; the sparse optimizer itself where no table is live."""
+    return RowOptimizers(sparse_optim, tables) if tables else sparse_optim

@@ -1,21 +1,149 @@
-"""``nn.Embedding`` and ``nn.EmbeddingBag`` with an optimizer of torch as live tables."""
+"""Embeddings of torch, those of DTensors too, as live tables with an optimizer of torch; hooks notice their writes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recckpt.dense.sharded import is_sharded
 from recckpt.errors import LiveTableError
-from recckpt.live.hooks import WeakDoor
+from recckpt.live.boxes import box_of, local_of, spread_of
 from recckpt.live.optimizer_slots import slot_of
-from recckpt.live.torch_announcer import TorchAnnouncer
 from recckpt.live.torch_rules import TorchRule, make_state, set_step
+from recckpt.live.writes import WeakDoor, WriteGuard, is_capturing, outside_graphs
 from recckpt.parallel.ranks import rank_and_size
 from recckpt.sparse.table.checks import spec_of
 from recckpt.types import EMBEDDING, Box, Door, SlotSpec
+
+_INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a float
+
+
+class TorchAnnouncer:
+    """The hooks of one table; they never raise, and keep neither table nor optimizer alive.
+
+    A copy, as in a deep copy or a pickle of the model, does nothing.
+    """
+
+    def __init__(self, table: TorchEmbedding | None = None, door: WeakDoor | None = None) -> None:
+        self._table: Callable[[], TorchEmbedding | None] = (lambda: None) if table is None else weakref.ref(table)
+        self._door, of_now = door or WeakDoor(), self._table
+        self.guard = WriteGuard(lambda: {} if (table := of_now()) is None else table.whole(), self._door.replaced)
+        self._post_hook: int | None = None  # of the optimizer
+        self._step_hooks: tuple[tuple[Any, ...], bool] = (), False  # its hooks, as last looked at; whether all are ours
+
+    def install(self, modules: Iterable[Any], optimizer: Optimizer | None) -> Callable[[], object]:
+        """Hook the modules that have the weight, and the optimizer that trains it; return what removes the hooks."""
+        handles: list[Any] = []
+        if optimizer is not None:
+            handles += [
+                optimizer.register_step_pre_hook(self.before_step),
+                optimizer.register_step_post_hook(self.after_write),
+            ]
+            self._post_hook = handles[-1].id
+        for module in modules:
+            handles += [
+                module.register_load_state_dict_pre_hook(self.before_load),
+                module.register_load_state_dict_post_hook(self.after_write),
+            ]
+            if getattr(module, "max_norm", None) is not None:
+                handles += [
+                    module.register_forward_pre_hook(self.before_forward, with_kwargs=True),
+                    module.register_forward_hook(self.after_write, always_call=True, prepend=True),
+                ]
+        return lambda: [handle.remove() for handle in handles]
+
+    @outside_graphs
+    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Announce the rows that have a gradient; where a closure makes it, once that has."""
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        # What comes after a step may write; then the hook of this table is to be the last of them. A hook that is added
+        # changes one of these two: each has a new number.
+        seen = len(hooks), next(reversed(hooks), None)
+        if seen != self._step_hooks[0]:
+            self._step_hooks = seen, not has_foreign(hooks)
+        if not self._step_hooks[1] and self._post_hook in hooks:
+            hooks.move_to_end(self._post_hook)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._announce_step(is_final=self._are_ours(optimizer._optimizer_step_pre_hooks, since=True))
+            return None
+
+        def announcing() -> Any:
+            loss = closure()
+            self._announce_step(is_final=True)  # all hooks were called before the closure
+            return loss
+
+        return ((args[0], announcing, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"})
+
+    @outside_graphs
+    def before_load(self, *args: Any) -> None:
+        """Announce that a state dict is about to be loaded."""
+        with self._known_write():
+            self._door.announce_all()
+
+    @outside_graphs
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Announce the rows that ``max_norm`` may shorten; all where other hooks run between this and the end of it."""
+        with self._known_write():
+            if self._are_ours(module._forward_pre_hooks, since=True) and self._are_ours(module._forward_hooks):
+                self._door.announce(args[0] if args else kwargs["input"])
+            else:
+                self._door.announce_all()
+
+    @outside_graphs
+    def after_write(self, *args: Any) -> None:
+        """Take what was written for known."""
+        self.guard.end()
+
+    def _are_ours(self, hooks: Mapping[int, Any], *, since: bool = False) -> bool:
+        """Say whether no hook of other code comes before that of this table, or ``since`` it."""
+        owners = [getattr(hook, "__self__", None) for hook in hooks.values()]
+        place = next((number for number, owner in enumerate(owners) if owner is self), 0)
+        return all(isinstance(owner, TorchAnnouncer) for owner in (owners[place:] if since else owners[:place]))
+
+    def _announce_step(self, *, is_final: bool) -> None:
+        """Announce what a step changes, by the gradient where that ``is_final``."""
+        with self._known_write():
+            table = self._table()
+            grad = table.weight.grad if table is not None else None
+            if table is None or grad is None:
+                return  # torch's optimizers leave such a parameter as it is
+            is_known = is_final and self._step_hooks[1] and table.reason is None and not is_capturing()
+            part = table.part_of(grad) if is_known else None
+            if part is None:
+                self._door.announce_all()
+            elif part.is_sparse:
+                self._door.announce(part._indices()[0])
+            else:  # not zero by bits: -0.0 may turn a weight of -0.0 into 0.0
+                bits = part.detach().contiguous().view(_INT[part.element_size()])
+                self._door.announce(bits.flatten(1).any(1))
+
+    @contextmanager
+    def _known_write(self) -> Iterator[None]:
+        """Announce in the block a write that follows it; an error there is that of the next save."""
+        try:
+            self.guard.begin()
+            yield
+        except Exception as error:
+            self._door.failed(error)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TorchAnnouncer:
+        return TorchAnnouncer()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TorchAnnouncer, ()
+
+
+def has_foreign(hooks: Mapping[int, Any]) -> bool:
+    """Say whether hooks of other code than recckpt's are among some."""
+    owners = (type(getattr(hook, "__self__", None)) for hook in hooks.values())
+    return not all(owner.__module__.split(".")[0] == "recckpt" for owner in owners)
 
 
 class TorchEmbedding:
@@ -43,11 +171,11 @@ class TorchEmbedding:
         self.name, self.n_rows = name, len(self.weight)
         self._rank, self._n_ranks = rank_and_size()
         self._announcer = TorchAnnouncer()
+        self._reason_of_load: str | None = None
         self._make_state()
 
     @property
     def weight(self) -> Tensor:
-        """The weight of now."""
         weight: Tensor = self._module.weight
         return weight
 
@@ -55,10 +183,9 @@ class TorchEmbedding:
     def reason(self) -> str | None:
         """Why rows may change that have no gradient; None where none does."""
         group = self._group
-        return self._rule.reason(group) if self._rule and group else None
+        return (self._rule.reason(group) or self._reason_of_load) if self._rule and group else None
 
     def box(self) -> Box:
-        """Return all rows: each rank has a copy of them, as of all weights that are not sharded."""
         return Box((0, self.n_rows), replica=self._rank, n_replicas=self._n_ranks)
 
     def prepare(self) -> None:
@@ -76,7 +203,6 @@ class TorchEmbedding:
         self._make_state()
 
     def look(self) -> None:
-        """Look for writes that were not announced."""
         self._announcer.guard.look()
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -87,8 +213,8 @@ class TorchEmbedding:
     def whole(self) -> Mapping[str, Tensor]:
         """Return them as the module and the optimizer have them."""
         group, state = self._group, self._state  # once: each step asks for them, and they are looked for
-        slots = self._rule.slots(group) if self._rule and group else {}
-        states = {slot: state.get(key) for key, slot in slots.items()}
+        rule = self._rule if group else None
+        states = {slot_of(rule.prefix, key): state.get(key) for key in rule.keys(group)} if rule is not None else {}
         return {EMBEDDING: self.weight, **{slot: value for slot, value in states.items() if isinstance(value, Tensor)}}
 
     def other_slots(self) -> Mapping[str, SlotSpec]:
@@ -99,7 +225,6 @@ class TorchEmbedding:
         return {slot: spec_of(slot, self.weight) for slot in slots if slot not in self.tensors()}
 
     def part_of(self, gradient: Tensor) -> Tensor | None:
-        """Return the gradient of the rows of this rank."""
         return gradient
 
     def attach(self, door: Door) -> Callable[[], object]:
@@ -108,12 +233,10 @@ class TorchEmbedding:
         return self._announcer.install((self._module, *self._tied), self._optimizer)
 
     def scalars(self) -> Mapping[str, int | float]:
-        """Return the steps of the optimizer."""
         step = self._state.get("step")
         return {} if step is None else {"step": int(step)}
 
     def settings(self) -> Mapping[str, Any]:
-        """Return the settings of the group of the weight."""
         return {key: value for key, value in self._group.items() if key != "params"} if self._optimizer else {}
 
     def finish(self, scalars: Mapping[str, int | float], settings: Mapping[str, Any]) -> None:
@@ -129,6 +252,12 @@ class TorchEmbedding:
             else:
                 group[key] = settings[key]
         self._make_state()
+        if settings and self._rule is not None and group:
+            for key in {*self._rule.others} - {*self._rule.keys(group)}:  # which it has with other settings alone
+                self._optimizer.state.get(self.weight, {}).pop(key, None)
+        if self._rule is not None and "sum" in self._rule.keys(group):
+            is_usual = bool((self.tensors()[slot_of(self._rule.prefix, "sum")] >= 0).all())
+            self._reason_of_load = None if is_usual else "a sum that is NaN or negative changes rows without a gradient"
 
     def _make_state(self) -> None:
         if self._optimizer is not None and self._rule is not None and self._group:
@@ -143,3 +272,56 @@ class TorchEmbedding:
         """The group of the optimizer that has the weight."""
         weight, groups = self.weight, self._optimizer.param_groups if self._optimizer is not None else ()
         return next((group for group in groups if any(one is weight for one in group["params"])), {})
+
+
+class DTensorEmbedding(TorchEmbedding):
+    """The rows of an embedding that this rank has, as a part of them, a copy, or a copy of a part.
+
+    Args:
+        name, module, optimizer, rule, tied: as of TorchEmbedding.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: Any,
+        optimizer: Optimizer | None,
+        rule: TorchRule | None,
+        tied: Sequence[nn.Module] = (),
+    ) -> None:
+        self._weight: Tensor = module.weight
+        super().__init__(name, module, optimizer, rule, tied)
+
+    @property
+    def weight(self) -> Tensor:
+        now = self._module.weight
+        if now is not self._weight and is_sharded(now) and spread_of(now) == spread_of(self._weight):
+            self._weight = now
+        return self._weight
+
+    def box(self) -> Box:
+        return box_of(self.weight)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return what this rank has of the weight and of the states.
+
+        Raises:
+            LiveTableError: a state lies on other ranks than the weight.
+        """
+        whole, expected = self.whole(), spread_of(self.weight)
+        for slot, tensor in whole.items():
+            if spread_of(tensor) != expected:
+                found = f"{tuple(tensor.shape)} {getattr(tensor, 'placements', 'of one rank')}"
+                raise LiveTableError(
+                    f"table {self.name!r}: found {slot} as {found}, expected {expected[0]} {expected[2]}, as its "
+                    "weight lies: call live_tables before the first step, and load no state of another layout"
+                )
+        return {slot: local_of(tensor).detach() for slot, tensor in whole.items()}
+
+    def part_of(self, gradient: Any) -> Tensor | None:
+        placements = getattr(gradient, "placements", None)
+        if spread_of(gradient) == spread_of(self.weight):
+            return local_of(gradient)
+        if placements and all(one.is_replicate() for one in placements):
+            return local_of(gradient)[slice(*self.box().rows)]
+        return None

@@ -1,21 +1,26 @@
-"""The optimizers of torch whose states are slots of live tables: their names here, and which rows a step changes.
+"""The optimizers of torch whose states are slots of live tables: who trains a weight, and which rows a step changes.
 
 A rule says that no row without a gradient changes only where that follows from its arithmetic, bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from recckpt.live.optimizer_slots import PREFIXES, slot_of
+from recckpt.dense.keyed_optimizer import is_keyed
+from recckpt.dense.optimizers import groups_of, is_zero, updater
+from recckpt.errors import LiveTableError
+from recckpt.live.optimizer_slots import PREFIXES
 
 Group = Mapping[str, Any]
+_LEAST_HALF = 2.0**-24  # of float16 that is not 0
 
 
 def _adam_keys(group: Group) -> list[str]:
@@ -26,16 +31,27 @@ def _adam_reason(group: Group) -> str | None:
     return "its moments move every row at each step"
 
 
+def _lr_reason(group: Group) -> str | None:
+    """Return the reason where a gradient of 0 times the learning rate is NaN; one on a device is not waited for."""
+    lr = group["lr"]
+    is_known = not isinstance(lr, Tensor) or lr.device.type == "cpu"
+    return None if not is_known or math.isfinite(lr) else f"a learning rate of {float(lr)} makes NaN of every row"
+
+
 def _adagrad_reason(group: Group) -> str | None:
+    if group["eps"] < _LEAST_HALF and any(weight.dtype == torch.float16 for weight in group["params"]):
+        return f"eps={group['eps']} is 0 in float16, so that rows without a gradient change"
     if group["weight_decay"]:
         return "weight decay moves every row at each step"
-    return "with eps=0 or maximize, rows without a gradient change" if group["maximize"] or not group["eps"] else None
+    if group["maximize"] or not group["eps"]:
+        return "with eps=0 or maximize, rows without a gradient change"
+    return _lr_reason(group)
 
 
 def _sgd_reason(group: Group) -> str | None:
     if group["weight_decay"] or group["momentum"]:
         return f"{'weight decay' if group['weight_decay'] else 'momentum'} moves every row at each step"
-    return "with maximize, rows without a gradient may change" if group["maximize"] else None
+    return "with maximize, rows without a gradient may change" if group["maximize"] else _lr_reason(group)
 
 
 @dataclass(frozen=True)
@@ -55,10 +71,6 @@ class TorchRule:
     reason: Callable[[Group], str | None]
     refusal: Callable[[Group], str | None] = lambda group: None
     others: tuple[str, ...] = ()
-
-    def slots(self, group: Group) -> dict[str, str]:
-        """Return key of a state -> slot."""
-        return {key: slot_of(self.prefix, key) for key in self.keys(group)}
 
 
 _AMSGRAD = ("max_exp_avg_sq",)
@@ -96,7 +108,11 @@ def make_state(optimizer: Optimizer, group: Group, parameter: Tensor, rule: Torc
             first = group.get("initial_accumulator_value", 0.0) if key == "sum" else 0.0
             state[key] = torch.full_like(parameter.detach(), first, memory_format=torch.preserve_format)
     if "step" not in state and not isinstance(optimizer, optim.SGD):
-        state["step"] = 0 if isinstance(optimizer, optim.SparseAdam) else _zero_step(group, parameter)
+        state["step"] = 0
+        if not isinstance(optimizer, optim.SparseAdam):  # as torch makes it
+            is_wide = torch.get_default_dtype() == torch.float64 and not group.get("fused")
+            device = parameter.device if group.get("capturable") or group.get("fused") else None
+            state["step"] = torch.zeros((), dtype=torch.float64 if is_wide else torch.float32, device=device)
 
 
 def set_step(optimizer: Optimizer, parameter: Tensor, step: int) -> None:
@@ -108,8 +124,46 @@ def set_step(optimizer: Optimizer, parameter: Tensor, step: int) -> None:
         state["step"] = step
 
 
-def _zero_step(group: Group, parameter: Tensor) -> Tensor:
-    """Return the step 0 as torch makes it."""
-    is_on_device = group.get("capturable") or group.get("fused")
-    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 and not group.get("fused") else torch.float32
-    return torch.zeros((), dtype=dtype, device=parameter.device if is_on_device else None)
+def optimizers_in(optimizers: Iterable[Optimizer], model: nn.Module) -> list[Optimizer]:
+    """Return the optimizers of torch in these, and those that the parameters of a model step in the backward pass."""
+    in_backward = (one for parameter in model.parameters() for one in getattr(parameter, "_in_backward_optimizers", ()))
+    inner = [one for outer in (*optimizers, *in_backward) for one in _inner(outer)]
+    return list({id(one): one for one in inner}.values())
+
+
+def _inner(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Yield the optimizers that one of TorchRec's consists of; one that consists of none itself."""
+    if is_keyed(optimizer):
+        parts = [part for _, part in getattr(optimizer, "optimizers", ())]
+        parts += [part for part in [getattr(optimizer, "_optimizer", None)] if part is not None]
+        for part in parts:
+            yield from _inner(part)
+    else:
+        yield optimizer if is_zero(optimizer) else updater(optimizer)
+
+
+def trainer_of(weight: Tensor, optimizers: Sequence[Optimizer]) -> tuple[Optimizer | None, TorchRule | None]:
+    """Return the optimizer that trains a weight, and what is known of it; None where the weight is frozen.
+
+    Raises:
+        LiveTableError: it cannot be saved by rows what there is; says why.
+    """
+    own = [one for one in optimizers for group in groups_of(one) if any(weight is each for each in group["params"])]
+    if len(own) > 1:
+        kinds = ", ".join(type(one).__name__ for one in own)
+        raise LiveTableError(f"{len(own)} optimizers train it ({kinds}), expected one: leave it to one of them")
+    if not own:
+        if weight.requires_grad:
+            raise LiveTableError("none of the optimizers trains it: give live_tables the one that does, or freeze it")
+        return None, None
+    [optimizer] = own
+    rule = rule_of(optimizer)
+    if rule is None:
+        raise LiveTableError(
+            f"{type(optimizer).__name__} trains it, of which it is not known what it keeps of a row: use one of "
+            f"exactly these classes of torch: {', '.join(KNOWN)}"
+        )
+    group = next(group for group in optimizer.param_groups if any(weight is each for each in group["params"]))
+    if why := rule.refusal(group):
+        raise LiveTableError(f"{type(optimizer).__name__}: {why}")
+    return optimizer, rule

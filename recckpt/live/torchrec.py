@@ -1,9 +1,9 @@
-"""The tables of TorchRec's collections: sharded ones, and unsharded ones with fused optimizers."""
+"""The tables of TorchRec's collections as live ones: where their attributes keep them, which TorchRec 1.8 has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -11,19 +11,109 @@ from torch import nn
 from torch.optim import Optimizer
 
 from recckpt.errors import LiveTableError
-from recckpt.live.absent import AbsentTable
-from recckpt.live.boxes import RankPart, column_ranges, problem_of
-from recckpt.live.fbgemm import IN_MEMORY, FbgemmTable, Kernel, is_kernel
-from recckpt.live.found import FINGERPRINTS, Candidate, FoundTable
-from recckpt.live.hooks import AnnounceAll, WeakDoor
+from recckpt.live.attached import FINGERPRINTS, Candidate, FoundTable, is_a
+from recckpt.live.boxes import AbsentTable, RankPart, column_ranges, problem_of
+from recckpt.live.fbgemm import BY_DUMP, HASHED_KERNEL, IN_MEMORY, KERNEL, FbgemmTable, Kernel, announce_calls
 from recckpt.live.torch_embedding import TorchEmbedding
-from recckpt.live.torch_optimizers import trainer_of
-from recckpt.live.torch_rules import TorchRule
-from recckpt.live.torchrec_collision import sharded_table
-from recckpt.live.torchrec_modules import Collection, collections_of
+from recckpt.live.torch_rules import TorchRule, trainer_of
+from recckpt.live.torchrec_collision import Collision, collisions_in, sharded_table
+from recckpt.live.writes import WeakDoor
 from recckpt.parallel.ranks import Ranks
+from recckpt.sparse.split import LOADS_AS_TORCH, behind, inner_name, load_dense, unwrapped, wrappers_in
 from recckpt.sparse.table.checks import spec_of
 from recckpt.types import EMBEDDING, Box, Door
+
+_SHARDED = (
+    ("torchrec.distributed.embeddingbag", "ShardedEmbeddingBagCollection"),
+    ("torchrec.distributed.embedding", "ShardedEmbeddingCollection"),
+)
+_FUSED = ("torchrec.modules.fused_embedding_modules", "FusedEmbeddingBagCollection", "FusedEmbeddingCollection")
+UNSHARDED = ("torchrec.modules.embedding_modules", "EmbeddingBagCollection", "EmbeddingCollection")
+_PARALLEL = "torchrec.distributed.model_parallel"
+_COLLIDING = "torchrec.distributed.mc_embedding_modules", "BaseShardedManagedCollisionEmbeddingCollection"
+LOADS_AS_TORCH.update(("torchrec", "fbgemm_gpu"))
+
+
+@dataclass(frozen=True)
+class Collection:
+    """A collection of tables in a model.
+
+    Attributes:
+        module: the collection.
+        path: of it in the model, without wrappers.
+        is_sharded: whether its tables are spread over ranks.
+        refusal: why none of its tables can be a live one, None where they can.
+        collisions: what maps raw ids to the rows of each table on this rank, by table; none where ids are rows.
+    """
+
+    module: Any
+    path: str
+    is_sharded: bool
+    refusal: str | None = None
+    collisions: Mapping[str, Collision] = field(default_factory=dict)
+
+    @property
+    def configs(self) -> Mapping[str, Any]:
+        """The configs of its tables by name, of those of all ranks."""
+        names = ("_embedding_bag_configs", "_embedding_configs")
+        configs = next(getattr(self.module, name) for name in names if hasattr(self.module, name))
+        return {config.name: config for config in configs}
+
+    @property
+    def kernels(self) -> Iterator[tuple[Any, Sequence[Any]]]:
+        """What has a kernel on this rank, and the configs of its tables in the order of the kernel."""
+        if not self.is_sharded:
+            yield from zip(self.module._emb_modules, self.module._key_to_tables.values(), strict=True)
+            return
+        for lookup in self.module._lookups:
+            inner = lookup.module if isinstance(lookup, nn.parallel.DistributedDataParallel) else lookup
+            yield from ((owner, owner._config.embedding_tables) for owner in inner._emb_modules)
+
+    def sharding_of(self, table: str) -> str | None:
+        """Return how a table is spread over ranks; None where it is not."""
+        return str(self.module.module_sharding_plan[table].sharding_type) if self.is_sharded else None
+
+    def module_of(self, table: str) -> Any:
+        return getattr(self.module, self.attribute)[table]
+
+    @property
+    def attribute(self) -> str:
+        return "embedding_bags" if hasattr(self.module, "embedding_bags") else "embeddings"
+
+
+def collections_of(model: nn.Module) -> Iterator[Collection]:
+    """Yield the collections of a model that recckpt knows, but for those whose tables are plain modules of torch."""
+    wrappers, named = _wrappers(model), list(model.named_modules())
+    for name, module in named:
+        is_sharded = any(is_a(module, *kind) for kind in _SHARDED)
+        if is_sharded or is_a(module, *_FUSED):
+            outer = [(path, other) for path, other in named if not path or name.startswith(f"{path}.")]
+            above = {path: other for path, other in outer if path != name}
+            collisions = {
+                table: replace(collision, path=unwrapped(collision.path, wrappers))
+                for path, other in above.items()
+                if is_a(other, *_COLLIDING)
+                for table, collision in collisions_in(path, other).items()
+            }
+            refusal = None
+            if any(is_a(other, _PARALLEL, "DMPCollection") for other in above.values()):
+                refusal = (
+                    "its replicas differ until DMPCollection.sync(): use DistributedModelParallel, or leave it dense"
+                )
+            yield Collection(module, unwrapped(name, wrappers), is_sharded, refusal, collisions)
+
+
+def _wrappers(model: nn.Module) -> list[tuple[str, str]]:
+    """Return where in a model a module is wrapped, outer ones first, by torch or by TorchRec."""
+    of_torch = dict(wrappers_in(model))
+    wrappers = []
+    for name, module in model.named_modules():
+        before = behind(name)
+        if is_a(module, _PARALLEL, "DistributedModelParallel"):
+            wrappers.append((before, "_dmp_wrapped_module."))
+        elif before in of_torch:
+            wrappers.append((before, of_torch[before]))
+    return wrappers
 
 
 @dataclass(frozen=True)
@@ -50,13 +140,12 @@ class CollectionTable(FbgemmTable):
         self._collection: Any = collection
 
     def attach(self, door: Door) -> Callable[[], object]:
-        """Announce what backward passes, loads and methods are about to change."""
-        kernel, owner = self._shard.kernel, self._shard.owner
+        hooks, owner = self._shard.kernel.hooks, self._shard.owner
         removers = [
             super().attach(door),
-            self._collection.register_load_state_dict_pre_hook(AnnounceAll(WeakDoor(door))).remove,
-            kernel.announce_calls(owner, "init_parameters"),
-            kernel.note_replaced(owner.fused_optimizer, "post_load_state_dict"),
+            self._collection.register_load_state_dict_pre_hook(WeakDoor(door).announce_all).remove,
+            announce_calls(owner, "init_parameters", hooks.announce_all),
+            announce_calls(owner.fused_optimizer, "post_load_state_dict", hooks.replaced),
         ]
         return lambda: [remove() for remove in removers]
 
@@ -73,7 +162,8 @@ class _Local:
 
     @property
     def path(self) -> str:
-        return self.collection.path_of(self.table)
+        parts = self.collection.path, self.collection.attribute, self.table
+        return ".".join(part for part in parts if part)
 
 
 def collection_tables(
@@ -133,9 +223,10 @@ def _locals(collection: Collection, optimizers: Sequence[Optimizer]) -> Iterator
         owner, module, number, config_here = shards[0]
         if collection.sharding_of(table) == "data_parallel":
             yield _copied(collection, table, n_rows, optimizers)
-        elif len(shards) > 1 or not is_kernel(module):
+        elif len(shards) > 1 or not is_a(module, *KERNEL):
             several = f"{len(shards)} shards of it lie on one rank, expected one: plan it with one on each"
-            refusal = several if len(shards) > 1 else f"its kernel is a {type(module).__name__}: {IN_MEMORY}"
+            remedy = BY_DUMP if is_a(module, *HASHED_KERNEL) else IN_MEMORY
+            refusal = several if len(shards) > 1 else f"its kernel is a {type(module).__name__}: {remedy}"
             yield _Local(collection, table, RankPart(n_rows, refusal=refusal))
         else:
             kernel = kernels[id(module)] = kernels.get(id(module)) or _kernel(owner, module)
@@ -228,3 +319,37 @@ def _made(local: _Local, parts: Sequence[RankPart], name: str) -> FoundTable:
     )
     collision = collection.collisions.get(table)
     return by_rows if collision is None else sharded_table(by_rows, collision)
+
+
+def load_around(model: nn.Module, state: Mapping[str, Any], collections: Mapping[nn.Module, Set[str]]) -> None:
+    """Load dense state by the names that it has without wrappers; the rest of the model stays as it is.
+
+    TorchRec's sharded collections load all their tables or fail, so those of which nothing is dense are not asked, and
+    the others get the live tables that they have, by which nothing changes.
+
+    Args:
+        model: the model.
+        state: dense state by name.
+        collections: collections, with the keys of their live tables, as the state dict of the collection has them.
+    """
+    if model in collections:
+        own = model.state_dict()
+        if own.keys() - collections[model]:
+            load_dense(model, {**{key: own[key] for key in collections[model]}, **state})
+        return
+    if not any(module in collections for module in model.modules()):
+        load_dense(model, state)
+        return
+    is_wrapper = is_a(model, _PARALLEL, "DistributedModelParallel")
+    name = "_dmp_wrapped_module." if is_wrapper else inner_name(model)  # of torch or of TorchRec
+    if name:
+        load_around(getattr(model, name[:-1]), state, collections)
+        return
+    direct = {key: value for key, value in state.items() if "." not in key}
+    errors: list[str] = []
+    model._load_from_state_dict(direct, "", {}, False, [], [], errors)
+    if errors:
+        raise RuntimeError("; ".join(errors))
+    for name, child in model.named_children():
+        of_child = {key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(f"{name}.")}
+        load_around(child, of_child, collections)

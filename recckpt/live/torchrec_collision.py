@@ -1,7 +1,8 @@
-"""Tables behind TorchRec's managed collision (MCH, ZCH) as live ones: by raw ids, and the rows without one beside."""
+"""Tables behind TorchRec's managed collision (MCH, ZCH) as live ones: by raw ids, read from the buffers of its map."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,16 +11,163 @@ import torch
 from torch import Tensor, nn
 
 from recckpt.errors import LiveTableError
-from recckpt.live.collision_map import CollisionMap
-from recckpt.live.found import FoundTable
-from recckpt.live.keyed_types import IdMap
-from recckpt.live.kinds import is_a
-from recckpt.live.shared_rows import SharedRows
+from recckpt.live.attached import FoundTable, is_a
+from recckpt.live.keyed import IdMap
+from recckpt.live.writes import WeakDoor
 from recckpt.parallel.ranks import rank_and_size
-from recckpt.sparse.files.owners import EVERY_ID, LEAST, IdSpan, IdSpans, OwnedIds
-from recckpt.types import Box, Door, WatchedTable
+from recckpt.sparse.files.owners import EVERY_ID, LEAST, IdBlock, IdSpan, IdSpans, OwnedIds
+from recckpt.types import Door, LiveTable, WatchedTable
 
+_EMPTY = torch.iinfo(torch.int64).max  # in place of a raw id
+_ROW = "zch_row"  # slots are part of the format
+_IDS, _ROWS = "_mch_sorted_raw_ids", "_mch_remapped_ids_mapping"
+_MODULE, _CLASS = "torchrec.modules.mc_modules", "MCHManagedCollisionModule"
 _UNSHARDED = "torchrec.modules.mc_embedding_modules", "BaseManagedCollisionEmbeddingCollection"
+
+
+class SharedRows:
+    """A live table whose rows are saved as two: those that belong to an id, and the others. It announces to both.
+
+    Args:
+        live: the table.
+    """
+
+    def __init__(self, live: LiveTable) -> None:
+        self.live = live
+        self._all = WeakDoor()
+        self._detach: Callable[[], object] | None = None
+
+    def attach(self, door: Door) -> Callable[[], object]:
+        reference = weakref.ref(door)
+        self._all.doors.append(reference)
+        if self._detach is None:
+            self._detach = self.live.attach(self._all)
+
+        def end() -> None:
+            self._all.doors.remove(reference)
+            if not self._all.doors and self._detach is not None:
+                self._detach()
+                self._detach = None
+
+        return end
+
+
+class CollisionMap:
+    """The map of one module of managed collision. Its rows are those of the shard of this rank, the last is nobody's.
+
+    Args:
+        module: a ``MCHManagedCollisionModule``.
+
+    Attributes:
+        first: the first row of the shard, of those of all ranks.
+        n_rows: how many rows the shard has.
+        fallback: the row of the shard that all ids without a row share.
+        buffers: those that are made anew from what is saved.
+        id_bytes: bytes that are copied of each id at a save.
+
+    Raises:
+        LiveTableError: it is another module, whose map lies elsewhere.
+    """
+
+    def __init__(self, module: Any) -> None:
+        if (type(module).__module__, type(module).__name__) != (_MODULE, _CLASS):
+            raise LiveTableError(
+                f"its ids are remapped by a {type(module).__name__}, whose map recckpt does not read: table and map "
+                f"are saved as dense tensors, whole each time; remap them by {_CLASS} to save them by raw id"
+            )
+        self._module = module
+        self._meta = {
+            f"zch_{info.metadata_name}": f"_mch_{info.metadata_name}"
+            for info in module._eviction_policy.metadata_info
+            if info.is_mch_metadata
+        }
+        self.first, self.n_rows = int(module._output_global_offset), int(module._zch_size)
+        self.fallback = self.n_rows - 1
+        self.buffers = (_IDS, _ROWS, "_output_segments_tensor", *self._meta.values())
+        self.id_bytes = 16 + 8 * len(self._meta)
+
+    @property
+    def looked_up(self) -> IdBlock:
+        """The raw ids that TorchRec looks up on this rank, one of those that the table is divided over.
+
+        Those of its part of the input, others in turn, as ``fbgemm::block_bucketize_sparse_features``, by which
+        TorchRec sends them there.
+        """
+        segments = [row for row in self._buffer("_output_segments_tensor").tolist() if row >= 0]  # and the end
+        n_shards, size = len(segments) - 1, int(self._module._input_hash_size)
+        return IdBlock(segments.index(self.first), n_shards, -(-size // n_shards))
+
+    def check(self) -> None:
+        """Make sure that the last row is nobody's, as rows are counted here.
+
+        Raises:
+            LiveTableError: it is not.
+        """
+        last = int(getattr(self._module, _ROWS)[-1]) - self.first
+        if last != self.fallback or int(getattr(self._module, _IDS)[-1]) != _EMPTY:
+            raise LiveTableError(
+                f"found row {last} at the end of {_ROWS}, expected {self.fallback}, which no id has: the buffers of "
+                "the module were written by something else than itself; load a checkpoint, which writes them anew"
+            )
+
+    def read(self) -> IdMap:
+        """Return the ids of now, with their rows of the shard."""
+        ids = self._buffer(_IDS)
+        n_ids = int(torch.searchsorted(ids, torch.tensor([_EMPTY], device=ids.device)))
+        rows = self._buffer(_ROWS)[:n_ids].clone()
+        meta = {slot: self._buffer(name)[:n_ids].clone() for slot, name in self._meta.items()}
+        return IdMap(ids[:n_ids].clone(), rows - self.first, {_ROW: rows, **meta})
+
+    def free(self) -> Tensor:
+        """Return the rows that no id has, in ascending order; not the one that is nobody's."""
+        is_free = torch.ones(self.n_rows, dtype=torch.bool, device="cpu")
+        is_free[self.read().rows.cpu()] = False
+        is_free[self.fallback] = False
+        return is_free.nonzero().flatten()
+
+    def place(self, ids: Tensor, meta: Mapping[str, Tensor], *, drops: bool) -> Tensor:
+        """Return the rows for ids, in ascending order: those that they had where all of them have one here.
+
+        Raises:
+            LiveTableError: there are more ids than rows, and none is to be dropped.
+        """
+        rows = meta[_ROW] - self.first
+        is_here = bool(((rows >= 0) & (rows < self.fallback)).all())
+        if is_here and len(torch.unique(rows)) == len(rows):
+            return rows
+        if len(ids) > self.fallback and not drops:
+            raise LiveTableError(
+                f"found {len(ids)} ids for the rows {self.first} to {self.first + self.fallback - 1}, expected at most "
+                f"{self.fallback}: make zch_size larger, or keep those that count most by 'zch': 'drop' in load_conf"
+            )
+        places = torch.full_like(ids, -1)
+        worth = next((meta[slot] for slot in ("zch_counts", "zch_last_access_iter") if slot in meta), ids)
+        kept = torch.argsort(worth, descending=True, stable=True)[: self.fallback].sort().values
+        places[kept] = torch.arange(len(kept), device="cpu")
+        return places
+
+    def write(self, id_map: IdMap) -> None:
+        """Make these the ids; what was looked up since the last eviction is forgotten, as by a load of TorchRec's."""
+        module, n_ids, device = self._module, len(id_map.ids), self._buffer(_IDS).device
+        is_free = torch.ones(self.n_rows, dtype=torch.bool, device="cpu")
+        is_free[id_map.rows] = False
+        rows = torch.cat([id_map.rows, is_free.nonzero().flatten()])  # the last one is nobody's
+        values = {_IDS: (id_map.ids, _EMPTY), _ROWS: (rows + self.first, 0)}
+        values |= {name: (id_map.meta[slot], 0) for slot, name in self._meta.items()}
+        with torch.no_grad():
+            for name, (tensor, rest) in values.items():
+                buffer = self._buffer(name)
+                buffer[: len(tensor)] = tensor.to(device)
+                buffer[len(tensor) :] = rest
+            accesses = id_map.meta.get("zch_last_access_iter")
+            newest = 0 if accesses is None or not n_ids else accesses.max()
+            module._current_iter_tensor.clamp_(min=int(newest))  # an id of another run was not looked up later than now
+        module._current_iter = -1  # it is read from the tensor then
+        module._current_history_buffer_offset, module._evicted = 0, False
+
+    def _buffer(self, name: str) -> Tensor:
+        tensor: Tensor = getattr(self._module, name)
+        return tensor.detach()
 
 
 class _OfSharedRows:
@@ -33,24 +181,13 @@ class _OfSharedRows:
 
     def __init__(self, name: str, rows: SharedRows, ids: CollisionMap) -> None:
         self.name, self.n_rows = name, rows.live.n_rows
-        self._rows, self._ids = rows, ids
-
-    def box(self) -> Box:
-        """Return the rows of this rank."""
-        return self._rows.live.box()
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Return the slots of all rows, as they lie."""
-        return self._rows.live.tensors()
-
-    def attach(self, door: Door) -> Callable[[], object]:
-        """Announce changes of rows; which ids have them is asked for at each save."""
-        return self._rows.attach(door)
+        self._live, self._ids = rows.live, ids
+        self.box, self.tensors, self.attach = rows.live.box, rows.live.tensors, rows.attach
 
     def look(self) -> None:
         """Look for writes that were not announced, where the rows can say so."""
-        if isinstance(self._rows.live, WatchedTable):
-            self._rows.live.look()
+        if isinstance(self._live, WatchedTable):
+            self._live.look()
 
 
 class RawIdTable(_OfSharedRows):
@@ -66,6 +203,8 @@ class RawIdTable(_OfSharedRows):
         super().__init__(name, rows, ids)
         self.n_ids: int | None = n_ids
         self.owned_ids = owned_ids
+        self.scalars, self.settings, self.finish = rows.live.scalars, rows.live.settings, rows.live.finish
+        self.id_map, self.take_ids = ids.read, ids.write
 
     def prepare(self) -> None:
         """Bring rows and map up to date.
@@ -73,64 +212,40 @@ class RawIdTable(_OfSharedRows):
         Raises:
             LiveTableError: the buffers of the map are not as its module leaves them; or as of the rows.
         """
-        self._rows.live.prepare()
+        self._live.prepare()
         try:
             self._ids.check()
         except LiveTableError as error:
             raise LiveTableError(f"table {self.name!r}: {error}") from error
 
-    def scalars(self) -> Mapping[str, int | float]:
-        """Return those of the optimizer."""
-        return self._rows.live.scalars()
-
-    def settings(self) -> Mapping[str, Any]:
-        """Return those of the optimizer."""
-        return self._rows.live.settings()
-
-    def finish(self, scalars: Mapping[str, int | float], settings: Mapping[str, Any]) -> None:
-        """Take over scalars and settings of the optimizer."""
-        self._rows.live.finish(scalars, settings)
-
-    def id_map(self) -> IdMap:
-        """Return the raw ids of now."""
-        return self._ids.read()
-
     def place(self, ids: Tensor, meta: Mapping[str, Tensor], *, drops: bool) -> Tensor:
-        """Return the rows for raw ids."""
         try:
             return self._ids.place(ids, meta, drops=drops)
         except LiveTableError as error:
             raise LiveTableError(f"table {self.name!r}: {error}") from error
-
-    def take_ids(self, id_map: IdMap) -> None:
-        """Make these the raw ids."""
-        self._ids.write(id_map)
 
 
 class UnassignedTable(_OfSharedRows):
     """The rows that no id has: an id that is admitted starts from what lies there.
 
     Their ids are the numbers of rows; that of the row ``r`` which all ids without a row of a shard share is ``~r``.
+    What is known of the optimizer stands with the raw ids, whose table prepares for both.
     """
 
     n_ids: int | None = None
 
+    def __init__(self, name: str, rows: SharedRows, ids: CollisionMap) -> None:
+        super().__init__(name, rows, ids)
+        self.scalars: Callable[[], Mapping[str, int | float]] = dict
+        self.settings: Callable[[], Mapping[str, Any]] = dict
+
     def prepare(self) -> None:
-        """Do nothing: the table of the raw ids has done it."""
-
-    def scalars(self) -> Mapping[str, int | float]:
-        """Return nothing: they stand with the raw ids."""
-        return {}
-
-    def settings(self) -> Mapping[str, Any]:
-        """Return nothing."""
-        return {}
+        """Do nothing."""
 
     def finish(self, scalars: Mapping[str, int | float], settings: Mapping[str, Any]) -> None:
         """Do nothing."""
 
     def id_map(self) -> IdMap:
-        """Return the rows of now that have no raw id."""
         fallback, free = torch.tensor([self._ids.fallback], device="cpu"), self._ids.free()
         first = self._ids.first
         return IdMap(torch.cat([~(fallback + first), free + first]), torch.cat([fallback, free]), {})
@@ -216,7 +331,8 @@ def sharded_table(table: FoundTable, collision: Collision) -> FoundTable:
         LiveTableError: it cannot be saved by raw ids; says why.
     """
     ids = CollisionMap(collision.module)
-    return _by_raw_ids(table, ids, collision.path, table.live.n_rows - ids.n_shards, ids.looked_up)
+    owned = ids.looked_up
+    return _by_raw_ids(table, ids, collision.path, table.live.n_rows - owned.size, owned)
 
 
 def _by_raw_ids(table: FoundTable, ids: CollisionMap, path: str, n_ids: int, owned_ids: OwnedIds) -> FoundTable:

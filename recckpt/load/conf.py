@@ -4,19 +4,97 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from os import PathLike
 from typing import Any
 
 from recckpt.errors import LoadConfError
-from recckpt.format.names import GLOBAL_STEP, ID, Name, Pattern, slot_name
-from recckpt.load.renames import Renames, parse_renames
+from recckpt.format.names import GLOBAL_STEP, ID, WILDCARD, Name, Pattern, slot_name, wildcard_regex, wildcards
+from recckpt.format.tables import counted_table
 from recckpt.sparse.files.row_filter import RowFilter, parse_row_filter
 from recckpt.text import nearest
 from recckpt.types import EMBEDDING, is_list
 
+_Matches = dict[str, tuple[str, str]]  # name in the checkpoint -> the rule that gives it
 Bank = str | PathLike[str] | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 ACTIONS = ("error", "skip", "cast", "resize")
+
+
+@dataclass(frozen=True)
+class Renames:
+    """``oname``: rules, model name -> name in the checkpoint, with the same wildcards on both sides, or none.
+
+    A rule for a table renames all of its slots, but for those that a rule for ``table@slot`` speaks of. A rule for
+    the ids or embeddings of a table is one for the table: its rows come from one.
+    """
+
+    rules: tuple[tuple[str, str], ...] = ()
+
+    def source(self, name: Name) -> str:
+        """Return what ``name`` is called in the checkpoint, or raise ValueError where rules give it different names."""
+        if not self.rules:
+            return name.text
+        if not name.is_slot:
+            return _only(name.text, self._matches(name.text))
+        matches = self._matches(name.text, of_slots=True)
+        if matches and name.slot not in (ID, EMBEDDING):
+            return _only(name.text, matches)
+        tables = self._matches(name.table)
+        for slot in (ID, EMBEDDING):
+            renamed = self._matches(f"{name.table}@{slot}", of_slots=True)
+            tables |= {text.rpartition("@")[0] or text: rule for text, rule in renamed.items()}
+        table = _only(name.table, tables)
+        if not tables and (waited_for := counted_table(name.table)):  # what counts the ids of a table goes with it
+            table = _only(waited_for, self._matches(waited_for)) + name.table[len(waited_for) :]
+        return _only(name.text, matches) if matches else f"{table}@{name.slot}"
+
+    def is_explicit(self, text: str) -> bool:
+        """Say whether a rule without wildcards speaks of a name or table."""
+        return text in self._sides[0]
+
+    @cached_property
+    def _sides(self) -> tuple[dict[str, list[str]], list[tuple[str, str]]]:
+        """The rules without wildcards, by the name in the model, and those with."""
+        explicit: dict[str, list[str]] = {}
+        for model_side, checkpoint_side in self.rules:
+            if not wildcards(model_side):
+                explicit.setdefault(model_side, []).append(checkpoint_side)
+        return explicit, [rule for rule in self.rules if wildcards(rule[0])]
+
+    def _matches(self, text: str, *, of_slots: bool = False) -> _Matches:
+        """Return the names that rules give to a text, each with its rule; several where stars share it out so."""
+        explicit, starred = self._sides
+        matches = {other: (text, other) for other in explicit.get(text, ())}
+        for rule in starred:
+            if of_slots and "@" not in rule[0]:
+                continue
+            first, *rest = WILDCARD.split(rule[1])
+            for regex in (wildcard_regex(rule[0]), wildcard_regex(rule[0], lazy=True)):
+                if match := regex.fullmatch(text):
+                    matches[first + "".join(map("".join, zip(match.groups(), rest, strict=True)))] = rule
+        return matches
+
+
+def parse_renames(value: Any) -> Renames:
+    """Return the rules of an ``oname`` value, or raise ValueError where it has none."""
+    dicts = [value] if isinstance(value, Mapping) else value
+    if not is_list(dicts) or not all(isinstance(d, Mapping) for d in dicts):
+        raise ValueError(f"found {value!r}, expected a dict or a list of dicts, model name -> name in the checkpoint")
+    rules = [rule for mapping in dicts for rule in mapping.items()]
+    for rule in rules:
+        if not all(isinstance(side, str) and side for side in rule):
+            raise ValueError(f"found {rule[0]!r}: {rule[1]!r}, expected two names")
+        if wildcards(rule[0]) != wildcards(rule[1]):
+            raise ValueError(f"{rule[0]!r}: {rule[1]!r}: the two sides need the same wildcards in the same order")
+    return Renames(tuple(rules))
+
+
+def _only(text: str, matches: _Matches) -> str:
+    """Return the one name that rules give to a text; itself where there is none."""
+    if len(matches) > 1:
+        rules = " and ".join(sorted({f"{rule[0]!r}: {rule[1]!r}" for rule in matches.values()}))
+        raise ValueError(f"{text!r} is ambiguous: {' or '.join(map(repr, sorted(matches)))}, by {rules}")
+    return next(iter(matches), text)
 
 
 @dataclass(frozen=True)
@@ -63,12 +141,12 @@ class Entry:
     only: frozenset[Name] | None = None
     serves: bool = False
 
-    def wants(self, name: Name) -> bool:
+    def wants(self, name: Name, *, is_schedule: bool = False) -> bool:
         """Say whether the entry asks for ``name``.
 
         Ids come along with the embeddings, the state of a dense optimizer with its parameters, and the step with the
-        own run. The step, the positions and the settings of optimizers of another run are only taken where they are
-        named.
+        own run. The step, the positions, the settings of optimizers and the schedules of another run are only taken
+        where they are named.
         """
         if (self.only is not None and name not in self.only) or self._excludes(name):
             return False
@@ -77,7 +155,7 @@ class Entry:
             return self.wants(Name("dense", name.parameter)) and not self._excludes(optimizer)
         if name.group == GLOBAL_STEP:
             return self.is_own or self.serves or Pattern(GLOBAL_STEP) in self.load
-        if name.is_settings and not self.is_own:
+        if (name.is_settings or is_schedule) and not self.is_own:
             return Pattern(name.text) in self.load
         if name.is_position and not self.is_own:
             return any(pattern.matches(name) and not pattern.is_everything for pattern in self.load)
@@ -146,7 +224,7 @@ def _parse(label: str, conf: Any, problems: list[str], *, with_path: bool, own: 
     if not isinstance(conf, Mapping):
         problems.append(f"{label}: found {type(conf).__name__}, expected a dict")
         return None
-    parsers = {**_PARSERS, "path": _path} if with_path else _PARSERS
+    parsers: dict[str, Callable[[Any], Any]] = {**_PARSERS, "path": _PATH} if with_path else _PARSERS
     values: dict[str, Any] = {}
     for key, value in conf.items():
         if key not in parsers:
@@ -158,19 +236,13 @@ def _parse(label: str, conf: Any, problems: list[str], *, with_path: bool, own: 
             problems.append(f"{label}[{key!r}]: {error}")
     if with_path and "path" not in conf:
         problems.append(f"{label}: no 'path', expected a checkpoint or an output dir")
-    renames = values.pop("oname", Renames())
-    return None if values.pop("skip", False) else Entry(label=label, renames=renames, is_own=own, **values)
+    values["renames"], values["path"] = values.pop("oname", Renames()), str(values.get("path", ""))
+    return None if values.pop("skip", False) else Entry(label=label, is_own=own, **values)
 
 
-def _path(value: Any) -> str:
-    if not isinstance(value, str | PathLike) or not str(value):
-        raise ValueError(f"found {value!r}, expected a checkpoint or an output dir")
-    return str(value)
-
-
-def _flag(value: Any) -> bool:
-    if type(value) is not bool:
-        raise ValueError(f"found {value!r}, expected true or false")
+def _checked(is_valid: Callable[[Any], bool], expected: str, value: Any) -> Any:
+    if not is_valid(value):
+        raise ValueError(f"found {value!r}, expected {expected}")
     return value
 
 
@@ -191,24 +263,22 @@ def _on_mismatch(value: Any) -> tuple[tuple[Pattern, str], ...]:
     return tuple((Pattern(str(name)), str(action)) for name, action in actions.items())
 
 
-def _error_or(other: str, value: Any) -> str:
-    if value not in ("error", other):
-        raise ValueError(f"found {value!r}, expected 'error' or {other!r}")
-    return str(value)
-
-
+_FLAG = partial(_checked, lambda value: type(value) is bool, "true or false")
+_PATH = partial(
+    _checked, lambda value: isinstance(value, str | PathLike) and bool(str(value)), "a checkpoint or an output dir"
+)
 _PARSERS: dict[str, Callable[[Any], Any]] = {
     "load": _patterns,
     "exclude": _patterns,
     "oname": parse_renames,
-    "hashtable_clear": _flag,
-    "ignore_error": _flag,
-    "skip": _flag,
-    "is_dynamic": _flag,
-    "strict": _flag,
+    "hashtable_clear": _FLAG,
+    "ignore_error": _FLAG,
+    "skip": _FLAG,
+    "is_dynamic": _FLAG,
+    "strict": _FLAG,
     "on_mismatch": _on_mismatch,
     "where": parse_row_filter,
-    "convert": _flag,
-    "out_of_range": partial(_error_or, "skip"),
-    "zch": partial(_error_or, "drop"),
+    "convert": _FLAG,
+    "out_of_range": partial(_checked, ("error", "skip").__contains__, "'error' or 'skip'"),
+    "zch": partial(_checked, ("error", "drop").__contains__, "'error' or 'drop'"),
 }

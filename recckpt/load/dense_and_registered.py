@@ -1,26 +1,38 @@
-"""All state but the rows of tables: read and checked as a whole, before anything is changed."""
+"""All state but the rows of tables: read and checked as a whole, and the dense state on its way into a model."""
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from recckpt.dense.data_loaders import check_rng
 from recckpt.dense.loader import as_live, is_as_stored
+from recckpt.dense.registered import is_filled, is_overlapping, is_read_only
 from recckpt.dense.sharded import is_sharded
-from recckpt.dense.state_copy import check_rng
 from recckpt.dense.tensors import StoredTensor
+from recckpt.errors import StateMismatchError
 from recckpt.format import layout
 from recckpt.format.names import Name
+from recckpt.load.converted import TableTensors, TensorRows
 from recckpt.load.inventory import registered_names
 from recckpt.load.live_state import LiveState
 from recckpt.load.open_source import OpenSource
-from recckpt.load.optimizer_states import as_here, dense_optimizer_states
+from recckpt.load.optimizer_states import as_here, dense_optimizer_states, sparse_optimizer_state
 from recckpt.load.report import Planned
-from recckpt.load.row_optimizer_states import sparse_optimizer_state
-from recckpt.load.table_tensors import Converted, TableTensors
+from recckpt.sparse.split import LOADS_AS_TORCH, unwrapped, wrappers_in
+
+log = logging.getLogger("recckpt")
+_READ_ONLY = "its memory is read-only: map it for writing, or leave it out with 'exclude': [{!r}]"
+_EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True)
@@ -32,34 +44,38 @@ class OtherState:
     io_state: Mapping[str, Any]  # positions of datasets
     sparse_optim: dict[str, Any] | None  # the sparse optimizer's scalars; None where there are none to take
     generators: Mapping[str, Any]  # states of random generators; empty where they stay as they are
+    notes: Sequence[str] = ()  # what starts fresh, as only its state shows
 
 
 def read_other_state(
     live: LiveState,
     items: Sequence[Planned],
     sources: Sequence[OpenSource],
-    converted: Converted,
+    tensors: Sequence[TensorRows],
+    tables: Sequence[TableTensors],
     *,
     rng: bool,
 ) -> OtherState:
     """Read and check what is planned; with ``rng`` also the random generators, from the last source.
 
-    ``converted`` is what each source gives in another form.
+    ``tensors`` are dense tensors of each source that are rows here, ``tables`` tables of each that are tensors here.
     """
     taken: dict[str, list[tuple[Planned, OpenSource]]] = {"dense": [], "extra": [], "io_state": []}
     for item in items:
         if item.offer is not None and item.name.group in taken:
             taken[item.name.group].append((item, sources[item.offer]))
+    of_optimizers, notes = dense_optimizer_states(live, items, sources, tables)
     return OtherState(
-        dense=_dense_state(taken["dense"], live, dict(zip(sources, converted.tables, strict=True))),
+        dense=_dense_state(taken["dense"], live, dict(zip(sources, tables, strict=True))),
         extra={
             **_unclaimed_extra(live, sources),
             **{item.name.text: _extra_state(live, item, source) for item, source in taken["extra"]},
-            **dense_optimizer_states(live, items, sources, converted.tables),
+            **of_optimizers,
         },
         io_state={item.name.text: _position(live, item, source) for item, source in taken["io_state"]},
-        sparse_optim=sparse_optimizer_state(live.row_optimizers, items, sources, converted.tensors),
+        sparse_optim=sparse_optimizer_state(live.row_optimizers, items, sources, tensors),
         generators=_generators(live, sources[-1]) if rng else {},
+        notes=notes,
     )
 
 
@@ -76,8 +92,15 @@ def _dense_state(
             value = tables[source].tensor(item) if item.thing.table else values[item.source]
             if isinstance(value, StoredTensor) or (isinstance(value, torch.Tensor) and is_sharded(there)):
                 state[item.name.text] = as_live(value, there, source.tensors)
-            else:
-                state[item.name.text] = _converted(value, there) if item.conversion else value
+                continue
+            if item.conversion:
+                value = value.to(there.dtype)
+                if value.shape != there.shape:  # the live one pads it
+                    padded = there.detach().clone().cpu()
+                    both = tuple(slice(min(sizes)) for sizes in zip(value.shape, there.shape, strict=True))
+                    padded[both] = value[both]
+                    value = padded
+            state[item.name.text] = value
     return state
 
 
@@ -95,32 +118,14 @@ def _dense_values(
     return frozenset(), source.dense(names)
 
 
-def _converted(saved: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
-    """Bring a tensor to the dtype and shape of the live one, which pads it."""
-    saved = saved.to(live.dtype)
-    if saved.shape == live.shape:
-        return saved
-    padded = live.detach().clone().cpu()
-    both = tuple(slice(min(sizes)) for sizes in zip(saved.shape, live.shape, strict=True))
-    padded[both] = saved[both]
-    return padded
-
-
 def _extra_state(live: LiveState, item: Planned, source: OpenSource) -> Any:
     """Return the state of a registered object, its sharded tensors as they lie here."""
-    gathered = live.extra.gathered(item.name.text, _of_all(live, item, source), source.tensors.of_extra)
+    of_all = source.registered_on_all(item.source, live.shard)
+    gathered = live.extra.gathered(item.name.text, of_all, source.tensors.of_extra)
     if gathered is not None:
         return as_here(gathered[0], lambda: gathered, source)
     saved = source.registered(item.source, live.shard)
     return as_here(saved, lambda: live.extra.beside(item.name.text, saved), source)
-
-
-def _of_all(live: LiveState, item: Planned, source: OpenSource) -> Iterator[Any]:
-    """Yield the states that ranks have saved of an object, that of this rank's number first."""
-    if item.source not in source.at.extras_of_ranks:
-        yield source.value(layout.EXTRA, item.source)
-    else:
-        yield from source.registered_on_all(item.source, live.shard)
 
 
 def _unclaimed_extra(live: LiveState, sources: Sequence[OpenSource]) -> dict[str, Any]:
@@ -153,3 +158,115 @@ def _generators(live: LiveState, source: OpenSource) -> Mapping[str, Any]:
     except ValueError as error:
         raise source.corrupt(name, "", found=str(error), expected="the states of random generators") from error
     return states
+
+
+class ModelLoad:
+    """A load of dense state that fits into a model, which takes it over.
+
+    Raises:
+        StateMismatchError: tensors lie in memory that is read-only, and have other values; names all.
+    """
+
+    def __init__(self, live: LiveState, state: Mapping[str, Any]) -> None:
+        self._live, self._model = live, live.model
+        own = {name: live.dense[name] for name in state if isinstance(live.dense[name], Tensor)}
+        unwritable = {name for name, to in own.items() if not (is_lazy(to) or is_sharded(to) or is_filled(to))}
+        same = {name for name in unwritable if torch.equal(own[name].detach().cpu(), state[name].to(own[name].dtype))}
+        read_only = [name for name in unwritable - same if is_read_only(own[name])]
+        if read_only:
+            remedy = _READ_ONLY.format(sorted(read_only)[0])
+            mismatched = dict.fromkeys(sorted(read_only), ("other values", "those of the model"))
+            raise StateMismatchError("the dense state of the model", mismatched=mismatched, remedy=remedy)
+        self._put = {name: state[name] for name in unwritable - same}
+        self._state = {name: value for name, value in state.items() if name not in unwritable}
+        self.may_be_refused = bool(self._state) and any(map(_has_own_load, live.model.modules()))
+
+    def load(self) -> None:
+        """Fill the model."""
+        if self._state:
+            self._live.live_tables.load_dense(self._model, self._state)
+        if self._put:
+            self._set(self._put)
+
+    def _set(self, values: Mapping[str, Tensor]) -> None:
+        """Give values to tensors that torch does not fill: as one of inference where it is one, else other memory."""
+        for name, value in values.items():
+            module, key = self._owner(name)
+            members: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
+            live = members[key]
+            whole = value.detach().to(live.device, live.dtype, copy=True)
+            if isinstance(live, nn.Parameter) and not live.is_inference():
+                with torch.no_grad():
+                    live.set_(whole.untyped_storage(), 0, whole.shape, whole.stride())  # its optimizer knows it
+            elif live.is_inference() and not (is_overlapping(live) or is_read_only(live)):
+                with torch.inference_mode():
+                    live.copy_(value)
+            else:
+                members[key] = nn.Parameter(whole, live.requires_grad) if isinstance(live, nn.Parameter) else whole
+
+    @contextmanager
+    def loaded(self) -> Iterator[None]:
+        """Fill the model, and give it back what it had where it refuses something, or the block fails."""
+        own = {name: self._live.dense[name] for name in self._state}
+        before = {name: value.clone() for name, value in own.items() if _can_go_back(value)}
+        before |= {name: copy.deepcopy(value) for name, value in own.items() if not isinstance(value, Tensor)}
+        put = {name: self._live.dense[name].clone() for name in self._put}
+        members = [(m, dict(m._parameters), dict(m._buffers)) for m in self._model.modules()]
+        try:
+            try:
+                self.load()
+            except Exception as error:
+                refusal = (
+                    f"{type(self._model).__qualname__}.load_state_dict refused it: {type(error).__name__}: {error}"
+                )
+                raise StateMismatchError("the dense state of the model", remedy=refusal) from error
+            yield
+        except BaseException:
+            for module, parameters, buffers in members:
+                module._parameters.update(parameters)
+                module._buffers.update(buffers)
+            self._set(put)
+            for name, value in before.items():
+                self._put_back(name, value)
+            raise
+
+    def _put_back(self, name: str, value: Any) -> None:
+        there = self._live.dense[name]
+        try:
+            if name.rpartition(".")[2] == _EXTRA_STATE:
+                self._owner(name)[0].set_extra_state(value)
+            elif isinstance(there, Tensor):
+                with torch.no_grad():
+                    there.copy_(value)
+        except Exception:
+            log.warning("%s: the model keeps what was loaded, though the load failed: load again", name, exc_info=True)
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        """Return the module that has a name without wrappers, and its name in it."""
+        key = name.rpartition(".")[2]
+        wrappers = wrappers_in(self._model)
+        names = self._model.named_modules(remove_duplicate=False)
+        return next(
+            (module, key)
+            for own, module in names
+            if unwrapped(f"{own}.{key}" if own else key, wrappers) == name
+            and (key == _EXTRA_STATE or key in module._parameters or key in module._buffers)
+        )
+
+
+def _can_go_back(live: Any) -> bool:
+    """Say whether a tensor can be copied and filled again: not a lazy one, nor one of TorchRec's."""
+    return isinstance(live, Tensor) and not is_lazy(live) and (not is_sharded(live) or hasattr(live, "device_mesh"))
+
+
+def _has_own_load(module: nn.Module) -> bool:
+    """Say whether a module, or a hook in it, does what torch does not when its state is loaded."""
+    kind = type(module)
+    hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
+    for method in (kind._load_from_state_dict, kind.load_state_dict, kind.set_extra_state, *hooks):
+        function: Any = getattr(method, "hook", method)  # torch wraps those that it calls with their module
+        while isinstance(function, partial):
+            function = function.func
+        if str(getattr(function, "__module__", "")).partition(".")[0] not in LOADS_AS_TORCH:
+            return True
+    return False

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from recckpt.dense.optimizers import NAMES, SHAPES
+from recckpt.dense.optimizers import NAMES, SHAPES, groups_of, schedulers_in
 from recckpt.format.layout import SPARSE_OPTIM
-from recckpt.live.optimizers import RowOptimizers
+from recckpt.live.optimizer_slots import DECAY
+from recckpt.live.tables import RowOptimizers
 from recckpt.load.live_state import LiveState
-from recckpt.sparse.optim.param_groups import plain
+from recckpt.sparse.optim.optimizer import TableParameter, plain
+from recckpt.text import first_few
 
 log = logging.getLogger("recckpt")
 
 _NO_SETTINGS = {"params", "tables", NAMES, SHAPES, "initial_lr"}  # the last is what schedulers note in a group
+_KEPT, _REPLACED = (lambda each: "{} {}, not {}".format(*each)), (lambda each: "{} {} -> {}".format(*each))
 _RATES = ("base_lrs", "max_lrs", "min_lrs")  # what torch's schedulers make learning rates of, one a group
-
-
-@dataclass(frozen=True)
-class _Schedule:
-    """A registered scheduler, or one inside of it, with the rates that it has in this run."""
-
-    scheduler: LRScheduler
-    rates: Mapping[str, Any]
 
 
 class HyperParameters:
@@ -41,104 +35,88 @@ class HyperParameters:
     def __init__(self, live: LiveState, *, kept: bool) -> None:
         self.kept = kept
         objects = live.extra.objects
-        optimizers = {name: obj for name, obj in objects.items() if isinstance(obj, Optimizer)}
-        own: dict[str, Optimizer | RowOptimizers] = {**optimizers}
+        own: dict[str, Any] = {name: obj for name, obj in objects.items() if isinstance(obj, Optimizer)}
         if live.row_optimizers is not None:
             own[SPARSE_OPTIM] = live.row_optimizers
-        self._groups = {name: (one, [dict(group) for group in one.param_groups]) for name, one in own.items()}
-        self._schedules = {
-            name: schedules for name, obj in objects.items() if (schedules := [*map(_schedule, _schedulers(obj))])
-        }
+        self._groups = {name: (one, [dict(group) for group in groups_of(one)]) for name, one in own.items()}
+        self._schedules: dict[str, list[tuple[LRScheduler, dict[str, Any]]]] = {}  # with the rates of this run
+        for name, obj in objects.items():
+            for one in schedulers_in(obj):  # itself first, then those inside of it
+                rates = {key: value for key in _RATES if (value := getattr(one, key, None))}
+                self._schedules.setdefault(name, []).append((one, rates))
 
-    def after_load(self, label: str, loaded: Collection[str], fresh: Collection[str], *, with_log: bool) -> None:
+    def after_load(self, label: str, loaded: Collection[str], akin: Mapping[str, str], *, with_log: bool) -> None:
         """Put those of this run back where they are kept, and say in one line what a load has replaced.
 
-        Args:
-            label: what messages call the checkpoint.
-            loaded: names of the registered objects that were loaded.
-            fresh: names of the optimizers that took nothing, since they are of another class.
-            with_log: whether to log what has changed.
+        ``loaded`` are the registered objects that were loaded, of optimizers those whose settings were; ``akin`` those
+        that took the settings of an akin class, and keep their weight decay, with the reason.
         """
-        differences = list(self._differences())
+        for name, reason in akin.items() if not self.kept else ():
+            if with_log and (differences := list(self._differences([name], DECAY))):
+                log.warning("%s: %s: %s", label, reason, ", ".join(map(_KEPT, differences)))
+            optimizer, groups = self._groups[name]
+            for before, now in zip(groups, groups_of(optimizer), strict=True):
+                now.update({key: before[key] for key in DECAY if key in before})
+        differences = list(self._differences(self._groups))
         if with_log and differences:
             what = "this run keeps its hyper-parameters" if self.kept else "replaced hyper-parameters of this run"
-            form = "{} {}, not {}" if self.kept else "{} {} -> {}"
-            log.info("%s: %s: %s", label, what, ", ".join(form.format(*each) for each in differences))
-        if self.kept:
-            self._put_back()
+            log.info("%s: %s: %s", label, what, ", ".join(map(_KEPT if self.kept else _REPLACED, differences)))
+        for optimizer, groups in self._groups.values() if self.kept else ():
+            if isinstance(optimizer, RowOptimizers):
+                optimizer.set_settings(groups)
+                continue
+            for before, now in zip(groups, groups_of(optimizer), strict=True):
+                own = {**before, "params": now["params"]}
+                now.clear()
+                now.update(own)
         for name, schedules in self._schedules.items():
-            if name in loaded and (self.kept or self._belongs(schedules[0].scheduler, fresh)):
+            if name in loaded and (self.kept or self._is_alone(schedules[0][0], loaded)):
                 _keep_rates(schedules)
 
-    def _differences(self) -> Iterator[tuple[str, Any, Any]]:
-        """Yield (name, value of this run, value that was loaded)."""
-        for name, (optimizer, groups) in self._groups.items():
-            for number, (before, now) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
-                which = f"{name}[{number}]" if len(groups) > 1 else name
-                for key in (key for key in before if key in now and key not in _NO_SETTINGS):
+    def _differences(self, names: Iterable[str], keys: Collection[str] = ()) -> Iterator[tuple[str, Any, Any]]:
+        """Yield (name, value of this run, value that was loaded) of these optimizers; with ``keys`` of these alone."""
+        for name, (optimizer, groups) in ((name, self._groups[name]) for name in names):
+            for number, (before, now) in enumerate(zip(groups, groups_of(optimizer), strict=True)):
+                which = name
+                if len(groups) > 1:
+                    tables = before.get("tables")
+                    tables = tables or [one.table.name for one in before["params"] if isinstance(one, TableParameter)]
+                    which = f"{name} of {first_few(tables)}" if tables else f"{name}[{number}]"
+                for key in (key for key in keys or before if key in before and key in now and key not in _NO_SETTINGS):
                     own, loaded = _comparable(before[key]), _comparable(now[key])
                     if own != loaded:
                         yield f"{which} {key}", own, loaded
 
-    def _put_back(self) -> None:
-        for optimizer, groups in self._groups.values():
-            if isinstance(optimizer, RowOptimizers):
-                optimizer.set_settings(groups)
-                continue
-            for before, now in zip(groups, optimizer.param_groups, strict=True):
-                own = {**before, "params": now["params"]}
-                now.clear()
-                now.update(own)
-
-    def _belongs(self, scheduler: LRScheduler, names: Collection[str]) -> bool:
-        """Say whether a scheduler is of one of these optimizers, or of one inside of it."""
-        optimizers = (optimizer for name, (optimizer, _) in self._groups.items() if name in names)
-        return any(optimizer.param_groups is scheduler.optimizer.param_groups for optimizer in optimizers)
+    def _is_alone(self, scheduler: LRScheduler, loaded: Collection[str]) -> bool:
+        """Say whether a scheduler was loaded without the rates that it has made: those of its optimizer are others."""
+        own = scheduler.optimizer.param_groups
+        of_it = {name for name, (one, _) in self._groups.items() if any(a is b for a in groups_of(one) for b in own)}
+        is_other = [plain(group["lr"]) for group in own] != scheduler.get_last_lr()
+        return of_it.isdisjoint(loaded) and (bool(of_it) or is_other)  # of one that is not known the rates tell
 
 
-def _schedulers(obj: Any) -> Iterator[LRScheduler]:
-    """Yield a scheduler and those that it consists of, outer ones first; a wrapper has it as ``scheduler``."""
-    if not isinstance(obj, LRScheduler):
-        obj = getattr(obj, "scheduler", None)
-    if isinstance(obj, LRScheduler):
-        yield obj
-        for inner in getattr(obj, "_schedulers", ()):
-            yield from _schedulers(inner)
-
-
-def _schedule(scheduler: LRScheduler) -> _Schedule:
-    return _Schedule(scheduler, {name: rates for name in _RATES if (rates := getattr(scheduler, name, None))})
-
-
-def _keep_rates(schedules: Sequence[_Schedule]) -> None:
+def _keep_rates(schedules: Sequence[tuple[LRScheduler, dict[str, Any]]]) -> None:
     """Go on from the place in the schedule that was loaded, with the rates of this run.
 
     The schedule has made something of the rates that it began with, such as a tenth: the same of those of this run is
     the learning rate now.
     """
-    outer = schedules[0].scheduler
-    based = next((schedule for schedule in schedules if "base_lrs" in schedule.rates), None)
-    factors = _factors(outer, based.scheduler) if based is not None else []
-    for schedule in schedules:
-        vars(schedule.scheduler).update(schedule.rates)
-    if based is not None and factors:
+    outer = schedules[0][0]
+    with_bases = [(one, rates["base_lrs"]) for one, rates in schedules if "base_lrs" in rates]
+    factors: list[float] = []
+    for based, _ in with_bases[:1]:
+        rates_now = zip(outer.get_last_lr(), based.base_lrs, strict=False)
+        factors = [float(now) / float(base) if float(base) else 1.0 for now, base in rates_now]
+    for scheduler, rates in schedules:
+        vars(scheduler).update(rates)
+    if factors:
         factors += factors[-1:] * len(outer.optimizer.param_groups)  # of a group that is new
-        for group, base, factor in zip(outer.optimizer.param_groups, based.rates["base_lrs"], factors, strict=False):
-            _set_rate(group, float(base) * factor)
+        for group, base, factor in zip(outer.optimizer.param_groups, with_bases[0][1], factors, strict=False):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(float(base) * factor)
+            else:
+                group["lr"] = float(base) * factor
     outer._last_lr = [plain(group["lr"]) for group in outer.optimizer.param_groups]
-
-
-def _factors(outer: LRScheduler, based: LRScheduler) -> list[float]:
-    """Return what the schedule has made of the rate of each group so far."""
-    rates = zip(outer.get_last_lr(), based.base_lrs, strict=False)
-    return [float(now) / float(base) if float(base) else 1.0 for now, base in rates]
-
-
-def _set_rate(group: dict[str, Any], rate: float) -> None:
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
 
 
 def _comparable(value: Any) -> Any:

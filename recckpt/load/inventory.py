@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from recckpt.dense.tensors import StoredTensor
 from recckpt.errors import LoadConfError
 from recckpt.format.layout import SPARSE_OPTIM
+from recckpt.format.manifest import Lineage, Unsaved
 from recckpt.format.names import GLOBAL_STEP, GROUPS, ID, Name, slot_name, state_name
-from recckpt.format.reduced import Reduced
-from recckpt.format.training import Lineage, Unsaved
+from recckpt.format.tables import Reduced
 from recckpt.load.conf import Entry
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.text import escaped
@@ -19,6 +19,8 @@ from recckpt.types import EMBEDDING, SlotSpec
 
 PLAIN = "plain data"  # in place of a dtype: state that is not a tensor
 _COLUMNS = "columns "  # before the ranges of a slot
+_EMBEDDING = "embedding weight"  # behind the dense tensor of one
+_SCHEDULE = "schedule"  # behind a registered object that is one
 _WRAPPED, _COMPILED = "module.", "_orig_mod"  # what DistributedDataParallel and torch.compile put into names
 _N_AVERAGED = "n_averaged"  # of AveragedModel, which wraps as DistributedDataParallel does
 
@@ -29,7 +31,7 @@ class Thing:
 
     dtype: str = ""  # of a slot or tensor, or PLAIN; "" where it is not known or does not matter
     shape: tuple[int, ...] = ()  # of one row of a slot, or of a tensor
-    rows: int = 0  # of the table; 0 for what is not a slot
+    rows: int = 0  # of the table; 0 for what is neither a slot nor the rows of a table as a tensor
     n_bytes: int = 0  # to read, 0 where that is not known
     tied: tuple[str, ...] = ()  # other names of a tensor there, or of the parameter whose optimizer state this is;
     # of a slot of a live table the names of the dense tensor that has its rows in a checkpoint without live tables
@@ -39,6 +41,8 @@ class Thing:
     state: str = ""  # of a slot: the sharded tensor beside the model that has it
     optimizer: str = ""  # the registered optimizer that has the states of these rows, and their step
     columns: tuple[tuple[int, int], ...] = ()  # ranges of them with one value each in a slot; () where they have none
+    is_embedding: bool = False  # whether a dense tensor is the weight of an embedding, whose rows may become more
+    is_schedule: bool = False  # whether a registered object makes learning rates from step to step
 
     def __str__(self) -> str:
         return f"{self.dtype} {self.shape}" if self.dtype not in ("", PLAIN) else self.dtype or "state"
@@ -87,15 +91,16 @@ def checkpoint_inventory(
         others = tuple(other for other in tied[tensor.place, tensor.shape] if other != here[name])
         dense[name] = Thing(tensor.dtype, tensor.shape, 0, tensor.nbytes, others)
     things |= {Name("dense", here[name]): thing for name, thing in dense.items()}
-    things |= _registered(checkpoint, here)
+    states = [text.rpartition("@") for text in manifest.names.dense_opt]
+    optimizers = {name for _, _, name in states}
+    names = [state_name(here.get(parameter, parameter), name) for parameter, _, name in states]
+    for each in registered_names(checkpoint):
+        names.append(Name("dense_opt", each.text) if each.group == "extra" and each.text in optimizers else each)
+    lineages = manifest.training.optimizers
+    things |= {name: Thing(PLAIN, lineage=lineages.get(name.text, ())) for name in names}
     if manifest.step is not None:
         things[Name(GLOBAL_STEP, GLOBAL_STEP)] = Thing(PLAIN)
     return things
-
-
-def reduced_tables(checkpoint: Checkpoint) -> dict[str, Reduced]:
-    """Return what was left out of the tables that were not saved as they were."""
-    return {table.name: table.reduced for table in checkpoint.manifest.tables if table.reduced is not None}
 
 
 def registered_names(checkpoint: Checkpoint) -> list[Name]:
@@ -106,43 +111,29 @@ def registered_names(checkpoint: Checkpoint) -> list[Name]:
     return [*extra, *(Name("io_state", name) for name in names.io_state)]
 
 
-def _registered(checkpoint: Checkpoint, here: Mapping[str, str]) -> dict[Name, Thing]:
-    """Return the registered objects; of dense optimizers their parameters, under the names that the model has."""
-    states = [text.rpartition("@") for text in checkpoint.manifest.names.dense_opt]
-    optimizers = {name for _, _, name in states}
-    names = [state_name(here.get(parameter, parameter), name) for parameter, _, name in states]
-    for name in registered_names(checkpoint):
-        names.append(Name("dense_opt", name.text) if name.group == "extra" and name.text in optimizers else name)
-    lineages = checkpoint.manifest.training.optimizers
-    return {name: Thing(PLAIN, lineage=lineages.get(name.text, ())) for name in names}
-
-
 def names_here(saved: Iterable[str], model: Iterable[str]) -> dict[str, str]:
     """Return what the model calls each name in a checkpoint: wrappers that one side alone had are looked through."""
-    saved, model = list(saved), list(model)
+    saved, model = list(saved), {*model}
     plain = {name: ".".join(part for part in name.split(".") if part != _COMPILED) for name in saved}
     if len({*plain.values()}) < len(plain) or any(_COMPILED in name.split(".") for name in model):
         plain = {name: name for name in saved}
-    strip, add = dense_prefix(plain.values(), model)
-    return {name: add + plain[name].removeprefix(strip) for name in saved}
-
-
-def dense_prefix(saved: Iterable[str], model: Iterable[str]) -> tuple[str, str]:
-    """Return the prefix to strip from names in a file, and the one to add, where one side alone was wrapped."""
-    saved, model = {*saved} - {_N_AVERAGED}, {*model} - {_N_AVERAGED}
-    if saved & model:
-        return "", ""
-    if saved and all(name.startswith(_WRAPPED) for name in saved):
-        return (_WRAPPED, "") if {name.removeprefix(_WRAPPED) for name in saved} & model else ("", "")
-    return "", _WRAPPED if {_WRAPPED + name for name in saved} & model else ""
+    there, model = {*plain.values()} - {_N_AVERAGED}, model - {_N_AVERAGED}
+    if there & model or not there:
+        return plain
+    if all(name.startswith(_WRAPPED) for name in there):
+        is_wrapped = bool({name.removeprefix(_WRAPPED) for name in there} & model)
+        return {name: text.removeprefix(_WRAPPED) for name, text in plain.items()} if is_wrapped else plain
+    is_wrapped_here = bool({_WRAPPED + name for name in there} & model)
+    return {name: _WRAPPED + text for name, text in plain.items()} if is_wrapped_here else plain
 
 
 def listed_inventory(lines: Iterable[str]) -> Inventory:
     """Return the names of a model from a list, as ``Saver.names`` makes it.
 
     A line is one name; group, dtype, shape and the other names of a tied parameter, or of a dense optimizer the names
-    of its classes, or of a slot the names of its dense tensor and its ranges of columns, as ``columns 0:4,4:8``, may
-    follow it, behind tabs. Names that begin with ``"`` are JSON strings.
+    of its classes, or of a slot the names of its dense tensor and its ranges of columns, as ``columns 0:4,4:8``, or
+    ``schedule`` of a registered object that is one, or last ``embedding weight`` of a tensor that is one, may follow
+    it, behind tabs. Names that begin with ``"`` are JSON strings.
 
     Raises:
         LoadConfError: a group that does not exist, a shape that is not one, or a string that does not end.
@@ -164,8 +155,15 @@ def listed_inventory(lines: Iterable[str]) -> Inventory:
         texts = tuple(_unescaped(other) for other in others if other)
         ranges = [text for text in texts if name.is_slot and text.startswith(_COLUMNS)]
         tied, lineage = ((), texts) if name.is_settings else (tuple(text for text in texts if text not in ranges), ())
-        columns = tuple(pair for text in ranges for pair in _columns(text))
-        things[name] = Thing(dtype, sizes, tied=tied, lineage=lineage, columns=columns)
+        spans = [span.split(":") for text in ranges for span in text.removeprefix(_COLUMNS).split(",")]
+        if not all(len(span) == 2 and all(map(str.isdecimal, span)) for span in spans):
+            raise LoadConfError([f"model names: {ranges[0]!r} has no ranges of columns; write columns 0:4,4:8"])
+        columns = tuple((int(begin), int(end)) for begin, end in spans)
+        is_schedule = name.group == "extra" and _SCHEDULE in texts
+        tied = () if is_schedule else tied
+        thing = Thing(dtype, sizes, tied=tied, lineage=lineage, columns=columns, is_schedule=is_schedule)
+        is_embedding = name.group == "dense" and tied[-1:] == (_EMBEDDING,)
+        things[name] = replace(thing, tied=tied[:-1], is_embedding=True) if is_embedding else thing
     return things
 
 
@@ -177,16 +175,11 @@ def list_inventory(inventory: Inventory) -> list[str]:
         ).rstrip("\t")
         for name, thing in sorted(inventory.items())
         for spans in [",".join(f"{begin}:{end}" for begin, end in thing.columns)]
-        for others in [thing.lineage or [*thing.tied, *([_COLUMNS + spans] if spans else [])]]
+        for marks in [
+            [_COLUMNS + spans] if spans else [_SCHEDULE] if thing.is_schedule else [_EMBEDDING] * thing.is_embedding
+        ]
+        for others in [thing.lineage or [*thing.tied, *marks]]
     ]
-
-
-def _columns(text: str) -> Iterator[tuple[int, int]]:
-    for span in text.removeprefix(_COLUMNS).split(","):
-        begin, _, end = span.partition(":")
-        if not (begin.isdecimal() and end.isdecimal()):
-            raise LoadConfError([f"model names: {text!r} has no ranges of columns; write columns 0:4,4:8"])
-        yield int(begin), int(end)
 
 
 def _unescaped(text: str) -> str:

@@ -1,32 +1,34 @@
-"""What a load fills: made once a load, so that what the model consists of is looked up once."""
+"""What a load fills, looked up once a load, and the names of a plan that do not fit it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from recckpt.dense.optimizer_class import lineage_of
-from recckpt.dense.optimizers import NamedOptimizer
+from recckpt.dense.optimizers import NamedOptimizer, lineage_of, schedulers_in
 from recckpt.dense.registered import Registry
+from recckpt.dense.tensors import StoredTensor
+from recckpt.errors import StateMismatchError
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.names import GLOBAL_STEP, ID, Name, slot_name, state_name
 from recckpt.live.attached import AttachedTable
-from recckpt.live.keyed_table import AttachedKeyedTable
-from recckpt.live.keyed_target import live_target
-from recckpt.live.optimizers import RowOptimizers, row_optimizers
-from recckpt.live.tables import NO_TABLES, LiveTables
+from recckpt.live.keyed import AttachedKeyedTable, live_target
+from recckpt.live.optimizer_slots import akin_slot
+from recckpt.live.tables import NO_TABLES, LiveTables, RowOptimizers, row_optimizers
 from recckpt.live.torch_embedding import TorchEmbedding
 from recckpt.load.inventory import PLAIN, Inventory, Thing
-from recckpt.load.open_source import Needs
+from recckpt.load.open_source import Needs, OpenSource
+from recckpt.load.plan import RESIZE
 from recckpt.load.problems import Problems
-from recckpt.load.report import Planned
+from recckpt.load.report import LoadPlan, Planned
 from recckpt.load.source import LocatedCheckpoint
 from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.sparse.files.table_rows import source_of
@@ -34,10 +36,22 @@ from recckpt.sparse.files.table_target import LoadTarget, target_of
 from recckpt.sparse.split import parameters_of, state_of
 from recckpt.types import EMBEDDING, SavableTable, SlotSpec
 
+_MATERIALIZE = (
+    "what is copied to 'meta' is lost: give the model memory first, as by model.to_empty(device='cpu'), before its "
+    "optimizers are made"
+)
+_SCALARS = Name("sparse_opt", SPARSE_OPTIM)
 
-@dataclass(frozen=True)
+
+@dataclass(eq=False)
 class LiveState:
-    """The model of this rank, its companions, and which rank of how many this is."""
+    """The model of this rank, its companions, and which rank of how many this is.
+
+    Attributes:
+        tables: the tables by name.
+        dense: the dense state.
+        row_optimizers: the optimizers of the rows of all tables.
+    """
 
     model: nn.Module
     sparse_optim: Optimizer | None
@@ -46,20 +60,13 @@ class LiveState:
     shard: int
     shards: int
     live_tables: LiveTables = NO_TABLES
+    tables: Mapping[str, SavableTable] = field(init=False, repr=False)
+    dense: Mapping[str, Any] = field(init=False, repr=False)
+    row_optimizers: Optimizer | RowOptimizers | None = field(init=False, repr=False)
 
-    @property
-    def row_optimizers(self) -> Optimizer | RowOptimizers | None:
-        """The optimizers of the rows of all tables."""
-        return row_optimizers(self.sparse_optim, self.live_tables)
-
-    @cached_property
-    def _state(self) -> tuple[dict[str, SavableTable], dict[str, Any]]:
-        return self.live_tables.joined(*state_of(self.model))
-
-    @property
-    def tables(self) -> Mapping[str, SavableTable]:
-        """The tables by name."""
-        return self._state[0]
+    def __post_init__(self) -> None:
+        self.tables, self.dense = self.live_tables.joined(*state_of(self.model))
+        self.row_optimizers = row_optimizers(self.sparse_optim, self.live_tables)
 
     @cached_property
     def targets(self) -> Mapping[str, LoadTarget]:
@@ -69,12 +76,7 @@ class LiveState:
             for name, table in self.tables.items()
         }
 
-    @property
-    def dense(self) -> Mapping[str, Any]:
-        """The dense state."""
-        return self._state[1]
-
-    @property
+    @cached_property
     def tensor_names(self) -> list[str]:
         """The names that a checkpoint may have for dense tensors: of the dense state, and of live tables."""
         return [*self.dense, *(tensor for name in self.live_tables for tensor in self.live_tables.tensors_of(name))]
@@ -89,11 +91,9 @@ class LiveState:
         """What this rank reads of what each rank reads some of."""
         slices = {name: self.targets[name.table].slice for name in self.inventory if name.is_slot}
         gathers = any(map(self.extra.gathers, self.extra))
-        tensors = {
-            name: int(value.shape[0])
-            for name, value in self.dense.items()
-            if isinstance(value, torch.Tensor) and len(value.shape) > 1
-        }
+        values = self.dense.items()
+        plain = {name: value for name, value in values if isinstance(value, torch.Tensor) and not is_lazy(value)}
+        tensors = {name for name, value in plain.items() if len(value.shape) > 1}
         return Needs(self.shard, self.shards, slices, len(self.io_state) > 0, gathers, tensors)
 
     @cached_property
@@ -101,32 +101,30 @@ class LiveState:
         """The names that can be loaded."""
         things: dict[Name, Thing] = {Name(GLOBAL_STEP, GLOBAL_STEP): Thing(PLAIN)}
         for name, table in self.tables.items():
-            if isinstance(table, AttachedTable):
-                things |= _live_slots(table, self.live_tables.tensors_of(name))
-                continue
-            for slot in (SlotSpec(ID, "int64", ()), *source_of(table).slots):
-                things[slot_name(name, slot.name)] = Thing(slot.dtype, slot.shape)
-        others = _tied(self.model)
-        things |= {Name("dense", name): _thing(value, others.get(name, ())) for name, value in self.dense.items()}
-        things |= {Name("extra", name): Thing(PLAIN) for name in self.extra if name not in self.optimizers}
+            things |= _slots_of(name, table, self.live_tables)
+        things |= _dense_things(self.model, self.dense)
+        for name in (name for name in self.extra if name not in self.optimizers):
+            things[Name("extra", name)] = Thing(PLAIN, is_schedule=any(schedulers_in(self.extra.objects[name])))
         for name, optimizer in self.optimizers.items():
             things[Name("dense_opt", name)] = Thing(PLAIN, lineage=lineage_of(optimizer.optimizer))
             for parameter, *tied in optimizer.names:
                 things[state_name(parameter, name)] = Thing(PLAIN, tied=tuple(tied))
         things |= {Name("io_state", name): Thing(PLAIN) for name in self.io_state}
         if self.row_optimizers is not None:
-            things[Name("sparse_opt", SPARSE_OPTIM)] = Thing(PLAIN)
+            things[_SCALARS] = Thing(PLAIN)
         return things
 
     def inventory_beside(self, sources: Iterable[LocatedCheckpoint]) -> Inventory:
         """Return the names that can be loaded of checkpoints, one of which may bring settings that need more slots."""
         things = dict(self.inventory)
         for source in sources:
-            for name in self.live_tables if _brings_settings(source) else ():
-                entry = source.checkpoint.manifest.table(name)
-                there = {slot.name for slot in entry.slots} if entry is not None else set()
-                tied = self.live_tables.tensors_of(name)
-                for slot in (slot for slot in self.other_slots(name) if slot.name in there):
+            manifest, entry = source.checkpoint.manifest, source.entry
+            if SPARSE_OPTIM not in manifest.names.extra or entry.keeps_settings or not entry.wants(_SCALARS):
+                continue
+            for name in self.live_tables:
+                table, tied = manifest.table(name), self.live_tables.tensors_of(name)
+                there = {slot.name for slot in table.slots} if table is not None else set()
+                for slot in (slot for slot in self.other_slots(name) if there & {slot.name, akin_slot(slot.name)}):
                     things.setdefault(slot_name(name, slot.name), Thing(slot.dtype, slot.shape, tied=tied))
         return things
 
@@ -136,16 +134,13 @@ class LiveState:
         return live.other_slots().values() if isinstance(live, TorchEmbedding) else ()
 
 
-def _brings_settings(source: LocatedCheckpoint) -> bool:
-    """Say whether a load takes the settings of the optimizers of rows from a checkpoint."""
-    is_there = SPARSE_OPTIM in source.checkpoint.manifest.names.extra
-    return is_there and not source.entry.keeps_settings and source.entry.wants(Name("sparse_opt", SPARSE_OPTIM))
-
-
-def _live_slots(table: AttachedTable, tied: tuple[str, ...]) -> dict[Name, Thing]:
-    """Return the slots of whole rows; ``columns`` of those that have one value for each range of columns."""
-    of_ranges = {name for name, column in table.rows.columns.items() if not column.spec.shape}
-    columns = table.rows.box.columns
+def _slots_of(name: str, table: SavableTable, live_tables: LiveTables) -> dict[Name, Thing]:
+    """Return the slots of a table; ``columns`` of those of a live one with a value for each range of columns."""
+    if not isinstance(table, AttachedTable):
+        slots = (SlotSpec(ID, "int64", ()), *source_of(table).slots)
+        return {slot_name(name, slot.name): Thing(slot.dtype, slot.shape) for slot in slots}
+    of_ranges = {slot for slot, column in table.rows.columns.items() if not column.spec.shape}
+    columns, tied = table.rows.box.columns, live_tables.tensors_of(name)
     things = {slot_name(table.name, ID): Thing("int64", (), tied=tied)}
     for spec in table.specs:
         own = columns if spec.name in of_ranges else ()
@@ -153,59 +148,57 @@ def _live_slots(table: AttachedTable, tied: tuple[str, ...]) -> dict[Name, Thing
     return things
 
 
-def _thing(value: Any, tied: tuple[str, ...]) -> Thing:
-    if not isinstance(value, torch.Tensor):
-        return Thing(PLAIN)
-    n_bytes = math.prod(value.shape) * value.dtype.itemsize
-    return Thing(str(value.dtype).removeprefix("torch."), tuple(value.shape), 0, n_bytes, tied)
-
-
-def _tied(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return the names of the parameters that have several, each with the others."""
-    names: dict[int, list[str]] = {}
+def _dense_things(model: nn.Module, dense: Mapping[str, Any]) -> dict[Name, Thing]:
+    kinds = nn.Embedding | nn.EmbeddingBag
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, kinds)}
+    of_names, names_of = dict[str, int](), dict[int, list[str]]()
     for name, parameter in parameters_of(model):
-        names.setdefault(id(parameter), []).append(name)
-    several = [some for some in names.values() if len(some) > 1]
-    return {name: tuple(other for other in some if other != name) for some in several for name in some}
+        of_names[name] = id(parameter)
+        names_of.setdefault(id(parameter), []).append(name)
+    things = {}
+    for name, value in dense.items():
+        number = of_names.get(name, 0)
+        is_embedding, tied = number in embeddings, tuple(one for one in names_of.get(number, ()) if one != name)
+        if not isinstance(value, torch.Tensor):
+            thing = Thing(PLAIN, is_embedding=is_embedding)
+        elif is_lazy(value):  # it takes the dtype and shape of what is loaded
+            thing = Thing(tied=tied, is_embedding=is_embedding)
+        else:
+            dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
+            n_bytes = math.prod(shape) * value.dtype.itemsize
+            thing = Thing(dtype, shape, 0, n_bytes, tied, is_embedding=is_embedding)
+        things[Name("dense", name)] = thing
+    return things
 
 
 def check_live(
     live: LiveState, sources: Sequence[LocatedCheckpoint], items: Sequence[Planned], problems: Problems
 ) -> None:
-    """Add what does not fit the live objects of a plan: states of other ranks, and tables that are not ours."""
-    for item in items:
-        if item.offer is not None and item.name.group == "io_state":
-            _check_positions(live, sources[item.offer], item, problems)
-        elif item.offer is not None and item.name.group in ("extra", "dense_opt"):
-            _check_own_state(live, sources[item.offer], item, problems)
+    """Add what does not fit the live objects of a plan: states of other ranks, tables that are not ours, lengths."""
+    for item, source in ((item, sources[item.offer]) for item in items if item.offer is not None):
+        if item.name.group == "io_state":
+            _check_positions(live, source, item.name.text, problems)
+        elif item.name.group in ("extra", "dense_opt"):
+            _check_own_state(live, source, item, problems)
+        here, table = live.inventory.get(item.name), live.tables.get(item.name.table)
+        if here is not None and here.is_embedding and len(item.thing.shape) == len(here.shape):
+            _warn_of_new(source, item.name.text, item.thing.shape[0], here.shape[0], problems)
+        if item.name.slot == ID and isinstance(table, AttachedKeyedTable):
+            _check_room(source, item, table, problems)
+        elif item.name.slot == ID and isinstance(table, AttachedTable):
+            _check_length(source, item, table, problems)
     _check_foreign(live, sources, items, problems)
-    _check_rooms(live, sources, items, problems)
 
 
-def _check_rooms(
-    live: LiveState, sources: Sequence[LocatedCheckpoint], items: Iterable[Planned], problems: Problems
-) -> None:
-    """A live table that gives ids places has no more of them than it has rows."""
-    for item in items:
-        table = live.tables.get(item.name.table) if item.name.slot == ID and item.offer is not None else None
-        if not isinstance(table, AttachedKeyedTable) or table.live.n_ids is None or item.offer is None:
-            continue
-        source, most = sources[item.offer], table.live.n_ids
-        n_ids = source.checkpoint.manifest.named_table(item.source.rpartition("@")[0]).rows
-        if n_ids > most and source.entry.zch == "error" and source.entry.where == RowFilter():
-            expected = f"at most {most}: make its zch_size larger, or keep those that count most by 'zch': 'drop'"
-            problems.misfit(source.entry, table.name, f"{n_ids} ids", expected)
-
-
-def _check_positions(live: LiveState, source: LocatedCheckpoint, item: Planned, problems: Problems) -> None:
-    can_merge = callable(getattr(live.io_state.get(item.name.text), "merge_io_state", None))
+def _check_positions(live: LiveState, source: LocatedCheckpoint, name: str, problems: Problems) -> None:
+    can_merge = callable(getattr(live.io_state.get(name), "merge_io_state", None))
     if source.shards != live.shards and not can_merge:
         found = f"the positions of {source.shards} shards"
         expected = (
             f"{live.shards}: give the object merge_io_state(states, index, count), or leave it out with "
             "'exclude': ['io_state']"
         )
-        problems.misfit(source.entry, f"io state {item.name.text}", found, expected)
+        problems.misfit(source.entry, f"io state {name}", found, expected)
 
 
 def _check_own_state(live: LiveState, source: LocatedCheckpoint, item: Planned, problems: Problems) -> None:
@@ -215,10 +208,40 @@ def _check_own_state(live: LiveState, source: LocatedCheckpoint, item: Planned, 
     is_for_all = there not in source.extras_of_ranks or source.shards == 1 or registry.gathers(name)
     if is_for_all or (registry.is_of_ranks(name) and source.shards == live.shards):
         return
-    what = f"states of {live.shards} ranks" if registry.is_of_ranks(name) else "one for all ranks"
+    what = f"states of {live.shards} ranks: " if registry.is_of_ranks(name) else "one for all ranks: "
     hint = "" if registry.is_of_ranks(name) else "register it with per_rank=True, or "
-    expected = f"{what}: {hint}leave it out with 'exclude': [{name!r}]"
+    expected = f"{what}{hint}leave it out with 'exclude': [{name!r}]"
     problems.misfit(source.entry, name, f"states of {source.shards} ranks, one each", expected)
+
+
+def _check_room(source: LocatedCheckpoint, item: Planned, table: AttachedKeyedTable, problems: Problems) -> None:
+    """A live table that gives ids places has no more of them than it has rows."""
+    most, entry = table.live.n_ids, source.entry
+    if most is None or entry.zch != "error" or entry.where != RowFilter():
+        return
+    n_ids = source.checkpoint.manifest.named_table(item.source.rpartition("@")[0]).rows
+    if n_ids > most:
+        expected = f"at most {most}: make its zch_size larger, or keep those that count most by 'zch': 'drop'"
+        problems.misfit(entry, table.name, f"{n_ids} ids", expected)
+
+
+def _check_length(source: LocatedCheckpoint, item: Planned, table: AttachedTable, problems: Problems) -> None:
+    """Warn of a live table that is longer here, and refuse one that is shorter, unless it may be resized."""
+    saved, here, entry = item.thing.rows, table.live.n_rows, source.entry
+    there = source.checkpoint.manifest.table(item.source.rpartition("@")[0])
+    if entry.where != RowFilter() or (not item.thing.tensor and (there is None or there.live is None)):
+        return  # not all rows, or those of ids that need not be all numbers
+    _warn_of_new(source, table.name, saved, here, problems)
+    is_cut = entry.out_of_range == "skip" or entry.action(slot_name(table.name, EMBEDDING)) == RESIZE
+    if saved > here and not is_cut:
+        expected = f"at most {here}: 'on_mismatch': {{{table.name!r}: {RESIZE!r}}} takes the first {here}"
+        problems.misfit(entry, slot_name(table.name, EMBEDDING).text, f"{saved} rows", expected)
+
+
+def _warn_of_new(source: LocatedCheckpoint, name: str, saved: int, here: int, problems: Problems) -> None:
+    if saved < here:
+        text = f"{name!r} has {here} rows, of which {here - saved} are new and keep what the model has"
+        problems.warn(source.entry, text)
 
 
 def _check_foreign(
@@ -238,3 +261,61 @@ def _check_foreign(
             found = f"only {', '.join(sorted(slots))}, or converted"
             for number in sorted({item.offer for item in slots.values() if item.offer is not None}):
                 problems.misfit(sources[number].entry, name, found, expected)
+
+
+def check_memory(live: LiveState, planned: LoadPlan, sources: Sequence[OpenSource]) -> None:
+    """Refuse a model that cannot hold what is planned.
+
+    Raises:
+        StateMismatchError: tensors or tables are on the device ``meta``, or a tied parameter would get the values of
+            one name and the optimizer's state of another; names all.
+    """
+    what, mismatched = " and ".join(planned.sources), dict[str, tuple[object, object]]()
+    for name in (item.name for item in planned.taken if item.name.is_slot or item.name.group == "dense"):
+        value: Any = live.tables[name.table] if name.is_slot else live.dense[name.text]
+        try:
+            is_on_meta = value.device.type == "meta"
+        except (AttributeError, NotImplementedError, RuntimeError):  # no tensor, or one that lies on several devices
+            is_on_meta = False
+        if is_on_meta:
+            mismatched[name.table or name.text] = ("values", "none: it is on 'meta'")
+    if mismatched:
+        raise StateMismatchError(what, mismatched=mismatched, remedy=_MATERIALIZE)
+    untied = _untied(live, planned.taken, sources)
+    for tied, (own, other) in untied.items():
+        same = f"the same, since {own.name.text!r} and {other.name.text!r} are one tensor here"
+        mismatched[tied] = (f"other values than {other.source!r}", same)
+    if untied:
+        renames = {name: other.source for name, (_, other) in untied.items()}
+        remedy = f"say which is loaded: 'oname': {renames} gives both the same"
+        raise StateMismatchError(what, mismatched=mismatched, remedy=remedy)
+
+
+def _untied(
+    live: LiveState, taken: Sequence[Planned], sources: Sequence[OpenSource]
+) -> dict[str, tuple[Planned, Planned]]:
+    """Return the names of tied tensors that would get two different values, each with whom it is tied to."""
+    dense = {item.name.text: item for item in taken if item.name.group == "dense"}
+    tied = {text: live.inventory[item.name].tied for text, item in dense.items()}
+    if not any(tied.values()):
+        return {}
+    stored = [source.under_names_of(live.tensor_names, source.tensors.model) for source in sources]
+    pairs: dict[str, tuple[Planned, Planned]] = {}
+    for text, others in tied.items():
+        first = next((dense[one] for one in others if one in dense), None)
+        if first is not None and first.name.text not in pairs and _differ(dense[text], first, stored):
+            pairs[text] = (dense[text], first)
+    return pairs
+
+
+def _differ(one: Planned, other: Planned, stored: Sequence[Mapping[str, StoredTensor]]) -> bool:
+    """Say whether two tensors are from two places of other bytes, as their checksums say."""
+    if (one.offer, one.thing.table or one.source) == (other.offer, other.thing.table or other.source):
+        return False
+    contents: list[object] = []
+    for tensor in (stored[item.offer or 0].get(item.source) for item in (one, other)):
+        if tensor is None:
+            return True
+        chunks = [(tuple(chunk.offsets), tuple(chunk.sizes), tuple(chunk.xxh3)) for _, chunk in tensor.chunks]
+        contents.append((tensor.dtype, tensor.shape, chunks))
+    return contents[0] != contents[1]

@@ -3,46 +3,118 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
-from recckpt.dense.state_copy import load_rng
+from recckpt.dense.data_loaders import load_rng
 from recckpt.errors import RecckptError, StateMismatchError
-from recckpt.format.names import GLOBAL_STEP, ID
-from recckpt.live.load_around import load_around
-from recckpt.live.optimizers import RowOptimizers
-from recckpt.load.dense_and_registered import OtherState, read_other_state
+from recckpt.format.names import GLOBAL_STEP, ID, slot_name
+from recckpt.format.tables import TableEntry
+from recckpt.live.tables import RowOptimizers
+from recckpt.load.converted import TableTensors, TensorRows
+from recckpt.load.dense_and_registered import ModelLoad, OtherState, read_other_state
 from recckpt.load.hyper_parameters import HyperParameters
-from recckpt.load.live_state import LiveState, check_live
+from recckpt.load.live_state import LiveState, check_live, check_memory
 from recckpt.load.open_source import OpenSource
-from recckpt.load.plan import plan_load
+from recckpt.load.plan import RESIZE, plan_load, regroups
 from recckpt.load.problems import Problems
-from recckpt.load.report import LoadPlan, LoadReport, Planned
-from recckpt.load.row_loads import Into, RowLoads, row_loads
-from recckpt.load.table_tensors import Converted, TableTensors
-from recckpt.load.tensor_rows import settled, tensor_rows
-from recckpt.parallel.meetings import Meetings
+from recckpt.load.report import DECAY_STAYS, LoadPlan, LoadReport, Planned
+from recckpt.parallel.ranks import Meetings
+from recckpt.sparse.files.filler import OtherRows, Ranges, TableLoad
+from recckpt.sparse.files.link_pass import LinkLoad
 from recckpt.sparse.files.loader import Loaded, load_tables
 from recckpt.sparse.files.row_filter import RowFilter
-from recckpt.sparse.files.table_target import LoadTarget
+from recckpt.sparse.table.row_table import RowTable
 from recckpt.storage.transfers import WorkDir
 from recckpt.text import Progress
+from recckpt.types import EMBEDDING
 
-Fill = Callable[[Callable[[], object]], Loaded]  # tables; is given what to call once all bytes are checked
+
+def row_loads(
+    live: LiveState,
+    items: Sequence[Planned],
+    sources: Iterable[tuple[OpenSource, TensorRows]],
+    step: int | None,
+    *,
+    download_dir: WorkDir | None,
+    concurrency: int,
+) -> tuple[list[LinkLoad], list[OtherRows]]:
+    """Return what fills the tables: rows of links, in the order of the bank, link by link, and rows beside them.
+
+    ``sources`` come with the dense tensors of each that are taken as tables; ``step`` is the one that is taken over.
+    """
+    fresh: dict[str, set[str]] = {}  # the slots of each table that nothing gives
+    for item in items:
+        if item.offer is None and item.name.is_slot:
+            fresh.setdefault(item.name.table, set()).add(item.name.slot)
+    links, others = list[LinkLoad](), list[OtherRows]()
+    for number, (source, tensors) in enumerate(sources):
+        slots = [item for item in items if item.offer == number and item.name.is_slot]
+        tables = {entry.name: entry for entry in source.at.checkpoint.manifest.tables}
+        loads = _table_loads(live, slots, source, {**tensors.entries, **tables}, step=step, fresh=fresh)
+        of_links = [load for load in loads if load.entry.name in tables]
+        links += source.rows(number, of_links, download_dir, concurrency)
+        others += [OtherRows(load, partial(tensors.read, load)) for load in loads if load.entry.name not in tables]
+    return links, others
+
+
+def _table_loads(
+    live: LiveState,
+    items: Iterable[Planned],
+    source: OpenSource,
+    entries: Mapping[str, TableEntry],
+    *,
+    step: int | None,
+    fresh: Mapping[str, Collection[str]],
+) -> list[TableLoad]:
+    slots: dict[tuple[str, str], dict[str, str]] = {}
+    ranges: dict[str, dict[str, tuple[Ranges, Ranges]]] = {}
+    for item in items:
+        table, slot = item.source.rsplit("@", 1)
+        slots.setdefault((item.name.table, table), {})[item.name.slot] = slot
+        here = live.inventory.get(item.name)
+        if here is not None and regroups(item.thing, here):
+            ranges.setdefault(item.name.table, {})[item.name.slot] = item.thing.columns, here.columns
+    loads, entry = [], source.at.entry
+    for (name, there), pairs in slots.items():
+        columns: Mapping[str, str] = {slot: other for slot, other in pairs.items() if slot != ID}
+        target = live.targets[name]
+        if isinstance(target.table, RowTable):  # a store may have other columns than the slots that it shows
+            columns = target.table.store.filled_by(columns)
+        load = TableLoad(
+            target=target,
+            entry=entries[there],
+            slots=columns,
+            with_rows=ID in pairs,
+            clear=entry.hashtable_clear,
+            where=entry.where,
+            is_update=there in source.updates,
+            ages=target.ages(source.at.checkpoint.manifest, step, entries[there].clock),
+            ranges=ranges.get(name, {}),
+            skips_outside=entry.out_of_range == "skip" or entry.action(slot_name(name, EMBEDDING)) == RESIZE,
+            fresh=frozenset(fresh.get(name, ())),
+            drops=entry.zch == "drop",
+        )
+        loads.append(load)
+    return loads
 
 
 def plan(live: LiveState, sources: Sequence[OpenSource], problems: Problems) -> LoadPlan:
     """Decide what is loaded from where, as :func:`recckpt.load.plan.plan_load`; reads no rows and changes nothing."""
     located = [source.at for source in sources]
     check, inventory = partial(check_live, live, located), live.inventory_beside(located)
-    return plan_load(inventory, [source.offer(inventory) for source in sources], problems, check)
+    planned = plan_load(inventory, [source.offer(inventory) for source in sources], problems, check)
+    check_memory(live, planned, sources)
+    return planned
 
 
+@torch.inference_mode(mode=False)  # what is made here trains, though the caller may be in that mode
 def load(
     live: LiveState,
     sources: Sequence[OpenSource],
@@ -75,78 +147,106 @@ def load(
     """
     begin = time.perf_counter()
     planned = plan(live, sources, problems)
-    tensors = tensor_rows(live, planned.items, sources)
-    planned = replace(planned, items=settled(planned.items, tensors))
+    tensors = [TensorRows(live, planned.items, source, number) for number, source in enumerate(sources)]
+    items: Sequence[Planned] = planned.items
+    for rows in tensors:
+        items = rows.settled(items)
     tables = [
-        TableTensors(live, planned.items, source, number, download_dir=download_dir, concurrency=concurrency)
+        TableTensors(live, items, source, number, download_dir=download_dir, concurrency=concurrency)
         for number, source in enumerate(sources)
     ]
-    other = read_other_state(live, planned.items, sources, Converted(tensors, tables), rng=rng)
+    other = read_other_state(live, items, sources, tensors, tables, rng=rng)
+    planned = replace(planned, items=tuple(items), warnings=(*planned.warnings, *other.notes))
     for source in sources:
-        source.forget_states()
-    to = Into(live.targets, _global_step(planned.items, sources), _fresh_slots(planned.items), live.inventory)
-    rows = row_loads(to, planned.items, zip(sources, tensors, strict=True), download_dir, concurrency)
+        source.states.clear()  # they belong to what they are given to
+    steps = [item.offer for item in items if item.name.group == GLOBAL_STEP and item.offer is not None]
+    step = sources[steps[-1]].at.checkpoint.manifest.step if steps else None
+    pairs = zip(sources, tensors, strict=True)
+    links, others = row_loads(live, items, pairs, step, download_dir=download_dir, concurrency=concurrency)
     what = sources[0].at.checkpoint.ckpt_id if len(sources) == 1 else f"{len(sources)} checkpoints"
-    progress = Progress(f"loading {what}", rows.n_bytes, has_bar=has_bar and live.shard == 0)
+    n_bytes = sum(link.n_bytes for link in links) + sum(rows.n_bytes for rows in others)
+    progress = Progress(f"loading {what}", n_bytes, has_bar=has_bar and live.shard == 0)
     settings = HyperParameters(live, kept=any(source.at.entry.keeps_settings for source in sources))
-    loaded = _apply(live, other, rows, partial(_fill_tables, rows, progress, concurrency, meetings))
-    others = {item.name.text for item in planned.items if item.name.is_settings and item.is_of_other_class}
-    settings.after_load(" and ".join(planned.sources), other.extra, others, with_log=live.shard == 0)
-    _forget_admitted(live.targets.values(), planned.items, sources)
-    report = _report(planned, loaded, sources, time.perf_counter() - begin)
+    fill = partial(load_tables, links, concurrency=concurrency, meetings=meetings, others=others)
+    loaded = _apply(live, other, links, fill, progress)
+    _finish(live, planned, sources, settings)
+    n_bytes = loaded.bytes_read + sum(each.bytes_read for each in tables) + sum(each.bytes_read for each in sources)
+    report = _report(live, planned, replace(loaded, bytes_read=n_bytes), step, time.perf_counter() - begin)
     if live.shard == 0:
         (report if live.shards == 1 else planned).log_summary()  # of several ranks, each knows its own rows alone
     return report
 
 
-def _report(planned: LoadPlan, loaded: Loaded, sources: Sequence[OpenSource], seconds: float) -> LoadReport:
+def _report(live: LiveState, planned: LoadPlan, loaded: Loaded, step: int | None, seconds: float) -> LoadReport:
+    """Return the plan with as many rows as were taken: a slice, a filter or a full table may leave some out."""
+    items, rows_taken = [], {**loaded.rows_taken}
+    for item in planned.items:
+        name, there = item.name, item.thing
+        if item.offer is not None and name.is_slot and there.rows:
+            rows = loaded.slot_rows.get((name.table, name.slot), 0)
+            there = replace(there, rows=rows, n_bytes=there.n_bytes * rows // there.rows)
+            items.append(replace(item, thing=there))
+            continue
+        items.append(item)
+        if item.offer is not None and item.table and not name.is_slot:
+            rows_taken[name.text] = min(there.rows, *live.inventory[name].shape[:1])
     return LoadReport(
-        tuple(_as_taken(item, loaded) for item in planned.items),
+        tuple(items),
         planned.sources,
         planned.warnings,
-        rows_taken=loaded.rows_taken,
+        rows_taken=rows_taken,
         rows_filtered=loaded.rows_filtered,
-        bytes_read=loaded.bytes_read + sum(source.bytes_read for source in sources),
+        bytes_read=loaded.bytes_read,
         seconds=seconds,
-        global_step=_global_step(planned.items, sources),
+        global_step=step,
     )
 
 
-def _as_taken(item: Planned, loaded: Loaded) -> Planned:
-    """Return an item with as many rows as were taken: a slice, a filter or the rows of the table may leave some out."""
-    there = item.thing
-    if item.offer is None or not item.name.is_slot or not there.rows:
-        return item
-    rows = loaded.slot_rows.get((item.name.table, item.name.slot), 0)
-    return replace(item, thing=replace(there, rows=rows, n_bytes=there.n_bytes * rows // there.rows))
+def _finish(live: LiveState, planned: LoadPlan, sources: Sequence[OpenSource], settings: HyperParameters) -> None:
+    """Settle what all that was loaded decides: hyper-parameters, and the counts of ids that have rows now."""
+    objects = {item.name.text for item in planned.taken if item.name.is_settings or item.name.is_object}
+    akin = {
+        item.name.text: item.conversion
+        for item in planned.taken
+        if item.name.is_settings and DECAY_STAYS in item.conversion
+    }
+    settings.after_load(" and ".join(planned.sources), objects, akin, with_log=live.shard == 0)
+    offers: dict[str, set[int]] = {}  # counts stay where rows and counts are those of one checkpoint
+    for item in planned.items:
+        if item.offer is not None and item.name.slot == ID:
+            offers.setdefault(item.name.table, set()).add(item.offer)
+    entries = [source.at.entry for source in sources]
+    whole = {n for n, entry in enumerate(entries) if entry.hashtable_clear and entry.where == RowFilter()}
+    for target in live.targets.values():
+        target.forget_admitted(offers, whole)
 
 
-def _apply(live: LiveState, other: OtherState, rows: RowLoads, fill: Fill) -> Loaded:
+def _apply(
+    live: LiveState, other: OtherState, links: Sequence[LinkLoad], fill: Callable[..., Loaded], progress: Progress
+) -> Loaded:
     """Change the live state; return what was loaded into tables."""
+    model = ModelLoad(live, other.dense)
     with ExitStack() as undone_on_error:  # what can refuse its state goes first
         undone_on_error.enter_context(_optimizer_loaded(live.row_optimizers, other.sparse_optim))
         registries = ((live.extra, other.extra), (live.io_state, other.io_state))
         rests = [undone_on_error.enter_context(registry.loaded(states)) for registry, states in registries]
-        loaded = fill(lambda: [give_rest() for give_rest in rests])
-        for load in (load for link in rows.links for load in link.tables):
+
+        def give_what_may_be_refused() -> None:
+            if model.may_be_refused:
+                undone_on_error.enter_context(model.loaded())
+            for give_rest in rests:
+                give_rest()
+
+        with progress:
+            loaded = fill(advance=progress.advance, when_checked=give_what_may_be_refused)
+            progress.add_rows(sum(loaded.rows_taken.values()))
+        for load in (load for link in links for load in link.tables):
             load.take_history()
-        if other.dense:
-            load_around(live.model, other.dense, live.live_tables.collections)
+        if not model.may_be_refused:
+            model.load()
     if other.generators:
         load_rng(other.generators)
     return loaded
-
-
-def _forget_admitted(targets: Iterable[LoadTarget], items: Iterable[Planned], sources: Sequence[OpenSource]) -> None:
-    """Drop the counts of ids that have rows now, unless rows and counts are those of one checkpoint."""
-    offers: dict[str, set[int]] = {}
-    for item in items:
-        if item.offer is not None and item.name.is_slot and item.name.slot == ID:
-            offers.setdefault(item.name.table, set()).add(item.offer)
-    entries = [source.at.entry for source in sources]
-    whole = {n for n, entry in enumerate(entries) if entry.hashtable_clear and entry.where == RowFilter()}
-    for target in targets:
-        target.forget_admitted(offers, whole)
 
 
 @contextmanager
@@ -168,37 +268,3 @@ def _optimizer_loaded(optimizer: Optimizer | RowOptimizers | None, state: Mappin
     except BaseException:
         optimizer.load_state_dict(before)
         raise
-
-
-def _fill_tables(
-    rows: RowLoads,
-    progress: Progress,
-    concurrency: int,
-    meetings: Meetings,
-    when_checked: Callable[[], object],
-) -> Loaded:
-    with progress:
-        loaded = load_tables(
-            rows.links,
-            concurrency=concurrency,
-            advance=progress.advance,
-            when_checked=when_checked,
-            meetings=meetings,
-            others=rows.others,
-        )
-        progress.add_rows(sum(loaded.rows_taken.values()))
-    return loaded
-
-
-def _fresh_slots(items: Iterable[Planned]) -> Mapping[str, frozenset[str]]:
-    """Return the slots of each table that nothing gives."""
-    fresh: dict[str, set[str]] = {}
-    for item in items:
-        if item.offer is None and item.name.is_slot:
-            fresh.setdefault(item.name.table, set()).add(item.name.slot)
-    return {table: frozenset(slots) for table, slots in fresh.items()}
-
-
-def _global_step(items: Iterable[Planned], sources: Sequence[OpenSource]) -> int | None:
-    steps = [item.offer for item in items if item.name.group == GLOBAL_STEP and item.offer is not None]
-    return sources[steps[-1]].at.checkpoint.manifest.step if steps else None

@@ -2,38 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from recckpt.dense.registered import Registry
-from recckpt.format.manifest import Manifest
+from recckpt.errors import CorruptCheckpointError
+from recckpt.format.buckets import Slice
 from recckpt.format.names import ID, Pattern
 from recckpt.live.attached import AttachedTable
-from recckpt.live.library_rows import LibraryRows
 from recckpt.live.tables import NO_TABLES, LiveTables
 from recckpt.load import load as loading
-from recckpt.load.conf import Bank, Entry, as_bank, parse_load_conf
+from recckpt.load.conf import Bank, as_bank, parse_load_conf
 from recckpt.load.inventory import list_inventory
 from recckpt.load.live_state import LiveState
 from recckpt.load.open_source import OpenSource, opened
-from recckpt.load.other_forms import KnownDamage
 from recckpt.load.problems import Problems
-from recckpt.load.report import LoadPlan, LoadReport, Planned
-from recckpt.load.source import LocatedBank, LocatedCheckpoint, locate_asked, locate_bank
-from recckpt.output_dir.first_whole import first_whole
+from recckpt.load.report import LoadPlan, LoadReport
+from recckpt.load.source import KnownDamage, LocatedBank, LocatedCheckpoint, locate_asked, locate_bank
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.parallel.meetings import Meetings
-from recckpt.parallel.ranks import this_rank
+from recckpt.output_dir.open_files import first_whole
+from recckpt.parallel.one_process import OneProcess
+from recckpt.parallel.ranks import Meetings, this_rank
+from recckpt.sparse.files.catalogs import count_error
+from recckpt.sparse.files.owners import IdBlock, OwnedIds
 from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.storage import Storage
 from recckpt.storage.transfers import WorkDir
 from recckpt.telemetry import Operation
 from recckpt.types import SavableTable
+
+Counts = Mapping[tuple[str, str], tuple[OwnedIds, int]]  # table there and here -> ids of a rank, rows of them
+
+
+def rows_read(live: LiveState, report: LoadReport, number: int) -> Counts:
+    """Return how many rows of the source of this number were read for each table that it alone has filled."""
+    filled = {item.name.table for item in report.items if item.name.is_slot and item.offer == number}
+    filled -= {item.name.table for item in report.items if item.name.is_slot and item.offer not in (None, number)}
+    counts = {}
+    for item in report.items:
+        here, there = item.name.table, item.source.rpartition("@")[0]
+        if item.name.slot != ID or item.offer != number or here not in filled or item.thing.tensor:
+            continue
+        n_rows = report.rows_taken.get(here, 0) + report.rows_filtered.get(here, 0)
+        counts[there, here] = live.targets[here].owned_ids, n_rows
+    return counts
+
+
+def row_errors(checkpoint: Checkpoint, of_ranks: Sequence[Counts]) -> Iterator[CorruptCheckpointError]:
+    """Yield an error for each table of which the ranks, whose ids make up all ids, have read more or fewer rows."""
+    for key in dict.fromkeys(key for counts in of_ranks for key in counts):
+        rows = dict(counts[key] for counts in of_ranks if key in counts)
+        spans = sorted(span for owned in rows for span in _spans(owned) if span[0] < span[1])
+        meets = all(before[1] == after[0] for before, after in pairwise(spans)) and len({*map(type, rows)}) == 1
+        is_all_ids = meets and bool(spans) and spans[0][0] == 0 and spans[-1][1] == 1  # those of copies are there once
+        entry = checkpoint.manifest.named_table(key[0])
+        if is_all_ids and sum(rows.values()) != entry.rows:
+            yield count_error(checkpoint.directory, entry.name, entry.rows, sum(rows.values()))
+
+
+def _spans(owned: OwnedIds) -> Iterator[tuple[Fraction, Fraction]]:
+    """Yield what parts of all buckets, or of all ids, it is."""
+    if isinstance(owned, Slice):
+        yield Fraction(owned.begin, owned.size), Fraction(owned.end, owned.size)
+    elif isinstance(owned, IdBlock):
+        yield Fraction(owned.number, owned.size), Fraction(owned.number + 1, owned.size)
+    else:
+        for begin, end, _ in owned.spans:
+            yield Fraction(begin + (1 << 63), 1 << 64), Fraction(end + (1 << 63), 1 << 64)
 
 
 @dataclass
@@ -46,11 +88,13 @@ class Loader:
         download_dir: where to copy files that cannot be mapped, before they are read.
         has_bar: whether long loads show a bar.
         run: the job, as metrics name it.
-        before_own: is called before :meth:`load` opens a checkpoint of the own output dir.
+        before_load: is called with the output dirs of what was located, before any of it is opened.
         on_whole_restore: is called with a checkpoint of the own output dir and the tables of this rank once these have
             become exactly those of the checkpoint; None where nobody asks.
         live_tables: those of the model that are not ours.
+        after_load: is called after each load.
         is_resumed: whether a checkpoint of the own output dir was loaded.
+        loaded_step: the step that was taken over last, None where none was.
     """
 
     model: nn.Module
@@ -62,48 +106,16 @@ class Loader:
     download_dir: WorkDir | None
     has_bar: bool = True
     run: str = ""
-    before_own: Callable[[], object] = lambda: None
+    before_load: Callable[[Sequence[Storage]], object] = lambda storages: None
     on_whole_restore: Callable[[Checkpoint, Iterable[SavableTable]], object] | None = None
     live_tables: LiveTables = NO_TABLES
+    after_load: Callable[[], object] = lambda: None
     is_resumed: bool = field(default=False, init=False)
-
-    def load(
-        self,
-        ckpt_path: str | None,
-        ckpt_id: str | None,
-        load_conf: Mapping[str, Any] | None,
-        shard_id: int | None,
-        direct_path: bool,
-    ) -> LoadReport:
-        """As :meth:`recckpt.Saver.load`."""
-        entry = parse_load_conf(load_conf)
-        if direct_path and ckpt_id is not None:
-            raise ValueError("direct_path=True needs ckpt_path, the checkpoint itself, and no ckpt_id")
-        if direct_path and ckpt_path is None:
-            return self.load_once(shard_id, LocatedBank([], Problems()))
-
-        def locate() -> LocatedBank:
-            storage, checkpoint = locate_asked(self.storage, ckpt_path, ckpt_id, direct_path)
-            is_own = storage.url == self.storage.url
-            if is_own:
-                self.before_own()
-            return LocatedBank([LocatedCheckpoint(replace(entry, is_own=is_own), storage, checkpoint)], Problems())
-
-        return self.load_located(locate, shard_id)
-
-    def load_bank(self, bank: Bank, conf: Mapping[str, Any] | None, shard_id: int | None) -> LoadReport:
-        """As :meth:`recckpt.Saver.load_by_config`."""
-        entries = as_bank(bank, conf)
-        return self.load_located(lambda: locate_bank(entries), shard_id)
+    loaded_step: int | None = field(default=None, init=False)
 
     def load_located(self, locate: Callable[[], LocatedBank], shard_id: int | None = None) -> LoadReport:
         """Load what ``locate`` returns; it is asked again where that is removed before it is read."""
         return first_whole(locate, partial(self.load_once, shard_id), instead=KnownDamage().instead)
-
-    def plan(self, bank: Bank, conf: Mapping[str, Any] | None, shard_id: int | None) -> LoadPlan:
-        """As :meth:`recckpt.Saver.plan`."""
-        entries = as_bank(bank, conf)
-        return self.plan_located(lambda: locate_bank(entries), shard_id)
 
     def plan_located(
         self, locate: Callable[[], LocatedBank], shard_id: int | None, shard_num: int | None = None
@@ -116,12 +128,9 @@ class Loader:
 
         return first_whole(locate, plan, instead=KnownDamage().instead)
 
-    def names(self) -> list[str]:
-        """As :meth:`recckpt.Saver.names`."""
-        return list_inventory(self.live_state().inventory)
-
     def load_once(self, shard_id: int | None, bank: LocatedBank) -> LoadReport:
         """Load what was located, once; whoever calls it makes up for what is removed or damaged meanwhile."""
+        self.before_load([source.storage for source in bank.sources])
         live = self.live_state(shard_id)
         with opened(bank.sources, live.needs) as sources:
             alone = Meetings()  # whoever calls a saver by itself may be the only one who does
@@ -140,7 +149,14 @@ class Loader:
     ) -> LoadReport:
         """Load from checkpoints that are open; what every load and restore comes down to. Collective."""
         self.is_resumed = self.is_resumed or any(source.at.entry.is_own for source in sources)
-        with self._begun(live, sources) as span:
+        records = [source.at.checkpoint.manifest for source in sources]
+        attributes: dict[str, str | int] = {"id": ", ".join(record.ckpt_id for record in records)}
+        if records:
+            attributes["kind"] = records[-1].kind
+        if records and records[-1].step is not None:
+            attributes["step"] = records[-1].step
+        retries, is_first = (lambda: self.storage.n_retries), live.shard == 0  # who reports for all ranks
+        with Operation("load", attributes, run=self.run, retries=retries, is_reported=is_first) as span:
             report = loading.load(
                 live,
                 sources,
@@ -151,64 +167,104 @@ class Loader:
                 meetings=meetings,
                 has_bar=self.has_bar,
             )
+            self.after_load()
+            self.loaded_step = self.loaded_step if report.global_step is None else report.global_step
             span.end(attributes={"rows": sum(report.rows_taken.values()), "bytes": report.bytes_read})
             return report
 
     def note_if_whole(self, live: LiveState, sources: Sequence[OpenSource], report: LoadReport) -> None:
-        """Call ``on_whole_restore`` after a load, on all ranks where they load together, if it was one of all."""
-        whole = _whole_restore(live.tables, report.items, [source.at for source in sources])
-        if whole is not None and self.on_whole_restore is not None:
-            self.on_whole_restore(whole.checkpoint, live.tables.values())
+        """Call ``on_whole_restore`` after a load, on all ranks where they load together, if it was one of all.
+
+        All of one source has to be loaded, unconverted and by its own names, and no live table may have other rows.
+        """
+        numbers = {item.offer for item in report.items if item.offer is not None}
+        if self.on_whole_restore is None or len(numbers) != 1 or any(item.conversion for item in report.items):
+            return
+        at = sources[numbers.pop()].at
+        entry, saved = at.entry, {table.name: table for table in at.checkpoint.manifest.tables}
+        is_everything = entry.load == (Pattern("*"),) and not entry.exclude and entry.only is None
+        if not (entry.is_own and is_everything and entry.hashtable_clear and entry.where == RowFilter()):
+            return
+        taken = {(i.name.text, i.source) for i in report.items if i.offer is not None and i.name.is_slot}
+        slots = [f"{one.name}@{slot}" for one in saved.values() for slot in (ID, *(spec.name for spec in one.slots))]
+        if taken != {(name, name) for name in slots} or saved.keys() != live.tables.keys():
+            return
+        attached = (table for table in live.tables.values() if isinstance(table, AttachedTable))
+        if all(table.has_all_of(saved[table.name].rows) for table in attached):
+            self.on_whole_restore(at.checkpoint, live.tables.values())
 
     def live_state(self, shard_id: int | None = None, shard_num: int | None = None) -> LiveState:
         """Return what a load fills, as it is now."""
         shard, shards = this_rank(shard_id, shard_num)
         return LiveState(self.model, self.sparse_optim, self.extra, self.io_state, shard, shards, self.live_tables)
 
-    def _begun(self, live: LiveState, sources: Sequence[OpenSource]) -> Operation:
-        """Return the span of a load that begins, which the first rank gives to OpenTelemetry for all."""
-        records = [source.at.checkpoint.manifest for source in sources]
-        attributes: dict[str, str | int] = {"id": ", ".join(record.ckpt_id for record in records)}
-        if records:
-            attributes["kind"] = records[-1].kind
-        if records and records[-1].step is not None:
-            attributes["step"] = records[-1].step
-        retries, is_first = (lambda: self.storage.n_retries), live.shard == 0
-        return Operation("load", attributes, run=self.run, retries=retries, is_reported=is_first)
 
+class Loads(OneProcess):
+    """The half of a saver that loads, and says what a load would do."""
 
-def _whole_restore(
-    tables: Mapping[str, SavableTable], items: Sequence[Planned], sources: Sequence[LocatedCheckpoint]
-) -> LocatedCheckpoint | None:
-    """Return the source all of which was loaded, unconverted and by its own names, None where there is none.
+    loader: Loader
 
-    Args:
-        tables: those of the model.
-        items: what came from where.
-        sources: by their numbers.
-    """
-    numbers = {item.offer for item in items if item.offer is not None}
-    if len(numbers) != 1 or any(item.conversion for item in items):
-        return None
-    source = sources[numbers.pop()]
-    taken = {(item.name.text, item.source) for item in items if item.offer is not None and item.name.is_slot}
-    saved = {(name, name) for name in _slots(source.checkpoint.manifest)}
-    names = {table.name for table in source.checkpoint.manifest.tables}
-    is_whole = _takes_all(source.entry) and taken == saved and names == tables.keys()
-    return source if is_whole and not _lacks_rows(tables, source.checkpoint.manifest) else None
+    def load(
+        self,
+        ckpt_path: str | None = None,
+        ckpt_id: str | None = None,
+        load_conf: Mapping[str, Any] | None = None,
+        shard_id: int | None = None,
+        direct_path: bool = False,
+    ) -> LoadReport:
+        """Load a checkpoint into the model and what is registered.
 
+        Args:
+            ckpt_path: an id of the own output dir, an output dir, or a checkpoint itself; None for the own output dir.
+            ckpt_id: which checkpoint in it; None for the newest.
+            load_conf: what to take: an entry of a bank without ``path``; None for everything.
+            shard_id: number of this rank, whose dataset positions are taken; None as in :meth:`save`.
+            direct_path: ``ckpt_path`` is a checkpoint itself, and nothing else will do; None loads nothing.
 
-def _lacks_rows(tables: Mapping[str, SavableTable], manifest: Manifest) -> bool:
-    """Say whether a live table has other rows than the checkpoint: some that stay as they are, or had no room."""
-    rows = {table.name: table.rows for table in manifest.tables}
-    live = (table for table in tables.values() if isinstance(table, AttachedTable | LibraryRows))
-    return any(not table.has_all_of(rows[table.name]) for table in live)
+        Raises:
+            CheckpointNotFoundError: there is no such checkpoint.
+            LoadConfError, StateMismatchError: what is asked for does not exist or does not fit; nothing has changed.
+            CorruptCheckpointError, CheckpointRemovedError: a file is damaged, or was removed before it was read.
+            PartlyLoadedError: reading failed when tables that had rows had been changed.
+        """
+        with self._turn():
+            loader, entry = self.loader, parse_load_conf(load_conf)
+            if direct_path and ckpt_id is not None:
+                raise ValueError("direct_path=True needs ckpt_path, the checkpoint itself, and no ckpt_id")
+            if direct_path and ckpt_path is None:
+                return loader.load_once(shard_id, LocatedBank([], Problems()))
 
+            def locate() -> LocatedBank:
+                storage, checkpoint = locate_asked(loader.storage, ckpt_path, ckpt_id, direct_path)
+                own_entry = replace(entry, is_own=storage.url == loader.storage.url)
+                return LocatedBank([LocatedCheckpoint(own_entry, storage, checkpoint)], Problems())
 
-def _takes_all(entry: Entry) -> bool:
-    is_everything = entry.load == (Pattern("*"),) and not entry.exclude and entry.only is None
-    return entry.is_own and is_everything and entry.hashtable_clear and entry.where == RowFilter()
+            return loader.load_located(locate, shard_id)
 
+    def load_by_config(
+        self, bank: Bank, conf: Mapping[str, Any] | None = None, *, shard_id: int | None = None
+    ) -> LoadReport:
+        """Load what a model bank says: entries with a ``path``, of which the last that offers a name counts.
 
-def _slots(manifest: Manifest) -> set[str]:
-    return {f"{table.name}@{slot}" for table in manifest.tables for slot in (ID, *(spec.name for spec in table.slots))}
+        Args:
+            bank: a list of entries, or one entry, or the path of one; see docs/load.md. None loads nothing.
+            conf: the rest of the entry, where ``bank`` is a path.
+            shard_id: number of this rank; None as in :meth:`save`.
+
+        Raises:
+            Exception: as :meth:`load`; LoadConfError and StateMismatchError name all that is wrong.
+        """
+        with self._turn():
+            entries = as_bank(bank, conf)
+            return self.loader.load_located(lambda: locate_bank(entries), shard_id)
+
+    def plan(self, bank: Bank, conf: Mapping[str, Any] | None = None, *, shard_id: int | None = None) -> LoadPlan:
+        """Say what :meth:`load_by_config` would do, or raise as it would; reads no rows and changes nothing."""
+        with self._turn():
+            entries = as_bank(bank, conf)
+            return self.loader.plan_located(lambda: locate_bank(entries), shard_id)
+
+    def names(self) -> list[str]:
+        """Return the names that can be loaded, for ``recckpt plan``, each in a line with what is known of it."""
+        with self._turn():
+            return list_inventory(self.loader.live_state().inventory)

@@ -7,25 +7,26 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import starmap
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from recckpt.checkpoint.chain import OpenChain
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import Slice
+from recckpt.format.manifest import Manifest
 from recckpt.format.names import Name
 from recckpt.format.tensor_index import EXTRA
-from recckpt.load.inventory import Inventory, LoadCandidate, checkpoint_inventory, names_here, reduced_tables
+from recckpt.load.inventory import Inventory, LoadCandidate, checkpoint_inventory, names_here
 from recckpt.load.source import LocatedCheckpoint
 from recckpt.load.tensor_tables import tables_of_tensor
+from recckpt.sparse.files.catalogs import met_shards
 from recckpt.storage.transfers import WorkDir
 from recckpt.types import EMBEDDING
 
 if TYPE_CHECKING:
-    from recckpt.sparse.files.link_batches import LinkBatches
-    from recckpt.sparse.files.load_target import LinkLoad, TableLoad
+    from recckpt.sparse.files.filler import TableLoad
+    from recckpt.sparse.files.link_pass import LinkLoad
+    from recckpt.sparse.files.part_reader import LinkBatches
 
 log = logging.getLogger("recckpt")
 _T = TypeVar("_T")
@@ -40,11 +41,11 @@ class Needs:
     slices: Mapping[Name, Slice | None]  # slot of a table of the model -> the ids that this rank owns, None for all
     positions: bool  # whether it has positions in the data
     gathers: bool  # whether a registered object takes what it needs from the states of all ranks that saved
-    tensors: Mapping[str, int]  # dense tensors that may be tables there -> their rows
+    tensors: Collection[str]  # dense tensors that may be tables there
 
 
 class OpenSource:
-    """What a load takes of a checkpoint: its files are open until the end of a ``with`` block, whoever removes it.
+    """What a load takes of a checkpoint: its files are open until it is closed, whoever removes it.
 
     Args:
         at: the checkpoint.
@@ -58,7 +59,7 @@ class OpenSource:
     def __init__(self, at: LocatedCheckpoint, needs: Needs | None) -> None:
         self.at, self._manifest, self._directory = at, at.checkpoint.manifest, at.checkpoint.directory
         self._n_bytes = 0
-        self._states: dict[str, dict[str, Any]] = {}
+        self.states: dict[str, dict[str, Any]] = {}  # that were read
         self._batches: Sequence[LinkBatches] = ()
         self.updates: Collection[str] = ()  # tables of which only the links that are new to the model are read
         self._chain = at.opened.twin() if at.opened else OpenChain.of(at.storage, at.checkpoint)
@@ -70,13 +71,10 @@ class OpenSource:
             self.tensors = self._chain.tensors
             closed_on_error.pop_all()
 
-    def __enter__(self) -> OpenSource:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def close(self) -> None:
         self.tensors.close()
         self._chain.close()
-        self._states, self._batches = {}, ()
+        self.states, self._batches = {}, ()
 
     def _open_needed(self, needs: Needs) -> None:
         """Open the files of ranks that are needed, and in all links those that may have rows for this rank."""
@@ -87,25 +85,20 @@ class OpenSource:
         of_ranks += [layout.extra_of(shard) for shard in (everyone if needs.gathers and is_resharded else own)]
         self._chain.files.keep_open(name for name in of_ranks if self._manifest.file(name))
         slices = {owned for name, owned in needs.slices.items() if self.at.entry.wants(name)}
-        of_tensors = set[str]().union(*starmap(self._tables_of, needs.tensors.items()))
+        of_tensors = set[str]()  # tables that may have the rows of dense tensors here, which are read whole each time
+        for name in (Name("dense", tensor) for tensor in needs.tensors):
+            try:
+                there = self.at.entry.renames.source(name)
+            except ValueError:  # which the plan refuses
+                continue
+            if there not in self._manifest.names.dense and self.at.entry.wants(name):
+                of_tensors.update(table for table in tables_of_tensor(there) if self._manifest.table(table))
         if of_tensors:
             slices.add(None)
         if slices:
             self._batches, self.updates = self._chain.batches(slices, self.at.loaded_save_id, of_tensors)
             read = self._chain.links[: len(self._batches)]
             self._n_bytes += sum(entry.n_bytes for link in read for entry in link.catalog_files(slices))
-
-    def _tables_of(self, tensor: str, n_rows: int) -> set[str]:
-        """Return the tables that may have the rows of a dense tensor of the model, which is read whole each time."""
-        name = Name("dense", tensor)
-        try:
-            there = self.at.entry.renames.source(name)
-        except ValueError:  # which the plan refuses
-            return set()
-        if there in self._manifest.names.dense or not self.at.entry.wants(name):
-            return set()
-        tables = map(self._manifest.table, tables_of_tensor(there))
-        return {table.name for table in tables if table is not None and table.rows == n_rows}
 
     @property
     def bytes_read(self) -> int:
@@ -117,23 +110,15 @@ class OpenSource:
         dense = [name.text for name in model if name.group == "dense"]
         dense += [tensor for name, thing in model.items() if name.slot == EMBEDDING for tensor in thing.tied]
         inventory = checkpoint_inventory(self.at.checkpoint, self.tensors.model, dense)
-        unsaved = self.at.checkpoint.manifest.training.unsaved
+        reduced = {table.name: table.reduced for table in self._manifest.tables if table.reduced is not None}
         sharded = [tensor for tensor in self.tensors.tensors.values() if tensor.of == EXTRA]
-        reduced = reduced_tables(self.at.checkpoint)
-        return LoadCandidate(self.at.entry, self.at.label, inventory, reduced, unsaved, sharded)
+        return LoadCandidate(self.at.entry, self.at.label, inventory, reduced, self._manifest.training.unsaved, sharded)
 
     def rows(
         self, number: int, tables: Sequence[TableLoad], download_dir: WorkDir | None, concurrency: int
     ) -> list[LinkLoad]:
-        """Return what fills tables, link by link, the newest first: a full checkpoint has one link, itself.
-
-        Args:
-            number: of this source among those that are loaded.
-            tables: what to fill.
-            download_dir: where files that cannot be mapped are copied before they are read; None: nowhere.
-            concurrency: number of threads that copy.
-        """
-        from recckpt.sparse.files.load_target import LinkLoad  # torch, which a plan does without
+        """Return what fills tables, link by link, the newest first: a full checkpoint has one link, itself."""
+        from recckpt.sparse.files.link_pass import LinkLoad  # torch, which a plan does without
 
         loads = []
         for at, (link, batches) in enumerate(zip(self._chain.links, self._batches, strict=False)):
@@ -144,21 +129,16 @@ class OpenSource:
             loads.append(LinkLoad((number, at), taken, batches, fetch))
         return loads
 
-    def state(self, name: str) -> Mapping[str, Any]:
+    def state(self, name: str, *, is_kept: bool = True) -> Mapping[str, Any]:
         """Return the dict in a ``.pt`` file, checked; empty where the checkpoint has no such file."""
-        if name not in self._states:
-            self._states[name] = self.read_once(name)
-        return self._states[name]
-
-    def read_once(self, name: str) -> dict[str, Any]:
-        """Return what :meth:`state` does, and do not keep it."""
+        if name in self.states:
+            return self.states[name]
         entry = self._manifest.file(name)
         self._n_bytes += entry.n_bytes if entry else 0
-        return self._chain.state(name)
-
-    def forget_states(self) -> None:
-        """Keep no state any longer: those that were read belong to what they are given to."""
-        self._states = {}
+        state = self._chain.state(name)
+        if is_kept:
+            self.states[name] = state
+        return state
 
     def value(self, name: str, key: str) -> Any:
         """Return what a ``.pt`` file has under a key, which the manifest says that it has."""
@@ -174,9 +154,12 @@ class OpenSource:
         return self.own_state(layout.extra_of, name, shard)
 
     def registered_on_all(self, name: str, first: int) -> Iterator[Any]:
-        """Yield the states of an object of which each rank has saved its own, that of one rank first."""
+        """Yield the states that ranks have saved of an object, that of one rank first; or the one for all."""
+        if name not in self.at.extras_of_ranks:
+            yield self.value(layout.EXTRA, name)
+            return
         for shard in sorted(range(self.at.shards), key=lambda shard: shard != first):
-            states = self.read_once(layout.extra_of(shard))
+            states = self.state(layout.extra_of(shard), is_kept=False)
             if name in states:
                 yield states[name]
 
@@ -192,6 +175,18 @@ class OpenSource:
                 log.warning("%s: rank %d had no state of %r, it takes that of rank %d", label, shard, name, other)
                 return states[name]
         return self.value(file_of(shard), name)  # an error: the manifest says that a rank has one
+
+    def row_scalars(self) -> dict[str, Any]:
+        """Return the scalars of the optimizers of rows, of the shape that these give; {} where there are none."""
+        is_there = layout.SPARSE_OPTIM in self._manifest.names.extra
+        state = self.value(layout.EXTRA, layout.SPARSE_OPTIM) if is_there else {}
+        groups = state.get("param_groups", []) if isinstance(state, dict) else None
+        tables = [group.get("tables", []) if isinstance(group, dict) else None for group in groups or ()]
+        is_state = isinstance(groups, list) and isinstance(state.get("state", {}), dict)
+        if not is_state or not all(isinstance(one, list) and all(isinstance(n, str) for n in one) for one in tables):
+            found, expected = f"{state!s:.80}", "the state dict of an optimizer"
+            raise self.corrupt(layout.EXTRA, repr(layout.SPARSE_OPTIM), found=found, expected=expected)
+        return dict(state)
 
     def corrupt(self, name: str, where: str, *, found: object, expected: object) -> CorruptCheckpointError:
         """Return the error that says what is wrong with a file."""
@@ -217,4 +212,23 @@ class OpenSource:
 def opened(sources: Iterable[LocatedCheckpoint], needs: Needs | None = None) -> Iterator[list[OpenSource]]:
     """Open checkpoints until the end of the block; arguments and errors as of :class:`OpenSource`."""
     with ExitStack() as stack:
-        yield [stack.enter_context(OpenSource(source, needs)) for source in sources]
+        opened_sources = []
+        for source in sources:
+            opened_sources.append(OpenSource(source, needs))
+            stack.callback(opened_sources[-1].close)
+        yield opened_sources
+
+
+def needed_files(manifest: Manifest, needs: Needs, *, is_whole: bool = True) -> frozenset[str]:
+    """Return the files that a rank reads to restore a near save: of rows, those of shards that may have rows for it.
+
+    Where it is not whole, parts of it may have other names there, so that the rank may read any rows.
+    """
+    names = {file.name for file in manifest.files}
+    is_any = bool(needs.slices or needs.tensors) and not is_whole
+    if is_any or any(tensor not in manifest.names.dense for tensor in needs.tensors):  # which may be a table
+        return frozenset(names)
+    catalogs = {manifest.shards[number].catalog for number in met_shards(manifest, set(needs.slices.values()))}
+    others = {name for name in names if layout.has_rows(name)} - catalogs
+    others = {name for name in others if not any(layout.is_part_of(name, catalog) for catalog in catalogs)}
+    return frozenset(names - others)

@@ -4,42 +4,176 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+from torch.optim import Optimizer
+
 from recckpt.dense.loader import fitted, has_stand_ins
-from recckpt.dense.optimizers import NAMES, NamedOptimizer, is_named, states_by_name
+from recckpt.dense.optimizers import (
+    NAMES,
+    SHAPES,
+    NamedOptimizer,
+    Shared,
+    is_named,
+    lineage_of,
+    shape_of,
+    shared_in,
+    states_by_name,
+)
 from recckpt.dense.sharded import may_be_sharded
 from recckpt.format import layout
-from recckpt.format.names import Name, state_name
+from recckpt.format.layout import SPARSE_OPTIM
+from recckpt.format.names import ID, Name, state_name
+from recckpt.live.optimizer_slots import DECAY
+from recckpt.live.tables import RowOptimizers
+from recckpt.load.converted import TableTensors, TensorRows
 from recckpt.load.live_state import LiveState
 from recckpt.load.open_source import OpenSource
 from recckpt.load.report import Planned
-from recckpt.load.table_tensors import TableTensors
+from recckpt.text import first_few
+from recckpt.types import EMBEDDING
 
 log = logging.getLogger("recckpt")
-_States = dict[str, tuple[tuple[int, ...], Mapping[str, Any]]]  # parameter -> (its shape, its state)
+_SCALARS = Name("sparse_opt", SPARSE_OPTIM)
+_States = dict[
+    str, tuple[tuple[int, ...], Mapping[str, Any] | None]
+]  # parameter -> (its shape, its state if it has one)
+_GO_BY_PLACE = {"LBFGS"}  # keep one state for all parameters, of their values one after the other, with the first
+_ELSEWHERE = "it goes by the places of the parameters, which are others here"
+
+
+def sparse_optimizer_state(
+    optimizer: Optimizer | RowOptimizers | None,
+    items: Sequence[Planned],
+    sources: Sequence[OpenSource],
+    tensors: Sequence[TensorRows],
+) -> dict[str, Any] | None:
+    """Return the scalars to load into the sparse optimizer, None where there are none to take.
+
+    The step of a table comes from where its slots come from, since they belong together; it starts from 0 where the
+    table is emptied and its slots start fresh. The hyper-parameters come from the checkpoint that ``sparse_optim`` is
+    taken from, group by group where one there holds all of its tables, and has the slots that they have; from another
+    run that has to be asked for. ``tensors`` are what each of the sources gives to live tables as rows.
+    """
+    if optimizer is None:
+        return None
+    scalars = next((i.offer for i in items if i.name == _SCALARS), None)
+    saved = None if scalars is None else tensors[scalars].scalars
+    live = optimizer.state_dict()
+    slots: dict[str, list[Planned]] = {name: [] for g in live.get("param_groups", []) for name in g.get("tables", [])}
+    if not slots:
+        return saved if saved is not None else _foreign_steps(live, items, sources)
+    for item in items:
+        slots.get(item.name.table, []).append(item)
+    steps = dict(live["state"])
+    for table, its_slots in slots.items():
+        origin = _origin(its_slots, tensors)
+        ids = next((item.offer for item in its_slots if item.name.slot == ID), None)
+        if origin is not None:
+            steps[table] = tensors[origin[0]].scalars["state"].get(origin[1])
+        elif ids is not None and sources[ids].at.entry.hashtable_clear:  # emptied
+            steps[table] = None
+    steps = {table: step for table, step in steps.items() if step is not None}
+    if saved is None or scalars is None:
+        return None if steps == live["state"] else {**live, "state": steps}
+    there: dict[str, str] = {}
+    alike, other_decay, source = set[str](), set[str](), tensors[scalars]
+    for table, its_slots in slots.items():
+        there[table] = next((item.source.rpartition("@")[0] for item in its_slots if item.offer == scalars), table)
+        own = [item.name.slot for item in its_slots if item.name.group == "sparse_opt"]
+        is_live = isinstance(optimizer, RowOptimizers) and optimizer.is_live(table)
+        if source.has_slots(there[table], own, is_live=is_live):
+            alike.add(table)
+            if source.has_other_decay(there[table], own):
+                other_decay.add(table)
+    groups = [_with_settings(group, saved["param_groups"], there, alike, other_decay) for group in live["param_groups"]]
+    return {**live, "state": steps, "param_groups": groups}
+
+
+def _origin(items: Sequence[Planned], tensors: Sequence[TensorRows]) -> tuple[int, str] | None:
+    """Return the checkpoint and table that the step of a table belongs to, None where it is not loaded.
+
+    A rule without slots has a step all the same, which comes along with the rows.
+    """
+    own = [item for item in items if item.name.group == "sparse_opt"]
+    taken = next((item for item in own or items if item.offer is not None and item.name.slot != ID), None)
+    if taken is None or taken.offer is None:
+        return None
+    table, saved = taken.source.rpartition("@")[0], tensors[taken.offer]
+    if not own:
+        gives_steps = not any(pattern.matches(_SCALARS) for pattern in saved.source.at.entry.exclude)
+        own = [taken] if taken.name.slot == EMBEDDING and gives_steps and saved.has_slots(table, ()) else []
+    return (taken.offer, table) if own else None
+
+
+def _foreign_steps(
+    live: Mapping[str, Any], items: Iterable[Planned], sources: Sequence[OpenSource]
+) -> dict[str, Any] | None:
+    """Return the state of an optimizer that is not ours with the settings it has, from where the last slots come."""
+    offers = [item.offer for item in items if item.name.is_slot and item.name.group == "sparse_opt"]
+    taken = [offer for offer in offers if offer is not None]
+    saved = sources[max(taken)].row_scalars() if taken else {}
+    groups = [[len(group.get("params", ())) for group in state.get("param_groups", ())] for state in (saved, live)]
+    return {**saved, "param_groups": live["param_groups"]} if saved and groups[0] and groups[0] == groups[1] else None
+
+
+def _with_settings(
+    live: Mapping[str, Any],
+    saved_groups: Iterable[Mapping[str, Any]],
+    there: Mapping[str, str],
+    alike: Container[str],
+    other_decay: Container[str],
+) -> dict[str, Any]:
+    """Return a group with the hyper-parameters of the saved one that holds its tables, under their names there.
+
+    Those of a group with other slots than the tables have, which are not in ``alike``, are those of another optimizer;
+    to one that trained tables of ``other_decay``, weight decay is another thing.
+    """
+    tables = {there.get(table, table) for table in live["tables"]}
+    if others := [table for table in live["tables"] if table not in alike]:
+        log.warning("sparse optimizer: %s had other slots; the hyper-parameters here stay", sorted(others))
+        return dict(live)
+    saved = next((group for group in saved_groups if tables <= set(group.get("tables", ()))), None)
+    if saved is None:
+        log.warning("sparse optimizer: %s were in no one group; their hyper-parameters stay", sorted(tables))
+    group = {**live, **(saved or {}), "tables": live["tables"]}
+    if any(table in other_decay for table in live["tables"]):
+        own = {key: live[key] for key in DECAY if key in live}
+        differences = [f"{key} {value}, not {group[key]}" for key, value in own.items() if group[key] != value]
+        group.update(own)
+        if differences:
+            what = "sparse optimizer: the weight decay of this run stays for %s: %s"
+            log.warning(what, live["tables"], ", ".join(differences))
+    return group
 
 
 def dense_optimizer_states(
     live: LiveState, items: Iterable[Planned], sources: Sequence[OpenSource], tables: Sequence[TableTensors]
-) -> dict[str, Any]:
-    """Return the states to load into the registered dense optimizers.
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the states to load into the registered dense optimizers, and lines that say which of them start fresh.
 
     A parameter that is loaded takes the state it has there; where it has none, its state starts fresh. All others
-    keep what they have, and so do the settings of the groups, where they are not planned. ``tables`` are those of each
-    source that are dense tensors here.
+    keep what they have, and so do the settings of the groups, where they are not planned. What an optimizer keeps for
+    all parameters together comes with its settings, or else from the one checkpoint that all their states come from.
+    ``tables`` are those of each source that are dense tensors here.
     """
     planned = {item.name: item for item in items}
     pairs = [*zip(sources, tables, strict=True)]
-    states = {name: _Composer(name, one, live, planned, pairs).state() for name, one in live.optimizers.items()}
-    return {name: state for name, state in states.items() if state is not None}
+    composers = {name: _Composer(name, one, live, planned, pairs) for name, one in live.optimizers.items()}
+    states = {name: state for name, composer in composers.items() if (state := composer.state()) is not None}
+    return states, [note for composer in composers.values() for note in composer.notes]
 
 
 class _Composer:
-    """Puts the state of one dense optimizer together."""
+    """Puts the state of one dense optimizer together.
+
+    Attributes:
+        notes: what starts fresh since it goes by the places of parameters.
+    """
 
     def __init__(
         self,
@@ -55,58 +189,120 @@ class _Composer:
         self._parameters, self._names = optimizer.parameters, {names[0]: names for names in optimizer.names}
         self._uses = Counter((item.offer, item.source) for item in planned.values() if item.name.parameter)
         self._saved: dict[tuple[int, str], _States] = {}
+        self.notes: list[str] = []
 
     def state(self) -> Any:
         """Return the state to load, None where the optimizer keeps what it has."""
         settings = self._planned[Name("dense_opt", self._name)]
         groups = None
-        if settings.offer is not None and settings.thing.table:
-            groups = [
-                {**self._tables[settings.offer].settings(item), NAMES: [name]}
-                for name in self._parameters
-                if (item := self._planned[state_name(name, self._name)]).thing.table and item.offer == settings.offer
-            ]
-        elif settings.offer is not None:
+        if settings.offer is not None and not settings.thing.table:
             source = self._sources[settings.offer]
             saved = self._value(source, settings.source)
             if not is_named(saved):  # by the places of the parameters, as torch has it
                 return as_here(saved, partial(self._live.extra.beside, self._name, saved), source)
             groups = self._renamed(saved["param_groups"], source)
-        states: dict[str, Mapping[str, Any]] = {}
+        elif settings.offer is not None:
+            groups = [
+                {**self._tables[settings.offer].settings(item), NAMES: [name]}
+                for name in self._parameters
+                if (item := self._planned[state_name(name, self._name)]).thing.table and item.offer == settings.offer
+            ]
+        states: dict[str, Mapping[str, Any] | None] = {}
         for parameter in self._parameters:
             item = self._planned[state_name(parameter, self._name)]
+            named = (self._planned.get(Name("dense", name)) for name in self._names[parameter])
+            loaded = next((each.offer for each in named if each and each.offer is not None), None)
             if item.offer is not None:
                 states[parameter] = self._state_of(parameter, item, item.offer)
-            elif self._starts_fresh(item):
-                states[parameter] = {}
-        return self._optimizer.composed(states, groups) if states or groups is not None else None
+            elif loaded is not None and self._sources[loaded].at.entry.wants(item.name):  # asked for, and not there
+                states[parameter] = None
+        if any(states.values()) and _GO_BY_PLACE.intersection(lineage_of(self._optimizer.optimizer)):
+            origin = self._origin()
+            if origin is None or not self._is_in_order(*origin):
+                self.notes.append(f"{self._name!r} starts fresh: {_ELSEWHERE}")
+                states = dict.fromkeys(states)
+        shared = self._shared(settings)
+        is_loaded = states or groups is not None or shared is not None
+        return self._optimizer.composed(states, groups, shared) if is_loaded else None
 
-    def _starts_fresh(self, item: Planned) -> bool:
-        """Say whether the parameter is loaded and its state is asked for, but not there."""
-        parameters = (self._planned.get(Name("dense", name)) for name in self._names[item.name.parameter])
-        offer = next((each.offer for each in parameters if each and each.offer is not None), None)
-        return offer is not None and self._sources[offer].at.entry.wants(item.name)
+    def _shared(self, settings: Planned) -> Shared | None:
+        """Return what the optimizer keeps for all parameters together; None where it keeps what it has."""
+        origin = self._origin()
+        if settings.offer is not None and not settings.thing.table:
+            origin = settings.offer, settings.source
+        if origin is None:
+            return None
+        number, name = origin
+        saved = self._value(self._sources[number], name)
+        if not is_named(saved):
+            return None
+        shared = shared_in(saved)
+        left = set(shared.by_place)
+        if not left or self._is_in_order(number, name):
+            parts = shared.state, shared.entries
+            return Shared(*as_here(parts, lambda: (parts, None), self._sources[number]))
+        names = first_few(sorted(map(str, left)), len(left))
+        self.notes.append(
+            f"{self._name!r}: {names} in its state, which belongs to no one parameter, starts fresh: {_ELSEWHERE}"
+        )
+        return shared.without(left)
+
+    def _origin(self) -> tuple[int, str] | None:
+        """Return the checkpoint and the optimizer there from which all parameters take their states, if it is one."""
+        items = [self._planned[state_name(parameter, self._name)] for parameter in self._parameters]
+        origins = {(item.offer, item.source.rpartition("@")[2]) for item in items if not item.thing.table}
+        number, name = origins.pop() if len(origins) == 1 else (None, "")
+        return None if number is None or any(item.thing.table for item in items) else (number, name)
+
+    def _is_in_order(self, number: int, name: str) -> bool:
+        """Say whether the groups there have the parameters that those here have, in the same order."""
+        source = self._sources[number]
+        groups = self._value(source, name)["param_groups"]
+        shapes = [list(map(tuple, group[SHAPES])) for group in groups]
+        there = [[*zip(*pair, strict=False)] for pair in zip(self._names_here(groups, source), shapes, strict=True)]
+        called = self._called_there({name for group in there for name, _ in group}, source)
+        here = [[(called.get(name, name), shape) for name, shape in group] for group in self._optimizer.places]
+        return here == there
 
     def _renamed(self, groups: Sequence[Mapping[str, Any]], source: OpenSource) -> list[dict[str, Any]]:
         """Return saved groups with the names that their parameters have here."""
-        called = [set(source.under_names_of(self._live.tensor_names, dict.fromkeys(group[NAMES]))) for group in groups]
-        known = set().union(*called)
-        there = {first: [_source(name, source) for name in names] for first, names in self._names.items()}
-        for first, names in there.items():
-            item = self._planned[state_name(first, self._name)]
-            if item.offer is not None and self._sources[item.offer] is source:
-                names.append(item.source.rpartition("@")[0])  # it may be tied there alone
-        called_there = {
-            parameter: next((name for name in names if name in known), "") for parameter, names in there.items()
-        }
+        called = self._names_here(groups, source)
+        parameters: dict[str, list[str]] = {}
+        for parameter, name in self._called_there(set().union(*called), source).items():
+            parameters.setdefault(name, []).append(parameter)
         return [
-            {**group, NAMES: [parameter for parameter, name in called_there.items() if name in names]}
+            {**group, NAMES: [parameter for name in names for parameter in parameters.get(name, ())]}
             for group, names in zip(groups, called, strict=True)
         ]
 
-    def _state_of(self, parameter: str, item: Planned, offer: int) -> Mapping[str, Any]:
+    def _names_here(self, groups: Sequence[Mapping[str, Any]], source: OpenSource) -> list[list[str]]:
+        """Return the names of each saved group as the model has them, all looked up at once."""
+        named = {name: name for group in groups for name in group[NAMES]}
+        here = {there: name for name, there in source.under_names_of(self._live.tensor_names, named).items()}
+        return [[here.get(name, name) for name in group[NAMES]] for group in groups]
+
+    def _called_there(self, known: Container[str], source: OpenSource) -> dict[str, str]:
+        """Return parameter -> that of the ``known`` names which it has in a checkpoint, "" where it has none."""
+        there: dict[str, list[str]] = {}
+        for first, names in self._names.items():
+            for name in names:
+                try:
+                    text = source.at.entry.renames.source(Name("dense", name))
+                except ValueError:  # the rules do not agree on it
+                    text = name
+                there.setdefault(first, []).append(text)
+        for first, texts in there.items():
+            item = self._planned[state_name(first, self._name)]
+            if item.offer is not None and self._sources[item.offer] is source:
+                texts.append(item.source.rpartition("@")[0])  # it may be tied there alone
+        return {first: next((text for text in texts if text in known), "") for first, texts in there.items()}
+
+    def _state_of(self, parameter: str, item: Planned, offer: int) -> Mapping[str, Any] | None:
+        """Return the state of a parameter, None where it had none; its tensors keep the dtypes that they had."""
+        tensor = self._parameters[parameter]
         if item.thing.table:
-            return self._tables[offer].state(item)
+            of_rows = self._tables[offer].state(item)
+            return self._cast(parameter, of_rows) if of_rows else None
         source, (there, is_listed, name) = self._sources[offer], item.source.rpartition("@")
         if not is_listed:  # it was planned to come whole
             found, expected = "the names of its parameters", "none, since the manifest lists none"
@@ -118,23 +314,43 @@ class _Composer:
             found, expected = f"no parameter {there!r}", "the one that the manifest names"
             raise source.corrupt(layout.EXTRA, repr(name), found=found, expected=expected)
         shape, values = states[there]
-        if shape != tuple(self._parameters[parameter].shape):  # only of those that are not in the state dict
+        if shape_of(tensor) not in (shape, (-1,)):  # only of those that are not in the state dict
             log.warning("%s: %r has another shape here: its state in %r starts fresh", source.at.label, there, name)
-            return {}
-        values = as_here(values, lambda: (values, self._optimizer.like(parameter, values)), source)
+            return None
+        if values is None:
+            return None
+        saved = values
+        values = self._cast(parameter, as_here(saved, lambda: (saved, self._optimizer.like(tensor, saved)), source))
         return deepcopy(values) if self._uses[offer, item.source] > 1 else values  # torch takes the tensors over
+
+    def _cast(self, parameter: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a state with moments cast as their parameter is, where a rule has cast that."""
+        items = (self._planned.get(Name("dense", name)) for name in self._names[parameter])
+        saved = next((item.thing.dtype for item in items if item is not None and item.offer is not None), "")
+        dtype = self._parameters[parameter].dtype
+        if saved in ("", str(dtype).removeprefix("torch.")):
+            return values
+        return {
+            key: value.to(dtype)
+            if isinstance(value, Tensor) and value.dim() and str(value.dtype).removeprefix("torch.") == saved
+            else value
+            for key, value in values.items()
+        }
 
     def _read(self, offer: int, name: str) -> _States:
         """Return the states that an optimizer has in a checkpoint, by the names in the plan."""
-        source = self._sources[offer]
-        if name not in source.at.extras_of_ranks or not self._live.extra.gathers(self._name):
-            return self._by_name(source, name, self._value(source, name))
+        source, shard = self._sources[offer], self._live.shard
+        is_gathered = name in source.at.extras_of_ranks and self._live.extra.gathers(self._name)
         items = [self._planned[state_name(parameter, self._name)] for parameter in self._parameters]
         needed = {item.source.rpartition("@")[0] for item in items if item.offer == offer}
         states: _States = {}
-        for state in source.registered_on_all(name, self._live.shard):
-            for there, (shape, values) in self._by_name(source, name, state).items():
-                if there in needed and (values or there not in states):
+        for saved in source.registered_on_all(name, shard) if is_gathered else [self._value(source, name)]:
+            if not is_named(saved):
+                expected = "the state of an optimizer with the names of its parameters, as the manifest says"
+                raise source.corrupt(layout.EXTRA, repr(name), found=type(saved).__name__, expected=expected)
+            by_name = source.under_names_of(self._live.tensor_names, states_by_name(saved))
+            for there, (shape, values) in by_name.items():
+                if not is_gathered or (there in needed and (values or there not in states)):
                     states[there] = (shape, values)
             if all(there in states and states[there][1] for there in needed):
                 break  # most often a rank has saved all that it needs
@@ -143,12 +359,6 @@ class _Composer:
     def _value(self, source: OpenSource, name: str) -> Any:
         return source.registered(name, min(self._live.shard, source.at.shards - 1))
 
-    def _by_name(self, source: OpenSource, name: str, saved: Any) -> _States:
-        if not is_named(saved):
-            expected = "the state of an optimizer with the names of its parameters, as the manifest says"
-            raise source.corrupt(layout.EXTRA, repr(name), found=type(saved).__name__, expected=expected)
-        return source.under_names_of(self._live.tensor_names, states_by_name(saved))
-
 
 def as_here(saved: Any, beside: Callable[[], tuple[Any, Any]], source: OpenSource) -> Any:
     """Return state, its sharded tensors as they lie here; where there are any, ``beside`` gives live state."""
@@ -156,11 +366,3 @@ def as_here(saved: Any, beside: Callable[[], tuple[Any, Any]], source: OpenSourc
         return fitted(*beside(), source.tensors) if may_be_sharded() or has_stand_ins(saved) else saved
     except RecursionError:  # nested without end: whoever gets it may refuse it
         return saved
-
-
-def _source(parameter: str, source: OpenSource) -> str:
-    """Return what a parameter of the model is called in a checkpoint, where the rules agree on it."""
-    try:
-        return source.at.entry.renames.source(Name("dense", parameter))
-    except ValueError:
-        return parameter

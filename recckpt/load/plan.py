@@ -5,18 +5,231 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from recckpt.format.layout import SPARSE_OPTIM
-from recckpt.format.names import ID, Name, slot_name
-from recckpt.format.training import Lineage, misfit
+from recckpt.format.manifest import misfit, other_decay
+from recckpt.format.names import ID, Name, slot_name, state_name
+from recckpt.format.tables import COUNTS, counted_table, descriptions_of
+from recckpt.live.optimizer_slots import OPTIONAL, akin_slot, common_slot
 from recckpt.load.conf import Entry
-from recckpt.load.inventory import Inventory, LoadCandidate, Thing
-from recckpt.load.match import RESIZE, Match, as_rows
-from recckpt.load.problems import Problems
-from recckpt.load.regrouping import regroups
-from recckpt.load.report import OF_TRAINING, SAVED_BY, SETTINGS_STAY, UNASKED, LoadPlan, Planned
-from recckpt.load.tensor_tables import with_tables_as_tensors, with_tensors_as_tables
+from recckpt.load.inventory import PLAIN, Inventory, LoadCandidate, Thing
+from recckpt.load.problems import Problems, check_patterns, fitting_action, names_and_tables
+from recckpt.load.report import (
+    DECAY_STAYS,
+    OF_TRAINING,
+    SAVED_BY,
+    SCHEDULE_STAYS,
+    SETTINGS_STAY,
+    UNASKED,
+    LoadPlan,
+    Planned,
+)
+from recckpt.load.tensor_tables import names_of_table, with_tables_as_tensors, with_tensors_as_tables
+from recckpt.text import first_few, nearest
 from recckpt.types import EMBEDDING, is_optimizer_slot
+
+RESIZE = "resize"
+_SCALARS = Name("sparse_opt", SPARSE_OPTIM)
+_EXTRA_STATE = "_extra_state"  # torch's: what a module gives it takes back, of whatever shape
+
+
+def regroups(saved: Thing, live: Thing) -> bool:
+    """Say whether a slot has one value a range of columns on one side, and of other ranges, or a row, on the other."""
+    if live.columns:
+        return saved.columns != live.columns
+    return bool(saved.columns) and live.shape == ()
+
+
+def _values_of(thing: Thing) -> str:
+    if not thing.columns:
+        return "one value a row"
+    return f"one value for each of the columns {', '.join(f'{begin}:{end}' for begin, end in thing.columns)}"
+
+
+class Match:
+    """An offer beside the names of the model.
+
+    Attributes:
+        model: the names of the model.
+        there: name of the model that the entry asks for -> its name in the checkpoint.
+    """
+
+    def __init__(self, model: Inventory, offer: LoadCandidate, problems: Problems) -> None:
+        self.offer, self.model = offer, model
+        self.there: dict[Name, Name] = {}
+        self._known: set[Name] = set()  # names in the checkpoint that have a partner, asked for or not
+        for name in model:
+            is_asked = offer.entry.wants(name, is_schedule=model[name].is_schedule)
+            try:
+                source = _source(name, model[name].tied, offer)
+            except ValueError as error:
+                if is_asked:
+                    problems.refuse(offer.entry, f"'oname': {error}", of_names=True)
+                continue
+            if model[name].tied and name.is_slot and source not in offer.inventory:
+                akin = slot_name(source.table, akin_slot(source.slot) or source.slot)  # of an akin optimizer
+                source = akin if akin in offer.inventory else source
+            self._known.add(source)
+            if is_asked:
+                self.there[name] = source
+
+    def check(self, problems: Problems) -> None:
+        """Add what is wrong with the entry by itself, whatever the others offer."""
+        entry, label, inventory = self.offer.entry, self.offer.label, self.offer.inventory
+        check_patterns(entry, self.model, inventory, problems)
+        asked = {pattern.text for pattern in entry.load if pattern.is_explicit}
+        for name, source in self.there.items():
+            if source in inventory:
+                continue
+            texts = (name.text, name.table) if name.slot == EMBEDDING else (name.text,)
+            if any(text in asked or entry.renames.is_explicit(text) for text in texts):
+                hint = nearest(self.called(source), names_and_tables(inventory))
+                problems.refuse(entry, f"{label} has no {self.called(source)!r}{hint}", of_names=True)
+        left = self._left()
+        whole = [name for name in left if name.group == "dense" or name.slot == EMBEDDING]
+        for name in (name for name in whole if name.group in entry.strict_groups):
+            problems.lack([entry], name.table or name.text, in_model=True)
+        others = [name.table or name.text for name in whole if name.group not in entry.strict_groups]
+        taken_tables = self._known | {slot_name(name.table, ID) for name in left} - inventory.keys()  # or as tensors
+        slots = [] if entry.serves else [name for name in left if name.slot not in ("", ID, EMBEDDING)]
+        others += [name.text for name in slots if slot_name(name.table, ID) in taken_tables]
+        if others:
+            problems.warn(entry, f"{label} has what is not in the model: {first_few(others)}")
+        taken = {source.table for source in self.there.values() if source in inventory}
+        reduced = {table: each for table, each in self.offer.reduced.items() if table in taken}
+        what = "training that goes on from there is not, bit for bit, the training that was saved"
+        if entry.serves:
+            reduced = {table: each.of_slots((EMBEDDING,)) for table, each in reduced.items()}
+            what = "its rows are not, bit for bit, those that were trained"
+        for line in descriptions_of(reduced):
+            problems.warn(entry, f"{label} was saved with {line}: {what}")
+        for line in self.offer.unsaved.descriptions if entry.is_own else ():
+            problems.warn(entry, f"{label} lacks {line}")
+        objects = [name.text for name in left if name.is_object]
+        if entry.is_own and objects:
+            remedy = "register it before it is loaded, or saves to come lack it"
+            problems.warn(entry, f"{label} has the state of what is not registered: {first_few(objects)}; {remedy}")
+
+    def _left(self) -> list[Name]:
+        """Return what the entry asks for, is there, and is nothing of the model."""
+        entry, inventory = self.offer.entry, self.offer.inventory
+        left = [name for name in inventory if name not in self._known and entry.wants(name)]
+        if not entry.serves:
+            return left
+        counts = set[str]()  # tables that count ids which wait for a row in another, as only training needs
+        for table in {name.table for name in left if name.is_slot}:
+            dtype = inventory.get(slot_name(table, EMBEDDING), Thing()).dtype
+            if (waited_for := counted_table(table)) and slot_name(waited_for, ID) in inventory and dtype in COUNTS:
+                counts.add(table)
+        return [name for name in left if name.table not in counts]
+
+    def fit(self, name: Name) -> tuple[str, str]:
+        """Return (conversion, why it is left out) of a name that is there; a ValueError says (found, expected)."""
+        saved, live = self.offer.inventory[self.there[name]], self.model[name]
+        if name.is_settings and saved.lineage:
+            other, decay = misfit(saved.lineage, live.lineage), other_decay(saved.lineage, live.lineage)
+            return ("", SAVED_BY + other) if other else (DECAY_STAYS + decay if decay else "", "")
+        takes_anything = "" in (saved.dtype, live.dtype) or name.text.endswith(_EXTRA_STATE)
+        is_other, action = regroups(saved, live), self.offer.entry.action(name)
+        if is_other or (not takes_anything and (saved.dtype, saved.shape) != (live.dtype, live.shape)):
+            if action == "skip" and not (is_other and self.offer.entry.convert):
+                return "", f"{self.offer.label} has {saved}, the model {live}: skipped"
+            return _conversion(saved, live, action, of_rows=name.is_slot, regrouped=self.offer.entry.convert), ""
+        embedding = slot_name(name.table, EMBEDDING)
+        if name.is_slot and name != embedding and self.there.get(embedding) in self.offer.inventory:
+            try:
+                return "", self.fit(embedding)[1]  # a table without its embedding is of no use
+            except ValueError:
+                return "", ""  # the embedding itself is refused
+        return "", ""
+
+    def is_trained_alike(self, table: str) -> bool:
+        """Say whether an optimizer there has kept of the rows of a table what that of the model keeps, if anything."""
+        name = slot_name(table, ID)
+        there = self.there.get(name, name)
+        thing = self.offer.inventory.get(there)
+        if thing is None:
+            return False
+        if thing.tensor:
+            return bool(thing.optimizer)
+        live, saved = _slots(self.model, name.table), _slots(self.offer.inventory, there.table)
+        if (reduced := self.offer.reduced.get(there.table)) is not None:
+            saved |= set(filter(is_optimizer_slot, reduced.slots))
+        if self.model[name].tied:
+            return {*map(common_slot, live)} - OPTIONAL == {*map(common_slot, saved)} - OPTIONAL
+        return live == saved
+
+    def called(self, source: Name) -> str:
+        """Return the table where all of it is missing, else the name itself."""
+        is_missing = bool(source.table) and slot_name(source.table, ID) not in self.offer.inventory
+        return source.table if is_missing else source.text
+
+
+def _slots(inventory: Inventory, table: str | None = None) -> set[str]:
+    """Return the slots that optimizers have in a table, or in all of them."""
+    slots = (name for name in inventory if name.is_slot and name.group == "sparse_opt")
+    return {name.slot for name in slots if table in (None, name.table)}
+
+
+def _source(name: Name, tied: tuple[str, ...], offer: LoadCandidate) -> Name:
+    """Return the name that the checkpoint has for one of the model, of a tied parameter for any that it has there."""
+    renames = offer.entry.renames
+    text = renames.source(Name("dense_opt", name.optimizer) if name.parameter else name)
+    if name.parameter:
+        parameters = [renames.source(Name("dense", one)) for one in (name.parameter, *tied)]
+        things = [offer.inventory.get(Name("dense", one), Thing()) for one in parameters]  # may be tied there alone
+        texts = dict.fromkeys([*parameters, *(other for thing in things for other in thing.tied)])
+        names = [state_name(one, text) for one in texts]
+        return next((one for one in names if one in offer.inventory), names[0])
+    if name.group == "dense_opt" and Name("dense_opt", text) not in offer.inventory:
+        return Name("extra", text)  # saved without the names of its parameters
+    if not name.is_slot or "@" not in text:
+        return Name(name.group, text)
+    table, slot = text.rsplit("@", 1)
+    others = names_of_table(name.table, table, tied)  # as which a live table may be there
+    known = (one for one in (table, *others) if slot_name(one, ID) in offer.inventory)
+    return slot_name(next(known, table), slot)
+
+
+def as_rows(name: Name, saved: Thing) -> str:
+    """Say what becomes of a dense tensor, or of its state, whose rows go into a table; or of a table."""
+    if saved.table:
+        return f"rows of table {saved.table!r} -> {'state of ' if name.parameter else ''}dense tensor"
+    where = f" in {saved.optimizer!r}" if saved.optimizer else ""
+    of_state = f"state{where} of " if name.group == "sparse_opt" else ""
+    return f"{of_state}dense tensor {saved.tensor!r} -> rows of table {name.table!r}"
+
+
+def _conversion(saved: Thing, live: Thing, action: str, *, of_rows: bool, regrouped: bool) -> str:
+    """Say how ``saved`` becomes ``live``, or raise ValueError(found, expected) where the action does not allow it.
+
+    Rows of tables, which lie one after the other in their files, get another last dimension only.
+    """
+    steps = []
+    if regroups(saved, live):
+        before, after = _values_of(saved), _values_of(live)
+        if not saved.columns and saved.shape:
+            raise ValueError(f"{saved}, of ranges of columns that are not known", f"{live}, {after}")
+        if not regrouped:
+            raise ValueError(f"{saved}, {before}", f"{live}, {after}; or 'convert': True in load_conf")
+        steps.append(f"{before} -> {after}")
+        saved = replace(saved, shape=live.shape)
+    is_alike = saved.dtype == live.dtype and live.is_embedding and saved.shape[1:] == live.shape[1:]
+    if action == "error" and is_alike and saved.shape[:1] < live.shape[:1]:  # nothing but more rows here
+        action = RESIZE
+    if saved.dtype != live.dtype:
+        allowed = action in ("cast", "resize") and PLAIN not in (saved.dtype, live.dtype)
+        steps.append(f"cast {saved.dtype} -> {live.dtype}" if allowed else "")
+    if saved.shape != live.shape:
+        allowed = action == "resize" and len(saved.shape) == len(live.shape)
+        is_width = saved.shape[:-1] == live.shape[:-1]
+        sides = (saved.shape[-1:], live.shape[-1:]) if is_width else (saved.shape, live.shape)
+        step = " -> ".join("x".join(map(str, side)) for side in sides)
+        steps.append(f"{RESIZE} {step}" if allowed and (is_width or not of_rows) else "")
+    if not all(steps):
+        raise ValueError(str(saved), str(live))
+    return ", ".join(steps)
 
 
 def plan_load(
@@ -27,11 +240,7 @@ def plan_load(
 ) -> LoadPlan:
     """Decide what is loaded from where.
 
-    Args:
-        model: names of the model.
-        offers: what the checkpoints have, in the order of the bank; of those that have a name, the last one counts.
-        problems: what is wrong with the bank already.
-        check: adds what is known of the live objects alone.
+    Of the offers that have a name the last counts; ``check`` adds what is known of the live objects alone.
 
     Raises:
         LoadConfError: names or keys that do not exist; all of them, and all that does not fit beside them.
@@ -41,7 +250,8 @@ def plan_load(
     problems = copy.deepcopy(problems)
     items = resolve(model, offers, problems)
     check(items, problems)
-    _excuse(offers, items, problems)
+    if problems.not_found:
+        _excuse(model, offers, items, problems)
     misfits = [offer for offer in offers if offer.entry.label in problems.misfits] or offers
     problems.raise_if_any([offer.called for offer in misfits] or ["the bank"])
     return LoadPlan(tuple(items), tuple(offer.label for offer in offers), tuple(problems.warnings))
@@ -53,28 +263,27 @@ def resolve(model: Inventory, offers: Sequence[LoadCandidate], problems: Problem
     matches = [Match(model, offer, problems) for offer in offers]
     for match in matches:
         match.check(problems)
-    names = sorted(model, key=_order)
-    planned = {name: _resolve_one(name, matches, problems) for name in names if not name.parameter}
+    # Tables first, each with its ids and embeddings before the optimizer's slots.
+    names = sorted(model, key=lambda n: (not n.is_slot, n.table, n.slot != ID, n.slot != EMBEDDING, n))
+    planned = {name: _resolve_one(name, model[name], matches, problems) for name in names if not name.parameter}
     planned |= {name: _follow(name, model[name].tied, planned, matches) for name in names if name.parameter}
-    for match in matches:
-        match.advise(problems)
-    items = [_checked_optimizer(planned[name], matches) for name in names]
-    _check_filters(items, offers, problems)
+    scalars = planned.get(_SCALARS, Planned(_SCALARS))
+    if scalars.offer is not None:
+        planned[_SCALARS] = _checked_optimizer(scalars, matches[scalars.offer])
+    items = [planned[name] for name in names]
+    if any(offer.entry.where.slots for offer in offers):
+        _check_filters(items, offers, problems)
     return items
 
 
-def _order(name: Name) -> tuple[object, ...]:
-    """Sort tables first, each with its ids and embeddings before the optimizer's slots."""
-    return not name.is_slot, name.table, name.slot != ID, name.slot != EMBEDDING, name
-
-
-def _resolve_one(name: Name, matches: Sequence[Match], problems: Problems) -> Planned:
+def _resolve_one(name: Name, live: Thing, matches: Sequence[Match], problems: Problems) -> Planned:
     reasons: list[str] = []
     missing_in: list[Entry] = []
     for number, match in reversed(list(enumerate(matches))):
         if name not in match.there:
             continue
-        entry, label, source, saved = match.offer.entry, match.offer.label, match.there[name], match.saved(name)
+        entry, label, source = match.offer.entry, match.offer.label, match.there[name]
+        saved = match.offer.inventory.get(source)
         if saved is None:
             reasons.append(f"{label} has no {match.called(source)!r}" if source != name else f"not in {label}")
             if name.group in entry.strict_groups and name.slot in ("", EMBEDDING):
@@ -83,23 +292,20 @@ def _resolve_one(name: Name, matches: Sequence[Match], problems: Problems) -> Pl
         try:
             conversion, reason = match.fit(name)
         except ValueError as error:
-            problems.misfit(entry, name.text, *error.args)
-            if not regroups(saved, match.model[name]):
-                problems.advice.act(entry, name, saved, match.model[name])
+            action = None if regroups(saved, live) else fitting_action(name, saved, live)
+            found, expected = error.args
+            problems.misfit(entry, name.text, found, expected, action)
             conversion = reason = ""
         if not reason:
-            return Planned(name, number, source.text, saved, conversion)
+            rows = as_rows(name, saved) if saved.tensor or saved.table else ""
+            return Planned(name, number, source.text, saved, ", ".join(filter(None, (rows, conversion))))
         reasons.append(reason)
     if missing_in:
-        problems.miss(missing_in, name.table or name.text)
-    return Planned(name, reason="; ".join(reasons) or _why_unasked(name, matches))
-
-
-def _why_unasked(name: Name, matches: Sequence[Match]) -> str:
-    if name.is_settings:
-        return SETTINGS_STAY
-    is_left_out = name.is_of_training and all(match.offer.entry.serves for match in matches)
-    return OF_TRAINING if matches and is_left_out else UNASKED
+        problems.lack(missing_in, name.table or name.text)
+    unasked = SCHEDULE_STAYS if live.is_schedule and matches else UNASKED
+    if not live.is_schedule and matches and name.is_of_training and all(each.offer.entry.serves for each in matches):
+        unasked = OF_TRAINING
+    return Planned(name, reason="; ".join(reasons) or (SETTINGS_STAY if name.is_settings else unasked))
 
 
 def _follow(name: Name, tied: Sequence[str], planned: Mapping[Name, Planned], matches: Sequence[Match]) -> Planned:
@@ -125,9 +331,11 @@ def _follow(name: Name, tied: Sequence[str], planned: Mapping[Name, Planned], ma
 def _state_of(name: Name, number: int, matches: Sequence[Match]) -> Planned:
     """Take the state of a parameter from one offer, or say why it has none."""
     match = matches[number]
-    source, saved, inventory = match.there[name], match.saved(name), match.offer.inventory
+    source, inventory = match.there[name], match.offer.inventory
+    saved = inventory.get(source)
     if saved is not None:
-        other = misfit(_lineage(inventory, source), _lineage(match.model, name))
+        sides = ((inventory, source), (match.model, name))
+        other = misfit(*(side.get(Name("dense_opt", one.optimizer), Thing()).lineage for side, one in sides))
         if other:
             return Planned(name, reason=SAVED_BY + other)
         return Planned(name, number, source.text, saved, as_rows(name, saved) if saved.table else "")
@@ -138,30 +346,13 @@ def _state_of(name: Name, number: int, matches: Sequence[Match]) -> Planned:
     return Planned(name, reason=f"{match.offer.label} has no {source.optimizer!r}")
 
 
-def _lineage(inventory: Inventory, state: Name) -> Lineage:
-    """Return the class of the dense optimizer that a state of a parameter is of."""
-    return inventory.get(Name("dense_opt", state.optimizer), Thing()).lineage
-
-
-def _checked_optimizer(item: Planned, matches: Sequence[Match]) -> Planned:
+def _checked_optimizer(item: Planned, match: Match) -> Planned:
     """Leave out the scalars of another sparse optimizer, which is known by the slots of its tables."""
-    if item.name.text != SPARSE_OPTIM or item.name.is_slot or item.offer is None:
-        return item
-    match = matches[item.offer]
-    saved, live = sorted(_all_slots(match.offer)), sorted(_optimizer_slots(match.model))
+    left_out = {slot for each in match.offer.reduced.values() for slot in each.slots if is_optimizer_slot(slot)}
+    saved, live = sorted(_slots(match.offer.inventory) | left_out), sorted(_slots(match.model))
     if saved == live or any(map(match.is_trained_alike, {name.table for name in match.model if name.is_slot})):
         return item
     return Planned(item.name, reason=f"{SAVED_BY}an optimizer with slots {saved}, this one has {live}")
-
-
-def _all_slots(offer: LoadCandidate) -> set[str]:
-    """Return the slots of the optimizer that saved, those among them that it has left out."""
-    left_out = {slot for reduced in offer.reduced.values() for slot in reduced.slots if is_optimizer_slot(slot)}
-    return _optimizer_slots(offer.inventory) | left_out
-
-
-def _optimizer_slots(inventory: Inventory) -> set[str]:
-    return {name.slot for name in inventory if name.group == "sparse_opt" and name.is_slot}
 
 
 def _check_filters(planned: Iterable[Planned], offers: Sequence[LoadCandidate], problems: Problems) -> None:
@@ -173,16 +364,18 @@ def _check_filters(planned: Iterable[Planned], offers: Sequence[LoadCandidate], 
         for slot in sorted(offer.entry.where.slots):
             thing = offer.inventory.get(slot_name(table, slot))
             if thing is None:
-                problems.about_names(offer.entry, f"'where': {offer.label} has no '{table}@{slot}'")
+                problems.refuse(offer.entry, f"'where': {offer.label} has no '{table}@{slot}'", of_names=True)
             elif math.prod(thing.shape) != 1:
-                problems.about_filter(offer.entry, f"'{table}@{slot}' is {thing}, expected one number a row")
+                what = f"'{table}@{slot}' is {thing}, expected one number a row"
+                problems.refuse(offer.entry, f"'where': {what}")
 
 
-def _excuse(offers: Sequence[LoadCandidate], items: Sequence[Planned], problems: Problems) -> None:
+def _excuse(model: Inventory, offers: Sequence[LoadCandidate], items: Sequence[Planned], problems: Problems) -> None:
     """A run that resumes may do without a bank that is gone, where its own checkpoint has all that was asked of it."""
     own = {number for number, offer in enumerate(offers) if offer.entry.is_own}
     for entry, error in list(problems.not_found):
-        asked = (item for item in items if entry.wants(item.name) and not item.name.parameter)
+        names = {name for name, thing in model.items() if entry.wants(name, is_schedule=thing.is_schedule)}
+        asked = (item for item in items if item.name in names and not item.name.parameter)
         if own and all(item.offer in own for item in asked):
             problems.not_found.remove((entry, error))
             problems.warn(entry, f"{error}; it is not needed, since the run resumes")

@@ -1,18 +1,23 @@
-"""What is wrong with a load, gathered so that one error can say all of it."""
+"""What is wrong with a load, gathered so that one error can say all of it, and what a user can do about it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import difflib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from recckpt.errors import LoadConfError, RecckptError, StateMismatchError
-from recckpt.format.names import GROUPS, Name, Pattern
-from recckpt.load.advice import Advice
+from recckpt.format.names import GLOBAL_STEP, GROUPS, Name, Pattern
+from recckpt.format.tables import counted_table
 from recckpt.load.conf import Entry
-from recckpt.load.inventory import Inventory
+from recckpt.load.inventory import PLAIN, Inventory, Thing
 from recckpt.text import first_few, nearest
 
-_OF_OBJECTS = ("extra", "dense_opt")
+_ACTIONS = ("cast", "resize", "skip")  # the later one does what the ones before do not
+_SHOWN = 6
+_MOST_PAIRS = 1_000  # of names that are compared: an error is not to wait for more
+_RESIZE_KEEPS = "'resize' keeps the values at equal positions, of a tensor its first rows"
+_RENAME = "'oname': {'NAME IN THE MODEL': 'NAME IN THE CHECKPOINT'}"
 
 
 @dataclass
@@ -27,7 +32,6 @@ class Problems:
         misfits: labels of the entries that these are about.
         not_found: entries whose checkpoint cannot be read, with the reason.
         warnings: what is not an error.
-        advice: what could be said in a ``load_conf``.
     """
 
     conf: list[str] = field(default_factory=list)
@@ -37,41 +41,34 @@ class Problems:
     misfits: list[str] = field(default_factory=list)
     not_found: list[tuple[Entry, RecckptError]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    advice: Advice = field(default_factory=Advice)
     _mismatched_in: dict[str, str] = field(default_factory=dict)
+    _renames: dict[str, Entry] = field(default_factory=dict)  # entries whose names are not those of the model
+    _actions: dict[str, tuple[Entry, dict[str, str]]] = field(default_factory=dict)  # table or tensor -> what to do
 
-    def about_names(self, entry: Entry, problem: str) -> None:
-        """Add a problem with names, which an entry may ask to be only warned of."""
-        self._add(self.warnings if entry.ignore_error else self.conf, f"{entry.label}: {problem}")
-
-    def about_filter(self, entry: Entry, problem: str) -> None:
-        """Add a problem with the conditions of rows."""
-        self._add(self.conf, f"{entry.label}: 'where': {problem}")
+    def refuse(self, entry: Entry, problem: str, *, of_names: bool = False) -> None:
+        """Add a problem; of one with names an entry may ask to be only warned."""
+        _add(self.warnings if of_names and entry.ignore_error else self.conf, f"{entry.label}: {problem}")
 
     def warn(self, entry: Entry, text: str) -> None:
-        """Add a warning."""
-        self._add(self.warnings, f"{entry.label}: {text}")
+        _add(self.warnings, f"{entry.label}: {text}")
 
-    def misfit(self, entry: Entry, name: str, found: object, expected: object) -> None:
-        """Add a name whose state does not fit."""
+    def misfit(
+        self, entry: Entry, name: str, found: object, expected: object, action: tuple[str, str] | None = None
+    ) -> None:
+        """Add a name whose state does not fit; ``action`` is what could be done with which table or tensor."""
         self.mismatched[name] = (found, expected)
         self._mismatched_in[name] = entry.label
-        self._add(self.misfits, entry.label)
+        _add(self.misfits, entry.label)
+        if action is not None:
+            actions = self._actions.setdefault(entry.label, (entry, {}))[1]
+            actions[action[0]] = max(actions.get(*action), action[1], key=_ACTIONS.index)
 
-    def miss(self, entries: Sequence[Entry], name: str) -> None:
-        """Add a name of the model that entries must have and lack."""
-        self.missing.append(name)
+    def lack(self, entries: Iterable[Entry], name: str, *, in_model: bool = False) -> None:
+        """Add a name of the model that entries must have and lack, or one of theirs that the model lacks."""
+        (self.unexpected if in_model else self.missing).append(name)
         for entry in entries:
-            self._add(self.misfits, entry.label)
-
-    def surprise(self, entry: Entry, name: str) -> None:
-        """Add a name that the model must have and lacks."""
-        self.unexpected.append(name)
-        self._add(self.misfits, entry.label)
-
-    def _add(self, known: list[str], text: str) -> None:
-        if text not in known:
-            known.append(text)
+            _add(self.misfits, entry.label)
+            self._renames[entry.label] = entry
 
     def raise_if_any(self, what: Sequence[str]) -> None:
         """Raise one error that says all of it; ``what`` does not fit.
@@ -83,82 +80,138 @@ class Problems:
                 that cannot be read.
         """
         mismatched = self.mismatched
+        if not any((self.conf, self.missing, self.unexpected, mismatched, self.not_found)):
+            return
         if len(self.misfits) > 1:
             mismatched = {
                 name: (f"{found} in {self._mismatched_in[name]}", expected)
                 for name, (found, expected) in mismatched.items()
             }
-        remedies = [self.advice.of_names()] if self.missing or self.unexpected else []
-        remedy = "; ".join([*remedies, self.advice.of_values()] if mismatched else remedies)
-        misfit = StateMismatchError(
-            what, missing=self.missing, unexpected=self.unexpected, mismatched=mismatched, remedy=remedy
+        # What counts the ids of a table that is among the names is renamed, or left out, with that table.
+        missing, unexpected = (
+            [name for name in names if counted_table(name) not in names] for names in (self.missing, self.unexpected)
         )
-        misfits = [misfit] if self.missing or self.unexpected or self.mismatched else []
+        misfit = StateMismatchError(
+            what,
+            missing=missing,
+            unexpected=unexpected,
+            mismatched=mismatched,
+            nearest=nearest_names(missing, unexpected),
+            remedy=self.remedy(),
+        )
+        misfits = [misfit] if missing or unexpected or mismatched else []
         if not self.conf and not misfits and len(self.not_found) == 1:
-            raise _named(*self.not_found[0])
+            entry, error = self.not_found[0]
+            if entry.path:  # the message begins with the entry that it is about
+                error.args = (f"{entry.label}: {error}", *error.args[1:])
+            raise error
         if misfits and not self.conf and not self.not_found:
             raise misfit
         texts = [*self.conf, *(f"{entry.label}: {error}" for entry, error in self.not_found), *map(str, misfits)]
-        if texts:
-            raise LoadConfError(texts)
+        raise LoadConfError(texts)
+
+    def remedy(self) -> str:
+        """Return what a user can say in a ``load_conf``, or in an entry of a bank, about state that does not fit."""
+        parts = []
+        if self.missing and self.unexpected:
+            rules = ", ".join(_addition(entry, _RENAME) for entry in self._renames.values())
+            parts.append(f"{rules} if names have changed; 'strict': False loads what fits by name")
+        elif self.missing or self.unexpected:
+            parts.append("pass load_conf={'strict': False} to load what fits by name")
+        if self.mismatched:
+            text = "say in 'on_mismatch' what to do where state differs"
+            if any("resize" in actions.values() for _, actions in self._actions.values()):
+                text = f"{_RESIZE_KEEPS}: {text}"
+            rules = ", ".join(
+                _addition(entry, f"'on_mismatch': {_as_code(actions)}") for entry, actions in self._actions.values()
+            )
+            parts.append(f"{text}: {rules}" if rules else text)
+        return "; ".join(parts)
 
 
-def _named(entry: Entry, error: RecckptError) -> RecckptError:
-    """Return an error whose message begins with the entry that it is about."""
-    if entry.path:
-        error.args = (f"{entry.label}: {error}", *error.args[1:])
-    return error
+def _add(known: list[str], text: str) -> None:
+    if text not in known:
+        known.append(text)
+
+
+def _addition(entry: Entry, keys: str) -> str:
+    return f"add {keys} to {entry.label}" if entry.path else f"pass load_conf={{{keys}, 'strict': True}}"
+
+
+def _as_code(values: Mapping[str, str]) -> str:
+    """Return a dict as code; one value for all where they are many and alike."""
+    items = [f"{key!r}: {value!r}" for key, value in values.items()]
+    different = {*values.values()}
+    if len(items) > _SHOWN and len(different) == 1:
+        return repr(next(iter(different)))
+    return f"{{{', '.join(items[:_SHOWN])}{', ...' if len(items) > _SHOWN else ''}}}"
+
+
+def nearest_names(missing: Sequence[str], there: Sequence[str]) -> dict[str, str]:
+    """Return the names of the checkpoint that are most like those that it lacks, where any is like one."""
+    if len(missing) * len(there) > _MOST_PAIRS:
+        return {}
+    close = {name: difflib.get_close_matches(name, there, n=1) for name in missing}
+    return {name: names[0] for name, names in close.items() if names}
+
+
+def fitting_action(name: Name, saved: Thing, live: Thing) -> tuple[str, str]:
+    """Return the table or tensor of state of another dtype or shape, and the action that keeps most of it.
+
+    Columns behind the first dimension are others where their number is another: behind a concatenation a layer would
+    get the weights of one input for those of the next.
+    """
+    key = name.table or name.text
+    if PLAIN in (saved.dtype, live.dtype) or len(saved.shape) != len(live.shape):
+        return key, "skip"
+    if saved.shape == live.shape:
+        return key, "cast"
+    same = (saved.shape[:-1], live.shape[:-1]) if name.is_slot else (saved.shape[1:], live.shape[1:])
+    return key, "resize" if same[0] == same[1] else "skip"
 
 
 def check_patterns(entry: Entry, model: Inventory, there: Collection[Name], problems: Problems) -> None:
     """Add what is wrong with the names in an entry, beside those of the model and of the checkpoint."""
-    for key, pattern, where in _patterns(entry, model, there):
+    everything = [*model, *there]
+    patterns: list[tuple[str, Pattern, Collection[Name]]] = [("load", pattern, model) for pattern in entry.load]
+    patterns += [("exclude", pattern, everything) for pattern in entry.exclude]
+    patterns += [("oname", Pattern(side), model) for side, _ in entry.renames.rules]
+    patterns += [("on_mismatch", pattern, model) for pattern, _ in entry.on_mismatch]
+    for key, pattern, where in patterns:
+        text = pattern.text
         if pattern.is_everything or pattern.is_group:
+            is_named = any(text in (name.text, name.table) for name in where)
+            if pattern.is_group and key != "oname" and text != GLOBAL_STEP and is_named:
+                means = f"means the group; what is called so is meant by '[{text[0]}]{text[1:]}'"
+                problems.warn(entry, f"{key!r}: {text!r} {means}")
             continue
         meant = [name for name in where if pattern.matches(name)]
-        if meant:
-            _check_objects(entry, key, pattern, meant, problems)
-            _check_optimizer(entry, key, pattern, model, problems)
-        elif pattern.is_explicit:
-            hint = _as_table(pattern.text, model) or nearest(pattern.text, {*names_and_tables(model), *GROUPS})
-            problems.about_names(entry, f"{key!r}: {pattern.text!r} is neither in the model nor a group{hint}")
-        else:
-            problems.warn(entry, f"{key!r}: {pattern.text!r} matches nothing in the model")
+        for doubt in _doubts(entry, key, pattern, meant, model):
+            problems.warn(entry, f"{key!r}: {text!r}{doubt}")
+        if not meant and pattern.is_explicit:
+            tables = [name.table for name, thing in model.items() if name.is_slot and text in thing.tied]
+            hint = f"; it is the live table {tables[0]!r} here" if tables else ""
+            hint = hint or nearest(text, {*names_and_tables(model), *GROUPS})
+            problems.refuse(entry, f"{key!r}: {text!r} is neither in the model nor a group{hint}", of_names=True)
 
 
-def _as_table(tensor: str, model: Inventory) -> str:
-    """Return a hint at the live table that has the rows of a dense tensor, nothing where there is none."""
-    tables = [name.table for name, thing in model.items() if name.is_slot and tensor in thing.tied]
-    return f"; it is the live table {tables[0]!r} here" if tables else ""
-
-
-def _check_objects(entry: Entry, key: str, pattern: Pattern, meant: Collection[Name], problems: Problems) -> None:
-    """Warn of ``dense*`` where nothing but ``dense_optim`` is called so, and of state that is asked for alone."""
-    if key == "load" and all(name.parameter for name in meant):
-        problems.warn(entry, f"'load': {pattern.text!r}: the state of a dense optimizer comes with its parameters only")
+def _doubts(
+    entry: Entry, key: str, pattern: Pattern, meant: Collection[Name], model: Collection[Name]
+) -> Iterator[str]:
+    """Yield what a pattern probably was not meant to say."""
+    if not meant:
+        if not pattern.is_explicit:
+            yield " matches nothing in the model"
         return
-    seems_wider = key in ("load", "exclude") and not pattern.is_explicit and "@" not in pattern.text
-    if seems_wider and all(name.group in _OF_OBJECTS for name in meant):
+    is_wide = key in ("load", "exclude") and not pattern.is_explicit and "@" not in pattern.text
+    if key == "load" and all(name.parameter for name in meant):
+        yield ": the state of a dense optimizer comes with its parameters only"
+    elif is_wide and all(name.group in ("extra", "dense_opt") for name in meant):  # such as dense* for dense_optim
         names = sorted({name.text for name in meant if not name.parameter})
-        problems.warn(entry, f"{key!r}: {pattern.text!r} matches only registered objects: {first_few(names)}")
-
-
-def _check_optimizer(entry: Entry, key: str, pattern: Pattern, model: Collection[Name], problems: Problems) -> None:
-    """Warn where a dense optimizer is named, and none of the parameters whose state comes with them."""
+        yield f" matches only registered objects: {first_few(names)}"
     states = [name for name in model if name.parameter and name.optimizer == pattern.text]
     if key == "load" and states and not any(map(entry.wants, states)):
-        text = "means the settings of the optimizer; the state of a parameter comes with it, such as by 'dense'"
-        problems.warn(entry, f"'load': {pattern.text!r} {text}")
-
-
-def _patterns(
-    entry: Entry, model: Collection[Name], there: Collection[Name]
-) -> Iterator[tuple[str, Pattern, Iterable[Name]]]:
-    """Yield (key, pattern, names of which it has to match one)."""
-    yield from (("load", pattern, model) for pattern in entry.load)
-    yield from (("exclude", pattern, [*model, *there]) for pattern in entry.exclude)
-    yield from (("oname", Pattern(side), model) for side, _ in entry.renames.rules)
-    yield from (("on_mismatch", pattern, model) for pattern, _ in entry.on_mismatch)
+        yield " means the settings of the optimizer; the state of a parameter comes with it, such as by 'dense'"
 
 
 def names_and_tables(names: Iterable[Name]) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,10 @@ log = logging.getLogger("recckpt")
 
 UNASKED = "nothing asks for it"  # why what no entry names is not loaded
 SETTINGS_STAY = "the settings of this run stay"  # why the settings of an optimizer are not loaded
+SCHEDULE_STAYS = "the schedule of this run stays"  # why a scheduler of another run is not loaded
 OF_TRAINING = "only training needs it"  # why the rest is not loaded into a model that is to be evaluated or served
 SAVED_BY = "saved by "  # why those of an optimizer of another class are not loaded
+DECAY_STAYS = "the weight decay of this run stays: saved by "  # where a class that is akin has saved settings
 _MOST = 8  # names in a line
 _HEAD = ("name", "from", "name there", "rows", "bytes", "note")
 _NUMBERS = ("rows", "bytes")
@@ -49,9 +51,9 @@ class Planned:
     reason: str = ""
 
     @property
-    def is_of_other_class(self) -> bool:
-        """Whether it stays since an optimizer of another class has saved it."""
-        return self.offer is None and self.reason.startswith(SAVED_BY)
+    def table(self) -> str:
+        """The table whose rows these are, in the model or, of a dense tensor, in the checkpoint; "" for other state."""
+        return self.name.table if self.name.is_slot else self.thing.table if self.name.group == "dense" else ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -119,7 +121,7 @@ class LoadPlan:
     def __str__(self) -> str:
         sources = [f"[{number}] {line}" for number, line in enumerate(self._taken_lines())]
         table = grid(*self._table(), right=_NUMBERS)
-        return "\n".join([*sources, *([""] if sources else []), *table, *self._footer()])
+        return "\n".join([*sources, *([""] if sources else []), *table, *self._notes(), *filter(None, [self._read()])])
 
     @shown
     def __repr__(self) -> str:
@@ -133,10 +135,15 @@ class LoadPlan:
         parts += [f"<p>{html.text(line)}</p>" for line in self._notes()]
         return html.body("load", parts, _STYLE)
 
+    def _read(self) -> str:
+        """Say what was read; nothing of a plan."""
+        return ""
+
     def _verdict(self) -> str:
         """Say how much of the model is loaded, in a few words."""
         sources = escaped(self.sources[0]) if len(self.sources) == 1 else plural(len(self.sources), "checkpoint")
-        return f"{count(len(self.taken))} of {plural(len(self.items), 'name')} from {sources}"
+        loaded = f"{count(len(self.taken))} of {plural(len(self.items), 'name')} from {sources}"
+        return ": ".join(filter(None, [loaded, self._read()]))
 
     def log_summary(self) -> None:
         """Log how much comes from where, and as a warning what starts from scratch."""
@@ -147,25 +154,24 @@ class LoadPlan:
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
         """Return names of columns, and rows; without that of other names where all are the same."""
-        rows, column = list(self._cells()), _HEAD.index("name there")
+        rows = []
+        for item in self.items:
+            thing, has_rows = item.thing, item.offer is not None and item.table
+            rows.append(
+                (
+                    escaped(item.name.text),
+                    "-" if item.offer is None else f"[{item.offer}]",
+                    escaped(item.source) if item.source not in ("", item.name.text) else "",
+                    count(thing.rows) if has_rows else "",
+                    size(thing.n_bytes) if thing.n_bytes or has_rows else "",
+                    self._in_short(one_line(item.conversion or item.reason)),
+                )
+            )
+        column = _HEAD.index("name there")
         if any(row[column] for row in rows):
             return _HEAD, rows
-        return _without(_HEAD, column), [_without(row, column) for row in rows]
-
-    def _cells(self) -> Iterable[tuple[str, ...]]:
-        for item in self.items:
-            thing, has_rows = item.thing, item.offer is not None and item.name.is_slot
-            yield (
-                escaped(item.name.text),
-                "-" if item.offer is None else f"[{item.offer}]",
-                escaped(item.source) if item.source not in ("", item.name.text) else "",
-                count(thing.rows) if has_rows else "",
-                size(thing.n_bytes) if thing.n_bytes or has_rows else "",
-                self._in_short(one_line(item.conversion or item.reason)),
-            )
-
-    def _footer(self) -> list[str]:
-        return self._notes()
+        head, *others = [(*row[:column], *row[column + 1 :]) for row in (_HEAD, *rows)]
+        return head, others
 
     def _notes(self) -> list[str]:
         """Say what starts from scratch, and the warnings."""
@@ -182,12 +188,20 @@ class LoadPlan:
 
     def _fresh_lines(self) -> list[str]:
         """Say what starts from scratch, one line a reason."""
-        by_reason: dict[str, list[str]] = {}
         tensors = {item.name.text for item in self.fresh if item.name.group == "dense"}
-        items = (item for item in self.fresh if not _is_expected(item) and item.name.parameter not in tensors)
-        for name, reason in _by_table(items):
-            by_reason.setdefault(reason, []).append(name)
-        return [f"from scratch: {first_few(names, _MOST)}: {one_line(reason)}" for reason, names in by_reason.items()]
+        items = [item for item in self.fresh if item.name.parameter not in tensors]
+        # A table stands for its slots where its embedding is one of those with a reason.
+        whole = {(item.name.table, item.reason) for item in items if item.name.slot == EMBEDDING}
+        by_reason: dict[str, dict[str, None]] = {}
+        for item in items:
+            name, reason = item.name, item.reason
+            belongs_to_resume = name.group == GLOBAL_STEP or (name.is_position and reason == UNASKED)
+            if not belongs_to_resume and reason not in (SETTINGS_STAY, SCHEDULE_STAYS, OF_TRAINING):
+                is_whole = (name.table, reason) in whole
+                by_reason.setdefault(reason, {})[name.table if is_whole else name.text] = None
+        return [
+            f"from scratch: {first_few([*names], _MOST)}: {one_line(reason)}" for reason, names in by_reason.items()
+        ]
 
     def _taken_lines(self) -> list[str]:
         lines = []
@@ -195,9 +209,9 @@ class LoadPlan:
             items = [item for item in self.taken if item.offer == number]
             tables: dict[str, int] = {}
             for item in items:
-                if item.name.is_slot:
-                    tables[item.name.table] = max(item.thing.rows, tables.get(item.name.table, 0))
-            tensors = sum(item.name.group == "dense" for item in items)
+                if item.table:
+                    tables[item.table] = max(item.thing.rows, tables.get(item.table, 0))
+            tensors = sum(item.name.group == "dense" and not item.table for item in items)
             what = [plural(len(tables), "table"), plural(sum(tables.values()), "row"), plural(tensors, "tensor")]
             n_bytes = size(sum(item.thing.n_bytes for item in items))
             lines.append(f"{escaped(source)}: {', '.join(what)}, {n_bytes}")
@@ -209,7 +223,7 @@ class LoadReport(LoadPlan):
     """A plan and what came of it: rows and bytes of its items are those that this rank has taken.
 
     Attributes:
-        rows_taken: table -> rows that were loaded, on this rank.
+        rows_taken: table -> rows that were loaded, on this rank; of a dense tensor too that has the rows of a table.
         rows_filtered: table -> rows that ``where`` left out.
         bytes_read: bytes of column values and whole files that were read.
         seconds: for all of it.
@@ -233,32 +247,7 @@ class LoadReport(LoadPlan):
             "global_step": self.global_step,
         }
 
-    def _footer(self) -> list[str]:
-        return [*super()._footer(), self._read()]
-
-    def _verdict(self) -> str:
-        return f"{super()._verdict()}: {self._read()}"
-
     def _read(self) -> str:
         taken, filtered = sum(self.rows_taken.values()), sum(self.rows_filtered.values())
         what = f"{plural(taken, 'row')} taken, {count(filtered)} filtered, {size(self.bytes_read)} read"
         return f"{what} in {self.seconds:.2f} s"
-
-
-def _without(values: Sequence[str], number: int) -> Sequence[str]:
-    """Return all values but one."""
-    return [*values[:number], *values[number + 1 :]]
-
-
-def _is_expected(item: Planned) -> bool:
-    """Say whether nobody expects a name of a warm start: it belongs to a resume."""
-    is_unasked = item.name.is_position and item.reason == UNASKED
-    return is_unasked or item.name.group == GLOBAL_STEP or item.reason in (SETTINGS_STAY, OF_TRAINING)
-
-
-def _by_table(items: Iterable[Planned]) -> list[tuple[str, str]]:
-    """Name a table in place of its slots where its embedding is one of those with a reason."""
-    items = list(items)
-    whole = {(item.name.table, item.reason) for item in items if item.name.slot == EMBEDDING}
-    named = [(item.name.table if (item.name.table, item.reason) in whole else item.name.text, item) for item in items]
-    return list(dict.fromkeys((name, item.reason) for name, item in named))

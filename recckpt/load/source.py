@@ -1,10 +1,11 @@
-"""Which checkpoints a load takes things from: those of a bank, or the one that was asked for (no torch here)."""
+"""Which checkpoints a load takes things from, and what else there is where one is damaged (no torch here)."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from recckpt.checkpoint.chain import OpenChain
@@ -12,8 +13,10 @@ from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Form
 from recckpt.load.conf import Entry, parse_bank
 from recckpt.load.problems import Problems
 from recckpt.output_dir.at_path import locate_id, locate_path, open_checkpoint
-from recckpt.output_dir.listing import Checkpoint, list_checkpoints, newest
+from recckpt.output_dir.listing import Checkpoint, Listing, chained, list_checkpoints, newest
 from recckpt.storage import Storage, absolute, open_storage
+
+log = logging.getLogger("recckpt")
 
 
 @runtime_checkable
@@ -59,11 +62,6 @@ class LocatedBank:
     problems: Problems
 
 
-def locate_source(entry: Entry) -> LocatedCheckpoint:
-    """Return the checkpoint that an entry means: the one at its path, or the newest in the output dir there."""
-    return LocatedCheckpoint(entry, *locate_path(entry.path))
-
-
 def locate_given(entry: Entry, place: str | os.PathLike[str] | OpenCheckpoint) -> LocatedCheckpoint:
     """Return the checkpoint that a caller means: one that is open, that at a path, or the newest in an output dir."""
     if isinstance(place, OpenCheckpoint):
@@ -79,7 +77,7 @@ def locate_bank(bank: Sequence[Mapping[str, Any]]) -> LocatedBank:
         if entry.path:
             try:
                 here = replace(entry, path=absolute(entry.path))  # it may be looked at again from elsewhere
-                sources.append(locate_source(here))
+                sources.append(locate_given(here, here.path))
             except (CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError) as error:
                 problems.not_found.append((entry, error))
             except (OSError, ValueError) as error:
@@ -92,35 +90,74 @@ def locate_asked(
 ) -> tuple[Storage, Checkpoint]:
     """Return the checkpoint that :meth:`recckpt.Saver.load` means by these, ``own`` being the own output dir."""
     if direct_path:
-        return _at(own, str(ckpt_path))
+        try:
+            return open_checkpoint(str(ckpt_path))
+        except CheckpointNotFoundError as error:  # perhaps it is an id that ``save`` was given
+            try:
+                is_id = list_checkpoints(own).find(str(ckpt_path)) is not None
+            except OSError:
+                is_id = False
+            if not is_id:
+                raise
+            hint = f"the own output dir has a checkpoint {ckpt_path!r}: load(ckpt_id={ckpt_path!r}) takes it"
+            raise CheckpointNotFoundError(f"{error}; {hint}") from error
     if ckpt_id is not None:
         storage = own if ckpt_path is None else open_storage(str(ckpt_path))
         return storage, locate_id(storage, ckpt_id)
-    return _named(own, str(ckpt_path)) if ckpt_path is not None else (own, newest(own))
-
-
-def _named(own: Storage, word: str) -> tuple[Storage, Checkpoint]:
-    """Return the checkpoint that a word means: an id of the own output dir goes before a path."""
-    try:
-        return own, locate_id(own, word)
+    if ckpt_path is None:
+        return own, newest(own)
+    try:  # an id of the own output dir goes before a path
+        return own, locate_id(own, str(ckpt_path))
     except (OSError, ValueError) as error:  # not an id, or not one of ours
         not_own = error
     try:
-        return locate_path(word)
+        return locate_path(str(ckpt_path))
     except CheckpointNotFoundError as error:
         raise CheckpointNotFoundError(f"{error}; nor is it a checkpoint of the own output dir: {not_own}") from error
 
 
-def _at(own: Storage, path: str) -> tuple[Storage, Checkpoint]:
-    """Return the checkpoint at a path; where there is none, look whether it is an id that ``save`` was given."""
-    try:
-        return open_checkpoint(path)
-    except CheckpointNotFoundError as error:
+@dataclass
+class KnownDamage:
+    """The damage that reading has met so far, by output dir and directory. Not thread-safe."""
+
+    _errors: dict[str, dict[str, CorruptCheckpointError]] = field(default_factory=dict)
+
+    def note(self, storage: Storage, directory: str, error: CorruptCheckpointError) -> None:
+        """Note what is wrong in a directory of an output dir."""
+        self._errors.setdefault(storage.url, {})[directory] = error
+
+    def whole(self, storage: Storage) -> Listing:
+        """Return the listing of an output dir without what needs anything damaged; OSError as of a listing."""
+        listing = list_checkpoints(storage)
+        return replace(listing, committed=chained(listing.committed, self._errors.get(storage.url, {}))[0])
+
+    def instead(self, bank: LocatedBank, error: CorruptCheckpointError) -> LocatedBank | None:
+        """Return a bank with other forms of the checkpoints that an error may be about; None where none has one.
+
+        The error names a directory, which several output dirs may have: forms have the same rows, so any will do.
+        """
+        others = [self.other_form(source, error) for source in bank.sources]
+        sources = [other or source for other, source in zip(others, bank.sources, strict=True)]
+        return replace(bank, sources=sources) if any(others) else None
+
+    def other_form(self, source: LocatedCheckpoint, error: CorruptCheckpointError) -> LocatedCheckpoint | None:
+        """Return another form of a checkpoint that an error may be about; None where there is none."""
+        directory = damaged_link(source.checkpoint, error)
+        if directory is None:
+            return None
+        self.note(source.storage, directory, error)
         try:
-            is_id = list_checkpoints(own).find(path) is not None
-        except OSError:
-            is_id = False
-        if not is_id:
-            raise
-        hint = f"the own output dir has a checkpoint {path!r}: load(ckpt_id={path!r}) takes it"
-        raise CheckpointNotFoundError(f"{error}; {hint}") from error
+            form = self.whole(source.storage).representation(source.checkpoint.manifest.origin)
+        except OSError:  # of a bucket or directory that may be entered but not listed
+            return None
+        if form is None:
+            return None
+        other = replace(source, checkpoint=form, opened=None)
+        log.error("%s is damaged, reading %s instead: %s", source.label, other.label, error)
+        return other
+
+
+def damaged_link(checkpoint: Checkpoint, error: CorruptCheckpointError) -> str | None:
+    """Return the directory that an error is about, of a checkpoint or a link that it stands on; None if elsewhere."""
+    directories = (link.directory for link in checkpoint.links)
+    return next((name for name in directories if error.path.startswith(f"{name}/")), None)

@@ -6,13 +6,13 @@ There is no torch here.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
-from recckpt.dense.tensors import StoredTensor
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.names import ID, Name, slot_name, state_name
-from recckpt.live.optimizer_slots import PREFIXES, key_of
+from recckpt.live.optimizer_slots import PREFIXES, akin_lineage, are_own, key_of
 from recckpt.load.inventory import PLAIN, Inventory, LoadCandidate, Thing
 from recckpt.types import EMBEDDING
 
@@ -39,7 +39,13 @@ def with_tensors_as_tables(model: Inventory, offer: LoadCandidate) -> LoadCandid
         return offer
     if any(thing.optimizer for thing in there.values()):
         there.setdefault(Name("sparse_opt", SPARSE_OPTIM), Thing(PLAIN))
-    gone = {Name("dense", tensor) for tensor in taken} | set(_only_of(taken, offer.inventory))
+    gone = {Name("dense", tensor) for tensor in taken}
+    trained: dict[str, set[str]] = {}
+    for state in (name for name in offer.inventory if name.parameter):
+        trained.setdefault(state.optimizer, set()).add(state.parameter)
+        if state.parameter in taken:
+            gone.add(state)
+    gone |= {Name("dense_opt", optimizer) for optimizer, parameters in trained.items() if parameters <= taken}
     kept = {name: thing for name, thing in offer.inventory.items() if name in model or name not in gone}
     return replace(offer, inventory={**there, **kept})
 
@@ -89,8 +95,10 @@ def _table_of(name: Name, thing: Thing, model: Inventory, offer: LoadCandidate) 
     if Name("dense", texts[0]) in offer.inventory:
         return None
     for table in (table for text in texts for table in tables_of_tensor(text)):
-        rows = offer.inventory.get(slot_name(table, EMBEDDING), Thing())
-        if rows.rows == thing.shape[0] and not rows.tensor and slot_name(table, ID) not in model:
+        rows = offer.inventory.get(slot_name(table, EMBEDDING))
+        if rows is None or rows.tensor or slot_name(table, ID) in model:
+            continue
+        if thing.is_embedding or rows.rows == thing.shape[0]:
             return table
     return None
 
@@ -100,7 +108,7 @@ def _as_tensor(name: Name, table: str, model: Inventory, offer: LoadCandidate) -
     renames, inventory = offer.entry.renames, offer.inventory
     text, rows = renames.source(name), inventory[slot_name(table, EMBEDDING)]
     slots = [one.slot for one in inventory if one.table == table and one.group == "sparse_opt"]
-    things = {Name("dense", text): Thing(rows.dtype, (rows.rows, *rows.shape), 0, rows.n_bytes, table=table)}
+    things = {Name("dense", text): Thing(rows.dtype, (rows.rows, *rows.shape), rows.rows, rows.n_bytes, table=table)}
     for state in (one for one in model if one.parameter == name.text):
         lineage = model[Name("dense_opt", state.optimizer)].lineage
         kind, there = next(iter(lineage), ""), renames.source(Name("dense_opt", state.optimizer))
@@ -108,7 +116,8 @@ def _as_tensor(name: Name, table: str, model: Inventory, offer: LoadCandidate) -
             things[state_name(text, there)] = Thing(PLAIN, table=table)
             settings = Name("dense_opt", there)
             if settings not in inventory and Name("sparse_opt", SPARSE_OPTIM) in inventory:
-                things[settings] = Thing(PLAIN, lineage=lineage, table=table)
+                of_rows = lineage if are_own(kind, filter(partial(key_of, kind), slots)) else akin_lineage(kind)
+                things[settings] = Thing(PLAIN, lineage=of_rows, table=table)
     return things
 
 
@@ -132,26 +141,25 @@ def _things(tensor: str, table: str, model: Inventory, offer: LoadCandidate) -> 
     n_rows, *shape = saved.shape
     slots = [name.slot for name in model if name.table == table and name.group == "sparse_opt"]
     optimizer, kind = next(_trainers(tensor, slots, inventory), ("", ""))
+    lineage = (kind,) if optimizer else ()
     things = {
-        slot_name(tensor, ID): Thing("int64", (), n_rows, tensor=tensor, optimizer=optimizer),
+        slot_name(tensor, ID): Thing("int64", (), n_rows, tensor=tensor, optimizer=optimizer, lineage=lineage),
         slot_name(tensor, EMBEDDING): Thing(saved.dtype, tuple(shape), n_rows, saved.n_bytes, tensor=tensor),
     }
     for slot in slots if optimizer else ():
         if key_of(kind, slot):
             things[slot_name(tensor, slot)] = Thing("", (), n_rows, tensor=tensor, optimizer=optimizer)
-    if not optimizer and (state := _fused_sum(tensor, offer.sharded)) is not None:
-        shapes = {"sparse_adagrad_sum": saved.shape, "sparse_rowwise_adagrad_sum": saved.shape[:1]}
+    if optimizer:
+        return things
+    # The only state that a fused optimizer of TorchRec kept of a tensor, if it is called as Adagrad's sums.
+    matches = [(match, one) for one in offer.sharded if (match := _STATE.fullmatch(one.name))]
+    states = [(match["state"], one) for match, one in matches if f".{match['key']}".endswith(f".{tensor}")]
+    if len(states) == 1 and states[0][0] in ("momentum1", "sum"):
+        state, shapes = states[0][1], {"sparse_adagrad_sum": saved.shape, "sparse_rowwise_adagrad_sum": saved.shape[:1]}
         for slot in (slot for slot in slots if shapes.get(slot) == state.shape):
             thing = Thing(state.dtype, state.shape[1:], n_rows, state.nbytes, tensor=tensor, state=state.name)
             things[slot_name(tensor, slot)] = thing
     return things
-
-
-def _fused_sum(tensor: str, sharded: Iterable[StoredTensor]) -> StoredTensor | None:
-    """Return the only state that a fused optimizer of TorchRec kept of a tensor, if it is called as Adagrad's sums."""
-    matches = [(match, one) for one in sharded if (match := _STATE.fullmatch(one.name))]
-    states = [(match["state"], one) for match, one in matches if f".{match['key']}".endswith(f".{tensor}")]
-    return states[0][1] if len(states) == 1 and states[0][0] in ("momentum1", "sum") else None
 
 
 def _trainers(tensor: str, slots: Sequence[str], inventory: Inventory) -> Iterator[tuple[str, str]]:
@@ -161,15 +169,3 @@ def _trainers(tensor: str, slots: Sequence[str], inventory: Inventory) -> Iterat
         kind = next(iter(inventory.get(Name("dense_opt", state.optimizer), Thing()).lineage), "")
         if any(key_of(kind, slot) for slot in slots) if slots else PREFIXES.get(kind) == _WITHOUT_SLOTS:
             yield state.optimizer, kind
-
-
-def _only_of(tensors: set[str], inventory: Inventory) -> Iterator[Name]:
-    """Yield the states of tensors, and the optimizers that trained nothing else."""
-    trained: dict[str, set[str]] = {}
-    for state in (name for name in inventory if name.parameter):
-        trained.setdefault(state.optimizer, set()).add(state.parameter)
-        if state.parameter in tensors:
-            yield state
-    for optimizer, parameters in trained.items():
-        if parameters <= tensors:
-            yield Name("dense_opt", optimizer)

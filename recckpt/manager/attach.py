@@ -1,154 +1,119 @@
-"""One call from a model and its optimizers to a manager, with the options that are recommended."""
+"""From a model and its optimizers to a manager: what is found, who trains it, what it is called, and what is wrong."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+from weakref import WeakValueDictionary
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-from recckpt.live.tables import NO_TABLES
-from recckpt.manager.answers import answers
-from recckpt.manager.habits import ATTACH_LINE, unknown_option
-from recckpt.manager.near_steps import near_in_words
+from recckpt.dense.keyed_optimizer import is_keyed
+from recckpt.dense.optimizers import groups_of, has_values, layers, scheduled_by, updater
+from recckpt.dense.registered import extra_registry, io_registry
+from recckpt.live import live_tables
+from recckpt.live.tables import NO_TABLES, LiveTables
 from recckpt.manager.options import parse_options
-from recckpt.manager.placement import OneOrMany, Placement, TablesOption, place
-from recckpt.manager.read_only import ReadOnlyManager
 from recckpt.parallel.ranks import this_rank
-from recckpt.policies.deltas import Deltas
-from recckpt.policies.keep import Keep
 from recckpt.policies.when import When
+from recckpt.save import arguments
 from recckpt.saver import Saver
-from recckpt.sparse.split import state_of
-from recckpt.text import first_few, plural
-from recckpt.types import flag
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from recckpt.sparse.optim.joint import JointOptimizer
+from recckpt.sparse.optim.optimizer import SparseOptimizer, made
+from recckpt.sparse.split import parameters_of, state_of
+from recckpt.sparse.table.table import HashTable
+from recckpt.text import first_few, nearest, plural
+from recckpt.text.foreign_words import write_instead
+from recckpt.types import SavableTable
 
 log = logging.getLogger("recckpt")
 
+_live: WeakValueDictionary[int, LiveTables] = WeakValueDictionary()  # that were found here, by id of the model
+_T = TypeVar("_T")
 _Manager = TypeVar("_Manager")
+OneOrMany: TypeAlias = _T | Sequence[_T] | Mapping[str, _T] | None  # one, several, several by name, or nothing
+TablesOption: TypeAlias = LiveTables | Mapping[str, Any] | None  # live tables, arguments that find them, or nothing
 _MEANINGS = {"max_keep": "", "async_save": " (training goes on meanwhile)", "deltas": " (what has changed)"}
 _OWN = frozenset({"model", "sparse_optim", "output_dir", "tables", "saver", "save_interval"})  # arguments of attach
 
 
-class Attachable:
-    """What makes a :class:`recckpt.CheckpointManager` by one call."""
+class _Item(NamedTuple):
+    """One argument, or one of those in it: what messages call it, its name where it has one, and itself."""
 
-    @overload
-    @classmethod
-    def attach(
-        cls,
-        model: nn.Module,
-        *,
-        output_dir: str | os.PathLike[str],
-        read_only: Literal[True],
-        load_conf: Mapping[str, Any] | None = None,
-    ) -> ReadOnlyManager: ...
+    label: str
+    name: str
+    obj: Any
 
-    @overload
-    @classmethod
-    def attach(
-        cls,
-        model: nn.Module,
-        optimizers: OneOrMany[Optimizer] = None,
-        *,
-        schedulers: OneOrMany[Any] = None,
-        loader: OneOrMany[Any] = None,
-        output_dir: str | os.PathLike[str],
-        save_interval: int | When,
-        max_keep: int | Keep | None = 2,
-        async_save: bool = True,
-        deltas: bool | Deltas = True,
-        tables: TablesOption = MappingProxyType({}),
-        **options: Any,
-    ) -> Self: ...
-
-    @classmethod
-    @answers(ATTACH_LINE)
-    def attach(
-        cls,
-        model: nn.Module,
-        optimizers: OneOrMany[Optimizer] = None,
-        *,
-        schedulers: OneOrMany[Any] = None,
-        loader: OneOrMany[Any] = None,
-        output_dir: str | os.PathLike[str],
-        save_interval: int | When | None = None,
-        max_keep: int | Keep | None = 2,
-        async_save: bool = True,
-        deltas: bool | Deltas = True,
-        tables: TablesOption = MappingProxyType({}),
-        read_only: bool = False,
-        **options: Any,
-    ) -> Self | ReadOnlyManager:
-        """Return a manager of all that a run consists of; restores nothing, and logs in a line what it saves and how.
-
-        The tables of the model are found, those of ``nn.Embedding`` and TorchRec too
-        (:func:`recckpt.live.live_tables`), and each optimizer is known by what it trains. Call it on each rank once the
-        model is wrapped and the optimizers are made. Collective where TorchRec has sharded the model.
-
-        Several things may be given by name, ``{"towers": adam}``; names stand in checkpoints. Without a name they are
-        ``dense_optim``, ``scheduler`` and ``loader``, the second of a list ``dense_optim_1``. Register what else has
-        state, such as a scaler, by :meth:`register_for_checkpointing`.
-
-        Args:
-            model: any module.
-            optimizers: all that train it, one of tables (:mod:`recckpt.sparse`) and any number of others.
-            schedulers: those of the optimizers.
-            loader: what has a position in the data, as :meth:`register_io_state` takes it; several, too.
-            output_dir: where checkpoints go, as of :class:`recckpt.Saver`.
-            save_interval: steps between checkpoints, or a policy of :mod:`recckpt.policies.when`.
-            max_keep: how many to keep: by default two, so that a damaged newest one leaves another.
-            async_save: whether training goes on while a checkpoint is written: yes by default, see docs/async.md.
-            deltas: whether a save writes only what has changed: yes by default, see docs/deltas.md.
-            tables: arguments of ``live_tables``, such as ``{"min_rows": 100}``, or what it has returned; None leaves
-                embeddings that are not recckpt's dense.
-            read_only: whether to follow a run that another process trains, and write nothing: returns a
-                :class:`recckpt.ReadOnlyManager`, which takes ``model``, ``output_dir`` and ``load_conf`` alone.
-            options: any others of :class:`recckpt.Saver` and :class:`recckpt.CheckpointManager`.
-
-        Raises:
-            TypeError: ``model`` is not a module, or ``save_interval`` is missing.
-            ValueError: something is not saved as it is, or not known; all of it, before anything is made. Or a signal
-                that cannot be caught, once the output dir is made.
-            OSError: the output dir cannot be written.
-        """
-        pieces = {"optimizers": optimizers, "schedulers": schedulers, "loader": loader, "save_interval": save_interval}
-        options |= {"max_keep": max_keep, "async_save": async_save, "deltas": deltas}
-        if flag("read_only", read_only):
-            return _reading(model, output_dir, {**pieces, **options, "tables": tables})
-        if save_interval is None:
-            raise TypeError(
-                "save_interval=... is missing: steps between checkpoints, or a policy; read_only=True saves none"
-            )
-        problems = wrong_options(options, save_interval, cls)
-        placement = place(model, optimizers, schedulers=schedulers, loader=loader, tables=tables, problems=problems)
-        return attached(cls, placement, output_dir, save_interval, options)
+    @property
+    def kind(self) -> str:
+        return type(updater(self.obj) if isinstance(self.obj, Optimizer) else self.obj).__name__
 
 
-def _reading(model: nn.Module, output_dir: str | os.PathLike[str], options: Mapping[str, Any]) -> ReadOnlyManager:
-    """Return a manager that only reads; ValueError names what goes with one that saves."""
-    defaults = inspect.signature(Attachable.attach).parameters
-    taken = {
-        name: value for name, value in options.items() if name not in defaults or value is not defaults[name].default
-    }
-    load_conf = taken.pop("load_conf", None)
-    if taken:
-        raise ValueError(f"read_only=True loads the model alone, and saves nothing: omit {', '.join(sorted(taken))}")
-    return ReadOnlyManager(model, output_dir, load_conf=load_conf)
+def attached(
+    manager: Callable[..., _Manager],
+    model: nn.Module,
+    optimizers: OneOrMany[Optimizer],
+    *,
+    schedulers: OneOrMany[Any],
+    loader: OneOrMany[Any],
+    output_dir: str | os.PathLike[str],
+    save_interval: int | When,
+    tables: TablesOption,
+    options: Mapping[str, Any],
+) -> _Manager:
+    """As :meth:`recckpt.CheckpointManager.attach`: find a place for all, make a saver of it, and its manager.
+
+    ``manager`` is the class of the manager, ``options`` are those of the saver and of it; the log names those that
+    ``attach`` has defaults for.
+    """
+    wrong, own = _about_options(options, save_interval, manager), arguments.check_parts(model, None)
+    parts = list(_parts(_items("optimizers", optimizers), wrong))
+    sparse = [part for part in parts if isinstance(updater(part.obj), SparseOptimizer)]
+    dense = _renamed((part for part in parts if part not in sparse), "dense_optim")
+    others = _renamed(_items("schedulers", schedulers), "scheduler")
+    positions = _renamed(_items("loader", loader), "loader")
+    wrong += _about_tables(own, sparse)
+    wrong += _about_parameters(model, dense)
+    wrong += _about_schedulers(others, [item.obj for item in (*_items("", optimizers), *parts)])
+    wrong += _about_names([*dense, *(item for item in others if not isinstance(item.obj, Optimizer))], positions)
+    try:
+        live = _live_tables(model, [part.obj for part in dense], tables, is_all_well=not wrong)
+    except (TypeError, ValueError) as error:
+        wrong.append(f"tables: {error}")
+    if wrong:
+        raise ValueError(f"attach: {plural(len(wrong), 'problem')}; nothing was made:\n  " + "\n  ".join(wrong))
+    of_manager = {name: options[name] for name in _options_of(manager) & options.keys()}
+    of_saver = {name: value for name, value in options.items() if name not in of_manager}
+    rank, _ = this_rank(options.get("shard_id"), options.get("shard_num"))  # refuses them before anything is made
+    place = os.fspath(output_dir) if isinstance(output_dir, os.PathLike) else output_dir
+    saver = Saver(model, sparse[0].obj if sparse else None, place, tables=live, **of_saver)
+    for item in (*dense, *others):
+        saver.register_for_checkpointing(item.name, item.obj)
+    for item in positions:
+        saver.register_io_state(item.name, item.obj)
+    run = manager(saver, save_interval, **of_manager)
+    if rank == 0:
+        what = ", ".join(_saved(saver, own, live, [*dense, *others, *positions]))
+        log.info("%s: saves %s; %s", saver.output_dir, what, ", ".join(_how(save_interval, options)))
+    return run
 
 
-def wrong_options(options: Mapping[str, Any], save_interval: int | When, manager: Callable[..., object]) -> list[str]:
+def _options_of(made: Callable[..., object]) -> frozenset[str]:
+    return frozenset(inspect.signature(made).parameters) - _OWN
+
+
+def _about_options(options: Mapping[str, Any], save_interval: int | When, manager: Any) -> list[str]:
     """Return what is wrong with the options of a manager, and with the names of those of a saver."""
-    known = _options_of(Saver) | _options_of(manager)
-    problems = [unknown_option(name, known) for name in sorted(options.keys() - known)]
+    known, problems = _options_of(Saver) | _options_of(manager), []
+    for name in sorted(options.keys() - known):
+        hint = write_instead(name) or nearest(name, [*known, *inspect.signature(manager.attach).parameters])
+        problems.append(f"{name!r} is an option of neither Saver nor CheckpointManager{hint}")
     checked = inspect.signature(parse_options).parameters.keys() & options.keys()
     try:
         parse_options(save_interval, **{name: options[name] for name in checked})
@@ -159,55 +124,185 @@ def wrong_options(options: Mapping[str, Any], save_interval: int | When, manager
     return problems
 
 
-def attached(
-    manager: Callable[..., _Manager],
-    placement: Placement,
-    output_dir: str | os.PathLike[str],
-    save_interval: int | When,
-    options: Mapping[str, Any],
-) -> _Manager:
-    """Make a saver of what was found, and its manager; log in one line what is saved, and how.
-
-    Args:
-        manager: the class of the manager.
-        placement: what was found.
-        output_dir: where checkpoints go.
-        save_interval: when they are made.
-        options: of the saver and the manager; the log names those that ``attach`` has defaults for.
-    """
-    of_manager = {name: options[name] for name in _options_of(manager) & options.keys()}
-    of_saver = {name: value for name, value in options.items() if name not in of_manager}
-    rank, _ = this_rank(options.get("shard_id"), options.get("shard_num"))  # refuses them before anything is made
-    place = os.fspath(output_dir) if isinstance(output_dir, os.PathLike) else output_dir
-    saver = Saver(placement.model, placement.sparse_optim, place, tables=placement.live, **of_saver)
-    for name, obj in placement.objects.items():
-        saver.register_for_checkpointing(name, obj)
-    for name, obj in placement.positions.items():
-        saver.register_io_state(name, obj)
-    made = manager(saver, save_interval, **of_manager)
-    if rank == 0:
-        settings = {"save_interval": save_interval, **{name: options[name] for name in _MEANINGS}}
-        how = [f"{name}={value!r}{_MEANINGS.get(name, '') if value else ''}" for name, value in settings.items()]
-        if (near := options.get("near")) is not None:
-            how.append(near_in_words(near, options.get("near_interval")))
-        log.info("%s: saves %s; %s", saver.output_dir, ", ".join(_saved(placement)), ", ".join(how))
-    return made
-
-
-def _options_of(made: Callable[..., object]) -> frozenset[str]:
-    return frozenset(inspect.signature(made).parameters) - _OWN
-
-
-def _saved(placement: Placement) -> Iterator[str]:
+def _saved(
+    saver: Saver, tables: Mapping[str, SavableTable], live: LiveTables | None, items: Iterable[_Item]
+) -> Iterator[str]:
     """Yield what is saved, each in a few words."""
-    live = NO_TABLES if placement.live is None else placement.live
-    optimizer = placement.sparse_optim
-    if placement.tables:
-        by = "" if optimizer is None else f" of {type(optimizer).__name__}"
-        yield f"{plural(len(placement.tables), 'table')}{by} ({first_few(list(placement.tables))})"
+    live = NO_TABLES if live is None else live
+    if tables:
+        by = "" if saver.sparse_optim is None else f" of {type(saver.sparse_optim).__name__}"
+        yield f"{plural(len(tables), 'table')}{by} ({first_few(list(tables))})"
     if live:
         yield f"{plural(len(live), 'live table')} ({first_few(list(live))})"
-    dense = live.joined(*state_of(placement.model))[1]
-    yield plural(len(dense), "dense tensor")
-    for name, obj in {**placement.objects, **placement.positions}.items():
+    yield plural(len(live.joined(*state_of(saver.model))[1]), "dense tensor")
+    for name, obj in {item.name: item.obj for item in items}.items():
         yield f"{name!r} ({type(obj).__name__})"
+
+
+def _how(save_interval: int | When, options: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in {"save_interval": save_interval, **{name: options[name] for name in _MEANINGS}}.items():
+        yield f"{name}={value!r}{_MEANINGS.get(name, '') if value else ''}"
+    near, interval = options.get("near"), options.get("near_interval")
+    if near is not None:
+        when = f"every {interval} steps" if isinstance(interval, int) else f"(near_interval={interval!r})"
+        copies = "1 where there are several hosts" if near.copies is None else near.copies
+        yield f"near={os.fspath(near.path)} {when}, copies={copies}"
+
+
+def trainers_of(tables: Mapping[str, SavableTable]) -> dict[SparseOptimizer, list[str]]:
+    """Return the optimizers of this process that the gradients of tables go to, each with the names of these."""
+    alive = [one for reference in made.valuerefs() if (one := reference()) is not None]
+    own = {name: table for name, table in tables.items() if isinstance(table, HashTable)}
+    trained = {one: [name for name, table in own.items() if one.trains(table)] for one in alive}
+    return {one: names for one, names in trained.items() if names}
+
+
+def _items(argument: str, things: OneOrMany[Any]) -> list[_Item]:
+    """Return one thing, several, or several by name, with what messages call them."""
+    if things is None:
+        return []
+    if isinstance(things, Mapping):
+        return [_Item(f"{argument}[{name!r}]", name, obj) for name, obj in things.items()]
+    if isinstance(things, list | tuple):
+        return [_Item(f"{argument}[{number}]", "", obj) for number, obj in enumerate(things)]
+    return [_Item(argument, "", things)]
+
+
+def _renamed(items: Iterable[_Item], name: str) -> list[_Item]:
+    """Give a name to those that have none; of several with one, the second is called ``name_1``."""
+    counts = Counter[str]()
+    named = []
+    for item in items:
+        first = item.name or name
+        named.append(_Item(item.label, f"{first}_{counts[first]}" if counts[first] else first, item.obj))
+        counts[first] += 1
+    return named
+
+
+def _parts(items: Iterable[_Item], problems: list[str]) -> Iterator[_Item]:
+    """Yield each optimizer once, those in a joint one in its place."""
+    seen = set[int]()
+    for item in items:
+        if not isinstance(item.obj, Optimizer):
+            problems.append(f"{item.label}: found a {item.kind}, expected an optimizer")
+            continue
+        inner = updater(item.obj)
+        for part in inner.optimizers if isinstance(inner, JointOptimizer) else (item.obj,):
+            if id(updater(part)) not in seen:
+                seen.add(id(updater(part)))
+                yield _Item(item.label, item.name, part)
+
+
+def _about_tables(tables: Mapping[str, SavableTable], sparse: Sequence[_Item]) -> Iterator[str]:
+    """Yield what is wrong with the optimizers of tables."""
+    for item in sparse:
+        try:
+            arguments.check_trained(item.obj, tables)
+        except ValueError as error:
+            yield f"{item.label}: {error}"
+    if len(sparse) > 1:
+        yield (
+            f"{' and '.join(item.label for item in sparse)}: found {len(sparse)} optimizers of tables, expected one: "
+            "make one with a group for each, such as SparseAdam([{'tables': [user], 'lr': 0.1}, {'tables': [item]}])"
+        )
+    among = [updater(item.obj) for item in sparse]
+    for one, names in trainers_of(tables).items():
+        if all(one is not other for other in among):
+            yield f"optimizers: the {type(one).__name__} that trains {', '.join(map(repr, names))} is not among them"
+
+
+def _about_parameters(model: nn.Module, dense: Sequence[_Item]) -> Iterator[str]:
+    """Yield what is wrong with the optimizers of dense parameters; those of TorchRec name theirs by themselves."""
+    own = {id(parameter) for parameter in model.parameters()}
+    for item in (item for item in dense if not is_keyed(item.obj)):
+        parameters = [parameter for group in groups_of(item.obj) for parameter in group["params"]]
+        trained = [parameter for parameter in parameters if has_values(parameter)]
+        strange = [parameter for parameter in trained if id(parameter) not in own]
+        if not trained:
+            yield (
+                f"{item.label}: {item.kind} trains nothing: all its parameters are empty, since model.parameters() has "
+                "no rows of tables; recckpt.filter_out_sparse_param(model) gives the tables to an optimizer of tables"
+            )
+        elif strange:
+            shapes = ", ".join(str(tuple(parameter.shape)) for parameter in strange[:3])
+            shapes += ", ..." if len(strange) > 3 else ""
+            yield (
+                f"{item.label}: {item.kind} trains {plural(len(strange), 'parameter')} that the model does not have "
+                f"(shape {shapes}): attach a module that has all that is trained, such as a ModuleDict of the model "
+                "and its loss; or make the optimizer of the parameters that the model has now"
+            )
+
+
+def _about_schedulers(schedulers: Sequence[_Item], optimizers: Sequence[Optimizer]) -> Iterator[str]:
+    """Yield what is wrong with schedulers: each is of optimizers that are saved too."""
+    known = {id(one) for optimizer in optimizers if isinstance(optimizer, Optimizer) for one in layers(optimizer)}
+    for item in schedulers:
+        if isinstance(item.obj, Optimizer):
+            yield f"{item.label}: {item.kind} is an optimizer: give it in optimizers"
+        strange = [one for one in scheduled_by(item.obj) if id(one) not in known]
+        if strange:
+            kinds = ", ".join(dict.fromkeys(type(updater(one)).__name__ for one in strange))
+            yield f"{item.label}: {item.kind} is of an optimizer ({kinds}) that is not among the optimizers"
+
+
+def _about_names(objects: Sequence[_Item], positions: Sequence[_Item]) -> Iterator[str]:
+    """Yield what cannot be registered, as registering it shows."""
+    extra, io_state = extra_registry(), io_registry()
+    for item in objects:
+        try:
+            arguments.check_registered(item.name, item.obj, None)
+            extra.add(item.name, item.obj)
+        except ValueError as error:
+            yield f"{item.label}: {error}"
+    for item in positions:
+        if isinstance(item.obj, DataLoader) and not hasattr(item.obj, "state_dict"):
+            yield (
+                f"{item.label}: a {item.kind} of torch does not know where it is in the data: give torchdata's "
+                "StatefulDataLoader in its place, or a dataset that has state_dict and load_state_dict, or omit it"
+            )
+            continue
+        try:
+            extra.check_new(item.name, item.obj)
+            io_state.add(item.name, item.obj)
+        except ValueError as error:
+            yield f"{item.label}: {error}"
+
+
+def _live_tables(
+    model: nn.Module, optimizers: Sequence[Optimizer], tables: TablesOption, *, is_all_well: bool
+) -> LiveTables | None:
+    """Find the live tables of a model; those that were found for optimizers of before are closed where all is well."""
+    if tables is None or isinstance(tables, LiveTables):
+        live = tables
+    elif isinstance(tables, Mapping):
+        before = _live.get(id(model))
+        is_before = is_all_well and before is not None and before.model is model
+        if before is not None and is_before and {*map(id, before.optimizers)} != {*map(id, optimizers)}:
+            log.info("other optimizers train the model now: the manager that was attached for those of before is done")
+            before.close()
+        live = _live[id(model)] = live_tables(model, optimizers, **tables)
+    else:
+        what = "a dict of arguments of live_tables, what it has returned, or None"
+        raise TypeError(f"found a {type(tables).__name__}, expected {what}")
+    arguments.live_tables_of(model, live)
+    if live is not None:
+        _check_trainers(model, live, optimizers)
+    return live
+
+
+def _check_trainers(model: nn.Module, live: LiveTables, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that train live tables which were found for others: their steps would not be seen.
+
+    Raises:
+        ValueError: there is one; TorchRec's are not looked at.
+    """
+    weights = [(name, parameter) for name, parameter in parameters_of(model) if live.has_key(name)]
+    for optimizer in (one for one in optimizers if not is_keyed(one)):
+        trained = {id(parameter) for group in groups_of(optimizer) for parameter in group["params"]}
+        strange = [name for name, one in weights if id(one) in trained and not live.is_live(one, optimizer)]
+        if strange:
+            kind = type(updater(optimizer)).__name__
+            raise ValueError(
+                f"the {kind} here trains {first_few(strange)}, for which live_tables was given another optimizer: "
+                "call it with those that train, or give arguments of it in place of what it returned"
+            )

@@ -4,31 +4,92 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
-from recckpt.errors import RecckptError
-from recckpt.format.manifest import Manifest
-from recckpt.manager.at_save import meet
+from torch.optim import Optimizer
+
+from recckpt.dense.optimizers import groups_of, updater
+from recckpt.errors import RecckptError, SaveFailedError
+from recckpt.format.manifest import Manifest, StateValue
 from recckpt.manager.near_steps import NearSteps
-from recckpt.manager.reloads import Reloads
+from recckpt.manager.options import ManagerOptions, Metrics, State, as_state, check_step, checked_event_time
 from recckpt.manager.run_state import Run
-from recckpt.manager.save_errors import SaveErrors
 from recckpt.manager.signals import SignalWatch, goes_on, most_urgent
-from recckpt.manager.step_arguments import Metrics, State, check_step, checked_event_time
-from recckpt.manager.table_dates import TableDates
 from recckpt.parallel.ranks import Ranks
-from recckpt.policies.schedule import Kind, SaveCounts, Schedule
+from recckpt.policies.schedule import Agreed, Kind, SaveCounts, Schedule, Trigger
 from recckpt.policies.when import Ends
-from recckpt.save.background_save import SaveHandle, settle_on_all
+from recckpt.save.arguments import tables_in
+from recckpt.save.background import SaveHandle, settle_on_all
 from recckpt.save.save_info import SaveInfo
 from recckpt.saver import Saver
+from recckpt.sparse.optim import SparseOptimizer
 
 log = logging.getLogger("recckpt")
 
 _LOST_SEC = 5.0  # that a save in the background has to end in, once a rank is known to be missing
+
+
+@dataclass(frozen=True)
+class AtSave:
+    """Where the run of a rank is, and what is kept of it beside the model: what all ranks compare at a save."""
+
+    step: int
+    is_saved: bool  # in a checkpoint that stays
+    event_time: float | None
+    counted: str
+    state: dict[str, StateValue]
+
+
+class GradientWindow:
+    """What is put off while gradients wait for the step that will use them: no checkpoint holds these.
+
+    A window is one of ``set_grad_accum_steps`` of an optimizer of tables, or of accelerate's
+    ``gradient_accumulation_steps``. Collective where something is due.
+    """
+
+    def __init__(self, saver: Saver) -> None:
+        self._saver = saver
+        self.kind: Kind | None = None  # of the save that was put off
+        self._signal: int | None = None
+        self._is_near_due = False
+
+    def kind_now(self, due: Kind | None, agreed: Agreed) -> Kind | None:
+        """Return the kind of save to make now, of what is due and what was put off."""
+        kind = "regular" if "regular" in (due, self.kind) else due or self.kind
+        self.kind = kind if kind is not None and agreed(self.is_open) else None
+        return kind if self.kind is None else None
+
+    def is_near_now(self, is_due: bool, agreed: Agreed, *, has_saved: bool) -> bool:
+        """Say whether to make a near save now, which a checkpoint takes the place of."""
+        is_due = not has_saved and (is_due or self._is_near_due)
+        self._is_near_due = is_due and agreed(self.is_open)
+        return is_due and not self._is_near_due
+
+    def signal_now(self, number: int | None, agreed: Agreed) -> int | None:
+        number = most_urgent((number, self._signal))
+        self._signal = number if number is not None and agreed(self.is_open) else None
+        return number if self._signal is None else None
+
+    def take_signal(self) -> int | None:
+        """Return the signal that was put off, since no window will end any more."""
+        number, self._signal = self._signal, None
+        return number
+
+    def is_open(self) -> bool:
+        """Say whether gradients wait in this process."""
+        saved = (self._saver.sparse_optim, *self._saver._extra.objects.values())
+        optimizers = [updater(one) for one in saved if isinstance(one, Optimizer)]
+        if any(isinstance(one, SparseOptimizer) and one.has_gradients_waiting for one in optimizers):
+            return True
+        state = sys.modules.get("accelerate.state")
+        if state is None or state.GradientState().sync_gradients:
+            return False
+        groups = (group for optimizer in optimizers for group in groups_of(optimizer))
+        return any(parameter.grad is not None for group in groups for parameter in group["params"])
 
 
 class Autosave:
@@ -36,9 +97,11 @@ class Autosave:
 
     Args:
         ranks: returns those that save together, as they are now.
-        reloads: looks for what is new in a model bank.
-        errors: says which errors of the saves that steps begin are raised.
-        clock: seconds, for policies.
+        options: of the manager. With ``on_save_error`` the error of a save that a step has begun is raised, logged, or
+            given to what is called on every rank, alike on all of them. What another rank, another writer or the caller
+            has done wrong is raised in any case: no later save mends that.
+        reload: looks into a model bank for what is new there, and loads it: where no option says when, after each save,
+            so that nothing of what is loaded is in the save.
     """
 
     def __init__(
@@ -46,26 +109,26 @@ class Autosave:
         saver: Saver,
         run: Run,
         ranks: Callable[[], Ranks],
-        schedule: Schedule,
+        options: ManagerOptions,
         signals: SignalWatch,
         *,
         near: NearSteps,
-        async_save: bool,
-        grace_sec: float | None,
-        reloads: Reloads,
-        errors: SaveErrors,
+        reload: Callable[[], object],
         clock: Callable[[], float],
     ) -> None:
-        self._saver, self._run, self._ranks_now = saver, run, ranks
-        self._schedule, self._signals, self._near, self._async_save = schedule, signals, near, async_save
-        self._grace_sec, self._reloads, self._errors, self._clock = grace_sec, reloads, errors, clock
+        self._saver, self._run, self._ranks_now, self._options = saver, run, ranks, options
+        self._signals, self._near, self._reload, self._clock = signals, near, reload, clock
+        begin = run.moment(clock())
+        self._schedule = Schedule(options.regular, options.between, options.backpressure, begin)
+        self._reload_trigger = None if options.reload is None else Trigger(options.reload, begin)
+        self._failures = 0  # in a row
         self._in_flight: SaveHandle | None = None
-        self._has_stepped = False
-        self._dates = TableDates(saver, run)
+        self._window, self._has_stepped = GradientWindow(saver), False
+        self._tables = tables_in(saver.model)
+        self.date_tables()
 
     @property
     def counts(self) -> SaveCounts:
-        """What became of the saves so far."""
         return self._near.counted(self._schedule.counts)
 
     def start(self) -> None:
@@ -73,33 +136,49 @@ class Autosave:
         begin = self._run.moment(self._clock())
         self._schedule.start(begin)
         self._near.start(begin)
-        self._reloads.start(begin)
-        self._dates.look_again()
-        self._has_stepped = False
+        if self._reload_trigger is not None:
+            self._reload_trigger.restart(begin)
+        self._tables = tables_in(self._saver.model)  # there may be new ones
+        self.date_tables()
+        self._window, self._has_stepped = GradientWindow(self._saver), False
+
+    def date_tables(self) -> None:
+        """Date the tables by the run: the rows that they look up next get its step and event time."""
+        for table in self._tables:
+            table.step = self._run.global_step
+            if self._run.event_time is not None:  # else that of the table stays, which may have been set by hand
+                table.event_time = self._run.event_time
 
     def count(self, ends: Ends, state: State, metrics: Metrics, event_time: float | None) -> None:
-        """Count a step, a window or an epoch, and save if it is time."""
         run = self._run
         time_of_events = checked_event_time(event_time)  # first: a step that is refused is not counted
         if self._ranks.size == 1:
             check_step(state, metrics)
         run.count(ends)
         self._has_stepped = True
-        run.note_event(time_of_events)
-        self._dates.set()
+        run.note_event(run.plausible(time_of_events))
+        self.date_tables()
         # Several ranks may see the end of a save at different steps: they raise at the next, unless one is lost.
         if self._ranks.size == 1 or self._saver.ranks.has_lost:
-            self._errors.let_pass(partial(self.settle, 0))
+            self._let_pass(partial(self.settle, 0))
         now = run.moment(self._clock(), metrics, ends)
-        due = self._schedule.due(now, self._agreed)
+        due = self._window.kind_now(self._schedule.due(now, self._agreed), self._agreed)
         kind = self._schedule.admit(due, lambda: self._ranks.gather(self._saver.is_saving)[0])
-        if self._near.is_due(now, self._agreed, has_saved=kind is not None):
-            kind = self._near.begin(self._ranks_now(), run, meet(self._ranks, run, None, state, metrics)[0].state)
+        is_near_due = self._near.is_due(now, self._agreed, has_saved=kind is not None)
+        if self._window.is_near_now(is_near_due, self._agreed, has_saved=kind is not None):
+            kind = self._near.begin(self._ranks_now(), run, self._meet(None, state, metrics)[0].state)
         if kind is not None:
             self._save_due(kind, state, metrics)
-        self._reloads.look_if_due(now, self._agreed, has_saved=kind is not None)
+        trigger, is_reload_due = self._reload_trigger, kind is not None
+        if trigger is not None:
+            trigger.see(now)
+            is_reload_due = trigger.is_due(now, self._agreed)
+            if is_reload_due:
+                trigger.restart(now)
+        if is_reload_due:
+            self._reload()
         if self._signals.is_watching:
-            number = most_urgent(self._ranks.gather(self._signals.take()))
+            number = self._window.signal_now(most_urgent(self._ranks.gather(self._signals.take())), self._agreed)
             if number is not None:
                 self._answer(number, state, metrics)
         if kind is None and self._ranks.size > 1:  # not before: the others may be at a save, which raises on all
@@ -112,6 +191,11 @@ class Autosave:
     def save(self, state: State, metrics: Metrics, step: int | None = None) -> Manifest | None:
         """Save this step, or one of the caller's own count, and wait; None where a checkpoint that stays has it."""
         self._settle_for_save()
+        if self._window.is_open():
+            log.warning(
+                "saved between two updates of accumulated gradients, those so far are lost: a resume begins another "
+                "window here; save after an update"
+            )
         saved = self._save("regular", state, metrics, step, background=False)
         return saved.wait() if isinstance(saved, SaveHandle) else saved
 
@@ -130,8 +214,16 @@ class Autosave:
         return any(self._ranks_now().gather(self._signals.is_ending))
 
     def finish(self) -> None:
-        """Save the last step, also where the save before has failed, whose error is raised after."""
-        self._settle_then(self._save_last)
+        """Save the last step, also where the save before has failed, whose error is raised after.
+
+        Without a step a near save alone is saved: all else would take the place of what was trained before.
+        """
+
+        def save_last() -> None:
+            if self._has_stepped or self._near.has_restored_newest(self._ranks_now(), self._run):
+                self.save(None, None)
+
+        self._settle_then(save_last)
 
     def _settle_then(self, save: Callable[[], object]) -> None:
         """Wait for the save before, and save, though that has failed; raise its error then."""
@@ -142,19 +234,15 @@ class Autosave:
             raise
         save()
 
-    def _save_last(self) -> None:
-        """Without a step a near save alone is saved: all else would take the place of what was trained before."""
-        if self._has_stepped or self._near.has_restored_newest(self._ranks_now(), self._run):
-            self.save(None, None)
-
     def close(self, error: BaseException | None = None) -> None:
         """Make the save that was put off, wait for what is under way, and give signals back what they did before.
 
         Where an ``error`` is being raised already, no save is made, and the error of one is only logged.
         """
         try:
-            if error is None:
-                self._save_put_off()
+            kind = self._schedule.pending or self._window.kind
+            if error is None and kind is not None:
+                self._settle_then(partial(self._save, kind, None, None, background=False))
             self.settle()
         except Exception as failure:
             if error is None:
@@ -163,12 +251,7 @@ class Autosave:
         finally:
             if self._schedule.forget():
                 log.warning("a save was due and put off, and is not made, since the run has failed")
-            self._signals.release()
-
-    def _save_put_off(self) -> None:
-        kind = self._schedule.pending
-        if kind is not None:
-            self._settle_then(partial(self._save, kind, None, None, background=False))
+            self._signals.release(self._window.take_signal())
 
     def settle(self, timeout_sec: float | None = None) -> bool:
         """Wait for the save in the background, and raise its error unless it was raised before."""
@@ -187,13 +270,42 @@ class Autosave:
 
     def _save_due(self, kind: Kind, state: State, metrics: Metrics) -> None:
         """Save this step as it is due, or a signal asks; the error is raised unless the run is to go on."""
-        save = partial(self._save, kind, state, metrics, background=self._async_save)
-        if self._errors.are_raised:
+        save = partial(self._save, kind, state, metrics, background=self._options.async_save)
+        if self._options.on_save_error == "raise":
             save()
             return
-        self._errors.let_pass(self._settle_for_save)  # the save before, whose error would be that of this one
-        if not self._errors.let_pass(save):
+        self._let_pass(self._settle_for_save)  # the save before, whose error would be that of this one
+        if not self._let_pass(save):
             self._schedule.missed(kind, self._run.moment(self._clock()))
+
+    def _let_pass(self, work: Callable[[], object]) -> bool:
+        """Do what may raise the error of a save, and say whether it did not. Collective where it is let pass.
+
+        Raises:
+            Exception: the error, where it is not let pass; or what ``on_save_error`` has raised on any rank.
+        """
+        try:
+            work()
+        except Exception as error:
+            answer, ranks = self._options.on_save_error, self._ranks_now()
+            if answer == "raise" or ranks.has_lost:
+                raise
+            if not all(ranks.gather(isinstance(error, SaveFailedError))) or not isinstance(error, SaveFailedError):
+                raise
+            failed = error
+            if self._failures >= self._options.raise_after:
+                log.error("%d saves in a row have failed, of which the last is raised", self._failures)
+                raise
+            if isinstance(answer, str):
+                log.warning(
+                    "%s (training goes on; %d in a row of %d)", error, self._failures, self._options.raise_after
+                )
+            else:
+                if ranks.size > 1:
+                    ranks = ranks.raising(lambda r, why: RecckptError(f"on_save_error failed on rank {r}: {why}"))
+                ranks.on_each(lambda: answer(failed))
+            return False
+        return True
 
     def _save(
         self, kind: Kind, state: State, metrics: Metrics, step: int | None = None, *, background: bool
@@ -201,8 +313,8 @@ class Autosave:
         """Save this step, or that of the caller's own count, unless it is in a checkpoint that stays."""
         run = self._run
         self._note_failure()
-        own, is_saved = meet(self._ranks, run, step, state, metrics)
-        self._dates.set()
+        own, is_saved = self._meet(step, state, metrics)
+        self.date_tables()
         if is_saved:
             log.info("%s is saved already", run.ckpt_id)
             return None
@@ -221,15 +333,43 @@ class Autosave:
             if not self._note_failure():  # this one has failed, not the one before
                 self._count_failure()
             raise
-        self._dates.look_again()
+        self._tables = tables_in(self._saver.model)
+        self.date_tables()
         self._schedule.begun(kind, run.moment(self._clock()))
         self._in_flight = saved if isinstance(saved, SaveHandle) else None
         if self._in_flight is None:
-            self._errors.count(is_failed=False)
+            self._failures = 0
         self._schedule.count(deltas=(saved.info if isinstance(saved, SaveHandle) else saved).kind == "delta")
         if kind == "regular":
             run.note_saved()
         return saved
+
+    def _meet(self, step: int | None, state: State, metrics: Metrics) -> tuple[AtSave, bool]:
+        """Return what this rank brings, and whether that is in a checkpoint which stays, of all ranks. Collective.
+
+        The run moves to the step of the caller's own count, and to the latest event time of all ranks.
+
+        Raises:
+            TypeError, ValueError: an argument is invalid.
+            RecckptError: a rank has ended another window or epoch, though the steps are the same.
+        """
+        run, ranks = self._run, self._ranks
+
+        def bring() -> AtSave:
+            at = run.checked_step(step)
+            is_saved = run.is_saved and at == run.global_step
+            return AtSave(at, is_saved, run.event_time, run.counted, as_state(state, metrics))
+
+        of_ranks = ranks.on_all(bring)
+        own, is_saved = of_ranks[ranks.rank], all(each.is_saved for each in of_ranks)
+        run.move_to(own.step)
+        if not is_saved:
+            for rank, each in enumerate(of_ranks):
+                if each.counted != of_ranks[0].counted:
+                    cause = f"it has counted {each.counted}, rank 0 {of_ranks[0].counted}: all count the same"
+                    raise self._info.failure(rank, cause)
+            run.note_event(*(each.event_time for each in of_ranks))
+        return own, is_saved
 
     @property
     def _ranks(self) -> Ranks:
@@ -247,7 +387,6 @@ class Autosave:
 
     @property
     def _info(self) -> SaveInfo:
-        """The save of this step."""
         return SaveInfo(self._run.ckpt_id, self._run.global_step)
 
     def _note_failure(self) -> bool:
@@ -257,7 +396,7 @@ class Autosave:
             return False
         self._in_flight = None
         if handle.committed.exception() is None:
-            self._errors.count(is_failed=False)
+            self._failures = 0
             return False
         self._count_failure()
         self._run.note_saved(False)
@@ -265,7 +404,7 @@ class Autosave:
 
     def _count_failure(self) -> None:
         self._schedule.count(failed=1)
-        self._errors.count(is_failed=True)
+        self._failures += 1
 
     def _answer(self, number: int, state: State, metrics: Metrics) -> None:
         """Save for a signal, and let the process end where it asks for that."""
@@ -274,8 +413,8 @@ class Autosave:
             self._save_due("regular", state, metrics)
             return
         try:
-            if not self._save_within(self._grace_sec, state, metrics):
-                log.error("step %d is not saved after %s s of grace", self._run.global_step, self._grace_sec)
+            if not self._save_within(self._options.grace_sec, state, metrics):
+                log.error("step %d is not saved after %s s of grace", self._run.global_step, self._options.grace_sec)
         except Exception as error:
             log.error("signal %d: %s", number, error)
             raise

@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest, StateValue
-from recckpt.manager.answers import answers, answers_habits
-from recckpt.manager.attach import Attachable
+from recckpt.manager.attach import OneOrMany, TablesOption, attached
 from recckpt.manager.autosave import Autosave
-from recckpt.manager.counting import Counting
-from recckpt.manager.habits import SAVE_INSTEAD, SAVE_LINE, unknown_attribute
 from recckpt.manager.near_steps import NearSteps
-from recckpt.manager.options import parse_options
-from recckpt.manager.own_checkpoints import OwnCheckpoints
-from recckpt.manager.reloads import Reloads
-from recckpt.manager.resumable import Resumable
-from recckpt.manager.resume import Restorer
+from recckpt.manager.options import Metrics, OnSaveError, State, checked_event_time, parse_options
+from recckpt.manager.resume import Restorer, Resumable
 from recckpt.manager.run_state import Run
-from recckpt.manager.save_errors import OnSaveError, SaveErrors
 from recckpt.manager.signals import Signals, SignalWatch
+from recckpt.output_dir import rotation
+from recckpt.output_dir.listing import newest_first
 from recckpt.parallel.ranks import this_rank
-from recckpt.policies.schedule import Backpressure
+from recckpt.policies.deltas import Deltas
+from recckpt.policies.keep import Keep
+from recckpt.policies.schedule import Backpressure, SaveCounts
 from recckpt.policies.when import When
+from recckpt.rewrite.requests import Forgotten
 from recckpt.saver import Saver
+from recckpt.text import count, plural, shown
+from recckpt.text.foreign_words import answers_by, unknown_attribute
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_MADE_BY_ATTACH = "CheckpointManager.attach(model, optimizers, output_dir='runs/clicks', save_interval=100)"
 
 
-class CheckpointManager(Attachable, Counting, Resumable, OwnCheckpoints):
+class CheckpointManager(Resumable):
     """Saves a run as ``ckpt_<step>`` when it is time, and restores it.
 
     Thread-safe: steps, saves and restores of several threads follow each other. It belongs to the process that made it:
@@ -73,7 +82,7 @@ class CheckpointManager(Attachable, Counting, Resumable, OwnCheckpoints):
         ValueError: another argument is invalid.
     """
 
-    @answers_habits
+    @answers_by(f"{_MADE_BY_ATTACH}, or CheckpointManager(saver, save_interval=100)")
     def __init__(
         self,
         saver: Saver,
@@ -96,35 +105,99 @@ class CheckpointManager(Attachable, Counting, Resumable, OwnCheckpoints):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
-        when: dict[str, Any] = {"ephemeral": ephemeral, "reload_interval": reload_interval, "event_time": event_time}
-        when |= {"near_interval": near_interval}
-        how: dict[str, Any] = {"async_save": async_save, "backpressure": backpressure, "grace_sec": grace_sec}
-        how |= {"on_save_error": on_save_error, "raise_after": raise_after}
-        options = parse_options(save_interval, save_at_start=save_at_start, step_prefix=step_prefix, **when, **how)
+        if not isinstance(saver, Saver):
+            other = f"{saver!r:.100}" if isinstance(saver, str) else f"a {type(saver).__name__}"
+            raise TypeError(f"saver must be a recckpt.Saver, found {other}: {_MADE_BY_ATTACH} makes one")
+        options = parse_options(
+            save_interval,
+            async_save=async_save,
+            backpressure=backpressure,
+            ephemeral=ephemeral,
+            grace_sec=grace_sec,
+            save_at_start=save_at_start,
+            reload_interval=reload_interval,
+            near_interval=near_interval,
+            event_time=event_time,
+            step_prefix=step_prefix,
+            on_save_error=on_save_error,
+            raise_after=raise_after,
+        )
         self._saver, self._save_interval, self._save_at_start = saver, save_interval, options.save_at_start
         self._run = run = Run(event_time=options.event_time, step_prefix=options.step_prefix)
         self._ranks, begin = partial(saver.ranks.of, shard_id, shard_num), run.moment(clock())
-        near = NearSteps.of(saver.near_saves, options, begin, lambda: this_rank(shard_id, shard_num)[0] == 0)
+        near = NearSteps(saver.near_saves, options, begin, lambda: this_rank(shard_id, shard_num)[0] == 0)
         self._restorer = Restorer(saver.loader, run, self._ranks, lambda: saver.max_keep, near.finder)
-        self._autosave = Autosave(
-            saver,
-            run,
-            self._ranks,
-            options.schedule(begin),
-            SignalWatch(save_on_signal),
-            near=near,
-            async_save=options.async_save,
-            grace_sec=options.grace_sec,
-            reloads=Reloads(self._restorer.reload_dynamic, options.reload_trigger(begin)),
-            errors=SaveErrors(self._ranks, options.on_save_error, options.raise_after),
-            clock=clock,
-        )
+        watch, reload = SignalWatch(save_on_signal), self._restorer.reload_dynamic
+        self._autosave = Autosave(saver, run, self._ranks, options, watch, near=near, reload=reload, clock=clock)
         saver.counted_run.follow(lambda: (run.global_step, run.state), run.step_prefix)
+
+    @classmethod
+    @answers_by("attach(model, [optimizers], output_dir='runs/clicks', save_interval=100)")
+    def attach(
+        cls,
+        model: nn.Module,
+        optimizers: OneOrMany[Optimizer] = None,
+        *,
+        schedulers: OneOrMany[Any] = None,
+        loader: OneOrMany[Any] = None,
+        output_dir: str | os.PathLike[str],
+        save_interval: int | When,
+        max_keep: int | Keep | None = 2,
+        async_save: bool = True,
+        deltas: bool | Deltas = True,
+        tables: TablesOption = MappingProxyType({}),
+        **options: Any,
+    ) -> Self:
+        """Return a manager of all that a run consists of; restores nothing, and logs in a line what it saves and how.
+
+        The tables of the model are found, those of ``nn.Embedding`` and TorchRec too
+        (:func:`recckpt.live.live_tables`), and each optimizer is known by what it trains. Call it on each rank once the
+        model is wrapped and the optimizers are made. Collective where TorchRec has sharded the model.
+
+        Several things may be given by name, ``{"towers": adam}``; names stand in checkpoints. Without a name they are
+        ``dense_optim``, ``scheduler`` and ``loader``, the second of a list ``dense_optim_1``. Register what else has
+        state, such as a scaler, by :meth:`register_for_checkpointing`.
+
+        Args:
+            model: any module.
+            optimizers: all that train it, one of tables (:mod:`recckpt.sparse`) and any number of others.
+            schedulers: those of the optimizers.
+            loader: what has a position in the data, as :meth:`register_io_state` takes it; several, too. Where it is
+                None, a restore names the loaders that shuffle among the variables of the calling code; ``()`` for none.
+            output_dir: where checkpoints go, as of :class:`recckpt.Saver`.
+            save_interval: steps between checkpoints, or a policy of :mod:`recckpt.policies.when`.
+            max_keep: how many to keep: by default two, so that a damaged newest one leaves another.
+            async_save: whether training goes on while a checkpoint is written: yes by default, see docs/async.md.
+            deltas: whether a save writes only what has changed: yes by default, see docs/deltas.md.
+            tables: arguments of ``live_tables``, such as ``{"min_rows": 100}``, or what it has returned; None leaves
+                embeddings that are not recckpt's dense.
+            options: any others of :class:`recckpt.Saver` and :class:`recckpt.CheckpointManager`.
+
+        Raises:
+            TypeError: ``model`` is not a module, or an argument is missing.
+            ValueError: something is not saved as it is, or not known; all of it, before anything is made. Or a signal
+                that cannot be caught, once the output dir is made.
+            OSError: the output dir cannot be written.
+        """
+        options |= {"max_keep": max_keep, "async_save": async_save, "deltas": deltas}
+        run = attached(
+            cls,
+            model,
+            optimizers,
+            schedulers=schedulers,
+            loader=loader,
+            output_dir=output_dir,
+            save_interval=save_interval,
+            tables=tables,
+            options=options,
+        )
+        run._looks_for_loaders = loader is None
+        return run
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(unknown_attribute(name, dir(type(self))), name=name, obj=self)
+            raise unknown_attribute(self, name)
 
     @property
     def saver(self) -> Saver:
@@ -136,6 +209,47 @@ class CheckpointManager(Attachable, Counting, Resumable, OwnCheckpoints):
         """Steps between checkpoints, or the policy."""
         return self._save_interval
 
+    @property
+    def global_step(self) -> int:
+        """Steps so far, those of the restored run included."""
+        return self._run.global_step
+
+    @property
+    def windows(self) -> int:
+        """Windows of the data that have ended, those of the restored run included."""
+        return self._run.windows
+
+    @property
+    def epochs(self) -> int:
+        """Epochs that have ended, those of the restored run included."""
+        return self._run.epochs
+
+    @property
+    def event_time(self) -> float | None:
+        """The latest time of an event in the data so far, in seconds since 1970; None where none is known.
+
+        :meth:`step` moves it on. To set it back after a wrong record, or on to where no clock is, assign it, on all
+        ranks.
+
+        Raises:
+            TypeError, ValueError: it is set to what is no time.
+        """
+        return self._run.event_time
+
+    @event_time.setter
+    def event_time(self, event_time: float) -> None:
+        checked = checked_event_time(event_time)
+        if checked is None:
+            raise ValueError(f"event_time must be a number of seconds since 1970, found {event_time!r}")
+        with self._turn():
+            self._run.stand_at(checked)
+            self._autosave.date_tables()
+
+    @property
+    def counts(self) -> SaveCounts:
+        """What became of the saves so far."""
+        return self._autosave.counts
+
     def register_for_checkpointing(self, name: str, obj: Any, *, per_rank: bool = False) -> None:
         """Save an object beside the model; see :meth:`recckpt.Saver.register_for_checkpointing`."""
         self._saver.register_for_checkpointing(name, obj, per_rank=per_rank)
@@ -144,7 +258,65 @@ class CheckpointManager(Attachable, Counting, Resumable, OwnCheckpoints):
         """Save the position of a dataset; see :meth:`recckpt.Saver.register_io_state`."""
         self._saver.register_io_state(name, obj)
 
-    @answers(SAVE_LINE, SAVE_INSTEAD)
+    @answers_by("step(metrics={'auc': 0.7}), which counts by itself; a loop that counts calls save(STEP)")
+    def step(
+        self,
+        *,
+        state: State = None,
+        metrics: Metrics = None,
+        event_time: float | None = None,
+    ) -> None:
+        """Count a step, and save if it is time; call it after each batch.
+
+        Args:
+            state: numbers, strings, and lists and dicts of these, for readers without torch; kept with the checkpoint,
+                if this step makes one.
+            metrics: name -> number, for policies of what to keep and when to save; kept in the same place.
+            event_time: the latest time of an event in this batch, in seconds since 1970. One that is a day ahead of
+                the clock, and of the last, is not taken, with a warning.
+
+        Raises:
+            TypeError: ``event_time`` is not a number, or ``state`` or ``metrics`` not a mapping.
+            ValueError: ``event_time`` is beyond the year 5000, as milliseconds are; an entry of ``state`` is none of
+                these, a metric not a number, or either is called ``event_time``, ``windows`` or ``epochs``. One rank
+                alone has not counted a refused step; of several all raise ``SaveFailedError`` at a save.
+            SaveFailedError: this save, or the one before in the background; the next may well work.
+            WriterFencedError: another process has taken the output dir over.
+        """
+        with self._turn():
+            self._autosave.count("step", state, metrics, event_time)
+
+    def should_save(self, step: int | None = None, *, metrics: Metrics = None) -> bool:
+        """Say whether a step is to be saved, for loops that save by :meth:`save`; saves and counts nothing.
+
+        It is where ``save_interval`` or ``ephemeral`` says so or a signal that ends the process came, unless a
+        checkpoint that stays has it, or the run is past it.
+
+        Args:
+            step: of a loop that counts its own steps; None for :attr:`global_step`.
+            metrics: as of :meth:`step`, for policies.
+        """
+        with self._turn():
+            return self._autosave.should_save(step, metrics)
+
+    def window(self, *, state: State = None, metrics: Metrics = None) -> None:
+        """Count a window of the data, and save if it is time; call it once at its end, after its last step.
+
+        Where the last step is in a checkpoint already, that does not hold the end of the window: a save that is due
+        takes its place. Arguments and errors are as of :meth:`step`.
+        """
+        with self._turn():
+            self._autosave.count("window", state, metrics, None)
+
+    def epoch(self, *, state: State = None, metrics: Metrics = None) -> None:
+        """Count an epoch, and save if it is time; call it once at its end, after its last step and window.
+
+        Arguments and errors are as of :meth:`step`.
+        """
+        with self._turn():
+            self._autosave.count("epoch", state, metrics, None)
+
+    @answers_by("save(), or save(300, metrics={'auc': 0.7}) in a loop that counts its own steps")
     def save(
         self,
         step: int | None = None,
@@ -169,6 +341,81 @@ class CheckpointManager(Attachable, Counting, Resumable, OwnCheckpoints):
         with self._turn():
             return self._autosave.save(state, metrics, step)
 
+    def all_steps(self) -> list[int]:
+        """Return the steps that :meth:`restore` can be given, in order of commit. Not collective.
+
+        They are those of committed checkpoints that a manager with this ``step_prefix`` named; damaged ones are left
+        out, with an error in the log.
+
+        Raises:
+            CorruptCheckpointError: there are only damaged ones.
+            FormatVersionError: a newer recckpt wrote one.
+        """
+        self._check_process()
+        steps = (self._run.step_of(checkpoint.ckpt_id) for checkpoint in reversed(newest_first(self._saver.storage)))
+        return [step for step in steps if step is not None]
+
+    def latest_step(self) -> int | None:
+        """Return the last of :meth:`all_steps`, None where there is no checkpoint; raises as it. Not collective."""
+        return max(self.all_steps()[-1:], default=None)
+
+    def delete(self, step: int) -> None:
+        """Remove the checkpoint of a step, and what it superseded. Collective: all ranks name the same step.
+
+        Rotation's rules hold: what is pinned, what deltas are read from and the only checkpoint stay. Where the next
+        delta would stand on it, the next save is full. The run stays where it is, whichever step that was of.
+
+        Raises:
+            TypeError: ``step`` is not an int.
+            CheckpointInUseError: it stays; says why, and what to do.
+            CheckpointNotFoundError, CorruptCheckpointError: this step is not committed, or damaged.
+            SaveFailedError: the save that was under way has failed; nothing was deleted.
+            WriterFencedError: another process has taken the output dir over.
+            RecckptError, OSError: the storage failed; delete it again.
+        """
+        with self._turn():
+            self._autosave.settle_on_all()
+            self._saver.removal.delete(self._ranks(), self._run.id_of(step))
+            if step == self._run.global_step:
+                self._run.note_saved(False)
+
+    def forget(self, table: str, ids: Iterable[int] | Tensor) -> list[Forgotten]:
+        """Remove ids from a table: from its rows, and from all that lies in the output dir; see docs/forget.md.
+
+        Collective: all ranks name the same ids. The next save is a full one, since a delta would name them as deleted.
+
+        Args:
+            table: its name, in the model or in any checkpoint.
+            ids: int64, in any order, such as a tensor.
+
+        Returns:
+            What was done, for each request that was carried out; that of this call is the last.
+
+        Raises:
+            TypeError, ValueError: there is no such table, or no id was passed; nothing was changed.
+            CorruptCheckpointError: a checkpoint is damaged, so that what it holds is unknown.
+            WriterFencedError: another process has taken the output dir over.
+            RecckptError, OSError: the storage failed, or a rank; the next save goes on with it.
+        """
+        with self._turn():
+            self._autosave.settle_on_all()
+            return self._saver.removal.forget(self._ranks(), self._saver.model, table, ids)
+
+    def pin(self, step: int) -> None:
+        """Keep the checkpoint of a step until it is unpinned, whatever ``max_keep`` says. Not collective.
+
+        Raises:
+            TypeError: ``step`` is not an int.
+            CheckpointNotFoundError: this step is not committed.
+        """
+        self._check_process()
+        rotation.pin(self._saver.storage, self._run.id_of(step))
+
+    def unpin(self, step: int) -> None:
+        """Let rotation have the checkpoint of a step again, at the next save; no error where it is not pinned."""
+        self._check_process()
+        rotation.unpin(self._saver.storage, self._run.id_of(step))
+
     def wait_until_finished(self) -> None:
         """Wait for the save that is under way; the manager goes on. Collective where there are several ranks.
 
@@ -178,7 +425,6 @@ class CheckpointManager(Attachable, Counting, Resumable, OwnCheckpoints):
         with self._turn():
             self._autosave.settle_on_all()
 
-    @answers("reached_preemption()")
     def reached_preemption(self) -> bool:
         """Say whether a signal of ``save_on_signal`` came that ends the process, on any rank.
 
@@ -199,6 +445,14 @@ class CheckpointManager(Attachable, Counting, Resumable, OwnCheckpoints):
         """
         with self._turn():
             self._autosave.close()
+
+    @shown
+    def __repr__(self) -> str:
+        counts = self._autosave.counts
+        failed = f", of which {count(counts.failed)} failed" if counts.failed else ""
+        saves = f"{plural(counts.begun, 'save')} begun{failed}"
+        where = f"at step {count(self._run.global_step)}, save_interval={self._save_interval!r}"
+        return f"{where}, {saves}, saver={self._saver!r}"
 
     def __enter__(self) -> CheckpointManager:
         with self._turn():

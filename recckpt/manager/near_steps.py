@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
 from recckpt.manager.options import ManagerOptions
 from recckpt.manager.run_state import Run
 from recckpt.near.finder import NearFinder
-from recckpt.near.options import Near
+from recckpt.near.saves import NearSaves
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.schedule import Agreed, Kind, SaveCounts, Trigger
-from recckpt.policies.when import EverySteps, Moment, When
+from recckpt.policies.when import EverySteps, Moment
 from recckpt.save.job import State
-from recckpt.save.near_saves import NearSaves
 
 log = logging.getLogger("recckpt")
 
@@ -28,28 +26,30 @@ class NearSteps:
 
     Args:
         saves: of the saver; None where it makes none.
-        trigger: says when; None for never.
+        options: of a manager; the log names those that make none, or few.
+        begin: where the run begins.
+        is_first: whether this is the rank that logs.
+
+    Raises:
+        ValueError: there is an interval, and a saver without ``near``.
     """
 
-    def __init__(self, saves: NearSaves | None, trigger: Trigger | None) -> None:
-        self._saves, self._trigger = saves, trigger
-
-    @classmethod
-    def of(
-        cls, saves: NearSaves | None, options: ManagerOptions, begin: Moment, is_first: Callable[[], bool]
-    ) -> NearSteps:
-        """Return those of a run that begins here; the first rank logs where options make none, or few.
-
-        Raises:
-            ValueError: there is an interval, and a saver without ``near``.
-        """
-        when = options.near
-        if when is not None and saves is None:
+    def __init__(
+        self, saves: NearSaves | None, options: ManagerOptions, begin: Moment, is_first: Callable[[], bool]
+    ) -> None:
+        when, regular = options.near, options.regular
+        self._saves, self._trigger = saves, None if when is None else Trigger(when, begin)
+        if saves is None and when is not None:
             raise ValueError(_NO_NEAR)
-        problem = None if saves is None else _why_few(when, options.regular)
-        if problem is not None and is_first():
+        problem = _NO_INTERVAL if when is None else None
+        if isinstance(when, EverySteps) and isinstance(regular, EverySteps) and when.n >= regular.n:
+            how_many = "no near save is made" if when.n % regular.n == 0 else "few near saves are made"
+            problem = (
+                f"near_interval={when.n} is not below save_interval={regular.n}: {how_many}, since a checkpoint that "
+                "is due at the same step takes the place of one; give a smaller near_interval"
+            )
+        if saves is not None and problem is not None and is_first():
             log.warning("%s", problem)
-        return cls(saves, None if when is None else Trigger(when, begin))
 
     @property
     def finder(self) -> NearFinder | None:
@@ -76,7 +76,7 @@ class NearSteps:
         Raises:
             WriterFencedError: another process has taken the output dir over.
         """
-        assert self._saves is not None  # as ``of`` looks for
+        assert self._saves is not None  # as the constructor looks for
         is_begun = self._saves.begin(ranks.rank, ranks.size, run.global_step, {**run.state, **(state or {})})
         return None if is_begun else "regular"
 
@@ -92,28 +92,7 @@ class NearSteps:
         return False
 
     def counted(self, counts: SaveCounts) -> SaveCounts:
-        """Return counts of saves with those of near saves."""
         if self._saves is None:
             return counts
         near = self._saves.counts
         return replace(counts, near=near.made, near_failed=near.failed, near_skipped=near.skipped)
-
-
-def _why_few(when: When | None, regular: When) -> str | None:
-    """Return why few or no near saves are made, as far as numbers of steps say."""
-    if when is None:
-        return _NO_INTERVAL
-    if not isinstance(when, EverySteps) or not isinstance(regular, EverySteps) or when.n < regular.n:
-        return None
-    how_many = "no near save is made" if when.n % regular.n == 0 else "few near saves are made"
-    return (
-        f"near_interval={when.n} is not below save_interval={regular.n}: {how_many}, since a checkpoint that is due at "
-        "the same step takes the place of one; give a smaller near_interval"
-    )
-
-
-def near_in_words(near: Near, near_interval: int | When | None) -> str:
-    """Return where near saves go, and when, as :meth:`recckpt.CheckpointManager.attach` logs it."""
-    when = f"every {near_interval} steps" if isinstance(near_interval, int) else f"(near_interval={near_interval!r})"
-    copies = "1 where there are several hosts" if near.copies is None else near.copies
-    return f"near={os.fspath(near.path)} {when}, copies={copies}"

@@ -3,39 +3,46 @@
 from __future__ import annotations
 
 import logging
+import sys
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal, get_args
 
 from recckpt import telemetry
-from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, RecckptError
-from recckpt.format.moments import time_of
+from recckpt.dense.data_loaders import is_stateful, shuffling_loaders
+from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError, RecckptError
+from recckpt.format.codec import time_of
 from recckpt.load.conf import Entry, parse_load_conf
 from recckpt.load.live_state import LiveState
-from recckpt.load.loader import Loader
-from recckpt.load.needed_files import needed_files
-from recckpt.load.open_source import OpenSource, opened
-from recckpt.load.other_forms import KnownDamage, damaged_link
+from recckpt.load.loader import Loader, row_errors, rows_read
+from recckpt.load.open_source import OpenSource, needed_files, opened
+from recckpt.load.plan import resolve
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, LoadReport
-from recckpt.load.rows_of_ranks import row_errors, rows_read
-from recckpt.load.source import LocatedBank, LocatedCheckpoint, locate_bank
-from recckpt.manager.followed import Followed, followed
+from recckpt.load.serving import Taken
+from recckpt.load.source import KnownDamage, LocatedBank, LocatedCheckpoint, damaged_link, locate_bank, locate_given
+from recckpt.manager.autosave import Autosave
 from recckpt.manager.run_state import Run
-from recckpt.manager.start import Start, without_damage
 from recckpt.near.finder import NearFinder
-from recckpt.output_dir.first_whole import first_whole
+from recckpt.near.views import merged
 from recckpt.output_dir.index_file import warn_of_index
 from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints, locate, newest_first, usable
+from recckpt.output_dir.open_files import first_whole
+from recckpt.parallel.one_process import OneProcess
 from recckpt.parallel.ranks import Ranks
-from recckpt.policies.best import best_id, best_in
+from recckpt.policies.keep import best_id, best_in
+from recckpt.saver import Saver
+from recckpt.storage import Storage
+from recckpt.text.foreign_words import answers_by
 from recckpt.types import flag
 
 log = logging.getLogger("recckpt")
 
+HyperParameters = Literal["load", "keep"]
 _FELL_BACK = {"restore.fallbacks": 1}
 _OWN = Entry(label="output_dir", is_own=True)
 _TOO_LATE = (
@@ -44,12 +51,13 @@ _TOO_LATE = (
 )
 
 
-def _failed(rank: int, cause: str) -> RecckptError:
-    return RecckptError(f"restoring failed on rank {rank}: {cause}")
+@dataclass(frozen=True)
+class Start:
+    """What a run may start from: the checkpoints of a bank, and its own, the best first, near saves among them."""
 
-
-def _no_bank() -> LocatedBank:
-    return LocatedBank([], Problems())
+    bank: LocatedBank
+    own: Sequence[Checkpoint]
+    otherwise: Start | None = None  # where the other forms in the bank are damaged too: without an own checkpoint
 
 
 class Restorer:
@@ -61,13 +69,15 @@ class Restorer:
         self._loader, self._run, self._ranks_now, self._keep, self._near = loader, run, ranks, keep, near
         self._resumed_with_bank = ""  # save_id of the own checkpoint, until it is asked for
         self._keeps_settings = False  # in that restore
-        self._followed: list[Followed] = []
+        self._followed: list[tuple[Entry, Taken]] = []  # dynamic entries of the bank, and what was loaded of them
 
     @property
     def _ranks(self) -> Ranks:
         """Those of now; where one is alone, its error says enough by itself."""
         ranks = self._ranks_now()
-        return ranks if ranks.size == 1 else ranks.raising(_failed)
+        if ranks.size == 1:
+            return ranks
+        return ranks.raising(lambda rank, cause: RecckptError(f"restoring failed on rank {rank}: {cause}"))
 
     def restore(
         self,
@@ -79,10 +89,8 @@ class Restorer:
         keeps_settings: bool,
         near: bool,
     ) -> int:
-        """As :meth:`recckpt.CheckpointManager.restore`."""
-        flag("rng", rng)
-        flag("required", required)
-        flag("near", near)
+        for name, value in {"rng": rng, "required": required, "near": near}.items():
+            flag(name, value)
         is_step = isinstance(global_step, Integral) and not isinstance(global_step, bool)
         if not is_step and global_step not in (None, "latest", "best"):
             raise TypeError(
@@ -94,7 +102,7 @@ class Restorer:
         entry = self._ranks.on_each(lambda: parse_load_conf(load_conf, own=True))
         entry = replace(entry, keeps_settings=keeps_settings)
         near, is_whole = near and global_step is None, load_conf is None
-        start = partial(self._start, _no_bank, global_step, near=near, is_whole=is_whole)
+        start = partial(self._start, lambda: LocatedBank([], Problems()), global_step, near=near, is_whole=is_whole)
         first = start(required=required)
         if not first.own:
             log.info("%s: no checkpoint to restore, starting from step 0", self._loader.storage.url)
@@ -107,7 +115,8 @@ class Restorer:
             return self._run.global_step
 
         load = partial(self._load, entry, rng=rng, is_whole=is_whole, with_bank=False)
-        self._load_first_whole(partial(start, required=True), load, first)
+        instead = partial(self._instead, KnownDamage())
+        first_whole(partial(start, required=True), load, instead=instead, first=first)
         return self._run.global_step
 
     def passes_over(self) -> bool:
@@ -121,15 +130,14 @@ class Restorer:
         return not is_empty
 
     def load_model_bank(self, bank: Sequence[Mapping[str, Any]], *, keeps_settings: bool) -> LoadReport:
-        """As :meth:`recckpt.CheckpointManager.load_model_bank`."""
         entry, self._keeps_settings = replace(_OWN, keeps_settings=keeps_settings), keeps_settings
         start = partial(self._start, partial(locate_bank, bank), None)
         first = start()
         load = partial(self._load, entry, rng=True, is_whole=True, with_bank=True)
-        return self._load_first_whole(partial(start, required=bool(first.own)), load, first)
+        instead = partial(self._instead, KnownDamage())
+        return first_whole(partial(start, required=bool(first.own)), load, instead=instead, first=first)
 
     def plan(self, bank: Sequence[Mapping[str, Any]]) -> LoadPlan:
-        """As :meth:`recckpt.CheckpointManager.plan`."""
         first = [] if self._near is None else [self._start(partial(locate_bank, bank), None)]
 
         def locate() -> LocatedBank:
@@ -140,16 +148,24 @@ class Restorer:
         return self._loader.plan_located(locate, self._ranks.rank, self._ranks.size)
 
     def reload_dynamic(self) -> list[LoadReport]:
-        """As :meth:`recckpt.CheckpointManager.reload_dynamic`."""
-        return [report for entry in self._followed for report in self._reload(entry)]
+        return [report for entry, taken in self._followed for report in self._reload(entry, taken)]
 
-    def _reload(self, entry: Followed) -> list[LoadReport]:
+    def _reload(self, entry: Entry, taken: Taken) -> list[LoadReport]:
         """Load what an entry has that is newer than what was taken of it, if there is something."""
         damage = KnownDamage()
 
+        def newer() -> LocatedCheckpoint | None:
+            try:
+                there = locate_given(entry, entry.path)
+            except (CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError, OSError):
+                return None  # a run that is being written or rotated; it is looked at again
+            manifest = there.checkpoint.manifest
+            is_newer = manifest.save_id != taken.manifest.save_id and manifest.place > taken.manifest.place
+            return there if is_newer else None
+
         def locate() -> LocatedCheckpoint | None:
-            newer = self._ranks.on_first(entry.newer)
-            return newer and entry.since_taken(newer, self._live())
+            source = self._ranks.on_first(newer)
+            return source and taken.since(source, self._live())
 
         def load(source: LocatedCheckpoint | None) -> list[LoadReport]:
             if source is None:
@@ -157,7 +173,7 @@ class Restorer:
             live = self._live()
             with self._opened(live, [source]) as sources:
                 report = self._load_sources(live, sources, Problems(), rng=False)
-            entry.take(source, live)
+            taken.take(source, live)
             self._run.note_saved(False)
             log.info("loaded %s, which is new in the bank", source.label)
             return [report]
@@ -167,19 +183,12 @@ class Restorer:
 
         return first_whole(locate, load, instead=instead)
 
-    def _load_first_whole(
-        self, locate: Callable[[], Start], load: Callable[[Start], LoadReport], first: Start
-    ) -> LoadReport:
-        """Load what was located first, or is located later, and is neither removed meanwhile nor damaged."""
-        instead = partial(self._instead, KnownDamage())
-        return first_whole(locate, load, instead=instead, first=first)
-
     def _instead(self, damage: KnownDamage, start: Start, error: CorruptCheckpointError) -> Start | None:
         """Return what to start from where something in ``start`` is damaged; None where there is nothing. Collective.
 
         That is another form of a checkpoint of the bank, or the best of the own checkpoints that needs nothing damaged.
         """
-        other = self._ranks.on_first(lambda: without_damage(damage, self._loader.storage, start, error))
+        other = self._ranks.on_first(lambda: _without_damage(damage, self._loader.storage, start, error))
         if self._near is not None and other is not None:
             own = self._near.here(other.own)  # of rank 0, whose near dir may be another
             if own != start.own:
@@ -199,11 +208,14 @@ class Restorer:
         own = [LocatedCheckpoint(entry, self._loader.storage, checkpoint) for checkpoint in start.own[:1]]
         with self._opened(live, [*start.bank.sources, *own]) as sources:
             report = self._load_sources(live, sources, start.bank.problems, rng=rng and bool(own))
-            for source in own:
-                self._check_rows(live, source.checkpoint, report)
+            # A rank alone has looked at the rows of its chain itself; of several, all together have as many as it says.
+            if own and own[0].checkpoint.below and self._ranks.size > 1:
+                rows = self._ranks.gather(rows_read(live, report, n_bank))
+                for error in row_errors(own[0].checkpoint, rows):
+                    raise error
             self._loader.note_if_whole(live, sources, report)
             if with_bank:
-                self._followed = followed(live, sources[:n_bank])
+                self._followed = _dynamic_in(live, sources[:n_bank])
         if own:
             wholes = self._ranks.gather((is_whole, is_whole and report.comes_only_from(n_bank)))
             self._go_on(own[0].checkpoint, report, wholes)
@@ -226,14 +238,6 @@ class Restorer:
     ) -> LoadReport:
         load = partial(self._loader.load_sources, live, sources, problems, rng=rng)
         return self._ranks.in_meetings(lambda meetings: load(meetings=meetings))
-
-    def _check_rows(self, live: LiveState, checkpoint: Checkpoint, report: LoadReport) -> None:
-        """Refuse a chain that has given all ranks together more or fewer rows than it says; one alone has done so."""
-        if self._ranks.size == 1 or not checkpoint.below:
-            return
-        own = rows_read(live, report, len(report.sources) - 1)
-        for error in row_errors(checkpoint, self._ranks.gather(own)):
-            raise error
 
     def _go_on(self, checkpoint: Checkpoint, report: LoadReport, wholes: Sequence[tuple[bool, bool]]) -> None:
         """Let the run go on from a checkpoint, of which each rank says whether it has all, and its tables no more."""
@@ -274,7 +278,6 @@ class Restorer:
         return start
 
     def _checkpoints(self, global_step: int | str | None) -> list[Checkpoint]:
-        """Return the checkpoints that may be restored, best first."""
         storage = self._loader.storage
         if global_step == "best":
             best = best_in(self._keep())
@@ -298,3 +301,178 @@ class Restorer:
         if candidates and candidates[0].manifest.place < listing.newest_place:
             self._measure(_FELL_BACK)
         return listing, candidates
+
+
+def _dynamic_in(live: LiveState, bank: Sequence[OpenSource]) -> list[tuple[Entry, Taken]]:
+    """Return the dynamic entries of a bank, with the names that they win against the others, and what they gave."""
+    if not any(source.at.entry.is_dynamic for source in bank):
+        return []
+    items = resolve(live.inventory, [source.offer(live.inventory) for source in bank], Problems())
+    dynamic = []
+    for number, source in enumerate(bank):
+        if source.at.entry.is_dynamic:
+            names = frozenset(item.name for item in items if item.offer == number)
+            dynamic.append((replace(source.at.entry, only=names), Taken(names, source.at, live)))
+    return dynamic
+
+
+def _without_damage(damage: KnownDamage, storage: Storage, start: Start, error: CorruptCheckpointError) -> Start | None:
+    """Return what there is to start from without what an error is about, in the bank or the own output dir.
+
+    Its near saves are yet to be looked at by all ranks.
+    """
+    link = damaged_link(start.own[0], error) if start.own else None
+    bank = damage.instead(start.bank, error)
+    if bank is None and link is None and (start.bank.sources or not start.own):
+        return start.otherwise  # it is in the bank
+    if bank is not None and link is None:
+        return replace(start, bank=bank)
+    known = damage if bank is None else KnownDamage()
+    link = link or start.own[0].directory
+    known.note(storage, link, error)
+    ckpt_ids = {checkpoint.ckpt_id for checkpoint in start.own}
+    saves = [save for save in start.own if save.near_dir is not None]
+    saves = [save for save in saves if link not in {part.directory for part in save.links}]
+    own = merged([each for each in reversed(known.whole(storage).current) if each.ckpt_id in ckpt_ids], saves)
+    without = replace(start, own=own, otherwise=None) if own else None
+    return without if bank is None else replace(start, bank=bank, otherwise=without)  # both may have such a directory
+
+
+class Resumable(OneProcess):
+    """The loads of a :class:`recckpt.CheckpointManager`; each waits for the save that is under way, and takes turns."""
+
+    _saver: Saver
+    _run: Run
+    _autosave: Autosave
+    _restorer: Restorer
+    _ranks: Callable[[], Ranks]
+    _looks_for_loaders = True  # that were not given
+
+    @abstractmethod
+    def _turn(self) -> AbstractContextManager[Any]:
+        """Return the lock of the manager and its saver."""
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Let the run go on from what the block loads, once what is under way has ended. Collective.
+
+        What is to be forgotten goes before the output dir is read.
+        """
+        with self._turn():
+            self._autosave.settle_on_all()
+            self._saver.trainers.check_restore(is_logged=self._ranks().rank == 0)
+            left = self._saver.removal.before_restore(self._ranks())
+            yield
+            self._saver.removal.after_restore(left, self._saver.model)
+            self._autosave.start()
+
+    def _warn_of_loaders(self) -> None:
+        """Name the loaders of the calling code whose order does not come back; once, and none where one is saved."""
+        looks, self._looks_for_loaders = self._looks_for_loaders, False
+        if not looks or len(self._saver.loader.io_state) or self._ranks().rank:
+            return
+        for name, loader in shuffling_loaders(sys._getframe()).items():
+            made_stateful = f"{name} = torchdata.stateful_dataloader.StatefulDataLoader(...) and "
+            log.warning(
+                "%s: a %s that shuffles, whose position is not saved: a run that resumes begins its data anew, in "
+                "another order; mend it by %sattach(..., loader=%s); loader=() where that is meant",
+                *(name, type(loader).__name__, "" if is_stateful(loader) else made_stateful, name),
+            )
+
+    @answers_by("restore(), or restore(300); of another run load_model_bank([{'path': ...}])")
+    def restore(
+        self,
+        global_step: int | Literal["latest", "best"] | None = None,
+        *,
+        load_conf: Mapping[str, Any] | None = None,
+        rng: bool = True,
+        required: bool = False,
+        hyper_parameters: HyperParameters = "load",
+        near: bool = True,
+    ) -> int:
+        """Bring back the newest committed checkpoint or near save, or the checkpoint of one step; return its step.
+
+        A newest checkpoint that turns out damaged is passed over, with an error in the log, for the newest that does
+        not stand on what is damaged.
+
+        Args:
+            global_step: the step to restore; None or "latest" for the newest; "best" by ``Best`` in ``max_keep``.
+            load_conf: what to take; None for everything.
+            rng: whether to restore the random generators of torch, CUDA, numpy and Python.
+            required: whether it is an error that there is nothing to restore.
+            hyper_parameters: ``"load"`` those of the checkpoint, or ``"keep"`` those that dense and sparse optimizers
+                have now, and the rates that their schedulers were made with; see docs/resume.md.
+            near: whether near saves count, of a saver that makes them; those of one step are never looked for.
+
+        Returns:
+            The step; 0 where there was nothing to restore.
+
+        Raises:
+            CheckpointNotFoundError: no such checkpoint, and ``global_step`` or ``required`` was given.
+            CorruptCheckpointError: the checkpoint of ``global_step``, or every one, is damaged.
+            FormatVersionError: a newer recckpt wrote one of them.
+            StateMismatchError: the checkpoint does not fit the model; nothing has been changed.
+            CheckpointRemovedError: time and again another process removed it before it was read.
+            PartlyLoadedError: reading failed when tables with rows had been changed; restoring again mends that.
+            ValueError: ``hyper_parameters`` is neither, or :meth:`load_model_bank` has replaced them before.
+        """
+        keeps = _keeps(hyper_parameters)
+        if load_conf is None:
+            self._warn_of_loaders()
+        with self._loading():
+            return self._restorer.restore(
+                global_step, load_conf=load_conf, rng=rng, required=required, keeps_settings=keeps, near=near
+            )
+
+    def load_model_bank(
+        self, bank: Sequence[Mapping[str, Any]] | None, *, hyper_parameters: HyperParameters = "load"
+    ) -> LoadReport:
+        """Start from other runs, or resume: the own output dir counts as the very last entry of the bank.
+
+        Call it before :meth:`restore`, which then has nothing left to do.
+
+        Args:
+            bank: entries ``{"path": ..., "load": [...], "exclude": [...], ...}``; see docs/load.md. None is an
+                empty one.
+            hyper_parameters: as of :meth:`restore`, where the run resumes.
+
+        Raises:
+            ValueError: ``hyper_parameters`` is neither.
+            LoadConfError: keys, names or paths that do not exist; all of them, before anything is changed.
+            StateMismatchError: state that does not fit the model; all of it.
+            CheckpointNotFoundError: a path holds no committed checkpoint.
+            CorruptCheckpointError: a file is damaged.
+            CheckpointRemovedError, PartlyLoadedError: as :meth:`restore`.
+        """
+        keeps = _keeps(hyper_parameters)
+        self._warn_of_loaders()
+        with self._loading():
+            return self._restorer.load_model_bank([] if bank is None else bank, keeps_settings=keeps)
+
+    def plan(self, bank: Sequence[Mapping[str, Any]] | None) -> LoadPlan:
+        """Say what :meth:`load_model_bank` would do; reads no rows and changes nothing.
+
+        Raises:
+            LoadConfError, StateMismatchError, CheckpointNotFoundError: as it would.
+        """
+        with self._turn():
+            return self._restorer.plan([] if bank is None else bank)
+
+    def reload_dynamic(self) -> list[LoadReport]:
+        """Load the dynamic entries of the bank whose path has another checkpoint now than the one taken.
+
+        Called by :meth:`step`, :meth:`window` and :meth:`epoch` when they save, or as ``reload_interval`` says. An
+        entry takes the names that it won when the bank was loaded.
+
+        Raises:
+            StateMismatchError: the new checkpoint does not fit the model; nothing has been changed.
+            CheckpointRemovedError, PartlyLoadedError: as :meth:`restore`.
+        """
+        with self._turn():
+            return self._restorer.reload_dynamic()
+
+
+def _keeps(hyper_parameters: object) -> bool:
+    if hyper_parameters not in get_args(HyperParameters):
+        raise ValueError(f"hyper_parameters must be 'load' or 'keep', found {hyper_parameters!r:.100}")
+    return hyper_parameters == "keep"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from operator import index
 from typing import Any
 
@@ -13,6 +16,18 @@ from recckpt.policies.evict import EVENT_TIME
 from recckpt.policies.when import Ends, Moment
 from recckpt.text import plural
 
+log = logging.getLogger("recckpt")
+
+_DAY_SEC = 86_400.0
+_LONG_SEC = 30 * _DAY_SEC  # that the data seldom goes on by at once
+_AHEAD = (
+    "event_time %r (%s) is %.0f days ahead of the clock, and of the last one: it is not taken, nor are others like it. "
+    "Where the data is of that time, begin with it: CheckpointManager(event_time=...), or manager.event_time = ..."
+)
+_LEAP = (
+    "event_time %r (%s) is %.0f days later than the last one: tables that evict by it let all rows go that were not "
+    "seen since; where a record was wrong, set it back by manager.event_time = ..., on all ranks"
+)
 WINDOWS, EPOCHS = "windows", "epochs"  # part of the format: in the state of a manifest
 
 
@@ -27,10 +42,10 @@ class Run:
     near_order: tuple[int, int] | None = None  # of the near save that all of it was restored from, at the last restore
     event_time: float | None = None  # the latest time of an event in the data so far
     step_prefix: str = layout.STEP_PREFIX  # of the ids of its checkpoints
+    _warned_of: frozenset[str] = frozenset()  # kinds of event times that a warning has spoken of
 
     @property
     def ckpt_id(self) -> str:
-        """The id of the checkpoint of this step."""
         return layout.step_id(self.global_step, self.step_prefix)
 
     def id_of(self, step: Any) -> str:
@@ -71,22 +86,46 @@ class Run:
             self.global_step, self.is_saved = step, False
 
     def count(self, ends: Ends) -> None:
-        """Count what has ended; no checkpoint holds that yet."""
         self.global_step += ends == "step"
         self.windows += ends == "window"
         self.epochs += ends == "epoch"
         self.is_saved = False
 
     def note_saved(self, is_saved: bool = True) -> None:
-        """Note whether a checkpoint that stays holds the state of this step."""
         self.is_saved = is_saved
+
+    def plausible(self, event_time: float | None) -> float | None:
+        """Return the event time of a batch, None where it is a day ahead of the clock and of the last: it is wrong.
+
+        A wrong one would be the latest of the run from then on.
+        """
+        if event_time is None:
+            return None
+        since, ahead = event_time - (self.event_time or 0.0), event_time - time.time()
+        if min(since, ahead) > _DAY_SEC:
+            text, seconds = _AHEAD, ahead
+        elif self.event_time is not None and since > _LONG_SEC:
+            text, seconds = _LEAP, since
+        else:
+            return event_time
+        if text not in self._warned_of:
+            self._warned_of |= {text}
+            try:
+                date = f"{datetime.fromtimestamp(event_time, timezone.utc):%Y-%m-%d}"
+            except (OverflowError, ValueError, OSError):
+                date = "no date"  # a time that no calendar has
+            log.warning(text, event_time, date, seconds / _DAY_SEC)
+        return event_time if text is _LEAP else None
+
+    def stand_at(self, event_time: float) -> None:
+        """Let a time count as that of the data, also where it is earlier."""
+        self.event_time = event_time
 
     def note_event(self, *times: float | None) -> None:
         """Move the event time on to the latest of these, if one of them is later; None is no time."""
         self.event_time = max((time for time in (self.event_time, *times) if time is not None), default=None)
 
     def moment(self, seconds: float, metrics: Mapping[str, float] | None = None, ends: Ends = "step") -> Moment:
-        """Return where it is, for policies."""
         counts = {"windows": self.windows, "epochs": self.epochs}
         return Moment(self.global_step, seconds, self.event_time, metrics or {}, **counts, ends=ends)
 
@@ -121,8 +160,5 @@ class Run:
             self.event_time = float(event_time)
         if step is not None:
             self.global_step = step
-            self.windows, self.epochs = (_count(state.get(name)) for name in (WINDOWS, EPOCHS))
-
-
-def _count(value: StateValue) -> int:
-    return value if isinstance(value, int) and value > 0 else 0
+            counts = (state.get(name) for name in (WINDOWS, EPOCHS))
+            self.windows, self.epochs = (n if isinstance(n, int) and n > 0 else 0 for n in counts)

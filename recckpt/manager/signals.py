@@ -80,16 +80,15 @@ class SignalWatch:
             if os.getpid() == 1 and signal.getsignal(number) is signal.SIG_DFL:
                 raise SystemExit(128 + number)  # no signal ends process 1, such as that of a container, by default
 
-    def release(self) -> None:
+    def release(self, put_off: int | None = None) -> None:
         """Give all signals back what they did before, and follow one that came and has not been answered."""
         self._give_back()
-        number = self.take()
+        number = most_urgent((put_off, self.take()))
         if number is not None:
             self.follow(number)
 
 
 def _number(value: int | str) -> int:
-    """Return the number of a signal, which may be a name, such as SIGTERM or term."""
     if isinstance(value, bool):  # which is an int, 1 for SIGHUP
         raise ValueError(f"{value!r} is not a signal")
     if not isinstance(value, str):
@@ -122,12 +121,9 @@ class _Note:
         self.is_over = True
         for number in self.before:
             present: Any = signal.getsignal(number)
+            handler = self.before[number]
+            while isinstance(handler, _Note) and handler.is_over:  # what that notes is not read
+                handler = handler.before[number]
             if present is self:
                 with suppress(ValueError):  # a watch that was forgotten may be collected on any thread
-                    signal.signal(number, self._handler_before(number))
-
-    def _handler_before(self, number: int) -> Any:
-        handler = self.before[number]
-        while isinstance(handler, _Note) and handler.is_over:  # what that notes is not read
-            handler = handler.before[number]
-        return signal.SIG_DFL if handler is None else handler
+                    signal.signal(number, signal.SIG_DFL if handler is None else handler)

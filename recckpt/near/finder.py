@@ -3,38 +3,64 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, FormatVersionError, RecckptError
-from recckpt.near.bringing import Bringing, Place
-from recckpt.near.candidates import counting, merged
+from recckpt.format.near_seal import NearList
+from recckpt.near.bringing import Bringing, Place, WholeFiles, lacking, whole_files
 from recckpt.near.moving import move
-from recckpt.near.near_dir import NearDir
-from recckpt.near.noted_host import NotedHost
-from recckpt.near.passed_over import PassedOver, log_passed_over, log_where_others_are, passed_over
-from recckpt.near.views import HostView, complete, look_together, seen
-from recckpt.near.whole_files import WholeFiles, lacking, whole_files
+from recckpt.near.near_dir import NearDir, NotedHost
+from recckpt.near.views import HostView, SeenSave, complete, counting, look_together, merged, seen
 from recckpt.output_dir.claims import last_takeover
 from recckpt.output_dir.listing import Checkpoint, Listing
+from recckpt.output_dir.notes import one_of_the_hosts
 from recckpt.parallel.ranks import Ranks
 from recckpt.storage import Storage
+from recckpt.text import plural
 
 log = logging.getLogger("recckpt")
-
+_VOID = "it does not count any more: since it was made ids were forgotten, or another process took the output dir over"
+_NO_BASE = "the checkpoint that it stands on is damaged or gone, or cannot be read"
 _LOOKS = 3  # where what was listed is gone when it is read
-
 Usable = Callable[[], tuple[Listing, Sequence[Checkpoint]]]
 Needed = Callable[[Checkpoint], frozenset[str]]
 
 
-@dataclass(frozen=True)
-class _Checked:
-    """What rank 0 makes of what all hosts have of a near save: why it cannot be restored, or who has which file."""
+def skipped(
+    seen: Iterable[SeenSave], near_list: NearList, candidates: Sequence[Checkpoint]
+) -> list[tuple[Checkpoint, str]]:
+    """Return the near saves that are newer than the first candidate, oldest first, and why each cannot be restored.
 
-    problem: Exception | None
-    of_hosts: Sequence[WholeFiles]
+    Args:
+        seen: what all hosts have.
+        near_list: says which count.
+        candidates: what can be restored, newest first.
+    """
+    newest = candidates[0].manifest.order if candidates else (0, 0)
+    saves = []
+    for each in sorted(seen, key=lambda each: each.save.manifest.order):
+        record = each.save.manifest
+        if record.order > newest and near_list.is_of_run(record.save_id):
+            n_missing = len({file.name for file in record.files} - each.files)
+            reason = _NO_BASE if near_list.counts(record.save_id) else _VOID
+            if reason == _NO_BASE and n_missing:
+                of, verb = plural(len(record.files), "file"), "is" if n_missing == 1 else "are"
+                reason = f"{n_missing} of its {of} {verb} on no host that is here, or cut short"
+            saves.append((each.save, reason))
+    return saves
+
+
+def log_where_others_are(storage: Storage, path: str) -> None:
+    """Log that no host here has near saves of an output dir, where hosts are noted in it; not worth an error."""
+    host, n_hosts = None, 0
+    with suppress(OSError):
+        host, n_hosts = one_of_the_hosts(storage)
+    if host is not None:
+        others = f" and on {plural(n_hosts - 1, 'other host')}" if n_hosts > 1 else ""
+        log.info("no near save in %s; there have been some on %s%s", path, host.shown, others)
 
 
 class NearFinder:
@@ -50,7 +76,7 @@ class NearFinder:
     def __init__(self, dir: NearDir, storage: Storage, concurrency: int, noted: NotedHost) -> None:
         self._dir, self._storage, self._concurrency, self._noted = dir, storage, concurrency, noted
         self._files_here: Mapping[str, frozenset[str]] = {}  # by directory, as of the last look
-        self._passed_over: Sequence[PassedOver] = ()  # as of the last look, on rank 0
+        self._skipped: Sequence[tuple[Checkpoint, str]] = ()  # as of the last look, on rank 0
         self._logged = set[str]()  # directories of those that the log has named
 
     def find(self, ranks: Ranks, usable: Usable, needed: Needed) -> list[Checkpoint]:
@@ -78,7 +104,7 @@ class NearFinder:
             except CheckpointRemovedError as error:
                 log.info("%s; looking again", error)
             else:
-                self._log_passed_over(whole)
+                self._log_skipped(whole)
                 return whole
         log.warning(
             "%s: near saves there are passed over, since they are removed meanwhile: the process that makes them is "
@@ -89,23 +115,27 @@ class NearFinder:
 
     def _listed(self, usable: Usable, views: Sequence[HostView]) -> list[Checkpoint]:
         listing, checkpoints = usable()
-        self._passed_over = ()
+        self._skipped = ()
         try:  # rule *list_read_last*: after the near dirs and the manifests
-            near_list = last_takeover(self._storage).near_list
+            near_list = last_takeover(self._storage).near
         except (CorruptCheckpointError, FormatVersionError):  # which is in the listing as damaged
             return list(checkpoints)
         seen_saves = seen(self._dir, views)
-        counted = counting(self._storage, complete(seen_saves), listing, near_list)
+        counted = counting(complete(seen_saves), listing, near_list)
         candidates = merged(checkpoints, counted)
-        self._passed_over = passed_over(self._storage, seen_saves, near_list, candidates)
+        self._skipped = skipped(seen_saves, near_list, candidates)
         if checkpoints and not seen_saves:
             log_where_others_are(self._storage, self._dir.path)
         return candidates
 
-    def _log_passed_over(self, whole: Sequence[Checkpoint]) -> None:
-        new = [each for each in self._passed_over if each.save.directory not in self._logged]
-        log_passed_over(new, whole[0] if whole else None)
-        self._logged |= {each.save.directory for each in new}
+    def _log_skipped(self, whole: Sequence[Checkpoint]) -> None:
+        """Log what is lost, once, and what can be restored in its place."""
+        restored = whole[0].ckpt_id if whole else "nothing"
+        for save, reason in self._skipped:
+            if save.directory not in self._logged:
+                self._logged.add(save.directory)
+                name, step = save.manifest.save_id, save.manifest.step
+                log.warning("near save %s of step %s is passed over for %s: %s", name, step, restored, reason)
 
     def here(self, candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
         """Return candidates of rank 0 as this rank sees them, whose near dir may be another. Not collective."""
@@ -137,12 +167,12 @@ class NearFinder:
 
     def _problem_of(self, ranks: Ranks, save: Checkpoint, needed: Needed) -> Exception | None:
         """Return why all ranks pass a near save over; else bring here what is needed. Rule *one_choice*."""
-        checked = ranks.concluded(lambda: self._checked_here(save, ranks.rank), partial(_concluded, save))
-        if checked.problem is not None or ranks.size == 1:
-            return checked.problem
-        for error in (error for host in checked.of_hosts for error in host.errors if ranks.rank == 0):
+        problem, of_hosts = ranks.concluded(lambda: self._checked_here(save, ranks.rank), partial(_concluded, save))
+        if problem is not None or ranks.size == 1:
+            return problem
+        for error in (error for host in of_hosts for error in host.errors if ranks.rank == 0):
             log.warning("near save %s: another host has what is damaged on one: %s", save.manifest.save_id, error)
-        return self._bring(ranks, save, checked.of_hosts, needed(save))
+        return self._bring(ranks, save, of_hosts, needed(save))
 
     def _checked_here(self, save: Checkpoint, rank: int) -> WholeFiles | None:
         names = self._files_here.get(save.directory)
@@ -183,6 +213,7 @@ class NearFinder:
             log.warning("%s: cannot note there that this host has near saves: %s", self._storage.url, error)
 
 
-def _concluded(save: Checkpoint, checked: Sequence[WholeFiles | None]) -> _Checked:
+def _concluded(save: Checkpoint, checked: Sequence[WholeFiles | None]) -> tuple[Exception | None, Sequence[WholeFiles]]:
+    """Return, as rank 0, why a near save cannot be restored, or None, and what each host has of it."""
     of_hosts = [each for each in checked if each is not None]
-    return _Checked(lacking(save, of_hosts), of_hosts)
+    return lacking(save, of_hosts), of_hosts

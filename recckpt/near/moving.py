@@ -2,18 +2,254 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import BinaryIO
 
-from recckpt.near.moved_files import Incoming, Outgoing
-from recckpt.near.moves import Move, MoveFailure, Rounds, Stretch, rounds_by_pair
-from recckpt.parallel.meetings import Meetings
-from recckpt.parallel.process_group import Parcel
-from recckpt.parallel.reused_buffer import ReusedBuffer
-from recckpt.storage import Storage
+import numpy as np
+import xxhash
 
+from recckpt.errors import RecckptError
+from recckpt.format import layout
+from recckpt.format.manifest import FileEntry
+from recckpt.parallel.process_group import Parcel, ReusedBuffer
+from recckpt.parallel.ranks import Meetings
+from recckpt.storage import Draft, Storage
+
+_READ_BYTES = 1 << 20  # at a time, so that what was read is still in the cache when it is copied
 ROUND_BYTES = 8 << 20  # that a rank sends, or is sent, at a meeting
+
+
+def copies_of(hosts: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
+    """Return of each host the ``copies`` hosts that follow it, all others where there are fewer; {} without copies.
+
+    Args:
+        hosts: the host of each rank.
+        copies: how many other hosts are to have the files of a host.
+    """
+    ring = sorted(set(hosts))
+    n_copies = min(copies, len(ring) - 1)
+    if not n_copies:
+        return {}
+    return {host: tuple((ring * 2)[at + 1 : at + 1 + n_copies]) for at, host in enumerate(ring)}
+
+
+def receivers(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
+    """Return of each rank the ranks that take its files, one on each host that is to have a copy.
+
+    The ranks of a host share that by their order: the second takes the files of the second of the other host.
+
+    Args:
+        hosts: the host of each rank.
+        copies: as for :func:`copies_of`.
+    """
+    targets = copies_of(hosts, copies)
+    ranks_on = {host: [rank for rank, other in enumerate(hosts) if other == host] for host in set(hosts)}
+    places = [ranks_on[host].index(rank) for rank, host in enumerate(hosts)]
+    return [
+        tuple(ranks_on[target][place % len(ranks_on[target])] for target in targets.get(host, ()))
+        for host, place in zip(hosts, places, strict=True)
+    ]
+
+
+def writers(hosts: Sequence[str], copies: int) -> list[frozenset[int]]:
+    """Return of each rank those whose files lie on its host: of its own ranks, and copies.
+
+    Args:
+        hosts: the host of each rank.
+        copies: as for :func:`copies_of`.
+    """
+    targets = copies_of(hosts, copies)
+    return [
+        frozenset(rank for rank, host in enumerate(hosts) if here in (host, *targets.get(host, ()))) for here in hosts
+    ]
+
+
+@dataclass(frozen=True)
+class Move:
+    """One file of a near save that goes from one rank to another.
+
+    Attributes:
+        name: within the directory of the near save.
+        n_bytes: its size.
+        xxh3: its checksum; None where none is known, so that what arrives is compared with what was read.
+        sender: the rank that has it.
+        receiver: the rank that is to have it, on another host.
+    """
+
+    name: str
+    n_bytes: int
+    xxh3: int | None
+    sender: int
+    receiver: int
+
+
+@dataclass(frozen=True)
+class MoveFailure:
+    """A file that did not arrive.
+
+    Attributes:
+        move: which.
+        reason: what was found, where, and what was expected.
+    """
+
+    move: Move
+    reason: str
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Bytes [begin, end) of what a move sends: the file, and the checksum of what was read of it."""
+
+    number: int  # of the move
+    begin: int
+    end: int
+
+    @property
+    def n_bytes(self) -> int:
+        return self.end - self.begin
+
+
+DIGEST_BYTES = 8  # behind each file
+Rounds = list[list[Stretch]]  # what one rank sends another, round by round
+
+
+def rounds_by_pair(moves: Sequence[Move], round_bytes: int) -> dict[tuple[int, int], Rounds]:
+    """Return what each sender sends each receiver in each round; the files of a pair follow each other, in order.
+
+    Args:
+        moves: all of them.
+        round_bytes: that a rank sends in one round, or is sent, at most; one for each of its peers in any case.
+    """
+    pairs: dict[tuple[int, int], dict[int, int]] = {}
+    for number, each in enumerate(moves):
+        pairs.setdefault((each.sender, each.receiver), {})[number] = each.n_bytes + DIGEST_BYTES
+    n_peers = Counter[tuple[str, int]]()
+    for sender, receiver in pairs:
+        n_peers.update([("sends", sender), ("receives", receiver)])
+    share = max(1, round_bytes // max(n_peers.values(), default=1))
+    return {pair: _rounds(sizes, share) for pair, sizes in pairs.items()}
+
+
+def _rounds(sizes: Mapping[int, int], share: int) -> Rounds:
+    made: Rounds = []
+    left = 0
+    for number, n_bytes in sizes.items():
+        begin = 0
+        while begin < n_bytes:
+            if not left:
+                made.append([])
+                left = share
+            end = min(n_bytes, begin + left)
+            made[-1].append(Stretch(number, begin, end))
+            left -= end - begin
+            begin = end
+    return made
+
+
+class Outgoing:
+    """A file that this rank sends, read from its start to its end. Not thread-safe.
+
+    Attributes:
+        failure: why it cannot be read, None while it can.
+    """
+
+    def __init__(self, storage: Storage, directory: str, of: Move) -> None:
+        self._storage, self._path, self._n_bytes = storage, layout.join(directory, of.name), of.n_bytes
+        self._file: BinaryIO | None = None
+        self._hash, self._n_read = xxhash.xxh3_64(), 0
+        self.failure = self._why_unfit()
+
+    def fill(self, parcel: Parcel, begin: int) -> None:
+        """Fill a parcel with what comes at ``begin``; it stays as it is once that has failed."""
+        n_bytes = min(len(parcel), max(0, self._n_bytes - begin))
+        try:
+            if self.failure is None:
+                self._read_into(parcel[:n_bytes])
+        except OSError as error:
+            self.failure = str(error)
+        if self.failure is None and len(parcel) > n_bytes:
+            self.close()  # files are many, so few are open at a time
+            at = begin + n_bytes - self._n_bytes
+            parcel[n_bytes:] = _as_parcel(self._hash.digest())[at : at + len(parcel) - n_bytes]
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _read_into(self, parcel: Parcel) -> None:
+        at = 0
+        while at < len(parcel):
+            if self._file is None:
+                self._file = self._storage.open(self._path)
+            data = self._file.read(min(len(parcel) - at, _READ_BYTES))
+            if not data:
+                raise OSError(f"{self._path}: found {self._n_read} bytes, expected {self._n_bytes}")
+            self._hash.update(data)
+            parcel[at : at + len(data)] = _as_parcel(data)
+            at += len(data)
+            self._n_read += len(data)
+
+    def _why_unfit(self) -> str | None:
+        try:
+            found = self._storage.size(self._path)
+        except OSError as error:
+            return str(error)
+        return None if found == self._n_bytes else f"{self._path}: found {found} bytes, expected {self._n_bytes}"
+
+
+class Incoming:
+    """A file that this rank is sent, which appears once it is published. Not thread-safe."""
+
+    def __init__(self, storage: Storage, directory: str, of: Move) -> None:
+        self._storage, self._path, self._of = storage, layout.join(directory, of.name), of
+        self._draft: Draft | None = None
+        self._hash, self._digest = xxhash.xxh3_64(), b""
+        self._failure: str | None = None
+
+    def take(self, parcel: Parcel, begin: int) -> None:
+        """Write what comes at ``begin``; it is dropped once that has failed."""
+        n_bytes = min(len(parcel), max(0, self._of.n_bytes - begin))
+        self._digest += parcel[n_bytes:].tobytes()
+        if self._failure is not None:
+            return
+        try:
+            if self._draft is None:
+                self._draft = self._storage.draft(self._path)
+            if n_bytes:
+                self._draft.write(parcel[:n_bytes].data)
+                self._hash.update(parcel[:n_bytes].data)
+            if len(self._digest) == DIGEST_BYTES:
+                self._draft.seal()
+        except OSError as error:
+            self._failure = str(error)
+
+    def publish(self) -> str | None:
+        """Let the file appear if it has its size and its checksum; say why it does not."""
+        found, expected = self._hash.intdigest(), self._of.xxh3
+        if expected is None:
+            expected = int.from_bytes(self._digest, "big")
+        if self._failure is None and found != expected:
+            self._failure = f"{self._path}: arrived with the checksum {found:016x}, expected {expected:016x}"
+        if self._failure is not None or self._draft is None:
+            return self._failure
+        try:
+            self._draft.close()
+        except OSError as error:
+            return str(error)
+        self._draft = None
+        return None
+
+    def discard(self) -> None:
+        if self._draft is not None:
+            self._draft.discard()
+
+
+def _as_parcel(data: bytes) -> Parcel:
+    return np.frombuffer(data, np.uint8)
 
 
 @dataclass(frozen=True)
@@ -105,3 +341,43 @@ def _packed(sent: Mapping[int, Outgoing], to_ranks: Sequence[Sequence[Stretch]],
             at += stretch.n_bytes
         parcels.append(all_bytes[begin:at])
     return parcels
+
+
+def copy_files(
+    meetings: Meetings,
+    storage: Storage,
+    directory: str,
+    files: Sequence[FileEntry],
+    *,
+    hosts: Sequence[str],
+    copies: int,
+    buffers: MoveBuffers,
+) -> None:
+    """Copy the files of each rank to the hosts that follow its own, and return once all are there. Collective.
+
+    Args:
+        meetings: where the ranks meet.
+        storage: of the near saves on the host of this rank.
+        directory: that of the near save, which each host has made.
+        files: what this rank has written there.
+        hosts: the host of each rank, the same on all ranks.
+        copies: how many other hosts get a copy, the same on all ranks.
+        buffers: kept from one near save to the next.
+
+    Raises:
+        RecckptError: a copy did not arrive, on all ranks alike; or another rank has failed, or is missing.
+    """
+    takers = receivers(hosts, copies)
+    moves = [
+        Move(file.name, file.n_bytes, file.xxh3, sender, taker)
+        for sender, entries in enumerate(meetings.gather(files))
+        for file in entries
+        for taker in takers[sender]
+    ]
+    failures = move(meetings, storage, directory, moves, buffers)
+    if failures:
+        first = failures[0]
+        raise RecckptError(
+            f"{len(failures)} of {len(moves)} copies did not arrive, the first on its way from rank "
+            f"{first.move.sender} to rank {first.move.receiver}: {first.reason}"
+        )

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,20 +15,21 @@ from pathlib import Path
 import xxhash
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
-from recckpt.format import drafts, layout, near_names, near_seal
+from recckpt.format import layout, near_seal
 from recckpt.format.near_seal import NearSeal
 from recckpt.near.options import Near
 from recckpt.output_dir.checkpoint_dir import Intent, unlisted, write_intent
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.storage import ABSENT, NotPlainError
+from recckpt.output_dir.notes import NearHost, forget_near_host, note_near_host
+from recckpt.storage import ABSENT, NotPlainError, Storage
 from recckpt.storage.local import LocalStorage
+from recckpt.storage.local_files import check_owner, doing
 from recckpt.text import size
 
 log = logging.getLogger("recckpt")
-
 HostSeen = tuple[str, int, int]
-
 _HOST_BYTES = 64
+_OWN = "give Near(...) a directory of your own"
 _URL_BYTES = 1 << 16
 
 
@@ -40,11 +42,9 @@ class NearStorage(LocalStorage):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all files that are there."""
         return sum(file.n_bytes for directory in self.list_dirs() for file in self.listed(directory).values())
 
     def free_bytes(self) -> int | None:
-        """Return what may still be written."""
         free = super().free_bytes()
         if free is None or self._most_bytes is None:
             return free
@@ -87,12 +87,23 @@ class NearDir:
 
     def __init__(self, near: Near, place: str, url: str | None = None) -> None:
         self.path, self.place, self._url = _path(near), place, url
-        self.storage = NearStorage(layout.join(self.path, near_names.NEAR_ROOT, place), near.most_bytes)
+        self.storage = NearStorage(layout.join(self.path, near_seal.NEAR_ROOT, place), near.most_bytes)
 
     @classmethod
     def of(cls, near: Near, url: str) -> NearDir:
-        """Return that of an output dir."""
-        return cls(near, _place(url), _canonical(url))
+        """Return that of an output dir; PermissionError where the near dir is a link, or of another user."""
+        path = Path(os.path.expanduser(near.path))  # noqa: PTH111  # as below
+        with suppress(*ABSENT):
+            check_owner(path, _OWN, may_be_of_root=True)
+        near_dir = cls(near, _place(url), _canonical(url))
+        with suppress(*ABSENT):
+            check_owner(near_dir.root, _OWN)
+        return near_dir
+
+    @property
+    def root(self) -> Path:
+        """Where near saves of all output dirs lie."""
+        return Path(self.path, near_seal.NEAR_ROOT)
 
     def host(self) -> str:
         """Return the id of this host, which all have that see the same directory; make both where they are missing.
@@ -102,11 +113,14 @@ class NearDir:
         """
         with suppress(*ABSENT):
             return self._host()
+        with doing("making a directory", self.path):
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_owner(self.root, _OWN)
         self.storage.prepare()
         if self._url is not None:  # first: who finds the id finds this, too
-            self.storage.replace(near_names.NEAR_URL, self._url.encode())
+            self.storage.replace(near_seal.NEAR_URL, self._url.encode())
         with suppress(FileExistsError):
-            self.storage.put_if_absent(near_names.NEAR_HOST, secrets.token_hex(16).encode())
+            self.storage.put_if_absent(near_seal.NEAR_HOST, secrets.token_hex(16).encode())
         return self._host()
 
     def known_host(self) -> str | None:
@@ -120,20 +134,20 @@ class NearDir:
 
         That is its id and the file that has it, since a near dir that was copied from another host has its id too.
         """
-        host, file = self.host(), Path(self.storage.url_of(near_names.NEAR_HOST)).stat()
+        host, file = self.host(), Path(self.storage.url_of(near_seal.NEAR_HOST)).stat()
         return host, file.st_ino, file.st_ctime_ns
 
     def _host(self) -> str:
-        host = self.storage.read(near_names.NEAR_HOST, _HOST_BYTES).decode("ascii", "replace")
-        if not near_names.is_host(host):
+        host = self.storage.read(near_seal.NEAR_HOST, _HOST_BYTES).decode("ascii", "replace")
+        if not near_seal.is_host(host):
             problem = f"found {host!r:.40}, expected 32 hex digits: remove it, and the next near save makes another"
-            raise OSError(errno.EIO, problem, self.storage.url_of(near_names.NEAR_HOST))
+            raise OSError(errno.EIO, problem, self.storage.url_of(near_seal.NEAR_HOST))
         return host
 
     def url(self) -> str | None:
         """Return where the output dir is, as the first writer here reached it; None where that is not known."""
         with suppress(*ABSENT, NotPlainError, UnicodeDecodeError):
-            url = self.storage.read(near_names.NEAR_URL, _URL_BYTES).decode()
+            url = self.storage.read(near_seal.NEAR_URL, _URL_BYTES).decode()
             return url if _place(url) == self.place else None
         return None
 
@@ -146,7 +160,7 @@ class NearDir:
 
     def seal(self, intent: Intent, seal: NearSeal) -> None:
         """Make a near save whole, whose files are all there."""
-        path, data = layout.join(intent.directory, near_names.NEAR_JSON), near_seal.encode(seal)
+        path, data = layout.join(intent.directory, near_seal.NEAR_JSON), near_seal.encode(seal)
         near_seal.decode(data, path)  # never seal what no reader would accept
         self.storage.put_if_absent(path, data)
 
@@ -157,7 +171,7 @@ class NearDir:
             OSError: the directory cannot be read.
         """
         for directory in self.directories():
-            data = self._read(layout.join(directory, near_names.NEAR_JSON))
+            data = self._read(layout.join(directory, near_seal.NEAR_JSON))
             save = None if data is None else self.opened(directory, data)
             if data is not None and save is not None:
                 files = {file.name for file in save.manifest.files}
@@ -166,22 +180,21 @@ class NearDir:
 
     def opened(self, directory: str, data: bytes) -> Checkpoint | None:
         """Return what a seal says, None where it is not that of a near save of this place; that is logged."""
-        path = layout.join(directory, near_names.NEAR_JSON)
+        path = layout.join(directory, near_seal.NEAR_JSON)
         try:
             seal = near_seal.decode(data, path)
         except (CorruptCheckpointError, FormatVersionError) as error:
             log.warning("%s: a near save is passed over: %s", self.storage.url, error)
             return None
-        if seal.place != self.place or near_names.near_dir(seal.manifest.save_id) != directory:
+        if seal.place != self.place or near_seal.near_dir(seal.manifest.save_id) != directory:
             log.warning("%s: %s is passed over: it was made elsewhere", self.storage.url, path)
             return None
         return Checkpoint(directory, seal.manifest, near_dir=self.storage)
 
     def directories(self) -> Iterator[str]:
-        """Yield the directories of all near saves, sealed or not."""
         for epoch in self.storage.list_dirs():
             names = {layout.join(epoch, name.partition("/")[0]) for name in self.storage.list_files(epoch)}
-            yield from sorted(name for name in names if near_names.parse_near(name) is not None)
+            yield from sorted(name for name in names if near_seal.parse_near(name) is not None)
 
     def clear(self) -> list[str]:
         """Remove all near saves, sealed or not, and return their directories; OSError where some of it is left."""
@@ -196,7 +209,7 @@ class NearDir:
         Raises:
             OSError: some of it is left.
         """
-        self.storage.remove(layout.join(directory, near_names.NEAR_JSON))
+        self.storage.remove(layout.join(directory, near_seal.NEAR_JSON))
         for name in self.storage.list_files(directory):
             self.storage.remove(layout.join(directory, name))
         self.storage.remove_empty_dirs(directory)
@@ -209,7 +222,7 @@ class NearDir:
         Raises:
             OSError: some of it is left.
         """
-        for name in filter(drafts.is_draft, self.storage.list_files(directory)):
+        for name in filter(layout.is_draft, self.storage.list_files(directory)):
             self.storage.remove(layout.join(directory, name))
 
     def _read(self, path: str) -> bytes | None:
@@ -228,8 +241,8 @@ def places(near: Near) -> list[NearDir]:
     Raises:
         OSError: it cannot be read.
     """
-    names = LocalStorage(layout.join(_path(near), near_names.NEAR_ROOT)).list_dirs()
-    return [NearDir(near, name) for name in names if near_names.is_place(name)]
+    names = LocalStorage(layout.join(_path(near), near_seal.NEAR_ROOT)).list_dirs()
+    return [NearDir(near, name) for name in names if near_seal.is_place(name)]
 
 
 def _place(url: str) -> str:
@@ -242,3 +255,32 @@ def _canonical(url: str) -> str:
 
 def _path(near: Near) -> str:
     return os.path.realpath(os.path.expanduser(near.path))  # noqa: PTH111  # pathlib raises RuntimeError
+
+
+class NotedHost:
+    """The note of this host in an output dir, which one rank of the host writes. Not thread-safe."""
+
+    def __init__(self, storage: Storage, near_dir: NearDir) -> None:
+        self._storage, self._dir = storage, near_dir
+        self._epoch: int | None = None  # in which it was noted: an output dir that is made anew has lost it
+
+    def note(self, epoch: int) -> None:
+        """Note the host before there are rows on it, once an epoch.
+
+        Raises:
+            OSError: the near dir or the output dir does not let that be done.
+        """
+        if not self.is_noted(epoch):
+            note_near_host(self._storage, NearHost(self._dir.host(), socket.gethostname(), self._dir.path))
+            self._epoch = epoch
+
+    def is_noted(self, epoch: int) -> bool:
+        return self._epoch == epoch
+
+    def remove(self) -> None:
+        """Take the note back, since no near save is on this host any more; a failure is logged."""
+        self._epoch = None
+        try:
+            forget_near_host(self._storage, self._dir.host())
+        except (OSError, CorruptCheckpointError) as error:
+            log.warning("%s: cannot note there that no near save is on this host: %s", self._storage.url, error)

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from recckpt.checkpoint.link import files_of
+from recckpt.checkpoint.chain import files_of
 from recckpt.format.buckets import Slice
 from recckpt.format.catalog import Catalog, PartKind
 from recckpt.output_dir.listing import Checkpoint
@@ -39,7 +39,6 @@ class Payload:
         return entry is None or entry.is_whole
 
     def changed(self, table: str) -> Int64s:
-        """Return the ids of the rows that it holds."""
         return self._ids(table, "rows")
 
     def deleted(self, table: str) -> Int64s:

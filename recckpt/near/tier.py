@@ -3,30 +3,75 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 
-from recckpt.format import near_names
-from recckpt.format.near_list import NearList
-from recckpt.format.near_seal import NearSeal
-from recckpt.near.candidates import counting
+from recckpt.format import layout, near_seal
+from recckpt.format.near_seal import NearList, NearSeal
 from recckpt.near.finder import NearFinder
-from recckpt.near.generations import Generation, Kept, newest
 from recckpt.near.moving import MoveBuffers
-from recckpt.near.near_dir import NearDir
-from recckpt.near.noted_host import NotedHost
+from recckpt.near.near_dir import NearDir, NotedHost
 from recckpt.near.options import Near
-from recckpt.near.views import HostView, complete, is_first_of_host, look_together, seen
+from recckpt.near.views import HostView, complete, counting, is_first_of_host, look_together, seen
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.claims import Takeover
+from recckpt.output_dir.fence import NearAtTakeover
 from recckpt.output_dir.forget_requests import requests
 from recckpt.output_dir.listing import Checkpoint, Listing
-from recckpt.output_dir.near_at_takeover import NearAtTakeover
-from recckpt.parallel.meetings import Meetings
-from recckpt.parallel.ranks import Ranks
+from recckpt.parallel.ranks import Meetings, Ranks
+from recckpt.parallel.roll_call import in_time
 from recckpt.storage import Storage
 
+_GENERATIONS = 2
 log = logging.getLogger("recckpt")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A near save that is kept, or under way.
+
+    Attributes:
+        directory: in the near dir.
+        order: its epoch and cut.
+        base: save id of the checkpoint that it stands on.
+    """
+
+    directory: str
+    order: tuple[int, int]
+    base: str
+
+    @classmethod
+    def of(cls, save: Checkpoint) -> Generation:
+        parent = save.manifest.parent
+        assert parent is not None  # as the seal was checked for
+        return cls(save.directory, save.manifest.order, parent.save_id)
+
+
+def newest(generations: Iterable[Generation]) -> tuple[Generation, ...]:
+    """Return those that stay. Rule *two_generations*: damage of the newest lets the one before be restored."""
+    return tuple(sorted(generations, key=lambda each: each.order)[-_GENERATIONS:])
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What stays on every host: once a near save is acknowledged, or before the first one of a job.
+
+    Attributes:
+        epoch: near saves up to this one go (rule *gc_by_epoch*).
+        directories: but for these.
+    """
+
+    epoch: int
+    directories: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, generations: Iterable[Generation], epoch: int) -> Kept:
+        return cls(epoch, frozenset(each.directory for each in newest(generations)))
+
+    def lets_go(self, directory: str) -> bool:
+        parsed = near_seal.parse_near(directory)
+        return parsed is not None and parsed[0] <= self.epoch and directory not in self.directories
 
 
 class NearTier(NearAtTakeover):
@@ -54,13 +99,28 @@ class NearTier(NearAtTakeover):
         self._named: tuple[Generation, ...] = ()  # in the list of the own takeover
         self._kept: tuple[Generation, ...] = ()  # acknowledged
         self._under_way: Generation | None = None
-        self._forgotten = frozenset[str]()  # requests to forget ids, of which what counts has none
         self._made: str | None = None  # the directory of what is under way, on the first rank of each host
 
     def next_cut(self) -> int:
         """Return the number of a staging. Rule *cut_is_unique*: going back does not take it back."""
         self._cut += 1
         return self._cut
+
+    def in_time(self, ask: Callable[[], object], n_ranks: int = 2) -> None:
+        """Ask the output dir for something, for half as long as other ranks wait for this one: it is not lost.
+
+        Raises:
+            TimeoutError: the output dir does not answer. This near save fails; the next one asks again.
+            Exception: what ``ask`` raises.
+        """
+        if n_ranks == 1:
+            ask()
+        else:
+            in_time(self.timeout_sec / 2, ask, self._storage.url)
+
+    def reach(self, n_ranks: int) -> None:
+        """Do nothing if the output dir answers, before what may not be left half done; errors as of :meth:`in_time`."""
+        self.in_time(lambda: self._storage.list_files(layout.OWNER_DIR), n_ranks)
 
     # At a takeover
 
@@ -80,6 +140,7 @@ class NearTier(NearAtTakeover):
             if meetings.rank == 0:
                 self._views = asked
                 try:
+                    self.reach(ranks.size)
                     hold()
                 finally:
                     self._views = self._views_here
@@ -97,18 +158,16 @@ class NearTier(NearAtTakeover):
     def _views_here(self) -> Sequence[HostView]:
         return look_together(self.dir, 0, lambda own: [own])
 
-    def near_list(self, listing: Listing, before: Takeover, epoch: int) -> NearList:
+    def near_list(self, listing: Listing, before: Takeover, by: str) -> NearList:
         """Name each near save that counts, whether it was restored or not (rule *list_names_near*).
 
         While ids wait to be forgotten none is named (rule *forget_names_none*), since its rows may have them.
         """
-        asked = requests(self._storage)
-        is_forgetting = not all(asked.values())
-        self._forgotten = frozenset(asked)  # also of what waits: it is ended before a near save is made
-        saves = [] if is_forgetting else counting(self._storage, self._seen, listing, before.near_list)
+        is_forgetting = not all(requests(self._storage).values())
+        saves = [] if is_forgetting else counting(self._seen, listing, before.near)
         self._named = tuple(map(Generation.of, saves))
         self._kept = ()
-        return NearList(epoch, frozenset(save.manifest.save_id for save in saves))
+        return NearList(by, frozenset(save.manifest.save_id for save in saves))
 
     # At rotation
 
@@ -130,18 +189,20 @@ class NearTier(NearAtTakeover):
         Nothing is made yet, but rotation keeps that checkpoint from now on.
         """
         cut = self.next_cut()
-        name = near_names.near_name(epoch, nonce, cut)
-        intent = Intent(near_names.near_dir(name), epoch, name, step)
+        name = near_seal.near_name(epoch, nonce, cut)
+        intent = Intent(near_seal.near_dir(name), epoch, name, step)
         self._under_way = Generation(intent.directory, (epoch, cut), base)
         return intent, cut
 
-    def make(self, intent: Intent) -> None:
+    def make(self, intent: Intent, n_ranks: int) -> None:
         """Make the directory of a near save that rank 0 has begun, as the first rank of a host.
 
         Raises:
             OSError: that failed.
         """
         self._made = intent.directory
+        if not self._noted.is_noted(intent.epoch):
+            self.reach(n_ranks)
         self._noted.note(intent.epoch)  # first: a forgetting has to know where its ids may lie
         self.dir.begin(intent)
 
@@ -161,7 +222,7 @@ class NearTier(NearAtTakeover):
         assert done is not None
         self._kept = newest((*self._kept, done))
         self._under_way = None  # only now: a checkpoint that is committed meanwhile may ask for bases between the two
-        return Kept.of((*self._named, *self._kept), done.order[0], self._forgotten)
+        return Kept.of((*self._named, *self._kept), done.order[0])
 
     def keep(self, kept: Kept) -> None:
         """Remove from this host what an acknowledged near save replaces. The first rank of each host alone does so."""
@@ -191,24 +252,22 @@ class NearTier(NearAtTakeover):
 
         def kept(_: object) -> Kept:
             last = epoch()  # first: it makes the list
-            return Kept(last, frozenset(each.directory for each in (*self._named, *self._kept)), self._forgotten)
+            return Kept(last, frozenset(each.directory for each in (*self._named, *self._kept)))
 
-        self._remove_together(ranks, ranks.concluded(lambda: None, kept))
+        stays = ranks.concluded(lambda: None, kept)
+        self._by_first_ranks(ranks, lambda: self._clear_here(stays))
 
-    def forget_together(self, ranks: Ranks, epoch: int, forgotten: frozenset[str]) -> None:
-        """Remove all near saves up to an epoch from all hosts, each by its first rank, which notes that. Collective.
+    def forget_together(self, ranks: Ranks, epoch: int) -> None:
+        """Remove all near saves up to the epoch of a forgetting from all hosts, each by its first rank. Collective."""
+        self._by_first_ranks(ranks, lambda: self._forget_here(epoch))
 
-        Args:
-            ranks: all of the run.
-            epoch: that of the takeover of a forgetting.
-            forgotten: the requests that have been carried out.
-        """
-        self._forgotten = forgotten
-        self._remove_together(ranks, Kept(epoch, forgotten=forgotten))
+    def _forget_here(self, epoch: int) -> None:
+        if self._remove_others(Kept(epoch)):
+            self._noted.remove()
 
-    def _remove_together(self, ranks: Ranks, kept: Kept) -> None:
+    def _by_first_ranks(self, ranks: Ranks, act: Callable[[], None]) -> None:
         is_first = is_first_of_host(self.dir, ranks.rank, ranks.gather)
-        ranks.on_each(lambda: self._clear_here(kept) if is_first else None)  # all have ended when this returns
+        ranks.on_each(lambda: act() if is_first else None)  # all have ended when this returns
 
     def _clear_here(self, kept: Kept) -> None:
         self._remove_others(kept)
@@ -218,16 +277,15 @@ class NearTier(NearAtTakeover):
             except OSError as error:
                 log.warning("could not remove all of %s/%s: %s", self.dir.storage.url, directory, error)
 
-    def _remove_others(self, kept: Kept) -> None:
-        """Remove near saves from this host, sealed or not, but for those that are kept; note what that forgets."""
+    def _remove_others(self, kept: Kept) -> bool:
+        """Remove near saves from this host, sealed or not, but for those that are kept; say whether all have gone."""
         try:
             directories = list(self.dir.directories())
         except OSError as error:
             log.warning("%s: nothing is removed there: %s", self.dir.storage.url, error)
-            return
+            return False
         have_gone = [self._remove(directory) for directory in directories if kept.lets_go(directory)]
-        if all(have_gone):
-            self._noted.note_forgotten(kept.forgotten)
+        return all(have_gone)
 
     def _remove(self, directory: str) -> bool:
         """Remove a near save, and say whether all of it has gone; a failure is logged."""

@@ -1,33 +1,37 @@
-"""The checkpoint that a path or URL means."""
+"""The checkpoint that a path or URL means, and what is there of one that is damaged."""
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
-from recckpt.format.manifest import Manifest
-from recckpt.output_dir.chains import whole_one
-from recckpt.output_dir.checkpoint_dir import file_problems, has_manifest, read_manifest
+from recckpt.format.manifest import Link, Manifest, Parent
+from recckpt.output_dir.checkpoint_dir import Damage, attempt_dirs, file_problems, has_manifest, read_manifest
 from recckpt.output_dir.claims import Takeover, last_takeover
 from recckpt.output_dir.listing import (
     Checkpoint,
     Listing,
     age,
-    attempt_dirs,
     chained,
     describe,
     locate,
     look_around,
     newest,
     newest_first,
+    whole_one,
 )
 from recckpt.parallel.threads import run_all
-from recckpt.storage import Storage, open_parent, open_storage
+from recckpt.storage import Storage, lost_is_damage, open_parent, open_storage
 
 _LATEST = re.compile(r"latest(?:~(\d{1,9}))?", re.ASCII)  # no checkpoint's directory has a tilde in its name
 _THREADS = 8  # that read manifests of links
+log = logging.getLogger("recckpt")
 
 
 def read_checkpoint(storage: Storage, directory: str) -> Checkpoint | None:
@@ -177,3 +181,110 @@ def _later_attempt(storage: Storage, directory: str) -> Checkpoint | None:
         return None
     checkpoints = [checkpoint for name in names if (checkpoint := read_checkpoint(storage, name))]
     return max(checkpoints, key=age, default=None)
+
+
+def locate_damaged(path: str) -> tuple[Storage, Checkpoint, list[CorruptCheckpointError]]:
+    """Return the checkpoint at a path, or a form of it that is whole; of an output dir the newest, damaged or not.
+
+    Returns:
+        Its storage, it, and of an output dir what is wrong with the manifests of others, which may be newer.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        CorruptCheckpointError: its manifest is damaged, so that nothing says what should be there.
+        FormatVersionError: a newer format wrote it, or another one in the output dir.
+    """
+    storage, directory = open_parent(path)
+    with suppress(CorruptCheckpointError), lost_is_damage(directory):
+        if (checkpoint := read_checkpoint(storage, directory)) is not None:
+            return storage, checkpoint, []
+    if (record := read_manifest(storage, directory)) is not None:
+        return storage, Checkpoint(directory, record), []
+    inside = open_storage(path)
+    newest, passed_over = _newest(inside)
+    if newest is not None:
+        return inside, newest, passed_over
+    if passed_over:
+        raise passed_over[0]
+    if (counted := counted_back(storage, directory)) is not None:
+        return storage, counted, []
+    what = inside.why_empty() or f"found no {layout.MANIFEST}"
+    raise CheckpointNotFoundError(f"{path}: {what}; name the checkpoint's own directory")
+
+
+def _newest(storage: Storage) -> tuple[Checkpoint | None, list[CorruptCheckpointError]]:
+    """Return the newest checkpoint whose manifest can be read, and what is wrong with others that may be newer."""
+    listing = look_around(storage)
+    for error in listing.damaged.values():
+        if isinstance(error, FormatVersionError):  # which may be the newest, or says what counts
+            raise error
+    newest = max((*listing.committed, *listing.lost), key=age, default=None)
+    newest = newest and (listing.representation(newest.manifest.origin) or newest)
+    own = {newest.directory, *(link.directory for link in newest.manifest.chain)} if newest else set()
+    known, passed_over = {lost.directory for lost in listing.lost}, list[CorruptCheckpointError]()
+    for directory, problem in (listing.damaged | listing.unreadable).items():
+        if directory not in own:
+            log.error("%s/%s is damaged and passed over: %s", storage.url, directory, problem)
+            if directory in listing.directories and directory not in known:
+                passed_over.append(_damage_of(directory, problem))
+    for directory, reason in listing.fenced.items():
+        log.warning("%s/%s: %s", storage.url, directory, reason)
+    return newest, passed_over
+
+
+def _damage_of(directory: str, error: Damage) -> CorruptCheckpointError:
+    """Return what is wrong with a manifest; raise what is no damage."""
+    try:
+        with lost_is_damage(layout.join(directory, layout.MANIFEST)):
+            raise error
+    except CorruptCheckpointError as damage:
+        return damage
+
+
+def links_there(storage: Storage, newest: Checkpoint) -> Iterator[Checkpoint | CorruptCheckpointError]:
+    """Yield the links of a checkpoint, the newest first, as far as they are there; then the error of one."""
+    above = newest.manifest
+    yield replace(newest, below=())
+    yield from newest.below
+    for hint in () if newest.below else newest.manifest.chain:
+        link = _found(storage, hint, above.parent)
+        if isinstance(link, CorruptCheckpointError):
+            yield link
+            return
+        yield replace(link, below=())
+        if link.below:
+            yield from link.below
+            return
+        above = link.manifest
+
+
+def _found(storage: Storage, hint: Link, parent: Parent | None) -> Checkpoint | CorruptCheckpointError:
+    """Return a link, or a form of it, one that misses no file if there is one; the error where there is none."""
+    path, found = layout.join(hint.directory, layout.MANIFEST), "no such file"
+    there: Checkpoint | None = None
+    try:
+        with lost_is_damage(path):
+            record = read_manifest(storage, hint.directory)
+            if record is not None and _is_meant(record, hint, parent):
+                there = Checkpoint(hint.directory, record)
+                if next(file_problems(storage, hint.directory, record), None) is None:
+                    return there
+            found = "that of another save" if record else found
+    except (CorruptCheckpointError, FormatVersionError) as error:
+        found = str(error.found)
+    try:
+        listing = look_around(storage)
+    except OSError:  # of a bucket or directory that may be entered but not listed
+        if there is None:
+            raise
+        return there
+    for other in (listing.representation(hint.save_id), there, *listing.lost):
+        if other is not None and _is_meant(other.manifest, hint, parent):
+            return other
+    return CorruptCheckpointError(path, "", found=found, expected="what newer links stand on")
+
+
+def _is_meant(record: Manifest, hint: Link, parent: Parent | None) -> bool:
+    """Say whether this is the link, or a form of it; the link above has its checksum."""
+    checksum = parent.manifest if parent is not None and parent.save_id == hint.save_id else None
+    return record.origin == hint.save_id and checksum in (None, record.origin_xxh3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,20 +14,25 @@ import xxhash
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout, manifest
-from recckpt.format.json_fields import parse
+from recckpt.format.codec import parse
 from recckpt.format.manifest import FileEntry, Manifest
 from recckpt.format.offer import encode_first
-from recckpt.output_dir.chains import Damage
 from recckpt.parallel.threads import run_all
 from recckpt.storage import ABSENT, NOT_READABLE, Listed, NotPlainError, Storage, missing
 from recckpt.storage.base import Files
-from recckpt.storage.read_again import read_twice
+from recckpt.storage.local_files import drop_pages
+from recckpt.storage.retry import read_twice
 
 log = logging.getLogger("recckpt")
-
 _INTENT_BYTES = 1 << 16
 _LOOKS_AT_ONCE = 16  # at directories of an object store
 _HEAD_BYTES = 4096  # of a manifest of ours, in which its format is named
+Damage = CorruptCheckpointError | FormatVersionError | OSError
+
+
+def state_of(error: Damage) -> str:
+    """Return what is the matter with a file or directory, in a word."""
+    return error.state if isinstance(error, FormatVersionError) else "damaged"
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,6 @@ def write_intent(storage: Storage, intent: Intent) -> None:
 
 
 def encode_intent(intent: Intent) -> bytes:
-    """Return the bytes of the file that marks an attempt's directory."""
     return json.dumps({"epoch": intent.epoch, "save_id": intent.save_id, "step": intent.step}).encode()
 
 
@@ -124,7 +128,7 @@ def refuse_checkpoint(storage: Storage) -> None:
 
 def _is_foreign(storage: Storage, directory: str, data: bytes) -> bool:
     """Say whether a file is another program's: it does not name our format, and no save has made its directory."""
-    if not data or f'"{manifest.FORMAT}"'.encode() in data[:_HEAD_BYTES]:
+    if not data or f'"{manifest.KIND.format}"'.encode() in data[:_HEAD_BYTES]:
         return False
     try:
         storage.size(layout.join(directory, layout.INTENT))
@@ -144,10 +148,16 @@ class Manifests:
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[Listed, Manifest]] = {}
+        self._files: Mapping[str, Mapping[str, Listed]] | None = None
 
-    def read(self, storage: Storage, directory: str) -> tuple[Manifest | None, dict[str, Listed]]:
+    def directories(self, storage: Storage) -> list[str]:
+        """Return what :func:`attempt_dirs` does, by one listing of all files where the storage has such."""
+        self._files = storage.listed_by_dir()
+        return attempt_dirs(storage) if self._files is None else sorted(set(self._files).difference([layout.OWN_DIR]))
+
+    def read(self, storage: Storage, directory: str) -> tuple[Manifest | None, Mapping[str, Listed]]:
         """Return what :func:`read_manifest` does, and the files of the directory as far as a listing shows them."""
-        listed = listed_files(storage, directory)
+        listed = listed_files(storage, directory) if self._files is None else self._files.get(directory, {})
         entry = listed.get(layout.MANIFEST)
         known = self._known.pop(directory, None)
         record = known[1] if known and entry == known[0] else read_manifest(storage, directory)
@@ -156,7 +166,6 @@ class Manifests:
         return record, listed
 
     def forget_others(self, directories: Collection[str]) -> None:
-        """Forget all directories but these."""
         self._known = {name: known for name, known in self._known.items() if name in directories}
 
 
@@ -182,6 +191,11 @@ def look_at_all(storage: Storage, directories: Iterable[str], known: Manifests |
             return Look(directory, damage=error)
 
     return run_all(look, directories, looks_at_once(storage))
+
+
+def attempt_dirs(storage: Storage) -> list[str]:
+    """Return the directories of an output dir, committed or not, but for recckpt's own."""
+    return [name for name in storage.list_dirs() if not layout.is_own(name)]
 
 
 def looks_at_once(storage: Storage) -> int:
@@ -233,17 +247,30 @@ def read_checked(storage: Files, directory: str, entry: FileEntry, most: int | N
     path = layout.join(directory, entry.name)
     if most is not None and entry.n_bytes > most:  # before it is read
         raise CorruptCheckpointError(path, "its size", found=f"{entry.n_bytes} bytes", expected=f"at most {most}")
-    return read_twice(storage, path, partial(_read_checked, storage, path, entry))
+    return bytes(read_twice(storage, path, partial(_read_checked, storage, path, entry)))  # which they are
 
 
-def _read_checked(storage: Files, path: str, entry: FileEntry) -> bytes:
+def map_checked(storage: Files, directory: str, entry: FileEntry) -> bytes | memoryview:
+    """Return what :func:`read_checked` does, as a memory map that takes no memory yet where the storage has maps."""
+    path = layout.join(directory, entry.name)
+    return read_twice(storage, path, partial(_read_checked, storage, path, entry, storage.map))
+
+
+def _read_checked(
+    storage: Files, path: str, entry: FileEntry, map_file: Callable[[str], memoryview | None] = lambda path: None
+) -> bytes | memoryview:
     try:
-        data = storage.read(path, entry.n_bytes + 1)
+        mapped = map_file(path)
+        data: bytes | memoryview = storage.read(path, entry.n_bytes + 1) if mapped is None else mapped
     except NOT_READABLE as error:
         raise missing(path, error, f"{entry.n_bytes} bytes") from error
-    if len(data) != entry.n_bytes:
-        raise CorruptCheckpointError(path, "its size", found=len(data), expected=f"{entry.n_bytes} bytes")
-    found = xxhash.xxh3_64_intdigest(data)
-    if found != entry.xxh3:
-        raise CorruptCheckpointError(path, "its checksum", found=f"{found:016x}", expected=f"{entry.xxh3:016x}")
-    return data
+    n_bytes = len(data)
+    found = xxhash.xxh3_64_intdigest(data) if n_bytes == entry.n_bytes else 0
+    if n_bytes == entry.n_bytes and found == entry.xxh3:
+        if mapped is not None:
+            drop_pages(mapped)
+        return data
+    del data, mapped  # an error that is kept does not keep a map
+    if n_bytes != entry.n_bytes:
+        raise CorruptCheckpointError(path, "its size", found=n_bytes, expected=f"{entry.n_bytes} bytes")
+    raise CorruptCheckpointError(path, "its checksum", found=f"{found:016x}", expected=f"{entry.xxh3:016x}")

@@ -5,45 +5,32 @@ Follows "Readers" of the commit protocol (docs/format.md, section 8).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import lru_cache
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
-from recckpt.format.json_fields import Fields, check_seal, parse, seal
+from recckpt.format.codec import Count, Document, FileKind, HighestCount, JsonRecord, plain
 from recckpt.format.manifest import Manifest
-from recckpt.format.near_list import NearList
+from recckpt.format.near_seal import NearList
 from recckpt.storage import NotPlainError, Storage, missing
-from recckpt.storage.read_again import read_twice
+from recckpt.storage.retry import read_twice
 
-FORMAT = "recckpt-owner"  # part of the format
-VERSION = 1  # part of the format
-MAX_BYTES = 64 << 20  # part of the format
-_SEAL = "owner_xxh3"  # part of the format
+KIND = FileKind("recckpt-owner", 1, "owner_xxh3", 64 << 20)  # part of the format
+_TRIES = 3  # looks, where a list goes before it is read, since a newer one was published
 
 
-@dataclass(frozen=True)
-class MirrorOf:
-    """The run that an output dir is a mirror of, or was until a run went on with it there."""
-
-    url: str  # where the run was, as its mirror reached it
-    run: str  # nonce of the first claim there, by which the run is known again; "" of one without claims
-    epoch: int  # the highest there when the claim was made
-
-
-@dataclass(frozen=True)
-class Claim:
+class Claim(JsonRecord, frozen=True):
     """A writer's claim on an output dir; the one of the highest epoch owns it."""
 
-    epoch: int  # number of the claim
+    epoch: Count  # number of the claim
     nonce: str  # 32 hex digits that no other claim has
     host: str  # where the writer runs
-    pid: int  # its process
+    pid: Count  # its process
     time: str  # when it made the claim, UTC; for people only
     purpose: str = ""  # the command that made it; "" of one that trains
-    mirror_of: MirrorOf | None = None  # of a claim that a mirror made
-    continues: MirrorOf | None = None  # of one by which a mirror became a run of its own, and of those after it
 
 
 @dataclass(frozen=True)
@@ -54,12 +41,8 @@ class Takeover:
     save_ids: frozenset[str]  # what was committed; a manifest of an older epoch counts only if it is here
     highest_step: int  # of the directories ``ckpt_<step>`` at this takeover and all before; -1 for none
     directories: frozenset[str]  # the names of all others
-    near: NearList | None = None  # which near saves count; None where those of this epoch alone would
-
-    @property
-    def near_list(self) -> NearList:
-        """Which near saves count: where the list says nothing of them, those of its own epoch and later ones."""
-        return self.near or NearList(self.epoch)
+    run: str  # nonce of the first claim there was, by which the run is known again
+    near: NearList  # which near saves count
 
     def excludes(self, record: Manifest) -> str | None:
         """Say why a manifest does not count; None where it does."""
@@ -78,7 +61,16 @@ class Takeover:
         return step <= self.highest_step and (epoch is None or epoch < self.epoch)
 
 
-NO_TAKEOVER = Takeover(0, frozenset(), -1, frozenset())  # no owners, or a copied checkpoint: all count
+NO_TAKEOVER = Takeover(0, frozenset(), -1, frozenset(), "", NearList())  # no owners, or a copied checkpoint: all count
+
+
+class _List(JsonRecord, frozen=True):
+    committed: frozenset[str]
+    highest_step: HighestCount
+    directories: frozenset[str]
+    run: str
+    near_by: str = ""
+    near: frozenset[str] | None = None
 
 
 def claimed_epochs(storage: Storage) -> list[int]:
@@ -93,18 +85,40 @@ def has_claims(storage: Storage) -> bool:
 
 
 def last_takeover(storage: Storage) -> Takeover:
-    """Return the newest takeover that was published; errors as of ``read_claim``."""
-    for epoch in reversed(claimed_epochs(storage)):
-        with suppress(FileNotFoundError):  # a claim without a list
-            fields = _read(storage, layout.takeover(epoch), epoch)
-            return Takeover(
-                epoch,
-                frozenset(fields.texts("committed")),
-                fields.count("highest_step", low=-1),
-                frozenset(fields.texts("directories")),
-                _near_list(fields, epoch),
-            )
+    """Return the newest takeover that was published; errors as of ``read_claim``.
+
+    One that goes before it is read has a successor, and is never passed over for none: late commits would count.
+    """
+    for is_last in (*[False] * (_TRIES - 1), True):
+        names = storage.list_files(layout.OWNER_DIR)
+        _refuse_newer_claim(storage, names)
+        epoch = max(filter(None, map(layout.parse_owner_file, filter(layout.is_takeover, names))), default=0)
+        if not epoch:
+            break
+        name = layout.takeover(epoch)
+        try:
+            fields = _read(storage, name, epoch).read(_List)
+        except FileNotFoundError as error:
+            if is_last:
+                raise missing(name, error, "the list that is shown there") from error
+            continue
+        return Takeover(
+            epoch,
+            fields.committed,
+            fields.highest_step,
+            fields.directories,
+            fields.run,
+            NearList(fields.near_by, fields.near or frozenset(), fields.near is None),
+        )
     return NO_TAKEOVER
+
+
+def _refuse_newer_claim(storage: Storage, names: Iterable[str]) -> None:
+    """Raise FormatVersionError where the last writer is of another format; its list may be yet to come."""
+    epochs = filter(None, map(layout.parse_owner_file, filter(layout.is_claim, names)))
+    with suppress(OSError, CorruptCheckpointError):  # it only says who, and this one has a version that is read here
+        if epoch := max(epochs, default=0):
+            read_claim(storage, epoch)
 
 
 def read_claim(storage: Storage, epoch: int) -> Claim:
@@ -113,68 +127,37 @@ def read_claim(storage: Storage, epoch: int) -> Claim:
     Raises FileNotFoundError where there is none, CorruptCheckpointError where it is damaged, FormatVersionError where a
     newer format wrote it.
     """
-    fields = _read(storage, layout.claim(epoch), epoch)
-    purpose = fields.text("purpose") if fields.has("purpose") else ""
-    mirror_of, continues = (_mirror_of(fields, key) for key in ("mirror_of", "continues"))
-    who = fields.text("nonce"), fields.text("host"), fields.count("pid"), fields.text("time")
-    return Claim(epoch, *who, purpose, mirror_of, continues)
-
-
-def _mirror_of(fields: Fields, key: str) -> MirrorOf | None:
-    if not fields.has(key):
-        return None
-    inside = fields.mapping(key)
-    return MirrorOf(inside.text("url"), inside.text("run"), inside.count("epoch"))
+    return _read(storage, layout.claim(epoch), epoch).read(Claim)
 
 
 @lru_cache(maxsize=64)
 def encode_claim(claim: Claim) -> bytes:
-    """Return the bytes of a claim's file."""
-    own: dict[str, object] = {"nonce": claim.nonce, "host": claim.host, "pid": claim.pid, "time": claim.time}
-    own |= {"purpose": claim.purpose} if claim.purpose else {}
-    mirrors = {"mirror_of": claim.mirror_of, "continues": claim.continues}
-    own |= {key: asdict(mirror) for key, mirror in mirrors.items() if mirror is not None}
-    return seal({**_head(claim.epoch), **own}, _SEAL)
+    return KIND.encode(plain(claim))
 
 
 def encode_takeover(claim: Claim, takeover: Takeover) -> bytes:
     """Return the bytes of the list that a writer publishes when it takes over."""
     own = {
+        "epoch": claim.epoch,
         "nonce": claim.nonce,
+        "run": takeover.run,
         "committed": sorted(takeover.save_ids),
         "highest_step": takeover.highest_step,
         "directories": sorted(takeover.directories),
     }
-    if takeover.near is not None:
-        own["near"] = sorted(takeover.near.names)
-        own |= {"near_epoch": takeover.near.epoch} if takeover.near.epoch != takeover.epoch else {}
-    return seal({**_head(claim.epoch), **own}, _SEAL)
+    own |= {"near_by": takeover.near.by} if takeover.near.by else {}
+    return KIND.encode(own if takeover.near.is_void else {**own, "near": sorted(takeover.near.names)})
 
 
-def _near_list(fields: Fields, epoch: int) -> NearList | None:
-    if not fields.has("near"):
-        return None
-    return NearList(fields.count("near_epoch") if fields.has("near_epoch") else epoch, frozenset(fields.texts("near")))
+def _read(storage: Storage, name: str, epoch: int) -> Document:
+    def read() -> Document:
+        try:
+            data = storage.read(name, KIND.max_bytes + 1)
+        except NotPlainError as error:
+            raise missing(name, error, "a file of one that writes here") from error
+        document = KIND.open(data, name)
+        if (found := document.count("epoch")) != epoch:
+            raise document.wrong("epoch", found, epoch)
+        return document
 
-
-def _head(epoch: int) -> dict[str, str | int]:
-    return {"format": FORMAT, "version": VERSION, "epoch": epoch}
-
-
-def _read(storage: Storage, name: str, epoch: int) -> Fields:
-    return read_twice(storage, name, partial(_read_once, storage, name, epoch))
-
-
-def _read_once(storage: Storage, name: str, epoch: int) -> Fields:
-    try:
-        data = storage.read(name, MAX_BYTES + 1)
-    except NotPlainError as error:
-        raise missing(name, error, "a file of one that writes here") from error
-    if len(data) > MAX_BYTES:
-        raise CorruptCheckpointError(name, "its size", found=f"over {MAX_BYTES} bytes", expected="less")
-    fields = parse(data, name)
-    fields.check_format(FORMAT, VERSION)
-    check_seal(data, _SEAL, name)
-    if fields.count("epoch") != epoch:
-        raise fields.wrong("epoch", str(fields.count("epoch")), str(epoch))
-    return fields
+    return read_twice(storage, name, read)

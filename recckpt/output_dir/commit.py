@@ -1,4 +1,4 @@
-"""The beginning and the end of a save: a directory of its own, and the manifest that makes it count.
+"""The beginning and the end of a save: a directory of its own, and the manifest that makes it count (and who wrote it).
 
 Follows the commit protocol of docs/format.md, section 7.
 """
@@ -9,10 +9,11 @@ import errno
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 
 from recckpt.errors import CheckpointExistsError, CommitNotDurableError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout, manifest
-from recckpt.format.json_fields import COUNT_LIMIT
+from recckpt.format.codec import COUNT_LIMIT
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir.checkpoint_dir import Intent, listed_files, read_intent, read_manifest, unlisted, write_intent
 from recckpt.output_dir.fence import Fence
@@ -52,6 +53,10 @@ def begin(
             write_intent(storage, intent)
         except FileExistsError:
             continue  # another attempt was faster
+        except BaseException:
+            with suppress(OSError):  # it has its first file, or a later owner has removed it
+                storage.remove_empty_dirs(directory)
+            raise
         fence.check()  # a later owner has seen this directory, or this writer goes no further
         return intent, listing.next_seq
     raise AssertionError("the names of attempts have no end")
@@ -79,7 +84,7 @@ def commit(storage: Storage, fence: Fence, directory: str, record: Manifest, vis
     try:
         storage.put_if_absent(path, data)
         storage.sync_dir("")
-        fence.check()
+        fence.check(is_thorough=True)
     except FileExistsError:
         raise  # the manifest there is of another call
     except OSError as error:
@@ -184,3 +189,16 @@ class Lookout:
 
     def _look(self, name: str, look: Callable[[], None]) -> None:
         self._retries.call(self._operation, look, again=self._is_patient, url=self._storage.url_of(name))
+
+
+def _find_versions() -> dict[str, str]:
+    versions = {}
+    for package in ("recckpt", "torch", "numpy", "pyarrow"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+WRITER = _find_versions()  # once: they are files, and a save does not depend on files of packages

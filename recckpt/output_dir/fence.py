@@ -7,25 +7,157 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Iterable, Iterator
+import os
+import secrets
+import socket
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
-from recckpt.errors import CorruptCheckpointError, FormatVersionError, WriterFencedError
+from recckpt.errors import CorruptCheckpointError, FormatVersionError, RecckptError, WriterFencedError
 from recckpt.format import layout
+from recckpt.format.codec import COUNT_LIMIT, time_now
+from recckpt.format.near_seal import NearList
 from recckpt.output_dir import rotation
 from recckpt.output_dir.checkpoint_dir import Intent, Manifests
-from recckpt.output_dir.claims import NO_TAKEOVER, Claim, claimed_epochs, encode_claim, has_claims, read_claim
+from recckpt.output_dir.claims import (
+    NO_TAKEOVER,
+    Claim,
+    Takeover,
+    claimed_epochs,
+    encode_claim,
+    encode_takeover,
+    has_claims,
+    last_takeover,
+    read_claim,
+)
 from recckpt.output_dir.forget_requests import requests
 from recckpt.output_dir.index_file import is_of_recis, warn_of_index, warn_of_recis
 from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints
-from recckpt.output_dir.near_at_takeover import NAMES_NONE, VOIDED, NearAtTakeover
-from recckpt.output_dir.takeover import claim_next, publish
+from recckpt.output_dir.notes import refuse_mirror
 from recckpt.storage import Storage
 from recckpt.text import plural
 
 log = logging.getLogger("recckpt")
-
 _made_at: dict[str, str] = {}  # nonce of a claim of this process -> where its writer was made
+
+
+class NearAtTakeover:
+    """What a writer that takes over says of near saves: here nothing, so that none made before counts any more.
+
+    Rule *forget_names_none*: that is what a forgetting says, and who makes no near saves.
+    """
+
+    def look(self) -> None:
+        """Look at the near dirs: after the claim, before the output dir is listed (rule *claim_before_list*)."""
+
+    def near_list(self, listing: Listing, before: Takeover, by: str) -> NearList:
+        """Return what the list of this takeover says.
+
+        Args:
+            listing: what counts in the output dir.
+            before: what the list before this one says.
+            by: epoch and nonce of this takeover, as names of near saves begin with them.
+        """
+        return replace(before.near, is_void=True)
+
+
+class PassedOn(NearAtTakeover):
+    """That of a tool that trains nothing: what counted counts (rule *tools_pass_near_on*)."""
+
+    def near_list(self, listing: Listing, before: Takeover, by: str) -> NearList:
+        return before.near
+
+
+class NamesNone(NearAtTakeover):
+    """That of a run that has forgotten ids: near saves count from this takeover on."""
+
+    def near_list(self, listing: Listing, before: Takeover, by: str) -> NearList:
+        return NearList(by)
+
+
+VOIDED = NearAtTakeover()
+PASSED_ON = PassedOn()
+NAMES_NONE = NamesNone()
+
+
+def claim_next(storage: Storage, known: Manifests, above: int, purpose: str) -> Claim:
+    """Claim an output dir by the next number that no writer and no checkpoint has; RecckptError for a mirror."""
+    refuse_mirror(storage)
+    while True:
+        listing = list_checkpoints(storage, known)
+        for error in listing.damaged.values():
+            if isinstance(error, FormatVersionError):  # before there is a claim, which would take it over
+                raise error
+        for directory in (layout.OWN_DIR, layout.OWNER_DIR):
+            with suppress(FileExistsError):
+                storage.make_dir(directory)
+        highest = max([above, *claimed_epochs(storage), listing.highest_epoch])
+        if highest + 1 >= COUNT_LIMIT:
+            found, expected = f"a file or checkpoint of epoch {highest}", "a number that a next one can follow"
+            remedy = "remove what no recckpt wrote, or give this run another output dir"
+            raise CorruptCheckpointError(storage.url, layout.OWNER_DIR, found=found, expected=expected, remedy=remedy)
+        claim = Claim(highest + 1, secrets.token_hex(16), socket.gethostname(), os.getpid(), time_now(), purpose)
+        try:
+            put_claim(storage, claim)
+        except FileExistsError:
+            continue  # another was faster
+        try:
+            refuse_mirror(storage)  # again: a mirror that had not seen the claim may have begun since
+        except RecckptError:
+            storage.remove(layout.claim(claim.epoch))
+            raise
+        return claim
+
+
+def remove_older(storage: Storage, epoch: int, is_kind: Callable[[str], bool]) -> None:
+    """Remove the claims, or the lists, of epochs below one, durably."""
+    names = filter(is_kind, storage.list_files(layout.OWNER_DIR))
+    older = [name for name in names if (layout.parse_owner_file(name) or epoch) < epoch]
+    for name in older:
+        storage.remove(layout.join(layout.OWNER_DIR, name))
+    if older:
+        storage.sync_dir(layout.OWNER_DIR)
+
+
+def put_claim(storage: Storage, claim: Claim) -> None:
+    """Claim an output dir, durably; FileExistsError where another has that number."""
+    storage.put_if_absent(layout.claim(claim.epoch), encode_claim(claim))
+    for directory in (layout.OWN_DIR, ""):  # the process that made them may have died before it synced them
+        storage.sync_dir(directory)
+
+
+def make_durable(storage: Storage, listing: Listing) -> None:
+    """Sync what is committed: the writer that did may have died before, and others are about to be removed."""
+    for checkpoint in listing.committed:
+        for subdirectory in layout.subdirectories(file.name for file in checkpoint.manifest.files):
+            with suppress(FileNotFoundError, NotADirectoryError):  # the writer before this one still removes some
+                storage.sync_dir(layout.join(checkpoint.directory, subdirectory))
+    if listing.committed:
+        storage.sync_dir("")
+
+
+def publish(storage: Storage, claim: Claim, listing: Listing, near: NearAtTakeover) -> Takeover:
+    """Publish what is committed: from now on late commits of older writers are ignored, and late near saves."""
+    names = {directory for directory in listing.directories if not layout.is_offer_dir(directory)}
+    forms = (checkpoint for checkpoint in listing.committed if layout.is_offer_dir(checkpoint.directory))
+    names |= {layout.encode_id(form.ckpt_id) for form in forms}  # the name that its delta may have had
+    steps = {directory: layout.parse_step(directory) for directory in names}
+    before = NO_TAKEOVER
+    with suppress(CorruptCheckpointError):  # then the directories that the list before this one named are lost
+        before = last_takeover(storage)
+    takeover = Takeover(
+        claim.epoch,
+        listing.save_ids,
+        highest_step=max([before.highest_step, *(step for step in steps.values() if step is not None)]),
+        directories=before.directories.union(directory for directory, step in steps.items() if step is None),
+        run=before.run or claim.nonce,
+        near=near.near_list(listing, before, f"{claim.epoch}.{claim.nonce}"),
+    )
+    storage.put_if_absent(layout.takeover(claim.epoch), encode_takeover(claim, takeover))
+    if claim.epoch > 1:
+        log.info("%s: taken over as epoch %d, with %d checkpoints", storage.url, claim.epoch, len(listing.committed))
+    return takeover
 
 
 class _UnclaimedError(FileNotFoundError):
@@ -40,11 +172,13 @@ class Fence:
         made_at: where in the program the writer was made, for a later one of this process that takes over from it.
         purpose: the command that it is of, for the error of the one that it takes over from; "" of one that trains.
         near: what it says of near saves where it takes over.
+        seen_before: returns the requests to forget ids that count as seen before :meth:`note_requests` was called; None
+            where this process has read nothing.
 
     Attributes:
         listing: what was committed when :meth:`hold` last looked, and what this writer has committed and removed since.
-        requests_seen: the requests to forget ids that were there when this process last read the output dir, None where
-            it has not: its tables may hold what was asked for since.
+        requests_seen: the requests to forget ids whose ids the tables of this process do not contain: those that were
+            there when it last read the output dir, or first took it over, and its own. None of what has no tables.
         is_settled: whether it has carried out all requests to forget ids, those that earlier owners have left too.
         newest_at_takeover: place of the newest in the list that it published when it took over, damaged ones included.
     """
@@ -55,9 +189,15 @@ class Fence:
     newest_at_takeover = (0, 0)
 
     def __init__(
-        self, storage: Storage, made_at: str | None = None, purpose: str = "", near: NearAtTakeover = VOIDED
+        self,
+        storage: Storage,
+        made_at: str | None = None,
+        purpose: str = "",
+        near: NearAtTakeover = VOIDED,
+        seen_before: Callable[[], frozenset[str] | None] = lambda: None,
     ) -> None:
         self._storage, self._made_at, self._purpose, self._near = storage, made_at, purpose, near
+        self._seen_before = seen_before
         self._known = Manifests()
         self._claim: Claim | None = None
         self._takeover = NO_TAKEOVER
@@ -82,14 +222,15 @@ class Fence:
         A run that began anew, which is not ``is_resumed``, is warned where it takes over checkpoints of another.
 
         Where it was removed and made anew since, and nobody has claimed it, it is taken over again. Raises
-        WriterFencedError where somebody else has taken it over, FileNotFoundError while it is gone.
+        WriterFencedError where somebody else has taken it over, FileNotFoundError while it is gone, RecckptError where
+        it is a mirror.
         """
         self._storage.check_there()
         if self._claim is None:
             self._take_over(self._near, is_resumed=is_resumed)
             return
         try:
-            self.check()
+            self.check(is_thorough=True)
         except _UnclaimedError:
             log.warning("%s was emptied or made anew since the last save; it is taken over again", self._storage.url)
             self._known = Manifests()
@@ -113,6 +254,11 @@ class Fence:
         """Note the requests to forget ids that were there when this process read the output dir."""
         self.requests_seen = frozenset(seen)
 
+    def note_own_request(self, request: str) -> None:
+        """Note a request to forget ids that the tables of this process no longer contain."""
+        if self.requests_seen is not None:
+            self.requests_seen |= {request}
+
     @contextmanager
     def settling(self) -> Iterator[None]:
         """Count the requests to forget ids as carried out once the block ends without an error; a later one goes on."""
@@ -121,30 +267,44 @@ class Fence:
         self.is_settled = True
 
     def note_commit(self, checkpoint: Checkpoint) -> None:
-        """Note what this writer has committed."""
         self.listing = self.listing.plus(checkpoint)
 
     def look_again(self) -> None:
-        """List what is committed once more."""
-        self.listing = list_checkpoints(self._storage, self._known)
+        self.listing = list_checkpoints(self._storage, self._known, self._takeover)
         self._used.update(self.listing.directories)
 
     def _take_over(self, near: NearAtTakeover, *, is_resumed: bool = True) -> None:
         is_first = self._claim is None
-        self._check_forgotten()
+        self.check_forgotten()  # before anything changes
         claim = claim_next(self._storage, self._known, self.epoch, self._purpose)
+        try:
+            check_epoch(self._storage, claim.epoch)  # its number may be one whose claim a later owner has removed
+        except WriterFencedError as error:
+            self._claim, self._lost = claim, error
+            raise
+        remove_older(self._storage, claim.epoch, layout.is_claim)  # first: who finds its own goes on
+        self.check_forgotten()  # another owner may have been asked until now; from now on none can end what it is asked
+        if self.requests_seen is None and not self._purpose:  # a run that began anew has read nothing from here
+            seen = self._seen_before()
+            self.note_requests(requests(self._storage) if seen is None else seen)
         near.look()
         listing = list_checkpoints(self._storage, self._known)
         left = self.leftovers(listing, claim.epoch - 1)
+        empty = rotation.empty_attempts(self._storage, listing)
+        make_durable(self._storage, listing)
         self._takeover = publish(self._storage, claim, listing, near)
         if self._made_at is not None:
             _made_at[claim.nonce] = self._made_at
         self.newest_at_takeover = listing.newest_place
         self.is_settled = False
         self._claim = claim  # only now: a claim without a list is harmless, and the next try makes another
-        self.check()  # a later owner may have listed what was committed too late for this list
+        self.check(is_thorough=True)  # a later owner may have listed what was committed too late for this list
+        self._remove_older_lists()
         for intent in left:
             rotation.remove_leftover(self._storage, intent.directory, rotation.THREADS)
+        for directory in empty:
+            with suppress(OSError):  # its writer is alive, and has just written there: the next takeover removes that
+                self._storage.remove_empty_dirs(directory)
         if is_first and listing.current and not is_resumed:
             log.warning(
                 "%s: found %s of an earlier run, the newest %r, which this run has not loaded; it does not go on from "
@@ -158,9 +318,16 @@ class Fence:
         self.listing = listing
         self._used.update(listing.directories)
 
-    def _check_forgotten(self) -> None:
-        """Raise WriterFencedError where ids were forgotten since this process has read them from here."""
-        if self.requests_seen is not None and requests(self._storage).keys() - self.requests_seen:
+    def _remove_older_lists(self) -> None:
+        try:
+            remove_older(self._storage, self.epoch, layout.is_takeover)
+        except OSError as error:
+            log.warning("%s: could not remove the lists of earlier takeovers: %s", self._storage.url, error)
+
+    def check_forgotten(self) -> None:
+        """Raise WriterFencedError where ids were to be forgotten since this process has read them from here."""
+        seen = self._seen_before() if self.requests_seen is None else self.requests_seen
+        if seen is not None and requests(self._storage).keys() - seen:
             raise WriterFencedError(
                 f"{self._storage.url}: `recckpt forget` was called since this process restored from here, so its "
                 "tables may hold the ids: nothing is saved; restart it from the newest checkpoint, which lacks them"
@@ -187,17 +354,22 @@ class Fence:
     def remove(self, victims: Iterable[Checkpoint], concurrency: int) -> list[str]:
         """Remove checkpoints, in this order, as long as nobody has taken over; return the directories that went.
 
-        What one stands on that could not be removed stays with it. Raises as :meth:`check`.
+        Where one could not be removed, what it stands on stays with it, and later ones of its id, so that it is not
+        read in their place. Raises as :meth:`check`.
         """
         removed: list[str] = []
-        needed: set[str] = set()  # by what could not be removed
-        for victim in (victim for victim in victims if victim.directory not in needed):
-            self.check()
-            if rotation.remove(self._storage, victim, concurrency):
+        needed, ids_left = set[str](), set[str]()  # of what could not be removed
+        for victim in victims:
+            stays = victim.directory in needed or victim.ckpt_id in ids_left
+            if not stays:
+                self.check()
+                stays = not rotation.remove(self._storage, victim, concurrency)
+            if stays:
+                needed.update(link.directory for link in victim.below)
+                ids_left.add(victim.ckpt_id)
+            else:
                 self.listing = self.listing.minus([victim.directory])
                 removed.append(victim.directory)
-            else:
-                needed.update(link.directory for link in victim.below)
         return removed
 
     def write_index(self) -> None:
@@ -209,23 +381,28 @@ class Fence:
         if not self._is_of_recis:
             self._storage.replace(layout.INDEX_FILE, layout.encode_index(self.listing.ckpt_ids))
 
-    def check(self) -> None:
+    def check(self, *, is_thorough: bool = False) -> None:
         """Do nothing while nobody has taken the output dir over.
+
+        Whoever does removes the claim of this writer before it looks at anything, so one look at that is enough to go
+        on. A thorough check looks for others' claims and lists, too: of one that has just come, or was copied in.
 
         Raises WriterFencedError where somebody has, FileNotFoundError where the output dir or all its claims are
         gone: this save fails then, and the next may work.
         """
         if self._lost is None:
-            self._lost = self._why_lost()
+            self._lost = self._why_lost(is_thorough)
         if self._lost is not None:
             raise self._lost.with_traceback(None)
 
-    def _why_lost(self) -> WriterFencedError | None:
+    def _why_lost(self, is_thorough: bool) -> WriterFencedError | None:
         if self._claim is None:
             return None
         is_there, own = False, layout.claim(self._claim.epoch)
         with suppress(FileNotFoundError):
             is_there = self._storage.read(own, 1 << 20) == encode_claim(self._claim)
+        if is_there and not is_thorough:
+            return None
         last = max(claimed_epochs(self._storage), default=0)  # asked last, right before the caller acts on the answer
         if last > self._claim.epoch:
             return _fenced(self._storage, self._claim.epoch, last)

@@ -6,17 +6,18 @@ import hashlib
 import secrets
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from recckpt.errors import CorruptCheckpointError, RecckptError
-from recckpt.format import drafts, forget_audit, forget_request, layout
-from recckpt.format.forget_request import Request
+from recckpt.format import forgetting, layout
+from recckpt.format.forgetting import Request
 from recckpt.format.manifest import Manifest
 from recckpt.storage import ABSENT, NotPlainError, Storage, missing
-from recckpt.storage.read_again import read_twice
+from recckpt.storage.retry import read_twice
 from recckpt.types import EMBEDDING, SlotSpec
 
 _AUDIT_BYTES = 1 << 30
@@ -24,6 +25,17 @@ _DIGEST_BYTES = 16
 _KEY_BYTES = 32
 FORGET_FIRST = "run `recckpt forget DIR` first, which ends it"
 _COUNTS = (SlotSpec(EMBEDDING, "int64", (1,)),)  # part of the format: the slots of a table of counts
+
+
+class _Model(Protocol):
+    """What consists of modules, which may be parts of another model too."""
+
+    def modules(self) -> Iterable[Any]:
+        """Return all of them."""
+
+
+# Modules that hold rows of output dirs, by their URLs, and the requests that were done when these were read.
+_rows_read = WeakKeyDictionary[object, dict[str, frozenset[str]]]()
 
 
 def tables_of(table: str) -> tuple[str, ...]:
@@ -44,7 +56,7 @@ def put_request(storage: Storage, request: Request) -> None:
             storage.make_dir(directory)
     with suppress(FileExistsError):
         storage.put_if_absent(layout.FORGET_KEY, secrets.token_hex(_KEY_BYTES).encode())
-    storage.put_if_absent(layout.forget_request(request.request), forget_request.encode(request))
+    storage.put_if_absent(layout.forget_request(request.request), forgetting.encode_request(request))
     for directory in (layout.OWN_DIR, ""):
         storage.sync_dir(directory)
 
@@ -59,17 +71,43 @@ def requests(storage: Storage) -> dict[str, bool]:
     return requests
 
 
-def done_requests(storage: Storage) -> frozenset[str]:
-    """Return the requests that have been carried out."""
-    return frozenset(request for request, is_done in requests(storage).items() if is_done)
+def note_read(model: _Model, storage: Storage, *, is_anew: bool) -> None:
+    """Note that a model is about to get rows from an output dir, ``is_anew`` in place of all that it has.
+
+    They may have the ids of any request that is not done by now.
+    """
+    try:
+        done = frozenset(name for name, is_done in requests(storage).items() if is_done)
+    except OSError:  # it can be read and not listed
+        done = frozenset()
+    for reader in model.modules():
+        by_url = _rows_read.setdefault(reader, {})
+        by_url[storage.url] = done if is_anew else done & by_url.get(storage.url, done)
 
 
-def check_none_pending(storage: Storage, remedy: str) -> None:
-    """Raise RecckptError while ids wait to be forgotten: to copy or add checkpoints would spread these ids."""
-    if not all(requests(storage).values()):
+def seen_by(model: _Model, storage: Storage) -> frozenset[str] | None:
+    """Return the requests that were done when parts of a model got rows of an output dir; None where none has."""
+    seen = [by_url[storage.url] for reader in model.modules() if storage.url in (by_url := _rows_read.get(reader, {}))]
+    return frozenset.intersection(*seen) if seen else None
+
+
+def check_none_pending(storage: Storage, remedy: str) -> frozenset[str]:
+    """Return all requests; RecckptError while ids wait to be forgotten: what is read would spread these ids."""
+    known = requests(storage)
+    if not all(known.values()):
         raise RecckptError(
             f"{storage.url}: found a request to forget ids that is not ended, so checkpoints may still hold them: "
             f"{remedy}"
+        )
+    return frozenset(known)
+
+
+def check_none_since(storage: Storage, known: frozenset[str]) -> None:
+    """Raise RecckptError where ids were to be forgotten since: what was read meanwhile may hold them."""
+    if requests(storage).keys() - known:
+        raise RecckptError(
+            f"{storage.url}: ids were to be forgotten while checkpoints were read, so what was read may hold them: "
+            "nothing is made of it; call it again"
         )
 
 
@@ -90,7 +128,7 @@ def pending(storage: Storage) -> list[Request]:
 def _read(storage: Storage, path: str) -> Request | None:
     try:
         return read_twice(
-            storage, path, lambda: forget_request.decode(storage.read(path, forget_request.MAX_BYTES), path)
+            storage, path, lambda: forgetting.decode_request(storage.read(path, forgetting.MAX_BYTES), path)
         )
     except ABSENT:
         return None  # done meanwhile
@@ -105,7 +143,7 @@ def _read(storage: Storage, path: str) -> Request | None:
 def close_request(storage: Storage, request: Request, done: Mapping[str, Any]) -> None:
     """Note in the audit what was done, and remove the request, which is the last file with its ids."""
     before = _audit_bytes(storage)
-    if not any(line.get("request") == request.request for line in forget_audit.decode(before, layout.FORGOTTEN)):
+    if not any(line.get("request") == request.request for line in forgetting.decode_audit(before, layout.FORGOTTEN)):
         line_values: dict[str, Any] = {
             "request": request.request,
             "table": request.table,
@@ -114,7 +152,7 @@ def close_request(storage: Storage, request: Request, done: Mapping[str, Any]) -
         }
         line_values |= {"version": request.version, **done, "n_ids": len(request.ids)}
         line = {**line_values, "digests": digests(key(storage) or _made_key(storage), request.ids)}
-        storage.replace(layout.FORGOTTEN, before + forget_audit.encode_line(line, before))
+        storage.replace(layout.FORGOTTEN, before + forgetting.encode_line(line, before))
     with suppress(FileExistsError):
         storage.put_if_absent(layout.forget_request(request.request, is_done=True), b"{}\n")
     storage.remove(layout.forget_request(request.request))
@@ -124,13 +162,13 @@ def close_request(storage: Storage, request: Request, done: Mapping[str, Any]) -
 def remove_drafts(storage: Storage) -> None:
     """Remove the drafts of requests that a crash left, since they contain ids; only the owner may."""
     for name in storage.list_files(layout.FORGET_DIR):
-        if drafts.is_draft(name):
+        if layout.is_draft(name):
             storage.remove(layout.join(layout.FORGET_DIR, name))
 
 
 def audit(storage: Storage) -> list[dict[str, Any]]:
     """Return the lines of the audit, [] where nothing was forgotten; CorruptCheckpointError where it is damaged."""
-    return forget_audit.decode(_audit_bytes(storage), layout.FORGOTTEN)
+    return forgetting.decode_audit(_audit_bytes(storage), layout.FORGOTTEN)
 
 
 def _audit_bytes(storage: Storage) -> bytes:

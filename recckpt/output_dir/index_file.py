@@ -1,25 +1,26 @@
-"""The index file: a hint for people and scripts, compared with the manifests, written again, and never relied on.
+"""Files that nothing depends on: the index file and the timeline, which are for people and scripts.
 
-RecIS has a file of this name too: its output dirs are recognised, logged, and not touched.
+RecIS has an index file of this name too: its output dirs are recognised, logged, and not touched.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from recckpt.format import layout
-from recckpt.storage import NotPlainError, Storage
+from recckpt.storage import ABSENT, NotPlainError, Storage
 
 log = logging.getLogger("recckpt")
-
-NOTE = "this is an output dir of RecIS, whose checkpoints recckpt does not read"
+NOTE = "this is an output dir of RecIS, whose checkpoints `recckpt import` makes into ours"
 _FILES = ("tensorkey.json", "index")  # in every checkpoint of RecIS, and in none of ours
 _MAX_BYTES = 1 << 20
-
 _MISSING, _STALE = "missing", "stale"  # as a crash in a save leaves it, or a save that still runs
+_TIMELINE_BYTES = 1 << 20  # the oldest lines go
 
 
 def index_problem(storage: Storage, ckpt_ids: Sequence[str]) -> str:
@@ -65,7 +66,6 @@ def warn_of_index(
 
 
 def warn_of_recis(storage: Storage) -> None:
-    """Log whose output dir it is."""
     log.warning("%s: %s; its file %r is left alone", storage.url, NOTE, layout.INDEX_FILE)
 
 
@@ -86,3 +86,56 @@ def _has_files(storage: Storage, directory: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def why_nothing(storage: Storage) -> str:
+    """Return what is there instead of checkpoints: nothing at all, what a save left, or files of others."""
+    reason = storage.why_empty()
+    if reason:
+        return reason
+    reason = "found no committed checkpoint"
+    if _has(storage, layout.MANIFEST):
+        return f"{reason} in it: this is the directory of one itself"
+    if _has(storage, layout.INTENT):
+        return f"{reason}: this is the directory of a save that has not ended, or of one that was removed in part"
+    return f"{reason}; {NOTE}" if is_of_recis(storage) else reason
+
+
+def _has(storage: Storage, name: str) -> bool:
+    try:
+        return storage.size(name) >= 0
+    except OSError:
+        return False
+
+
+def append_timeline(storage: Storage, lines: Sequence[str]) -> None:
+    """Add lines, except those that are there already; only the owner of the output dir may.
+
+    Raises:
+        OSError: the storage failed; they may be there all the same.
+    """
+    try:
+        before = storage.read(layout.TIMELINE, 2 * _TIMELINE_BYTES)
+    except FileNotFoundError:
+        before = b""
+    there = before[-_TIMELINE_BYTES:].splitlines(keepends=True)
+    kept = there[1:] if len(before) > _TIMELINE_BYTES else there
+    new = [line for line in map(str.encode, lines) if line not in there]
+    storage.replace(layout.TIMELINE, b"".join([*kept, *new]))
+
+
+def read_timeline(storage: Storage) -> list[dict[str, Any]]:
+    """Return the saves in the timeline, oldest first, [] without one; lines that are no JSON objects are passed over.
+
+    Raises:
+        OSError: the storage failed.
+    """
+    try:
+        lines = storage.read(layout.TIMELINE, 2 * _TIMELINE_BYTES).splitlines()
+    except ABSENT:
+        return []
+    values = []
+    for line in lines:
+        with suppress(ValueError, RecursionError):
+            values.append(json.loads(line))
+    return [value for value in values if isinstance(value, dict)]

@@ -1,26 +1,176 @@
-"""What is committed, by the manifests, which alone decide it."""
+"""What is committed, by the manifests, which alone decide it, and what each delta stands on (docs/format.md, 12.3)."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
-from recckpt.format.manifest import Manifest
-from recckpt.output_dir.chains import Chains, Damage, preference
-from recckpt.output_dir.checkpoint_dir import Manifests, file_problems, look_at_all, looks_at_once, read_manifest
+from recckpt.format.manifest import MAX_LINKS, Manifest, Parent
+from recckpt.format.tables import TableEntry
+from recckpt.output_dir.checkpoint_dir import (
+    Damage,
+    Look,
+    Manifests,
+    attempt_dirs,
+    file_problems,
+    look_at_all,
+    looks_at_once,
+    read_manifest,
+)
 from recckpt.output_dir.claims import NO_TAKEOVER, Takeover, last_takeover
-from recckpt.output_dir.why_nothing import why_nothing
+from recckpt.output_dir.index_file import why_nothing
 from recckpt.parallel.threads import run_all
 from recckpt.storage import Listed, Storage
 
 log = logging.getLogger("recckpt")
-
 _GONE = FileNotFoundError()  # removed since its manifest was read
 _TRIES = 3  # looks, where rotation may have removed meanwhile what a commit or a form has replaced
+
+
+def preference(directory: str, record: Manifest) -> tuple[int, bool, str, bool]:
+    """Return the key by which the greatest of one checkpoint, its revisions and forms is the one that readers take."""
+    revised = record.revision_of.number if record.revision_of else 0
+    return revised, record.kind == "full", record.save_id, layout.is_attempt(directory, record.ckpt_id)
+
+
+class Chains:
+    """The chains of checkpoints by their directories; does no I/O.
+
+    Args:
+        manifests: directory -> its manifest; all that count.
+        damaged: directory -> what is wrong in it by itself; also of directories whose manifest cannot be read.
+
+    Attributes:
+        broken: directory -> what is wrong in it, or in a link that it stands on and has no other form of.
+        is_incomplete: whether a parent is nowhere: a form may have taken its place since the directories were listed.
+    """
+
+    def __init__(self, manifests: Mapping[str, Manifest], damaged: Mapping[str, Damage]) -> None:
+        self.broken = dict(damaged)
+        self.is_incomplete = False
+        self._manifests = manifests
+        self._below: dict[str, str] = {}  # directory of a delta -> that of the link which it is read on
+        self._n_links: dict[str, int] = {}
+        self._causes = dict(damaged)  # as ``broken``, in the words of the link
+        self._named: dict[str, list[str]] = {}
+        for directory in sorted(manifests, key=lambda name: preference(name, manifests[name]), reverse=True):
+            for save_id in {manifests[directory].save_id, manifests[directory].origin}:
+                self._named.setdefault(save_id, []).append(directory)
+        for directory in sorted(manifests, key=lambda name: manifests[name].place):  # a parent comes before its deltas
+            if directory not in self.broken:
+                self._stand(directory)
+
+    def representations(self, save_id: str) -> list[str]:
+        """Return where a checkpoint and its forms are that have a chain, the one that readers take first."""
+        return [directory for directory in self._named.get(save_id, ()) if directory not in self.broken]
+
+    def links(self, directory: str) -> tuple[str, ...]:
+        """Return the directories of a chain, newest link first; ``directory`` is not broken."""
+        links = [directory]
+        while links[-1] in self._below:
+            links.append(self._below[links[-1]])
+        return tuple(links)
+
+    def closure(self, save_ids: Collection[str]) -> set[str]:
+        """Return the directories without which these checkpoints, or forms of them, could not be read."""
+        best = (links[0] for save_id in save_ids if (links := self.representations(save_id)))
+        return {link for directory in best for link in self.links(directory)}
+
+    def _stand(self, directory: str) -> None:
+        """Find the best link below, or say why there is none."""
+        record = self._manifests[directory]
+        if record.parent is None:
+            self._n_links[directory] = 1
+            return
+        causes = []
+        for below in self._named.get(record.parent.save_id, ()):
+            cause = next(self._problems(directory, record, record.parent, below), None)
+            if cause is None:
+                self._below[directory], self._n_links[directory] = below, 1 + self._n_links[below]
+                return
+            causes.append(cause)
+        if not causes:
+            causes = [self._missing(directory, record, record.parent)]
+        self._causes[directory] = causes[0]
+        self.broken[directory] = _in_chain(causes[0], directory, record)
+
+    def _problems(self, directory: str, record: Manifest, parent: Parent, below: str) -> Iterator[Damage]:
+        """Yield why a delta cannot stand on what has the name of its parent."""
+        link = self._manifests[below]
+
+        def wrong(found: str, expected: str) -> CorruptCheckpointError:
+            return _wrong_parent(directory, parent, f"{below}/ {found}", expected)
+
+        if link.origin_xxh3 != parent.manifest:
+            yield wrong(f"with the checksum {link.origin_xxh3:016x}", f"{parent.manifest:016x}")
+        elif link.ckpt_id != parent.ckpt_id:
+            yield wrong(f"with the id {link.ckpt_id!r}", repr(parent.ckpt_id))
+        elif not link.place < record.place:
+            yield wrong(f"committed as {link.place}", f"one before {record.place} (epoch, seq)")
+        elif below in self._causes:
+            yield self._causes[below]
+        elif self._n_links[below] >= MAX_LINKS:
+            yield wrong(f"with {self._n_links[below]} links", f"a chain of at most {MAX_LINKS} in all")
+        else:
+            yield from (wrong(f"with {found}", expected) for found, expected in _misfits(record, link))
+
+    def _missing(self, directory: str, record: Manifest, parent: Parent) -> Damage:
+        if parent.directory in self._causes and parent.directory not in self._manifests:  # it cannot be read
+            return self._causes[parent.directory]
+        self.is_incomplete = True
+        expected = f"that of save {parent.save_id}, in {parent.directory}/ or as a form of it"
+        remedy = f"if it was copied alone, {whole_one(record.ckpt_id)}; else restore an older checkpoint"
+        return _wrong_parent(directory, parent, "no such checkpoint", expected, remedy)
+
+
+def whole_one(ckpt_id: str) -> str:
+    """Say what to do where the links of a delta are elsewhere."""
+    return f"copy its links too, or make a whole one of it where they are: `recckpt compact DIR {ckpt_id} --out OTHER`"
+
+
+def _wrong_parent(
+    directory: str, parent: Parent, found: str, expected: str, remedy: str = ""
+) -> CorruptCheckpointError:
+    path, where = layout.join(directory, layout.MANIFEST), f"parent {parent.ckpt_id!r}"
+    return CorruptCheckpointError(path, where, found=found, expected=expected, remedy=remedy)
+
+
+def _misfits(record: Manifest, link: Manifest) -> Iterator[tuple[str, str]]:
+    """Yield (found, expected) for each way in which the rows of a delta do not fit the link below it."""
+    for table in record.tables:
+        below = link.table(table.name)
+        if table.is_whole:
+            continue
+        if below is None:
+            yield f"no table {table.name!r}", "it, since the delta does not replace it"
+        elif below.slots != table.slots:
+            yield f"slots {_slots(below)} in table {table.name!r}", f"{_slots(table)}, as in the delta"
+        elif below.live != table.live:
+            yield f"table {table.name!r} {_live(below)}", f"{_live(table)}, as in the delta"
+
+
+def _slots(table: TableEntry) -> str:
+    return ", ".join(f"{slot.name} {slot.dtype}{list(slot.shape)}" for slot in table.slots)
+
+
+def _live(table: TableEntry) -> str:
+    if table.live is None:
+        return "not live"
+    return f"live, of {table.live.n_rows} rows and columns {list(map(list, table.live.columns))}"
+
+
+def _in_chain(cause: Damage, directory: str, record: Manifest) -> Damage:
+    """Return damage of a link as that of a delta which stands on it."""
+    is_own = isinstance(cause, CorruptCheckpointError) and cause.path == layout.join(directory, layout.MANIFEST)
+    if not isinstance(cause, CorruptCheckpointError) or is_own:
+        return cause
+    link = f"a link of {record.ckpt_id!r}"
+    where = f"{cause.where}, in {link}" if cause.where else link
+    return CorruptCheckpointError(cause.path, where, found=cause.found, expected=cause.expected, remedy=cause.remedy)
 
 
 @dataclass(frozen=True)
@@ -41,7 +191,6 @@ class Checkpoint:
 
     @property
     def ckpt_id(self) -> str:
-        """Its id."""
         return self.manifest.ckpt_id
 
     @property
@@ -88,7 +237,6 @@ class Listing:
         return max((checkpoint.manifest.place for checkpoint in (*self.committed, *self.lost)), default=(0, 0))
 
     def plus(self, checkpoint: Checkpoint) -> Listing:
-        """Return the listing with a checkpoint that was committed since."""
         return replace(
             self,
             committed=chained([*self.committed, checkpoint], self.damaged)[0],
@@ -99,7 +247,6 @@ class Listing:
         )
 
     def minus(self, directories: Collection[str]) -> Listing:
-        """Return the listing without checkpoints that were removed since."""
         return replace(
             self,
             committed=tuple(c for c in self.committed if c.directory not in directories),
@@ -116,7 +263,6 @@ class Listing:
 
     @property
     def ckpt_ids(self) -> list[str]:
-        """The ids, oldest first."""
         return [checkpoint.ckpt_id for checkpoint in self.current]
 
     @property
@@ -126,11 +272,9 @@ class Listing:
 
     @property
     def next_seq(self) -> int:
-        """The sequence number of the next commit."""
         return 1 + self.highest_seq
 
     def find(self, ckpt_id: str) -> Checkpoint | None:
-        """Return the newest committed checkpoint of an id."""
         return next((c for c in reversed(self.committed) if c.ckpt_id == ckpt_id), None)
 
     def representation(self, save_id: str) -> Checkpoint | None:
@@ -154,22 +298,28 @@ def chained(counted: Sequence[Checkpoint], damaged: Mapping[str, Damage]) -> tup
     return tuple(replace(links[name], below=below[name]) if below[name] else links[name] for name in whole), chains
 
 
-def list_checkpoints(storage: Storage, known: Manifests | None = None) -> Listing:
+def list_checkpoints(storage: Storage, known: Manifests | None = None, own: Takeover | None = None) -> Listing:
     """Read all manifests of an output dir, but those its writer knows, and check that their files are there.
+
+    Args:
+        storage: the output dir.
+        known: manifests that a writer has read, and of this listing after it.
+        own: the takeover of a writer that checks afterwards that none is newer; None for the newest that is there.
 
     Raises OSError where the storage failed, or refuses to read a checkpoint.
     """
-    listing = look_around(storage, known)
+    listing = look_around(storage, known, own)
     for error in listing.unreadable.values():
         raise error
     return listing
 
 
-def look_around(storage: Storage, known: Manifests | None = None) -> Listing:
-    """Return the listing of an output dir whose checkpoints need not all be readable."""
+def look_around(storage: Storage, known: Manifests | None = None, own: Takeover | None = None) -> Listing:
+    """Return the listing of an output dir whose checkpoints need not all be readable; arguments as above."""
     for _ in range(_TRIES):
-        directories = attempt_dirs(storage)
-        listing, is_complete = _list(storage, directories, known)
+        directories = attempt_dirs(storage) if known is None else known.directories(storage)
+        looks = look_at_all(storage, directories, known)
+        listing, is_complete = _list(storage, directories, looks, own)
         if is_complete and (listing.committed or not directories):
             break
     if known:
@@ -177,18 +327,15 @@ def look_around(storage: Storage, known: Manifests | None = None) -> Listing:
     return listing
 
 
-def attempt_dirs(storage: Storage) -> list[str]:
-    """Return the directories of an output dir, committed or not, but for recckpt's own."""
-    return [name for name in storage.list_dirs() if not layout.is_own(name)]
-
-
-def _list(storage: Storage, directories: Sequence[str], known: Manifests | None) -> tuple[Listing, bool]:
+def _list(
+    storage: Storage, directories: Sequence[str], looks: Sequence[Look], own: Takeover | None
+) -> tuple[Listing, bool]:
     """Return the listing of these directories, and whether every link was in one of them."""
-    looks = look_at_all(storage, directories, known)
     damaged: dict[str, Damage] = {look.directory: look.damage for look in looks if look.damage is not None}
     with_manifest = [Checkpoint(look.directory, look.record) for look in looks if look.record is not None]
     files = {look.directory: look.files for look in looks if look.files is not None}
-    takeover = _takeover(storage, damaged)  # after the manifests: a commit in between is only missed, never miscounted
+    # After the manifests: a commit in between is only missed, never miscounted.
+    takeover = _takeover(storage, damaged) if own is None else own
     fenced = {c.directory: reason for c in with_manifest if (reason := takeover.excludes(c.manifest))}
     counted = [c for c in with_manifest if c.directory not in fenced]
     there = _still_there(storage, counted, files, damaged)
@@ -245,6 +392,9 @@ def locate(storage: Storage, ckpt_id: str) -> Checkpoint:
     Raises CheckpointNotFoundError, which says what there is, and CorruptCheckpointError where it is damaged.
     """
     listing = list_checkpoints(storage)
+    for path, error in listing.damaged.items():
+        if isinstance(error, FormatVersionError) and path not in listing.directories:  # of the last writer
+            raise error
     checkpoint = listing.find(ckpt_id)
     if checkpoint is None:
         first = layout.encode_id(ckpt_id)
@@ -290,7 +440,6 @@ def newest(storage: Storage) -> Checkpoint:
 
 
 def describe(checkpoints: Sequence[Checkpoint]) -> str:
-    """Say in a message which checkpoints there are."""
     if not checkpoints:
         return "there are none in this output dir"
     return "there are " + ", ".join(repr(checkpoint.ckpt_id) for checkpoint in checkpoints[-8:])

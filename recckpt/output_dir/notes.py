@@ -1,19 +1,22 @@
-"""Notes in an output dir of what lies elsewhere and follows it: sealed JSON files, one for each place."""
+"""Notes in an output dir of what lies elsewhere: a mirror, and hosts with near saves (docs/format.md, 15 and 16)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from recckpt.errors import CorruptCheckpointError
-from recckpt.format import drafts, layout
-from recckpt.format.json_fields import Fields, check_seal, parse
+from recckpt.errors import CorruptCheckpointError, FormatVersionError, RecckptError
+from recckpt.format import layout, near_seal
+from recckpt.format.codec import Count, FileKind, JsonRecord, plain
 from recckpt.storage import ABSENT, Storage
-from recckpt.storage.read_again import read_twice
+from recckpt.storage.retry import read_twice
 
 _MAX_BYTES = 64 << 20
-_T = TypeVar("_T")
+_T = TypeVar("_T", bound=JsonRecord)
+_MIRROR = FileKind("recckpt-mirror", 1, "mirror_xxh3", 64 << 20)  # part of the format
+_MIRROR_REMEDY = "if a mirror lies here, remove it and mirror again; else remove this file"
+_NEAR_HOST = FileKind("recckpt-near-host", 1, "near_host_xxh3", 64 << 20)  # part of the format
+_NEAR_HOST_REMEDY = "remove it: the next near save on that host notes it again"
 
 
 def put_note(storage: Storage, path: str, data: bytes) -> None:
@@ -28,40 +31,114 @@ def put_note(storage: Storage, path: str, data: bytes) -> None:
 
 
 def note_paths(storage: Storage, directory: str) -> list[str]:
-    """Return the paths of all notes in a directory."""
-    return [layout.join(directory, name) for name in storage.list_files(directory) if not drafts.is_draft(name)]
+    return [layout.join(directory, name) for name in storage.list_files(directory) if not layout.is_draft(name)]
 
 
-def read_note(
-    storage: Storage, path: str, kind: tuple[str, int, str], decode: Callable[[Fields], _T], remedy: str
-) -> _T | None:
+def read_note(storage: Storage, path: str, kind: FileKind, record: type[_T], remedy: str) -> _T | None:
     """Return what a note says; None where it is not there.
 
     Args:
         storage: the output dir.
         path: that of the note.
-        kind: its format, the newest version of that, and the field with its checksum.
-        decode: what to make of its fields.
+        kind: how it begins and ends.
+        record: what it says.
         remedy: what to do about a damaged one.
 
     Raises:
         CorruptCheckpointError: it is damaged.
         FormatVersionError: a newer recckpt wrote it.
     """
-    format_, version, seal = kind
-
-    def read() -> _T:
-        data = storage.read(path, _MAX_BYTES)
-        fields = parse(data, path)
-        fields.check_format(format_, version)
-        check_seal(data, seal, path)
-        return decode(fields)
-
     try:
-        return read_twice(storage, path, read)
+        return read_twice(storage, path, lambda: kind.open(storage.read(path, _MAX_BYTES), path).read(record))
     except ABSENT:
         return None
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(
             path, error.where, found=error.found, expected=error.expected, remedy=remedy
         ) from error
+
+
+class MirrorNote(JsonRecord, frozen=True):
+    """What the mirror is of, and who wrote there last."""
+
+    url: str  # where the run was, as its mirror reached it
+    run: str  # nonce of the first claim there, by which the run is known again; "" of one without claims
+    nonce: str  # 32 hex digits of the one that mirrors: another that takes the mirror over puts its own
+    host: str  # where that runs
+    pid: Count  # its process
+    time: str  # when it began, UTC; for people only
+
+
+def put_mirror_note(storage: Storage, note: MirrorNote) -> None:
+    """Make an output dir a mirror, or take the mirror over, durably."""
+    put_note(storage, layout.MIRROR, _MIRROR.encode(plain(note)))
+    for directory in (layout.OWN_DIR, ""):
+        storage.sync_dir(directory)
+
+
+def mirror_note(storage: Storage) -> MirrorNote | None:
+    """Return the note of a mirror; None where an output dir is not one.
+
+    Raises:
+        CorruptCheckpointError: the note is damaged.
+        FormatVersionError: a newer recckpt wrote it.
+    """
+    return read_note(storage, layout.MIRROR, _MIRROR, MirrorNote, _MIRROR_REMEDY)
+
+
+def refuse_mirror(storage: Storage) -> None:
+    """Raise RecckptError where an output dir is a mirror: the next pass would remove what is saved there."""
+    note = mirror_note(storage)
+    if note is not None:
+        raise RecckptError(
+            f"{storage.url} is a mirror of {note.url}, in which nothing is saved. Read it with CheckpointReader or "
+            "load_into, or start from it with a model bank. To go on training from it, copy it to another output dir, "
+            f"or end its `recckpt mirror`; and remove {layout.MIRROR} there"
+        )
+
+
+class NearHost(JsonRecord, frozen=True):
+    """A host with near saves of an output dir, as it is noted there."""
+
+    host: str  # the id in its near dir
+    name: str  # of the machine, for people
+    path: str  # of its near dir, there
+    damage: str = ""  # why its note cannot be read; name and path are "" then
+
+    @property
+    def shown(self) -> str:
+        return f"{self.name}:{self.path}" if not self.damage else f"a host whose note is damaged ({self.damage})"
+
+    @property
+    def as_data(self) -> dict[str, str]:
+        as_data: dict[str, str] = plain(self)
+        return as_data
+
+
+def note_near_host(storage: Storage, host: NearHost) -> None:
+    """Note a host, unless it is noted like this."""
+    put_note(storage, near_seal.host_note(host.host), _NEAR_HOST.encode(plain(host)))
+
+
+def forget_near_host(storage: Storage, host: str) -> None:
+    """Remove the note of a host on which no near save is any more."""
+    storage.remove(near_seal.host_note(host))
+
+
+def one_of_the_hosts(storage: Storage) -> tuple[NearHost | None, int]:
+    """Return a host that is noted, None where none is, and how many there are; reads one note."""
+    paths = note_paths(storage, near_seal.NEAR_NOTES)
+    return _read_or_damage(storage, paths[0]) if paths else None, len(paths)
+
+
+def noted_hosts(storage: Storage) -> list[NearHost]:
+    """Return the hosts on which near saves of an output dir may lie, those whose notes cannot be read among them."""
+    hosts = [_read_or_damage(storage, path) for path in note_paths(storage, near_seal.NEAR_NOTES)]
+    return [host for host in hosts if host is not None]
+
+
+def _read_or_damage(storage: Storage, path: str) -> NearHost | None:
+    try:
+        return read_note(storage, path, _NEAR_HOST, NearHost, _NEAR_HOST_REMEDY)
+    except (CorruptCheckpointError, FormatVersionError) as error:
+        return NearHost(near_seal.host_of_note(path), "", "", damage=str(error))

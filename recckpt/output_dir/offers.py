@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from recckpt.errors import RecckptError, WriterFencedError
-from recckpt.format import drafts, layout, offer
-from recckpt.format.links import FormOf
-from recckpt.format.manifest import Manifest
+from recckpt.format import layout, offer
+from recckpt.format.manifest import FormOf, Manifest
 from recckpt.format.offer import Offer
 from recckpt.format.tables import TableEntry
 from recckpt.output_dir import rotation
@@ -19,8 +18,7 @@ from recckpt.output_dir.commit import commit
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint, Listing
 from recckpt.storage import ABSENT, NOT_READABLE, Storage
-from recckpt.storage.read_again import read_twice
-from recckpt.storage.retry import RetryPolicy
+from recckpt.storage.retry import RetryPolicy, read_twice
 
 log = logging.getLogger("recckpt")
 
@@ -81,7 +79,8 @@ def look_at(storage: Storage, directory: str, now: float | None) -> OfferDirecto
     except (RecckptError, OSError) as error:
         return OfferDirectory(directory, age_sec, True, None, str(error))
     try:
-        content = _read(storage, directory)
+        path = layout.join(directory, layout.OFFER_JSON)
+        content = read_twice(storage, path, lambda: offer.decode(storage.read(path, offer.MAX_BYTES + 1), path))
         problem = next(file_problems(storage, directory, content), None)
     except ABSENT:
         return OfferDirectory(
@@ -111,7 +110,8 @@ def _reasons_against(offer: Offer, age_sec: float | None, listing: Listing) -> I
         yield f"no delta {of.ckpt_id!r} of save {of.save_id} with the checksum {of.manifest:016x} counts here"
         return
     record = delta.manifest
-    if any(_is_form_of(checkpoint, delta) for checkpoint in listing.committed):
+    forms = (checkpoint.manifest.form_of for checkpoint in listing.committed)
+    if any(of and (of.save_id, of.manifest) == (record.save_id, record.xxh3) for of in forms):
         yield f"{of.ckpt_id!r} has a form already"
     if (offer.step, offer.ephemeral) != (record.step, record.ephemeral):
         yield f"it is of step {offer.step}, ephemeral {offer.ephemeral}, the delta of {record.step}, {record.ephemeral}"
@@ -175,23 +175,13 @@ def _form(offer: Offer, delta: Manifest, fence: Fence) -> Manifest:
     )
 
 
-def _read(storage: Storage, directory: str) -> Offer:
-    path = layout.join(directory, layout.OFFER_JSON)
-    return read_twice(storage, path, lambda: offer.decode(storage.read(path, offer.MAX_BYTES + 1), path))
-
-
 def _contents(tables: Iterable[TableEntry]) -> dict[str, object]:
     return {table.name: (table.rows, table.slots, table.live) for table in tables}
 
 
-def _is_form_of(checkpoint: Checkpoint, delta: Checkpoint) -> bool:
-    of = checkpoint.manifest.form_of
-    return of is not None and (of.save_id, of.manifest) == (delta.manifest.save_id, delta.manifest.xxh3)
-
-
 def clock(storage: Storage) -> float | None:
     """Return the time by the clock of the storage: that of a file which is written for it."""
-    probe = drafts.probe()
+    probe = layout.probe()
     storage.put_if_absent(probe, b"")
     try:
         return storage.modified(probe)

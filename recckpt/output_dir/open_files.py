@@ -1,15 +1,16 @@
-"""The files of a checkpoint that a writer may remove while they are read: they are opened first."""
+"""Files of a checkpoint that its writer may remove while they are read: they are opened first, or looked for again."""
 
 from __future__ import annotations
 
 import copy
 import io
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import islice
 from typing import BinaryIO, TypeVar, cast
 
-from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, RecckptError
+from recckpt.errors import CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError, RecckptError
 from recckpt.format import layout
 from recckpt.parallel.threads import run_all
 from recckpt.storage import ABSENT, NOT_READABLE, NotPlainError, Storage, missing
@@ -19,6 +20,10 @@ from recckpt.storage.transfers import WorkDir
 _MOST_MAPS = 16_384  # a process has 65,530; a checkpoint of more files is one of more than 10 TB
 _CHAIN_MAPS = 3  # times as many for all links of a chain
 _T = TypeVar("_T")
+log = logging.getLogger("recckpt")
+_LOOKS_AGAIN = 3
+_Located = TypeVar("_Located")
+_Result = TypeVar("_Result")
 
 
 class OpenFiles:
@@ -70,10 +75,9 @@ class OpenFiles:
         self._maps = {}
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file for seeking and reading."""
         mapped = self._maps.get(name)
         if mapped is not None:
-            return cast(BinaryIO, _MappedFile(mapped))
+            return cast(BinaryIO, MappedFile(mapped))
         return cast(BinaryIO, _RemovableFile(self._reached(name, self._storage.open), partial(self._missing, name)))
 
     def map(self, name: str) -> memoryview | None:
@@ -82,16 +86,15 @@ class OpenFiles:
         return self._reached(name, self._storage.map) if mapped is None else mapped
 
     def size(self, name: str) -> int:
-        """Return the bytes of a file."""
         mapped = self._maps.get(name)
         return self._reached(name, self._storage.size) if mapped is None else len(mapped)
 
-    def read(self, name: str, max_bytes: int) -> bytes:
-        """Return at most ``max_bytes`` of a file, from its start."""
+    def read(self, name: str, max_bytes: int, begin: int = 0) -> bytes:
+        """Return at most ``max_bytes`` of a file, from ``begin`` on."""
         mapped = self._maps.get(name)
         if mapped is None:
-            return self._reached(name, lambda path: self._storage.read(path, max_bytes))
-        return bytes(mapped[:max_bytes])
+            return self._reached(name, lambda path: self._storage.read(path, max_bytes, begin))
+        return bytes(mapped[begin : begin + max_bytes])
 
     def drop_cached(self, name: str) -> bool:
         """Drop the copy of a file, if it is one; say whether it is not local, as :class:`Storage` does."""
@@ -140,7 +143,7 @@ class OpenFiles:
         return missing(path, error, "a file" if n_bytes is None else f"{n_bytes} bytes")
 
 
-class _MappedFile(io.RawIOBase):
+class MappedFile(io.RawIOBase):
     """A file object over memory, without a copy of it."""
 
     def __init__(self, memory: memoryview) -> None:
@@ -156,6 +159,7 @@ class _MappedFile(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a position, which may be behind the end."""
         start = (0, self._at, len(self._memory))[whence]
         if start + offset < 0:
             raise ValueError(f"a position is not negative, found {start + offset}")
@@ -197,3 +201,47 @@ class _RemovableFile(io.RawIOBase):
         if not self.closed:
             self._file.close()
         super().close()
+
+
+def first_whole(
+    locate: Callable[[], _Located],
+    use: Callable[[_Located], _Result],
+    *,
+    instead: Callable[[_Located, CorruptCheckpointError], _Located | None] = lambda located, error: None,
+    first: _Located | None = None,
+) -> _Result:
+    """Locate a checkpoint and use it; look again where its writer removes it meanwhile, or where it is damaged.
+
+    Ranks that act together all call this: ``locate`` and ``instead`` return the same on all of them, and an error of
+    ``use`` on one of them is raised on all, so that all look again alike.
+
+    Args:
+        locate: returns what is there now.
+        use: may be called again, and has to make up for what it has done so far.
+        instead: returns what to use in place of what an error names as damaged, such as another form of it; None where
+            there is nothing.
+        first: what was located already.
+
+    Raises:
+        CheckpointNotFoundError: there was nothing at the first look.
+        CheckpointRemovedError: what was located was removed before it was read, each of four times.
+        CorruptCheckpointError: there is nothing to use in place of what is damaged.
+    """
+    located, removed, n_left = first, None, _LOOKS_AGAIN
+    while True:
+        try:
+            located = locate() if located is None else located
+            return use(located)
+        except CorruptCheckpointError as error:
+            located = None if located is None else instead(located, error)
+            if located is None:
+                raise
+        except (CheckpointRemovedError, CheckpointNotFoundError) as error:
+            # After a removal there may be no checkpoint for a moment, or the one that was asked for never comes back.
+            removed = error if isinstance(error, CheckpointRemovedError) else removed
+            if removed is None:
+                raise
+            if n_left == 0:
+                raise removed from removed.__cause__
+            log.info("%s; looking again", removed)
+            located, n_left = None, n_left - 1

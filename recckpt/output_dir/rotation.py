@@ -6,20 +6,21 @@ Pinned ones stay, by a small file each, so that any process may pin.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
+from heapq import heapify, heappop, heappush
 
-from recckpt.errors import CorruptCheckpointError
+from recckpt.errors import CheckpointInUseError, CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.output_dir.checkpoint_dir import Intent, has_manifest, read_intent
-from recckpt.output_dir.listing import Checkpoint, Listing, locate
+from recckpt.output_dir.listing import Checkpoint, Listing, age, locate
 from recckpt.parallel.threads import run_all
 from recckpt.policies.keep import Keep, as_keep
 from recckpt.storage import Storage
 
 log = logging.getLogger("recckpt")
-
 _LAST = frozenset({layout.INTENT, layout.OFFER})  # files of an attempt, of an offer
 THREADS = 8  # to remove files with, where the caller has no number of its own
 
@@ -64,7 +65,6 @@ def expired(
 def chosen(
     listing: Listing, keep: int | Keep | None, pinned: Collection[str], now: datetime, step_prefix: str
 ) -> list[Checkpoint]:
-    """Return the checkpoints that stay for their own sake."""
     current = listing.current
     regular = [checkpoint for checkpoint in current if not checkpoint.manifest.ephemeral]
     wanted_ids = as_keep(keep).kept([checkpoint.manifest for checkpoint in regular], now)
@@ -85,26 +85,29 @@ def _is_replaced(damaged: Checkpoint, listing: Listing) -> bool:
 
 
 def in_order(gone: Sequence[Checkpoint], listing: Listing) -> list[Checkpoint]:
-    """Return them in the order of removal: a delta before its links, and of one place the delta before its forms.
+    """Return them in the order of removal: again and again one on which none of the others stands.
 
-    Damaged forms, and superseded ones on which nothing stands, go first: they must not become current again.
+    Of these first one that readers do not take, then the earliest: after a crash none that was superseded is read.
     """
-    needed = {c.manifest.origin for c in listing.current} | {
-        c.manifest.parent.save_id for c in gone if c.manifest.parent
-    }
-
-    def urgency(checkpoint: Checkpoint) -> tuple[bool, bool]:
-        is_damaged_form = checkpoint.manifest.form_of is not None and checkpoint in listing.lost
-        return is_damaged_form, checkpoint.manifest.origin not in needed
-
-    newest_first = sorted(gone, key=lambda c: (c.manifest.place, c.manifest.kind == "delta"), reverse=True)
-    return sorted(newest_first, key=urgency, reverse=True)
+    taken = {c.directory for c in listing.current}
+    ages = {c.directory: (c.directory in taken, age(c)) for c in gone}
+    needed_by = Counter(c.below[0].directory for c in gone if c.below)
+    by_name = {c.directory: c for c in gone}
+    free = [(ages[name], name) for name in by_name if not needed_by[name]]
+    heapify(free)
+    order = []
+    while free:
+        order.append(by_name[heappop(free)[1]])
+        for below in order[-1].below[:1]:
+            needed_by[below.directory] -= 1
+            if below.directory in by_name and not needed_by[below.directory]:
+                heappush(free, (ages[below.directory], below.directory))
+    return order
 
 
 def sync_forms(storage: Storage, listing: Listing, gone: Sequence[Checkpoint]) -> None:
-    """Make the forms that stay durable, before what they replace goes."""
-    removed = {checkpoint.directory for checkpoint in gone}
-    forms = [c.directory for c in listing.committed if c.manifest.form_of and c.directory not in removed]
+    """Make forms durable before what they replace goes, those that are to go after it too: others stand on them."""
+    forms = [c.directory for c in listing.committed if c.manifest.form_of]
     for directory in [*forms, ""] if forms and gone else []:
         storage.sync_dir(directory)
 
@@ -159,6 +162,12 @@ def leftovers(storage: Storage, listing: Listing, epoch: int, passed_over: set[s
     return leftovers
 
 
+def empty_attempts(storage: Storage, listing: Listing) -> list[str]:
+    """Return directories of the usual names without a file, whose writers died before they wrote the first."""
+    names = (directory for directory in listing.uncommitted if layout.parse_step(directory) is not None)
+    return [directory for directory in names if not storage.list_files(directory)]
+
+
 def remove(storage: Storage, checkpoint: Checkpoint, concurrency: int) -> bool:
     """Remove what recckpt wrote of a checkpoint, with several threads, and say whether its manifest is gone.
 
@@ -206,3 +215,49 @@ def _remove_files(storage: Storage, directory: str, listed: Collection[str], con
     for name in _LAST.intersection(names):
         storage.remove(layout.join(directory, name))
     storage.remove_empty_dirs(directory)
+
+
+def deletable(
+    listing: Listing, ckpt_id: str, pinned: Collection[str], place: str, near_bases: Collection[str] = ()
+) -> list[Checkpoint]:
+    """Return all that is committed under an id, in the order of removal: what it superseded must not come back.
+
+    Args:
+        listing: what is there.
+        ckpt_id: the id, of a checkpoint that is committed.
+        pinned: ids.
+        place: the output dir, for messages.
+        near_bases: save ids of what near saves stand on that may be restored.
+
+    Raises:
+        CheckpointInUseError: it stays, and why.
+    """
+    victims = [checkpoint for checkpoint in listing.committed if checkpoint.ckpt_id == ckpt_id]
+    reason = _reason(listing, victims, ckpt_id, pinned)
+    if reason is None and not {victim.manifest.origin for victim in victims}.isdisjoint(near_bases):
+        reason = "near saves stand on it; save once more, and delete it then"
+    if reason is not None:
+        raise CheckpointInUseError(f"{place}: {ckpt_id!r} is not deleted: {reason}")
+    return in_order(victims, listing)
+
+
+def _reason(listing: Listing, victims: Collection[Checkpoint], ckpt_id: str, pinned: Collection[str]) -> str | None:
+    """Say why an id stays, and what to do; None where it may go."""
+    directories = {victim.directory for victim in victims}
+    others = [checkpoint for checkpoint in listing.committed if checkpoint.ckpt_id != ckpt_id]
+    standing = [c.ckpt_id for c in others if directories & {link.directory for link in c.below}]
+    if standing:
+        first, n_more = repr(standing[-1]), len(set(standing)) - 1
+        deltas = f"{first} is a delta that is" if not n_more else f"{first} and {n_more} more are deltas that are"
+        return (
+            f"{deltas} read from it; delete what stands on it first, the newest first, or leave it to max_keep, which "
+            "removes a chain once nothing of it is to be kept"
+        )
+    if ckpt_id in pinned:
+        return "it is pinned; manager.unpin(step) first, or remove its file in .recckpt/pins"
+    if not others:
+        return "it is the only checkpoint; save another one first"
+    copied = [victim.directory for victim in victims if not layout.is_attempt(victim.directory, ckpt_id)]
+    if copied:
+        return f"it lies in {copied[0]}/, a name that recckpt did not give; remove that directory by hand"
+    return None

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -14,7 +15,7 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from recckpt.errors import ForkedError
-from recckpt.parallel.waiting import Latch
+from recckpt.parallel.threads import Latch
 
 log = logging.getLogger("recckpt")
 _T = TypeVar("_T")
@@ -106,6 +107,15 @@ class OwnFuture(Future[_T]):
         """End the work by an error."""
         super().set_exception(exception)
         self._ended.set()
+
+    def run(self, work: Callable[[], _T]) -> None:
+        """Do work here, and end with what it returns or raises."""
+        try:
+            result = work()
+        except BaseException as error:
+            self.set_exception(error)
+        else:
+            self.set_result(result)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the work has ended, and say whether it has."""

@@ -3,21 +3,178 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
+import numpy as np
+
 from recckpt.errors import PartlyLoadedError, RankLostError, RecckptError
-from recckpt.parallel.connection import Connection
-from recckpt.parallel.meetings import Meetings
-from recckpt.parallel.outcomes import Failed, Reason, error_of, outcome_of, sendable
-from recckpt.parallel.process_group import Group, group_of
+from recckpt.parallel.process_group import Group, Parcel, ReusedBuffer, group_of
 
-DEFAULT_TIMEOUT_SEC = 1800.0
 _T = TypeVar("_T")
+Failed = Callable[[int, str], RecckptError]
+Reason = RecckptError | str  # an error of ours as it is, the text of any other
+_GOES_ON, _FAILED = 0, 1  # the mark of a rank at a meeting
+DEFAULT_TIMEOUT_SEC = 1800.0
 _R = TypeVar("_R")
-
 Lost = Callable[[RankLostError], RecckptError]
+
+
+def outcome_of(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+    """Return what work returns, or what it raises."""
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def sendable(failure: Exception | None) -> Reason | None:
+    """Return an error as it is sent to other ranks: ours as they are, others by their text."""
+    if failure is None or isinstance(failure, RecckptError):
+        return failure
+    return f"{type(failure).__name__}: {failure}"
+
+
+def error_of(rank: int, reason: Reason, failed: Failed | None) -> RecckptError:
+    """Return what a rank raises for the failure of another one.
+
+    Args:
+        rank: the one that failed.
+        reason: as it was sent.
+        failed: makes the error of one that is not ours; None for a plain one.
+    """
+    if isinstance(reason, RecckptError):
+        return reason
+    return RecckptError(f"rank {rank} failed: {reason}") if failed is None else failed(rank, reason)
+
+
+class Meetings:
+    """Meetings of ranks that do the same work, and come to them in the same order and equally often.
+
+    All of them have one form, so a rank that fails comes to one more, whichever that is for the others: they raise its
+    error there, and there are no further ones. Not thread-safe.
+
+    Attributes:
+        rank: number of this rank.
+        size: number of ranks.
+
+    Args:
+        group: how the ranks reach each other; None for a rank that is alone.
+        failed: makes the error that ranks raise where another had one that is not ours; None for a plain one.
+
+    Raises:
+        RecckptError: in all methods: another rank has failed.
+        RankLostError: in all methods: another rank is missing.
+    """
+
+    def __init__(self, group: Group | None = None, failed: Failed | None = None) -> None:
+        self.rank, self.size = (group.rank, group.size) if group is not None else (0, 1)
+        self._group, self._failed = group, failed
+        self._is_over = False
+
+    def exchange(self, parcels: Sequence[Parcel], into: ReusedBuffer | None = None) -> list[Parcel]:
+        """Send bytes to each rank, by its number, and return what each has sent; nothing from itself. Collective.
+
+        Args:
+            parcels: for each rank.
+            into: the buffer for what is received; None for memory of its own.
+        """
+        marks, received = self._meet(_GOES_ON, parcels, into)
+        if _FAILED in marks:
+            raise self._first_failure(None)
+        return received
+
+    def gather(self, value: _T) -> list[_T]:
+        """Return the values of all ranks, in their order. Collective."""
+        data = np.frombuffer(pickle.dumps(value), np.uint8)
+        received = self.exchange([data] * self.size)
+        return [value if rank == self.rank else pickle.loads(parcel.data) for rank, parcel in enumerate(received)]
+
+    def wait(self) -> None:
+        """Return once all ranks are here. Collective."""
+        self.exchange(self._nothing)
+
+    def end(self, failure: Exception | None) -> None:
+        """Come to the last meeting, unless one before has been the last; ``failure`` is that of this rank. Collective.
+
+        Raises:
+            RecckptError: another rank has failed since, and this one has not.
+        """
+        if failure is not None:
+            self._fail(failure)
+        elif not self._is_over:
+            self.wait()
+
+    @contextmanager
+    def ended_by_errors(self) -> Iterator[None]:
+        """Let the other ranks raise an error of the block as it is, before this rank makes up for it."""
+        try:
+            yield
+        except Exception as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: Exception) -> None:
+        if not self._is_over:
+            self._meet(_FAILED, self._nothing)
+            self._first_failure(error)
+
+    def _meet(
+        self, mark: int, parcels: Sequence[Parcel], into: ReusedBuffer | None = None
+    ) -> tuple[list[int], list[Parcel]]:
+        if self._group is None:
+            self._is_over = mark == _FAILED
+            return [mark], self._nothing
+        try:
+            marks, received = self._group.exchange(mark, parcels, into)
+        except BaseException:  # a rank is missing, or this one was interrupted
+            self._is_over = True
+            raise
+        self._is_over = _FAILED in marks
+        return marks, received
+
+    def _first_failure(self, own: Exception | None) -> RecckptError:
+        reasons = [sendable(own)] if self._group is None else self._group.all_gather(sendable(own))
+        return next(error_of(rank, reason, self._failed) for rank, reason in enumerate(reasons) if reason is not None)
+
+    @property
+    def _nothing(self) -> list[Parcel]:
+        return [np.empty(0, np.uint8)] * self.size
+
+
+class Connection:
+    """Two ways for ranks to reach each other, made when first used: for the caller and for a thread. Thread-safe.
+
+    Args:
+        connect: makes the group of the caller. Collective where there are several ranks.
+    """
+
+    def __init__(self, connect: Callable[[], Group]) -> None:
+        self._connect, self._lock = connect, threading.Lock()
+        self._groups: tuple[Group, Group] | None = None
+
+    @property
+    def groups(self) -> tuple[Group, Group]:
+        """The group of the caller, and one for a thread, which must not meet what the caller does meanwhile."""
+        with self._lock:
+            if self._groups is None:
+                front = self._connect()
+                self._groups = front, front.twin()
+            return self._groups
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank is known to be missing."""
+        return self._groups is not None and self._groups[0].is_lost
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it belongs to a process group that has been destroyed."""
+        return self._groups is not None and self._groups[0].is_over
 
 
 @dataclass(frozen=True)

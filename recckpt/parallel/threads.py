@@ -1,20 +1,254 @@
-"""Work on several threads that fails as one."""
+"""Threads, started and waited for so that an interrupt leaves no lock held, and work given to them.
+
+An interrupt (Ctrl-C, or any handler that raises) may come between taking the lock of a ``threading.Condition`` and the
+block that gives it back, since taking it runs Python. It is not given back then, and what takes it next waits for
+ever. That is true of all that is built on one: ``Event``, ``Semaphore``, ``Queue``, ``Future``, executors, and
+``Thread.start``, which waits for an ``Event`` that the new thread sets. A plain lock in a ``with`` is safe.
+"""
 
 from __future__ import annotations
 
+import _thread
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
-from recckpt.parallel.waiting import Latch, Starting
+from recckpt.errors import RecckptError
 
+_pools_of_parents: list[bool] = []  # one in a fork that has not taken care of it
 _T = TypeVar("_T")
 _R = TypeVar("_R")
-
 _NICENESS = 5  # a third of the share of another thread; with a tenth, at 10, a save starves if all cores are busy
+_LOOK_SEC = 1.0  # how often to ask whether to stop
+_TRIES = 3
+
+
+def renew_torch_pool() -> None:
+    """Make torch's pool of threads anew, once in a fork; to be called before a thread is started.
+
+    Torch gives up the pool of the parent when a thread first computes in the fork. Where two do so at once, the second
+    may find no pool: "pool INTERNAL ASSERT FAILED ... Invalid thread pool!" (caffe2/utils/threadpool/pthreadpool-cpp.cc
+    takes no lock).
+    """
+    if _pools_of_parents:
+        _pools_of_parents.clear()
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.set_num_threads(torch.get_num_threads())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _pools_of_parents.append(True))
+
+
+class Latch:
+    """An event that happens once. Thread-safe; each that waits has a lock of its own, so an interrupt leaks none."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiters: list[threading.Lock] = []
+
+    def is_set(self) -> bool:
+        """Say whether it has happened."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Let it happen: all that wait go on."""
+        self._is_set = True  # first: whoever begins to wait after the last waiter was taken here sees it
+        while self._waiters:
+            self._waiters.pop().release()
+
+    def wait(self, timeout_sec: float | None = None) -> bool:
+        """Wait until it has happened, or for so many seconds; say whether it has."""
+        waiter = threading.Lock()
+        waiter.acquire()  # given back by set()
+        self._waiters.append(waiter)
+        if not self._is_set:
+            waiter.acquire(timeout=-1 if timeout_sec is None else min(max(0.0, timeout_sec), threading.TIMEOUT_MAX))
+        return self._is_set
+
+
+class Starting:
+    """Threads that are being started: where the caller is the main thread, by another one.
+
+    Attributes:
+        started: those that are.
+
+    Raises:
+        RuntimeError: there is no room for a thread, or the interpreter is about to end; here or in :meth:`wait`.
+    """
+
+    def __init__(self, threads: Sequence[threading.Thread]) -> None:
+        self.started: list[threading.Thread] = []
+        self._threads, self._over, self._errors = threads, Latch(), list[BaseException]()
+        renew_torch_pool()
+        if threading.current_thread() is threading.main_thread():
+            _thread.start_new_thread(self._run, ())  # which waits for nothing
+        else:
+            self._run()
+
+    def wait(self) -> None:
+        """Return once all are started, or raise the error of the first that could not be."""
+        self._over.wait()
+        if self._errors:
+            raise self._errors.pop()  # which refers to this by its traceback
+
+    def _run(self) -> None:
+        try:
+            for thread in self._threads:
+                thread.start()
+                self.started.append(thread)
+        except BaseException as error:
+            self._errors.append(error)
+        finally:
+            self._over.set()
+
+
+def start(thread: threading.Thread) -> None:
+    """Start a thread, and return once it runs; where that is interrupted, it may run or not."""
+    Starting([thread]).wait()
+
+
+class Errand(Generic[_T]):
+    """Work that a thread does, and what comes of it once it is over."""
+
+    def __init__(self, work: Callable[[], _T]) -> None:
+        self._work, self.over = work, Latch()
+        self._results, self._errors = list[_T](), list[BaseException]()
+
+    def run(self) -> None:
+        """Do it, as the target of a thread."""
+        try:
+            self._results.append(self._work())
+        except BaseException as error:  # raised by who waits
+            self._errors.append(error)
+        finally:
+            self.over.set()
+
+    def result(self) -> _T:
+        """Return what it returned, or raise what it raised, once it is over."""
+        if self._errors:
+            raise self._errors.pop()  # which refers to this by its traceback
+        return self._results.pop()
+
+
+def aside(work: Callable[[], _T], give_up: Callable[[], object]) -> _T:
+    """Return what work returns, which waits by what an interrupt may leak: in another thread, if this is the main one.
+
+    Where this is interrupted, it calls ``give_up``, which is to end the work soon, and raises once that has ended.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    errand = Errand(work)
+    starting = Starting([threading.Thread(target=errand.run, name="recckpt-aside")])
+    try:
+        starting.wait()
+        errand.over.wait()
+    except BaseException:
+        give_up()
+        starting.wait()
+        errand.over.wait()
+        raise
+    return errand.result()
+
+
+class Worker(Generic[_T]):
+    """Does one task at a time in a thread that gives way to training. Not thread-safe.
+
+    Attributes:
+        task: the one at work, or the last that was begun; None before, and once it was dropped.
+    """
+
+    def __init__(self, name: str, *, is_daemon: bool = False) -> None:
+        self._name, self._is_daemon, self._made_by = name, is_daemon, os.getpid()
+        self.task: _T | None = None
+        self._thread: threading.Thread | None = None
+        self._over = Latch()
+        self._over.set()
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a task is under way."""
+        return not self._over.is_set()
+
+    @property
+    def is_caller(self) -> bool:
+        """Whether this is called by its task."""
+        return self._thread is threading.current_thread()
+
+    def begin(self, task: _T, work: Callable[[], object], called_off: Callable[[], object] = lambda: None) -> None:
+        """Begin a task once the one before is over.
+
+        Args:
+            task: what others see of it.
+            work: does it; raises nothing.
+            called_off: called where it is not begun.
+
+        Raises:
+            RuntimeError: there is no room for a thread, or the interpreter is about to end.
+        """
+        over, may_begin = Latch(), SimpleQueue[bool]()
+
+        def run() -> None:
+            try:
+                if may_begin.get():  # training goes on first: it would wait 5 ms for the interpreter
+                    give_way()
+                    work()
+            finally:
+                over.set()
+
+        thread = threading.Thread(target=run, name=self._name, daemon=self._is_daemon)
+        is_begun = False
+        try:
+            start(thread)
+            self._over, self._thread, self.task, is_begun = over, thread, task, True
+        finally:  # where this was interrupted, the thread may be there all the same, and does nothing
+            may_begin.put(is_begun)
+            if not is_begun:
+                called_off()
+
+    def wait(self, timeout_sec: float | None = None) -> bool:
+        """Wait until the task is over, and say whether it is; a forked child has none."""
+        if os.getpid() != self._made_by:
+            return True
+        # Not Thread.join alone: when that is interrupted, CPython marks the running thread as ended.
+        if not self._over.wait(timeout_sec):
+            return False
+        if self._thread is not None:
+            self._thread.join()
+        return True
+
+    def drop(self) -> None:
+        """Forget a task that is over."""
+        self.task = self._thread = None
+
+
+class InOrder:
+    """Work that threads do one after another, in the order in which it came. Thread-safe.
+
+    An interpreter that ends waits for it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._turn = name, threading.Lock()
+        self._works: SimpleQueue[Callable[[], object]] = SimpleQueue()
+
+    def submit(self, work: Callable[[], object]) -> None:
+        """Have work done; it raises nothing."""
+        self._works.put(work)
+        start(threading.Thread(target=self.finish, name=self._name))
+
+    def finish(self) -> None:
+        """Return once all work is done: that which no thread has begun, by this one."""
+        with self._turn:
+            while not self._works.empty():
+                self._works.get()()
 
 
 def give_way() -> None:
@@ -97,3 +331,91 @@ class _Crew(Generic[_T, _R]):
                 return None
             self._next, self._n_running = self._next + 1, self._n_running + 1
             return self._next - 1
+
+
+def made_ahead(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int) -> Iterator[_R]:
+    """Yield ``work`` of each item, in order; threads make up to two results each before they are asked for.
+
+    With one thread the caller does the work. Where the caller stops early, no further work begins.
+    """
+    if concurrency <= 1:
+        yield from map(work, items)
+        return
+    pending: deque[Future[_R]] = deque()
+    with ThreadPoolExecutor(concurrency, thread_name_prefix="recckpt-ahead") as threads:
+        try:
+            for item in items:
+                pending.append(threads.submit(work, item))
+                if len(pending) > 2 * concurrency:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+class StoppedError(Exception):
+    """The caller asked to stop."""
+
+
+def run_on(
+    executor: Executor | None,
+    work: Callable[[_T], _R],
+    tasks: Sequence[_T],
+    *,
+    on_done: Callable[[_T], object],
+    is_stopped: Callable[[], bool],
+) -> list[_R]:
+    """Return ``work`` of each task, in order, done by the workers of an executor, or else by the caller.
+
+    An error of recckpt or of the storage ends it; any other, such as that a worker was lost, has the task done again,
+    three times at most. When this returns or raises, no task runs any more, as far as the executor knows.
+
+    Raises:
+        StoppedError: ``is_stopped`` said so.
+    """
+    if executor is None:
+        here = list[_R]()
+        for task in tasks:
+            if is_stopped():
+                raise StoppedError
+            here.append(work(task))
+            on_done(task)
+        return here
+    is_interrupted = Latch()
+    by = partial(_run_on, executor, work, tasks, on_done, lambda: is_interrupted.is_set() or is_stopped())
+    return aside(by, is_interrupted.set)  # the locks of futures and executors are such as an interrupt may leak
+
+
+def _run_on(
+    executor: Executor,
+    work: Callable[[_T], _R],
+    tasks: Sequence[_T],
+    on_done: Callable[[_T], object],
+    is_stopped: Callable[[], bool],
+) -> list[_R]:
+    results: dict[int, _R] = {}
+    pending: dict[Future[_R], tuple[int, int]] = {}
+    try:
+        for number, task in enumerate(tasks):
+            pending[executor.submit(work, task)] = number, 1
+        while pending:
+            done, _ = wait(pending, timeout=_LOOK_SEC, return_when=FIRST_COMPLETED)
+            if is_stopped():
+                raise StoppedError
+            for future in done:
+                number, n_tries = pending.pop(future)
+                try:
+                    results[number] = future.result()
+                except (RecckptError, OSError):
+                    raise
+                except Exception:
+                    if n_tries == _TRIES:
+                        raise
+                    pending[executor.submit(work, tasks[number])] = number, n_tries + 1
+                else:
+                    on_done(tasks[number])
+    finally:
+        wait([future for future in pending if not future.cancel()])
+    return [results[number] for number in range(len(tasks))]

@@ -174,6 +174,8 @@ class Capacity:
     """At most ``n`` rows, of all ranks together: those that go have the least ``by``; of equal ones, the lowest ids.
 
     While training it makes ``room`` before the table is full, so that no look-up waits; by hand it leaves ``n`` rows.
+    Rows go between steps alone: where nobody counts these, by ``CheckpointManager.step()`` or ``table.step``, the table
+    grows past ``n``, which a warning says as soon as it does.
     TorchRec's ZCH does the same by ``DistanceLFU_EvictionPolicy`` and ``LRU_EvictionPolicy``.
 
     Args:
@@ -236,13 +238,13 @@ def first_rows(by: npt.NDArray[Any], ids: npt.NDArray[np.int64], n: int) -> Mask
 
 def least_count(policies: Iterable[Any]) -> int:
     """Return the count with which a row stays by each :class:`LowCount` among policies, 0 without one."""
-    return max((_least_count(policy) for policy in policies), default=0)
-
-
-def _least_count(policy: Any) -> int:
-    if isinstance(policy, EvictedByAll):
-        return least_count(policy.policies)
-    return policy.n if isinstance(policy, LowCount) else 0
+    least = 0
+    for policy in policies:
+        if isinstance(policy, EvictedByAll):
+            least = max(least, least_count(policy.policies))
+        elif isinstance(policy, LowCount):
+            least = max(least, policy.n)
+    return least
 
 
 def is_evict(policy: Any) -> bool:

@@ -64,18 +64,34 @@ class _WhenOperators(When, Protocol):
 
 
 @dataclass(frozen=True)
-class EverySteps(_WhenOperators):
-    """At every step that is a multiple of ``n``.
-
-    Raises:
-        ValueError: ``n`` is not an int of at least 1.
-    """
+class _Counted(_WhenOperators):
+    """Every ``n`` of what is counted."""
 
     n: int
     same_on_all_ranks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        positive_int("EverySteps: n", self.n)
+        positive_int(f"{type(self).__name__}: n", self.n)
+
+
+@dataclass(frozen=True)
+class _Timed(_WhenOperators):
+    """Every so many ``seconds``, of which each rank has its own clock."""
+
+    seconds: float
+    same_on_all_ranks: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        positive_number(f"{type(self).__name__}: seconds", self.seconds)
+
+
+@dataclass(frozen=True)
+class EverySteps(_Counted):
+    """At every step that is a multiple of ``n``.
+
+    Raises:
+        ValueError: ``n`` is not an int of at least 1.
+    """
 
     def due(self, now: Moment, last: Moment) -> bool:
         """Use the step alone."""
@@ -109,18 +125,12 @@ class AtSteps(_WhenOperators):
 
 
 @dataclass(frozen=True)
-class EveryWindows(_WhenOperators):
+class EveryWindows(_Counted):
     """At the end of every window, as ``CheckpointManager.window`` counts them, whose number is a multiple of ``n``.
 
     Raises:
         ValueError: ``n`` is not an int of at least 1.
     """
-
-    n: int
-    same_on_all_ranks: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        positive_int("EveryWindows: n", self.n)
 
     def due(self, now: Moment, last: Moment) -> bool:
         """Use the number of windows alone."""
@@ -128,18 +138,12 @@ class EveryWindows(_WhenOperators):
 
 
 @dataclass(frozen=True)
-class EveryEpochs(_WhenOperators):
+class EveryEpochs(_Counted):
     """At the end of every epoch, as ``CheckpointManager.epoch`` counts them, whose number is a multiple of ``n``.
 
     Raises:
         ValueError: ``n`` is not an int of at least 1.
     """
-
-    n: int
-    same_on_all_ranks: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        positive_int("EveryEpochs: n", self.n)
 
     def due(self, now: Moment, last: Moment) -> bool:
         """Use the number of epochs alone."""
@@ -147,18 +151,12 @@ class EveryEpochs(_WhenOperators):
 
 
 @dataclass(frozen=True)
-class EverySeconds(_WhenOperators):
+class EverySeconds(_Timed):
     """As soon as ``seconds`` have gone by since the last save, whatever made it, or since the start.
 
     Raises:
         ValueError: ``seconds`` is not a finite number above 0.
     """
-
-    seconds: float
-    same_on_all_ranks: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        positive_number("EverySeconds: seconds", self.seconds)
 
     def due(self, now: Moment, last: Moment) -> bool:
         """Use the clock alone."""
@@ -166,7 +164,7 @@ class EverySeconds(_WhenOperators):
 
 
 @dataclass(frozen=True)
-class EveryEventTime(_WhenOperators):
+class EveryEventTime(_Timed):
     """When the time of the data has passed a multiple of ``seconds`` since the last save: 3600 is every full hour, UTC.
 
     However many boundaries it passes at once, that is one save. Nothing is due while either time is not known.
@@ -174,12 +172,6 @@ class EveryEventTime(_WhenOperators):
     Raises:
         ValueError: ``seconds`` is not a finite number above 0.
     """
-
-    seconds: float
-    same_on_all_ranks: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        positive_number("EveryEventTime: seconds", self.seconds)
 
     def due(self, now: Moment, last: Moment) -> bool:
         """Use the event times alone."""
@@ -269,9 +261,9 @@ def check_ephemeral(ephemeral: When, regular: When) -> None:
 
 def _period(when: When) -> float:
     """Return how often a policy is due; NaN, which compares to nothing, where that cannot be said."""
-    if isinstance(when, EverySteps | EveryWindows | EveryEpochs):
+    if isinstance(when, _Counted):
         return when.n
-    return when.seconds if isinstance(when, EverySeconds | EveryEventTime) else math.nan
+    return when.seconds if isinstance(when, _Timed) else math.nan
 
 
 def _is_when(value: Any) -> TypeGuard[When]:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from recckpt.dense.optimizers import by_name
+from recckpt.dense.state_copy import portable
 from recckpt.format import layout
-from recckpt.format.json_fields import COUNT_LIMIT
+from recckpt.format.codec import COUNT_LIMIT
+from recckpt.format.layout import is_encodable
+from recckpt.format.manifest import MAX_NESTED, StateValue
 from recckpt.live.tables import NO_TABLES, LiveTables
 from recckpt.output_dir.checkpoint_dir import refuse_checkpoint
+from recckpt.output_dir.notes import refuse_mirror
 from recckpt.policies.keep import as_keep
 from recckpt.sparse.optim.joint import JointOptimizer
 from recckpt.sparse.optim.optimizer import SparseOptimizer
 from recckpt.sparse.split import parameters_of, state_of
 from recckpt.sparse.table.table import HashTable
-from recckpt.storage import Storage, open_storage
+from recckpt.storage import NotPlainError, Storage, open_storage
 from recckpt.types import SavableTable, flag, positive_int, positive_number
 
 
@@ -99,41 +105,21 @@ def check_options(
 
 
 def output_dir_of(path: Any, run: Any) -> tuple[Storage, str]:
-    """Return the output dir, made and tried for writing, and what metrics call the job.
+    """Return the output dir, made and tried for writing, and what metrics call the job: ``run``, else its URL.
 
     Raises:
-        TypeError, ValueError: as :func:`name_of_run` and :func:`recckpt.storage.open_storage`; or it is a checkpoint.
+        TypeError, ValueError: ``run`` is no name; as :func:`recckpt.storage.open_storage`; or it is a checkpoint.
+        RecckptError: it is a mirror.
         OSError: it cannot be written.
     """
     storage = open_storage(os.fspath(path) if isinstance(path, os.PathLike) else path)
-    name = name_of_run(run, storage.url)
-    storage.prepare()
-    refuse_checkpoint(storage)
-    return storage, name
-
-
-def name_of_run(run: Any, url: str) -> str:
-    """Return what metrics call a job: what was asked for, else the last name in the URL of its output dir.
-
-    Raises:
-        TypeError: ``run`` is not a string, or is empty.
-    """
     if run is not None and (not isinstance(run, str) or not run):
         raise TypeError(f"run must be the name of this job, or None, found {run!r}")
-    return run or url.rstrip("/").rpartition("/")[2] or url
-
-
-def check_change(parts: Mapping[str, Any], name: str, value: Any) -> None:
-    """Refuse to set what a saver has been made with, but for ``max_keep``.
-
-    Raises:
-        AttributeError: it is one of the parts that saves and loads go on with.
-        ValueError: ``max_keep`` is not a policy.
-    """
-    if name in {"model", "sparse_optim", "storage"} and name in parts:
-        raise AttributeError(f"a saver keeps the {name} that it was made with: make another Saver for another one")
-    if name == "max_keep":
-        as_keep(value)
+    with suppress(NotPlainError):  # a link in its place is refused by the first save
+        refuse_mirror(storage)
+    storage.prepare()
+    refuse_checkpoint(storage)
+    return storage, run or storage.url
 
 
 def check_registered(name: str, obj: object, sparse_optim: Optimizer | None) -> None:
@@ -205,7 +191,8 @@ def check_moment(tables: Iterable[HashTable]) -> None:
         RuntimeError: there is such a change; names the table.
     """
     for table in tables:
-        if _is_owned(table.store.lock):
+        lock: Any = table.store.lock
+        if lock._is_owned():  # says whether this thread has it; left out of the documents
             raise RuntimeError(
                 f"a saver or its manager was called in the middle of a change of table {table.name!r}, from a signal "
                 "handler or an initializer: set a flag there, and save in the training loop (CheckpointManager has "
@@ -213,6 +200,79 @@ def check_moment(tables: Iterable[HashTable]) -> None:
             )
 
 
-def _is_owned(lock: Any) -> bool:
-    """Say whether this thread has a lock, by its own method that the documents leave out."""
-    return bool(lock._is_owned())
+def check_state(state: Mapping[str, StateValue] | None, metrics: Mapping[str, float] | None) -> None:
+    """Refuse what a save would refuse. Cheap enough for every batch: waits for no device.
+
+    Raises:
+        TypeError: one of the two is neither mapping nor None.
+        ValueError: JSON has no such value as an entry of ``state``, or one of ``metrics`` is not a number; names it.
+    """
+    for name, value in _mapping("state", state).items():
+        _as_value(_named("state", name), value, waits=False)
+    for name, value in _mapping("metrics", metrics).items():
+        if not _is_number_tensor(value):
+            _as_number(name, value)
+
+
+def as_state_values(state: Mapping[str, StateValue] | None) -> dict[str, StateValue]:
+    """Return the entries of a state as JSON has them, or raise as :func:`check_state`."""
+    return {name: _as_value(_named("state", name), value) for name, value in _mapping("state", state).items()}
+
+
+def as_numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """Return metrics as Python's numbers, or raise as :func:`check_state`."""
+    return {name: _as_number(name, value) for name, value in _mapping("metrics", metrics).items()}
+
+
+def _as_value(place: str, value: Any, level: int = 0, *, waits: bool = True) -> StateValue:
+    """Return a value as JSON has it; where it does not wait for a device, None for what may be on one."""
+    if level > MAX_NESTED:
+        raise ValueError(f"{place:.200}: it holds itself, or is nested more than {MAX_NESTED} deep")
+    if isinstance(value, Mapping):
+        return {name: _as_value(_named(place, name), each, level + 1, waits=waits) for name, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_as_value(f"{place}[{i}]", each, level + 1, waits=waits) for i, each in enumerate(value)]
+    if not waits and _is_number_tensor(value):
+        return None
+    # JSON knows no NaN and no infinity: they become their names.
+    found = portable(place, value)
+    if isinstance(found, Tensor) and found.numel() == 1:
+        found = found.item()
+    if not isinstance(found, str | int | float | None):
+        raise ValueError(
+            f"{place}: found {value!r:.200}, expected a name and a number, string, bool or None, or lists and dicts of "
+            "these"
+        )
+    if isinstance(found, str) and not is_encodable(found):
+        raise ValueError(f"{place}: found {value!r:.200}, expected text that is encodable as UTF-8")
+    return str(found) if isinstance(found, float) and not math.isfinite(found) else found
+
+
+def _named(place: str, name: Any) -> str:
+    """Return the place of an entry; ValueError where it has no name that JSON could have."""
+    if not isinstance(name, str) or not is_encodable(name):
+        raise ValueError(f"{place}[{name!r}]: expected a name that is text, encodable as UTF-8")
+    return f"{place}[{name!r}]"
+
+
+def _as_number(name: Any, value: Any) -> float:
+    """Return a metric as a Python number, from a tensor or a number of numpy too."""
+    try:
+        if isinstance(value, str | bytes | bytearray):  # which float() would parse
+            raise TypeError("text is not a number")
+        return float(value)
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"metrics[{name!r}]: found {value!r:.200}, expected a number") from error
+
+
+def _is_number_tensor(value: Any) -> bool:
+    """Say whether this is a tensor of one number, whose value may be under way on a device still."""
+    return isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+
+
+def _mapping(what: str, value: Any) -> Mapping[Any, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{what} must be a mapping of names to values, or None, found {value!r:.200}")
+    return value

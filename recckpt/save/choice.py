@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from recckpt.format.names import GROUPS, ID, Pattern, slot_name, wildcards
-from recckpt.format.reduced import FLOATS, Narrowed, Reduced, is_narrower
+from recckpt.format.tables import FLOATS, Narrowed, Reduced, is_narrower
 from recckpt.live.attached import AttachedTable
 from recckpt.sparse.files.reduced_rows import TableChoice, file_order
 from recckpt.sparse.files.row_filter import RowFilter, parse_row_filter
@@ -39,7 +39,7 @@ class Choice:
     @property
     def is_everything(self) -> bool:
         """Whether tables are saved as they are."""
-        return self == Choice()
+        return self.slots is None and not (self.without or self.where or self.store)
 
     @property
     def leaves_out_optimizers(self) -> bool:
@@ -64,7 +64,7 @@ class Choice:
         kept = [slot for slot in slots if slot.name == EMBEDDING or self._keeps(table, slot.name)]
         left_out = tuple(sorted({slot.name for slot in slots} - {slot.name for slot in kept}))
         dtypes = {slot.name: self._stored(table, slot) for slot in kept}
-        narrowed = tuple(Narrowed(slot.name, slot.dtype) for slot in kept if dtypes[slot.name] != slot.dtype)
+        narrowed = tuple(Narrowed(slot.name, slot.dtype, 0.0) for slot in kept if dtypes[slot.name] != slot.dtype)
         where = self._where(table)
         if not left_out and not narrowed and where is None:
             return None
@@ -72,31 +72,17 @@ class Choice:
         record = None if where is None else where.record
         return TableChoice(file_order(stored), where, Reduced(left_out, record, 0, tuple(sorted(narrowed, key=str))))
 
-    def check(self, tables: Mapping[str, SavableTable]) -> None:
-        """Refuse what tables cannot be saved as.
+    def check(self, tables: Mapping[str, SavableTable], *, of_store: bool = False) -> None:
+        """Refuse what tables cannot be saved as; ``of_store`` looks at dtypes alone, of slots that are there already.
 
         Raises:
             ValueError: a slot cannot be stored so, or rows are chosen by a slot that a table does not have; all of it.
         """
-        if self.is_everything:
-            return
+        tables = {} if self.is_everything or (of_store and not self.store) else tables
         problems = [
             problem
             for name, table in tables.items()
-            for problem in (
-                *self.of_table(table)._problems(name, slots_of_table(table)),
-                *self._problems_of_columns(name, table),
-            )
-        ]
-        if problems:
-            raise ValueError("; ".join(problems))
-
-    def check_dtypes(self, tables: Mapping[str, SavableTable]) -> None:
-        """Refuse what slots that are there already cannot be stored as; others may come until the first save."""
-        problems = [
-            problem
-            for name, table in (tables if self.store else {}).items()
-            for problem in self.of_table(table)._store_problems(name, slots_of_table(table))
+            for problem in self.of_table(table)._problems(name, table, of_store=of_store)
         ]
         if problems:
             raise ValueError("; ".join(problems))
@@ -130,30 +116,26 @@ class Choice:
         matches = [(not p.is_explicit, dtype) for p, dtype in self.store if p.matches(name)]
         return min(matches, key=lambda match: match[0])[1] if matches else slot.dtype
 
-    def _problems(self, table: str, slots: Sequence[SlotSpec]) -> Iterator[str]:
-        yield from self._store_problems(table, slots)
-        where, by_name = self._where(table), {slot.name: slot for slot in slots}
-        for name in sorted(where.slots if where else ()):
-            if name not in by_name:
-                yield f"save_where: table {table!r} has no slot {name!r}{nearest(name, by_name)}"
-            elif math.prod(by_name[name].shape) != 1:
-                yield f"save_where: {table}@{name} is of shape {by_name[name].shape}, expected one number a row"
-
-    def _problems_of_columns(self, name: str, table: SavableTable) -> Iterator[str]:
-        if isinstance(table, AttachedTable) and table.rows.box.columns and self._where(name) is not None:
+    def _problems(self, name: str, table: SavableTable, *, of_store: bool) -> Iterator[str]:
+        slots = slots_of_table(table)
+        for slot in slots:
+            dtype = self._stored(name, slot)
+            is_saved = slot.name == EMBEDDING or self._keeps(name, slot.name)
+            if is_saved and dtype != slot.dtype and not is_narrower(dtype, slot.dtype):
+                expected = [narrower for narrower in FLOATS if is_narrower(narrower, slot.dtype)]
+                can = f"it can be stored as {' or '.join(expected)}" if expected else "it can be stored as it is only"
+                yield f"store: {name}@{slot.name} is {slot.dtype}, found {dtype!r}: {can}; name those that are meant"
+        where, by_name = None if of_store else self._where(name), {slot.name: slot for slot in slots}
+        for one in sorted(where.slots if where else ()):
+            if one not in by_name:
+                yield f"save_where: table {name!r} has no slot {one!r}{nearest(one, by_name)}"
+            elif math.prod(by_name[one].shape) != 1:
+                yield f"save_where: {name}@{one} is of shape {by_name[one].shape}, expected one number a row"
+        if where is not None and isinstance(table, AttachedTable) and table.rows.box.columns:
             yield (
                 f"save_where: the columns of table {name!r} lie on several ranks, so that none can choose its rows: "
                 "save all of them, or shard it by rows"
             )
-
-    def _store_problems(self, table: str, slots: Sequence[SlotSpec]) -> Iterator[str]:
-        for slot in slots:
-            dtype = self._stored(table, slot)
-            is_saved = slot.name == EMBEDDING or self._keeps(table, slot.name)
-            if is_saved and dtype != slot.dtype and not is_narrower(dtype, slot.dtype):
-                expected = [narrower for narrower in FLOATS if is_narrower(narrower, slot.dtype)]
-                can = f"it can be stored as {' or '.join(expected)}" if expected else "it can be stored as it is only"
-                yield f"store: {table}@{slot.name} is {slot.dtype}, found {dtype!r}: {can}; name those that are meant"
 
 
 def parse_choice(save_slots: Any, save_where: Any, store: Any) -> Choice:
@@ -172,9 +154,7 @@ def slots_of_table(table: SavableTable) -> Sequence[SlotSpec]:
     """Return the slots of a table, of our own or a user's."""
     if isinstance(table, AttachedTable):
         return table.specs
-    if is_stored(table):
-        return [column.spec for column in table.store.columns.values()]
-    return source_of(table).slots
+    return [column.spec for column in table.store.columns.values()] if is_stored(table) else source_of(table).slots
 
 
 def _parse_slots(value: Any) -> tuple[tuple[Pattern, ...] | None, tuple[Pattern, ...]]:

@@ -4,85 +4,54 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
-from recckpt.checkpoint.attempt import Attempt
-from recckpt.checkpoint.shard_writer import with_shards
-from recckpt.compaction.read_again import remove_checked
+from recckpt.checkpoint.attempt import Attempt, with_shards
+from recckpt.checkpoint.read_again import remove_checked
+from recckpt.dense.optimizers import state_names
 from recckpt.dense.sharded import Share, check_shares, model_names
 from recckpt.errors import WriterFencedError
-from recckpt.format.links import Link, Parent
-from recckpt.format.manifest import Manifest, Names
-from recckpt.format.moments import time_now
+from recckpt.format.codec import time_now
+from recckpt.format.manifest import Link, Manifest, Names, Parent
 from recckpt.format.tables import TableEntry
 from recckpt.output_dir import commit as committing
 from recckpt.output_dir import rotation
+from recckpt.output_dir.commit import WRITER
 from recckpt.output_dir.listing import Checkpoint, Listing
 from recckpt.output_dir.offers import adopt_offers
-from recckpt.output_dir.writer import WRITER
-from recckpt.parallel.ranks import Ranks
-from recckpt.policies.best import idle
+from recckpt.policies.keep import idle
 from recckpt.save.decide import SavePlan
-from recckpt.save.full_or_delta import Kind
+from recckpt.save.deltas import Kind
 from recckpt.save.job import Destination, Job
-from recckpt.save.save_info import SaveInfo, SaveTotals
 from recckpt.save.stage import Staged
-from recckpt.save.totals import totals_of
-from recckpt.save.write import RankRecord
-from recckpt.save.written_tables import tables_of_all
+from recckpt.save.write import RankRecord, tables_of_all, totals_of
 
 log = logging.getLogger("recckpt")
 
 
-@dataclass(frozen=True)
-class Commit:
-    """A checkpoint that was committed, and what its save wrote in all."""
+def head_of(staged: Staged, plan: SavePlan, attempt: Attempt, job: Job) -> Manifest:
+    """Return what a manifest says whatever the ranks write; rank 0 knows all of it. Collective.
 
-    manifest: Manifest
-    totals: SaveTotals
-    seconds: float
-
-    @property
-    def for_others(self) -> Commit:
-        """What the other ranks get: as much whatever their number, so without the files of all."""
-        return replace(self, manifest=replace(self.manifest, shards=(), files=()))
-
-    def with_files_of(self, own: RankRecord) -> Commit:
-        """Return what another rank makes of that: the manifest lists its own shard and files."""
-        return replace(self, manifest=replace(self.manifest, shards=(own.shard.shard,), files=own.shard.files))
-
-
-def compared_names(staged: Staged, plan: SavePlan, ranks: Ranks) -> Names:
-    """Return, on rank 0, the names of what all ranks have; compare in detail what the plan says. Collective.
+    What ranks do not have alike, as far as the plan knows, is compared in detail.
 
     Raises:
         SaveFailedError: the ranks do not have the parts of one state. Where they differ in what rank 0 saves for all,
             a warning says so.
     """
+    ranks, digest = job.ranks, staged.digest
     shares: Sequence[Mapping[str, Share]] = [staged.sharded.shares]
     if not plan.is_whole:
         shares = ranks.on_all(lambda: staged.sharded.shares)
         ranks.on_first(lambda: check_shares(shares))
-    digest = staged.digest
     if digest is not None and plan.has_differences:
         digest.warn(ranks.on_all(lambda: digest.by_name), ranks.rank)
-    return Names(
-        dense=(*staged.dense, *model_names(shares)),
-        extra=tuple(staged.extra),
-        io_state=plan.io_state,
-        extra_of_ranks=plan.own_extra,
-        dense_opt=staged.dense_opt,
-    )
-
-
-def head_of(staged: Staged, names: Names, attempt: Attempt, info: SaveInfo) -> Manifest:
-    """Return what a manifest says whatever the ranks write; rank 0 knows all of it."""
     return Manifest(
-        ckpt_id=info.ckpt_id,
+        ckpt_id=job.info.ckpt_id,
         save_id=attempt.save_id,
         epoch=attempt.intent.epoch,
         seq=attempt.seq,
-        step=info.step,
+        step=job.info.step,
         time="",
         shards=(),
         tables=(),
@@ -90,15 +59,22 @@ def head_of(staged: Staged, names: Names, attempt: Attempt, info: SaveInfo) -> M
         training=staged.training,
         state=staged.state,
         writer=WRITER,
-        ephemeral=info.ephemeral,
-        names=names,
+        ephemeral=job.info.ephemeral,
+        names=Names(
+            dense=(*staged.dense, *model_names(shares)),
+            extra=tuple(staged.extra),
+            io_state=plan.io_state,
+            extra_of_ranks=plan.own_extra,
+            dense_opt=state_names({**staged.extra, **staged.own_extra}),
+        ),
+        cut=job.cut,
     )
 
 
 def commit(
     records: Sequence[RankRecord], head: Manifest, job: Job, to: Destination, *, attempt: Attempt, kind: Kind
-) -> Commit:
-    """Make visible, as rank 0, what all ranks wrote.
+) -> tuple[Manifest, dict[str, Any]]:
+    """Make visible, as rank 0, what all ranks wrote; return the manifest, and fields of SaveInfo that say of it.
 
     Args:
         records: what each rank wrote.
@@ -122,12 +98,12 @@ def commit(
         head = replace(head, time=time_now(), tables=tables)
         manifest = with_shards(head, [record.shard for record in records])
         totals = totals_of(records, tables)
-        info.note_written(totals)
+        info.note(**{**totals, "n_bytes": 0})  # bytes that count are yet to come
         if kind.base is not None:
             manifest = standing_on(committing.chain_of(to.fence.listing, kind.base), manifest)
         manifest = attempt.commit(to.fence, manifest, to.transfers.visible)
-        info.outcome.note_committed()
-    return Commit(manifest, totals, info.commit_sec)
+        info.note(outcome=info.words.is_committed)
+    return manifest, {**totals, "commit_sec": info.commit_sec}
 
 
 def standing_on(links: Sequence[Checkpoint], record: Manifest) -> Manifest:
@@ -142,7 +118,7 @@ def _with_errors_below(table: TableEntry, below: TableEntry | None) -> TableEntr
     """Say of the narrowed slots of a table by how much any of its rows is off, those of the links below included."""
     if table.is_whole or table.reduced is None or below is None or below.reduced is None:
         return table
-    return replace(table, reduced=table.reduced.no_better(below.reduced))
+    return table.but(reduced=table.reduced.no_better(below.reduced))
 
 
 def rotate(job: Job, to: Destination) -> None:
@@ -168,7 +144,7 @@ def rotate(job: Job, to: Destination) -> None:
             adopt_offers(storage, fence, to.transfers.visible, to.concurrency)
             own = fence.listing.find(info.ckpt_id)
             if own is not None:
-                info.note_links(len(own.links))
+                info.note(n_links=len(own.links))
             fence.check()
             fence.write_index()
         to.timeline.add(storage, info)
@@ -178,18 +154,12 @@ def rotate(job: Job, to: Destination) -> None:
         log.warning("%s", error)
 
 
-def _base_of(to: Destination) -> str | None:
-    """Return the save id of what the next delta would stand on."""
-    return to.changes.base.save_id if to.changes and to.changes.base else None
-
-
 def _expired(listing: Listing, job: Job, pinned: set[str], to: Destination) -> list[Checkpoint]:
     """Return what goes; nothing does where a policy of the caller's own fails."""
+    base = to.changes.base.save_id if to.changes and to.changes.base else None
     try:
-        newest = max((checkpoint.manifest.order for checkpoint in listing.committed), default=(0, 0))
-        near_bases = to.near.bases(newest) if to.near else ()
-        keep, prefix = job.max_keep, job.step_prefix
-        return rotation.expired(listing, keep, pinned, _base_of(to), step_prefix=prefix, near_bases=near_bases)
+        bases, prefix = to.bases_of_guests(listing), job.step_prefix
+        return rotation.expired(listing, job.max_keep, pinned, base, step_prefix=prefix, near_bases=bases)
     except Exception:
         log.exception("nothing is rotated: %r failed to say which checkpoints to keep", job.max_keep)
         return []

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import errno
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import NoReturn
+from itertools import pairwise
+from typing import Any, NoReturn
 
 from recckpt.dense.sharded import Summary, is_whole
 from recckpt.errors import RecckptError
-from recckpt.save.check import Owned
+from recckpt.format.buckets import Slice
 from recckpt.save.choice import Choice
-from recckpt.save.full_or_delta import FULL, DeltaProposal, Kind, agreed_kind, spared_bytes
-from recckpt.save.owners import why_missing, why_shared
-from recckpt.save.room import Room, shortage
+from recckpt.save.deltas import FULL, DeltaProposal, Kind, agreed_kind, spared_bytes
 from recckpt.save.save_info import SaveInfo
+from recckpt.storage.transfers import no_work_room
+from recckpt.text import size
+from recckpt.types import RowShare
+
+Owned = Mapping[Slice | RowShare | None, Sequence[str]]  # names of tables, by the ids that a rank owns of them
+_LIVE_REMEDY = "start the process group before live_tables is called on each rank, and save with all ranks"
+_Range = tuple[float, float, int]  # part of the ids from 0 to 1, and the rank that owns it
 
 
 class Phase(IntEnum):
@@ -35,10 +43,58 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What went wrong on a rank before it could propose: an error of recckpt for all ranks, of others the text."""
+    """What failed on a rank before there is a save: an error of recckpt for all ranks, of others the text."""
 
     phase: Phase
     reason: Exception | str
+    rank: int = 0
+
+    def raise_on(self, rank: int, own: Exception | None, info: SaveInfo) -> NoReturn:
+        """Raise it on a rank, as the error of this save; ``own`` is what failed there in the same phase, if anything.
+
+        Raises:
+            Exception: what failed on this rank itself, or, where it is an error of all, on the first that failed.
+            SaveFailedError: that was an OSError, or another rank failed.
+        """
+        if own is not None and (rank == self.rank or not self.phase.is_of_all):
+            if _is_of_storage(own) or (self.phase.is_of_all and not isinstance(own, RecckptError)):
+                raise info.failure(rank, as_text(own)) from own
+            raise own
+        if isinstance(self.reason, str):
+            raise info.failure(self.rank, self.reason)
+        if _is_of_storage(self.reason):
+            raise info.failure(self.rank, as_text(self.reason)) from self.reason
+        raise self.reason
+
+
+def _is_of_storage(error: Exception) -> bool:
+    return isinstance(error, OSError) and not isinstance(error, RecckptError)
+
+
+def as_text(error: Exception) -> str:
+    """Return an error as text for the other ranks."""
+    return f"{type(error).__name__}: {error}"
+
+
+@dataclass(frozen=True)
+class WorkRoom:
+    """The room of a work dir; ranks whose work dirs are on one device of one host share it."""
+
+    url: str
+    device: tuple[str, int] | None
+    free_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Room:
+    """The room that a rank sees for a save; bytes are None where a storage does not know its room."""
+
+    url: str  # of the output dir
+    free_bytes: int | None
+    min_free_bytes: int  # what is to be left
+    work: WorkRoom | None
+    ranks: frozenset[int] | None = None  # whose files take of it; None for all
+    remedy: str = "make room, or lower max_keep"
 
 
 @dataclass(frozen=True)
@@ -62,32 +118,6 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """Why there is no save: what failed first, on which rank."""
-
-    rank: int
-    phase: Phase
-    reason: Exception | str
-
-    def raise_on(self, rank: int, own: Exception | None, info: SaveInfo) -> NoReturn:
-        """Raise it on a rank, as the error of this save; ``own`` is what failed there in the same phase, if anything.
-
-        Raises:
-            Exception: what failed on this rank itself, or, where it is an error of all, on the first that failed.
-            SaveFailedError: that was an OSError, or another rank failed.
-        """
-        if own is not None and (rank == self.rank or not self.phase.is_of_all):
-            if _is_of_storage(own) or (self.phase.is_of_all and not isinstance(own, RecckptError)):
-                raise info.failure(rank, as_text(own)) from own
-            raise own
-        if isinstance(self.reason, str):
-            raise info.failure(self.rank, self.reason)
-        if _is_of_storage(self.reason):
-            raise info.failure(self.rank, as_text(self.reason)) from self.reason
-        raise self.reason
-
-
-@dataclass(frozen=True)
 class SavePlan:
     """What all ranks do next; what is in it does not grow with their number."""
 
@@ -97,97 +127,135 @@ class SavePlan:
     has_differences: bool = False  # whether ranks differ in what rank 0 saves for all, which digests then name
     own_extra: tuple[str, ...] = ()  # names of what any rank has
     io_state: tuple[str, ...] = ()
-    refusal: Refusal | None = None
-
-    @property
-    def is_unsettled(self) -> bool:
-        """Whether there is no save because the one before has failed."""
-        return self.refusal is not None and self.refusal.phase is Phase.SETTLE
+    refusal: RankFailure | None = None
 
 
 def decide(proposals: Sequence[Proposal]) -> SavePlan:
-    """Return what a save is, or why there is none."""
-    refusal = _refusal(proposals)
+    """Return what a save is, or what fails first, in the order of phases."""
+    rooms, sizes = [each.room for each in proposals if each.room is not None], [each.n_bytes for each in proposals]
+    writes_deltas = proposals[0].writes_deltas
+    refusal = (
+        _failed_in(proposals, Phase.SETTLE, Phase.CHECK)
+        or _difference(proposals)
+        or _failed_in(proposals, Phase.CONFIRM, Phase.ROOM)
+        or (None if writes_deltas else shortage(rooms, sizes))  # of deltas, staging shows how much room they need
+        or _failed_in(proposals, Phase.STAGE)
+    )
     if refusal is not None:
         return SavePlan(refusal=refusal)
-    rooms = [each.room for each in proposals if each.room is not None]
     kind, displaced = agreed_kind([each.delta for each in proposals]), None
-    if kind.stand_in is not None and shortage(rooms, [each.n_bytes for each in proposals]) is not None:
+    if kind.stand_in is not None and shortage(rooms, sizes) is not None:
         kind, displaced = kind.stand_in, kind.why_full
-    if proposals[0].writes_deltas:
-        needs = [each.n_bytes - spared_bytes(kind, each.delta) for each in proposals]
-        refusal = _no_room(rooms, needs)
+    needs = [each.n_bytes - spared_bytes(kind, each.delta) for each in proposals]
     return SavePlan(
         kind,
         displaced,
         is_whole([each.sharded for each in proposals if each.sharded is not None]),
         len({each.digest for each in proposals}) > 1,
-        _once(each.own_extra for each in proposals),
-        _once(each.io_state for each in proposals),
-        refusal,
+        tuple(dict.fromkeys(name for each in proposals for name in each.own_extra)),
+        tuple(dict.fromkeys(name for each in proposals for name in each.io_state)),
+        shortage(rooms, needs) if writes_deltas else None,
     )
 
 
-def as_text(error: Exception) -> str:
-    """Return an error as text for the other ranks."""
-    return f"{type(error).__name__}: {error}"
+def _failed_in(proposals: Sequence[Proposal], *phases: Phase) -> RankFailure | None:
+    """Return what failed first in these phases, and on which rank."""
+    failures = [(each.failure, rank) for rank, each in enumerate(proposals) if each.failure is not None]
+    of_these = [replace(failure, rank=rank) for failure, rank in failures if failure.phase in phases]
+    return min(of_these, key=lambda failure: (failure.phase, failure.rank), default=None)
 
 
-def _refusal(proposals: Sequence[Proposal]) -> Refusal | None:
-    """Return what fails first, in the order of phases; without deltas, that there is no room too."""
-    return (
-        _failed_in(Phase.SETTLE, proposals)
-        or _failed_in(Phase.CHECK, proposals)
-        or _difference(proposals)
-        or _failed_in(Phase.CONFIRM, proposals)
-        or _failed_in(Phase.ROOM, proposals)
-        or _no_room_in_full(proposals)
-        or _failed_in(Phase.STAGE, proposals)
-    )
-
-
-def _failed_in(phase: Phase, proposals: Sequence[Proposal]) -> Refusal | None:
-    for rank, each in enumerate(proposals):
-        if each.failure is not None and each.failure.phase is phase:
-            return Refusal(rank, phase, each.failure.reason)
-    return None
-
-
-def _difference(proposals: Sequence[Proposal]) -> Refusal | None:
+def _difference(proposals: Sequence[Proposal]) -> RankFailure | None:
     """Refuse ranks that are not at the same save, or own the same ids."""
     first = proposals[0]
     for rank, each in enumerate(proposals):
         if (each.ckpt_id, each.step) != (first.ckpt_id, first.step):
             cause = f"it saves {each.ckpt_id!r} of step {each.step}, rank 0 {first.ckpt_id!r} of step {first.step}"
-            return Refusal(rank, Phase.AGREE, f"{cause}: all ranks save the same")
+            return RankFailure(Phase.AGREE, f"{cause}: all ranks save the same", rank)
         if each.choice != first.choice:
             cause = "its save_slots, save_where or store is not that of rank 0"
-            return Refusal(rank, Phase.AGREE, f"{cause}: give all ranks the same")
+            return RankFailure(Phase.AGREE, f"{cause}: give all ranks the same", rank)
     unmatched = frozenset.intersection(*(each.unmatched for each in proposals))
     if unmatched:
-        return Refusal(0, Phase.AGREE, ValueError("; ".join(sorted(unmatched))))
+        return RankFailure(Phase.AGREE, ValueError("; ".join(sorted(unmatched))))
     owned = [each.owned for each in proposals]
     problem = (why_shared(owned) if len(proposals) > 1 else None) or why_missing(owned)
-    return None if problem is None else Refusal(0, Phase.AGREE, ValueError(problem))
+    return None if problem is None else RankFailure(Phase.AGREE, ValueError(problem))
 
 
-def _no_room_in_full(proposals: Sequence[Proposal]) -> Refusal | None:
-    """Refuse a save that does not fit; where there are deltas, only staging shows how much room it needs."""
-    if proposals[0].writes_deltas:
+def shortage(rooms: Sequence[Room], needs: Sequence[int]) -> RankFailure | None:
+    """Return which rank is the first that sees too little room for what all write; pure.
+
+    Args:
+        rooms: what each rank sees.
+        needs: about how many bytes each rank writes.
+    """
+    by_device = Counter[Any]()
+    for room, n_bytes in zip(rooms, needs, strict=True):
+        if room.work is not None:
+            by_device[room.work.device] += n_bytes
+    for rank, room in enumerate(rooms):
+        total = sum(n_bytes for other, n_bytes in enumerate(needs) if room.ranks is None or other in room.ranks)
+        if room.free_bytes is not None and room.free_bytes - total < room.min_free_bytes:
+            kept = f" and leave {size(room.min_free_bytes)}" if room.min_free_bytes else ""
+            problem = f"found {size(room.free_bytes)} free, expected {size(total)} for the save{kept}"
+            return RankFailure(Phase.ROOM, OSError(errno.ENOSPC, f"{problem}; {room.remedy}", room.url), rank)
+        work = room.work
+        if work is not None and work.free_bytes is not None and work.free_bytes < by_device[work.device]:
+            return RankFailure(Phase.ROOM, no_work_room(work.url, work.free_bytes, by_device[work.device]), rank)
+    return None
+
+
+def why_shared(owned: Sequence[Owned]) -> str | None:
+    """Return which tables have ids that several ranks own, and what to do; None where there are none.
+
+    Args:
+        owned: names of the tables of each rank, by the ids that it owns of them.
+    """
+    ranges: dict[Sequence[str], list[_Range]] = {}  # by names of tables that are owned alike, mostly all of them
+    for rank, of_rank in enumerate(owned):
+        for own, names in of_rank.items():
+            if own is None or own.begin < own.end:
+                part = (own.begin / own.size, own.end / own.size, rank) if own else (0.0, 1.0, rank)
+                ranges.setdefault(names, []).append(part)
+    groups: dict[str, list[Sequence[str]]] = {}
+    for names in ranges:
+        for name in names:
+            groups.setdefault(name, []).append(names)
+    overlaps: dict[tuple[Sequence[str], ...], tuple[int, int] | None] = {}
+    problems = []
+    for name in sorted(groups):
+        group = tuple(groups[name])
+        if group not in overlaps:
+            parts = sorted(part for names in group for part in ranges[names])  # neighbours, in the order of ids
+            pairs = ((one, other) for (_, end, one), (begin, _, other) in pairwise(parts) if begin < end)
+            overlaps[group] = next(pairs, None)
+        two = overlaps[group]
+        if two is not None:
+            problems.append(f"table {name!r}: ranks {min(two)} and {max(two)} own the same ids")
+    if not problems:
         return None
-    rooms = [each.room for each in proposals if each.room is not None]
-    return _no_room(rooms, [each.n_bytes for each in proposals])
+    if any(isinstance(own, RowShare) for of_rank in owned for own in of_rank):
+        return f"{'; '.join(problems)}: {_LIVE_REMEDY}"
+    return (
+        f"{'; '.join(problems)}: an id belongs to one rank, or it is saved several times and cannot be loaded; "
+        "make the table a recckpt.sparse.ShardedHashTable, or give it slice=gen_slice(rank, ranks)"
+    )
 
 
-def _no_room(rooms: Sequence[Room], needs: Sequence[int]) -> Refusal | None:
-    lacking = shortage(rooms, needs)
-    return None if lacking is None else Refusal(lacking[0], Phase.ROOM, lacking[1])
-
-
-def _is_of_storage(error: Exception) -> bool:
-    """Say whether an error is one of the storage, such as a full one."""
-    return isinstance(error, OSError) and not isinstance(error, RecckptError)
-
-
-def _once(names: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for each in names for name in each))
+def why_missing(owned: Sequence[Owned]) -> str | None:
+    """Return which rows of live tables no rank saves, and what to do; None where there are none."""
+    ranges: dict[tuple[str, int], list[RowShare]] = {}
+    for of_rank in owned:
+        for own, names in of_rank.items():
+            if isinstance(own, RowShare):
+                for name in names:
+                    ranges.setdefault((name, own.size), []).append(own)
+    problems = [
+        f"table {name!r}: found {n_saved} rows on {len(owned)} ranks, expected {size}"
+        for (name, size), of_table in sorted(ranges.items())
+        if (n_saved := sum(own.end - own.begin for own in of_table)) < size
+    ]
+    if not problems:
+        return None
+    return f"{'; '.join(problems)}: {_LIVE_REMEDY}"

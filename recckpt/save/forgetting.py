@@ -1,4 +1,4 @@
-"""What a saver does about ids that are to be forgotten: in its own tables, in its output dir, and before it is read."""
+"""What a saver removes when it is asked to: ids that are to be forgotten, and checkpoints."""
 
 from __future__ import annotations
 
@@ -6,58 +6,64 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from recckpt.checkpoint.read_again import remove_checked
 from recckpt.errors import CorruptCheckpointError, RecckptError, WriterFencedError
-from recckpt.forgetting.forget import check_table, checked_ids
-from recckpt.forgetting.forgetting import Forgotten, check_readable, forget_as_owner, scan, settle
-from recckpt.forgetting.ids_in_files import Ids
-from recckpt.near.tier import NearTier
-from recckpt.output_dir.forget_requests import audit, check_none_pending, done_requests, pending, requests
-from recckpt.output_dir.known_mirrors import known_mirrors
-from recckpt.output_dir.near_hosts import hosts_behind
+from recckpt.output_dir.forget_requests import audit, check_none_pending, pending, requests
+from recckpt.output_dir.listing import Checkpoint, locate
+from recckpt.output_dir.notes import noted_hosts
+from recckpt.output_dir.rotation import deletable, pinned_ids
 from recckpt.parallel.ranks import Ranks
+from recckpt.rewrite.forget import check_table, checked_ids
+from recckpt.rewrite.requests import Forgotten, check_readable, forget_as_owner, scan, settle
+from recckpt.rewrite.revision import Ids
 from recckpt.save.job import Destination
 from recckpt.sparse.split import filter_out_sparse_param
+from recckpt.storage import Storage
 from recckpt.types import SavableTable
 
 log = logging.getLogger("recckpt")
-
 _BY = "manager.forget"
 Left = list[tuple[str, Ids]]  # tables and ids that are yet to be forgotten in an output dir
 
 
-class Forgetting:
-    """The requests to forget ids of one saver's output dir, whose owner the saver is, or becomes."""
+class Removal:
+    """Removes ids and checkpoints from one saver's output dir, whose owner the saver is, or becomes."""
 
     def __init__(self, to: Destination) -> None:
         self._to = to
 
-    def before_load(self) -> None:
-        """Note what has been forgotten before one rank reads the output dir.
+    def before_load(self, storages: Iterable[Storage]) -> None:
+        """Note what has been forgotten before one rank reads the output dir, by whatever path it was named.
 
         Raises:
             RecckptError: a request is not ended, so that what is read may have its ids.
         """
+        if all(storage.url != self._to.storage.url for storage in storages):
+            return
         known = requests(self._to.storage)
         check_none_pending(self._to.storage, "run `recckpt forget DIR`, or call manager.restore(), which ends it")
         self._to.fence.note_requests(known)
 
     def before_restore(self, ranks: Ranks) -> Left:
         """End what is pending before all ranks read the output dir; return what could not be. Collective."""
-        return _with_errors(ranks).on_first(self._end_pending)
+        return _forgetting(ranks).on_first(self._end_pending)
 
     def _end_pending(self) -> Left:
         storage, fence = self._to.storage, self._to.fence
         left: Left = []
-        if not all(requests(storage).values()):
+        known = requests(storage)
+        if not all(known.values()):
+            fence.note_requests(known)  # all is read anew after this
             fence.hold()
             if not end_pending(self._to):
                 with suppress(CorruptCheckpointError):  # of a request that is damaged itself, as the log says by now
                     left = [(each.table, each.ids) for each in pending(storage)]
-        fence.note_requests(requests(storage))
+        fence.note_requests(known)  # not what came meanwhile: its ids may be read
         return left
 
     def after_restore(self, left: Left, model: nn.Module) -> None:
@@ -67,7 +73,7 @@ class Forgetting:
 
     def forget(self, ranks: Ranks, model: nn.Module, table: str, ids: Iterable[int] | Tensor) -> list[Forgotten]:
         """As :meth:`recckpt.CheckpointManager.forget`. Collective; no save is under way."""
-        ranks = _with_errors(ranks)
+        ranks = _forgetting(ranks)
         checked = ranks.on_each(lambda: checked_ids(ids.detach().cpu().numpy() if isinstance(ids, Tensor) else ids))
         digests = ranks.gather((table, hashlib.sha256(checked.tobytes()).hexdigest()))
         others = [rank for rank, each in enumerate(digests) if each != digests[0]]
@@ -78,38 +84,25 @@ class Forgetting:
         is_live = any(ranks.gather(live is not None))
         ranks.on_first(lambda: self._check(table, checked, is_live=is_live))
         self._erase(live, checked)  # first: whatever fails from here on, the next save does not contain the ids
-        done, epoch, known = ranks.on_first(lambda: self._forget_here(table, checked))
-        if self._to.near is not None:
-            self._forget_near(self._to.near, ranks, epoch, known)
+        done, epoch = ranks.on_first(lambda: self._forget_here(table, checked))
+        for guest in self._to.guests:
+            guest.forget_together(ranks, epoch)
+        ranks.on_first(self._warn_of_hosts)
         return done
 
-    def _forget_near(self, near: NearTier, ranks: Ranks, epoch: int, known: frozenset[str]) -> None:
-        """Remove the near saves of all hosts; they count no more. Collective."""
-        near.forget_together(ranks, epoch, known)
-        ranks.on_first(self._warn_of_hosts)
-
     def _warn_of_hosts(self) -> None:
-        hosts = [host.shown for host in hosts_behind(self._to.storage)]
+        hosts = [host.shown for host in noted_hosts(self._to.storage)]
         if hosts:
             log.warning("%s: near saves on %s may still have the ids", self._to.storage.url, ", ".join(hosts))
 
-    def _forget_here(self, table: str, ids: Ids) -> tuple[list[Forgotten], int, frozenset[str]]:
-        """Return what was done, the epoch of this owner, and all requests that have been carried out."""
+    def _forget_here(self, table: str, ids: Ids) -> tuple[list[Forgotten], int]:
+        """Return what was done, and the epoch of this owner."""
         storage, fence = self._to.storage, self._to.fence
         self._to.offers.close()  # it would go on writing rows of these ids to its own directory
-        if self._to.near is not None:  # rule *forget_in_new_epoch*: near saves may have rows of these ids
+        for guest in self._to.guests:  # rule *forget_in_new_epoch*: near saves may have rows of these ids
             fence.take_over_from_itself()
-            self._to.near.void()
-        try:
-            done = forget_as_owner(storage, fence, table, ids, _BY)
-            forgotten = done_requests(storage)
-            behind = [each.url for each in known_mirrors(storage) if each.is_behind(forgotten)]
-            if behind:  # of which none is asked: training does not wait for copies
-                names = ", ".join(behind)
-                log.warning("%s: its mirrors %s, and theirs, have the ids until their next pass", storage.url, names)
-            return done, fence.epoch, forgotten
-        finally:
-            fence.note_requests(requests(storage))  # the tables of this process have done their part
+            guest.void()
+        return forget_as_owner(storage, fence, table, ids, _BY), fence.epoch
 
     def _check(self, table: str, ids: Ids, *, is_live: bool) -> None:
         """Refuse what cannot be forgotten, before anything changes but the owner of the output dir."""
@@ -120,14 +113,45 @@ class Forgetting:
             check_table(fence.listing, table, storage.url)
         scan(storage, fence.listing, table, ids)
         audit(storage)  # as the checkpoints, whole before anything changes
-        known_mirrors(storage)
 
     def _erase(self, live: SavableTable | None, ids: Ids) -> None:
         """Drop rows of this rank; the next save is full, since a delta would name the ids as deleted."""
         if self._to.changes is not None:
             self._to.changes.drop_base()
         if live is not None:
-            _eraser(live)(torch.from_numpy(ids.copy()))
+            erase: Callable[[Tensor], object] = getattr(live, "erase")  # noqa: B009  # the protocol of tables lacks it
+            erase(torch.from_numpy(ids.copy()))
+
+    def delete(self, ranks: Ranks, ckpt_id: str) -> None:
+        """Remove a checkpoint; as :meth:`recckpt.CheckpointManager.delete`. Collective; no save is under way."""
+        failed = partial(_failed, "deleting")
+        ranks = ranks if ranks.size == 1 else ranks.raising(failed)
+        for rank, other in enumerate(ranks.gather(ckpt_id)):
+            if other != ckpt_id:
+                raise failed(rank, f"it was to delete {other!r}, this one {ckpt_id!r}: all ranks name the same step")
+        changes = self._to.changes
+        base = None if changes is None or changes.base is None else changes.base.save_id
+        if ranks.on_first(lambda: base in {each.manifest.origin for each in self._chosen(ckpt_id)}) and changes:
+            changes.drop_base()  # first: whatever fails from here on, no delta stands on what may be gone
+        ranks.on_first(lambda: self._remove(ckpt_id))
+
+    def _chosen(self, ckpt_id: str) -> list[Checkpoint]:
+        """Take the output dir over, or check that it is held, and return what goes."""
+        storage, fence = self._to.storage, self._to.fence
+        locate(storage, ckpt_id)  # before anything changes
+        fence.hold()
+        bases = self._to.bases_of_guests(fence.listing)
+        return deletable(fence.listing, ckpt_id, pinned_ids(storage), storage.url, bases)
+
+    def _remove(self, ckpt_id: str) -> None:
+        storage, fence = self._to.storage, self._to.fence
+        victims = self._chosen(ckpt_id)
+        gone = remove_checked(storage, fence, victims, self._to.concurrency)
+        fence.write_index()
+        if {victim.directory for victim in victims}.difference(gone):
+            what = f"not all of {ckpt_id!r} could be removed, as the log says"
+            raise RecckptError(f"{storage.url}: {what}; delete it again")
+        log.info("%s: %s was deleted by hand", storage.url, ckpt_id)
 
 
 def end_pending(to: Destination) -> bool:
@@ -160,15 +184,10 @@ def _check_erasable(live: SavableTable | None, table: str) -> None:
         raise TypeError(f"table {table!r} is a {type(live).__name__} without erase(ids), so nothing was forgotten")
 
 
-def _eraser(live: SavableTable) -> Callable[[Tensor], object]:
-    erase: Callable[[Tensor], object] = getattr(live, "erase")  # noqa: B009  # the protocol of tables lacks it
-    return erase
+def _failed(what: str, rank: int, cause: str) -> RecckptError:
+    return RecckptError(f"{what} failed on rank {rank}: {cause}")
 
 
-def _with_errors(ranks: Ranks) -> Ranks:
+def _forgetting(ranks: Ranks) -> Ranks:
     """Return the ranks; where one is alone, its error says enough by itself."""
-    return ranks if ranks.size == 1 else ranks.raising(_failed)
-
-
-def _failed(rank: int, cause: str) -> RecckptError:
-    return RecckptError(f"forgetting failed on rank {rank}: {cause}")
+    return ranks if ranks.size == 1 else ranks.raising(partial(_failed, "forgetting"))

@@ -2,39 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
 
-from recckpt.dense.rank_digests import RankDigests
+from recckpt.checkpoint.attempt import BATCH_BYTES, ShardWriter
 from recckpt.dense.registered import Registry
-from recckpt.dense.state_copy import DenseBuffers
+from recckpt.dense.state_copy import DenseBuffers, RankDigests
 from recckpt.format import layout
+from recckpt.format.catalog import PartKind
 from recckpt.format.manifest import StateValue
-from recckpt.live.optimizers import RowOptimizers, row_optimizers
 from recckpt.live.tables import NO_TABLES, LiveTables
-from recckpt.near.tier import NearTier
 from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.listing import Listing
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.keep import Keep
+from recckpt.save.background import OfferThread
 from recckpt.save.choice import Choice
-from recckpt.save.delta_base import Changes
-from recckpt.save.offer_thread import OfferThread
-from recckpt.save.save_info import SaveInfo
-from recckpt.save.sparse_saver import SparseSaver
-from recckpt.save.timeline import Timeline
+from recckpt.save.deltas import Changes
+from recckpt.save.save_info import SaveInfo, Timeline
 from recckpt.save.trainers import Trainers
+from recckpt.sparse.files.table_rows import OrderedRows, PieceBuffers, TableSource, deleted_from
 from recckpt.sparse.split import state_of
 from recckpt.storage import Storage
 from recckpt.storage.transfers import Transfers
 from recckpt.telemetry import Operation
 from recckpt.types import SavableTable
 
+ORDER_BYTES = 128 << 20  # all threads together
+_ORDER_ITEM = 4
 State = Mapping[str, StateValue] | None
 OnSave = Callable[[SaveInfo], object]
+
+
+class SparseSaver:
+    """Writes the tables of one shard with several threads, each of which keeps one buffer from save to save.
+
+    Memory beyond the tables: a buffer of ``PIECE_BYTES`` a thread, and ``order_bytes`` for the order of the rows;
+    larger tables are ordered in passes.
+    """
+
+    def __init__(self, concurrency: int, *, batch_bytes: int = BATCH_BYTES, order_bytes: int = ORDER_BYTES) -> None:
+        self._concurrency = concurrency
+        self._batch_bytes = batch_bytes
+        self._order_rows = max(1, order_bytes // concurrency // _ORDER_ITEM)
+        self._buffers = PieceBuffers()
+
+    def save(self, tables: Sequence[TableSource], shard: ShardWriter, advance: Callable[[int], object]) -> None:
+        """Write the rows of tables, and the ids that a delta has to name as deleted.
+
+        ``advance`` is called with the bytes of each batch once it is written, from several threads.
+
+        Raises:
+            StateMismatchError: a table has an id twice.
+            OSError: the storage failed; other files of the shard may be there, without a catalog.
+        """
+        holds: PartKind
+        for holds, sources in (("rows", tables), ("deletes", [deleted_from(table) for table in tables])):
+            rows = [OrderedRows(source, self._batch_bytes, self._order_rows, self._buffers) for source in sources]
+            shard.rows(rows, self._concurrency, advance, least_bytes=self._batch_bytes, holds=holds)
 
 
 @dataclass(frozen=True)
@@ -61,11 +90,6 @@ class Live:
         """
         return self.live_tables.joined(*state_of(self.model))
 
-    @property
-    def row_optimizers(self) -> Optimizer | RowOptimizers | None:
-        """The optimizers of the rows of all tables."""
-        return row_optimizers(self.sparse_optim, self.live_tables)
-
 
 @dataclass(frozen=True)
 class Job:
@@ -79,7 +103,26 @@ class Job:
     max_keep: int | Keep | None  # which checkpoints stay
     span: Operation = field(default_factory=lambda: Operation("save", {}, is_reported=False))  # of OpenTelemetry
     step_prefix: str = layout.STEP_PREFIX  # of the ids that a manager gives
-    cut: int | None = None  # number of its staging, where near saves are made, too; known to rank 0
+    cut: int | None = None  # number of its staging, where guests count them; known to rank 0
+
+
+class Guest(Protocol):
+    """What is made of a saver beside its checkpoints, such as near saves; checkpoints ask for no more than this."""
+
+    def hold_together(self, ranks: Ranks, hold: Callable[[], object]) -> None:
+        """Let rank 0 take the output dir over, before the first save. Collective."""
+
+    def next_cut(self) -> int:
+        """Return the number of a staging."""
+
+    def bases(self, newest: tuple[int, int]) -> Collection[str]:
+        """Return the save ids of checkpoints that are to stay, beside the newest, which has this order."""
+
+    def void(self) -> None:
+        """Count no more what was made, as rank 0: it may hold ids that are to be forgotten."""
+
+    def forget_together(self, ranks: Ranks, epoch: int) -> None:
+        """Remove what was made up to the epoch of a forgetting. Collective."""
 
 
 @dataclass(frozen=True)
@@ -99,5 +142,10 @@ class Destination:
     digests: RankDigests = field(default_factory=RankDigests)  # of the state that one rank saves for all
     logged: set[tuple[str, str]] = field(default_factory=set)  # directories and what is wrong there, once it was logged
     timeline: Timeline = field(default_factory=Timeline)  # where saves leave a line each
-    near: NearTier | None = None  # the near saves of the same saver
+    guests: tuple[Guest, ...] = ()  # what is made of the same saver beside checkpoints
     offers: OfferThread = field(default_factory=OfferThread)  # compacts chains, where the policy wants that
+
+    def bases_of_guests(self, listing: Listing) -> set[str]:
+        """Return the save ids of checkpoints that are to stay since what is newer stands on them."""
+        newest = max((checkpoint.manifest.order for checkpoint in listing.committed), default=(0, 0))
+        return {base for guest in self.guests for base in guest.bases(newest)}

@@ -7,17 +7,22 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recckpt.dense.rank_digests import RankDigest
-from recckpt.errors import RecckptError
-from recckpt.save.check import check
-from recckpt.save.decide import Phase, Proposal, RankFailure, SavePlan, as_text
-from recckpt.save.full_or_delta import DeltaProposal, delta_proposal
-from recckpt.save.job import Destination, Job, Live
-from recckpt.save.room import measured_room
-from recckpt.save.stage import Staged, stage
-from recckpt.types import SavableTable
+from torch import Tensor
 
-State = tuple[Mapping[str, SavableTable], Mapping[str, Any]]  # the tables of a model, and its dense state
+from recckpt.dense.sharded import is_sharded, local_bytes
+from recckpt.dense.state_copy import RankDigest
+from recckpt.errors import RecckptError
+from recckpt.format.buckets import Slice
+from recckpt.live.attached import AttachedTable
+from recckpt.save.arguments import check_trained
+from recckpt.save.choice import Choice, slots_of_table
+from recckpt.save.decide import Owned, Phase, Proposal, RankFailure, Room, SavePlan, WorkRoom, as_text
+from recckpt.save.deltas import delta_proposal
+from recckpt.save.job import Destination, Job, Live
+from recckpt.save.stage import Staged, stage
+from recckpt.sparse.files.table_rows import source_of
+from recckpt.sparse.table.store import is_stored
+from recckpt.types import RowShare, SavableTable
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class Preparation:
     error: Exception | None = None
 
     def raise_refusal(self, plan: SavePlan, job: Job) -> None:
-        """Raise why there is no save, if there is none; as :meth:`recckpt.save.decide.Refusal.raise_on`."""
+        """Raise why there is no save, if there is none; as :meth:`recckpt.save.decide.RankFailure.raise_on`."""
         refusal, failure = plan.refusal, self.proposal.failure
         if refusal is not None:
             own = self.error if failure is not None and failure.phase is refusal.phase else None
@@ -40,29 +45,6 @@ class Preparation:
         if self.staged is None:
             raise self.error or AssertionError("a save that nothing was staged for")
         return self.staged.written_as(plan.kind)
-
-
-class _Errors:
-    """Errors of the phases, kept until all ranks have proposed; the first counts."""
-
-    def __init__(self) -> None:
-        self.first: tuple[Phase, Exception] | None = None
-
-    @contextmanager
-    def kept(self, phase: Phase) -> Iterator[None]:
-        """Keep the error of a block."""
-        try:
-            yield
-        except Exception as error:
-            self.first = self.first or (phase, error)
-
-    @property
-    def failure(self) -> RankFailure | None:
-        """What other ranks have to know of the first."""
-        if self.first is None:
-            return None
-        phase, error = self.first
-        return RankFailure(phase, error if phase.is_of_all and isinstance(error, RecckptError) else as_text(error))
 
 
 def propose(
@@ -82,49 +64,75 @@ def propose(
     Raises:
         RecckptError: the save before has failed, and there is nobody to agree with: no other rank, or one that is lost.
     """
-    errors, ranks = _Errors(), job.ranks
-    with errors.kept(Phase.SETTLE):
+    ranks, changes = job.ranks, to.changes
+    errors: list[tuple[Phase, Exception]] = []
+
+    @contextmanager
+    def kept(phase: Phase) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            errors.append((phase, error))
+
+    with kept(Phase.SETTLE):
         settle()
-    if errors.first is not None and (ranks.size == 1 or ranks.has_lost):
-        raise errors.first[1]
+    if errors and (ranks.size == 1 or ranks.has_lost):
+        raise errors[0][1]
     digest = to.digests.begin() if ranks.size > 1 else None  # on all ranks: which saves look at what is large
-    proposal = Proposal(job.info.ckpt_id, job.info.step, live.choice, writes_deltas=to.changes is not None)
-    parts = room = staged = None
-    with errors.kept(Phase.CHECK):
+    proposal = Proposal(job.info.ckpt_id, job.info.step, live.choice, writes_deltas=changes is not None)
+    parts = staged = None
+    with kept(Phase.CHECK):
         live.live_tables.share_settings()  # before anything can fail here: the other ranks wait for it
-    with errors.kept(Phase.CHECK):
+    with kept(Phase.CHECK):
         parts = live.parts
-        checked = check(live, *parts, ranks.rank)
-        proposal = replace(proposal, owned=checked.owned, unmatched=checked.unmatched, n_bytes=checked.n_bytes)
-        with errors.kept(Phase.CONFIRM):
-            _confirm_base(job, to)
-            with errors.kept(Phase.ROOM):
-                room = measured_room(to)
+        owned, unmatched, n_bytes = check(live, *parts, ranks.rank)
+        proposal = replace(proposal, owned=owned, unmatched=unmatched, n_bytes=n_bytes)
+        with kept(Phase.CONFIRM):
+            # As rank 0, what a delta would stand on, where that is in doubt, before anything is staged.
+            if changes is not None and not ranks.rank and changes.is_in_doubt(to.storage, to.fence):
+                changes.confirm(to.storage, to.fence, is_resumed=job.is_resumed)
+            with kept(Phase.ROOM):
+                proposal = replace(proposal, room=measured_room(to))
     # Also where this rank has failed: what is saved may be a state that all ranks have to ask for together.
-    if parts is not None and (errors.first is None or ranks.size > 1):
-        with errors.kept(Phase.STAGE):
+    if parts is not None and (not errors or ranks.size > 1):
+        with kept(Phase.STAGE):
             staged = closed_on_error.enter_context(closing(_staged(live, parts, digest, job, to)))
-            proposal = replace(
-                proposal,
-                delta=_delta_proposal(staged, to),
-                sharded=staged.sharded.summary,
-                digest=staged.digest.summary if staged.digest else 0,
-                own_extra=tuple(staged.own_extra),
-                io_state=tuple(staged.io_state),
-            )
-    return Preparation(replace(proposal, room=room, failure=errors.failure), staged, errors.first and errors.first[1])
+            proposal = _with_staged(proposal, staged, to)
+    if errors:
+        phase, error = errors[0]
+        is_for_all = phase.is_of_all and isinstance(error, RecckptError)
+        proposal = replace(proposal, failure=RankFailure(phase, error if is_for_all else as_text(error)))
+    return Preparation(proposal, staged, errors[0][1] if errors else None)
 
 
-def _confirm_base(job: Job, to: Destination) -> None:
-    """Confirm on rank 0 what a delta would stand on, where that is in doubt, before anything is staged."""
-    changes = to.changes
-    if job.ranks.rank or changes is None:
-        return
-    if changes.has_candidate or changes.is_base_gone(to.storage, to.fence):
-        changes.confirm(to.storage, to.fence, is_resumed=job.is_resumed)
+def check(
+    live: Live, tables: Mapping[str, SavableTable], dense: Mapping[str, Any], rank: int
+) -> tuple[Owned, frozenset[str], int]:
+    """Check the tables and the dense state of the model of this rank.
+
+    Returns: what others have to know of them: who owns ids, the options that match no table, and about how many bytes
+    this rank writes in a full save.
+
+    Raises:
+        ValueError: the optimizer trains other tables, or an option cannot apply to what it matches.
+    """
+    check_trained(live.sparse_optim, tables)  # tables may be others than when the saver was made
+    live.choice.check(tables)
+    names: dict[Slice | RowShare | None, list[str]] = {}
+    for name, table in tables.items():
+        own = table.share if isinstance(table, AttachedTable) else getattr(table, "slice", None)
+        names.setdefault(own, []).append(name)
+    owned = {own: tuple(of_slice) for own, of_slice in names.items()}
+    return owned, live.choice.unmatched(tables), estimated_bytes(tables, dense, rank, live.choice)
 
 
-def _staged(live: Live, parts: State, digest: RankDigest | None, job: Job, to: Destination) -> Staged:
+def _staged(
+    live: Live,
+    parts: tuple[Mapping[str, SavableTable], Mapping[str, Any]],
+    digest: RankDigest | None,
+    job: Job,
+    to: Destination,
+) -> Staged:
     with job.info.timed("stage"):
         return stage(
             live,
@@ -133,14 +141,59 @@ def _staged(live: Live, parts: State, digest: RankDigest | None, job: Job, to: D
             buffers=to.buffers if job.info.background else None,
             rank=job.ranks.rank,
             digest=digest,
-            tracker=to.changes.marks if to.changes else None,
+            freeze=to.changes.freeze if to.changes else None,
         )
 
 
-def _delta_proposal(staged: Staged, to: Destination) -> DeltaProposal | None:
-    if to.changes is None:
-        return None
-    chain = to.changes.chain(to.fence)
-    return delta_proposal(
-        to.changes, chain, staged.tables, staged.frozen, choices=staged.choices, layouts=staged.layouts
+def _with_staged(proposal: Proposal, staged: Staged, to: Destination) -> Proposal:
+    changes, delta = to.changes, None
+    if changes is not None:
+        chain = changes.chain(to.fence)
+        delta = delta_proposal(
+            changes, chain, staged.tables, staged.frozen, choices=staged.choices, layouts=staged.layouts
+        )
+    return replace(
+        proposal,
+        delta=delta,
+        sharded=staged.sharded.summary,
+        digest=staged.digest.summary if staged.digest else 0,
+        own_extra=tuple(staged.own_extra),
+        io_state=tuple(staged.io_state),
     )
+
+
+def measured_room(to: Destination) -> Room:
+    """Return the room that this rank sees.
+
+    Raises:
+        OSError: the output dir is gone, or the storage failed.
+    """
+    to.storage.check_there()
+    work_dir = to.transfers.work_dir
+    work = WorkRoom(work_dir.url, work_dir.device, work_dir.free_bytes()) if work_dir else None
+    return Room(to.storage.url, to.storage.free_bytes(), to.min_free_bytes, work)
+
+
+def estimated_bytes(tables: Mapping[str, SavableTable], dense: Mapping[str, Any], rank: int, choice: Choice) -> int:
+    """Return about how many bytes a rank writes: its rows, its pieces, and as rank 0 the dense state.
+
+    0 where nothing can be said, of a state that staging refuses.
+    """
+    try:
+        tensors = [value for value in dense.values() if isinstance(value, Tensor)]
+        own = sum(local_bytes(value) if is_sharded(value) else 0 if rank else value.nbytes for value in tensors)
+        return own + sum(_rows_bytes(table, choice) for table in tables.values())
+    except Exception:
+        return 0
+
+
+def _rows_bytes(table: SavableTable, choice: Choice) -> int:
+    """Return the bytes of the rows of a table; 0 where conditions choose them, and a save finds out how many it has."""
+    slots, of_table = slots_of_table(table), choice.of_table(table)
+    chosen = None if of_table.is_everything else of_table.of(table.name, slots)
+    if chosen is not None and chosen.where is not None:
+        return 0
+    row_bytes = 8 + sum(slot.row_bytes for slot in slots) if chosen is None else chosen.row_bytes
+    if isinstance(table, AttachedTable):
+        return table.n_saved * row_bytes
+    return (len(table.store) if is_stored(table) else source_of(table).n_rows) * row_bytes

@@ -1,31 +1,80 @@
-"""The hallway of a save: propose, decide, write, commit, rotate."""
+"""The hallway of a save: propose, decide, write, commit, rotate, report."""
 
 from __future__ import annotations
 
 import logging
 import time
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from recckpt.checkpoint.attempt import Attempt
 from recckpt.errors import CommitNotDurableError, RecckptError
 from recckpt.format.manifest import Manifest
-from recckpt.live.column_exchange import join_columns
+from recckpt.live.columns import join_columns
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.commit import begin
 from recckpt.parallel.ranks import Ranks
-from recckpt.save.background_save import SaveHandle, SaveRunner
-from recckpt.save.commit import Commit, commit, compared_names, head_of, rotate
-from recckpt.save.decide import SavePlan, decide
+from recckpt.save.background import SaveHandle, SaveRunner
+from recckpt.save.commit import commit, head_of, rotate
+from recckpt.save.decide import Phase, SavePlan, decide
 from recckpt.save.forgetting import end_pending
 from recckpt.save.job import Destination, Job, Live
 from recckpt.save.propose import propose
-from recckpt.save.reports import failure_reported, report_saved
+from recckpt.save.save_info import SaveInfo
 from recckpt.save.stage import Staged
 from recckpt.save.write import RankRecord, write
+from recckpt.storage import Storage
+from recckpt.telemetry import Operation
+from recckpt.text import Progress
 
 log = logging.getLogger("recckpt")
+
+
+def span_of(info: SaveInfo, ranks: Ranks, run: str, storage: Storage) -> Operation:
+    """Return the span of a save that begins; rank 0 reports for all."""
+    attributes: dict[str, str | int] = {"id": info.ckpt_id}
+    if info.step is not None:
+        attributes["step"] = info.step
+    return Operation("save", attributes, run=run, retries=lambda: storage.n_retries, is_reported=ranks.rank == 0)
+
+
+@contextmanager
+def failure_reported(job: Job, to: Destination) -> Iterator[None]:
+    """Report the error that leaves the block."""
+    try:
+        yield
+    except Exception as error:
+        _report(job, to, error)
+        raise
+
+
+def _report(job: Job, to: Destination, error: Exception | None = None) -> None:
+    """Report a save: to OpenTelemetry, to the timeline where it has failed, and to the caller's ``on_save``."""
+    info, storage = job.info, to.storage
+    flags = {"background": info.background, "ephemeral": info.ephemeral}
+    attributes: dict[str, str | int] = {"kind": info.kind, "links": info.n_links, **flags}
+    measured: dict[str, float] = {"save.pause": info.max_blocked_sec}
+    if error is None:
+        attributes |= {"bytes": info.n_bytes, "rows": info.n_rows}
+        measured |= {"save.bytes": info.n_bytes, "save.rows": info.n_upserts}
+        measured |= {"chain.length": info.n_links, "last_save.time": time.time()}
+        with suppress(OSError):
+            free = storage.free_bytes() if storage.asking_is_free else None
+            measured |= {} if free is None else {"storage.free": free}
+    else:
+        info.note_failure(error)
+    job.span.end(error, attributes=attributes, measured=measured)
+    if error is not None and job.ranks.rank == 0:
+        to.timeline.add_failure(storage, to.fence, info)
+    if to.on_save is not None:
+        try:
+            to.on_save(info)
+        except Exception:
+            how = "is saved, but" if error is None else "has failed, and"
+            log.exception("%s %s on_save=%r failed", info.ckpt_id, how, to.on_save)
 
 
 def save(live: Live, job: Job, to: Destination, runner: SaveRunner) -> SaveHandle:
@@ -38,26 +87,26 @@ def save(live: Live, job: Job, to: Destination, runner: SaveRunner) -> SaveHandl
     """
     handle, ranks = SaveHandle(job.info), job.ranks
     with job.span, ExitStack() as closed_on_error:
-        if to.near is not None:
+        for guest in to.guests:
             with failure_reported(job, to):
-                to.near.hold_together(ranks, partial(to.fence.hold_once, is_resumed=job.is_resumed))
+                guest.hold_together(ranks, partial(to.fence.hold_once, is_resumed=job.is_resumed))
         own = propose(live, job, to, runner.settle, closed_on_error)
         with failure_reported(job, to):
             plan = ranks.concluded(lambda: own.proposal, decide)
-            if not plan.is_unsettled:
+            if plan.refusal is None or plan.refusal.phase is not Phase.SETTLE:
                 own.raise_refusal(plan, job)
         own.raise_refusal(plan, job)  # the error of the save before, which is no failure of this one
         staged = own.planned(plan)
         _note_kind(plan, job, to)
         closed_on_error.pop_all()
-        cut = to.near.next_cut() if to.near else None
+        cut = max((guest.next_cut() for guest in to.guests), default=None)
         work = partial(write_and_commit, staged, plan, replace(job, ranks=ranks.background, cut=cut), to)
         return runner.run(work, handle, ranks.rank, staged.close)
 
 
 def _note_kind(plan: SavePlan, job: Job, to: Destination) -> None:
     info, kind = job.info, plan.kind
-    info.note_kind(kind.name, kind.why_full, kind.n_links)
+    info.note(kind=kind.name, why_full=kind.why_full, n_links=kind.n_links)
     if job.ranks.rank:
         return
     if plan.displaced is not None:
@@ -84,11 +133,11 @@ def write_and_commit(staged: Staged, plan: SavePlan, job: Job, to: Destination) 
     with job.span, failure_reported(job, to), closing(staged):
         attempt = Attempt(to.storage, *ranks.on_first(lambda: _begin(staged, job, to)))
         with attempt.abandoned_on_error(lambda error: _is_idle(error, ranks)):
-            info.outcome.note_open(ranks.rank)
+            if ranks.rank:  # which may not learn what becomes of the save from now on
+                info.note(outcome=info.words.is_open)
             if staged.by_columns:
                 ranks.in_meetings(partial(join_columns, staged.by_columns))
-            head = head_of(staged, compared_names(staged, plan, ranks), attempt, info)
-            record = _commit(staged, replace(head, cut=job.cut), attempt, job, to)
+            record = _commit(staged, head_of(staged, plan, attempt, job), attempt, job, to)
         if to.changes is not None and not record.ephemeral:
             staged.committed(record.save_id)
             to.changes.committed(record)
@@ -96,7 +145,7 @@ def write_and_commit(staged: Staged, plan: SavePlan, job: Job, to: Destination) 
             rotate(job, to)
             to.offers.begin_if_due(to.storage, to.fence, to.changes)
     info.note_unblocked()
-    report_saved(job, to)
+    _report(job, to)
     return record
 
 
@@ -106,27 +155,31 @@ def _commit(staged: Staged, head: Manifest, attempt: Attempt, job: Job, to: Dest
     Rank 0 returns the manifest; on another rank it lists the files of that rank only.
     """
     info, ranks, begin = job.info, job.ranks, time.perf_counter()
-    own: list[RankRecord] = []
-    commits: list[Commit] = []
+    own, of_first = list[RankRecord](), list[Manifest]()
 
     def write_own() -> RankRecord:
-        own.append(write(staged, attempt.intent, job, to))
+        what = f"saving {info.ckpt_id}" if staged.kind.base is None else f"saving {info.ckpt_id} as a delta"
+        with Progress(what, staged.sparse_bytes, has_bar=to.has_bar and ranks.rank == 0) as progress:
+            progress.n_rows = sum(table.n_rows for table in staged.tables)
+            own.append(write(staged, attempt.intent, job, to, progress))
         return own[0]
 
-    def commit_all(records: list[RankRecord]) -> Commit:
-        commits.append(commit(records, head, job, to, attempt=attempt, kind=staged.kind))
-        return commits[0].for_others
+    def commit_all(records: list[RankRecord]) -> tuple[Manifest, dict[str, Any]]:
+        manifest, totals = commit(records, head, job, to, attempt=attempt, kind=staged.kind)
+        of_first.append(manifest)
+        return replace(manifest, shards=(), files=()), totals  # as much whatever the number of ranks
 
     path = to.storage.url_of(attempt.directory)
     try:
-        of_others = ranks.concluded(write_own, commit_all)
+        manifest, totals = ranks.concluded(write_own, commit_all)
     except CommitNotDurableError as error:
-        info.note_path(path if error.is_in_place else "")
+        info.note(path=path if error.is_in_place else "")
         raise
-    [done] = commits or [of_others.with_files_of(own[0])]
-    info.note_committed(done.manifest, done.totals, path)
-    info.note_waiting(done.seconds, time.perf_counter() - begin - own[0].times.write_sec - done.seconds)
-    return done.manifest
+    agree_sec = time.perf_counter() - begin - own[0].write_sec - totals["commit_sec"]
+    info.note(**totals, path=path, agree_sec=max(0.0, agree_sec))
+    info.note_committed(manifest)
+    shard = own[0].shard
+    return of_first[0] if of_first else replace(manifest, shards=(shard.shard,), files=shard.files)
 
 
 def _begin(staged: Staged, job: Job, to: Destination) -> tuple[Intent, int]:

@@ -1,22 +1,30 @@
-"""How a save went: what it was, where its time went, and why it failed."""
+"""How a save went: what it was, where its time went, and why it failed; and the line that it leaves in the timeline."""
 
 from __future__ import annotations
 
 import json
+import logging
 import time as clock
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
-from recckpt.errors import NOTHING_COMMITTED, RankLostError, RecckptError, SaveFailedError
+from recckpt.errors import NOTHING_COMMITTED, RankLostError, RecckptError, SaveFailedError, WriterFencedError
+from recckpt.format.codec import time_now
 from recckpt.format.manifest import Manifest
-from recckpt.format.moments import time_now
+from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.index_file import append_timeline
 from recckpt.parallel.ranks import Ranks
+from recckpt.storage import Storage
+from recckpt.storage.retry import is_transient
 from recckpt.text import one_line
 
-_LEFT_OUT = frozenset({"path", "metrics", "outcome"})  # in the file, which lies beside the checkpoints
+_LEFT_OUT = frozenset({"path", "metrics", "words", "outcome"})  # of the line: its file lies beside the checkpoints
 _ERROR_LENGTH = 1000  # characters of an error that a line keeps
+log = logging.getLogger("recckpt")
+_MOST = 100  # lines that wait to be written; the oldest go
 
 
 @dataclass(frozen=True)
@@ -30,85 +38,10 @@ class OutcomeWords:
         is_committed: where one is missing, and rank 0, which this is, has committed.
     """
 
-    failed: str
-    lost: str
-    is_open: str
-    is_committed: str
-
-
-_OF_CHECKPOINTS = OutcomeWords(
-    failed=NOTHING_COMMITTED,
-    lost="nothing was committed and older checkpoints are untouched: restart the job",
-    is_open="it is committed only if all ranks had written, which the restarted job will find",
-    is_committed="the checkpoint is committed all the same: restart the job, which goes on from it",
-)
-_OF_NEAR_SAVES = OutcomeWords(
-    failed="no near save was made; training goes on",
-    lost="no near save was made",
-    is_open="it was made only if all hosts had sealed it, which a restarted job will find",
-    is_committed="the near save was made all the same",
-)
-
-
-@dataclass
-class CommitState:
-    """What is known of a save when a rank turns out to be missing.
-
-    Attributes:
-        words: for what is known.
-        is_open: rank 0 may have all that it needs to commit, and this is another rank.
-        is_committed: rank 0 has.
-    """
-
-    words: OutcomeWords = _OF_CHECKPOINTS
-    is_open: bool = False
-    is_committed: bool = False
-
-    @classmethod
-    def of_near_save(cls) -> CommitState:
-        """Return that of a near save, which commits nothing and never ends training."""
-        return cls(_OF_NEAR_SAVES)
-
-    def note_open(self, rank: int) -> None:
-        """Note that a rank begins to write: what becomes of the save then, other ranks than 0 may not learn."""
-        self.is_open = rank != 0
-
-    def note_committed(self) -> None:
-        """Note that rank 0, which this is, has committed."""
-        self.is_committed = True
-
-    def __str__(self) -> str:
-        if self.is_committed:
-            return self.words.is_committed
-        return self.words.is_open if self.is_open else self.words.lost
-
-
-@dataclass(frozen=True)
-class RankTimes:
-    """Times and bytes of a rank's part of a save; ``blocked_sec`` of a blocking one ends when it has written."""
-
-    stage_sec: float
-    blocked_sec: float
-    write_sec: float
-    n_bytes: int
-
-
-@dataclass(frozen=True)
-class SaveTotals:
-    """What all ranks together wrote in a save, and the longest times; most have the names that SaveInfo has."""
-
-    n_bytes: int
-    n_rows: int
-    n_upserts: int
-    n_deletes: int
-    n_left_out: int
-    n_evicted: int
-    kept_rows: int
-    write_sec: float
-    slowest_shard: int
-    max_stage_sec: float
-    max_rank_bytes: int
-    max_blocked_sec: float  # up to where each rank had written, of a blocking save
+    failed: str = NOTHING_COMMITTED
+    lost: str = "nothing was committed and older checkpoints are untouched: restart the job"
+    is_open: str = "it is committed only if all ranks had written, which the restarted job will find"
+    is_committed: str = "the checkpoint is committed all the same: restart the job, which goes on from it"
 
 
 @dataclass
@@ -141,7 +74,8 @@ class SaveInfo:
         max_rank_bytes: what the rank that wrote most has written.
         path: where the checkpoint lies, a path or URL; empty until it is committed.
         metrics: the numbers of its ``state``, once it is committed.
-        outcome: what is known of it where a rank turns out to be missing.
+        words: what its errors say of its outcome.
+        outcome: that of these which is true where a rank turns out to be missing now; None before it writes.
         error: why it failed, None where it has not. A save may be committed and fail all the same: it has a path then.
     """
 
@@ -172,14 +106,15 @@ class SaveInfo:
     largest_errors: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     error: Exception | None = None
-    outcome: CommitState = field(default_factory=CommitState, repr=False)
+    words: OutcomeWords = field(default=OutcomeWords(), repr=False)
+    outcome: str | None = field(default=None, repr=False)
     _begin: float = field(default_factory=clock.perf_counter, repr=False)
     _blocked_sec: float | None = field(default=None, repr=False)
-    _others_blocked_sec: float = field(default=0.0, repr=False)
+    _others_blocked_sec: float = field(default=0.0, repr=False)  # up to where each rank had written
 
     def failure(self, rank: int, cause: str) -> SaveFailedError:
         """Return the error of this save where a rank failed."""
-        return SaveFailedError(self.ckpt_id, rank, cause, step=self.step, outcome=self.outcome.words.failed)
+        return SaveFailedError(self.ckpt_id, rank, cause, step=self.step, outcome=self.words.failed)
 
     def raising(self, ranks: Ranks, before: Callable[[], RecckptError | None] = lambda: None) -> Ranks:
         """Return the ranks, of which one that fails or is missing is the failure of this save.
@@ -192,7 +127,7 @@ class SaveInfo:
             if earlier is not None:
                 return earlier
             known = "the rank is lost" if len(error.ranks) == 1 else f"ranks {list(error.ranks)} lost"
-            cause, outcome = f"{known}: {error.cause}", str(self.outcome)
+            cause, outcome = f"{known}: {error.cause}", self.outcome or self.words.lost
             return SaveFailedError(self.ckpt_id, error.rank, cause, step=self.step, outcome=outcome)
 
         return ranks.raising(self.failure, lost)
@@ -221,47 +156,18 @@ class SaveInfo:
         """``blocked_sec`` of the rank that waited longest, known once all have written; of a blocking save its own."""
         return max(self.blocked_sec, self._others_blocked_sec)
 
-    def note_step(self, step: int | None) -> None:
-        """Note the global step, as the manager of the run counts it."""
-        self.step = step
-
-    def note_links(self, n_links: int) -> None:
-        """Note how many links a restore will read: fewer where a compacted form was adopted."""
-        self.n_links = n_links
+    def note(self, **values: Any) -> None:
+        """Set fields by name, as the save learns of them."""
+        assert values.keys() <= vars(self).keys(), values
+        vars(self).update(values)
 
     def note_failure(self, error: Exception) -> None:
         """Note why and when it has failed; one that is committed keeps the time of its commit."""
         self.error, self.time = error, self.time or time_now()
 
-    def note_path(self, path: str) -> None:
-        """Note where the checkpoint lies, though its save fails; "" where it may not be there."""
-        self.path = path
-
-    def note_waiting(self, commit_sec: float, agree_sec: float) -> None:
-        """Note how long rank 0 took to commit, and how long this rank waited besides."""
-        self.commit_sec, self.agree_sec = commit_sec, max(0.0, agree_sec)
-
-    def note_kind(self, kind: str, why_full: str | None, n_links: int) -> None:
-        """Note whether it is full or a delta, and how many links a restore will read."""
-        self.kind, self.why_full, self.n_links = kind, why_full, n_links
-
-    def note_written(self, totals: SaveTotals) -> None:
-        """Note what all ranks have written."""
-        self.n_rows, self.n_upserts, self.n_deletes = totals.n_rows, totals.n_upserts, totals.n_deletes
-        self.n_left_out, self.n_evicted, self.kept_rows = totals.n_left_out, totals.n_evicted, totals.kept_rows
-        self.write_sec, self.slowest_shard = totals.write_sec, totals.slowest_shard
-        self.max_stage_sec, self.max_rank_bytes = totals.max_stage_sec, totals.max_rank_bytes
-        self._others_blocked_sec = totals.max_blocked_sec
-
-    def note_acknowledged(self, totals: SaveTotals) -> None:
-        """Note what all ranks have written of a near save, which counts now."""
-        self.note_written(totals)
-        self.n_bytes = totals.n_bytes
-
-    def note_committed(self, manifest: Manifest, totals: SaveTotals, path: str) -> None:
-        """Note what all ranks have written, where the checkpoint lies, and what its manifest says of it."""
-        self.note_written(totals)
-        self.time, self.n_bytes, self.path = manifest.time, totals.n_bytes, path
+    def note_committed(self, manifest: Manifest) -> None:
+        """Note what a manifest says of the checkpoint."""
+        self.time = manifest.time
         self.largest_errors = {
             f"{table.name}@{narrowed.slot}": narrowed.error
             for table in manifest.tables
@@ -294,3 +200,55 @@ class SaveInfo:
             values["error"] = self.error_text
         rounded = {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}
         return json.dumps(rounded | dict(more), allow_nan=False) + "\n"
+
+
+class Timeline:
+    """The lines of one saver, of which those that could not be written wait for the next.
+
+    One thread at a time adds; any may keep a line meanwhile, as that of a near save does that has failed.
+    """
+
+    def __init__(self) -> None:
+        self._more = list[Callable[[int | None], Mapping[str, Any]]]()
+        self._waiting: list[str] = []
+        self._changing = Lock()
+
+    def bring_along(self, more: Callable[[int | None], Mapping[str, Any]]) -> None:
+        """Have further fields in the line of each checkpoint, by its step."""
+        self._more.append(more)
+
+    def add(self, storage: Storage, info: SaveInfo) -> None:
+        """Write the line of a save that is committed.
+
+        Raises:
+            OSError: the storage failed; the next line brings it along.
+        """
+        self.keep(info, {name: value for more in self._more for name, value in more(info.step).items()})
+        self._write(storage)
+
+    def keep(self, info: SaveInfo, more: Mapping[str, Any] = {}) -> None:
+        """Let a line wait for the next one, which brings it along."""
+        with self._changing:
+            self._waiting = [*self._waiting, info.to_json(more)][-_MOST:]
+
+    def add_failure(self, storage: Storage, fence: Fence, info: SaveInfo) -> None:
+        """Write the line of a save that has failed, if this process holds the output dir; whatever comes of it.
+
+        Where the network has failed, it is not asked once more, for minutes, before training learns of the error.
+        """
+        if isinstance(info.error, WriterFencedError):
+            return
+        self.keep(info)
+        if not fence.epoch or (info.error is not None and is_transient(info.error)):
+            return
+        try:
+            fence.check()
+            self._write(storage)
+        except (RecckptError, OSError) as error:
+            log.debug("%s: the failure of %r is not in the timeline yet: %s", storage.url, info.ckpt_id, error)
+
+    def _write(self, storage: Storage) -> None:
+        written = self._waiting
+        append_timeline(storage, written)
+        with self._changing:
+            self._waiting = [line for line in self._waiting if line not in written]

@@ -5,38 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from recckpt.dense.optimizer_class import lineage_of
-from recckpt.dense.optimizers import state_names
-from recckpt.dense.rank_digests import RankDigest
-from recckpt.dense.registered import Registry
+from recckpt.dense.data_loaders import dump_rng
+from recckpt.dense.optimizers import lineage_of
 from recckpt.dense.sharded import ShardedState, ShardedTensors
-from recckpt.dense.state_copy import Copy, DenseBuffers, as_it_is, dump_rng, portable, without_values
-from recckpt.format.dtypes import NUMPY_DTYPES
+from recckpt.dense.state_copy import Copy, DenseBuffers, RankDigest, as_it_is, portable, without_values
 from recckpt.format.layout import SPARSE_LR, SPARSE_OPTIM
-from recckpt.format.manifest import StateValue
+from recckpt.format.manifest import StateValue, Training
 from recckpt.format.tables import ClockDates, LiveLayout
-from recckpt.format.training import Lineage, Training
+from recckpt.format.tensor_index import NUMPY_DTYPES
 from recckpt.live.attached import AttachedTable
-from recckpt.live.column_rows import ColumnRows, FrozenColumns
-from recckpt.live.column_slots import layout_of
-from recckpt.live.optimizers import RowOptimizers
+from recckpt.live.boxes import layout_of
+from recckpt.live.columns import ColumnRows
+from recckpt.live.tables import RowOptimizers, row_optimizers
+from recckpt.save.arguments import as_state_values
 from recckpt.save.choice import Choice, slots_of_table
-from recckpt.save.full_or_delta import FULL, Kind
+from recckpt.save.deltas import FULL, Kind
 from recckpt.save.job import Live
-from recckpt.save.state_values import as_state_values
 from recckpt.sparse.files.reduced_rows import ReducedSource, TableChoice
 from recckpt.sparse.files.table_rows import TableSource, source_to_save
-from recckpt.sparse.table.exported_rows import ExportedRows
 from recckpt.sparse.table.marks import FrozenRows
 from recckpt.sparse.table.snapshot import Snapshot
 from recckpt.sparse.table.store import is_stored
 from recckpt.sparse.table.table import HashTable
-from recckpt.sparse.table.tracker import Freezing
+from recckpt.sparse.table.tracker import Freeze
 from recckpt.types import SavableTable
 
 
@@ -69,15 +66,10 @@ class Staged:
         """Bytes of all rows, ids included."""
         return sum(t.n_rows * (8 + sum(slot.row_bytes for slot in t.slots)) for t in self.tables)
 
-    @property
-    def dense_opt(self) -> tuple[str, ...]:
-        """``parameter@name`` of the dense optimizers among the registered objects."""
-        return state_names({**self.extra, **self.own_extra})
-
     def take_tables(
-        self, tables: Mapping[str, SavableTable], tracker: Freezing | None, choice: Choice, *, detached: bool
+        self, tables: Mapping[str, SavableTable], freeze: Freeze | None, choice: Choice, *, detached: bool
     ) -> None:
-        """Take the rows as they are now, and of tables of ours which of them have changed, if there is a tracker."""
+        """Take the rows as they are now, and of tables of ours which of them have changed, if ``freeze`` says so."""
         for table in tables.values():
             if isinstance(table, AttachedTable):
                 table.prepare()
@@ -88,8 +80,8 @@ class Staged:
                 if isinstance(table, HashTable):
                     self.evicted_to[table.name] = table.eviction.evicted_to(table.store)
                     self.clock[table.name] = table.tracking.clock_dates
-                if tracker is not None and is_stored(table):
-                    self.frozen[table.name] = tracker.freeze(table, slots)
+                if freeze is not None and is_stored(table):
+                    self.frozen[table.name] = freeze(table, slots)
                     self.tables.append(self.frozen[table.name].snapshot)
                 else:
                     self.tables.append(source_to_save(table, slots, detached=detached))
@@ -104,12 +96,10 @@ class Staged:
         assert isinstance(rows, Snapshot)
         self.live.append((table, rows))
         if self.digest is not None and box.n_replicas > 1 and box.rows[0] < box.rows[1]:
-            self.digest.note_rows(table.name, box.rows[0], table.live.tensors(), audit=table.rows.audit)
+            self.digest.note_rows(table.name, box.rows[0], table.live.tensors(), audit=table.rows.audit or 0)
         self.layouts[table.name] = layout_of(table.live.n_rows, rows.slots, box)
         if box.columns:
             self.tables[-1] = ColumnRows(rows, box)
-            if table.name in self.frozen:
-                self.frozen[table.name] = FrozenColumns(self.frozen[table.name], box)
 
     def check_live(self) -> None:
         """Make sure that all that was read of live tables is what was staged.
@@ -124,27 +114,21 @@ class Staged:
     def written_as(self, kind: Kind) -> Staged:
         """Return what is to be written; a delta keeps only the rows that have changed, and releases the others."""
         sources = [self._source(table, kind) for table in self.tables]
+        chosen = [(source, self.choices.get(source.name)) for source in sources]
         return replace(
             self,
             kind=kind,
-            tables=[self._chosen(source) for source in sources],
+            tables=[source if choice is None else ReducedSource(source, choice) for source, choice in chosen],
             by_columns=[source for source in sources if isinstance(source, ColumnRows)],
         )
-
-    def _chosen(self, source: TableSource) -> TableSource:
-        """Return what is saved of a source."""
-        chosen = self.choices.get(source.name)
-        return source if chosen is None else ReducedSource(source, chosen)
 
     def _source(self, table: TableSource, kind: Kind) -> TableSource:
         """Return the rows of a table that are written, with all slots that are read."""
         if kind.base is None or table.name in kind.replaced:
-            if isinstance(table, ExportedRows):
-                table.export()  # training, which goes on next, would change what a library has
             return table
         frozen, chosen = self.frozen[table.name], self.choices.get(table.name)
-        if isinstance(frozen, FrozenColumns):
-            return frozen.rows_since(kind.base)
+        if isinstance(table, ColumnRows):
+            return table.since(partial(frozen.changed_since, kind.base))
         is_filtered = chosen is not None and chosen.where is not None  # then it counts all rows first
         return frozen.changes(kind.base) if is_filtered else frozen.delta(kind.base)
 
@@ -164,11 +148,6 @@ class Staged:
         for frozen in self.frozen.values():
             frozen.failed()
 
-    @property
-    def n_rows(self) -> int:
-        """Rows of all tables."""
-        return sum(table.n_rows for table in self.tables)
-
 
 def stage(
     live: Live,
@@ -179,7 +158,7 @@ def stage(
     buffers: DenseBuffers | None,
     rank: int,
     digest: RankDigest | None,
-    tracker: Freezing | None,
+    freeze: Freeze | None,
 ) -> Staged:
     """Take the state of a model and its companions as it is now; of our tables a snapshot, which stays as they change.
 
@@ -191,43 +170,51 @@ def stage(
         buffers: where all other tensors are copied to; None where nothing changes before all is written.
         rank: of those that stage together; what is the same on all is looked at by each, and taken by the first.
         digest: takes digests of that; None where there is one rank.
-        tracker: knows what has changed in tables of ours; None where all of them is saved.
+        freeze: takes tables of ours, and knows what has changed in them; None where all of them is saved.
 
     Raises:
         ValueError, TypeError: what could not be loaded back safely, or is neither number nor string in ``state``.
         StateMismatchError: a foreign table that does not fit the protocol, or has an id twice.
     """
-    scalars = {**_learning_rates(live.row_optimizers), **as_state_values(state)}
+    optim = row_optimizers(live.sparse_optim, live.live_tables)
+    groups = () if optim is None else optim.param_groups
+    rates = as_state_values({f"{SPARSE_LR}{i}": float(group["lr"]) for i, group in enumerate(groups)})
+    values = {**rates, **as_state_values(state)}
     sharded = ShardedTensors()
     dense = sharded.take_from_model(dense)
     with buffers.copying() if buffers else nullcontext(as_it_is) as copy:
         copy_common = copy if rank == 0 else without_values
-        with live.trainers.noting_states() as noted:
-            common = _common(live, dense, sharded, digest.noting(copy_common) if digest else copy_common)
-            own_extra = live.extra.dump(sharded.from_extra(copy), of_ranks=True)
+        common = _common(live, optim, dense, sharded, digest.noting(copy_common) if digest else copy_common)
+        own_extra = live.extra.dump(sharded.from_extra(copy), of_ranks=True)
         tensors, extras = common if rank == 0 else ({}, {})
+        registered = live.extra.objects.items()
+        classes = {name: lineage_of(obj) for name, obj in registered if isinstance(obj, Optimizer)}
+        unsaved = live.trainers.unsaved(tables, {**extras, **own_extra}, is_logged=rank == 0)
         staged = Staged(
             tables=[],
             dense=tensors,
             extra=extras,
             io_state=live.io_state.dump(copy),
             rng=dump_rng(),
-            state=scalars,
+            state=values,
             own_extra=own_extra,
             sharded=sharded.staged(copy),  # once all that may hold sharded tensors has been asked
             digest=digest,
-            training=Training(_classes(live.extra), live.trainers.unsaved(tables, noted, is_logged=rank == 0)),
+            training=Training(classes, unsaved),
             n_evicted=sum(table.n_evicted for table in tables.values() if isinstance(table, HashTable)),
         )
-    staged.take_tables(tables, tracker, live.choice, detached=buffers is not None)
+    staged.take_tables(tables, freeze, live.choice, detached=buffers is not None)
     return staged
 
 
 def _common(
-    live: Live, dense: Mapping[str, Any], sharded: ShardedTensors, copy: Copy
+    live: Live,
+    optim: Optimizer | RowOptimizers | None,
+    dense: Mapping[str, Any],
+    sharded: ShardedTensors,
+    copy: Copy,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return dense tensors and extras, which are the same on all ranks."""
-    optim = live.row_optimizers
     extras = live.extra.dump(sharded.from_extra(copy))
     if optim is not None:
         extras[SPARSE_OPTIM] = portable("the sparse optimizer", copy(("sparse optimizer",), optim.state_dict()))
@@ -235,14 +222,3 @@ def _common(
         if isinstance(value, Tensor) and str(value.dtype).removeprefix("torch.") not in NUMPY_DTYPES:
             raise ValueError(f"{name}: a tensor of {value.dtype} cannot be saved; cast it")
     return {name: portable(name, copy(("dense", name), value)) for name, value in dense.items()}, extras
-
-
-def _classes(extra: Registry) -> dict[str, Lineage]:
-    """Return the classes of the registered optimizers."""
-    return {name: lineage_of(obj) for name, obj in extra.objects.items() if isinstance(obj, Optimizer)}
-
-
-def _learning_rates(sparse_optim: Optimizer | RowOptimizers | None) -> dict[str, StateValue]:
-    if sparse_optim is None:
-        return {}
-    return as_state_values({f"{SPARSE_LR}{i}": float(group["lr"]) for i, group in enumerate(sparse_optim.param_groups)})

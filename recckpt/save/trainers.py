@@ -1,55 +1,153 @@
-"""Who trains a model: the optimizers that step it, and which of them would be missing from a checkpoint."""
+"""What trains a model and would be missing from a checkpoint, as its saves see it."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections import defaultdict
-from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import cache
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.nn.parameter import is_lazy
+from torch.optim import SGD, Optimizer
 
 from recckpt.dense.keyed_optimizer import fused_optimizers, is_keyed
-from recckpt.dense.optimizer_class import lineage_of, updater
-from recckpt.dense.optimizers import has_values
+from recckpt.dense.optimizers import groups_of, has_values, layers, lineage_of, scheduled_by, updater
 from recckpt.dense.registered import Registry
-from recckpt.format.training import Unsaved
+from recckpt.format.layout import SPARSE_OPTIM
+from recckpt.format.manifest import Unsaved
 from recckpt.live.tables import NO_TABLES, LiveTables
 from recckpt.save.choice import Choice
 from recckpt.sparse.optim import optimizer as sparse_optimizers
-from recckpt.sparse.optim.optimizer import SparseOptimizer
+from recckpt.sparse.optim.joint import parts_of
 from recckpt.sparse.split import parameters_of, state_of
 from recckpt.sparse.table.table import HashTable
-from recckpt.text import plural
+from recckpt.text import first_few, plural
 from recckpt.types import SavableTable
 
+_Mark = tuple[Any, int]  # which value, and how often it was written
+_FEW = 3  # parameters whose states stand for all that an optimizer has
+_A_COPY = 1  # writes of a parameter by which weights come from elsewhere
 log = logging.getLogger("recckpt")
-
 _MANY_PASSES = 2  # whose gradients wait in a table without an optimizer: those of one may be about to be used by hand
 _NAMED = 3  # parameters in a message
-_TRAIN_TABLES = "make one of the tables, such as SparseAdam(recckpt.filter_out_sparse_param(model)), give it to"
+_TRAIN_TABLES = (
+    "model.parameters() has no rows of tables; make one of the tables, such as "
+    "SparseAdam(recckpt.filter_out_sparse_param(model)), give it to Saver(model, sparse_optim), and call its step()"
+)
+_SPARSE = (
+    "a sparse optimizer trains {}, and the Saver was not given it: its steps and hyper-parameters are not saved; make "
+    "the saver by Saver(model, sparse_optim), with one optimizer of all tables"
+)
+_UNREGISTERED = (
+    "%s of the model (%s) train, and no registered optimizer has them: a resume starts their optimizer from scratch; "
+    "call register_for_checkpointing('dense_optim', optimizer) before restore(), or attach(model, [optimizers]), or "
+    "requires_grad_(False) where none is to train them"
+)
+_RESTING = (
+    "registered optimizer {!r} has not stepped while its parameters changed: was another one made after it? Its state "
+    "is saved as it was, in place of that of the one that trains; make the optimizer once, and give it to attach() or "
+    "register_for_checkpointing('dense_optim', optimizer)"
+)
+_SCHEDULED = (
+    "a scheduler sets the learning rate of optimizer {!r}, and is not saved: a resume starts its schedule over; call "
+    "register_for_checkpointing('scheduler', scheduler) before restore(), or attach(..., schedulers=scheduler)"
+)
+_STRANGE = (
+    "registered optimizer {!r} trains {} that the model does not have, which are not saved: call "
+    "register_for_checkpointing('weights', torch.nn.ParameterList(parameters)) before restore(), or make the saver of "
+    "a module that has them too"
+)
+_savers = weakref.WeakValueDictionary[int, "Trainers"]()  # of this process, by id; listed while another thread adds
 
-_Optimizers = weakref.WeakValueDictionary[int, Optimizer]  # by id; references can be listed while another thread adds
-_savers: weakref.WeakValueDictionary[int, Trainers] = weakref.WeakValueDictionary()  # those of this process, by id
+
+class Steps:
+    """What has trained since this was made, and which optimizers did not step meanwhile, as one look after another saw.
+
+    A parameter trains that was written several times between two looks, or once and has a gradient: one write may be a
+    copy of weights from elsewhere, and of gradients alone nothing may come. What torch does not count is not seen:
+    values that fused kernels change, or that are changed through ``parameter.data``.
+
+    Attributes:
+        trained: names of the parameters that train.
+        resting: names of the optimizers that have not stepped while others trained parameters of theirs.
+        scheduled: names of the optimizers whose learning rate a scheduler sets.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], optimizers: Mapping[str, Optimizer]) -> None:
+        self.trained, self.resting, self.scheduled = set[str](), set[str](), set[str]()
+        self._seen = _seen(parameters, optimizers)
+
+    def look(self, parameters: Mapping[str, Tensor], optimizers: Mapping[str, Optimizer]) -> None:
+        """See what has changed since the last look, of parameters that require gradients and of named optimizers."""
+        (written, states, rates), self._seen = self._seen, _seen(parameters, optimizers)
+        written_now, states_now, rates_now = self._seen
+        moved = {name for name in rates.keys() & rates_now.keys() if rates[name] != rates_now[name]}
+        self.scheduled |= {name for name, one in optimizers.items() if _is_scheduled(one, has_moved=name in moved)}
+        now = set[str]()
+        for name, one in parameters.items():
+            (value, count), (before, n_before) = written_now[name], written.get(name, (None, 0))
+            n_writes = count - n_before if value == before else 0
+            if n_writes > _A_COPY or (n_writes > 0 and one.grad is not None):
+                now.add(name)
+        idle = {name for name, one in optimizers.items() if _rests(one, states.get(name, []), states_now[name])}
+        own = {name: values_of(updater(one)) for name, one in optimizers.items()}
+        stepped = {number for name in own.keys() - idle for number in own[name]}
+        passed_over = {id(parameters[name]) for name in now} - stepped
+        known = {name for name in self.resting & idle if own[name] - stepped}
+        self.resting = known | {name for name in idle if own[name] & passed_over}
+        self.trained |= now
+
+
+def values_of(*optimizers: Optimizer) -> set[int]:
+    """Return the parameters that have values, by id: one without marks a module that has no parameters of its own."""
+    groups = (group for optimizer in optimizers for group in groups_of(optimizer))
+    return {id(parameter) for group in groups for parameter in group["params"] if has_values(parameter)}
+
+
+def _rests(optimizer: Optimizer, before: Sequence[Any], now: Sequence[Any]) -> bool:
+    """Say whether an optimizer has not stepped, as far as its state can say: some keep none."""
+    inner = updater(optimizer)
+    is_plain = isinstance(inner, SGD) and not any(group.get("momentum") for group in groups_of(inner))
+    keeps_state = bool(now) or (type(inner).__module__.startswith("torch.optim.") and not is_plain)
+    return keeps_state and before == now
+
+
+def _is_scheduled(optimizer: Optimizer, *, has_moved: bool) -> bool:
+    """Say whether a scheduler is there: torch's mark ``step``, others a group, where a load leaves the mark too."""
+    if any(hasattr(getattr(one, "step", None), "_wrapped_by_lr_sched") for one in layers(optimizer)):
+        return True
+    return has_moved and any("initial_lr" in group for group in groups_of(optimizer))
+
+
+def _seen(
+    parameters: Mapping[str, Tensor], optimizers: Mapping[str, Optimizer]
+) -> tuple[dict[str, _Mark], dict[str, list[_Mark]], dict[str, list[_Mark]]]:
+    """Return by name what changes as parameters are written, as optimizers step, and as their learning rates are set.
+
+    Of an optimizer, counters of the states of a few parameters.
+    """
+    states, rates = dict[str, list[_Mark]](), dict[str, list[_Mark]]()
+    for name, one in optimizers.items():
+        few = islice(getattr(updater(one), "state", {}).values(), _FEW)
+        states[name] = [_mark(value) for state in few if isinstance(state, Mapping) for value in state.values()]
+        rates[name] = [_mark(group.get("lr")) for group in groups_of(one)]
+    return {name: _mark(one) for name, one in parameters.items()}, states, rates
+
+
+def _mark(value: Any) -> tuple[Any, int]:
+    """Return which value this is, and of a tensor how often it was written."""
+    if isinstance(value, Tensor):
+        return id(value), 0 if value.is_inference() else value._version
+    return value if isinstance(value, int | float) else id(value), 0
 
 
 class Trainers:
-    """The optimizers that train the model of a saver. Logs a warning, once, for each whose state is not saved.
+    """What trains the model of a saver. Logs a warning, once, for each parameter and table whose trainer is not saved.
 
-    Optimizers are seen when they step. None is missing that another saver of this process saves, nor where the saver
-    leaves the slots of optimizers out on purpose.
-
-    Args:
-        model: its parameters and tables are looked up anew at each save.
-        sparse_optim: the optimizer of the tables that the saver has.
-        extra: the registered objects.
-        choice: which slots and rows of the tables are saved.
-        live_tables: those of the model whose optimizers' states are saved with their rows.
+    Nothing is missing that another saver of this process saves, nor where the saver leaves the slots of optimizers out
+    on purpose. The model's parameters and tables, and what is registered, are looked up anew at each save.
     """
 
     def __init__(
@@ -62,98 +160,83 @@ class Trainers:
     ) -> None:
         self._model, self._sparse_optim, self._extra, self._live_tables = model, sparse_optim, extra, live_tables
         self._is_for_serving = choice.leaves_out_optimizers and sparse_optim is None
+        self._keyed: list[Any] = [one for one in (*live_tables.optimizers, *fused_optimizers(model)) if is_keyed(one)]
         self._logged: set[Hashable] = set()
-        self._stepped: _Optimizers = weakref.WeakValueDictionary()
+        self.look_anew()
         _savers[id(self)] = self
-        _note_steps()
-        self._whole = [*live_tables.optimizers, *fused_optimizers(model)]  # not the parts of which one consists
-        for optimizer in self._whole:  # fused ones step in backward passes, without hooks
-            self.note_step(optimizer)
 
-    def note_step(self, optimizer: Optimizer) -> None:
-        """Note that an optimizer has stepped, whosever parameters it trains."""
-        if id(optimizer) not in self._stepped:
-            self._stepped[id(optimizer)] = optimizer
+    def look_anew(self) -> None:
+        """Count what trains from here on, as after a load, which changes parameters too."""
+        self._steps = Steps(self._parameters(), self._optimizers())
 
-    @contextmanager
-    def noting_states(self) -> Iterator[set[int]]:
-        """Note the optimizers whose ``state_dict()`` is called in the block, which takes that of registered objects.
-
-        These belong to registered objects that are not optimizers themselves.
-        """
-        noted = set[int]()
-        with ExitStack() as hooked:
-            for optimizer in (one for one, _ in self._left() if not is_keyed(one)):  # TorchRec's have no such hooks
-                handle = optimizer.register_state_dict_pre_hook(lambda one: noted.add(id(one)))
-                hooked.callback(handle.remove)
-            yield noted
-
-    def unsaved(self, tables: Mapping[str, SavableTable], noted: Container[int], *, is_logged: bool) -> Unsaved:
-        """Return what a save lacks that has taken the state of the ``noted`` optimizers; log it if ``is_logged``."""
+    def unsaved(self, tables: Mapping[str, SavableTable], extras: Mapping[str, Any], *, is_logged: bool) -> Unsaved:
+        """Return what a save lacks that has taken these states of registered objects; log it if ``is_logged``."""
         if self._is_for_serving:
             return Unsaved()
-        dense = defaultdict[str, list[str]](list)  # class -> parameters: each may have an optimizer of its own
-        for one, names in self._left():
-            if id(one) not in noted:
-                dense[lineage_of(one)[0]] += names
-                if is_keyed(one) and not is_logged:  # each rank has the states of tables of its own
-                    self._warn_of_dense(lineage_of(one)[0], names)
+        parameters, optimizers = self._parameters(), self._optimizers()
+        self._steps.look(parameters, optimizers)
+        known = [one for one in _objects() if isinstance(one, Optimizer)]
+        keys, resting = self._keys_left(known), [name for name in optimizers if name in self._steps.resting]
+        names = list(dict.fromkeys([*keys, *self._names_left(parameters, extras, known)]))
         trained, piled = self._tables_left(tables)
+        scheduled, strange = self._schedules_left(optimizers, extras), self._strange()
         if is_logged:
-            for kind, names in dense.items():
-                self._warn_of_dense(kind, names)
+            self._warn_of_dense(names, resting)
+            for name in scheduled:
+                self._warn(("scheduled", name), _SCHEDULED.format(name))
+            for name, number in strange.items():
+                self._warn(("strange", name), _STRANGE.format(name, plural(number, "parameter")))
             self._warn_of_tables(trained, piled)
-        return Unsaved(tuple(dense), trained, piled)
+        else:  # each rank has the states of TorchRec's tables of its own
+            self._warn_of_dense(keys, ())
+        return Unsaved(tuple(names), tuple(resting), trained, piled, scheduled, tuple(strange))
 
     def check_restore(self, *, is_logged: bool) -> None:
-        """Warn before a restore of tables alone: optimizers of dense parameters are seen when they step."""
+        """Warn before a restore of tables alone: what trains dense parameters is seen at a save."""
         if is_logged and not self._is_for_serving:
             self._warn_of_tables(self._tables_left(state_of(self._model)[0])[0], ())
 
-    def _left(self) -> list[tuple[Optimizer, list[str]]]:
-        """Return the optimizers of dense parameters that are not registered, and the names of what they train here."""
-        stepped = [] if self._is_for_serving else _alive(self._stepped)
-        return [(optimizer, names) for optimizer in stepped if (names := self._names_left(optimizer))]
+    def _parameters(self) -> dict[str, Tensor]:
+        named = ((name, one) for name, one in parameters_of(self._model) if one.requires_grad and has_values(one))
+        return {name: one for name, one in named if not is_lazy(one)}
 
-    def _names_left(self, optimizer: Optimizer) -> list[str]:
-        """Return the names of the parameters of the model that an optimizer trains, and none that is saved."""
-        if isinstance(optimizer, SparseOptimizer) or self._saves(optimizer):
-            return []
-        if any(saver._saves(optimizer) for saver in _alive(_savers)):
-            return []
-        if is_keyed(optimizer) and any(optimizer is one for one in self._whole):
-            return self._keys_left(optimizer)
-        left = set(_values_of(optimizer))
-        if is_keyed(optimizer):  # it may consist of others, which are registered by themselves
-            left -= {number for one in self._registered for number in _values_of(one)}
-        dense = self._live_tables.without(parameters_of(self._model), optimizer)
-        return [name for name, parameter in dense if id(parameter) in left]
+    def _registered(self) -> dict[str, Optimizer]:
+        return {name: obj for name, obj in self._extra.objects.items() if isinstance(obj, Optimizer)}
 
-    def _keys_left(self, optimizer: Any) -> list[str]:
+    def _optimizers(self) -> dict[str, Optimizer]:
+        """Return the optimizers whose steps are looked at, by name: TorchRec's need not be of torch's form."""
+        listed = {f"optimizers[{i}] of live_tables": one for i, one in enumerate(self._live_tables.optimizers)}
+        sparse = {SPARSE_OPTIM: self._sparse_optim} if self._sparse_optim is not None else {}
+        named = {**listed, **self._registered(), **sparse}
+        names = {id(updater(one)): name for name, one in named.items()}  # a registered one goes by its own
+        return {name: named[name] for name in names.values() if not is_keyed(named[name])}
+
+    def _names_left(
+        self, parameters: Mapping[str, Tensor], extras: Mapping[str, Any], known: Sequence[Optimizer]
+    ) -> list[str]:
+        """Return the parameters that train, and no registered object nor table has the state of their optimizer."""
+        in_hand = values_of(*known) | {id(weight) for weight in self._live_tables.weights_with_states()}
+        left = [name for name, one in parameters.items() if name in self._steps.trained and id(one) not in in_hand]
+        own = _saved_parameters()  # of which a wrapper may train copies, as SafeFP16Optimizer does
+        named = {name for name, one in self._registered().items() if is_keyed(one) or values_of(one) & own}
+        others = (extras.get(name) for name in self._extra.objects.keys() - named)
+        return left if len({id(parameters[name]) for name in left}) > sum(map(_n_optimized, others)) else []
+
+    def _keys_left(self, known: Sequence[Any]) -> list[str]:
         """Return the names of the parameters of which an optimizer of TorchRec has a state that is not saved."""
-        registered = self._registered
-        keyed: list[Any] = [one for one in registered if is_keyed(one)]
-        saved = {key for one in keyed for key in one.params}
-        values = {number for one in registered for number in _values_of(one)}
+        saved = {key for one in known if is_keyed(one) for key in one.params}
+        in_hand = values_of(*known)
         return [
             key
+            for optimizer in self._keyed
             for key, state in optimizer.state_dict()["state"].items()
             if state and not self._live_tables.has_key(key) and key not in saved
-            if id(optimizer.params[key]) not in values
+            if id(optimizer.params[key]) not in in_hand
         ]
-
-    def _saves(self, optimizer: Optimizer) -> bool:
-        """Say whether what an optimizer trains is trained by registered ones."""
-        registered = self._registered
-        if any(updater(saved) is updater(optimizer) for saved in registered):
-            return True
-        return set(_values_of(optimizer)) <= {number for saved in registered for number in _values_of(saved)}
 
     def _tables_left(self, tables: Mapping[str, SavableTable]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the tables whose optimizer is not saved, and those whose gradients no optimizer takes."""
-        known = [*_alive(sparse_optimizers.made), *_alive(self._stepped)]
-        optimizers = [optimizer for optimizer in known if isinstance(optimizer, SparseOptimizer)]
-        saved = [saver._sparse_optim for saver in _alive(_savers)]
+        optimizers, saved = _alive(sparse_optimizers.made), [saver._sparse_optim for saver in _alive(_savers)]
         trained, piled = list[str](), list[str]()
         for name, table in tables.items():
             if isinstance(table, HashTable):
@@ -164,43 +247,43 @@ class Trainers:
                     piled.append(name)
         return tuple(trained), tuple(piled)
 
-    @property
-    def _registered(self) -> list[Optimizer]:
-        return [obj for obj in self._extra.objects.values() if isinstance(obj, Optimizer)]
+    def _schedules_left(self, optimizers: Mapping[str, Optimizer], extras: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the optimizers whose scheduler no registered object is, nor has in its state."""
+        left = [name for name in optimizers if name in self._steps.scheduled]
+        others = [name for name, obj in self._extra.objects.items() if not scheduled_by(obj)] if left else []
+        if any("last_epoch" in state for name in others for state in _mappings_in(extras.get(name))):
+            return ()
+        of_schedulers = (one for obj in _objects() for one in scheduled_by(obj))
+        known = {id(one) for scheduled in of_schedulers for one in parts_of(*layers(scheduled))}
+        return tuple(name for name in left if known.isdisjoint(map(id, layers(optimizers[name]))))
 
-    def _idle(self) -> list[str]:
-        """Return the classes of the optimizers of nothing but empty parameters, of which the model has some."""
-        idle = [one for one in (*self._registered, *_alive(self._stepped)) if _is_idle(one)]
-        own = {id(parameter) for parameter in self._model.parameters()} if idle else set()
-        return list(dict.fromkeys(lineage_of(one)[0] for one in idle if own & set(map(id, _parameters(one)))))
+    def _strange(self) -> dict[str, int]:
+        """Return the registered optimizers that have trained parameters which are not saved, and how many of them."""
+        known, numbers = _saved_parameters(), dict[str, int]()
+        for name, one in ((name, one) for name, one in self._registered().items() if not is_keyed(one)):
+            stepped = {id(key) for key in getattr(updater(one), "state", ())}
+            numbers[name] = len((values_of(one) & stepped) - known)
+        return {name: number for name, number in numbers.items() if number}
 
-    def _warn_of_dense(self, kind: str, names: Sequence[str]) -> None:
-        new = [name for name in dict.fromkeys(names) if (kind, name) not in self._logged]
-        self._logged.update((kind, name) for name in new)
-        if new:
-            log.warning("%s", _dense_text(kind, new))
+    def _warn_of_dense(self, names: Sequence[str], resting: Sequence[str]) -> None:
+        if new := [name for name in names if name not in self._logged]:
+            self._logged.update(new)
+            log.warning(_UNREGISTERED, plural(len(new), "parameter"), first_few(new, _NAMED))
+        for name in resting:
+            self._warn(("resting", name), _RESTING.format(name))
 
     def _warn_of_tables(self, trained: Sequence[str], piled: Sequence[str]) -> None:
-        idle = self._idle()
+        # Registered optimizers of nothing but empty parameters.
+        registered = (one for one in self._registered().values() if any(group["params"] for group in groups_of(one)))
+        idle = [lineage_of(one)[0] for one in registered if not values_of(one)]
         for kind in idle:
-            self._warn(
-                ("idle", kind),
-                f"{kind} trains nothing: all its parameters are empty, since model.parameters() has no rows of tables; "
-                f"{_TRAIN_TABLES} Saver(model, sparse_optim)",
-            )
+            self._warn(("idle", kind), f"{kind} trains nothing: all its parameters are empty, since {_TRAIN_TABLES}")
         for name in () if idle else piled:
             self._warn(
-                ("piled", name),
-                f"no optimizer trains table {name!r}, whose gradients wait for one: {_TRAIN_TABLES} "
-                "Saver(model, sparse_optim), and call its step()",
+                ("piled", name), f"no optimizer trains table {name!r}, whose gradients wait for one: {_TRAIN_TABLES}"
             )
         if trained:
-            self._warn(
-                ("trained", *trained),
-                f"a sparse optimizer trains {', '.join(map(repr, trained))}, and the Saver was not given it: its steps "
-                "and hyper-parameters are not saved; make the saver by Saver(model, sparse_optim), with one optimizer "
-                "of all tables",
-            )
+            self._warn(("trained", *trained), _SPARSE.format(", ".join(map(repr, trained))))
 
     def _warn(self, key: Hashable, text: str) -> None:
         if key not in self._logged:
@@ -208,43 +291,30 @@ class Trainers:
             log.warning("%s", text)
 
 
-@cache
-def _note_steps() -> None:
-    """Note every step of this process from now on, with one hook that stays.
-
-    A hook that went with its saver could go in the middle of a step, by the garbage collector, while torch walks the
-    hooks: the step would end with "OrderedDict mutated during iteration".
-    """
-    register_optimizer_step_post_hook(_note_step)
-
-
-def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for saver in _alive(_savers):
-        saver.note_step(optimizer)
-
-
 def _alive(known: weakref.WeakValueDictionary[int, Any]) -> list[Any]:
     return [one for reference in known.valuerefs() if (one := reference()) is not None]
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+def _objects() -> list[Any]:
+    """Return the objects that are registered with savers of this process."""
+    return [obj for saver in _alive(_savers) for obj in saver._extra.objects.values()]
 
 
-def _values_of(optimizer: Optimizer) -> Iterator[int]:
-    """Yield the parameters that have values, by id: one without marks a module that has no parameters of its own."""
-    return (id(parameter) for parameter in _parameters(optimizer) if has_values(parameter))
+def _saved_parameters() -> set[int]:
+    """Return the parameters that savers of this process save, by id: those of models, and of registered modules."""
+    modules = [*(saver._model for saver in _alive(_savers)), *(obj for obj in _objects() if isinstance(obj, nn.Module))]
+    return {id(one) for module in modules for _, one in parameters_of(module)}
 
 
-def _is_idle(optimizer: Optimizer) -> bool:
-    is_dense = not isinstance(optimizer, SparseOptimizer)
-    return is_dense and any(True for _ in _parameters(optimizer)) and not any(True for _ in _values_of(optimizer))
+def _mappings_in(state: Any) -> Iterator[Mapping[Any, Any]]:
+    """Yield the mappings in the state of an object, which may be that of an optimizer or a scheduler."""
+    if isinstance(state, Mapping):
+        yield state
+    for value in state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ():
+        yield from _mappings_in(value)
 
 
-def _dense_text(kind: str, names: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, names[:_NAMED])) + (", ..." if len(names) > _NAMED else "")
-    return (
-        f"{kind} trains {plural(len(names), 'parameter')} of the model ({shown}), and no registered object has its "
-        "state: a resume starts it from scratch; call register_for_checkpointing('dense_optim', optimizer) before "
-        "restore()"
-    )
+def _n_optimized(state: Any) -> int:
+    """Return of how many parameters a state has that of an optimizer: an object of the user's own may save one."""
+    lists = (groups for each in _mappings_in(state) if isinstance(groups := each.get("param_groups"), list))
+    return sum(len(group.get("params", ())) for groups in lists for group in groups if isinstance(group, Mapping))

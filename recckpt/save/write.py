@@ -1,117 +1,192 @@
-"""Writes the files of a rank: its tables and dense state side by side, the catalog last."""
+"""Writes the files of a rank, and adds up what all ranks wrote."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
-from recckpt.checkpoint.attempt import Attempt
-from recckpt.checkpoint.shard_writer import ShardRecord, ShardWriter
+from recckpt.checkpoint.attempt import Attempt, ShardRecord
+from recckpt.errors import StateMismatchError
 from recckpt.format import layout
 from recckpt.format.catalog import Catalog
+from recckpt.format.tables import ClockDates, DeltaRows, LiveLayout, Reduced, TableEntry
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.commit import Lookout
 from recckpt.output_dir.fence import check_epoch
 from recckpt.parallel.threads import run_all
 from recckpt.save.job import Destination, Job
-from recckpt.save.save_info import RankTimes, SaveInfo
 from recckpt.save.stage import Staged
-from recckpt.save.written_tables import NamesAndSlots, WrittenTables
 from recckpt.sparse.files.reduced_rows import ReducedSource
-from recckpt.storage import NewFiles
 from recckpt.storage.retry import is_transient
-from recckpt.storage.staged_upload import Outbox
+from recckpt.storage.transfers import Outbox
 from recckpt.text import Progress
+from recckpt.types import SlotSpec
+
+Slots = tuple[SlotSpec, ...]
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class NamesAndSlots:
+    """The names and the slots of the tables of a rank; most ranks have the same."""
+
+    names: tuple[str, ...]
+    kinds: tuple[Slots, ...]  # all that occur
+    kind_of: tuple[int, ...]  # of each table, the number of its kind
+
+    @classmethod
+    def of(cls, slots: Mapping[str, Slots]) -> NamesAndSlots:
+        """Return those of tables by name."""
+        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(slots.values()))}
+        return cls(tuple(slots), tuple(numbers), tuple(numbers[kind] for kind in slots.values()))
+
+
+@dataclass(frozen=True, eq=False)
+class WrittenTables:
+    """The tables that one rank wrote: in columns, since rank 0 is sent those of all ranks and adds them up.
+
+    Attributes:
+        heads: their names and slots.
+        counts: of each table its rows; in a delta upserts and deletes too. Shape (1 or 3, tables).
+        reduced: by name, what the tables had more; of those that were not saved as they were.
+        evicted_to: by name, the step up to which eviction was done; of those where rows are evicted in steps.
+        clock: by name, when the clock has dated rows; of those where it has.
+        live: by name, how the table lies, the same on all ranks; of live tables.
+    """
+
+    heads: NamesAndSlots
+    counts: npt.NDArray[np.int64]
+    reduced: Mapping[str, Reduced] = field(default_factory=dict)
+    evicted_to: Mapping[str, int] = field(default_factory=dict)
+    clock: Mapping[str, ClockDates] = field(default_factory=dict)
+    live: Mapping[str, LiveLayout] = field(default_factory=dict)
+
+
+def tables_of_all(ranks: Sequence[WrittenTables], replaced: Collection[str]) -> tuple[TableEntry, ...]:
+    """Add up the tables of the ranks, which all wrote a full checkpoint, or all a delta.
+
+    Args:
+        ranks: what each of them wrote.
+        replaced: names of the tables that a delta holds whole.
+
+    Raises:
+        StateMismatchError: the slots of a table are not the same on all ranks; names it.
+    """
+    alike: defaultdict[NamesAndSlots, list[int]] = defaultdict(list)
+    for rank, tables in enumerate(ranks):
+        alike[tables.heads].append(rank)
+    slots = _slots_of_all({heads: group[0] for heads, group in alike.items()})
+    places = {name: place for place, name in enumerate(slots)}
+    counts = np.zeros((len(ranks[0].counts), len(slots)), np.int64)
+    n_ranks = np.zeros(len(slots), np.int64)  # that have the table
+    for heads, group in alike.items():
+        at = [places[name] for name in heads.names]
+        counts[:, at] += sum(ranks[rank].counts for rank in group)
+        n_ranks[at] += len(group)
+    reduced = _by_name(tables.reduced for tables in ranks)
+    clock = _by_name(tables.clock for tables in ranks)
+    evicted_to = _by_name(tables.evicted_to for tables in ranks)
+    live = _by_name(tables.live for tables in ranks)
+
+    def entry(name: str, n_rows: int, *changed: int) -> TableEntry:
+        steps = evicted_to.get(name, [])
+        is_even = len(steps) == n_ranks[places[name]] and len(set(steps)) == 1  # else slices that are trained apart
+        return TableEntry(
+            name,
+            n_rows,
+            slots[name],
+            DeltaRows(changed[0], changed[1], name in replaced) if changed else None,
+            reduce(Reduced.plus, reduced[name]) if name in reduced else None,
+            steps[0] if is_even else None,
+            reduce(ClockDates.joined, clock[name]) if name in clock else None,
+            live[name][0] if name in live else None,
+        )
+
+    return tuple(entry(name, *of_table) for name, of_table in zip(slots, counts.T.tolist(), strict=True))
+
+
+def _slots_of_all(first_ranks: Mapping[NamesAndSlots, int]) -> dict[str, Slots]:
+    """Return the slots of all tables by name, from the first ranks that have some of them, in order of rank."""
+    slots: dict[str, Slots] = {}
+    for heads, rank in first_ranks.items():
+        for name, kind in zip(heads.names, heads.kind_of, strict=True):
+            own = heads.kinds[kind]
+            if slots.setdefault(name, own) != own:
+                raise StateMismatchError(
+                    f"table {name!r} of rank {rank}",
+                    mismatched={"slots": (own, slots[name])},
+                    remedy="give the table the same shape, dtype and optimizer on every rank",
+                )
+    return slots
+
+
+def _by_name(of_ranks: Iterable[Mapping[str, _T]]) -> dict[str, list[_T]]:
+    """Return what ranks have of tables, by table."""
+    lists: defaultdict[str, list[_T]] = defaultdict(list)
+    for own in of_ranks:
+        for name, value in own.items():
+            lists[name].append(value)
+    return lists
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank wrote, and how that went."""
+    """What one rank wrote, and how that went; ``blocked_sec`` of a blocking save ends when it has written."""
 
     shard: ShardRecord
     tables: WrittenTables
-    times: RankTimes  # how long it took
+    stage_sec: float
+    blocked_sec: float
+    write_sec: float
     n_kept: int  # rows that were copied aside because training changed them meanwhile
     n_evicted: int  # rows that its tables have evicted
 
 
-def write(staged: Staged, intent: Intent, job: Job, to: Destination) -> RankRecord:
-    """Write the files of this rank into the directory of an attempt.
+def write(staged: Staged, intent: Intent, job: Job, to: Destination, progress: Progress) -> RankRecord:
+    """Write the files of this rank into the directory of an attempt: dense beside sparse, and the catalog last.
 
     Raises:
-        OSError, WriterFencedError: as :meth:`RankWriter.write`.
+        OSError: the storage failed.
+        WriterFencedError: another writer has taken over, and may have removed what was written.
     """
-    rank, size = job.ranks.rank, job.ranks.size
-    what = f"saving {job.info.ckpt_id}" if staged.kind.base is None else f"saving {job.info.ckpt_id} as a delta"
-    with Progress(what, staged.sparse_bytes, has_bar=to.has_bar and rank == 0) as progress:
-        progress.n_rows = staged.n_rows
-        return RankWriter(intent, to, rank, size).write(staged, progress, job.info)
-
-
-class RankWriter:
-    """Writes the files of one rank into the directory of an attempt."""
-
-    def __init__(self, intent: Intent, to: Destination, rank: int, ranks: int) -> None:
-        self._intent, self._to, self._rank, self._ranks = intent, to, rank, ranks
-
-    def write(self, staged: Staged, progress: Progress, info: SaveInfo) -> RankRecord:
-        """Write dense beside sparse, and the catalog last.
-
-        Raises:
-            OSError: the storage failed.
-            WriterFencedError: another writer has taken over, and may have removed what was written.
-        """
-        try:
-            return self._write(staged, progress, info)
-        except OSError as error:
-            if not is_transient(error):  # or the network, which has failed for minutes, would be asked once more
-                self._check_owner()
-            raise
-
-    def _check_owner(self) -> None:
-        check_epoch(self._to.storage, self._intent.epoch)
-
-    def _write(self, staged: Staged, progress: Progress, info: SaveInfo) -> RankRecord:
-        begin = time.perf_counter()
-        to = self._to
-        if self._rank:
-            Lookout(to.storage, to.transfers.visible, self._check_owner).check_intent(self._intent)
+    rank, begin = job.ranks.rank, time.perf_counter()
+    check_owner = partial(check_epoch, to.storage, intent.epoch)
+    try:
+        if rank:
+            Lookout(to.storage, to.transfers.visible, check_owner).check_intent(intent)
         with Outbox(to.storage, to.transfers) as outbox:
-            shard = self._write_to(outbox, staged, progress)
+            shard = Attempt(to.storage, intent).shard(rank, job.ranks.size, outbox)
+            states: dict[str, Mapping[str, Any]] = {
+                layout.io_state(rank): staged.io_state,
+                layout.rng(rank): staged.rng,
+            }
+            if staged.own_extra:
+                states[layout.extra_of(rank)] = staged.own_extra
+            if rank == 0:
+                states[layout.EXTRA] = staged.extra
+            pieces: list[Callable[[], None]] = [
+                lambda: shard.states(states),
+                lambda: shard.tensors(staged.dense if rank == 0 else None, staged.sharded.chunks),
+                lambda: to.sparse_saver.save(staged.tables, shard, progress.advance),
+            ]
+            run_all(lambda piece: piece(), pieces, to.concurrency)
             record, tables = shard.record(), _written_tables(staged, shard.catalog)
             staged.check_live()
             staged.release()  # what follows may take long, and training copies aside what it changes until then
             outbox.publish(to.concurrency)
-        n_bytes, write_sec = sum(file.n_bytes for file in record.files), time.perf_counter() - begin
-        times = RankTimes(info.stage_sec, info.blocked_sec, write_sec, n_bytes)
-        return RankRecord(record, tables, times, sum(table.n_kept for table in staged.tables), staged.n_evicted)
-
-    def _write_to(self, outbox: NewFiles, staged: Staged, progress: Progress) -> ShardWriter:
-        shard = Attempt(self._to.storage, self._intent).shard(self._rank, self._ranks, outbox)
-        dense = staged.dense if self._rank == 0 else None
-        pieces: list[Callable[[], None]] = [
-            lambda: shard.states(self._states(staged)),
-            lambda: shard.tensors(dense, staged.sharded.chunks),
-            lambda: self._to.sparse_saver.save(staged.tables, shard, progress.advance),
-        ]
-        run_all(lambda piece: piece(), pieces, self._to.concurrency)
-        return shard
-
-    def _states(self, staged: Staged) -> dict[str, Mapping[str, Any]]:
-        """Return what this rank writes beside its tensors and its rows, by file."""
-        states: dict[str, Mapping[str, Any]] = {
-            layout.io_state(self._rank): staged.io_state,
-            layout.rng(self._rank): staged.rng,
-        }
-        if staged.own_extra:
-            states[layout.extra_of(self._rank)] = staged.own_extra
-        if self._rank == 0:
-            states[layout.EXTRA] = staged.extra
-        return states
+    except OSError as error:
+        if not is_transient(error):  # or the network, which has failed for minutes, would be asked once more
+            check_owner()
+        raise
+    seconds = job.info.stage_sec, job.info.blocked_sec, time.perf_counter() - begin
+    return RankRecord(record, tables, *seconds, sum(table.n_kept for table in staged.tables), staged.n_evicted)
 
 
 def _written_tables(staged: Staged, catalog: Catalog) -> WrittenTables:
@@ -128,3 +203,23 @@ def _written_tables(staged: Staged, catalog: Catalog) -> WrittenTables:
         {name: dates for name, dates in staged.clock.items() if dates is not None},
         staged.layouts,
     )
+
+
+def totals_of(records: Sequence[RankRecord], tables: Sequence[TableEntry]) -> dict[str, Any]:
+    """Return what a save wrote in all, by fields of SaveInfo; ``tables`` are those of all ranks."""
+    seconds = [each.write_sec for each in records]
+    n_bytes = [sum(file.n_bytes for file in each.shard.files) for each in records]
+    return {
+        "n_bytes": sum(n_bytes),
+        "n_rows": sum(table.rows for table in tables),
+        "n_upserts": sum(table.own_rows for table in tables),
+        "n_deletes": sum(table.delta.deletes for table in tables if table.delta),
+        "n_left_out": sum(table.reduced.rows for table in tables if table.reduced),
+        "n_evicted": sum(each.n_evicted for each in records),
+        "kept_rows": sum(each.n_kept for each in records),
+        "write_sec": max(seconds),
+        "slowest_shard": seconds.index(max(seconds)),
+        "max_stage_sec": max(each.stage_sec for each in records),
+        "max_rank_bytes": max(n_bytes),
+        "_others_blocked_sec": max(each.blocked_sec for each in records),
+    }

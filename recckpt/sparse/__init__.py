@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from recckpt.format.buckets import Slice, gen_slice
-    from recckpt.sparse.average.row_average import RowAverage
     from recckpt.sparse.from_torch import replace_embeddings
     from recckpt.sparse.optim import (
         JointOptimizer,
@@ -31,7 +30,6 @@ _HOMES = {
     "HashTable": "sparse.table.table",
     "ShardedHashTable": "sparse.sharded.table",
     "EmbeddingCollection": "sparse.sharded.collection",
-    "RowAverage": "sparse.average.row_average",
     "Slice": "format.buckets",
     "gen_slice": "format.buckets",
     "hash_ids": "sparse.string_ids",
@@ -56,7 +54,6 @@ __all__ = [
     "HashTable",
     "ShardedHashTable",
     "EmbeddingCollection",
-    "RowAverage",
     "Slice",
     "gen_slice",
     "hash_ids",
@@ -80,5 +77,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from recckpt.text.foreign_words import unknown_name
+
+        raise unknown_name(__name__, name)
     return getattr(import_module(f"recckpt.{_HOMES[name]}"), name)

@@ -7,8 +7,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from recckpt.types import SavableTable, check_table_name, is_hashtable
+
+_PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+_CHECKPOINTED = "_checkpoint_wrapped_module"  # what torch's wrapper puts into names, but into those of state dicts
 
 
 def split_sparse_dense_state_dict(
@@ -48,6 +52,9 @@ def filter_out_sparse_param(model: nn.Module) -> dict[str, SavableTable]:
     return {name: table for name, table in state_of(model)[0].items() if getattr(table, "is_trained", True)}
 
 
+LOADS_AS_TORCH = {"torch", "recckpt"}  # packages whose modules take what has the names, shapes and dtypes; guests add
+
+
 def state_of(model: nn.Module) -> tuple[dict[str, SavableTable], dict[str, Any]]:
     """Return the tables of a model by name, and its dense state by the names that it has without wrappers.
 
@@ -67,18 +74,45 @@ def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def load_dense(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Load dense state by the names that it has without wrappers; the rest of the model stays as it is."""
     wrappers = wrappers_in(model)
-    model.load_state_dict({_wrapped(name, wrappers): value for name, value in state.items()}, strict=False)
+    named = {_wrapped(name, wrappers): value for name, value in state.items()}
+    if getattr(model.load_state_dict, "__func__", None) is not nn.Module.load_state_dict:
+        model.load_state_dict(named, strict=False)
+        return
+    errors: list[str] = []
+    _load_below(model, named, "", errors)
+    if errors:
+        raise RuntimeError("\n".join(errors))
+
+
+def _load_below(module: nn.Module, state: dict[str, Any], prefix: str, errors: list[str]) -> None:
+    """Do what ``load_state_dict`` does, which looks through all keys of a module once for each of its children."""
+    keys = _IncompatibleKeys([], [])
+    module._load_from_state_dict(state, prefix, {}, True, keys.missing_keys, keys.unexpected_keys, errors)
+    of_children: dict[str, dict[str, Any]] = {}
+    for key in (key for key in state if key.startswith(prefix)):  # of which hooks may have added some
+        of_children.setdefault(key[len(prefix) :].partition(".")[0], {})[key] = state[key]
+    for name, child in module._modules.items():
+        if child is not None:
+            _load_below(child, of_children.get(name, {}), f"{prefix}{name}.", errors)
+    for hook in module._load_state_dict_post_hooks.values():
+        hook(module, keys)
 
 
 def wrappers_in(model: nn.Module) -> list[tuple[str, str]]:
     """Return where in a model torch has wrapped a module, outer ones first, and what it put behind that in names."""
     named = model.named_modules(remove_duplicate=False)
-    return [(f"{name}." if name else "", inner) for name, module in named if (inner := inner_name(module))]
+    return [(behind(name), inner) for name, module in named if (inner := inner_name(module))]
+
+
+def behind(module: str) -> str:
+    """Return with what the names in a module begin, as in a state dict."""
+    path = _without_checkpoints(module)
+    return f"{path}." if path else ""
 
 
 def inner_name(module: nn.Module) -> str:
     """Return what a wrapper puts before the names of what it wraps; nothing where it is not one."""
-    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+    if isinstance(module, _PARALLEL):
         return "module."
     dynamo = sys.modules.get("torch._dynamo")  # whose import takes seconds, and without which nothing is compiled
     return "_orig_mod." if dynamo is not None and isinstance(module, dynamo.OptimizedModule) else ""
@@ -86,10 +120,16 @@ def inner_name(module: nn.Module) -> str:
 
 def unwrapped(name: Any, wrappers: list[tuple[str, str]]) -> Any:
     """Return the name of a parameter or a module without the wrappers of :func:`wrappers_in`."""
+    if isinstance(name, str):
+        name = _without_checkpoints(name)
     for before, inner in reversed(wrappers):
         if isinstance(name, str) and name.startswith(before + inner):
             name = before + name[len(before + inner) :]
     return name
+
+
+def _without_checkpoints(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != _CHECKPOINTED) if _CHECKPOINTED in name else name
 
 
 def _wrapped(name: str, wrappers: list[tuple[str, str]]) -> str:

@@ -9,9 +9,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from recckpt.storage.base import ABSENT, NOT_READABLE, Draft, Listed, NewFiles, NotPlainError, Sink, Storage, missing
+from recckpt.storage.base import (
+    ABSENT,
+    NOT_READABLE,
+    Draft,
+    HashingSink,
+    Listed,
+    NewFiles,
+    NotPlainError,
+    Sink,
+    SinkFile,
+    Storage,
+    lost_is_damage,
+    missing,
+)
 from recckpt.storage.local import LocalStorage
-from recckpt.storage.sink_file import HashingSink, SinkFile
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+", re.ASCII)
 
@@ -27,6 +39,7 @@ __all__ = [
     "SinkFile",
     "Storage",
     "absolute",
+    "lost_is_damage",
     "missing",
     "new_file",
     "open_parent",
@@ -46,13 +59,14 @@ def open_storage(url: str) -> Storage:
     if _is_local(url):
         return LocalStorage(url.split("://", 1)[-1])
     # fsspec takes as long to import as a small look-up
-    if url.startswith(("sftp://", "ssh://")):
-        from recckpt.storage.sftp import SftpStorage
-
-        return SftpStorage(url)
+    from recckpt.storage.file_server import FileServer, has_own_put
     from recckpt.storage.objects import ObjectStorage
+    from recckpt.storage.remote import connect
 
-    return ObjectStorage(url)
+    protocol, separator, path = url.partition("://")
+    url = f"{protocol}{separator}{path.rstrip('/')}"
+    fs, root = connect(url)
+    return (ObjectStorage if has_own_put(fs) else FileServer)(url, fs, root)
 
 
 def _check_url(url: object) -> None:

@@ -1,12 +1,17 @@
-"""What every storage promises."""
+"""What every storage promises, and file objects over its sinks."""
 
 from __future__ import annotations
 
 import errno
+import io
 import stat
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, BinaryIO, ClassVar, NamedTuple, Protocol
+
+import xxhash
 
 from recckpt.errors import CorruptCheckpointError
 
@@ -29,6 +34,7 @@ class NotPlainError(OSError):
 
 ABSENT = (FileNotFoundError, NotADirectoryError)  # raised for a file that does not exist
 NOT_READABLE = (*ABSENT, NotPlainError)  # or that must not be read
+_LOST = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)  # of a block that is broken, or has another checksum
 
 
 def missing(path: str, error: OSError, expected: str) -> CorruptCheckpointError:
@@ -36,6 +42,18 @@ def missing(path: str, error: OSError, expected: str) -> CorruptCheckpointError:
     found = error.found if isinstance(error, NotPlainError) else "no such file"
     remedy = error.remedy if isinstance(error, NotPlainError) else ""
     return CorruptCheckpointError(path, "", found=found, expected=expected, remedy=remedy)
+
+
+@contextmanager
+def lost_is_damage(path: str) -> Iterator[None]:
+    """Raise CorruptCheckpointError where a disk or a store has a file and cannot read it; other errors stay."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _LOST:
+            raise
+        found, expected = f"an error: {error}", "a file that can be read"
+        raise CorruptCheckpointError(path, "", found=found, expected=expected) from error
 
 
 def refused(found: str, path: str) -> NotPlainError:
@@ -118,8 +136,8 @@ class Files(Protocol):
     def size(self, name: str) -> int:
         """Return the bytes of a file."""
 
-    def read(self, name: str, max_bytes: int) -> bytes:
-        """Return at most ``max_bytes`` of a file, from its start."""
+    def read(self, name: str, max_bytes: int, begin: int = 0) -> bytes:
+        """Return at most ``max_bytes`` of a file, from ``begin`` on."""
 
     def drop_cached(self, name: str) -> bool:
         """Drop what is kept of a file; say whether it is not local, so that another read may give other bytes."""
@@ -228,6 +246,10 @@ class Storage(ABC):
         A listing may lag behind: ask ``size`` for a file that it lacks.
         """
 
+    def listed_by_dir(self) -> Mapping[str, Mapping[str, Listed]] | None:
+        """Return what :meth:`listed` does of every directory in the root; None where that takes a request for each."""
+        return None
+
     @abstractmethod
     def remove(self, name: str) -> None:
         """Remove a file; it need not exist."""
@@ -252,7 +274,50 @@ class Storage(ABC):
         """Return how many of the ``requested`` threads make it faster."""
         return requested
 
-    def read(self, name: str, max_bytes: int) -> bytes:
-        """Return at most ``max_bytes`` of a file, from its start."""
+    def read(self, name: str, max_bytes: int, begin: int = 0) -> bytes:
+        """Return at most ``max_bytes`` of a file, from ``begin`` on; of an object store, by one request."""
         with self.open(name) as file:
+            file.seek(begin)
             return file.read(max_bytes)
+
+
+class SinkFile(io.RawIOBase):
+    """A file object over a sink, without seeking; closing it leaves the sink open."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write all of ``data``."""
+        return self._sink.write(data)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes so far."""
+        return self._sink.n_bytes
+
+    def tell(self) -> int:
+        """Return the bytes so far."""
+        return self._sink.n_bytes
+
+
+class HashingSink(SinkFile):
+    """A file object over a sink, with the checksum of what was written."""
+
+    def __init__(self, sink: Sink) -> None:
+        super().__init__(sink)
+        self._hash = xxhash.xxh3_64()
+
+    @property
+    def xxh3(self) -> int:
+        """Checksum of the bytes so far."""
+        return self._hash.intdigest()
+
+    def write(self, data: Any) -> int:
+        """Write all of ``data``."""
+        self._hash.update(data)
+        return super().write(data)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from recckpt.format import drafts, layout
+from recckpt.format import layout
 from recckpt.storage.base import Draft, Listed, Sink, Storage
 from recckpt.storage.local_files import (
     LocalDraft,
@@ -38,7 +38,7 @@ class LocalStorage(Storage):
         """Make the root and check that files can be written to it."""
         with doing("making a directory", self._root):
             self._root.mkdir(parents=True, exist_ok=True)
-        probe = drafts.probe()
+        probe = layout.probe()
         try:
             self.put_if_absent(probe, b"")
         finally:
@@ -115,9 +115,10 @@ class LocalStorage(Storage):
         with doing("opening", self._root / name):
             return open_plain(plain_file(self._root, name))
 
-    def read(self, name: str, max_bytes: int) -> bytes:
+    def read(self, name: str, max_bytes: int, begin: int = 0) -> bytes:
         """Return at most ``max_bytes`` of a file; the buffer is of the size of the file."""
         with doing("reading", self._root / name), open_plain(plain_file(self._root, name)) as file:
+            file.seek(begin)
             return file.read(min(max_bytes, os.fstat(file.fileno()).st_size + 1))
 
     def map(self, name: str) -> memoryview | None:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from recckpt.format import drafts
+from recckpt.format import layout
 from recckpt.storage.base import Draft, Files, Sink, kind_of, refused
 
 _LINK = "a symbolic link out of its directory"
@@ -23,6 +23,7 @@ _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
 _LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _CHUNK_BYTES = 8 << 20
+_DONTNEED = getattr(mmap, "MADV_DONTNEED", 4)
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -38,6 +39,21 @@ def real_directory(root: Path, name: str) -> Path:
         if stat.S_ISLNK(mode):
             raise refused("a symbolic link", place)
     return root / name
+
+
+def check_owner(path: Path, remedy: str, *, may_be_of_root: bool = False) -> None:
+    """Raise PermissionError where what is to be a directory of this user is another's, who could change it, or a link.
+
+    Raises FileNotFoundError where there is none.
+    """
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        problem = f"found {kind_of(status.st_mode)}, expected a directory"
+    elif status.st_uid == os.getuid() or (may_be_of_root and status.st_uid == 0):
+        return
+    else:
+        problem = f"a directory of user {status.st_uid}, expected one of user {os.getuid()}"
+    raise PermissionError(errno.EACCES, f"{problem}; {remedy}", str(path))
 
 
 def new_place(root: Path, name: str) -> Path:
@@ -103,6 +119,16 @@ def map_file(descriptor: int, path: str) -> memoryview:
     memory = (ctypes.c_uint8 * n_bytes).from_address(address)  # every view of it keeps it alive
     weakref.finalize(memory, _LIBC.munmap, address, n_bytes).atexit = False
     return memoryview(memory).cast("B").toreadonly()
+
+
+def drop_pages(mapped: memoryview) -> None:
+    """Give back the memory of the part of a memory map that has been read, but for pages that are not all of it."""
+    import numpy as np  # which takes its time: a writer process does without
+
+    address = np.frombuffer(mapped, np.uint8).ctypes.data
+    first, end = -(-address // mmap.PAGESIZE), (address + len(mapped)) // mmap.PAGESIZE
+    if first < end:
+        _LIBC.madvise(ctypes.c_void_p(first * mmap.PAGESIZE), ctypes.c_size_t((end - first) * mmap.PAGESIZE), _DONTNEED)
 
 
 def mapped(storage: Files, name: str) -> memoryview:
@@ -178,7 +204,7 @@ class LocalDraft(LocalSink, Draft):
 
 def temporary_beside(path: Path) -> Path:
     """Return a unique name beside a file."""
-    return path.with_name(drafts.temporary(path.name))
+    return path.with_name(layout.temporary(path.name))
 
 
 def sync_entries(path: Path) -> None:

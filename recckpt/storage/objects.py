@@ -5,15 +5,15 @@ from __future__ import annotations
 import errno
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from io import BytesIO
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, ClassVar, TypeVar, cast
 
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from recckpt.format import drafts
+from recckpt.format import layout
 from recckpt.storage.base import Draft, Listed, Sink
 from recckpt.storage.remote import RemoteStorage
 from recckpt.storage.retry import (
@@ -37,12 +37,19 @@ _PREPARE_SEC = 60.0  # a wrong address is better known soon
 
 
 class ObjectStorage(RemoteStorage):
-    """Objects below a URL. Follows "Object stores" of the commit protocol."""
+    """Objects below a URL. Follows "Object stores" of the commit protocol.
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self._is_conditional = True
-        self.is_reached = False  # whether its server has ever answered
+    Attributes:
+        may_be_conditional: whether a put can be asked to fail where the name is taken; if so, this is tried.
+        is_reached: whether its server has ever answered.
+    """
+
+    may_be_conditional: ClassVar[bool] = True
+
+    def __init__(self, url: str, fs: Any, root: str) -> None:
+        super().__init__(url, fs, root)
+        self._is_conditional = self.may_be_conditional
+        self.is_reached = False
         protocols = self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,)
         self._is_s3 = "s3" in protocols
         if self._is_s3:  # its attempts, and botocore's within each of them, would multiply with ours
@@ -54,13 +61,13 @@ class ObjectStorage(RemoteStorage):
         policy = self.policy
         self.note_answer()  # a server that starts together with a job gets its minute
         self.policy = replace(policy, deadline_sec=min(_PREPARE_SEC, policy.deadline_sec))
-        probe = drafts.probe()
+        probe = layout.probe()
         try:
             self._is_conditional = self._takes_conditions(probe)
             if not self._is_conditional:
                 log.warning(
-                    "%s: this store lets a second writer overwrite a file that must be new (no conditional put); "
-                    "that only one process saves here is checked as well as it can be, and not guaranteed",
+                    "%s: here a second writer can overwrite a file that must be new (no conditional put): "
+                    "it may not be fenced; let one process at a time save here",
                     self.url,
                 )
             self.remove(probe)
@@ -89,7 +96,7 @@ class ObjectStorage(RemoteStorage):
 
     def replace(self, name: str, data: bytes) -> None:
         """Put one small object."""
-        self._call("replacing", name, lambda: self._fs.pipe_file(self._path(name), data))
+        self._call("replacing", name, lambda: self._write(self._path(name), data))
 
     def sync_dir(self, name: str) -> None:
         """Do nothing: a published object is durable."""
@@ -113,6 +120,14 @@ class ObjectStorage(RemoteStorage):
         sized = {n: e for n, e in files if e.get("type") == "file" and isinstance(e.get("size"), int)}
         return {name: Listed(entry["size"], _stamp(entry)) for name, entry in sized.items()}
 
+    def listed_by_dir(self) -> Mapping[str, Mapping[str, Listed]] | None:
+        by_dir: dict[str, dict[str, Listed]] = {}
+        for path, entry in self.listed("").items():
+            directory, is_below, name = path.partition("/")
+            if is_below:
+                by_dir.setdefault(directory, {})[name] = entry
+        return by_dir
+
     def remove_empty_dirs(self, name: str) -> None:
         """Raise OSError if objects are left; a prefix vanishes with its last object."""
         left = self.list_files(name)
@@ -130,8 +145,11 @@ class ObjectStorage(RemoteStorage):
     def _find(self, directory: str) -> dict[str, dict[str, Any]]:
         top = self._path(directory)
         prefix = len(self._fs._strip_protocol(top).rstrip("/")) + 1
-        entries = self._list(directory, lambda: self._fs.find(top, detail=True))
+        entries = self._list(directory, lambda: self._files_below(top))
         return {str(path)[prefix:]: entry for path, entry in entries.items()}
+
+    def _files_below(self, top: str) -> dict[str, dict[str, Any]]:
+        return cast(dict[str, dict[str, Any]], self._fs.find(top, detail=True))
 
     def _list(self, directory: str, ask: Callable[[], _T]) -> _T:
         def look() -> _T:
@@ -155,9 +173,11 @@ class ObjectStorage(RemoteStorage):
         return file
 
     def _takes_conditions(self, probe: str) -> bool:
-        self._is_conditional = True
+        self._is_conditional = self.may_be_conditional
         try:
             self.put_if_absent(probe, b"first")
+            if not self.may_be_conditional:
+                return False
             self.put_if_absent(probe, b"second")
         except FileExistsError:
             return True
@@ -171,7 +191,7 @@ class ObjectStorage(RemoteStorage):
         if not self._is_conditional and self._peek(path) is not None:
             raise FileExistsError(errno.EEXIST, "exists already", self.url_of(name))
         try:
-            self._fs.pipe_file(path, data, mode="create" if self._is_conditional else "overwrite")
+            self._write(path, data, mode="create" if self._is_conditional else "overwrite")
         except Exception as error:
             doubt = error
         else:
@@ -190,6 +210,9 @@ class ObjectStorage(RemoteStorage):
         if doubt is None or is_conflict(doubt):
             raise TryAgainError(errno.EAGAIN, "what was put is not there") from doubt
         raise doubt
+
+    def _write(self, path: str, data: bytes, **mode: str) -> None:
+        self._fs.pipe_file(path, data, **mode)
 
     def _peek(self, path: str) -> bytes | None:
         try:

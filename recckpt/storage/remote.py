@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, BinaryIO, ClassVar, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import fsspec
 
@@ -19,28 +19,37 @@ _T = TypeVar("_T")
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
 _EXTRAS |= {"sftp": "sftp", "ssh": "sftp"}
+_NO_LISTINGS = frozenset({"sftp", "ssh"})  # keep none, and would pass an option about them on to SSH
+
+
+def connect(url: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL, new, and the path of the URL in it.
+
+    Raises:
+        ValueError: there is no backend for the URL, or it does not take it; the message names what to install.
+        OSError: a backend that connects at once cannot.
+    """
+    protocol = url.partition("://")[0]
+    options = {} if protocol in _NO_LISTINGS else {"use_listings_cache": False}  # others write too
+    try:
+        fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)
+    except ImportError as error:
+        hint = f"; install recckpt[{_EXTRAS[protocol]}]" if protocol in _EXTRAS else ""
+        raise ValueError(f"{url}: no backend for {protocol}:// here: {error}{hint}") from error
+    except ValueError as error:
+        raise ValueError(f"{url}: {error}; expected a path, or a URL that fsspec and its backend take") from error
+    except Exception as error:
+        raise os_error(error, "connecting", url) from error
+    return fs, root
 
 
 class RemoteStorage(Storage):
     """Files below a URL; ``policy`` says how often to try again."""
 
-    fs_options: ClassVar[Mapping[str, Any]] = {"use_listings_cache": False}  # others write too
-    _fs: Any
-    _root: str
-
-    def __init__(self, url: str) -> None:
-        protocol, separator, path = url.partition("://")
-        super().__init__(f"{protocol}{separator}{path.rstrip('/')}")
+    def __init__(self, url: str, fs: Any, root: str) -> None:
+        super().__init__(url)
         self.policy = RetryPolicy()
-        try:
-            self._fs, self._root = fsspec.core.url_to_fs(self.url, skip_instance_cache=True, **self.fs_options)
-        except ImportError as error:
-            hint = f"; install recckpt[{_EXTRAS[protocol]}]" if protocol in _EXTRAS else ""
-            raise ValueError(f"{url}: no backend for {protocol}:// here: {error}{hint}") from error
-        except ValueError as error:
-            raise ValueError(f"{url}: {error}; expected a path, or a URL that fsspec and its backend take") from error
-        except Exception as error:  # of backends that connect at once
-            raise os_error(error, "connecting", self.url) from error
+        self._fs, self._root = fs, root
 
     def give_up_after(self, seconds: float) -> None:
         self.policy = replace(self.policy, deadline_sec=seconds)
@@ -51,8 +60,8 @@ class RemoteStorage(Storage):
     def map(self, name: str) -> memoryview | None:
         return None
 
-    def read(self, name: str, max_bytes: int) -> bytes:
-        return self._call("reading", name, lambda: self._read(name, max_bytes))
+    def read(self, name: str, max_bytes: int, begin: int = 0) -> bytes:
+        return self._call("reading", name, lambda: self._read(name, begin, begin + max_bytes))
 
     def size(self, name: str) -> int:
         info = self._call("looking up", name, lambda: self._fs.info(self._path(name)))
@@ -71,13 +80,14 @@ class RemoteStorage(Storage):
         with suppress(FileNotFoundError):
             self._call("removing", name, lambda: self._fs.rm_file(self._path(name)))
 
-    def _read(self, name: str, max_bytes: int) -> bytes:
+    def _read(self, name: str, begin: int, end: int) -> bytes:
         try:
-            return bytes(self._fs.cat_file(self._path(name), start=0, end=max_bytes))
+            data = bytes(self._fs.cat_file(self._path(name), start=begin, end=end))
         except Exception as error:
             if status_of(error) == 416:  # an empty file has no ranges
                 return b""
             raise
+        return data if len(data) <= end - begin else data[begin:end]  # of a server that knows no ranges
 
     def _open(self, name: str) -> BinaryIO:
         file: Any = self._fs.open(self._path(name), "rb", block_size=_READ_AHEAD_BYTES)
@@ -141,7 +151,7 @@ class RangedFile(io.RawIOBase):
 
     def close(self) -> None:
         if not self.closed and self._file is not None:
-            self._file.close()
+            self._retries.call("closing", self._file.close, again=False)
         super().close()
 
     def _end(self) -> int:
@@ -151,9 +161,14 @@ class RangedFile(io.RawIOBase):
 
     def _read(self, size: int) -> bytes:
         file, self._file = self._file or self._opened(), None
-        file.seek(self._at)
-        data = file.read(size)
-        if len(data) != size:
-            raise OSError(f"found {len(data)} of {size} bytes at {self._at}: the file has changed")
+        try:
+            file.seek(self._at)
+            data = file.read(size)
+            if len(data) != size:
+                raise OSError(f"found {len(data)} of {size} bytes at {self._at}: the file has changed")
+        except BaseException:
+            with suppress(Exception):  # its connection may have ended
+                file.close()
+            raise
         self._file = file
         return data

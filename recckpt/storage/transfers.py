@@ -1,24 +1,124 @@
-"""How the files of saves and loads travel between this host and a storage, by the options of a saver."""
+"""How the files of saves and loads travel between this host and a storage: slots, work dir, outbox."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import socket
 import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+import xxhash
+
+from recckpt.parallel.threads import run_all
+from recckpt.storage.base import HashingSink, Sink, Storage
 from recckpt.storage.local import LocalStorage
+from recckpt.storage.local_files import check_owner
 from recckpt.storage.retry import RetryPolicy
-from recckpt.storage.upload_limit import UploadSlots
-from recckpt.storage.upload_rate import UploadRate
 from recckpt.text import size
-from recckpt.types import byte_count, flag, positive_int
+from recckpt.types import flag, positive_int
 
+_LOOK_SEC = 0.05  # a process cannot wait for the first of several locks
 VISIBLE_SEC = 90.0  # an NFS client may use a listing for 60
 VISIBLE = RetryPolicy(first_sec=0.1, cap_sec=2.0, deadline_sec=VISIBLE_SEC)
+_CHUNK_BYTES = 8 << 20
+
+
+class UploadSlots:
+    """So many uploads to one URL at once, over all processes of this user that share a temporary directory.
+
+    Each slot is a small file, locked while it is taken. Whoever gives one back removes it, and the directory once it is
+    empty; those of a process that was killed go with the next that is given back.
+
+    Args:
+        count: how many there are; of several processes that say different numbers, each keeps to its own.
+        url: where the uploads go.
+        timeout_sec: how long to wait for one before OSError is raised.
+    """
+
+    def __init__(self, count: int, url: str, timeout_sec: float) -> None:
+        self._count, self._url, self._timeout_sec = count, url, timeout_sec
+        name = f"recckpt-{os.getuid()}-{xxhash.xxh3_128_hexdigest(url.encode())}"
+        self.directory = Path(tempfile.gettempdir(), name)
+
+    def take(self) -> int:
+        """Wait for a slot and return it, for :meth:`free`; TimeoutError, which names the holders, if none gets free."""
+        deadline = time.monotonic() + self._timeout_sec
+        while True:
+            with suppress(FileExistsError):
+                self.directory.mkdir(mode=0o700)
+            with suppress(FileNotFoundError):  # the process that gave back the last slot has removed it
+                check_owner(self.directory, "set TMPDIR")
+                for number in range(self._count):
+                    slot = self._try(self.directory / str(number))
+                    if slot is not None:
+                        return slot
+            if time.monotonic() > deadline:
+                problem = f"waited {self._timeout_sec:g} s for one of {self._count} upload slots: {self._holders()}"
+                raise TimeoutError(errno.ETIMEDOUT, problem, self._url)
+            time.sleep(_LOOK_SEC)
+
+    def free(self, slot: int) -> None:
+        """Give a slot back, and remove the files that no process has locked."""
+        try:
+            with suppress(OSError):  # what is left takes no room to speak of
+                for path in self.directory.iterdir():
+                    if _is_at(slot, path):
+                        path.unlink()
+                    else:
+                        self._remove_unlocked(path)
+                self.directory.rmdir()
+        finally:
+            try:
+                fcntl.flock(slot, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor too
+            finally:
+                os.close(slot)
+
+    def _remove_unlocked(self, path: Path) -> None:
+        """Remove a slot of a process that was killed."""
+        left = self._try(path)
+        if left is not None:
+            path.unlink()
+            os.close(left)
+
+    def _try(self, path: Path) -> int | None:
+        slot = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(slot, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(slot)
+            return None
+        except BaseException:
+            os.close(slot)
+            raise
+        if not _is_at(slot, path):  # it was given back and removed meanwhile: another may have locked a new one
+            os.close(slot)
+            return None
+        with suppress(OSError):  # a lock works on a full disk too
+            os.pwrite(slot, f"{os.getpid():<20}".encode(), 0)
+        return slot
+
+    def _holders(self) -> str:
+        pids = []
+        for number in range(self._count):
+            with suppress(OSError):
+                pids.append((self.directory / str(number)).read_text().strip())
+        return f"held by the processes {', '.join(pids)}"
+
+
+def _is_at(slot: int, path: Path) -> bool:
+    """Say whether a path is that of an open file still."""
+    try:
+        return os.path.samestat(os.fstat(slot), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 class WorkDir(LocalStorage):
@@ -31,11 +131,28 @@ class WorkDir(LocalStorage):
         super().prepare()
         self.device = socket.gethostname(), self._root.stat().st_dev
 
-    def new_file(self) -> IO[bytes]:
-        """Open a file without a name."""
+    def new_file(self, n_bytes: int = 0) -> IO[bytes]:
+        """Open a file without a name, with room for ``n_bytes``: to write them through a mapping cannot fail then."""
         try:
-            return tempfile.TemporaryFile(dir=self._root, prefix="recckpt-", buffering=0)
+            with ExitStack() as closed_on_error:
+                file = closed_on_error.enter_context(
+                    tempfile.TemporaryFile(dir=self._root, prefix="recckpt-", buffering=0)
+                )
+                if n_bytes:
+                    os.posix_fallocate(file.fileno(), 0, n_bytes)
+                closed_on_error.pop_all()
+            return file
         except OSError as error:
+            error.filename = self.url
+            raise
+
+    @contextmanager
+    def named_errors(self) -> Iterator[None]:
+        """Name the directory in the errors of its files, which have no names."""
+        try:
+            yield
+        except OSError as error:
+            error.strerror = f"a copy in the work dir failed: {error.strerror}"
             error.filename = self.url
             raise
 
@@ -53,39 +170,26 @@ def no_work_room(url: str, free: int, n_bytes: int) -> OSError:
 
 
 @dataclass(frozen=True)
-class Uploads:
-    """What the processes of one host keep to together as they send files; by default, nothing."""
-
-    slots: UploadSlots | None = None  # each file takes one of them
-    rate: UploadRate | None = None  # each piece of a file waits for its turn
-
-
-@dataclass(frozen=True)
 class Transfers:
     """How files travel; by default, straight up and straight down."""
 
-    uploads: Uploads = Uploads()  # what limits files that go up
+    slots: UploadSlots | None = None  # each file that goes up takes one of them
     work_dir: WorkDir | None = None  # where a save writes its files first
     download_dir: WorkDir | None = None  # where a load copies files to that cannot be mapped in the storage
     visible: RetryPolicy = VISIBLE  # how, and for how long, to look for files that other hosts have written
 
 
-def uploads_of(
-    output_dir: str, max_uploads: int | None, max_upload_rate: int | str | None, timeout_sec: float
-) -> Uploads:
-    """Return what the options of :class:`recckpt.Saver` ask for; ValueError where one is invalid."""
+def upload_slots(output_dir: str, max_uploads: int | None, timeout_sec: float) -> UploadSlots | None:
+    """Return what the processes of one host share as they send files; ValueError where ``max_uploads`` is invalid."""
+    if max_uploads is None:
+        return None
     url = str(output_dir)
     to = url if "://" in url else str(Path(url).absolute())
-    slots = rate = None
-    if max_uploads is not None:
-        slots = UploadSlots(positive_int("max_uploads", max_uploads), to, timeout_sec)
-    if max_upload_rate is not None:
-        rate = UploadRate(byte_count("max_upload_rate", max_upload_rate), to)
-    return Uploads(slots, rate)
+    return UploadSlots(positive_int("max_uploads", max_uploads), to, timeout_sec)
 
 
 def transfers_of(
-    uploads: Uploads,
+    slots: UploadSlots | None,
     *,
     work_dir: str | os.PathLike[str] | None,
     pre_download: bool,
@@ -108,4 +212,123 @@ def transfers_of(
     if copies is not None:
         copies.prepare()
     visible = replace(VISIBLE, deadline_sec=min(visible_sec, timeout_sec / 2))
-    return Transfers(uploads, copies, downloads if pre_download else None, visible)
+    return Transfers(slots, copies, downloads if pre_download else None, visible)
+
+
+class Outbox:
+    """The new files of one save, which are in the storage once :meth:`publish` has returned. Thread-safe."""
+
+    def __init__(self, storage: Storage, transfers: Transfers) -> None:
+        self._storage, self._slots, self._work_dir = storage, transfers.slots, transfers.work_dir
+        self._copies: list[_StagedFile] = []
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Outbox:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for copy in self._copies:
+            copy.discard()
+
+    def create(self, name: str) -> Sink:
+        """Open a new file, once there is a slot for it; FileExistsError where one has that name."""
+        if self._work_dir is None:
+            return self._sent(name)
+        copy = _StagedFile(name, self._work_dir)
+        with self._lock:
+            self._copies.append(copy)
+        return copy
+
+    def threads(self, requested: int) -> int:
+        """Return how many of the ``requested`` threads make it faster."""
+        return (self._work_dir or self._storage).threads(requested)
+
+    def publish(self, concurrency: int) -> None:
+        """Send the copies up, and free each once it is sent.
+
+        Raises OSError if one cannot be sent or is not what was written; none is sent after that.
+        """
+        run_all(self._send, self._copies, self._storage.threads(concurrency))
+
+    def _send(self, copy: _StagedFile) -> None:
+        with self._sent(copy.name) as sink:
+            hashing = HashingSink(sink)
+            for chunk in copy.chunks():
+                hashing.write(chunk)
+            if (sink.n_bytes, hashing.xxh3) != (copy.n_bytes, copy.xxh3):
+                problem = f"the copy in the work dir is not what was written: found {sink.n_bytes} bytes with checksum"
+                expected = f"{hashing.xxh3:016x}, expected {copy.n_bytes} with {copy.xxh3:016x}; check that disk"
+                raise OSError(errno.EIO, f"{problem} {expected}", self._storage.url_of(copy.name))
+        copy.discard()
+
+    def _sent(self, name: str) -> Sink:
+        if self._slots is None:
+            return self._storage.create(name)
+        return _SlottedSink(self._slots, self._storage, name)
+
+
+class _SlottedSink(Sink):
+    """A new file that holds an upload slot until it is published or discarded."""
+
+    def __init__(self, slots: UploadSlots, storage: Storage, name: str) -> None:
+        self._slots, self._slot = slots, slots.take()
+        try:
+            self._sink = storage.create(name)
+        except BaseException:
+            self._free()
+            raise
+
+    def write(self, data: Any) -> int:
+        self._sink.write(data)
+        n_bytes = self._sink.n_bytes - self.n_bytes
+        self.n_bytes = self._sink.n_bytes
+        return n_bytes
+
+    def close(self) -> None:
+        self._sink.close()
+        self._free()
+
+    def discard(self) -> None:
+        self._sink.discard()
+        self._free()
+
+    def _free(self) -> None:
+        slot, self._slot = self._slot, -1
+        if slot >= 0:
+            self._slots.free(slot)
+
+
+class _StagedFile(Sink):
+    """A file of the work dir, to be sent up. It does not outlive this process, so it is not synced."""
+
+    def __init__(self, name: str, work_dir: WorkDir) -> None:
+        self.name, self._work_dir = name, work_dir
+        self._file: IO[bytes] = work_dir.new_file()
+        self._hash = xxhash.xxh3_64()
+
+    @property
+    def xxh3(self) -> int:
+        return self._hash.intdigest()
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        total = len(view)
+        self._hash.update(view)
+        with self._work_dir.named_errors():
+            while view:  # a write may be short
+                view = view[self._file.write(view) :]
+        self.n_bytes += total
+        return total
+
+    def close(self) -> None:
+        """Do nothing: it is whole, and stays until it is sent."""
+
+    def discard(self) -> None:
+        self._file.close()
+
+    def chunks(self) -> Iterator[bytes]:
+        """Yield what was written."""
+        with self._work_dir.named_errors():
+            self._file.seek(0)
+            while chunk := self._file.read(_CHUNK_BYTES):
+                yield chunk

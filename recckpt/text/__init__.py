@@ -2,9 +2,21 @@
 
 from recckpt.text.bars import Progress
 from recckpt.text.columns import Heading, Line, Table, grid, pairs, plain, section
-from recckpt.text.reprs import quoted, shown
-from recckpt.text.sparklines import sparkline
-from recckpt.text.words import cell, count, duration, escaped, first_few, instead_of, nearest, one_line, plural, size
+from recckpt.text.words import (
+    cell,
+    count,
+    duration,
+    escaped,
+    first_few,
+    instead_of,
+    nearest,
+    one_line,
+    plural,
+    quoted,
+    shown,
+    size,
+    sparkline,
+)
 
 __all__ = [
     "Heading",

@@ -1,14 +1,18 @@
-"""Words for people: counts, sizes, durations, values, and names that cannot break a line."""
+"""Words for people: counts, sizes, durations, values, safe names, and what a prompt shows of an object."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import json
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 _UNITS = (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1))
 _MAX_VALUES = 4  # of a vector in a line of text; --json has all
+_T = TypeVar("_T")
+_MOST = 60  # characters of a name
+_BARS = "▁▂▃▄▅▆▇█"
 
 
 def escaped(name: str) -> str:
@@ -83,3 +87,35 @@ def cell(value: Any) -> str:
     if 1e6 <= abs(value) < 1e15:  # seconds since 1970, of which six digits would be a day of two weeks
         return f"{value:.3f}".rstrip("0").rstrip(".")
     return f"{value:.6g}"
+
+
+def shown(describe: Callable[[_T], str]) -> Callable[[_T], str]:
+    """Make a ``__repr__`` of what describes an object in a few words.
+
+    It never raises: debuggers show objects whose ``__init__`` has not ended, and those that it left half made.
+    """
+
+    @functools.wraps(describe)
+    def shown_as(of: _T) -> str:
+        name = type(of).__name__
+        try:
+            return f"<{name} {describe(of)}>"
+        except Exception as error:
+            return f"<{name}, half made ({type(error).__name__})>"
+
+    return shown_as
+
+
+def quoted(name: str) -> str:
+    """Return a name as Python writes it, cut where it is long."""
+    return repr(name if len(name) <= _MOST else f"{name[:_MOST]}...")
+
+
+def sparkline(values: Sequence[float | None]) -> str:
+    """Return a bar for each number, as high as its share of the largest; a dot where there is no number."""
+    most = max((value for value in values if value is not None), default=0.0)
+    return "".join("·" if value is None else _BARS[_height(value, most)] for value in values)
+
+
+def _height(value: float, most: float) -> int:
+    return min(len(_BARS) - 1, int(len(_BARS) * value / most)) if most > 0 else 0

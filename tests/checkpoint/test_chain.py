@@ -6,11 +6,12 @@ from support.forge import filled, save_tables
 from support.spec_reader import counting
 from support.spec_writer import write_delta
 
-from recckpt.checkpoint.chain import OpenChain
-from recckpt.checkpoint.link import OpenLink
+from recckpt.checkpoint.chain import OpenChain, OpenLink
 from recckpt.format import layout
 from recckpt.format.buckets import Slice, bucket_of
 from recckpt.output_dir.listing import locate
+from recckpt.sparse.files.chain_table import RowIndex
+from recckpt.sparse.files.table_reader import DELETED
 from recckpt.storage import open_storage
 
 
@@ -60,7 +61,7 @@ def test_a_chain_takes_links_over_that_another_has_open(storage):
 def test_the_newest_links_alone_are_what_they_hold(storage):
     newest = OpenChain.of(storage, locate(storage, "ckpt_2")).newest(1)
     [link] = newest.table("t", []).links
-    assert link.deletes_of(np.array([2])).tolist() == [2]
+    assert RowIndex(link).find(np.array([2])).tolist() == [DELETED]
     assert not newest.newest(0).table("t", []).links
 
 
@@ -97,7 +98,7 @@ def test_a_load_reads_of_each_link_what_its_slices_meet_down_to_the_link_that_it
     bucket = int(bucket_of(np.array([9]))[0])
     delta, _ = chain.batches([Slice(bucket, bucket + 1)])[0]
     [part] = [part for parts in delta.parts.values() for part in parts if part.holds == "rows"]
-    [(number, columns, _)] = delta.read(part, [0], delta_slots(chain), ["embedding"])
+    [(number, columns, _)] = delta.read(part, [0], delta_slots(chain), frozenset(["embedding"]))
     assert number == 0
     assert columns["id"].to_pylist() == [9]
     assert part.file in open_files(chain.links[0])

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from recckpt.checkpointer.barrier import Alone, RankFailedError, StoreBarrier
+from recckpt.checkpointer.writer import RankFailedError, StoreBarrier
 
 SIZE = 3
 
@@ -93,7 +93,7 @@ def test_one_that_does_not_come_is_named_and_fails_as_well_if_it_comes_later(sto
     for barrier in barriers:
         barrier.begin()
     there = [rank for rank in range(SIZE) if rank != missing]
-    monkeypatch.setattr("recckpt.parallel.attendance.time", Clock(store, [f"1/1/here/{rank}" for rank in there]))
+    monkeypatch.setattr("recckpt.parallel.roll_call.time", Clock(store, [f"1/1/here/{rank}" for rank in there]))
     found = at_once(*(barriers[rank].agree for rank in there))
     assert found == [(missing, f"rank {missing} did not come to the barrier within 60 s")] * 2
     assert outcome(barriers[missing].agree) == found[0]
@@ -149,10 +149,3 @@ def test_keys_of_earlier_saves_are_forgotten():
         assert at_once(*(lambda barrier=barrier: save(barrier) for barrier in barriers)) == ["good"] * SIZE
         counts.append(store.num_keys())
     assert counts[1:] == counts[1:2] * 3
-
-
-def test_one_alone_agrees_with_itself():
-    alone = Alone()
-    alone.begin()
-    alone.agree()
-    alone.refuse("whatever")

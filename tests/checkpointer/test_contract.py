@@ -13,8 +13,11 @@ from support.writer_hooks import Failing, Noting, notes
 
 from recckpt.checkpointer import (
     Checkpointer,
+    CheckpointWriter,
     PartlyCommittedError,
     RankInfo,
+    StateReader,
+    SyncCheckpointer,
     WriterHook,
     make_async_checkpointer,
     make_sync_checkpointer,
@@ -43,6 +46,9 @@ def files(path):
 def test_all_kinds_of_things_come_back_as_they_were_and_torch_reads_them_too(checkpointer, tmp_path):
     state = everything()
     save(checkpointer, state, tmp_path / "c")
+    CheckpointWriter(RankInfo(0, 1)).write(tmp_path / "same", state)
+    one, other = ((tmp_path / name / "checkpoint_0.pt").read_bytes() for name in ("c", "same"))
+    assert one == other, "all kinds write the same bytes"
     loaded = checkpointer.load(tmp_path / "c")
     assert frozen(loaded) == frozen(state)
     assert files(tmp_path / "c") == ["checkpoint_0.pt"]
@@ -57,14 +63,6 @@ def test_a_file_of_torch_is_loaded_as_torch_loads_it(checkpointer, tmp_path):
     del state["conjugate"]  # a view that is kept as such
     torch.save(state, tmp_path / "checkpoint_0.pt")
     assert frozen(checkpointer.load(tmp_path)) == frozen(torch.load(tmp_path / "checkpoint_0.pt", weights_only=True))
-
-
-def test_both_kinds_write_the_same_bytes(make, tmp_path):
-    state = everything()
-    for kind in ("sync", "async"):
-        save(make(kind), state, tmp_path / kind)
-    one, other = ((tmp_path / kind / "checkpoint_0.pt").read_bytes() for kind in ("sync", "async"))
-    assert one == other
 
 
 def test_tensors_that_share_memory_are_stored_once_and_share_it_again(checkpointer, tmp_path):
@@ -88,14 +86,10 @@ def test_of_a_large_tensor_only_the_part_that_is_in_the_state_is_stored(checkpoi
 
 def test_a_later_save_takes_the_place_of_an_earlier_one(checkpointer, tmp_path):
     save(checkpointer, {"w": torch.ones(1000)}, tmp_path)
-    save(checkpointer, {"w": torch.zeros(2), "v": 1}, tmp_path)
-    assert frozen(checkpointer.load(tmp_path)) == frozen({"w": torch.zeros(2), "v": 1})
+    for state in ({"w": torch.zeros(2), "v": 1}, {}):
+        save(checkpointer, state, tmp_path)
+        assert frozen(checkpointer.load(tmp_path)) == frozen(state)
     assert files(tmp_path) == ["checkpoint_0.pt"]
-
-
-def test_an_empty_state_is_a_state(checkpointer, tmp_path):
-    save(checkpointer, {}, tmp_path)
-    assert checkpointer.load(tmp_path) == {}
 
 
 @pytest.mark.parametrize("given", [str, Path, lambda path: f"file://{path}"], ids=["str", "Path", "URL"])
@@ -113,13 +107,6 @@ def test_a_relative_path_is_the_callers(make, kind, tmp_path, monkeypatch):
     assert files(tmp_path / "c") == ["checkpoint_0.pt"]
 
 
-def test_several_ranks_need_a_process_group(make, kind):
-    with pytest.raises(ValueError, match=r"rank=3.*is not this process.*init_process_group on every rank"):
-        make(kind, rank_info=RankInfo(global_rank=3, global_world_size=4))
-    with pytest.raises(ValueError, match="global_rank must be 0 to global_world_size - 1, found rank 1 of 1"):
-        RankInfo(1, 1)
-
-
 def test_a_hook_is_called_before_and_after_the_commit_with_what_save_was_given(make, kind, tmp_path):
     path = tmp_path / "c"
     checkpointer = make(kind, commit_hook=Noting(tmp_path))
@@ -130,27 +117,34 @@ def test_a_hook_is_called_before_and_after_the_commit_with_what_save_was_given(m
     assert after == ["post", str(path), ["checkpoint_0.pt"], kwargs]
 
 
-def test_a_hook_that_fails_before_the_commit_drops_the_save(make, kind, tmp_path):
+@pytest.mark.parametrize(
+    ("when", "kept", "kind_of_error", "match"),
+    [
+        ("pre", {"a": 1}, SaveFailedError, "failed on rank 0: LookupError: not today; nothing was comm"),
+        ("post", {"a": 2}, PartlyCommittedError, "failed while or after putting its file in place"),
+    ],
+)
+def test_a_hook_that_fails_before_the_commit_drops_the_save_and_after_it_leaves_the_file(
+    make, kind, tmp_path, when, kept, kind_of_error, match
+):
     checkpointer = make(kind, commit_hook=Failing())
     save(checkpointer, {"a": 1}, tmp_path)
-    with pytest.raises(SaveFailedError, match="failed on rank 0: LookupError: not today; nothing was comm") as caught:
-        save(checkpointer, {"a": 2}, tmp_path, fail="pre")
-    assert not isinstance(caught.value, PartlyCommittedError)
-    assert isinstance(caught.value.__cause__, LookupError)
-    assert checkpointer.load(tmp_path) == {"a": 1}
+    with pytest.raises(SaveFailedError, match=match) as caught:
+        save(checkpointer, {"a": 2}, tmp_path, fail=when)
+    assert type(caught.value) is kind_of_error
+    assert (caught.value.rank, type(caught.value.__cause__)) == (0, LookupError)
+    assert checkpointer.load(tmp_path) == kept
     assert files(tmp_path) == ["checkpoint_0.pt"]
     save(checkpointer, {"a": 3}, tmp_path)
     assert checkpointer.load(tmp_path) == {"a": 3}
 
 
-def test_a_hook_that_fails_after_the_commit_leaves_the_file_and_says_so(make, kind, tmp_path):
-    checkpointer = make(kind, commit_hook=Failing())
-    with pytest.raises(PartlyCommittedError, match="failed while or after putting its file in place") as caught:
-        save(checkpointer, {"a": 2}, tmp_path, fail="post")
-    assert (caught.value.rank, type(caught.value.__cause__)) == (0, LookupError)
-    assert checkpointer.load(tmp_path) == {"a": 2}
-    save(checkpointer, {"a": 3}, tmp_path)
-    assert checkpointer.load(tmp_path) == {"a": 3}
+def nested(depth):
+    """Return a state of so many containers in each other."""
+    state = {"a": 1}
+    for level in range(depth - 1):
+        state = [state] if level % 2 and level < depth - 2 else {"a": state}
+    return state
 
 
 @pytest.mark.parametrize(
@@ -162,6 +156,7 @@ def test_a_hook_that_fails_after_the_commit_leaves_the_file_and_says_so(make, ki
         ({"a": torch.ones(2, device="meta")}, ValueError, "a: .* on meta cannot be saved"),
         ({"a": {torch.ones(2)}}, ValueError, "a: a tensor in a set"),
         ({"a": {frozenset(): 1}}, ValueError, "a key of type frozenset"),
+        (nested(102), ValueError, "it holds itself, or is nested deeper than 100"),
     ],
 )
 def test_what_cannot_be_loaded_back_is_refused_before_anything_is_written(
@@ -173,23 +168,8 @@ def test_what_cannot_be_loaded_back_is_refused_before_anything_is_written(
     save(checkpointer, {"a": 1}, tmp_path / "c")
 
 
-def test_a_state_that_holds_itself_is_refused(checkpointer, tmp_path):
-    state = {}
-    state["a"] = [state]
-    with pytest.raises(ValueError, match="it holds itself, or is nested deeper than 100"):
-        checkpointer.save(state, tmp_path)
-
-
 def test_the_deepest_state_that_is_saved_is_loaded_too(checkpointer, tmp_path):
-    state = {"a": 1}
-    for _ in range(50):
-        state = {"a": ([state],)}
-    with pytest.raises(ValueError, match="nested deeper than 100"):
-        checkpointer.save(state, tmp_path)
-    state = 1
-    for _ in range(33):
-        state = {"a": ([state],)}
-    state = {"a": state}
+    state = nested(100)
     save(checkpointer, state, tmp_path)
     assert checkpointer.load(tmp_path) == state
     assert checkpointer.load(tmp_path, {"a": None}) == state
@@ -252,6 +232,31 @@ def test_missing_keys_stay_as_they_are_or_are_named_where_that_is_asked(checkpoi
         checkpointer.load(tmp_path, refused, strict=True)
     assert caught.value.missing == ["a.c", "d", "l[0].y", "l[0].3"]
     assert refused["a"]["b"].eq(0).all()
+
+
+def test_what_another_reader_calls_missing_is_refused_where_that_is_asked(tmp_path):
+    class Lenient(StateReader):
+        def read(self, path, state_dict=None, *, map_location=None, strict=False):
+            return state_dict, ["a.c"]
+
+    checkpointer = SyncCheckpointer(CheckpointWriter(RankInfo(0, 1)), Lenient(RankInfo(0, 1)))
+    assert checkpointer.load(tmp_path, {"a": 1}) == {"a": 1}
+    with pytest.raises(StateMismatchError, match="pass strict=False") as caught:
+        checkpointer.load(tmp_path, {"a": 1}, strict=True)
+    assert caught.value.missing == ["a.c"]
+
+
+def test_each_save_and_each_load_that_ends_well_is_one_line_of_the_log(checkpointer, tmp_path, caplog):
+    caplog.set_level("INFO", "recckpt")
+    save(checkpointer, {"a": 1}, tmp_path / "c\n")
+    checkpointer.load(tmp_path / "c\n")
+    (tmp_path / "file").touch()
+    with pytest.raises(SaveFailedError):
+        save(checkpointer, {"a": 1}, tmp_path / "file")
+    with pytest.raises(CheckpointNotFoundError):
+        checkpointer.load(tmp_path / "none")
+    lines = [record.message.rpartition(" in ")[0] for record in caplog.records]
+    assert lines == [f'saved "{tmp_path}/c\\n"', f'loaded "{tmp_path}/c\\n"']
 
 
 MISFITS = {
@@ -358,13 +363,6 @@ def test_a_full_disk_fails_the_save_keeps_the_older_one_and_harms_no_later_one(c
     assert frozen(checkpointer.load(small_disk / "c")) == frozen({"w": torch.zeros(5)})
 
 
-@pytest.mark.parametrize("seconds", [-1, 0, float("nan"), "600"])
-@pytest.mark.parametrize("make_checkpointer", [make_sync_checkpointer, make_async_checkpointer])
-def test_ranks_do_not_wait_for_each_other_for_less_than_no_time(make_checkpointer, seconds):
-    with pytest.raises(ValueError, match=f"barrier_timeout_sec must be a finite number above 0, found {seconds!r}"):
-        make_checkpointer(barrier_timeout_sec=seconds)
-
-
 @pytest.mark.parametrize(
     ("option", "error", "text"),
     [
@@ -372,12 +370,22 @@ def test_ranks_do_not_wait_for_each_other_for_less_than_no_time(make_checkpointe
         ({"rank_info": (0, 1)}, TypeError, "rank_info must be a RankInfo or None"),
         ({"commit_hook": print}, TypeError, "commit_hook must be a WriterHook or None"),
         ({"commit_hook": WriterHook}, TypeError, "commit_hook must be a WriterHook or None, .*: pass an object of it"),
-        ({"barrier_timeout_sec": 0}, ValueError, "barrier_timeout_sec must be a finite number above 0, found 0"),
+        ({"rank_info": RankInfo(3, 4)}, ValueError, r"rank=3.*is not this process.*init_process_group on every rank"),
+        *(
+            (
+                {"barrier_timeout_sec": bad},
+                ValueError,
+                f"barrier_timeout_sec must be a finite number above 0, found {bad!r}",
+            )
+            for bad in (-1, 0, float("nan"), "600")
+        ),
     ],
 )
 def test_an_argument_of_another_kind_is_refused_when_the_checkpointer_is_made(make, kind, option, error, text):
     with pytest.raises(error, match=text):
         make(kind, **option)
+    with pytest.raises(ValueError, match="global_rank must be 0 to global_world_size - 1, found rank 1 of 1"):
+        RankInfo(1, 1)
 
 
 @pytest.mark.parametrize(

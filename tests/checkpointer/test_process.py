@@ -15,7 +15,7 @@ from support.sweeps import SWEEP_STRIDE
 from support.writer_hooks import Pausing, Reporting, fail_to_set_up, linger, notes, set_up
 
 from recckpt.checkpointer import PartlyCommittedError, make_async_checkpointer, make_sync_checkpointer
-from recckpt.checkpointer.child import DiedError
+from recckpt.checkpointer.process import DiedError
 from recckpt.errors import ForkedError, SaveFailedError
 
 
@@ -182,17 +182,18 @@ def test_the_process_has_nothing_of_its_parent_but_what_it_needs(make, tmp_path)
 
 
 ORPHAN = """
-import pickle, sys
+import os, pickle, sys
+from types import SimpleNamespace
 from recckpt.checkpointer import RankInfo
-from recckpt.checkpointer.child import Arena
-from recckpt.checkpointer.child import Child
-from recckpt.checkpointer.worker import Setup
+from recckpt.checkpointer.process import Child
+from recckpt.checkpointer.writer import Setup
 from support.writer_hooks import Pausing
 
 assert "torch" not in sys.modules
 child = Child(pickle.dumps(Setup(RankInfo(0, 1), Pausing(), None, ())))
 child.wait_ready(60)
-child.request(sys.argv[1], b"", [], Arena(), pickle.dumps({"pause": sys.argv[2]}))
+memory = SimpleNamespace(fd=os.memfd_create("memory"), n_bytes=0)
+child.request(sys.argv[1], b"", [], memory, pickle.dumps({"pause": sys.argv[2]}))
 print(child.pid, flush=True)
 child.receive()
 """

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.checkpointing import frozen
 from support.crowd import crowd
-from support.in_fork import in_fork
+from support.forked import in_fork
 from support.writer_hooks import Pausing
 
 from recckpt.checkpointer import make_sync_checkpointer

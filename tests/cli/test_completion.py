@@ -16,7 +16,7 @@ argcomplete = pytest.importorskip("argcomplete", reason="ARGCOMPLETE IS NOT INST
 
 COMPLETE = """
 import io, json, os, sys
-from recckpt.cli.commands import parser_of_commands
+from recckpt.cli.commands import parsers
 from recckpt.cli.completion import complete
 def gone(code): raise SystemExit
 found = {}
@@ -24,7 +24,7 @@ for line in json.loads(sys.argv[1]):
     out = io.StringIO()
     os.environ |= {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\\n", "COMP_LINE": line, "COMP_POINT": str(len(line))}
     try:
-        complete(parser_of_commands(), exit_method=gone, output_stream=out)
+        complete(parsers()[0], exit_method=gone, output_stream=out)
     except SystemExit:
         pass
     found[line] = [word.strip() for word in out.getvalue().split("\\n") if word]

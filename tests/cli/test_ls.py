@@ -1,9 +1,21 @@
+"""``ls`` and ``near``."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from near.test_ranks import on_hosts, trained
 from support.builders import Run
 from support.forge import Forge, filled, save_tables
+from support.near_runs import NearRun, parts_of
 from support.spec_reader import counting
 from support.spec_writer import write_delta, write_form
 
-from recckpt.format import drafts
+from recckpt import Near
+from recckpt.format import layout
+from recckpt.near.views import counting_here
+from recckpt.output_dir.listing import look_around
 from recckpt.output_dir.rotation import pin
 from recckpt.storage import open_storage
 
@@ -64,7 +76,7 @@ def test_a_damaged_checkpoint_is_listed_with_the_reason_and_is_a_problem(recckpt
 
 def test_a_save_that_died_as_it_began_is_one_that_died(recckpt, tmp_path):
     (tmp_path / "ckpt_5").mkdir()
-    (tmp_path / "ckpt_5" / drafts.temporary("INTENT")).write_bytes(b"")
+    (tmp_path / "ckpt_5" / layout.temporary("INTENT")).write_bytes(b"")
     assert "a save that died, or still runs" in recckpt("ls", tmp_path).out
 
 
@@ -172,3 +184,144 @@ def test_metrics_of_checkpoints_are_columns(recckpt, tmp_path):
     assert answer.lines[0][-3:] == ["AUC", "LOSS", "MARKS"]
     assert answer.lines[1][-3:] == ["0.71", "-", "day=mon"]
     assert answer.lines[2][-3:] == ["0.725", "0.5", "newest"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = NearRun(tmp_path).put(**{f"_{id_}": 0.5 for id_ in range(10)}).step()
+    return run.put(_1=1.0).step().put(_2=2.0).step()
+
+
+def test_the_near_saves_of_a_host_are_listed_and_those_that_died_are_named(recckpt, run):
+    left = run.near_dirs[0].parent / "99"
+    left.mkdir()
+    (left / "INTENT").write_text("{}")
+    answer = recckpt("near", "ls", run.near_path)
+    assert (answer.code, answer.err) == (0, "")
+    head, older, newer, died = answer.out.splitlines()
+    assert head.split()[:4] == ["OUTPUT", "DIR", "NEAR", "SAVE"]
+    assert older.split()[2] == "2"
+    assert newer.split()[2] == "3"
+    assert older.split()[0] == newer.split()[0] == run.saver.storage.url
+    assert newer.split()[-2:] == ["all", "ckpt_1"]
+    assert died.endswith("/99: not sealed: of a save that died, or is being written")
+    values = recckpt("near", "ls", run.near_path, "--json").json
+    assert [(each["step"], each["rows"], each["parent"]) for each in values["near_saves"]] == [
+        (2, 1, "ckpt_1"),
+        (3, 2, "ckpt_1"),
+    ]
+    assert {each["output_dir"] for each in values["near_saves"]} == {run.saver.storage.url}
+    assert len(values["unsealed"]) == 1
+
+
+def test_all_are_removed(recckpt, run, tmp_path):
+    answer = recckpt("near", "clear", run.near_path)
+    assert (answer.code, answer.out) == (0, f"{run.near_path}: 2 near saves removed\n")
+    assert run.near_dirs == []
+    assert recckpt("near", "ls", run.near_path).out == f"{run.near_path}: no near saves\n"
+    assert NearRun(tmp_path).restore().manager.global_step == 1
+    run.put(_3=3.0).step()
+    assert run.counts == (3, 0, 0)
+
+
+def test_a_place_that_is_not_there_is_told_from_one_without_near_saves(recckpt, tmp_path):
+    answer = recckpt("near", "ls", tmp_path / "mistyped")
+    assert (answer.code, answer.out) == (0, f"{tmp_path / 'mistyped'}: no near saves: does not exist\n")
+    answer = recckpt("near", "clear", tmp_path / "mistyped")
+    assert (answer.code, answer.out) == (0, f"{tmp_path / 'mistyped'}: 0 near saves removed: does not exist\n")
+
+
+def test_a_near_dir_of_which_the_output_dir_is_not_known_is_listed_by_its_place(recckpt, run):
+    (run.near_dirs[0].parent.parent / "output_dir").unlink()
+    assert recckpt("near", "ls", run.near_path).out.splitlines()[1].split()[0] == run.near_dirs[0].parent.parent.name
+    assert recckpt("near", "ls", run.near_path, "--json").json["near_saves"][0]["output_dir"] is None
+
+
+def test_a_list_of_checkpoints_says_that_there_are_no_near_saves_where_one_asked_for_them(recckpt, run, tmp_path):
+    said = recckpt("ls", tmp_path / "runs", "--near", tmp_path / "mistyped").out.splitlines()
+    assert said[-1] == f"{tmp_path / 'mistyped'}: no near saves of this output dir that count: does not exist"
+    assert "no near saves" not in recckpt("ls", tmp_path / "runs", "--near", run.near_path).out
+    assert "no near saves" not in recckpt("ls", tmp_path / "runs").out
+
+
+def test_what_was_forgotten_may_lie_on_hosts_that_are_named_and_is_found_there_until_it_is_cleared(
+    recckpt, run, tmp_path
+):
+    (tmp_path / "gone").write_text("2\n")
+    of_run = tmp_path / "runs"
+    forgotten = recckpt("forget", of_run, "--table", "t", "--ids", tmp_path / "gone")
+    assert forgotten.code == 1
+    assert f" in {run.near_path} may have what was forgotten: run `recckpt near clear " in forgotten.err
+    assert (of_run / forgotten.err.rpartition("remove ")[2].strip()).exists(), "the note"
+    verify = "verify", "--absent", tmp_path / "gone", of_run, run.near_path
+    found = recckpt(*verify)
+    assert (found.code, found.lines[-1][1:3]) == (1, ["-", "t"])
+    assert found.lines[-1][0].endswith(f"/{run.near_dirs[-1].parent.name}/{run.near_dirs[-1].name}")
+    recckpt("near", "clear", run.near_path)
+    cleared = recckpt("verify", "--absent", tmp_path / "gone", of_run)
+    assert (cleared.code, cleared.err) == (0, "")
+    assert recckpt("forget", of_run).code == 0, "nothing was begun"
+
+
+def test_a_dry_run_of_a_forgetting_names_the_hosts_whose_near_saves_would_have_the_ids(recckpt, run, tmp_path):
+    (tmp_path / "gone").write_text("2\n")
+    answer = recckpt("forget", tmp_path / "runs", "--table", "t", "--ids", tmp_path / "gone", "--dry-run")
+    assert answer.code == 0
+    assert answer.lines[-1][:5] == ["would", "leave", "near", "saves", "on"]
+    assert answer.out.endswith(f":{run.near_path} to `recckpt near clear` there\n")
+
+
+def test_what_is_not_ours_stays(recckpt, tmp_path):
+    (tmp_path / "recckpt-near/notes").mkdir(parents=True)
+    (tmp_path / "recckpt-near/notes/kept").write_text("")
+    assert recckpt("near", "clear", tmp_path).out == f"{tmp_path}: 0 near saves removed\n"
+    assert (tmp_path / "recckpt-near/notes/kept").exists()
+    assert recckpt("near", "ls", tmp_path / "nowhere").code == 0
+    assert recckpt("near", "ls", "s3://bucket").code == 2
+
+
+def test_the_list_of_an_output_dir_shows_those_that_count(recckpt, run, tmp_path):
+    answer = recckpt("ls", tmp_path / "runs", "--near", run.near_path)
+    assert answer.code == 0
+    assert [line.split()[2] for line in answer.out.splitlines() if "runs " in line] == ["3", "2"], "the newest first"
+    values = recckpt("ls", tmp_path / "runs", "--near", run.near_path, "--json").json
+    assert [each["step"] for each in values["near"]] == [3, 2]
+    NearRun(tmp_path).restore(near=False)
+    shutil.rmtree(run.near_path)
+    assert recckpt("ls", tmp_path / "runs", "--near", run.near_path, "--json").json["near"] == []
+    assert "near" not in recckpt("ls", tmp_path / "runs", "--json").json
+
+
+@pytest.mark.parametrize(("copies", "n_here"), [(0, 2), (1, 3)])
+def test_of_a_near_save_of_several_hosts_it_is_said_what_is_here(recckpt, tmp_path, copies, n_here):
+    on_hosts(tmp_path, ["a", "a", "b"], trained, copies=copies)
+    ls, of_run = recckpt("near", "ls", tmp_path / "a"), ("ls", tmp_path / "runs", "--near", tmp_path / "a")
+    for answer in (ls, recckpt(*of_run)):
+        lines = [line for line in answer.out.splitlines() if line.endswith("ckpt_1")]
+        assert len(lines) == 2
+        assert all(("2 of 3 shards" in line) == (copies == 0) for line in lines)
+    found = recckpt(*of_run, "--json").json["near"]
+    assert [(each["shards"], each["shards_here"]) for each in found] == [(3, n_here)] * 2
+    now = recckpt("watch", tmp_path / "runs", "--near", tmp_path / "a", "--once", "--json").json["near"]
+    assert (now["newest"]["shards"], now["newest"]["shards_here"], now["n_saves"]) == (3, n_here, 2)
+    storage = open_storage(str(tmp_path / "runs"))
+    here = counting_here(storage, look_around(storage), Near(tmp_path / "a"))
+    assert [each.is_elsewhere for each in here] == [copies == 1] * 2
+
+
+def test_a_near_save_of_which_no_host_has_a_file_does_not_count(recckpt, run, tmp_path):
+    parts_of(run.near_dirs[-1])[0].unlink()
+    assert [
+        each["step"] for each in recckpt("ls", tmp_path / "runs", "--near", run.near_path, "--json").json["near"]
+    ] == [2]
+    assert "0 of 1 shard" in recckpt("near", "ls", run.near_path).out
+
+
+def test_a_watch_shows_what_near_saves_would_give_back(recckpt, run, tmp_path):
+    answer = recckpt("watch", tmp_path / "runs", "--near", run.near_path, "--once")
+    assert answer.code == 0
+    [near] = [line for line in answer.out.splitlines() if line.startswith("near ")]
+    assert "step 3, 2 rows" in near
+    found = recckpt("watch", tmp_path / "runs", "--near", run.near_path, "--once", "--json").json
+    assert (found["near"]["n_saves"], found["near"]["newest"]["step"]) == (2, 3)
+    assert recckpt("watch", tmp_path / "runs", "--near", "s3://bucket", "--once").code == 2

@@ -1,10 +1,11 @@
 import json
+import signal
 
 import pytest
 from support.delta_runs import rows_of, run_with_chain
 from support.mirrors import check_whole, ids_of
 
-from recckpt.cli.keep_option import keep_policy
+from recckpt.cli.mirror import keep_policy
 from recckpt.policies.keep import All, Best, EveryNth, KeepBytes, KeptByAny, Newest, OnePer, YoungerThan
 from recckpt.storage import open_storage
 
@@ -24,7 +25,7 @@ def test_a_pass_says_what_it_copied_and_the_next_that_nothing_is_new(recckpt, ru
     assert (answer.code, answer.err) == (0, "")
     assert answer.out.startswith(f"{to}: copied 3 checkpoints, ")
     assert answer.out.endswith("; the newest is ckpt_3\n")
-    again = recckpt("mirror", run.url, to, "--max-upload-rate", "50MB", "--threads", 1)
+    again = recckpt("mirror", run.url, to, "--threads", 1)
     assert (again.code, again.out) == (0, f"{to}: nothing is new; the newest is ckpt_3\n")
     check_whole(to)
     assert rows_of(open_storage(str(to)), "ckpt_3") == rows_of(run, "ckpt_3")
@@ -102,6 +103,18 @@ class Followed:
         step()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_mirror_that_follows_with_exit_code_0(recckpt, run, to, monkeypatch, number):
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        Followed(monkeypatch, [lambda: signal.raise_signal(number)])
+        answer = recckpt("mirror", run.url, to, "--follow")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (answer.code, answer.err) == (0, "")
+    assert ids_of(to) == ids_of(run.url)
+
+
 def test_follow_goes_on_until_it_is_interrupted_and_says_what_changes(recckpt, tmp_path, to, monkeypatch):
     followed = Followed(monkeypatch, [lambda: None, lambda: run_with_chain(tmp_path / "run"), lambda: None])
     answer = recckpt("mirror", tmp_path / "run", to, "--follow", "--json")
@@ -112,10 +125,10 @@ def test_follow_goes_on_until_it_is_interrupted_and_says_what_changes(recckpt, t
     assert ids_of(to) == ["ckpt_1", "ckpt_2", "ckpt_3"]
 
 
-def test_follow_goes_on_after_an_error_of_the_storage_and_ends_where_somebody_saves_there(
+def test_follow_goes_on_after_an_error_of_the_storage_and_ends_where_somebody_goes_on_from_the_mirror(
     recckpt, run, to, monkeypatch
 ):
-    from recckpt.mirroring.mirror import Mirror
+    from recckpt.rewrite.mirror import Mirror
 
     def fail(self):
         raise OSError("the network is away")
@@ -126,22 +139,32 @@ def test_follow_goes_on_after_an_error_of_the_storage_and_ends_where_somebody_sa
     def mend_it(real=Mirror.update):
         monkeypatch.setattr(Mirror, "update", real)
 
-    def take_over():
-        from recckpt.output_dir.fence import Fence
+    def go_on_from_it():
+        (to / ".recckpt" / "mirror.json").unlink()
 
-        Fence(open_storage(str(to))).hold()
-
-    Followed(monkeypatch, [break_it, lambda: None, mend_it, take_over])
+    Followed(monkeypatch, [break_it, lambda: None, mend_it, go_on_from_it])
     answer = recckpt("mirror", run.url, to, "--follow", "--interval", 2)
     assert answer.code == 1
     assert answer.err.splitlines()[0] == "recckpt: the network is away; looking again every 2 s"
-    assert "so it is no mirror any more" in answer.err.splitlines()[-1]
+    assert "found ckpt_1/, which no mirror has written" in answer.err.splitlines()[-1]
 
 
-def test_follow_takes_over_again_after_a_pass_of_another_mirror(recckpt, run, to, monkeypatch):
-    from recckpt.mirroring.mirror import mirror
+def test_follow_goes_on_after_a_pass_of_another_mirror(recckpt, run, to, monkeypatch):
+    from recckpt.rewrite.mirror import Mirror
 
-    followed = Followed(monkeypatch, [lambda: mirror(run.url, to), lambda: None, lambda: None])
+    real = Mirror.update
+
+    def interrupted(self):
+        real(Mirror(run.url, to))
+        self._hold.check()
+
+    def come_between():
+        monkeypatch.setattr(Mirror, "update", interrupted)
+
+    def leave():
+        monkeypatch.setattr(Mirror, "update", real)
+
+    followed = Followed(monkeypatch, [come_between, leave, lambda: None])
     answer = recckpt("mirror", run.url, to, "--follow")
     assert (answer.code, followed.n_looks) == (0, 4)
     [line] = answer.err.splitlines()

@@ -1,12 +1,17 @@
+"""``watch`` of a run, and ``ls`` and ``watch`` of a directory of runs."""
+
+from __future__ import annotations
+
 import json
 import re
+import sys
 
 import pytest
-from support.builders import Run
+from support.builders import Run, flip_bit
 
 from recckpt.cli import terminal, watch
 from recckpt.errors import SaveFailedError
-from recckpt.inspect.watch.look import Watcher
+from recckpt.inspect.watch import Watcher
 
 
 @pytest.fixture
@@ -124,3 +129,79 @@ def test_a_reader_that_has_seen_enough_ends_it(recckpt, tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "leave_stdout", lambda: left.append(True))
     assert recckpt("watch", tmp_path, "--json") == (0, "", "")
     assert left == [True]
+
+
+@pytest.fixture
+def several_runs(tmp_path):
+    """A directory with two several_runs and something else."""
+    for name, n_steps in (("clicks", 4), ("ads", 2)):
+        Run(tmp_path / name, interval=2, max_keep=None).train(n_steps)
+    (tmp_path / "notes").mkdir()
+    return tmp_path
+
+
+def test_ls_has_a_line_for_each_run(recckpt, several_runs):
+    answer = recckpt("ls", several_runs)
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.out.split("\n", 1)[0].split("  ")[0] == "RUN"
+    assert [(line[0], line[1], line[-1]) for line in answer.lines[1:]] == [
+        ("ads", "2", "good"),
+        ("clicks", "4", "good"),
+    ]
+    assert [line["run"] for line in recckpt("ls", several_runs, "--json").json["runs"]] == ["ads", "clicks"]
+
+
+def test_damage_in_a_run_is_a_problem_and_names_it(recckpt, several_runs):
+    flip_bit(several_runs / "clicks/ckpt_2/manifest.json")
+    for args in (("ls", several_runs), ("watch", several_runs, "--once")):
+        answer = recckpt(*args)
+        assert answer.code == 1
+        assert answer.err.startswith(f"recckpt: {several_runs}/clicks: ckpt_2 is damaged: ")
+        assert answer.err.count("\n") == 1
+
+
+def test_a_run_that_is_overdue_is_a_problem_to_watch_and_not_to_ls(recckpt, several_runs):
+    answer = recckpt("watch", several_runs, "--once", "--overdue", 1e-6)
+    assert (answer.code, answer.err.count(": overdue\n")) == (1, 2)
+    data = recckpt("watch", several_runs, "--once", "--overdue", 1e-6, "--json").json
+    assert [(run["overdue"], run["good"]) for run in data["runs"]] == [(True, False)] * 2
+    assert recckpt("watch", several_runs, "--once", "--overdue", 3600).code == 0
+
+
+def look_after(monkeypatch, *between):
+    def end():
+        raise KeyboardInterrupt
+
+    left = [*between, end]
+    monkeypatch.setattr(watch, "sleep", lambda seconds: left.pop(0)())
+
+
+def test_watch_goes_on_with_a_line_for_each_run_that_changes(recckpt, several_runs, monkeypatch):
+    look_after(monkeypatch, lambda: Run(several_runs / "new", interval=2).train(2), lambda: None)
+    answer = recckpt("watch", several_runs)
+    assert answer.code == 0
+    assert [line.split(": ")[0] for line in answer.out.splitlines()] == ["ads", "clicks", "new"]
+    look_after(monkeypatch, lambda: None)
+    lines = [json.loads(line) for line in recckpt("watch", several_runs, "--json").out.splitlines()]
+    assert [[run["run"] for run in line["runs"]] for line in lines] == [["ads", "clicks", "new"]] * 2
+
+
+def test_on_a_terminal_the_table_changes(several_runs, monkeypatch, capsys):
+    from recckpt.cli import main
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    look_after(monkeypatch)
+    assert main(["watch", str(several_runs)]) == 0
+    shown = capsys.readouterr().out
+    assert "HEALTH" in shown
+    assert "control-C ends" in shown
+    assert "\x1b[" in shown
+
+
+@pytest.mark.parametrize("command", [("ls",), ("watch", "--once")])
+def test_near_saves_of_several_runs_are_refused_with_the_name_of_one(recckpt, several_runs, command):
+    answer = recckpt(*command, several_runs, "--near", several_runs / "near")
+    assert answer.code == 2
+    assert f"--near goes with the output dir of one, such as {several_runs}/ads" in answer.err

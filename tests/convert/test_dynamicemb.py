@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from support.conversions import rows_bytes, table_bytes
+from support.conversions import refused, rows_bytes, table_bytes
 from torch import nn
 
 from recckpt import CheckpointReader, Saver
@@ -13,7 +13,7 @@ from recckpt.convert import ImportOptions, export_checkpoint, import_checkpoint
 from recckpt.errors import ConversionError
 from recckpt.sparse import HashTable, SparseAdagrad, SparseAdam, SparseRowWiseAdagrad, SparseSGD
 
-COLLECTION = "model.sparse.ec"
+COLLECTION, VALUES = "model.sparse.ec", "t_emb_values.rank_1.world_size_2"
 ADAM = {"opt_type": "adam", "lr": 0.1, "iters": 7, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
 RANDOM = np.random.default_rng(0)
 
@@ -113,25 +113,12 @@ def test_tables_of_one_name_in_two_collections_get_names(tmp_path):
     assert table_bytes(tmp_path / "out", "b") == rows_bytes({"id": ids(1, 2), "embedding": rows["model.b"]})
 
 
-def cut(directory):
-    path = directory / "t_emb_values.rank_1.world_size_2"
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def other_ranks(directory):
-    ids(1).tofile(directory / "t_emb_keys.rank_0.world_size_4")
-
-
-def other_width(directory):
-    floats(1, 5).tofile(directory / "t_emb_values.rank_1.world_size_2")
-
-
 @pytest.mark.parametrize(
     ("damage", "match"),
     [
-        (cut, "23 bytes, expected 2 rows, one for each key"),
-        (other_ranks, "files of dumps of 2 and of 4 ranks"),
-        (lambda d: (d / "t_emb_values.rank_1.world_size_2").unlink(), r"ranks \[0\], expected one of each of 2 ranks"),
+        (lambda d: floats(23).astype("i1").tofile(d / VALUES), "23 bytes, expected 2 rows, one for each key"),
+        (lambda d: ids(1).tofile(d / "t_emb_keys.rank_0.world_size_4"), "files of dumps of 2 and of 4 ranks"),
+        (lambda d: (d / VALUES).unlink(), r"ranks \[0\], expected one of each of 2 ranks"),
         (lambda d: [path.unlink() for path in d.glob("*values*")], "files of emb_keys, emb_scores"),
         (lambda d: (d / "t_opt_args.json").write_text("{"), "no JSON"),
         (lambda d: (d / "t_opt_args.json").write_text("[]"), "a list, expected a dict"),
@@ -144,15 +131,12 @@ def test_a_dump_that_is_damaged_is_refused_and_nothing_is_written(tmp_path, dama
     ranks = [(ids(1, 2), floats(2, 3), ids(1, 2), None), (ids(3, 4), floats(2, 3), ids(1, 2), None)]
     source = dump(tmp_path, "t", ranks, ADAM)
     damage(source / COLLECTION)
-    with pytest.raises(ConversionError, match=match):
-        import_checkpoint(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    refused(source, match)
 
 
 def test_rows_of_two_lengths_are_refused(tmp_path):
     ranks = [(ids(1), floats(1, 3), None, None), (ids(2), floats(1, 4), None, None)]
-    with pytest.raises(ConversionError, match="rows of 3 and of 4 values"):
-        import_checkpoint(dump(tmp_path, "t", ranks), tmp_path / "out")
+    refused(dump(tmp_path, "t", ranks), "rows of 3 and of 4 values")
 
 
 # out

@@ -1,13 +1,13 @@
 """RecIS checkpoints: any number of ranks, and a run that goes on from one."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from support.conversions import rows_bytes, table_bytes
-from support.recis_files import rank_blocks, safetensors_bytes, write_recis
+from support.conversions import Code, rank_blocks, refused, rows_bytes, safetensors_bytes, table_bytes, write_recis
 from torch import nn
 
 from recckpt import CheckpointManager, CheckpointReader, Saver
@@ -129,6 +129,10 @@ def rewrite(path, name, change):
     (path / name).write_text(json.dumps(value))
 
 
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
 def rename_slice(old, new):
     def change(keys):
         for key, value in keys.items():
@@ -143,6 +147,7 @@ def rename_slice(old, new):
         (lambda path: (path / "index").unlink(), "ckpt_1/index: found no such file"),
         (lambda path: (path / "tensorkey.json").unlink(), "tensorkey.json: found no such file"),
         (lambda path: (path / "model-000001-of-000007.safetensors").unlink(), "model-000001-of-000007.safetensors: fo"),
+        (lambda path: cut(path / "model-000001-of-000007.safetensors"), "the file is cut"),
         (lambda path: (path / "io_state_1.pt").unlink(), "io_state_1.pt: found no such file"),
         (lambda path: (path / "io_state_count").write_text("x"), "io_state_count: found"),
         (lambda path: (path / "index").write_text("{"), "index: found no JSON"),
@@ -162,25 +167,13 @@ def test_what_is_missing_or_contradicts_itself_is_refused(tmp_path, damage, matc
     positions = [{"train_io": None}, {"train_io": None}]
     source = write_recis(tmp_path / "ckpt_1", {"t": table(9, 2)}, positions=positions)
     damage(source)
-    with pytest.raises(ConversionError) as error:
-        import_checkpoint(source, tmp_path / "out", format="recis")
-    assert match in str(error.value)
-    assert not (tmp_path / "out").exists()
+    refused(source, re.escape(match), format="recis")
 
 
 def test_two_dense_blocks_of_one_name_are_refused(tmp_path):
     halves = {"w^0@2@4": np.ones(2, "f4"), "w^2@4@4": np.zeros(2, "f4")}
     source = write_recis(tmp_path / "ckpt_1", {"t": table(9, 2)}, scalars=halves)
-    with pytest.raises(ConversionError, match=r"index at dense 'w': found .*, expected one block"):
-        import_checkpoint(source, tmp_path / "out", format="recis")
-
-
-def test_a_file_that_is_cut_is_refused(tmp_path):
-    source = write_recis(tmp_path / "ckpt_1", {"t": table(9, 2)})
-    file = source / "model-000001-of-000007.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ConversionError, match="the file is cut"):
-        import_checkpoint(source, tmp_path / "out")
+    refused(source, r"index at dense 'w': found .*, expected one block", format="recis")
 
 
 def test_ids_in_a_slice_that_is_not_theirs_and_ids_twice_are_refused(tmp_path):
@@ -202,23 +195,14 @@ def test_ids_in_a_slice_that_is_not_theirs_and_ids_twice_are_refused(tmp_path):
             (source / "tensorkey.json").write_text(json.dumps(halves))
             index = {"file_index": {file.name: 0}, "block_index": dict.fromkeys(doubled, 0)}
             (source / "index").write_text(json.dumps(index))
-        with pytest.raises(ConversionError, match=match):
-            import_checkpoint(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-class Code:
-    def __reduce__(self):
-        return print, ("this must not run",)
+        refused(source, match)
 
 
 @pytest.mark.parametrize("name", ["model.pt", "extra.pt", "io_state_0.pt"])
 def test_pickles_that_need_code_are_not_run(tmp_path, name, capsys):
     source = write_recis(tmp_path / "ckpt_1", {"t": table(9, 2)}, positions=[{}], model={}, extra={})
     torch.save({"x": Code()}, source / name)
-    with pytest.raises(ConversionError, match=f"{name}: found a pickle that needs code"):
-        import_checkpoint(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    refused(source, f"{name}: found a pickle that needs code")
     assert "must not run" not in capsys.readouterr().out
 
 

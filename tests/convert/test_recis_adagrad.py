@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from support.recis_files import write_recis
+from support.conversions import write_recis
 from torch import nn
 
 from recckpt import CheckpointManager, Saver

@@ -1,6 +1,7 @@
-"""What every target promises: what it can hold comes back bit for bit, and what it cannot is refused."""
+"""What is written, format by format, and read again."""
 
-import csv
+from __future__ import annotations
+
 import json
 import re
 import subprocess
@@ -14,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from support.conversions import rows_bytes, some_rows, table_bytes
+from support.conversions import arrow_table, rows_bytes, some_rows, table_bytes
 from support.delta_runs import rows_of, run_with_chain
 from torch import nn
 
 from recckpt import CheckpointReader, Saver, dataset
 from recckpt.convert import ImportOptions, export_checkpoint, import_checkpoint
-from recckpt.convert.narrowed import narrowed
+from recckpt.convert.view import narrowed
 from recckpt.errors import ConversionError
-from recckpt.format.dtypes import widened
+from recckpt.format.tensor_index import widened
 from recckpt.sparse import HashTable
 from recckpt.types import SlotSpec
 
@@ -79,38 +80,6 @@ def test_bfloat16_is_widened_to_float32_where_the_format_lacks_it(tmp_path, to):
     assert back.contents.tables[0].slots == (SlotSpec("embedding", dtype, (4,)),)
     exact = values.view(torch.int16).numpy() if to == "parquet" else values.float().numpy()
     assert table_bytes(tmp_path / "back", "t") == rows_bytes({"id": np.arange(9), "embedding": exact})
-
-
-def test_csv_has_a_column_for_each_value_and_comes_back_bit_for_bit(tmp_path):
-    values = np.array([[0.1, np.nan], [-3e-39, 1e38], [1 / 3, -np.float32(0)]], np.float32)
-    rows = {"id": np.array([5, -(2**63), 2**63 - 1]), "embedding": values, "count": np.array([1, 2, 3])}
-    run = checkpoint(tmp_path, rows)
-    export_checkpoint(run, tmp_path / "all", to="csv", slots=["embedding", "count"])
-    with (tmp_path / "all/t/rows.csv").open() as file:
-        lines = {int(line["id"]): line for line in csv.DictReader(file)}
-    assert list(lines[5]) == ["id", "embedding_0", "embedding_1", "count"]
-    assert (lines[5]["embedding_0"], lines[5]["embedding_1"], lines[5]["count"]) == ("0.1", "nan", "1")
-    export_checkpoint(run, tmp_path / "out", to="csv")
-    import_checkpoint(tmp_path / "out", tmp_path / "back")
-    back = {key: value for key, value in rows.items() if key != "count"}
-    assert table_bytes(tmp_path / "back", "t") == rows_bytes(back)
-
-
-def test_csv_of_an_increment_has_its_deletes_and_of_no_rows_a_header(tmp_path):
-    run_with_chain(tmp_path / "run")
-    export_checkpoint(tmp_path / "run", tmp_path / "out", to="csv", since="ckpt_1")
-    ids = [line.split(",")[0] for line in (tmp_path / "out/item/rows.csv").read_text().splitlines()[1:]]
-    assert sorted(map(int, ids)) == [5, 7, 9, 500]
-    assert (tmp_path / "out/item.deletes/rows.csv").read_text().split() == ['"id"', "8"]
-    export_checkpoint(tmp_path / "run", tmp_path / "none", to="csv", since="ckpt_3")
-    assert (tmp_path / "none/item/rows.csv").read_text() == '"id","embedding_0","embedding_1"\n'
-
-
-def test_csv_refuses_two_columns_of_one_name(tmp_path):
-    rows = {"id": np.array([5]), "embedding": np.ones((1, 2), np.float32), "embedding_1": np.ones(1, np.float32)}
-    with pytest.raises(ConversionError, match="expected a name for each"):
-        export_checkpoint(checkpoint(tmp_path, rows), tmp_path / "out", to="csv", slots=["embedding", "embedding_1"])
-    assert not (tmp_path / "out").exists()
 
 
 def test_parquet_is_what_others_read(tmp_path):
@@ -399,3 +368,82 @@ def test_a_table_may_have_any_name_that_makes_a_file_name(tmp_path):
     (tmp_path / "long").mkdir()
     with pytest.raises(ConversionError, match="a name of 201 bytes once encoded, expected at most 200 in a file name"):
         export_checkpoint(checkpoint(tmp_path / "long", name="x" * 201), tmp_path / "long" / "out", to="parquet")
+
+
+def run_of_two_tables(path):
+    tensors = {
+        "item": np.ones((2, 2), "f4"),
+        "user": np.full((2, 3), 5, "f4"),
+        "i": np.array([1, 2]),
+        "u": np.arange(2),
+    }
+    save_file(tensors, path / "m.safetensors")
+    import_checkpoint(path / "m.safetensors", path / "run", options=ImportOptions(as_table={"item": "i", "user": "u"}))
+    return path / "run"
+
+
+@pytest.mark.parametrize("to", ["npy", "parquet"])
+def test_an_export_of_several_tables_comes_back_as_those_tables(tmp_path, to):
+    run = run_of_two_tables(tmp_path)
+    export_checkpoint(run, tmp_path / "out", to=to)
+    done = import_checkpoint(tmp_path / "out", tmp_path / "back")
+    assert done.rows == {"item": 2, "user": 2}
+    for table in ("item", "user"):
+        assert table_bytes(tmp_path / "back", table) == table_bytes(run, table)
+    only = import_checkpoint(tmp_path / "out", tmp_path / "only", tables=["user"])
+    assert only.rows == {"user": 2}
+    named = import_checkpoint(
+        tmp_path / "out", tmp_path / "named", tables=["item"], options=ImportOptions(table="item")
+    )
+    assert named.rows == {"item": 2}
+    assert [left.name for left in named.contents.left_out] == ["table user"]
+
+
+@pytest.mark.parametrize("to", ["npy", "parquet"])
+def test_tables_whose_export_does_not_name_them_are_not_mixed(tmp_path, to):
+    export_checkpoint(run_of_two_tables(tmp_path), tmp_path / "out", to=to)
+    for name in ("metadata.json", "_recckpt.json"):
+        (tmp_path / "out" / name).unlink(missing_ok=True)
+    with pytest.raises(ConversionError, match="name the directory of one table"):
+        import_checkpoint(tmp_path / "out", tmp_path / "back")
+
+
+def test_one_name_for_several_tables_is_refused(tmp_path):
+    export_checkpoint(run_of_two_tables(tmp_path), tmp_path / "out", to="npy")
+    with pytest.raises(ConversionError, match="found 2 tables, expected the name of one: item, user"):
+        import_checkpoint(tmp_path / "out", tmp_path / "back", options=ImportOptions(table="t"))
+
+
+@pytest.mark.parametrize("to", ["npy", "parquet"])
+def test_an_increment_is_not_taken_for_whole_tables(tmp_path, to):
+    run_with_chain(tmp_path / "run")
+    export_checkpoint(tmp_path / "run/ckpt_3", tmp_path / "out", to=to, since="ckpt_1")
+    for source in ("out", "out/item.deletes"):
+        with pytest.raises(ConversionError, match="export without --since"):
+            import_checkpoint(tmp_path / source, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("to", ["npy", "parquet", "safetensors"])
+def test_vectors_of_int8_are_floats_again(tmp_path, to):
+    rows = some_rows()
+    rows["embedding"][0, 0] = 0
+    pq.write_table(arrow_table(rows), tmp_path / "t.parquet")
+    import_checkpoint(tmp_path / "t.parquet", tmp_path / "run")
+    target = tmp_path / ("out.safetensors" if to == "safetensors" else "out")
+    done = export_checkpoint(tmp_path / "run", target, to=to, dtype="int8")
+    back = import_checkpoint(target, tmp_path / "back")
+    assert {slot.name: slot.dtype for slot in back.contents.tables[0].slots} == {"embedding": "float32"}
+    assert "int8 times embedding_scale is float32 here" in {left.reason for left in back.contents.left_out}
+    values = CheckpointReader(tmp_path / "back").lookup("t", rows["id"]).values
+    error = np.abs(values - rows["embedding"]).max()
+    assert error == pytest.approx(done.metadata["tables"]["t"]["largest_error"], rel=1e-4)
+
+
+def test_metadata_of_another_program_is_none_of_an_export(tmp_path):
+    (tmp_path / "t").mkdir()
+    for name, values in some_rows().items():
+        np.save(tmp_path / "t" / f"{name}.npy", values)
+    (tmp_path / "t/metadata.json").write_text(json.dumps({"tables": {"t": 1}}))
+    import_checkpoint(tmp_path / "t", tmp_path / "back")
+    assert table_bytes(tmp_path / "back", "t") == rows_bytes(some_rows())

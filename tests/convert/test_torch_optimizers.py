@@ -1,12 +1,13 @@
 """Runs of torch that go on here from a file of torch.save, with the moments of both optimizers."""
 
+import pyarrow.parquet as pq
 import pytest
 import torch
+from support.conversions import arrow_table, refused, some_rows
 from torch import nn
 
 from recckpt import CheckpointReader, Saver
 from recckpt.convert import ImportOptions, import_checkpoint
-from recckpt.errors import ConversionError
 from recckpt.sparse import HashTable, SparseAdagrad, SparseAdam, SparseAdamW, replace_embeddings
 
 N, DIM = 6, 4
@@ -84,6 +85,18 @@ def saved(tmp_path, model, **optimizers):
     return tmp_path / "x.pt"
 
 
+def trained_by(make=torch.optim.Adam, steps=1, **options):
+    """Return a model with dense gradients, and the optimizer that has trained some or all of it."""
+    model = Clicks(sparse=False)
+    optimizer = make(options.pop("params", Clicks.parameters)(model), **{"lr": 0.05, **options})
+    train(model, [optimizer], steps)
+    return model, optimizer
+
+
+def some_of(model):
+    return [model.item.weight, model.top.bias]
+
+
 @pytest.mark.parametrize("with_model", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
 def test_two_optimizers_go_on_with_the_moments_they_had(tmp_path, with_model, norm):
@@ -103,9 +116,7 @@ def test_two_optimizers_go_on_with_the_moments_they_had(tmp_path, with_model, no
 
 
 def test_one_optimizer_over_all_becomes_two(tmp_path):
-    model = Clicks(sparse=False)
-    adam = torch.optim.Adam(model.parameters(), lr=0.05)
-    train(model, [adam], 3)
+    model, adam = trained_by(steps=3)
     source = saved(tmp_path, model, optimizer=adam)
     import_checkpoint(source, tmp_path / "out", options=TABLES, model=model, optimizers={"optimizer": adam})
     manifest = CheckpointReader(tmp_path / "out").manifest
@@ -127,9 +138,7 @@ def test_a_sparse_optimizer_gives_its_slots_their_names(tmp_path):
 
 
 def test_adamw_over_all_goes_on_by_the_rule_that_is_its_own(tmp_path):
-    model = Clicks(sparse=False)
-    adam = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.0)
-    train(model, [adam], 3)
+    model, adam = trained_by(torch.optim.AdamW, 3, weight_decay=0.0)
     import_checkpoint(saved(tmp_path, model, optimizer=adam), tmp_path / "out", options=TABLES, model=model)
     goes_on(tmp_path, model, [adam], lambda tables: SparseAdamW(tables, weight_decay=0.0))
 
@@ -146,9 +155,7 @@ def test_adagrad_brings_its_sums(tmp_path):
 
 
 def test_a_model_with_tables_in_place_of_embeddings_names_the_parameters_too(tmp_path):
-    model = Clicks(sparse=False)
-    adam = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.0)
-    train(model, [adam], 3)
+    model, adam = trained_by(torch.optim.AdamW, 3, weight_decay=0.0)
     source, other = saved(tmp_path, model, optimizer=adam), Clicks()
     replace_embeddings(other)
     done = import_checkpoint(source, tmp_path / "out", options=TABLES, model=other)
@@ -157,9 +164,8 @@ def test_a_model_with_tables_in_place_of_embeddings_names_the_parameters_too(tmp
 
 
 def test_live_optimizers_say_whose_the_parameters_are(tmp_path):
-    model = Clicks(sparse=False)
-    adam = torch.optim.AdamW([model.item.weight, model.top.bias, model.user.weight], lr=0.05, weight_decay=0.0)
-    train(model, [adam], 3)
+    options = {"params": lambda model: [*some_of(model), model.user.weight], "weight_decay": 0.0}
+    model, adam = trained_by(torch.optim.AdamW, 3, **options)
     source = saved(tmp_path, model, optimizer=adam)
     done = import_checkpoint(source, tmp_path / "out", options=TABLES, model=model, optimizers={"optimizer": adam})
     assert done.contents.dense_opt == ("top.bias@optimizer",)
@@ -171,19 +177,14 @@ def test_live_optimizers_say_whose_the_parameters_are(tmp_path):
 
 
 def test_named_parameters_need_no_model(tmp_path):
-    model = Clicks(sparse=False)
-    some = [("item.weight", model.item.weight), ("top.bias", model.top.bias)]
-    adam = torch.optim.Adam(some, lr=0.05)
-    train(model, [adam], 1)
+    model, adam = trained_by(params=lambda model: [*zip(("item.weight", "top.bias"), some_of(model), strict=True)])
     assert "param_names" in adam.state_dict()["param_groups"][0]
     done = import_checkpoint(saved(tmp_path, model, optimizer=adam), tmp_path / "out", options=TABLES)
     assert done.contents.dense_opt == ("top.bias@optimizer",)
 
 
 def test_a_state_by_the_names_of_parameters_needs_no_model(tmp_path):
-    model = Clicks(sparse=False)
-    adam = torch.optim.Adam([model.item.weight, model.top.bias], lr=0.05)
-    train(model, [adam], 2)
+    model, adam = trained_by(steps=2, params=some_of)
     state, names = adam.state_dict(), ["item.weight", "top.bias"]
     by_name = {"state": {names[index]: values for index, values in state["state"].items()}}
     by_name["param_groups"] = [{**group, "params": names} for group in state["param_groups"]]
@@ -195,9 +196,7 @@ def test_a_state_by_the_names_of_parameters_needs_no_model(tmp_path):
 
 
 def test_lightning_has_its_optimizers_in_a_list(tmp_path):
-    model = Clicks(sparse=False)
-    adam = torch.optim.Adam(model.parameters(), lr=0.05)
-    train(model, [adam], 1)
+    model, adam = trained_by()
     file = {"state_dict": model.state_dict(), "optimizer_states": [adam.state_dict()], "global_step": 4}
     torch.save(file, tmp_path / "x.ckpt")
     done = import_checkpoint(tmp_path / "x.ckpt", tmp_path / "out", options=TABLES)
@@ -206,9 +205,7 @@ def test_lightning_has_its_optimizers_in_a_list(tmp_path):
 
 
 def test_a_model_in_ddp_is_named_as_one_outside(tmp_path):
-    model = Clicks(sparse=False)
-    adam = torch.optim.Adam(model.parameters(), lr=0.05)
-    train(model, [adam], 1)
+    model, adam = trained_by()
     state = {f"module.{name}": value for name, value in model.state_dict().items()}
     torch.save({"model": state, "optimizer": adam.state_dict()}, tmp_path / "x.pt")
     done = import_checkpoint(tmp_path / "x.pt", tmp_path / "out", model=model)
@@ -223,9 +220,7 @@ def reasons(done):
 
 
 def test_an_order_that_nobody_knows_leaves_the_state_as_it_was_and_says_why(tmp_path):
-    model = Clicks(sparse=False)
-    adam = torch.optim.Adam([model.item.weight, model.top.bias], lr=0.05)
-    train(model, [adam], 1)
+    model, adam = trained_by(params=some_of)
     source = saved(tmp_path, model, optimizer=adam)
     for with_model, needed in ((None, "model="), (model, "optimizers=")):
         done = import_checkpoint(source, tmp_path / "out", options=TABLES, model=with_model, dry_run=True)
@@ -235,9 +230,7 @@ def test_an_order_that_nobody_knows_leaves_the_state_as_it_was_and_says_why(tmp_
 
 
 def test_a_model_that_has_what_the_file_lacks_names_nothing(tmp_path):
-    model = Clicks(sparse=False)
-    adam = torch.optim.Adam(model.parameters())
-    train(model, [adam], 1)
+    model, adam = trained_by()
     source = saved(tmp_path, model, optimizer=adam)
     done = import_checkpoint(source, tmp_path / "out", model=nn.ModuleDict({"more": nn.Linear(1, 1)}), dry_run=True)
     assert reasons(done)["optimizer"].startswith("found no tensor 'more.weight', expected each parameter in the file")
@@ -271,26 +264,18 @@ def test_states_that_no_table_has_are_listed_by_name(tmp_path):
     ],
 )
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path, optimizers, match):
-    model = Clicks(sparse=False)
-    adam = torch.optim.Adam(model.parameters())
-    train(model, [adam], 1)
-    with pytest.raises(ConversionError, match=match):
-        import_checkpoint(saved(tmp_path, model, optimizer=adam), tmp_path / "out", model=model, optimizers=optimizers)
-    assert not (tmp_path / "out").exists()
+    model, adam = trained_by()
+    refused(saved(tmp_path, model, optimizer=adam), match, model=model, optimizers=optimizers)
 
 
 def test_an_optimizer_with_some_of_the_parameters_is_refused_for_the_state_of_all(tmp_path):
-    model = Clicks(sparse=False)
-    adam, some = torch.optim.Adam(model.parameters()), torch.optim.Adam(model.top.parameters())
-    train(model, [adam], 1)
-    source = saved(tmp_path, model, optimizer=adam)
-    with pytest.raises(ConversionError, match="has 2 parameters, the file 4"):
-        import_checkpoint(source, tmp_path / "out", model=model, optimizers={"optimizer": some})
+    model, adam = trained_by()
+    source, some = saved(tmp_path, model, optimizer=adam), torch.optim.Adam(model.top.parameters())
+    refused(source, "has 2 parameters, the file 4", model=model, optimizers={"optimizer": some})
     with pytest.raises(TypeError, match="name in the file -> optimizer"):
         import_checkpoint(source, tmp_path / "out", model=model, optimizers=[some])
 
 
 def test_a_model_says_nothing_about_files_of_other_formats(tmp_path):
-    (tmp_path / "x.csv").write_text("id,a\n1,2\n")
-    with pytest.raises(ConversionError, match="a model or optimizers, which name parameters"):
-        import_checkpoint(tmp_path / "x.csv", tmp_path / "out", model=Clicks())
+    pq.write_table(arrow_table(some_rows()), tmp_path / "x.parquet")
+    refused(tmp_path / "x.parquet", "a model or optimizers, which name parameters", model=Clicks())

@@ -1,8 +1,11 @@
 """Dense state from ``.pt`` files: what comes back, and what is refused as damage."""
 
+import io
 import os
 import pickle
 import random
+import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -39,16 +42,10 @@ def test_a_state_comes_back_as_it_was(storage):
     entry = save_state(STATE, storage, "d", "model.pt")
     data = storage.read("d/model.pt", 10**7)
     assert (entry.n_bytes, entry.xxh3) == (len(data), xxhash.xxh3_64_intdigest(data))
-    found = load_state(storage, "d", entry)
-    assert torch.equal(found["w"], STATE["w"])
-    assert torch.equal(found["b"], STATE["b"])
-    assert (found["n"], found["nested"]) == (3, {"a": [None]})
-
-
-def test_the_file_is_one_that_torch_loads_safely(local):
-    save_state(STATE, local, "d", "model.pt")
-    found = torch.load(Path(local.url, "d", "model.pt"), weights_only=True)
-    assert list(found) == list(STATE)
+    for found in (load_state(storage, "d", entry), torch.load(io.BytesIO(data), weights_only=True)):
+        assert torch.equal(found["w"], STATE["w"])
+        assert torch.equal(found["b"], STATE["b"])
+        assert (found["n"], found["nested"]) == (3, {"a": [None]})
 
 
 def test_an_error_while_a_state_is_written_leaves_no_file(storage):
@@ -95,7 +92,9 @@ def test_a_pickle_that_calls_a_function_is_refused_and_nothing_runs(local, tmp_p
         torch.save(state, tmp_path / "evil.pt")
         for k, data in enumerate(((tmp_path / "evil.pt").read_bytes(), pickle.dumps(state, 2))):
             entry = put(local, data, f"{n}{k}.pt")
-            with pytest.raises(CorruptCheckpointError, match="not loadable") as caught:
+            with pytest.raises(
+                CorruptCheckpointError, match=r"the global 'posix.system'|a zip file of torch.save"
+            ) as caught:
                 load_state(local, "d", entry)
             assert caught.value.path == f"d/{n}{k}.pt"
     assert not (tmp_path / "ran").exists()
@@ -121,10 +120,18 @@ def test_a_file_that_is_no_torch_file_is_corrupt_whatever_it_is(local):
 
 
 @pytest.mark.parametrize("state", [[1, 2], torch.ones(2), None, 5])
-def test_a_state_that_is_no_dict_is_corrupt(local, tmp_path, state):
-    torch.save(state, tmp_path / "x.pt")
+def test_a_state_that_is_no_dict_is_corrupt(local, state):
+    file = io.BytesIO()
+    torch.save(state, file)
     with pytest.raises(CorruptCheckpointError, match="expected a dict"):
-        load_state(local, "d", put(local, (tmp_path / "x.pt").read_bytes()))
+        load_state(local, "d", put(local, file.getvalue()))
+
+
+def test_a_tensor_that_was_saved_conjugate_is_refused_and_not_taken_for_another(local):
+    file = io.BytesIO()
+    torch.save({"w": torch.tensor([1 + 2j]).conj()}, file)
+    with pytest.raises(CorruptCheckpointError, match=r"a tensor with \{'conj': True\}"):
+        load_state(local, "d", put(local, file.getvalue()))
 
 
 def test_a_model_pt_that_is_not_as_the_index_and_the_manifest_say_is_corrupt(tmp_path):
@@ -151,3 +158,50 @@ def test_a_model_pt_that_is_not_as_the_index_and_the_manifest_say_is_corrupt(tmp
             check_indexed(changed, indexed, manifest.names.dense, "model.pt")
         assert (caught.value.path, caught.value.where) == ("model.pt", where)
     assert forge.manifest["names"]["dense"] == ["w", "plain", "sharded"]
+
+
+def test_a_state_is_read_without_a_second_copy_of_it(local):
+    n_bytes = 64 << 20
+    entry = save_state({"w": torch.ones(n_bytes, dtype=torch.uint8)}, local, "d", "model.pt")
+    load_state(local, "d", save_state(STATE, local, "d", "extra.pt"))  # imports
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+    before = status_kib("VmRSS")
+    found = load_state(local, "d", entry)
+    assert status_kib("VmHWM") - before < 1.05 * n_bytes / 1024 + 4096
+    assert bool((found["w"] == 1).all())
+
+
+def status_kib(field: str) -> int:
+    return int(Path("/proc/self/status").read_text().partition(f"{field}:")[2].split()[0])
+
+
+def hostile(state, old: bytes, new: bytes) -> bytes:
+    """Return a file whose pickle has other bytes at one place."""
+    source, changed = io.BytesIO(), io.BytesIO()
+    torch.save(state, source)
+    with zipfile.ZipFile(source) as archive, zipfile.ZipFile(changed, "w") as copy:
+        for name in archive.namelist():
+            data = archive.read(name)
+            assert not name.endswith("data.pkl") or old in data
+            copy.writestr(name, data.replace(old, new) if name.endswith("data.pkl") else data)
+    return changed.getvalue()
+
+
+HOSTILE = {
+    "a number in the memo that asks for all memory": (b"q\x01", b"r\xff\xff\xff\x0f"),
+    "a tensor that goes on behind its values": (b"K\x06\x85", b"M\x00\xff\x85"),
+    "more values than the file has": (b"cpuq\x06K\x06", b"cpuq\x06J\xff\xff\xff\x7f"),
+    "a class made another one": (
+        b"Rq\rs.",
+        b"Rq\rsX\x01\x00\x00\x00cccollections\nCounter\nN}X\x06\x00\x00\x00updateK\x01s\x86bs.",
+    ),
+    "no such record": (b"X\x01\x00\x00\x000", b"X\x01\x00\x00\x009"),
+}
+
+
+@pytest.mark.parametrize(("old", "new"), HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_pickle_that_was_crafted_is_refused(local, old, new):
+    data = hostile({"w": torch.arange(6.0)}, old, new)
+    with pytest.raises(CorruptCheckpointError, match=r"expected (a dict of )?tensors and plain data"):
+        load_state(local, "d", put(local, data))
+    assert callable(Counter.update)

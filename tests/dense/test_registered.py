@@ -1,5 +1,7 @@
 """Registered objects and random generators: their state taken and given back."""
 
+import collections
+import copy
 import pickle
 import random
 import re
@@ -8,9 +10,11 @@ from collections import OrderedDict, defaultdict
 import numpy as np
 import pytest
 import torch
+from support.calls import calls_of
 
+from recckpt.dense.data_loaders import check_rng, dump_rng, load_rng
 from recckpt.dense.registered import extra_registry, io_registry
-from recckpt.dense.state_copy import check_rng, dump_rng, load_rng, portable
+from recckpt.dense.state_copy import DenseBuffers, portable
 from recckpt.errors import StateMismatchError
 
 
@@ -35,47 +39,20 @@ class Reader(Counter):
         self.count = state["offset"] // 100
 
 
-def test_the_state_is_that_of_the_moment_of_the_dump():
-    registry, counter = extra_registry(), Counter()
-    registry.add("c", counter)
-    counter.count = 7
-    assert registry.dump() == {"c": {"count": 7}}
-
-
 def load(registry, states):
     with registry.loaded(states) as give_rest:
         give_rest()
 
 
-def test_states_go_back_to_their_objects():
-    registry, counter = extra_registry(), Counter()
+def test_a_state_is_that_of_the_moment_and_goes_back_to_its_object():
+    registry, counter, other = extra_registry(), Counter(), Counter(2)
     registry.add("c", counter)
     registry.add("plain", 3)
+    registry.add("other", other)
+    counter.count = 7
+    assert registry.dump() == {"c": {"count": 7}, "plain": 3, "other": {"count": 2}}
     load(registry, {"c": {"count": 5}, "plain": 4})
-    assert counter.count == 5
-    assert registry.get("plain") == 4
-
-
-def test_an_object_that_the_checkpoint_lacks_keeps_its_state():
-    registry, counter = extra_registry(), Counter(2)
-    registry.add("c", counter)
-    load(registry, {})
-    assert counter.count == 2
-
-
-def test_a_dataset_may_have_either_pair_of_methods():
-    registry = io_registry()
-    registry.add("own", Reader(2))
-    registry.add("usual", Counter(3))
-    assert registry.dump() == {"own": {"offset": 200}, "usual": {"count": 3}}
-
-
-@pytest.mark.parametrize("make", [extra_registry, io_registry])
-def test_a_name_is_registered_once(make):
-    registry = make()
-    registry.add("c", Counter())
-    with pytest.raises(ValueError, match="'c' is registered already"):
-        registry.add("c", Counter())
+    assert (counter.count, registry.get("plain"), other.count) == (5, 4, 2)  # the checkpoint lacks the last one
 
 
 @pytest.mark.parametrize("make", [Counter, list, lambda: torch.ones(2), lambda: np.ones(2)])
@@ -98,24 +75,36 @@ def test_values_that_are_equal_by_chance_have_a_name_each(value):
     assert registry.dump() == {"first": value, "second": value}
 
 
-@pytest.mark.parametrize("name", ["", None, 3, "sparse_optim"])
-def test_some_names_are_none(name):
-    with pytest.raises(ValueError, match="cannot be registered"):
-        extra_registry().add(name, 1)
+class Half:
+    """Can only be dumped."""
+
+    def state_dict(self):
+        return {}
 
 
-def test_a_dataset_without_a_position_is_refused():
-    with pytest.raises(ValueError, match="'x' has neither dump_io_state/load_io_state nor state_dict/load_state_dict"):
-        io_registry().add("x", [1, 2])
+NEITHER = "'key' has neither dump_io_state/load_io_state nor state_dict/load_state_dict"
 
 
-def test_an_object_that_can_only_be_dumped_is_refused():
-    class Half:
-        def state_dict(self):
-            return {}
-
-    with pytest.raises(ValueError, match="cannot be loaded back safely"):
-        extra_registry().add("half", Half())
+@pytest.mark.parametrize(
+    ("make", "name", "value", "match"),
+    [
+        *((extra_registry, name, 1, "cannot be registered") for name in ("", None, 3, "sparse_optim")),
+        *((make, "known", Counter(), "'known' is registered already") for make in (extra_registry, io_registry)),
+        (io_registry, "key", [1, 2], NEITHER),
+        (extra_registry, "key", Half(), "key.*cannot be loaded back safely"),
+        (extra_registry, "key", defaultdict(int), "key"),
+        (extra_registry, "key", object(), "key"),
+        (extra_registry, "key", {"a": [lambda: 0]}, "key"),
+        (extra_registry, "key", np.array([object()]), "key"),
+        (extra_registry, "key", {object(): 1}, "key"),
+    ],
+)
+def test_what_cannot_be_registered_is_refused_by_name(make, name, value, match):
+    registry = make()
+    registry.add("known", Counter())
+    with pytest.raises(ValueError, match=match):
+        registry.add(name, value)
+    assert list(registry) == ["known"]
 
 
 @pytest.mark.parametrize("value", [1, 2.5, True, None, "x", b"x", [1, {"a": (2,)}], {1, 2}, OrderedDict(a=1)])
@@ -133,12 +122,6 @@ def test_numpy_becomes_numbers_and_tensors():
     assert type(dumped["a"]) is float
     assert [type(key) for key in dumped] == [str, int]
     assert torch.equal(dumped[3], torch.arange(3, dtype=torch.int16))
-
-
-@pytest.mark.parametrize("value", [defaultdict(int), object(), {"a": [lambda: 0]}, np.array([object()]), {object(): 1}])
-def test_what_could_not_be_loaded_back_is_refused_by_name(value):
-    with pytest.raises(ValueError, match="key"):
-        extra_registry().add("key", value)
 
 
 def test_the_place_of_what_could_not_be_loaded_back_is_named():
@@ -232,6 +215,7 @@ def test_plain_values_are_loaded_in_place():
         "list": [inner, 1, 2],
         "dict": {"gone": 1, "mean": np.zeros(2), "grown": torch.zeros(1)},
         "set": {1},
+        "counts": collections.Counter(a=1, b=2),
     }
     for name, value in live.items():
         registry.add(name, value)
@@ -243,6 +227,7 @@ def test_plain_values_are_loaded_in_place():
         "list": [torch.ones(2), 5],
         "dict": {"mean": np.ones(2), "grown": torch.ones(3), "new": 2},
         "set": {2, 3},
+        "counts": collections.Counter(a=5),
     }.items():
         saved.add(name, value)
     load(registry, saved.dump())
@@ -253,7 +238,7 @@ def test_plain_values_are_loaded_in_place():
     assert live["dict"]["mean"] is mean
     assert (mean.tolist(), live["dict"]["grown"].tolist(), live["dict"]["new"]) == ([1, 1], [1, 1, 1], 2)
     assert "gone" not in live["dict"]
-    assert live["set"] == {2, 3}
+    assert (live["set"], live["counts"]) == ({2, 3}, {"a": 5})
     live["tensor"].data.fill_(7)
     assert registry.dump()["tensor"].tolist() == [7, 7], "the next save has the value of the tensor itself"
 
@@ -311,14 +296,16 @@ def test_a_name_that_nobody_knows_gives_none_and_a_hint(caplog):
 
 
 @pytest.mark.parametrize("make", [extra_registry, io_registry])
-def test_an_object_is_flushed_before_its_state_is_taken(make):
+def test_an_object_is_flushed_before_its_state_is_taken_by_either_pair_of_methods(make):
     class Buffered(Counter):
         def _flush_io_state(self):
             self.count += 1
 
     registry = make()
     registry.add("b", Buffered(4))
-    assert registry.dump() == {"b": {"count": 5}}
+    registry.add("own", Reader(2))
+    own = {"offset": 200} if make is io_registry else {"count": 2}
+    assert registry.dump() == {"b": {"count": 5}, "own": own}
 
 
 def test_an_object_that_refuses_to_merge_is_named():
@@ -348,32 +335,17 @@ def test_random_states_are_looked_at_without_a_change():
     assert after["python"] == moved["python"]
 
 
-def test_random_generators_go_on_where_they_were():
-    state = dump_rng()
-
+def test_random_generators_go_on_where_they_were_and_cuda_is_not_started_to_ask():
     def draw():
         return torch.rand(3).tolist(), np.random.randn(3).tolist(), random.gauss(0, 1)
 
-    np.random.randn()
-    load_rng(state)
-    first = draw()
-    load_rng(state)
-    assert draw() == first
-
-
-def test_a_pending_gaussian_of_numpy_and_python_is_part_of_their_state():
-    np.random.randn()  # the legacy generator makes two and keeps one
+    np.random.randn()  # the legacy generator makes two and keeps one, which is part of its state
     random.gauss(0, 1)
-    state = dump_rng()
-    expected = np.random.randn(), random.gauss(0, 1)
+    is_started, state = torch.cuda.is_initialized(), dump_rng()
+    expected = draw()
     load_rng(state)
-    assert (np.random.randn(), random.gauss(0, 1)) == expected
-
-
-def test_asking_for_the_random_state_does_not_start_cuda():
-    before = torch.cuda.is_initialized()
-    dump_rng()
-    assert torch.cuda.is_initialized() == before
+    assert draw() == expected
+    assert torch.cuda.is_initialized() == is_started
 
 
 def test_a_schedule_by_milestones_goes_on_where_it_was():
@@ -388,3 +360,27 @@ def test_a_schedule_by_milestones_goes_on_where_it_was():
     resumed.load_state_dict(registry.dump()["schedule"])
     assert resumed.milestones == ours.milestones
     assert type(resumed.milestones) is type(ours.milestones)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        dict.fromkeys(range(1000), 0.5),
+        {f"key{i}": i for i in range(1000)},
+        [0.5] * 1000,
+        {f"key{i}": [i, 0.5] for i in range(1000)},
+    ],
+    ids=["numbers", "names", "list", "nested"],
+)
+def test_a_state_is_taken_for_the_price_of_a_deep_copy(state):
+    registry, buffers = extra_registry(), DenseBuffers()
+    registry.add("state", state)
+
+    def dump():
+        with buffers.copying() as copy_of:
+            return registry.dump(copy_of)
+
+    found = dump()["state"]
+    assert found == state
+    assert found is not state
+    assert calls_of(dump) < calls_of(lambda: copy.deepcopy(state))

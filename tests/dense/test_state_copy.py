@@ -1,4 +1,4 @@
-"""State made portable comes back without running code; its copies are whole, apart, and in the same memory."""
+"""State made portable comes back without running code; its copies are whole; ranks say once what differs of it."""
 
 import io
 from collections import Counter, OrderedDict, defaultdict
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from support.drawn import drawn
 from torch import nn
 
-from recckpt.dense.file_check import check_loadable
-from recckpt.dense.state_copy import DenseBuffers, as_it_is, portable
+from recckpt.dense.state_copy import DenseBuffers, RankDigests, as_it_is, digest, portable
+from recckpt.dense.torch_archive import check_loadable
 
 
 def round_trip(value):
@@ -79,17 +79,13 @@ def test_a_view_comes_without_the_rest_of_its_storage():
         assert found.tolist() == view.tolist()
 
 
-def test_a_whole_tensor_is_not_copied():
+def test_a_whole_tensor_is_not_copied_and_comes_detached_with_lazy_views_resolved():
     tensor = torch.ones(5)
     assert portable("t", tensor).data_ptr() == tensor.data_ptr()
     assert portable("t", tensor.view(1, 5).T).tolist() == [[1]] * 5
-
-
-def test_parameters_come_detached_and_lazy_views_resolved():
-    assert not portable("p", nn.Parameter(torch.ones(2))).requires_grad
+    assert not portable("p", nn.Parameter(tensor)).requires_grad
     conjugate = torch.tensor([1 + 2j]).conj()
-    assert round_trip(conjugate).tolist() == [1 - 2j]
-    assert round_trip(conjugate.imag).tolist() == [-2]
+    assert (round_trip(conjugate).tolist(), round_trip(conjugate.imag).tolist()) == ([1 - 2j], [-2])
 
 
 @pytest.mark.parametrize(
@@ -175,23 +171,16 @@ def test_what_could_not_be_loaded_back_is_refused_with_its_place(value):
         portable("sampler", {"a": [0, value]})
 
 
+def test_numpy_keys_become_numbers():
+    assert round_trip({np.int64(3): 1, (np.int32(1), "a"): 2}) == {3: 1, (1, "a"): 2}
+
+
 @pytest.mark.parametrize(
     "key", [Own(), OwnInt(1), frozenset(), torch.float32, (1, Own())], ids=lambda key: type(key).__name__
 )
 def test_a_key_that_could_not_be_loaded_back_is_refused(key):
     with pytest.raises(ValueError, match="sampler: a key of type"):
         portable("sampler", {key: 1})
-
-
-def test_numpy_keys_become_numbers():
-    assert round_trip({np.int64(3): 1, (np.int32(1), "a"): 2}) == {3: 1, (1, "a"): 2}
-
-
-def test_a_list_that_holds_itself_is_refused():
-    value = []
-    value.append(value)
-    with pytest.raises(ValueError, match=r"sampler.*holds itself"):
-        portable("sampler", value)
 
 
 @pytest.mark.parametrize(
@@ -230,16 +219,13 @@ def test_a_copy_is_equal_and_does_not_follow_the_original():
     assert copy["c"] == {"n": 5, None: 2.5}
 
 
-def test_tensors_in_a_set_are_copied_too():
+def test_tensors_in_a_set_are_copied_too_and_a_state_that_is_not_to_be_is_the_same_object():
     tensor = torch.ones(2)
     [copy] = copied(DenseBuffers(), {tensor})
+    state = {"a": tensor}
+    assert as_it_is(("x",), state) is state
     tensor.zero_()
     assert copy.tolist() == [1, 1]
-
-
-def test_a_state_that_was_not_copied_is_the_same_object():
-    state = {"a": torch.ones(1)}
-    assert as_it_is(("x",), state) is state
 
 
 def test_the_memory_serves_again_from_save_to_save():
@@ -261,19 +247,14 @@ def test_a_tensor_of_another_shape_or_dtype_gets_other_memory(changed):
     assert (copy.dtype, first.tolist()) == (changed.dtype, [0.0] * 10)
 
 
-def test_the_memory_of_what_is_no_longer_there_is_let_go():
+def test_the_memory_of_what_is_no_longer_there_is_let_go_and_a_failed_staging_changes_none():
     buffers = DenseBuffers()
     copied(buffers, {"old": torch.ones(3), "both": torch.ones(3)})
-    copied(buffers, {"both": torch.ones(3)})
+    first = copied(buffers, {"both": torch.ones(3)})["both"]
     assert list(buffers._buffers) == [("x", "both")]
-
-
-def test_a_failed_staging_leaves_the_buffers_as_they_were():
-    buffers = DenseBuffers()
-    first = copied(buffers, torch.ones(3))
     with pytest.raises(KeyError), buffers.copying():
         raise KeyError
-    assert copied(buffers, torch.zeros(3)).data_ptr() == first.data_ptr()
+    assert copied(buffers, {"both": torch.zeros(3)})["both"].data_ptr() == first.data_ptr()
 
 
 def test_tensors_that_are_one_are_one_in_the_copy():
@@ -318,8 +299,24 @@ def test_any_strides_are_copied_to_memory_of_their_own_size(name):
     copy = copied(DenseBuffers(), STRIDED[name])
     assert copy.dtype == STRIDED[name].dtype
     assert torch.equal(copy, STRIDED[name])
-    assert portable("x", copy).untyped_storage().nbytes() == copy.numel() * copy.element_size()
-    assert portable("x", copy).data_ptr() == copy.data_ptr()  # and not copied once more
+    found = portable("x", copy, torch.preserve_format)
+    assert found.untyped_storage().nbytes() == copy.numel() * copy.element_size()
+    assert found.data_ptr() == copy.data_ptr()  # and not copied once more
+
+
+@pytest.mark.parametrize("name", ["turned", "channels last"])
+def test_dimensions_stay_in_the_order_in_which_they_lie_but_for_tensors_that_an_index_lists(name):
+    tensor = STRIDED[name]
+    for given in (tensor, tensor.repeat(2, *[1] * (tensor.dim() - 1))[: len(tensor)], tensor.expand(2, *tensor.shape)):
+        copy = copied(DenseBuffers(), given)
+        found = portable("x", copy, torch.preserve_format)
+        assert found.stride() == copy.stride() == torch.empty_like(given).stride()
+        assert torch.equal(found, given)
+    with DenseBuffers().copying() as copying:
+        listed = copying(("dense", "x"), tensor)
+    assert portable("x", listed).data_ptr() == listed.data_ptr()  # one copy, in row-major order
+    assert listed.is_contiguous()
+    assert torch.equal(listed, tensor)
 
 
 def test_what_is_no_plain_tensor_is_left_to_those_who_refuse_it():
@@ -327,11 +324,12 @@ def test_what_is_no_plain_tensor_is_left_to_those_who_refuse_it():
         assert copied(DenseBuffers(), [odd])[0] is odd
 
 
-def test_a_state_that_holds_itself_is_left_to_those_who_refuse_it():
+def test_a_state_that_holds_itself_is_refused_by_its_place_also_once_it_is_copied():
     endless = []
     endless.append(endless)
-    with pytest.raises(ValueError, match="x: it holds itself"):
-        portable("x", copied(DenseBuffers(), endless))
+    for value in (endless, copied(DenseBuffers(), endless)):
+        with pytest.raises(ValueError, match=r"sampler.*: it holds itself"):
+            portable("sampler", value)
 
 
 def test_buffers_made_in_inference_mode_serve_outside_of_it():
@@ -351,3 +349,140 @@ def test_tensors_on_a_cuda_device_are_copied_to_pinned_memory_whole():
         weight.fill_(-1)  # enqueued after it
         assert copy.is_pinned()
         assert (copy == number).all()
+
+
+SAME = [
+    {"a": 1, "b": [torch.arange(3), (None, 2.5)], "c": {1, 2}},
+    torch.arange(6).reshape(2, 3).t(),
+    np.arange(3, dtype=np.int16),
+    torch.tensor(1.5),
+    torch.empty(0),
+]
+
+
+@pytest.mark.parametrize("state", SAME, ids=str)
+def test_equal_states_have_one_digest(state):
+    def copied(value):
+        if isinstance(value, torch.Tensor):
+            return value.clone(memory_format=torch.contiguous_format)
+        if isinstance(value, dict):
+            return {key: copied(item) for key, item in value.items()}
+        return type(value)(map(copied, value)) if isinstance(value, list | tuple) else value
+
+    assert digest(state) == digest(copied(state))
+
+
+def test_states_that_differ_have_other_digests():
+    states = [
+        *SAME,
+        {"a": 2, "b": [torch.arange(3), (None, 2.5)], "c": {1, 2}},
+        {"a": 1, "b": [torch.tensor([0, 1, 3]), (None, 2.5)], "c": {1, 2}},
+        torch.arange(6).reshape(2, 3),
+        torch.arange(6),
+        torch.arange(6, dtype=torch.int32),
+        np.arange(3, dtype=np.int32),
+        torch.tensor([1.5]),
+        1,
+        True,
+        1.0,
+        "1",
+        [1],
+        (1,),
+        [[1], 2],
+        [1, [2]],
+    ]
+    assert len({digest(state) for state in states}) == len(states)
+
+
+def test_digests_tell_how_lists_are_nested_and_not_in_which_order_a_dict_was_filled():
+    assert digest([[1, 2], 3]) != digest([[1, 2, 3]])
+    assert digest([{"a": 1}, {}]) != digest([{"a": 1, "b": {}}])
+    assert digest({"a": 1, 2: 3}) == digest({2: 3, "a": 1})
+    refused = torch.ones(2).to_sparse(), torch.empty(2, device="meta")
+    assert [digest(state) for state in refused] == [0, 0]
+
+
+def taken(digests, dense=0, small=0, large=0):
+    now = digests.begin()
+    copy = now.noting(as_it_is)
+    copy(("dense", "top.weight"), torch.full((2,), float(dense)))
+    copy(("register_for_checkpointing", "small"), {"n": small})
+    copy(("register_for_checkpointing", "large"), torch.full((1 << 19,), float(large)))
+    return now
+
+
+def test_what_costs_time_is_looked_at_in_the_first_save_and_in_every_twentieth():
+    digests = RankDigests()
+    looked_at = [{name for name, found in taken(digests).by_name.items() if found > 1} for _ in range(41)]
+    small = {"register_for_checkpointing 'small'"}
+    everything = small | {"dense 'top.weight'", "register_for_checkpointing 'large'"}
+    assert [number for number, names in enumerate(looked_at) if names == everything] == [0, 20, 40]
+    assert all(names == small for number, names in enumerate(looked_at) if number % 20)
+
+
+def test_what_differs_is_said_once_and_by_name(caplog):
+    ranks = [RankDigests(), RankDigests()]
+    for _ in range(3):
+        first, second = taken(ranks[0]), taken(ranks[1], dense=1, small=1)
+        if first.summary == second.summary:
+            continue
+        for rank, own in enumerate((first, second)):
+            own.warn([first.by_name, second.by_name], rank)
+    dense, small = [record.getMessage() for record in caplog.records]
+    assert dense.startswith(
+        "dense 'top.weight' differs on rank 1: the state of rank 0 is saved, and all ranks get it back"
+    )
+    assert small.startswith("register_for_checkpointing 'small' differs on rank 1: ")
+    assert "per_rank=True" in small
+
+
+def test_what_rank_0_does_not_have_is_said_not_to_be_saved(caplog):
+    ranks = [RankDigests().begin(), RankDigests().begin()]
+    ranks[1].noting(as_it_is)(("dense", "stage_2.weight"), torch.ones(1))
+    ranks[0].warn([rank.by_name for rank in ranks], 0)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said.startswith("dense 'stage_2.weight' is known to rank 1 and not to rank 0, and is not saved")
+
+
+def copies(n_rows=10_000, **changed):
+    """Return the slots of a copy of a table; ``changed`` are slots of which row 7 is another."""
+    slots = {"embedding": torch.ones(n_rows, 3), "sum": torch.ones(n_rows)}
+    for slot in changed:
+        slots[slot][7] = 2
+    return slots
+
+
+@pytest.mark.parametrize("slot", ["embedding", "sum"])
+def test_copies_of_a_table_that_differ_in_a_row_are_named_once_after_some_saves(caplog, slot):
+    ranks = [RankDigests() for _ in range(3)]
+    for _ in range(4):  # each of which looks at about half of so many rows
+        saves = [each.begin() for each in ranks]
+        saves[0].note_rows("users", 20, copies(), audit=0)
+        saves[2].note_rows("users", 20, copies(**{slot: True}), audit=0)  # rank 1 has no copy of these rows
+        for rank, save in enumerate(saves):
+            save.warn([each.by_name for each in saves], rank)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said.startswith("table 'users' from row 20 to 10019 differs on rank 2 from the other copies")
+
+
+def test_an_audit_looks_at_all_rows_of_copies():
+    own, other = RankDigests(), RankDigests()
+    looks = []
+    for _ in range(4):
+        saves = [each.begin() for each in (own, other)]
+        for save, slots in zip(saves, (copies(30_000), copies(30_000, sum=True)), strict=True):
+            save.note_rows("users", 0, slots, audit=2)
+        looks.append(saves[0].summary != saves[1].summary)
+    assert looks == [False, True, False, True]
+
+
+def test_an_object_that_is_large_on_one_rank_alone_differs_and_is_not_said_to_be_missing(caplog):
+    states = [torch.zeros(300_000), torch.zeros(2)]
+    digests = [RankDigests() for _ in states]
+    for each in digests:
+        each.begin()  # the first save looks at everything
+    seconds = [each.begin() for each in digests]
+    for each, state in zip(seconds, states, strict=True):
+        each.noting(lambda place, state: state)(("extra", "x"), state)
+    seconds[0].warn([each.by_name for each in seconds], 0)
+    assert "extra 'x' differs on rank 1" in caplog.text

@@ -246,7 +246,7 @@ def test_an_index_of_a_newer_version_is_refused_by_its_number(two_shards, forge)
     with pytest.raises(FormatVersionError):
         reader_of(two_shards)
     [problem] = verify(str(two_shards))
-    assert (problem.where, problem.found) == ("version", "99")
+    assert (problem.where, problem.found) == ("version", "99, which needs a newer recckpt")
 
 
 def test_a_manifest_that_leaves_out_an_index_leaves_a_gap(two_shards, forge):

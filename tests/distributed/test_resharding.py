@@ -13,7 +13,7 @@ from support.sweeps import mostly_slow
 from support.thread_ranks import on_ranks
 
 from recckpt.format import catalog as catalogs
-from recckpt.format.shards import ShardEntry
+from recckpt.format.manifest import ShardEntry
 from recckpt.sparse import gen_slice
 from recckpt.sparse.files.catalogs import met_shards
 from recckpt.storage.local import LocalStorage

@@ -5,15 +5,15 @@ from itertools import product
 
 import pytest
 from support.builders import flip_bit
+from support.late_storage import count_bytes
 from support.live_reads import LAST_STEP, LAYOUTS, TABLES, LiveJob, changed_by, check, truth
 from support.shared_reads import ChainJob, expected
-from support.store_bytes import count_bytes
 from support.sweeps import SWEEP_STRIDE, mostly_slow
 from support.thread_ranks import ThreadGroup, on_ranks
 
 from recckpt.errors import CorruptCheckpointError, LiveTableError
-from recckpt.sparse.files import agreed_passes, link_pass, link_reads
-from recckpt.sparse.files.link_batches import LinkBatches
+from recckpt.sparse.files import filler, link_pass, loader
+from recckpt.sparse.files.part_reader import LinkBatches
 
 ALL = {name: truth(name) for name in TABLES}
 LARGE = {"wide": (12_000, 32), "narrow": (50, 2)}
@@ -122,14 +122,14 @@ def test_ranks_that_load_by_themselves_read_the_batches_that_may_have_their_rows
 @pytest.fixture
 def sent(monkeypatch):
     """What each rank has sent to others in each exchange: number of rows."""
-    some, lock, n_rows = link_reads.BatchRows.some, threading.Lock(), []
+    some, lock, n_rows = filler.BatchRows.some, threading.Lock(), []
 
     def counted(rows, positions, columns):
         with lock:
             n_rows.append(len(positions))
         return some(rows, positions, columns)
 
-    monkeypatch.setattr(link_reads.BatchRows, "some", counted)
+    monkeypatch.setattr(filler.BatchRows, "some", counted)
     return n_rows
 
 
@@ -222,10 +222,10 @@ def test_no_rank_gets_more_at_once_than_it_has_room_for(chain_of, monkeypatch):
         return marks, got
 
     monkeypatch.setattr(ThreadGroup, "exchange", counted)
-    monkeypatch.setattr(link_reads, "WINDOW_BYTES", 4 << 10)
+    monkeypatch.setattr(link_pass, "WINDOW_BYTES", 4 << 10)
     for room, least, most in ((8 << 10, 4 << 10, 10 << 10), (16 << 10, 14 << 10, 18 << 10)):
         received.clear()
-        monkeypatch.setattr(agreed_passes, "RECEIVED_BYTES", room)
+        monkeypatch.setattr(loader, "RECEIVED_BYTES", room)
         rows, _ = restored(chain_of("rows", 2), "copies", 5)  # each rank sends to four others
         check(rows, "copies", ALL)
         assert least < max(received) < most

@@ -8,19 +8,21 @@ import numpy as np
 import pytest
 import torch
 from support.builders import flip_bit
+from support.late_storage import count_bytes
 from support.paths import SUPPORT
 from support.rank_processes import results, run_script
 from support.resharding import Job, check
 from support.shared_reads import LAST_STEP, TABLES, ChainJob, expected, union
-from support.store_bytes import count_bytes
 from support.sweeps import mostly_slow
 from support.thread_ranks import ThreadGroup, on_ranks
 
 from recckpt.errors import CorruptCheckpointError, PartlyLoadedError, RecckptError
 from recckpt.format.buckets import Slice
-from recckpt.sparse.files import link_reads
-from recckpt.sparse.files.link_batches import LinkBatches
-from recckpt.sparse.files.table_fill import TableFiller
+from recckpt.output_dir.listing import locate
+from recckpt.sparse.files import filler, link_pass
+from recckpt.sparse.files.filler import TableFiller
+from recckpt.sparse.files.part_reader import LinkBatches
+from recckpt.storage import open_storage
 
 ALL = {name: expected(name) for name in TABLES}
 
@@ -78,7 +80,7 @@ def test_a_chain_with_deletes_comes_back_on_any_number_of_ranks(chain_of, n_rank
 
 
 def test_rows_travel_in_bounded_rounds(chain_of, monkeypatch, sent):
-    monkeypatch.setattr(link_reads, "WINDOW_BYTES", 3000)
+    monkeypatch.setattr(link_pass, "WINDOW_BYTES", 3000)
     url = chain_of(1)
     assert union(restored(url, 3)) == ALL
     assert max(sent) <= 2 * 3000 + 4000, "a window, or a batch, and what it is wrapped in"
@@ -90,8 +92,8 @@ def test_rows_travel_in_bounded_rounds(chain_of, monkeypatch, sent):
 
 
 def test_ranks_as_of_the_save_send_no_rows(chain_of, monkeypatch):
-    taken, some = [], link_reads.BatchRows.some
-    monkeypatch.setattr(link_reads.BatchRows, "some", lambda *args: (taken.append(args), some(*args))[1])
+    taken, some = [], filler.BatchRows.some
+    monkeypatch.setattr(filler.BatchRows, "some", lambda *args: (taken.append(args), some(*args))[1])
     assert union(restored(chain_of(3), 3)) == ALL
     assert not taken
     assert union(restored(chain_of(3), 2)) == ALL
@@ -166,7 +168,7 @@ def test_damage_without_anything_older_leaves_the_tables_of_all_ranks_as_they_we
 @pytest.mark.parametrize("n_reads", [0, 2])
 def test_a_rank_that_cannot_read_is_named_by_all(chain_of, monkeypatch, n_reads):
     read, of_victim = LinkBatches.read, threading.local()
-    monkeypatch.setattr(link_reads, "WINDOW_BYTES", 3000)
+    monkeypatch.setattr(link_pass, "WINDOW_BYTES", 3000)
     monkeypatch.setattr("recckpt.sparse.files.link_pass.run_all", lambda work, items, n: [work(item) for item in items])
 
     def read_or_fail(batches, *args):
@@ -275,3 +277,29 @@ def test_bits_of_odd_values_arrive_as_they_were(tmp_path):
     for some in on_ranks(3, restore):
         rows |= some
     assert [rows[id_] for id_ in range(3000)] == np.resize(bits, (3000, 12)).tolist()
+
+
+@mostly_slow("n_tables", "m_ranks")
+@pytest.mark.parametrize("n_ranks", [1, 3])
+@pytest.mark.parametrize("m_ranks", [1, 3])
+@pytest.mark.parametrize("n_tables", [60, 2, 300])
+def test_a_chain_of_many_tables_is_read_once_and_in_few_requests(counted, tmp_path, n_tables, n_ranks, m_ranks):
+    url, names = f"memory://tables-{n_tables}-{n_ranks}-{m_ranks}", {f"t{n}": "narrow" for n in range(n_tables)}
+    on_ranks(n_ranks, lambda rank, to: ChainJob(url, rank, n_ranks, connect=to, names=names).save_chain())
+    links = [checkpoint.manifest for checkpoint in locate(open_storage(url), f"ckpt_{LAST_STEP}").links]
+    parts = [file.n_bytes for link in links for file in link.files if file.name.endswith(".arrow")]
+
+    def restore(rank, connect, **options):
+        job = ChainJob(url, rank, m_ranks, connect=connect, names=names, **options)
+        job.manager.restore()
+        return job.rows()
+
+    def counted_in(**options):
+        counted.clear()
+        rows = union(on_ranks(m_ranks, lambda rank, to: restore(rank, to, **options)))
+        assert rows["t1"] == ALL["narrow"]
+        return Counter(counted)
+
+    straight, copied = counted_in(), counted_in(pre_download=True, work_dir=tmp_path)
+    assert 0.8 <= straight["parts"] / sum(parts) <= 1.05
+    assert straight["requests"] <= copied["requests"]

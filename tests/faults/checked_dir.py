@@ -1,14 +1,14 @@
-"""An output dir that is saved to, damaged and died in, beside a dict that says what must be in it."""
+"""An output dir to which anything is done, held against a dict of what was saved."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
+from faults.storage_faults import Died, watch
 from faults.trainer import Trainer
-from faults.version import Version
-from faults.watched_storage import Died, watch
 
 import recckpt
 from recckpt.errors import (
@@ -22,6 +22,43 @@ from recckpt.format import layout
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir.listing import Checkpoint, list_checkpoints
 from recckpt.storage import open_storage
+
+
+@dataclass
+class Version:
+    """A checkpoint that was committed.
+
+    Attributes:
+        ckpt_id: its id.
+        value: what restores from it.
+        is_sure: False where its writer died and may have removed it.
+        damage: "" for none, "bytes" where only reading them shows it, "shape" where looking at the directory does.
+        spoils: whether the damage is of what is read for deltas that stand on it, too.
+        parent: what it stands on; None where it is full, or has a form.
+        offered: whether an offer of it was made, which may be adopted.
+    """
+
+    ckpt_id: str
+    value: float
+    parent: Version | None = None
+    is_sure: bool = True
+    damage: str = ""
+    spoils: bool = False
+    offered: bool = False
+
+    @property
+    def step(self) -> int | None:
+        return layout.parse_step(self.ckpt_id)
+
+    @property
+    def links(self) -> list[Version]:
+        """It, and all that it stands on; the full one last."""
+        return [self, *(self.parent.links if self.parent else [])]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it restores."""
+        return not self.damage and not any(link.spoils for link in self.links)
 
 
 def _current(versions: list[Version]) -> list[Version]:

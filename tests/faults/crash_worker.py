@@ -22,14 +22,23 @@ import recckpt
 from recckpt.errors import CommitNotDurableError, SaveFailedError
 
 SAVED, SAVE_FAILED, NOT_DURABLE = 0, 3, 4  # exit codes
+RESTORE = -1  # in place of the number of a save: before a process restores
 _TOLD_BYTES = 1 << 14
 
 
-def save_in_child(url, max_keep, steps, branch, restore, before, threads, background, plant, file_limit, tell, **how):
-    """Save each of the steps; stop before the one whose number is ``before``."""
-    job = Job.resumed(url, restore, max_keep, threads=threads, deltas=how["deltas"], live=how["live"])
+def prepare(plant):
     if plant is not None:
         plants.plant(plant)
+
+
+def save_in_child(url, max_keep, steps, branch, restore, before, threads, background, plant, file_limit, tell, **how):
+    """Save each of the steps; stop before the one whose number is ``before``, or before the restore."""
+    if before == RESTORE:
+        prepare(plant)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    job = Job.resumed(url, restore, max_keep, threads=threads, deltas=how["deltas"], live=how["live"])
+    if before != RESTORE:
+        prepare(plant)
     for number, step in enumerate(steps):
         job.advance(branch)
         assert job.manager.global_step == step
@@ -39,6 +48,8 @@ def save_in_child(url, max_keep, steps, branch, restore, before, threads, backgr
             os.kill(os.getpid(), signal.SIGSTOP)
         if how["offers"]:
             recckpt.compact(url, threads=1)
+        if how["forgets"] is not None:
+            recckpt.forget(url, "t", [how["forgets"]])
         try:
             job.save(background=background)
         except SaveFailedError as error:

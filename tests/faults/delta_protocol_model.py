@@ -1,22 +1,324 @@
-"""A model of delta checkpoints: chains, rotation, takeovers, offers and their adoption, power cuts, in small steps.
-
-One output dir; trainers, of which the first owns it and later ones take it over; compactors, which own nothing; a
-reader. Whoever stands still for ever is dead, so deaths need no step. A checkpoint is the set of writes in it, and a
-delta those since its base: a wrong chain or a lost mark shows as a wrong set. Left out: damage of bits, the shards of a
-checkpoint, policies other than max_keep, and directories of savers (in the model of the fencing).
-"""
+"""The protocol of deltas (docs/format.md, 12) as a model of which all states are visited, with every crash."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from faults.all_states import Lost, all_states
-from faults.delta_offers import CompactorTurn, ReaderTurn
-from faults.delta_states import Checkpoint, Compactor, Reader, Rules, State, Trainer, View
-from faults.delta_trainer import Habits, TrainerTurn
+from faults.delta_states import (
+    Checkpoint,
+    Compactor,
+    CompactorTurn,
+    Offer,
+    Reader,
+    ReaderTurn,
+    Rules,
+    State,
+    Trainer,
+    View,
+    Writes,
+    form_of,
+)
 
+Steps = Iterator[tuple[str, State]]
 _CHECKS = {"hold", "idle", "check", "adopt"}
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What trainers do of what they may.
+
+    Attributes:
+        keep: how many the policy wants; None for all.
+        deltas_only: whether a trainer with a base never saves in full.
+        overwrite: whether an id that is committed may be saved anew.
+        any_step: whether a trainer may restore another checkpoint than the newest.
+    """
+
+    keep: int | None = 1
+    deltas_only: bool = False
+    overwrite: bool = False
+    any_step: bool = True
+
+
+class TrainerTurn:
+    """A state in which it is one trainer's turn."""
+
+    def __init__(self, rules: Rules, habits: Habits, state: State, number: int) -> None:
+        self.rules, self.habits, self.state, self.number = rules, habits, state, number
+        self.me = state.trainers[number]
+        self.owns = state.claims == self.me.epoch
+
+    @cached_property
+    def view(self) -> View:
+        """What it sees when it lists the output dir."""
+        return View(self.rules, self.state.counting, self.state.offers)
+
+    def steps(self) -> Steps:
+        """Yield what it may do, and the state after."""
+        yield from getattr(self, f"_{self.me.at}")()
+
+    @property
+    def _is_adopter(self) -> bool:
+        return not self.me.ckpt_id
+
+    def _go(self, at: str, state: State | None = None, **changes: Any) -> State:
+        before = self.state if state is None else state
+        me = self.me._replace(at=at, **changes)
+        if at == "idle":
+            me = me._replace(job=None, todo=()) if me.saves else Trainer("stopped")
+        elif at == "stopped":
+            me = Trainer("stopped")
+        return before._replace(trainers=(*before.trainers[: self.number], me, *before.trainers[self.number + 1 :]))
+
+    def _stopped(self) -> Steps:
+        yield from ()
+
+    # taking over
+
+    def _restore(self) -> Steps:
+        for found in self.view.counting:
+            if found.place == self.state.newest.place or self.habits.any_step:
+                links = self.view.chain(found.origin)
+                if links and links[0] is found:
+                    live = frozenset[str]().union(*(link.holds for link in links))
+                    base = found.origin if self.rules.parent_is_origin else found.save_id
+                    yield f"restores {found.save_id}", self._go("claim", base=base, live=live, ckpt_id=found.ckpt_id)
+
+    def _claim(self) -> Steps:
+        epoch = self.state.claims + 1
+        yield "claims", self._go("list", self.state._replace(claims=epoch), epoch=epoch)
+
+    def _list(self) -> Steps:
+        newest = self.state.newest
+        committed = frozenset(found.save_id for found in self.view.counting)
+        yield "lists", self._go("publish", listed=(committed, newest.origin))
+
+    def _publish(self) -> Steps:
+        last = max(self.state.takeover, (self.me.epoch, self.me.listed[0]), key=lambda takeover: takeover[0])
+        listed = [c.directory for c in self.state.checkpoints if c.save_id in self.me.listed[0]]
+        state = self.state.synced(listed) if self.rules.sync_base else self.state
+        yield "publishes", self._go("hold", state._replace(takeover=last), listed=(frozenset(), self.me.listed[1]))
+
+    def _hold(self) -> Steps:
+        """Check once more, and look whether there is a base."""
+        if not self.owns:
+            yield "is fenced", self._go("stopped")
+            return
+        if self._is_adopter:
+            yield "holds", self._go("adopt", listed=(frozenset(), ""))
+            return
+        base = self.me.base
+        origin = next((found.origin for found in self.view.counting if base in (found.save_id, found.form_of)), "")
+        is_newest = origin == self.me.listed[1] or not self.rules.base_is_newest_at_takeover
+        links = self.view.chain(base) if origin and is_newest else []
+        yield (
+            "holds" if links else "holds, and has no base",
+            self._go("idle", base=base if links else "", listed=(frozenset(), "")),
+        )
+
+    # saving
+
+    def _idle(self) -> Steps:
+        if not self.owns:
+            yield "is fenced", self._go("stopped")
+            return
+        if self.me.base and not self.view.chain(self.me.base):
+            yield f"misses its base {self.me.base}", self._go("stranded")
+            return
+        save_id = f"{'ABC'[self.number]}{self.me.n + 1}"
+        later: Writes = frozenset({save_id + "'"})  # what is written while the save is under way
+        live, marks = self.me.live | {save_id}, self.me.marks | {save_id}
+        told = {"saves": self.me.saves - 1, "n": self.me.n + 1, "live": live | later, "marks": marks | later}
+        for label, job in self._jobs(save_id, live, marks):
+            state = self.state._replace(ephemerals=self.state.ephemerals - job.ephemeral)
+            yield f"begins {label}", self._go("put", state, **told, later=later, job=job)
+            if self.state.failures:
+                failed = told if self.rules.failed_keeps_marks else {**told, "marks": later}
+                state = state._replace(failures=state.failures - 1)
+                yield f"fails with {label}", self._go("idle", state, **failed)
+
+    def _jobs(self, save_id: str, live: Writes, marks: Writes) -> Iterator[tuple[str, Checkpoint]]:
+        base = self.me.base
+        seq = 1 + max(found.place[1] for found in self.state.checkpoints)
+        place = self.me.epoch, seq
+        full = Checkpoint(save_id, save_id, self.me.epoch, place, "", live, live, synced=False, ckpt_id=save_id)
+        jobs = [("delta", full._replace(parent=base, holds=marks))] if base else []
+        if not base or not self.habits.deltas_only:
+            jobs.append(("full", full))
+        for kind, job in jobs:
+            yield f"{kind} {save_id}", job
+            if self.state.ephemerals:
+                yield f"ephemeral {kind} {save_id}", job._replace(ephemeral=True)
+            if self.habits.overwrite:
+                yield f"{kind} {save_id} of {self.me.ckpt_id}", job._replace(ckpt_id=self.me.ckpt_id)
+
+    def _put(self) -> Steps:
+        job = self.me.job
+        assert job is not None
+        yield (
+            f"puts {job.save_id}",
+            self._go("acknowledge", self.state._replace(checkpoints=self.state.checkpoints | {job})),
+        )
+
+    def _acknowledge(self) -> Steps:
+        job = self.me.job
+        assert job is not None
+        state = self.state.synced([job.directory])
+        if not self.owns:
+            yield "is fenced", self._go("stopped", state)
+            return
+        moves = not (job.ephemeral and self.rules.ephemeral_keeps_base)
+        base = {"base": job.save_id, "ckpt_id": job.ckpt_id} if not job.ephemeral else {}
+        marks = self.me.later if moves else self.me.marks
+        state = state._replace(acknowledged=job.place)
+        yield f"has {job.save_id}", self._go("rotate", state, **base, marks=marks, later=frozenset(), job=None)
+
+    # rotating
+
+    def _rotate(self) -> Steps:
+        if self.rules.check_before_removal and not self.owns:
+            yield "is fenced", self._go("stopped")
+            return
+        victims, kept = self._victims()
+        state = self.state.synced(kept) if self.rules.sync_form_before_drop else self.state
+        after = "idle" if self._is_adopter else "adopt"
+        yield f"rotates {victims}", self._go("remove" if victims else after, state, todo=victims)
+
+    def _victims(self) -> tuple[tuple[str, ...], set[str]]:
+        """Return which directories go, in order, and which are kept for good."""
+        counting = sorted(self.view.counting, key=lambda c: (c.place, not c.parent, c.save_id))
+        last = {found.ckpt_id: found.origin for found in counting}
+        regular = {c.place: c.origin for c in counting if not c.ephemeral and last[c.ckpt_id] == c.origin}
+        keep = None if self._is_adopter else self.habits.keep
+        wanted = list(regular.values())
+        todo = [counting[-1].origin, *(wanted if keep is None else wanted[len(wanted) - keep :] if keep else [])]
+        if self.rules.keep_own_base and self.me.base:
+            todo.append(self.me.base)
+        kept: dict[str, str] = {}  # origin -> the directory by which readers get it
+        while todo:
+            origin = todo.pop()
+            forms = self.view.forms(origin)
+            if origin not in kept and forms:
+                kept[origin] = forms[0].directory
+                if forms[0].parent and self.rules.closure:
+                    parents = (c.origin for c in counting if forms[0].parent in (c.save_id, c.form_of))
+                    todo.append(next(parents, forms[0].parent))
+        gone = [c for c in counting if c.directory not in kept.values() and self.view.forms(c.origin)]
+        read = {c.ckpt_id: c.directory for c in counting if self.view.is_whole(c)}.values()
+        forms = {c.directory for c in counting if c.form_of}  # those that go, too: others stand on them until then
+        return tuple(self._in_order(gone, read)), {*kept.values(), *forms}
+
+    def _in_order(self, left: list[Checkpoint], read: Collection[str]) -> Iterator[str]:
+        """Yield again and again one on which none of those left stands: superseded ones first, the earliest first."""
+        while left:
+            below = {self.view.forms(c.parent)[0].directory for c in left if c.parent and self.view.is_whole(c)}
+            free = [c for c in left if c.directory not in below] if self.rules.dependents_first else left
+            following = min(free, key=lambda c: (c.directory in read) is self.rules.superseded_first)
+            yield following.directory
+            left.remove(following)
+
+    def _check(self) -> Steps:
+        owns = self.owns or not self.rules.check_before_removal
+        yield "checks", self._go("remove" if owns else "stopped")
+
+    def _remove(self) -> Steps:
+        """Remove the manifest of the first; of what is no form nobody reads the rest then."""
+        directory = self.me.todo[0]
+        state = self.state.without(directory)
+        if state.offer(directory) is None:
+            yield f"removes {directory}", self._next(state)
+            return
+        yield f"removes the manifest of {directory}", self._go("remove_files", state)
+
+    def _remove_files(self) -> Steps:
+        yield f"removes the files of {self.me.todo[0]}", self._next(self.state.without_offer(self.me.todo[0]))
+
+    def _next(self, state: State) -> State:
+        todo = self.me.todo[1:]
+        return self._go("check" if todo else "idle" if self._is_adopter else "adopt", state, todo=todo)
+
+    # adopting
+
+    def _adopt(self) -> Steps:
+        """Look at the offers: one that will do is adopted, old ones go."""
+        after = "rotate" if self._is_adopter else "idle"
+        if not self.owns:
+            yield "is fenced", self._go("stopped")
+            return
+        taken = {found.directory for found in self.state.checkpoints}
+        offers = [offer for offer in self.state.offers if offer.directory not in taken]
+        found = [job for offer in offers if (job := self._form(offer)) is not None]
+        for job in found:
+            yield f"finds {job.directory} whole", self._go("put_form", job=job)
+        old = tuple(offer.directory for offer in offers if offer.old)
+        if old and not found:
+            yield f"finds {old} old", self._go("empty", todo=old[:1])
+        elif not found:
+            yield "finds no offer", self._go(after)
+
+    def _form(self, offer: Offer) -> Checkpoint | None:
+        """Return the manifest for an offer, None where it is not to be adopted."""
+        is_whole = offer.listed and (not self.rules.adopt_whole or (offer.first and offer.rest))
+        if not is_whole or (offer.old and self.rules.adopt_young):
+            return None
+        known = self.view.counting if self.rules.adopt_what_counts else self.state.checkpoints
+        delta = next((found for found in known if found.save_id == offer.of), None)
+        if delta is None or any(not found.parent for found in self.view.forms(offer.of)):
+            return None
+        seq = 1 + max(found.place[1] for found in self.state.checkpoints)
+        form = form_of(
+            delta, offer, self.me.epoch, delta.place if self.rules.form_keeps_place else (self.me.epoch, seq)
+        )
+        form = form if self.rules.form_has_flags else form._replace(ephemeral=False)
+        return form if self.rules.adoption_is_an_attempt else form._replace(save_id=offer.listed)
+
+    def _put_form(self) -> Steps:
+        job, state = self.me.job, self.state
+        assert job is not None
+        is_taken = any(found.directory == job.directory for found in state.checkpoints)
+        if is_taken or (state.offer(job.directory) is None and not self.rules.objects):
+            at = "idle" if self.rules.failed_adoption_removes_nothing else "clear"
+            yield f"fails to adopt {job.directory}", self._go(at)
+        else:
+            after = state._replace(checkpoints=state.checkpoints | {job})
+            gives_the_same = after.newest.truth == state.newest.truth
+            yield f"adopts {job.directory}", self._go("hold_form" if gives_the_same else "misleading", after)
+
+    def _hold_form(self) -> Steps:
+        assert self.me.job is not None
+        state = self.state.synced([self.me.job.directory])
+        at = "rotate" if self._is_adopter else "idle"
+        yield "has the form", self._go(at if self.owns else "stopped", state, job=None)
+        if self.state.failures:
+            state = self.state._replace(failures=self.state.failures - 1)
+            yield "cannot sync the form", self._go(at if self.owns else "stopped", state, job=None)
+
+    def _clear(self) -> Steps:
+        assert self.me.job is not None
+        yield f"clears {self.me.job.directory}", self._go("idle", self.state.without_offer(self.me.job.directory))
+
+    def _empty(self) -> Steps:
+        """Remove the files of an old offer, whatever they are by now."""
+        directory = self.me.todo[0]
+        offer = self.state.offer(directory)
+        if offer is None:
+            yield "finds it gone", self._go("idle")
+            return
+        empty = offer._replace(first="", rest="", listed="")
+        yield f"empties {directory}", self._go("remove_dir", self.state.with_offer(empty))
+
+    def _remove_dir(self) -> Steps:
+        directory = self.me.todo[0]
+        offer = self.state.offer(directory)
+        is_empty = offer is not None and not (offer.first or offer.rest or offer.listed)
+        yield (
+            f"ends with {directory}",
+            self._go("idle", self.state.without_offer(directory) if is_empty else self.state),
+        )
 
 
 @dataclass(frozen=True)

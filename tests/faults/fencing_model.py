@@ -1,19 +1,162 @@
-"""A model of two or three writers on one output dir, in steps as small as those that others can come between.
-
-It says of the commit protocol what fence.py, commit.py and rotation.py of recckpt/output_dir and save.py do, and what
-must hold in every state. A writer that stands still for ever is a dead one, so deaths need no step of their own;
-readers look at every state. Left out: damage, pins, the index file (a hint), and all but one file of each checkpoint.
-"""
+"""The protocol of fencing (docs/format.md) as a model of which all states are visited."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from faults.all_states import Lost, all_states
-from faults.fencing_states import NO_STEP, Dir, Manifest, Name, State, Takeover, Turn, Writer
 
+NO_STEP = 0  # in place of one, of an id that has none
 _TRIES = 9  # more names than a writer needs
+
+
+class Attempt(NamedTuple):
+    """One try at a checkpoint: ``n`` tells those of one writer apart."""
+
+    epoch: int
+    n: int
+    step: int
+
+
+class Manifest(NamedTuple):
+    """What makes an attempt count."""
+
+    attempt: Attempt
+    seq: int
+
+
+class Dir(NamedTuple):
+    """What lies in a directory, each by the attempt that put it there."""
+
+    intent: Attempt | None = None
+    data: Attempt | None = None
+    manifest: Manifest | None = None
+
+
+class Name(NamedTuple):
+    """``<step>``, ``<step>.<epoch>`` or ``<step>.<epoch>.<n>``."""
+
+    step: int
+    epoch: int = 0
+    n: int = 0
+
+
+class Takeover(NamedTuple):
+    """The list that a writer publishes."""
+
+    epoch: int = 0
+    committed: frozenset[Attempt] = frozenset()
+    highest_step: int = -1
+
+
+class Writer(NamedTuple):
+    """A process: where it is, and what it remembers."""
+
+    saves: int  # that it may still begin
+    at: str = "look_for_claims"
+    epoch: int = 0
+    found: frozenset[Attempt] = frozenset()  # by its listing at the takeover
+    highest_step: int = -1
+    step: int = 0
+    seq: int = 0
+    name: Name | None = None
+    todo: tuple[Name, ...] = ()  # directories that it is about to remove
+    then: str = ""  # where it goes on when they are removed
+    looked: Dir | None = None  # what it saw in the first of them
+
+
+class State(NamedTuple):
+    """The output dir, its writers, and the newest checkpoint that was acknowledged as (epoch, seq)."""
+
+    claims: frozenset[tuple[int, int]]  # those that are there: number, and whose
+    takeover: Takeover
+    dirs: tuple[tuple[Name, Dir], ...]
+    writers: tuple[Writer, ...]
+    acknowledged: tuple[int, int] = (0, 0)
+    failures: int = 0  # that may still come
+    before: int = 0  # the number above which writers claim
+    published: frozenset[int] = frozenset()  # epochs that some writer has taken over as
+
+
+class Turn:
+    """A state in which it is one writer's turn."""
+
+    def __init__(self, state: State, number: int) -> None:
+        self.state, self.number = state, number
+        self.writer, self.dirs = state.writers[number], dict(state.dirs)
+        self.epoch = self.writer.epoch
+
+    @property
+    def highest(self) -> int:
+        """The highest number that is taken, as far as files say."""
+        return max([self.state.before, *(epoch for epoch, _ in self.state.claims)])
+
+    @property
+    def older_claims(self) -> frozenset[tuple[int, int]]:
+        """The claims that a takeover removes."""
+        return frozenset(claim for claim in self.state.claims if claim[0] < self.epoch)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether a look at the own claim passes."""
+        return (self.epoch, self.number) in self.state.claims
+
+    @property
+    def owns(self) -> bool:
+        """Whether a thorough fence check passes."""
+        return self.is_there and self.highest <= self.epoch
+
+    @property
+    def attempt(self) -> Attempt:
+        """What the writer is trying."""
+        return Attempt(self.epoch, self.writer.saves, self.writer.step)
+
+    @property
+    def held(self) -> Dir | None:
+        """What is in the directory that the writer writes."""
+        assert self.writer.name is not None
+        return self.dirs.get(self.writer.name)
+
+    def go(self, at: str, **changes: Any) -> State:
+        """Return the state after a step; changes are of the writer, or of the state where it has the field."""
+        dirs = changes.pop("dirs", None)
+        of_state = {name: changes.pop(name) for name in State._fields if name in changes}
+        if dirs is not None:
+            of_state["dirs"] = tuple(sorted((name, held) for name, held in dirs.items() if held is not None))
+        if at == "idle" and not self.writer.saves:
+            at = "stopped"
+        if at == "idle":  # what it need not remember must not make states differ
+            changes = {"seq": 0, "name": None, "todo": (), "then": "", "looked": None, **changes}
+        elif at == "stopped":
+            changes = Writer(0)._asdict()
+        writer = self.writer._replace(**{**changes, "at": at})
+        writers = (*self.state.writers[: self.number], writer, *self.state.writers[self.number + 1 :])
+        return self.state._replace(writers=writers, **of_state)
+
+    def checked(self, at: str, *, is_thorough: bool = False, **changes: Any) -> State:
+        """Return the state after a fence check, which looks for others' claims where it is thorough."""
+        passes = self.owns if is_thorough else self.is_there
+        return self.go(at, **changes) if passes else self.go("stopped")
+
+    def put(self, at: str, **files: Any) -> State:
+        """Return the state in which files are in the directory that the writer writes."""
+        held = self.held or Dir()
+        if held.intent is not None and held.intent.epoch > self.epoch:
+            raise Lost(f"{self.attempt} writes {set(files)} into {self.writer.name}, which is that of {held.intent}")
+        return self.go(at, dirs={**self.dirs, self.writer.name: held._replace(**files)})
+
+    def remove(self, at: str, file: str) -> State:
+        """Return the state without a file of the directory that the writer removes."""
+        name = self.writer.todo[0]
+        held = self.dirs.get(name, Dir())
+        found = getattr(held, file)
+        owner = found.attempt if isinstance(found, Manifest) else found
+        if owner is not None and owner.epoch > self.epoch:
+            raise Lost(f"writer {self.epoch} removes {file} of {name}, which is that of {owner}")
+        left = held._replace(**{file: None})
+        return self.go(at, dirs={**self.dirs, name: None if left == Dir() else left})
 
 
 @dataclass(frozen=True)
@@ -26,7 +169,10 @@ class Rules:
 
     objects: bool = False
     claim_above_lists: bool = True
+    look_after_claim: bool = True
     claim_before_list: bool = True
+    claims_go_first: bool = True
+    lists_go_last: bool = True
     list_before_sweep: bool = True
     check_before_sweep: bool = True
     hand_on_steps: bool = True
@@ -65,7 +211,8 @@ class Model:
         """
         writers = tuple(Writer(len(steps)) for steps in self.scripts)
         before = self.orphan if self.rules.claim_above_lists else 0
-        start = State(before, Takeover(self.orphan), (), writers, failures=self.failures, before=before)
+        takeover = Takeover(self.orphan)
+        start = State(frozenset(), takeover, (), writers, failures=self.failures, before=before)
         return all_states(start, self._steps, self._check_readers)
 
     def _steps(self, state: State) -> Iterator[tuple[str, Iterator[State]]]:
@@ -75,10 +222,10 @@ class Model:
 
     def _who(self, state: State) -> list[int]:
         """Return whose steps are tried: of a step that touches nothing, and that nothing touches, the order is free."""
-        checks = {"hold", "verify", "idle"}
-        checks |= {"acknowledge"} if self.rules.check_after_commit else set()
+        thorough = {"hold", "idle"} | ({"acknowledge"} if self.rules.check_after_commit else set())
         for number, writer in enumerate(state.writers):
-            if writer.at == "next" or (writer.at in checks and state.claims > state.before + number + 1):
+            is_fenced = writer.at in thorough and not Turn(state, number).owns
+            if writer.at == "next" or is_fenced or (writer.at == "verify" and not Turn(state, number).is_there):
                 return [number]
         return [number for number, writer in enumerate(state.writers) if writer.at != "stopped"]
 
@@ -106,9 +253,33 @@ class Model:
 
     # taking over
 
+    def _look_for_claims(self, turn: Turn) -> Iterator[State]:
+        """Writers begin in their order, and go on in any."""
+        if turn.number and turn.state.writers[turn.number - 1].at == "look_for_claims":
+            return
+        if self.rules.claim_before_list:
+            yield turn.go("claim", epoch=turn.highest + 1)
+        else:
+            yield turn.go("list", epoch=turn.state.before + turn.number + 1)
+
     def _claim(self, turn: Turn) -> Iterator[State]:
-        if turn.state.claims == turn.epoch - 1:
-            yield turn.go("list", claims=turn.epoch if self.rules.claim_before_list else turn.state.claims)
+        if turn.epoch in dict(turn.state.claims):
+            yield turn.go("claim", epoch=turn.highest + 1)
+        else:
+            at = "look_again" if self.rules.look_after_claim else "remove_claims"
+            yield turn.go(at, claims=turn.state.claims | {(turn.epoch, turn.number)})
+
+    def _look_again(self, turn: Turn) -> Iterator[State]:
+        yield turn.go("stopped" if turn.highest > turn.epoch else "remove_claims")
+
+    def _remove_claims(self, turn: Turn) -> Iterator[State]:
+        older = sorted(turn.older_claims)
+        if older and self.rules.claims_go_first:
+            yield turn.go("remove_claims", claims=turn.state.claims - {older[0]})
+        elif self.rules.lists_go_last:
+            yield turn.go("list")
+        else:
+            yield turn.go("list", takeover=Takeover())
 
     def _list(self, turn: Turn) -> Iterator[State]:
         found = frozenset(manifest.attempt for _, manifest in self.visible(turn.state))
@@ -116,6 +287,7 @@ class Model:
 
     def _look_for_leftovers(self, turn: Turn) -> Iterator[State]:
         left = _leftovers(turn.state, turn.epoch - 1 if self.rules.sweep_dead_epochs_only else self._highest(turn))
+        left += tuple(name for name, held in turn.dirs.items() if held == Dir())  # no later writer has made them
         steps = [name.step for name in turn.dirs]
         if self.rules.hand_on_steps:
             steps.append(turn.state.takeover.highest_step)
@@ -123,20 +295,24 @@ class Model:
         yield turn.go(at, todo=left, then="idle" if at == "publish" else "publish", highest_step=max(steps, default=-1))
 
     def _publish(self, turn: Turn) -> Iterator[State]:
+        if turn.epoch in turn.state.published:
+            raise Lost(f"epoch {turn.epoch} is that of two writers")
         own = Takeover(turn.epoch, turn.writer.found, turn.writer.highest_step)
+        claims = (turn.state.claims | {(turn.epoch, turn.number)}) - turn.older_claims
+        published = turn.state.published | {turn.epoch}
         last = max(turn.state.takeover, own, key=lambda takeover: takeover.epoch)
         at = "hold" if self.rules.check_before_sweep else "next"
-        yield turn.go(at, takeover=last, claims=max(turn.state.claims, turn.epoch), found=frozenset(), then="idle")
+        yield turn.go(at, takeover=last, claims=claims, published=published, found=frozenset(), then="idle")
 
     def _hold(self, turn: Turn) -> Iterator[State]:
-        yield turn.checked("next")
+        yield turn.checked("next", is_thorough=True)
 
     # saving
 
     def _idle(self, turn: Turn) -> Iterator[State]:
         if turn.writer.saves:
             step = self.scripts[turn.number][-turn.writer.saves]
-            yield turn.checked("pick", step=step, saves=turn.writer.saves - 1)
+            yield turn.checked("pick", is_thorough=True, step=step, saves=turn.writer.saves - 1)
 
     def _pick(self, turn: Turn) -> Iterator[State]:
         seq = 1 + max((held.manifest.seq for _, held in turn.state.dirs if held.manifest), default=0)
@@ -162,6 +338,8 @@ class Model:
 
     def _write_intent(self, turn: Turn) -> Iterator[State]:
         if turn.held is None and not self.rules.objects:
+            if turn.owns:
+                raise Lost(f"the directory of {turn.attempt} is removed, and nobody has taken over")
             yield turn.go("idle")  # removed meanwhile: the save has failed
         elif turn.held is not None and turn.held.intent is not None:
             yield turn.go("make_dir", name=next(self._names(turn)))
@@ -195,8 +373,9 @@ class Model:
             yield turn.go("abandon")
             return
         after = turn.put("acknowledge", manifest=Manifest(turn.attempt, turn.writer.seq))
-        if turn.state.takeover.epoch > turn.epoch and turn.attempt in [m.attempt for _, m in self.visible(after)]:
-            raise Lost(f"{turn.attempt} counts, though epoch {turn.state.takeover.epoch} had taken over")
+        last = max(turn.state.published)
+        if last > turn.epoch and turn.attempt in [m.attempt for _, m in self.visible(after)]:
+            raise Lost(f"{turn.attempt} counts, though epoch {last} had taken over")
         yield after
 
     def _acknowledge(self, turn: Turn) -> Iterator[State]:
@@ -240,7 +419,7 @@ class Model:
         yield turn.go("next", todo=left, then="idle")
 
     def _highest(self, turn: Turn) -> int:
-        return turn.state.before + len(self.scripts)
+        return turn.highest
 
     def _next(self, turn: Turn) -> Iterator[State]:
         yield turn.go("look" if turn.writer.todo else turn.writer.then)
@@ -258,7 +437,8 @@ class Model:
         done = {"todo": turn.writer.todo[1:], "looked": None}
         at = then if then == "next_victim" else "next"
         seen = turn.writer.looked
-        after = turn.remove(at, "intent") if seen and seen.intent else turn.go(at)
+        is_empty = seen == Dir() == turn.dirs.get(turn.writer.todo[0])
+        after = turn.remove(at, "intent") if is_empty or (seen and seen.intent) else turn.go(at)
         yield Turn(after, turn.number).go(at, **done)
 
     def _stopped(self, turn: Turn) -> Iterator[State]:

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 from faults.all_states import Lost
 from faults.near_states import DOWN, OFF, UP, E, Host, name
-from faults.near_trainers import TrainerSteps
-from faults.near_writers import SaveSteps
+from faults.near_trainers import SaveSteps, TrainerSteps
 
 
 class Tiers(TrainerSteps, SaveSteps):
@@ -162,5 +161,7 @@ WORLDS = {
     "11 a copy of the run on the same hosts": {"a": (1, 1), "b": (1, 0), "other_run": True},
     "14 a tool takes over": {"a": (2, 1), "b": (1, 0), "tool": "mend", "losses": 1, "overlap": False},
     "13 zombie and successor, overlapping": {"a": (1, 1), "b": (1, 1)},
+    "15 the store is away for a while": {"a": (3, 1), "b": (1, 1), "aways": 2, "overlap": False},
+    "16 the same, and a host is lost": {"a": (2, 0), "b": (1, 0), "aways": 1, "losses": 1, "offs": 1},
     "12 a copy is spoiled on the wire": {"a": (2, 0), "b": (1, 0), "wire": 1, "losses": 1},
 }

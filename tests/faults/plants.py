@@ -1,10 +1,250 @@
-"""The bugs that can be planted, by name: of full checkpoints, of deltas, of their marks, and of live tables."""
+"""The bugs that can be planted, each in the source of one function of recckpt, by name."""
 
-from faults.delta_plants import DELTA_PLANTS
-from faults.live_plants import LIVE_PLANTS
-from faults.plant import Plant
+import __future__
 
+import importlib
+import inspect
+import sys
+import textwrap
+from dataclasses import dataclass
+
+MARKS, OFFERS, ROTATION = "recckpt.sparse.table.marks", "recckpt.output_dir.offers", "recckpt.output_dir.rotation"
+SAVE, STORE = "recckpt.save", "recckpt.sparse.table.row_store:RowStore"
+OBSERVERS = "recckpt.sparse.table.store:Observers"
+NO_MARKS = "(MarkSet(is_replaced=False),)"
+COMMITTED = "        if to.changes is not None and not record.ephemeral:\n            staged.committed(record.save_id)"
+OWN_NAME = "save_id = secrets.token_hex(16)"
+WITHOUT = {
+    "objects": "no rule, but the kind of storage",
+    "owner_adopts": "no function of a compactor commits in the output dir of the chain: there is nothing to change",
+    "only_owner_removes": "no function of a compactor removes what others wrote: there is nothing to change",
+}
+ANNOUNCER, RULES = "recckpt.live.torch_embedding:TorchAnnouncer", "recckpt.live.torch_rules"
+PRINTS = "recckpt.sparse.table.prints"
+OF_SLOTS = "for spec in rows.slots:"
+OF_SUMS = "for spec in [spec for spec in rows.slots if spec.name.endswith('_sum')] or rows.slots:"
 SYNC = "os.fsync(fd)"
+
+
+@dataclass(frozen=True)
+class Plant:
+    """A bug.
+
+    Attributes:
+        where: the function that has it, as ``module:qualified.name``.
+        old: a text that is in its source once.
+        new: what the bug has in its place.
+    """
+
+    where: str
+    old: str
+    new: str
+
+    @property
+    def function(self):
+        module, _, path = self.where.partition(":")
+        found = importlib.import_module(module)
+        for name in path.split("."):
+            found = getattr(found, name)
+        return getattr(found, "fget", found)  # of a property
+
+    @property
+    def code(self):
+        """The code of the function with the bug."""
+        function = self.function
+        source = textwrap.dedent(inspect.getsource(function))
+        assert source.count(self.old) == 1, (
+            f"{self.where} has not this once, so the bug has to be planted anew: {self.old}"
+        )
+        names = dict(vars(sys.modules[function.__module__]))
+        changed = source.replace(self.old, self.new)
+        flags = __future__.annotations.compiler_flag
+        exec(compile(changed, f"<planted in {self.where}>", "exec", flags, dont_inherit=True), names)
+        made = names[function.__name__]
+        return getattr(made, "fget", made).__code__
+
+
+# of the protocol
+OF_CHAINS = {
+    "base_is_newest_at_takeover": Plant(
+        f"{SAVE}.deltas:Changes.confirm", "base.place != fence.newest_at_takeover or not links", "not links"
+    ),
+    "parent_is_origin": Plant(
+        f"{SAVE}.commit:standing_on",
+        "Link(link.ckpt_id, link.manifest.origin, link.directory)",
+        "Link(link.ckpt_id, link.manifest.save_id, link.directory)",
+    ),
+    "sync_base": Plant(
+        "recckpt.output_dir.fence:make_durable",
+        "storage.sync_dir(layout.join(checkpoint.directory, subdirectory))",
+        "pass",
+    ),
+    "ephemeral_keeps_base": Plant(
+        f"{SAVE}.save:write_and_commit", "to.changes is not None and not record.ephemeral", "to.changes is not None"
+    ),
+    "failed_keeps_marks": Plant(
+        f"{MARKS}:Frozen.failed", "self._marks.end(self, None)", "self._marks.end(self, self.base)"
+    ),
+    "closure": Plant(
+        "recckpt.output_dir.listing:Chains.closure", "for link in self.links(directory)", "for link in (directory,)"
+    ),
+    "keep_own_base": Plant(f"{ROTATION}:expired", "*([base] if base else [])", "*[]"),
+    "dependents_first": Plant(
+        f"{ROTATION}:in_order", "for name in by_name if not needed_by[name]]", "for name in by_name]"
+    ),
+    "check_before_removal": Plant(
+        "recckpt.output_dir.fence:Fence.remove",
+        "            self.check()\n            stays = not rotation.remove(",
+        "            stays = not rotation.remove(",
+    ),
+    "sync_form_before_drop": Plant(f"{ROTATION}:sync_forms", "if forms and gone else []", "if False else []"),
+    "superseded_first": Plant(f"{ROTATION}:in_order", "c.directory in taken", "c.directory not in taken"),
+    "unique_names": Plant("recckpt.checkpoint.attempt:_intent_of_offer", OWN_NAME, 'save_id = "0" * 32'),
+    "synced_before_whole": Plant(  # what is in the files; their names are synced by the owner, too
+        "recckpt.storage.local_files:LocalSink.close",
+        "os.fsync(fd)",
+        "None if '.' in self._path.parent.parent.name[1:] else os.fsync(fd)",
+    ),
+    "adopt_whole": (
+        Plant(f"{OFFERS}:look_at", "next(file_problems(storage, directory, content), None)", "None"),
+        Plant("recckpt.output_dir.commit:commit", "    check_files(storage, fence, directory, record, visible)\n", ""),
+    ),
+    "adopt_young": Plant(f"{OFFERS}:_reasons_against", "elif age_sec >= DAY_SEC:", "elif False:"),
+    "adopt_what_counts": Plant(
+        f"{OFFERS}:delta_of", "for c in listing.committed if", "for c in (*listing.committed, *listing.lost) if"
+    ),
+    "adoption_is_an_attempt": Plant(f"{OFFERS}:_form", "save_id=secrets.token_hex(16)", "save_id=offer.save_id"),
+    "failed_adoption_removes_nothing": Plant(
+        f"{OFFERS}:adopt",
+        "        return None\n",
+        "        rotation.remove_leftover(storage, candidate.directory, 1)\n        return None\n",
+    ),
+    "form_keeps_place": Plant(
+        f"{OFFERS}:_form", "*delta.place, offer.save_id", "fence.epoch, fence.listing.next_seq, offer.save_id"
+    ),
+    "form_has_flags": Plant(f"{OFFERS}:_form", "**offer.content", "**{**offer.content, 'ephemeral': False}"),
+    "whole_before_full": Plant(
+        "recckpt.output_dir.listing:Chains._stand",
+        "self._named.get(record.parent.save_id, ()):",
+        "self._named.get(record.parent.save_id, ())[:1]:",
+    ),
+    "look_again": Plant(
+        "recckpt.output_dir.listing:look_around", "if is_complete and (listing.committed", "if (listing.committed"
+    ),
+}
+# of the marks
+OF_MARKS = {
+    "marks_kept_until_commit": Plant(
+        f"{MARKS}:Marks.freeze",
+        "self._since = _Since(base, (first, second))",
+        "self._since = _Since(base, (MarkSet(is_replaced=False), second))",
+    ),
+    "second_set": Plant(f"{MARKS}:Marks.end", "_Since(base, sets[1:])", f"_Since(base, {NO_MARKS})"),
+    "second_set_is_told": Plant(f"{OBSERVERS}.mark", "in self.mark_sets():", "in self.mark_sets()[:1]:"),
+    "erase_moves_marks": Plant(
+        "recckpt.sparse.table.store:MarkSet.move",
+        "_move_marks(erasure.movers, erasure.holes, self.bits, self._count)",
+        "self.bits[erasure.holes >> 3] &= ~(1 << (erasure.holes & 7)).astype(np.uint8)",
+    ),
+    "erase_moves_second": Plant(
+        f"{STORE}.erase",
+        "marks.move(erasure)",
+        "(marks.move(erasure) if marks is self._observers.mark_sets()[0] or marks.is_replaced\n"
+        "                 else marks.bits.__setitem__(erasure.holes >> 3, 0))",
+    ),
+    "tombstones_kept_on_failure": Plant(
+        f"{MARKS}:Marks.end",
+        "self._since = _Since(before, sets[:1])",
+        "self._since = [setattr(sets[0], 'erased', sets[1].erased), _Since(before, sets[:1])][1]",
+    ),
+    "tombstones_in_both": Plant(
+        f"{STORE}.erase",
+        "marks.erase(erasure.ids, erasure.rows, len(rows))",
+        "marks.erase(*(erasure[1::-1] if marks is self._observers.mark_sets()[0] else (erasure.ids[:0],) * 2), "
+        "len(rows))",
+    ),
+    "replaced_kept_on_failure": Plant(
+        f"{MARKS}:Marks.end",
+        "self._since = _Since(before, sets[:1])",
+        "self._since = [setattr(sets[0], 'is_replaced', sets[1].is_replaced), _Since(before, sets[:1])][1]",
+    ),
+    "replaced_in_both": Plant(f"{OBSERVERS}.replaced", "in self.mark_sets():", "in self.mark_sets()[:1]:"),
+    "present_are_not_deleted": Plant(f"{MARKS}:DeltaSource.deletes", "erased[upserts.find(erased) < 0]", "erased"),
+    "new_slot_replaces": (
+        Plant(f"{STORE}.add_column", "self._replaced()", "pass"),
+        Plant(f"{SAVE}.deltas:delta_proposal", " or base.slots.get(table.name) != slots", ""),
+    ),
+    "new_store_replaces": Plant(
+        "recckpt.sparse.table.tracker:Tracker._of",
+        "marks = self._marks[table.name] = _marks_of(table.store)",
+        "before, marks = marks, _marks_of(table.store)\n"
+        "        self._marks[table.name] = marks\n"
+        "        marks.begin(before._since.base if before else '')",
+    ),
+    "replaced_is_agreed": Plant(
+        f"{SAVE}.deltas:agreed_kind",
+        "compress(tables.names, tables.is_replaced)",
+        "compress(first.tables.names, first.tables.is_replaced)",
+    ),
+    "ephemeral_keeps_marks": Plant(
+        f"{SAVE}.save:write_and_commit",
+        COMMITTED,
+        "        if record.ephemeral and staged.kind.base:\n            staged.committed(staged.kind.base)\n"
+        + COMMITTED,
+    ),
+    "marks_know_their_base": Plant(f"{MARKS}:FrozenRows.is_replaced", "self.base != base", "self.base is None"),
+    "upserts_beat_deletes": Plant(
+        "recckpt.sparse.files.link_pass:LinkPass.run",
+        "    n_bytes += self._read_kind(",
+        "    for table, fillers in self._fillers.items():\n"
+        "        for filler in fillers:\n"
+        "            filler.end_link(deletes.of(table))\n"
+        "    n_bytes += self._read_kind(",
+    ),
+}
+DELTA_PLANTS = {**OF_CHAINS, **OF_MARKS}
+LIVE_PLANTS = {
+    "live rows are not copied aside": Plant(
+        "recckpt.sparse.table.store:Observers.keep", "if snapshot is not None and len(rows):", "if False:"
+    ),
+    "a failed save has read the marks": Plant(
+        "recckpt.sparse.table.marks:Marks.end", "_Since(before, sets[:1]) if base", "_Since(before, sets[1:]) if base"
+    ),
+    "rows are compared by the sum of Adagrad": (
+        Plant(f"{PRINTS}:_prints_on_cpu", OF_SLOTS, OF_SUMS),
+        Plant(f"{PRINTS}:_prints_of", OF_SLOTS, OF_SUMS),
+    ),
+    "AdamW changes the rows that Adagrad does": Plant(
+        f"{RULES}:_adam_reason", 'return "its moments move every row at each step"', "return None"
+    ),
+    "a subclass is taken for its class": Plant(
+        f"{RULES}:rule_of",
+        "_RULES.get(type(optimizer))",
+        "next((rule for kind, rule in _RULES.items() if isinstance(optimizer, kind)), None)",
+    ),
+    "a state that lies elsewhere is taken for that of before": Plant(
+        "recckpt.live.store:LiveStore._noted_columns", "if self._memory != memory:", "if not self._memory:"
+    ),
+    "each rank marks what it looked up itself": (
+        Plant(
+            f"{ANNOUNCER}.install",
+            "    for module in modules:\n",
+            "    for module in modules:\n"
+            "        module.register_forward_pre_hook(lambda module, args: vars(self).update(own=args[0].flatten()))\n",
+        ),
+        Plant(
+            f"{ANNOUNCER}._announce_step",
+            "        elif part.is_sparse:\n",
+            "        elif table.reason is None:\n            self._door.announce(self.own)\n"
+            "        elif part.is_sparse:\n",
+        ),
+    ),
+    "the first table of a feature alone is marked": Plant(
+        "recckpt.live.fbgemm:KernelHooks._rows",
+        "if table in self._doors and begin < end:",
+        "if table == tables[0] and begin < end:",
+    ),
+}
 
 
 def without_fsync(of):
@@ -19,7 +259,6 @@ COMMIT, PUT = "recckpt.output_dir.commit:commit", "        storage.put_if_absent
 REMOVE = "recckpt.output_dir.rotation:remove"
 LIST, ORDER = "recckpt.output_dir.listing:_list", "committed=committed"
 MTIME = "__import__('os').stat(f'{storage.url}/{c.directory}/manifest.json').st_mtime_ns"
-
 PLANTS = {
     "the index file before the manifest": Plant(
         COMMIT, PUT, f'        storage.replace(layout.INDEX_FILE, f"{{record.ckpt_id}}\\n".encode())\n{PUT}'
@@ -62,15 +301,24 @@ PLANTS = {
         "with suppress(OSError):\n                os.write(self._fd, view)\n            view = view[:0]",
     ),
     "no fence check after the commit": Plant(
-        COMMIT, '        storage.sync_dir("")\n        fence.check()\n', '        storage.sync_dir("")\n'
+        COMMIT,
+        '        storage.sync_dir("")\n        fence.check(is_thorough=True)\n',
+        '        storage.sync_dir("")\n',
     ),
     "no fence check before a removal": Plant(
         "recckpt.output_dir.fence:Fence.remove",
-        "        self.check()\n        if rotation.remove(",
-        "        if rotation.remove(",
+        "            self.check()\n            stays = not rotation.remove(",
+        "            stays = not rotation.remove(",
+    ),
+    "claims of earlier writers stay": Plant(
+        "recckpt.output_dir.fence:Fence._take_over",
+        "remove_older(self._storage, claim.epoch, layout.is_claim)",
+        "None",
     ),
     "late commits count": Plant(
-        "recckpt.output_dir.listing:_list", "takeover = _takeover(storage, damaged)", "takeover = NO_TAKEOVER"
+        "recckpt.output_dir.listing:_list",
+        "takeover = _takeover(storage, damaged) if own is None else own",
+        "takeover = NO_TAKEOVER",
     ),
     "an error publishes a file": Plant(
         "recckpt.storage.base:Sink.__exit__", "self.discard()\n        return", "self.close()\n        return"
@@ -90,10 +338,10 @@ PLANTS = {
         f"committed=tuple(sorted(committed, key=lambda c: c.manifest.place if '://' in storage.url else {MTIME}))",
     ),
     "checksums of manifests are not compared": Plant(
-        "recckpt.format.json_fields:check_seal", "if digest != int(match[2], 16):", "if False:"
+        "recckpt.format.codec:check_seal", "if digest != int(match[2], 16):", "if False:"
     ),
     "checksums of files are not compared": Plant(
-        "recckpt.output_dir.checkpoint_dir:_read_checked", "if found != entry.xxh3:", "if False:"
+        "recckpt.output_dir.checkpoint_dir:_read_checked", " and found == entry.xxh3:", ":"
     ),
     "checksums of columns are not compared": Plant(
         "recckpt.sparse.files.part_reader:PartReader.column_problem", "if digest != expected:", "if False:"

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from faults.crash_worker import RESTORE
 from faults.job import NOTHING, Job, State, check_tidy, restored
 from faults.tracing import Save, killing
 
@@ -112,7 +113,7 @@ SCENES = {
     # a half-written directory of a dead writer, and the claim of another that died before it had published its list
     "takeover": scene(1, FIRST, (SECOND, ("write", 60)), (SECOND, ("link", 2)), SECOND, before=State(1)),
     # a writer died while it removed what it had replaced
-    "takeover in rotation": scene(1, FIRST, (SECOND, ("unlink", 8)), Save((3,)), before=State(2)),
+    "takeover in rotation": scene(1, FIRST, (SECOND, ("unlink", 10)), Save((3,)), before=State(2)),
     "pinned": scene(1, FIRST, SECOND, Save((3,)), before=State(2), pinned=1),
     "threads": scene(1, FIRST, replace(SECOND, threads=4), before=State(1)),
     "background": scene(1, FIRST, replace(SECOND, background=True), before=State(1)),
@@ -128,7 +129,7 @@ SCENES |= {
     "delta again": scene(2, *FOUR[:2], Save((2,), branch=1, restore=1), before=State(2), deltas=True),
     "takeover of deltas": scene(1, *FOUR[:2], (Save((3,)), ("write", 60)), Save((3,)), before=State(2), deltas=True),
     "takeover in rotation of deltas": scene(
-        1, *FOUR[:3], (FOUR[3], ("unlink", 8)), Save((5,)), before=State(4), deltas=True
+        1, *FOUR[:3], (FOUR[3], ("unlink", 10)), Save((5,)), before=State(4), deltas=True
     ),
     "pinned delta": scene(1, *FOUR, Save((5,)), before=State(4), pinned=2, deltas=True),
     "delta in the background": scene(1, Save((1, 2), before=1, background=True), before=State(1), deltas=True),
@@ -145,10 +146,17 @@ FORMS_AND_DOUBTS = {
     "offer and form": scene(1, *FOUR[:2], OFFER, before=State(2), deltas=True),
     "rotation of a form": scene(1, *FOUR[:2], OFFER, FOUR[3], before=State(3), deltas=True),
     # a writer died before its commit was durable, and the next stands on that; or drops what such a form replaces
-    "delta in doubt": scene(1, FIRST, (SECOND, ("unlink", 4)), Save((3,)), before=State(2), deltas=True),
+    "delta in doubt": scene(1, FIRST, (SECOND, ("unlink", 6)), Save((3,)), before=State(2), deltas=True),
     "live offer and form": scene(1, *FOUR[:2], OFFER, before=State(2), live=True),
     "form in doubt": scene(
-        2, *FOUR[:2], (OFFER, ("unlink", 9)), Save((2,), branch=1, restore=1), before=State(3), deltas=True
+        2, *FOUR[:2], (OFFER, ("unlink", 11)), Save((2,), branch=1, restore=1), before=State(3), deltas=True
+    ),
+}
+FORGETS = replace(Save((3,)), forgets=1)  # an id that the second checkpoint has deleted: what restores is the same
+FORGETTING = {
+    # who forgot has died before the checkpoint without the id was durable, and the next removes the one with it
+    "forgetting in doubt": scene(
+        2, *FOUR[:2], (FORGETS, ("unlink", 8)), Save((3,), before=RESTORE), before=State(2), deltas=True
     ),
 }
 OFFER_WAITS = OFFER, ("link", 3)  # died at its claim

@@ -66,7 +66,7 @@ class Trial:
         told, ways = [], [told_by, "close", "close"]
         try:
             self.step()
-            self.job.saver._runner._thread.join()
+            self.job.saver._runner._worker.wait()
         except (MemoryError, SaveFailedError) as error:  # of the staging, or of the look at the room there is
             told, ways = [error], ["close"]
         state = State(self.manager.global_step)

@@ -4,8 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 from faults.all_states import Lost
-from faults.delta_marks_model import Marks
-from faults.delta_marks_table import MarkRules
+from faults.delta_marks_model import MarkRules, Marks
 
 ONE_RANK = {"ids": "xyz"}
 TWO_IDS = {"ids": "xy"}

@@ -5,10 +5,10 @@ from itertools import count, product
 
 import pytest
 import torch
-from faults.live_content import LiveContent
+from faults.job import LiveContent
 from faults.storage_faults import WHEN, Faults
 from support import spec_reader
-from support.live_runs import rows_of
+from support.live_runs import rows_by_id
 from support.sweeps import SWEEP_STRIDE, mostly_slow, pairwise
 from torch import nn
 
@@ -54,7 +54,7 @@ class TrainedTables(LiveContent):
     def rows(self):
         """Return the rows of now, as the reader gives them."""
         return {
-            name: rows_of({slot: tensor.detach().numpy() for slot, tensor in table.live.tensors().items()})
+            name: rows_by_id({slot: tensor.detach().numpy() for slot, tensor in table.live.tensors().items()})
             for name, table in self.live_tables.items()
         }
 

@@ -4,9 +4,8 @@ from dataclasses import fields, replace
 
 import pytest
 from faults.all_states import Lost
-from faults.delta_protocol_model import Bounds, Model
+from faults.delta_protocol_model import Bounds, Habits, Model
 from faults.delta_states import Rules
-from faults.delta_trainer import Habits
 from support.sweeps import mostly_slow
 
 ADOPTER = None  # in place of a number of saves: `recckpt compact --adopt`
@@ -48,8 +47,11 @@ NEEDED = {
     "closure": ("one trainer beside a compactor", "its chain is broken"),
     "keep_own_base": ("ephemerals, and a policy that wants nothing", "a base is gone under its owner"),
     "dependents_first": ("one trainer beside a compactor", "its chain is broken"),
-    "delta_before_its_forms": ("an adopter, and full saves", "its chain is broken"),
-    "sync_form_before_drop": ("an adopter, and an offer that grows old", "its chain is broken after a power cut"),
+    "superseded_first": ("an adopter, and full saves", "its chain is broken"),
+    "sync_form_before_drop": (
+        "ephemerals, and a policy that wants nothing",
+        "its chain is broken after a power cut",
+    ),
     "owner_adopts": ("a takeover beside a compactor", "brings back A1, which does not count"),
     "only_owner_removes": ("one trainer beside a compactor", "its chain is broken after a power cut"),
     "unique_names": ("offers that grow old", "its chain is broken"),

@@ -5,8 +5,7 @@ from itertools import product
 
 import pytest
 from faults.all_states import Lost
-from faults.fencing_model import Model, Rules
-from faults.fencing_states import NO_STEP
+from faults.fencing_model import NO_STEP, Model, Rules
 from support.sweeps import SWEEP_STRIDE, mostly_slow
 
 # the steps that each writer saves: a later writer that saves a step again has rolled back
@@ -16,21 +15,26 @@ ONE_ID = ((NO_STEP, NO_STEP), (NO_STEP, NO_STEP))
 
 # rule -> what the writers save when it is dropped, what becomes of it, and the number of a list without its claim
 NEEDED = {
+    "check_before_sweep": (((1,), (1,)), "writer 1 removes intent of .* which is that of"),
     "claim_above_lists": (((1,), (1,)), "was acknowledged, and readers get", 7),
+    "look_after_claim": (ONE_EACH, "epoch 1 is that of two writers"),
     "claim_before_list": (((1,), (1,)), "was acknowledged, and readers get"),
-    "list_before_sweep": (((1,), (1,)), "counts, and its data is None"),
-    "check_before_sweep": (ONE_EACH, "counts, and its data is None"),
-    "hand_on_steps": (ONE_EACH, "writes {'data'} into .* which is that of"),
+    "list_before_sweep": (((1,), (1,)), "writer 1 removes intent of .* which is that of"),
     "sweep_dead_epochs_only": (((1,), (1,)), "writer 1 removes intent of .* which is that of"),
     "names_not_reused": (((1,), (1,)), "writes {'data'} into .* which is that of"),
     "no_step_is_not_fresh": (((NO_STEP,), (NO_STEP,)), "writes {'data'} into .* which is that of"),
-    "check_after_intent": (ONE_EACH, "writes {'data'} into .* which is that of"),
     "check_after_commit": (((1,), (1,)), "was acknowledged, and readers get"),
     "check_before_removal": (((1,), (1, 2)), "writer 1 removes manifest of .* which is that of"),
     "readers_know_epochs": (((1,), (1,)), "counts, though epoch 2 had taken over"),
     "order_by_seq": (((1, 2), (1,)), "was acknowledged, and readers get"),
 }
-NEEDED_BY_THREE = {"tidy_own_epoch_only": (((2,), (1,), (1, 2)), "writer 2 removes intent of .* which is that of")}
+NEEDED_BY_THREE = {
+    "hand_on_steps": (ONE_EACH, "writes {'data'} into .* which is that of"),
+    "check_after_intent": (ONE_EACH, "writes {'data'} into .* which is that of"),
+    "claims_go_first": (ONE_EACH, "writes {'data'} into .* which is that of"),
+    "lists_go_last": (ONE_EACH, "counts, though epoch 3 had taken over"),
+    "tidy_own_epoch_only": (((2,), (1,), (1, 2)), "writer 2 removes intent of .* which is that of"),
+}
 
 
 def check(figures, scripts, failures, objects):

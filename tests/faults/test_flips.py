@@ -12,7 +12,7 @@ import pytest
 from support.builders import Run, state_of
 from support.forge import Forge
 from support.forked import outcomes
-from support.live_builders import LiveRun
+from support.live_runs import LiveRun
 from support.sweeps import SWEEP_STRIDE, mostly_slow
 
 from recckpt import Deltas

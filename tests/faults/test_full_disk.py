@@ -3,15 +3,20 @@
 import errno
 import os
 import subprocess
+import tempfile
 
 import pytest
 import torch
 from faults.job import Job, State, check_index, check_tidy, restored
-from support.sweeps import SWEEP_STRIDE
+from support.forked import outcomes
+from support.sweeps import SWEEP_STRIDE, mostly_slow
 
+from recckpt import Saver
+from recckpt.convert import TARGETS, export_checkpoint, import_checkpoint
 from recckpt.errors import SaveFailedError
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.listing import newest as locate_newest
+from recckpt.sparse import HashTable
 from recckpt.storage import open_storage
 
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -157,6 +162,64 @@ def test_a_save_that_would_not_fit_is_refused_before_it_begins(mount, tmp_path):
     disk.leave()
     job.save()
     restored(disk.path / "runs", [OLD], rows=ROWS)
+
+
+@pytest.fixture
+def exported(tmp_path):
+    """A checkpoint of 320 kB of rows, and a function that exports it in a child and returns what became of it."""
+    table = HashTable(16, name="t")
+    table.insert(torch.arange(4 * PAGE // 4), torch.ones(4 * PAGE // 4, 16))
+    Saver(torch.nn.ModuleDict({"t": table}), output_dir=str(tmp_path / "run")).save("c")
+
+    def export(to, target, tmp_dir=None):
+        def work(to):
+            tempfile.tempdir = tmp_dir and str(tmp_dir)
+            return str(export_checkpoint(tmp_path / "run", target, to=to).n_bytes)
+
+        [outcome] = outcomes(work, [to])
+        return outcome
+
+    return export
+
+
+@mostly_slow()
+@pytest.mark.parametrize("to", TARGETS)
+def test_an_export_to_a_disk_that_is_full_says_so_and_leaves_nothing(mount, exported, to):
+    disk = mount()
+    disk.leave(4 * PAGE)
+    outcome = exported(to, disk.path / "out")
+    assert outcome.startswith("OSError: [Errno 28] writing failed: No space left on device"), outcome
+    assert f"'{disk.path}/out" in outcome
+    assert list(disk.path.iterdir()) == []
+
+
+@mostly_slow()
+@pytest.mark.parametrize(
+    ("to", "n_pages"), [("dcp", 80), ("dcp", 4), ("embedding", 4)], ids=["the files of torch", "columns", "a matrix"]
+)
+def test_an_export_whose_directory_for_temporary_files_is_full_names_it(mount, exported, tmp_path, to, n_pages):
+    """Neither a signal, as where pages of a mapped file have no room, nor an error of torch."""
+    disk = mount()
+    disk.leave(n_pages * PAGE)
+    outcome = exported(to, tmp_path / "out", disk.path)
+    assert outcome.startswith("OSError: [Errno 28] "), outcome
+    assert "No space left on device" in outcome
+    assert f"'{disk.path}" in outcome
+    assert list(disk.path.iterdir()) == []
+    assert not (tmp_path / "out").exists()
+
+
+@mostly_slow()
+@pytest.mark.parametrize("where", ["work", "out"])
+def test_an_import_into_a_disk_that_is_full_names_the_directory(mount, exported, tmp_path, where):
+    exported("parquet", tmp_path / "parquet")
+    disk = mount()
+    disk.leave(40 * PAGE)
+    places = {"out": tmp_path / "out", "work": tmp_path} | {where: disk.path}
+    with pytest.raises(OSError, match=f"failed: No space left on device: '{places[where]}") as caught:
+        import_checkpoint(tmp_path / "parquet" / "t", places["out"], work_dir=places["work"])
+    assert caught.value.errno == errno.ENOSPC
+    assert not list(places["out"].glob("*/manifest.json"))
 
 
 @pytest.mark.slow

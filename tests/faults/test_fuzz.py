@@ -1,10 +1,11 @@
-"""Readers of files that are almost right: refused with an error of ours, or read as they were written; nothing else."""
+"""T7: damaged bytes in every file of full checkpoints and of deltas are refused, never followed."""
 
 import io
 import json
 import math
 import os
 import random
+import shutil
 import zipfile
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
@@ -14,16 +15,18 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from faults.test_flips import ALWAYS
 from support.builders import Run, state_of
 from support.forge import Forge, filled, save_tables, sealed
 from support.forked import outcomes
+from support.live_runs import LiveRun
 from support.mutations import mutated, mutated_json
 from support.sweeps import SWEEP_STRIDE, mostly_slow
 
 from recckpt import CheckpointReader
 from recckpt.cli import main
+from recckpt.convert import export_checkpoint
 from recckpt.errors import RecckptError
-from recckpt.inspect.salvage import salvage
 from recckpt.inspect.verify import verify
 from recckpt.sparse.files.arrow_format import column_buffer
 from recckpt.storage import open_storage
@@ -33,6 +36,13 @@ SHORT = 0.2
 DAMAGE = "damage"  # must be seen, and what is read is what was written
 SEALED = "sealed"  # all checksums of files hold: what is read of tables and tensors is what was written, or nothing
 FORGED = "forged"  # well-formed, it may be: errors of ours or other values, and nothing else
+SHORT_OF_DELTAS = 0.1
+CHAINS = {  # a chain of two links, one of five, and one of live tables
+    "deltas, max_keep 1": (Run, 5, 1),
+    "deltas, max_keep 2": (Run, 2, 2),
+    "live tables, max_keep 2": (LiveRun, 2, 2),
+}
+IN_BRIEF, *IN_FULL = CHAINS
 
 
 class Target:
@@ -45,6 +55,10 @@ class Target:
         self.catalogs = [shard["catalog"] for shard in self.forge.manifest["shards"]]
         self.whole = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
         self.content = contents(self.forge.directory)
+        ids, vectors = np.frombuffer(self.content["item", "id"], np.int64), self.content["item", "embedding"]
+        self.rows = dict(
+            zip(ids.tolist(), map(bytes, np.frombuffer(vectors, np.uint8).reshape(len(ids), -1)), strict=True)
+        )
         self.live = None
 
     def path(self, name):
@@ -112,14 +126,15 @@ class Target:
         self.live.renew()
         return "equal" if same or faults != DAMAGE else "WRONG"
 
-    def salvage(self, _):
-        out = self.root / "out.arrow"
-        out.unlink(missing_ok=True)
-        try:
-            salvage(str(self.forge.directory), "item", str(out), unverified=True)
-        except KeyError:  # the table has another name in this manifest
-            return "refused"
-        return "equal"
+    def export(self, faults):
+        """Export what is whole: each row is one that was written."""
+        out = self.root.parent / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        export_checkpoint(self.forge.directory, out, to="npy", tables=["item"], skip_damaged=True)
+        ids, vectors = np.load(out / "item/id.npy").tolist(), np.load(out / "item/embedding.npy")
+        found = list(zip(ids, map(bytes, vectors), strict=True))
+        is_wrong = len(dict(found)) < len(found) or any(self.rows.get(each) != row for each, row in found)
+        return "WRONG rows" if is_wrong and faults != FORGED else "equal"
 
     def command(self, _):
         for args in (("ls",), ("show",), ("head", "item"), ("repair", "--clean", "--dry-run")):
@@ -131,7 +146,7 @@ class Target:
     def attempt(self, number, files, faults):
         """Read a damaged checkpoint, and return one word for each way of reading; the slow ones take turns."""
         self.put(files)
-        ways = [self.read, self.verify, self.salvage, *[[self.restore], [self.restore], [self.command], []][number % 4]]
+        ways = [self.read, self.verify, self.export, *[[self.restore], [self.restore], [self.command], []][number % 4]]
         if all(self.whole[path] == data for path, data in files.items()):
             return "refused"  # no fault at all
         words = []
@@ -315,3 +330,48 @@ def test_thousands_of_files_that_are_almost_right_are_refused(figures, run_targe
         for faults, cases in cases_of(kinds, target, LONG, seed).items():
             if cases:
                 fuzz(figures, target, cases, faults)
+
+
+@pytest.fixture(scope="module", params=[IN_BRIEF, *(pytest.param(name, marks=pytest.mark.slow) for name in IN_FULL)])
+def target(request, tmp_path_factory):
+    """A delta of step 10, on a chain whose files are all there."""
+    root, (run, interval, max_keep) = tmp_path_factory.mktemp("fuzz") / "runs", CHAINS[request.param]
+    run(root, interval=interval, max_keep=max_keep, deltas=ALWAYS).train(10)
+    target = Target(root)
+    assert target.values("manifest.json")["kind"] == "delta"
+    target.live, target.count = Live(root, run), f"bad inputs, {request.param}"
+    return target
+
+
+def link(target, name, rng):
+    """Change a manifest below, and seal it: what stands on it says which it was."""
+    values = json.loads(target.whole[target.root / name])
+    values.pop("manifest_xxh3")
+    return {target.root / name: sealed(mutated_json(values, rng))}
+
+
+def kinds_of(target):
+    below = [path.relative_to(target.root).as_posix() for path in target.whole if path.name == "manifest.json"]
+    below.remove("ckpt_10/manifest.json")
+    below_parts = [path.relative_to(target.root).as_posix() for path in target.whole if path.suffix == ".arrow"]
+    return [
+        *((raw, name, 10) for name in ("manifest.json", CATALOG, *target.parts)),
+        *((how, name, 10) for how in (beside, link) for name in below),
+        *((beside, name, 10) for name in below_parts if not name.startswith("ckpt_10/")),
+        (manifest, "manifest.json", 60),
+        (catalog, CATALOG, 40),
+        *((sizes_resealed, name, 15) for name in target.parts),
+    ]
+
+
+@pytest.mark.parametrize("faults", [DAMAGE, SEALED])
+def test_files_of_a_chain_that_are_almost_right_are_refused(figures, target, faults):
+    fuzz(figures, target, cases_of(kinds_of(target), target, SHORT_OF_DELTAS, 0)[faults], faults, target.count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 3))
+def test_thousands_of_files_of_a_chain_that_are_almost_right_are_refused(figures, target, seed):
+    for faults, cases in cases_of(kinds_of(target), target, LONG, seed).items():
+        if cases:
+            fuzz(figures, target, cases, faults, target.count)

@@ -12,8 +12,8 @@ from itertools import product
 
 import pytest
 from faults.interleaving import Scene, crossed, operations, overtaken
+from faults.storage_faults import watch
 from faults.trainer import Trainer
-from faults.watched_storage import watch
 from support.sweeps import SWEEP_STRIDE, mostly_slow, pairwise
 
 from recckpt.errors import SaveFailedError, WriterFencedError

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from faults.disk_model import Disk, cuts, digest, put
 from faults.job import NOTHING, State, restored
-from faults.scenes import FORMS_AND_DOUBTS, SCENES
-from faults.strace_log import read_log, recording
+from faults.scenes import FORGETTING, FORMS_AND_DOUBTS, SCENES
+from faults.tracing import read_log, recording
 from support.builders import tree
 from support.sweeps import SWEEP_STRIDE, some_of
 
@@ -23,8 +23,8 @@ from recckpt.output_dir.listing import list_checkpoints
 FULL = ("first", "rotation", "same writer", "again", "takeover", "takeover in rotation")
 DELTAS = ("delta on a delta", "full after deltas", "delta on the second full", "takeover in rotation of deltas")
 LIVE = ("live delta on a delta", "full after live deltas", "takeover of live deltas")
-HISTORIES = FULL + DELTAS + tuple(FORMS_AND_DOUBTS) + LIVE
-ALL = SCENES | FORMS_AND_DOUBTS
+HISTORIES = FULL + DELTAS + tuple(FORMS_AND_DOUBTS) + tuple(FORGETTING) + LIVE
+ALL = SCENES | FORMS_AND_DOUBTS | FORGETTING
 
 
 class History:
@@ -44,7 +44,11 @@ class History:
         for save, kill in scene.saves:
             inject = ("-e", f"inject={kill[0]}:signal=KILL:when={kill[1]}") if kill else ()
             outcome = worker.run(
-                self.url, scene.max_keep, replace(save, before=0, plant=plant), *recording(log), *inject
+                self.url,
+                scene.max_keep,
+                replace(save, before=min(save.before, 0), plant=plant),
+                *recording(log),
+                *inject,
             )
             assert outcome.word == ("killed" if kill else "saved"), outcome
             self.begins.append(len(self.ops))

@@ -1,12 +1,19 @@
+"""x"""
+
 import itertools
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from recckpt.format.buckets import N_BUCKETS, Slice, bucket_of, gen_slice, mix64
+from recckpt.format.buckets import N_BUCKETS, Slice, bucket_of, distinct, gen_slice, is_among, mix64, repeated
 
 EDGES = np.array([-(2**63), -(2**63) + 1, -1, 0, 1, 2**63 - 2, 2**63 - 1], np.int64)
+IDS = st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 5), max_size=30).map(
+    lambda ids: np.array(ids, np.int64)
+)
 
 
 def ids_of(n: int, seed: int = 0) -> np.ndarray:
@@ -86,3 +93,11 @@ def test_a_slice_refuses_bounds_that_are_none(args):
 def test_gen_slice_refuses_shards_that_are_none(args):
     with pytest.raises(ValueError, match="shard"):
         gen_slice(*args)
+
+
+@given(IDS, IDS)
+def test_they_are_those_of_a_set(some, others):
+    assert distinct(some).tolist() == sorted(set(some.tolist()))
+    assert distinct(some, others).tolist() == sorted({*some.tolist(), *others.tolist()})
+    assert repeated(some).tolist() == sorted({id_ for id_ in some.tolist() if some.tolist().count(id_) > 1})
+    assert is_among(some, np.sort(others)).tolist() == [id_ in set(others.tolist()) for id_ in some.tolist()]

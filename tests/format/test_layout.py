@@ -1,8 +1,12 @@
+"""x"""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
+from recckpt.format.layout import checked_name
 
 RESERVED = ["checkpoint", "timeline.jsonl", "manifest.json"]
 ANY_TEXT = st.text(min_size=1, max_size=15).filter(lambda text: text not in RESERVED)
@@ -132,3 +136,62 @@ def test_later_attempts_at_an_id_have_its_name_and_more():
     assert layout.is_later_attempt(layout.offer_dir("a", "0" * 32), "a")
     assert not any(layout.is_later_attempt(name, "a") for name in ("a", "a.b", "ab.7", "a.07", "a.1.2.3"))
     assert [layout.is_attempt(name, "a") for name in ("a", "a.7", "a.b")] == [True, True, False]
+
+
+def test_a_name_for_what_is_being_written_is_fresh_and_known_as_one():
+    first, second = layout.temporary(layout.INTENT), layout.temporary(layout.INTENT)
+    assert first != second
+    assert layout.is_draft(first)
+    assert layout.is_draft(first, layout.INTENT)
+    assert not layout.is_draft(first, layout.OFFER)
+    assert not layout.is_draft(layout.INTENT)
+    assert layout.is_ours(first)
+
+
+@pytest.mark.parametrize(
+    "name", [layout.INDEX_FILE, layout.TIMELINE, layout.FORGOTTEN, layout.claim(1), layout.pin("a")]
+)
+def test_what_crashes_leave_in_an_output_dir_is_known(name):
+    assert layout.is_temporary(layout.temporary(name))
+    assert not layout.is_temporary(name)
+
+
+def test_a_probe_is_known_whatever_a_crash_left_of_it():
+    assert layout.is_temporary(layout.probe())
+    assert layout.is_temporary(layout.temporary(layout.probe()))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "/etc/x",
+        "../x",
+        "a/../../x",
+        "a/./b",
+        "a//b",
+        "a/",
+        "..",
+        ".",
+        "http://h/x",
+        "file::x",
+        "C:x",
+        "a\\b",
+        "a\0b",
+        "x" * 256,
+        "ü" * 128,
+        "a/" * 512 + "b",
+        "\ud800",
+    ],
+)
+def test_a_name_that_could_lead_out_of_the_checkpoint_is_refused(name):
+    with pytest.raises(CorruptCheckpointError, match="unsafe path") as caught:
+        checked_name(name, "ckpt_1/manifest.json")
+    assert caught.value.path == "ckpt_1/manifest.json"
+
+
+@pytest.mark.parametrize(
+    "name", ["model.pt", "sparse/00000-of-00001.json", "a b/ü…", "..a/b..", "x" * 255, "a/b/c/d/e"]
+)
+def test_a_plain_relative_name_passes(name):
+    assert checked_name(name, "manifest.json") == name

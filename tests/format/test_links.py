@@ -8,9 +8,7 @@ from support.forge import sealed
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
-from recckpt.format.links import FormOf, Link, Parent
-from recckpt.format.manifest import FileEntry, Manifest, decode, encode
-from recckpt.format.shards import ShardEntry
+from recckpt.format.manifest import FileEntry, FormOf, Link, Manifest, Parent, ShardEntry, decode, encode
 from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.types import SlotSpec
 
@@ -39,7 +37,7 @@ def example():
 
 def delta(rows=CHANGED):
     first, second = example().tables
-    tables = (replace(first, delta=rows), replace(second, delta=DeltaRows(0, 0, True)))
+    tables = (first.but(delta=rows), second.but(delta=DeltaRows(0, 0, True)))
     return replace(
         example(), tables=tables, parent=BASE, chain=(Link(BASE.ckpt_id, BASE.save_id, BASE.directory), OLDEST)
     )

@@ -1,3 +1,5 @@
+"""A manifest comes back as it was, and what cannot be in it is refused and named."""
+
 import json
 from dataclasses import replace
 
@@ -7,16 +9,28 @@ from hypothesis import strategies as st
 from support.forge import sealed
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
-from recckpt.format import layout
-from recckpt.format.manifest import FileEntry, Manifest, Names, decode, encode
-from recckpt.format.shards import ShardEntry
+from recckpt.format import layout, manifest
+from recckpt.format.manifest import (
+    FileEntry,
+    Manifest,
+    Names,
+    ShardEntry,
+    Training,
+    Unsaved,
+    are_disjoint,
+    decode,
+    encode,
+    in_manifest,
+    misfit,
+    overlap,
+)
 from recckpt.format.tables import ClockDates, LiveLayout, TableEntry
-from recckpt.format.training import Training, Unsaved, misfit
 from recckpt.types import ITEM_BYTES, SlotSpec
 
 PATH = "ckpt_1/manifest.json"
 NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 SCALARS = st.none() | st.booleans() | st.text() | NUMBERS
+ONE, OTHER = ShardEntry("a", (0, 30), {"item": (0, 9)}), ShardEntry("b", (30, 60), {"item": (5, 90), "user": (1, 1)})
 
 
 def example() -> Manifest:
@@ -44,7 +58,7 @@ def example() -> Manifest:
             FileEntry(layout.catalog(0, 2), 3, 0),
             FileEntry(layout.catalog(1, 2), 4, 1),
         ),
-        names=Names(dense=("top.weight",), extra=("sparse_optim", "ü")),
+        names=Names(("top.weight",), ("sparse_optim", "ü"), ()),
         state={"loss": 0.25, "epoch": 3, "name": "ü", "done": True, "best": None},
         writer={"recckpt": "0.1.0"},
         ephemeral=True,
@@ -99,7 +113,7 @@ def test_whatever_can_be_saved_comes_back(name, rows, state, dtype, shape):
 
 @pytest.mark.parametrize("columns", [(), ((0, 6),), ((0, 1), (1, 4), (4, 6))])
 def test_how_a_table_was_live_comes_back_and_is_absent_where_it_was_not(columns):
-    live = replace(example().tables[0], live=LiveLayout(9, columns))
+    live = example().tables[0].but(live=LiveLayout(9, columns))
     data = encode(replace(example(), tables=(live,)))
     said = {"n_rows": 9, **({"columns": [list(each) for each in columns]} if columns else {})}
     assert json.loads(data)["tables"][0]["live"] == said
@@ -110,7 +124,7 @@ def test_how_a_table_was_live_comes_back_and_is_absent_where_it_was_not(columns)
 def test_ids_of_shards_come_back_and_are_absent_where_nothing_is_said_of_them():
     ranges = {"item": (-(2**63), 2**63 - 1), 'ü "\\\n/': (7, 7)}
     one, other = example().shards
-    record = replace(example(), shards=(replace(one, ids=ranges), replace(other, ids={})))
+    record = replace(example(), shards=(one.but(ids=ranges), other.but(ids={})))
     data = encode(record)
     assert [shard["ids"] for shard in json.loads(data)["shards"]] == [{n: list(r) for n, r in ranges.items()}, {}]
     assert decode(data, PATH) == record
@@ -122,7 +136,7 @@ NAMES = {"dense": ["w"], "extra": ["x"], "io_state": []}
 
 def test_a_group_of_names_that_nobody_knows_is_ignored():
     found = decode(edited(names={**NAMES, "later": [1]}), PATH)
-    assert found == replace(example(), names=Names(dense=("w",), extra=("x",)))
+    assert found == replace(example(), names=Names(("w",), ("x",), ()))
 
 
 def test_state_of_a_parameter_is_named_with_the_object_that_has_it():
@@ -142,7 +156,7 @@ def test_optimizers_and_what_is_not_saved_come_back_and_are_absent_where_there_i
 
 
 @pytest.mark.parametrize("key", ["optimizers", "unsaved"])
-@pytest.mark.parametrize("value", [[], "x", 1, {"x": "Adam"}, {"x": [1]}, {"tables": None}])
+@pytest.mark.parametrize("value", [[], "x", 1, {"tables": "Adam"}, {"tables": [1]}, {"tables": None}])
 def test_what_is_said_of_optimizers_in_another_form_is_corrupt(key, value):
     with pytest.raises(CorruptCheckpointError, match=f"training.{key}"):
         decode(edited(training={**TRAINING, key: value}), PATH)
@@ -209,7 +223,7 @@ def test_bytes_behind_the_seal_are_refused(tail):
 
 def test_a_newer_version_is_refused_by_number_whatever_its_seal():
     for data in (edited(version=99), edited(version=99).replace(b"manifest_xxh3", b"signature")):
-        with pytest.raises(FormatVersionError, match=r"version 99.*up to 1.*upgrade") as caught:
+        with pytest.raises(FormatVersionError, match=r"version 99.*up to 1.*newer recckpt") as caught:
             decode(data, PATH)
         assert caught.value.supported == 1
 
@@ -275,13 +289,13 @@ def shard(**changes):
         (table(live={"n_rows": 3, "columns": 1}), "tables[0].live.columns"),
         (table(live={"n_rows": 3, "columns": []}), "tables[0].live.columns"),
         (table(live={"n_rows": 3, "columns": [1]}), "tables[0].live.columns[0]"),
-        (table(live={"n_rows": 3, "columns": [[]]}), "tables[0].live.columns"),
+        (table(live={"n_rows": 3, "columns": [[]]}), "tables[0].live.columns[0]"),
         (table(live={"n_rows": 3, "columns": [[0, 1]]}), "tables[0].live.columns"),
         (table(live={"n_rows": 3, "columns": [[0, 3]]}), "tables[0].live.columns"),
         (table(live={"n_rows": 3, "columns": [[1, 2]]}), "tables[0].live.columns"),
         (table(live={"n_rows": 3, "columns": [[0, 2], [2, 2]]}), "tables[0].live.columns"),
         (table(live={"n_rows": 3, "columns": [[1, 2], [0, 1]]}), "tables[0].live.columns"),
-        (table(live={"n_rows": 3, "columns": [[0, 1, 2]]}), "tables[0].live.columns"),
+        (table(live={"n_rows": 3, "columns": [[0, 1, 2]]}), "tables[0].live.columns[0]"),
         (table(live={"n_rows": 3, "columns": [[0, 1], [1, True]]}), "tables[0].live.columns[1][1]"),
         (table(rows=10**18), "tables[0].rows"),
         (table(rows=1.0), "tables[0].rows"),
@@ -308,16 +322,16 @@ def shard(**changes):
         (file(name=layout.catalog(0, 2)), "files"),
         (shard(buckets=[0]), "shards[0].buckets"),
         (shard(buckets=[5, 4]), "shards[0].buckets"),
-        (shard(buckets=[0, 65537]), "shards[0].buckets"),
+        (shard(buckets=[0, 65537]), "shards[0].buckets[1]"),
         (shard(ids=[1, 2]), "shards[0].ids"),
         (shard(ids={"item": 1}), "shards[0].ids.item"),
         (shard(ids={"item": [1]}), "shards[0].ids.item"),
         (shard(ids={"item": [2, 1]}), "shards[0].ids.item"),
         (shard(ids={"item": [1, 2, 3]}), "shards[0].ids.item"),
-        (shard(ids={"item": [1, 2**63]}), "shards[0].ids.item"),
-        (shard(ids={"item": [1.0, 2.0]}), "shards[0].ids.item"),
-        (shard(ids={"item": [True, 2]}), "shards[0].ids.item"),
-        (shard(ids={"item": [1, "2"]}), "shards[0].ids.item"),
+        (shard(ids={"item": [1, 2**63]}), "shards[0].ids.item[1]"),
+        (shard(ids={"item": [1.0, 2.0]}), "shards[0].ids.item[0]"),
+        (shard(ids={"item": [True, 2]}), "shards[0].ids.item[0]"),
+        (shard(ids={"item": [1, "2"]}), "shards[0].ids.item[1]"),
         (shard(ids={"nobody": [1, 2]}), "shards[0].ids"),
         (shard(catalog=layout.catalog(1, 2)), "shards[0].catalog"),
         (shard(catalog=layout.catalog(0, 3)), "shards[0].catalog"),
@@ -339,12 +353,13 @@ def test_an_unsafe_name_is_refused(name):
 
 
 @pytest.mark.parametrize("field", json.loads(encode(example())))
-def test_a_missing_field_is_corrupt(field):
+def test_a_whole_manifest_without_a_field_is_of_an_older_form(field):
     values = json.loads(encode(example()))
     del values["manifest_xxh3"]
     if values.pop(field, None) is None or field in ("step", "parent", "names"):
         return  # may be null, or absent
-    with pytest.raises(CorruptCheckpointError):
+    is_ours = field not in ("format", "version")
+    with pytest.raises(FormatVersionError if is_ours else CorruptCheckpointError):
         decode(sealed(json.dumps(values).encode()), PATH)
 
 
@@ -381,3 +396,38 @@ def test_a_manifest_that_no_reader_would_take_is_not_written(monkeypatch):
     monkeypatch.setattr("recckpt.format.manifest.MAX_BYTES", len(data) - 1)
     with pytest.raises(ValueError, match=f"{len(data)} bytes, of 4 files and 2 tables"):
         encode(example())
+
+
+@pytest.mark.parametrize(
+    ("ranges", "expected"),
+    [
+        ([], True),
+        ([(3, 3)], True),
+        ([(5, 9), (0, 4)], True),
+        ([(0, 4), (4, 9)], False),  # both ends are included
+        ([(0, 9), (3, 3)], False),
+        ([(-(2**63), -1), (0, 2**63 - 1)], True),
+        ([(10, 11), (0, 9), (9, 9)], False),
+    ],
+)
+def test_ranges_of_ids_are_disjoint_where_no_id_is_in_two(ranges, expected):
+    assert are_disjoint(ranges) == expected
+
+
+def test_ranges_of_buckets_overlap_where_one_bucket_is_in_two():
+    assert not overlap([(30, 60), (0, 30), (0, 0), (15, 15)])
+    assert overlap([(29, 60), (0, 30)])
+
+
+def test_a_manifest_has_the_ids_of_shards_whose_buckets_overlap_and_of_no_others():
+    assert [shard.ids for shard in in_manifest([ONE, OTHER])] == [None, None]
+    beside = OTHER.but(buckets=(29, 60))
+    assert in_manifest([ONE, beside]) == (ONE, beside)
+
+
+def test_a_manifest_does_not_grow_with_tables_times_shards(monkeypatch):
+    beside = OTHER.but(buckets=(29, 60))
+    monkeypatch.setattr(manifest, "_MAX_RANGES", 3)
+    assert in_manifest([ONE, beside]) == (ONE, beside)
+    monkeypatch.setattr(manifest, "_MAX_RANGES", 2)
+    assert in_manifest([ONE, beside]) == (ONE.but(ids=None), beside.but(ids=None))

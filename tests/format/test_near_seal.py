@@ -6,17 +6,15 @@ from dataclasses import replace
 import pytest
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
-from recckpt.format import layout, near_names
-from recckpt.format.json_fields import seal
-from recckpt.format.links import Link, Parent
-from recckpt.format.manifest import FileEntry, Manifest
+from recckpt.format import layout, near_seal
+from recckpt.format.codec import seal
+from recckpt.format.manifest import FileEntry, Link, Manifest, Parent, ShardEntry
 from recckpt.format.near_seal import NearSeal, decode, encode
-from recckpt.format.shards import ShardEntry
 from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.types import SlotSpec
 
-NAME = near_names.near_name(3, "ab" * 16, 12)
-PATH = f"{near_names.near_dir(NAME)}/near.json"
+NAME = near_seal.near_name(3, "ab" * 16, 12)
+PATH = f"{near_seal.near_dir(NAME)}/near.json"
 
 
 def example() -> NearSeal:
@@ -86,6 +84,6 @@ def test_a_changed_byte_and_a_newer_version_are_told_apart():
 
 
 def test_names_of_near_saves_are_parsed_as_they_are_made():
-    assert near_names.parse_near(NAME) == near_names.parse_near(near_names.near_dir(NAME)) == (3, "ab" * 16, 12)
+    assert near_seal.parse_near(NAME) == near_seal.parse_near(near_seal.near_dir(NAME)) == (3, "ab" * 16, 12)
     for other in ("", "3.ab.12", f"0{NAME}", f"{NAME}.1", "ckpt_1"):
-        assert near_names.parse_near(other) is None
+        assert near_seal.parse_near(other) is None

@@ -7,10 +7,9 @@ import pytest
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
-from recckpt.format.json_fields import seal
-from recckpt.format.manifest import FileEntry, Names
+from recckpt.format.codec import seal
+from recckpt.format.manifest import FileEntry, Names, ShardEntry
 from recckpt.format.offer import Offer, Offered, decode, decode_first, encode, encode_first
-from recckpt.format.shards import ShardEntry
 from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.types import SlotSpec
 
@@ -26,7 +25,7 @@ def example() -> Offer:
         shards=(ShardEntry(layout.catalog(0, 1), (0, 30_000)),),
         tables=(TableEntry("item", 3, (SlotSpec("embedding", "float32", (2, 3)),)),),
         files=(FileEntry(layout.catalog(0, 1), 3, 0), FileEntry("model.pt", 9, 2**64 - 1)),
-        names=Names(dense=("top",), io_state=("clicks",)),
+        names=Names(("top",), (), ("clicks",)),
         state={"auc": 0.5},
         writer={"recckpt": "1"},
         ephemeral=True,
@@ -81,7 +80,7 @@ def test_a_file_outside_and_a_catalog_that_is_not_listed_are_refused():
 
 
 def test_the_tables_of_an_offer_are_those_of_a_full_checkpoint():
-    tables = tuple(replace(table, delta=DeltaRows(1, 0, False)) for table in example().tables)
+    tables = tuple(table.but(delta=DeltaRows(1, 0, False)) for table in example().tables)
     with pytest.raises(CorruptCheckpointError, match="delta"):
         decode(encode(replace(example(), tables=tables)), PATH)
 

@@ -112,15 +112,17 @@ def test_on_a_local_disk_a_checkpoint_is_read_to_its_end_though_rotation_removes
     check_rows(1, {id_.as_py(): row.as_py() for id_, row in rows.items()})
 
 
-def test_a_step_that_is_saved_again_comes_again(url, waits):
+@pytest.mark.parametrize(("after", "steps"), [(None, [1, 2, 3, 2]), (2, [3, 2])])
+def test_a_step_that_is_saved_again_comes_again_also_behind_what_was_done(url, waits, after, steps):
     run = train(run_at(url), 3)
+    assert there(url, after=after) == [step for step in (1, 2, 3) if step > (after or 0)]
 
     def go_back():
         run.manager.restore(1)
         train(run)
 
     waits.append(go_back)
-    assert followed(url) == [1, 2, 3, 2]
+    assert followed(url, after=after) == steps
 
 
 def test_an_output_dir_that_was_made_anew_is_followed_from_its_beginning(tmp_path, waits):
@@ -150,18 +152,6 @@ def test_ephemeral_checkpoints_come_where_they_are_asked_for(tmp_path):
     run = train(run_at(tmp_path))
     run.saver.save("by hand", step=7, ephemeral=True)
     assert (there(tmp_path), there(tmp_path, ephemeral=True)) == ([1], [1, 7])
-
-
-def test_an_evaluator_that_starts_again_goes_on_behind_what_it_has_done(tmp_path, waits):
-    run = train(run_at(tmp_path), 3)
-    assert (there(tmp_path, after=2), there(tmp_path, after=9)) == ([3], [])
-
-    def go_back():
-        run.manager.restore(1)
-        train(run)
-
-    waits.append(go_back)
-    assert followed(tmp_path, after=2) == [3, 2]
 
 
 def test_who_is_slower_than_the_run_may_have_the_newest_alone(tmp_path):

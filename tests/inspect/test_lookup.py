@@ -20,9 +20,7 @@ ASKED = [3, 77, 1, 3, -(2**63), 2**63 - 1, 0, 77]
 
 
 def reader_of(place, *tables, **options):
-    storage = open_storage(str(place))
-    storage.prepare()
-    save_tables(storage, list(tables), **options)
+    save_tables(place, list(tables), **options)
     return CheckpointReader(place)
 
 
@@ -97,8 +95,10 @@ def test_values_are_checked_when_they_are_first_read_and_only_those_that_are_ask
     flip_bit(path, path.read_bytes().index(bits))
     with CheckpointReader(tmp_path) as reader:
         assert reader.lookup("item", first_ids).found.all()
-        with pytest.raises(CorruptCheckpointError, match=r"column 'embedding'.*checksum"):
-            reader.lookup("item", last_ids)
+        assert sum(batch.num_rows for batch in reader.table("item", ids=first_ids)) == len(first_ids)
+        for read in (lambda: reader.lookup("item", last_ids), lambda: list(reader.table("item"))):
+            with pytest.raises(CorruptCheckpointError, match=r"column 'embedding'.*checksum"):
+                read()
         monkeypatch.setattr(PartReader, "read", None)
         assert reader.lookup("item", first_ids).found.all(), "what has been checked is not read again"
 
@@ -171,7 +171,7 @@ def test_a_refresh_makes_tables_ready_in_which_there_were_look_ups(tmp_path, mon
         model.a.insert(torch.tensor([1]), torch.full((1, 2), 2.0))
         saver.save("ckpt_2")
         assert reader.refresh()
-        monkeypatch.setattr("recckpt.sparse.files.row_index.RowIndex", None)
+        monkeypatch.setattr("recckpt.sparse.files.chain_table.RowIndex", None)
         assert reader.lookup("a", [0, 1]).values.tolist() == [[1, 1], [2, 2]]
         assert staying.lookup("a", [0, 1]).values.tolist() == [[1, 1], [1, 1]]
         assert not staying.refresh()

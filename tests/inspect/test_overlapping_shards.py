@@ -9,17 +9,17 @@ import re
 
 import numpy as np
 import pytest
-from faults.plant import Plant
+from faults.plants import Plant
 from support.forge import Forge, filled, load, rows_of, save_tables
 from support.spec_reader import counting
 from support.spec_writer import Held, write_delta, write_full
 
 import recckpt
 from recckpt import CheckpointReader
-from recckpt.compaction.compact import BUDGET_BYTES
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format.buckets import gen_slice
 from recckpt.inspect.verify import verify
+from recckpt.rewrite.compact import BUDGET_BYTES
 from recckpt.sparse.files import catalogs
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.storage import open_storage
@@ -255,7 +255,7 @@ def test_an_id_in_two_shards_whose_ranges_overlap_is_found_as_before(local, twic
 
 BUGS = {
     "ranges are not held against rows": (
-        Plant("recckpt.sparse.files.id_check:check_range", "if of_ids != batch.ids:", "if False:"),
+        Plant("recckpt.sparse.files.table_reader:check_range", "if of_ids != batch.ids:", "if False:"),
         lambda local, chain: test_a_range_that_is_not_that_of_the_rows_is_damage_and_named(local, [101, 199]),
     ),
     "a manifest may say any ids": (
@@ -265,7 +265,7 @@ BUGS = {
         ),
     ),
     "ranges that touch are disjoint": (
-        Plant("recckpt.format.shards:are_disjoint", "before[1] < following[0]", "before[1] <= following[0]"),
+        Plant("recckpt.format.manifest:are_disjoint", "before[1] < following[0]", "before[1] <= following[0]"),
         lambda local, chain: test_an_id_in_two_shards_whose_ranges_overlap_is_found_as_before(local, 99),
     ),
     "deletes lie in the ranges of rows": (
@@ -275,11 +275,15 @@ BUGS = {
         lambda local, chain: test_a_delete_counts_though_the_rows_of_its_shard_have_other_ids(chain),
     ),
     "a compactor or a forgetter drops how a table was live": (
-        Plant("recckpt.format.tables:table_json", "if table.live is not None:", "if False:"),
+        Plant(
+            "recckpt.format.manifest:content_json",
+            "plain(of.tables)",
+            "plain(tuple(table.but(live=None) for table in of.tables))",
+        ),
         lambda local, chain: test_what_is_left_when_ids_are_forgotten_is_live_and_says_its_own_ids(chain),
     ),
     "a delta may stand on another live layout": (
-        Plant("recckpt.output_dir.chains:_misfits", "elif below.live != table.live:", "elif False:"),
+        Plant("recckpt.output_dir.listing:_misfits", "elif below.live != table.live:", "elif False:"),
         lambda local, chain: test_a_delta_of_another_live_layout_is_damage_unless_it_replaces_the_table(chain, None),
     ),
 }

@@ -1,3 +1,5 @@
+"""Rows and tensors of a checkpoint, read without torch, and parts that are none."""
+
 import math
 import subprocess
 import sys
@@ -8,12 +10,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 import torch
-from support.builders import Run, flip_bit
-from support.forge import Forge, filled, save_tables
-from torch import nn
+from support.builders import Run
+from support.forge import Forge, empty, filled, load, save_tables
+from support.sweeps import mostly_slow
 
-from recckpt import CheckpointReader, Saver
+from recckpt import CheckpointReader, Deltas
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from recckpt.inspect.verify import verify
 from recckpt.sparse import HashTable
 from recckpt.sparse.files.arrow_format import column_buffer, column_values
 from recckpt.storage import open_storage
@@ -21,12 +24,6 @@ from recckpt.storage import open_storage
 DTYPES = ["float32", "float16", "bfloat16", "float64", "int8", "uint8", "int16", "int32", "int64"]
 SLOTS = {"sparse_scalar": (), "sparse_vector": (5,), "sparse_matrix": (2, 3)}
 IDS = [-(2**63), -2, -1, 0, 1, 2**63 - 1, *range(1000, 1100)]
-
-
-def storage_at(url):
-    storage = open_storage(str(url))
-    storage.prepare()
-    return storage
 
 
 def noise(dtype, n_rows, shape, seed):
@@ -70,7 +67,7 @@ def rows_read(reader, name, columns, ids=None):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_polars_and_pyarrow_alone_find_the_ids_and_values_of_the_reader(tmp_path, dtype):
     tables = [noisy("user/1", dtype), noisy("item", dtype, IDS[::2], seed=9)]
-    save_tables(storage_at(tmp_path), tables, batch_bytes=1000)
+    save_tables(tmp_path, tables, batch_bytes=1000)
     columns = ["embedding", *SLOTS]
     files = sorted((tmp_path / "ckpt_1" / "sparse").glob("*.arrow"))
     assert len(files) > 1
@@ -93,7 +90,7 @@ def test_polars_and_pyarrow_alone_find_the_ids_and_values_of_the_reader(tmp_path
 @pytest.mark.parametrize("columns", [[], ["sparse_scalar"], ["embedding"], ["sparse_matrix", "embedding"]])
 def test_some_columns_can_be_read_on_any_storage(url, columns):
     table = noisy("user/1", "float16")
-    save_tables(storage_at(url), [noisy("item", seed=3), table], batch_bytes=1000)
+    save_tables(url, [noisy("item", seed=3), table], batch_bytes=1000)
     with CheckpointReader(url) as reader:
         assert rows_read(reader, "user/1", columns) == rows_of(table, columns)
         ordered = [name for name in ("embedding", "sparse_matrix", "sparse_scalar") if name in columns]
@@ -103,7 +100,7 @@ def test_some_columns_can_be_read_on_any_storage(url, columns):
 
 def test_of_the_ids_asked_for_those_are_read_that_are_there_and_no_others(url):
     table = noisy("item")
-    save_tables(storage_at(url), [table], batch_bytes=1000)
+    save_tables(url, [table], batch_bytes=1000)
     asked = [-(2**63), 2**63 - 1, -2, 1050, 77, -77]
     with CheckpointReader(url) as reader:
         expected = rows_of(table, ["embedding"])
@@ -112,7 +109,7 @@ def test_of_the_ids_asked_for_those_are_read_that_are_there_and_no_others(url):
 
 
 def test_an_id_in_two_shards_is_refused_by_all_that_read_it_and_by_nothing_else(url):
-    save_tables(storage_at(url), [filled("item", range(100)), filled("other", [1])], [filled("item", [77, 200])])
+    save_tables(url, [filled("item", range(100)), filled("other", [1])], [filled("item", [77, 200])])
     with CheckpointReader(url) as reader:
         for read in (
             lambda: list(reader.table("item")),
@@ -127,7 +124,7 @@ def test_an_id_in_two_shards_is_refused_by_all_that_read_it_and_by_nothing_else(
 
 
 def test_shards_may_share_buckets_where_they_share_no_id(tmp_path):
-    save_tables(storage_at(tmp_path), [filled("item", range(0, 200, 2))], [filled("item", range(1, 200, 2))])
+    save_tables(tmp_path, [filled("item", range(0, 200, 2))], [filled("item", range(1, 200, 2))])
     with CheckpointReader(str(tmp_path)) as reader:
         assert reader.lookup("item", range(200)).found.all()
         assert sorted(n for batch in reader.table("item") for n in batch["id"].to_pylist()) == list(range(200))
@@ -135,7 +132,7 @@ def test_shards_may_share_buckets_where_they_share_no_id(tmp_path):
 
 @pytest.mark.parametrize("batch_bytes", [8 << 20, 20 * (2 + 8 + 8)])  # the second cut falls between the two
 def test_an_id_twice_in_one_shard_is_refused(tmp_path, batch_bytes):
-    save_tables(storage_at(tmp_path), [filled("item", range(40))], concurrency=1, batch_bytes=batch_bytes)
+    save_tables(tmp_path, [filled("item", range(40))], concurrency=1, batch_bytes=batch_bytes)
     with CheckpointReader(str(tmp_path)) as reader:
         ids = [n for batch in reader.table("item") for n in batch["id"].to_pylist()]
     ids[20] = ids[19]
@@ -153,55 +150,30 @@ def test_an_id_twice_in_one_shard_is_refused(tmp_path, batch_bytes):
 
 
 def test_a_manifest_that_says_other_buckets_of_a_shard_is_refused(tmp_path):
-    save_tables(storage_at(tmp_path), [filled("item", range(40))])
+    save_tables(tmp_path, [filled("item", range(40))])
     Forge(tmp_path / "ckpt_1").edit_manifest(lambda values: values["shards"][0].update(buckets=[0, 0]))
     with CheckpointReader(str(tmp_path)) as reader, pytest.raises(CorruptCheckpointError, match="batches of buckets"):
         list(reader.table("item"))
 
 
-def test_only_the_batches_that_may_hold_the_ids_are_read(tmp_path):
-    save_tables(storage_at(tmp_path), [filled("item", range(500))], concurrency=1, batch_bytes=500)
-    forge = Forge(tmp_path / "ckpt_1")
-    with CheckpointReader(str(tmp_path)) as reader:
-        first = next(reader.table("item"))["id"].to_pylist()
-    with pa.memory_map(str(forge.path(forge.parts[0]))) as file:
-        last = pa.ipc.open_file(file)
-        values = column_buffer(last.get_batch(last.num_record_batches - 1).column("embedding")).to_pybytes()
-    flip_bit(forge.path(forge.parts[0]), forge.path(forge.parts[0]).read_bytes().index(values))
-    with CheckpointReader(str(tmp_path)) as reader:
-        assert reader.lookup("item", first).found.all()
-        assert sum(batch.num_rows for batch in reader.table("item", ids=first)) == len(first)
-        with pytest.raises(CorruptCheckpointError, match=r"column 'embedding'.*checksum"):
-            list(reader.table("item"))
-
-
-def test_an_unknown_table_or_slot_is_named_with_the_nearest(tmp_path):
-    save_tables(storage_at(tmp_path), [filled("item", range(5))])
-    with CheckpointReader(str(tmp_path)) as reader:
-        with pytest.raises(KeyError, match=r"no table 'itm'.*did you mean 'item'"):
-            reader.table("itm")
-        with pytest.raises(KeyError, match=r"no slot 'embeding'.*did you mean 'embedding'"):
-            reader.table("item", ["embeding"])
-        with pytest.raises(KeyError, match="no slot"):
-            reader.table("item", ["nothing"])
-
-
-@pytest.mark.parametrize("ids", [5, [1.0], ["1"], [2**63], [None], np.array([0.5])])
-def test_ids_that_are_no_int64_numbers_are_refused(tmp_path, ids):
-    save_tables(storage_at(tmp_path), [filled("item", range(5))])
-    with CheckpointReader(str(tmp_path)) as reader, pytest.raises(TypeError, match="ids must be a sequence of int64"):
-        reader.lookup("item", ids)
-
-
-def test_one_name_in_place_of_a_list_of_slots_is_refused(tmp_path):
-    save_tables(storage_at(tmp_path), [filled("item", range(5))])
-    with CheckpointReader(str(tmp_path)) as reader, pytest.raises(TypeError, match=r"pass \['embedding'\]"):
-        reader.table("item", "embedding")
+@pytest.mark.parametrize(
+    ("asked", "error", "said"),
+    [
+        (("itm",), KeyError, r"no table 'itm'.*did you mean 'item'"),
+        (("item", ["embeding"]), KeyError, r"no slot 'embeding'.*did you mean 'embedding'"),
+        (("item", ["nothing"]), KeyError, "no slot"),
+        (("item", "embedding"), TypeError, r"pass \['embedding'\]"),
+    ],
+)
+def test_an_unknown_table_or_slot_is_named_with_the_nearest(tmp_path, asked, error, said):
+    save_tables(tmp_path, [filled("item", range(5))])
+    with CheckpointReader(str(tmp_path)) as reader, pytest.raises(error, match=said):
+        reader.table(*asked)
 
 
 @pytest.mark.parametrize("ids", [np.arange(3), range(3), (0, 1, 2), {0, 1, 2}, torch.arange(3)])
 def test_ids_come_in_any_collection_of_ints(tmp_path, ids):
-    save_tables(storage_at(tmp_path), [filled("item", range(5))])
+    save_tables(tmp_path, [filled("item", range(5))])
     with CheckpointReader(str(tmp_path)) as reader:
         assert reader.lookup("item", ids).found.tolist() == [True] * 3
         assert sum(batch.num_rows for batch in reader.table("item", ids=ids)) == 3
@@ -209,7 +181,7 @@ def test_ids_come_in_any_collection_of_ints(tmp_path, ids):
 
 def test_bfloat16_values_are_those_of_torch(tmp_path):
     table = noisy("item", "bfloat16")
-    save_tables(storage_at(tmp_path), [table])
+    save_tables(tmp_path, [table])
     with CheckpointReader(str(tmp_path)) as reader:
         slots = {slot.name: slot for slot in reader.manifest.table("item").slots}
         found = pa.Table.from_batches(reader.table("item")).combine_chunks().to_batches()[0]
@@ -222,7 +194,7 @@ def test_bfloat16_values_are_those_of_torch(tmp_path):
 
 def test_columns_are_taken_by_name_in_any_order(tmp_path):
     table = noisy("item")
-    save_tables(storage_at(tmp_path), [table], concurrency=1)
+    save_tables(tmp_path, [table], concurrency=1)
     Forge(tmp_path / "ckpt_1").edit_part(lambda batch: batch.select(batch.schema.names[::-1]))
     with CheckpointReader(str(tmp_path)) as reader:
         for columns in (["embedding", *SLOTS], ["sparse_scalar"], []):
@@ -231,7 +203,7 @@ def test_columns_are_taken_by_name_in_any_order(tmp_path):
 
 def test_a_part_that_pyarrow_wrote_again_reads_the_same(tmp_path):
     table = noisy("item")
-    save_tables(storage_at(tmp_path), [table], concurrency=1)
+    save_tables(tmp_path, [table], concurrency=1)
     Forge(tmp_path / "ckpt_1").edit_part(lambda batch: pa.RecordBatch.from_arrays(batch.columns, batch.schema.names))
     with CheckpointReader(str(tmp_path)) as reader:
         assert rows_read(reader, "item", ["embedding"]) == rows_of(table, ["embedding"])
@@ -251,7 +223,7 @@ def test_dense_tensors_are_read_by_name(tmp_path):
 
 
 def test_a_checkpoint_without_dense_tensors_has_none(tmp_path):
-    save_tables(storage_at(tmp_path), [filled("item", range(5))])
+    save_tables(tmp_path, [filled("item", range(5))])
     with CheckpointReader(str(tmp_path)) as reader:
         assert reader.tensor_names() == []
         with pytest.raises(KeyError, match=r"no dense tensor 'top\.weight'"):
@@ -280,16 +252,16 @@ def test_a_reader_that_was_closed_opens_again(tmp_path):
 
 
 def test_an_output_dir_means_its_newest_checkpoint(url):
-    storage = storage_at(url)
     for number in (9, 10, 1):
-        save_tables(storage, [filled("item", range(number))], ckpt_id=f"ckpt_{number}")
+        save_tables(url, [filled("item", range(number))], ckpt_id=f"ckpt_{number}")
     assert CheckpointReader(url).manifest.ckpt_id == "ckpt_1"
     assert CheckpointReader(f"{url}/ckpt_10").manifest.ckpt_id == "ckpt_10"
     assert CheckpointReader(f"{url}/ckpt_10/").manifest.tables[0].rows == 10
 
 
 def test_an_id_is_found_in_the_directory_of_a_later_attempt(url):
-    storage = storage_at(url)
+    storage = open_storage(url)
+    storage.prepare()
     storage.make_dir("ckpt_1")
     storage.put_if_absent("ckpt_1/INTENT", b"{}")  # an attempt that died
     save_tables(storage, [filled("item", range(3))])
@@ -305,37 +277,165 @@ def test_a_checkpoint_that_is_not_there_is_not_found(url, name):
 
 def test_a_checkpoint_at_the_top_of_a_store_is_found_by_its_url(memory_url):
     top = memory_url.rpartition("/")[0]
-    save_tables(storage_at(top), [filled("item", range(3))])
+    save_tables(top, [filled("item", range(3))])
     assert CheckpointReader(top).tables() == ["item"]
     assert CheckpointReader(f"{top}/ckpt_1").tables() == ["item"]
 
 
 def test_odd_table_names_are_read_as_they_were_written(tmp_path):
     names = ["a/b", "line\nbreak", "naïve 表", ".", "..", "-x", "x" * 300]
-    save_tables(storage_at(tmp_path), [filled(name, [i]) for i, name in enumerate(names)])
+    save_tables(tmp_path, [filled(name, [i]) for i, name in enumerate(names)])
     with CheckpointReader(str(tmp_path)) as reader:
         assert reader.tables() == names
         assert all(reader.lookup(name, [i]).found.all() for i, name in enumerate(names))
 
 
 def test_reading_imports_neither_torch_nor_numba(tmp_path):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = filled("item", range(5))
-            self.dense = nn.Linear(2, 2)
-
-    Saver(Model(), None, str(tmp_path)).save("ckpt_1")
+    Run(tmp_path, interval=5, max_keep=None, deltas=Deltas(max_dirty=1.0)).train(10)
     code = (
-        "import sys; from recckpt import CheckpointReader\n"
-        f"r = CheckpointReader({str(tmp_path)!r}); r.lookup('item', [1]); list(r.table('item'))\n"
-        "[r.read_tensor(n) for n in r.tensor_names()]\n"
-        "assert not {'torch', 'numba', 'tqdm', 'fsspec'} & set(sys.modules)"
+        "import sys, recckpt; path = sys.argv[1]\n"
+        "reader = recckpt.CheckpointReader(path); name, *_ = reader.tables()\n"
+        "reader.lookup(name, [1]); list(reader.table(name)); [reader.read_tensor(n) for n in reader.tensor_names()]\n"
+        "assert not {'torch', 'numba', 'tqdm', 'fsspec'} & set(sys.modules)\n"
+        "assert recckpt.dataset(path, name).count_rows() == reader.manifest.table(name).rows\n"
+        "first, second = recckpt.list_checkpoints(path); assert recckpt.find_checkpoint(path, 'latest') == second\n"
+        "assert (first.kind, second.kind) == ('full', 'delta') and recckpt.diff(second.path, path).is_equal\n"
+        "assert recckpt.report(path).to_html() and recckpt.history(path, name, [1]).rows\n"
+        "assert not {'torch', 'numba'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
 
 
 @pytest.mark.parametrize("path", [None, 1, b"runs"])
 def test_a_reader_of_what_is_no_path_is_refused(path):
     with pytest.raises(TypeError, match=f"path must be a path or URL of a checkpoint or output dir, found {path!r}"):
         CheckpointReader(path)
+
+
+def replaced(batch, name, array, field=None):
+    at = batch.schema.get_field_index(name)
+    return batch.set_column(at, field or pa.field(name, array.type), array)
+
+
+def with_null_inside(batch):
+    rows = batch.column("embedding")
+    values = pa.array([None, *rows.flatten().to_pylist()[1:]], rows.type.value_type)
+    return replaced(batch, "embedding", pa.FixedSizeListArray.from_arrays(values, rows.type.list_size))
+
+
+def with_ids(make):
+    return lambda batch: replaced(batch, "id", make(batch.column("id")))
+
+
+def with_embeddings(make):
+    """Replace the embeddings by what is made for so many rows."""
+    return lambda batch: replaced(batch, "embedding", make(batch.num_rows))
+
+
+def tensors(n_rows, *shape, dtype=np.float32):
+    made = pa.FixedShapeTensorArray.from_numpy_ndarray(np.zeros((n_rows, *shape), dtype))
+    return made.storage if len(shape) == 1 else made
+
+
+class Strange(pa.ExtensionType):
+    """A type that nobody has registered."""
+
+    def __init__(self, storage):
+        super().__init__(storage, "tests.strange")
+
+    def __arrow_ext_serialize__(self):
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage, serialized):
+        return cls(storage)
+
+
+def with_a_strange_type(name):
+    def edit(batch):
+        values = batch.column(name)
+        values = values.storage if isinstance(values, pa.ExtensionArray) else values
+        return replaced(batch, name, pa.ExtensionArray.from_storage(Strange(values.type), values))
+
+    return edit
+
+
+BAD = {
+    "ids of an unknown extension": (with_a_strange_type("id"), "strange"),
+    "vectors of an unknown extension": (with_a_strange_type("embedding"), "strange"),
+    "null ids": (with_ids(lambda ids: pa.array([None, *ids.to_pylist()[1:]], pa.int64())), "nulls"),
+    "a null in a vector": (with_null_inside, "nulls"),
+    "ids of float64": (with_ids(lambda ids: ids.cast(pa.float64())), "double.*int64"),
+    "ids of int32": (with_ids(lambda ids: ids.cast(pa.int32())), "int32|bytes"),
+    "16 values for 32": (with_embeddings(lambda n: tensors(n, 16)), "16|bytes"),
+    "64 values for 32": (with_embeddings(lambda n: tensors(n, 64)), "64"),
+    "2 x 16 values for 32": (with_embeddings(lambda n: tensors(n, 2, 16)), r"\[2,16\].*fixed_size_list"),
+    "values of float64": (with_embeddings(lambda n: tensors(n, 32, dtype=np.float64)), "double.*float"),
+    "strings": (with_embeddings(lambda n: pa.array(["x" * 200] * n)), "string"),
+    "lists": (with_embeddings(lambda n: pa.array([[0.0] * 32] * n, pa.list_(pa.float32()))), "list"),
+    "tensors of one dimension": (
+        with_embeddings(lambda n: pa.FixedShapeTensorArray.from_numpy_ndarray(np.zeros((n, 32), np.float32))),
+        "fixed_shape_tensor.*fixed_size_list",
+    ),
+    "a column too many": (
+        lambda batch: batch.append_column("strange", pa.array(np.zeros(batch.num_rows, np.int8))),
+        "strange",
+    ),
+    "a column too few": (lambda batch: batch.drop_columns(["embedding"]), "columns|bytes"),
+}
+
+
+@pytest.mark.parametrize(("edit", "match"), BAD.values(), ids=BAD.keys())
+def test_a_part_of_another_schema_is_refused_with_what_was_found_and_expected(tmp_path, edit, match):
+    save_tables(open_storage(str(tmp_path)), [filled("item", range(20), shape=32)], concurrency=1)
+    Forge(tmp_path / "ckpt_1").edit_part(edit)
+    with CheckpointReader(str(tmp_path)) as reader, pytest.raises(CorruptCheckpointError, match=match) as caught:
+        list(reader.table("item"))
+    assert caught.value.found
+    assert caught.value.expected
+
+
+def cut(data):
+    return {
+        "empty": b"",
+        "magic": b"ARROW1",
+        "magic, padded": b"ARROW1\0\0",
+        "magic at both ends": b"ARROW1\0\0ARROW1",
+        "no footer": b"ARROW1\0\0" + bytes(len(data)) + b"ARROW1",
+        "a footer without end": data[:-10] + b"\xff\xff\xff\x7fARROW1",
+        "a footer of nothing": data[:-10] + b"\0\0\0\0ARROW1",
+        "one byte less": data[:-1],
+        "half": data[: len(data) // 2],
+        "garbage behind": data + b"garbage",
+        "twice": data + data,
+        "a stream": data[8:],
+        "Parquet": b"PAR1" + data[4:-4] + b"PAR1",
+        "text": b"id,embedding\n1,2\n" * 99,
+    }
+
+
+@mostly_slow()
+@pytest.mark.parametrize("name", cut(bytes(100)))
+def test_a_part_that_is_no_whole_arrow_file_is_refused_though_its_size_is_as_the_manifest_says(tmp_path, name):
+    save_tables(open_storage(str(tmp_path)), [filled("item", range(20))], concurrency=1)
+    forge = Forge(tmp_path / "ckpt_1")
+    data = cut(forge.path(forge.parts[0]).read_bytes())[name]
+    forge.write(forge.parts[0], data)
+    forge.edit_catalog(lambda values: values["parts"][0].update(bytes=len(data)))
+    with CheckpointReader(str(tmp_path)) as reader:
+        if name in ("twice", "a stream"):  # Arrow finds a whole file at the end of it, or a footer that fits
+            rows = sum(batch.num_rows for batch in reader_or_nothing(reader))
+            assert rows in (0, 20)
+        else:
+            with pytest.raises(CorruptCheckpointError):
+                list(reader.table("item"))
+    assert verify(str(tmp_path))
+    with pytest.raises(CorruptCheckpointError):
+        load(open_storage(str(tmp_path)), [empty("item")])
+
+
+def reader_or_nothing(reader):
+    try:
+        return list(reader.table("item"))
+    except CorruptCheckpointError:
+        return []

@@ -1,8 +1,6 @@
-"""Readers of deltas and forms, without torch: held against a dict, and against each other."""
+"""Readers of deltas and forms, without torch: held against a dict, against each other, and beside a run that saves."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,19 +11,26 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.builders import Run
 from support.forge import filled, save_tables, sealed
-from support.paths import ROOT
 from support.spec_reader import counting
 from support.spec_writer import write_delta, write_form
+from support.sweeps import mostly_slow
+from test_world import rows_in as bytes_in
+from torch import nn
 
 import recckpt
-from recckpt import CheckpointReader
+from recckpt import CheckpointReader, Deltas, Saver
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from recckpt.format.buckets import bucket_of
+from recckpt.inspect.verify import verify
 from recckpt.output_dir import open_files
+from recckpt.output_dir.listing import list_checkpoints
 from recckpt.output_dir.open_files import OpenFiles
+from recckpt.sparse import HashTable
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.storage import open_storage
 
@@ -34,9 +39,7 @@ START = {id_: (float(id_),) * 2 for id_ in range(6)}
 
 def full(path):
     """Save a full checkpoint, ckpt_1, of rows whose values are their ids."""
-    storage = open_storage(str(path))
-    storage.prepare()
-    save_tables(storage, [filled("t", list(START))], concurrency=1)
+    save_tables(path, [filled("t", list(START))], concurrency=1)
     return counting(Path(path))[0]
 
 
@@ -151,9 +154,6 @@ def next_link(below, ckpt_id, model, shards, *, replaced, number):
     return model, write_delta(below, ckpt_id, len(model), written, replaced=replaced)
 
 
-# Datasets
-
-
 def test_arrow_polars_and_duckdb_query_a_delta_lazily(delta):
     rows = recckpt.dataset(delta.directory, "t")
     assert rows_in(rows.to_batches(columns=["id", "embedding"])) == CHANGED
@@ -211,19 +211,6 @@ def test_what_cannot_be_asked_of_merged_rows_says_what_can(tmp_path, delta):
         rows.__reduce__()
     ds.write_dataset(rows, tmp_path / "out", format="ipc")
     assert ds.dataset(tmp_path / "out", format="ipc").sort_by("id").to_table()["id"].to_pylist() == sorted(CHANGED)
-
-
-@pytest.mark.slow
-def test_a_delta_is_read_without_torch(delta):
-    code = (
-        f"import recckpt, sys; print(recckpt.dataset({str(delta.directory)!r}, 't').count_rows(), "
-        f"recckpt.CheckpointReader({str(delta.directory)!r}).lookup('t', [9]).found.sum(), 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout == "5 1 False\n", done.stderr
-
-
-# Refresh
 
 
 def held(monkeypatch):
@@ -293,23 +280,20 @@ def test_a_closed_reader_opens_all_again(tmp_path, delta):
     assert rows_in(reader.table("t")) == CHANGED
 
 
-# Damage
-
-
 @pytest.mark.parametrize(
-    ("rows", "shards", "changes", "path", "found"),
+    ("rows", "shards", "found"),
     [
-        (7, [({9: (9, 9)}, []), ({9: (1, 1)}, [])], {}, "ckpt_2/sparse", "id 9 twice"),
-        (7, [({9: (9, 9), 1: (1, 1)}, [1])], {}, "ckpt_2/sparse", "id 1 twice"),
-        (9, [({9: (9, 9)}, [])], {}, "ckpt_2/sparse", "7 rows in the chain"),
-        (5, [({}, [77])], {}, "ckpt_2/sparse", "6 rows in the chain"),
+        (7, [({9: (9, 9)}, []), ({9: (1, 1)}, [])], "id 9 twice"),
+        (7, [({9: (9, 9), 1: (1, 1)}, [1])], "id 1 twice"),
+        (9, [({9: (9, 9)}, [])], "7 rows in the chain"),
+        (5, [({}, [77])], "6 rows in the chain"),
     ],
 )
-def test_what_contradicts_itself_is_refused_by_the_name_of_the_link(base, rows, shards, changes, path, found):
-    delta = write_delta(base, "ckpt_2", rows, shards, **changes)
+def test_what_contradicts_itself_is_refused_by_the_name_of_the_link(base, rows, shards, found):
+    delta = write_delta(base, "ckpt_2", rows, shards)
     with pytest.raises(CorruptCheckpointError) as caught:
         rows_of(delta.directory)
-    assert (caught.value.path, caught.value.found) == (path, found)
+    assert (caught.value.path, caught.value.found) == ("ckpt_2/sparse", found)
 
 
 @pytest.mark.parametrize(("shards", "id_"), [([({9: (9, 9)}, []), ({9: (1, 1)}, [])], 9), ([({1: (1, 1)}, [1])], 1)])
@@ -352,3 +336,62 @@ def test_a_whole_slot_of_a_delta_that_says_other_rows_than_it_has_is_damaged(del
         pytest.raises(CorruptCheckpointError, match=rf"expected {rows}, by the"),
     ):
         reader.read_tensor("t@embedding")
+
+
+def live_rows(table):
+    """Return id -> slot -> bytes."""
+    if not len(table):
+        return {}
+    columns = {"embedding": table.embeddings(), **table.slots}
+    raw = {n: t.detach().contiguous().view(len(table), -1).view(torch.uint8).numpy() for n, t in columns.items()}
+    return {int(id_): {n: raw[n][row].tobytes() for n in raw} for row, id_ in enumerate(table.ids())}
+
+
+@mostly_slow()
+def test_a_run_with_deltas_is_read_at_each_of_its_saves_and_all_of_it_is_good(url):
+    run = Run(url, interval=3, max_keep=4, deltas=True)
+    kinds = set()
+    reader = None
+    for _ in range(8):
+        run.train(3)
+        reader = reader or CheckpointReader(url)
+        reader.refresh()
+        kinds.add(reader.manifest.kind)
+        for table in run.model.tables:
+            assert bytes_in(reader.table(table.name)) == live_rows(table)
+    assert kinds == {"full", "delta"}
+    assert verify(url) == []
+    reader.close()
+
+
+@mostly_slow()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_dtypes_and_shapes_of_any_kind_come_back(tmp_path, dtype):
+    table = HashTable((2, 3), name="t", dtype=dtype)
+    table.add_slot("scalar", (), dtype)
+    saver = Saver(nn.ModuleDict({"t": table}), output_dir=str(tmp_path), max_keep=None, deltas=Deltas(max_dirty=1.0))
+    for number in range(4):
+        ids = torch.randperm(50)[:30]
+        table.insert(ids, (torch.randn(30, 2, 3) * 9).to(dtype), {"scalar": (torch.randn(30) * 9).to(dtype)})
+        table.erase(torch.randperm(50)[:3])
+        saver.save(f"c{number}")
+        with CheckpointReader(tmp_path) as reader:
+            expected = live_rows(table)
+            assert bytes_in(reader.table("t")) == expected
+            assert bytes_in(reader.dataset("t").to_batches()) == expected
+    assert reader.manifest.kind == "delta"
+
+
+def test_an_adopted_form_gives_what_its_delta_gave_and_is_good(tmp_path):
+    run = Run(tmp_path, interval=3, max_keep=3, deltas=Deltas(max_dirty=1.0, max_chain_bytes=100.0)).train(6)
+    rows = {table.name: live_rows(table) for table in run.model.tables}
+    offer = recckpt.compact(tmp_path)
+    assert verify(str(tmp_path)) == []
+    run.train(3)
+    adopted = list_checkpoints(open_storage(str(tmp_path))).find("ckpt_6")
+    assert (adopted.manifest.kind, adopted.directory) == ("full", offer.directory)
+    assert verify(str(tmp_path)) == verify(str(tmp_path / adopted.directory)) == []
+    with CheckpointReader(tmp_path / "ckpt_6") as reader, CheckpointReader(tmp_path) as newest:
+        for table in run.model.tables:
+            assert bytes_in(reader.table(table.name)) == rows[table.name]
+            assert bytes_in(newest.table(table.name)) == live_rows(table)

@@ -144,7 +144,7 @@ def test_with_a_damaged_list_nobody_is_known_to_be_dead(runs):
     assert (runs / "ckpt_20/model.pt").exists()
 
 
-def test_late_commits_of_a_writer_that_lost_the_output_dir_go(runs):
+def test_late_commits_of_a_writer_that_lost_the_output_dir_go_manifest_first(runs, monkeypatch):
     commit_late(runs, "late")
     done = repair(str(runs))
     dead, reason = what(done)["late"]
@@ -152,21 +152,14 @@ def test_late_commits_of_a_writer_that_lost_the_output_dir_go(runs):
     assert "epoch 1" in reason
     assert "late" not in done.checkpoints
     assert (runs / "late/manifest.json").exists()
+    removed, kind = [], type(open_storage(str(runs)))
+    real = kind.remove
+    monkeypatch.setattr(kind, "remove", lambda self, name: (removed.append(name), real(self, name))[1])
     assert repair(str(runs), clean=True).removed == ("late",)
-    assert not (runs / "late").exists()
-    assert checkpoints(runs) == ["ckpt_10", "ckpt_15", "ckpt_5"]
-
-
-def test_of_a_late_commit_the_manifest_goes_first(runs, monkeypatch):
-    commit_late(runs, "late")
-    removed = []
-    real = type(open_storage(str(runs))).remove
-    monkeypatch.setattr(
-        type(open_storage(str(runs))), "remove", lambda self, name: (removed.append(name), real(self, name))[1]
-    )
-    repair(str(runs), clean=True)
     assert removed[0] == "late/manifest.json"
     assert "late/model.pt" in removed
+    assert not (runs / "late").exists()
+    assert checkpoints(runs) == ["ckpt_10", "ckpt_15", "ckpt_5"]
 
 
 def test_stray_temporary_files_go(runs):

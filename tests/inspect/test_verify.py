@@ -20,15 +20,9 @@ from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
 
 
-def storage_at(url):
-    storage = open_storage(str(url))
-    storage.prepare()
-    return storage
-
-
 def saved(url, *shards, **options):
     """Save the tables of each shard and return what changes the checkpoint."""
-    save_tables(storage_at(url), *shards, concurrency=1, **options)
+    save_tables(url, *shards, concurrency=1, **options)
     return Forge(url / "ckpt_1")
 
 
@@ -43,7 +37,7 @@ def only(problems):
 
 @pytest.mark.parametrize("deep", [True, False])
 def test_a_checkpoint_that_is_whole_has_no_problems(url, deep):
-    save_tables(storage_at(url), two_tables(), batch_bytes=700)
+    save_tables(url, two_tables(), batch_bytes=700)
     assert verify(url, deep=deep) == []
     assert verify(f"{url}/ckpt_1", deep=deep) == []
 
@@ -154,11 +148,22 @@ def test_quick_looks_at_sizes_and_not_at_bytes(tmp_path):
     assert verify(str(tmp_path))
 
 
-def test_rows_that_do_not_add_up_are_found(tmp_path):
+@pytest.mark.parametrize(
+    ("file", "edit", "said"),
+    [
+        ("manifest", lambda values: values["tables"][1].update(rows=51), "at table 'item': found 51 rows"),
+        ("manifest", lambda values: values["shards"][0].update(buckets=[0, 1]), "expected [0, 1]"),
+        ("manifest", lambda values: values.update(version=99), "at version: found 99"),
+        ("catalog", lambda values: values.update(version=99), "at version: found 99"),
+        ("catalog", lambda values: values.update(save_id="0" * 32), "at save_id"),
+    ],
+)
+def test_what_manifest_and_catalog_say_that_is_not_so_is_found(tmp_path, file, edit, said):
     forge = saved(tmp_path, two_tables())
-    forge.edit_manifest(lambda values: values["tables"][1].update(rows=51))
-    problem = only(verify(str(tmp_path)))
-    assert (problem.where, problem.found) == ("table 'item'", "51 rows")
+    getattr(forge, f"edit_{file}")(edit)
+    problems = verify(str(tmp_path))
+    assert any(said in str(problem) for problem in problems)
+    assert file == "catalog" or len(problems) == 1
 
 
 def test_a_part_in_no_catalog_is_found(tmp_path):
@@ -168,24 +173,6 @@ def test_a_part_in_no_catalog_is_found(tmp_path):
     forge.edit_manifest(lambda values: values["files"].append({"name": lost, "bytes": 1}))
     problem = only(verify(str(tmp_path)))
     assert (problem.where, problem.found) == (f"file {lost!r}", "in 0 catalogs")
-
-
-def test_buckets_of_a_shard_that_are_not_those_of_its_batches_are_found(tmp_path):
-    forge = saved(tmp_path, two_tables())
-    forge.edit_manifest(lambda values: values["shards"][0].update(buckets=[0, 1]))
-    assert "[0, 1]" in only(verify(str(tmp_path))).expected
-
-
-def test_a_catalog_of_another_save_is_found(tmp_path):
-    forge = saved(tmp_path, two_tables())
-    forge.edit_catalog(lambda values: values.update(save_id="0" * 32))
-    assert any("save_id" in problem.where for problem in verify(str(tmp_path)))
-
-
-def test_a_catalog_of_a_newer_version_is_found(tmp_path):
-    forge = saved(tmp_path, two_tables())
-    forge.edit_catalog(lambda values: values.update(version=99))
-    assert any(problem.found == "99" for problem in verify(str(tmp_path)))
 
 
 class Hostile:
@@ -244,17 +231,9 @@ def test_extra_pt_that_could_not_be_loaded_is_damage_though_its_checksum_is_righ
     assert verify(str(tmp_path)) == []
 
 
-def test_a_newer_format_is_a_problem_that_says_so(tmp_path):
-    forge = saved(tmp_path, two_tables())
-    forge.edit_manifest(lambda values: values.update(version=99))
-    problem = only(verify(str(tmp_path)))
-    assert (problem.where, problem.found) == ("version", "99")
-
-
 def test_all_checkpoints_of_an_output_dir_are_looked_at(tmp_path):
-    storage = storage_at(tmp_path)
     for number in range(3):
-        save_tables(storage, two_tables(), ckpt_id=f"ckpt_{number}")
+        save_tables(tmp_path, two_tables(), ckpt_id=f"ckpt_{number}")
     (tmp_path / "ckpt_0" / "manifest.json").write_bytes(b"")
     Forge(tmp_path / "ckpt_2").path(Forge(tmp_path / "ckpt_2").parts[0]).unlink()
     (tmp_path / "ckpt_3" / "sparse").mkdir(parents=True)  # a leftover is no checkpoint
@@ -263,8 +242,8 @@ def test_all_checkpoints_of_an_output_dir_are_looked_at(tmp_path):
 
 
 def test_damage_is_found_on_a_store_without_memory_maps(memory_url):
-    storage = storage_at(memory_url)
-    save_tables(storage, two_tables())
+    save_tables(memory_url, two_tables())
+    storage = open_storage(memory_url)
     name = next(f"ckpt_1/{name}" for name in storage.list_files("ckpt_1") if name.endswith(".arrow"))
     data = storage.read(name, 1 << 20)
     for at in (len(data) // 2, len(data) - 1, 100):

@@ -19,19 +19,17 @@ from support.sweeps import SWEEP_STRIDE
 
 from recckpt import Deltas
 from recckpt.format.offer import encode_first
-from recckpt.inspect import verify_chains
+from recckpt.inspect import verify as verifying
 from recckpt.inspect.verify import find_checkpoints, verify, verify_found
-from recckpt.sparse.files.chain_counts import count_rows
 from recckpt.sparse.files.part_reader import PartReader
+from recckpt.sparse.files.verifier import count_rows
 from recckpt.storage import open_storage
 
 
 @pytest.fixture
 def base(tmp_path):
     """A full checkpoint with the ids 0 to 5."""
-    storage = open_storage(str(tmp_path / "runs"))
-    storage.prepare()
-    save_tables(storage, [filled("t", range(6))], concurrency=1)
+    save_tables(tmp_path / "runs", [filled("t", range(6))], concurrency=1)
     return counting(tmp_path / "runs")[0]
 
 
@@ -86,9 +84,9 @@ def test_each_link_is_read_once_for_all_that_stand_on_it_but_for_its_ids(tmp_pat
         delta = write_delta(delta, f"ckpt_{number}", 5, [({0: (number, 3)}, [])])
     reads, unchecked = Counter(), PartReader.unchecked
 
-    def seen(self, number):
+    def seen(self, number, span=None):
         reads[self.path, "embedding" in self._specs] += 1
-        return unchecked(self, number)
+        return unchecked(self, number, span)
 
     monkeypatch.setattr(PartReader, "unchecked", seen)
     assert verify(str(tmp_path / "runs")) == []
@@ -105,7 +103,7 @@ def test_a_link_that_is_removed_before_its_rows_are_counted_is_no_problem(tmp_pa
         shutil.rmtree(delta.directory)
         return count_rows(*args)
 
-    monkeypatch.setattr(verify_chains, "count_rows", removing)
+    monkeypatch.setattr(verifying, "count_rows", removing)
     reports = verify_found(find_checkpoints(str(tmp_path / "runs")))
     assert [(report.directory, report.problems) for report in reports] == [(base.directory.name, ())]
 

@@ -10,6 +10,8 @@ NEEDS = {
     "test_clipping_lightning.py": "lightning",
     "test_clipping_transformers.py": "transformers",
     "test_lightning_averages.py": "lightning",
+    "test_lightning_resumes.py": "lightning",
+    "test_transformers_resumes.py": "transformers",
     "test_live_tables.py": "lightning",
     "test_live_fbgemm.py": "fbgemm_gpu",
     "test_live_collisions.py": "torchrec",

@@ -18,8 +18,8 @@ from support.rank_processes import fork_ranks
 
 from recckpt import CheckpointManager, Deltas, Saver
 from recckpt.errors import RecckptError
-from recckpt.live.fbgemm_hooks import KernelHooks
-from recckpt.sparse.files.batch_rows import BatchRows
+from recckpt.live.fbgemm import KernelHooks
+from recckpt.sparse.files.filler import BatchRows
 from recckpt.sparse.table.tracker import Tracker
 
 ALWAYS = Deltas(full_every=50, max_chain_bytes=1000, max_dirty=1)

@@ -16,8 +16,8 @@ from torch import nn
 
 from recckpt import CheckpointManager, CheckpointReader, Deltas, Saver
 from recckpt.errors import SaveFailedError, StateMismatchError
-from recckpt.live import column_exchange
-from recckpt.live.column_rows import ColumnRows
+from recckpt.live import columns as column_exchange
+from recckpt.live.columns import ColumnRows
 from recckpt.sparse import HashTable, SparseRowWiseAdagrad
 
 COLUMNS = ("clicks", "wares", "words")

@@ -19,8 +19,8 @@ from support.rank_processes import whole_life
 
 from recckpt import Saver
 from recckpt.errors import SaveFailedError
-from recckpt.live import column_exchange
-from recckpt.live.column_rows import ColumnRows
+from recckpt.live import columns as column_exchange
+from recckpt.live.columns import ColumnRows
 
 SECONDS = 30
 

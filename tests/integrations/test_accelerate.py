@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
+import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 from torch.utils.data import DataLoader
 
-from recckpt import CheckpointManager, Saver
-from recckpt.sparse import HashTable, SparseAdamW
+from recckpt import CheckpointManager, Saver, list_checkpoints
+from recckpt.sparse import HashTable, JointOptimizer, SparseAdamW
 
 
 def make(output_dir, *, registered=True):
@@ -50,7 +53,7 @@ def test_a_prepared_optimizer_is_missing_once_where_it_is_not_registered_and_nev
     assert [record.getMessage() for record in caplog.records if "train" in record.getMessage()] == []
     train(make(tmp_path / "less", registered=False), 15)
     (line,) = (record.getMessage() for record in caplog.records if "train" in record.getMessage())
-    assert line.startswith("Adam trains 2 parameters of the model")
+    assert line.startswith("2 parameters of the model ('top.weight', 'top.bias') train")
 
 
 def attached(output_dir):
@@ -94,3 +97,93 @@ def test_all_that_accelerate_has_prepared_is_attached_and_resumed(tmp_path):
     assert begun + went_on == seen
     assert all(map(torch.equal, whole[:2], resumed[:2]))
     assert whole[2] == resumed[2]
+
+
+def accumulating(output_dir):
+    torch.manual_seed(0)
+    config = DataLoaderConfiguration(use_stateful_dataloader=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, dataloader_config=config)
+    plain = nn.ModuleDict({"t": HashTable(4, name="t"), "top": nn.Linear(4, 1)})
+    optimizers = torch.optim.Adam(plain["top"].parameters(), lr=0.1), SparseAdamW([plain["t"]], lr=0.1)
+    loader = DataLoader(torch.arange(96), batch_size=4)
+    model, loader, dense, sparse = accelerator.prepare(plain, loader, *optimizers)
+    manager = CheckpointManager.attach(
+        model, [dense, sparse], loader=loader, output_dir=output_dir, save_interval=5, max_keep=None
+    )
+    return accelerator, model, dense, sparse, loader, manager
+
+
+def train_accumulating(made, steps):
+    accelerator, model, dense, sparse, loader, manager = made
+    for ids in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model["top"](model["t"](ids)).square().mean() * (1 + manager.global_step))
+            dense.step(), sparse.step()
+            dense.zero_grad(), sparse.zero_grad()
+        manager.step()
+        if manager.global_step == steps:
+            break
+    manager.wait_until_finished()
+    return model["t"].eval()(torch.arange(96)), model["top"].weight
+
+
+def test_a_save_is_put_off_to_the_end_of_the_window_of_accelerate(tmp_path):
+    whole = train_accumulating(accumulating(tmp_path / "whole"), 24)
+    train_accumulating(accumulating(tmp_path / "ended"), 11)
+    again = accumulating(tmp_path / "ended")
+    assert again[-1].restore() == 8  # due at 5
+    assert all(map(torch.equal, whole, train_accumulating(again, 24)))
+    assert [one.step for one in list_checkpoints(str(tmp_path / "ended"))] == [8, 12, 16, 20]
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_optimizers_that_accelerate_has_prepared_are_not_said_to_be_missing(tmp_path, joint):
+    accelerator = Accelerator(cpu=True)
+    plain = nn.ModuleDict({"t": HashTable(4, name="t"), "top": nn.Linear(4, 1)})
+    optimizers = [torch.optim.Adam(plain["top"].parameters(), lr=0.1), SparseAdamW([plain["t"]], lr=0.1)]
+    prepared = [accelerator.prepare(one) for one in ([JointOptimizer(*optimizers)] if joint else optimizers)]
+    model = accelerator.prepare(plain)
+    manager = CheckpointManager.attach(model, prepared, output_dir=tmp_path / "run", save_interval=1, async_save=False)
+    accelerator.backward(model["top"](model["t"](torch.arange(8))).square().mean())
+    for optimizer in prepared:
+        optimizer.step()
+    manager.step()
+    training = json.loads((tmp_path / "run/ckpt_1/manifest.json").read_text())["training"]
+    assert training == {"optimizers": {"dense_optim": ["Adam"]}}
+
+
+def shuffled(output_dir, seed, seedable, *, restored=None):
+    """Train to step 7, in epochs of three, from a checkpoint or anew; return the batches and weights."""
+    torch.manual_seed(seed)
+    loaders = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=seedable)
+    accelerator = Accelerator(cpu=True, dataloader_config=loaders)
+    plain = nn.Sequential(nn.Dropout(0.5), nn.Linear(1, 1))
+    data = DataLoader(torch.arange(20.0).unsqueeze(1), batch_size=7, shuffle=True)
+    model, dense, loader = accelerator.prepare(plain, torch.optim.Adam(plain.parameters()), data)
+    where = {
+        "output_dir": str(output_dir),
+        "save_interval": 1 if restored is None else 100,
+        "max_keep": None,
+        "async_save": False,
+    }
+    manager = CheckpointManager.attach(model, dense, loader=loader, **where)
+    if restored is not None:
+        manager.restore(restored)
+    batches = []
+    while manager.global_step < 7:
+        for batch in loader:
+            model(batch).sum().backward()
+            dense.step(), dense.zero_grad()
+            batches.append(batch.flatten().tolist())
+            manager.step()
+            if manager.global_step == 7:
+                break
+    return batches, [parameter.tolist() for parameter in plain.parameters()]
+
+
+@pytest.mark.parametrize("seedable", [False, True])
+def test_a_shuffling_loader_that_accelerate_has_prepared_resumes_bit_for_bit_at_each_step(tmp_path, seedable):
+    batches, weights = shuffled(tmp_path / "whole", 0, seedable)
+    for step in range(1, 7):
+        resumed, again = shuffled(tmp_path / "whole", 7, seedable, restored=step)
+        assert (resumed, again) == (batches[step:], weights), step

@@ -79,7 +79,7 @@ def test_a_run_that_was_ended_and_resumed_is_one_that_never_was(tmp_path, automa
     fit(tmp_path, "ended", 23, **options)
     resumed, trainer = fit(tmp_path, "ended", 40, **options)
     assert trainer.global_step == 40
-    assert resumed.seen == whole.seen[-20 * accumulate :]
+    assert resumed.seen == whole.seen[-17 * accumulate :]
     ids = torch.arange(N_IDS)
     assert torch.equal(whole.eval().table(ids), resumed.eval().table(ids))
     assert all(map(torch.equal, whole.top.parameters(), resumed.top.parameters()))
@@ -153,7 +153,7 @@ def test_the_example_goes_on_where_it_was(tmp_path):
     run(3)
     run(5)
     steps = [json.loads(line)["step"] for line in (tmp_path / "runs/timeline.jsonl").read_text().splitlines()]
-    assert steps == [2, 4]
+    assert steps == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("automatic", [True, False])
@@ -208,11 +208,10 @@ def test_arguments_of_a_model_checkpoint_are_answered_with_what_to_write():
     with pytest.raises(TypeError) as refused:
         LightningCallback(dirpath="runs", monitor="val_auc", save_top_k=3, max_keep=3, save_on_signal="TERM")
     for part in (
-        "LightningCallback(): 'dirpath': write output_dir=",
-        "'monitor', 'save_top_k': write saver={'max_keep': Newest(2) | Best(3, 'val_auc')}",
-        "'max_keep': write saver={'max_keep': ...}",
-        "'save_on_signal': write manager={'save_on_signal': ...}",
-        "is LightningCallback('runs/clicks', 1000, saver={'max_keep': 3}",
+        "LightningCallback() got an unexpected keyword argument 'dirpath'; 'dirpath': write output_dir=",
+        "'monitor', 'save_top_k': write max_keep=3, or a policy",
+        "'max_keep': it is the saver's",
+        "is LightningCallback('runs/clicks', 1000, saver={'max_keep': 3}, manager={'save_on_signal': ('SIGTERM',)})",
     ):
         assert part in str(refused.value)
     with pytest.raises(TypeError, match="did you mean 'sparse_optimizer'"):

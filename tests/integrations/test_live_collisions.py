@@ -259,7 +259,7 @@ def test_without_either_half_of_the_comparison_of_maps_a_replay_is_wrong(bug, tm
     """Planted: ids that have another row now, whose values nobody has written; and ids that are gone."""
     model, optimizers, tables, saver = saved(tmp_path)
     none = {"moved": lambda self, before: self.ids < 0, "gone": lambda self, before: self.ids[:0]}[bug]
-    monkeypatch.setattr(f"recckpt.sparse.table.placed_rows.IdPlaces.{bug}", none)
+    monkeypatch.setattr(f"recckpt.sparse.table.placed.IdPlaces.{bug}", none)
     train(model, optimizers, 40, 42)
     assert saver.save("d").kind == "delta"
     try:

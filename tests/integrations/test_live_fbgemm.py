@@ -16,13 +16,13 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
     WeightDecayMode,
 )
-from support.live_rows import Rows, assert_saved, rows_of
+from support.live_runs import Rows, assert_saved, rows_of
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import LiveTableError
-from recckpt.live import fbgemm_hooks, live_tables
-from recckpt.save.sparse_saver import SparseSaver
+from recckpt.live import fbgemm, live_tables
+from recckpt.save.job import SparseSaver
 
 KINDS = {
     "sgd": {"optimizer": EmbOptimType.EXACT_SGD},
@@ -172,7 +172,7 @@ def test_an_id_that_is_not_there_trains_row_0_and_marks_it(monkeypatch):
 
     changed, announced = rows_marked()
     assert changed == announced == {"t0": {0, 5}}
-    read = fbgemm_hooks.KernelHooks.after_forward
+    read = fbgemm.KernelHooks.after_forward
 
     def reading_before_the_check(self, kernel, args, kwargs):
         self.early = args[0].clone()
@@ -180,15 +180,15 @@ def test_an_id_that_is_not_there_trains_row_0_and_marks_it(monkeypatch):
     def as_read_before(self, kernel, args, kwargs, output):
         read(self, kernel, (self.early, *args[1:]), kwargs, output)
 
-    install = fbgemm_hooks.KernelHooks._install
+    install = fbgemm.KernelHooks._install
 
     def installing_both(self):
         self._kernel.register_forward_pre_hook(lambda *given: reading_before_the_check(self, *given), with_kwargs=True)
         install(self)
 
-    monkeypatch.setattr(fbgemm_hooks, "_looked_up", lambda ids, n_rows: ids[ids < n_rows])
-    monkeypatch.setattr(fbgemm_hooks.KernelHooks, "after_forward", as_read_before)
-    monkeypatch.setattr(fbgemm_hooks.KernelHooks, "_install", installing_both)
+    monkeypatch.setattr(fbgemm, "_looked_up", lambda ids, n_rows: ids[ids < n_rows])
+    monkeypatch.setattr(fbgemm.KernelHooks, "after_forward", as_read_before)
+    monkeypatch.setattr(fbgemm.KernelHooks, "_install", installing_both)
     changed, announced = rows_marked()
     assert changed["t0"] - announced["t0"] == {0}  # the planted bug is one that this test finds
 
@@ -252,7 +252,7 @@ def test_without_copies_of_rows_before_they_change_a_save_has_others(tmp_path, d
     """The planted bug of all: the test above tells it."""
     model = model_of(shapes=((3000, 16),), features=(0,))
     tables = live_tables(model, min_rows=1)
-    monkeypatch.setattr("recckpt.sparse.table.observers.Observers.keep", lambda *given, **named: None)
+    monkeypatch.setattr("recckpt.sparse.table.store.Observers.keep", lambda *given, **named: None)
     train(model, draw, shapes=((3000, 16),), features=(0,), size=200)
     with Saver(model, output_dir=str(tmp_path), tables=tables) as saver:
         moment, begin = rows_of(tables), threading.Event()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from contextlib import suppress
 
 import pytest
 import torch
@@ -45,7 +46,18 @@ class Model(nn.Module):
 
 
 class Killed(TrainerCallback):
-    """Ends a run at a step, and not at the end of its training."""
+    """Ends a run within a step, by an exception."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise ChildProcessError
+
+
+class Ended(TrainerCallback):
+    """Ends a run at a step, which is the end of its training."""
 
     def __init__(self, step):
         self.step = step
@@ -72,6 +84,8 @@ def fit(
     name,
     *,
     killed=0,
+    ended=0,
+    callbacks=(),
     resume=True,
     restore=None,
     lr=0.001,
@@ -95,9 +109,11 @@ def fit(
         saver=saver or {},
         manager=manager or {},
     )
-    callbacks = [callback, Unhurried(callback)] + ([Killed(killed)] if killed else [])
+    ends = [kind(step) for kind, step in ((Killed, killed), (Ended, ended)) if step]
+    callbacks = [*callbacks, callback, Unhurried(callback), *ends]
     trainer = Trainer(model, args, train_dataset=Clicks(), eval_dataset=Clicks(), callbacks=callbacks)
-    trainer.train(resume_from_checkpoint=callback.resume_point(trainer) if resume else None)
+    with suppress(ChildProcessError):
+        trainer.train(resume_from_checkpoint=callback.resume_point(trainer) if resume else None)
     trainer.sparse = sparse
     return trainer
 
@@ -169,11 +185,11 @@ def test_the_optimizer_that_was_made_for_the_tables_is_found_and_stepped(tmp_pat
 @pytest.mark.parametrize(("hyper_parameters", "lr"), [("load", 0.001), ("keep", 0.004)])
 def test_a_resumed_run_has_the_learning_rates_that_it_asks_for(tmp_path, hyper_parameters, lr):
     constant = {"lr_scheduler_type": "constant"}
-    fit(tmp_path, "runs", killed=5, learning_rate=0.001, **constant)
+    fit(tmp_path, "runs", ended=5, learning_rate=0.001, **constant)
     resumed = fit(
         tmp_path,
         "runs",
-        killed=6,
+        ended=6,
         lr=0.004,
         learning_rate=0.004,
         restore={"hyper_parameters": hyper_parameters},

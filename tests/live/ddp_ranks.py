@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from faults.plants import plant
-from support.live_runs import DENSE, N_ROWS, SPARSE, Clicks, rows_of
+from support.live_runs import DENSE, N_ROWS, SPARSE, Clicks, rows_by_id
 from support.rank_processes import fork_ranks
 from torch import nn, optim
 
@@ -54,7 +54,7 @@ class Rank:
 
     def state(self):
         live = {
-            name: rows_of({s: t.detach().numpy() for s, t in table.live.tensors().items()})
+            name: rows_by_id({s: t.detach().numpy() for s, t in table.live.tensors().items()})
             for name, table in self.tables.items()
         }
         steps = {name: table.live.scalars() for name, table in self.tables.items()}

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from recckpt import Saver
 from recckpt.errors import LiveTableError
 from recckpt.live import live_tables
-from recckpt.live.dtensor import box_of
+from recckpt.live.boxes import box_of
 
 
 def laid_out(mesh, placements, n_rows=7, **options):
@@ -99,8 +99,6 @@ def gradients_mark_their_rows_however_they_lie(mesh, root):
 
 
 def writes_that_nobody_announced_are_noticed(mesh, root):
-    model, _, saver = based(mesh, [Shard(0)], root / "writes")
-
     def to_all():
         with torch.no_grad():
             model[0].weight.fill_(2.0)
@@ -110,12 +108,13 @@ def writes_that_nobody_announced_are_noticed(mesh, root):
             model[0].weight.to_local()[:] = 3.0
 
     for number, write in enumerate((to_all, to_part)):
+        model, _, saver = based(mesh, [Shard(0)], root / f"writes-{number}")  # a table that was distrusted is copied
         handle = saver.save_async(f"torn-{number}")
         write()
         with pytest.raises(LiveTableError, match=r"call saver\.settle"):
             handle.wait()
         assert holds_all(saver.save(f"whole-{number}"))
-    saver.close()
+        saver.close()
 
 
 def a_state_of_another_layout_is_refused(mesh):

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from support.live_runs import rows_of
+from support.live_runs import rows_by_id
 from support.rank_processes import fork_ranks
 from torch import nn, optim
 from torch.distributed.fsdp import fully_shard
@@ -114,7 +114,7 @@ class Rank:
         """Return the rows of this rank by table and id, the steps, and the dense parameters of this rank."""
         live = {}
         for name, table in self.tables.items():
-            rows = rows_of({s: t.detach().numpy() for s, t in table.live.tensors().items()})
+            rows = rows_by_id({s: t.detach().numpy() for s, t in table.live.tensors().items()})
             live[name] = {table.live.box().rows[0] + row: values for row, values in rows.items()}
         self.model.state_dict()  # which puts all parts in their places
         top = [getattr(one, "_local_tensor", one).detach().numpy().tobytes() for one in self.model.top.parameters()]

@@ -1,48 +1,22 @@
-"""Whether what ranks have makes up a table."""
+"""What the ranks have of a table, by rows and by columns, and whether that makes up the table."""
 
 import pytest
 
-from recckpt.live.boxes import RankPart, column_ranges, problem_of
-from recckpt.types import SlotSpec
+from recckpt.format.tables import LiveLayout
+from recckpt.live.boxes import RankPart, column_ranges, layout_of, misfit_of, place_in_row, problem_of, whole_spec
+from recckpt.types import Box, SlotSpec
 
 SLOTS = (SlotSpec("embedding", "float32", (4,)),)
+BOX = Box((0, 9), columns=((0, 8), (8, 12)), part=1)
+EMBEDDING, BY_COLUMNS, OF_ROW = (
+    SlotSpec("embedding", "float32", (4,)),
+    SlotSpec("sparse_adagrad_sum", "bfloat16", (4,)),
+    SlotSpec("sparse_rowwise_adagrad_sum", "float32", ()),
+)
 
 
 def parts(*rows, n_rows=10, **options):
     return [RankPart(n_rows, own, slots=SLOTS if own[0] < own[1] else (), **options) for own in rows]
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [[(0, 10)], [(0, 4), (4, 10)], [(4, 10), (0, 4)], [(0, 0), (0, 10)], [(0, 4), (4, 10), (10, 10)]],
-)
-def test_rows_that_are_there_once(rows):
-    assert problem_of(parts(*rows)) is None
-
-
-@pytest.mark.parametrize(
-    ("rows", "problem"),
-    [
-        ([(0, 4), (5, 10)], "no rank has the rows 4 to 4"),
-        ([(0, 4)], "no rank has the rows 4 to 9"),
-        ([(0, 6), (4, 10)], "ranks 0 and 1 have the row 4"),
-        ([(0, 12)], "rank 0 has rows beyond 10"),
-        ([(0, 0), (0, 0)], "no rank has the rows 0 to 9"),
-    ],
-)
-def test_rows_that_are_not(rows, problem):
-    assert problem_of(parts(*rows)) == problem
-
-
-def test_copies_are_whole_on_all_ranks_that_have_one():
-    assert problem_of(parts((0, 10), (0, 10), is_copy=True)) is None
-    assert "rank 1 has a part" in problem_of([*parts((0, 10), is_copy=True), *parts((5, 10))])
-
-
-def test_ranks_differ_in_sizes_or_slots():
-    assert "found 10 and 12 rows" in problem_of([*parts((0, 10)), *parts((0, 0), n_rows=12)])
-    other = RankPart(10, (4, 10), slots=(*SLOTS, SlotSpec("sparse_adagrad_sum", "float32", (4,))))
-    assert "found the slots" in problem_of([*parts((0, 4)), other])
 
 
 def columns(*boxes, slots=("embedding",), width=12):
@@ -54,32 +28,76 @@ def columns(*boxes, slots=("embedding",), width=12):
     ]
 
 
-def test_columns_of_all_rows_that_are_there_once():
-    halves = [((0, 10), (0, 8)), ((0, 10), (8, 12))]
-    assert problem_of(columns(*halves)) is None
-    assert column_ranges(columns(*reversed(halves))) == ((0, 8), (8, 12))
-    grid = [(rows, part) for rows in ((0, 6), (6, 10)) for part in ((0, 4), (4, 12))]
-    assert problem_of([RankPart(10), *columns(*grid)]) is None
-    assert column_ranges([RankPart(10), *columns(*grid)]) == ((0, 4), (4, 12))
-    assert column_ranges(parts((0, 4), (4, 10))) == ()
+HALVES = [((0, 10), (0, 8)), ((0, 10), (8, 12))]
+GRID = [(rows, part) for rows in ((0, 6), (6, 10)) for part in ((0, 4), (4, 12))]
 
 
 @pytest.mark.parametrize(
-    ("boxes", "problem"),
+    ("of_ranks", "problem"),
     [
-        ([((0, 10), (0, 4))], "ranks have the columns [(0, 4)] of the rows 0 to 9, expected 0 to 12"),
-        ([((0, 10), (0, 8)), ((0, 10), (4, 12))], "ranks have the columns [(0, 8), (4, 12)] of the rows 0 to 9"),
-        ([((0, 6), (0, 8)), ((0, 6), (8, 12))], "no rank has the rows 6 to 9"),
+        *(
+            (parts(*rows), None)
+            for rows in (
+                [(0, 10)],
+                [(0, 4), (4, 10)],
+                [(4, 10), (0, 4)],
+                [(0, 0), (0, 10)],
+                [(0, 4), (4, 10), (10, 10)],
+            )
+        ),
+        (parts((0, 4), (5, 10)), "no rank has the rows 4 to 4"),
+        (parts((0, 4)), "no rank has the rows 4 to 9"),
+        (parts((0, 6), (4, 10)), "ranks 0 and 1 have the row 4"),
+        (parts((0, 12)), "rank 0 has rows beyond 10"),
+        (parts((0, 0), (0, 0)), "no rank has the rows 0 to 9"),
+        (parts((0, 10), (0, 10), is_copy=True), None),
+        ([*parts((0, 10), is_copy=True), *parts((5, 10))], "rank 1 has a part"),
+        ([*parts((0, 10)), *parts((0, 0), n_rows=12)], "found 10 and 12 rows"),
         (
-            [((0, 6), (0, 8)), ((0, 6), (8, 12)), ((6, 10), (0, 4)), ((6, 10), (4, 12))],
+            [*parts((0, 4)), RankPart(10, (4, 10), slots=(*SLOTS, SlotSpec("sparse_sum", "float32", (4,))))],
+            "found the slots",
+        ),
+        (columns(*HALVES), None),
+        ([RankPart(10), *columns(*GRID)], None),
+        (columns(((0, 10), (0, 4))), "ranks have the columns [(0, 4)] of the rows 0 to 9, expected 0 to 12"),
+        (columns(((0, 10), (0, 8)), ((0, 10), (4, 12))), "ranks have the columns [(0, 8), (4, 12)] of the rows 0 to 9"),
+        (columns(((0, 6), (0, 8)), ((0, 6), (8, 12))), "no rank has the rows 6 to 9"),
+        (
+            columns(((0, 6), (0, 8)), ((0, 6), (8, 12)), ((6, 10), (0, 4)), ((6, 10), (4, 12))),
             "the rows 0 to 5 are divided into the columns [(0, 8), (8, 12)], others are not",
+        ),
+        (
+            [*columns(HALVES[0]), *columns(HALVES[1], slots=("embedding", "sparse_adagrad_sum"))],
+            "found the slots embedding float32[its columns of 12] on rank 0",
         ),
     ],
 )
-def test_columns_that_are_not(boxes, problem):
-    assert problem_of(columns(*boxes)).startswith(problem)
+def test_parts_of_ranks_make_up_a_table_where_each_row_and_column_is_there_once(of_ranks, problem):
+    found = problem_of(of_ranks)
+    assert found is None if problem is None else found.startswith(problem)
 
 
-def test_parts_by_columns_have_the_same_slots():
-    one, other = columns(((0, 10), (0, 8))), columns(((0, 10), (8, 12)), slots=("embedding", "sparse_adagrad_sum"))
-    assert "found the slots embedding float32[its columns of 12] on rank 0" in problem_of([*one, *other])
+def test_ranges_of_columns_are_those_of_all_ranks_in_order():
+    assert column_ranges(columns(*reversed(HALVES))) == ((0, 8), (8, 12))
+    assert column_ranges([RankPart(10), *columns(*GRID)]) == ((0, 4), (4, 12))
+    assert column_ranges(parts((0, 4), (4, 10))) == ()
+
+
+def test_whole_rows_have_the_columns_of_all_ranks_and_a_value_for_each_range():
+    assert [whole_spec(spec, BOX).shape for spec in (EMBEDDING, BY_COLUMNS, OF_ROW)] == [(12,), (12,), (2,)]
+    assert [place_in_row(spec, BOX, 1) for spec in (EMBEDDING, BY_COLUMNS, OF_ROW)] == [(32, 48), (16, 24), (4, 8)]
+    assert [place_in_row(spec, BOX, 0) for spec in (EMBEDDING, BY_COLUMNS, OF_ROW)] == [(0, 32), (0, 16), (0, 4)]
+    assert whole_spec(OF_ROW, Box((0, 9))) == OF_ROW
+
+
+def test_ranges_are_named_where_a_slot_has_a_value_for_each():
+    assert layout_of(9, [EMBEDDING, BY_COLUMNS], BOX) == LiveLayout(9)
+    assert layout_of(9, [EMBEDDING, OF_ROW], BOX) == LiveLayout(9, BOX.columns)
+    assert layout_of(9, [EMBEDDING, OF_ROW], Box((0, 9))) == LiveLayout(9)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("embedding", ()), ("embedding", (8,)), ("sparse_x", (4, 2))])
+def test_slots_that_do_not_fit_the_box_are_named(name, shape):
+    assert misfit_of(EMBEDDING, BOX) is misfit_of(BY_COLUMNS, BOX) is misfit_of(OF_ROW, BOX) is None
+    assert misfit_of(SlotSpec(name, "float32", shape), BOX).startswith("4 columns")
+    assert misfit_of(SlotSpec(name, "float32", shape), Box((0, 9))) is None

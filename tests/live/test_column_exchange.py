@@ -1,16 +1,17 @@
 """Ranks that have columns of the same rows: what each saves of them is whole, and of one moment."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from support.thread_ranks import ThreadGroup, Wire
 
 from recckpt.errors import LiveTableError, RecckptError
-from recckpt.live import column_exchange
+from recckpt.live import columns as column_exchange
 from recckpt.live.attached import AttachedTable
-from recckpt.live.column_exchange import Head, Piece, holders_of, join_columns, windows
-from recckpt.live.column_rows import ColumnRows, FrozenColumns
-from recckpt.parallel.meetings import Meetings
+from recckpt.live.columns import ColumnRows, Head, Piece, holders_of, join_columns, windows
+from recckpt.parallel.ranks import Meetings
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.table.tracker import Tracker
 from recckpt.types import Box, SlotSpec
@@ -75,10 +76,11 @@ class Rank:
             self.tracker.begin(table, "base")
 
     def staged(self, *, is_delta):
-        frozen = [FrozenColumns(self.tracker.freeze(table), table.store.box) for table in self.tables]
+        frozen = [self.tracker.freeze(table) for table in self.tables]
+        staged = [ColumnRows(each.snapshot, table.store.box) for each, table in zip(frozen, self.tables, strict=True)]
         if is_delta:
-            return [each.rows_since("base") for each in frozen]
-        return [ColumnRows(each.snapshot, table.store.box) for each, table in zip(frozen, self.tables, strict=True)]
+            return [rows.since(partial(each.changed_since, "base")) for rows, each in zip(staged, frozen, strict=True)]
+        return staged
 
 
 def three(names=("a", "b"), **options):
@@ -188,8 +190,9 @@ def test_about_as_many_rows_are_proposed_as_have_changed():
     for rank in ranks:
         rank.begin()
         rank.parts[0].train([1, 2, 3, 4, 5, 6, 7])
-    frozen = [FrozenColumns(rank.tracker.freeze(rank.tables[0]), rank.tables[0].store.box) for rank in ranks]
-    assert sum(each.n_changed for each in frozen) == 7
+    n_changed = [rank.tracker.freeze(rank.tables[0]).n_changed for rank in ranks]
+    [staged] = zip(*(rank.staged(is_delta=False) for rank in ranks), strict=True)
+    assert sum(map(ColumnRows.share_of, staged, n_changed)) == 7
 
 
 def test_a_rank_that_fails_ends_the_exchange_for_all():

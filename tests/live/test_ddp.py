@@ -7,7 +7,7 @@ from support import spec_reader
 from support.live_runs import N_ROWS, Run
 from support.rank_processes import results, run_script
 
-from recckpt.save.owners import why_missing, why_shared
+from recckpt.save.decide import why_missing, why_shared
 from recckpt.types import RowShare
 
 

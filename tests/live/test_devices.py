@@ -7,15 +7,14 @@ import pytest
 import torch
 from support.devices import CUDA, here, ids, on
 from support.gate import Gate
-from support.live_rows import assert_saved, rows_of
-from support.live_runs import OPTIMIZERS, SPARSE, Run, assert_same
+from support.live_runs import OPTIMIZERS, SPARSE, Run, assert_same, assert_saved, rows_of
 from support.sweeps import mostly_slow
 from torch import nn, optim
 
 from recckpt import CheckpointManager, Deltas, Near, Saver
 from recckpt.errors import LiveTableError
 from recckpt.live import live_tables
-from recckpt.save.sparse_saver import SparseSaver
+from recckpt.save.job import SparseSaver
 
 DELTAS = Deltas(max_dirty=1.0, max_chain_bytes=1000)
 DIM, WIDTH = 16, 256  # of a row, of the dense layer

@@ -6,22 +6,24 @@ import threading
 import pytest
 import torch
 from support.fake_fbgemm import (
+    BatchedDynamicEmbeddingTablesV2,
     OptimType,
     SplitTableBatchedEmbeddingBagsCodegen,
     SSDTableBatchedEmbeddingBags,
     look_up,
 )
 from support.gate import Gate
-from support.live_rows import Rows, assert_saved, rows_of
+from support.live_runs import Rows, assert_saved, rows_of
 from torch import nn
 
 from recckpt import Saver
 from recckpt.errors import LiveTableError
 from recckpt.live import live_tables
-from recckpt.save.sparse_saver import SparseSaver
+from recckpt.save.job import SparseSaver
 from recckpt.sparse.table.column import Column
 
 SHAPES = ((40, 4), (30, 2))
+EVERY = {"t0": set(range(40)), "t1": set(range(30))}
 
 
 def model_of(**options):
@@ -176,13 +178,6 @@ def test_rows_on_cuda_are_saved_as_they_were_while_training_goes_on(tmp_path, mo
     save_beside_training(model, tmp_path, monkeypatch)
 
 
-def test_what_is_looked_up_is_announced_by_table():
-    model = model_of(features=(0, 0, 1))
-    with Rows(live_tables(model, min_rows=1)) as rows:
-        look_up(model["kernel"], [3, 3], [5], [])
-        assert rows.announced() == rows.changed() == {"t0": {3, 5}, "t1": set()}
-
-
 def test_an_optimizer_of_which_nothing_is_proven_announces_all_rows():
     kernel = SplitTableBatchedEmbeddingBagsCodegen(SHAPES)
     kernel._used_rowwise_adagrad_with_global_weight_decay = True
@@ -193,7 +188,7 @@ def test_an_optimizer_of_which_nothing_is_proven_announces_all_rows():
     assert tables["t0"].slots.keys() == {"sparse_rowwise_adagrad_sum", "sparse_fbgemm_prev_iter"}
     with Rows(tables) as rows:
         look_up(kernel, [3], [])
-        assert rows.announced() == {"t0": set(range(40)), "t1": set(range(30))}
+        assert rows.announced() == EVERY
 
 
 def test_methods_that_write_announce_all_rows_until_the_tables_are_closed():
@@ -201,25 +196,40 @@ def test_methods_that_write_announce_all_rows_until_the_tables_are_closed():
     tables = live_tables(model, min_rows=1)
     with Rows(tables) as rows:
         model["kernel"].ema_inplace({})
-        assert rows.changed() == rows.announced() == {"t0": set(range(40)), "t1": set(range(30))}
+        assert rows.changed() == rows.announced() == EVERY
     tables.close()
     assert "ema_inplace" not in vars(model["kernel"])
     assert not model["kernel"]._forward_hooks
 
 
-def reset(model, rows, bounds, tables):
+def reset(kernel, rows, bounds, tables):
     """Reset rows of some tables, as what evicts their ids does."""
     arguments = [torch.tensor(values) for values in (rows, bounds, tables, [0])]
     names = ("pruned_indices", "pruned_indices_offsets", "logical_table_ids", "buffer_ids")
-    model["kernel"].reset_embedding_weight_momentum(**dict(zip(names, arguments, strict=True)))
+    kernel.reset_embedding_weight_momentum(**dict(zip(names, arguments, strict=True)))
 
 
-def test_rows_that_are_reset_since_they_have_other_ids_are_announced_by_table():
-    model = model_of()
-    tables = live_tables(model, min_rows=1)
-    with Rows(tables) as rows:
-        reset(model, [3, 5, 7], [0, 2, 3], [1, 0])
-        assert rows.changed() == rows.announced() == {"t0": {7}, "t1": {3, 5}}
+def train_a_copy(kernel):
+    other = copy.deepcopy(kernel)
+    other.ema_inplace({})
+    look_up(other, [1], [2])
+
+
+@pytest.mark.parametrize(
+    ("features", "change", "expected"),
+    [
+        ((0, 0, 1), lambda kernel: look_up(kernel, [3, 3], [5], []), {"t0": {3, 5}, "t1": set()}),
+        ((0, 1), lambda kernel: reset(kernel, [3, 5, 7], [0, 2, 3], [1, 0]), {"t0": {7}, "t1": {3, 5}}),
+        ((0, 1), train_a_copy, {"t0": set(), "t1": set()}),
+    ],
+)
+def test_rows_that_are_looked_up_or_have_other_ids_are_announced_by_table_and_those_of_copies_are_not(
+    features, change, expected
+):
+    model = model_of(features=features)
+    with Rows(live_tables(model, min_rows=1)) as rows:
+        change(model["kernel"])
+        assert rows.announced() == rows.changed() == expected
 
 
 def test_a_reset_that_is_not_understood_fails_the_next_save(tmp_path):
@@ -227,7 +237,7 @@ def test_a_reset_that_is_not_understood_fails_the_next_save(tmp_path):
     tables = live_tables(model, min_rows=1)
     saver = Saver(model, output_dir=str(tmp_path), tables=tables)
     with pytest.raises(ValueError, match="zip"):  # of the kernel, which is called all the same
-        reset(model, [3], [0, 1], [0, 1])
+        reset(model["kernel"], [3], [0, 1], [0, 1])
     with pytest.raises(LiveTableError, match="its changes were not seen"):
         saver.save("c0")
 
@@ -247,15 +257,6 @@ def test_a_hook_that_fails_lets_training_go_on_and_the_next_save_fail(tmp_path, 
     assert_saved(tables, tmp_path)
 
 
-def test_a_copy_of_a_model_announces_nothing():
-    model = model_of()
-    with Rows(live_tables(model, min_rows=1)) as rows:
-        other = copy.deepcopy(model)
-        other["kernel"].ema_inplace({})
-        look_up(other["kernel"], [1], [2])
-        assert rows.changed() == rows.announced() == {"t0": set(), "t1": set()}
-
-
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -269,17 +270,24 @@ def test_a_kernel_that_cannot_be_saved_by_rows_stays_dense_and_says_why(options,
     tables = live_tables(model_of(**options), min_rows=1)
     assert len(tables) == 0
     assert why in str(tables)
+    elsewhere = live_tables(nn.ModuleDict({"kernel": SSDTableBatchedEmbeddingBags()}))
+    assert "a SSDTableBatchedEmbeddingBags keeps its rows on an SSD or in a store, not in tensors" in str(elsewhere)
 
 
-KEPT_ELSEWHERE = (
-    "kernel: a SSDTableBatchedEmbeddingBags keeps its rows on an SSD or in a store, not in tensors: plan it with the "
-    "compute kernel FUSED or FUSED_UVM_CACHING, whose tables lie in memory"
+NOT_SAVED = (
+    "a BatchedDynamicEmbeddingTablesV2 keeps its rows in hash tables, which no state dict has: dump it by "
+    "DynamicEmbDump beside each checkpoint, which recckpt import --from dynamicemb reads, or return a table of "
+    "your own (recckpt.types.SavableTable) from the state dict"
 )
 
 
-def test_kernels_that_keep_their_rows_elsewhere_stay_dense_and_say_which_do_not():
-    tables = live_tables(nn.ModuleDict({"kernel": SSDTableBatchedEmbeddingBags()}))
-    assert KEPT_ELSEWHERE in str(tables)
+def test_kernels_of_dynamicemb_are_named_as_what_no_checkpoint_has_unless_they_are_excluded(caplog):
+    model = nn.ModuleDict({"kernel": BatchedDynamicEmbeddingTablesV2()})
+    assert f"not a live table: kernel: {NOT_SAVED}" in str(live_tables(model))
+    assert caplog.messages == [f"not in the checkpoints are 'kernel': {NOT_SAVED}"]
+    caplog.clear()
+    live_tables(nn.ModuleDict(dict(model)), exclude=["kernel"])
+    assert caplog.messages == []
 
 
 def test_weights_on_meta_are_refused():
@@ -293,7 +301,7 @@ def test_an_average_that_writes_all_rows_in_forward_is_announced_before_it_does(
     assert "ema_in_place_row_wise_adagrad is not proven" in str(tables)
     with Rows(tables) as rows, torch.no_grad():
         model["kernel"](torch.tensor([1, 2]), torch.tensor([0, 1, 2]))
-        assert rows.announced() == rows.changed() == {"t0": set(range(40)), "t1": set(range(30))}
+        assert rows.announced() == rows.changed() == EVERY
 
 
 def test_all_tables_of_a_kernel_are_live_or_none_and_small_ones_go_with_large_ones():

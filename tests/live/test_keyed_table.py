@@ -5,10 +5,8 @@ import pytest
 import torch
 
 from recckpt.errors import LiveTableError
-from recckpt.live.keyed_table import AttachedKeyedTable
-from recckpt.live.keyed_target import KeyedTarget
-from recckpt.live.keyed_types import IdMap
-from recckpt.live.shared_rows import SharedRows
+from recckpt.live.keyed import AttachedKeyedTable, IdMap, KeyedTarget
+from recckpt.live.torchrec_collision import SharedRows
 from recckpt.sparse.files.owners import EVERY_ID
 from recckpt.sparse.table.tracker import Tracker
 from recckpt.types import Box
@@ -180,38 +178,22 @@ def test_a_load_that_takes_nothing_leaves_the_ids_as_they_are():
 
 
 class Door:
-    """Notes what is announced."""
-
     def __init__(self):
         self.heard = []
 
     def announce(self, rows):
         self.heard.append(rows.tolist())
 
-    def announce_all(self):
-        self.heard.append("all")
-
-    def replaced(self):
-        self.heard.append("replaced")
-
-    def failed(self, error):
-        self.heard.append(error)
-
 
 def test_the_rows_of_two_tables_are_hooked_once_and_announced_to_both():
-    live, doors, error = Keyed(), [Door(), Door()], ValueError("no")
+    live, doors = Keyed(), [Door(), Door()]
     shared = SharedRows(live)
     ends = [shared.attach(door) for door in doors]
-    assert live.doors == [shared]
-    shared.announce(torch.tensor([3]))
-    shared.announce_all()
-    shared.replaced()
-    shared.failed(error)
-    assert [door.heard for door in doors] == [
-        [[3], "all", "replaced", error],
-        [[3], "all", "replaced", "replaced"],  # one error fails one save
-    ]
+    [weak] = live.doors
+    weak.announce(torch.tensor([3]))
     ends[0]()
-    assert live.doors == [shared]
+    weak.announce(torch.tensor([4]))
+    assert [door.heard for door in doors] == [[[3]], [[3], [4]]]
+    assert live.doors == [weak]
     ends[1]()
     assert live.doors == []

@@ -1,18 +1,23 @@
-"""The rows of a live table as a store: snapshots, marks, and what its door is told."""
+"""The rows of a live table as a store: ids, snapshots, marks, what its door is told, and rows noted on a device."""
 
 import logging
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.devices import DEVICES, here, on
 
 from recckpt.errors import LiveTableError
 from recckpt.live import store as store_module
-from recckpt.live.noted_rows import NotedRows
-from recckpt.live.store import LiveStore
-from recckpt.sparse.table.mark_set import marked_rows
+from recckpt.live.store import LiveStore, RowRange
+from recckpt.live.writes import NotedRows
 from recckpt.sparse.table.marks import Marks
+from recckpt.sparse.table.store import marked_rows
 from recckpt.types import Box
+
+N_ROWS = 12  # of the box
 
 
 class Memory:
@@ -141,7 +146,7 @@ def test_what_was_noted_before_a_base_is_no_change_since_it_and_what_was_noted_a
     frozen.committed("last")
     assert (marks.is_unchanged("last"), changed(marks)) == (False, [5])
     store.announce(torch.tensor([6]))
-    assert marked_rows(marks.peek(store, "t", None).bits, 20).tolist() == [5, 6]
+    assert marked_rows(marks.freeze(store, "t", None, keeps_marks=True).bits, 20).tolist() == [5, 6]
     assert marks.resume("resumed", np.array([7]), np.array([], np.int64))
     assert changed(marks) == [7]
 
@@ -256,3 +261,85 @@ def test_a_table_without_an_embedding_is_refused():
     del table.held["embedding"]
     with pytest.raises(LiveTableError, match="expected 'embedding' among them"):
         store.snapshot("t")
+
+
+def test_the_id_of_a_row_is_its_number_from_the_first_on():
+    ids = RowRange(100, 5)
+    assert ids.to_tensor(3).tolist() == [100, 101, 102]
+    assert ids.gather(np.array([4, 0], np.uint32)).tolist() == [104, 100]
+    target = np.zeros(16, np.uint8)
+    ids.gather_into(np.array([1, 3], np.uint32), target)
+    assert target.view(np.int64).tolist() == [101, 103]
+
+
+def test_pieces_cover_a_range_of_rows_in_order():
+    ids = RowRange(10, 300_000)
+    pieces = list(ids.pieces(5, 300_000))
+    assert len(pieces) == 3
+    assert np.array_equal(np.concatenate([piece.numpy() for piece in pieces]), np.arange(15, 300_010))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(
+    begin=st.integers(0, N_ROWS),
+    n_rows=st.integers(0, N_ROWS),
+    calls=st.lists(st.one_of(st.none(), st.lists(st.integers(-3, N_ROWS + 3)), st.sets(st.integers(0, N_ROWS - 1)))),
+)
+@settings(deadline=None, max_examples=60)
+def test_what_was_noted_is_taken_once(device, begin, n_rows, calls):
+    """``None`` takes; a list names rows by number, a set by a mask."""
+    n_rows = min(n_rows, N_ROWS - begin)
+    noted, expected = NotedRows(begin, n_rows), set()
+    with on(device):
+        for call in [*calls, None]:
+            if call is None:
+                taken = noted.take().tolist()
+                assert sorted(taken) == sorted(expected)
+                expected = set()
+                continue
+            if isinstance(call, set):
+                rows = torch.zeros(N_ROWS, dtype=torch.bool, device=here())
+                rows[list(call)] = True
+            else:
+                rows = torch.tensor(call, dtype=torch.int64, device=here())
+            noted.note(rows)
+            expected |= {row - begin for row in call if begin <= row < begin + n_rows}
+
+
+def test_numbers_of_any_shape_and_type_are_noted():
+    noted = NotedRows(0, 5)
+    noted.note(torch.tensor([[1, 3], [3, 1]], dtype=torch.int32))
+    with torch.inference_mode():
+        noted.note(torch.tensor([4]))
+    noted.note(torch.tensor([0], dtype=torch.int16))
+    assert noted.take().tolist() == [0, 1, 3, 4]
+
+
+def test_without_room_for_a_byte_a_row_nothing_is_noted_and_room_is_not_asked_for_again(monkeypatch):
+    asked = []
+
+    def full(*args, **kwargs):
+        asked.append(args)
+        raise torch.OutOfMemoryError
+
+    noted = NotedRows(0, 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", full)
+        assert not noted.note(torch.tensor([1]))
+    assert not noted.note(torch.tensor([1]))
+    assert (len(asked), noted.take().tolist()) == (1, [])
+
+
+@pytest.mark.parametrize("device", [DEVICES[1]])
+def test_what_streams_of_several_devices_and_threads_note_is_taken_whole(device):
+    with on(device):
+        for _ in range(20):
+            noted, streams = NotedRows(0, 100_000), [torch.cuda.Stream() for _ in range(4)]
+            for number, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(1_000_000)
+                    noted.note(torch.arange(number, 100_000, 5, device=here()))
+            noted.note(torch.tensor([4]))  # from the host
+            rows = noted.take()
+            assert set(rows.tolist()) == {row for row in range(100_000) if row % 5 < 4} | {4}
+            assert not len(noted.take())

@@ -1,17 +1,19 @@
-"""The live tables of a model: made once, for as long as somebody has them."""
+"""The live tables of a model, and those in the memory of somebody else: made once, for as long as somebody has them."""
 
 import gc
 import weakref
 
 import pytest
 import torch
-from support.live_runs import Clicks, Run
+from support.live_runs import Clicks, Run, assert_saved
 from torch import nn, optim
 
+import recckpt.live
 from recckpt import CheckpointManager, Deltas, Saver
-from recckpt.errors import LiveTableError
+from recckpt.errors import LiveTableError, MissedRowsError
 from recckpt.live import live_tables
 from recckpt.sparse import HashTable
+from recckpt.types import Box
 
 
 def made(**options):
@@ -149,3 +151,130 @@ def test_a_delta_holds_all_rows_of_a_table_that_was_not_live_in_its_base(tmp_pat
     saver.close()
     tables.close()
     assert kinds == [((True, 50), 50), ((False, 1), 50)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"model": "model"}, TypeError, "model must be a torch.nn.Module"),
+        ({"optimizers": ["adam"]}, TypeError, "optimizers must be optimizers of torch, found a str"),
+        ({"optimizers": optim.Adam}, TypeError, "optimizers must be optimizers of torch, found the class Adam"),
+        ({"optimizers": None}, TypeError, "optimizers must be optimizers of torch, found a NoneType"),
+        ({"min_rows": 0}, ValueError, "min_rows"),
+        ({"names": ["users"]}, TypeError, "names must be a dict, path of a module -> name of its table, found"),
+        ({"names": {"users": ""}}, ValueError, "a table name is a non-empty string"),
+        ({"names": {"users.weight": "u"}}, LiveTableError, "'users.weight' is not .*; did you mean 'users'?"),
+        ({"exclude": "users"}, TypeError, "exclude must be a list of paths"),
+        ({"marks": None}, TypeError, "marks must be 'auto' or 'fingerprints', or a dict, .*, found None"),
+        ({"marks": "hooks"}, ValueError, "marks: found 'hooks', expected 'auto' or 'fingerprints'"),
+        ({"marks": {"usrs": "auto"}}, ValueError, "marks: 'usrs' is not a live table; did you mean 'users'?"),
+        ({"audit": True}, ValueError, "audit must be an int of at least 0, found True"),
+        ({"adapters": object()}, TypeError, "adapters must be a list of tables, found a object"),
+        (
+            {"adapters": [object()]},
+            TypeError,
+            "adapters must be tables as recckpt.types.LiveTable, found a object",
+        ),
+    ],
+)
+def test_arguments_are_checked(arguments, error, text):
+    model = Clicks()
+    arguments = {"model": model, "optimizers": optim.SGD(model.parameters()), "min_rows": 1, **arguments}
+    with pytest.raises(error, match=text):
+        live_tables(**arguments)
+
+
+@pytest.mark.parametrize("made", [lambda one: one, lambda one: {one}, lambda one: (each for each in [one])])
+def test_optimizers_may_be_one_or_several(made):
+    model = Clicks()
+    assert set(live_tables(model, made(optim.SGD(model.parameters())), min_rows=1)) == {"users", "items"}
+
+
+class Memory:
+    """A table of its own rows, of which ``door`` is told."""
+
+    def __init__(self, name="own", n_rows=50):
+        self.name, self.n_rows, self.door = name, n_rows, None
+        self.values, self.settings_taken = torch.rand(n_rows, 2), []
+
+    def box(self):
+        return Box((0, self.n_rows))
+
+    def prepare(self):
+        pass
+
+    def tensors(self):
+        return {"embedding": self.values}
+
+    def attach(self, door):
+        self.door = door
+        return lambda: setattr(self, "door", None)
+
+    def scalars(self):
+        return {}
+
+    def settings(self):
+        return {"lr": 0.5}
+
+    def finish(self, scalars, settings):
+        self.settings_taken.append(settings)
+
+
+def saver_of(tmp_path, memory, **options):
+    model = nn.ModuleDict({"top": nn.Linear(2, 1)})
+    tables = live_tables(model, adapters=[memory], **options)
+    return Saver(model, output_dir=str(tmp_path), tables=tables, deltas=True, max_keep=9), tables
+
+
+def upserts(record):
+    [entry] = record.tables
+    return entry.delta and entry.delta.upserts
+
+
+def test_an_adapter_is_a_table_like_others_and_gets_its_settings_back(tmp_path):
+    memory = Memory()
+    saver, tables = saver_of(tmp_path, memory)
+    assert "own    50 x 2      Memory  -      own" in str(tables)
+    saver.save("c0")
+    saver.load()
+    assert {} in memory.settings_taken
+    assert {"lr": 0.5} in memory.settings_taken
+
+
+def test_an_adapter_that_announces_all_rows_has_deltas_by_fingerprints(tmp_path):
+    memory = Memory()
+    saver, tables = saver_of(tmp_path, memory, marks="fingerprints")
+    saver.save("c0")
+    memory.door.announce_all()
+    memory.values[7] += 1
+    assert upserts(saver.save("c1")) == 1
+    assert_saved(tables, tmp_path)
+
+
+def test_an_audit_finds_what_an_adapter_does_not_announce(tmp_path):
+    memory = Memory()
+    saver, _ = saver_of(tmp_path, memory, audit=1)
+    saver.save("c0")
+    memory.values[7] += 1
+    with pytest.raises(MissedRowsError, match="7"):
+        saver.save("c1")
+
+
+def test_what_is_no_table_is_refused_and_so_are_two_of_one_name():
+    model = nn.Module()
+    with pytest.raises(TypeError, match=r"adapters must be tables as recckpt.types.LiveTable, found a dict$"):
+        live_tables(model, adapters=[{}])
+    with pytest.raises(TypeError, match=r"found a HashTable, a SavableTable: return it from the state dict of the mo"):
+        live_tables(model, adapters=[HashTable(2, name="own")])
+    with pytest.raises(AttributeError, match=r"no attribute 'LibraryTable': a hash table of your own is a .*SavableTa"):
+        recckpt.live.LibraryTable  # noqa: B018
+    with pytest.raises(LiveTableError, match=r"'adapters\[0\]' and 'adapters\[1\]' are both named 'own'"):
+        live_tables(model, adapters=[Memory(), Memory()])
+
+
+def test_a_second_call_with_another_adapter_of_the_name_is_refused():
+    model, memory = nn.Module(), Memory()
+    tables = live_tables(model, adapters=[memory])
+    assert live_tables(model, adapters=[memory]) is tables
+    with pytest.raises(LiveTableError, match="the model has live tables already, and others are asked for"):
+        live_tables(model, adapters=[Memory()])

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import nn, optim
 from recckpt import Saver
 from recckpt.errors import LiveTableError
 from recckpt.live import live_tables
-from recckpt.save.sparse_saver import SparseSaver
+from recckpt.save.job import SparseSaver
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -41,17 +42,54 @@ def save(run, ckpt_id="next"):
     return record.kind, {name: delta and (delta.upserts, delta.replaced) for name, delta in deltas.items()}
 
 
-def test_a_step_marks_the_rows_that_have_a_gradient(run):
-    run.model.users(ids(3, 5, 3)).sum().backward()
-    run.step()
+def passes(run, *batches, step=None):
+    """Look ids up, pass by pass, and step once."""
+    for batch in batches:
+        run.model.users(ids(*batch)).sum().backward()
+    (step or run.step)()
+
+
+def scaled(run):
+    scaler = torch.amp.GradScaler(here().type, init_scale=8.0)
+    scaler.scale(run.model.users(ids(7)).sum()).backward()
+    scaler.step(run.row_optim)
+    scaler.update()
+
+
+def scheduled(run):
+    schedule = optim.lr_scheduler.ExponentialLR(run.row_optim, 0.5)
+    passes(run, [7])
+    schedule.step()
+
+
+def with_a_later_group(run):
+    run.row_optim.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "lr": 1.0})
+    passes(run, [7])
+
+
+def zeroed(run, *, set_to_none):
+    for id_ in (7, 8):
+        passes(run, [id_], step=run.row_optim.step)
+        if id_ == 7:
+            run.row_optim.zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize(
+    ("train", "n_rows"),
+    [
+        *((train, 1) for train in (scaled, scheduled, with_a_later_group)),
+        *((partial(zeroed, set_to_none=flag), 2) for flag in (True, False)),
+    ],
+)
+def test_a_step_marks_the_rows_that_have_a_gradient(run, train, n_rows):
+    train(run)
+    assert save(run) == ("delta", {"users": (n_rows, False), "items": (0, False)})
+
+
+@pytest.mark.parametrize("batches", [[[3, 5, 3]], [[3], [5]]])
+def test_a_gradient_of_one_pass_or_several_is_announced_as_a_whole(run, batches):
+    passes(run, *batches)
     assert save(run) == ("delta", {"users": (2, False), "items": (0, False)})
-
-
-def test_a_gradient_of_several_passes_is_announced_as_a_whole(run):
-    for id_ in (3, 5):
-        run.model.users(ids(id_)).sum().backward()
-    run.step()
-    assert save(run)[1]["users"] == (2, False)
 
 
 def test_a_gradient_that_was_clipped_is_that_of_its_rows(tmp_path):
@@ -76,39 +114,6 @@ def test_a_gradient_that_a_closure_makes_is_announced(run, form):
     run.row_optim.step(closure) if form == "positional" else run.row_optim.step(closure=closure)
     handle.wait()
     assert rows != run.rows()
-    assert save(run)[1]["users"] == (1, False)
-
-
-def test_a_scaler_steps_through_the_same_hook(run):
-    scaler = torch.amp.GradScaler(here().type, init_scale=8.0)
-    scaler.scale(run.model.users(ids(7)).sum()).backward()
-    scaler.step(run.row_optim)
-    scaler.update()
-    assert save(run)[1]["users"] == (1, False)
-
-
-def test_a_schedule_of_learning_rates_leaves_the_hooks_alone(run):
-    schedule = optim.lr_scheduler.ExponentialLR(run.row_optim, 0.5)
-    run.model.users(ids(7)).sum().backward()
-    run.step()
-    schedule.step()
-    assert save(run)[1]["users"] == (1, False)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_are_zeroed_either_way(run, set_to_none):
-    run.model.users(ids(7)).sum().backward()
-    run.row_optim.step()
-    run.row_optim.zero_grad(set_to_none)
-    run.model.users(ids(8)).sum().backward()
-    run.row_optim.step()
-    assert save(run)[1]["users"] == (2, False)
-
-
-def test_a_group_that_is_added_later_changes_nothing_for_the_tables(run):
-    run.row_optim.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "lr": 1.0})
-    run.model.users(ids(7)).sum().backward()
-    run.step()
     assert save(run)[1]["users"] == (1, False)
 
 
@@ -168,6 +173,33 @@ def test_a_write_beside_a_save_that_nobody_announces_fails_the_save(run, monkeyp
     with pytest.raises(LiveTableError, match=r"'users': its rows were changed .* saver.settle\(\)"):
         handle.wait()
     assert holds_all(save(run))
+
+
+def write_data(run):
+    run.model.users.weight.data[3] = 7
+
+
+def write_memory(run):
+    run.row_optim.state[run.model.users.weight]["sum"].data[3] = 7
+
+
+@pytest.mark.parametrize("write", [write_data, write_memory])
+def test_a_write_that_torch_does_not_count_is_found_by_the_next_save_of_a_small_table(run, caplog, write):
+    write(run)
+    run.train()
+    assert save(run)[1]["users"] == (N_ROWS, False)
+    [warning] = caplog.messages
+    assert "table 'users': found 1 rows that changed and were not marked, such as [3]" in warning
+    assert "fingerprints  a save found rows" in str(run.tables)
+    assert holds_all(save(run, "copied"))
+    run.train()
+    write_data(run)
+    save(run, "by prints")
+    rows, handle = run.rows(), run.saver.save_async("open", step=1)
+    run.model.users.weight.data.mul_(2)
+    handle.wait()
+    assert read_rows(run, "open") == rows != run.rows(), "it is a copy from then on"
+    assert len(caplog.messages) == 1
 
 
 def test_a_second_optimizer_that_steps_the_same_weights_is_noticed(run, monkeypatch):
@@ -234,6 +266,129 @@ def test_a_frozen_weight_may_be_written_at_any_time_since_it_is_copied(tmp_path)
     assert read_rows(run, "open") == rows != run.rows()
     kind, written = save(run)
     assert (kind, written["users"][0]) == ("delta", len(run.model.users.weight)), "all of its rows are others"
+
+
+# -- hooks of other code around ours --
+
+
+def shrink(run):
+    """Write rows that have no gradient, in a way that torch does not count."""
+    run.model.users.weight.data[20:30] *= 0.5
+
+
+def shrink_seen(run):
+    with torch.no_grad():
+        run.model.users.weight[20:30] *= 0.5
+
+
+@pytest.mark.parametrize("write", [shrink, shrink_seen])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_what_step_hooks_of_other_code_write_is_saved_as_it_is_at_the_moment(
+    tmp_path, monkeypatch, caplog, write, order
+):
+    run = Run(tmp_path, "sparse SGD")
+    run.tables.close()
+    if order == "before":
+        run.row_optim.register_step_post_hook(lambda *args: write(run))
+    run.tables = live_tables(run.model, [run.row_optim], min_rows=10)
+    if order == "after":
+        run.row_optim.register_step_post_hook(lambda *args: write(run))
+    assert ("its optimizer has step hooks of other code" in str(run.tables)) == (order == "before")
+    assert live_tables(run.model, [run.row_optim], min_rows=10) is run.tables
+    run.saver = run.new_saver(tmp_path, deltas=True, max_keep=None)
+    run.saver.save("base", step=0)
+    for number in range(3):
+        run.train()
+        gate, rows = Gate(monkeypatch, SparseSaver, "save"), run.rows()
+        handle = run.saver.save_async(str(number), step=number)
+        run.train()
+        gate.open()
+        handle.wait()
+        assert read_rows(run, str(number)) == rows != run.rows()
+        monkeypatch.undo()
+    assert not caplog.messages
+
+
+def test_a_step_hook_that_is_removed_costs_no_marks(run):
+    handle = run.row_optim.register_step_post_hook(lambda *args: None)
+    run.train()
+    assert holds_all(save(run))
+    handle.remove()
+    run.model.users(ids(3)).sum().backward()
+    run.step()
+    assert save(run, "after")[1]["users"] == (1, False)
+
+
+@pytest.mark.parametrize("hook", ["forward before", "forward first", "pre after", "pre after that changes ids"])
+def test_what_forward_hooks_of_other_code_do_beside_max_norm_is_saved(tmp_path, hook):
+    def write(module, *args):
+        with torch.no_grad():
+            module.weight[20:30] *= 0.5
+        return (ids(7, 8),) if hook.endswith("ids") else None
+
+    model = nn.Sequential(nn.Embedding(N_ROWS, DIM, max_norm=0.1)).to(here())
+    if hook == "forward before":
+        model[0].register_forward_hook(lambda module, *args: write(module))
+    run = Run(tmp_path)
+    run.model, run.row_optim = model, optim.SGD(model.parameters(), lr=0.1)
+    run.tables = live_tables(model, run.row_optim, min_rows=1)
+    if hook == "forward first":
+        model[0].register_forward_hook(lambda module, *args: write(module), prepend=True)
+    elif hook.startswith("pre"):
+        model[0].register_forward_pre_hook(write)
+    run.saver = run.new_saver(tmp_path, deltas=True)
+    run.saver.save("base", step=0)
+    with torch.no_grad():
+        model[0](ids(4, 5))
+    save(run)
+
+
+@pytest.mark.parametrize("rule", ["Adagrad", "sparse SGD"])
+def test_a_compiled_step_is_announced(tmp_path, monkeypatch, rule):
+    run = Run(tmp_path, rule, deltas=True)
+    step = torch.compile(run.row_optim.step, backend="eager")
+
+    def train():
+        run.model.users(ids(3)).sum().backward()
+        step()
+        run.row_optim.zero_grad()
+
+    train()
+    run.saver.save("base", step=0)
+    gate, rows = Gate(monkeypatch, SparseSaver, "save"), run.rows()
+    handle = run.saver.save_async("open", step=0)
+    train()
+    gate.open()
+    handle.wait()
+    assert read_rows(run, "open") == rows != run.rows()
+    assert save(run) == ("delta", {"users": (1, False), "items": (0, False)})
+
+
+def test_a_weight_in_shared_memory_is_saved_by_fingerprints_of_a_copy(tmp_path, caplog):
+    run = Run(tmp_path)
+    run.tables.close()
+    run.model.cpu().share_memory()
+    run.row_optim = optim.SGD([run.model.users.weight, run.model.items.weight], lr=0.1)
+    run.tables = live_tables(run.model, [run.row_optim], min_rows=10)
+    assert "table 'users': it lies in shared memory: what other processes write is not seen" in caplog.text
+    assert "fingerprints  it lies in shared memory" in str(run.tables)
+    run.saver = run.new_saver(tmp_path, deltas=True)
+    run.saver.save("base", step=0)
+    rows, handle = run.rows(), run.saver.save_async("open", step=0)
+    run.model.users.weight.data[3] = 7  # as another process
+    handle.wait()
+    assert read_rows(run, "open") == rows != run.rows()
+    assert save(run) == ("delta", {"users": (1, False), "items": (0, False)})
+
+
+def test_rows_that_a_loaded_sum_of_nan_changes_without_a_gradient_are_saved(run):
+    run.row_optim.state[run.model.users.weight]["sum"][7] = float("nan")
+    run.saver.save("odd", step=0)
+    run.saver.load(ckpt_id="odd")
+    run.saver.save("base again", step=0)
+    run.train()
+    assert run.model.users.weight[7].isnan().all()
+    assert holds_all(save(run))
 
 
 # -- what puts other tensors, or other values, in the place of a table --
@@ -306,9 +461,20 @@ def test_what_other_modules_write_to_a_tied_weight_is_announced(tmp_path, how):
     assert save(run) == (("full", {"one": None}) if how == "load" else ("delta", {"one": (1, False)}))
 
 
-def test_a_new_weight_that_the_optimizer_does_not_train_is_refused_by_name(run):
-    run.model.users.weight = nn.Parameter(torch.zeros(N_ROWS, DIM, device=here()))
-    with pytest.raises(LiveTableError, match="'users': its module has another weight than Adagrad trains"):
+@pytest.mark.parametrize(
+    ("n_rows", "what", "text"),
+    [
+        (N_ROWS, "weight", "its module has another weight than Adagrad trains"),
+        (N_ROWS + 1, "module", "the model has other weights than those that live_tables took"),  # a resized vocabulary
+    ],
+)
+def test_what_takes_the_place_of_a_weight_and_is_not_trained_is_refused_by_name(run, n_rows, what, text):
+    other = nn.Embedding(n_rows, DIM).to(here())
+    if what == "weight":
+        run.model.users.weight = other.weight
+    else:
+        run.model.users = other
+    with pytest.raises(LiveTableError, match=f"'users': {text}"):
         run.saver.save("next")
 
 
@@ -319,12 +485,6 @@ def test_a_new_weight_that_the_optimizer_trains_is_saved_with_new_states(run):
     run.row_optim.state.clear()
     run.saver.save("next")
     assert read_rows(run, "next")["users"][0].keys() == {"embedding", "sparse_adagrad_sum"}
-
-
-def test_another_module_in_the_place_of_a_table_is_refused_by_name(run):
-    run.model.users = nn.Embedding(N_ROWS + 1, DIM)  # as a resized vocabulary
-    with pytest.raises(LiveTableError, match="'users': the model has other weights than those that live_tables took"):
-        run.saver.save("next")
 
 
 # -- copies --

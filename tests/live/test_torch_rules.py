@@ -55,13 +55,31 @@ def test_only_rules_without_a_reason_leave_rows_without_a_gradient_as_they_are(r
         assert changed == [{i, 7} for i in range(4)]
 
 
+@pytest.mark.parametrize("lr", [float("inf"), float("nan"), torch.tensor(float("inf"))])
+@pytest.mark.parametrize("rule", ["Adagrad", "SGD"])
+def test_a_learning_rate_that_is_no_number_changes_rows_without_a_gradient(rule, lr):
+    module, optimizer = made(rule, sparse=False)
+    optimizer.param_groups[0]["lr"] = lr
+    assert "makes NaN of every row" in rule_of(optimizer).reason(optimizer.param_groups[0])
+    assert len(train(module, optimizer, 1)[0]) == N_ROWS
+
+
+@pytest.mark.parametrize(("eps", "n_changed"), [(1e-10, N_ROWS), (1e-6, 2)])
+def test_an_eps_that_is_0_in_float16_changes_rows_without_a_gradient(eps, n_changed):
+    module = nn.Embedding(N_ROWS, 3).half().to(here())
+    optimizer = optim.Adagrad(module.parameters(), lr=0.1, eps=eps)
+    reason = rule_of(optimizer).reason(optimizer.param_groups[0])
+    assert len(train(module, optimizer, 1)[0]) == n_changed
+    assert reason == ("eps=1e-10 is 0 in float16, so that rows without a gradient change" if n_changed > 2 else None)
+
+
 @pytest.mark.parametrize("rule", OPTIMIZERS)
 def test_the_slots_are_the_states_that_have_a_value_for_each_row(rule):
     module, optimizer = made(rule, sparse=rule in SPARSE)
     train(module, optimizer)
     state = optimizer.state[module.weight]
     of_rows = {key for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape == (N_ROWS, 3)}
-    assert set(rule_of(optimizer).slots(optimizer.param_groups[0])) == of_rows
+    assert set(rule_of(optimizer).keys(optimizer.param_groups[0])) == of_rows
 
 
 def test_a_subclass_is_not_known_since_it_may_do_anything():

@@ -26,7 +26,7 @@ from recckpt.output_dir import open_files
 from recckpt.output_dir.listing import locate
 from recckpt.parallel.threads import run_all
 from recckpt.sparse import HashTable, gen_slice
-from recckpt.sparse.files.known_ids import LinkDeletes
+from recckpt.sparse.files.link_pass import LinkDeletes
 from recckpt.storage import open_storage
 from recckpt.text import Progress
 

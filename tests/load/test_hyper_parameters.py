@@ -11,6 +11,8 @@ from torch.optim import lr_scheduler as schedules
 
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import LoadConfError
+from recckpt.live import live_tables
+from recckpt.load.inventory import list_inventory, listed_inventory
 from recckpt.sparse import HashTable, SparseAdam
 
 
@@ -60,6 +62,8 @@ def test_a_resume_says_in_one_line_what_it_replaced(tmp_path, infos):
         f"{tmp_path}/ckpt_1: replaced hyper-parameters of this run: dense_optim lr 0.01 -> 0.1, dense_optim "
         "weight_decay 0.5 -> 0, sparse_optim lr 0.01 -> 0.1"
     ]
+    Run(tmp_path, 0.1).manager.restore()
+    assert len(infos()) == 1, "nothing is said where nothing differs"
 
 
 def test_of_several_groups_the_line_says_which(tmp_path, infos):
@@ -70,10 +74,19 @@ def test_of_several_groups_the_line_says_which(tmp_path, infos):
     assert infos()[0].endswith(": dense_optim[1] betas (0.5, 0.9) -> (0.9, 0.999)")
 
 
-def test_nothing_is_said_where_nothing_differs(tmp_path, infos):
-    Run(tmp_path, 0.1).step()
-    Run(tmp_path, 0.1).manager.restore()
-    assert infos() == []
+def test_of_several_groups_of_tables_the_line_names_the_tables(tmp_path, infos):
+    def saver(rate):
+        tables = [HashTable(2, name=name) for name in ("user", "item", "ad")]
+        model = nn.ModuleDict({table.name: table for table in tables})
+        model["word"] = nn.Embedding(10, 2, sparse=True)
+        words = torch.optim.SparseAdam(model["word"].parameters(), lr=rate)
+        groups = [{"tables": tables[:1]}, {"tables": tables[1:], "lr": rate}]
+        live = live_tables(model, words, min_rows=1)
+        return Saver(model, SparseAdam(groups, lr=0.1), str(tmp_path), tables=live)
+
+    saver(0.1).save("ckpt_1", step=1)
+    CheckpointManager(saver(0.2), 1).restore()
+    assert infos()[0].endswith(": sparse_optim of 'item', 'ad' lr 0.2 -> 0.1, sparse_optim of 'word' lr 0.2 -> 0.1")
 
 
 def test_a_run_may_keep_its_own_and_goes_on_with_the_state(tmp_path, infos):
@@ -160,21 +173,17 @@ def test_a_scheduler_that_is_made_after_the_restore_begins_at_the_kept_rate(tmp_
     assert schedules.ExponentialLR(run.dense, 0.5).base_lrs == [0.02]
 
 
-def test_a_run_that_resumes_by_its_bank_may_keep_its_own_too(tmp_path):
+def test_a_run_that_resumes_by_its_bank_may_keep_its_own_too_and_once_they_are_replaced_it_is_too_late(tmp_path):
     Run(tmp_path, 0.1).step()
     run = Run(tmp_path, 0.01)
     run.manager.load_model_bank([], hyper_parameters="keep")
     assert run.rates == [0.01, 0.01]
     assert run.manager.restore() == 1
     assert run.rates == [0.01, 0.01]
-
-
-def test_it_is_too_late_to_keep_them_once_the_bank_has_replaced_them(tmp_path):
-    Run(tmp_path, 0.1).step()
-    run = Run(tmp_path, 0.01)
-    run.manager.load_model_bank([])
+    late = Run(tmp_path, 0.01)
+    late.manager.load_model_bank([])
     with pytest.raises(ValueError, match="load_model_bank has restored the run already"):
-        run.manager.restore(hyper_parameters="keep")
+        late.manager.restore(hyper_parameters="keep")
 
 
 @pytest.mark.parametrize("value", ["Keep", None, True, []])
@@ -191,3 +200,103 @@ def test_a_restore_that_is_refused_changes_no_hyper_parameters(tmp_path):
     with pytest.raises(LoadConfError):
         run.manager.restore(hyper_parameters="keep", load_conf={"load": ["nothing"]})
     assert run.rates == [0.01, 0.01]
+
+
+# schedules of other runs
+
+
+def decay(optimizer):
+    return schedules.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 3))
+
+
+def warm_start(path, bank, schedule=decay):
+    """Return a new run that starts from another one, and the plan of that."""
+    run = Run(path, 0.1, schedule)
+    plan = run.manager.plan(bank)
+    run.manager.load_model_bank(bank)
+    return run, plan
+
+
+def test_a_warm_start_leaves_the_schedule_of_the_new_run_and_the_plan_says_so(tmp_path, caplog):
+    run = Run(tmp_path / "old", 0.1, decay)
+    for _ in range(3):
+        run.step()
+    assert run.rates == [0, 0]
+    new, plan = warm_start(tmp_path / "new", [{"path": tmp_path / "old"}])
+    reasons = {item.name.text: item.reason for item in plan.items if item.offer is None}
+    assert reasons["schedule_0"] == reasons["schedule_1"] == "the schedule of this run stays"
+    assert "from scratch" not in caplog.text  # nobody expects it
+    assert new.schedules[0].last_epoch == 0
+    assert new.rates == [0.1, 0.1]
+    assert new.step().rates == pytest.approx([0.2 / 3, 0.2 / 3])
+
+
+def test_a_schedule_that_is_named_comes_and_the_rate_with_it(tmp_path):
+    Run(tmp_path / "old", 0.1, decay).step()
+    new, _ = warm_start(tmp_path / "new", [{"path": tmp_path / "old", "load": ["*", "schedule_0"]}])
+    assert [schedule.last_epoch for schedule in new.schedules] == [1, 0]
+    assert new.rates == pytest.approx([0.2 / 3, 0.1])
+
+
+def test_a_wrapper_of_a_schedule_stays_as_it_does(tmp_path):
+    class Wrapper:
+        def __init__(self, scheduler):
+            self.scheduler, self.step = scheduler, scheduler.step
+            self.state_dict, self.load_state_dict = scheduler.state_dict, scheduler.load_state_dict
+
+    Run(tmp_path / "old", 0.1, lambda optimizer: Wrapper(decay(optimizer))).step()
+    bank = [{"path": tmp_path / "old"}]
+    new, _ = warm_start(tmp_path / "new", bank, lambda optimizer: Wrapper(decay(optimizer)))
+    assert new.schedules[0].scheduler.last_epoch == 0
+
+
+def test_a_load_from_another_output_dir_leaves_it_too_and_a_bank_that_resumes_brings_it_back(tmp_path):
+    Run(tmp_path / "old", 0.1, decay).step()
+    other = Run(tmp_path / "new", 0.1, decay)
+    other.manager.saver.load(tmp_path / "old")
+    assert other.schedules[0].last_epoch == 0
+    other.step().step()
+    again, _ = warm_start(tmp_path / "new", [{"path": tmp_path / "old"}])
+    assert again.schedules[0].last_epoch == 2
+    assert again.rates == other.rates
+
+
+def test_a_list_of_names_says_which_are_schedules(tmp_path):
+    Run(tmp_path / "old", 0.1, decay).step()
+    run = Run(tmp_path / "new", 0.1, decay)
+    lines = run.manager.saver.names()
+    assert "schedule_0\textra\tplain data\t\tschedule" in lines
+    listed = listed_inventory(lines)
+    assert [name.text for name, thing in listed.items() if thing.is_schedule] == ["schedule_0", "schedule_1"]
+    assert list_inventory(listed) == lines
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_without_its_optimizer_sets_the_rate_of_its_place(tmp_path, name):
+    first, straight = Run(tmp_path / "run", 0.1, SCHEDULES[name]), Run(tmp_path / "other", 0.1, SCHEDULES[name])
+    for _ in range(3):
+        first.step()
+        straight.step()
+    run = Run(tmp_path / "run", 0.1, SCHEDULES[name])
+    run.manager.restore(load_conf={"exclude": ["dense_opt", "sparse_optim"]})
+    assert run.rates == pytest.approx(first.rates)
+    assert run.step().rates == pytest.approx(straight.step().rates)
+
+
+def test_so_does_one_of_an_optimizer_that_nobody_registered(tmp_path):
+    def run():
+        layer = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        schedule = schedules.StepLR(optimizer, 1, gamma=0.5)
+        saver = Saver(layer, output_dir=tmp_path)
+        saver.register_for_checkpointing("schedule", schedule)
+        return saver, optimizer, schedule
+
+    saver, optimizer, schedule = run()
+    for _ in range(2):
+        optimizer.step()
+        schedule.step()
+    saver.save("1")
+    saver, optimizer, schedule = run()
+    saver.load()
+    assert optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0] == 0.025

@@ -14,7 +14,6 @@ from recckpt.load.inventory import (
     PLAIN,
     Thing,
     checkpoint_inventory,
-    dense_prefix,
     list_inventory,
     listed_inventory,
     names_here,
@@ -107,28 +106,19 @@ def test_a_damaged_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("found", "model", "prefix"),
-    [
-        (["a", "b"], ["a", "b"], ("", "")),
-        (["module.a", "module.b"], ["a", "b"], ("module.", "")),
-        (["a"], ["module.a"], ("", "module.")),
-        (["module.a"], ["module.a"], ("", "")),
-        (["module.b", "c"], ["a", "module.b"], ("", "")),
-        (["module.a", "b"], ["a"], ("", "")),
-        (["module.a", "n_averaged"], ["a"], ("module.", "")),  # of AveragedModel
-        (["a"], ["module.a", "n_averaged"], ("", "module.")),
-        (["module.a"], [], ("", "")),
-        ([], ["module.a"], ("", "")),
-        (["module.x"], ["a"], ("", "")),  # another model, whose names are as they are in the file, for 'oname'
-    ],
-)
-def test_the_prefix_of_a_wrapper_is_a_matter_of_all_names_or_none(found, model, prefix):
-    assert dense_prefix(found, model) == prefix
-
-
-@pytest.mark.parametrize(
     ("found", "model", "here"),
-    [
+    [  # the prefix of a wrapper is a matter of all names or none; those of compiled modules are at any depth
+        (["a", "b"], ["a", "b"], ["a", "b"]),
+        (["module.a", "module.b"], ["a", "b"], ["a", "b"]),
+        (["a"], ["module.a"], ["module.a"]),
+        (["module.a"], ["module.a"], ["module.a"]),
+        (["module.b", "c"], ["a", "module.b"], ["module.b", "c"]),
+        (["module.a", "b"], ["a"], ["module.a", "b"]),
+        (["module.a", "n_averaged"], ["a"], ["a", "n_averaged"]),  # of AveragedModel
+        (["a"], ["module.a", "n_averaged"], ["module.a"]),
+        (["module.a"], [], ["module.a"]),
+        ([], ["module.a"], []),
+        (["module.x"], ["a"], ["module.x"]),  # another model, whose names are as they are in the file, for 'oname'
         (["_orig_mod.a", "b._orig_mod.c"], ["a", "b.c"], ["a", "b.c"]),
         (["module.b._orig_mod.c"], ["b.c"], ["b.c"]),
         (["b._orig_mod.c"], ["module.b.c"], ["module.b.c"]),
@@ -137,7 +127,7 @@ def test_the_prefix_of_a_wrapper_is_a_matter_of_all_names_or_none(found, model, 
         (["b_orig_mod.c"], ["b.c"], ["b_orig_mod.c"]),
     ],
 )
-def test_names_of_compiled_modules_are_looked_through_at_any_depth(found, model, here):
+def test_wrappers_that_one_side_alone_had_are_looked_through(found, model, here):
     assert names_here(found, model) == dict(zip(found, here, strict=True))
 
 

@@ -5,17 +5,14 @@ import shutil
 
 import pytest
 import torch
-from support.bank_runs import live_bytes, run, saved, slots_of, table, values_of
+from support.bank_runs import run, saved, slots_of, table, values_of
 from support.builders import Run, flip_bit, state_of, table_state, tree
-from support.foreign import ForeignTable
-from support.forge import Tables
 from support.thread_ranks import ThreadGroup, Wire, on_ranks
 from torch import nn
 
-from recckpt import CheckpointManager, Saver
+from recckpt import CheckpointManager
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadConfError, StateMismatchError
-from recckpt.parallel.connection import Connection
-from recckpt.parallel.ranks import Ranks
+from recckpt.parallel.ranks import Connection, Ranks
 from recckpt.sparse import gen_slice
 
 
@@ -183,19 +180,6 @@ def test_all_entries_are_checked_before_the_first_is_loaded(tmp_path, bank):
     assert not (tmp_path / "nowhere").exists()
 
 
-@pytest.mark.parametrize("conf", [{"path": "x"}, "x", 3])
-def test_a_bank_is_a_list(tmp_path, conf):
-    with pytest.raises(LoadConfError, match="expected a list of dicts"):
-        Run(tmp_path).manager.load_model_bank(conf)
-
-
-def test_an_empty_bank_loads_nothing(tmp_path):
-    new = Run(tmp_path)
-    before = state_of(new)
-    new.manager.load_model_bank([])
-    assert state_of(new) == before
-
-
 def test_a_run_resumes_without_a_bank_that_is_gone_where_it_has_all_that_was_asked_of_it(tmp_path, bank, caplog):
     entries = [{"path": bank[0].saver.output_dir}]
     expected = state_of(Run(tmp_path / "own", interval=5).train(5))
@@ -212,19 +196,6 @@ def test_a_run_resumes_without_a_bank_that_is_gone_where_it_has_all_that_was_ask
         wider.manager.load_model_bank(entries)
 
 
-@pytest.mark.parametrize("rows", [[], [7]])
-def test_damage_in_the_last_checkpoint_of_a_bank_leaves_all_as_it_was(tmp_path, rows):
-    good = saved(tmp_path / "good", table("a", range(50)), value=4.0, top=nn.Linear(1, 1))
-    bad = saved(tmp_path / "bad", table("b", range(50)))
-    part = next((tmp_path / "bad" / "c" / "sparse").glob("*.arrow"))
-    flip_bit(part)
-    saver = run(tmp_path / "own", table("a", rows, 9.0), table("b", rows, 9.0), top=nn.Linear(1, 1))
-    before = live_bytes(saver)
-    with pytest.raises(CorruptCheckpointError, match="arrow"):
-        saver.load_by_config([{"path": good}, {"path": bad}])
-    assert live_bytes(saver) == before
-
-
 def test_a_damaged_own_checkpoint_is_passed_over_for_the_one_before(tmp_path, bank):
     expected = state_of(Run(tmp_path / "own", interval=5, max_keep=2).train(5))
     longer = Run(tmp_path / "own", interval=5, max_keep=2)
@@ -237,42 +208,42 @@ def test_a_damaged_own_checkpoint_is_passed_over_for_the_one_before(tmp_path, ba
     assert len([text for text in report.warnings if "nothing*" in text]) == 1
 
 
-def test_tables_of_others_take_whole_rows_or_nothing(tmp_path):
-    url = saved(tmp_path / "a", table("t", [1, 2], 3.0), optimizer="adagrad")
-
-    def foreign():
-        return ForeignTable("t", torch.tensor([9]), torch.ones(1, 4), {"sparse_adagrad_sum": torch.zeros(1, 4)})
-
-    t = foreign()
-    Saver(Tables([t]), output_dir=str(tmp_path / "own")).load_by_config([{"path": url, "load": ["t"]}])
-    assert sorted(t.ids().tolist()) == [1, 2]
-    for conf in ({"load": ["sparse_opt"]}, {"load": ["t"], "exclude": ["t@embedding"]}, {"load": ["t@id"]}):
-        t = foreign()
-        with pytest.raises(StateMismatchError, match=r"not a recckpt\.sparse\.HashTable"):
-            Saver(Tables([t]), output_dir=str(tmp_path / "own")).load_by_config([{"path": url, **conf}])
-        assert t.ids().tolist() == [9]
-
-
 # extra objects
 
 
 def test_plain_values_and_names_that_nobody_registered_come_as_they_were_loaded(tmp_path):
     source = run(tmp_path / "a", top=nn.Linear(1, 1))
-    source.register_for_checkpointing("epoch", 3)
-    source.register_for_checkpointing("note", {"who": "me"})
-    source.register_for_checkpointing("secret", 4)
+    for name, value in (("epoch", 3), ("note", {"who": "me"}), ("secret", 4)):
+        source.register_for_checkpointing(name, value)
     source.save("c")
     saver = run(tmp_path / "b", top=nn.Linear(1, 1))
-    saver.register_for_checkpointing("epoch", 0)
-    bank = [{"path": str(tmp_path / "a"), "exclude": ["secret"]}]
+    for name in ("epoch", "renamed"):
+        saver.register_for_checkpointing(name, 0)
+    bank = [{"path": str(tmp_path / "a"), "exclude": ["secret"], "oname": {"renamed": "epoch"}}]
     saver.load_by_config(bank)
-    assert saver.get_extra_data("epoch") == 3
-    assert saver.get_extra_data("note") == {"who": "me"}
-    for name in ("secret", "nothing"):
-        assert saver.get_extra_data(name) is None
+    found = {name: saver.get_extra_data(name) for name in ("epoch", "renamed", "note", "secret", "nothing")}
+    assert found == {"epoch": 3, "renamed": 3, "note": {"who": "me"}, "secret": None, "nothing": None}
     other = run(tmp_path / "b", top=nn.Linear(1, 1))
-    other.load_by_config([{**bank[0], "load": ["dense"]}])
+    other.load_by_config([{"path": str(tmp_path / "a"), "load": ["dense"]}])
     assert other.get_extra_data("note") is None
+
+
+def test_extra_data_has_the_global_step_of_a_load_and_of_a_manager_that_counts_on(tmp_path):
+    run(tmp_path / "a", top=nn.Linear(1, 1)).save("c", step=300)
+    saver = run(tmp_path / "a", top=nn.Linear(1, 1))
+    assert saver.get_extra_data("global_step") is None
+    saver.load()
+    assert saver.get_extra_data("global_step") == 300
+    manager = CheckpointManager(saver, 1000)
+    assert saver.get_extra_data("global_step") == 300
+    manager.restore()
+    manager.step()
+    assert saver.get_extra_data("global_step") == manager.global_step == 301
+    other = run(tmp_path / "b", top=nn.Linear(1, 1))
+    other.load_by_config([{"path": tmp_path / "a"}])
+    assert other.get_extra_data("global_step") is None
+    other.load_by_config([{"path": tmp_path / "a", "load": ["global_step"]}])
+    assert other.get_extra_data("global_step") == 300
 
 
 def test_a_damaged_file_of_values_that_nobody_registered_is_found_before_anything_changes(tmp_path):
@@ -284,16 +255,6 @@ def test_a_damaged_file_of_values_that_nobody_registered_is_found_before_anythin
     with pytest.raises(CorruptCheckpointError, match=r"extra\.pt"):
         saver.load_by_config([{"path": str(tmp_path / "a")}])
     assert saver.model.top.weight.item() == 0.0
-
-
-def test_extra_state_is_renamed(tmp_path):
-    source = run(tmp_path / "a", top=nn.Linear(1, 1))
-    source.register_for_checkpointing("old", 3)
-    source.save("c")
-    saver = run(tmp_path / "b", top=nn.Linear(1, 1))
-    saver.register_for_checkpointing("new", 0)
-    saver.load_by_config([{"path": str(tmp_path / "a"), "oname": {"new": "old"}}])
-    assert saver.get_extra_data("new") == 3
 
 
 # entries that are looked at again
@@ -444,22 +405,13 @@ def loading(url, dataset, n_ranks=1, rank=0, **conf):
     return t
 
 
-def test_on_as_many_shards_each_gets_its_own_position_back(tmp_path):
-    url = save_on_two_ranks(tmp_path / "a")
-    for rank in range(2):
-        dataset = Position()
-        loading(url, dataset, 2, rank)
-        assert dataset.position == 100 + rank
-
-
-@pytest.mark.parametrize("n_ranks", [1, 3])
-def test_on_another_number_an_object_may_merge_the_states_of_all(tmp_path, n_ranks):
-    url = save_on_two_ranks(tmp_path / "a")
-    rows = 0
+@pytest.mark.parametrize(("n_ranks", "dataset"), [(2, Position), (1, Mergeable), (3, Mergeable)])
+def test_each_shard_gets_its_position_back_and_on_another_number_an_object_may_merge_all(tmp_path, n_ranks, dataset):
+    url, rows = save_on_two_ranks(tmp_path / "a"), 0
     for rank in range(n_ranks):
-        dataset = Mergeable()
-        rows += len(loading(url, dataset, n_ranks, rank))
-        assert dataset.position == ((100, 101), rank, n_ranks)
+        data = dataset()
+        rows += len(loading(url, data, n_ranks, rank))
+        assert data.position == (100 + rank if n_ranks == 2 else ((100, 101), rank, n_ranks))
     assert rows == 20
 
 

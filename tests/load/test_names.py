@@ -17,7 +17,7 @@ from recckpt.format.names import (
     wildcard_regex,
     wildcards,
 )
-from recckpt.load.renames import Renames, parse_renames
+from recckpt.load.conf import parse_renames
 
 NAMES = [
     slot_name("user", "id"),
@@ -35,6 +35,7 @@ NAMES = [
     Name("io_state", "reader"),
     Name("global_step", "global_step"),
 ]
+LISTS = {"a": "x", "b": "y"}, [{"a": "x"}, {"b": "y"}], ({"a": "x", "b": "y"},)  # rules are a dict or a list of dicts
 
 
 def meant(text):
@@ -62,9 +63,21 @@ def test_a_group_means_what_belongs_to_it(group):
     assert meant(group) == all_of(group)
 
 
-def test_a_group_goes_before_whatever_else_is_called_so():
-    assert not Pattern("dense").matches(slot_name("dense", "embedding"))
-    assert not Pattern("extra").matches(Name("dense", "extra"))
+@pytest.mark.parametrize(
+    ("pattern", "name", "is_meant"),
+    [
+        ("dense", slot_name("dense", "embedding"), False),  # a group goes before whatever else is called so
+        ("extra", Name("dense", "extra"), False),
+        ("*id", slot_name("item_id", "embedding"), True),  # a pattern of tables does not mean the ids of all
+        ("*id", slot_name("item_id", "id"), True),
+        ("*id", slot_name("item", "id"), False),
+        *((pattern, Name("dense_opt", "adam"), True) for pattern in ("dense_opt", "extra", "*")),
+        *((pattern, state_name("top.weight", "adam"), True) for pattern in ("dense_opt", "extra", "*")),
+        ("dense", state_name("top.weight", "adam"), False),
+    ],
+)
+def test_a_pattern_means_groups_tables_and_objects_and_not_what_ends_alike(pattern, name, is_meant):
+    assert Pattern(pattern).matches(name) == is_meant
 
 
 @pytest.mark.parametrize(
@@ -94,12 +107,6 @@ def test_a_group_goes_before_whatever_else_is_called_so():
 )
 def test_a_pattern_matches_whole_names_with_any_run_of_characters_for_a_star(pattern, names):
     assert meant(pattern) == names
-
-
-def test_a_pattern_of_tables_does_not_mean_the_ids_of_all_because_they_end_alike():
-    assert meant("*id") == set()
-    assert Pattern("*id").matches(slot_name("item_id", "embedding"))
-    assert Pattern("*id").matches(slot_name("item_id", "id"))
 
 
 @pytest.mark.parametrize("table", ["a.b", "a+b", "(a", "[x", "x]", "line\nbreak", "a@b", "表", "a\\d", "^$"])
@@ -134,10 +141,6 @@ def test_an_optimizer_is_a_registered_object_and_its_state_of_a_parameter_is_of_
         False,
         "top.weight",
     )
-    for pattern in ("dense_opt", "extra", "*"):
-        assert Pattern(pattern).matches(settings)
-        assert Pattern(pattern).matches(state)
-    assert not Pattern("dense").matches(state)
     assert [text for text in ("*", "**", "a*", "dense") if Pattern(text).is_everything] == ["*", "**"]
 
 
@@ -163,26 +166,49 @@ def slot(value, table, name="embedding"):
     return parse_renames(value).source(slot_name(table, name))
 
 
-def test_what_no_rule_speaks_of_keeps_its_name():
-    assert Renames().source(Name("dense", "a")) == "a"
-    assert dense({"b": "c"}, "a") == "a"
-    assert slot({"b": "c"}, "a") == "a@embedding"
+@pytest.mark.parametrize(
+    ("rules", "name", "source"),
+    [
+        ({}, "a", "a"),
+        ({"b": "c"}, "a", "a"),
+        ({"b": "c"}, "a@embedding", "a@embedding"),
+        *((rules, name, {"a": "x", "b": "y"}.get(name, name)) for rules in LISTS for name in "abx"),
+        *(({"t": "u"}, f"t@{slot}", f"u@{slot}") for slot in ("id", "embedding", "sparse_adam_exp_avg")),
+        ({"t": "u", "t@sparse_m": "w@sparse_v"}, "t@sparse_m", "w@sparse_v"),  # it goes before that for its table
+        ({"t": "u", "t@sparse_m": "w@sparse_v"}, "t@embedding", "u@embedding"),
+        ({"a": "b", "b": "a"}, "a@embedding", "b@embedding"),  # rules are not applied twice, so names can be swapped
+        ({"a": "b", "b": "a"}, "b@embedding", "a@embedding"),
+        ([{"a": "x"}, {"a": "x"}, {"a*": "x*"}], "a", "x"),  # rules that agree are no conflict
+        *(({name: "u"}, f"{name}@embedding", "u@embedding") for name in ("a@b", "a.b", "line\nbreak")),
+        *(({"t": name}, "t@embedding", f"{name}@embedding") for name in ("a@b", "a.b", "line\nbreak")),
+        ({"dense.*.weight": "layer.*.weight"}, "dense.3.weight", "layer.3.weight"),
+        ({"dense.*.weight": "layer.*.weight"}, "dense.3.bias", "dense.3.bias"),
+        ({"*": "old.*"}, "a.b", "old.a.b"),
+        ({"*.*": "*/*"}, "a.b", "a/b"),
+        ({"x.*.*": "y.*.*"}, "x.1.2.3", "y.1.2.3"),
+        ({"a*": "b*"}, "a", "b"),
+        ({"top.?.w": "layer.?.w"}, "top.3.w", "layer.3.w"),
+        ({"top.?.w": "layer.?.w"}, "top.33.w", "top.33.w"),
+        ({"[ab]_*": "x[ab]*"}, "b_1", "xb1"),
+        ({"[!a]": "x[!a]"}, "a", "a"),
+        ({"top\n*": "x*"}, "top\ny\nz", "xy\nz"),
+        ({"*": "*_old"}, "t@embedding", "t_old@embedding"),  # a star renames tables and leaves their slots alone
+        ({"user_*": "u*"}, "user_7@id", "u7@id"),
+        ({"*@sparse_m": "*@sparse_v"}, "t@sparse_m", "t@sparse_v"),
+        ({"*@sparse_m": "*@sparse_v"}, "t@embedding", "t@embedding"),
+    ],
+)
+def test_a_rule_says_what_a_name_of_the_model_is_called_there(rules, name, source):
+    of_model = slot_name(*name.rsplit("@", 1)) if "@" in name else Name("dense", name)
+    assert parse_renames(rules).source(of_model) == source
 
 
-@pytest.mark.parametrize("value", [{"a": "x", "b": "y"}, [{"a": "x"}, {"b": "y"}], ({"a": "x", "b": "y"},)])
-def test_rules_are_a_dict_or_a_list_of_dicts(value):
-    assert (dense(value, "a"), dense(value, "b"), dense(value, "x")) == ("x", "y", "x")
-
-
-def test_a_rule_for_a_table_renames_all_of_its_slots():
-    for name in ("id", "embedding", "sparse_adam_exp_avg"):
-        assert slot({"t": "u"}, "t", name) == f"u@{name}"
-
-
-def test_a_rule_for_a_slot_renames_that_slot_and_goes_before_the_one_for_its_table():
-    rules = {"t": "u", "t@sparse_m": "w@sparse_v"}
-    assert slot(rules, "t", "sparse_m") == "w@sparse_v"
-    assert slot(rules, "t", "embedding") == "u@embedding"
+def test_what_counts_the_ids_of_a_table_is_renamed_with_it():
+    renames = parse_renames({"user_a": "user", "*_b": "*", "own.candidates": "mine"})
+    for table, source in (("user_a", "user"), ("user_b", "user"), ("item", "item"), ("own", "own")):
+        for counts in (".candidates", ".candidates_1000x7"):
+            expected = "mine@id" if table + counts == "own.candidates" else f"{source}{counts}@id"
+            assert renames.source(slot_name(table + counts, "id")) == expected
 
 
 @pytest.mark.parametrize("side", ["id", "embedding"])
@@ -203,44 +229,6 @@ def test_a_table_whose_ids_and_embeddings_would_come_from_two_is_ambiguous(rules
             slot(rules, "t", name)
 
 
-def test_rules_are_not_applied_twice_so_names_can_be_swapped():
-    rules = {"a": "b", "b": "a"}
-    assert (slot(rules, "a"), slot(rules, "b")) == ("b@embedding", "a@embedding")
-
-
-@pytest.mark.parametrize(
-    ("rule", "name", "source"),
-    [
-        ({"dense.*.weight": "layer.*.weight"}, "dense.3.weight", "layer.3.weight"),
-        ({"dense.*.weight": "layer.*.weight"}, "dense.3.bias", "dense.3.bias"),
-        ({"*": "old.*"}, "a.b", "old.a.b"),
-        ({"*.*": "*/*"}, "a.b", "a/b"),
-        ({"x.*.*": "y.*.*"}, "x.1.2.3", "y.1.2.3"),
-        ({"a*": "b*"}, "a", "b"),
-        ({"top.?.w": "layer.?.w"}, "top.3.w", "layer.3.w"),
-        ({"top.?.w": "layer.?.w"}, "top.33.w", "top.33.w"),
-        ({"[ab]_*": "x[ab]*"}, "b_1", "xb1"),
-        ({"[!a]": "x[!a]"}, "a", "a"),
-        ({"top\n*": "x*"}, "top\ny\nz", "xy\nz"),
-    ],
-)
-def test_a_star_carries_over_what_it_stands_for(rule, name, source):
-    assert dense(rule, name) == source
-
-
-def test_a_star_renames_tables_and_leaves_their_slots_alone():
-    assert slot({"*": "*_old"}, "t") == "t_old@embedding"
-    assert slot({"user_*": "u*"}, "user_7", "id") == "u7@id"
-    assert slot({"*@sparse_m": "*@sparse_v"}, "t", "sparse_m") == "t@sparse_v"
-    assert slot({"*@sparse_m": "*@sparse_v"}, "t", "embedding") == "t@embedding"
-
-
-@pytest.mark.parametrize("name", ["a@b", "a.b", "line\nbreak"])
-def test_a_table_of_any_name_can_be_renamed(name):
-    assert slot({name: "u"}, name) == "u@embedding"
-    assert slot({"t": name}, "t") == f"{name}@embedding"
-
-
 @pytest.mark.parametrize(
     ("rules", "name"),
     [
@@ -255,23 +243,27 @@ def test_different_names_for_one_thing_are_refused(rules, name):
         dense(rules, name)
 
 
-def test_rules_that_agree_are_no_conflict():
-    assert dense([{"a": "x"}, {"a": "x"}, {"a*": "x*"}], "a") == "x"
-
-
 @pytest.mark.parametrize(
-    "rule", [{"a*": "b"}, {"a": "b*"}, {"*a*": "*b"}, {"**": "*"}, {"a?": "b*"}, {"*?": "?*"}, {"[ab]": "[ac]"}]
+    ("value", "message"),
+    [
+        *(
+            (rule, "the same wildcards in the same order")
+            for rule in (
+                {"a*": "b"},
+                {"a": "b*"},
+                {"*a*": "*b"},
+                {"**": "*"},
+                {"a?": "b*"},
+                {"*?": "?*"},
+                {"[ab]": "[ac]"},
+            )
+        ),
+        *((value, "expected a dict or a list of dicts") for value in ("a", 3, None, [3], ["ab"], [[]])),
+        *((rule, "expected two names") for rule in ({"a": 3}, {3: "a"}, {"": "a"}, {"a": ""}, {"a": None})),
+    ],
 )
-def test_both_sides_have_the_same_wildcards(rule):
-    with pytest.raises(ValueError, match="the same wildcards in the same order"):
-        parse_renames(rule)
-
-
-@pytest.mark.parametrize(
-    "value", ["a", 3, None, [3], ["ab"], [[]], {"a": 3}, {3: "a"}, {"": "a"}, {"a": ""}, {"a": None}]
-)
-def test_what_is_no_rule_is_refused(value):
-    with pytest.raises(ValueError, match="expected"):
+def test_what_is_no_rule_is_refused(value, message):
+    with pytest.raises(ValueError, match=message):
         parse_renames(value)
 
 

@@ -6,8 +6,8 @@ from recckpt.errors import LoadConfError, RecckptError, StateMismatchError
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.names import Name, slot_name
 from recckpt.load.conf import Entry, parse_bank, parse_load_conf
-from recckpt.load.inventory import PLAIN, LoadCandidate, Thing
-from recckpt.load.plan import resolve
+from recckpt.load.inventory import PLAIN, LoadCandidate, Thing, list_inventory, listed_inventory
+from recckpt.load.plan import plan_load, resolve
 from recckpt.load.problems import Problems
 
 OWN = Entry(label="output_dir", is_own=True)
@@ -48,40 +48,11 @@ def sources(model, *offers):
 # priorities
 
 
-def test_each_name_is_taken_once_from_the_last_entry_that_has_it():
-    model = dense("a", "b", "c", "d")
-    found = sources(model, ({}, dense("a", "b", "c")), ({}, dense("b", "c")), ({}, dense("c")))
-    assert found == {"a": (0, "a"), "b": (1, "b"), "c": (2, "c")}
-
-
 def test_an_entry_that_does_not_ask_leaves_a_name_to_those_before():
     model = {**table("t"), **dense("a")}
     here = {**table("t"), **dense("a")}
     found = sources(model, ({"exclude": ["a"]}, here), ({"load": ["a"]}, here), ({"load": ["t@embedding"]}, here))
     assert found == {"t@id": (2, "t@id"), "t@embedding": (2, "t@embedding"), "a": (1, "a")}
-
-
-def test_the_own_run_is_the_last_word_and_what_it_lacks_comes_from_the_bank():
-    model = {**table("t"), **table("new"), **dense("a", "b")}
-    found = sources(
-        model, ({"load": ["dense"]}, dense("a", "b")), ({}, table("new")), (OWN, {**table("t"), **dense("a")})
-    )
-    assert {name: offer for name, (offer, _) in found.items()} == {
-        **{"t@id": 2, "t@embedding": 2, "new@id": 1, "new@embedding": 1},
-        **{"a": 2, "b": 0},
-    }
-
-
-def test_one_table_may_come_from_several_checkpoints():
-    model = table("t", "sparse_m", "frequency")
-    here = table("t", "sparse_m", "frequency")
-    found = sources(model, ({}, here), ({"load": ["t@sparse_m"]}, here), ({"load": ["t@frequency"]}, here))
-    assert {name: offer for name, (offer, _) in found.items()} == {
-        "t@id": 0,
-        "t@embedding": 0,
-        "t@frequency": 2,
-        "t@sparse_m": 1,
-    }
 
 
 def test_the_slots_of_a_table_come_in_order_ids_first():
@@ -90,23 +61,6 @@ def test_the_slots_of_a_table_come_in_order_ids_first():
 
 
 # renames
-
-
-def test_two_tables_are_swapped_in_one_entry():
-    model = {**table("table_1"), **table("table_2")}
-    found = sources(model, ({"oname": {"table_1": "table_2", "table_2": "table_1"}}, model))
-    assert found == {
-        "table_1@id": (0, "table_2@id"),
-        "table_1@embedding": (0, "table_2@embedding"),
-        "table_2@id": (0, "table_1@id"),
-        "table_2@embedding": (0, "table_1@embedding"),
-    }
-
-
-def test_two_tables_may_come_from_one():
-    found = sources({**table("a"), **table("b")}, ({"oname": {"b": "a"}}, table("a")))
-    assert {source for _, source in found.values()} == {"a@id", "a@embedding"}
-    assert len(found) == 4
 
 
 def test_a_star_renames_dense_names_and_strict_looks_at_their_new_ones():
@@ -121,13 +75,6 @@ def test_a_star_renames_dense_names_and_strict_looks_at_their_new_ones():
 def test_names_of_one_kind_do_not_hide_those_of_another():
     _, problems = planned(others("extra", "x"), ({"strict": True}, {**others("extra", "x"), **dense("x")}))
     assert problems.unexpected == ["x"]
-
-
-@pytest.mark.parametrize("name", ["a@b", "line\nbreak", "a.b*"])
-def test_tables_of_odd_names_are_tables(name):
-    assert len(sources(table(name), ({"load": [name]}, table(name)))) == 2
-    found = sources(table("t"), ({"oname": {"t": "a@b"}}, table("a@b")))
-    assert found["t@embedding"] == (0, "a@b@embedding")
 
 
 def test_an_ambiguous_rename_is_an_error_where_the_name_is_wanted():
@@ -348,6 +295,63 @@ def test_a_filter_looks_at_one_number_a_row_of_the_tables_that_are_taken():
     assert not planned(model, ({**where, "ignore_error": True}, there))[1].conf
     _, problems = planned(model, ({"where": {"embedding": {"min": 0}}, "load": ["t"], "ignore_error": True}, there))
     assert problems.conf == ["bank[0]: 'where': 't@embedding' is float32 (4,), expected one number a row"]
+
+
+# slots with one value for each range of columns, between tables that were divided otherwise
+
+SUM = slot_name("t", "sparse_rowwise_adagrad_sum")
+TWO, OTHER = ((0, 8), (8, 12)), ((0, 4), (4, 12))
+
+
+def divided(columns, dtype="float32", shape=None):
+    of_ranges = Thing(dtype, ((len(columns),) if columns else ()) if shape is None else shape, 5, columns=columns)
+    return {slot_name("t", "id"): Thing("int64"), slot_name("t", "embedding"): Thing("float32", (12,)), SUM: of_ranges}
+
+
+def regrouped(saved, live, **conf):
+    offer = LoadCandidate(parse_load_conf(conf), "there", saved)
+    [item] = [item for item in plan_load(live, [offer], Problems()).items if item.name == SUM]
+    return item
+
+
+def test_the_same_ranges_need_no_conversion():
+    assert regrouped(divided(TWO), divided(TWO)).conversion == ""
+
+
+@pytest.mark.parametrize(("saved", "live"), [(TWO, ()), ((), TWO), (TWO, OTHER)])
+def test_others_are_converted_where_that_is_allowed(saved, live):
+    with pytest.raises(StateMismatchError, match="'convert': True in load_conf"):
+        regrouped(divided(saved), divided(live))
+    item = regrouped(divided(saved), divided(live), convert=True)
+    assert item.conversion.startswith("one value")
+    assert " -> one value" in item.conversion
+    skipped = regrouped(divided(saved), divided(live), on_mismatch="skip")
+    assert skipped.offer is None
+    assert "skipped" in skipped.reason
+
+
+def test_a_cast_is_asked_for_beside():
+    with pytest.raises(StateMismatchError):
+        regrouped(divided(TWO), divided((), "float16"), convert=True)
+    item = regrouped(divided(TWO), divided((), "float16"), convert=True, on_mismatch="cast")
+    assert item.conversion.endswith(", cast float32 -> float16")
+
+
+def test_values_of_ranges_that_nobody_has_named_are_refused():
+    with pytest.raises(StateMismatchError, match="of ranges of columns that are not known"):
+        regrouped(divided((), shape=(2,)), divided(TWO), convert=True)
+
+
+def test_a_state_by_columns_of_as_many_columns_as_ranges_is_no_state_of_ranges():
+    saved = divided(((0, 1), (1, 2)), shape=(2,))
+    assert regrouped(saved, divided((), shape=(2,))).conversion == ""
+
+
+def test_a_list_of_names_has_the_ranges():
+    live = divided(TWO)
+    assert listed_inventory(list_inventory(live))[SUM].columns == TWO
+    with pytest.raises(LoadConfError, match="write columns 0:4,4:8"):
+        listed_inventory(["t@sparse_sum\tsparse_opt\tfloat32\t2\tcolumns 0-4"])
 
 
 # problems

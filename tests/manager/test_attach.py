@@ -221,14 +221,14 @@ def test_options_that_cannot_be_are_refused_before_anything_is_made(tmp_path, op
 @pytest.mark.parametrize(
     ("option", "instead"),
     [
-        ("max_to_keep", "max_keep="),
+        ("max_to_keep", ": write max_keep="),
         ("monitor", "Best(3, 'auc')"),
-        ("dirpath", "output_dir="),
-        ("optimizer", "optimizers="),
+        ("dirpath", ": write output_dir="),
+        ("optimizer", "; did you mean 'optimizers'?"),
     ],
 )
 def test_options_of_other_managers_are_answered_with_what_to_write(tmp_path, option, instead):
-    with pytest.raises(ValueError, match=f"{option!r} is not an option: write .*{re.escape(instead)}"):
+    with pytest.raises(ValueError, match=f"{option!r} is an option of neither .*{re.escape(instead)}"):
         CheckpointManager.attach(nn.Linear(1, 1), output_dir=tmp_path / "runs", save_interval=1, **{option: 3})
 
 

@@ -13,17 +13,17 @@ from support.spec_reader import read
 from support.thread_ranks import on_ranks
 
 import recckpt
-from recckpt import CheckpointManager, Deltas, Saver
-from recckpt.compaction.compact import make_offer
+from recckpt import CheckpointManager, Deltas, Saver, Standby, load_into
 from recckpt.errors import CorruptCheckpointError, RecckptError, WriterFencedError
-from recckpt.forgetting.forget import forget
 from recckpt.format import layout
 from recckpt.inspect.absent import look_for
 from recckpt.inspect.repair import repair
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.fence import Fence
 from recckpt.policies.admit import MinCount
-from recckpt.save import offer_thread
+from recckpt.rewrite.compact import make_offer
+from recckpt.rewrite.forget import forget
+from recckpt.save import background
 from recckpt.sparse import HashTable, gen_slice
 from recckpt.storage.local import LocalStorage
 
@@ -189,6 +189,64 @@ def test_what_was_restored_before_others_forgot_is_not_saved_any_more(root):
     assert is_absent(root)
 
 
+@pytest.mark.parametrize("path", ["", "ckpt_4"])
+def test_what_was_loaded_by_the_path_of_the_own_output_dir_before_others_forgot_is_not_saved(root, path):
+    run = Managed(root)
+    run.saver.load_by_config([{"path": str(root / path), "load": ["*"]}])
+    forget(str(root), "user", GONE)
+    with pytest.raises(WriterFencedError, match="may hold the ids"):
+        run.saver.save("ckpt_9", step=9)
+
+
+def load_in_part_again(model, root):
+    load_into(model, root)
+    yield
+    load_into(model, root, load_conf={"load": ["dense"]})
+
+
+def load_again(model, root):
+    load_into(model, root)
+    yield
+    load_into(model, root)
+
+
+READS = {
+    "load_into": lambda model, root: [load_into(model, root)],
+    "a checkpoint": lambda model, root: [load_into(model, root / "ckpt_4")],
+    "inside of another": lambda model, root: [load_into(Around(model), root)],
+    "standby": lambda model, root: [Standby(model).load(root)],
+    "in part again": load_in_part_again,
+    "again": load_again,
+}
+
+
+class Around(torch.nn.Module):
+    """A model with another one inside, under its names."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.user, self.item, self.top = inner["user"], inner["item"], inner["top"]
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("is_saver_first", [True, False])
+def test_what_was_read_into_a_model_before_others_forgot_is_not_saved_by_a_saver_of_it(root, read, is_saver_first):
+    run = ForgettingRun(root.parent / "other")  # with the same tables
+    saver = Saver(run.model, output_dir=root) if is_saver_first else None
+    reading = iter(READS[read](run.model, root))
+    next(reading)
+    forget(str(root), "user", GONE)
+    next(reading, None)
+    saver = saver or Saver(run.model, output_dir=root)
+    for _ in range(2):
+        if read == "again":
+            saver.save("ckpt_9", step=9, overwrite=True)
+        else:
+            with pytest.raises(WriterFencedError, match="may hold the ids"):
+                saver.save("ckpt_9", step=9)
+    assert is_absent(root)
+
+
 def test_where_damage_is_in_the_way_restores_and_saves_go_on_without_the_ids(root, monkeypatch, caplog):
     begin_to_forget(root, monkeypatch)
     part = next((root / "ckpt_1" / "sparse").glob("*.arrow"))
@@ -269,7 +327,7 @@ def test_a_compaction_in_the_background_is_ended_first(tmp_path, monkeypatch):
             threading.Event().wait(0.001)
         return make_offer(storage, checkpoint, means)
 
-    monkeypatch.setattr(offer_thread, "make_offer", until_stopped)
+    monkeypatch.setattr(background, "make_offer", until_stopped)
     run = Managed(tmp_path / "runs", deltas=Deltas(full_every=1, max_chain_bytes=100.0, max_dirty=1.0, compact=True))
     for value in (1.0, 2.0, 3.0):
         fill(run.user, ids_at(*range(100)[: None if value == 1.0 else 9]), value)

@@ -34,57 +34,60 @@ def advance(manager, weight, n_steps, value=None):
         manager.step()
 
 
-@pytest.mark.parametrize("interval", [0, -1, 2.5, "3", True, None])
-def test_an_interval_that_is_none_is_refused_when_the_manager_is_made(tmp_path, interval):
+NO_COUNT, NO_FLAG = "must be an int of at least 1, found", "must be True or False, found 'no'"
+NO_TIME, TOO_LATE = (
+    "event_time must be a number of seconds since 1970, found",
+    "beyond the year 5000: divide milli",
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        *(({"save_interval": n}, f"save_interval {NO_COUNT} {n!r}") for n in (0, -1, 2.5, "3", True, None)),
+        *(({flag: "no"}, f"{flag} {NO_FLAG}") for flag in ("async_save", "save_at_start")),
+        *(
+            ({"backpressure": kind}, f"'{kind}' .* found async_save=False.* async_save=True")
+            for kind in ("skip", "latest")
+        ),
+        *(({"ephemeral": n}, "ephemeral must be below save_interval") for n in (10, 11)),
+        *(({name: 0}, f"{name} {NO_COUNT} 0") for name in ("ephemeral", "reload_interval", "raise_after")),
+        *(
+            ({"on_save_error": what}, "on_save_error must be 'raise', 'warn' or a callable")
+            for what in ("ignore", None)
+        ),
+    ],
+)
+def test_an_option_that_is_none_is_refused_when_the_manager_is_made(tmp_path, options, text):
     saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
-    with pytest.raises(ValueError, match=f"save_interval must be an int of at least 1, found {interval!r}"):
-        CheckpointManager(saver, interval)
-
-
-def test_what_is_no_saver_is_refused_when_the_manager_is_made():
+    with pytest.raises(ValueError, match=text):
+        CheckpointManager(saver, **{"save_interval": 10, **options})
+    CheckpointManager(saver, 10, ephemeral=9)
     with pytest.raises(TypeError, match=r"saver must be a recckpt.Saver, found a Linear"):
         CheckpointManager(nn.Linear(1, 1), 1)
 
 
-@pytest.mark.parametrize("flag", ["async_save", "save_at_start"])
-def test_a_flag_is_true_or_false(tmp_path, flag):
-    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
-    with pytest.raises(ValueError, match=f"{flag} must be True or False, found 'no'"):
-        CheckpointManager(saver, 1, **{flag: "no"})
-    for flag in ("rng", "required"):
-        with pytest.raises(ValueError, match=f"{flag} must be True or False, found 'no'"):
-            CheckpointManager(saver, 1).restore(**{flag: "no"})
-
-
-@pytest.mark.parametrize("step", ["3", True, 3.0, "runs/clicks"])
-def test_what_is_no_step_is_not_restored(tmp_path, step):
+@pytest.mark.parametrize(
+    ("call", "arguments", "error", "text"),
+    [
+        *(("restore", {flag: "no"}, ValueError, f"{flag} {NO_FLAG}") for flag in ("rng", "required")),
+        *(
+            ("restore", {"global_step": step}, TypeError, "global_step must be an int or None, found")
+            for step in ("3", True, 3.0, "runs/clicks")
+        ),
+        *(("step", {"event_time": time}, TypeError, NO_TIME) for time in ("noon", datetime(2026, 1, 1), torch.ones(2))),
+        *(
+            ("step", {"event_time": t}, ValueError, TOO_LATE)
+            for t in (1_790_000_000_000, 1.79e18, torch.tensor(1.79e12))
+        ),
+    ],
+)
+def test_a_call_with_what_it_cannot_take_is_refused_and_counts_nothing(tmp_path, call, arguments, error, text):
     manager, _ = small(tmp_path)
-    with pytest.raises(TypeError, match="global_step must be an int or None, found"):
-        manager.restore(step)
-
-
-@pytest.mark.parametrize("backpressure", ["skip", "latest"])
-def test_what_to_do_while_a_save_is_under_way_is_no_question_where_training_waits_for_each(tmp_path, backpressure):
-    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
-    with pytest.raises(ValueError, match=f"backpressure='{backpressure}' .* found async_save=False.* async_save=True"):
-        CheckpointManager(saver, 1, backpressure=backpressure)
-
-
-@pytest.mark.parametrize("event_time", ["noon", datetime(2026, 1, 1), torch.ones(2)])
-def test_a_step_with_an_event_time_that_is_no_number_is_refused_and_does_not_count(tmp_path, event_time):
-    manager, _ = small(tmp_path)
-    with pytest.raises(TypeError, match="event_time must be a number of seconds since 1970, found"):
-        manager.step(event_time=event_time)
+    with pytest.raises(error, match=text):
+        getattr(manager, call)(**arguments)
     assert manager.global_step == 0
     assert checkpoints(tmp_path) == []
-
-
-@pytest.mark.parametrize("event_time", [1_790_000_000_000, 1.79e18, torch.tensor(1.79e12)])
-def test_a_time_in_milliseconds_or_nanoseconds_is_refused_before_rows_are_old_by_it(tmp_path, event_time):
-    manager, _ = small(tmp_path)
-    with pytest.raises(ValueError, match="beyond the year 5000: divide milliseconds by 1000"):
-        manager.step(event_time=event_time)
-    assert manager.global_step == 0
     manager.step(event_time=float("inf"))  # no time at all
     assert manager.global_step == 1
 
@@ -108,6 +111,10 @@ ENDLESS.append(ENDLESS)
         ({"metrics": {"auc": "high"}}, ValueError, r"metrics\['auc'\]: found 'high', expected a number"),
         ({"metrics": {"auc": "0.5"}}, ValueError, r"metrics\['auc'\]: found '0.5', expected a number"),
         ({"metrics": {"auc": b"2"}}, ValueError, r"metrics\['auc'\]: found b'2', expected a number"),
+        *(
+            ({"metrics": {"auc": value}}, ValueError, r"metrics\['auc'\]: found .*, expected a number")
+            for value in (None, [0.5], 10**400, torch.ones(2))
+        ),
     ],
 )
 def test_a_step_with_a_state_or_metric_that_cannot_be_saved_is_refused_at_once_and_does_not_count(
@@ -474,11 +481,3 @@ def test_random_states_are_left_alone_when_the_number_of_ranks_is_another(tmp_pa
     assert torch.equal(torch.get_rng_state(), before)
     load(1)
     assert not torch.equal(torch.get_rng_state(), before)
-
-
-def test_ephemeral_checkpoints_that_are_not_between_the_regular_ones_are_refused_when_the_manager_is_made(tmp_path):
-    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
-    for ephemeral in (10, 11):
-        with pytest.raises(ValueError, match="ephemeral must be below save_interval"):
-            CheckpointManager(saver, 10, ephemeral=ephemeral)
-    CheckpointManager(saver, 10, ephemeral=9)

@@ -1,13 +1,20 @@
-"""What a manager says of its near saves when it is made: where they go and when, and what makes none."""
+"""What a manager begins beside its saves: near saves, and what waits for gradients that are still to be used."""
+
+from __future__ import annotations
+
+import os
+import signal
 
 import pytest
 import torch
 from support.thread_ranks import on_ranks
 from torch import nn
 
-from recckpt import CheckpointManager, Near, Saver
+from recckpt import CheckpointManager, Deltas, Near, Saver, list_checkpoints
 from recckpt.policies.when import EverySeconds
-from recckpt.sparse import HashTable
+from recckpt.sparse import HashTable, SparseAdam
+
+ACCUMULATED = 4
 
 
 def made(root, rank=0, size=1, **options):
@@ -81,3 +88,88 @@ def test_attach_says_nothing_of_near_saves_where_there_are_none(tmp_path, caplog
     caplog.set_level("INFO", "recckpt")
     CheckpointManager.attach(nn.Linear(1, 1), output_dir=tmp_path / "runs", save_interval=100)
     assert "near" not in caplog.messages[-1].replace(str(tmp_path), "")
+
+
+def manager_of(tmp_path, interval=5, saver=None, **options):
+    torch.manual_seed(0)
+    table = HashTable(4, name="t")
+    optim = SparseAdam([table], lr=0.1)
+    optim.set_grad_accum_steps(ACCUMULATED)
+    saver = Saver(table, optim, str(tmp_path / "run"), max_keep=None, **(saver or {}))
+    return table, optim, CheckpointManager(saver, interval, **options)
+
+
+def train(made, until):
+    table, optim, manager = made
+    while manager.global_step < until:
+        ids = torch.arange(6) + manager.global_step
+        (table(ids).square().sum() * (1 + manager.global_step)).backward()
+        optim.step(), optim.zero_grad()
+        manager.step()
+    return table.eval()(torch.arange(40))
+
+
+def steps_in(tmp_path):
+    return [checkpoint.step for checkpoint in list_checkpoints(str(tmp_path / "run"))]
+
+
+def test_a_resumed_run_has_lost_no_gradients(tmp_path):
+    whole = train(manager_of(tmp_path / "whole"), 24)
+    train(manager_of(tmp_path), 11)
+    again = manager_of(tmp_path)
+    assert again[-1].restore() == 8
+    assert torch.equal(train(again, 24), whole)
+    assert steps_in(tmp_path) == [8, 12, 16, 20]  # due at 5, 10, 15 and 20
+    assert again[-1].counts.dropped == 0
+
+
+def test_a_near_save_is_put_off_too(tmp_path):
+    saver = {"near": Near(tmp_path / "near"), "deltas": Deltas(max_dirty=1.0)}
+    made = manager_of(tmp_path, 8, saver, near_interval=3)
+    train(made, 11)
+    assert made[-1].counts.near == 0  # due at 3, where a checkpoint took its place, and 9
+    train(made, 12)
+    made[-1].saver.near_saves.settle()
+    assert (made[-1].counts.near, steps_in(tmp_path)) == (1, [4, 8])
+
+
+def test_a_signal_is_answered_after_the_update(tmp_path):
+    made = manager_of(tmp_path, 100, save_on_signal="SIGUSR1")
+    train(made, 5)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    train(made, 7)
+    assert steps_in(tmp_path) == []
+    train(made, 8)
+    assert steps_in(tmp_path) == [8]
+    made[-1].close()
+
+
+def test_a_signal_that_no_update_follows_is_followed_at_the_end(tmp_path):
+    came = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        made = manager_of(tmp_path, 100, save_on_signal="SIGTERM")
+        with made[-1]:
+            train(made, 5)
+            os.kill(os.getpid(), signal.SIGTERM)
+            train(made, 6)
+            assert made[-1].reached_preemption()
+        assert (came, steps_in(tmp_path)) == ([signal.SIGTERM], [6])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(("steps", "n_warnings"), [(6, 1), (8, 0)])
+def test_a_save_by_hand_that_loses_gradients_warns(tmp_path, caplog, steps, n_warnings):
+    made = manager_of(tmp_path, 100)
+    train(made, steps)
+    made[-1].save()
+    assert steps_in(tmp_path) == [steps]
+    assert sum("those so far are lost" in record.message for record in caplog.records) == n_warnings
+
+
+def test_a_save_that_is_put_off_is_made_when_the_manager_is_closed(tmp_path):
+    made = manager_of(tmp_path)
+    train(made, 6)
+    made[-1].close()
+    assert steps_in(tmp_path) == [6]

@@ -166,11 +166,10 @@ def test_what_the_manager_counts_is_refused_as_a_name(tmp_path, what, name):
 # what is loaded again
 
 
-def looked_at(tmp_path, monkeypatch, **options):
+def looked_at(tmp_path, **options):
     """Return after which events of a run the bank was looked into."""
     run, looked = Loop(tmp_path, **options), []
-    monkeypatch.setattr(run.manager._restorer, "reload_dynamic", lambda: None)
-    run.manager._autosave._reloads._reload = lambda: looked.append(run.n_events)
+    run.manager._autosave._reload = lambda: looked.append(run.n_events)
     run.run()
     return looked
 
@@ -179,9 +178,9 @@ def looked_at(tmp_path, monkeypatch, **options):
     ("reload_interval", "expected"),
     [(None, [7, 13, 20]), (5, [8, 16]), (EveryWindows(3), [9, 19]), (EveryEpochs(2) | EverySteps(10), [13, 16])],
 )
-def test_a_bank_is_looked_into_after_saves_or_when_one_says(tmp_path, monkeypatch, reload_interval, expected):
+def test_a_bank_is_looked_into_after_saves_or_when_one_says(tmp_path, reload_interval, expected):
     options = {"save_interval": EveryEpochs(1), "reload_interval": reload_interval}
-    assert looked_at(tmp_path, monkeypatch, **options) == expected
+    assert looked_at(tmp_path, **options) == expected
 
 
 def test_what_is_new_in_a_bank_is_loaded_at_the_end_of_a_window(tmp_path):
@@ -194,11 +193,6 @@ def test_what_is_new_in_a_bank_is_loaded_at_the_end_of_a_window(tmp_path):
     run.manager.window()
     assert run.model.weight.item() == 4.0
     assert checkpoints(tmp_path / "run") == []
-
-
-def test_a_reload_interval_that_is_none_is_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match="reload_interval must be an int of at least 1, found 0"):
-        Loop(tmp_path, reload_interval=0)
 
 
 # several ranks

@@ -8,11 +8,11 @@ from support.gate import Gate
 from support.near_runs import NearRun, output_dir
 from support.thread_ranks import ThreadGroup, Wire, alone
 
+from recckpt.near.one_save import NearSave
 from recckpt.output_dir.listing import list_checkpoints
+from recckpt.parallel import threads
 from recckpt.parallel.threads import run_all
-from recckpt.save import near_thread
-from recckpt.save.near_save import NearSave
-from recckpt.save.sparse_saver import SparseSaver
+from recckpt.save.job import SparseSaver
 from recckpt.sparse import gen_slice
 
 SIZE = 2
@@ -102,10 +102,14 @@ def test_ranks_at_different_steps_leave_out_the_same_near_saves_and_send_nothing
 
 @pytest.mark.parametrize("what", ["the thread cannot be started", "the thread fails alone"])
 def test_a_rank_that_fails_once_all_have_agreed_makes_no_more_and_training_goes_on(tmp_path, monkeypatch, caplog, what):
-    wires, fails, write, start = Wires(), threading.local(), NearSave.write, near_thread.start
+    wires, fails, write, start = Wires(), threading.local(), NearSave.write, threads.start
 
     def failing_start(thread):
-        if getattr(fails, "is_here", False) and what == "the thread cannot be started":
+        if (
+            thread.name == "recckpt-near"
+            and getattr(fails, "is_here", False)
+            and what == "the thread cannot be started"
+        ):
             raise RuntimeError("can't start new thread")
         start(thread)
 
@@ -114,7 +118,7 @@ def test_a_rank_that_fails_once_all_have_agreed_makes_no_more_and_training_goes_
             raise MemoryError
         write(save, staged)
 
-    monkeypatch.setattr(near_thread, "start", failing_start)
+    monkeypatch.setattr(threads, "start", failing_start)
     monkeypatch.setattr(NearSave, "write", failing_write)
 
     def work(rank):

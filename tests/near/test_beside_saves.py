@@ -13,8 +13,8 @@ from support.near_runs import ALL, NearRun
 
 from recckpt.checkpoint.attempt import Attempt
 from recckpt.errors import SaveFailedError, WriterFencedError
-from recckpt.save import near_thread
-from recckpt.save.sparse_saver import SparseSaver
+from recckpt.parallel import threads
+from recckpt.save.job import SparseSaver
 
 
 @pytest.mark.parametrize("moment", ["named", "made"])
@@ -57,15 +57,16 @@ def test_rotation_sees_the_base_of_a_near_save_at_each_moment_of_its_acknowledge
 
 def test_an_interrupt_as_the_thread_starts_leaves_no_near_save_of_what_training_changes_then(tmp_path, monkeypatch):
     run = begun(tmp_path)
-    gate, start = Gate(monkeypatch, SparseSaver, "save"), near_thread.start
+    gate, start = Gate(monkeypatch, SparseSaver, "save"), threads.start
 
     def interrupted(thread):
         start(thread)
-        raise KeyboardInterrupt
+        if thread.name == "recckpt-near":
+            raise KeyboardInterrupt
 
     run.put(_3=3.0)
     with monkeypatch.context() as patch:
-        patch.setattr(near_thread, "start", interrupted)
+        patch.setattr(threads, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run.manager.step()
     run.put(_3=7.0, _2=7.0)

@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 from faults.test_full_disk import PAGE, Disk
-from near.test_copying import saves_on
+from near.test_moving import saves_on
 from near.test_near_saves import OTHERS, rows
 from near.test_ranks import on_hosts, together
 from support.sweeps import SWEEP_STRIDE

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults.plant import Plant
+from faults.plants import Plant
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.errors import FlakyFailure
@@ -195,9 +195,9 @@ BUGS = {
     ),
     "no near save is named at a takeover": Plant(f"{TIER}.near_list", "[] if is_forgetting else", "[] if True else"),
     "cuts are used twice": Plant(f"{TIER}.next_cut", "self._cut += 1", "self._cut = 2"),
-    "one generation is kept": Plant("recckpt.near.generations:newest", "[-_GENERATIONS:]", "[-1:]"),
+    "one generation is kept": Plant("recckpt.near.tier:newest", "[-_GENERATIONS:]", "[-1:]"),
     "rows of a near save are no marks": Plant(
-        "recckpt.save.delta_base:Changes._resume", "payload.changed(table.name)", "deleted[:0]"
+        "recckpt.near.changes:mark", "payload.changed(table.name)", "deleted[:0]"
     ),
 }
 

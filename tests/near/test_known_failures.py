@@ -15,7 +15,7 @@ import torch
 from near.test_near_saves import begun, rows
 from near.test_ranks import OTHERS, near_names, on_hosts, on_near_ranks, together, trained
 from support.builders import flip_bit
-from support.in_fork import in_fork
+from support.forked import in_fork
 from support.killed import kill_at
 from support.near_runs import NearRun, parts_of
 from support.sweeps import mostly_slow

@@ -2,22 +2,22 @@
 
 import json
 import logging
+import os
 import shutil
 from dataclasses import replace
 
 import pytest
 from support.builders import Run, flip_bit, state_of
 from support.gate import Gate
-from support.live_builders import LiveRun
+from support.live_runs import LiveRun
 from support.near_runs import ALL, NearRun, newest_list, output_dir, parts_of
 
 import recckpt
 from recckpt import CheckpointManager, Near, Saver
 from recckpt.errors import WriterFencedError
-from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.fence import PASSED_ON, Fence
 from recckpt.output_dir.listing import list_checkpoints
-from recckpt.output_dir.near_at_takeover import PASSED_ON
-from recckpt.save.sparse_saver import SparseSaver
+from recckpt.save.job import SparseSaver
 
 OTHERS = {f"_{id_}": 0.5 for id_ in range(100, 110)}
 
@@ -190,7 +190,7 @@ def test_a_successor_that_dies_before_its_first_save_has_named_what_counted(tmp_
 def test_a_tool_that_takes_over_lets_count_what_counted(tmp_path):
     begun(tmp_path)
     Fence(output_dir(tmp_path), near=PASSED_ON).hold()
-    assert newest_list(tmp_path)["near_epoch"] == 1
+    assert newest_list(tmp_path)["near_by"].startswith("1.")
     assert rows(NearRun(tmp_path).restore()) == {1: 1.0, 2: 2.0}
 
 
@@ -308,7 +308,7 @@ def test_without_near_no_byte_says_anything_of_it(tmp_path):
     run.manager.save()
     record = json.loads((tmp_path / "runs/ckpt_1/manifest.json").read_bytes())
     assert "cut" not in record
-    assert not {"near", "near_epoch"} & newest_list(tmp_path).keys()
+    assert not {"near", "near_by"} & newest_list(tmp_path).keys()
     begun(tmp_path / "with")
     assert json.loads((tmp_path / "with/runs/ckpt_1/manifest.json").read_bytes())["cut"] == 1
     assert newest_list(tmp_path / "with")["near"] == []
@@ -327,3 +327,37 @@ def test_what_cannot_be_is_refused(tmp_path):
             Near(wrong)
     with pytest.raises(ValueError, match="Near: max_bytes must be a number of bytes"):
         Near(tmp_path, max_bytes="much")
+
+
+def link(tmp_path, name):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / name).symlink_to("elsewhere")
+
+
+def others(tmp_path, name):
+    (tmp_path / name).mkdir()
+    os.chown(tmp_path / name, 12345, 12345)
+
+
+@pytest.mark.parametrize("name", ["near", "near/recckpt-near"])
+@pytest.mark.parametrize(
+    ("put", "what"),
+    [
+        (link, "a symbolic link.* expected a directory"),
+        pytest.param(
+            others,
+            "of user 12345, expected one of user 0",
+            marks=pytest.mark.skipif(os.geteuid() != 0, reason="NEEDS ROOT, to give a directory away"),
+        ),
+    ],
+)
+def test_a_near_dir_that_others_could_change_is_refused_by_name(tmp_path, name, put, what):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    put(tmp_path, name)
+    with pytest.raises(PermissionError, match=rf"{what}; give Near\(\.\.\.\) a directory of your own.*{name}"):
+        NearRun(tmp_path)
+
+
+def test_what_lies_in_a_near_dir_is_for_its_user_alone(tmp_path):
+    run = begun(tmp_path)
+    assert (run.near_path / "recckpt-near").stat().st_mode & 0o777 == 0o700

@@ -14,14 +14,19 @@ from recckpt.errors import WriterFencedError
 from recckpt.inspect.absent import look_for
 from recckpt.near.tier import NearTier
 from recckpt.output_dir.forget_requests import audit
-from recckpt.output_dir.near_hosts import hosts_behind
+from recckpt.output_dir.notes import noted_hosts
 
 FORGOTTEN = [3]
 
 
-def behind(root):
-    """Return the near dirs of the hosts of which it is not known that they have forgotten."""
-    return sorted(host.path.rpartition("/")[2] for host in hosts_behind(output_dir(root)))
+def noted(root):
+    """Return the near dirs of the hosts on which near saves may lie."""
+    return sorted(host.path.rpartition("/")[2] for host in noted_hosts(output_dir(root)))
+
+
+def with_rows_of(root, host, ids):
+    """Return the near saves on a host that hold any of some ids."""
+    return [each.directory for each in look_for(str(root / host), np.array(ids), "t").holding]
 
 
 def notes(root):
@@ -35,7 +40,6 @@ def test_every_host_is_noted_before_it_has_rows(tmp_path, monkeypatch):
     assert set(n_noted) == {2}
     found = [json.loads(note.read_text()) for note in notes(tmp_path)]
     assert sorted(note["path"] for note in found) == [str(tmp_path / "a"), str(tmp_path / "b")]
-    assert behind(tmp_path) == [], "nothing was forgotten"
 
 
 def test_a_run_on_several_hosts_that_forgets_reaches_all_of_them(tmp_path, caplog):
@@ -46,8 +50,16 @@ def test_a_run_on_several_hosts_that_forgets_reaches_all_of_them(tmp_path, caplo
 
     assert 3 not in together(on_hosts(tmp_path, ["a", "b", "b"], forgetting))
     assert near_names(tmp_path, "a") == near_names(tmp_path, "b") == []
-    assert behind(tmp_path) == []
+    assert noted(tmp_path) == []
     assert "may still have the ids" not in caplog.text
+
+
+def test_a_host_is_noted_again_by_the_next_near_save_after_a_forgetting(tmp_path):
+    run = begun(tmp_path)
+    run.manager.forget("t", FORGOTTEN)
+    assert noted(tmp_path) == []
+    run.put(_4=4.0).save().put(_5=5.0).step()
+    assert noted(tmp_path) == ["near"]
 
 
 def test_the_audit_names_the_hosts_on_which_near_saves_may_have_the_ids(tmp_path):
@@ -65,14 +77,13 @@ def test_the_audit_of_a_run_without_near_saves_names_no_host(tmp_path):
     assert "near_hosts" not in audit(output_dir(tmp_path))[0]
 
 
-def test_hosts_are_named_after_a_forgetting_from_outside_until_they_are_used_again(tmp_path):
+def test_near_saves_have_the_ids_after_a_forgetting_from_outside_until_their_host_is_used_again(tmp_path):
     on_hosts(tmp_path, ["a", "b"], trained)
     recckpt.forget(tmp_path / "runs", "t", FORGOTTEN)
-    assert behind(tmp_path) == ["a", "b"]
-    absence = look_for(str(tmp_path / "runs"), np.array(FORGOTTEN), "t")
-    assert len(absence.hosts_behind) == 2
+    assert noted(tmp_path) == ["a", "b"]
+    assert [bool(with_rows_of(tmp_path, host, FORGOTTEN)) for host in "ab"] == [True, True]
     on_hosts(tmp_path, ["b"], lambda run: run.restore().put(_9=9.0).save().put(_9=9.5).step())
-    assert behind(tmp_path) == ["a"]
+    assert with_rows_of(tmp_path, "b", FORGOTTEN) == []
     assert len(near_names(tmp_path, "b")) == 1
 
 
@@ -85,7 +96,7 @@ def test_a_host_is_named_where_what_it_has_could_not_be_removed(tmp_path, caplog
         run.manager.forget("t", FORGOTTEN)
 
     on_hosts(tmp_path, ["a", "b"], forgetting)
-    assert behind(tmp_path) == ["b"]
+    assert noted(tmp_path) == ["b"]
     assert f":{tmp_path / 'b'} may still have the ids" in caplog.text
 
 
@@ -95,15 +106,14 @@ def test_a_run_that_a_forgetting_overtakes_says_nothing_of_what_it_keeps(tmp_pat
     run.put(_4=4.0).step()
     with pytest.raises(WriterFencedError):
         run.step()
-    assert behind(tmp_path) == ["near"]
+    assert noted(tmp_path) == ["near"]
 
 
 def test_a_host_to_which_a_restore_brings_files_is_noted(tmp_path):
     on_hosts(tmp_path, ["a", "b"], trained)
     left = on_hosts(tmp_path, ["a", "new"], lambda run: rows(run.restore()))
     assert together(left) == {1: 1.0, 2: 2.0, 3: 3.0, 5: 5.0}
-    recckpt.forget(tmp_path / "runs", "t", FORGOTTEN)
-    assert behind(tmp_path) == ["a", "b", "new"]
+    assert noted(tmp_path) == ["a", "b", "new"]
 
 
 def test_a_run_without_near_saves_notes_no_host(tmp_path):
@@ -117,12 +127,12 @@ def test_a_damaged_note_is_named_and_written_anew_by_the_next_run(tmp_path, cont
     recckpt.forget(tmp_path / "runs", "t", [2])
     [note] = notes(tmp_path)
     note.write_text(content)
-    [host] = hosts_behind(output_dir(tmp_path))
+    [host] = noted_hosts(output_dir(tmp_path))
     assert host.host == note.stem
     assert "the next near save on that host notes it again" in host.damage
     NearRun(tmp_path).restore().put(_4=4.0).save().put(_5=5.0).step()
     assert notes(tmp_path) == [note]
-    assert behind(tmp_path) == []
+    assert noted(tmp_path) == ["near"]
 
 
 @pytest.mark.parametrize("content", [b"", b"../../x", b"\xff" * 32, b"0" * 40])

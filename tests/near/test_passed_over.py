@@ -8,8 +8,7 @@ from near.test_ranks import on_hosts, together, trained
 from support.near_runs import NearRun, output_dir
 
 import recckpt
-from recckpt.output_dir.fence import Fence
-from recckpt.output_dir.near_at_takeover import VOIDED
+from recckpt.output_dir.fence import VOIDED, Fence
 
 
 def warnings(caplog):

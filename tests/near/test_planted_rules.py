@@ -4,16 +4,16 @@ from dataclasses import fields
 
 import pytest
 from faults.near_states import Rules
-from faults.plant import Plant
-from near import test_copying as copies
+from faults.plants import Plant
+from near import test_moving as copies
 from near import test_near_saves as tests
 from support.sweeps import mostly_slow
 
 from recckpt.errors import RecckptError
 
-TIER, SAVES, SAVE = "recckpt.near.tier:NearTier", "recckpt.save.near_saves:NearSaves", "recckpt.save.near_save:NearSave"
-DIR, CANDIDATES = "recckpt.near.near_dir:NearDir", "recckpt.near.candidates"
-FENCE_CHECK = "self.fence.check()  # rule *check_after_seal*"
+TIER, SAVES, SAVE = "recckpt.near.tier:NearTier", "recckpt.near.saves:NearSaves", "recckpt.near.one_save:NearSave"
+DIR, CANDIDATES = "recckpt.near.near_dir:NearDir", "recckpt.near.views"
+FENCE_CHECK = "self.tier.in_time(self.fence.check, self.job.ranks.size)"
 
 MISSED = {
     "run_identity": (
@@ -27,20 +27,20 @@ MISSED = {
         tests.test_a_near_save_keeps_the_marks_for_the_next_checkpoint,
         [
             Plant(
-                "recckpt.sparse.table.marks:Marks.peek",
-                "base, (first, *_) = self._since\n",
-                "base, (first, *_) = self._since\n        self._since = _Since(base, (MarkSet(is_replaced=False),))\n",
+                "recckpt.sparse.table.marks:Marks.freeze",
+                "if not keeps_marks:",
+                "self._since = _Since(base, (second,))\n        if not keeps_marks:",
             ),
         ],
     ),
     "check_after_seal": (
         tests.test_one_that_is_sealed_after_the_list_of_a_successor_is_not_acknowledged_and_does_not_count,
-        [Plant(f"{SAVE}._acknowledged", FENCE_CHECK, "pass  # ")],
+        [Plant(f"{SAVE}._acknowledged", FENCE_CHECK, "pass")],
     ),
     "two_generations": (
         tests.test_damage_of_the_newest_is_passed_over_for_the_one_before,
         [
-            Plant("recckpt.near.generations:newest", "[-_GENERATIONS:]", "[-1:]"),
+            Plant("recckpt.near.tier:newest", "[-_GENERATIONS:]", "[-1:]"),
         ],
     ),
     "order_by_cut": (
@@ -63,7 +63,7 @@ MISSED = {
     ),
     "epoch_rule": (
         tests.test_one_that_is_sealed_after_the_list_of_a_successor_is_not_acknowledged_and_does_not_count,
-        [Plant("recckpt.format.near_list:NearList.counts", "(parsed[0] >= self.epoch or name in self.names)", "True")],
+        [Plant("recckpt.format.near_seal:NearList.counts", "self.is_of_run(name) and not self.is_void", "True")],
     ),
     "list_names_near": (
         tests.test_a_successor_that_dies_before_its_first_save_has_named_what_counted,
@@ -74,13 +74,13 @@ MISSED = {
     "tools_pass_near_on": (
         tests.test_a_tool_that_takes_over_lets_count_what_counted,
         [
-            Plant("recckpt.output_dir.near_at_takeover:PassedOn.near_list", "return before.near", "return None"),
+            Plant("recckpt.output_dir.fence:PassedOn.near_list", "before.near", "NearList(by)"),
         ],
     ),
     "payload_is_marks": (
         tests.test_what_a_near_save_held_is_in_the_next_checkpoint,
         [
-            Plant("recckpt.save.delta_base:Changes._resume", "payload.changed(table.name)", "deleted[:0]"),
+            Plant("recckpt.near.changes:mark", "payload.changed(table.name)", "deleted[:0]"),
         ],
     ),
     "keep_near_base": (
@@ -104,7 +104,7 @@ MISSED = {
     ),
     "copy_checked": (
         copies.test_a_copy_that_is_spoiled_on_the_wire_ends_its_near_save_on_all_hosts_and_nothing_else,
-        [Plant("recckpt.near.moved_files:Incoming.publish", "found != expected", "False")],
+        [Plant("recckpt.near.moving:Incoming.publish", "found != expected", "False")],
     ),
     "copies_before_ack": (
         copies.test_each_host_has_the_files_of_two_hosts_before_a_near_save_is_acknowledged,
@@ -113,20 +113,24 @@ MISSED = {
     "forget_names_none": (
         tests.test_a_forgetting_from_outside_takes_all_near_saves_back,
         [
-            Plant("recckpt.output_dir.near_at_takeover:NearAtTakeover.near_list", "return None", "return NearList(0)"),
+            Plant(
+                "recckpt.output_dir.fence:NearAtTakeover.near_list",
+                "replace(before.near, is_void=True)",
+                "before.near",
+            ),
         ],
     ),
     "forget_in_new_epoch": (
         tests.test_a_run_that_forgets_takes_near_saves_back_though_they_are_there_still,
         [
-            Plant("recckpt.save.forgetting:Forgetting._forget_here", "fence.take_over_from_itself()", "pass"),
+            Plant("recckpt.save.forgetting:Removal._forget_here", "fence.take_over_from_itself()", "pass"),
         ],
     ),
     "base_newest_at_takeover": (
         tests.test_what_is_restored_and_not_the_newest_is_no_base_of_near_saves,
         [
             Plant(
-                "recckpt.save.delta_base:Changes.confirm",
+                "recckpt.save.deltas:Changes.confirm",
                 "base.place != fence.newest_at_takeover or not links",
                 "not links",
             ),

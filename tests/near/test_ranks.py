@@ -3,17 +3,17 @@
 import shutil
 
 import pytest
-from load.test_other_forms import Chain
+from load.test_source import Chain
 from near.test_near_saves import rows
 from support.near_runs import NearRun, newest_list, output_dir, parts_of
 from support.sweeps import mostly_slow
 from support.thread_ranks import ThreadGroup, Wire, alone, on_ranks
 
 import recckpt
-from recckpt.inspect.watch.look import Watcher
-from recckpt.inspect.watch.shown import facts, line
+from recckpt.inspect.watch import Watcher
+from recckpt.inspect.watch_text import facts, line
+from recckpt.output_dir.index_file import read_timeline
 from recckpt.output_dir.listing import list_checkpoints
-from recckpt.output_dir.timeline import read_timeline
 from recckpt.sparse import gen_slice
 
 OTHERS = {f"_{id_}": 0.5 for id_ in range(100, 120)}

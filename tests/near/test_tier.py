@@ -6,9 +6,8 @@ import pytest
 from near.test_near_saves import begun, rows
 from support.near_runs import NearRun, output_dir
 
-from recckpt.format import drafts
-from recckpt.output_dir.fence import Fence
-from recckpt.output_dir.near_at_takeover import NearAtTakeover
+from recckpt.format import layout
+from recckpt.output_dir.fence import Fence, NearAtTakeover
 from recckpt.parallel.ranks import Ranks
 
 
@@ -76,7 +75,7 @@ def test_the_near_dir_is_looked_at_after_the_claim(tmp_path):
 def test_a_writer_that_was_overtaken_removes_nothing_of_its_successor(tmp_path):
     zombie = begun(tmp_path)
     NearRun(tmp_path).restore().put(_3=3.0).step()
-    zombie.saver.near_saves.tier.forget_together(Ranks(0, 1), 1, frozenset())
+    zombie.saver.near_saves.tier.forget_together(Ranks(0, 1), 1)
     assert [path.parent.name.partition(".")[0] for path in zombie.near_dirs] == ["2"]
     assert rows(NearRun(tmp_path).restore()) == {1: 1.0, 2: 2.0, 3: 3.0}
 
@@ -105,7 +104,7 @@ def test_leftovers_of_a_near_save_that_died_take_no_room_of_the_next(tmp_path):
 def test_half_of_a_file_in_a_near_save_that_counts_goes_before_the_next(tmp_path):
     """Who dies as a file is brought there, or as it is sealed on the second of two hosts, leaves one."""
     newest = begun(tmp_path).near_dirs[-1]
-    left = [newest / drafts.temporary(name) for name in ("near.json", "sparse/00000-of-00001.0.arrow")]
+    left = [newest / layout.temporary(name) for name in ("near.json", "sparse/00000-of-00001.0.arrow")]
     for path in left:
         path.write_bytes(b"half")
     again = NearRun(tmp_path).restore().put(_3=3.0).step()

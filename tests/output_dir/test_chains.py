@@ -8,10 +8,9 @@ from support.drawn import drawn
 from support.links import SLOTS, as_in_the_model, delta, form, full, output_dirs
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
-from recckpt.format.links import MAX_LINKS
-from recckpt.format.manifest import Manifest
+from recckpt.format.manifest import MAX_LINKS, Manifest
 from recckpt.format.tables import DeltaRows, LiveLayout, TableEntry
-from recckpt.output_dir.chains import Chains
+from recckpt.output_dir.listing import Chains
 from recckpt.types import SlotSpec
 
 A = full("a", 1)
@@ -77,7 +76,7 @@ REFUSED = {
         r"found a/ with slots embedding float32\[2\] in table 'item', expected embedding float32\[3\]",
     ),
     "another live layout": (
-        [A, replace(B, tables=(replace(B.tables[0], live=LiveLayout(9, ((0, 1), (1, 2)))),))],
+        [A, replace(B, tables=(B.tables[0].but(live=LiveLayout(9, ((0, 1), (1, 2)))),))],
         r"found a/ with table 'item' not live, expected live, of 9 rows and columns \[\[0, 1\], \[1, 2\]\], as in",
     ),
     "a table that the parent lacks": ([replace(A, tables=()), B], "found a/ with no table 'item', expected it"),
@@ -104,7 +103,7 @@ def test_two_deltas_on_each_other_are_no_chain():
 
 def test_a_table_that_is_replaced_need_not_be_below():
     other = (TableEntry("item", 3, OTHER_SLOTS), TableEntry("more", 3, SLOTS))
-    whole = tuple(replace(table, delta=DeltaRows(3, 0, True)) for table in other)
+    whole = tuple(table.but(delta=DeltaRows(3, 0, True)) for table in other)
     assert chains_of(A, replace(B, tables=whole)).links("b") == ("b", "a")
     assert chains_of(A, replace(B, tables=())).links("b") == ("b", "a")
 

@@ -7,8 +7,7 @@ from support.forge import fence_of, filled, save_tables
 
 from recckpt.errors import CheckpointExistsError, CorruptCheckpointError
 from recckpt.format import layout
-from recckpt.format.manifest import FileEntry, Manifest
-from recckpt.format.shards import ShardEntry
+from recckpt.format.manifest import FileEntry, Manifest, ShardEntry
 from recckpt.format.tables import TableEntry
 from recckpt.output_dir import commit as committing
 from recckpt.output_dir.checkpoint_dir import Intent

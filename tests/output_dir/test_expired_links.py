@@ -1,7 +1,7 @@
 """Which links go and which are kept for others: rotation against the model of the protocol, without a disk."""
 
+from faults.delta_protocol_model import Habits, TrainerTurn
 from faults.delta_states import Reader, Rules, State, Trainer
-from faults.delta_trainer import Habits, TrainerTurn
 from hypothesis import strategies as st
 from support.drawn import drawn
 from support.links import as_in_the_model, attempt_of, delta, form, full, output_dirs
@@ -9,8 +9,7 @@ from support.links import as_in_the_model, attempt_of, delta, form, full, output
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir import rotation
-from recckpt.output_dir.chains import Chains
-from recckpt.output_dir.listing import Checkpoint, Listing, chained
+from recckpt.output_dir.listing import Chains, Checkpoint, Listing, chained
 from recckpt.policies.keep import EveryNth, Newest
 
 
@@ -47,15 +46,15 @@ def test_the_links_of_what_is_kept_stay_and_do_not_count():
 
 def test_the_base_of_the_writer_stays_with_its_links():
     assert victims(made_of(A, B, C, X), 1, base=B.save_id) == ["c.4"]
-    assert victims(made_of(A, B, F, C, X), 1, base=B.save_id) == ["c.4", "b.3", "a.2"]
+    assert victims(made_of(A, B, F, C, X), 1, base=B.save_id) == ["b.3", "a.2", "c.4"]
 
 
 def test_what_a_form_stands_for_goes_and_the_pin_holds_the_form():
     form_dir = attempt_of(F)
     assert victims(made_of(A, B, F, C), 1) == ["b.3", "a.2"]
     assert victims(made_of(A, B, F, C), None) == ["b.3"]
-    assert victims(made_of(A, B, F, C, X), 1, pinned={"b"}) == ["c.4", "b.3", "a.2"]
-    assert victims(made_of(A, B, F, C, X), 1) == ["c.4", "b.3", form_dir, "a.2"]
+    assert victims(made_of(A, B, F, C, X), 1, pinned={"b"}) == ["b.3", "a.2", "c.4"]
+    assert victims(made_of(A, B, F, C, X), 1) == ["b.3", "a.2", "c.4", form_dir]
 
 
 def test_a_damaged_form_goes_first_where_its_delta_is_whole_and_stays_where_it_is_all_there_is():
@@ -80,7 +79,7 @@ def test_where_two_are_wanted_the_newest_that_does_not_stand_on_the_newest_full_
     assert victims(made_of(A, B, C, X, y, z), 1) == ["c.4", "b.3", "a.2"]
     d = full("d", 3)
     assert victims(made_of(A, B, d, X, y, z), 2) == ["b.3", "a.2"]
-    assert victims(made_of(A, B, d, X, y, z), Newest(1)) == ["d.4", "b.3", "a.2"]
+    assert victims(made_of(A, B, d, X, y, z), Newest(1)) == ["b.3", "a.2", "d.4"]
     assert victims(made_of(*(full(i, n, step=n) for n, i in enumerate("abcd"))), EveryNth(2)) == ["b.2"]
 
 
@@ -93,6 +92,14 @@ def test_of_superseded_ones_those_go_first_on_which_nothing_stands():
     again = delta("a", 3, B, save_id="again")
     assert victims(made_of(A, B, again, X), 1) == ["a.4", "b.3", "a.2"]
     assert victims(made_of(A, full("b", 2), again, X), 1)[0] == "a.2"
+
+
+def test_what_was_overwritten_twice_does_not_come_back_wherever_a_crash_cuts_its_removal_short():
+    second = delta("b", 3, B, save_id="second")
+    third = full("b", 4, save_id="third")
+    listing = made_of(A, B, second, third, X)
+    gone = rotation.in_order([c for c in listing.committed if c.ckpt_id == "b"], listing)
+    assert [c.manifest.save_id for c in gone] == ["second", B.save_id, "third"]
 
 
 @drawn(output_dirs(), st.sampled_from([1, 2, None]), st.data(), few=100, many=5000)

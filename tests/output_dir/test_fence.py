@@ -17,9 +17,11 @@ import recckpt
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import CorruptCheckpointError, FormatVersionError, SaveFailedError, WriterFencedError
 from recckpt.format import layout
-from recckpt.format.json_fields import seal
+from recckpt.format.codec import seal
+from recckpt.inspect.repair import repair
+from recckpt.output_dir import fence as fences
 from recckpt.output_dir import fence as fencing
-from recckpt.output_dir import rotation, takeover
+from recckpt.output_dir import rotation
 from recckpt.output_dir.checkpoint_dir import Intent, write_intent
 from recckpt.output_dir.claims import claimed_epochs, last_takeover, read_claim
 from recckpt.output_dir.commit import begin
@@ -85,7 +87,7 @@ def test_of_writers_that_claim_at_once_one_is_left(storage):
 def test_a_claim_that_another_is_faster_with_takes_the_next_number(storage, monkeypatch):
     Fence(storage).hold()
     seen = iter([[]])  # as if the first had not claimed yet
-    monkeypatch.setattr(takeover, "claimed_epochs", lambda storage: next(seen, None) or claimed_epochs(storage))
+    monkeypatch.setattr(fences, "claimed_epochs", lambda storage: next(seen, None) or claimed_epochs(storage))
     fence = Fence(storage)
     fence.hold()
     assert fence.epoch == 2
@@ -364,6 +366,64 @@ def test_a_writer_that_is_overtaken_while_it_makes_its_directory_goes_no_further
     assert storage.list_files("ckpt_1") == ["INTENT"]
 
 
+def test_a_save_that_fails_at_its_first_file_leaves_no_directory(tmp_path, monkeypatch):
+    saver = writer(tmp_path)
+    saver.save("a")
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "put_if_absent", lambda *args: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
+        with pytest.raises(SaveFailedError, match="No space left"):
+            saver.save("b")
+    assert saver.storage.list_dirs() == [".recckpt", "a"]
+    assert saver.save("b").ckpt_id == "b"
+
+
+def test_empty_directories_of_writers_that_died_go_at_the_next_takeover_and_others_by_repair(tmp_path):
+    writer(tmp_path).save("a")
+    for name in ("ckpt_7", "ckpt_7.1", "best"):
+        (tmp_path / name).mkdir()
+    writer(tmp_path).save("a", overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [".recckpt", "a.2", "best"]
+    assert repair(str(tmp_path), clean=True).removed == ("best",)
+    assert not (tmp_path / "best").exists()
+
+
+def test_a_number_whose_claim_a_later_owner_has_removed_is_not_used_again(storage, monkeypatch):
+    late, first, second = Fence(storage), Fence(storage), Fence(storage)
+    real = fences.put_claim
+
+    def slow(storage, claim):  # it has found no claim, and two writers come before it has its own
+        with monkeypatch.context() as patch:
+            patch.setattr(fences, "put_claim", real)
+            first.hold()
+            second.hold()
+        real(storage, claim)
+
+    monkeypatch.setattr(fences, "put_claim", slow)
+    with pytest.raises(WriterFencedError, match="epoch 2, this process has epoch 1"):
+        late.hold()
+    assert storage.list_files(layout.OWNER_DIR) == ["1.json", "2.json", "2.list.json"]
+    for fence in (first, late):
+        with pytest.raises(WriterFencedError):
+            fence.check()
+    second.check(is_thorough=True)
+
+
+def test_a_reader_whose_list_goes_before_it_is_read_takes_the_next(storage, monkeypatch):
+    Fence(storage).hold()
+    real = storage.read
+
+    def late(name, max_bytes):
+        storage.read = real
+        Fence(storage).hold()
+        return real(name, max_bytes)
+
+    storage.read = late
+    assert last_takeover(storage).epoch == 2
+    storage.read = lambda name, max_bytes: real("nowhere", max_bytes)
+    with pytest.raises(CorruptCheckpointError, match=r"2\.list\.json"):
+        last_takeover(storage)
+
+
 def test_leftovers_are_not_swept_by_a_writer_that_is_overtaken_while_it_takes_over(storage, monkeypatch):
     save_tables(storage, [filled("item", [1])], ckpt_id="a")
     storage.remove("a/manifest.json")
@@ -448,7 +508,7 @@ def orphaned_list(storage, epoch) -> None:
         sink.write(seal(LIST | {"epoch": epoch}, "owner_xxh3"))
 
 
-LIST = {"format": "recckpt-owner", "version": 1, "epoch": 0, "nonce": "0" * 32, "committed": []}
+LIST = {"format": "recckpt-owner", "version": 1, "epoch": 0, "nonce": "0" * 32, "run": "0" * 32, "committed": []}
 LIST |= {"highest_step": -1, "directories": []}
 
 

@@ -9,8 +9,7 @@ from support.late_storage import LateStorage
 
 from recckpt.errors import SaveFailedError, WriterFencedError
 from recckpt.format import layout
-from recckpt.format.manifest import FileEntry, Manifest
-from recckpt.format.shards import ShardEntry
+from recckpt.format.manifest import FileEntry, Manifest, ShardEntry
 from recckpt.output_dir import commit as committing
 from recckpt.output_dir.checkpoint_dir import write_intent
 from recckpt.output_dir.commit import Lookout

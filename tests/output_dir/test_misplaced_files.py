@@ -10,10 +10,10 @@ import pytest
 from support.builders import Run, checkpoints, tree
 from support.sweeps import mostly_slow
 
+from recckpt.convert import export_checkpoint
 from recckpt.errors import CorruptCheckpointError, RecckptError
 from recckpt.inspect.reader import CheckpointReader
 from recckpt.inspect.repair import repair
-from recckpt.inspect.salvage import salvage
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.storage import open_storage
@@ -118,9 +118,10 @@ def test_in_the_place_of_a_hint_it_is_warned_of_and_not_read(runs, name, kind, c
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_salvage_takes_it_for_a_file_that_is_lost(runs, kind, tmp_path):
+def test_an_export_of_what_is_whole_skips_it(runs, kind, tmp_path):
     put(kind, runs / "ckpt_20" / LISTED[-1])
-    assert kind in str(salvage(str(runs / "ckpt_20"), "item", str(tmp_path / "out.arrow")).lost)
+    done = export_checkpoint(runs / "ckpt_20", tmp_path / "out", to="npy", skip_damaged=True)
+    assert kind in str(done.skipped)
 
 
 @pytest.mark.parametrize("name", [".recckpt", ".recckpt/owner", ".recckpt/pins", "ckpt_20"])

@@ -11,14 +11,14 @@ from support.delta_runs import rows_of, run_with_chain
 from support.spec_reader import counting
 from support.spec_writer import write_delta
 
-from recckpt.compaction.compact import make_offer
-from recckpt.compaction.whole import Means
 from recckpt.errors import WriterFencedError
 from recckpt.format import layout, offer
 from recckpt.output_dir import rotation
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import attempt_dirs, list_checkpoints, locate
 from recckpt.output_dir.offers import DAY_SEC, adopt_offers, adoptable, find_offers
+from recckpt.rewrite.compact import make_offer
+from recckpt.rewrite.whole import Means
 from recckpt.storage import open_storage
 from recckpt.storage.transfers import VISIBLE
 
@@ -144,16 +144,16 @@ def refused_for(run, caplog, reason) -> None:
 def test_an_offer_of_a_delta_that_was_written_anew_is_refused(run, caplog):
     directory = offered(run)
     of = said(run, directory).of
-    lie(run, directory, of=replace(of, manifest=of.manifest ^ 1))
+    lie(run, directory, of=of.but(manifest=of.manifest ^ 1))
     refused_for(run, caplog, "counts here")
 
 
 def test_an_offer_with_other_rows_or_slots_than_the_delta_is_refused(run, caplog):
     directory = offered(run)
     [table] = said(run, directory).tables
-    lie(run, directory, tables=(replace(table, rows=149),))
+    lie(run, directory, tables=(table.but(rows=149),))
     refused_for(run, caplog, "its tables")
-    lie(run, directory, tables=(replace(table, slots=(*table.slots, replace(table.slots[0], name="m"))),))
+    lie(run, directory, tables=(table.but(slots=(*table.slots, replace(table.slots[0], name="m"))),))
     refused_for(run, caplog, "its tables")
 
 

@@ -1,21 +1,38 @@
+"""Which checkpoints go, which stay, and what a crash leaves of those that were never finished."""
+
 import errno
 import logging
+import os
 import shutil
 from pathlib import Path
 
 import pytest
-from support.builders import Run, flip_bit
-from support.delta_runs import rows_of
+import torch
+from support.builders import Run, checkpoints, flip_bit
+from support.delta_runs import rows_of, run_with_chain
 from support.forge import Forge, filled, save_tables
 from support.spec_reader import counting
 from support.spec_writer import write_delta, write_form
 from torch import nn
 
-from recckpt import Deltas, Saver
+from recckpt import CheckpointManager, Deltas, Saver
+from recckpt.cli.app import main
+from recckpt.errors import CheckpointNotFoundError, WriterFencedError
+from recckpt.inspect import repair as repairing
+from recckpt.inspect.repair import repair
 from recckpt.inspect.verify import verify
+from recckpt.inspect.watch import Watcher
 from recckpt.output_dir import rotation
-from recckpt.output_dir.listing import attempt_dirs, list_checkpoints
+from recckpt.output_dir.checkpoint_dir import Intent, write_intent
+from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.listing import attempt_dirs, list_checkpoints, locate
+from recckpt.output_dir.offers import look_at, may_go
+from recckpt.output_dir.rotation import deletable, pinned_ids
+from recckpt.rewrite.compact import make_offer
+from recckpt.rewrite.whole import Means
+from recckpt.sparse import HashTable
 from recckpt.storage import Storage, open_storage
+from recckpt.storage.local import LocalStorage
 
 
 @pytest.fixture
@@ -174,6 +191,46 @@ def test_the_intent_of_a_leftover_goes_last(storage, monkeypatch):
     assert removed[-1] == "a/INTENT"
 
 
+@pytest.mark.parametrize("n_removed", range(4))
+def test_a_deletion_that_is_cut_short_brings_back_nothing_that_was_overwritten(tmp_path, monkeypatch, n_removed):
+    table = HashTable(2, name="item")
+    saver = Saver(
+        nn.ModuleDict({"item": table}), None, tmp_path, max_keep=None, deltas=Deltas(full_every=2, max_dirty=1.0)
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(rotation, "remove", lambda *args: False)  # what was overwritten could not be removed
+        for ckpt_id, value in (("a", 0.0), ("b", 1.0), ("b", 2.0), ("b", 3.0)):  # full, delta, delta, full
+            table.insert(torch.arange(9), torch.full((9, 2), value))
+            saver.save(ckpt_id, overwrite=True)
+        Saver(saver.model, None, tmp_path, max_keep=None).save("c")
+    fence = Fence(open_storage(str(tmp_path)))
+    fence.hold()
+    newest = fence.listing.find("b").manifest.save_id
+    victims = deletable(fence.listing, "b", (), str(tmp_path))
+    assert [victim.manifest.kind for victim in victims] == ["delta", "delta", "full"]
+    fence.remove(victims[:n_removed], 1)
+    left = list_checkpoints(open_storage(str(tmp_path))).find("b")
+    assert left.manifest.save_id == newest if n_removed < 3 else left is None
+
+
+def test_a_removal_that_fails_brings_back_nothing_that_was_overwritten(storage, monkeypatch):
+    save(storage, "a", "b")
+    save(storage, "a", overwrite=True)
+    remove = type(storage).remove
+
+    def fails(self, name):
+        if name == "a/manifest.json":
+            raise OSError(errno.EIO, "broken", name)
+        remove(self, name)
+
+    monkeypatch.setattr(type(storage), "remove", fails)
+    fence = Fence(storage)
+    fence.hold()
+    newest = fence.listing.find("a").manifest.save_id
+    fence.remove(deletable(fence.listing, "a", (), storage.url), 1)
+    assert list_checkpoints(storage).find("a").manifest.save_id == newest
+
+
 @pytest.fixture
 def replaced(local):
     """An output dir with a full checkpoint a, a delta b on it, and a form of b."""
@@ -266,3 +323,177 @@ def test_a_run_with_deltas_keeps_whole_chains_one_or_two_of_them(tmp_path, max_k
         fulls = [c.ckpt_id for c in listing.committed if c.manifest.kind == "full"]
         assert fulls == [f"ckpt_{step}" for step in (1, 5, 9) if str(step) in expected.split()]
         assert verify(str(tmp_path)) == []
+
+
+@pytest.fixture
+def manager(url) -> CheckpointManager:
+    return CheckpointManager(Saver(nn.Linear(1, 1), output_dir=url), 1)
+
+
+def kept(manager) -> list[str]:
+    return [checkpoint.ckpt_id for checkpoint in list_checkpoints(manager.saver.storage).current]
+
+
+def test_a_pinned_checkpoint_stays_until_it_is_unpinned(manager):
+    manager.step()
+    manager.pin(1)
+    manager.pin(1)
+    manager.step()
+    manager.step()
+    assert kept(manager) == ["ckpt_1", "ckpt_3"]
+    manager.unpin(1)
+    manager.unpin(1)
+    assert kept(manager) == ["ckpt_1", "ckpt_3"]
+    manager.step()
+    assert kept(manager) == ["ckpt_4"]
+
+
+def test_what_is_not_committed_cannot_be_pinned(manager):
+    manager.step()
+    with pytest.raises(CheckpointNotFoundError, match="'ckpt_7'; there are 'ckpt_1'"):
+        manager.pin(7)
+    assert pinned_ids(manager.saver.storage) == set()
+
+
+def test_an_id_in_place_of_a_step_is_not_pinned(manager):
+    manager.step()
+    for pin in (manager.pin, manager.unpin):
+        with pytest.raises(TypeError, match="step must be an int, found 'ckpt_1': a manager names its own checkpoints"):
+            pin("ckpt_1")
+
+
+def test_another_process_may_pin(manager):
+    manager.step()
+    reader = CheckpointManager(Saver(nn.Linear(1, 1), output_dir=manager.saver.output_dir), 1)
+    reader.pin(1)
+    manager.step()
+    assert kept(manager) == ["ckpt_1", "ckpt_2"]
+
+
+def test_a_pin_keeps_the_newest_of_an_id_not_what_it_superseded(manager):
+    manager.step()
+    manager.pin(1)
+    manager.saver.save("ckpt_1", step=1, overwrite=True)
+    assert [c.directory for c in list_checkpoints(manager.saver.storage).committed] == ["ckpt_1.1"]
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch):
+    monkeypatch.setattr(repairing, "_LOOKS_APART", 0)
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """Make the disk give EIO for the content of files, by the ends of their names."""
+    read, ends = LocalStorage.read, []
+
+    def reading(storage, name, *span):
+        if name.endswith(tuple(ends)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), f"{storage.url}/{name}")
+        return read(storage, name, *span)
+
+    monkeypatch.setattr(LocalStorage, "read", reading)
+    return ends.append
+
+
+def leave(root, directory, epoch=1):
+    """Leave what a save of a dead writer leaves."""
+    storage = open_storage(str(root))
+    storage.make_dir(directory)
+    write_intent(storage, Intent(directory, epoch, "0" * 32, 7))
+    with storage.create(f"{directory}/model.pt") as sink:
+        sink.write(b"half")
+
+
+@pytest.mark.parametrize("fault", ["EIO", "torn"])
+def test_a_dead_save_that_cannot_be_told_is_passed_over_named_and_removed(tmp_path, caplog, broken, fault):
+    Run(tmp_path, interval=5).train(5)
+    leave(tmp_path, "ckpt_7")
+    leave(tmp_path, "best")
+    for directory in ("ckpt_7", "best"):
+        if fault == "EIO":
+            broken(f"{directory}/INTENT")
+        else:
+            (tmp_path / directory / "INTENT").write_bytes(b'{"epoch": 1, "sa')
+    later = Run(tmp_path, interval=5)
+    assert later.manager.restore() == 5
+    later.train(10)
+    assert checkpoints(tmp_path) == ["ckpt_15"]
+    said = [record.message for record in caplog.records if "ckpt_7 was never finished" in record.message]
+    assert len(said) == 1, caplog.text
+    assert "repair --clean" in said[0]
+    assert [problem.file for problem in verify(str(tmp_path))] == ["best/INTENT", "ckpt_7/INTENT"]
+    assert repair(str(tmp_path), clean=True).removed == ("best", "ckpt_7")
+    assert not (tmp_path / "ckpt_7").exists()
+    assert not (tmp_path / "best").exists()
+    assert verify(str(tmp_path)) == []
+
+
+def test_verify_names_it_apart_from_checkpoints(tmp_path, broken, capsys):
+    Run(tmp_path, interval=5).train(5)
+    leave(tmp_path, "ckpt_7")
+    broken("ckpt_7/INTENT")
+    assert main(["verify", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert "found 1 problem in 0 of 1 checkpoint and in ckpt_7" in said.err
+    assert "ckpt_7/INTENT: found an error: [Errno 5]" in said.out
+
+
+@pytest.mark.parametrize("directory", ["ckpt_12", "ckpt_12.1", "ckpt_5.2", "late"])
+def test_a_save_that_may_still_run_stays_though_it_cannot_be_told(tmp_path, broken, directory):
+    Run(tmp_path, interval=5).train(5)
+    Fence(open_storage(str(tmp_path))).hold()
+    leave(tmp_path, directory, 2)
+    broken(f"{directory}/INTENT")
+    done = repair(str(tmp_path), clean=True)
+    assert [(left.path, left.is_dead) for left in done.leftovers] == [(directory, False)]
+    assert (tmp_path / directory / "model.pt").exists()
+
+
+def test_no_later_writer_makes_a_directory_that_is_judged_by_its_name(tmp_path):
+    storage = open_storage(str(tmp_path))
+    Run(tmp_path, interval=5).train(5)
+    leave(tmp_path, "ckpt_5.1")
+    run = Run(tmp_path, max_keep=9)
+    run.manager.restore()
+    run.saver.save("ckpt_5.1")  # an id that looks like an attempt of the first writer
+    assert checkpoints(tmp_path) == ["ckpt_5", "ckpt_5.1.2.1"]
+    assert repair(storage.url, clean=True).removed == ()
+
+
+def test_an_offer_that_cannot_be_read_goes_once_it_is_old(tmp_path, broken):
+    run = run_with_chain(tmp_path)
+    directory = make_offer(run, locate(run, "ckpt_3"), Means(None, 1, 1 << 20)).directory
+    broken("/OFFER")
+    found = look_at(open_storage(str(tmp_path)), directory, None)
+    assert (found.is_begun, found.offer, "Input/output" in found.problem) == (True, None, True)
+    assert not may_go(found)
+    old = (tmp_path / directory / "OFFER").stat().st_mtime - 3 * 86_400
+    os.utime(tmp_path / directory / "OFFER", (old, old))
+    assert repair(str(tmp_path), clean=True).removed == (directory,)
+
+
+def test_the_index_file_is_made_anew_where_it_cannot_be_read(tmp_path, broken):
+    Run(tmp_path, interval=5).train(5)
+    broken("checkpoint")
+    assert repair(str(tmp_path)).index_problem.startswith("not readable")
+
+
+def test_an_overtaken_writer_is_fenced_though_the_claim_of_the_later_one_cannot_be_read(tmp_path, broken):
+    storage = open_storage(str(tmp_path))
+    storage.prepare()
+    first = Fence(storage)
+    first.hold()
+    Fence(storage).hold()
+    broken("owner/2.json")
+    with pytest.raises(WriterFencedError, match="taken over by the writer of epoch 2"):
+        first.check()
+
+
+def test_a_look_at_a_run_says_what_is_known_of_it(tmp_path, broken):
+    Run(tmp_path, interval=5).train(5)
+    leave(tmp_path, "ckpt_7")
+    broken("INTENT")
+    broken("owner/1.json")
+    status = Watcher(open_storage(str(tmp_path))).look()
+    assert status.to_dict()["last_save"]

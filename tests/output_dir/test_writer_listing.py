@@ -3,14 +3,19 @@
 import os
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 
 import pytest
+from faults.storage_faults import OPERATIONS, watch
+from support.forgetting import LONG, ForgettingRun, fill
 from torch import nn
 
 from recckpt import Saver
+from recckpt.format import layout
 from recckpt.output_dir.checkpoint_dir import Manifests
+from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import list_checkpoints, newest
 from recckpt.storage import open_storage
 
@@ -22,17 +27,17 @@ def looks(monkeypatch):
 
     def counted(saver):
         storage = saver.storage
-        list_dirs, read = storage.list_dirs, storage.read
+        directories, read = Manifests.directories, storage.read
 
-        def count_listing():
+        def count_listing(known, storage):
             counts["listings"] += 1
-            return list_dirs()
+            return directories(known, storage)
 
         def count_reading(name, max_bytes):
             counts[name] += name.endswith("manifest.json")
             return read(name, max_bytes)
 
-        monkeypatch.setattr(storage, "list_dirs", count_listing)
+        monkeypatch.setattr(Manifests, "directories", count_listing)
         monkeypatch.setattr(storage, "read", count_reading)
         return counts
 
@@ -52,6 +57,26 @@ def test_a_save_lists_the_output_dir_once_and_reads_each_manifest_once_in_its_li
         assert counts.pop("listings") == 1
     assert max(counts.values()) == 1
     assert [c.ckpt_id for c in list_checkpoints(open_storage(url)).current] == [f"ckpt_{n}" for n in range(4, 10)]
+
+
+def test_the_requests_of_a_save_do_not_grow_with_links_checkpoints_or_takeovers(memory_url):
+    run = ForgettingRun(memory_url, deltas=replace(LONG, full_every=100))
+    asked = Counter()
+    watch(run.saver.storage, lambda what: asked.update([what, what.partition(" ")[0]]))
+
+    def requests_of_a_save(step):
+        asked.clear()
+        fill(run.user, [step], float(step))
+        run.saver.save(f"ckpt_{step}")
+        assert asked["list_files .recckpt/owner"] <= (2 if step else 10)  # the first takes over
+        return sum(asked[operation] for operation in OPERATIONS)
+
+    requests = [requests_of_a_save(step) for step in range(12)]
+    assert len(newest(run.saver.storage).below) == 11
+    assert set(requests[2:]) == {requests[2]}
+    for _ in range(4):
+        Fence(open_storage(memory_url)).hold()
+    assert run.saver.storage.list_files(layout.OWNER_DIR) == ["5.json", "5.list.json"]
 
 
 @pytest.mark.parametrize("known", [None, Manifests()])

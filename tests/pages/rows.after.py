@@ -20,10 +20,14 @@ for capacity, error, size, unit, each in sizes:
     assert round(bloom.nbytes / bloom.capacity) == int(each)
 
 ids = scorer["table"].ids()
-assert sorted(filter_out_sparse_param(both)) == ["item"]
-assert not torch.equal(averaged.module["table"].lookup(ids)[0], scorer["table"].embeddings())
+assert not torch.equal(rows_averaged.tables["item"].lookup(ids)[0], scorer["table"].embeddings())
 found = recckpt.CheckpointReader("runs/averaged").lookup("item.average", ids.numpy()).values
-assert torch.equal(torch.from_numpy(found), averaged.module["table"].lookup(ids)[0])
+assert torch.equal(torch.from_numpy(found), rows_averaged.tables["item"].lookup(ids)[0])
+
+shown = recckpt.CheckpointReader("runs/averages")
+assert torch.equal(torch.from_numpy(shown.lookup("item", ids.numpy()).values), torch.from_numpy(found))
+assert torch.equal(torch.from_numpy(shown.read_tensor("top.weight")), [*averaged.module][1])
+assert not torch.equal([*averaged.module][1], scorer["top"].weight)
 
 assert not rows.requires_grad
 assert rows[1].tolist() == [0] * 16

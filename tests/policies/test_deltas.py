@@ -16,37 +16,6 @@ def chain(n_deltas: int = 0, delta_bytes: int = 0) -> Chain:
     return Chain(n_deltas, delta_bytes, FULL)
 
 
-@pytest.mark.parametrize("count", [0, -1, 2.5, "3", True, None])
-def test_a_number_of_deltas_that_is_none_is_refused(count):
-    with pytest.raises(ValueError, match="Deltas: full_every must be an int of at least 1, found"):
-        Deltas(full_every=count)
-
-
-def test_more_deltas_than_a_chain_may_have_are_refused():
-    assert Deltas(full_every=MAX_DELTAS).full_every == 999
-    with pytest.raises(ValueError, match="full_every must be at most 999, found 1000"):
-        Deltas(full_every=1000)
-
-
-@pytest.mark.parametrize("name", ["max_chain_bytes", "max_dirty"])
-@pytest.mark.parametrize("number", [0, -1, "3", True, None, float("nan"), float("inf")])
-def test_a_part_that_is_none_is_refused(name, number):
-    with pytest.raises(ValueError, match=f"Deltas: {name} must be a finite number above 0, found"):
-        Deltas(**{name: number})
-
-
-def test_more_than_all_rows_are_refused():
-    assert Deltas(max_dirty=1).max_dirty == 1
-    with pytest.raises(ValueError, match=r"max_dirty must be at most 1, found 1\.5"):
-        Deltas(max_dirty=1.5)
-
-
-@pytest.mark.parametrize("compact", [None, 1, "yes"])
-def test_compacting_that_is_neither_true_nor_false_is_refused(compact):
-    with pytest.raises(ValueError, match="Deltas: compact must be True or False, found"):
-        Deltas(compact=compact)
-
-
 def test_a_policy_is_a_value():
     assert pickle.loads(pickle.dumps(Deltas(7))) == Deltas(full_every=7)
     assert len({Deltas(), Deltas(20)}) == 1
@@ -57,12 +26,6 @@ def test_a_policy_is_a_value():
 @pytest.mark.parametrize(("given_as", "policy"), [(True, Deltas()), (False, None), (Deltas(3), Deltas(3))])
 def test_an_argument_stands_for_a_policy(given_as, policy):
     assert as_deltas(given_as) == policy
-
-
-@pytest.mark.parametrize("given_as", [None, 1, 20, "yes", Deltas])
-def test_what_is_no_policy_is_refused(given_as):
-    with pytest.raises(ValueError, match=r"deltas must be True, False or Deltas\(\.\.\.\), found"):
-        as_deltas(given_as)
 
 
 def test_without_a_base_a_save_is_full():

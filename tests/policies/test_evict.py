@@ -4,14 +4,12 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from recckpt.policies.evict import (
     NORM,
     Capacity,
-    EvictedByAll,
     LowCount,
     SmallNorm,
     Unseen,
@@ -59,43 +57,6 @@ def test_policies_that_are_joined_evict_what_each_of_them_would():
     assert both.needs == ("count", "last_step")
     assert repr(both & SmallNorm(1)) == "LowCount(n=2) & Unseen(steps=10) & SmallNorm(x=1)"
     assert both & SmallNorm(1) == LowCount(2) & (Unseen(steps=10) & SmallNorm(1))
-
-
-@pytest.mark.parametrize("n", [0, -1, 2.5, "3", True, None, 2**53 + 1])
-@pytest.mark.parametrize("make", [lambda n: Unseen(steps=n), LowCount, Capacity])
-def test_a_number_that_counts_nothing_is_refused(make, n):
-    with pytest.raises(
-        ValueError, match=r"(Unseen: steps|LowCount: n|Capacity: n) must be (an int of )?at (least|most)"
-    ):
-        make(n)
-
-
-@pytest.mark.parametrize("number", [0, -1, "3", True, None, math.nan, math.inf, 10**400])
-@pytest.mark.parametrize("make", [lambda n: UnseenFor(days=n), SmallNorm, lambda n: Capacity(10, room=n)])
-def test_a_number_that_measures_nothing_is_refused(make, number):
-    with pytest.raises(ValueError, match="must be a finite number above 0, found"):
-        make(number)
-
-
-def test_days_by_which_no_row_ever_goes_are_refused():
-    with pytest.raises(ValueError, match=r"UnseenFor: days must be at most 104249991374, found 1e\+300"):
-        UnseenFor(days=1e300)
-
-
-def test_what_a_capacity_cannot_go_by_is_refused():
-    for by in ("embedding", None, "", "step"):
-        with pytest.raises(ValueError, match="Capacity: by must be 'last_step' or 'count', found"):
-            Capacity(10, by=by)
-    with pytest.raises(ValueError, match=r"room must be at most 0\.5, found 0\.6"):
-        Capacity(10, room=0.6)
-
-
-@pytest.mark.parametrize("other", [3, None, Unseen, Capacity(10), [LowCount(2)]])
-def test_what_is_not_a_policy_of_one_row_cannot_be_joined(other):
-    with pytest.raises(ValueError, match="expected policies that look at one row"):
-        LowCount(2) & other
-    with pytest.raises(ValueError, match="expected policies"):
-        EvictedByAll(LowCount(2), other)
 
 
 @given(

@@ -203,5 +203,5 @@ def test_a_rotation_that_is_cut_short_is_finished_by_the_next(manifests, keep, p
         assert in_order(Listing(left, {}, {}), keep, pinned) == victims[done:]
 
 
-def test_superseded_ones_go_first_and_then_the_newest():
-    assert in_order(listing_of("a", "b", "c", "a", "d"), 1) == ["0", "3", "2", "1"]
+def test_superseded_ones_go_first_and_then_the_earliest():
+    assert in_order(listing_of("b", "a", "c", "a", "d"), 1) == ["1", "0", "2", "3"]

@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from recckpt import Saver
-from recckpt.format.links import Link
-from recckpt.format.manifest import FileEntry, Manifest
+from recckpt.format.manifest import FileEntry, Link, Manifest
 from recckpt.policies.keep import All, Best, EveryNth, Keep, KeepBytes, KeptByAny, Newest, OnePer, YoungerThan, as_keep
 
-NO_COUNTS = [0, -1, 2.5, "3", True, float("nan")]
 NOW = datetime(2026, 11, 20, 12, 0, 0, tzinfo=timezone.utc)
 SCALARS = st.integers(-2, 2) | st.floats() | st.booleans() | st.none() | st.sampled_from(["nan", "NaN", "1"])
 
@@ -34,52 +32,6 @@ def of_steps(*steps: int | None) -> list[Manifest]:
 
 def of_auc(*values: object) -> list[Manifest]:
     return [one("abcdefghi"[place], auc=value) for place, value in enumerate(values)]
-
-
-@pytest.mark.parametrize("n", [*NO_COUNTS, None])
-@pytest.mark.parametrize("make", [Newest, EveryNth, lambda n: Best(n, "auc")])
-def test_a_number_that_is_none_is_refused(make, n):
-    with pytest.raises(ValueError, match=r"(Newest: n|EveryNth: n|Best: k) must be an int of at least 1, found"):
-        make(n)
-
-
-@pytest.mark.parametrize("seconds", [0, -1, "3", True, None, float("nan"), float("inf"), 10**400])
-def test_a_time_to_live_that_is_none_is_refused(seconds):
-    with pytest.raises(ValueError, match="YoungerThan: seconds must be a finite number above 0, found"):
-        YoungerThan(seconds)
-
-
-def test_a_metric_or_mode_that_is_none_is_refused():
-    for metric in ("", None, 3, {}, {"": 1}, {"auc": 0}, {"auc": "1"}, {"auc": True}, {"auc": float("nan")}, {3: 1}):
-        with pytest.raises(ValueError, match="Best: metric must be the name of a metric, or several names with their"):
-            Best(1, metric)
-    for mode in ("maximum", None, max, ""):
-        with pytest.raises(ValueError, match="Best: mode must be 'max' or 'min', found"):
-            Best(1, "auc", mode)
-
-
-@pytest.mark.parametrize(
-    "n_bytes",
-    [
-        0,
-        -1,
-        2.5,
-        True,
-        None,
-        "",
-        "2",
-        "2 XB",
-        "-2 TB",
-        "nan GB",
-        "9e9 B",
-        "90000000 TB",
-        "9" * 400 + " B",
-        f"{1 << 63} B",
-    ],
-)
-def test_a_size_that_is_none_is_refused(n_bytes):
-    with pytest.raises(ValueError, match="KeepBytes: n_bytes must be a number of bytes of at least 1"):
-        KeepBytes(n_bytes)
 
 
 def of_sizes(*sizes: int, on: dict[str, str] | None = None) -> list[Manifest]:
@@ -104,12 +56,6 @@ def test_the_newest_that_fit_into_the_bytes_stay_and_the_newest_of_all_in_any_ca
 def test_what_a_delta_stands_on_counts_with_it_and_once(n_bytes, ids):
     chain = of_sizes(100, 100, 3, 1, on={"c": "b", "d": "cb"})
     assert kept(KeepBytes(n_bytes), chain) == ids
-
-
-@pytest.mark.parametrize("keeps", [(), (3,), (Newest(1), None), (Newest,), ([Newest(1)],)])
-def test_only_keeps_can_be_joined(keeps):
-    with pytest.raises(ValueError, match=r"KeptByAny: expected one Keep or more, such as Newest\(3\), found"):
-        KeptByAny(*keeps)
 
 
 @pytest.mark.parametrize("keep", [All(), Newest(1), EveryNth(1), Best(1, "auc"), YoungerThan(1), All() | Newest(1)])
@@ -259,14 +205,9 @@ def test_a_number_or_none_still_says_what_to_keep():
     assert kept(All(), of_steps(1, None, 3)) == "abc"
 
 
-@pytest.mark.parametrize("value", [*NO_COUNTS, Newest, object()])
-def test_what_does_not_say_what_to_keep_is_refused(value):
-    with pytest.raises(ValueError, match=r"max_keep must be an int of at least 1, found .*; or None for all, or an"):
-        as_keep(value)
-
-
 def test_they_print_compare_and_pickle_as_they_were_made():
     keep = Newest(3) | EveryNth(1000) | Best(2, "auc", "min") | YoungerThan(60) | All()
+    assert isinstance(keep, KeptByAny)
     assert repr(keep) == (
         "KeptByAny(Newest(n=3), EveryNth(n=1000), Best(k=2, metric='auc', mode='min'), YoungerThan(seconds=60), All())"
     )

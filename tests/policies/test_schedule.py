@@ -2,7 +2,7 @@
 
 import pytest
 
-from recckpt.policies.schedule import SaveCounts, Schedule
+from recckpt.policies.schedule import SaveCounts, Schedule, best_interval, lost_share
 from recckpt.policies.when import (
     AtSteps,
     EveryEpochs,
@@ -13,6 +13,8 @@ from recckpt.policies.when import (
     Moment,
     WhenTrue,
 )
+
+MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 
 
 class Clock:
@@ -78,12 +80,6 @@ class Ticks:
 
     def ticks(self, n_steps, running=idle):
         return [self.tick(running) for _ in range(n_steps)]
-
-
-@pytest.mark.parametrize("backpressure", ["", "Wait", None, 1, "drop"])
-def test_a_back_pressure_that_is_none_is_refused(backpressure):
-    with pytest.raises(ValueError, match=f"one of .'wait', 'skip', 'latest'., found {backpressure!r}"):
-        Schedule(EverySteps(1), None, backpressure, Moment(0, 0.0))
 
 
 def test_regular_saves_are_due_at_their_steps_and_nobody_is_asked():
@@ -226,41 +222,52 @@ def test_whether_a_save_is_running_is_asked_only_where_one_is_due():
 # back-pressure
 
 
-def test_with_wait_the_save_that_is_due_is_made_and_waits():
-    run = Ticks(EverySteps(2), backpressure="wait")
-    assert run.ticks(4, busy) == [None, "regular", None, "regular"]
-    assert run.schedule.counts == SaveCounts(begun=2, waited=2)
+@pytest.mark.parametrize(
+    ("backpressure", "whens", "start", "while_busy", "then", "counts"),
+    [
+        ("wait", (2, None), 0, "-r-r", "", SaveCounts(begun=2, waited=2)),  # it is made, and waits
+        ("skip", (2, None), 0, "----", "-r", SaveCounts(begun=1, skipped=2)),  # it is left out until the next is due
+        ("latest", (3, None), 0, "----", "rr", SaveCounts(begun=2)),  # it is made as soon as the other is over
+        ("latest", (2, None), 0, "-------", "r-", SaveCounts(begun=1, dropped=3)),  # all but the newest are dropped
+        ("latest", (4, 2), 3, "---", "r", SaveCounts(begun=1, dropped=1)),  # regular at 4 stays that, ephemeral at 6
+        ("latest", (4, 2), 0, "---", "r-", SaveCounts(begun=1, dropped=1)),  # ephemeral at 2 gives way
+    ],
+)
+def test_what_is_due_while_a_save_is_under_way(backpressure, whens, start, while_busy, then, counts):
+    regular, ephemeral = (None if n is None else EverySteps(n) for n in whens)
+    run = Ticks(regular, ephemeral, backpressure)
+    if start:
+        run.start(start)
+    assert "".join((kind or "-")[0] for kind in run.ticks(len(while_busy), busy)) == while_busy
+    assert "".join((kind or "-")[0] for kind in run.ticks(len(then))) == then
+    assert run.schedule.counts == counts
 
 
-def test_with_skip_it_is_left_out_until_the_next_is_due():
-    run = Ticks(EverySteps(2), backpressure="skip")
-    assert run.ticks(4, busy) + run.ticks(2) == [None, None, None, None, None, "regular"]
-    assert run.schedule.counts == SaveCounts(begun=1, skipped=2)
+# how often: the figures of the papers, and that no other interval costs less
 
 
-def test_with_latest_it_is_made_as_soon_as_the_other_is_over():
-    run = Ticks(EverySteps(3), backpressure="latest")
-    assert run.ticks(4, busy) + run.ticks(2) == [None, None, None, None, "regular", "regular"]
-    assert run.schedule.counts == SaveCounts(begun=2)
+@pytest.mark.parametrize(("failure_sec", "minutes"), [(24 * HOUR, 117), (6 * HOUR, 57), (15 * MINUTE, 9.1)])
+def test_the_best_interval_is_that_of_the_figures_in_dalys_paper(failure_sec, minutes):
+    """Figures 3 to 5, for saves of 5 minutes; the paper counts from the end of one to the begin of the next."""
+    between = best_interval(5 * MINUTE, failure_sec) - 5 * MINUTE
+    assert between / MINUTE == pytest.approx(minutes, rel=0.01)
 
 
-def test_with_latest_all_but_the_newest_request_are_dropped():
-    run = Ticks(EverySteps(2), backpressure="latest")
-    assert run.ticks(7, busy) == [None] * 7
-    assert run.ticks(2) == ["regular", None]
-    assert run.schedule.counts == SaveCounts(begun=1, dropped=3)
+def test_short_saves_are_best_made_as_youngs_paper_says():
+    assert best_interval(0.5, DAY) == pytest.approx((2 * 0.5 * DAY) ** 0.5, rel=1e-3)
 
 
-def test_with_latest_a_regular_save_that_was_put_off_stays_regular():
-    run = Ticks(EverySteps(4), EverySteps(2), backpressure="latest")
-    run.start(3)
-    assert run.ticks(3, busy) == [None] * 3  # regular at 4, ephemeral at 6
-    assert run.tick() == "regular"
-    assert run.schedule.counts == SaveCounts(begun=1, dropped=1)
+def test_where_a_save_takes_longer_than_two_failures_are_apart_one_is_made_between_two_failures():
+    assert best_interval(100.0, 50.0) == 150.0
 
 
-def test_with_latest_an_ephemeral_save_that_was_put_off_gives_way():
-    run = Ticks(EverySteps(4), EverySteps(2), backpressure="latest")
-    assert run.ticks(3, busy) == [None] * 3  # ephemeral at 2
-    assert run.ticks(2) == ["regular", None]
-    assert run.schedule.counts == SaveCounts(begun=1, dropped=1)
+@pytest.mark.parametrize("pause_sec", [0.001, 0.5, 30.0])
+def test_no_other_interval_costs_less(pause_sec):
+    best = best_interval(pause_sec, DAY)
+    least = lost_share(best, pause_sec, 60.0, DAY)
+    for factor in (0.5, 0.8, 1.25, 2.0):
+        assert lost_share(factor * best, pause_sec, 60.0, DAY) > least
+
+
+def test_a_share_is_never_more_than_all_of_the_time():
+    assert lost_share(10 * DAY, 1.0, 0.0, DAY) == 1.0

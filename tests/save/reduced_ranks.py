@@ -1,4 +1,4 @@
-"""What real ranks do for test_reduced_ranks.py: run it as ``reduced_ranks.py ROOT``.
+"""What real ranks do for test_ranks.py: run it as ``reduced_ranks.py ROOT``.
 
 Each run of ranks restores what those before it have saved, and goes on with deltas.
 """

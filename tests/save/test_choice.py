@@ -6,8 +6,7 @@ from torch import nn
 
 from recckpt import Saver
 from recckpt.errors import SaveFailedError
-from recckpt.policies.admit import MinCount
-from recckpt.policies.bloom import Bloom
+from recckpt.policies.admit import Bloom, MinCount
 from recckpt.save.choice import Choice, parse_choice
 from recckpt.sparse import HashTable, SparseAdam
 from recckpt.types import SlotSpec

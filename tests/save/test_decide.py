@@ -1,22 +1,36 @@
 """What all ranks make of what each proposes: one plan, or one refusal, which each raises as its own error says."""
 
+import errno
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
+from support.builders import table_state
+from support.foreign import ForeignTable
+from support.thread_ranks import on_ranks
+from torch import nn
 
+from recckpt import Saver
 from recckpt.dense.sharded import Summary
 from recckpt.errors import RecckptError, SaveFailedError, WriterFencedError
-from recckpt.format.buckets import gen_slice
 from recckpt.policies.deltas import Chain, Deltas
 from recckpt.save.choice import Choice
-from recckpt.save.decide import Phase, Proposal, RankFailure, SavePlan, decide
-from recckpt.save.full_or_delta import FULL, DeltaProposal, Kind, TableChanges
-from recckpt.save.owners import why_shared
-from recckpt.save.room import Room
+from recckpt.save.decide import Phase, Proposal, RankFailure, Room, SavePlan, WorkRoom, decide, shortage, why_shared
+from recckpt.save.deltas import FULL, DeltaProposal, Kind, TableChanges
+from recckpt.save.job import Destination
+from recckpt.save.propose import estimated_bytes, measured_room
 from recckpt.save.save_info import SaveInfo
+from recckpt.sparse import HashTable, gen_slice
+from recckpt.sparse.split import state_of
+from recckpt.storage import open_storage
+from recckpt.storage.local import LocalStorage
+from recckpt.storage.transfers import Transfers
 
 WIDE, NARROW = Room("here", 10_000, 0, None), Room("here", 1_000, 0, None)
 INFO = SaveInfo("c", 7)
+N_ROWS = 1000
+ROOM = 20_000  # bytes, of which a table takes 40,000
 
 
 def proposal(**fields):
@@ -117,3 +131,169 @@ def test_owners_are_compared_over_tables_that_some_ranks_have_beside_others():
     assert why_shared([*halves, {None: ("u",)}]).startswith("table 'u': ranks 0 and 2 own the same ids: an id")
     assert why_shared([*halves, {None: ("t", "x")}]).startswith("table 't': ranks 0 and 2")
     assert "table 't': ranks 0 and 1" in why_shared([{None: both}] * 2)
+
+
+@pytest.fixture
+def storage(tmp_path, monkeypatch):
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: 1000)
+    return open_storage(str(tmp_path))
+
+
+def room(storage, min_free_bytes=0):
+    return measured_room(
+        Destination(storage, None, Transfers(), None, 1, min_free_bytes=min_free_bytes, on_save=None, changes=None)
+    )
+
+
+@pytest.mark.parametrize(("n_bytes", "min_free_bytes"), [(1000, 0), (0, 1000), (400, 600)])
+def test_what_fits_exactly_fits(storage, n_bytes, min_free_bytes):
+    assert shortage([room(storage, min_free_bytes)], [n_bytes]) is None
+
+
+@pytest.mark.parametrize(("n_bytes", "min_free_bytes"), [(1001, 0), (0, 1001), (401, 600)])
+def test_one_byte_more_does_not(storage, n_bytes, min_free_bytes):
+    failure = shortage([room(storage, min_free_bytes)], [n_bytes])
+    refused = failure.reason
+    assert (failure.rank, failure.phase) == (0, Phase.ROOM)
+    assert "found 1.0 kB free, expected" in str(refused)
+    assert (refused.errno, refused.filename) == (errno.ENOSPC, storage.url)
+    assert ("and leave" in str(refused)) == (min_free_bytes > 0)
+
+
+def test_what_all_ranks_write_has_to_fit_where_any_of_them_looks(storage):
+    rooms = [replace(room(storage), free_bytes=2000), room(storage)]
+    assert shortage(rooms, [600, 400]) is None
+    assert shortage(rooms, [600, 401]).rank == 1
+    assert shortage(rooms, [2000, 1]).rank == 0
+
+
+def test_ranks_of_one_host_take_the_room_of_that_host_alone():
+    here, there = Room("near", 1000, 0, None, frozenset([0, 1])), Room("near", 1000, 0, None, frozenset([2]))
+    assert shortage([here, here, there], [400, 600, 1000]) is None
+    assert shortage([here, here, there], [400, 601, 0]).rank == 0
+    assert shortage([here, here, there], [0, 0, 1001]).rank == 2
+
+
+def test_ranks_of_one_host_share_the_room_of_their_work_dirs():
+    here, there = WorkRoom("/tmp/a", ("one", 1), 1000), WorkRoom("/tmp/b", ("other", 1), 1000)
+    rooms = [Room("url", None, 0, work) for work in (here, here, there)]
+    assert shortage(rooms, [400, 600, 1000]) is None
+    failure = shortage(rooms, [400, 601, 0])
+    refused = failure.reason
+    assert (failure.rank, refused.errno, refused.filename) == (0, errno.ENOSPC, "/tmp/a")
+    assert "found 1.0 kB free in the work dir, expected 1.0 kB" in str(refused)
+    assert shortage(rooms, [0, 0, 1001]).rank == 2
+
+
+def test_a_storage_that_does_not_know_its_room_refuses_nothing(memory_url):
+    assert shortage([room(open_storage(memory_url), 10**30)], [10**30]) is None
+
+
+def test_what_a_save_needs_is_estimated_from_rows_and_dense_state():
+    table = HashTable(2, name="t")
+    table(torch.arange(100))
+    model = nn.ModuleDict({"t": table, "top": nn.Linear(3, 1, bias=False)})
+    assert estimated_bytes(*state_of(model), 0, Choice()) == 100 * (8 + 2 * 4) + 3 * 4
+
+
+def test_ranks_write_their_own_rows_each_but_the_dense_state_once():
+    table = HashTable(2, name="t")
+    table(torch.arange(100))
+    model = nn.ModuleDict({"t": table, "top": nn.Linear(3, 1)})
+    assert estimated_bytes(*state_of(model), 1, Choice()) == 100 * (8 + 2 * 4)
+
+
+def test_of_a_state_that_staging_refuses_nothing_is_estimated():
+    ids, of_no_slot = torch.arange(3), torch.ones(3, 2, dtype=torch.complex64)
+    assert estimated_bytes({"foreign": ForeignTable("foreign", ids, of_no_slot)}, {}, 0, Choice()) == 0
+
+
+def test_a_save_that_does_not_fit_writes_nothing_and_the_next_that_does_lands(storage, monkeypatch, tmp_path):
+    saver = Saver(nn.Linear(300, 1), output_dir=str(tmp_path))
+    with pytest.raises(SaveFailedError, match=r"rank 0: OSError: .*found 1.0 kB free, expected 1.2 kB for the save"):
+        saver.save_async("c")
+    assert list(tmp_path.iterdir()) == []
+    saver.close()  # that was told
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: 10**6)
+    assert saver.save("c").ckpt_id == "c"
+
+
+@pytest.mark.parametrize("step", [10**30, 10**18, -1, 2.0, True, "1", np.int64(3)])
+def test_a_step_that_no_manifest_can_hold_is_refused_before_anything_is_written(tmp_path, step):
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
+    with pytest.raises(ValueError, match="step must be an int of at least 0, below 10\\^18"):
+        saver.save("a", step=step)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("deltas", [False, True])
+def test_rows_that_conditions_leave_out_need_no_room(tmp_path, monkeypatch, deltas):
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: 500)
+    table = HashTable(64, name="t", track=("count",))
+    model = nn.ModuleDict({"t": table})
+    table(torch.arange(1000))
+    table(torch.arange(3))
+    options = {"save_where": {"t": {"count": {"min": 2}}}, "deltas": deltas}
+    saver = Saver(model, output_dir=str(tmp_path), **options)
+    assert [saver.save(name).tables[0].rows for name in "ab"] == [3, 3]
+
+
+class Run:
+    """A table, of which some rows change between saves."""
+
+    def __init__(self, root, **options):
+        self.table = HashTable(8, name="t")
+        options = {"max_keep": None, "deltas": Deltas(full_every=1), **options}
+        self.saver = Saver(nn.ModuleDict({"t": self.table}), output_dir=str(root), **options)
+
+    def save(self, number, n_rows=5):
+        self.table.insert(torch.arange(n_rows), torch.full((n_rows, 8), float(number)))
+        return self.saver.save(f"c{number}").kind
+
+
+def test_a_delta_stands_in_for_the_full_save_that_is_due_and_the_next_with_room_is_full(tmp_path, monkeypatch, caplog):
+    run = Run(tmp_path)
+    assert [run.save(0, N_ROWS), run.save(1)] == ["full", "delta"]
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "free_bytes", lambda self: ROOM)
+        assert [run.save(2), run.save(3, 7)] == ["delta", "delta"]
+    assert "no room for c2 in full, which is due (1 deltas since the last full one" in caplog.text
+    restored = Run(tmp_path)
+    restored.saver.load()
+    assert table_state(restored.table) == table_state(run.table)
+    assert run.save(4) == "full"
+
+
+@pytest.mark.parametrize("room", [100, ROOM])
+def test_what_fits_in_no_form_fails_and_the_next_save_has_all_that_changed(tmp_path, monkeypatch, room):
+    run = Run(tmp_path)
+    assert [run.save(0, N_ROWS), run.save(1)] == ["full", "delta"]
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "free_bytes", lambda self: room)
+        with pytest.raises(SaveFailedError, match="free, expected"):
+            run.save(2, 5 if room == 100 else N_ROWS)
+    assert run.save(3) == "full"
+
+
+def test_the_first_save_of_a_run_has_no_delta_to_stand_in_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: ROOM)
+    with pytest.raises(SaveFailedError, match="free, expected"):
+        Run(tmp_path).save(0, N_ROWS)
+
+
+def test_all_ranks_write_the_delta_where_one_of_them_finds_no_room(tmp_path):
+    def save(rank, connect):
+        table = HashTable(8, name="t", slice=gen_slice(rank, 2))
+        saver = Saver(nn.ModuleDict({"t": table}), output_dir=str(tmp_path), deltas=Deltas(full_every=1))
+        connect(saver)
+        ids = torch.arange(N_ROWS)
+        own, kinds = ids[table.slice.owns(ids)], []
+        for number in range(3):
+            changed = own if number == 0 else own[:5]
+            table.insert(changed, torch.full((len(changed), 8), float(number)))
+            if number == 2:
+                saver.storage.free_bytes = lambda: ROOM if rank else 10**9
+            kinds.append(saver.save(f"c{number}", rank, 2).kind)
+        return kinds
+
+    assert on_ranks(2, save) == [["full", "delta", "delta"]] * 2

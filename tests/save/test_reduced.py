@@ -18,7 +18,7 @@ from support.thread_ranks import on_ranks
 
 import recckpt
 from recckpt import CheckpointManager, CheckpointReader, Deltas, Saver
-from recckpt.cli.ls import ls
+from recckpt.cli.ls import run_ls as ls
 from recckpt.convert import export_checkpoint
 from recckpt.errors import SaveFailedError
 from recckpt.inspect.verify import verify

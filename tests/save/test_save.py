@@ -1,4 +1,4 @@
-"""The hallway of a save: what it leaves on disk, alone and after failures."""
+"""A save as a whole: what it writes, keeps and refuses, and how often its ranks meet."""
 
 import errno
 import json
@@ -7,12 +7,13 @@ import logging
 import pytest
 import torch
 from support.builders import OPTIMIZERS, ClickModel, Run, checkpoints, tree
+from support.thread_ranks import Wire, on_ranks
 from torch import nn
 
 from recckpt import Saver
 from recckpt.errors import CommitNotDurableError, SaveFailedError
 from recckpt.output_dir.listing import list_checkpoints
-from recckpt.sparse import HashTable
+from recckpt.sparse import HashTable, gen_slice
 from recckpt.storage.local import LocalStorage
 
 
@@ -91,9 +92,6 @@ def test_one_line_is_logged_for_a_save_and_for_a_load_and_one_for_each_checkpoin
     ]
     assert all(line.endswith("B/s)") for line in lines)
     assert taken.startswith(f"{tmp_path}/c: 2 tables, 1,000 rows, 7 tensors, ")
-
-
-# failures: one operation of the storage fails, once or from then on
 
 
 class Fault:
@@ -186,3 +184,40 @@ def test_a_failed_tidying_up_does_not_fail_the_save(tmp_path, monkeypatch, caplo
     saver.save("newer")
     assert checkpoints(tmp_path) == ["newer"]
     assert (tmp_path / "checkpoint").read_text() == "newer\n"
+
+
+def wire_of_a_save(root, size, **options):
+    """Return what was sent for the second save of a job: the first has a directory to take over."""
+    wire = Wire(size)
+
+    def on_rank(rank, connect):
+        table = HashTable(2, name="t", slice=gen_slice(rank, size))
+        ids = torch.arange(100)
+        table(ids[table.slice.owns(ids)])
+        model = nn.ModuleDict({"t": table, "top": nn.Linear(2, 1, bias=False)})
+        with torch.no_grad():
+            model["top"].weight.fill_(1)
+        saver = connect(Saver(model, output_dir=str(root), concurrency=1, **options))
+        saver.save("a", rank, size)
+        wire.barrier.wait(60)
+        if rank == 0:
+            wire.messages.clear()
+            wire.n_bytes = 0
+        wire.barrier.wait(60)
+        saver.save("b", rank, size)
+
+    on_ranks(size, on_rank, wire)
+    return wire
+
+
+@pytest.mark.parametrize("deltas", [False, True])
+def test_the_ranks_of_a_save_meet_four_times(tmp_path, deltas):
+    wire = wire_of_a_save(tmp_path, 2, deltas=deltas)
+    assert wire.messages == ["gather", "broadcast", "broadcast", "gather", "broadcast"]
+
+
+def test_what_crosses_the_wire_grows_with_the_ranks_and_not_with_their_square(tmp_path):
+    sizes = {size: wire_of_a_save(tmp_path / str(size), size).n_bytes for size in (2, 4, 8, 16)}
+    a_rank = (sizes[8] - sizes[4]) / 4
+    assert (sizes[4] - sizes[2]) / 2 == pytest.approx(a_rank, rel=0.1)
+    assert (sizes[16] - sizes[8]) / 8 == pytest.approx(a_rank, rel=0.1)

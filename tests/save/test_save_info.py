@@ -1,5 +1,6 @@
-"""Where the time of a save went, or why it failed: a line for each."""
+"""Where the time of a save went, or why it failed: a line for each, and a call of on_save."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -8,14 +9,15 @@ import torch
 from support.rank_processes import results, run_script
 from torch import nn
 
-from recckpt import Saver
-from recckpt.errors import SaveFailedError, WriterFencedError
+from recckpt import CheckpointManager, Saver, is_checkpoint
+from recckpt.errors import CommitNotDurableError, SaveFailedError, WriterFencedError
 from recckpt.format import layout
-from recckpt.output_dir import timeline
-from recckpt.save.background_save import SaveRunner
+from recckpt.output_dir import index_file
+from recckpt.save.background import SaveRunner
 from recckpt.save.save_info import SaveInfo
 from recckpt.sparse import HashTable
 from recckpt.storage import open_storage
+from recckpt.storage.local import LocalStorage
 
 SECONDS = [f"{phase}_sec" for phase in ("stage", "write", "agree", "commit", "rotate", "blocked", "total")]
 SECONDS += ["max_stage_sec", "max_blocked_sec"]
@@ -184,9 +186,9 @@ def test_the_file_is_bounded_and_the_oldest_lines_go(url, monkeypatch):
     storage = open_storage(url)
     storage.prepare()
     n_bytes = len(SaveInfo("ckpt_000").to_json())
-    monkeypatch.setattr(timeline, "_MAX_BYTES", 5 * n_bytes)
+    monkeypatch.setattr(index_file, "_TIMELINE_BYTES", 5 * n_bytes)
     for number in range(20):
-        timeline.append(storage, [SaveInfo(f"ckpt_{number:03}").to_json()])
+        index_file.append_timeline(storage, [SaveInfo(f"ckpt_{number:03}").to_json()])
         assert storage.size(layout.TIMELINE) < 7 * n_bytes
     kept = [line["ckpt_id"] for line in lines(url)]
     assert kept == [f"ckpt_{number:03}" for number in range(20 - len(kept), 20)]
@@ -216,3 +218,78 @@ def test_the_maxima_are_those_of_the_slowest_and_of_the_largest_of_real_ranks(tm
     assert (line["write_sec"], line["slowest_shard"]) == (round(write_sec, 6), slowest)
     assert line["max_rank_bytes"] == maxima["n_bytes"]
     assert line["max_stage_sec"] == round(maxima["stage_sec"], 6)
+
+
+class Breaks:
+    """State that cannot be taken."""
+
+    broken = False
+
+    def state_dict(self):
+        if self.broken:
+            raise RuntimeError("out of order")
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def saver_of(url, told):
+    table = HashTable(2, name="t")
+    table(torch.arange(5))
+    return Saver(nn.ModuleDict({"t": table}), output_dir=str(url), max_keep=None, on_save=told.append)
+
+
+def test_a_save_is_told_with_its_path_and_metrics(url):
+    told = []
+    saver = saver_of(url, told)
+    CheckpointManager(saver, 1, async_save=True).step(metrics={"auc": 0.5}, state={"note": "x"})
+    saver.settle()
+    [info] = told
+    assert (info.error, info.metrics, info.step) == (None, {"auc": 0.5}, 1)
+    assert is_checkpoint(info.path)
+
+
+def test_a_save_whose_state_cannot_be_taken_is_told_with_its_error(tmp_path):
+    told = []
+    saver, part = saver_of(tmp_path, told), Breaks()
+    saver.register_for_checkpointing("part", part)
+    part.broken = True
+    with pytest.raises(RuntimeError, match="out of order") as caught:
+        saver.save("a", step=3)
+    assert [(info.ckpt_id, info.step, info.error, info.path) for info in told] == [("a", 3, caught.value, "")]
+    part.broken = False
+    saver.save("b")
+    assert [(info.ckpt_id, info.error) for info in told[1:]] == [("b", None)]
+
+
+def test_a_save_that_is_in_place_is_told_with_its_path_though_it_may_be_lost(tmp_path, monkeypatch):
+    told = []
+    saver = saver_of(tmp_path, told)
+
+    def fail(storage, name):
+        if not name and (tmp_path / "a/manifest.json").exists():
+            raise OSError(errno.EIO, "injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "sync_dir", fail)
+        with pytest.raises(CommitNotDurableError, match="'a' is in place") as caught:
+            saver.save("a")
+    assert [(info.error, info.path) for info in told] == [(caught.value, str(tmp_path / "a"))]
+    assert is_checkpoint(told[0].path)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_cannot_be_written_is_told_with_its_error(tmp_path, background, monkeypatch):
+    told = []
+    saver = saver_of(tmp_path, told)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("recckpt.save.save.write", full)
+    with pytest.raises(SaveFailedError, match=r"rank 0: OSError: .*No space left"):
+        (saver.save_async if background else saver.save)("a").wait()  # type: ignore[union-attr]
+    [info] = told
+    assert "No space left" in str(info.error)
+    assert (info.path, info.n_bytes) == ("", 0)

@@ -1,4 +1,4 @@
-"""Train with compiled modules in a fresh process, for test_compile.py: ``compiled_run.py BACKEND CASE``."""
+"""Train with compiled modules in a fresh process, for test_tracing.py: ``compiled_run.py BACKEND CASE``."""
 
 import sys
 

@@ -6,8 +6,7 @@ from support.rooms import on_ranks
 from support.sweeps import mostly_slow
 from torch.utils.checkpoint import checkpoint
 
-from recckpt.policies.admit import MinCount, Probability
-from recckpt.policies.bloom import Bloom
+from recckpt.policies.admit import Bloom, MinCount, Probability
 from recckpt.policies.evict import Capacity, LowCount, Unseen
 from recckpt.sparse import EmbeddingCollection, HashTable, Normal, ShardedHashTable, SparseAdam
 

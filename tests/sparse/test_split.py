@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.builders import ClickModel
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from recckpt import CheckpointReader, Saver, filter_out_sparse_param, split_sparse_dense_state_dict
 from recckpt.sparse import HashTable
@@ -77,11 +78,21 @@ def wrap_parts(model):
     return model
 
 
+def checkpoint_parts(model):
+    """Recompute activations of parts, of which one is compiled and one has another inside."""
+    model.tower[1][0] = checkpoint_wrapper(compile_whole(checkpoint_wrapper(model.tower[1][0])))
+    model.tower[1] = checkpoint_wrapper(model.tower[1])
+    model.tower[2] = checkpoint_wrapper(model.tower[2])
+    model.tower = compile_whole(checkpoint_wrapper(model.tower))
+    model.module = checkpoint_wrapper(nn.DataParallel(model.module))
+    return model
+
+
 def wrap_all(model):
     return nn.DataParallel(compile_whole(wrap_parts(model)))
 
 
-WRAPPINGS = [compile_whole, compile_parts, wrap_parts, wrap_all]
+WRAPPINGS = [compile_whole, compile_parts, wrap_parts, checkpoint_parts, wrap_all]
 
 
 @pytest.mark.parametrize("wrap", WRAPPINGS)

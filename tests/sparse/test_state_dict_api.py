@@ -10,8 +10,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from recckpt.policies.admit import MinCount
-from recckpt.policies.bloom import Bloom
+from recckpt.policies.admit import Bloom, MinCount
 from recckpt.sparse import EmbeddingCollection, HashTable, ShardedHashTable
 
 

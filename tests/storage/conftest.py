@@ -7,6 +7,7 @@ from pathlib import Path
 import fsspec
 import pytest
 from fsspec.config import conf
+from fsspec.implementations.local import LocalFileSystem
 from servers import azurite, openssh
 from servers.process import ServerProcess
 from support import disks
@@ -19,6 +20,19 @@ def _disks_are_waited_for():
     disks.wait_for_them()
     yield
     disks.leave_to_the_kernel()
+
+
+class Served(LocalFileSystem):
+    """A backend with directories and renames, and without a put of its own."""
+
+    protocol = "served"
+
+
+@pytest.fixture
+def served_url(tmp_path):
+    """A URL of an empty directory on a server of files, such as any backend of fsspec may be."""
+    fsspec.register_implementation("served", Served, clobber=True)
+    return f"served://{tmp_path}/runs"
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,10 @@ from support.sweeps import mostly_slow
 
 from recckpt.storage import NOT_READABLE, HashingSink, Storage, open_parent, open_storage
 
+KINDS = ["local", "memory", "s3", "served", "sftp", "azure"]
 
-@pytest.fixture(params=["local", "memory", "s3", "sftp", "azure", pytest.param("radosgw", marks=pytest.mark.slow)])
+
+@pytest.fixture(params=[*KINDS, pytest.param("radosgw", marks=pytest.mark.slow)])
 def url(request, tmp_path):
     return str(tmp_path / "runs") if request.param == "local" else request.getfixturevalue(f"{request.param}_url")
 

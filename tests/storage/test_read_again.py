@@ -38,7 +38,7 @@ def flips(monkeypatch):
         file.named = name
         return file
 
-    monkeypatch.setattr(RemoteStorage, "_read", lambda storage, name, most: flipped(name, read(storage, name, most)))
+    monkeypatch.setattr(RemoteStorage, "_read", lambda storage, name, *span: flipped(name, read(storage, name, *span)))
     monkeypatch.setattr(RemoteStorage, "open", opened)
     monkeypatch.setattr(RangedFile, "_read", lambda file, size: flipped(file.named, read_range(file, size)))
     return left

@@ -103,34 +103,17 @@ def test_what_will_not_get_better_is_not_tried_again(error):
     assert not is_transient(error)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        FileNotFoundError("404"),
-        FileExistsError("412"),
-        PermissionError("403"),
-        *(ClientError(status) for status in (400, 404, 412, 503)),
-        led_by(OSError(errno.EINVAL, "bad"), HttpResponseError(400)),
-    ],
-    ids=repr,
-)
-def test_a_refusal_is_an_answer(error):
-    assert is_answer(error)
+REFUSALS = [FileNotFoundError("404"), FileExistsError("412"), PermissionError("403")]
+REFUSALS += [*map(ClientError, (400, 404, 412, 503)), led_by(OSError(errno.EINVAL, "bad"), HttpResponseError(400))]
+NO_ANSWERS = [TimeoutError("late"), ConnectionRefusedError(errno.ECONNREFUSED, "refused"), KeyError("bug")]
+NO_ANSWERS += [led_by(FileNotFoundError("no size"), socket.gaierror(socket.EAI_AGAIN, "later"))]  # as HTTP of fsspec
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        TimeoutError("late"),
-        ConnectionRefusedError(errno.ECONNREFUSED, "refused"),
-        led_by(FileNotFoundError("no size"), socket.gaierror(socket.EAI_AGAIN, "later")),  # as HTTP of fsspec says it
-        KeyError("bug"),
-    ],
-    ids=repr,
-)
-def test_what_never_came_to_a_server_is_no_answer(error):
-    assert not is_answer(error)
-    assert not is_answer(met_while(error, (handled := ClientError(404))), handled)
+@pytest.mark.parametrize("error", [*REFUSALS, *NO_ANSWERS], ids=repr)
+def test_a_refusal_is_an_answer_and_what_never_came_to_a_server_is_none(error):
+    assert is_answer(error) == (error in REFUSALS)
+    if error in NO_ANSWERS:
+        assert not is_answer(met_while(error, (handled := ClientError(404))), handled)
 
 
 def test_what_was_being_handled_before_is_no_cause():

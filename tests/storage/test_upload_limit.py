@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 from support.crowd import crowd
 
-from recckpt.storage.upload_limit import UploadSlots
+from recckpt.storage.transfers import UploadSlots
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def taken(slots):
 
 HOLD = """
 import os, sys
-from recckpt.storage.upload_limit import UploadSlots
+from recckpt.storage.transfers import UploadSlots
 slots = UploadSlots(1, sys.argv[1], 60)
 slot = slots.take()
 read, write = os.pipe()

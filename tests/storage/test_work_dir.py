@@ -24,8 +24,7 @@ from recckpt.sparse import HashTable
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
 from recckpt.storage.objects import ObjectStorage
-from recckpt.storage.staged_upload import Outbox
-from recckpt.storage.transfers import Transfers, WorkDir
+from recckpt.storage.transfers import Outbox, Transfers, WorkDir
 
 
 @pytest.fixture
@@ -192,9 +191,6 @@ def test_a_work_dir_without_room_for_the_ranks_of_this_host_refuses_the_save(mem
         ("work_dir", "s3://bucket/work"),
         ("max_uploads", 0),
         ("max_uploads", True),
-        ("max_upload_rate", 0),
-        ("max_upload_rate", "2 bytes"),
-        ("max_upload_rate", "fast"),
         ("pre_download", "yes"),
         ("visible_sec", -1),
         ("visible_sec", float("nan")),

@@ -91,7 +91,7 @@ def survive(case, rank, url, root):
         job.set_state(step)
         try:
             manager.step()
-            handles.append((step, job.saver._runner._handle))
+            handles.append((step, job.saver._runner._worker.task))
         except RecckptError as error:
             first = told(error, late)
             break
@@ -129,7 +129,7 @@ def die(number, root):
 def die_in(phase, rank, die):
     """Let this process die when it comes to a phase."""
     from recckpt.output_dir import rotation
-    from recckpt.save import propose, save, write
+    from recckpt.save import propose, save
 
     def before(owner, name, when=lambda *args: True):
         real = getattr(owner, name)
@@ -158,7 +158,7 @@ def die_in(phase, rank, die):
     elif phase == "writing":
         before(LocalStorage, "create", lambda storage, name: name.endswith(".arrow"))
     elif phase == "written":
-        after(write.RankWriter, "write")
+        after(save, "write")
     elif phase == "commit" and rank == 0:
         before(save, "commit")
     elif phase == "commit":  # while rank 0 commits: the answers before are the plan, and where to write

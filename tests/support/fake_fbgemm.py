@@ -1,4 +1,4 @@
-"""A stand-in for FBGEMM's kernels: known by their names, they write rows in backward; weights in UVM have a cache."""
+"""Stand-ins for what FBGEMM and TorchRec make on GPUs alone: known by their names, with what recckpt reads of them."""
 
 from enum import Enum
 from types import SimpleNamespace
@@ -131,8 +131,42 @@ class SSDTableBatchedEmbeddingBags(nn.Module):
     __module__ = "fbgemm_gpu.tbe.ssd.training"
 
 
+class BatchedDynamicEmbeddingTablesV2(nn.Module):
+    """A kernel of dynamicemb, of which nothing is known but its name."""
+
+    __module__ = "dynamicemb.batched_dynamicemb_tables"
+
+
 def look_up(kernel, *ids):
     """Train on ids of each feature, in one sample."""
     device = kernel.trigger.device
     offsets = torch.tensor([0, *torch.tensor([len(own) for own in ids]).cumsum(0).tolist()], device=device)
     kernel(torch.tensor([one for own in ids for one in own], device=device), offsets).sum().backward()
+
+
+class ShardedEmbeddingBagCollection(nn.Module):
+    """A collection of one table ``t`` of 40 rows, in this kernel, whole on this rank."""
+
+    __module__ = "torchrec.distributed.embeddingbag"
+
+    def __init__(self, kernel, *, stash_weights=False):
+        super().__init__()
+        config = SimpleNamespace(name="t", num_embeddings=40, embedding_dim=2, stash_weights=stash_weights)
+        owner = nn.Module()
+        owner._emb_module, owner._config = kernel, SimpleNamespace(embedding_tables=[config])
+        owner.fused_optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
+        lookup = nn.Module()
+        lookup._emb_modules = nn.ModuleList([owner])
+        self._embedding_bag_configs, self._lookups = [config], [lookup]
+        self.module_sharding_plan = {"t": SimpleNamespace(sharding_type="row_wise")}
+        self.embedding_bags = nn.ModuleDict({"t": nn.Module()})
+
+
+class DMPCollection(nn.Module):
+    """The wrapper of a model in two dimensions, whose groups of ranks train replicas of their own."""
+
+    __module__ = "torchrec.distributed.model_parallel"
+
+    def __init__(self, module):
+        super().__init__()
+        self._dmp_wrapped_module = module

@@ -29,8 +29,9 @@ class ForeignTable:
         at = torch.tensor([row if new < 0 else row + len(self._ids) for new, row in rows.values()], dtype=torch.int64)
         self._ids = torch.cat([self._ids, ids])[at]
         self._embeddings = torch.cat([self._embeddings, embeddings])[at]
-        for name, values in (slots or {}).items():
-            self._slots[name] = torch.cat([self._slots[name], values])[at]
+        for name, values in self._slots.items():
+            added = (slots or {}).get(name, values.new_zeros(len(ids), *values.shape[1:]))
+            self._slots[name] = torch.cat([values, added])[at]
 
     def clear(self) -> None:
         self._ids, self._embeddings = self._ids[:0], self._embeddings[:0]

@@ -13,8 +13,7 @@ import pyarrow.compute as pc
 import torch
 import xxhash
 
-from recckpt.checkpoint.attempt import Attempt
-from recckpt.checkpoint.shard_writer import BATCH_BYTES, with_shards
+from recckpt.checkpoint.attempt import BATCH_BYTES, Attempt, with_shards
 from recckpt.dense.registered import extra_registry, io_registry
 from recckpt.dense.saver import save_tensors
 from recckpt.format import layout
@@ -31,8 +30,8 @@ from recckpt.load.source import LocatedCheckpoint
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import locate
-from recckpt.parallel.meetings import Meetings
-from recckpt.save.sparse_saver import SparseSaver
+from recckpt.parallel.ranks import Meetings
+from recckpt.save.job import SparseSaver
 from recckpt.sparse import HashTable
 from recckpt.sparse.files.arrow_format import column_buffer
 from recckpt.sparse.files.catalogs import read_parts
@@ -85,7 +84,7 @@ def fence_of(storage: Storage) -> Fence:
 
 
 def save_tables(
-    storage: Storage,
+    storage: Storage | str | Path,
     *shards: Sequence[Any],
     ckpt_id: str = "ckpt_1",
     concurrency: int = 2,
@@ -94,7 +93,10 @@ def save_tables(
     advance: Callable[[int], object] = lambda n_bytes: None,
     **fields: Any,
 ) -> Manifest:
-    """Commit a checkpoint of the tables of each shard, and of nothing else."""
+    """Commit a checkpoint of the tables of each shard, and of nothing else; a path is made if it is not there yet."""
+    if isinstance(storage, str | Path):
+        storage = open_storage(str(storage))
+        storage.prepare()
     fence = fence_of(storage)
     attempt = Attempt.begin(storage, fence, ckpt_id, step=fields.get("step"), overwrite=overwrite)
     records, rows, slots = [], Counter[str](), {}

@@ -22,7 +22,7 @@ from _pytest.tmpdir import TempPathFactory
 _N_BYTES = 4  # of the number of a file in the pipe
 _STARTERS = {
     *("servers.process", "support.rank_processes", "support.two_ranks", "support.warm_python"),
-    *("faults.storage_faults", "faults.store_scene", "faults.strace_log", "faults.tracing"),  # slow ones, of sweeps
+    *("faults.storage_faults", "faults.store_scene", "faults.tracing"),  # slow ones, of sweeps
     *("near.test_ranks", "support.forked", "support.killed"),
 }
 _TESTS_A_STARTER = 200  # files that start processes take longer than their number of tests says

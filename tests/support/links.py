@@ -8,8 +8,7 @@ from faults import delta_states as model
 from hypothesis import strategies as st
 
 from recckpt.format import layout
-from recckpt.format.links import FormOf, Link, Parent
-from recckpt.format.manifest import Manifest
+from recckpt.format.manifest import FormOf, Link, Manifest, Parent
 from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.types import SlotSpec
 

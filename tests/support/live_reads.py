@@ -6,12 +6,11 @@ import torch
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
-from recckpt.live.absent import AbsentTable
-from recckpt.live.boxes import RankPart
-from recckpt.live.found import FoundTable
+from recckpt.live.attached import FoundTable
+from recckpt.live.boxes import AbsentTable, RankPart
 from recckpt.live.tables import LiveTables
 from recckpt.policies.deltas import Deltas
-from recckpt.save.sparse_saver import SparseSaver
+from recckpt.save.job import SparseSaver
 from recckpt.sparse import HashTable, SparseAdagrad, gen_slice
 from recckpt.sparse.table.checks import spec_of
 from recckpt.types import Box

@@ -1,4 +1,4 @@
-"""A model of plain embeddings with optimizers of torch, trained at random, and copies of all that it is."""
+"""Models of live tables trained at random, and what of them has changed, bit for bit, beside what was saved."""
 
 import copy
 from collections.abc import Callable
@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn, optim
 
-from recckpt import Saver
+from recckpt import CheckpointManager, CheckpointReader, Saver
 from recckpt.live import live_tables
 from support import spec_reader
+from support.builders import Run, Stream
 from support.devices import here, skip_without_kernel
 
 N_ROWS, DIM = 60, 3
@@ -39,6 +40,124 @@ DENSE: dict[str, Callable[[list[Tensor]], optim.Optimizer]] = {
 }
 OPTIMIZERS = {**SPARSE, **DENSE}
 MARKED = [*SPARSE, "Adagrad", "Adagrad foreach", "Adagrad fused", "SGD", "SGD fused"]  # rows by gradient
+
+
+def rows_of(tables):
+    """Return the bytes of all rows by table and slot."""
+    return {
+        (name, slot): values.detach().cpu().numpy().tobytes()
+        for name, table in tables.items()
+        for slot, values in table.live.tensors().items()
+    }
+
+
+class Rows:
+    """Notes what live tables announce from now on, and compares with copies what has changed since; a context."""
+
+    def __init__(self, tables):
+        self._tables, self._announced, self._removers = tables, {name: set() for name in tables}, []
+        self._before = {name: self._bits(table) for name, table in tables.items()}
+
+    def __enter__(self):
+        for name, table in self._tables.items():
+            self._removers.append(self._noting(table.store, self._announced[name]))
+        return self
+
+    def __exit__(self, *error):
+        for remove in self._removers:
+            remove()
+
+    def announced(self):
+        """Return the rows that were announced, by table."""
+        return {name: set(rows) for name, rows in self._announced.items()}
+
+    def changed(self):
+        """Return the rows that differ by a bit from those at the beginning, by table."""
+        return {
+            name: set(np.flatnonzero((self._bits(table) != self._before[name]).any(1)).tolist())
+            for name, table in self._tables.items()
+        }
+
+    @staticmethod
+    def _bits(table):
+        tensors = [values.detach().cpu().contiguous() for values in table.live.tensors().values()]
+        return np.concatenate(
+            [values.flatten(1).view(torch.uint8).numpy().copy() for values in map(_matrix, tensors)], 1
+        )
+
+    @staticmethod
+    def _noting(store, rows):
+        announce, announce_all = store.announce, store.announce_all
+
+        def noting(some):  # numbers of rows, or a bool for each
+            rows.update((some.nonzero() if some.dtype == torch.bool else some).flatten().tolist())
+            announce(some)
+
+        store.announce = noting
+        store.announce_all = lambda: (rows.update(range(len(store))), announce_all())
+
+        def remove():
+            del store.announce, store.announce_all
+
+        return remove
+
+
+def _matrix(values):
+    """Return a tensor of two dimensions: of scalars, with a column."""
+    return values[:, None] if values.dim() == 1 else values
+
+
+def assert_saved(tables, output_dir, rows=None):
+    """Check that the newest checkpoint has these rows of all tables, by default those of now."""
+    rows = rows_of(tables) if rows is None else rows
+    with CheckpointReader(str(output_dir)) as reader:
+        for (name, slot), expected in rows.items():
+            values, is_there = reader.lookup(name, np.arange(tables[name].live.n_rows), slot)
+            assert is_there.all(), name
+            assert values.tobytes() == expected, (name, slot)
+
+
+class LiveClickModel(nn.Module):
+    """Two plain embeddings, one with sparse gradients, and a dense part with buffers and dropout."""
+
+    tables = ()  # of ours
+
+    def __init__(self, dim: int = 4) -> None:
+        super().__init__()
+        self.users = nn.Embedding(41, dim, sparse=True)
+        self.items = nn.EmbeddingBag(200, dim)
+        self.norm = nn.BatchNorm1d(2 * dim)
+        self.top = nn.Linear(2 * dim, 1)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        x = torch.cat([self.users(users.abs()), self.items(items[:, None])], -1)
+        return self.top(self.drop(self.norm(x))).squeeze(-1)
+
+
+class LiveRun(Run):
+    """A run whose tables are live ones: of users, marked by hooks, and of items, by fingerprints."""
+
+    lies_in_place = True
+
+    def __init__(
+        self, url: Path | str, interval: int = 10, max_keep: int | None = 1, seed: int = 0, **options: Any
+    ) -> None:
+        self.seed(seed)
+        self.model = LiveClickModel().to(here())
+        self.sparse = torch.optim.Adagrad([self.model.users.weight, self.model.items.weight], lr=0.05)
+        self.dense = torch.optim.Adam([*self.model.norm.parameters(), *self.model.top.parameters()], lr=0.01)
+        self.stream = Stream()
+        names, marks = {"users": "user/1", "items": "item"}, {"item": "fingerprints"}
+        tables = live_tables(self.model, self.sparse, min_rows=1, names=names, marks=marks)
+        self.saver = Saver(self.model, None, str(url), max_keep=max_keep, concurrency=2, tables=tables, **options)
+        self.saver.register_for_checkpointing("dense_optim", self.dense)
+        self.saver.register_io_state("stream", self.stream)
+        self.manager = CheckpointManager(self.saver, interval)
+
+    def change(self, items: Tensor) -> None:
+        """Write rows of which no hook knows."""
+        self.model.items.weight.data[items[:8]] *= 0.5
 
 
 class Clicks(nn.Module):
@@ -118,12 +237,12 @@ class Run:
     def rows(self) -> dict[str, dict[int, dict[str, bytes]]]:
         """Return the rows of all tables, as the judge of the page gives them."""
         return {
-            name: rows_of({slot: tensor.detach().cpu().numpy() for slot, tensor in table.live.tensors().items()})
+            name: rows_by_id({slot: tensor.detach().cpu().numpy() for slot, tensor in table.live.tensors().items()})
             for name, table in self.tables.items()
         }
 
 
-def rows_of(columns: dict[str, np.ndarray[Any, Any]]) -> dict[int, dict[str, bytes]]:
+def rows_by_id(columns: dict[str, np.ndarray[Any, Any]]) -> dict[int, dict[str, bytes]]:
     """Return id -> slot -> bytes, of columns whose row numbers are the ids."""
     n_rows = len(columns["embedding"])
     return {row: {slot: values[row].tobytes() for slot, values in columns.items()} for row in range(n_rows)}

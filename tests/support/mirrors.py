@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
 from recckpt.format import layout
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.listing import Listing, list_checkpoints
@@ -51,12 +47,3 @@ def content(storage: Storage, directory: str) -> dict[str, bytes]:
     """Return the files of a checkpoint, but what is left of an offer."""
     names = [name for name in storage.list_files(directory) if name != layout.OFFER_JSON]
     return {name: storage.read(layout.join(directory, name), 1 << 30) for name in names}
-
-
-@contextmanager
-def out_of_reach(mirror: Path) -> Iterator[None]:
-    """Hide a mirror from the run that knows it, for the time of a block."""
-    away = mirror.with_name(f"{mirror.name}-away")
-    mirror.rename(away)
-    yield
-    away.rename(mirror)

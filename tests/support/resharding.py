@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
-from recckpt.save.sparse_saver import SparseSaver
+from recckpt.save.job import SparseSaver
 from recckpt.sparse import HashTable, SparseAdam, gen_slice
 from support.rank_processes import fork_ranks
 

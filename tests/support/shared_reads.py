@@ -18,10 +18,10 @@ from torch import nn
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import RecckptError
 from recckpt.policies.deltas import Deltas
-from recckpt.save.sparse_saver import SparseSaver
+from recckpt.save.job import SparseSaver
 from recckpt.sparse import HashTable, gen_slice
-from recckpt.sparse.files import link_reads
-from recckpt.sparse.files.link_batches import LinkBatches
+from recckpt.sparse.files import link_pass
+from recckpt.sparse.files.part_reader import LinkBatches
 from support.rank_processes import fork_ranks, whole_life
 
 TABLES = {"wide": (12, 1500), "narrow": (2, 40)}  # name -> values of a row, ids at first
@@ -115,7 +115,7 @@ def save_as_rank(rank, size, root):
 
 
 def restore_as_rank(rank, size, root, *, sizes):
-    link_reads.WINDOW_BYTES = 10_000  # several rounds
+    link_pass.WINDOW_BYTES = 10_000  # several rounds
     found = {}
     for n_ranks in sizes:
         job = ChainJob(root.parent / f"save-{n_ranks}" / "runs", rank, size)

@@ -30,7 +30,7 @@ class Job:
     def __init__(self, url, interval=10**9, rank=0, ranks=1, **options):
         self.own = gen_slice(rank, ranks)
         self.table = HashTable(4, name="t", slice=self.own)
-        self.top = nn.Linear(4, 1)
+        self.top = nn.Linear(4, 1).requires_grad_(False)  # written by hand: no optimizer trains it
         model = nn.ModuleDict({"t": self.table, "top": self.top})
         self.saver = Saver(model, SparseAdagrad([self.table]), url, max_keep=2)
         self.manager = CheckpointManager(self.saver, interval, shard_id=rank, shard_num=ranks, **options)
@@ -164,7 +164,7 @@ def other_signals_to_each_rank(job, rank, say):
 def save_before_that_failed(job, rank, say):
     create, LocalStorage.create = LocalStorage.create, fail
     job.train(2)
-    job.saver._runner._thread.join()  # several ranks are told when they save the next time
+    job.saver._runner._worker.wait()  # several ranks are told when they save the next time
     LocalStorage.create = create
     job.train(5, {3: [signal.SIGTERM]} if rank == 1 else {})
     say("still here")

@@ -1,4 +1,4 @@
-"""A writer of a snapshot that goes on only when it is told to, so that a table can change at any point of it."""
+"""A writer of a snapshot that goes on only when it is told to, and an optimizer whose steps are easy to foretell."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from recckpt.sparse.optim.optimizer import SparseOptimizer
 from recckpt.sparse.table.column import Column
 
 _writers = threading.local()
@@ -72,3 +73,22 @@ def halt_where_columns_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
         gather_into(column, rows[half:], target[half * column.spec.row_bytes :])
 
     monkeypatch.setattr(Column, "gather_into", in_halves)
+
+
+class Counting(SparseOptimizer):
+    """Sets a row to its gradient and counts how often: exact in every dtype."""
+
+    slot_names = ("count",)
+
+    def __init__(self, tables):
+        super().__init__(tables, {})
+
+    def _check(self, group):
+        """Nothing to check."""
+
+    def _add_slots(self, table, group):
+        table.add_slot("count", ())
+
+    def _update(self, weights, grads, slots, step, group):
+        weights.copy_(grads)
+        slots[0].add_(1)

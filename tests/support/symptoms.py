@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
 import re
@@ -20,12 +22,56 @@ import recckpt
 from recckpt import CheckpointManager, Deltas, Saver
 from recckpt.errors import RecckptError
 from recckpt.sparse import HashTable, SparseAdagrad, SparseAdamW, gen_slice
-from support.click_runs import Model, Position, damage, go_on, made, trained
-from support.in_fork import in_fork
+from support.builders import flip_bit
+from support.documents import blocks
+from support.forked import in_fork
 from support.paths import ROOT
 from support.thread_ranks import on_ranks
 
 PAGE = ROOT / "docs/does-not-resume.md"
+
+
+class Model(torch.nn.Module):
+    def __init__(self, dim: int = 16, dense: int = 2) -> None:
+        super().__init__()
+        self.user = HashTable(dim, name="user")
+        self.dense = torch.nn.Linear(dim, dense)
+
+
+def made(model: Model | None = None, output_dir: str = "runs/clicks", **options: object) -> CheckpointManager:
+    model = model or Model()
+    optim = SparseAdamW([model.user])
+    return CheckpointManager(Saver(model, optim, output_dir, **{"max_keep": 3, **options}), save_interval=100)
+
+
+def trained(steps: int = 2, **options: object) -> CheckpointManager:
+    """Leave checkpoints ckpt_100, ckpt_200, ... in runs/clicks."""
+    manager = made(**options)
+    model = manager.saver.model
+    model.user.insert(torch.arange(50), torch.ones(50, 16))
+    for step in range(1, steps + 1):
+        model.user.insert(torch.arange(step), torch.ones(step, 16))
+        go_on(manager, 100 * step)
+    return manager
+
+
+def go_on(manager: CheckpointManager, step: int) -> None:
+    while manager.global_step < step:
+        manager.step()
+
+
+class Position:
+    """A dataset that says where it is."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": 0}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def damage(ckpt: str) -> None:
+    flip_bit(next(Path(ckpt, "sparse").glob("*.arrow")))
 
 
 class Log:
@@ -223,7 +269,22 @@ def _(log: Log) -> str:
         optimizer.step()
         manager.step()
         manager.save()
-    assert "lacks the state of Adam" in str(recckpt.report("runs/clicks"))
+    assert "lacks the state of the optimizer that trained 'dense.weight'" in str(recckpt.report("runs/clicks"))
+    return log.lines(logging.WARNING)
+
+
+@symptom("An optimizer was made anew")
+def _(log: Log) -> str:
+    manager = made()
+    dense = manager.saver.model.dense
+    manager.register_for_checkpointing("dense_optim", torch.optim.Adam(dense.parameters()))
+    optimizer = torch.optim.Adam(dense.parameters(), lr=0.1)
+    for _ in range(2):
+        dense(torch.ones(16)).sum().backward()
+        optimizer.step()
+        manager.step()
+        manager.save()
+    assert "lacks the state of what trained in place of 'dense_optim'" in str(recckpt.report("runs/clicks"))
     return log.lines(logging.WARNING)
 
 
@@ -234,6 +295,14 @@ def _(log: Log) -> str:
     go_on(manager, 200)
     made().restore()
     return log.lines(logging.WARNING)
+
+
+def said_by_the_loop() -> str:
+    """Run the loop of the page over ``runs/clicks``, and return what it prints."""
+    [loop] = [block.text for block in blocks(PAGE.name) if "list_checkpoints(" in block.text]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(compile(loop, PAGE, "exec"), {})
+    return said.getvalue()
 
 
 @symptom("The loss is NaN")
@@ -254,6 +323,7 @@ def _(log: Log) -> str:
     found = re.search(r'^recckpt sql runs/clicks "(.+)"', PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert found
     assert recckpt.connect("runs/clicks").sql(found[1]).fetchall() == [(7,)]
+    assert said_by_the_loop() == "ckpt_200 ['user@embedding of id 7']\n"
     return resumed()
 
 

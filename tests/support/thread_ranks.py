@@ -1,13 +1,11 @@
-"""Ranks that are threads of this process, and a group of them in memory."""
+"""Ranks that are threads of this process: a group of them in memory, and the store that they share."""
 
 import pickle
 import threading
 
 import numpy as np
 
-from recckpt.parallel.connection import Connection
-from recckpt.parallel.meetings import Meetings
-from recckpt.parallel.ranks import Ranks
+from recckpt.parallel.ranks import Connection, Meetings, Ranks
 from recckpt.parallel.threads import run_all
 
 
@@ -82,3 +80,31 @@ def on_ranks(size, work, wire=None):
         return work(rank, connect)
 
     return run_all(on_rank, range(size), size)
+
+
+class MemoryStore:
+    """What the ranks of torch.distributed share, in this process."""
+
+    def __init__(self):
+        self._values, self._lock = {}, threading.Lock()
+
+    def set(self, key, value):
+        with self._lock:
+            self._values[key] = value.encode()
+
+    def get(self, key):
+        return self._values[key]
+
+    def check(self, keys):
+        with self._lock:
+            return all(key in self._values for key in keys)
+
+    def compare_set(self, key, expected, desired):
+        with self._lock:
+            return self._values.setdefault(key, desired.encode())
+
+    def delete_key(self, key):
+        return self._values.pop(key, None) is not None
+
+    def keys(self):
+        return list(self._values)

@@ -1,6 +1,8 @@
+"""Words for people."""
+
 import pytest
 
-from recckpt.text import cell, duration
+from recckpt.text import cell, duration, sparkline
 
 
 @pytest.mark.parametrize(
@@ -28,3 +30,11 @@ def test_a_time_is_shown_to_the_second_and_other_numbers_with_six_digits(value, 
 )
 def test_a_duration_is_said_in_its_two_largest_units(seconds, text):
     assert duration(seconds) == text
+
+
+def test_each_number_is_a_bar_as_high_as_its_share_of_the_largest():
+    assert sparkline([0, 1, 2, 4, 7.9, 8]) == "▁▂▃▅██"
+    assert sparkline([1.0, None, 2.0]) == "▅·█"
+    assert sparkline([0.0, 0.0]) == "▁▁"
+    assert sparkline([None]) == "·"
+    assert sparkline([]) == ""

@@ -1,17 +1,24 @@
-"""The Arrow form of a part (docs/format.md, section 5): its columns, and what no message in it may say."""
+"""The Arrow form of a part (docs/format.md, section 5): its columns, and where their values lie.
+
+How Arrow describes a batch is never interpreted: a description could say that the values are compressed, and a file of
+100 kB would ask for any number of gigabytes before anything of it could be looked at. So a body has to be as long as
+its rows and slots make it, and values are taken from where they are then.
+"""
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from recckpt.format.dtypes import widened
+from recckpt.format.catalog import Part
+from recckpt.format.tensor_index import widened
 from recckpt.types import SlotSpec
 
 TABLE, ID = "table", "id"  # part of the format
@@ -29,6 +36,10 @@ _ARROW = {
 }
 _TABLE_TYPE = pa.dictionary(pa.int16(), pa.utf8())
 ID_SPEC = SlotSpec(ID, "int64", ())
+Read = Callable[[int, int], bytes | memoryview]  # the bytes of a file in [begin, end), fewer where it ends before
+_Bytes = TypeVar("_Bytes", int, npt.NDArray[np.int64])
+FIRST = 8  # behind the magic
+PREFIX = struct.Struct("<ii")  # of a message: -1, and the bytes of its description
 
 
 def slot_field(slot: SlotSpec) -> pa.Field:
@@ -50,11 +61,9 @@ def part_schema(slots: Sequence[SlotSpec]) -> pa.Schema:
     return pa.schema(head + [slot_field(slot) for slot in slots])
 
 
-def names_array(names: Sequence[str]) -> pa.Array:
-    """Return names as an Arrow array; ``pa.array`` imports pandas to make one, where that is installed."""
-    encoded = [name.encode() for name in names]
-    ends = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
-    return pa.Array.from_buffers(pa.utf8(), len(names), [None, pa.py_buffer(ends), pa.py_buffer(b"".join(encoded))])
+def names_array(ends: bytes, names: bytes) -> pa.Array:
+    """Return joined names as an Arrow array; ``pa.array`` imports pandas to make one, where that is installed."""
+    return pa.Array.from_buffers(pa.utf8(), len(ends) // 4 - 1, [None, pa.py_buffer(ends), pa.py_buffer(names)])
 
 
 def int64_array(values: npt.NDArray[np.int64]) -> pa.Array:
@@ -73,7 +82,12 @@ def column_array(spec: SlotSpec, buffer: pa.Buffer, n_rows: int) -> pa.Array:
 
 def column_buffer(array: pa.Array) -> pa.Buffer:
     """Return the bytes of the values of a column, without a copy."""
-    values = column_items(array)
+    values = array.storage if isinstance(array, pa.ExtensionArray) else array
+    if isinstance(values, pa.FixedSizeListArray):
+        width = values.type.list_size
+        values = values.values.slice(values.offset * width, len(values) * width)  # flatten() imports pyarrow.compute
+    elif isinstance(values, pa.DictionaryArray):
+        values = values.indices
     item = values.type.bit_width // 8
     return values.buffers()[1].slice(values.offset * item, len(values) * item)
 
@@ -83,126 +97,144 @@ def ids_in(columns: Mapping[str, pa.Array] | pa.RecordBatch) -> npt.NDArray[np.i
     return np.frombuffer(column_buffer(columns[ID]), np.int64)
 
 
+def stored_dtype(slot: SlotSpec) -> np.dtype[Any]:
+    """Return the dtype of the values of a slot as they lie in files: bfloat16 as its bits, in uint16."""
+    return np.dtype("uint16" if slot.dtype == "bfloat16" else slot.dtype)
+
+
 def column_values(array: pa.Array, slot: SlotSpec) -> npt.NDArray[Any]:
     """Return a column as a numpy array of shape (rows, *slot_shape), without a copy; bfloat16 as float32, with one."""
-    dtype = np.dtype("uint16" if slot.dtype == "bfloat16" else slot.dtype)
-    values: npt.NDArray[Any] = np.frombuffer(column_buffer(array), dtype)
+    values: npt.NDArray[Any] = np.frombuffer(column_buffer(array), stored_dtype(slot))
     return (widened(values) if slot.dtype == "bfloat16" else values).reshape(len(array), *slot.shape)
 
 
-def column_items(array: pa.Array) -> pa.Array:
-    """Return the primitive array in a column."""
-    rows = array.storage if isinstance(array, pa.ExtensionArray) else array
-    if isinstance(rows, pa.FixedSizeListArray):
-        width = rows.type.list_size
-        return rows.values.slice(rows.offset * width, len(rows) * width)  # flatten() imports pyarrow.compute
-    return rows.indices if isinstance(rows, pa.DictionaryArray) else rows
+class PartLayout:
+    """The places of the columns in each batch.
 
+    The messages of a part follow each other: schema, names of tables, batches. The descriptions of all batches are of
+    one length, so that each batch is found without the others.
 
-# Places in the flatbuffers of an Arrow file.
-_BLOCK = struct.Struct("<qi4xq")  # offset, bytes of the metadata, bytes of the body
-_END_BYTES = 10  # of a file: the size of the footer, and a magic
-_DICTIONARIES, _BATCHES = 2, 3  # fields of a Footer
-_VERSION, _KIND, _HEADER, _CUSTOM = 0, 1, 2, 4  # fields of a Message
-_V5 = 4  # of the metadata
-_DICTIONARY, _BATCH = 2, 3  # kinds of a header
-_DATA = 1  # field of a DictionaryBatch
-_COMPRESSION = 3  # field of a RecordBatch
-
-_Data = bytes | memoryview
-
-
-class Messages:
-    """The messages of an Arrow file that lies in memory and has a footer that Arrow takes, looked at before it does.
-
-    Arrow expands a compressed batch before it can be looked at: a file of 100 kB may ask for any number of
-    gigabytes. Parts are not compressed, so one that says it is is refused.
-    """
-
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
-        self._footer = len(data) - _END_BYTES - _int32(data, len(data) - _END_BYTES)
-
-    def check_dictionaries(self) -> None:
-        """Raise ValueError if a dictionary is compressed."""
-        first, count = self._vector(_DICTIONARIES)
-        for number in range(count):
-            self._check(first, number)
-
-    def check_all(self) -> None:
-        """Raise ValueError if anything is compressed."""
-        self.check_dictionaries()
-        for number in range(self._vector(_BATCHES)[1]):
-            self.check_batch(number)
-
-    def check_batch(self, number: int) -> None:
-        """Raise ValueError if a record batch is compressed."""
-        self._check(self._vector(_BATCHES)[0], number)
-
-    def _vector(self, field: int) -> tuple[int, int]:
-        """Return where the first block is and how many there are."""
-        place = _field(self._data, _follow(self._data, self._footer), field)
-        vector = _follow(self._data, place) if place else 0
-        return vector + 4, _int32(self._data, vector) if place else 0
-
-    def _check(self, first: int, number: int) -> None:
-        try:
-            begin, n_bytes, _ = _BLOCK.unpack_from(self._data, first + number * _BLOCK.size)
-        except struct.error as error:
-            raise ValueError(f"a broken footer ({error})") from error
-        check_message(self._data[begin : begin + n_bytes])
-
-
-def check_message(data: _Data) -> None:
-    """Look at what Arrow has read in one go, a message or anything else.
+    Args:
+        read: of the file.
+        widths: name -> bytes of a row, in the order of the columns.
+        part: what the file holds.
 
     Raises:
-        ValueError: it is a message with compressed values.
+        ValueError: the file does not begin with a schema, names as long as these, and a batch.
     """
-    if len(data) > 8 and _int32(data, 0) == -1:
-        begin = 8
-    elif len(data) > 4 and _int32(data, 0) == len(data) - 4:  # as Arrow before 0.15 wrote them
-        begin = 4
-    else:
-        return
-    try:
-        compressed = _is_compressed(data, begin)
-    except (struct.error, IndexError):
-        return  # no message that Arrow would take
-    if compressed:
-        raise ValueError("compressed values, which a part does not have")
+
+    def __init__(self, read: Read, widths: Mapping[str, int], part: Part) -> None:
+        self._read, self._widths, self._part = read, widths, part
+        self._names = b"".join(each.ljust(padded(len(each)), b"\0") for each in part.names)
+        self._names_at = _body_of(read, _body_of(read, FIRST))
+        self._first = self._names_at + len(self._names)
+        if (n_bytes := _description_bytes(read, self._first)) < 0:
+            raise ValueError(f"names of tables in other than {len(self._names)} bytes: compressed, or other names")
+        bodies = sum(padded(width * part.rows) for width in widths.values())
+        self._ends = np.cumsum(bodies + PREFIX.size + n_bytes)  # of batches, from the first on
+
+    def other_names(self) -> list[str] | None:
+        """Return the names in the dictionary where they are not those of the tables, else None."""
+        body = bytes(self._read(self._names_at, self._first))
+        return None if body == self._names else names_in(body, len(self._part.tables))
+
+    def columns(self, number: int) -> Iterator[tuple[str, int, int]]:
+        """Yield (name, begin, end) of the values of each column of a batch."""
+        n_rows = self._part.batches[number].rows
+        body = self.end(number) - _body_bytes(self._widths, n_rows)
+        for name, begin, end in _places(self._widths, n_rows):
+            yield name, body + begin, body + end
+
+    def check_length(self, number: int, read: Read) -> None:
+        """Raise ValueError where no message, or the end of all, follows the body of a batch; ``read`` has its start."""
+        if _description_bytes(read, self.end(number)) < 0:
+            n_bytes = _body_bytes(self._widths, self._part.batches[number].rows)
+            raise ValueError(f"a body of other than {n_bytes} bytes: compressed, with nulls, or of other rows")
+
+    def end(self, number: int) -> int:
+        """Return where a batch ends."""
+        return self._first + int(self._ends[number])
 
 
-def _is_compressed(data: _Data, begin: int) -> bool:
-    message = _follow(data, begin)
-    kind, header, version = (_field(data, message, field) for field in (_KIND, _HEADER, _VERSION))
-    if not kind or not header or data[kind] not in (_DICTIONARY, _BATCH):
-        return False
-    batch = _follow(data, header)
-    if data[kind] == _DICTIONARY:
-        inner = _field(data, batch, _DATA)
-        if not inner:
-            return False
-        batch = _follow(data, inner)
-    # Before version 5 the compression stood in the metadata that any writer may add to.
-    is_old = not version or struct.unpack_from("<h", data, version)[0] < _V5
-    return _field(data, batch, _COMPRESSION) > 0 or (is_old and _field(data, message, _CUSTOM) > 0)
+def unlisted_batches(data: memoryview) -> Iterator[tuple[list[str], dict[str, memoryview]]]:
+    """Yield (names of tables, name of a column -> its values) of the batches of a part that no catalog describes.
+
+    Raises:
+        pa.ArrowException, ValueError, EOFError: it is no part, or a body is of no number of rows.
+    """
+    reader = pa.ipc.open_file(pa.py_buffer(data))
+    widths, names = {field.name: _width(field.type) for field in reader.schema}, list[str]()
+    if missing := {TABLE, ID} - widths.keys():
+        raise ValueError(f"no column {sorted(missing)}")
+    source, n_left = pa.BufferReader(pa.py_buffer(data)[FIRST:]), reader.num_record_batches
+    while n_left:
+        message = pa.ipc.read_message(source)  # which does not look into the body
+        body = memoryview(message.body)
+        if message.type == "dictionary":
+            names = names_in(body, _count_of_names(body))
+        elif message.type == "record batch":
+            n_left -= 1
+            yield names, {name: body[begin:end] for name, begin, end in _places(widths, _count_of_rows(body, widths))}
 
 
-def _field(data: _Data, table: int, field: int) -> int:
-    """Return where a field of a table is, 0 where the table has none."""
-    fields = table - _int32(data, table)
-    at = 4 + 2 * field
-    if at + 2 > struct.unpack_from("<H", data, fields)[0]:
-        return 0
-    offset = struct.unpack_from("<H", data, fields + at)[0]
-    return table + int(offset) if offset else 0
+def _count_of_rows(body: memoryview, widths: Mapping[str, int]) -> int:
+    """Return the number of rows that make a body so long: each row more makes it longer."""
+    most = len(body) // sum(widths.values())
+    for n_rows in range(most, max(0, most - 8 * len(widths)) - 1, -1):
+        if _body_bytes(widths, n_rows) == len(body):
+            return n_rows
+    raise ValueError(f"a body of {len(body)} bytes, which no number of rows has: compressed, or with nulls")
 
 
-def _follow(data: _Data, at: int) -> int:
-    """Return where an offset leads."""
-    return at + int(struct.unpack_from("<I", data, at)[0])
+def _count_of_names(body: memoryview) -> int:
+    """Return the number of names that make the body of a dictionary so long: each name more makes it longer."""
+    ends = np.frombuffer(body, "<i4", len(body) // 4).tolist()
+    for count, end in enumerate(ends):
+        if padded(4 * (count + 1)) + padded(end) == len(body):
+            return count
+    raise ValueError(f"names of tables in {len(body)} bytes: compressed, or torn")
 
 
-def _int32(data: _Data, at: int) -> int:
-    return int(struct.unpack_from("<i", data, at)[0])
+def _places(widths: Mapping[str, int], n_rows: int) -> Iterator[tuple[str, int, int]]:
+    """Yield (name, begin, end) of each column in the body of a batch."""
+    at = 0
+    for name, width in widths.items():
+        yield name, at, at + width * n_rows
+        at += padded(width * n_rows)
+
+
+def _body_bytes(widths: Mapping[str, int], n_rows: int) -> int:
+    return sum(padded(width * n_rows) for width in widths.values())
+
+
+def _width(kind: pa.DataType) -> int:
+    """Return the bytes of a row; ValueError where its rows differ in theirs."""
+    kind = getattr(kind, "storage_type", kind)
+    if isinstance(kind, pa.FixedSizeListType):
+        return int(kind.list_size) * _width(kind.value_type)
+    return int(kind.bit_width) // 8
+
+
+def names_in(body: bytes | memoryview, count: int) -> list[str]:
+    """Return so many names from the body of a dictionary; what is no UTF-8 is replaced."""
+    ends, names = np.frombuffer(body, "<i4", count + 1).tolist(), bytes(body[padded(4 * (count + 1)) :])
+    return [names[begin:end].decode(errors="replace") for begin, end in pairwise(ends)]
+
+
+def _body_of(read: Read, at: int) -> int:
+    """Return where the body of the message at a place begins."""
+    if (n_bytes := _description_bytes(read, at)) <= 0:
+        raise ValueError(f"no message at byte {at}")
+    return at + PREFIX.size + n_bytes
+
+
+def _description_bytes(read: Read, at: int) -> int:
+    """Return how long the description of the message at a place is, 0 at the end of all, -1 where no message is."""
+    prefix = read(at, at + PREFIX.size)
+    mark, n_bytes = PREFIX.unpack(prefix) if len(prefix) == PREFIX.size else (0, 0)
+    return int(n_bytes) if mark == -1 else -1
+
+
+def padded(n_bytes: _Bytes) -> _Bytes:
+    """Return where what follows so many bytes begins."""
+    return -(-n_bytes // 8) * 8

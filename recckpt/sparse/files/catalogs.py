@@ -1,22 +1,50 @@
-"""The catalogs of a checkpoint, read and held against its manifest (no torch here)."""
+"""The catalogs of a checkpoint, held against its manifest, and which of them may have rows (no torch here)."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 
+import numpy as np
+import numpy.typing as npt
+
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import catalog as catalogs
 from recckpt.format import layout
-from recckpt.format.buckets import Slice
+from recckpt.format.buckets import Slice, bucket_of, distinct
 from recckpt.format.catalog import Catalog, Part
-from recckpt.format.manifest import Manifest
-from recckpt.format.shards import IdRange, ShardEntry
+from recckpt.format.codec import IdRange
+from recckpt.format.manifest import Manifest, ShardEntry
 from recckpt.format.tables import TableEntry
 from recckpt.output_dir.checkpoint_dir import read_checked
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.sparse.files.id_set import IdSet
 from recckpt.storage.base import Files
+
+
+class IdSet:
+    """Some ids, and which batches and shards may have any of them.
+
+    Args:
+        ids: in order, each once.
+    """
+
+    def __init__(self, ids: npt.NDArray[np.int64]) -> None:
+        self.ids = ids
+        self._of_ids = bucket_of(ids)
+        self._buckets = distinct(self._of_ids)
+
+    def meets(self, buckets: tuple[int, int], ids: IdRange | None) -> bool:
+        """Say whether any id lies both in buckets [begin, end) and in a range of ids, None for all."""
+        at = np.searchsorted(self._buckets, buckets[0])
+        if at == len(self._buckets) or self._buckets[at] >= buckets[1]:
+            return False
+        if ids is None:
+            return True
+        first, last = np.searchsorted(self.ids, ids[0]), np.searchsorted(self.ids, ids[1], side="right")
+        within = self._of_ids[first:last]
+        if len(within) in (0, len(self.ids)):
+            return bool(len(within))
+        return bool(((buckets[0] <= within) & (within < buckets[1])).any())
 
 
 def met_shards(manifest: Manifest, slices: Collection[Slice | None]) -> list[int]:
@@ -86,12 +114,9 @@ def shard_errors(directory: str, catalog: Catalog, shard: ShardEntry) -> Iterato
     for table in sorted({*catalog.ids, *shard.ids}):
         own, recorded = catalog.ids.get(table), shard.ids.get(table)
         if own != recorded:
-            ids, expected = _ids_of(own), f"{_ids_of(recorded)}, by the manifest"
-            yield CorruptCheckpointError(path, f"table {table!r}", found=f"rows of {ids}", expected=expected)
-
-
-def _ids_of(ids: IdRange | None) -> str:
-    return "no ids" if ids is None else f"ids from {ids[0]} to {ids[1]}"
+            of_catalog, of_manifest = (f"ids from {ids[0]} to {ids[1]}" if ids else "no ids" for ids in (own, recorded))
+            found, expected = f"rows of {of_catalog}", f"{of_manifest}, by the manifest"
+            yield CorruptCheckpointError(path, f"table {table!r}", found=found, expected=expected)
 
 
 def count_errors(directory: str, manifest: Manifest, catalogs: Iterable[Catalog]) -> Iterator[CorruptCheckpointError]:

@@ -1,20 +1,30 @@
-"""One table of a checkpoint, whatever links of a chain its rows lie in (no torch here)."""
+"""One table of a checkpoint, whatever links of a chain its rows lie in: all rows, or those of ids (no torch here)."""
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import index
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
-from recckpt.sparse.files.arrow_format import ids_in
+from recckpt.format.buckets import is_among
+from recckpt.format.catalog import Catalog, Part
+from recckpt.format.tensor_index import widened
+from recckpt.sparse.files.arrow_format import column_buffer, ids_in, stored_dtype
+from recckpt.sparse.files.catalogs import IdSet
 from recckpt.sparse.files.merged_rows import merged_rows
-from recckpt.sparse.files.once import Int64s, LinkIds, check_once, newest
-from recckpt.sparse.files.table_reader import TableReader, table_damage
+from recckpt.sparse.files.part_reader import LinkBatches
+from recckpt.sparse.files.table_reader import Int64s, LinkIds, TableReader, check_once, newest, table_damage
+from recckpt.types import SlotSpec
 
 _MERGE_BYTES = 128 << 20
+_NOTHING = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -22,11 +32,6 @@ class ChainTable:
     """Reads one table of a checkpoint by what its links hold of it, newest first, of which the last holds all."""
 
     links: Sequence[TableReader]
-
-    @property
-    def schema(self) -> pa.Schema:
-        """The schema of the batches: ``id`` and one column a slot."""
-        return self.links[0].schema
 
     def all_rows(self) -> Iterator[pa.RecordBatch]:
         """Yield all rows, of a single link in bucket order within each shard, of several over all.
@@ -64,14 +69,148 @@ class AskedTable:
 
     def find(self, ids: Int64s) -> Int64s:
         """Read the rows of ids, which are sorted, and say which of them are there, and which are deleted."""
-        shards = []
-        for shard in (self._link.of_shards(catalog) for catalog in self._link.catalogs):
-            batches = list(shard.rows_of(ids))
-            shards.append((_ids(batches), shard.deletes_of(ids)))
+        sought, shards = IdSet(ids), []
+        for catalog in self._link.catalogs:
+            batches = list(replace(self._link, catalogs=[catalog]).rows_of(ids))
+            named = [ids_in(batch) for _, _, batch in self._link.batches(catalog, "deletes", sought)]
+            deleted = np.sort(np.concatenate([_NOTHING, *(some[is_among(some, ids)] for some in named)]))
+            shards.append((np.concatenate([_NOTHING, *map(ids_in, batches)]), deleted))
             self.batches += batches
         check_once(shards, partial(table_damage, self._link), between=self._link.may_repeat)
-        return LinkIds(np.sort(_ids(self.batches)), (deletes for _, deletes in shards)).find(ids)
+        rows = np.concatenate([_NOTHING, *(rows for rows, _ in shards)])
+        return LinkIds(np.sort(rows), (deletes for _, deletes in shards)).find(ids)
 
 
-def _ids(batches: Iterable[pa.RecordBatch]) -> Int64s:
-    return np.concatenate([np.empty(0, np.int64), *(ids_in(batch) for batch in batches)])
+class RowIndex:
+    """The ids that one link has of a table, in order; keeps 16 bytes a row. Thread-safe.
+
+    All ids are read and checked when it is made, values when they are first asked for: where the storage has maps, a
+    batch is checked once, and on others whenever it is read.
+
+    Raises:
+        CorruptCheckpointError: a file is damaged, or an id is there twice.
+    """
+
+    def __init__(self, table: TableReader) -> None:
+        self._table, self._readers = table, LinkBatches(table.storage, table.directory)
+        # Batches of rows, each with the columns of it that have been checked, as far as they can be kept.
+        self._batches: list[tuple[Part, int, dict[str, npt.NDArray[Any]]]] = []
+        shards = [self._ids_of(catalog) for catalog in table.catalogs]
+        check_once(shards, partial(table_damage, table), between=table.may_repeat)
+        self._firsts = np.cumsum([0, *(part.batches[number].rows for part, number, _ in self._batches)])
+        ids = np.concatenate([_NOTHING, *(rows for rows, _ in shards)])
+        self._places = np.argsort(ids)
+        self._named = LinkIds(ids[self._places], (deletes for _, deletes in shards))
+
+    def find(self, ids: Int64s) -> Int64s:
+        """Return the row of each id; ABSENT where the link says nothing of it, DELETED where it deletes it."""
+        rows = self._named.find(ids)
+        has_row = rows >= 0
+        rows[has_row] = self._places[rows[has_row]]
+        return rows
+
+    def values(self, rows: Int64s, slot: SlotSpec) -> npt.NDArray[Any]:
+        """Return a slot of some rows, shape (n, *slot_shape); bfloat16 as its bits, in uint16.
+
+        Raises:
+            CorruptCheckpointError: a file is damaged.
+            CheckpointRemovedError: its writer removed it, and the storage has no maps.
+        """
+        out = np.empty((len(rows), *slot.shape), stored_dtype(slot))
+        order = np.argsort(rows)
+        ordered = rows[order]
+        bounds = np.searchsorted(ordered, self._firsts)
+        for number in np.flatnonzero(bounds[1:] > bounds[:-1]).tolist():
+            some = slice(bounds[number], bounds[number + 1])
+            out[order[some]] = self._column(number, slot)[ordered[some] - self._firsts[number]]
+        return out
+
+    def _ids_of(self, catalog: Catalog) -> tuple[Int64s, Int64s]:
+        """Return the ids of the rows of one shard, in the order of its batches, and those that it deletes."""
+        shard, rows = replace(self._table, catalogs=[catalog], slots=()), [_NOTHING]
+        for part, number, batch in shard.batches(catalog, "rows", None):
+            self._batches.append((part, number, {}))
+            rows.append(ids_in(batch))
+        deletes = [ids_in(batch) for _, _, batch in shard.batches(catalog, "deletes", None)]
+        return np.concatenate(rows), np.concatenate([_NOTHING, *deletes])
+
+    def _column(self, at: int, slot: SlotSpec) -> npt.NDArray[Any]:
+        part, number, checked = self._batches[at]
+        values = checked.get(slot.name)
+        if values is None:
+            reader = self._readers.reader(part, self._table.entry.slots, frozenset([slot.name]))
+            values = np.frombuffer(column_buffer(reader.read(number)[slot.name]), stored_dtype(slot))
+            values = values.reshape(-1, *slot.shape)
+            if reader.mapped is not None:
+                checked[slot.name] = values
+        return values
+
+
+class AlignedRows(NamedTuple):
+    """One row for each id that was asked for.
+
+    Attributes:
+        values: shape (ids, *slot_shape).
+        found: shape (ids,): which ids the table has.
+    """
+
+    values: npt.NDArray[Any]
+    found: npt.NDArray[np.bool_]
+
+
+def aligned_rows(links: Iterable[RowIndex], table: str, ids: Int64s, slot: SlotSpec, default: Any) -> AlignedRows:
+    """Return a slot of the rows of ids, in their order; asks a link only for ids that no newer one knows.
+
+    Raises:
+        ValueError: ``default`` is not a value or a row of the slot.
+        CorruptCheckpointError: a file is damaged, or an id is twice in a link.
+        CheckpointRemovedError: its writer removed it, and the storage has no maps.
+    """
+    is_bfloat16 = slot.dtype == "bfloat16"
+    dtype = np.dtype("float32" if is_bfloat16 else slot.dtype)
+    try:
+        values: npt.NDArray[Any] = np.broadcast_to(_converted(default, slot, dtype), (len(ids), *slot.shape)).copy()
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"table {table!r}, slot {slot.name!r}: found default={reprlib.repr(default)}, expected a number or a row "
+            f"of {slot.dtype} {slot.shape}: {error}"
+        ) from error
+    found = np.zeros(len(ids), np.bool_)
+    for link, here, rows in newest(links, ids):
+        read = link.values(rows, slot)
+        values[here] = widened(read) if is_bfloat16 else read
+        found[here] = True
+    return AlignedRows(values, found)
+
+
+def _converted(default: Any, slot: SlotSpec, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return a default as an array of this dtype; ValueError where that does not hold it."""
+    row = np.asarray(default)
+    is_held = row.dtype.kind in "iuf"
+    if is_held and dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        is_held = bool((row == np.floor(row)).all() and (row >= limits.min).all() and (row <= limits.max).all())
+    if not is_held:
+        raise ValueError(f"not of {slot.dtype}")
+    with np.errstate(over="ignore"):  # refused below
+        converted = row.astype(dtype)
+    if dtype.kind == "f" and (np.isinf(converted) & np.isfinite(row)).any():
+        raise ValueError(f"beyond {slot.dtype}")
+    return converted
+
+
+def as_ids(ids: Any) -> Int64s:
+    """Return ids as an array; refuses floats and strings, which numpy would convert, and True, which is a 1 to Python.
+
+    Raises:
+        TypeError: they are not int64 numbers in one dimension.
+    """
+    if isinstance(ids, np.ndarray) and ids.dtype == np.int64 and ids.ndim == 1:
+        return ids
+    try:
+        numbers = ids if isinstance(ids, list) else list(ids)
+        if bool in set(map(type, numbers)) or str(getattr(ids, "dtype", "")) in ("bool", "torch.bool"):
+            raise TypeError("True and False are no ids")
+        return np.fromiter(map(index, numbers), np.int64, len(numbers))
+    except (TypeError, OverflowError) as error:
+        raise TypeError(f"ids must be a sequence of int64 numbers, found {reprlib.repr(ids)}: {error}") from error

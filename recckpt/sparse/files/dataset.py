@@ -10,46 +10,137 @@ from typing import Any, NoReturn
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
+from pyarrow.fs import LocalFileSystem
 
-from recckpt.format.catalog import Catalog
-from recckpt.sparse.files.arrow_format import TABLE, column_array, column_values, part_schema
+from recckpt.format import layout
+from recckpt.format.catalog import Catalog, Part, joined
+from recckpt.parallel.threads import made_ahead
+from recckpt.sparse.files.arrow_format import ID, TABLE, column_array, column_values, ids_in, names_array, part_schema
 from recckpt.sparse.files.chain_table import ChainTable
-from recckpt.sparse.files.checked_columns import CheckedColumns, columns_schema, table_column
-from recckpt.sparse.files.met_shards import shards_that_meet, with_ids_in
-from recckpt.sparse.files.table_reader import TableReader, table_schema
+from recckpt.sparse.files.part_reader import LinkBatches, PartReader
+from recckpt.sparse.files.table_reader import TableReader, check_range, table_schema
+from recckpt.storage.local_files import mapped
 from recckpt.types import SlotSpec
+
+_THREADS = 8
+
+
+def shards_that_meet(
+    shards: Sequence[Catalog], table: str, schema: pa.Schema, condition: ds.Expression | None
+) -> Sequence[Catalog]:
+    """Return the shards that may have rows of a table for which a condition on columns of a schema holds.
+
+    Arrow decides that, as it does for partitions of a dataset, without a look at any file.
+    """
+    of_table = [(str(number), shard.ids[table]) for number, shard in enumerate(shards) if table in shard.ids]
+    if condition is None or len(of_table) < 2:
+        return shards
+    file_format, files = ds.IpcFileFormat(), LocalFileSystem()
+    spans = [(name, (ds.field(ID) >= first) & (ds.field(ID) <= last)) for name, (first, last) in of_table]
+    fragments = [file_format.make_fragment(name, files, span) for name, span in spans]
+    try:
+        met = ds.FileSystemDataset(fragments, schema, file_format, files).get_fragments(condition)
+        return [shards[int(fragment.path)] for fragment in met]
+    except pa.ArrowException:  # of numbers that ids do not convert to: the query itself is to say so
+        return shards
+
+
+class CheckedColumns:
+    """Reads columns of one table. Thread-safe.
+
+    A column of a batch that lies in a memory map is checked once, when it is first read, and on a storage without maps
+    whenever it is read. Opening it looks at the ends of all parts.
+
+    Raises:
+        CorruptCheckpointError: a part is missing, cut, of another schema or length, or an id is in two shards.
+    """
+
+    def __init__(self, table: TableReader) -> None:
+        table.check_shards()
+        self._table = table
+        self._checked = set[tuple[str, int, str]]()  # file, batch, column
+        for part, _ in self._batches():
+            table.part(part).check_lengths()
+
+    def batches(self, names: Sequence[str], shards: Sequence[Catalog] | None = None) -> Iterator[pa.RecordBatch]:
+        """Yield these columns, of which ``table`` may be one, batch by batch in the order of the files.
+
+        Args:
+            names: of the columns.
+            shards: those that are read; None for all.
+
+        Raises:
+            CorruptCheckpointError: bytes of these columns are not those that were written.
+        """
+        table, readers = self._table, LinkBatches(self._table.storage, self._table.directory)
+        schema, columns_of_file = columns_schema(table.entry.slots, names), [name for name in names if name != TABLE]
+        slots = frozenset(columns_of_file) - {ID}
+
+        def read(at: tuple[Part, int]) -> pa.RecordBatch:
+            part, number = at
+            reader = readers.reader(part, table.entry.slots, slots)
+            new = [name for name in columns_of_file if (part.file, number, name) not in self._checked]
+            columns = reader.checked(number, new)
+            for found, expected in check_range(ids_in(columns), part.batches[number]) if ID in new else ():
+                raise reader.damage(number, found, expected)
+            if reader.mapped is not None:
+                self._checked.update((part.file, number, name) for name in new)
+            if TABLE in names:  # the catalog, which is checked, says whose rows these are
+                columns[TABLE] = table_column(table.entry.name, part.batches[number].rows)
+            return pa.RecordBatch.from_arrays([columns[each] for each in names], schema=schema)
+
+        every = [(part, number) for part, numbers in self._batches(shards) for number in numbers]
+        return made_ahead(read, every, min(table.storage.threads(_THREADS), len(every)))
+
+    def _batches(self, shards: Sequence[Catalog] | None = None) -> Iterator[tuple[Part, list[int]]]:
+        for catalog in self._table.catalogs if shards is None else shards:
+            yield from catalog.parts_of(self._table.entry.name, "rows")
+
+
+def columns_schema(slots: Sequence[SlotSpec], names: Iterable[str]) -> pa.Schema:
+    """Return the schema of some columns of parts."""
+    schema = part_schema(slots)
+    return pa.schema([schema.field(name) for name in names])
+
+
+def table_column(table: str, n_rows: int) -> pa.Array:
+    """Return the column by which readers tell tables apart, for rows of one table."""
+    return pa.DictionaryArray.from_arrays(np.zeros(n_rows, np.int16), names_array(*joined([table])))
 
 
 def dataset_of(table: ChainTable, *, checked: bool = True) -> ds.Dataset:
     """Return the rows of a table as a dataset that Arrow, polars and duckdb query by themselves.
 
-    What a query reads is checked. With ``checked=False`` Arrow reads the parts of a single link by itself, as they are.
+    What a query reads is checked. With ``checked=False`` the values of a single link are taken as they are.
 
     Raises:
-        CorruptCheckpointError: where one link holds all rows: a part is missing, cut, of another schema or compressed,
-            or an id is in two shards.
+        CorruptCheckpointError: where one link holds all rows: a part is missing, cut, of another schema or length, or
+            an id is in two shards.
     """
-    return CheckedDataset(table) if checked or len(table.links) > 1 else _of_parts(table.links[0])
-
-
-def _of_parts(table: TableReader) -> ds.Dataset:
-    """Return the parts of a table as they are."""
-    table.check_shards()
-    name, file_format = table.entry.name, ds.IpcFileFormat()
-    fragments, is_shared = [], False
-    for part, numbers in (each for catalog in table.catalogs for each in catalog.parts_of(name, "rows")):
-        ranges = [part.batches[number].ids for number in numbers]
-        ids = with_ids_in((min(least for least, _ in ranges), max(greatest for _, greatest in ranges)))
-        fragments.append(file_format.make_fragment(table.part(part).source(), partition_expression=ids))
-        is_shared |= len(numbers) < len(part.batches)
-    dataset = ds.FileSystemDataset(fragments, part_schema(table.entry.slots), file_format)
-    return dataset.filter(ds.field(TABLE) == name) if is_shared else dataset  # a filter copies what it lets through
+    if checked or len(table.links) > 1:
+        return CheckedDataset(table)
+    link, entry = table.links[0], table.links[0].entry
+    link.check_shards()
+    parts = [each for catalog in link.catalogs for each in catalog.parts_of(entry.name, "rows")]
+    schema, batches = part_schema(entry.slots), list[pa.RecordBatch]()
+    names = table_column(entry.name, max((int(part.rows.max()) for part, _ in parts), default=0))
+    # Values as they lie in memory maps, and no file: how one describes them could ask for any amount of memory.
+    for part, numbers in parts:
+        memory = mapped(link.storage, layout.join(link.directory, part.file))
+        reader = PartReader(link.storage, link.directory, part, entry.slots, mapped=memory)
+        for number in numbers:
+            columns = reader.arrays(number, reader.unchecked(number))
+            columns[TABLE] = names[: part.batches[number].rows]
+            batches.append(pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema))
+    return ds.InMemoryDataset(batches, schema=schema)
 
 
 class CheckedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has no types
     """Rows that are checked for each query, those of a chain merged; polars, duckdb and pandas use its ``scanner``.
 
-    What goes past that, such as joins of pyarrow, asks the one fragment for rows, which says what to do instead.
+    What goes past that, such as joins of pyarrow, asks the one fragment for rows, which says what to do instead. With
+    ``as_numbers`` float16 and bfloat16 come as float32, and no column has the name of the table: for those that know
+    neither dtype, and would take one for an error and the other for whole numbers.
 
     Attributes:
         problem: the error that a query has met last, of which others may make one of their own.
@@ -57,11 +148,12 @@ class CheckedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has n
 
     problem: Exception | None = None
 
-    def __init__(self, table: ChainTable, condition: ds.Expression | None = None) -> None:
-        file_format = ds.IpcFileFormat()
+    def __init__(self, table: ChainTable, condition: ds.Expression | None = None, *, as_numbers: bool = False) -> None:
+        specs, file_format = table.links[0].specs, ds.IpcFileFormat()
         fragment = file_format.make_fragment(pa.PythonFile(_NoFile(), "r"))
-        super().__init__([fragment], self._schema_of(table.links[0].specs), file_format)
-        self._table, self._condition = table, condition
+        schema = table_schema(map(_as_number, specs)) if as_numbers else part_schema(specs)
+        super().__init__([fragment], schema, file_format)
+        self._table, self._condition, self._as_numbers = table, condition, as_numbers
         self._columns = CheckedColumns(table.links[0]) if len(table.links) == 1 else None
 
     def scanner(
@@ -76,8 +168,9 @@ class CheckedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has n
         schema = pa.schema([self.schema.field(name) for name in needed])
         link = self._table.links[0]
         shards = shards_that_meet(link.catalogs, link.entry.name, self.schema, condition)
-        batches = self._noting_problems(self._batches_of(schema, shards))
-        return ds.Scanner.from_batches(batches, schema=schema, columns=columns, filter=condition, **options)
+        return ds.Scanner.from_batches(
+            self._batches(schema, shards), schema=schema, columns=columns, filter=condition, **options
+        )
 
     def count_rows(self, filter: ds.Expression | None = None, **options: Any) -> int:
         """Return the number of rows; reads what the filter needs."""
@@ -85,20 +178,18 @@ class CheckedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has n
 
     def filter(self, expression: ds.Expression) -> CheckedDataset:
         """Return the dataset of those rows for which this holds."""
-        return type(self)(self._table, _both(self._condition, expression))
+        return CheckedDataset(self._table, _both(self._condition, expression), as_numbers=self._as_numbers)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a dataset of open files cannot be pickled; open one in each process")
 
-    def _schema_of(self, slots: Sequence[SlotSpec]) -> pa.Schema:
-        return part_schema(slots)
-
-    def _batches_of(self, schema: pa.Schema, shards: Sequence[Catalog]) -> Iterator[pa.RecordBatch]:
-        return self._read(schema.names, shards)
-
-    def _noting_problems(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def _batches(self, schema: pa.Schema, shards: Sequence[Catalog]) -> Iterator[pa.RecordBatch]:
+        specs = {spec.name: spec for spec in self._table.links[0].specs if self._as_numbers}
         try:
-            yield from batches
+            for batch in self._read(schema.names, shards):
+                columns = zip(schema.names, batch.columns, strict=True)
+                numbers = [_numbers(array, specs.get(name)) for name, array in columns]
+                yield pa.RecordBatch.from_arrays(numbers, schema=schema) if specs else batch
         except Exception as error:
             self.problem = error.with_traceback(None)
             raise
@@ -117,24 +208,6 @@ class CheckedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has n
             )
 
 
-class NumbersDataset(CheckedDataset):
-    """Rows of any table with float16 and bfloat16 as float32, and no column of its name.
-
-    For those that know neither dtype, and would take one for an error and the other for whole numbers.
-    """
-
-    def _schema_of(self, slots: Sequence[SlotSpec]) -> pa.Schema:
-        return table_schema(map(_as_number, slots))
-
-    def _batches_of(self, schema: pa.Schema, shards: Sequence[Catalog]) -> Iterator[pa.RecordBatch]:
-        specs = {spec.name: spec for spec in self._table.links[0].specs}
-        for batch in self._read(schema.names, shards):
-            columns = [
-                _numbers(array, specs.get(name)) for name, array in zip(schema.names, batch.columns, strict=True)
-            ]
-            yield pa.RecordBatch.from_arrays(columns, schema=schema)
-
-
 def _numbers(array: pa.Array, spec: SlotSpec | None) -> pa.Array:
     """Return a column with float32 in the place of 16 bits."""
     if spec is None or _as_number(spec) == spec:
@@ -147,18 +220,14 @@ def _needed(schema: pa.Schema, columns: Any, condition: ds.Expression | None) ->
     """Return the columns without which a scan cannot be made; one where it needs none, for the number of rows."""
     if columns is None:
         return list(schema.names)
-    names = [name for name in schema.names if not _scans(schema, name, columns, condition)]
+    names = []
+    for name in schema.names:
+        rest = pa.schema([field for field in schema if field.name != name])
+        try:
+            ds.Scanner.from_batches([], schema=rest, columns=columns, filter=condition)
+        except (pa.ArrowInvalid, KeyError):
+            names.append(name)
     return names or schema.names[:1]
-
-
-def _scans(schema: pa.Schema, without: str, columns: Any, condition: ds.Expression | None) -> bool:
-    """Say whether a scan can be made without a column."""
-    rest = pa.schema([field for field in schema if field.name != without])
-    try:
-        ds.Scanner.from_batches([], schema=rest, columns=columns, filter=condition)
-    except (pa.ArrowInvalid, KeyError):
-        return False
-    return True
 
 
 def has_halves(slots: Iterable[SlotSpec]) -> bool:

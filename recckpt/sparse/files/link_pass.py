@@ -2,32 +2,139 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
-from recckpt.format.catalog import Batch, Part, PartKind
-from recckpt.parallel.meetings import Meetings
+from recckpt.format.buckets import bucket_of, is_among, repeated
+from recckpt.format.catalog import Batch, Part, PartKind, id_ranges
+from recckpt.parallel.ranks import Meetings
 from recckpt.parallel.threads import run_all
-from recckpt.sparse.files.batch_rows import BatchRows, packed, unpacked
-from recckpt.sparse.files.deal import LinkRequests
-from recckpt.sparse.files.known_ids import LinkDeletes
-from recckpt.sparse.files.link_reads import BatchRun, LinkReads
-from recckpt.sparse.files.load_target import LinkLoad, TableLoad
-from recckpt.sparse.files.once import Int64s, named_twice
-from recckpt.sparse.files.rounds import Window
-from recckpt.sparse.files.table_fill import TableFiller
+from recckpt.sparse.files.filler import BatchRows, TableFiller, TableLoad, packed, unpacked
+from recckpt.sparse.files.owners import LinkRequests, Window
+from recckpt.sparse.files.part_reader import READ_BYTES, LinkBatches, PartReader, runs_of
+from recckpt.sparse.files.table_reader import Int64s, check_range, named_twice
+from recckpt.sparse.table.kernels import first_outside
 from recckpt.types import SlotSpec
 
+WINDOW_BYTES = 16 << 20  # about what a rank sends in a round, if a batch has no more
 Take = Callable[[TableFiller, BatchRows], object]
 Windows = Mapping[PartKind, Sequence[Window]]  # what a rank has to send
 Rounds = Mapping[PartKind, Sequence[Collection[int]]]  # the ranks that send in each
 
 
+@dataclass(frozen=True)
+class LinkLoad:
+    """What is taken of a link; a table of it may fill several.
+
+    The links of a chain have the same :class:`TableLoad` for a table, as far as they count.
+
+    Attributes:
+        number: of the checkpoint among those that are loaded, and of the link in its chain: the same on all ranks.
+        tables: what is filled.
+        batches: what it is filled with.
+        fetch: copies files to this host, by their paths, before they are read; None to read them where they lie.
+    """
+
+    number: tuple[int, int]
+    tables: Sequence[TableLoad]
+    batches: LinkBatches
+    fetch: Callable[[Iterable[str]], object] | None = None
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the rows that the tables own, about, in the columns that are read."""
+        return sum(
+            round(batch.rows * share) * load.row_bytes
+            for part in self.batches.every_part
+            for batch in part.batches
+            for load in self._by_table.get(batch.table, ())
+            if part.holds == "rows" and (share := load.share(batch)) > 0
+        )
+
+    def check_ids(self) -> None:
+        """Refuse ids that a table cannot have a row of: alike on all ranks, from the catalogs alone.
+
+        Raises:
+            LiveTableError: there are some.
+        """
+        ranges = id_ranges(self.batches.every_part)
+        for load in self.tables:
+            if load.entry.name in ranges:
+                load.check_ids(*ranges[load.entry.name])
+
+    @cached_property
+    def _by_table(self) -> Mapping[str, Sequence[TableLoad]]:
+        loads: dict[str, list[TableLoad]] = {}
+        for load in self.tables:
+            loads.setdefault(load.entry.name, []).append(load)
+        return loads
+
+
+class DealtBatch(NamedTuple):
+    """A batch that this rank reads.
+
+    Attributes:
+        shard: of the part.
+        part: that has it.
+        number: in the part.
+        n_bytes: of its rows, in the columns that this rank takes.
+        columns: slots that ranks need of it.
+        sent: other ranks that need rows of it, and about how many of its bytes.
+    """
+
+    shard: int
+    part: Part
+    number: int
+    n_bytes: int
+    columns: frozenset[str]
+    sent: Window
+
+
+Run = Sequence[DealtBatch]  # of one part, of which the same columns are read, by one thread
+
+
+class LinkDeletes:
+    """The deleted ids of a link by table and shard; in one shard an id is there once, as a row or as a delete.
+
+    ``add`` may be called from several threads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[tuple[str, int], Int64s] = {}
+
+    def add(self, table: str, shard: int, ids: Int64s) -> Int64s:
+        """Know the ids of a batch; return those that are there twice now."""
+        with self._lock:
+            known = self._found.get((table, shard), np.empty(0, np.int64))
+            both = self._found[table, shard] = np.sort(np.concatenate([known, ids]))
+        return repeated(both)
+
+    def among(self, table: str, shard: int, ids: Int64s) -> Int64s:
+        """Return those of the ids, which have rows in a shard, that the same shard deletes."""
+        deleted = self._found.get((table, shard))
+        return ids[:0] if deleted is None else ids[is_among(ids, deleted)]
+
+    def of(self, table: str) -> Int64s:
+        """Return the ids that any shard deletes."""
+        some = [ids for (name, _), ids in self._found.items() if name == table]
+        return np.concatenate([np.empty(0, np.int64), *some])
+
+
 class LinkPass:
     """The tables that one link fills at one go. Collective, but for :meth:`start`.
+
+    Attributes:
+        windows: what this rank sends to others of the rows and the deletes.
 
     Args:
         link: what is taken of it.
@@ -43,29 +150,65 @@ class LinkPass:
         requests: LinkRequests,
         meetings: Meetings,
     ) -> None:
-        self._link, self._batches, self._fillers = link, link.batches, fillers
+        self._fetch, self._batches, self._fillers = link.fetch, link.batches, fillers
         self._requests, self._meetings = requests, meetings
-        self._reads = LinkReads(link.batches, self._takers, requests, meetings.rank)
+        self._own_files: list[str] = []  # of which no other rank reads a batch
+        self._whole_parts: list[Part] = []  # of which this rank reads all batches
+        alone: dict[PartKind, list[DealtBatch]] = {"rows": [], "deletes": []}
+        shared: dict[PartKind, list[DealtBatch]] = {"rows": [], "deletes": []}
+        for shard, parts in link.batches.parts.items():
+            for part, dealt in self._dealt(shard, parts):
+                for batch in dealt:
+                    (shared if batch.sent else alone)[part.holds].append(batch)
+        self._own = {kind: list(_runs(some)) for kind, some in alone.items()}
+        windows = {
+            kind: list(runs_of(some, WINDOW_BYTES, lambda batch: sum(batch.sent.values())))
+            for kind, some in shared.items()
+        }
+        self.windows: Windows = {kind: [_sent(window) for window in some] for kind, some in windows.items()}
+        self._shared = {kind: [list(_runs(window)) for window in some] for kind, some in windows.items()}
         rows = Counter[str]()
-        for part in (part for parts in link.batches.parts.values() for part in parts if part.holds == "rows"):
-            for batch in filter(self._takers, part.batches):
-                rows[batch.table] += batch.rows
+        for part in (part for part in link.batches.every_part if part.holds == "rows"):
+            for each in filter(self._takers, part.batches):
+                rows[each.table] += each.rows
         for filler in self._every:
             filler.expect(link.batches.directory, rows[filler.load.entry.name])
+
+    def _dealt(self, shard: int, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[DealtBatch]]]:
+        """Yield the parts of a shard with the batches that this rank reads; note those that it reads alone or whole."""
+        rank, turns = self._meetings.rank, self._requests.deal(parts, shard)
+        for part in parts:
+            dealt, readers = list[DealtBatch](), set[int]()
+            for number, batch in enumerate(part.batches):
+                turn = turns.get((part.file, number))
+                if turn is None:
+                    continue
+                readers.add(turn.reader)
+                if turn.reader != rank:
+                    continue
+                loads = self._takers(batch)
+                n_bytes = batch.rows * (8 if part.holds == "deletes" else max(load.row_bytes for load in loads))
+                sent = {to: round(n_bytes * share) for to, share in turn.shares.items() if to != rank}
+                columns = frozenset[str]().union(*(load.columns for load in loads))
+                columns = columns.union(*(self._requests.of_tables[batch.table][to].columns for to in sent))
+                dealt.append(DealtBatch(shard, part, number, n_bytes, columns, sent))
+            if dealt and readers == {rank}:
+                self._own_files.append(part.file)
+            if dealt and len(dealt) == len(part.batches):
+                self._whole_parts.append(part)
+            yield part, dealt
+
+    def _takers(self, batch: Batch) -> list[TableLoad]:
+        return [filler.load for filler in self._fillers.get(batch.table, ()) if filler.load.share(batch) > 0]
 
     @property
     def _every(self) -> list[TableFiller]:
         return [filler for some in self._fillers.values() for filler in some]
 
-    @property
-    def windows(self) -> Windows:
-        """What this rank sends to others of the rows and the deletes."""
-        return {kind: [window.sent for window in windows] for kind, windows in self._reads.windows.items()}
-
     def fetch(self) -> None:
         """Copy the files that this rank alone reads, where they are to be copied first."""
-        if self._link.fetch is not None:
-            self._link.fetch(layout.join(self._batches.directory, file) for file in self._reads.own_files)
+        if self._fetch is not None:
+            self._fetch(layout.join(self._batches.directory, file) for file in self._own_files)
 
     def start(self) -> None:
         """Make room in the tables."""
@@ -95,7 +238,8 @@ class LinkPass:
 
         n_bytes = self._read_kind("deletes", take_deletes, rounds, threads, with_values=False)
         n_bytes += self._read_kind("rows", take_rows, rounds, threads, with_values=with_values)
-        run_all(self._check_frame, self._reads.whole_parts, threads)  # last: it says less of what is wrong
+        # Last, what lies between the values of parts that are read as a whole: it says less of what is wrong.
+        run_all(lambda part: self._batches.check_frame(part, self._slots(part)), self._whole_parts, threads)
         for table, fillers in self._fillers.items():
             for filler in fillers:
                 filler.end_link(deletes.of(table))
@@ -105,36 +249,36 @@ class LinkPass:
         self, kind: PartKind, take: Callable[[BatchRows], None], rounds: Rounds, threads: int, *, with_values: bool
     ) -> int:
         """Read what others need too, round by round, and take what they send; then read what this rank alone needs."""
-        windows, n_bytes = iter(self._reads.windows[kind]), 0
+        windows, n_bytes = iter(self._shared[kind]), 0
         read = partial(self._read, take=take, with_values=with_values)
         for senders in rounds[kind]:
             sent: list[list[BatchRows]] = [[] for _ in range(self._meetings.size)]
-            window = next(windows).runs if self._meetings.rank in senders else ()
+            window = next(windows) if self._meetings.rank in senders else ()
             for read_bytes, pieces in run_all(read, window, threads):
                 n_bytes += read_bytes
                 for rank, piece in pieces:
                     sent[rank].append(piece)
             received = self._meetings.exchange([packed(pieces) for pieces in sent])
             run_all(take, [rows for parcel in received for rows in unpacked(parcel)], threads)
-        return n_bytes + sum(read_bytes for read_bytes, _ in run_all(read, self._reads.own[kind], threads))
+        return n_bytes + sum(read_bytes for read_bytes, _ in run_all(read, self._own[kind], threads))
 
     def _read(
-        self, run: BatchRun, take: Callable[[BatchRows], None], *, with_values: bool
+        self, run: Run, take: Callable[[BatchRows], None], *, with_values: bool
     ) -> tuple[int, list[tuple[int, BatchRows]]]:
-        """Read batches and take their rows; return the bytes, and what goes to which rank."""
-        n_bytes, pieces = 0, []
-        for batch, rows in run.read(self._batches, self._slots(run.part)):
+        """Read batches, check them and take their rows; return the bytes, and what goes to which rank."""
+        n_bytes, pieces, part = 0, [], run[0].part
+        sent = {batch.number: batch.sent for batch in run}
+        for number, columns, reader in self._batches.read(part, sent, self._slots(part), run[0].columns):
+            table = part.batches[number].table
+            rows = BatchRows.of_columns(table, run[0].shard, reader.path, columns)
+            _check_ids(rows.ids, reader, number)
             take(rows)
             n_bytes += rows.n_bytes
-            for rank, positions in self._requests.owners(rows.table).of(rows.ids, batch.sent) if batch.sent else ():
-                columns = self._requests.columns(rows.table, rank) if with_values else frozenset[str]()
+            for rank, positions in self._requests.owners[table].of(rows.ids, sent[number]) if sent[number] else ():
                 if len(positions):
-                    pieces.append((rank, rows.some(positions, columns)))
+                    needed = self._requests.of_tables[table][rank].columns if with_values else frozenset[str]()
+                    pieces.append((rank, rows.some(positions, needed)))
         return n_bytes, pieces
-
-    def _check_frame(self, part: Part) -> None:
-        """Check what lies between the values of a part that is read as a whole."""
-        self._batches.check_frame(part, self._slots(part))
 
     def _slots(self, part: Part) -> Sequence[SlotSpec]:
         """Return the slots of all tables in a part that has rows for any load."""
@@ -142,28 +286,26 @@ class LinkPass:
             return ()
         return next(load for batch in part.batches for load in self._takers(batch)).entry.slots
 
-    def _takers(self, batch: Batch) -> list[TableLoad]:
-        return [filler.load for filler in self._fillers.get(batch.table, ()) if filler.load.wants(batch)]
+
+def _runs(dealt: Iterable[DealtBatch]) -> Iterator[Run]:
+    """Yield batches of one part that are read by the same columns, as many at a time as are read at once.
+
+    A part that a catalog lists twice is two: its rows are read twice, and refused.
+    """
+    for _, of_part in groupby(dealt, key=lambda batch: id(batch.part)):
+        by_columns: dict[frozenset[str], list[DealtBatch]] = {}
+        for batch in of_part:
+            by_columns.setdefault(batch.columns, []).append(batch)
+        for some in by_columns.values():
+            yield from runs_of(some, READ_BYTES, lambda batch: batch.n_bytes)
 
 
-class PassOfOthers:
-    """A pass over a link of which this rank takes nothing, while others exchange rows."""
-
-    def __init__(self, meetings: Meetings) -> None:
-        self._meetings = meetings
-        self.windows: Windows = {"deletes": (), "rows": ()}
-
-    def fetch(self) -> None:
-        """Copy nothing."""
-
-    def start(self) -> None:
-        """Make no room."""
-
-    def run(self, take: Take, concurrency: int, rounds: Rounds, *, with_values: bool) -> int:
-        """Come to the rounds of the others."""
-        for _ in range(sum(map(len, rounds.values()))):
-            self._meetings.wait()
-        return 0
+def _sent(window: Iterable[DealtBatch]) -> Window:
+    """Return what is sent of a window to each rank, about."""
+    sent = Counter[int]()
+    for batch in window:
+        sent.update(batch.sent)
+    return sent
 
 
 def _refuse(twice: Int64s, rows: BatchRows) -> None:
@@ -171,3 +313,14 @@ def _refuse(twice: Int64s, rows: BatchRows) -> None:
     if len(twice):
         found, expected = named_twice(twice)
         raise CorruptCheckpointError(rows.path, f"table {rows.table!r}", found=found, expected=expected)
+
+
+def _check_ids(ids: Int64s, reader: PartReader, number: int) -> None:
+    """Check that the ids are of the buckets, and in the range, by which readers choose their batches."""
+    buckets = reader.part.batches[number].buckets
+    at = first_outside(ids, *buckets)
+    if at >= 0:
+        stray = f"id {ids[at]} of bucket {bucket_of(ids[at : at + 1])[0]}"
+        raise reader.damage(number, stray, f"ids of buckets {list(buckets)}")
+    for found, expected in check_range(ids, reader.part.batches[number]):
+        raise reader.damage(number, found, expected)

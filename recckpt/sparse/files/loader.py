@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 import numpy as np
 
 from recckpt.errors import CheckpointRemovedError, PartlyLoadedError
-from recckpt.parallel.meetings import Meetings
-from recckpt.sparse.files.agreed_passes import AgreedPasses
+from recckpt.parallel.ranks import Meetings
 from recckpt.sparse.files.arrow_format import ID
-from recckpt.sparse.files.batch_rows import BatchRows
-from recckpt.sparse.files.link_pass import Take
-from recckpt.sparse.files.load_target import LinkLoad, OtherRows
-from recckpt.sparse.files.table_fill import TableFiller
+from recckpt.sparse.files.filler import BatchRows, OtherRows, TableFiller
+from recckpt.sparse.files.link_pass import LinkLoad, LinkPass, Rounds, Take, Windows
+from recckpt.sparse.files.owners import LinkRequests, TableRequest, agreed_rounds
 from recckpt.sparse.files.table_target import LoadTarget
 
 log = logging.getLogger("recckpt")
+RECEIVED_BYTES = 64 << 20  # about what a rank gets in a round, if no window alone has more for it
 
 
 @dataclass(frozen=True)
@@ -68,61 +69,109 @@ def load_tables(
     def fill(filler: TableFiller, rows: BatchRows) -> None:
         advance(filler.fill(rows) * filler.load.row_bytes)
 
-    loads = {id(load): load for link in links for load in link.tables} | {id(one.load): one.load for one in others}
-    targets = {id(load.target): load.target for load in loads.values()}
-    _check_ids(links, others)
+    for link in links:
+        link.check_ids()
+    for load in (other.load for other in others if other.load.entry.rows):
+        load.check_ids(0, load.entry.rows - 1)
+    every = [*(load for link in links for load in link.tables), *(other.load for other in others)]
+    targets = {id(load.target): load.target for load in every}
     for target in targets.values():
         target.begin()
-    by_load = {key: TableFiller(load) for key, load in loads.items()}
-    fillers = list(by_load.values())
+    by_load = {key: TableFiller(load) for key, load in {id(load): load for load in every}.items()}
     passes = AgreedPasses(links, by_load, meetings)
-    for other in others:
-        by_load[id(other.load)].expect("", other.load.entry.rows)
+    for load in (other.load for other in others):
+        by_load[id(load)].expect("", load.entry.rows)
     bytes_read = 0
     if passes.has_rows:
-        bytes_read += passes.check(concurrency)
+        bytes_read += passes.run(TableFiller.check, concurrency, fills=False)
         for other in others:
             _read(other, by_load[id(other.load)], TableFiller.check)
         when_checked()
         meetings.wait()
     try:
-        with _undone_on_error(fillers), meetings.ended_by_errors():
-            bytes_read += passes.fill(fill, concurrency)
+        with _undone_on_error(by_load.values()), meetings.ended_by_errors():
+            bytes_read += passes.run(fill, concurrency, fills=True)
             for other in others:
                 by_load[id(other.load)].start()
                 _read(other, by_load[id(other.load)], fill)
             if not passes.has_rows:
                 when_checked()
                 meetings.wait()  # no table has rows of what is damaged for another rank
-            dropped = _finished(targets, {id(load.target) for load in loads.values() if load.drops}, meetings)
+            dropped = _finished(targets, {id(load.target) for load in every if load.drops}, meetings)
     finally:
-        for filler in reversed(fillers):
+        for filler in reversed(by_load.values()):
             filler.end()
-    return _counted(fillers, dropped, bytes_read)
+    return _counted(by_load.values(), dropped, bytes_read)
 
 
-def _finished(targets: Mapping[int, LoadTarget], dropping: Collection[int], meetings: Meetings) -> dict[str, int]:
-    """Give the tables what was gathered aside; return how many rows of each had no place. Collective.
+class AgreedPasses:
+    """The passes over the links of some checkpoints: as many, and in the same order, on all ranks. Collective.
+
+    Attributes:
+        has_rows: whether a table of a rank has rows to lose.
 
     Args:
-        targets: by their keys.
-        dropping: keys of those that may drop rows.
-        meetings: where all ranks learn that each has room for what it owns, before a table changes.
+        links: what this rank takes.
+        by_load: what it fills, by the identity of the :class:`TableLoad`.
+        meetings: where ranks exchange rows.
+    """
+
+    def __init__(self, links: Sequence[LinkLoad], by_load: Mapping[int, TableFiller], meetings: Meetings) -> None:
+        self._meetings = meetings
+        fillers: dict[tuple[bool, int, int], dict[str, list[TableFiller]]] = {}
+        for with_rows in (True, False):
+            for link in links:
+                of_link = fillers.setdefault((not with_rows, *link.number), {})
+                for load in (load for load in link.tables if load.with_rows == with_rows):
+                    of_link.setdefault(load.entry.name, []).append(by_load[id(load)])
+        own: dict[tuple[bool, int, int], dict[str, TableRequest]] = {
+            key: {table: reduce(or_, (filler.load.request for filler in some)) for table, some in tables.items()}
+            for key, tables in fillers.items()
+        }
+        of_ranks = meetings.gather((own, any(len(filler.load.table) for filler in by_load.values())))
+        self.has_rows = any(has_rows for _, has_rows in of_ranks)
+        by_number = {link.number: link for link in links}
+        self._passes: list[LinkPass | None] = []  # None: this rank takes nothing, while others exchange rows
+        for key in sorted({key for requests, _ in of_ranks for key in requests}):
+            one = None
+            if key in own:
+                requests = LinkRequests([requests.get(key, {}) for requests, _ in of_ranks])
+                one = LinkPass(by_number[key[1:]], fillers[key], requests, meetings)
+            self._passes.append(one)
+        for one in filter(None, self._passes):
+            one.fetch()
+        nothing: Windows = {"deletes": (), "rows": ()}
+        of_passes = zip(*meetings.gather([one.windows if one else nothing for one in self._passes]), strict=True)
+        self._rounds: list[Rounds] = [
+            {kind: agreed_rounds([each[kind] for each in windows], RECEIVED_BYTES) for kind in nothing}
+            for windows in of_passes
+        ]
+
+    def run(self, take: Take, concurrency: int, *, fills: bool) -> int:
+        """Have ``take`` give each filler what its table owns, to check or to fill; return the bytes read here."""
+        n_bytes = 0
+        for one, rounds in zip(self._passes, self._rounds, strict=True):
+            if one is None:
+                for _ in range(sum(map(len, rounds.values()))):
+                    self._meetings.wait()
+                continue
+            if fills:
+                one.start()
+            n_bytes += one.run(take, concurrency, rounds, with_values=fills)
+        return n_bytes
+
+
+def _finished(targets: Mapping[int, LoadTarget], dropping: set[int], meetings: Meetings) -> dict[str, int]:
+    """Give the tables what was gathered aside; return how many rows of each had no place. Collective.
+
+    ``dropping`` has the keys of the targets that may drop rows.
     """
     if any(target.has_limited_room for target in targets.values()):  # which is so on all ranks, or on none
         for key, target in targets.items():
             target.check_room(drops=key in dropping)
-        meetings.wait()
+        meetings.wait()  # all ranks learn that each has room for what it owns, before a table changes
     in_order = sorted(targets.items(), key=lambda item: item[1].finishes_last)
     return {target.table.name: target.finish(drops=key in dropping) for key, target in in_order}
-
-
-def _check_ids(links: Sequence[LinkLoad], others: Sequence[OtherRows]) -> None:
-    for link in links:
-        link.check_ids()
-    for other in others:
-        if other.load.entry.rows:
-            other.load.check_ids(0, other.load.entry.rows - 1)
 
 
 def _read(other: OtherRows, filler: TableFiller, take: Take) -> None:
@@ -133,14 +182,12 @@ def _read(other: OtherRows, filler: TableFiller, take: Take) -> None:
 
 
 @contextmanager
-def _undone_on_error(fillers: Sequence[TableFiller]) -> Iterator[None]:
+def _undone_on_error(fillers: Iterable[TableFiller]) -> Iterator[None]:
     """After an error, empty what was to be emptied, and say which tables are no longer what they were."""
     try:
         yield
     except BaseException as error:
-        for filler in fillers:
-            filler.undo()
-        changed = [filler.load.table for filler in fillers if filler.is_changed]
+        changed = [filler.load.table for filler in fillers if filler.undo()]
         emptied = sorted({table.name for table in changed if not len(table)})
         mixed = sorted({table.name for table in changed if len(table)})
         if not changed:
@@ -154,7 +201,7 @@ def _undone_on_error(fillers: Sequence[TableFiller]) -> Iterator[None]:
         raise
 
 
-def _counted(fillers: Sequence[TableFiller], dropped: Mapping[str, int], bytes_read: int) -> Loaded:
+def _counted(fillers: Iterable[TableFiller], dropped: Mapping[str, int], bytes_read: int) -> Loaded:
     taken, filtered = Counter[str](), Counter[str]()
     slot_rows: dict[tuple[str, str], int] = {}
     for filler in fillers:  # rows whose slots come from several checkpoints count once

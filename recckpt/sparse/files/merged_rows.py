@@ -6,22 +6,173 @@ The newest link that names an id says what becomes of it: it has this row, or, w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from itertools import chain as chained
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from recckpt.format.buckets import N_BUCKETS, mix64
-from recckpt.sparse.files.arrow_format import ID_SPEC, column_array
-from recckpt.sparse.files.link_cursors import LinkCursor, Piece, bucket_ranges, down_to_whole, ids_of, row_of
-from recckpt.sparse.files.once import Int64s, NamedIds
-from recckpt.sparse.files.table_reader import TableReader, table_damage, table_schema
+from recckpt.format.buckets import N_BUCKETS, bucket_of, mix64
+from recckpt.format.catalog import Catalog, Part, PartKind
+from recckpt.sparse.files.arrow_format import ID_SPEC, column_array, column_buffer
+from recckpt.sparse.files.part_reader import PartReader
+from recckpt.sparse.files.table_reader import (
+    IdCheck,
+    Int64s,
+    NamedIds,
+    TableReader,
+    check_once,
+    table_damage,
+    table_schema,
+)
 from recckpt.types import SlotSpec
 
-Hashes = npt.NDArray[np.uint64]
 _BATCH_BYTES = 8 << 20
+_BOOKS_BYTES = 64  # beside each row: its id and hash, where it lies, what is known of it
+
+Piece = list[npt.NDArray[Any]]  # rows of one batch: the bytes of each, column by column; the ids first
+Hashes = npt.NDArray[np.uint64]
+
+
+def row_of(spec: SlotSpec) -> np.dtype[np.void]:
+    """Return the dtype of the bytes of one row."""
+    return np.dtype((np.void, spec.row_bytes))
+
+
+def ids_of(pieces: Iterable[Piece]) -> Int64s:
+    """Return the ids of pieces, one behind the other."""
+    return np.concatenate([np.empty(0, np.int64), *(piece[0].view(np.int64) for piece in pieces)])
+
+
+def down_to_whole(links: Iterable[TableReader]) -> list[TableReader]:
+    """Return the links of a table, newest first, down to one that holds all of it: nothing older counts.
+
+    Raises:
+        CorruptCheckpointError: they differ in their slots, or in how the table was live.
+    """
+    used: list[TableReader] = []
+    for link in links:
+        first = used[0] if used else link
+        own, expected = ({"its slots": e.slots, "its live layout": e.live} for e in (link.entry, first.entry))
+        for where in own:
+            if own[where] != expected[where]:
+                raise table_damage(link, where, str(own[where]), f"{expected[where]}, as in {first.directory}")
+        used.append(link)
+        if link.entry.is_whole:
+            break
+    return used
+
+
+def bytes_up_to(links: Iterable[TableReader], extra_bytes: int) -> npt.NDArray[np.int64]:
+    """Return for each bucket about how many bytes the rows up to and in it take, of all links, times 65,536.
+
+    Rows are taken to be spread evenly over the buckets of their batch; each takes ``extra_bytes`` beside its columns.
+    """
+    # What a bucket takes differs by this from the one before, in parts of a byte, so that sums are exact.
+    steps = np.zeros(N_BUCKETS + 1, np.int64)
+    for link in links:
+        row_bytes = 8 + sum(slot.row_bytes for slot in link.specs)
+        for part in (part for catalog in link.catalogs for part in catalog.parts):
+            n_bytes = extra_bytes + (row_bytes if part.holds == "rows" else 8)
+            for batch in (batch for batch in part.batches if batch.table == link.entry.name):
+                begin, end = batch.buckets
+                bytes_there = batch.rows * n_bytes * N_BUCKETS // (end - begin) + 1
+                steps[begin] += bytes_there
+                steps[end] -= bytes_there
+    return np.cumsum(np.cumsum(steps[:-1]))
+
+
+def bucket_ranges(
+    links: Iterable[TableReader], within: tuple[int, int], budget_bytes: int
+) -> Iterator[tuple[int, int]]:
+    """Yield ranges of buckets whose rows, of all links, take about as many bytes; each of one bucket at least."""
+    begin, last = within
+    up_to = bytes_up_to(links, _BOOKS_BYTES)[:last]
+    done, total = int(up_to[begin - 1]) if begin else 0, int(up_to[-1]) if last else 0
+    while (begin := int(np.searchsorted(up_to, done, side="right"))) < last:  # empty buckets are left out
+        limit = min(done + budget_bytes * N_BUCKETS, total)
+        end = max(begin + 1, int(np.searchsorted(up_to, limit, side="right")))
+        yield begin, end
+        done = int(up_to[end - 1])
+
+
+class LinkCursor:
+    """What one link holds of a table in buckets [begin, end), read from front to back."""
+
+    def __init__(self, link: TableReader, within: tuple[int, int]) -> None:
+        self.link, self._may_repeat = link, link.may_repeat
+        self._shards = [[_Cursor(link, shard, kind, within) for kind in ("rows", "deletes")] for shard in link.catalogs]
+
+    def between(self, begin: int, end: int) -> tuple[list[Piece], list[Piece]]:
+        """Return the rows and the deletes of buckets [begin, end), which are behind all that were asked for before.
+
+        Raises:
+            CorruptCheckpointError: a file is damaged, an id is in two rows, or it is a row and deleted in one shard.
+        """
+        rows: list[list[Piece]] = []
+        deletes: list[list[Piece]] = []
+        for of_rows, of_deletes in self._shards:
+            rows.append(list(of_rows.between(begin, end)))
+            deletes.append(list(of_deletes.between(begin, end)))
+        if any(deletes) or (self._may_repeat and sum(map(bool, rows)) > 1):
+            ids = ((ids_of(upserted), ids_of(deleted)) for upserted, deleted in zip(rows, deletes, strict=True))
+            check_once(ids, partial(table_damage, self.link), between=self._may_repeat)
+        return list(chained(*rows)), list(chained(*deletes))
+
+
+class _Cursor:
+    """The batches that one shard has of a table in a range of buckets."""
+
+    def __init__(self, link: TableReader, catalog: Catalog, kind: PartKind, within: tuple[int, int]) -> None:
+        self._link, self._specs = link, link.specs if kind == "rows" else ()
+        parts = catalog.parts_of(link.entry.name, kind)
+        every = ((part, number, part.batches[number].buckets) for part, numbers in parts for number in numbers)
+        met = ((part, number) for part, number, (begin, end) in every if begin < within[1] and within[0] < end)
+        self._batches = list(met)
+        self._at = 0  # of the first batch that is not behind us
+        self._order = IdCheck()
+        # At ``_at``, if a part of it was returned and it is mapped: it takes no memory but for the buckets of its rows.
+        self._current: tuple[Piece, Int64s] | None = None
+        self._open: tuple[Part, PartReader] | None = None
+        spans = [part.batches[number].buckets for part, number in self._batches]
+        for before, after in pairwise(spans):
+            if after[0] < before[1] - 1:
+                order = f"a batch of buckets {list(after)} behind one of {list(before)}"
+                raise table_damage(link, "", order, "their order")
+
+    def between(self, begin: int, end: int) -> Iterator[Piece]:
+        if self._current is None:
+            self._order = IdCheck()  # a batch that was read before is read again
+        while self._at < len(self._batches):
+            part, number = self._batches[self._at]
+            first_bucket, end_bucket = part.batches[number].buckets
+            if first_bucket >= end:
+                return
+            current, self._current = self._current, None
+            columns, is_mapped = (current[0], True) if current else self._read(part, number)
+            if begin <= first_bucket and end_bucket <= end:
+                yield columns
+            else:
+                buckets = current[1] if current else bucket_of(ids_of([columns]))
+                first, last = np.searchsorted(buckets, [begin, end])
+                rows = [column[first:last] for column in columns]
+                if end_bucket > end and is_mapped:
+                    self._current = columns, buckets
+                yield rows if is_mapped else [column.copy() for column in rows]  # a view would keep all of them
+            if end_bucket > end:
+                return
+            self._at += 1
+
+    def _read(self, part: Part, number: int) -> tuple[Piece, bool]:
+        """Return a batch, which is checked, and whether it is mapped."""
+        if self._open is None or self._open[0] is not part:
+            self._open = part, self._link.part(part, [slot.name for slot in self._specs])
+        arrays = self._order.read(self._open[1], number)
+        columns = [np.frombuffer(column_buffer(arrays[spec.name]), row_of(spec)) for spec in (ID_SPEC, *self._specs)]
+        return columns, self._open[1].mapped is not None
 
 
 def merged_rows(links: Sequence[TableReader], budget_bytes: int) -> Iterator[pa.RecordBatch]:
@@ -57,11 +208,11 @@ def merged_range(
         CorruptCheckpointError: a file is damaged, an id is twice in one link, or the links differ in their slots.
     """
     met = down_to_whole(links)
-    chain, slots = [LinkCursor(link, buckets) for link in met], met[0].specs
-    batch_rows = max(1, min(_BATCH_BYTES, budget_bytes // 8) // (8 + sum(slot.row_bytes for slot in slots)))
-    room = [np.empty(batch_rows, row_of(spec)) for spec in (ID_SPEC, *slots)] if is_reused else None
+    chain, specs = [LinkCursor(link, buckets) for link in met], (ID_SPEC, *met[0].specs)
+    batch_rows = max(1, min(_BATCH_BYTES, budget_bytes // 8) // sum(spec.row_bytes for spec in specs))
+    room = [np.empty(batch_rows, row_of(spec)) for spec in specs] if is_reused else None
     for part in bucket_ranges(met, buckets, budget_bytes * 3 // 4):
-        yield from RangeRows(chain, part, used).batches(slots, batch_rows, room)
+        yield from RangeRows(chain, part, used).batches(specs, batch_rows, room)  # of which only one is there at once
 
 
 def check_count(newest: TableReader, n_rows: int) -> None:
@@ -73,18 +224,24 @@ def check_count(newest: TableReader, n_rows: int) -> None:
 def current_rows(chain: Sequence[LinkCursor], buckets: tuple[int, int]) -> Iterator[tuple[Piece, Hashes, Int64s]]:
     """Yield each piece of a range of buckets, newest link first: with the hashes of its ids, and its rows that count.
 
-    Those are the rows that no newer link names.
+    Those are the rows that no newer link names. Buckets are ordered by the hashes; different ids have different ones.
     """
     newer = NamedIds()  # by their hashes, which are near each other for ids in bucket order
     for cursor in chain:
         pieces, deleted = cursor.between(*buckets)
         is_oldest = cursor is chain[-1]
-        own = pieces if is_oldest else _as_one(pieces)
-        of_link = [_hashes([piece]) for piece in own]
-        for piece, hashed in zip(own, of_link, strict=True):
+        if not is_oldest and len(pieces) > 1:  # small and many where little has changed
+            pieces = [[np.concatenate(columns) for columns in zip(*pieces, strict=True)]]
+        of_link = [_hashes([piece]) for piece in pieces]
+        for piece, hashed in zip(pieces, of_link, strict=True):
             yield piece, hashed, newer.new(hashed)
         if not is_oldest:
             newer.add(*of_link, _hashes(deleted))
+
+
+def _hashes(pieces: Iterable[Piece]) -> Hashes:
+    hashes: Hashes = mix64(ids_of(pieces).view(np.uint64))
+    return hashes
 
 
 class RangeRows:
@@ -116,15 +273,15 @@ class RangeRows:
         self._of_piece, self._rows = of_piece[order], np.concatenate([np.empty(0, np.int64), *kept])[order]
 
     def batches(
-        self, slots: Sequence[SlotSpec], batch_rows: int, room: Piece | None = None
+        self, specs: Sequence[SlotSpec], batch_rows: int, room: Piece | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the rows, so many at a time; copies go to ``room`` as with :meth:`take`."""
-        schema = table_schema(slots)
+        """Yield the rows, of ids and slots as these specs have them, so many at a time; ``room`` as of :meth:`take`."""
+        schema = table_schema(specs[1:])
         for first in range(0, len(self.hashes), batch_rows):
             columns = self.take(np.arange(first, min(first + batch_rows, len(self.hashes))), room)
             arrays = [
                 column_array(spec, pa.py_buffer(values.view(np.uint8)), len(values))
-                for spec, values in zip((ID_SPEC, *slots), columns, strict=True)
+                for spec, values in zip(specs, columns, strict=True)
             ]
             yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
@@ -139,12 +296,13 @@ class RangeRows:
         if is_one_piece and (rows[1:] - rows[:-1] == 1).all():
             return [column[rows[0] : rows[-1] + 1] for column in columns]
         room = [np.empty(len(rows), column.dtype) for column in columns] if room is None else room
-        copies = (
-            [_RowCopy(int(of_piece[0]), rows, slice(0, len(rows)))] if is_one_piece else list(_copies(rows, of_piece))
-        )
-        for copy in copies:
-            for number, values in enumerate(room):
-                copy.do(self._pieces[copy.piece][number], values)
+        whole = _RowCopy(int(of_piece[0]), rows, slice(0, len(rows)))
+        for piece, some, to in [whole] if is_one_piece else _copies(rows, of_piece):
+            for source, target in zip(self._pieces[piece], room, strict=True):
+                if isinstance(to, slice):
+                    source.take(some, out=target[to], mode="clip")  # "raise" would make a copy in between
+                else:
+                    target[to] = source[some]
         return [values[: len(rows)] for values in room]
 
     def piece_ends(self, places: Int64s) -> Int64s:
@@ -153,20 +311,12 @@ class RangeRows:
         return np.flatnonzero(of_piece[1:] != of_piece[:-1]) + 1
 
 
-@dataclass(frozen=True)
-class _RowCopy:
+class _RowCopy(NamedTuple):
     """Rows of a piece, and where in a batch they belong: positions, or a slice of which others fill the gaps later."""
 
     piece: int
     rows: Int64s
     to: Int64s | slice
-
-    def do(self, source: npt.NDArray[Any], target: npt.NDArray[Any]) -> None:
-        """Copy the rows."""
-        if isinstance(self.to, slice):
-            source.take(self.rows, out=target[self.to], mode="clip")  # "raise" would make a copy in between
-        else:
-            target[self.to] = source[self.rows]
 
 
 def _copies(rows: Int64s, of_piece: npt.NDArray[Any]) -> Iterator[_RowCopy]:
@@ -185,14 +335,3 @@ def _copies(rows: Int64s, of_piece: npt.NDArray[Any]) -> Iterator[_RowCopy]:
             few.append(at)
     for at in few:
         yield _RowCopy(int(of_piece[at[0]]), rows[at], at)
-
-
-def _as_one(pieces: Sequence[Piece]) -> list[Piece]:
-    """Return pieces, which are small and many where little has changed, as one."""
-    return [[np.concatenate(columns) for columns in zip(*pieces, strict=True)]] if len(pieces) > 1 else list(pieces)
-
-
-def _hashes(pieces: Iterable[Piece]) -> Hashes:
-    """Return the hashes of the ids, by which buckets are ordered; different ids have different ones."""
-    hashes: Hashes = mix64(ids_of(pieces).view(np.uint64))
-    return hashes

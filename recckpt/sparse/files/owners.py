@@ -1,21 +1,25 @@
-"""Which ranks own which ids of a table that they load parts of, or copies (no torch here)."""
+"""Which ranks own which ids, which of them reads each batch, and in which rounds they send rows (no torch here)."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from recckpt.format.buckets import Slice, bucket_of
-from recckpt.format.catalog import Batch
+from recckpt.format.catalog import Batch, Part
 
 Int64s = npt.NDArray[np.int64]
 _Span = tuple[int, int, float]
 LEAST, _GREATEST = -(1 << 63), (1 << 63) - 1
+BLOCK_BYTES = 1 << 20  # of small batches, which one rank reads together
+Window = Mapping[int, int]  # what a rank sends at once: to which rank about how many bytes
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,9 @@ class IdSpan:
 
     @property
     def is_everything(self) -> bool:
-        """Whether every id is inside."""
         return self.least == LEAST and self.greatest == _GREATEST
 
     def owns(self, ids: Int64s) -> npt.NDArray[np.bool_]:
-        """Return a mask of the ids that are inside."""
         return (ids >= self.least) & (ids <= self.greatest)
 
     @property
@@ -59,11 +61,9 @@ class IdSpans:
 
     @property
     def is_everything(self) -> bool:
-        """Whether one of them has every id."""
         return any(part.is_everything for part in self.parts)
 
     def owns(self, ids: Int64s) -> npt.NDArray[np.bool_]:
-        """Return a mask of the ids that are inside."""
         is_own = np.zeros(len(ids), np.bool_)
         for part in self.parts:
             is_own |= part.owns(ids)
@@ -71,7 +71,6 @@ class IdSpans:
 
     @property
     def spans(self) -> Iterator[_Span]:
-        """As of :class:`IdSpan`."""
         return (span for part in self.parts for span in part.spans)
 
 
@@ -88,11 +87,9 @@ class IdBlock:
 
     @property
     def is_everything(self) -> bool:
-        """Whether it is the only one."""
         return self.size == 1
 
     def owns(self, ids: Int64s) -> npt.NDArray[np.bool_]:
-        """Return a mask of the ids that belong to it."""
         unsigned = ids.astype(np.uint64)
         is_inside = unsigned <= np.uint64(self._end - 1)
         owner = np.where(is_inside, unsigned // np.uint64(self.width), unsigned % np.uint64(self.size))
@@ -101,7 +98,6 @@ class IdBlock:
 
     @property
     def spans(self) -> Iterator[_Span]:
-        """As of :class:`IdSpan`."""
         begin = self.number * self.width
         for first, end, share in ((begin, begin + self.width, 1.0), (self._end, 1 << 64, 1 / self.size)):
             yield first, min(end, 1 << 63), share
@@ -173,3 +169,113 @@ class _Spans:
             both = min(end, last) - max(begin, first)
             if both > 0:
                 yield rank, share * both / (last - first)
+
+
+@dataclass(frozen=True)
+class TableRequest:
+    """What a rank takes of a table of a link.
+
+    Attributes:
+        columns: the slots that it needs, beside the ids.
+        row_bytes: bytes of a row in them, with the id.
+        owned: the ids that it owns.
+    """
+
+    columns: frozenset[str]
+    row_bytes: int
+    owned: tuple[OwnedIds, ...]
+
+    def __or__(self, other: TableRequest) -> TableRequest:
+        """Return what a rank takes that fills two tables from one."""
+        owned = tuple(dict.fromkeys((*self.owned, *other.owned)))
+        return TableRequest(self.columns | other.columns, max(self.row_bytes, other.row_bytes), owned)
+
+
+class Turn(NamedTuple):
+    """Who reads a batch, and about which share of its rows each rank needs, of all that may need one."""
+
+    reader: int
+    shares: Mapping[int, float]
+
+
+class LinkRequests:
+    """What the ranks take of a link, by table.
+
+    Attributes:
+        of_tables: what each rank takes of a table, of those that do.
+        owners: who owns which ids of a table.
+
+    Args:
+        of_ranks: of each rank, by its number: table -> what it takes.
+    """
+
+    def __init__(self, of_ranks: Sequence[Mapping[str, TableRequest]]) -> None:
+        self._size = len(of_ranks)
+        self.of_tables: dict[str, dict[int, TableRequest]] = {}
+        for rank, requests in enumerate(of_ranks):
+            for table, request in requests.items():
+                self.of_tables.setdefault(table, {})[rank] = request
+        known: dict[tuple[tuple[int, tuple[OwnedIds, ...]], ...], Owners] = {}  # tables mostly lie alike
+        self.owners: dict[str, Owners] = {}
+        for table, some in self.of_tables.items():
+            owned = tuple((rank, request.owned) for rank, request in some.items())
+            self.owners[table] = known.get(owned) or known.setdefault(owned, Owners(dict(owned)))
+
+    def deal(self, parts: Sequence[Part], shard: int) -> dict[tuple[str, int], Turn]:
+        """Return who reads the batches of a shard, by file and number, of those that ranks take rows of.
+
+        A batch, or a block of small ones, goes to one of the ranks that need it: that which by then has read the fewest
+        bytes, beside those that it owns. So a batch of one rank alone is read by it, ranks as of the save have nothing
+        to send, and otherwise each reads about as many bytes of a shard as it owns there, give or take a block.
+        """
+        owed: Counter[int] = Counter()  # bytes that a rank owns and has not read
+        turns: dict[tuple[str, int], Turn] = {}
+        for part in parts:
+            for block in self._blocks(part):
+                for _, n_bytes, shares in block:
+                    whole = sum(shares.values())
+                    for rank, share in shares.items():
+                        owed[rank] += round(n_bytes * share / whole)
+                reader = max(block[0][2], key=lambda rank: (owed[rank], (rank - shard) % self._size))
+                owed[reader] -= sum(n_bytes for _, n_bytes, _ in block)
+                turns |= {(part.file, number): Turn(reader, shares) for number, _, shares in block}
+        return turns
+
+    def _blocks(self, part: Part) -> Iterator[list[tuple[int, int, Mapping[int, float]]]]:
+        """Yield batches that lie together and that the same ranks need: number, bytes, and the share of each rank."""
+        block = list[tuple[int, int, Mapping[int, float]]]()
+        left = BLOCK_BYTES
+        for number, batch in enumerate(part.batches):
+            shares = self.owners[batch.table].shares(batch) if batch.table in self.owners else {}
+            if not shares:
+                continue
+            requests = self.of_tables[batch.table].values()
+            n_bytes = batch.rows * (8 if part.holds == "deletes" else max(request.row_bytes for request in requests))
+            if block and (n_bytes > left or shares.keys() != block[0][2].keys()):
+                yield block
+                block, left = [], BLOCK_BYTES
+            block.append((number, n_bytes, shares))
+            left -= n_bytes
+        if block:
+            yield block
+
+
+def agreed_rounds(of_ranks: Sequence[Sequence[Window]], room: int) -> list[frozenset[int]]:
+    """Return who sends its next window in each round.
+
+    Args:
+        of_ranks: of each rank, by its number: what it sends, in order.
+        room: bytes that a rank gets in a round at most, unless one window alone has more for it.
+    """
+    n_sent = [0] * len(of_ranks)
+    rounds = []
+    while left := [rank for rank, windows in enumerate(of_ranks) if n_sent[rank] < len(windows)]:
+        received, senders = Counter[int](), set[int]()
+        for rank in sorted(left, key=lambda rank: n_sent[rank] - len(of_ranks[rank])):  # those with most to send first
+            window = of_ranks[rank][n_sent[rank]]
+            if all(not received[to] or received[to] + n_bytes <= room for to, n_bytes in window.items()):
+                received.update(window)
+                senders.add(rank)
+                n_sent[rank] += 1
+        rounds.append(frozenset(senders))
+    return rounds

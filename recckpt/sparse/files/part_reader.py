@@ -1,66 +1,101 @@
-"""The reader of part files (docs/format.md, section 5)."""
+"""Readers of part files (docs/format.md, section 5): of one part, of one that may be damaged, and of all of a link."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, BinaryIO, TypeVar
+import threading
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
 import xxhash
 
 from recckpt.errors import CorruptCheckpointError
+from recckpt.format import layout
 from recckpt.format.catalog import Part
 from recckpt.sparse.files.arrow_format import (
     DTYPE_KEY,
+    FIRST,
     ID,
+    ID_SPEC,
+    PREFIX,
     TABLE,
-    Messages,
-    check_message,
-    column_buffer,
-    column_items,
+    PartLayout,
+    Read,
+    column_array,
+    padded,
     part_schema,
 )
 from recckpt.storage import NOT_READABLE, missing
 from recckpt.storage.base import Files
-from recckpt.storage.read_again import read_twice
+from recckpt.storage.local_files import mapped
+from recckpt.storage.retry import read_twice
 from recckpt.types import SlotSpec
 
 _T = TypeVar("_T")
+Values = bytes | memoryview  # of a column of a batch, as they lie in the file
 _EXTENSION = b"ARROW:extension:name"  # of Arrow
+READ_BYTES = 16 << 20  # about what is asked of a store at once, if a batch has no more
+_GAP_BYTES = 64 << 10  # that are asked for and not needed rather than asking twice
+_MOST_OF_SCHEMA = 1 << 20  # bytes
+_HEAD_BYTES = 512  # that describe the names of tables, and the first batch, or more
 
 
-class _WatchedFile:
-    """The file object that Arrow reads from; remembers the error of the storage, of which Arrow makes another."""
+def runs_of(items: Iterable[_T], most: int, size: Callable[[_T], int]) -> Iterator[list[_T]]:
+    """Yield items in lists, whose sizes come to no more than so much, or of one item."""
+    some, total = list[_T](), 0
+    for item in items:
+        total += size(item)
+        if some and total > most:
+            yield some
+            some, total = [], size(item)
+        some.append(item)
+    if some:
+        yield some
 
-    closed = False
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.error: OSError | None = None
+class _PartBytes:
+    """The bytes of a part: as they are mapped, or asked for in ranges, of which the first is kept.
 
-    def read(self, size: int = -1) -> bytes:
-        try:
-            data = self._file.read(size)
-        except OSError as error:
-            self.error = error
-            raise
-        check_message(data)
-        return data
+    It refers to no reader, which would keep a part mapped until a collection.
+    """
 
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return self._file.seek(offset, whence)
+    def __init__(self, storage: Files, path: str, mapped: memoryview | None, n_head: int) -> None:
+        self._storage, self._path, self._mapped = storage, path, mapped
+        self._head = b"" if mapped is not None else storage.read(path, n_head)
 
-    def tell(self) -> int:
-        return self._file.tell()
+    def __call__(self, begin: int, end: int) -> Values:
+        """Return bytes, fewer where the file ends before them."""
+        if self._mapped is not None:
+            return self._mapped[begin:end]
+        return self._head[begin:end] if end <= len(self._head) else self._storage.read(self._path, end - begin, begin)
 
-    def close(self) -> None:
-        self._file.close()
+    def spanning(self, ranges: Iterable[tuple[int, int]]) -> Read:
+        """Return what has the bytes of some ranges, of which those that lie close to each other came together."""
+        if self._mapped is not None:
+            return self
+        spans = list[tuple[int, int]]()
+        for begin, end in sorted(ranges):
+            is_close = spans and begin - spans[-1][1] <= _GAP_BYTES
+            first, last = spans.pop() if is_close else (begin, end)
+            spans.append((first, max(last, end)))
+        pieces = [(begin, memoryview(self(begin, end))) for begin, end in spans]
+
+        def read(begin: int, end: int) -> Values:
+            at, data = pieces[bisect_right(pieces, begin, key=itemgetter(0)) - 1]
+            return data[begin - at : end - at]
+
+        return read
 
 
 class PartReader:
-    """Reads one part and checks every byte that it gives out against the catalog. Not thread-safe.
+    """Reads one part and checks every byte that it gives out against the catalog. Thread-safe.
+
+    Where the file is not mapped, its head is read once, and batches by as few requests as their bytes need.
 
     Args:
         storage, directory: where the checkpoint lies.
@@ -87,6 +122,7 @@ class PartReader:
         chosen = None if columns is None else set(columns)
         self._specs = {spec.name: spec for spec in slots if chosen is None or spec.name in chosen}
         self._storage, self._slots, self._own_map = storage, slots, mapped
+        self._names_checked = False
         self._twice(self._open)
 
     def _twice(self, read: Callable[[], _T], reopen: Callable[[], object] = lambda: None) -> _T:
@@ -97,155 +133,239 @@ class PartReader:
         storage, part = self._storage, self.part
         try:
             mapped = storage.map(self.path) if self._own_map is None else self._own_map
-            n_bytes = len(mapped) if mapped is not None else storage.size(self.path)
+            bytes_in = self._bytes_in(mapped)
         except NOT_READABLE as error:
             raise missing(self.path, error, f"{part.n_bytes} bytes") from error
-        if n_bytes != part.n_bytes:
-            raise self._corrupt("its size", f"{n_bytes} bytes", f"{part.n_bytes} bytes")
-        self.mapped = mapped
-        self._watched = None if mapped is not None else _WatchedFile(storage.open(self.path))
-        self._file = None if mapped is not None else pa.PythonFile(self._watched, "r")
-        self._messages: Messages | None = None
-        self._arrow = self._opened(pa.BufferReader(mapped) if self._file is None else self._file, self._slots)
-        self._names_checked = False
+        if mapped is not None:
+            self._check_size(len(mapped))
+        self._bytes, self.mapped = bytes_in, mapped
+        self._layout = self._laid_out(self._column_names())
 
-    def source(self) -> pa.Buffer | pa.NativeFile:
-        """Return what Arrow reads the part from by itself, without checks, but for batches that are compressed."""
-        self.check_messages()
-        return pa.py_buffer(self.mapped) if self._file is None else self._file
+    def _bytes_in(self, mapped: memoryview | None) -> _PartBytes:
+        n_head = FIRST + part_schema(self._slots).serialize().size + sum(padded(len(each)) for each in self.part.names)
+        return _PartBytes(self._storage, self.path, mapped, n_head + _HEAD_BYTES)
 
-    def check_messages(self) -> None:
-        """Refuse a part with batches that are compressed; of one that is not mapped, each when it is read."""
+    def _check_size(self, n_bytes: int) -> None:
+        if n_bytes != self.part.n_bytes:
+            raise self._corrupt("its size", f"{n_bytes} bytes", f"{self.part.n_bytes} bytes")
+
+    def check_lengths(self) -> None:
+        """Refuse a part with a batch that is not as long as its rows; of one that is not mapped, look at its size."""
+        if self.mapped is None:
+            self._check_size(self._storage.size(self.path))
+            return
+        for number in range(len(self.part.batches)):
+            self._check_length(number, self._bytes)
+
+    def batches(self, numbers: Iterable[int]) -> Iterator[tuple[int, Mapping[str, pa.Array]]]:
+        """Yield some batches, each with its number, as :meth:`read` does; many small ones come together."""
+        row_bytes = 10 + sum(spec.row_bytes for spec in self._specs.values())
+        for some in runs_of(numbers, READ_BYTES, lambda number: self.part.batches[number].rows * row_bytes):
+            span = self._span(some)
+            for number in some:
+                yield number, self.read(number, span)
+
+    def read(self, number: int, span: Read | None = None) -> Mapping[str, pa.Array]:
+        """Return id and slots of a batch, each checked: name -> Arrow array; ``span`` has its bytes already."""
+        return self.checked(number, (TABLE, ID, *self._specs), span)
+
+    def checked(self, number: int, names: Iterable[str], span: Read | None = None) -> dict[str, pa.Array]:
+        """Return id and slots of a batch, of which columns these are checked."""
+        first = [span] if span is not None else []
+
+        def read() -> Mapping[str, Values]:
+            columns = self.unchecked(number, first.pop() if first else None)
+            for name in names:
+                if problem := self.column_problem(number, columns[name], name):
+                    raise problem
+            return columns
+
+        return self.arrays(number, self._twice(read, self._open))
+
+    def unchecked(self, number: int, span: Read | None = None) -> Mapping[str, Values]:
+        """Return the values of all columns to be read of a batch, which are not checked yet."""
+        columns, bytes_in = dict[str, Values](), span or self._span([number])
+        self._check_length(number, bytes_in)
+        for name, begin, end in self._columns_of(number):
+            columns[name] = values = bytes_in(begin, end)
+            if len(values) != end - begin:
+                raise self.damage(number, f"{len(values)} bytes of {name!r}", f"{end - begin} bytes")
+        return columns
+
+    def _span(self, numbers: Iterable[int]) -> Read:
+        """Return what has all that is read of some batches: columns, and what follows each batch."""
+        every = [(begin, end) for number in numbers for _, begin, end in self._columns_of(number)]
+        ends = [self._layout.end(number) for number in numbers]
+        return self._bytes.spanning([*every, *((end, end + PREFIX.size) for end in ends)])
+
+    def _columns_of(self, number: int) -> Iterator[tuple[str, int, int]]:
+        names = {TABLE, ID, *self._specs}
+        return (column for column in self._layout.columns(number) if column[0] in names)
+
+    def arrays(self, number: int, columns: Mapping[str, Values]) -> dict[str, pa.Array]:
+        """Return id and slots of a batch as Arrow has them, without a copy."""
+        n_rows, specs = self.part.batches[number].rows, (ID_SPEC, *self._specs.values())
+        return {spec.name: column_array(spec, pa.py_buffer(columns[spec.name]), n_rows) for spec in specs}
+
+    def _check_length(self, number: int, bytes_in: Read) -> None:
+        """Refuse a batch that is not as long as its rows."""
         try:
-            if self._messages is not None:
-                self._messages.check_all()
+            self._layout.check_length(number, bytes_in)
         except ValueError as error:
-            raise self._corrupt("", f"invalid Arrow ({error})", "record batches") from error
+            raise self.damage(number, str(error), "rows as the catalog has them") from error
 
-    def read(self, number: int) -> Mapping[str, pa.Array]:
-        """Return id and slots of a batch, each checked: name -> Arrow array."""
-        batch = self.checked(number, (TABLE, ID, *self._specs))
-        return {name: batch.column(name) for name in (ID, *self._specs)}
-
-    def checked(self, number: int, names: Iterable[str]) -> pa.RecordBatch:
-        """Return a batch, of which these columns are checked."""
-        return self._twice(partial(self._checked, number, tuple(names)), self._open)
-
-    def _checked(self, number: int, names: Iterable[str]) -> pa.RecordBatch:
-        batch = self.unchecked(number)
-        for name in names:
-            problem = self.column_problem(number, batch, name)
-            if problem:
-                raise problem
-        return batch
-
-    def unchecked(self, number: int) -> pa.RecordBatch:
-        """Return a batch of the right number of rows whose values are not checked yet."""
-        try:
-            if self._messages is not None:
-                self._messages.check_batch(number)
-            batch = self._arrow.get_batch(number)
-            batch.validate()
-        except (pa.ArrowException, OSError, ValueError) as error:
-            self._raise_storage_error()
-            raise self.damage(number, f"invalid Arrow ({error})", "a record batch") from error
-        rows = self.part.batches[number].rows
-        if batch.num_rows != rows:
-            raise self.damage(number, f"{batch.num_rows} rows", f"{rows} rows")
-        return batch
-
-    def column_problem(self, number: int, batch: pa.RecordBatch, name: str) -> CorruptCheckpointError | None:
-        """Return what is wrong with a column of a batch: nulls, rows of another table, values of another checksum."""
-        array, where = batch.column(name), f"{self._place(number)}, column {name!r}"
-        nulls = array.null_count or column_items(array).null_count
-        if nulls:
-            return self._corrupt(where, f"{nulls} nulls", "no nulls")
-        if name == TABLE and (misnamed := self._misnamed(number, array)):
-            return self._corrupt(where, *misnamed)
-        digest, expected = xxhash.xxh3_64_intdigest(column_buffer(array)), self.part.batches[number].xxh3[name]
+    def column_problem(self, number: int, values: Values, name: str) -> CorruptCheckpointError | None:
+        """Return what is wrong with a column of a batch: rows of another table, or values of another checksum."""
+        part, batch, where = self.part, self.part.batches[number], f", column {name!r}"
+        if name == TABLE:  # by which other readers tell tables apart
+            if not self._names_checked:  # the batches of a file share one dictionary
+                if (names := self._layout.other_names()) is not None:
+                    return self.damage(number, f"the tables {names}", str(list(part.tables)), where)
+                self._names_checked = True
+            wrong = np.frombuffer(values, np.int16) != part.numbers[batch.table]
+            if wrong.any():
+                return self.damage(number, f"row {np.argmax(wrong)} of another table", "rows of this table only", where)
+        digest, expected = xxhash.xxh3_64_intdigest(values), batch.xxh3[name]
         if digest != expected:
-            return self._corrupt(where, f"checksum {digest:016x}", f"{expected:016x}")
+            return self.damage(number, f"checksum {digest:016x}", f"{expected:016x}", where)
         return None
 
-    def _misnamed(self, number: int, column: pa.DictionaryArray) -> tuple[str, str] | None:
-        """Return (found, expected) where the column by which other readers tell tables apart names another table."""
-        tables = list(self.part.tables)
-        if not self._names_checked:  # the batches of a file share one dictionary
-            try:
-                column.dictionary.validate(full=True)
-                names = column.dictionary.to_pylist()
-            except (pa.ArrowException, ValueError) as error:
-                return f"invalid names ({error})", str(tables)
-            if names != tables:
-                return f"the tables {names}", str(tables)
-            self._names_checked = True
-        wrong = np.frombuffer(column_buffer(column), np.int16) != tables.index(self.part.batches[number].table)
-        return (f"row {np.argmax(wrong)} of another table", "rows of this table only") if wrong.any() else None
-
     def check_frame(self) -> None:
-        """Check the bytes that are not column values; needs all columns and a file that lies in memory."""
+        """Check the bytes that are not column values; needs a file that lies in memory."""
+        assert self.mapped is not None
         frame, done = xxhash.xxh3_64(), 0
-        whole = pa.py_buffer(self.mapped)
         for number in range(len(self.part.batches)):
-            batch = self.unchecked(number)
-            for name in batch.schema.names:
-                values = column_buffer(batch.column(name))
-                begin = values.address - whole.address
-                if not done <= begin <= begin + values.size <= whole.size:
-                    where = f"{self._place(number)}, column {name!r}"
-                    raise self._corrupt(where, "values out of order", "values in the order of the schema")
-                frame.update(whole.slice(done, begin - done))
-                done = begin + values.size
-        frame.update(whole.slice(done))
+            for _, begin, end in self._layout.columns(number):
+                frame.update(self.mapped[done:begin])
+                done = end
+        frame.update(self.mapped[done:])
         if frame.intdigest() != self.part.frame:
             raise self._corrupt("its frame", f"checksum {frame.intdigest():016x}", f"{self.part.frame:016x}")
 
-    def _opened(self, source: Any, slots: Sequence[SlotSpec]) -> Any:
+    def _column_names(self) -> list[str]:
+        """Return the columns in the order of the file, whose schema is checked; and its footer, where it is mapped."""
         try:
-            reader = pa.ipc.open_file(source)
-            self._check_schema(reader.schema, slots)
-            if reader.num_record_batches != len(self.part.batches):
-                count, expected = reader.num_record_batches, len(self.part.batches)
-                raise self._corrupt("", f"{count} batches", f"{expected} batches")
-            names = [TABLE, ID, *self._specs]
-            if self.mapped is None and len(names) < len(reader.schema):  # of a map Arrow would copy what it includes
-                included = [reader.schema.get_field_index(name) for name in names]
-                options = pa.ipc.IpcReadOptions(included_fields=included)
-                source.seek(0)
-                reader = pa.ipc.open_file(source, options=options)
-            if self.mapped is not None:
-                self._messages = Messages(self.mapped)
-                self._messages.check_dictionaries()
+            if self.mapped is None:
+                found = pa.ipc.read_schema(pa.py_buffer(self._schema_bytes()))
+            else:
+                reader = pa.ipc.open_file(pa.BufferReader(self.mapped))
+                found, count, n_batches = reader.schema, reader.num_record_batches, len(self.part.batches)
+                if count != n_batches:
+                    raise self._corrupt("", f"{count} batches", f"{n_batches} batches")
+            expected = part_schema(self._slots)
+            if found.equals(expected, check_metadata=True):
+                return list(found.names)
+            if sorted(found.names) != sorted(expected.names):
+                raise self._corrupt("its columns", str(found.names), str(expected.names))
+            for column in expected:
+                where, other = f"column {column.name!r}", found.field(column.name)
+                metadata, of_column = other.metadata or {}, column.metadata or {}
+                if _EXTENSION in metadata:  # of a type that is not registered here
+                    kind = metadata[_EXTENSION].decode(errors="replace")
+                    raise self._corrupt(where, f"the extension {kind!r:.200}", str(column.type))
+                if other.type != column.type or metadata.get(DTYPE_KEY) != of_column.get(DTYPE_KEY):
+                    raise self._corrupt(where, str(other.type), str(column.type))
+            return list(found.names)
         except (pa.ArrowException, OSError, ValueError) as error:
-            self._raise_storage_error()
             raise self._corrupt("", f"no Arrow file ({error})", "an Arrow IPC file") from error
-        return reader
 
-    def _raise_storage_error(self) -> None:
-        """Raise what the storage raised while Arrow read from it: a lost connection is no damage."""
-        if self._watched is not None and self._watched.error is not None:
-            raise self._watched.error
+    def _schema_bytes(self) -> Values:
+        """Return the message with which the file begins."""
+        n_bytes = int.from_bytes(self._bytes(FIRST + 4, FIRST + PREFIX.size), "little")
+        return self._bytes(FIRST, FIRST + PREFIX.size + min(n_bytes, _MOST_OF_SCHEMA))
 
-    def _check_schema(self, found: pa.Schema, slots: Sequence[SlotSpec]) -> None:
-        expected = part_schema(slots)
-        if sorted(found.names) != sorted(expected.names):
-            raise self._corrupt("its columns", str(found.names), str(expected.names))
-        for field in expected:
-            other = found.field(field.name)
-            if _EXTENSION in (other.metadata or {}):  # of a type that is not registered here
-                kind = other.metadata[_EXTENSION].decode(errors="replace")
-                raise self._corrupt(f"column {field.name!r}", f"the extension {kind!r:.200}", str(field.type))
-            if other.type != field.type or (other.metadata or {}).get(DTYPE_KEY) != (field.metadata or {}).get(
-                DTYPE_KEY
-            ):
-                raise self._corrupt(f"column {field.name!r}", str(other.type), str(field.type))
+    def _laid_out(self, names: Iterable[str]) -> PartLayout:
+        """Return where the values of these columns, in their order, lie."""
+        of_slots = {slot.name: slot.row_bytes for slot in self._slots}
+        widths = {TABLE: 2, ID: 8, **of_slots}
+        try:
+            return PartLayout(self._bytes, {name: widths[name] for name in names}, self.part)
+        except ValueError as error:
+            raise self._corrupt("", str(error), "a schema, the names of the tables, and batches") from error
 
-    def damage(self, number: int, found: str, expected: str) -> CorruptCheckpointError:
-        """Return the error for a batch that is not what was written."""
-        return self._corrupt(self._place(number), found, expected)
-
-    def _place(self, number: int) -> str:
-        return f"batch {number} (table {self.part.batches[number].table!r})"
+    def damage(self, number: int, found: str, expected: str, where: str = "") -> CorruptCheckpointError:
+        """Return the error for a batch that is not what was written, or for something in it."""
+        return self._corrupt(f"batch {number} (table {self.part.batches[number].table!r}){where}", found, expected)
 
     def _corrupt(self, where: str, found: str, expected: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(self.path, where, found=found, expected=expected)
+
+
+class DamagedPart(PartReader):
+    """Finds batches by the catalog alone: the size of the file, its schema, its footer and its end may be wrong.
+
+    It is not mapped: what a disk cannot read is an error of the read, and would be the end of the process in a map.
+
+    Raises:
+        CorruptCheckpointError: the file is missing, or its first messages are damaged, behind which the batches lie.
+    """
+
+    def _open(self) -> None:
+        try:
+            self._bytes, self.mapped = self._bytes_in(None), None
+        except NOT_READABLE as error:
+            raise missing(self.path, error, f"{self.part.n_bytes} bytes") from error
+        names = [TABLE, ID, *(slot.name for slot in self._slots)]
+        try:
+            in_file = list(pa.ipc.read_schema(pa.py_buffer(self._schema_bytes())).names)
+        except (pa.ArrowException, OSError, ValueError):  # the schema is no help
+            in_file = []
+        self._layout = self._laid_out(in_file if sorted(in_file) == sorted(names) else names)
+
+    def _check_length(self, number: int, bytes_in: Read) -> None:
+        """Leave it to the checksums."""
+
+
+@dataclass(frozen=True)
+class LinkBatches:
+    """The parts of one link, of the shards that may have rows or deletes for a rank.
+
+    Attributes:
+        files: of the link.
+        directory: where it lies.
+        tables: of which rows are read from it: newer links hold all rows of the others.
+        parts: by number of the shard; the deletes of a link are read before its rows.
+    """
+
+    files: Files
+    directory: str
+    tables: Collection[str] = ()
+    parts: Mapping[int, Sequence[Part]] = field(default_factory=dict)
+    _readers: dict[tuple[str, frozenset[str]], PartReader] = field(default_factory=dict, init=False)
+    _opening: defaultdict[tuple[str, frozenset[str]], threading.Lock] = field(
+        default_factory=lambda: defaultdict(threading.Lock), init=False
+    )
+
+    @property
+    def every_part(self) -> Iterator[Part]:
+        return (part for parts in self.parts.values() for part in parts)
+
+    def read(
+        self, part: Part, numbers: Iterable[int], slots: Sequence[SlotSpec], columns: frozenset[str]
+    ) -> Iterator[tuple[int, Mapping[str, pa.Array], PartReader]]:
+        """Yield (number, checked columns, reader) of some batches of a part, whose tables have these slots.
+
+        Raises:
+            CorruptCheckpointError: a file is damaged.
+        """
+        reader = self.reader(part, slots, columns)
+        for number, rows in reader.batches(numbers):
+            yield number, rows, reader
+
+    def reader(self, part: Part, slots: Sequence[SlotSpec], columns: frozenset[str]) -> PartReader:
+        """Return the one reader of these columns of a part."""
+        key = part.file, columns
+        with self._opening[key]:  # by one thread: its head, or its footer, says where all its batches are
+            if key not in self._readers:
+                self._readers[key] = PartReader(self.files, self.directory, part, slots, columns)
+        return self._readers[key]
+
+    def check_frame(self, part: Part, slots: Sequence[SlotSpec]) -> None:
+        """Check what lies between the values of a part, if it is mapped: else it would all have to be read again."""
+        path = layout.join(self.directory, part.file)
+
+        def check() -> None:
+            PartReader(self.files, self.directory, part, slots, mapped=mapped(self.files, path)).check_frame()
+
+        if self.files.map(path) is not None:
+            read_twice(self.files, path, check)

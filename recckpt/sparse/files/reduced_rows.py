@@ -2,27 +2,58 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from recckpt.format.reduced import Narrowed, Reduced
-from recckpt.sparse.files.narrowed import narrow
+from recckpt.format.tables import Narrowed, Reduced
 from recckpt.sparse.files.row_filter import RowFilter, numbers
 from recckpt.sparse.files.table_rows import StillTable, TableSource
 from recckpt.sparse.table.marks import DeltaSource
 from recckpt.sparse.table.snapshot import Snapshot, SnapshotIds
 from recckpt.types import EMBEDDING, SlotSpec
 
-Int64s = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
+_PIECE = 1 << 15  # values: they stay in the cache, and torch makes no threads for them
+Int64s = npt.NDArray[np.int64]
 _PIECE_ROWS = 1 << 17
+
+
+def narrow(table: str, values: Bytes, slot: SlotSpec, target: Bytes, stored: SlotSpec) -> float:
+    """Put the values of a slot into a target as another dtype, to the nearest, and return the largest error.
+
+    What is not finite stays so.
+
+    Raises:
+        ValueError: a number is beyond the dtype.
+    """
+    wide = torch.from_numpy(values).view(getattr(torch, slot.dtype))
+    narrowed = torch.from_numpy(target).view(getattr(torch, stored.dtype))
+    worst = 0.0
+    for begin in range(0, len(wide), _PIECE):
+        piece, to = wide[begin : begin + _PIECE], narrowed[begin : begin + _PIECE]
+        to.copy_(piece)
+        error = (to.to(piece.dtype) - piece).abs_()
+        largest = float(error.max())
+        if not math.isfinite(largest):
+            is_finite = torch.isfinite(piece)
+            beyond = piece[is_finite & ~torch.isfinite(error)]
+            if len(beyond):
+                raise ValueError(
+                    f"table {table!r}, {slot.name!r}: found {float(beyond[0]):g}, expected numbers that {stored.dtype} "
+                    f"holds, in which 'store' puts them: store the slot as "
+                    f"{'bfloat16' if stored.dtype == 'float16' else 'float32'}, or as it is"
+                )
+            largest = float(torch.where(is_finite, error, 0.0).max())
+        worst = max(worst, largest)
+    return worst
 
 
 @dataclass(frozen=True)
@@ -85,7 +116,6 @@ class ReducedSource:
 
     @property
     def n_rows(self) -> int:
-        """Number of rows."""
         return self._source.n_rows if self._rows is None else len(self._rows.kept)
 
     @property
@@ -95,12 +125,10 @@ class ReducedSource:
 
     @property
     def ids(self) -> SnapshotIds:
-        """The ids of the rows."""
         return SnapshotIds(self._read_ids)
 
     @property
     def n_kept(self) -> int:
-        """Rows that were copied aside because training changed them meanwhile."""
         return self._source.n_kept
 
     @property
@@ -131,14 +159,17 @@ class ReducedSource:
         if slot.name not in self._errors:
             self._source.read(number, rows, target, is_last=is_last)
             return
-        values = self._memory(len(rows) * slot.row_bytes)
+        n_bytes = len(rows) * slot.row_bytes
+        kept: Bytes | None = getattr(self._scratch, "kept", None)  # memory of this thread
+        if kept is None or len(kept) < n_bytes:
+            kept = self._scratch.kept = np.empty(n_bytes, np.uint8)
+        values = kept[:n_bytes]
         self._source.read(number, rows, values, is_last=is_last)
         error = narrow(self.name, values, slot, target, stored)
         with self._lock:
             self._errors[slot.name] = max(self._errors[slot.name], error)
 
     def close(self) -> None:
-        """Release the table."""
         self._source.close()
 
     def _of_source(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -147,16 +178,8 @@ class ReducedSource:
     def _read_ids(self, rows: npt.NDArray[Any], target: Bytes) -> None:
         target[:] = self._source.ids.gather(self._of_source(rows).astype(np.int64)).numpy().view(np.uint8)
 
-    def _memory(self, n_bytes: int) -> Bytes:
-        """Return memory of this thread."""
-        kept: Bytes | None = getattr(self._scratch, "kept", None)
-        if kept is None or len(kept) < n_bytes:
-            kept = self._scratch.kept = np.empty(n_bytes, np.uint8)
-        return kept[:n_bytes]
 
-
-@dataclass(frozen=True)
-class _Rows:
+class _Rows(NamedTuple):
     """Rows of a source that meet the conditions, the ids of changed ones that do not, and what that makes in all."""
 
     kept: npt.NDArray[Any]

@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from recckpt.format.buckets import mix64
-from recckpt.format.distinct import is_among
-from recckpt.format.reduced import Where
+from recckpt.format.buckets import is_among, mix64
+from recckpt.format.tables import Where
 from recckpt.types import is_list
 
 if TYPE_CHECKING:
@@ -57,10 +56,10 @@ class RowFilter:
     @property
     def record(self) -> Where:
         """What a manifest says of the rows that were saved."""
+        minimum = dict(sorted(self.minimum))
         if self.ids is None:
-            return Where(tuple(sorted(self.minimum)), sample=self.sample)
-        xxh3 = xxhash.xxh3_64_intdigest(self._ids.tobytes())
-        return Where(tuple(sorted(self.minimum)), len(self.ids), xxh3, self.sample)
+            return Where(minimum, self.sample)
+        return Where(minimum, self.sample, len(self.ids), xxhash.xxh3_64_intdigest(self._ids.tobytes()))
 
     @cached_property
     def _ids(self) -> npt.NDArray[np.int64]:

@@ -1,25 +1,193 @@
-"""The rows of one table: every byte checked, in the order of their buckets, and no id twice (no torch here)."""
+"""The rows of one table in one link: every byte checked, in the order of their buckets, no id twice (no torch here).
+
+A link names an id by a row or by a delete, in one of its shards once; a row in any of them counts more than a delete in
+any, and the newest link that names an id counts. The form for memory, which hashes ids as they come, is
+:class:`recckpt.sparse.files.filler.KnownIds`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
-from recckpt.format.catalog import Catalog, Part, PartKind
-from recckpt.format.distinct import is_among
+from recckpt.format.buckets import N_BUCKETS, bucket_of, distinct, is_among, repeated
+from recckpt.format.catalog import Batch, Catalog, Part, PartKind
+from recckpt.format.manifest import are_disjoint, overlap
 from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ID, ID_SPEC, ids_in, int64_array, slot_field
-from recckpt.sparse.files.id_check import IdCheck, may_repeat, repeated_between_shards
-from recckpt.sparse.files.id_set import IdSet
-from recckpt.sparse.files.once import Int64s, named_twice
+from recckpt.sparse.files.catalogs import IdSet
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.storage.base import Files
 from recckpt.types import SlotSpec
+
+Int64s = npt.NDArray[np.int64]
+Damage = Callable[[str, str, str], Exception]  # of (where, found, expected)
+
+ABSENT, DELETED = -1, -2  # in place of a row
+_OUT_OF_ORDER = "rows out of bucket order", "buckets that never fall"
+_WINDOW_ROWS = 8 << 20  # ids that are compared at once
+
+
+class AskedLink(Protocol):
+    """What a link says of ids."""
+
+    def find(self, ids: Int64s) -> Int64s:
+        """Return the row of each id; ABSENT where the link does not name it, DELETED where it has no row of it."""
+
+
+_Link = TypeVar("_Link", bound=AskedLink)
+
+
+def newest(links: Iterable[_Link], ids: Int64s) -> Iterator[tuple[_Link, Int64s, Int64s]]:
+    """Ask links, newest first, for the ids that no newer one names; ask no further once all are named.
+
+    Yields:
+        A link, the positions of the ids whose rows it has, and these rows.
+    """
+    left = np.arange(len(ids))
+    for link in links if len(ids) else ():
+        rows = link.find(ids[left])
+        yield link, left[rows >= 0], rows[rows >= 0]
+        left = left[rows == ABSENT]
+        if not len(left):
+            return
+
+
+def named_twice(ids: Int64s) -> tuple[str, str]:
+    """Return (found, expected) for ids that are there more than once."""
+    others = f" and {len(ids) - 1} others" if len(ids) > 1 else ""
+    return f"id {ids[0]}{others} twice", "every id once"
+
+
+def check_once(shards: Iterable[tuple[Int64s, Int64s]], damage: Damage, *, between: bool = True) -> None:
+    """Raise where a link names an id twice: as a row and a delete of one shard, or as a row of two.
+
+    Args:
+        shards: the ids of the rows and of the deletes of each, among both of which none is twice.
+        damage: makes the error.
+        between: whether an id may be in two shards, so that they are compared.
+    """
+    pairs = list(shards)
+    of_shards = [rows for rows, _ in pairs if len(rows)]
+    compared = [("in one shard", pair) for pair in pairs if all(map(len, pair))]
+    for where, ids in (*compared, *([("between shards", of_shards)] if between and len(of_shards) > 1 else [])):
+        if len(twice := repeated(np.concatenate(ids))):
+            raise damage(where, *named_twice(twice))
+
+
+class LinkIds:
+    """The ids that one link names.
+
+    Args:
+        rows: the ids that have rows, in order.
+        deletes: those that its shards delete, in any order; those with rows do not count.
+    """
+
+    def __init__(self, rows: Int64s, deletes: Iterable[Int64s]) -> None:
+        deleted = distinct(np.empty(0, np.int64), *deletes)
+        self.rows, self.deletes = rows, deleted[~is_among(deleted, rows)]
+
+    def find(self, ids: Int64s) -> Int64s:
+        """Return the place of each id among the rows; ABSENT or DELETED where it has none."""
+        places = np.where(is_among(ids, self.deletes), DELETED, ABSENT)
+        if len(self.rows):
+            at = np.minimum(np.searchsorted(self.rows, ids), len(self.rows) - 1)
+            places = np.where(self.rows[at] == ids, at, places)
+        return places
+
+
+class NamedIds:
+    """The ids that newer links name, or their hashes."""
+
+    def __init__(self) -> None:
+        self._ordered: npt.NDArray[Any] | None = None
+
+    def new(self, ids: npt.NDArray[Any]) -> Int64s:
+        """Return the positions of the ids that are not named yet."""
+        return np.arange(len(ids)) if self._ordered is None else np.flatnonzero(self.is_new(ids))
+
+    def is_new(self, ids: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+        """Return a mask of the ids that are not named yet."""
+        return np.ones(len(ids), np.bool_) if self._ordered is None else ~is_among(ids, self._ordered)
+
+    def add(self, *ids: npt.NDArray[Any]) -> None:
+        """Name ids, some of which may be named already."""
+        if sum(map(len, ids)):
+            self._ordered = np.sort(np.concatenate(ids if self._ordered is None else (self._ordered, *ids)))
+
+
+class IdCheck:
+    """The ids of one table in one part, batch by batch: in bucket order, and none twice."""
+
+    def __init__(self) -> None:
+        self._first_bucket = self._bucket = -1
+        self._head: Int64s = np.empty(0, np.int64)  # the ids in the first bucket, where the part before may end
+        self._tail: Int64s = np.empty(0, np.int64)  # the ids so far in the last bucket, which may go on
+
+    def read(self, reader: PartReader, number: int) -> Mapping[str, pa.Array]:
+        """Return the columns of the next batch; CorruptCheckpointError where they are damaged, or its ids wrong."""
+        columns = reader.read(number)
+        for found, expected in self.check(ids_in(columns), reader.part.batches[number]):
+            raise reader.damage(number, found, expected)
+        return columns
+
+    def check(self, ids: Int64s, batch: Batch) -> Iterator[tuple[str, str]]:
+        """Yield (found, expected) for all that is wrong with the ids of the next batch."""
+        buckets = bucket_of(ids)
+        span = int(buckets.min()), int(buckets.max()) + 1
+        if span != batch.buckets:
+            yield f"ids of buckets {list(span)}", f"{list(batch.buckets)}"
+        yield from check_range(ids, batch)
+        if buckets[0] < self._bucket or (np.diff(buckets) < 0).any():
+            yield _OUT_OF_ORDER
+        if buckets[0] != self._bucket:
+            self._tail = self._tail[:0]
+        if len(twice := repeated(np.concatenate([self._tail, ids]))):
+            yield named_twice(twice)
+        if self._bucket < 0:
+            self._first_bucket = int(buckets[0])
+        if buckets[0] == self._first_bucket:
+            self._head = distinct(self._head, ids[buckets == self._first_bucket])
+        self._bucket = int(buckets[-1])
+        ended = ids[buckets == self._bucket]
+        self._tail = distinct(self._tail, ended) if buckets[0] == self._bucket else ended.copy()
+
+    def follow(self, before: IdCheck) -> Iterator[tuple[str, str]]:
+        """Yield (found, expected) for what does not fit to the part before; take over what goes on from there."""
+        if self._first_bucket < before._bucket:
+            yield _OUT_OF_ORDER
+        elif self._first_bucket == before._bucket:
+            if len(twice := distinct(before._tail[is_among(before._tail, self._head)])):
+                yield named_twice(twice)
+            if self._bucket == self._first_bucket:
+                self._tail = distinct(before._tail, self._tail)
+
+
+def check_range(ids: Int64s, batch: Batch) -> Iterator[tuple[str, str]]:
+    """Yield (found, expected) where the ids of a batch are not in the range by which readers choose and compare."""
+    of_ids = int(ids.min()), int(ids.max())
+    if of_ids != batch.ids:
+        yield f"ids from {of_ids[0]} to {of_ids[1]}", f"from {batch.ids[0]} to {batch.ids[1]}"
+
+
+def may_repeat(catalogs: Sequence[Catalog], table: str) -> bool:
+    """Say whether an id of a table may be in two shards: where both their ids and their buckets overlap."""
+    if are_disjoint(catalog.ids[table] for catalog in catalogs if table in catalog.ids):
+        return False
+    spans = []
+    for catalog in catalogs:
+        parts = catalog.parts_of(table, "rows")
+        ranges = [part.batches[number].buckets for part, numbers in parts for number in numbers]
+        if ranges:
+            spans.append((min(begin for begin, _ in ranges), max(end for _, end in ranges)))
+    return overlap(spans)
 
 
 @dataclass(frozen=True)
@@ -33,13 +201,7 @@ class TableReader:
     slots: Sequence[str]  # to read, in the order of the table
 
     @property
-    def schema(self) -> pa.Schema:
-        """The schema of the batches: ``id`` and one column a slot."""
-        return table_schema(self.specs)
-
-    @property
     def specs(self) -> tuple[SlotSpec, ...]:
-        """The slots to read."""
         return tuple(slot for slot in self.entry.slots if slot.name in self.slots)
 
     @property
@@ -57,10 +219,6 @@ class TableReader:
         """Return the reader of a part that has rows or deletes of the table, and of these slots; None for all."""
         slots = self.entry.slots if part.holds == "rows" else ()
         return PartReader(self.storage, self.directory, part, slots, names)
-
-    def of_shards(self, *catalogs: Catalog) -> TableReader:
-        """Return the reader of some shards alone."""
-        return replace(self, catalogs=catalogs)
 
     def all_rows(self) -> Iterator[pa.RecordBatch]:
         """Yield all rows; where the ids of shards overlap, they are compared first.
@@ -91,27 +249,42 @@ class TableReader:
                 if len(rows):
                     yield batch.take(int64_array(rows))
 
-    def deletes_of(self, ids: Int64s) -> Int64s:
-        """Return those of the sorted ids that a delta deletes, in order, each once for each shard that does.
-
-        Raises:
-            CorruptCheckpointError: a file is damaged, or one of the ids is there twice in a shard.
-        """
-        sought, deletes = IdSet(ids), [np.empty(0, np.int64)]
-        for catalog in self.catalogs:
-            for _, _, batch in self.batches(catalog, "deletes", sought):
-                deleted = ids_in(batch)
-                deletes.append(deleted[is_among(deleted, ids)])
-        return np.sort(np.concatenate(deletes))
-
     def check_shards(self) -> None:
-        """Check that no id is in two shards; reads ids only where shards overlap in their buckets and in their ids.
+        """Check that no id is in two shards; CorruptCheckpointError where one is, or the ids cannot be read."""
+        for problem in self.repeats():
+            raise problem
+
+    def repeats(self) -> Iterator[CorruptCheckpointError]:
+        """Yield an error for each range of buckets in which an id is in two shards; reads only where shards overlap.
+
+        It must be known, or be found out elsewhere, that ids lie in the buckets and ranges of their batches.
 
         Raises:
-            CorruptCheckpointError: an id is, or the ids cannot be read.
+            CorruptCheckpointError: the ids cannot be read.
         """
-        for problem in repeated_between_shards(self.storage, self.directory, self.entry, self.catalogs):
-            raise problem
+        if not self.may_repeat:
+            return
+        n_rows = sum(catalog.rows.get(self.entry.name, 0) for catalog in self.catalogs)
+        width = max(1, N_BUCKETS * _WINDOW_ROWS // max(n_rows, _WINDOW_ROWS))  # that may be compared at once
+        for begin in range(0, N_BUCKETS, width):
+            shards = [distinct(self._ids_in(catalog, begin, begin + width)) for catalog in self.catalogs]
+            if len(twice := repeated(np.concatenate(shards))):
+                yield table_damage(self, "between shards", *named_twice(twice))
+
+    def _ids_in(self, catalog: Catalog, begin: int, end: int) -> Int64s:
+        """Return the ids that one shard has in buckets [begin, end)."""
+        pieces: list[Int64s] = [np.empty(0, np.int64)]
+        for part, numbers in catalog.parts_of(self.entry.name, "rows"):
+            spans = [(number, part.batches[number].buckets) for number in numbers]
+            met = [number for number, span in spans if span[0] < end and begin < span[1]]
+            if not met:
+                continue
+            reader = self.part(part, ())
+            for number in met:
+                ids = ids_in(reader.read(number))
+                buckets = bucket_of(ids)
+                pieces.append(ids[(begin <= buckets) & (buckets < end)])
+        return np.concatenate(pieces)
 
     def batches(
         self, catalog: Catalog, kind: PartKind, ids: IdSet | None
@@ -122,7 +295,7 @@ class TableReader:
             CorruptCheckpointError: a file is damaged, or one of the ids is there twice in a part.
         """
         order = IdCheck()
-        schema, names = (self.schema, self.slots) if kind == "rows" else (table_schema(()), ())
+        schema, names = (table_schema(self.specs), self.slots) if kind == "rows" else (table_schema(()), ())
         for part, numbers in catalog.parts_of(self.entry.name, kind):
             batches = ((number, part.batches[number]) for number in numbers)
             met = [number for number, batch in batches if ids is None or ids.meets(batch.buckets, batch.ids)]

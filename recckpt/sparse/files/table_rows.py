@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -13,16 +14,18 @@ import numpy.typing as npt
 import torch
 
 from recckpt.errors import StateMismatchError
-from recckpt.format.buckets import N_BUCKETS, bucket_of
-from recckpt.format.distinct import repeated
+from recckpt.format.buckets import N_BUCKETS, bucket_of, repeated
+from recckpt.sparse.files.part_writer import ColumnBytes, RowBatch, TableBytes, row_bytes
 from recckpt.sparse.table.checks import check_slot_name, spec_of
-from recckpt.sparse.table.column import BLOCK_BYTES, Column
-from recckpt.sparse.table.kernels import count_buckets, place_rows
+from recckpt.sparse.table.column import BLOCK_BYTES, Column, aligned_bytes
+from recckpt.sparse.table.kernels import count_buckets, first_repeat, place_rows
 from recckpt.sparse.table.store import Ids, StoredIds, is_stored
 from recckpt.types import EMBEDDING, ITEM_BYTES, SavableTable, SlotSpec, check_table_name
 
 _UINT32_ROWS = 1 << 32
 _ID_SPEC = SlotSpec("id", "int64", ())
+LEAST_BATCH_BYTES = 1 << 20  # of a delta, whose batches are the smaller the fewer rows have changed: each has its cost
+PIECE_BYTES = 512 << 10  # of a column, copied, hashed and written: it stays in the second cache of a core meanwhile
 
 
 class BucketOrder:
@@ -43,20 +46,17 @@ class BucketOrder:
         """Yield the rows in buckets [begin, end), in the order of the buckets, at most ``budget_rows`` at a time."""
         if self._n_rows <= self._budget_rows:
             rows = self._all_rows()
-            yield rows if (begin, end) == (0, N_BUCKETS) else rows[slice(*self._bucket_starts()[[begin, end]])]
+            yield rows if (begin, end) == (0, N_BUCKETS) else rows[slice(*self.starts()[[begin, end]])]
             return
-        starts = self._bucket_starts()
+        starts = self.starts()
         while begin < end:
             last = int(np.searchsorted(starts, starts[begin] + self._budget_rows, side="right")) - 1
             begin, first = min(end, max(begin + 1, last)), begin
             if starts[first] < starts[begin]:
                 yield self._ordered(first, begin)
 
-    def rows_up_to(self) -> npt.NDArray[np.int64]:
-        """Return for each bucket how many rows lie in it and in those before it."""
-        return self._bucket_starts()[1:]
-
-    def _bucket_starts(self) -> npt.NDArray[np.int64]:
+    def starts(self) -> npt.NDArray[np.int64]:
+        """Return how many rows lie in the buckets before each, and before the end of all."""
         with self._lock:
             if self._starts is None:
                 counts = np.zeros(N_BUCKETS, np.int64)
@@ -69,17 +69,16 @@ class BucketOrder:
         """Share the whole order between the threads that need it now, and keep it no longer."""
         with self._lock:
             whole = self._whole() if self._whole else None
-            if whole is None:
-                whole = self._sorted() if self._is_small else self._ordered(0, N_BUCKETS)
-                self._whole = weakref.ref(whole)
+            if whole is None and self._is_small:
+                buckets = bucket_of(self._ids.to_tensor(self._n_rows).numpy())
+                whole = np.argsort(buckets.astype(np.uint16), kind="stable").astype(np.uint32)
+            elif whole is None:
+                whole = self._ordered(0, N_BUCKETS)
+            self._whole = weakref.ref(whole)
             return whole
 
-    def _sorted(self) -> npt.NDArray[Any]:
-        buckets = bucket_of(self._ids.to_tensor(self._n_rows).numpy())
-        return np.argsort(buckets.astype(np.uint16), kind="stable").astype(np.uint32)
-
     def _ordered(self, first: int, last: int) -> npt.NDArray[Any]:
-        starts = self._bucket_starts()
+        starts = self.starts()
         kind = np.uint32 if self._n_rows <= _UINT32_ROWS else np.int64
         order = np.empty(starts[last] - starts[first], kind)
         cursors = starts[:-1] - starts[first]
@@ -145,11 +144,9 @@ class StillTable:
 
     @property
     def slots(self) -> tuple[SlotSpec, ...]:
-        """The slots, in the order of their columns in the file."""
         return tuple(column.spec for column in self.columns.values())
 
     def deletes(self) -> npt.NDArray[np.int64]:
-        """Return nothing: who has all rows knows what is not there."""
         return np.empty(0, np.int64)
 
     def read(self, column: int, rows: npt.NDArray[Any], target: npt.NDArray[np.uint8], *, is_last: bool) -> None:
@@ -158,7 +155,6 @@ class StillTable:
         source.gather_into(rows, target)
 
     def peek(self, rows: npt.NDArray[Any], targets: Mapping[str, npt.NDArray[np.uint8]]) -> None:
-        """Copy rows of some columns into a target each."""
         for name, target in targets.items():
             self.columns[name].gather_into(rows, target)
 
@@ -240,3 +236,93 @@ def _copied(column: Column, n_rows: int) -> Column:
 
 def _in_order(columns: Mapping[str, Column]) -> dict[str, Column]:
     return {name: columns[name] for name in sorted(columns, key=lambda name: (name != EMBEDDING, name))}
+
+
+class RepeatFinder:
+    """Looks for equal ids among those that it is given piece by piece, in bucket order."""
+
+    def __init__(self) -> None:
+        self._open = np.empty(0, np.int64)  # of the bucket in which the last piece ended
+
+    def find(self, ids: npt.NDArray[np.int64]) -> int | None:
+        """Return an id that came before, None where there is not one."""
+        ids = np.concatenate([self._open, ids])
+        repeat, begin = first_repeat(ids)
+        self._open = ids[begin:].copy()
+        return None if repeat < 0 else int(ids[repeat])
+
+
+class PieceBuffers:
+    """Memory for pieces of columns, one buffer a thread; they are kept, since the first touch of memory is slow."""
+
+    def __init__(self) -> None:
+        self._spare: list[npt.NDArray[np.uint8]] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def lent(self, row_bytes: int) -> Iterator[npt.NDArray[np.uint8]]:
+        """Lend a buffer that has room for a piece of rows of so many bytes."""
+        n_bytes = max(PIECE_BYTES, row_bytes)
+        with self._lock:
+            buffer = self._spare.pop() if self._spare else None
+        if buffer is None or len(buffer) < n_bytes:
+            buffer = aligned_bytes(n_bytes)
+        try:
+            yield buffer
+        finally:
+            with self._lock:
+                self._spare.append(buffer)
+
+
+class OrderedRows:
+    """The rows of a table that is saved, in the order of their buckets; each id is looked for twice."""
+
+    def __init__(self, source: TableSource, batch_bytes: int, order_rows: int, buffers: PieceBuffers) -> None:
+        self._source, self._buffers, self._row_bytes = source, buffers, row_bytes(source.slots)
+        self._order = BucketOrder(source.ids, source.n_rows, order_rows)
+        # Of a delta a batch has as many fewer rows as rows have changed, so it has as many buckets.
+        share = min(source.n_rows, source.n_all) * batch_bytes // max(1, source.n_all)
+        self._batch_rows = max(1, max(share, min(LEAST_BATCH_BYTES, batch_bytes)) // self._row_bytes)
+
+    @property
+    def size(self) -> TableBytes:
+        source, size = self._source, self._row_bytes
+        return TableBytes(source.name, source.slots, source.n_rows * size, lambda: self._order.starts()[1:] * size)
+
+    def batches(self, begin: int, end: int) -> Iterator[RowBatch]:
+        """Yield the rows in buckets [begin, end); the slots are copied when they are written.
+
+        Raises:
+            StateMismatchError: an id is there twice: nothing could load what would be written.
+        """
+        repeats = RepeatFinder()
+        with self._buffers.lent(self._row_bytes) as buffer:
+            for ordered in self._order.rows(begin, end):
+                for first in range(0, len(ordered), self._batch_rows):
+                    rows = ordered[first : first + self._batch_rows]
+                    ids = np.empty(len(rows), np.int64)
+                    self._source.read(0, rows, ids.view(np.uint8), is_last=False)
+                    if (id_ := repeats.find(ids)) is not None:
+                        raise StateMismatchError(
+                            f"table {self._source.name!r}",
+                            mismatched={"id": (f"{id_} more than once", "every id once")},
+                            remedy="nothing was saved; restore the last checkpoint, since the rows of the table are "
+                            "not what they were",
+                        )
+                    slots = [
+                        ColumnBytes(spec, len(rows), self._pieces(number, spec.row_bytes, rows, buffer))
+                        for number, spec in enumerate(self._source.slots, start=1)
+                    ]
+                    yield RowBatch(self._source.name, ids, slots)
+
+    def _pieces(
+        self, column: int, row_bytes: int, rows: npt.NDArray[Any], buffer: npt.NDArray[np.uint8]
+    ) -> Iterator[npt.NDArray[np.uint8]]:
+        """Copy rows of one column into the buffer, as many at a time as fit."""
+        piece_rows = len(buffer) // row_bytes
+        is_last = column == len(self._source.slots)
+        for begin in range(0, len(rows), piece_rows):
+            some = rows[begin : begin + piece_rows]
+            piece = buffer[: len(some) * row_bytes]
+            self._source.read(column, some, piece, is_last=is_last)
+            yield piece

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,16 +15,116 @@ from torch import Tensor
 
 from recckpt.format.buckets import N_BUCKETS, Slice
 from recckpt.format.manifest import Manifest
-from recckpt.format.tables import ClockDates
-from recckpt.sparse.files.ages import Ages, ages_of
+from recckpt.format.tables import ClockDates, TableEntry
+from recckpt.policies.evict import COUNT, EVENT_TIME, LAST_STEP, LAST_TIME, least_count
 from recckpt.sparse.files.owners import OwnedIds
-from recckpt.sparse.files.rows_aside import RowsAside, Values, chosen, fitted_to
-from recckpt.sparse.table.first_values import first_embeddings
+from recckpt.sparse.table.column import Column
+from recckpt.sparse.table.nn_module import first_embeddings
 from recckpt.sparse.table.row_store import RowStore
 from recckpt.sparse.table.table import HashTable
 from recckpt.types import EMBEDDING, SavableTable
 
 Int64s = npt.NDArray[np.int64]
+Values = Mapping[str, Tensor]  # slot -> one value a row
+
+
+@dataclass(frozen=True)
+class Ages:
+    """How a load converts dates of rows; a step of another run becomes its distance to the last step of that run.
+
+    Attributes:
+        added_steps: is added to each ``last_step`` of the checkpoint.
+        missing: value by tracked slot, for slots that the checkpoint lacks: its own age, and the count with which a
+            row stays.
+        is_resumed: whether the run goes on at the step of the checkpoint.
+        clock: when the clock has dated rows of the checkpoint.
+        event_time: takes the place of dates of the clock; None where there is none yet.
+    """
+
+    added_steps: int = 0
+    missing: Mapping[str, float] = field(default_factory=dict)
+    is_resumed: bool = False
+    clock: ClockDates | None = None
+    event_time: float | None = None
+
+    def of_rows(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the slots of rows of the checkpoint as they are here."""
+        if self.added_steps and LAST_STEP in values:
+            values = {**values, LAST_STEP: values[LAST_STEP].to(torch.int64) + self.added_steps}
+        if self.clock is not None and self.event_time is not None and LAST_TIME in values:
+            times = values[LAST_TIME]
+            is_of_clock = (times >= self.clock.first) & (times <= self.clock.last)
+            values = {**values, LAST_TIME: times.masked_fill(is_of_clock, self.event_time)}
+        return values
+
+
+class NewRows(NamedTuple):
+    """Rows that a batch has claimed: the first of them, and their ids; and the row of each id of the batch."""
+
+    first: int
+    ids: Int64s
+    of_batch: Int64s
+
+
+class RowsAside:
+    """Rows of one of our tables that it does not have yet, in a store of their own."""
+
+    def __init__(self, table: HashTable) -> None:
+        self.store, self._first_embeddings = table.store.emptied(), partial(first_embeddings, table)
+
+    def claim(self, ids: Int64s) -> NewRows:
+        """Find the rows of ids, adding those that are new, whose slots are still to be put. One thread at a time."""
+        rows = self.store.rows
+        first = len(rows)
+        of_batch, new_ids = rows.claim(ids)
+        rows.ids.write(first, torch.from_numpy(new_ids))
+        rows.publish()
+        return NewRows(first, new_ids, of_batch)
+
+    def put(self, new: NewRows, rows: Int64s, values: Values, taken: Int64s | None) -> None:
+        """Set slots of the rows of a batch.
+
+        Args:
+            new: those that the batch has claimed.
+            rows: where its values go.
+            values: of the batch.
+            taken: their positions in the batch, whose rows are all new; None where all are taken.
+        """
+        all_rows, columns = self.store.rows, self.store.columns
+        whole = _whole(columns, values)
+        all_rows.initialize(new.first, new.first + len(new.ids), without=whole | {EMBEDDING})
+        if EMBEDDING not in whole and len(new.ids):
+            columns[EMBEDDING].write(new.first, self._first_embeddings(new.ids))
+        if taken is not None:
+            for name in whole:  # no copy of the values in between
+                columns[name].write_some(new.first, values[name], taken)
+            at = torch.from_numpy(taken)
+            values = {name: value[at] for name, value in values.items() if name not in whole}
+        all_rows.put(rows, fitted_to(columns, rows, values))
+
+
+def chosen(values: Values, rows: Int64s, n_rows: int) -> dict[str, Tensor]:
+    """Return the values of some of so many rows."""
+    if len(rows) == n_rows:
+        return dict(values)
+    at = torch.from_numpy(rows)
+    return {name: tensor[at] for name, tensor in values.items()}
+
+
+def _whole(columns: Mapping[str, Column], values: Values) -> frozenset[str]:
+    """Return the slots that the values cover in full."""
+    return frozenset(name for name, value in values.items() if value.shape[1:] == columns[name].spec.shape)
+
+
+def fitted_to(columns: Mapping[str, Column], rows: Int64s, values: Values) -> dict[str, Tensor]:
+    """Bring values to the last dimension of their slots, cut or padded with what the rows have there."""
+    fitted = dict(values)
+    for name in values.keys() - _whole(columns, values):
+        value = values[name]
+        fitted[name] = columns[name].gather(rows)
+        width = min(value.shape[-1], columns[name].spec.shape[-1])
+        fitted[name][..., :width] = value[..., :width]
+    return fitted
 
 
 class LoadTarget:
@@ -36,11 +138,13 @@ class LoadTarget:
         was_empty: whether it had no rows when the load began.
         aside: where rows are gathered that the table gets when the load is over; None where it gets them at once.
         takes_slots: whether it takes single slots, and converts what it takes.
+        is_read_only: whether no row can be written; it has those that are to be loaded, or refuses them.
         lock: for what threads share.
     """
 
     aside: RowsAside | None = None
     takes_slots = False
+    is_read_only = False
 
     def __init__(self, table: SavableTable) -> None:
         self.table, self.lock, self.was_empty = table, threading.RLock(), len(table) == 0
@@ -74,7 +178,10 @@ class LoadTarget:
         return self.owned_ids.is_everything
 
     def ages(self, manifest: Manifest, taken_step: int | None, clock: ClockDates | None) -> Ages:
-        """Return what becomes of the dates of rows of a checkpoint; arguments as of :func:`ages_of`."""
+        """Return what becomes of the dates of rows of a checkpoint; of ours, those of its rows are in our steps.
+
+        ``taken_step`` is where the run goes on, None where it stays at its own; the clock has dated rows there.
+        """
         return Ages()
 
     def owned(self, ids: Int64s) -> Int64s | None:
@@ -111,11 +218,15 @@ class LoadTarget:
 
         ``dtypes`` are those of slots that the checkpoint has narrowed, as the table had them.
         """
-        slots = {name: _own_copy(tensor, dtypes.get(name)) for name, tensor in values.items()}
+        to = {name: getattr(torch, dtype) for name, dtype in dtypes.items()}  # else copies: values lie in a file
+        slots = {name: each.to(to[name]) if name in to else each.clone() for name, each in values.items()}
         embeddings = slots.pop(EMBEDDING)
         with self.lock:
             self.table.insert(torch.from_numpy(ids.copy()), embeddings, slots)
         return len(ids)
+
+    def check_same(self, ids: Int64s, values: Values) -> None:
+        """Refuse rows that it does not have already, where it is read-only."""
 
     def write_present(self, ids: Int64s, values: Values) -> int:
         """Set slots of the ids that have rows, and return how many have."""
@@ -132,11 +243,8 @@ class LoadTarget:
         """Give the table what was gathered aside; return how many rows had no place in it, which ``drops`` allows."""
         return 0
 
-    def take_eviction(self, evicted_to: int | None) -> None:
-        """Let the table evict what that of the checkpoint would have evicted next."""
-
-    def take_clock(self, clock: ClockDates | None) -> None:
-        """Let the table know which dates of its rows are those of a clock."""
+    def take_history(self, entry: TableEntry, *, evicts_next: bool, has_dates: bool) -> None:
+        """Let the table evict what that of the checkpoint would have evicted next, and know the dates of a clock."""
 
     def forget_admitted(self, sources: Mapping[str, set[int]], whole: set[int]) -> None:
         """Drop the counts of ids that have rows now, unless rows and counts are those of one checkpoint.
@@ -159,6 +267,7 @@ class OwnTarget(LoadTarget):
 
     def __init__(self, table: HashTable) -> None:
         super().__init__(table)
+        table._refuse_shown("a load")
         self._table = table
 
     def begin(self) -> None:
@@ -175,8 +284,21 @@ class OwnTarget(LoadTarget):
         return self._table.store if self.aside is None else self.aside.store
 
     def ages(self, manifest: Manifest, taken_step: int | None, clock: ClockDates | None) -> Ages:
-        """Return what becomes of the dates of rows of a checkpoint."""
-        return ages_of(self._table, manifest, taken_step, clock)
+        table, is_resumed = self._table, taken_step is not None and taken_step == manifest.step
+        if taken_step is None:
+            taken_step = table.time.step
+        missing: dict[str, float] = {}
+        if "step" in table.track:
+            missing[LAST_STEP] = (taken_step if taken_step is not None else manifest.step) or 0
+        if "count" in table.track:
+            missing[COUNT] = least_count(table.evicts)
+        event_time = manifest.state.get(EVENT_TIME)
+        if "time" in table.track and isinstance(event_time, int | float):
+            missing[LAST_TIME] = float(event_time)
+        added_steps = 0
+        if "step" in table.track and taken_step is not None and manifest.step is not None:
+            added_steps = taken_step - manifest.step
+        return Ages(added_steps, missing, is_resumed, clock, table.event_time)
 
     def clear(self) -> None:
         """Drop all rows; those of a table that has some at once, since there is never memory for both."""
@@ -184,7 +306,6 @@ class OwnTarget(LoadTarget):
         self.aside = RowsAside(self._table)
 
     def start(self, initial: Mapping[str, float], n_rows: int | None) -> Mapping[str, float]:
-        """Set what new rows start with, and make room: nothing moves while threads write."""
         before = {slot: self._store.initial(slot) for slot in initial}
         for slot, value in initial.items():
             self._store.set_initial(slot, value)
@@ -193,7 +314,6 @@ class OwnTarget(LoadTarget):
         return before
 
     def end(self, initial: Mapping[str, float]) -> None:
-        """Let new rows start slots at these values from now on."""
         for slot, value in initial.items():
             self._table.store.set_initial(slot, value)
 
@@ -206,7 +326,6 @@ class OwnTarget(LoadTarget):
         return len(rows)
 
     def write_present(self, ids: Int64s, values: Values) -> int:
-        """Set slots of the ids that have rows, and return how many have."""
         store = self._store
         with store.lock:
             rows = store.find(ids)
@@ -215,27 +334,22 @@ class OwnTarget(LoadTarget):
         return len(present)
 
     def erase(self, ids: Int64s) -> None:
-        """Drop the rows of ids."""
         self._store.erase(ids)
 
     def finish(self, *, drops: bool = False) -> int:
-        """Give the table what was gathered aside."""
         self._table.store.wait()
         if self.aside is not None:
             self._table.store.adopt(self.aside.store)
             self.aside = None
         return 0
 
-    def take_eviction(self, evicted_to: int | None) -> None:
-        """Let the table evict what that of the checkpoint would have evicted next."""
-        self._table.eviction.set_evicted_to(self._table.store, evicted_to)
-
-    def take_clock(self, clock: ClockDates | None) -> None:
-        """Let the table know which dates of its rows are those of a clock."""
-        self._table.tracking.note_clock(self._table.store, clock)
+    def take_history(self, entry: TableEntry, *, evicts_next: bool, has_dates: bool) -> None:
+        if evicts_next:
+            self._table.eviction.set_evicted_to(self._table.store, entry.evicted_to)
+        if has_dates:
+            self._table.tracking.note_clock(self._table.store, entry.clock)
 
     def forget_admitted(self, sources: Mapping[str, set[int]], whole: set[int]) -> None:
-        """Drop the counts of ids that have rows now, unless rows and counts are those of one checkpoint."""
         admission = self._table.admission
         if admission is not None and self._table.candidates is not None:
             rows, counts = (sources.get(name, set()) for name in (self._table.name, self._table.candidates.name))
@@ -246,8 +360,3 @@ class OwnTarget(LoadTarget):
 def target_of(table: SavableTable) -> LoadTarget:
     """Return what a load fills a table by."""
     return OwnTarget(table) if isinstance(table, HashTable) else LoadTarget(table)
-
-
-def _own_copy(values: Tensor, dtype: str | None) -> Tensor:
-    """Return values that do not lie in a file, in another dtype if one is given."""
-    return values.clone() if dtype is None else values.to(getattr(torch, dtype))

@@ -1,26 +1,37 @@
-"""Every byte and every id of the sparse files, held against the catalogs (no torch here)."""
+"""The sparse files held against the catalogs, the ids of links counted, and rows compared by sums (no torch here)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from math import gcd
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
+import numpy.typing as npt
 
-from recckpt.errors import CorruptCheckpointError
+from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError
 from recckpt.format import layout
+from recckpt.format.buckets import N_BUCKETS, mix64
 from recckpt.format.catalog import Batch, Part, PartKind
 from recckpt.format.tables import TableEntry
-from recckpt.sparse.files.arrow_format import ID, column_buffer
-from recckpt.sparse.files.id_check import IdCheck
-from recckpt.sparse.files.part_reader import PartReader
+from recckpt.sparse.files.arrow_format import ID
+from recckpt.sparse.files.merged_rows import LinkCursor, Piece, bucket_ranges, ids_of, row_of
+from recckpt.sparse.files.part_reader import PartReader, Values
+from recckpt.sparse.files.table_reader import IdCheck, LinkIds, TableReader, newest
 from recckpt.storage import NOT_READABLE, missing, open_storage
 from recckpt.storage.base import Files
 from recckpt.storage.local_files import mapped
-from recckpt.storage.read_again import check_twice
+from recckpt.storage.retry import check_twice
+from recckpt.types import SlotSpec
 
-Seen = Callable[[Batch, pa.RecordBatch], object]
+Seen = Callable[[Batch, Mapping[str, Values]], object]
+Unreadable = CorruptCheckpointError | CheckpointRemovedError | OSError
+_Words = npt.NDArray[np.uint64]
+_LARGEST = 1 << 64
+_WORD_BYTES = 4
 
 
 @dataclass
@@ -43,27 +54,23 @@ class VerifyTask:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the file."""
         return self.part.n_bytes
 
 
 def check_part_anywhere(task: VerifyTask) -> PartCheck:
     """Do a task, as a worker of an executor does."""
-    return check_part(open_storage(task.url), task.directory, task.tables, task.part, lambda batch, values: None)
+    return check_part(open_storage(task.url), task.directory, task.tables, task.part, lambda batch, columns: None)
 
 
 def check_part(storage: Files, directory: str, tables: Sequence[TableEntry], part: Part, seen: Seen) -> PartCheck:
     """Hold every byte of a part against its catalog entry; ``seen`` is called once with each whole batch."""
-    path, passed = layout.join(directory, part.file), set[int]()
-
-    def see_once(batch: Batch, values: pa.RecordBatch) -> None:
-        if id(batch) not in passed:
-            passed.add(id(batch))
-            seen(batch, values)
-
+    path, passed = layout.join(directory, part.file), set[int]()  # numbers of batches
     try:
         return check_twice(
-            storage, path, lambda: _checked(storage, directory, tables, part, see_once), lambda done: done.errors
+            storage,
+            path,
+            lambda: _checked(storage, directory, tables, part, seen=seen, passed=passed),
+            lambda done: done.errors,
         )
     except NOT_READABLE as error:
         return PartCheck(path, [missing(path, error, "a file that can be read")])
@@ -72,7 +79,9 @@ def check_part(storage: Files, directory: str, tables: Sequence[TableEntry], par
         return PartCheck(path, [CorruptCheckpointError(path, "", found=found, expected="a file that can be read")])
 
 
-def _checked(storage: Files, directory: str, tables: Sequence[TableEntry], part: Part, seen: Seen) -> PartCheck:
+def _checked(
+    storage: Files, directory: str, tables: Sequence[TableEntry], part: Part, *, seen: Seen, passed: set[int]
+) -> PartCheck:
     done = PartCheck(layout.join(directory, part.file))
     named = set(part.tables)
     slots = {table.slots if part.holds == "rows" else () for table in tables if table.name in named}
@@ -81,24 +90,29 @@ def _checked(storage: Files, directory: str, tables: Sequence[TableEntry], part:
         done.errors.append(CorruptCheckpointError(done.path, "its tables", found=found, expected=expected))
         return done
     try:
-        memory = mapped(storage, done.path)
-        reader = PartReader(storage, directory, part, slots.pop(), mapped=memory)
+        reader = PartReader(storage, directory, part, slots.pop(), mapped=mapped(storage, done.path))
     except CorruptCheckpointError as error:
         done.errors.append(error)
         return done
-    readable = True
-    for number in range(len(part.batches)):
+    is_readable = True
+    for number, batch in enumerate(part.batches):
         try:
-            values = reader.unchecked(number)
+            columns = reader.unchecked(number)
         except CorruptCheckpointError as error:
-            readable = False
+            is_readable = False
             done.errors.append(error)
-        else:
-            errors = list(_batch_errors(reader, part, number, values, done.ids))
-            done.errors += errors
-            if not errors:
-                seen(part.batches[number], values)
-    if readable:
+            continue
+        problems = {name: reader.column_problem(number, values, name) for name, values in columns.items()}
+        errors = [problem for problem in problems.values() if problem]
+        if problems[ID] is None:
+            of_table = done.ids.setdefault((part.holds, batch.table), IdCheck())
+            wrong = of_table.check(np.frombuffer(columns[ID], np.int64), batch)
+            errors += [reader.damage(number, found, expected) for found, expected in wrong]
+        done.errors += errors
+        if not errors and number not in passed:
+            passed.add(number)
+            seen(batch, columns)
+    if is_readable:
         try:
             reader.check_frame()
         except CorruptCheckpointError as error:
@@ -117,14 +131,87 @@ def between_parts(parts: Iterable[PartCheck]) -> Iterator[CorruptCheckpointError
             before[key] = ids
 
 
-def _batch_errors(
-    reader: PartReader, part: Part, number: int, values: pa.RecordBatch, ids: dict[tuple[PartKind, str], IdCheck]
-) -> Iterator[CorruptCheckpointError]:
-    batch = part.batches[number]
-    problems = {name: reader.column_problem(number, values, name) for name in values.schema.names}
-    yield from (problem for problem in problems.values() if problem)
-    where = f"batch {number} (table {batch.table!r})"
-    if problems[ID] is None:
-        found_ids = np.frombuffer(column_buffer(values.column(ID)), np.int64)
-        for found, expected in ids.setdefault((part.holds, batch.table), IdCheck()).check(found_ids, batch):
-            yield CorruptCheckpointError(reader.path, where, found=found, expected=expected)
+@dataclass(frozen=True)
+class Node:
+    """A link of one chain or of several: what it holds of the table, and what it stands on."""
+
+    link: TableReader
+    below: int | None  # number of that node, which comes before this one; None where the link holds all rows
+
+
+@dataclass
+class Counted:
+    """What the ids of a node, and of those below, come to."""
+
+    rows: int = 0
+    absent: int = 0  # deletes of ids that are in no row at that link or below
+    error: Unreadable | None = None  # why it cannot be counted
+    is_known: bool = True  # whether it was counted
+
+    def fail(self, error: Unreadable | None) -> None:
+        """Note that it cannot be counted, as its base, or by an error of its own."""
+        self.error, self.is_known = error, False
+
+    def add(self, rows: int, absent: int = 0) -> None:
+        """Count rows, and deletes of ids that are not there."""
+        self.rows += rows
+        self.absent += absent
+
+
+def count_rows(nodes: Sequence[Node], budget_bytes: int) -> list[Counted]:
+    """Return what each node comes to; ids are read once for all of them, so many bytes at a time."""
+    counted = [Counted() for _ in nodes]
+    cursors = [LinkCursor(node.link, (0, N_BUCKETS)) for node in nodes]
+    for buckets in bucket_ranges([node.link for node in nodes], (0, N_BUCKETS), budget_bytes):
+        named: list[list[LinkIds]] = []  # by each node and those below, newest first
+        for node, count, cursor in zip(nodes, counted, cursors, strict=True):
+            if count.is_known and node.below is not None and not counted[node.below].is_known:
+                count.fail(None)
+            rows, deletes = list[Piece](), list[Piece]()
+            if count.is_known:
+                try:
+                    rows, deletes = cursor.between(*buckets)
+                except (CorruptCheckpointError, CheckpointRemovedError, OSError) as error:
+                    count.fail(error)
+            own = LinkIds(np.sort(ids_of(rows)), [ids_of(deletes)])
+            below = [] if node.below is None else named[node.below]
+            named.append([own, *below])
+            n_replaced = sum(len(here) for _, here, _ in newest(below, own.rows))
+            n_deleted = sum(len(here) for _, here, _ in newest(below, own.deletes))
+            count.add(len(own.rows) - n_replaced - n_deleted, len(own.deletes) - n_deleted)
+    for node, count in zip(nodes, counted, strict=True):
+        count.add(0 if node.below is None else counted[node.below].rows)
+    return counted
+
+
+class RowSums(Counter[str]):
+    """A sum of 64 bits for each table, to which every row adds a hash of its id and its values together.
+
+    A row that is missing, there twice, or has the values of another id changes the sum; the order of rows does not.
+    """
+
+    def add(self, table: str, columns: Sequence[npt.NDArray[Any]], rows: npt.NDArray[np.int64] | slice) -> None:
+        """Add those of the rows in these columns, of which each item is the bytes of a row, and the first the ids."""
+        ids, *slots = columns
+        hashes = mix64(ids.view(np.uint64))
+        first = 0
+        for column in slots:
+            # At most 32 bits: of 64 the highest would meet the lowest bit of its factor only, and add 2 ** 63 whatever
+            # the factor is, and two of them nothing.
+            word = gcd(column.dtype.itemsize, _WORD_BYTES)
+            words = column.view(f"u{word}").reshape(len(column), column.dtype.itemsize // word)
+            hashes += np.einsum("ij,j->i", words, _factors(first, words.shape[1]))
+            first += words.shape[1]
+        self[table] = (self[table] + int(mix64(hashes)[rows].sum())) % _LARGEST
+
+    def add_batch(self, specs: Sequence[SlotSpec], batch: Batch, values: Mapping[str, Values]) -> None:
+        """Add all rows of a batch of a part."""
+        columns = [np.frombuffer(values[spec.name], row_of(spec)) for spec in specs]
+        self.add(batch.table, columns, slice(None))
+
+
+@lru_cache(maxsize=64)
+def _factors(first: int, n: int) -> _Words:
+    """Return random odd numbers of 64 bits: an odd one loses no bit of what it multiplies."""
+    factors: _Words = mix64(np.arange(first + 1, first + n + 1, dtype=np.uint64)) | np.uint64(1)
+    return factors

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import copy
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -13,16 +15,151 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from recckpt import types
-from recckpt.sparse.optim.accumulation import Accumulation, is_stepped_by_accelerate
-from recckpt.sparse.optim.param_groups import REMEDY, Group, TableParameter, as_list, match, options
+from recckpt.errors import StateMismatchError
+from recckpt.sparse.table.checks import opaque
 from recckpt.sparse.table.gradients import RowGradients
-from recckpt.sparse.table.opaque import opaque
+from recckpt.sparse.table.nn_module import warn_once
 from recckpt.sparse.table.table import HashTable
 from recckpt.types import EMBEDDING, positive_int
 
+Group = dict[str, Any]
+REMEDY = "recckpt.filter_out_sparse_param(model) gives the tables of a model; its parameters are for a dense optimizer"
 Int64s = npt.NDArray[np.int64]
 made: WeakValueDictionary[int, SparseOptimizer] = WeakValueDictionary()  # those of this process that are alive, by id
+_IN_EVAL_MODE = (
+    "{} of the {} ids that a step trains have no row, and get none: they were looked up in eval mode, where the values "
+    "that they read are not trained; call model.train() before training goes on, as after a validation"
+)
 Tables = Mapping[str, types.SavableTable] | Iterable[types.SavableTable] | Iterable[Group]
+
+
+class TableParameter(Tensor):
+    """An empty tensor whose ``grad`` is the gradients that wait in a table for the optimizer's step.
+
+    torch keeps its books by tensor, and asks of a parameter no more than that it is one and has a ``grad``.
+    """
+
+    table: HashTable
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as nn.Parameter
+
+    def __new__(cls, table: HashTable) -> TableParameter:
+        """Return a parameter for a table."""
+        self = torch.empty(0, device="cpu").as_subclass(cls)
+        self.table = table
+        return self
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradients of the rows, shape (rows with one, *embedding_shape), which may be changed in place."""
+        return self.table.grad
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        self.table.grad = grad
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the table is trained; setting it freezes or thaws the table."""
+        return self.table.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        self.table.requires_grad = requires_grad
+
+    def requires_grad_(self, requires_grad: bool = True) -> TableParameter:
+        """Freeze or thaw the table, and return this."""
+        self.table.requires_grad = requires_grad
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableParameter:
+        twin = memo[id(self)] = TableParameter(copy.deepcopy(self.table, memo))
+        return twin
+
+
+def plain(value: Any) -> Any:
+    """Return ``value`` with scalar tensors and numpy scalars as the Python numbers that checkpoints hold."""
+    if isinstance(value, (Tensor, np.generic)):
+        return value.item()
+    if isinstance(value, (list, tuple)):
+        return type(value)(plain(item) for item in value)
+    return value
+
+
+def options(group: Mapping[str, Any], *without: str) -> Group:
+    """Return the entries of a group in plain values, less the tensors and those named in ``without``."""
+    return {key: plain(value) for key, value in group.items() if key != "params" and key not in without}
+
+
+def check_number(group: Group, name: str, below: float = float("inf")) -> None:
+    """Raise ValueError unless the hyper-parameter ``name`` lies in [0, below)."""
+    value = group[name]
+    if not isinstance(value, (int, float)) or not 0 <= value < below:
+        raise ValueError(f"found {name}={value!r}, expected a number of [0, {below})")
+
+
+def check_betas(group: Group) -> None:
+    """Raise ValueError unless ``betas`` are two numbers of [0, 1)."""
+    betas = group["betas"]
+    if not isinstance(betas, (list, tuple)) or len(betas) != 2:
+        raise ValueError(f"found betas={betas!r}, expected two numbers of [0, 1)")
+    for number, beta in enumerate(betas):
+        check_number({f"betas[{number}]": beta}, f"betas[{number}]", below=1.0)
+
+
+def match(saved: Mapping[str, Any], live: Sequence[Group], slots: Sequence[str], keys: Iterable[str]) -> list[Group]:
+    """Return the groups of a saved ``state_dict()`` in the order of the live ones, and their tables likewise.
+
+    Every group must have the hyper-parameters ``keys``, and the optimizer these slots.
+
+    Raises:
+        StateMismatchError: they are of different tables, rules or groups.
+    """
+    if not _is_well_formed(saved):
+        raise StateMismatchError(
+            "the state dict", remedy="it is not one of a recckpt sparse optimizer: save and load the same one"
+        )
+    saved_groups = {frozenset(group["tables"]): group for group in saved["param_groups"]}
+    have, need = frozenset().union(*saved_groups), [name for group in live for name in group["tables"]]
+    mismatched: dict[str, tuple[object, object]] = {}
+    if list(saved["slots"]) != list(slots):
+        mismatched["slots"] = (saved["slots"], list(slots))
+    matched = []
+    for number, group in enumerate(live):
+        own = saved_groups.get(frozenset(group["tables"]), {})
+        if have == set(need) and not own:
+            others = [sorted(tables) for tables in saved_groups if tables & set(group["tables"])]
+            mismatched[f"tables of group {number}"] = (others, group["tables"])
+        elif own and not set(keys) <= set(own):
+            mismatched[f"hyper-parameters of group {number}"] = (sorted(own), sorted(keys))
+        matched.append({**options(group), **own, "tables": group["tables"]})
+    missing, unexpected = sorted(set(need) - have), sorted((have | set(saved["state"])) - set(need))
+    if missing or unexpected or mismatched:
+        raise StateMismatchError(
+            "the state of the sparse optimizer", missing=missing, unexpected=unexpected, mismatched=mismatched
+        )
+    return matched
+
+
+def _is_well_formed(saved: Any) -> bool:
+    return (
+        isinstance(saved, Mapping)
+        and {"slots", "state", "param_groups"} <= set(saved)
+        and isinstance(saved["slots"], (list, tuple))
+        and isinstance(saved["param_groups"], (list, tuple))
+        and all(isinstance(group, Mapping) and "tables" in group for group in saved["param_groups"])
+        and isinstance(saved["state"], Mapping)
+        and all(isinstance(state, Mapping) for state in saved["state"].values())
+        and all(type(step := state.get("step")) is int and step >= 0 for state in saved["state"].values())
+    )
+
+
+def as_list(tables: Any) -> list[Any]:
+    """Return tables that are given one by one, in a list or by name; TypeError where they are something else."""
+    if isinstance(tables, HashTable):
+        return [tables]
+    if not isinstance(tables, Iterable):
+        raise TypeError(f"a sparse optimizer takes tables, found a {type(tables).__name__}: {REMEDY}")
+    return list(tables.values() if isinstance(tables, Mapping) else tables)
 
 
 class SparseOptimizer(Optimizer):
@@ -46,7 +183,7 @@ class SparseOptimizer(Optimizer):
     def __init__(self, tables: Tables, defaults: Group) -> None:
         self._tables: dict[str, HashTable] = {}
         self._mark = object()  # on its tables; copied with them
-        self._accumulation = Accumulation(1)
+        self._n_accumulated, self._n_since = 1, 0  # steps that make one update, and those since the last one
         self._under_way: dict[TableParameter, tuple[int, Int64s]] = {}  # steps begun, and whether they are done
         items = as_list(tables)
         if not items:
@@ -107,9 +244,8 @@ class SparseOptimizer(Optimizer):
     def set_grad_accum_steps(self, steps: int) -> None:
         """Let only every ``steps``-th :meth:`step` update rows, with the sum of the gradients since the last update.
 
-        The calls in between do nothing, nor does their :meth:`zero_grad`, so a loop that calls both after each batch
-        need not count; divide the loss by ``steps`` for a mean. Counting begins anew, here and with
-        :meth:`load_state_dict`. It is no part of ``state_dict()``: gradients are not saved, so save after an update.
+        The calls in between do nothing, nor does their :meth:`zero_grad`, so a loop may call both after each batch;
+        divide the loss by ``steps`` for a mean. Here and with :meth:`load_state_dict` counting begins anew.
 
         With more than one step, :meth:`step` refuses a ``torch.amp.GradScaler``, which would divide the sum by the
         scale with each batch: leave ``steps`` at 1 then, and call ``scaler.step(optimizer)``, ``scaler.update()`` and
@@ -122,27 +258,32 @@ class SparseOptimizer(Optimizer):
         Raises:
             ValueError: ``steps`` is not an int of at least 1.
         """
-        self._accumulation = Accumulation(positive_int("set_grad_accum_steps: steps", steps))
+        self._n_accumulated, self._n_since = positive_int("set_grad_accum_steps: steps", steps), 0
 
     @property
     def grad_accum_steps(self) -> int:
         """How many calls of :meth:`step` make one update, as set by :meth:`set_grad_accum_steps`."""
-        return self._accumulation.n
+        return self._n_accumulated
 
     @property
     def is_due(self) -> bool:
         """Whether the next call of :meth:`step` updates rows."""
-        return self._accumulation.is_due
+        return self._n_since == self._n_accumulated - 1
+
+    @property
+    def has_gradients_waiting(self) -> bool:
+        """Whether gradients of steps since the last update wait for the next."""
+        return self._n_since > 0
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a ``GradScaler`` leaves the gradients as they are and sets ``found_inf`` here, to be refused."""
-        return self._accumulation.n > 1 or is_stepped_by_accelerate()
+        return self._n_accumulated > 1 or is_stepped_by_accelerate()
 
     @opaque
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the backward passes so far, unless they are being accumulated."""
-        if not self._accumulation.is_complete:
+        if self._n_since:
             return
         for table in self._tables.values():
             table.zero_grad(set_to_none)
@@ -164,7 +305,7 @@ class SparseOptimizer(Optimizer):
                 which one optimizer is all that it can scale (:class:`JointOptimizer`); nothing has been changed.
         """
         self._refuse_scaler()
-        taken_over = [name for name, table in self._tables.items() if not self.trains(table)]
+        taken_over = [name for name, table in self._tables.items() if not table.trained_by.has(self._mark)]
         if taken_over:
             raise ValueError(
                 f"{type(self).__name__}: another sparse optimizer has been made since for {taken_over}, and the "
@@ -174,18 +315,33 @@ class SparseOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups if self._accumulation.is_due else ():
+        for group in self.param_groups if self._n_since == self._n_accumulated - 1 else ():
             for parameter in group["params"]:
                 self._step_table(parameter, options(group))
-        self._accumulation.count()  # last: a step that was interrupted is one to repeat
+        self._n_since = (self._n_since + 1) % self._n_accumulated  # last: a step that was interrupted is one to repeat
         return loss
 
     def _refuse_scaler(self) -> None:
-        """Refuse what counts or scales these steps where they are counted here, or another one updates the scale."""
-        has_scaler = self.__dict__.pop("found_inf", None) is not None
+        """Refuse a step that another one counts or scales already, or after which another one updates the scale."""
+        has_scaler = self.__dict__.pop("found_inf", None) is not None  # then the gradients are still scaled
         self.__dict__.pop("grad_scale", None)
-        if has_scaler or self._accumulation.n > 1:
-            self._accumulation.refuse(scaler=has_scaler)
+        n = self._n_accumulated
+        if has_scaler and n > 1:  # it would unscale the sum so far with each of them
+            raise ValueError(
+                f"found a GradScaler and set_grad_accum_steps({n}), expected one of them: leave it at 1, and "
+                "accumulate by calling scaler.step and update on each n-th batch"
+            )
+        if n > 1 and is_stepped_by_accelerate():
+            raise ValueError(
+                f"found set_grad_accum_steps({n}) of an optimizer that accelerate has prepared, which counts "
+                "batches too: leave it at 1, and give Accelerator(gradient_accumulation_steps=...)"
+            )
+        if has_scaler:
+            raise ValueError(
+                "accelerate updates the scale after the step of each optimizer that it has prepared, so with fp16 the "
+                "gradients of a second one would be unscaled twice: prepare recckpt.sparse.JointOptimizer(dense, "
+                "sparse) in place of the two, or use mixed_precision='bf16'"
+            )
 
     def _step_table(self, parameter: TableParameter, group: Group) -> None:
         """Update the rows of a table, use its gradients up and count the step: all of it or nothing."""
@@ -195,6 +351,9 @@ class SparseOptimizer(Optimizer):
             taken = table.pending_gradients.of_rows(table.store) if table.requires_grad else None
             if taken is None:
                 return
+            if taken.n_lost and not table.training:
+                n_ids = taken.n_lost + len(taken.rows)
+                warn_once(table, "eval mode", _IN_EVAL_MODE.format(taken.n_lost, n_ids))
             step, columns = self.state.get(parameter, {}).get("step", 0) + 1, table.store.columns
             weights = columns[EMBEDDING].gather(taken.rows).to(taken.grads.dtype)  # float32 at least
             slots = [columns[name].gather(taken.rows) for name in self.slot_names]
@@ -239,7 +398,7 @@ class SparseOptimizer(Optimizer):
         for group in groups:
             self._check(group)
         self._under_way.clear()
-        self._accumulation = Accumulation(self._accumulation.n)
+        self._n_since = 0
         names = [name for group in groups for name in group["tables"]]
         number = {name: i for i, name in enumerate(names)}
         super().load_state_dict(
@@ -256,7 +415,8 @@ class SparseOptimizer(Optimizer):
             "_tables": self._tables,
             "_mark": self._mark,
             "_under_way": {},
-            "_accumulation": self._accumulation,
+            "_n_accumulated": self._n_accumulated,
+            "_n_since": self._n_since,
         }
 
     def _check_tables(self, tables: list[Any]) -> None:
@@ -294,3 +454,13 @@ class SparseOptimizer(Optimizer):
 def slot_dtype(table: HashTable) -> torch.dtype:
     """Return the dtype of moments and arithmetic: float32, or float64 for a table of it."""
     return torch.promote_types(table.dtype, torch.float32)
+
+
+def is_stepped_by_accelerate() -> bool:
+    """Say whether an optimizer that accelerate has prepared is making this step: it leaves no mark on the inner one."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "accelerate.optimizer":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from recckpt.sparse.sharded.table import ShardedHashTable, look_up_together
 from recckpt.sparse.table.bags import Bags, Ends, Mode, bags_of, check_mode, pool
-from recckpt.sparse.table.opaque import opaque
+from recckpt.sparse.table.checks import opaque
 
 
 class EmbeddingCollection(nn.Module):

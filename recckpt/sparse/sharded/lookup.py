@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import compress
 from typing import Any
 
@@ -12,17 +14,95 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from recckpt.format.buckets import N_BUCKETS, bucket_of, gen_slice
 from recckpt.sparse.sharded.all_to_all import Exchange, agree, raise_alike
-from recckpt.sparse.sharded.routing import Requests, Route, requests_in, route
-from recckpt.sparse.table.anchor import captured, is_reached
-from recckpt.sparse.table.checks import asked_ids
-from recckpt.sparse.table.differentiable import add_gradients, of_present
-from recckpt.sparse.table.fetch import counts_occurrences, fetch
-from recckpt.sparse.table.gradients import add_by_group
-from recckpt.sparse.table.opaque import check_proxy, opaque
-from recckpt.sparse.table.table import HashTable
+from recckpt.sparse.table.checks import check_proxy, flat_ids, opaque
+from recckpt.sparse.table.gradients import add_by_group, captured, is_reached, of_present
+from recckpt.sparse.table.id_index import IdIndex
+from recckpt.sparse.table.nn_module import add_gradients
+from recckpt.sparse.table.table import HashTable, counts_occurrences, fetch
 
 Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Route:
+    """The different ids of a batch for each of several tables, in the order in which they are sent."""
+
+    ids: Int64s  # in the order of owners, for each owner in the order of tables
+    occurrences: Int64s | None  # of each of them in the batch, if the owners are to know
+    counts: Int64s  # shape (owners, tables): how many ids they are
+    positions: tuple[Int64s, ...]  # by table: where the row of each id of the batch is among those that come back
+
+    def message(self) -> tuple[Int64s, list[int]]:
+        """Return what is sent to the owners, and the length for each: its counts, its ids, and their occurrences."""
+        n_ids = self.counts.sum(1)
+        columns = [some for some in (self.ids, self.occurrences) if some is not None]
+        blocks = [np.split(column, np.cumsum(n_ids)[:-1]) for column in columns]
+        parts = [part for of_owner in zip(self.counts, *blocks, strict=True) for part in of_owner]
+        return np.concatenate(parts), (len(columns) * n_ids + self.counts.shape[1]).tolist()
+
+
+@dataclass(frozen=True)
+class Requests:
+    """The ids of which all ranks request rows from this one; several ranks may request the same."""
+
+    ids: tuple[Int64s, ...]  # by table, in the order of the ranks that ask
+    counts: Int64s  # shape (ranks, tables): how many ids they are
+    occurrences: tuple[Int64s, ...] | tuple[None, ...]  # by table, of each id at the rank that asks, if it says so
+
+
+def route(batches: Sequence[Int64s], n_owners: int, spacing: int, *, counted: bool) -> Route:
+    """Return the way of some batches, one for each table, each id of which is sent once to its owner by ``gen_slice``.
+
+    On the way back the rows of each owner are followed by ``spacing`` more; ``counted`` ids go with their occurrences.
+    """
+    numbered = []  # for each batch the number of each id among the different ones, and those
+    for ids in batches:
+        index = IdIndex()
+        index.reserve(len(ids))
+        numbered.append(index.find_or_add(ids))
+    groups, different = zip(*numbered, strict=True)
+    tables = np.repeat(np.arange(len(batches)), [len(ids) for ids in different])
+    ids = np.concatenate(different)
+    owners = _owners(n_owners)[bucket_of(ids)]
+    keys = owners * len(batches) + tables
+    n_keys = n_owners * len(batches)
+    order = np.argsort(keys.astype(np.uint16) if n_keys <= N_BUCKETS else keys, kind="stable")  # 16 bits: radix sort
+    places = np.empty(len(ids), np.int64)
+    places[order] = np.arange(len(ids)) + owners[order] * spacing
+    firsts = np.cumsum([0, *(len(some) for some in different[:-1])])
+    sizes = [len(some) for some in different] if counted else []
+    occurrences = [np.bincount(group, minlength=n) for group, n in zip(groups, sizes, strict=False)]
+    return Route(
+        ids[order],
+        np.concatenate(occurrences)[order] if counted else None,
+        np.bincount(keys, minlength=n_keys).reshape(n_owners, len(batches)),
+        tuple(places[first:][group] for first, group in zip(firsts, groups, strict=True)),
+    )
+
+
+def requests_in(message: Int64s, lengths: Sequence[int], n_tables: int, *, counted: bool) -> Requests:
+    """Return the requests in a message that joins those of all ranks, whose lengths are given."""
+    parts = np.split(message, np.cumsum(lengths)[:-1])
+    counts = np.stack([part[:n_tables] for part in parts])
+    n_ids = counts.sum(1)
+    ids = [part[n_tables : n_tables + n] for part, n in zip(parts, n_ids, strict=True)]
+    occurrences = [part[n_tables + n :] for part, n in zip(parts, n_ids, strict=True)]
+    return Requests(_by_table(ids, counts), counts, _by_table(occurrences, counts) if counted else (None,) * n_tables)
+
+
+def _by_table(parts: Sequence[Int64s], counts: Int64s) -> tuple[Int64s, ...]:
+    """Return what several ranks sent, each table by table, as one array a table."""
+    blocks = [np.split(part, np.cumsum(row)[:-1]) for part, row in zip(parts, counts, strict=True)]
+    return tuple(np.concatenate(of_table) for of_table in zip(*blocks, strict=True))
+
+
+@lru_cache
+def _owners(n_owners: int) -> Int64s:
+    """Return the owner of each bucket."""
+    begins = [gen_slice(owner, n_owners).begin for owner in range(n_owners)]
+    return np.searchsorted(begins, np.arange(N_BUCKETS), side="right").astype(np.int64) - 1
 
 
 class RoundTrip:
@@ -57,7 +137,17 @@ class RoundTrip:
         Raises:
             LookupFailedError: it failed on a rank; all ranks raise it.
         """
-        self._ask(ids)
+        problem = None
+        try:
+            self._route = route(
+                flat_batches(self._tables, ids), self._exchange.size, self._n_trailer, counted=self._counted
+            )
+            asked, lengths = self._route.message()
+        except Exception as error:
+            asked, lengths, problem = np.empty(0, np.int64), [0] * self._exchange.size, error
+        coming = agree(self._exchange, f"looking up {self._what}", lengths, problem)
+        received = self._exchange.all_to_all(torch.from_numpy(asked), lengths, coming)
+        self._requests = requests_in(received.numpy(), coming, len(self._tables), counted=self._counted)
         message, problem = self._answer()
         owned, asked_for = self._lengths(self._requests), self._lengths(self._route)
         rows = self._exchange.all_to_all(message, owned, asked_for)
@@ -86,7 +176,11 @@ class RoundTrip:
         agree(self._exchange, f"the backward pass through {self._what}", asked_for, None)
         returned = self._exchange.all_to_all(sums, asked_for, owned)
         flags = returned[self._trailers(owned)].flatten(1).any(0)
-        by_rank = [self._cut(rows, rank) for rank, rows in enumerate(torch.split(returned, owned))]
+        counts = self._requests.counts.tolist()
+        by_rank = [
+            torch.split(rows, [*of_tables, self._n_trailer])
+            for of_tables, rows in zip(counts, torch.split(returned, owned), strict=True)
+        ]
         for number, table in enumerate(self._tables):
             if flags[number]:
                 table_grads = torch.cat([of_tables[number] for of_tables in by_rank])
@@ -104,20 +198,6 @@ class RoundTrip:
         places = np.arange(len(ids)) if present is None else present
         for rank in range(self._exchange.size):
             yield of_present(ids, grads, places[ranks[places] == rank])
-
-    def _ask(self, ids: Mapping[str, Tensor]) -> None:
-        """Send the ids to their owners."""
-        problem = None
-        try:
-            self._route = route(
-                flat_batches(self._tables, ids), self._exchange.size, self._n_trailer, counted=self._counted
-            )
-            message, lengths = self._route.message()
-        except Exception as error:
-            message, lengths, problem = np.empty(0, np.int64), [0] * self._exchange.size, error
-        coming = agree(self._exchange, f"looking up {self._what}", lengths, problem)
-        received = self._exchange.all_to_all(torch.from_numpy(message), lengths, coming)
-        self._requests = requests_in(received.numpy(), coming, len(self._tables), counted=self._counted)
 
     def _answer(self) -> tuple[Tensor, Exception | None]:
         """Return the rows that the ranks ask for; where they cannot be had, others, and the reason."""
@@ -145,12 +225,10 @@ class RoundTrip:
         ends = torch.tensor(lengths, device="cpu").cumsum(0).view(-1, 1)
         return (ends - self._n_trailer + torch.arange(self._n_trailer, device="cpu")).to(self._like["device"])
 
-    def _cut(self, rows: Tensor, rank: int) -> Sequence[Tensor]:
-        """Return what a rank sent, table by table."""
-        return torch.split(rows, [*self._requests.counts[rank].tolist(), self._n_trailer])
 
+class DifferentiableRows(torch.autograd.Function):
+    """The rows of a lookup, whose backward pass returns the gradients of those whose anchor requires one."""
 
-class _RoundTrip(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, trip: RoundTrip, ids: Mapping[str, Tensor], *anchors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
@@ -167,12 +245,6 @@ class _RoundTrip(torch.autograd.Function):
         adds_up = (node and anchor is None and is_reached(node) for node, anchor in zip(nodes, of_anchors, strict=True))
         ctx.trip.return_gradients([g if adds else None for g, adds in zip(grads, adds_up, strict=True)])
         return (None, None, *of_anchors)
-
-
-def differentiable_rows(trip: RoundTrip, ids: Mapping[str, Tensor], anchors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the rows of a lookup, whose backward pass returns the gradients of those whose anchor requires one."""
-    rows: tuple[Tensor, ...] = _RoundTrip.apply(trip, ids, *anchors)  # type: ignore[no-untyped-call]
-    return rows
 
 
 def flat_batches(tables: Sequence[HashTable], ids: Mapping[str, Any]) -> list[Int64s]:
@@ -193,4 +265,4 @@ def flat_batches(tables: Sequence[HashTable], ids: Mapping[str, Any]) -> list[In
         if not isinstance(ids[name], Tensor):
             check_proxy(ids[name])
             raise ValueError(f"ids for {name!r}: found {type(ids[name]).__name__}, expected an int64 tensor")
-    return [asked_ids(ids[name]) for name in names]
+    return [flat_ids(ids[name], as_asked=True) for name in names]

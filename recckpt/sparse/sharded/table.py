@@ -11,19 +11,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from recckpt.errors import LookupFailedError
 from recckpt.format.buckets import gen_slice
 from recckpt.policies.admit import Admit, AdmitFunction
-from recckpt.policies.evict import Mask
-from recckpt.sparse.sharded.all_to_all import Exchange, agree, exchange_of
-from recckpt.sparse.sharded.eviction import evict_due, first_of_all
-from recckpt.sparse.sharded.lookup import RoundTrip, differentiable_rows, flat_batches
-from recckpt.sparse.sharded.shared_gradients import SharedGradients
-from recckpt.sparse.table.embedding_habits import answers_habits
-from recckpt.sparse.table.eviction_plan import Policy
-from recckpt.sparse.table.fetch import inserts
+from recckpt.policies.evict import Mask, first_rows
+from recckpt.sparse.sharded.all_to_all import Exchange, SharedGradients, agree, exchange_of
+from recckpt.sparse.sharded.lookup import DifferentiableRows, RoundTrip, flat_batches
+from recckpt.sparse.table.checks import opaque
+from recckpt.sparse.table.eviction import Policy
 from recckpt.sparse.table.initializers import InitializerLike
-from recckpt.sparse.table.opaque import opaque
-from recckpt.sparse.table.table import HashTable
+from recckpt.sparse.table.nn_module import Sharing
+from recckpt.sparse.table.table import HashTable, inserts
+from recckpt.text.foreign_words import answers_by
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -31,19 +30,31 @@ if TYPE_CHECKING:
 Int64s = npt.NDArray[np.int64]
 
 
-class SharedByRanks:
+class SharedByRanks(Sharing):
     """What the ranks of an exchange agree on about a table that they share."""
 
     def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+        self._exchange, self.n_ranks = exchange, exchange.size
 
     def numbers(self, what: str, number: int, problem: Exception | None = None) -> list[int]:
         """Return the number of each rank, or raise the ``problem`` of one on all."""
         return agree(self._exchange, what, [number] * self._exchange.size, problem)
 
     def first_rows(self, by: npt.NDArray[Any], ids: Int64s, n: int) -> Mask:
-        """Return which rows of this rank are among the first ``n`` of all ranks to go."""
-        return first_of_all(self._exchange, by, ids, n)
+        """Return which rows of this rank are among the ``n`` of all ranks that go first. Collective.
+
+        ``by`` and ``ids``, both int64, are those of this rank; ``n`` is the same on all, and no rank sends more rows.
+        """
+        exchange, mask = self._exchange, np.zeros(len(ids), np.bool_)
+        if n <= 0:
+            return mask
+        offered = np.flatnonzero(first_rows(by, ids, n))  # of this rank; no other can be among the first of all
+        lengths = agree(exchange, "agreeing on what is evicted", [len(offered)] * exchange.size, None)
+        pairs = torch.from_numpy(np.stack([by[offered], ids[offered]], 1))
+        of_all = exchange.all_to_all(pairs.repeat(exchange.size, 1), [len(offered)] * exchange.size, lengths).numpy()
+        begin = sum(lengths[: exchange.rank])
+        mask[offered] = first_rows(of_all[:, 0], of_all[:, 1], n)[begin : begin + len(offered)]
+        return mask
 
     def refuse(self, table: Any, error: Exception, admit: bool | None) -> NoReturn:
         """Raise the error of wrong arguments on all ranks: the others wait for the ids of this one."""
@@ -91,7 +102,7 @@ class ShardedHashTable(HashTable):
         ValueError: an argument is out of range, or this is one of several processes without a process group.
     """
 
-    @answers_habits
+    @answers_by("ShardedHashTable(16, name='item'), with a dimension, a name of its own, and no number of rows")
     def __init__(
         self,
         embedding_shape: int | Sequence[int],
@@ -170,11 +181,19 @@ def look_up_together(tables: Sequence[ShardedHashTable], ids: Mapping[str, Any],
     if exchange.size == 1:
         flat_batches(tables, ids)
         return [HashTable.forward(table, ids[table.name], admit=admit) for table in tables]
-    ids = evict_due(list(compress(tables, is_inserting)), ids)
+    for table in compress(tables, is_inserting):
+        try:
+            table.eviction.evict_due(table)
+        except LookupFailedError:  # all ranks raise it
+            raise
+        except Exception as error:  # in place of ids it reaches the ranks that wait for them, as an error of ids does
+            ids = {**ids, table.name: error}
+            break
     has_grad = torch.is_grad_enabled() and first.dtype.is_floating_point
     scales = [1 / exchange.size if table.gradients == "mean" else 1.0 for table in tables]
     trip = RoundTrip(tables, exchange, scales, _described(tables, has_grad, is_inserting), is_inserting)
-    rows = differentiable_rows(trip, ids, [table.anchor for table in tables]) if has_grad else trip.rows(ids)
+    anchors = [table.anchor for table in tables]
+    rows = DifferentiableRows.apply(trip, ids, *anchors) if has_grad else trip.rows(ids)  # type: ignore[no-untyped-call]
     return [some.view(*ids[table.name].shape, *first.embedding_shape) for some, table in zip(rows, tables, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Bags: rows of several ids pooled into one, as ``nn.EmbeddingBag`` does."""
+"""Tables in place of ``nn.Embedding`` and ``nn.EmbeddingBag``: their rows are taken over, and bags of ids pooled."""
 
 from __future__ import annotations
 
@@ -6,15 +6,103 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from recckpt.sparse.table.checks import checked_padding
-from recckpt.sparse.table.nested import NestedRows, rows_of_nested, weights_alike
+from recckpt.format.buckets import distinct
+from recckpt.sparse.table.checks import check_has_values, check_proxy, checked_padding, flat_ids
 from recckpt.sparse.table.nn_module import TableModule
-from recckpt.sparse.table.opaque import check_has_values, check_proxy
 
+Embedding = nn.Embedding | nn.EmbeddingBag
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+)
 Mode = Literal["sum", "mean", "max"]
+
+
+def ids_of_embedding(module: Any, name: str, ids: Tensor | None) -> tuple[Tensor, int | None]:
+    """Return the ids of the rows of a module, None for 0 to n - 1, and which of them is not trained, if one is.
+
+    Raises:
+        TypeError: it is no embedding of torch.
+        ValueError: it has an option that tables do not have, or the ids do not fit.
+    """
+    if not isinstance(module, Embedding):
+        raise TypeError(f"table {name!r}: found a {type(module).__name__}, expected an nn.Embedding or nn.EmbeddingBag")
+    for option in ("max_norm", "scale_grad_by_freq"):
+        if getattr(module, option):
+            value = f"{option}={getattr(module, option)!r}"
+            raise ValueError(f"table {name!r}: found {value}, which a table does not have: keep this module as it is")
+    _check_plain(module, name)
+    n_rows = len(module.weight)
+    numbers = torch.arange(n_rows, device="cpu") if ids is None else torch.from_numpy(flat_ids(ids).copy())
+    n_different = len(distinct(numbers.numpy()))
+    if len(numbers) != n_rows or n_different != len(numbers):
+        counts = f"{len(numbers)} ids, {n_different} of them different"
+        raise ValueError(f"table {name!r}: found {counts}, expected a different one for each of {n_rows} rows")
+    padding = module.padding_idx
+    return numbers, None if padding is None else int(numbers[padding])
+
+
+def _check_plain(module: Embedding, name: str) -> None:
+    """Refuse a module that does something else than those of torch: a table would not do that."""
+    kind = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
+    hooks = [hook for hook in _HOOKS if getattr(module, hook, None) or getattr(module.weight, hook, None)]
+    extra = ""
+    if type(module).forward is not kind.forward or "forward" in vars(module):
+        extra = f"{type(module).__name__} with a forward of its own"
+    elif hooks:
+        extra = f"hooks ({', '.join(hook.strip('_') for hook in hooks)})"
+    elif getattr(module, "parametrizations", None):
+        extra = "parametrizations"
+    if extra:
+        raise ValueError(f"table {name!r}: found {extra}, which a table does not have: keep this module as it is")
+
+
+def rows_of_nested(table: str, what: str, nested: Any) -> tuple[Tensor, Tensor]:
+    """Return the values of the rows of a nested tensor, without what lies between them, and the length of each.
+
+    Raises:
+        ValueError: it is not of the layout torch.jagged and of two dimensions, or its offsets are not those of its
+            values; torch checks neither where it makes one.
+    """
+    if nested.layout != torch.jagged:
+        raise ValueError(f"table {table!r}: found nested {what} of {nested.layout}, expected layout=torch.jagged")
+    if nested.dim() != 2:
+        raise ValueError(f"table {table!r}: found nested {what} of {nested.dim()} dimensions, expected 2: (bags, ids)")
+    values, offsets, lengths = nested.values(), nested.offsets(), nested.lengths()
+    starts, has_holes = offsets[:-1], lengths is not None
+    lengths = lengths if has_holes else offsets.diff()
+    ends = starts + lengths
+    is_inside = bool(((starts >= 0) & (lengths >= 0) & (ends <= len(values))).all())
+    if not is_inside or (not has_holes and (int(offsets[0]), int(offsets[-1])) != (0, len(values))):
+        raise ValueError(
+            f"table {table!r}: found {len(values)} values and offsets {offsets[:3].tolist()}...{offsets[-3:].tolist()} "
+            f"in nested {what}, expected the first 0, each at least the one before, and the last {len(values)}: values "
+            "outside of all rows need lengths too, or are to be cut off"
+        )
+    if has_holes:
+        firsts = starts - (lengths.cumsum(0) - lengths)  # of each row here, less that among the rows alone
+        places = torch.arange(int(lengths.sum()), device=values.device) + firsts.repeat_interleave(lengths)
+        values = values[places]
+    return values, lengths
+
+
+def weights_alike(table: str, nested: Tensor, lengths: Tensor) -> Tensor:
+    """Return the values of nested weights; ValueError where their rows have other lengths than those of the ids."""
+    values, own_lengths = rows_of_nested(table, "weights", nested)
+    own, expected = own_lengths.tolist(), lengths.tolist()
+    if own != expected:
+        row = next((row for row, pair in enumerate(zip(own, expected, strict=False)) if len({*pair}) > 1), None)
+        what = f"{len(own)} rows of weights, expected {len(expected)}"
+        if row is not None:
+            what = f"{own[row]} weights in row {row}, expected {expected[row]}"
+        raise ValueError(f"table {table!r}: found {what}, as many as of the ids")
+    return values
 
 
 @dataclass(frozen=True)
@@ -24,15 +112,6 @@ class Bags:
     ids: Tensor  # int64
     offsets: Tensor  # int64, on the device of the ids
     weights: Tensor | None
-
-    def without(self, padding_id: int | None) -> Bags:
-        """Return the bags without an id that stands for none; a bag may be empty then."""
-        if padding_id is None:
-            return self
-        kept = self.ids != padding_id
-        n_before = torch.cat([kept.new_zeros(1, dtype=torch.int64), kept.cumsum(0)])
-        weights = None if self.weights is None else self.weights[kept.to(self.weights.device)]
-        return Bags(self.ids[kept], n_before[self.offsets], weights)
 
 
 @dataclass(frozen=True)
@@ -45,13 +124,19 @@ class Ends:
 
 
 def bags_of(table: TableModule, ids: Any, ends: Ends, weights: Any, padding_id: int | None) -> Bags:
-    """Return bags of ids by one of the ways to say where they end, without those of padding.
+    """Return bags of ids by one of the ways to say where they end, without those of padding; a bag may be empty then.
 
     Raises:
         TypeError, ValueError: the ids, the ends, the weights or the padding are not such.
     """
     bags = _bags_of(table.name, ids, ends, weights)
-    return bags.without(table.padding_id if padding_id is None else checked_padding(table.name, padding_id))
+    padding_id = table.padding_id if padding_id is None else checked_padding(table.name, padding_id)
+    if padding_id is None:
+        return bags
+    kept = bags.ids != padding_id
+    n_before = torch.cat([kept.new_zeros(1, dtype=torch.int64), kept.cumsum(0)])
+    own_weights = None if bags.weights is None else bags.weights[kept.to(bags.weights.device)]
+    return Bags(bags.ids[kept], n_before[bags.offsets], own_weights)
 
 
 def check_mode(table: TableModule, mode: Mode, weights: Tensor | None) -> None:
@@ -80,7 +165,6 @@ def pool(rows: Tensor, bags: Bags, mode: Mode) -> Tensor:
 
 
 def _bags_of(table: str, ids: Any, ends: Ends, weights: Any) -> Bags:
-    """Return bags by one of the ways to say where they end."""
     named = [name for name in ("offsets", "lengths") if getattr(ends, name) is not None]
     if ends.include_last_offset and ends.offsets is None:
         raise ValueError(f"table {table!r}: found include_last_offset without offsets, expected it with them only")
@@ -115,15 +199,15 @@ def _of_ragged(table: str, ids: Any, weights: Any) -> Bags:
             f"table {table!r}: found ids of {type(ids).__name__}, expected an int64 or int32 tensor, or an object with "
             "values(), lengths() and offsets(); convert lists with torch.as_tensor, strings with hash_ids"
         )
-    rows = rows_of_nested(table, "ids", ids) if is_tensor else NestedRows(ids.values(), ids.lengths())
-    flat = _checked_ids(table, rows.values)
+    values, lengths = rows_of_nested(table, "ids", ids) if is_tensor else (ids.values(), ids.lengths())
+    flat = _checked_ids(table, values)
     if flat.dim() != 1:
         raise ValueError(f"table {table!r}: found values() of shape {tuple(flat.shape)}, expected one dimension")
-    starts = _starts(table, rows.lengths, len(flat))
+    starts = _starts(table, lengths, len(flat))
     if weights is None and not is_tensor:
         weights = getattr(ids, "weights_or_none", lambda: None)()
     elif isinstance(weights, Tensor) and weights.is_nested:
-        weights = weights_alike(table, weights, rows.lengths)
+        weights = weights_alike(table, weights, lengths)
     return Bags(flat, starts, _checked_weights(table, weights, tuple(flat.shape)))
 
 
@@ -135,7 +219,6 @@ def _checked_ids(table: str, ids: Tensor) -> Tensor:
 
 
 def _starts(table: str, values: Any, n_ids: int) -> Tensor:
-    """Return where bags of these lengths begin."""
     lengths = _counts(table, "lengths", values)
     if bool((lengths < 0).any()) or int(lengths.sum()) != n_ids:
         raise ValueError(

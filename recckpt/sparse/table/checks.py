@@ -1,11 +1,14 @@
-"""What a table accepts: the shapes, dtypes and ids that its door lets in."""
+"""What is let in at the door of a table: shapes, dtypes and ids that fit, and no tracer or transform of torch."""
 
 from __future__ import annotations
 
+import functools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, cast
+from types import TracebackType
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,27 +16,162 @@ import torch
 from torch import Tensor
 
 from recckpt.format.buckets import Slice
-from recckpt.sparse.table.opaque import check_has_values, check_proxy
 from recckpt.types import EMBEDDING, ITEM_BYTES, SlotSpec
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 Int64s = npt.NDArray[np.int64]
-
 _NESTED = (
     "ids must be a plain tensor, found a nested one: table.bag(ids) pools its rows; for rows that are not pooled "
     "write torch.nested.nested_tensor_from_jagged(table(ids.values()), ids.offsets()), or pad the ids, with padding_id="
 )
+_FLOATS = "make them int64 where they come from: of large ids floats have lost the last digits already"
 _PROBES = count()
 MAX_VALUES = 1 << 18  # of a row: a megabyte in float32, where embeddings have hundreds
 _RESERVED_SLOTS = frozenset({EMBEDDING, "id", "table", "op"})  # columns of the format
 
 
-def flat_ids(ids: Tensor) -> Int64s:
-    """Return ``ids`` in one dimension on the CPU, without a copy where they lie there."""
+def _asked(name: str, of: Any = torch._C) -> Callable[..., Any]:
+    """Return a function of torch that is not public; where a version lacks it, one that says no."""
+    function: Callable[..., Any] = getattr(of, name, lambda *_: False)
+    return function
+
+
+_is_exporting = _asked("is_exporting", torch.compiler)  # torch 2.6 lacks it
+_is_tracing = _asked("_is_tracing")  # by torch.jit.trace, and by torch.onnx.export with dynamo=False
+_is_transformed = _asked("_are_functorch_transforms_active")
+_interpreter = _asked("peek_interpreter_stack", getattr(torch._C, "_functorch", None))
+_n_modes = _asked("_len_torch_dispatch_stack")
+_mode = _asked("_get_dispatch_mode")
+_MODES: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
+_PRE_DISPATCH: Any = getattr(torch._C.DispatchKey, "PreDispatch", None)  # where make_fx(pre_dispatch=True) has its mode
+_is_pre_dispatch = functools.partial(_asked("_dispatch_tls_is_dispatch_key_included"), _PRE_DISPATCH)
+_FAKE = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ())
+_NOT_IN_PROGRAM = (
+    "a table cannot be part of a program of {}: its rows are found by numba, and the program would have those of its "
+    "examples as constants. Export or trace the dense part, with the rows as its input, and serve these by "
+    "recckpt.CheckpointReader; or, where ids are small, put nn.Embedding in the table's place, with the matrix that "
+    "`recckpt export --to embedding` writes"
+)
+_NOT_TRANSFORMED = (
+    "a table cannot be called inside {0}: its rows are found by numba, and trained by backward passes alone. Call it "
+    "before, with ids of any shape, and give the rows to the function that is transformed{1}"
+)
+_TRANSFORMS = {
+    "Vmap": (
+        "torch.vmap (torch.func.jacfwd)",
+        "; take gradients of one loss at a time (is_grads_batched=False, vectorize=False)",
+    ),
+    "Grad": ("torch.func.grad (or vjp, jacrev, hessian)", ""),
+    "Jvp": ("torch.func.jvp (or jacfwd, hessian)", ""),
+    "Functionalize": ("torch.func.functionalize", ""),
+}
+_NO_VALUES = (
+    "a table cannot be called inside FakeTensorMode, where ids have no values by which its rows are found: call it "
+    "outside, or stand in for its rows with torch.empty(*ids.shape, *table.embedding_shape)"
+)
+
+
+def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let ``torch.compile`` break its graph at a function, and compile nothing that it calls.
+
+    Ids and rows are looked up by numba, and the compiler of numba is no code that a graph can hold. So what makes
+    programs or other functions of those that it runs (``torch.jit.trace``, ``make_fx``, ``torch.func``) is refused,
+    before the function has begun.
+    """
+    uncompiled: list[Callable[_P, _R]] = []
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if _is_tracing() or _is_transformed() or _n_modes() or _is_pre_dispatch():
+            _check_modes()
+        return function(*args, **kwargs)
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        # Where nothing is compiled, the import of what compiles would take seconds. A compiler does not get to see
+        # sys.modules: it would go through all of it, at each call that it compiles.
+        if not torch.compiler.is_compiling() and "torch._dynamo" not in sys.modules:
+            if _is_tracing() or _is_transformed() or _n_modes() or _is_pre_dispatch():  # not by run: look-ups are short
+                _check_modes()
+            return function(*args, **kwargs)
+        if _is_exporting():
+            _refuse_program("torch.export")
+        if not uncompiled:
+            uncompiled.append(torch.compiler.disable(run))  # type: ignore[no-untyped-call]
+        if torch.compiler.is_compiling():
+            return uncompiled[0](*args, **kwargs)
+        try:  # which no compiler sees: it does not break graphs inside
+            return uncompiled[0](*args, **kwargs)
+        except Exception as error:
+            raise error.with_traceback(_from(function, error.__traceback__))  # noqa: B904  # it is the same error
+
+    code: Any = call
+    code.__code__ = code.__code__.replace(co_name=function.__name__)  # its own: the compiler keeps its books by code
+    return call
+
+
+def _from(function: Callable[..., Any], trace: TracebackType | None) -> TracebackType | None:
+    """Return the part of a traceback that begins in a function: what compilers have put around it says nothing."""
+    code, part = getattr(function, "__code__", None), trace
+    while part is not None and part.tb_frame.f_code is not code:
+        part = part.tb_next
+    return part or trace
+
+
+def check_has_values(ids: Tensor) -> None:
+    if ids.is_meta or (type(ids) is not Tensor and isinstance(ids, _FAKE)):
+        kind = "on the device 'meta'" if ids.is_meta else "of FakeTensorMode"
+        raise ValueError(
+            f"ids {kind} have no values, by which rows are found: give real ids, or stand in for the rows with "
+            "torch.empty(*ids.shape, *table.embedding_shape)"
+        )
+
+
+def check_proxy(ids: object) -> None:
+    """Raise RuntimeError for what ``torch.fx.symbolic_trace`` gives in place of ids."""
+    if isinstance(ids, torch.fx.Proxy):
+        _refuse_program("torch.fx.symbolic_trace")
+
+
+def refuse_export() -> None:
+    """Raise RuntimeError where the old ``torch.onnx.export`` asks for the state of a model."""
+    if torch.onnx.is_in_onnx_export():
+        _refuse_program("torch.onnx.export")
+
+
+def _check_modes() -> None:
+    """Raise RuntimeError where a call is traced, transformed, or made without values; other modes may watch it."""
+    if _is_tracing():
+        _refuse_program("torch.jit.trace, nor of torch.onnx.export, which uses it")
+    if _is_transformed():
+        interpreter = _interpreter()
+        transform, addition = _TRANSFORMS.get(interpreter.key().name if interpreter else "", ("torch.func", ""))
+        raise RuntimeError(_NOT_TRANSFORMED.format(transform, addition))
+    if _is_pre_dispatch() or (_MODES and (_mode(_MODES.PROXY) or _mode(_MODES.FUNCTIONAL))):
+        _refuse_program("make_fx, nor of torch.func.linearize, which uses it")
+    if _MODES and _mode(_MODES.FAKE):
+        raise RuntimeError(_NO_VALUES)
+
+
+def _refuse_program(tool: str) -> NoReturn:
+    raise RuntimeError(_NOT_IN_PROGRAM.format(tool))
+
+
+def flat_ids(ids: Tensor, *, as_asked: bool = False) -> Int64s:
+    """Return ``ids`` in one dimension on the CPU, without a copy where they lie there.
+
+    A look-up, where they are taken ``as_asked``, takes int32 too, as ``nn.Embedding`` does.
+    """
     if not isinstance(ids, Tensor):
         check_proxy(ids)
         raise TypeError(f"ids must be an int64 tensor, found a {type(ids).__name__}; convert them with torch.as_tensor")
+    if as_asked and ids.dtype == torch.int32:
+        ids = ids.long()
     if ids.dtype != torch.int64:
-        raise ValueError(f"ids must be int64, found {ids.dtype}; convert them with ids.long()")
+        is_exact = not (ids.is_floating_point() or ids.is_complex() or ids.is_quantized)
+        remedy = "convert them with ids.long()" if is_exact else _FLOATS
+        raise ValueError(f"ids must be int64, found {ids.dtype}; {remedy}")
     check_has_values(ids)
     try:
         flat: Int64s = ids.detach().reshape(-1).cpu().contiguous().numpy()
@@ -42,11 +180,6 @@ def flat_ids(ids: Tensor) -> Int64s:
             raise
         raise ValueError(_NESTED) from error
     return flat
-
-
-def asked_ids(ids: Tensor) -> Int64s:
-    """As :func:`flat_ids`, of a look-up, which takes int32 too, as ``nn.Embedding`` does."""
-    return flat_ids(ids.long() if isinstance(ids, Tensor) and ids.dtype == torch.int32 else ids)
 
 
 def checked_shape(shape: int | Sequence[int], *, scalar: bool = False) -> tuple[int, ...]:
@@ -68,7 +201,6 @@ def checked_shape(shape: int | Sequence[int], *, scalar: bool = False) -> tuple[
 
 
 def checked_device(table: str, device: str | torch.device) -> torch.device:
-    """Return ``device``, or raise ValueError where rows would have no values there."""
     if torch.device(device).type == "meta":
         raise ValueError(f"table {table!r}: rows on the device 'meta' have no values: leave the table where it is")
     if torch.get_default_device().type == "meta":
@@ -80,7 +212,6 @@ def checked_device(table: str, device: str | torch.device) -> torch.device:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of ``dtype`` in the format."""
     name = str(dtype).removeprefix("torch.")
     if not isinstance(dtype, torch.dtype) or name not in ITEM_BYTES:
         raise ValueError(f"a slot cannot be {dtype!r}; choose one of {', '.join(ITEM_BYTES)}")
@@ -109,7 +240,6 @@ def check_values(table: str, spec: SlotSpec, values: Tensor, n_rows: int) -> Non
 
 
 def check_owned(table: str, slice_: Slice, ids: Int64s) -> None:
-    """Raise ValueError where an id lies outside the slice."""
     if slice_.is_everything:
         return
     strangers = ids[~slice_.owns(ids)]
@@ -145,7 +275,6 @@ def checked_move(table: str, dtype: torch.dtype, device: torch.device, fn: Calla
 
 
 def checked_count(table: str, n_rows: Any) -> int:
-    """Return a number of rows as an int, or raise ValueError where it is not one of at least 0."""
     if not isinstance(n_rows, int | np.integer) or isinstance(n_rows, bool) or n_rows < 0:
         raise ValueError(f"table {table!r}: n_rows must be an int of at least 0, found {n_rows!r}")
     return int(n_rows)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,6 @@ from recckpt.sparse.table.kernels import gather_rows, lay_over, scatter_rows
 from recckpt.types import SlotSpec
 
 Int64s = npt.NDArray[np.int64]
-
 BLOCK_BYTES = 32 << 20  # large enough for huge pages, small beside any table worth growing in steps
 _FIRST_ROWS = 64
 _LINE_BYTES, _HUGE_BYTES = 64, 2 << 20  # of the cache; of a huge page
@@ -42,7 +42,6 @@ class ColumnMemory(NamedTuple):
 
     @classmethod
     def of(cls, tensors: list[Tensor]) -> ColumnMemory:
-        """Wrap tensors."""
         return cls(tensors, np.array([tensor.data_ptr() for tensor in tensors], np.int64))
 
     def check_unmoved(self) -> None:
@@ -58,6 +57,9 @@ class ColumnMemory(NamedTuple):
             )
 
 
+_NO_MEMORY = ColumnMemory.of([])
+
+
 class Column:
     """Rows of one slot, addressed as (row >> shift, row & mask).
 
@@ -71,7 +73,7 @@ class Column:
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.device = device
         self.shift = max((BLOCK_BYTES // max(spec.row_bytes, 1)).bit_length() - 1, 6)
-        self._memory = ColumnMemory.of([])
+        self.memory = _NO_MEMORY
         self._written: torch.cuda.Event | None = None  # behind all writes of the thread that made this
 
     @classmethod
@@ -79,23 +81,17 @@ class Column:
         """Wrap a tensor of another owner as a column, without a copy where it is contiguous."""
         column = cls(spec, values.device)
         column.shift = _ONE_BLOCK
-        column._memory = ColumnMemory.of([values.detach().contiguous()])
+        column.memory = ColumnMemory.of([values.detach().contiguous()])
         return column
-
-    @property
-    def blocks(self) -> list[Tensor]:
-        """The memory, block by block."""
-        return self._memory.tensors
-
-    @property
-    def memory(self) -> ColumnMemory:
-        """The memory of now."""
-        return self._memory
 
     @property
     def is_on_cpu(self) -> bool:
         """Whether rows are copied by their addresses; elsewhere torch copies them, in its streams."""
         return self.device.type == "cpu"
+
+    @property
+    def blocks(self) -> list[Tensor]:
+        return self.memory.tensors
 
     @property
     def capacity(self) -> int:
@@ -104,27 +100,25 @@ class Column:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
         return self.capacity * self.spec.row_bytes
 
     def reserve(self, n_rows: int) -> None:
-        """Make room for ``n_rows`` rows in all."""
-        if n_rows <= self.capacity:
+        if n_rows <= sum(map(len, self.memory.tensors)):
             return
         full = 1 << self.shift
-        blocks = list(self.blocks)
+        blocks = list(self.memory.tensors)
         if not blocks or len(blocks[0]) < full:
             first = self._new_block(min(full, max(_FIRST_ROWS, 1 << (n_rows - 1).bit_length())))
             if blocks:
                 first[: len(blocks[0])] = blocks[0]
             blocks[:1] = [first]
-        while sum(len(block) for block in blocks) < n_rows:
+        while sum(map(len, blocks)) < n_rows:
             blocks.append(self._new_block(full))
-        self._memory = ColumnMemory.of(blocks)
+        self.memory = ColumnMemory.of(blocks)
 
     def gather(self, rows: Int64s) -> Tensor:
         """Return a copy of ``rows``, shape (len(rows), *shape)."""
-        memory = self._memory
+        memory = self.memory
         if not self.is_on_cpu:
             memory.check_unmoved()
             self.wait_for_writes()
@@ -159,7 +153,7 @@ class Column:
         Of a column on CUDA, the bytes are there when this returns; so whoever looks only then which rows were copied
         aside, before the kernels that change them were queued, knows which of the bytes may be of another moment.
         """
-        memory = self._memory
+        memory = self.memory
         if self.is_on_cpu:
             gather_rows(memory.addresses, self.shift, self.spec.row_bytes, rows, target.ctypes.data)
         else:
@@ -172,7 +166,7 @@ class Column:
 
         Of a column on CUDA, once all that its current stream had to do before; the copies are there on return.
         """
-        memory, done = self._memory, 0
+        memory, done = self.memory, 0
         for piece in target.pieces(begin, begin + len(rows)):
             some = rows[done : done + len(piece)]
             if self.is_on_cpu:
@@ -184,12 +178,12 @@ class Column:
 
     def lay_over(self, rows: Int64s, at: Int64s, target: npt.NDArray[np.uint8]) -> None:
         """Copy the bytes of ``rows`` of a column on the CPU over the rows ``at`` of ``target``."""
-        memory = self._memory
+        memory = self.memory
         lay_over(memory.addresses, self.shift, self.spec.row_bytes, rows, at, target.ctypes.data)
 
     def scatter(self, rows: Int64s, values: Tensor) -> None:
         """Set ``rows``, all different, to ``values``."""
-        values, memory = self.fitting(values), self._memory
+        values, memory = self.fitting(values), self.memory
         if self.is_on_cpu:
             scatter_rows(memory.addresses, self.shift, self.spec.row_bytes, rows, values.data_ptr())
         elif len(memory.tensors) == 1:
@@ -218,7 +212,7 @@ class Column:
 
     def pieces(self, begin: int, end: int) -> Iterator[Tensor]:
         """Yield views that cover the rows [begin, end), block by block."""
-        blocks = self.blocks
+        blocks = self.memory.tensors
         while begin < end:
             block, inside = begin >> self.shift, begin & ((1 << self.shift) - 1)
             n_rows = min(end - begin, (1 << self.shift) - inside)
@@ -226,7 +220,6 @@ class Column:
             begin += n_rows
 
     def to_tensor(self, n_rows: int) -> Tensor:
-        """Return a copy of the first ``n_rows`` rows in one piece."""
         pieces = list(self.pieces(0, n_rows))
         if not pieces:
             return torch.empty((0, *self.spec.shape), dtype=self.dtype, device=self.device)
@@ -234,8 +227,7 @@ class Column:
 
     def frozen(self) -> Column:
         """Return a column over the blocks of now, which stay those when this one grows or is cleared."""
-        twin = Column(self.spec, self.device)
-        twin.shift, twin._memory = self.shift, self._memory
+        twin = copy.copy(self)
         if self.device.type == "cuda":  # readers work in streams of their own
             twin._written = torch.cuda.current_stream(self.device).record_event()
         return twin
@@ -249,19 +241,17 @@ class Column:
         if 0 < twin.capacity < len(self.blocks[0]):
             twin.blocks[0].copy_(self.blocks[0][: twin.capacity])
         else:
-            twin._memory = ColumnMemory.of(self.blocks[: max(1, -(-n_rows >> self.shift))])
+            twin.memory = ColumnMemory.of(self.blocks[: max(1, -(-n_rows >> self.shift))])
         return twin
 
     def shrink(self, n_blocks: int) -> None:
-        """Drop all blocks but the first ones."""
-        self._memory = ColumnMemory.of(self.blocks[:n_blocks])
+        self.memory = ColumnMemory.of(self.blocks[:n_blocks])
 
     def to(self, device: torch.device) -> Column:
-        """Return a copy of this column on ``device``."""
         column = Column(self.spec, device)
         column.shift = self.shift
         with torch.inference_mode(False):
-            column._memory = ColumnMemory.of([block.to(device, copy=True) for block in self.blocks])
+            column.memory = ColumnMemory.of([block.to(device, copy=True) for block in self.blocks])
         return column
 
     @torch.inference_mode(False)  # a block outlives the mode in which it happened to be made
@@ -286,3 +276,22 @@ class Column:
     def _on_device(self, rows: Int64s) -> Tensor:
         # A copy: torch takes no memory that is read-only or runs backwards.
         return torch.from_numpy(rows.copy()).to(self.device)
+
+
+class Addresses(NamedTuple):
+    """The addresses of the blocks of one column after those of the other."""
+
+    blocks: Int64s
+    starts: Int64s
+    shifts: Int64s
+    row_bytes: Int64s
+
+    @classmethod
+    def of(cls, columns: Sequence[Column]) -> Addresses:
+        blocks = [np.empty(0, np.int64), *(column.memory.addresses for column in columns)]
+        return cls(
+            np.concatenate(blocks),
+            np.cumsum([len(some) for some in blocks]),
+            np.array([column.shift for column in columns], np.int64),
+            np.array([column.spec.row_bytes for column in columns], np.int64),
+        )

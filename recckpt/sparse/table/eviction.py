@@ -1,4 +1,4 @@
-"""Eviction while a table is trained: a part of its ids at a time, so that no step has to wait for all of them.
+"""Which rows go while a table is trained: by how often and when they were looked up, a part of the ids at a time.
 
 What goes at a step follows from the rows, the step and nothing else: no clock cuts the work, and nothing is remembered
 from one step to the next. So a run on other ranks, and one that was resumed, evict the same rows at the same steps.
@@ -7,31 +7,47 @@ from one step to the next. So a run on other ranks, and one that was resumed, ev
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from recckpt.format.distinct import distinct
-from recckpt.policies.evict import NORM, Evict, Mask
-from recckpt.sparse.table.column import Column
-from recckpt.sparse.table.eviction_plan import ALL, HashRange, Plan, plan_of
+from recckpt.format.buckets import distinct
+from recckpt.format.tables import ClockDates
+from recckpt.policies.evict import NORM, Capacity, Evict, Mask, is_evict
+from recckpt.sparse.table.gradients import is_in_backward
+from recckpt.sparse.table.id_index import N_PARTS
 from recckpt.sparse.table.kernels import row_norms
-from recckpt.sparse.table.nn_module import TableModule, erase_rows
-from recckpt.sparse.table.recomputation import is_in_backward
+from recckpt.sparse.table.nn_module import TableModule, erase_rows, warn_once
 from recckpt.sparse.table.row_store import RowStore
-from recckpt.sparse.table.tracking import Now, TableTime
-from recckpt.types import EMBEDDING
+from recckpt.sparse.table.rows import Visit
+from recckpt.types import EMBEDDING, SlotSpec, count_of, positive_number
 
 Int64s = npt.NDArray[np.int64]
+COUNT, LAST_STEP, LAST_TIME = "count", "last_step", "last_time"  # part of the format
+TRACKED = {  # what ``track`` may name
+    "count": SlotSpec(COUNT, "int64", ()),
+    "step": SlotSpec(LAST_STEP, "int64", ()),
+    "time": SlotSpec(LAST_TIME, "float64", ()),
+}
+MAX_EVENT_TIME = 1e11  # seconds: the year 5138; milliseconds are below it until 1973
+Policy = Evict | Capacity
+MIN_PART_ROWS = 1024  # of a capacity: parts of fewer would differ too much in how many rows they hold
 _PATIENCE = 1000  # training look-ups of one step, after which somebody seems to have forgotten to count steps
+_WORTH_A_WORD = 100  # rows of a table of which more than half goes
 _PIECE = 1 << 15  # rows whose columns are looked at together
 _NO_STEPS = (
     "still at step {} after {} training look-ups, and it evicts as steps are counted: call CheckpointManager.step() "
     "or set table.step"
+)
+_GROWS = (
+    "found {} rows{}, more than {} is to have, while step {} goes on: rows go between steps alone, since a look-up of "
+    "this one may need them for its backward pass; call CheckpointManager.step() after each step, or set table.step"
 )
 _TOO_LONG = (
     "evicting took {:.3g} ms at step {}, expected budget_ms={:g}: evict_every={} in place of {} spreads it over more "
@@ -41,19 +57,225 @@ _CROWDED = (
     "found {} rows at step {}, where {} has half of its room left: more ids come than go part by part, so that this "
     "step looks at all rows; give less than evict_every={}, or more room"
 )
+_HALF_GONE = (
+    "evicted {} of the {} rows that were there at step {}, by {}; now is step {} and time {:.0f}: where either is "
+    "wrong, as of a bad record, set it back by manager.event_time or table.step before all rows are gone"
+)
+_NONE = np.empty(0, np.int64)
 
 
-class EvictionScan(NamedTuple):
+class Now(NamedTuple):
+    """Where training is: its step, and a time in seconds since 1970."""
+
+    step: int
+    time: float
+
+
+@dataclass
+class TableTime:
+    """What the manager or the user has last said of where training is.
+
+    Attributes:
+        step: the steps made so far; None where it was not told.
+        event_time: what counts as now, in seconds since 1970; None for the clock.
+    """
+
+    step: int | None = None
+    event_time: float | None = None
+
+    def reach(self, step: int) -> None:
+        self.step = step
+
+    def stand_at(self, event_time: float | None) -> None:
+        """Count this time as now, until another one is given; None for the clock."""
+        self.event_time = event_time
+
+    @property
+    def now(self) -> Now:
+        """The step and the time that a look-up of this moment leaves in its rows."""
+        return Now(self.step or 0, time.time() if self.event_time is None else self.event_time)
+
+
+class Tracking:
+    """The slots in which a table keeps how often and when its rows were looked up in training.
+
+    Args:
+        names: of what is tracked, keys of ``TRACKED``; none of a table that tracks nothing.
+        table_time: that of the table, which :meth:`set_step` and :meth:`set_event_time` change.
+
+    Attributes:
+        clock_dates: when the clock has dated rows, which stay so until an event time comes; saved with them.
+    """
+
+    def __init__(self, names: tuple[str, ...], table_time: TableTime) -> None:
+        self.names = names
+        self.clock_dates: ClockDates | None = None
+        self._slots = frozenset(TRACKED[name].name for name in names)
+        self.counts = COUNT in self._slots  # whether occurrences are counted
+        self._table_time = table_time
+
+    def add_slots(self, store: RowStore) -> None:
+        for name in self.names:
+            store.add_column(TRACKED[name])
+        self.date_new_rows(store)
+
+    def set_step(self, store: RowStore, step: int) -> None:
+        self._table_time.reach(step)
+        self.date_new_rows(store)
+
+    def set_event_time(self, store: RowStore, event_time: float | None) -> None:
+        """Date rows with a time from now on, those too that the clock has dated so far; None for the clock."""
+        with store.lock:
+            self._table_time.stand_at(event_time)
+            self._date_again(store)
+            self.date_new_rows(store)
+
+    def note_clock(self, store: RowStore, dates: ClockDates | None) -> None:
+        """Note when a clock has dated rows that were loaded here; None where it has not."""
+        if dates is None or "time" not in self.names:
+            return
+        with store.lock:
+            self.clock_dates = dates.joined(self.clock_dates)
+            self._date_again(store)
+
+    def date_new_rows(self, store: RowStore) -> None:
+        """Date new rows as of now, looked up or not: the age of a row counts from when it was added."""
+        with store.lock:  # an event time may come meanwhile
+            for name, value in self._stamps().items():
+                store.set_initial(name, value)
+
+    def visit(self, occurrences: Int64s) -> Visit:
+        """Return what a look-up of ids that occur so often leaves behind; under the lock of the store."""
+        return Visit(occurrences, COUNT if self.counts else "", self._stamps())
+
+    def _date_again(self, store: RowStore) -> None:
+        """Give rows that the clock has dated the event time, if there is one: of that run they are the first."""
+        dates, event_time = self.clock_dates, self._table_time.event_time
+        if dates is None or event_time is None:
+            return
+        begin = 0
+        for times in list(store.columns[LAST_TIME].pieces(0, len(store))):
+            is_of_clock = (times >= dates.first) & (times <= dates.last)
+            rows = begin + is_of_clock.nonzero().flatten().cpu().numpy()
+            if len(rows):
+                store.write(rows, {LAST_TIME: times.new_full((len(rows),), event_time)})
+            begin += len(times)
+        self.clock_dates = None  # last: what an exception ends is done when the next event time comes
+
+    def _stamps(self) -> dict[str, int | float]:
+        now = self._table_time.now
+        if self._table_time.event_time is None and LAST_TIME in self._slots:
+            self.clock_dates = ClockDates(now.time, now.time).joined(self.clock_dates)
+        return {name: value for name, value in ((LAST_STEP, now.step), (LAST_TIME, now.time)) if name in self._slots}
+
+
+def checked_step(table: str, step: Any) -> int:
+    if not isinstance(step, int | np.integer) or isinstance(step, bool) or not 0 <= step < 1 << 53:
+        raise ValueError(f"table {table!r}: step must be an int of at least 0, found {step!r}")
+    return int(step)
+
+
+def checked_event_time(table: str, event_time: Any) -> float | None:
+    """Return a time in seconds since 1970, or None; or raise ValueError where it is in other units."""
+    is_number = isinstance(event_time, int | float) and not isinstance(event_time, bool)
+    if event_time is not None and not (is_number and -math.inf < event_time <= MAX_EVENT_TIME):  # which NaN is not
+        raise ValueError(
+            f"table {table!r}: event_time is in seconds since 1970, found {event_time!r:.100}; divide "
+            "milliseconds by 1000, nanoseconds by 1e9"
+        )
+    return None if event_time is None else float(event_time)
+
+
+def checked_track(table: str, track: Any) -> tuple[str, ...]:
+    names = [track] if isinstance(track, str) else list(track)
+    unknown = [name for name in names if name not in TRACKED]
+    if unknown or len({*names}) < len(names):
+        raise ValueError(f"table {table!r}: found track={track!r}, expected some of {tuple(TRACKED)}, each once")
+    return tuple(name for name in TRACKED if name in names)
+
+
+class HashRange(NamedTuple):
+    """The ids whose hashes end on 16 bits in [begin, end)."""
+
+    begin: int
+    end: int
+
+
+ALL = HashRange(0, N_PARTS)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a table evicts, and in how many steps it has looked at all rows: decided by steps and numbers of rows alone.
+
+    Attributes:
+        rules: look at one row each.
+        capacity: looks at all; None without one.
+    """
+
+    rules: tuple[Evict, ...] = ()
+    capacity: Capacity | None = None
+    every: int = 1
+    budget_ms: float | None = None
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """The rules and the capacity; none where nothing is ever evicted."""
+        return (*self.rules, *([self.capacity] if self.capacity else []))
+
+    def due(self, before: int | None, step: int, pace: int = 1) -> list[HashRange]:
+        """Return the parts that are due at a step, where those up to the step ``before`` are done; None is the last.
+
+        At a ``pace`` of 2 all parts are looked at in half of the steps.
+        """
+        most = N_PARTS if self.capacity is None else max(1, self.capacity.n // MIN_PART_ROWS)
+        n_parts = min(self.every, N_PARTS, most)
+        if before is None or not before < step:
+            before = step - 1
+        first, last = (at * n_parts // self.every for at in (before, step))
+        numbers = range(max(first, last - n_parts) + 1, last + 1)
+        # Parts scanned in one step are n_parts / pace apart, so each was last scanned equally long ago.
+        due = {(number + n * n_parts // pace) % n_parts: None for number in numbers for n in range(pace)}
+        return [HashRange(part * N_PARTS // n_parts, (part + 1) * N_PARTS // n_parts) for part in due]
+
+
+def plan_of(table: str, policies: Sequence[Any], slots: set[str], *, every: Any, budget_ms: Any) -> Plan:
+    capacities = [policy for policy in policies if isinstance(policy, Capacity)]
+    rules = [policy for policy in policies if not isinstance(policy, Capacity)]
+    strange = [policy for policy in rules if not is_evict(policy)]
+    if strange or not policies:
+        raise ValueError(f"table {table!r}: expected policies of recckpt.policies.evict, found {strange or 'none'}")
+    if len(capacities) > 1:
+        raise ValueError(f"table {table!r}: found {capacities}, expected one capacity: rows are ordered by one slot")
+    for policy in policies:
+        missing = {*policy.needs} - slots - {NORM}
+        tracks = tuple(track for track, spec in TRACKED.items() if spec.name in missing)
+        if missing:
+            remedy = f"add track={tracks} where the table is made" if tracks else "declare it with add_slot"
+            raise ValueError(
+                f"table {table!r}: {policy} goes by {sorted(missing)}, found the slots {sorted(slots)}: {remedy}"
+            )
+    budget = None if budget_ms is None else positive_number(f"table {table!r}: budget_ms", budget_ms)
+    every = count_of(f"table {table!r}: evict_every", every)
+    return Plan(tuple(rules), next(iter(capacities), None), every, budget)
+
+
+class _Scan(NamedTuple):
     """The ids of a part that the rules evict; the other ids, and the values by which a capacity orders them."""
 
-    gone: Int64s
-    ids: Int64s
-    by: npt.NDArray[Any]
-    n_rows: int  # of the table
+    gone: Int64s = _NONE
+    ids: Int64s = _NONE
+    by: npt.NDArray[Any] = _NONE
+    n_rows: int = 0  # of the table
 
 
-_NONE = np.empty(0, np.int64)
-_NOTHING = EvictionScan(_NONE, _NONE, _NONE, 0)
+class _Pass(NamedTuple):
+    """The steps in which all rows are looked at once: the rows at its beginning, and how many went since."""
+
+    number: int = -1
+    step: int = 0
+    n_rows: int = 0
+    n_gone: int = 0
 
 
 class Eviction:
@@ -73,10 +295,12 @@ class Eviction:
         self._table_time = table_time
         self._evicted_to: tuple[object, int | None] = (None, None)  # the era of the rows, and the step
         self._n_looked_up = 0  # times since
+        self._pass = _Pass()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Eviction:
         twin = Eviction(copy.deepcopy(self._table_time, memo), copy.deepcopy(self.plan, memo))
         twin.n_evicted, twin._n_looked_up = self.n_evicted, self._n_looked_up
+        twin._pass = self._pass
         twin._evicted_to = self._evicted_to  # with the era itself, which is that of the copied rows too
         return twin
 
@@ -100,13 +324,17 @@ class Eviction:
 
     def evict_due(self, table: TableModule) -> None:
         """Evict what is due before the first training look-up of a step. Collective among ranks with a capacity."""
-        if self.plan.is_empty or not table.training or is_in_backward():
+        if not (self.plan.rules or self.plan.capacity) or not table.training or is_in_backward():
             return
         step, before = self._table_time.step or 0, self.evicted_to(table.store)
         if step == before:
             self._n_looked_up += 1
             if self._n_looked_up == _PATIENCE:
-                table.warned_of.once(table.name, "step", _NO_STEPS.format(step, _PATIENCE))
+                warn_once(table, "step", _NO_STEPS.format(step, _PATIENCE))
+            n_rows, n_ranks, capacity = len(table.store), table.sharing.n_ranks, self.plan.capacity
+            if capacity is not None and n_rows * n_ranks > capacity.n:
+                where = f" on one of {n_ranks} ranks" if n_ranks > 1 else ""
+                warn_once(table, "step", _GROWS.format(n_rows, where, capacity, step))
             return
         begin = time.thread_time()
         self._evict_at(table, step, before)
@@ -115,9 +343,7 @@ class Eviction:
         spent_ms, budget_ms = 1e3 * (time.thread_time() - begin), self.plan.budget_ms
         if budget_ms is not None and spent_ms > budget_ms:
             longer = int(self.plan.every * spent_ms / budget_ms) + 1
-            table.warned_of.once(
-                table.name, "budget", _TOO_LONG.format(spent_ms, step, budget_ms, longer, self.plan.every)
-            )
+            warn_once(table, "budget", _TOO_LONG.format(spent_ms, step, budget_ms, longer, self.plan.every))
 
     def evict(self, table: TableModule, policies: Sequence[Any]) -> int:
         """Drop all rows that any of these policies evicts, and return how many. Collective with a capacity."""
@@ -131,45 +357,46 @@ class Eviction:
             n_rows = sum(table.sharing.numbers(what, len(table.store)))
             pace = plan.capacity.pace(n_rows)
             if plan.capacity.is_crowded(n_rows):
-                table.warned_of.once(table.name, "capacity", _CROWDED.format(n_rows, step, plan.capacity, plan.every))
+                warn_once(table, "capacity", _CROWDED.format(n_rows, step, plan.capacity, plan.every))
                 self._evict(table, plan, [ALL])
                 return
-        self._evict(table, plan, plan.due(before, step, pace))
+        number, n_before = step // plan.every, len(table.store)
+        if number != self._pass.number:
+            self._pass = _Pass(number, step, n_before)
+        n_evicted = self._evict(table, plan, plan.due(before, step, pace))
+        seen = self._pass = self._pass._replace(n_gone=self._pass.n_gone + n_evicted)
+        if plan.rules and seen.n_rows >= _WORTH_A_WORD and 2 * seen.n_gone > seen.n_rows:
+            now, policies = self._table_time.now, ", ".join(map(str, plan.rules))
+            text = _HALF_GONE.format(seen.n_gone, seen.n_rows, seen.step, policies, now.step, now.time)
+            warn_once(table, "half gone", text)
 
     def _evict(self, table: TableModule, plan: Plan, parts: Sequence[HashRange], target: int | None = None) -> int:
-        """Drop what goes of some parts; of all rows, more than a ``target``, if there is one."""
-        gone, n_gone = [_NONE], 0
+        """Drop what goes of some parts, part by part; of all rows, more than a ``target``, if there is one."""
+        gone, n_gone, capacity, what = [_NONE], 0, plan.capacity, f"evicting from {table.name!r}"
         for part in parts:
-            gone += self._gone_of(table, plan, part, n_gone, target)
+            problem: Exception | None = None
+            try:
+                scan = _scan(table, plan, part, self._table_time.now)
+            except Exception as error:
+                scan, problem = _Scan(), error
+            gone.append(scan.gone)
+            if capacity is not None:
+                n_left, n_in_part = scan.n_rows - n_gone - len(scan.gone), len(scan.ids)
+                n_left, n_in_part = (sum(table.sharing.numbers(what, n, problem)) for n in (n_left, n_in_part))
+                share = (part.end - part.begin) / N_PARTS
+                excess = capacity.excess(n_left, n_in_part, share) if target is None else n_left - target
+                gone.append(scan.ids[table.sharing.first_rows(scan.by, scan.ids, excess)])
+            elif problem is not None:
+                raise problem
             n_gone = sum(map(len, gone))
         n_evicted = erase_rows(table, np.concatenate(gone)) if n_gone else 0
         self.n_evicted += n_evicted
         return n_evicted
 
-    def _gone_of(
-        self, table: TableModule, plan: Plan, part: HashRange, n_gone: int, target: int | None
-    ) -> list[Int64s]:
-        """Return what goes of a part, where so many rows of others go before."""
-        problem: Exception | None = None
-        try:
-            scan = _scan(table, plan, part, self._table_time.now)
-        except Exception as error:
-            scan, problem = _NOTHING, error
-        if plan.capacity is None:
-            if problem is not None:
-                raise problem
-            return [scan.gone]
-        what, n_left = f"evicting from {table.name!r}", scan.n_rows - n_gone - len(scan.gone)
-        n_left, n_in_part = (sum(table.sharing.numbers(what, n, problem)) for n in (n_left, len(scan.ids)))
-        excess = plan.capacity.excess(n_left, n_in_part, part.share) if target is None else n_left - target
-        return [scan.gone, scan.ids[table.sharing.first_rows(scan.by, scan.ids, excess)]]
-
 
 def eviction_of(table: TableModule, table_time: TableTime, evict: Any, every: Any, budget_ms: Any) -> Eviction:
     """Return what a table is to evict, as its arguments say, or raise ValueError."""
-    if not isinstance(evict, Iterable) or isinstance(evict, str):
-        evict = [evict]
-    policies = list(evict)
+    policies = list(evict) if isinstance(evict, Iterable) and not isinstance(evict, str) else [evict]
     if policies and every is None:
         raise ValueError(
             f"table {table.name!r}: found evict={policies} and no evict_every: give the number of steps in which "
@@ -183,21 +410,26 @@ def eviction_of(table: TableModule, table_time: TableTime, evict: Any, every: An
     return Eviction(table_time, plan)
 
 
-def _scan(table: TableModule, plan: Plan, part: HashRange, now: Now) -> EvictionScan:
+def _scan(table: TableModule, plan: Plan, part: HashRange, now: Now) -> _Scan:
     """Ask the rules, a piece of the rows after the other, which of a part go."""
     store, capacity = table.store, plan.capacity
+    needs = {name for policy in plan.policies for name in policy.needs}
     gone, left, by = [_NONE], [_NONE], [_NONE]
     with store.lock:
         for rows, ids in _pieces(store, part, table.padding_id):
-            columns = {name: _values(store.columns, name, rows) for name in plan.needs}
+            columns = {name: _values(store, name, rows) for name in needs}
             goes = np.zeros(len(rows), np.bool_)
             for rule in plan.rules:
-                goes |= _checked_mask(rule, rule.evicted(columns, now), len(rows))
+                mask: Mask = np.asarray(rule.evicted(columns, now))
+                if mask.dtype != np.bool_ or mask.shape != goes.shape:
+                    expected = f"bool ({len(rows)},)"
+                    raise ValueError(f"{rule}: found a mask of {mask.dtype} {mask.shape}, expected {expected}")
+                goes |= mask
             gone.append(ids[goes])
             if capacity is not None:
                 left.append(ids[~goes])
                 by.append(columns[capacity.by][~goes])
-        return EvictionScan(np.concatenate(gone), np.concatenate(left), np.concatenate(by), len(store))
+        return _Scan(np.concatenate(gone), np.concatenate(left), np.concatenate(by), len(store))
 
 
 def _pieces(store: RowStore, part: HashRange, padding_id: int | None) -> Iterator[tuple[Int64s, Int64s]]:
@@ -215,20 +447,11 @@ def _pieces(store: RowStore, part: HashRange, padding_id: int | None) -> Iterato
         yield rows, ids
 
 
-def _values(columns: Any, name: str, rows: Int64s) -> npt.NDArray[Any]:
+def _values(store: RowStore, name: str, rows: Int64s) -> npt.NDArray[Any]:
     """Return a scalar slot of rows, or the norms of their embeddings."""
     if name != NORM:
-        values: npt.NDArray[Any] = columns[name].gather(rows).cpu().numpy()
+        values: npt.NDArray[Any] = store.columns[name].gather(rows).cpu().numpy()
         return values
-    column: Column = columns[EMBEDDING]
     norms = np.empty(len(rows), np.float64)
-    row_norms(column.gather(rows).cpu().to(torch.float64).flatten(1).numpy(), norms)
+    row_norms(store.columns[EMBEDDING].gather(rows).cpu().to(torch.float64).flatten(1).numpy(), norms)
     return norms
-
-
-def _checked_mask(rule: Evict, mask: Any, n_rows: int) -> Mask:
-    """Return the answer of a policy, or raise ValueError where it is not a mask of so many rows."""
-    checked: Mask = np.asarray(mask)
-    if checked.dtype != np.bool_ or checked.shape != (n_rows,):
-        raise ValueError(f"{rule}: found a mask of {checked.dtype} {checked.shape}, expected bool ({n_rows},)")
-    return checked

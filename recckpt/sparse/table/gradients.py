@@ -1,81 +1,129 @@
-"""Gradients of a table: which ids a backward pass reached, and with what."""
+"""Gradients of a table: which ids a backward pass reached, and with what; and look-ups in torch's graph."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from recckpt.sparse.table.checks import opaque
 from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.kernels import add_rows
 from recckpt.sparse.table.row_store import RowStore
 
 Int64s = npt.NDArray[np.int64]
+Give = Callable[[Int64s, Tensor], object]
+Read = Callable[[], tuple[Tensor, Int64s | None]]
 
 _MAX_ENTRIES = 64
+_graph_task_id = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # torch.utils.checkpoint asks it too
+_will_execute: Callable[[Any], bool] = getattr(torch._C, "_will_engine_execute_node", lambda node: True)
 
 
-@dataclass(frozen=True)
-class _Merged:
-    """The sums of several gradients of ids when they were added up, and the sums of their squares."""
+def is_in_backward() -> bool:
+    """Whether this thread is in a backward pass, as a recomputation of any library is."""
+    return _graph_task_id() != -1
 
-    sums: Tensor
-    squares: Tensor
 
-    def squares_at(self, grads: Tensor) -> Tensor:
-        """Return the squares for ``grads``, which are the sums unless a scaler or clipping has changed them since."""
-        before = self.sums.norm()
-        overall = grads.norm() / before if before > 0 else torch.ones_like(before)
-        return self.squares * torch.where(self.sums == 0, overall, grads / self.sums).square()
+def captured(node: Any) -> Tensor | None:
+    """Return the empty gradient of an anchor that ``torch.autograd.grad`` asks for, which adds up nothing; else None.
 
-    def at(self, kept: Int64s) -> _Merged:
-        """Return those at some places."""
-        places = torch.from_numpy(kept).to(self.sums.device)
-        return _Merged(self.sums[places], self.squares[places])
+    Args:
+        node: of the anchor, in the graph whose backward pass is under way.
+    """
+    try:
+        _will_execute(node)
+    except RuntimeError as error:  # which says so of leaves alone
+        if "autograd.grad" in str(error):
+            return torch.empty_like(node.variable)
+    return None
+
+
+def is_reached(node: Any) -> bool:
+    """Return whether the backward pass under way, which may be one for some ``inputs`` alone, goes on to an anchor."""
+    try:
+        return _will_execute(node)
+    except RuntimeError:  # it is asked for, or no engine runs this
+        return True
+
+
+class Lookup(torch.autograd.Function):
+    """Gives the embeddings of ids, as ``read`` reads them, and where those are that have rows; None for all.
+
+    A backward pass gives the gradients of those to ``give``, if the anchor requires a gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, read: Read, give: Give, ids: Int64s) -> Tensor:
+        rows, present = read()
+        ctx.give, ctx.ids, ctx.present = give, ids, present
+        return rows
+
+    @staticmethod
+    @opaque
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        of_anchor = captured(ctx.next_functions[0][0])
+        if of_anchor is None:
+            ctx.give(*of_present(ctx.ids, grad, ctx.present))
+        return of_anchor, None, None, None
+
+
+def of_present(ids: Int64s, grads: Tensor, present: Int64s | None) -> tuple[Int64s, Tensor]:
+    """Return the ids that have rows, at the places ``present``, and their gradients; None for all."""
+    if present is None:
+        return ids, grads
+    return ids[present], grads.index_select(0, torch.from_numpy(present).to(grads.device))
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """The gradients of different ids, which end with the era of the store; a step that uses them sets ``used[0]``."""
+    """The gradients of different ids, which end with the era of the store; a step that uses them sets ``used[0]``.
+
+    Of several that were added up it has the sums as they were then, and the sums of their squares.
+    """
 
     ids: Int64s
     grads: Tensor
     era: object
     used: Int64s = field(default_factory=lambda: np.zeros(1, np.int64))
-    merged: _Merged | None = None
+    merged: tuple[Tensor, Tensor] | None = None
 
     @property
     def squares(self) -> Tensor:
-        """The sum of the squares of the gradients that were added up, as they are scaled and clipped by now."""
-        return self.grads.square() if self.merged is None else self.merged.squares_at(self.grads)
-
-    def without(self, ids: IdIndex) -> _Entry:
-        """Return those of other ids."""
-        kept = np.flatnonzero(ids.find(self.ids) < 0)
-        return self if len(kept) == len(self.ids) else self.at(kept)
+        """The sums of the squares of the gradients, as a scaler or clipping has changed these since."""
+        if self.merged is None:
+            return self.grads.square()
+        sums, squares = self.merged
+        before = sums.norm()
+        overall = self.grads.norm() / before if before > 0 else torch.ones_like(before)
+        return squares * torch.where(sums == 0, overall, self.grads / sums).square()
 
     def at(self, kept: Int64s) -> _Entry:
         """Return those at some places."""
-        grads = self.grads[torch.from_numpy(kept).to(self.grads.device)]
-        return replace(self, ids=self.ids[kept], grads=grads, merged=self.merged and self.merged.at(kept))
+        places = torch.from_numpy(kept).to(self.grads.device)
+        merged = self.merged and (self.merged[0][places], self.merged[1][places])
+        return replace(self, ids=self.ids[kept], grads=self.grads[places], merged=merged)
 
 
 @dataclass(frozen=True)
 class RowGradients:
     """Different rows and their summed gradients; whoever sets ``used[0]`` to 1 forgets them in the table.
 
-    ``squares`` returns the sums of the squared gradients, of a table that keeps them.
+    ``squares`` returns the sums of the squared gradients, of a table that keeps them. Gradients of ``n_lost`` further
+    ids have no row to go to.
     """
 
     rows: Int64s
     grads: Tensor
     used: Int64s
     squares: Callable[[], Tensor]
+    n_lost: int
 
 
 class Gradients:
@@ -119,7 +167,6 @@ class Gradients:
         self.keeps_squares = True
 
     def twin(self) -> Gradients:
-        """Return one without gradients for a copy of the table."""
         return Gradients(keeps_squares=self.keeps_squares)
 
     def forget(self, ids: Int64s, store: RowStore) -> None:
@@ -129,10 +176,11 @@ class Gradients:
             if self._entries:
                 gone = IdIndex()
                 gone.find_or_add(ids)
-                self._entries = [entry.without(gone) for entry in self._entries]
+                kept = [np.flatnonzero(gone.find(entry.ids) < 0) for entry in self._entries]
+                pairs = zip(self._entries, kept, strict=True)
+                self._entries = [entry if len(at) == len(entry.ids) else entry.at(at) for entry, at in pairs]
 
     def passes_waiting(self, store: RowStore) -> int:
-        """Return of how many backward passes gradients wait."""
         with self._lock:
             return self._n_passes if self._pending(store) else 0
 
@@ -153,12 +201,12 @@ class Gradients:
             return None
         rows = store.find(entry.ids)
         present = np.flatnonzero(rows >= 0)
-        if len(present) < len(rows):
+        if n_lost := len(rows) - len(present):
             rows, entry = rows[present], entry.at(present)
-        return RowGradients(rows, entry.grads.to(store.device), entry.used, lambda: entry.squares.to(store.device))
+        device = store.device
+        return RowGradients(rows, entry.grads.to(device), entry.used, lambda: entry.squares.to(device), n_lost)
 
     def _pending(self, store: RowStore) -> list[_Entry]:
-        """Return the entries that count."""
         era = store.era
         return [entry for entry in self._entries if entry.era is era and not entry.used[0]]
 
@@ -170,7 +218,7 @@ class Gradients:
             different, sums = _sum_by_id(ids, torch.cat([e.grads for e in entries]))
             merged = None
             if self.keeps_squares:
-                merged = _Merged(sums.clone(), _sum_by_id(ids, torch.cat([e.squares for e in entries]))[1])
+                merged = sums.clone(), _sum_by_id(ids, torch.cat([e.squares for e in entries]))[1]
             entries = [_Entry(different, sums, store.era, merged=merged)]
         self._entries = entries
         return entries[0] if entries else None

@@ -30,76 +30,72 @@ class IdIndex:
     which is one store of a number. What was claimed and never published, :meth:`settle` takes back. One thread at a
     time changes an index; any number may call :meth:`find` meanwhile, and repeat it where :attr:`version` was odd or
     has changed. The loops run without the GIL.
+
+    Attributes:
+        cells: replaced when they grow.
+        counts: in memory, so that a loop changes cells, counts and columns in one call.
     """
 
     def __init__(self) -> None:
-        self._cells = _empty_cells(_MIN_CAPACITY)
-        self._counts = np.zeros(3, np.int64)  # in memory, so that a loop changes cells and counts in one call
+        self.cells = np.zeros((_MIN_CAPACITY, 2), np.int64)
+        self.counts = np.zeros(3, np.int64)
 
     def __len__(self) -> int:
-        return int(self._counts[N_ROWS])
+        return int(self.counts[N_ROWS])
 
     @property
     def n_claimed(self) -> int:
         """Rows, those included that are not published."""
-        return int(self._counts[N_CLAIMED])
+        return int(self.counts[N_CLAIMED])
 
     @property
     def version(self) -> int:
         """Goes up before and after rows are renumbered: odd meanwhile."""
-        return int(self._counts[VERSION])
-
-    @property
-    def memory(self) -> tuple[Int64s, Int64s]:
-        """The cells and the counts, for loops that change columns in the same call."""
-        return self._cells, self._counts
+        return int(self.counts[VERSION])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cells."""
-        return self._cells.nbytes
+        return self.cells.nbytes
 
     def reserve(self, n_rows: int) -> None:
-        """Make room for ``n_rows`` ids in all, so that adding them does not rehash."""
-        capacity = len(self._cells)
+        capacity = len(self.cells)
         while capacity * 7 < n_rows * 10:
             capacity *= 2
-        if capacity > len(self._cells):
-            cells = _empty_cells(capacity)
-            _rehash(self._cells, cells)
-            self._cells = cells  # whoever searches the old ones keeps them
+        if capacity > len(self.cells):
+            cells = np.zeros((capacity, 2), np.int64)
+            _rehash(self.cells, cells)
+            self.cells = cells  # whoever searches the old ones keeps them
 
     def clear(self, keep_rows: int = 0) -> None:
         """Forget all ids, and memory beyond what ``keep_rows`` need; no search may run meanwhile."""
-        self._counts[:] = 0
-        if len(self._cells) * 7 <= max(keep_rows, _MIN_CAPACITY) * 20:
-            self._cells.fill(0)
+        self.counts[:] = 0
+        if len(self.cells) * 7 <= max(keep_rows, _MIN_CAPACITY) * 20:
+            self.cells.fill(0)
         else:
-            self._cells = _empty_cells(_MIN_CAPACITY)
+            self.cells = np.zeros((_MIN_CAPACITY, 2), np.int64)
 
     def fitted(self) -> IdIndex:
         """Return an independent copy in the memory that its ids need; all of them are published."""
         twin = IdIndex()
         twin.reserve(len(self))
-        _rehash(self._cells, twin._cells)
-        twin._counts[:VERSION] = len(self)
+        _rehash(self.cells, twin.cells)
+        twin.counts[:VERSION] = len(self)
         return twin
 
     def copy(self) -> IdIndex:
-        """Return an independent copy."""
         twin = IdIndex()
-        twin._cells, twin._counts = self._cells.copy(), self._counts.copy()
+        twin.cells, twin.counts = self.cells.copy(), self.counts.copy()
         return twin
 
     def find(self, ids: Int64s) -> Int64s:
         """Return the row of each id, -1 where it is absent."""
         rows = np.empty(len(ids), np.int64)
-        _find(self._cells, self._counts, ids, rows)
+        _find(self.cells, self.counts, ids, rows)
         return rows
 
     def part(self, begin: int, end: int) -> tuple[Int64s, Int64s]:
         """Return the rows and ids whose hashes end on 16 bits in [begin, end), in no order; reads no other cells."""
-        part: Int64s = _part(self._cells, self._counts, begin, end)
+        part: Int64s = _part(self.cells, self.counts, begin, end)
         return part[0], part[1]
 
     def claim(self, ids: Int64s) -> tuple[Int64s, Int64s]:
@@ -108,41 +104,36 @@ class IdIndex:
         new_ids = np.empty(len(ids), np.int64)
         done = n_new = 0
         while done < len(ids):
-            n_claimed = self.n_claimed
-            room = len(self._cells) * 7 // 10 - n_claimed
+            n_claimed = int(self.counts[N_CLAIMED])
+            room = len(self.cells) * 7 // 10 - n_claimed
             if room <= 0:
                 self.reserve(n_claimed + 1)
                 continue
-            n_done, n_added = _claim(self._cells, self._counts, ids[done:], room, rows[done:], new_ids[n_new:])
+            n_done, n_added = _claim(self.cells, self.counts, ids[done:], room, rows[done:], new_ids[n_new:])
             done, n_new = done + n_done, n_new + n_added
         return rows, new_ids[:n_new]
 
     def begin_renumbering(self) -> None:
         """Let look-ups be repeated until rows have been renumbered by :meth:`erase`, or not, by :meth:`settle`."""
-        _begin_renumbering(self._counts)
+        _begin_renumbering(self.counts)
 
     def publish(self) -> None:
         """Let all see what is claimed."""
-        self._counts[N_ROWS] = self._counts[N_CLAIMED]
+        self.counts[N_ROWS] = self.counts[N_CLAIMED]
 
     def find_or_add(self, ids: Int64s) -> tuple[Int64s, Int64s]:
-        """Claim and publish."""
         rows, new_ids = self.claim(ids)
-        self.publish()
+        self.counts[N_ROWS] = self.counts[N_CLAIMED]
         return rows, new_ids
 
     def erase(self, ids: Int64s, moved_ids: Int64s, rows: Int64s) -> None:
         """Forget ``ids``, all present and different, and give ``moved_ids`` their ``rows``, which closes the gaps."""
-        erase_ids(self._cells, self._counts, ids, moved_ids, rows)
+        erase_ids(self.cells, self.counts, ids, moved_ids, rows)
 
     def settle(self) -> None:
         """Take back what a failed change has claimed and not published, or begun to renumber."""
-        if self._counts[N_CLAIMED] != self._counts[N_ROWS] or self._counts[VERSION] & 1:
-            _drop_claims(self._cells, self._counts)
-
-
-def _empty_cells(capacity: int) -> Int64s:
-    return np.zeros((capacity, 2), np.int64)
+        if self.counts[N_CLAIMED] != self.counts[N_ROWS] or self.counts[VERSION] & 1:
+            _drop_claims(self.cells, self.counts)
 
 
 @njit(nogil=True, inline="always")

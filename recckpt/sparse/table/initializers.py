@@ -1,7 +1,9 @@
 """What a new row starts with.
 
 The random initializers are a function of (table seed, initializer seed, id, position in the row): an id
-starts the same whatever the order of arrival, the batch, the rank or the resume.
+starts the same whatever the order of arrival, the batch, the rank or the resume. Each id has its own splitmix64
+generator (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), whose output ``n`` is
+``mix64(key + n * GAMMA)``: nothing has to be drawn in order.
 """
 
 from __future__ import annotations
@@ -15,13 +17,18 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 import torch
+from numba import njit
 from torch import Tensor
 
 from recckpt.format.buckets import mix64
-from recckpt.sparse.table.id_random import fill_normal, fill_uniform
+from recckpt.sparse.table.kernels import compiled
+from recckpt.sparse.table.kernels import mix64 as mix64_of_one
 from recckpt.types import SlotSpec
 
 Int64s = npt.NDArray[np.int64]
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_S12 = np.uint64(12)
+_STEP, _HALF_STEP = 2.0**-52, 2.0**-53
 
 
 @runtime_checkable
@@ -52,7 +59,7 @@ class Constant:
     value: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_number(self, "value", self.value)
+        _check_parameters(self, is_finite=False)
 
     @property
     def unseen(self) -> float:
@@ -197,7 +204,9 @@ def as_initializer(initializer: InitializerLike | None, dtype: torch.dtype, shap
     if isinstance(initializer, type):
         raise TypeError(f"found the class {initializer.__name__}, expected an instance of it: add parentheses")
     if isinstance(initializer, Constant):
-        _check_fits(initializer, dtype)
+        bounds, value = None if dtype.is_floating_point else torch.iinfo(dtype), initializer.value
+        if bounds is not None and (value != value // 1 or not bounds.min <= value <= bounds.max):
+            raise ValueError(f"found {initializer!r}, expected an integer that fits a table of {dtype}")
         return initializer
     if not isinstance(initializer, Initializer) and not callable(initializer):
         raise TypeError(
@@ -220,18 +229,16 @@ def _filled(
     return torch.from_numpy(out).view(len(ids), *spec.shape).to(getattr(torch, spec.dtype))
 
 
-def _check_parameters(initializer: Any) -> None:
+def _check_parameters(initializer: Any, *, is_finite: bool = True) -> None:
     for name, value in vars(initializer).items():
-        if name != "seed":
-            _check_number(initializer, name, value)
+        kind = type(initializer).__name__
+        if name == "seed":
+            if not isinstance(value, Integral):
+                raise TypeError(f"{kind}: found seed={value!r}, expected an int")
+        elif not isinstance(value, Real):
+            raise TypeError(f"{kind}: found {name}={value!r}, expected a number")
+        elif is_finite:
             _require(math.isfinite(value), initializer, f"{name} to be finite")
-        elif not isinstance(value, Integral):
-            raise TypeError(f"{type(initializer).__name__}: found seed={value!r}, expected an int")
-
-
-def _check_number(initializer: object, name: str, value: object) -> None:
-    if not isinstance(value, Real):
-        raise TypeError(f"{type(initializer).__name__}: found {name}={value!r}, expected a number")
 
 
 def _require(condition: bool, initializer: object, what: str) -> None:
@@ -239,9 +246,58 @@ def _require(condition: bool, initializer: object, what: str) -> None:
         raise ValueError(f"found {initializer!r}, expected {what}")
 
 
-def _check_fits(constant: Constant, dtype: torch.dtype) -> None:
-    if dtype.is_floating_point:
-        return
-    bounds = torch.iinfo(dtype)
-    if constant.value != constant.value // 1 or not bounds.min <= constant.value <= bounds.max:
-        raise ValueError(f"found {constant!r}, expected an integer that fits a table of {dtype}")
+@njit(nogil=True, inline="always")
+def _key(stream: Any, id_: Any) -> Any:
+    return mix64_of_one(mix64_of_one(np.uint64(id_)) ^ stream)
+
+
+@njit(nogil=True, inline="always")
+def _uniform(key: Any, position: int) -> float:
+    """Return a value of the open interval (0, 1), of 52 bits; all of them are exact in float64."""
+    bits = mix64_of_one(key + np.uint64(position + 1) * _GAMMA)  # all uint64: numba makes uint64 + int64 a float64
+    return np.float64(bits >> _S12) * _STEP + _HALF_STEP
+
+
+@compiled
+def fill_uniform(stream: Any, ids: Any, low: float, width: float, out: Any) -> None:
+    """Fill ``out``, shape (len(ids), n), with values of [low, low + width)."""
+    for i in range(len(ids)):
+        key = _key(stream, ids[i])
+        for j in range(out.shape[1]):
+            out[i, j] = low + width * _uniform(key, j)
+
+
+@compiled
+def fill_normal(  # noqa: PLR0917  # compiled functions take positions only
+    stream: Any, ids: Any, low: float, width: float, mean: float, std: float, out: Any
+) -> None:
+    """Fill ``out``, shape (len(ids), n), with the quantiles of N(mean, std) of [low, low + width)."""
+    for i in range(len(ids)):
+        key = _key(stream, ids[i])
+        for j in range(out.shape[1]):
+            out[i, j] = mean + std * normal_quantile(low + width * _uniform(key, j))
+
+
+@njit(nogil=True, error_model="numpy")
+def normal_quantile(p: float) -> float:
+    """Return x with P(N(0, 1) < x) = p, to 7 digits.
+
+    Wichura, "Algorithm AS 241: the percentage points of the normal distribution", Applied Statistics 37,
+    1988 (PPND7). Part of what a table is reproduced from: another algorithm would start ids differently.
+    """
+    q = p - 0.5
+    if abs(q) <= 0.425:
+        r = 0.180625 - q * q
+        above = ((59.109374720 * r + 159.29113202) * r + 50.434271938) * r + 3.3871327179
+        below = ((67.187563600 * r + 78.757757664) * r + 17.895169469) * r + 1.0
+        return q * above / below
+    r = math.sqrt(-math.log(min(p, 1.0 - p)))
+    if r <= 5.0:
+        r -= 1.6
+        above = ((0.17023821103 * r + 1.3067284816) * r + 2.7568153900) * r + 1.4234372777
+        below = (0.12021132975 * r + 0.73700164250) * r + 1.0
+    else:
+        r -= 5.0
+        above = ((0.017337203997 * r + 0.42868294337) * r + 3.0812263860) * r + 6.6579051150
+        below = (0.012258202635 * r + 0.24197894225) * r + 1.0
+    return -above / below if q < 0.0 else above / below

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
+from numba.core.caching import FunctionCache, NullCache
 from numba.extending import intrinsic
 
 from recckpt.format.buckets import mix64 as _mix64
-from recckpt.parallel.waiting import Latch, start
+from recckpt.parallel.threads import Latch, start
+
+log = logging.getLogger("recckpt")
 
 _Loop = TypeVar("_Loop", bound=Callable[..., Any])
 mix64 = njit(inline="always")(_mix64)
@@ -27,7 +33,8 @@ def compiled(function: _Loop) -> _Loop:
 
     Numba that was left in the middle of compiling is broken for as long as the process lives.
     """
-    loop: Any = njit(nogil=True, cache=True)(function)
+    loop: Any = njit(nogil=True)(function)
+    loop._cache = _Cache(function)
     compile_for = loop._compile_for_args
 
     def compile_aside(*args: Any) -> Any:
@@ -58,9 +65,37 @@ def compiled(function: _Loop) -> _Loop:
     return loop
 
 
+class _Cache(NullCache):  # type: ignore[misc]  # numba has no types
+    """Numba's cache of a loop; where files cannot be read or written, each process compiles it, and that is noted."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._cache: FunctionCache | None = None
+        with suppress(RuntimeError):  # raised where neither the package's directory nor the home can be written
+            self._cache = FunctionCache(function)
+
+    def load_overload(self, *args: Any) -> Any:
+        return self._unless_unusable(FunctionCache.load_overload, args)
+
+    def save_overload(self, *args: Any) -> None:
+        self._unless_unusable(FunctionCache.save_overload, args)
+
+    def _unless_unusable(self, method: Callable[..., Any], args: Any) -> Any:
+        with suppress(OSError):  # a disk that is full since, or files of another user
+            if self._cache is not None:
+                return method(self._cache, *args)
+        return _note_that_all_compile()
+
+
+@cache
+def _note_that_all_compile() -> None:
+    log.info(
+        "numba has no place to cache compiled loops, so each process compiles them at their first use, which takes "
+        "some seconds: NUMBA_CACHE_DIR may name a directory that can be written"
+    )
+
+
 @intrinsic
 def _copy_bytes(typing_context: Any, target: Any, source: Any, n_bytes: Any) -> Any:
-    """Copy ``n_bytes`` from one address to another (memcpy)."""
     signature = types.void(types.int64, types.int64, types.int64)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -152,7 +187,6 @@ def lay_over(  # noqa: PLR0917  # compiled functions take positions only
 
 @njit(nogil=True, inline="always")
 def is_marked(marks: Any, row: int) -> Any:
-    """Say whether the bit of a row is 1."""
     return (marks[row >> 3] >> (row & 7)) & 1
 
 
@@ -171,7 +205,6 @@ def unmarked_rows(rows: Any, n_rows: int, marks: Any, needed: Any) -> Any:
 
 @compiled
 def mark_rows(rows: Any, marks: Any) -> None:
-    """Set the bits of ``rows``."""
     for i in range(len(rows)):
         marks[rows[i] >> 3] |= 1 << (rows[i] & 7)
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from recckpt.format.buckets import bucket_of
-from recckpt.format.distinct import distinct
+from recckpt.format.buckets import bucket_of, distinct
 from recckpt.sparse.table.id_index import IdIndex
-from recckpt.sparse.table.mark_set import MarkSet, marked_rows
 from recckpt.sparse.table.snapshot import Snapshot, SnapshotIds
-from recckpt.sparse.table.store import Store
+from recckpt.sparse.table.store import MarkSet, Store, marked_rows
 
 Int64s = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -27,30 +25,50 @@ class FrozenRows(ABC):
 
     Attributes:
         snapshot: all rows.
+        base: save id of the checkpoint since which it is known what has changed; None where it is not known.
     """
 
     snapshot: Snapshot
+    base: str | None
 
-    @abstractmethod
     def is_replaced(self, base: str) -> bool:
         """Say whether a delta on the checkpoint with this save id has to hold all rows, for want of marks since."""
+        return self.base != base
 
     @property
     @abstractmethod
     def n_changed(self) -> int:
         """About how many rows and erased ids a delta would hold: for the choice of a full."""
 
-    @abstractmethod
-    def delta(self, base: str) -> DeltaSource:
-        """Return what has changed since this base; the other rows are protected no longer, and cannot be read."""
+    @property
+    def erased(self) -> Sequence[Int64s]:
+        """The ids that were erased since the base, in pieces; some may be there again."""
+        return ()
 
-    @abstractmethod
     def changes(self, base: str) -> DeltaSource:
-        """Return the same, of a snapshot whose other rows can be read until :meth:`DeltaSource.narrow` is called."""
+        """Return what has changed since this base; all other rows can be read until :meth:`DeltaSource.narrow`."""
+        self.check_base(base)
+        return DeltaSource(self.snapshot, partial(self.changed_since, base), self.erased)
+
+    def delta(self, base: str) -> DeltaSource:
+        """Return the same, of a snapshot that releases the other rows once it is known which those are."""
+        self.check_base(base)
+
+        def bits() -> Bytes:
+            bits = self.changed_since(base)
+            self.snapshot.narrow(bits)
+            return bits
+
+        return DeltaSource(self.snapshot, bits, self.erased)
 
     @abstractmethod
     def changed_since(self, base: str) -> Bytes:
         """Return a bit a row, 1 for those that have changed since this base, in whole words; all stay protected."""
+
+    def check_base(self, base: str) -> None:
+        """Raise RuntimeError where it is not known what has changed since this base."""
+        if self.is_replaced(base):
+            raise RuntimeError(f"table {self.snapshot.name!r}: no marks since {base!r}, only since {self.base!r}")
 
     @abstractmethod
     def committed(self, save_id: str) -> None:
@@ -75,12 +93,13 @@ class SaverMarks(ABC):
         """Say whether nothing has changed since this base; never wrongly so."""
 
     @abstractmethod
-    def freeze(self, store: Store, name: str, slots: Collection[str] | None) -> FrozenRows:
-        """Return the rows as they are now, and what has changed until now."""
+    def freeze(
+        self, store: Store, name: str, slots: Collection[str] | None, *, keeps_marks: bool = False
+    ) -> FrozenRows:
+        """Return the rows as they are now, and what has changed until now.
 
-    @abstractmethod
-    def peek(self, store: Store, name: str, slots: Collection[str] | None) -> FrozenRows:
-        """Return the same for a near save, which moves no base and drops no marks (rule *keeps_marks*)."""
+        A near save moves no base and drops no marks, however it ends (rule *keeps_marks*).
+        """
 
     def resume(self, base: str, changed: Int64s, deleted: Int64s) -> bool:
         """Count from a base of which the rows of some ids are others by now, and some ids are gone; say if it can."""
@@ -108,35 +127,26 @@ class Marks(SaverMarks):
         return self._since.sets
 
     def begin(self, base: str) -> None:
-        """Count from now on."""
         with self._lock:
             if (store := self.store()) is not None:
                 store.mark_noted()
             self._since = _Since(base, (MarkSet(is_replaced=False),))
 
     def is_unchanged(self, base: str) -> bool:
-        """Say whether nothing has changed since this base."""
         with self._lock:
             if (store := self.store()) is not None:
                 store.mark_noted()
             return self._since.base == base and not any(some.has_changes for some in self.sets)
 
-    def freeze(self, store: Store, name: str, slots: Collection[str] | None) -> Frozen:
-        """Return what has changed until now, and begin a second set."""
+    def freeze(self, store: Store, name: str, slots: Collection[str] | None, *, keeps_marks: bool = False) -> Frozen:
+        """Return what has changed since the base, all of it in the first set; a save begins a second one."""
         with self._lock:
             store.mark_noted()
             (base, (first, *_)), second = self._since, MarkSet(is_replaced=False)
             frozen = Frozen(self, base, first, second, store.snapshot(name, slots))
-            self._since = _Since(base, (first, second))
+            if not keeps_marks:  # else the second set is of nobody, so that nothing ends with what is returned
+                self._since = _Since(base, (first, second))
             return frozen
-
-    def peek(self, store: Store, name: str, slots: Collection[str] | None) -> Frozen:
-        """Return what has changed until now since the base, though a save is under way: the first set has it all."""
-        with self._lock:
-            store.mark_noted()
-            base, (first, *_) = self._since
-            of_nobody = MarkSet(is_replaced=False)  # so that nothing ends with what is returned
-            return Frozen(self, base, first, of_nobody, store.snapshot(name, slots))
 
     def resume(self, base: str, changed: Int64s, deleted: Int64s) -> bool:
         """Count from a base, with marks of these rows and deletes of these ids (rule *payload_is_marks*)."""
@@ -169,28 +179,18 @@ class Frozen(FrozenRows):
 
     def __init__(self, marks: Marks, base: str | None, first: MarkSet, second: MarkSet, snapshot: Snapshot) -> None:
         self.snapshot, self.second = snapshot, second
-        self._marks, self._base = marks, None if first.is_replaced else base
+        self._marks, self.base = marks, None if first.is_replaced else base
         self.bits, self._n_marked = first.share(snapshot.n_rows), first.n_marked
         self._erased = tuple(first.erased)
 
     @property
-    def is_all(self) -> bool:
-        """Whether any row may have changed."""
-        return self._base is None
-
-    @cached_property
-    def erased(self) -> Int64s:
-        """The ids that were erased since the base, all different; some may be there again."""
-        return distinct(np.empty(0, np.int64), *self._erased)
-
-    def is_replaced(self, base: str) -> bool:
-        """Say whether a delta on the checkpoint with this save id has to hold all rows, for want of marks since."""
-        return self._base != base
+    def erased(self) -> Sequence[Int64s]:
+        return self._erased
 
     @property
     def n_changed(self) -> int:
-        """Rows and erased ids that a delta would hold, ids that are there again included: for the choice of a full."""
-        return self.snapshot.n_rows if self._base is None else self._n_marked + sum(map(len, self._erased))
+        """Rows and erased ids that a delta would hold, ids that are there again included."""
+        return self.snapshot.n_rows if self.base is None else self._n_marked + sum(map(len, self._erased))
 
     def delta(self, base: str) -> DeltaSource:
         """Return what has changed since this base; the other rows are protected no longer, and cannot be read."""
@@ -198,23 +198,14 @@ class Frozen(FrozenRows):
         source.narrow()
         return source
 
-    def changes(self, base: str) -> DeltaSource:
-        """Return the same, of a snapshot whose other rows can be read until :meth:`DeltaSource.narrow` is called."""
-        bits = self.changed_since(base)
-        return DeltaSource(self.snapshot, lambda: bits, self._erased)
-
     def changed_since(self, base: str) -> Bytes:
-        """Return a bit a row, 1 for those that have changed since this base."""
-        if self.is_replaced(base):
-            raise RuntimeError(f"table {self.snapshot.name!r}: no marks since {base!r}, only since {self._base!r}")
+        self.check_base(base)
         return self.bits
 
     def committed(self, save_id: str) -> None:
-        """Make this checkpoint the base."""
         self._marks.end(self, save_id)
 
     def failed(self) -> None:
-        """Keep the base, and all that has changed since."""
         self._marks.end(self, None)
 
 
@@ -240,12 +231,10 @@ class DeltaSource:
 
     @property
     def n_rows(self) -> int:
-        """Their number."""
         return len(self.rows)
 
     @property
     def ids(self) -> SnapshotIds:
-        """Their ids."""
         return SnapshotIds(lambda rows, target: self.snapshot.read_ids(self.rows[rows], target))
 
     @property
@@ -274,5 +263,4 @@ class DeltaSource:
         self.snapshot.read(column, self.rows[rows], target, is_last=is_last)
 
     def close(self) -> None:
-        """Let the table go."""
         self.snapshot.close()

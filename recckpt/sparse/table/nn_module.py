@@ -1,27 +1,41 @@
-"""How a table behaves for torch: as a module without dense parameters, in state dicts, on devices, and when copied."""
+"""How a table behaves for torch: as a module without dense parameters, in state dicts, on devices, and when copied.
+
+Beside it what all that look rows up or share a table begin with: first values, padding, and what ranks agree on.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from recckpt import types
 from recckpt.format.buckets import N_BUCKETS, Slice
-from recckpt.sparse.table.checks import checked_device, checked_move, checked_shape, dtype_name
+from recckpt.policies.evict import Mask, first_rows
+from recckpt.sparse.table.checks import (
+    check_owned,
+    checked_device,
+    checked_move,
+    checked_shape,
+    dtype_name,
+    opaque,
+    refuse_export,
+)
 from recckpt.sparse.table.gradients import Gradients
 from recckpt.sparse.table.initializers import InitializerLike, as_initializer
-from recckpt.sparse.table.opaque import opaque, refuse_export
-from recckpt.sparse.table.row_store import RowStore
-from recckpt.sparse.table.sharing import NotShared, Sharing
+from recckpt.sparse.table.row_store import RowStore, Take
 from recckpt.text import quoted, size
+from recckpt.text.foreign_words import write_instead
 from recckpt.types import EMBEDDING, SlotSpec, check_table_name
 
 if TYPE_CHECKING:
@@ -31,17 +45,46 @@ Int64s = npt.NDArray[np.int64]
 log = logging.getLogger("recckpt")
 
 
-class WarnedOf:
-    """What a table has warned of."""
+_AVERAGING = {  # modules whose classes copy a model to average its parameters
+    "torch.optim.swa_utils",
+    "lightning.pytorch.callbacks.stochastic_weight_avg",
+    "lightning.pytorch.callbacks.weight_averaging",
+    "pytorch_lightning.callbacks.stochastic_weight_avg",
+    "pytorch_lightning.callbacks.weight_averaging",
+}
+_NOTED = "recckpt: noted that a model is copied"  # in the memo of a copy
+_ROWS_STAY = (
+    "was copied with a model in training mode, and loops over parameters() do not reach the rows of the copy: for a "
+    "target network call copy.load_state_dict(model.state_dict()); for averages of the rows write "
+    "recckpt.averages.RowAverage(model, decay)"
+)
 
-    def __init__(self) -> None:
-        self._subjects: frozenset[str] = frozenset()
 
-    def once(self, table: str, subject: str, text: str) -> None:
-        """Warn of a subject, the first time only."""
-        if subject not in self._subjects:
-            self._subjects |= {subject}
-            log.warning("table %r: %s", table, text)
+class Sharing:
+    """What the ranks that share a table have to agree on; a table of one process has it all to itself.
+
+    All methods but ``exposed`` are collective.
+    """
+
+    n_ranks = 1
+
+    def numbers(self, what: str, number: int, problem: Exception | None = None) -> list[int]:
+        """Return the number of each rank, or raise the ``problem`` of one."""
+        if problem is not None:
+            raise problem
+        return [number]
+
+    def first_rows(self, by: npt.NDArray[Any], ids: Int64s, n: int) -> Mask:
+        """Return which rows of this rank are among the first ``n`` of all ranks to go."""
+        return first_rows(by, ids, n)
+
+    def refuse(self, table: Any, error: Exception, admit: bool | None) -> NoReturn:
+        """Raise the error of wrong arguments, in place of a look-up that the other ranks wait for."""
+        raise error
+
+    def exposed(self, grads: Tensor, name: str) -> Tensor:
+        """Return the gradients of the table ``name`` as scalers and clipping are to see them."""
+        return grads
 
 
 class GradientTaker:
@@ -68,6 +111,7 @@ class TableModule(nn.Module):
         pending_gradients: of the rows, which wait for the optimizer.
         trained_by: the optimizer that takes them.
         sharing: what the ranks that share the table agree on.
+        warned_of: subjects of which it has warned.
         anchor: empty, and the input of torch's graph from which the rows come. It never has a gradient: those of the
             rows are kept by id. A walk over the parameters of a model finds it under the name of the table; rows are
             frozen and thawed by it.
@@ -76,7 +120,8 @@ class TableModule(nn.Module):
 
     padding_id: int | None = None  # stands for no id
     is_trained = True
-    sharing: Sharing = NotShared()
+    _is_replica = False  # torch asks for it at each zero_grad, and what is not there takes long to say
+    sharing: Sharing = Sharing()
     anchor: nn.Parameter
 
     def __init__(
@@ -100,7 +145,7 @@ class TableModule(nn.Module):
         self.store.add_column(spec)
         self.pending_gradients = Gradients()
         self.trained_by = GradientTaker()
-        self.warned_of = WarnedOf()
+        self.warned_of: set[str] = set()
         anchor_dtype = dtype if dtype.is_floating_point else torch.float32  # others cannot require a gradient
         with torch.inference_mode(False):  # a table that is made there can be trained later
             self.anchor = nn.Parameter(torch.empty(0, dtype=anchor_dtype, device=self.device))
@@ -276,6 +321,13 @@ class TableModule(nn.Module):
         self.pending_gradients.clear(set_to_none)
 
 
+def warn_once(table: TableModule, subject: str, text: str) -> None:
+    """Warn of a subject, the first time only."""
+    if subject not in table.warned_of:
+        table.warned_of.add(subject)
+        log.warning("table %r: %s", table.name, text)
+
+
 def erase_rows(table: TableModule, ids: Int64s) -> int:
     """Drop rows, and the gradients that wait for them: an id that comes back has nothing to do with these."""
     with table.store.lock:
@@ -283,6 +335,76 @@ def erase_rows(table: TableModule, ids: Int64s) -> int:
         if n_rows:
             table.pending_gradients.forget(ids, table.store)
     return n_rows
+
+
+def first_embeddings(table: TableModule, new_ids: Int64s) -> Tensor:
+    """Return what different new ids start with, shape (n, *embedding_shape).
+
+    Raises:
+        ValueError: an id lies outside the slice of the table.
+    """
+    check_owned(table.name, table.slice, new_ids)
+    return table.initializer.values(new_ids, table.seed, table.spec)
+
+
+def embedding_reader(table: TableModule) -> Take[Tensor]:
+    """Return what copies the embeddings of rows; row -1 reads as an unseen id."""
+    read, unseen = table.store.read, table.initializer.unseen
+    return lambda columns, rows: read(columns, rows, unseen)
+
+
+def padding_row(table: TableModule) -> Tensor:
+    """Return what the padding id reads, which stands for no id and is never trained, shape (1, *embedding_shape).
+
+    Zeros, whatever the initializer, unless there is a row of it: from an ``nn.Embedding`` whose rows were taken over,
+    or one that was inserted or loaded.
+    """
+    read = table.store.read
+    return table.store.look_up(np.array([table.padding_id], np.int64), lambda columns, rows: read(columns, rows, 0.0))
+
+
+def add_gradients(table: TableModule, ids: Int64s, grads: Tensor) -> None:
+    """Add what a backward pass gave for ``ids``, of which some may be equal, shape (n, *embedding_shape).
+
+    As of a parameter, nothing is added where the table was frozen since the look-up; nor is it to an average.
+    """
+    if not (table.requires_grad and table.is_trained):
+        return
+    if grads.shape[1:] != table.spec.shape:
+        raise ValueError(
+            f"table {table.name!r}: found gradients of shape {tuple(grads.shape[1:])}, expected "
+            f"{table.embedding_shape}: it was resized since it was looked up; look it up again"
+        )
+    table.pending_gradients.add(ids, grads, table.store)
+
+
+def check_copy(table: TableModule, memo: dict[Any, Any]) -> None:
+    """Look at who copies a table that is trained: who means to average parameters would leave its rows as they are.
+
+    It warns, once, of a copy of a model in training mode, whose rows may be meant to follow.
+
+    Raises:
+        ValueError: what averages parameters copies the table; names it, and what to write in its place.
+    """
+    if not (table.is_trained and table.requires_grad):
+        return
+    averaging, frame = "", sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") in _AVERAGING and "self" in frame.f_locals:
+            averaging = type(frame.f_locals["self"]).__name__  # the outermost of these is what the user has made
+        frame = frame.f_back  # type: ignore[assignment]  # None above the first
+    if averaging:
+        raise ValueError(
+            f"{averaging} averages parameters, and the rows of table {table.name!r} are not: they would stay as they "
+            f"are now, under averaged layers{write_instead('AveragedModel')}"
+        )
+    if not table.training or _NOTED in memo:
+        return
+    for copied in memo.values():
+        if isinstance(copied, nn.Module) and not isinstance(copied, TableModule):  # not so where a state dict is copied
+            memo[_NOTED] = True  # one table says so for all
+            warn_once(table, "copy", _ROWS_STAY)
+            return
 
 
 class _ByKey:
@@ -296,3 +418,25 @@ class _ByKey:
         if not left:
             raise AttributeError(f"no table has {name!r} next in its name, only {sorted(self._tables)}")
         return left[()] if () in left else _ByKey(left)
+
+
+def _leave_anchors_out(init: Callable[..., None]) -> Callable[..., None]:
+    """Let DistributedDataParallel manage the other parameters of a model.
+
+    It looks at all names before it asks the modules: tables may lie on the CPU beside dense layers on a GPU, and with
+    nothing but anchors it would crash. The list of what it ignores is read from the outermost module alone.
+    """
+
+    @functools.wraps(init)
+    def leaving_out(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        anchors = {id(each.anchor) for each in module.modules() if isinstance(each, TableModule)}
+        if anchors:
+            names = {name for name, parameter in module.named_parameters() if id(parameter) in anchors}
+            others: Iterable[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+            self._set_params_and_buffers_to_ignore_for_model(module, names.union(others))  # type: ignore[no-untyped-call]
+        init(self, module, *args, **kwargs)
+
+    return leaving_out
+
+
+DistributedDataParallel.__init__ = _leave_anchors_out(DistributedDataParallel.__init__)  # type: ignore[method-assign]

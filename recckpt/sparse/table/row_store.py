@@ -11,14 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from recckpt.format.distinct import distinct
-from recckpt.sparse.table.column import Column
-from recckpt.sparse.table.mark_set import HasMarkSets
-from recckpt.sparse.table.observers import Observers
-from recckpt.sparse.table.rows import Rows, last_occurrence
+from recckpt.format.buckets import distinct
+from recckpt.sparse.table.column import BLOCK_BYTES, Column
+from recckpt.sparse.table.rows import Rows, Visit, last_occurrence
 from recckpt.sparse.table.snapshot import Snapshot
-from recckpt.sparse.table.store import Store
-from recckpt.sparse.table.visits import Visit
+from recckpt.sparse.table.store import HasMarkSets, Observers, Store
 from recckpt.types import EMBEDDING, SlotSpec
 
 Int64s = npt.NDArray[np.int64]
@@ -48,7 +45,6 @@ class RowStore(Store):
 
     @property
     def device(self) -> torch.device:
-        """Where the slots lie."""
         return self._rows.device
 
     @property
@@ -58,22 +54,23 @@ class RowStore(Store):
 
     @property
     def columns(self) -> Mapping[str, Column]:
-        """The slots by name."""
         return self._rows.columns
 
     @property
+    def further_columns(self) -> Mapping[str, Column]:
+        """The slots that users see beside the embedding, by name."""
+        return {name: column for name, column in self.columns.items() if name != EMBEDDING}
+
+    @property
     def saved_columns(self) -> Mapping[str, Column]:
-        """The columns that a checkpoint has of these rows."""
         return self._rows.columns
 
     @property
     def ids(self) -> Column:
-        """The ids in row order, on the CPU."""
         return self._rows.ids
 
     @property
     def nbytes(self) -> int:
-        """Bytes of index, ids and slots, room for growth included."""
         return self._rows.nbytes
 
     @property
@@ -82,13 +79,11 @@ class RowStore(Store):
         return self._rows.era
 
     def snapshot(self, name: str, slots: Collection[str] | None = None) -> Snapshot:
-        """Return the rows of the table ``name`` as they are now, which stay so, with all slots or some of them."""
         with self.lock:
             rows = self._rows
             return self._observers.snapshot(name, len(rows), rows.ids, rows.columns, slots)
 
     def track(self, marks: HasMarkSets) -> None:
-        """Tell marks, for as long as they are held, of all that changes."""
         with self.lock:
             self._observers.track(marks)
 
@@ -98,21 +93,17 @@ class RowStore(Store):
             torch.cuda.synchronize(self.device)
 
     def add_column(self, spec: SlotSpec, initial: float = 0.0) -> None:
-        """Add a slot whose rows, old and new, start at ``initial``."""
         with self.lock:
             self._replaced()
             self._settled().add_column(spec, initial)
 
     def initial(self, name: str) -> float:
-        """Return the value that new rows of a slot start with."""
         return self._rows.initial[name]
 
     def set_initial(self, name: str, value: float) -> None:
-        """Let new rows of a slot start with ``value``."""
         self._rows.initial[name] = value
 
     def reserve(self, n_rows: int) -> None:
-        """Make room for ``n_rows`` rows in all."""
         with self.lock:
             self._settled().reserve(n_rows)
 
@@ -120,8 +111,15 @@ class RowStore(Store):
         """Return a copy of the embeddings of ``rows``; row -1 reads ``unseen``."""
         return columns[EMBEDDING].gather_or(rows, unseen)
 
+    def embeddings(self) -> Tensor:
+        """Return a copy of all embeddings, in row order; under the lock."""
+        return self.columns[EMBEDDING].to_tensor(len(self))
+
+    def filled_by(self, slots: Mapping[str, str]) -> Mapping[str, str]:
+        """Return which columns a load fills, here -> there, given the slots that it has for these rows."""
+        return slots
+
     def find(self, ids: Int64s) -> Int64s:
-        """Return the row of each id, -1 where it is absent."""
         return self.look_up(ids, lambda columns, rows: rows)
 
     def look_up(self, ids: Int64s, take: Take[T]) -> T:
@@ -149,9 +147,9 @@ class RowStore(Store):
         with self.lock:
             self._settled()
             if self._rows is rows and rows.is_still(version):
-                at[new] = self.add(ids[new], embeddings)
+                at[new] = self.insert(ids[new], {}, embeddings)
             else:
-                at = self.add(ids, embeddings)
+                at = self.insert(ids, {}, embeddings)
             return take(self._rows.columns, at)
 
     def visit(self, ids: Int64s, visit: Visit, take: Take[T], embeddings: FirstValues) -> T:
@@ -236,6 +234,34 @@ class RowStore(Store):
         """Return a copy with the slots on ``device``; ids and index stay on the CPU."""
         with self.lock:
             return RowStore(device, self._rows.to(device))
+
+    def resized(self, dim: int, first_embeddings: Callable[[Int64s, SlotSpec], Tensor]) -> RowStore:
+        """Return a copy whose embeddings, and slots of their shape, have another last dimension.
+
+        What is too long is cut. New columns of the embedding hold what ``first_embeddings`` makes of the ids, those of
+        slots their initial value. Gradients that wait for the optimizer are of the old rows. Under the lock.
+        """
+        rows, columns = self._rows, {}
+        shape = rows.columns[EMBEDDING].spec.shape
+        for name, column in rows.columns.items():
+            if column.spec.shape != shape:
+                columns[name] = column.to(rows.device)
+                continue
+            spec = SlotSpec(name, column.spec.dtype, (*shape[:-1], dim))
+            twin = columns[name] = Column(spec, rows.device)
+            twin.reserve(rows.ids.capacity)
+            n_piece = max(1, BLOCK_BYTES // max(spec.row_bytes, column.spec.row_bytes))
+            for begin in range(0, len(rows), n_piece):
+                at = np.arange(begin, min(len(rows), begin + n_piece))
+                if name == EMBEDDING:
+                    values = first_embeddings(rows.ids.gather(at).numpy(), spec).to(rows.device, copy=True)
+                else:
+                    values = torch.full(
+                        (len(at), *spec.shape), rows.initial[name], dtype=twin.dtype, device=rows.device
+                    )
+                values[..., : min(dim, shape[-1])] = column.gather(at)[..., :dim]
+                twin.write(begin, values)
+        return RowStore(rows.device, rows.with_columns(rows.device, columns))
 
     def _settled(self) -> Rows:
         """Return the rows without what an exception has left behind; under the lock, to change them."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,23 +14,67 @@ from torch import Tensor
 
 from recckpt import types
 from recckpt.format.buckets import Slice
-from recckpt.sparse.average.followed import Averages
-from recckpt.sparse.table import slots as slots_of
 from recckpt.sparse.table.admission import Admission
-from recckpt.sparse.table.checks import check_owned, check_values, checked_count, flat_ids
-from recckpt.sparse.table.eviction import Eviction
-from recckpt.sparse.table.first_values import embedding_reader
-from recckpt.sparse.table.initializers import InitializerLike
-from recckpt.sparse.table.nn_module import TableModule, erase_rows
-from recckpt.sparse.table.opaque import opaque
-from recckpt.sparse.table.padding import padding_row
-from recckpt.sparse.table.tracking import Now, TableTime, Tracking, checked_event_time, checked_step, checked_track
+from recckpt.sparse.table.checks import (
+    check_owned,
+    check_slot_name,
+    check_values,
+    checked_count,
+    checked_initial,
+    checked_shape,
+    dtype_name,
+    flat_ids,
+    opaque,
+)
+from recckpt.sparse.table.eviction import (
+    Eviction,
+    Now,
+    TableTime,
+    Tracking,
+    checked_event_time,
+    checked_step,
+    checked_track,
+)
+from recckpt.sparse.table.initializers import InitializerLike, default_initializer
+from recckpt.sparse.table.nn_module import (
+    GradientTaker,
+    TableModule,
+    check_copy,
+    embedding_reader,
+    erase_rows,
+    padding_row,
+)
+from recckpt.sparse.table.row_store import RowStore
 from recckpt.types import EMBEDDING, SlotSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 Int64s = npt.NDArray[np.int64]
+
+
+class NotesInserts(Protocol):
+    """Who has to know which rows were given their values, and not begun by training."""
+
+    def note_inserted(self, ids: Int64s) -> None:
+        """Take note of ids that are inserted where there was no row."""
+
+
+class Slots(Mapping[str, Tensor]):
+    """The slots of a store but for the embedding, by name; reading one copies the live rows."""
+
+    def __init__(self, store: RowStore) -> None:
+        self._store = store
+
+    def __getitem__(self, name: str) -> Tensor:
+        with self._store.lock:
+            return self._store.further_columns[name].to_tensor(len(self._store))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._store.further_columns)
+
+    def __len__(self) -> int:
+        return len(self._store.further_columns)
 
 
 class RowTable(TableModule):
@@ -39,10 +84,12 @@ class RowTable(TableModule):
         tracking: what is kept of look-ups in training.
         eviction: what goes as the table is trained, and how far that is done.
         admission: what lets ids wait for their rows; None where all get them.
-        averages: those of this table.
+        companions: tables that stand beside this one in state dicts and checkpoints, and are made of its rows.
+        followers: get to know, for as long as there are such, which ids inserts add; a copy has none.
     """
 
     admission: Admission | None = None
+    _is_showing = False  # the rows of its average, for a while
 
     def __init__(
         self,
@@ -60,7 +107,8 @@ class RowTable(TableModule):
         self.tracking = Tracking(checked_track(name, track), self.time)
         self.tracking.add_slots(self.store)
         self.eviction = Eviction(self.time)
-        self.averages = Averages()
+        self.companions: list[TableModule] = []
+        self.followers: list[weakref.ref[NotesInserts]] = []
 
     @property
     def nbytes(self) -> int:
@@ -118,13 +166,18 @@ class RowTable(TableModule):
             ValueError: a shape, dtype or slot name does not fit; an id lies outside the slice. Nothing has
                 been changed then.
         """
+        self._refuse_shown("insert()")
         flat = flat_ids(ids)
         values = {EMBEDDING: embeddings, **(slots or {})}
         for name, tensor in values.items():
             check_values(self.name, self._spec_of(name), tensor, len(flat))
         check_owned(self.name, self.slice, flat)
         self.tracking.date_new_rows(self.store)
-        self.averages.note_inserted(self.store, flat)
+        if self.followers:
+            new = flat[self.store.find(flat) < 0]
+            for reference in self.followers:
+                if (follower := reference()) is not None:
+                    follower.note_inserted(new)
         with self.store.lock:
             self.store.insert(flat, values)
             if self.admission is not None:
@@ -152,6 +205,7 @@ class RowTable(TableModule):
         Gradients that wait for the optimizer go with them.
         What was counted of ids that wait for a row is dropped too, where it is counted by id.
         """
+        self._refuse_shown("erase()")
         flat = flat_ids(ids)
         with self.store.lock:
             if self.admission is not None:
@@ -161,6 +215,7 @@ class RowTable(TableModule):
     @opaque
     def clear(self) -> None:
         """Drop all rows and pending gradients."""
+        self._refuse_shown("clear()")
         self.store.clear()
         self.pending_gradients.clear()
 
@@ -179,12 +234,12 @@ class RowTable(TableModule):
     def embeddings(self) -> Tensor:
         """Return a copy of the embeddings, shape (rows, *embedding_shape), in the order of :meth:`ids`."""
         with self.store.lock:
-            return self.store.columns[EMBEDDING].to_tensor(len(self))
+            return self.store.embeddings()
 
     @property
     def slots(self) -> Mapping[str, Tensor]:
         """The slots but for the embedding, by name; reading one copies its rows, in the order of :meth:`ids`."""
-        return slots_of.Slots(self.store)
+        return Slots(self.store)
 
     @opaque
     def add_slot(
@@ -204,10 +259,19 @@ class RowTable(TableModule):
                 declared before.
 
         Raises:
-            ValueError: the name is taken, ``initial`` is none of the dtype, or the slot exists with another shape or
-                dtype.
+            ValueError: the name is taken, ``initial`` is none of the dtype, the slot exists with another shape or
+                dtype, or the table is an average.
         """
-        slots_of.add_slot(self, name, shape, dtype, initial)
+        self._refuse_untrained(f"cannot have a slot {name!r}")
+        check_slot_name(self.name, name)
+        spec = SlotSpec(name, dtype_name(dtype), checked_shape(shape, scalar=True))
+        value = None if initial is None else checked_initial(self.name, spec, initial)
+        with self.store.lock:
+            self._check_spec(spec)
+            if name not in self.store.columns:
+                self.store.add_column(spec, value or 0.0)
+            elif value is not None:
+                self.store.set_initial(name, value)
 
     @opaque
     def set_slot(self, name: str, ids: Tensor, values: Tensor) -> None:
@@ -221,9 +285,18 @@ class RowTable(TableModule):
         Raises:
             ValueError: a shape, dtype or name does not fit, or an id has no row. Nothing has been changed then.
         """
+        self._refuse_shown("set_slot()")
         flat = flat_ids(ids)
         check_values(self.name, self._spec_of(name), values, len(flat))
-        slots_of.set_slot(self, name, flat, values)
+        with self.store.lock:
+            rows = self.store.find(flat)
+            absent = flat[rows < 0]
+            if len(absent):
+                what = f"{len(absent)} of {len(flat)} ids have no row, the first is {absent[0]}"
+                raise ValueError(f"table {self.name!r}, {name!r}: {what}: insert(ids, embeddings, slots) adds rows")
+            different, from_end = np.unique(rows[::-1], return_index=True)
+            last = torch.from_numpy(len(rows) - 1 - from_end).to(values.device)
+            self.store.write(different, {name: values.detach()[last].to(self.device)})
 
     @opaque
     def resize(self, dim: int) -> None:
@@ -239,10 +312,57 @@ class RowTable(TableModule):
             dim: the last dimension.
 
         Raises:
-            ValueError: ``dim`` is not an int of at least 1, or a row would be too long. Nothing has been changed then.
+            ValueError: ``dim`` is not an int of at least 1, a row would be too long, or the table is an average.
+                Nothing has been changed then.
         """
         with self.store.lock:
-            self.initializer = slots_of.resize(self, dim)
+            self._refuse_untrained("cannot be resized")
+            before, initializer = self.embedding_shape, self.initializer
+            shape = checked_shape((*before[:-1], dim))
+            if shape == before:
+                return
+            if initializer == default_initializer(self.dtype, before):
+                initializer = default_initializer(self.dtype, shape)
+            self.store.adopt(self.store.resized(shape[-1], lambda ids, spec: initializer.values(ids, self.seed, spec)))
+            self.pending_gradients.clear()
+            self.initializer = initializer
+
+    @contextmanager
+    def _showing(self, store: RowStore) -> Iterator[None]:
+        """Be read, saved and copied by the rows of another store for a while, which are not trained; no row moves."""
+        own = {name: getattr(self, name) for name in ("store", "trained_by", "tracking")}
+        self.store, self.trained_by, self.tracking = store, GradientTaker(), Tracking((), self.time)
+        self.is_trained, self._is_showing = False, True
+        try:
+            yield
+        finally:
+            del self.is_trained, self._is_showing  # those of the class count
+            for name, value in own.items():
+                setattr(self, name, value)
+
+    def _refuse_shown(self, what: str) -> None:
+        """Raise RuntimeError where a change of the rows would be one of the average that is shown in their place."""
+        if self._is_showing:
+            raise RuntimeError(
+                f"table {self.name!r}: found {what} inside RowAverage.swap(), where it shows its average: change rows "
+                "before or after it"
+            )
+
+    def _refuse_untrained(self, what: str) -> None:
+        if not self.is_trained:
+            raise ValueError(
+                f"table {self.name!r} is an average, or holds counts, and {what}: do that to the table that it "
+                "belongs to"
+            )
+
+    def _check_spec(self, spec: SlotSpec) -> None:
+        """Raise ValueError where the slot exists with another dtype or shape."""
+        present = self.store.columns.get(spec.name)
+        if present is not None and present.spec != spec:
+            raise ValueError(
+                f"table {self.name!r} has slot {spec.name!r} of {present.spec.dtype} {present.spec.shape}, "
+                f"cannot also be {spec.dtype} {spec.shape}; use another slot name"
+            )
 
     def _spec_of(self, name: str) -> SlotSpec:
         column = self.store.columns.get(name)
@@ -252,9 +372,9 @@ class RowTable(TableModule):
         return column.spec
 
     def _own_tables(self) -> list[TableModule]:
-        """Return what stands in state dicts: this table, its candidates and its averages."""
+        """Return what stands in state dicts: this table, its candidates and its companions."""
         candidates = None if self.admission is None else self.admission.candidates
-        return [self, *([] if candidates is None else [candidates.table]), *self.averages.tables]
+        return [self, *([] if candidates is None else [candidates.table]), *self.companions]
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -263,13 +383,18 @@ class RowTable(TableModule):
 
     def _copy_rows_of(self, other: types.SavableTable) -> None:
         """Become a copy of ``other``; where it does not fit, raise ValueError before anything changes."""
+        self._refuse_shown("load_state_dict()")
         with other.store.lock if isinstance(other, RowTable) else nullcontext():  # rows of one moment
             ids, embeddings, slots = other.ids(), other.embeddings(), dict(other.slots)
         check_owned(self.name, self.slice, flat_ids(ids))
         check_values(self.name, self.spec, embeddings, len(ids))
-        specs, store = slots_of.specs_of(self, slots, len(ids)), self.store.emptied()
-        for spec in specs:
-            if spec.name not in store.columns:
+        store = self.store.emptied()
+        for name, tensor in slots.items():
+            check_slot_name(self.name, name)
+            spec = SlotSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape[1:]))
+            self._check_spec(spec)
+            check_values(self.name, spec, tensor, len(ids))
+            if name not in store.columns:
                 store.add_column(spec)
         store.insert(flat_ids(ids), {EMBEDDING: embeddings, **slots})
         self.store.adopt(store)
@@ -278,5 +403,8 @@ class RowTable(TableModule):
             self.tracking.note_clock(self.store, other.tracking.clock_dates)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        self.averages.warn_of_copy(self, memo)
-        return super().__deepcopy__(memo)
+        check_copy(self, memo)
+        twin = super().__deepcopy__(memo)
+        twin.__dict__.pop("_is_showing", None)
+        twin.followers.clear()  # they are of one table
+        return twin

@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 from torch import Tensor
 
-from recckpt.format.distinct import distinct
-from recckpt.sparse.table.addresses import Addresses
-from recckpt.sparse.table.column import Column
+from recckpt.format.buckets import distinct
+from recckpt.sparse.table.column import Addresses, Column
 from recckpt.sparse.table.id_index import N_CLAIMED, N_ROWS, VERSION, IdIndex, erase_ids
-from recckpt.sparse.table.kernels import compiled, copy_rows_within, fence, mark_rows, scatter_rows
-from recckpt.sparse.table.visits import Visit, visit_rows
+from recckpt.sparse.table.kernels import compiled, copy_rows_within, fence, mark_rows, prefetch, scatter_rows
 from recckpt.types import SlotSpec
 
 Int64s = npt.NDArray[np.int64]
@@ -23,6 +24,7 @@ Bytes = npt.NDArray[np.uint8]
 _CPU = torch.device("cpu")
 _ID_SPEC = SlotSpec("id", "int64", ())
 MIN_ROWS = 64  # of a table whose memory is worth giving back
+_AHEAD = 16  # rows lie anywhere, so the next ones are asked for early
 
 
 class Erasure(NamedTuple):
@@ -41,17 +43,17 @@ def write_rows(
     """Set ``rows`` of columns on the CPU, publish what is claimed, and set ``flag[0]`` to 1: all of it or nothing."""
     fitting = [column.fitting(tensor) for column, tensor in zip(columns, values, strict=True)]
     sources = np.array([tensor.data_ptr() for tensor in fitting], np.int64)
-    _write(Addresses.of(columns), rows, sources, index.memory[1], np.zeros(1, np.int64) if flag is None else flag)
+    _write(Addresses.of(columns), rows, sources, index.counts, np.zeros(1, np.int64) if flag is None else flag)
 
 
 def erase_rows(index: IdIndex, erasure: Erasure, columns: Sequence[Column]) -> None:
     """Forget ids and move rows of columns on the CPU: all of it or nothing."""
-    _erase(Addresses.of(columns), *index.memory, *erasure[1:])
+    _erase(Addresses.of(columns), index.cells, index.counts, *erasure[1:])
 
 
 def keep_rows(places: IdIndex, rows: Int64s, marks: Bytes) -> None:
     """Publish the places of ``rows`` and mark them: all of it or nothing."""
-    _keep(places.memory[1], rows, marks)
+    _keep(places.counts, rows, marks)
 
 
 @compiled
@@ -108,7 +110,6 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of index, ids and slots, room for growth included."""
         return self.index.nbytes + self.ids.nbytes + sum(c.nbytes for c in self.columns.values())
 
     def is_still(self, version: int) -> bool:
@@ -116,12 +117,10 @@ class Rows:
         return version % 2 == 0 and self.index.version == version
 
     def emptied(self) -> Rows:
-        """Return no rows of the same slots."""
         columns = {name: Column(column.spec, self.device) for name, column in self.columns.items()}
         return Rows(self.device, columns, self.initial)
 
     def to(self, device: torch.device) -> Rows:
-        """Return a copy with the slots on ``device``."""
         twin = self.with_columns(device, {name: column.to(device) for name, column in self.columns.items()})
         twin.era = self.era
         return twin
@@ -146,7 +145,6 @@ class Rows:
         return twin
 
     def add_column(self, spec: SlotSpec, initial: float) -> None:
-        """Add a slot whose rows, old and new, start at ``initial``."""
         column = Column(spec, self.device)
         column.reserve(self.ids.capacity)
         for piece in column.pieces(0, len(self)):
@@ -155,11 +153,9 @@ class Rows:
         self.columns = {**self.columns, spec.name: column}
 
     def keep_column(self, name: str) -> None:
-        """Drop all other slots."""
         self.columns, self.initial = {name: self.columns[name]}, {name: self.initial[name]}
 
     def reserve(self, n_rows: int) -> None:
-        """Make room for ``n_rows`` rows in all."""
         self.index.reserve(n_rows)
         for column in (self.ids, *self.columns.values()):
             column.reserve(n_rows)
@@ -176,7 +172,6 @@ class Rows:
         return at, new_ids
 
     def publish(self) -> None:
-        """Let all see what is claimed."""
         self.index.publish()
 
     def initialize(self, begin: int, end: int, without: frozenset[str] = frozenset()) -> None:
@@ -216,7 +211,12 @@ class Rows:
     def visit(self, rows: Int64s, visit: Visit) -> None:
         """Count and stamp ``rows``, of which some may be equal, and publish what is claimed: all of it or nothing."""
         if self.device == _CPU:
-            visit_rows(self.index, rows, self.columns, visit)
+            counters = [self.columns[visit.counter]] if visit.counter else []
+            stamped = [self.columns[name] for name in visit.stamps]
+            values_of = zip(visit.stamps.values(), stamped, strict=True)
+            stamps = [np.array(value, column.spec.dtype).view(np.int64) for value, column in values_of]
+            places = Addresses.of([*counters, *stamped])
+            _visit(places, rows, visit.occurrences, len(counters), np.array(stamps, np.int64), self.index.counts)
             return
         different, groups = np.unique(rows, return_inverse=True)
         n_rows, columns = (len(different),), self.columns
@@ -278,3 +278,73 @@ def last_occurrence(rows: Int64s) -> Int64s | None:
         return None
     positions: Int64s = np.sort(len(rows) - 1 - last)
     return positions
+
+
+class Visit(NamedTuple):
+    """How often each of some ids occurs, the slot that counts that, if there is one, and slots that are set.
+
+    Attributes:
+        occurrences: one for each id.
+        counter: name of a scalar int64 slot; empty without one.
+        stamps: scalar slot, int64 or float64 -> its new value.
+    """
+
+    occurrences: Int64s
+    counter: str
+    stamps: Mapping[str, int | float]
+
+
+@intrinsic
+def _int64_at(typing_context: Any, address: Any) -> Any:
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(builder.inttoptr(arguments[0], ir.PointerType(ir.IntType(64))))
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def _set_int64_at(typing_context: Any, address: Any, value: Any) -> Any:
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.store(arguments[1], builder.inttoptr(arguments[0], ir.PointerType(ir.IntType(64))))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@compiled
+def _count(blocks: Any, shift: int, rows: Any, amounts: Any) -> None:
+    """Add amounts to the int64 of ``rows``, of which some may be equal."""
+    mask = (1 << shift) - 1
+    last = len(rows) - 1
+    for i in range(len(rows)):
+        ahead = rows[min(i + _AHEAD, last)]
+        prefetch(blocks[ahead >> shift] + (ahead & mask) * 8)
+        address = blocks[rows[i] >> shift] + (rows[i] & mask) * 8
+        _set_int64_at(address, _int64_at(address) + amounts[i])
+
+
+@compiled
+def _stamp(blocks: Any, shift: int, rows: Any, stamp: int) -> None:
+    """Set the 8 bytes of each of ``rows``."""
+    mask = (1 << shift) - 1
+    last = len(rows) - 1
+    for i in range(len(rows)):
+        ahead = rows[min(i + _AHEAD, last)]
+        prefetch(blocks[ahead >> shift] + (ahead & mask) * 8)
+        _set_int64_at(blocks[rows[i] >> shift] + (rows[i] & mask) * 8, stamp)
+
+
+@compiled
+def _visit(  # noqa: PLR0917  # compiled functions take positions only
+    places: Any, rows: Any, occurrences: Any, n_counters: int, stamps: Any, counts: Any
+) -> None:
+    for i in range(len(places.shifts)):
+        blocks = places.blocks[places.starts[i] : places.starts[i + 1]]
+        if i < n_counters:
+            _count(blocks, places.shifts[i], rows, occurrences)
+        else:
+            _stamp(blocks, places.shifts[i], rows, stamps[i - n_counters])
+    fence()
+    counts[N_ROWS] = counts[N_CLAIMED]

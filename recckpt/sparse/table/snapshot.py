@@ -6,9 +6,9 @@ have read. So taking a snapshot costs nothing, and only the rows that training c
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from recckpt.sparse.table.column import Column
-from recckpt.sparse.table.pre_images import Log, PreImages
+from recckpt.sparse.table.id_index import IdIndex
+from recckpt.sparse.table.kernels import pick_marked, unmarked_rows
+from recckpt.sparse.table.rows import keep_rows
 from recckpt.types import SlotSpec
 
 Int64s = npt.NDArray[np.int64]
@@ -25,12 +27,134 @@ Bytes = npt.NDArray[np.uint8]
 _PIECE_ROWS = 1 << 17  # ids read at a time: 1 MiB
 
 
-@dataclass(frozen=True)
-class Logs:
-    """Where a snapshot copies rows to; ids apart, since they seldom change, or never: None."""
+class Log:
+    """Rows that were copied aside, each at the next place, on the CPU; its memory serves one snapshot after another."""
 
-    ids: Log | None
-    slots: Log
+    def __init__(self, specs: Sequence[SlotSpec]) -> None:
+        self.specs = tuple(specs)  # what is copied of a row
+        self.columns = {spec.name: Column(spec, torch.device("cpu")) for spec in specs}
+        self.places = IdIndex()  # row -> place
+
+    def copy(self, rows: Int64s, columns: Mapping[str, Column], n_rows: int) -> None:
+        begin = len(self.places)
+        for name, column in self.columns.items():
+            # The first block as large as it can get: growing would copy it, and what is not touched costs nothing.
+            column.reserve(max(begin + len(rows), min(n_rows, 1 << column.shift)))
+            columns[name].copy_rows(rows, column, begin)
+
+    def forget(self, keep_bytes: int) -> None:
+        n_rows = keep_bytes // max(1, sum(spec.row_bytes for spec in self.specs))
+        for column in self.columns.values():
+            column.shrink(-(-n_rows >> column.shift))
+        self.places.clear(n_rows)
+
+
+class PreImages:
+    """Columns of one moment. Training copies aside before it writes; readers lay that over what they read.
+
+    A reader takes the live values first, and only then looks which of its rows were copied aside: whatever it may
+    have read of a row while that was changing is overwritten. Thread-safe. The log is empty and of the same columns.
+    """
+
+    def __init__(self, n_rows: int, columns: Mapping[str, Column], log: Log) -> None:
+        self.n_kept = 0
+        self._n_rows = n_rows
+        self._open: tuple[dict[str, Column], Log] | None = {n: c.frozen() for n, c in columns.items()}, log
+        self._marks = np.zeros(-(-n_rows // 8), np.uint8)  # a bit a row: copied aside, or read for the last time
+        self._needed = np.zeros(0, np.uint8)  # a bit a row, once not all are
+        self._failure: Exception | None = None
+        self._lock = threading.Lock()
+
+    def keep(self, rows: Int64s) -> None:
+        """Copy aside those of ``rows``, all different, that are still needed; they are about to change."""
+        with self._lock:
+            if self._open is None:
+                return
+            columns, log = self._open
+            rows = unmarked_rows(rows, self._n_rows, self._marks, self._needed)
+            try:
+                log.places.settle()  # what was claimed here before an interrupt
+                log.copy(rows, columns, self._n_rows)
+                log.places.claim(rows)
+                keep_rows(log.places, rows, self._marks)
+            except MemoryError as error:  # the snapshot is lost, but training goes on
+                self._failure, self._open = error, None
+            self.n_kept = len(log.places)
+
+    def fail(self, error: Exception) -> None:
+        with self._lock:
+            if self._open is not None:
+                self._failure, self._open = error, None
+
+    def read(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
+        """Copy rows of columns into a target each; after ``is_last`` they may change, and are not read again.
+
+        Raises RuntimeError where they were read for the last time before, or this is closed; MemoryError where keeping
+        rows failed; or what :meth:`fail` was given.
+        """
+        columns, _ = self._opened()
+        for name, target in targets.items():
+            columns[name].gather_into(rows, target)
+        with self._lock:  # what is not copied aside by now has not been written either
+            _, log = self._opened()
+            if not (is_last or len(log.places)):
+                return
+            at = pick_marked(rows, self._marks, self._needed, is_last)
+            if len(at) == 0:  # as nearly always, where few rows change meanwhile
+                return
+            places = log.places.find(rows[at].astype(np.int64))
+            kept = {name: log.columns[name].frozen() for name in targets}
+        if places.min() < 0:
+            raise RuntimeError(f"row {rows[at[places.argmin()]]} of a snapshot is read for the second time")
+        for name, target in targets.items():
+            kept[name].lay_over(places, at, target)
+        self._opened()  # once this is closed, the memory of the log is another's
+
+    @property
+    def is_on_cpu(self) -> bool:
+        columns, _ = self._opened()
+        return all(column.is_on_cpu for column in columns.values())
+
+    def memory(self, name: str, begin: int, end: int) -> Iterator[Tensor]:
+        """Yield the bytes of the rows [begin, end) of a column where they lie, which change with the table."""
+        columns, _ = self._opened()
+        columns[name].memory.check_unmoved()
+        columns[name].wait_for_writes()
+        for piece in columns[name].pieces(begin, end):
+            yield piece.reshape(-1).view(torch.uint8)
+
+    def kept_among(self, begin: int, end: int) -> Int64s:
+        """Return which of the rows [begin, end), none of which was read for the last time, were copied aside."""
+        with self._lock:
+            columns, log = self._opened()
+            for column in columns.values():  # what was read of them before
+                column.memory.check_unmoved()
+            if not len(log.places):
+                return np.empty(0, np.int64)
+            kept: Int64s = begin + pick_marked(np.arange(begin, end), self._marks, self._needed, False)
+            return kept
+
+    def narrow(self, bits: Bytes) -> None:
+        """Copy aside from now on, and let be read, only rows whose bit is 1; ``bits`` do not change any more."""
+        with self._lock:
+            self._needed = bits
+
+    def close(self) -> None:
+        """Release all memory; nothing is copied aside any more, and nothing can be read."""
+        with self._lock:
+            self._open = None
+
+    def gather_into(self, rows: npt.NDArray[Any], target: Bytes) -> None:
+        """Copy rows of the only column; as often as one likes."""
+        self.read(rows, dict.fromkeys(self._opened()[0], target), is_last=False)
+
+    def _opened(self) -> tuple[dict[str, Column], Log]:
+        """Return the columns and the log; raise what :meth:`fail` was given, RuntimeError where this is closed."""
+        if self._failure is not None:
+            raise self._failure
+        if self._open is None:
+            raise RuntimeError("the snapshot is closed: it cannot be read any more")
+        return self._open
 
 
 class RowIds(Protocol):
@@ -52,18 +176,6 @@ class RowIds(Protocol):
         """Let whoever reads from now on get this error."""
 
 
-class IdImages(PreImages):
-    """Ids that lie in a column, and change where a row is erased."""
-
-    def __init__(self, n_rows: int, ids: Column, log: Log) -> None:
-        super().__init__(n_rows, {ids.spec.name: ids}, log)
-        self._name = ids.spec.name
-
-    def gather_into(self, rows: npt.NDArray[Any], target: Bytes) -> None:
-        """Copy the ids of rows."""
-        self.read(rows, {self._name: target}, is_last=False)
-
-
 class Snapshot:
     """Rows 0 to ``n_rows - 1`` of a table at the moment this is made.
 
@@ -71,11 +183,7 @@ class Snapshot:
     :meth:`keep_ids` before it writes. Columns are read in their order. When the log serves no longer ``on_close`` is
     called once, maybe from another thread; it must not refer to this.
 
-    Attributes:
-        is_in_place: whether rows are read where they lie, as :meth:`memory` shows them.
     """
-
-    is_in_place = True
 
     def __init__(
         self,
@@ -95,7 +203,6 @@ class Snapshot:
 
     @property
     def ids(self) -> SnapshotIds:
-        """The ids, for the order in which the rows are written."""
         return SnapshotIds(self.read_ids)
 
     @property
@@ -105,7 +212,6 @@ class Snapshot:
 
     @property
     def n_kept(self) -> int:
-        """Rows that were copied aside so far."""
         return self._slots.n_kept
 
     def deletes(self) -> Int64s:
@@ -140,73 +246,34 @@ class Snapshot:
         self._slots.read(rows, targets, is_last=is_last)
 
     @property
-    def is_on_cpu(self) -> bool:
-        """Whether the slots lie on the CPU."""
-        return self._slots.is_on_cpu
-
-    def memory(self, slot: str, begin: int, end: int) -> Iterator[Tensor]:
-        """Yield the bytes of rows of a slot where they lie, as they are now: not those :meth:`kept_among`."""
-        return self._slots.memory(slot, begin, end)
-
-    def kept_among(self, begin: int, end: int) -> Int64s:
-        """Return which of the rows [begin, end), none of which was read for the last time, were copied aside."""
-        return self._slots.kept_among(begin, end)
+    def in_place(self) -> PreImages | None:
+        """The slots where they lie, as they are now; None where rows do not lie as they are read."""
+        return self._slots
 
     def narrow(self, bits: Bytes) -> None:
-        """Protect from now on, and let be read, only rows whose bit is 1; ``bits`` do not change any more."""
         self._slots.narrow(bits)
         self._ids.narrow(bits)
 
     def fail(self, error: Exception) -> None:
-        """Let whoever reads from now on get this error: rows changed before they were copied aside."""
         self._slots.fail(error)
         self._ids.fail(error)
 
     def check(self) -> None:
         """Raise what :meth:`fail` was given: some of what was read may be of another moment."""
-        self._slots.check()
+        self._slots._opened()
 
     def close(self) -> None:
-        """Let the table go: nothing is copied aside any more, and nothing may be read."""
         self._slots.close()
         self._ids.close()
         self._on_close()
 
 
 class SnapshotOver(Snapshot):
-    """A snapshot that is read through another one, to which it leaves all that a subclass does not do itself."""
+    """A snapshot that is read through another one, ``rows``, whose memory it has: a subclass says what is different."""
 
     def __init__(self, rows: Snapshot) -> None:
         self.name, self.n_rows, self.slots, self._rows = rows.name, rows.n_rows, rows.slots, rows
-
-    @property
-    def n_kept(self) -> int:
-        """Rows that were copied aside so far."""
-        return self._rows.n_kept
-
-    def read_ids(self, rows: npt.NDArray[Any], target: Bytes) -> None:
-        """Copy the ids of rows."""
-        self._rows.read_ids(rows, target)
-
-    def read_slots(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
-        """Copy rows of some slots into a target each; after ``is_last`` they are not read again."""
-        self._rows.read_slots(rows, targets, is_last=is_last)
-
-    def narrow(self, bits: Bytes) -> None:
-        """Protect from now on, and let be read, only rows whose bit is 1."""
-        self._rows.narrow(bits)
-
-    def check(self) -> None:
-        """Raise what it failed by."""
-        self._rows.check()
-
-    def fail(self, error: Exception) -> None:
-        """Let whoever reads from now on get this error."""
-        self._rows.fail(error)
-
-    def close(self) -> None:
-        """Let the table go."""
-        self._rows.close()
+        self._slots, self._ids, self._on_close = rows._slots, rows._ids, rows._on_close
 
 
 class SnapshotIds:
@@ -216,16 +283,13 @@ class SnapshotIds:
         self._read_ids = read_ids
 
     def pieces(self, begin: int, end: int) -> Iterator[Tensor]:
-        """Yield copies that cover the rows [begin, end)."""
         for first in range(begin, end, _PIECE_ROWS):
             yield self.gather(np.arange(first, min(end, first + _PIECE_ROWS)))
 
     def gather(self, rows: Int64s) -> Tensor:
-        """Return the ids of ``rows``."""
         ids = np.empty(len(rows), np.int64)
         self._read_ids(rows, ids.view(np.uint8))
         return torch.from_numpy(ids)
 
     def to_tensor(self, n_rows: int) -> Tensor:
-        """Return the ids of the first rows."""
         return self.gather(np.arange(n_rows))

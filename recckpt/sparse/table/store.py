@@ -1,10 +1,12 @@
-"""What savers take of a table whose rows change through one door: snapshots, and marks of what has changed."""
+"""What savers take of a table whose rows change through one door: snapshots, and sets of marks of what has changed."""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Protocol, TypeGuard
 
 import numpy as np
@@ -12,9 +14,151 @@ import numpy.typing as npt
 from torch import Tensor
 
 from recckpt.sparse.table.column import Column
-from recckpt.sparse.table.mark_set import HasMarkSets
-from recckpt.sparse.table.snapshot import Snapshot
+from recckpt.sparse.table.kernels import compiled, is_marked
+from recckpt.sparse.table.rows import Erasure
+from recckpt.sparse.table.snapshot import Log, PreImages, RowIds, Snapshot
 from recckpt.types import EMBEDDING, SlotSpec
+
+Int64s = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+_SPARE_BYTES, _SPARE_ID_BYTES = 256 << 20, 16 << 20  # of logs, kept for the next: fresh memory is slow
+
+
+class MarkSet:
+    """What has changed since one moment: a bit a row, and the ids that were erased; or everything."""
+
+    def __init__(self, *, is_replaced: bool) -> None:
+        self.is_replaced = is_replaced
+        self.bits = np.zeros(0, np.uint8)
+        self._is_shared = False  # the bits are those of a save, too, and change no more
+        self._count = np.zeros(1, np.int64)  # of bits that are 1, all of them of rows that are there
+        self.erased: list[Int64s] = []  # some may be there again: those have a row that is marked
+        self.n_erased = 0
+
+    @property
+    def has_changes(self) -> bool:
+        return self.is_replaced or self.n_erased > 0 or self.n_marked > 0
+
+    @property
+    def n_marked(self) -> int:
+        return int(self._count[0])
+
+    def mark(self, rows: Int64s, n_rows: int) -> None:
+        """Mark ``rows``, of ``n_rows``, which are about to change."""
+        if not self.is_replaced:
+            self._reserve(n_rows)
+            self._own()
+            _mark(rows, self.bits, self._count)
+
+    def erase(self, ids: Int64s, rows: Int64s, n_rows: int) -> None:
+        """Remember ``ids`` and mark their ``rows``, which are about to be erased: if they are not, nothing is lost."""
+        if self.is_replaced:
+            return
+        if 2 * (self.n_erased + len(ids)) > n_rows - len(ids):  # then all rows are hardly more
+            self.replace()
+            return
+        self.mark(rows, n_rows)
+        self.note_erased(ids)
+
+    def note_erased(self, ids: Int64s) -> None:
+        """Remember ``ids``, which have no row by now."""
+        self.erased.append(ids)
+        self.n_erased += len(ids)
+
+    def move(self, erasure: Erasure) -> None:
+        """Follow the rows that have moved over erased ones, and forget the places that nothing is in any more."""
+        if not self.is_replaced:
+            self._own()
+            _move_marks(erasure.movers, erasure.holes, self.bits, self._count)
+            _unmark(erasure.rows[len(erasure.holes) :], self.bits, self._count)
+
+    def replace(self) -> None:
+        """Take everything for changed."""
+        self.is_replaced = True
+        self.bits, self.erased, self._count = np.zeros(0, np.uint8), [], np.zeros(1, np.int64)
+
+    def share(self, n_rows: int) -> Bytes:
+        """Return a bit for each of ``n_rows`` rows, in memory that this changes no more; what follows is copied."""
+        self._reserve(n_rows)
+        self._is_shared = True
+        return self.bits
+
+    def _own(self) -> None:
+        if self._is_shared:
+            self.bits = self.bits.copy()
+            self._is_shared = False
+
+    def _reserve(self, n_rows: int) -> None:
+        n_bytes = 8 * -(-n_rows // 64)  # whole words
+        if len(self.bits) < n_bytes:
+            bits = np.zeros(max(n_bytes, 2 * len(self.bits)), np.uint8)
+            bits[: len(self.bits)] = self.bits
+            self.bits = bits
+            self._is_shared = False
+
+
+class HasMarkSets(Protocol):
+    """Who wants to know which rows change."""
+
+    @property
+    def sets(self) -> tuple[MarkSet, ...]:
+        """The sets in which each change is marked."""
+
+
+def marked_rows(bits: Bytes, n_rows: int) -> Int64s:
+    """Return the rows below ``n_rows`` whose bit is 1; ``bits`` are as a set shares them."""
+    rows: Int64s = _marked_rows(bits.view(np.uint64), n_rows)
+    return rows
+
+
+@compiled
+def _mark(rows: Any, bits: Any, count: Any) -> None:
+    """Set the bits of ``rows``; as the others, with the count in one call, which no exception interrupts."""
+    for i in range(len(rows)):
+        if not is_marked(bits, rows[i]):
+            bits[rows[i] >> 3] |= 1 << (rows[i] & 7)
+            count[0] += 1
+
+
+@compiled
+def _unmark(rows: Any, bits: Any, count: Any) -> None:
+    for i in range(len(rows)):
+        if is_marked(bits, rows[i]):
+            bits[rows[i] >> 3] &= ~(1 << (rows[i] & 7))
+            count[0] -= 1
+
+
+@compiled
+def _move_marks(movers: Any, holes: Any, bits: Any, count: Any) -> None:
+    """Give each of the ``holes`` the bit of its mover, which is 0 then."""
+    for i in range(len(movers)):
+        mover, hole = movers[i], holes[i]
+        bit = is_marked(bits, mover)
+        count[0] -= is_marked(bits, hole)
+        bits[mover >> 3] &= ~(1 << (mover & 7))
+        bits[hole >> 3] = (bits[hole >> 3] & ~(1 << (hole & 7))) | (bit << (hole & 7))
+
+
+@compiled
+def _marked_rows(words: Any, n_rows: int) -> Any:
+    """Return the rows below ``n_rows`` whose bit is 1, of 64 rows a word."""
+    n = 0
+    for i in range(len(words)):
+        word = words[i]
+        while word:
+            word &= word - np.uint64(1)
+            n += 1
+    rows = np.empty(n, np.int64)
+    n = 0
+    for i in range(len(words)):
+        word, row = words[i], 64 * i
+        while word:
+            if word & np.uint64(1):
+                rows[n] = row
+                n += row < n_rows
+            word >>= np.uint64(1)
+            row += 1
+    return rows[:n]
 
 
 class Ids(Protocol):
@@ -43,12 +187,13 @@ class Store(ABC):
     Attributes:
         lock: is taken by whoever changes rows, and by whoever takes a snapshot.
         says_what_changes: whether marks get to know which rows change; otherwise fingerprints find them.
-        audit: at every how manyth save marks are compared with fingerprints; 0 for never.
+        audit: at every how manyth save the marks of all rows are compared with fingerprints; at each save those of some
+            rows are. None where nothing writes past the marks: of rows that are recckpt's own.
     """
 
     lock: threading.RLock
     says_what_changes = True
-    audit = 0
+    audit: int | None = None
 
     @abstractmethod
     def __len__(self) -> int:
@@ -86,6 +231,10 @@ class Store(ABC):
         """Mark the rows that were said to change and are not marked yet: called before marks are read or dropped."""
         return
 
+    def distrust(self) -> None:
+        """Take it from now on that rows change without a word."""
+        self.says_what_changes = False
+
     @abstractmethod
     def snapshot(self, name: str, slots: Collection[str] | None = None) -> Snapshot:
         """Return the rows of the table ``name`` as they are now, which stay so, with all slots or some of them."""
@@ -96,7 +245,6 @@ class Store(ABC):
 
 
 def in_order(slots: Iterable[SlotSpec]) -> tuple[SlotSpec, ...]:
-    """Return slots in the order of a file."""
     return tuple(sorted(slots, key=lambda slot: (slot.name != EMBEDDING, slot.name)))
 
 
@@ -113,3 +261,96 @@ class StoredTable(Protocol):
 def is_stored(table: object) -> TypeGuard[StoredTable]:
     """Say whether the rows of a table are in a :class:`Store`: of our own tables, and of live ones."""
     return isinstance(getattr(table, "store", None), Store)
+
+
+class Observers:
+    """The snapshots and marks of one store, each for as long as it is held. Used under the lock of the store."""
+
+    def __init__(self) -> None:
+        self._snapshots: list[weakref.ref[Snapshot]] = []
+        self._marks: list[weakref.ref[HasMarkSets]] = []
+        self._spare_logs: tuple[Log | None, Log] | None = None  # of ids and of slots
+
+    @property
+    def has_snapshot(self) -> bool:
+        """Whether rows are copied aside before they change."""
+        return any(reference() is not None for reference in self._snapshots)
+
+    @property
+    def has_marks(self) -> bool:
+        return any(not marks.is_replaced for marks in self.mark_sets())
+
+    def snapshot(
+        self, name: str, n_rows: int, ids: Column | RowIds, columns: Mapping[str, Column], slots: Collection[str] | None
+    ) -> Snapshot:
+        """Return the first ``n_rows`` rows as they are now, with some ``slots`` of the columns, or with all.
+
+        Args:
+            name: the table.
+            n_rows: of the table.
+            ids: a column that may change, or ids that stay as they are.
+            columns: by the names of slots.
+            slots: those that are read.
+        """
+        names = sorted(columns, key=lambda slot: (slot != EMBEDDING, slot))
+        columns = {slot: columns[slot] for slot in names if slots is None or slot in slots}
+        specs = tuple(column.spec for column in columns.values())
+        logs, self._spare_logs = self._spare_logs, None
+        if logs is None or logs[1].specs != specs:
+            logs = (Log([ids.spec]) if isinstance(ids, Column) else None, Log(specs))  # ids apart: they seldom change
+        on_close = partial(self._take_back, *logs)
+        if isinstance(ids, Column):
+            assert logs[0] is not None
+            ids = PreImages(n_rows, {ids.spec.name: ids}, logs[0])
+        snapshot = Snapshot(name, n_rows, ids, columns, log=logs[1], on_close=on_close)
+        self._snapshots = [*(r for r in self._snapshots if r() is not None), weakref.ref(snapshot)]
+        return snapshot
+
+    def track(self, marks: HasMarkSets) -> None:
+        self._marks = [*(r for r in self._marks if r() is not None), weakref.ref(marks)]
+
+    def announce(self, rows: Int64s, n_rows: int, *, with_ids: bool) -> None:
+        """Let snapshots copy, and marks mark, ``rows``, all different where there is a snapshot, that change now.
+
+        ``n_rows`` is how many the store has; ``with_ids`` says that the rows are about to belong to other ids.
+        """
+        self.keep(rows, with_ids=with_ids)
+        self.mark(rows, n_rows)
+
+    def mark(self, rows: Int64s, n_rows: int) -> None:
+        for marks in self.mark_sets():
+            marks.mark(rows, n_rows)
+
+    def keep(self, rows: Int64s, *, with_ids: bool) -> None:
+        """Let snapshots copy rows aside that are about to change."""
+        for reference in self._snapshots:
+            snapshot = reference()
+            if snapshot is not None and len(rows):
+                snapshot.keep_rows(rows)
+                if with_ids:
+                    snapshot.keep_ids(rows)
+
+    def replaced(self) -> None:
+        for marks in self.mark_sets():
+            marks.replace()
+
+    def mark_sets(self) -> list[MarkSet]:
+        return [some for reference in self._marks if (marks := reference()) is not None for some in marks.sets]
+
+    def fail_snapshots(self, error: Exception) -> None:
+        """Let whoever still reads a snapshot get this error: rows changed before they were copied aside."""
+        for reference in self._snapshots:
+            snapshot = reference()
+            if snapshot is not None:
+                snapshot.fail(error)
+
+    def forget_snapshots(self) -> None:
+        """Copy nothing aside any more for the snapshots of now."""
+        self._snapshots = []
+
+    def _take_back(self, ids: Log | None, slots: Log) -> None:
+        """Keep some of the memory of a snapshot that is over for the next one."""
+        if ids is not None:
+            ids.forget(_SPARE_ID_BYTES)
+        slots.forget(_SPARE_BYTES)
+        self._spare_logs = ids, slots

@@ -6,27 +6,34 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from recckpt.format.buckets import Slice
-from recckpt.policies.admit import Admit, AdmitFunction
-from recckpt.sparse.average.models import average_tables_too
-from recckpt.sparse.table.admission import admission_of
-from recckpt.sparse.table.bags import Ends, Mode, bags_of, check_mode, pool
-from recckpt.sparse.table.checks import asked_ids, checked_padding
-from recckpt.sparse.table.differentiable import add_gradients, lookup_with_grad
-from recckpt.sparse.table.embedding_habits import answers_habits, refuse_habit
-from recckpt.sparse.table.eviction import eviction_of
-from recckpt.sparse.table.eviction_plan import Policy
-from recckpt.sparse.table.fetch import fetch, inserts
-from recckpt.sparse.table.initializers import InitializerLike
-from recckpt.sparse.table.opaque import opaque
+from recckpt.policies.admit import Admit, AdmitFunction, as_admit
+from recckpt.sparse.table.admission import Admission, Fetched
+from recckpt.sparse.table.bags import Embedding, Ends, Mode, bags_of, check_mode, ids_of_embedding, pool
+from recckpt.sparse.table.checks import checked_padding, flat_ids, opaque
+from recckpt.sparse.table.eviction import Policy, eviction_of
+from recckpt.sparse.table.gradients import Lookup, is_in_backward
+from recckpt.sparse.table.id_index import IdIndex
+from recckpt.sparse.table.initializers import InitializerLike, TorchInitializer
+from recckpt.sparse.table.nn_module import add_gradients, embedding_reader, first_embeddings, padding_row, warn_once
 from recckpt.sparse.table.row_table import RowTable
-from recckpt.sparse.table.torch_embedding import Embedding, torch_rows
+from recckpt.text.foreign_words import answers_by, unknown_attribute
+from recckpt.types import flag
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+Int64s = npt.NDArray[np.int64]
+_OTHER_DRAWS = (
+    "a look-up was made once more in a backward pass, and its initializer has drawn from torch's generator for the ids "
+    "that were new in the forward run: dropout and the like behind it draw other numbers this time; call the table "
+    "outside of torch.utils.checkpoint, or take an initializer of recckpt.sparse, which draws by id"
+)
 
 
 class HashTable(RowTable):
@@ -61,7 +68,7 @@ class HashTable(RowTable):
         ValueError: another argument is not one that a table can have, or ``evict`` goes by what is not tracked.
     """
 
-    @answers_habits
+    @answers_by("HashTable(16, name='item'), with a dimension, a name of its own, and no number of rows")
     def __init__(
         self,
         embedding_shape: int | Sequence[int],
@@ -89,11 +96,14 @@ class HashTable(RowTable):
         )
         self.padding_id = checked_padding(name, padding_id)
         self.eviction = eviction_of(self, self.time, evict, evict_every, budget_ms)
-        self.admission = admission_of(admit, self.time, self._made_candidates)
+        if admit is not None:
+            self.admission = Admission(as_admit(admit), self.time, self._made_candidates)
 
     def __getattr__(self, name: str) -> Any:
-        refuse_habit(self, name)
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise unknown_attribute(self, name) from None
 
     @classmethod
     def from_embedding(cls, module: Embedding, *, name: str, ids: Tensor | None = None, **options: Any) -> Self:
@@ -112,10 +122,13 @@ class HashTable(RowTable):
             TypeError, ValueError: no such module; one that has an option, hooks, parametrizations or a ``forward`` that
                 tables do not have; or ids that do not fit.
         """
-        rows = torch_rows(module, name, ids)
-        table = cls(rows.weight.shape[1], name=name, **{**rows.options, **options})
-        table.insert(*rows.within(table.slice, table.device))
-        table.requires_grad = rows.requires_grad
+        own_ids, padding_id = ids_of_embedding(module, name, ids)
+        weight = module.weight.detach()
+        own: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device, "padding_id": padding_id}
+        table = cls(weight.shape[1], name=name, **{**own, **options})
+        owned = table.slice.owns(own_ids)
+        table.insert(own_ids[owned], weight[owned.to(weight.device)].to(table.device))
+        table.requires_grad = module.weight.requires_grad
         return table
 
     @opaque
@@ -138,14 +151,14 @@ class HashTable(RowTable):
         Raises:
             ValueError: an unseen id lies outside the slice of this table, or there are more ids than its capacity.
         """
-        flat, is_inserting = asked_ids(ids), inserts(self, admit)
+        flat, is_inserting = flat_ids(ids, as_asked=True), inserts(self, admit)
         if is_inserting:
             self.eviction.evict_due(self)
         if torch.is_grad_enabled() and self.dtype.is_floating_point:
             owned = flat.copy()  # the caller may reuse the memory of its ids before the backward pass
             read = partial(fetch, self, owned, admit=is_inserting)
             anchor = self._parameters["anchor"]  # faster than self.anchor
-            out = lookup_with_grad(anchor, read, partial(add_gradients, self), owned)  # type: ignore[arg-type]
+            out: Tensor = Lookup.apply(anchor, read, partial(add_gradients, self), owned)  # type: ignore[no-untyped-call]
         else:
             out = fetch(self, flat, admit=is_inserting).rows
         return out.view(*ids.shape, *out.shape[1:])
@@ -209,6 +222,7 @@ class HashTable(RowTable):
         Raises:
             ValueError: something is no policy, or looks at a slot that the table does not have; nothing has changed.
         """
+        self._refuse_shown("evict()")
         return self.eviction.evict(self, policies)
 
     @property
@@ -239,4 +253,74 @@ class HashTable(RowTable):
         return table
 
 
-average_tables_too()
+def inserts(table: RowTable, admit: bool | None) -> bool:
+    """Return whether a training look-up with this ``admit`` inserts and counts: by default unless it is frozen."""
+    return table.is_trained and (table.requires_grad if admit is None else flag("admit", admit))
+
+
+def counts_occurrences(table: RowTable) -> bool:
+    """Return whether a look-up of this moment has to know how often each id occurs."""
+    waits = table.admission is not None and table.admission.candidates is not None
+    return table.training and (table.tracking.counts or waits)
+
+
+def fetch(table: RowTable, ids: Int64s, occurrences: Int64s | None = None, *, admit: bool) -> Fetched:
+    """Return the embeddings of ``ids`` as a call of the table does, but not differentiable, and which have rows.
+
+    Without ``occurrences`` each of the ids counts for one. Of padding nothing is inserted or counted, and it is not
+    among those that have rows, which alone get gradients.
+    """
+    if table.padding_id is not None and len(places := np.flatnonzero(ids != table.padding_id)) < len(ids):
+        others = fetch(table, ids[places], None if occurrences is None else occurrences[places], admit=admit)
+        padding = padding_row(table)
+        rows = padding.expand(len(ids), *padding.shape[1:]).contiguous()
+        rows.index_copy_(0, torch.from_numpy(places).to(rows.device), others.rows)
+        return Fetched(rows, places if others.present is None else places[others.present])
+    if not table.training:
+        return Fetched(table.store.look_up(ids, embedding_reader(table)), None)
+    if not admit:
+        read = embedding_reader(table)
+        return Fetched(*table.store.look_up(ids, lambda some, at: (read(some, at), np.flatnonzero(at >= 0))))
+    if is_in_backward() and (again := _fetched_again(table, ids)) is not None:
+        return again
+    admission = table.admission
+    if occurrences is None and (table.tracking.names or admission is not None):
+        occurrences = np.ones(len(ids), np.int64)
+    if admission is not None and occurrences is not None:
+        return admission.fetch(table, ids, occurrences, partial(_fetch_rows, table))
+    return Fetched(_fetch_rows(table, ids, occurrences), None)
+
+
+def _fetch_rows(table: RowTable, ids: Int64s, occurrences: Int64s | None) -> Tensor:
+    """Return the embeddings of ``ids``, which all get rows, counted and dated if that is tracked."""
+    if table.eviction.plan.capacity is not None:
+        table.eviction.check_batch(table, ids)
+    read, first = embedding_reader(table), partial(first_embeddings, table)
+    if table.tracking.names and occurrences is not None:
+        with table.store.lock:  # an event time may come meanwhile
+            return table.store.visit(ids, table.tracking.visit(occurrences), read, first)
+    return table.store.look_up_or_add(ids, read, first)
+
+
+def _fetched_again(table: RowTable, ids: Int64s) -> Fetched | None:
+    """Return what a training look-up of these ids has read before the backward pass, and which of them had rows.
+
+    It has counted, dated and inserted all that there is. None where this cannot be that look-up once more, since there
+    is an id without a row in a table in which all get one.
+    """
+    if isinstance(table.initializer, TorchInitializer):
+        warn_once(table, "recomputation", _OTHER_DRAWS)
+    read, admission = embedding_reader(table), table.admission
+    embeddings, rows = table.store.look_up(ids, lambda columns, rows: (read(columns, rows), rows))
+    is_present = (rows >= 0) if admission is None else (rows >= 0) & ~admission.refusals.of(ids)
+    refused = np.flatnonzero(~is_present)
+    if len(refused) == 0:
+        return Fetched(embeddings, None)
+    if admission is None:
+        return None
+    index = IdIndex()
+    index.reserve(len(refused))
+    groups, different = index.find_or_add(ids[refused])
+    first = first_embeddings(table, different).index_select(0, torch.from_numpy(groups))
+    embeddings[torch.from_numpy(refused).to(embeddings.device)] = first.to(embeddings.device)
+    return Fetched(embeddings, np.flatnonzero(is_present))

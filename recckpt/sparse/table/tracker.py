@@ -12,33 +12,211 @@ A saver that wants to write deltas keeps one ``Tracker``, and on each rank, at e
 After a whole restore ``tracker.begin(table, save_id)``. Nothing is ever forgotten: a save that never ends has failed,
 and whatever the base of a table is not known to be, the table is replaced. A table without a tracker marks nothing.
 Thread-safe; but not to be called in the middle of a change by the same thread, as a signal handler might.
+
+Marks of rows that others write are compared with fingerprints, of some rows at each save and now and then of all: what
+writes past the marks is found once the rows that it wrote are looked at, and each row is after a bounded number of
+saves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Protocol
+import logging
+import weakref
+from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from recckpt.sparse.table.audited_marks import AuditedMarks
-from recckpt.sparse.table.exported_marks import ExportedMarks
-from recckpt.sparse.table.exported_rows import ExportedStore
-from recckpt.sparse.table.marks import FrozenRows, Marks, SaverMarks
-from recckpt.sparse.table.placed_marks import PlacedMarks
-from recckpt.sparse.table.placed_rows import PlacedStore
-from recckpt.sparse.table.print_marks import PrintMarks
+from recckpt.errors import MissedRowsError
+from recckpt.sparse.table.marks import Frozen, FrozenRows, Marks, SaverMarks
+from recckpt.sparse.table.placed import PlacedMarks, PlacedStore
+from recckpt.sparse.table.prints import PrintedRows, PrintMarks, fingerprints
 from recckpt.sparse.table.store import Store, StoredTable
+from recckpt.types import SlotSpec
 
 Int64s = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+log = logging.getLogger("recckpt")
+_NAMED = 5  # ids in a message
+_WARNING = (
+    "table %r: found %s rows that changed and were not marked, such as %s: something writes them that no hook sees, as "
+    "weight.data[i] = x does. Deltas before this save may lack them; it and the next save hold all rows, and from then "
+    "on fingerprints find what changes, while training waits for a copy of the rows. Write to the weight itself, under "
+    "torch.no_grad(), or give live_tables what writes to it, or marks='fingerprints'"
+)
+# A save looks at this part of the rows of a table, but at no more than so many bytes, and so many rows for each that it
+# writes: about 3 % of the processor time of a delta.
+_PART, _FIRST_BYTES, _ROWS_A_CHANGE = 1 / 64, 1 << 20, 1 / 4
+_N_REPLACED = (
+    2  # saves running that hold all rows for want of marks: after these nothing is looked at until one has some
+)
+Freeze = Callable[[StoredTable, Collection[str] | None], FrozenRows]
 
 
-class Freezing(Protocol):
-    """What staging takes tables from."""
+class _Then(NamedTuple):
+    """The prints of the rows, each as of the commit of a save that looked at it, and which were marked since.
 
-    def freeze(self, table: StoredTable, slots: Collection[str] | None = None) -> FrozenRows:
-        """Return the rows as they are now, and which of them have changed; of some slots, or of all."""
+    Four bytes of a print are enough here: they need not find each row, but that there are any.
+    """
+
+    slots: tuple[SlotSpec, ...]
+    prints: npt.NDArray[np.uint32]
+    marked: Bytes  # a bit a row, in whole words of 8 bytes
+    next_row: int  # that is looked at
+
+    def share(self, n_changed: int) -> tuple[int, int]:
+        """Return from which row to which one a save looks that writes so many."""
+        n_rows, row_bytes = len(self.prints), sum(spec.row_bytes for spec in self.slots)
+        n_first = _FIRST_BYTES / max(1, row_bytes)
+        n = max(n_first, min(n_rows * _PART, n_first + n_changed * _ROWS_A_CHANGE))
+        return self.next_row, min(n_rows, self.next_row + 64 * (1 + int(n) // 64))  # in whole words of bits
+
+
+class AuditedMarks(SaverMarks):
+    """Marks of one store for one saver, which each save compares with the fingerprints of some rows, in turn.
+
+    Once they have missed a row they are trusted no more: fingerprints find what changes from then on. The save that
+    finds it holds all rows, and so does the one after it, since what is not seen may have written while it read.
+    Where ``every`` is not 0 the save that finds it fails instead, and every ``every``-th one looks at all rows.
+    """
+
+    def __init__(self, store: Store, every: int) -> None:
+        self.store = weakref.ref(store)
+        self._marks: SaverMarks = Marks(store)  # until they have missed a row
+        self._every, self._n_saves, self._n_replaced = every, 0, 0
+        self._then: _Then | None = None
+
+    def begin(self, base: str) -> None:
+        """Count from now on: looks at all rows."""
+        self._marks.begin(base)
+        store = self.store()
+        if store is not None and isinstance(self._marks, Marks):
+            with store.lock:
+                rows = store.snapshot("")
+            self._then = _then(rows.slots, fingerprints(rows))
+            rows.close()
+
+    def is_unchanged(self, base: str) -> bool:
+        return self._marks.is_unchanged(base)
+
+    def freeze(
+        self, store: Store, name: str, slots: Collection[str] | None, *, keeps_marks: bool = False
+    ) -> FrozenRows:
+        """Return the rows as they are now; a near save compares nothing: the next save does, with the same marks."""
+        frozen = self._marks.freeze(store, name, slots, keeps_marks=keeps_marks)
+        if keeps_marks or not isinstance(frozen, Frozen):
+            return frozen
+        self._n_saves += 1
+        self._n_replaced = self._n_replaced + 1 if frozen.base is None else 0
+        is_audit = self._every > 0 and self._n_saves % self._every == 0
+        if self._n_replaced > _N_REPLACED and not is_audit:
+            self._then = None
+            return frozen
+        return AuditedFrozen(
+            frozen, self._then, self._committed, self._distrust, is_whole=is_audit, is_strict=self._every > 0
+        )
+
+    def resume(self, base: str, changed: Int64s, deleted: Int64s) -> bool:
+        """Count from a base: the next save looks at all rows."""
+        self._then = None
+        return self._marks.resume(base, changed, deleted)
+
+    def _committed(self, before: _Then | None, then: _Then | None) -> None:
+        if self._then is before:  # else it counts from a restore by now
+            self._then = then
+
+    def _distrust(self) -> None:
+        store = self.store()
+        if store is not None and isinstance(self._marks, Marks):
+            store.distrust()
+            self._marks, self._then = PrintMarks(store), None
+
+
+class AuditedFrozen(FrozenRows):
+    """Rows at the moment of a save, whose marks are compared with the prints of some as they are read.
+
+    Args:
+        frozen: the rows, and which are marked.
+        then: their prints at commits before; None where they are not known.
+        committed: takes what was known before, and what is known once this is the base.
+        distrust: is called where a row was missed.
+        is_whole: whether all rows are looked at.
+        is_strict: whether a missed row fails the save.
+    """
+
+    def __init__(
+        self,
+        frozen: Frozen,
+        then: _Then | None,
+        committed: Callable[[_Then | None, _Then | None], None],
+        distrust: Callable[[], None],
+        *,
+        is_whole: bool,
+        is_strict: bool,
+    ) -> None:
+        self.base, self._frozen, self._before = frozen.base, frozen, then
+        self._committed, self._distrust = committed, distrust
+        self._is_strict, self._has_missed = is_strict, False
+        is_comparable = then is not None and then.slots == frozen.snapshot.slots and frozen.base is not None
+        self._then = then if is_comparable else None
+        known = None if is_whole else self._then
+        some = (0, frozen.snapshot.n_rows) if known is None else known.share(frozen.n_changed)
+        self._begin, self._end = some
+        self.snapshot: PrintedRows = PrintedRows(frozen.snapshot, self._check, some)
+
+    @property
+    def n_changed(self) -> int:
+        return self._frozen.n_changed
+
+    def changed_since(self, base: str) -> Bytes:
+        """Return a bit a row, 1 for those that are marked; for all where one was missed."""
+        self.check_base(base)
+        _ = self.snapshot.prints  # before rows other than those that changed are released
+        bits = self._frozen.bits
+        return np.full_like(bits, 255) if self._has_missed else bits
+
+    def committed(self, save_id: str) -> None:
+        """Make this checkpoint the base, and note what is known of its rows."""
+        self._frozen.committed(save_id)
+        then, prints = self._then, self.snapshot.known_prints
+        if then is None:
+            now = None if prints is None else _then(self.snapshot.slots, prints)
+        else:
+            now = then
+            np.bitwise_or(then.marked, self._frozen.bits, out=then.marked)
+            if prints is not None:
+                then.prints[self._begin : self._end] = prints.astype(np.uint32)
+                then.marked[self._begin >> 3 : -(-self._end // 8)] = 0
+                now = then._replace(next_row=self._end if self._end < len(then.prints) else 0)
+        self._committed(self._before, now)
+
+    def failed(self) -> None:
+        self._frozen.failed()
+
+    def _check(self, prints: npt.NDArray[np.uint64]) -> None:
+        """Look for rows that have changed since their prints were taken, and were marked neither then nor now."""
+        then, begin, end = self._then, self._begin, self._end
+        if then is None:
+            return
+        bits = then.marked[begin >> 3 : -(-end // 8)] | self._frozen.bits[begin >> 3 : -(-end // 8)]
+        is_marked = np.unpackbits(bits, count=end - begin, bitorder="little").view(np.bool_)
+        missed = begin + np.flatnonzero((prints.astype(np.uint32) != then.prints[begin:end]) & ~is_marked)
+        if len(missed) == 0:
+            return
+        ids = self.snapshot.ids.gather(missed[:_NAMED]).tolist()
+        self._distrust()
+        if self._is_strict:
+            error = MissedRowsError(self.snapshot.name, len(missed), ids)
+            log.error("%s", error)
+            raise error
+        self._has_missed = True
+        log.warning(_WARNING, self.snapshot.name, len(missed), ids)
+
+
+def _then(slots: tuple[SlotSpec, ...], prints: npt.NDArray[np.uint64]) -> _Then:
+    """Return what is known of rows all of which were looked at."""
+    return _Then(slots, prints.astype(np.uint32), np.zeros(8 * -(-len(prints) // 64), np.uint8), 0)
 
 
 class Tracker:
@@ -48,7 +226,6 @@ class Tracker:
         self._marks: dict[str, SaverMarks] = {}
 
     def begin(self, table: StoredTable, base: str) -> None:
-        """Count from now on what changes: the rows are exactly those of the checkpoint with this save id."""
         self._of(table).begin(base)
 
     def freeze(self, table: StoredTable, slots: Collection[str] | None = None) -> FrozenRows:
@@ -56,13 +233,8 @@ class Tracker:
         return self._of(table).freeze(table.store, table.name, slots)
 
     def peek(self, table: StoredTable, slots: Collection[str] | None = None) -> FrozenRows:
-        """Return the same as :meth:`freeze`, of marks that stay as they are, however the save ends."""
-        return self._of(table).peek(table.store, table.name, slots)
-
-    @property
-    def peeking(self) -> Peeking:
-        """The same marks for near saves, which read them."""
-        return Peeking(self)
+        """Return the same for a near save: the marks stay as they are, however it ends."""
+        return self._of(table).freeze(table.store, table.name, slots, keeps_marks=True)
 
     def resume(self, table: StoredTable, base: str, changed: Int64s, deleted: Int64s) -> None:
         """Count from the checkpoint with this save id, of which the rows of some ids are others by now.
@@ -81,7 +253,6 @@ class Tracker:
         self._marks.pop(table.name, None)
 
     def is_unchanged(self, table: StoredTable, base: str) -> bool:
-        """Say whether the rows are still those of the checkpoint with this save id; never wrongly so."""
         return self._of(table).is_unchanged(base)
 
     def _of(self, table: StoredTable) -> SaverMarks:
@@ -91,22 +262,9 @@ class Tracker:
         return marks
 
 
-class Peeking:
-    """The marks of a tracker, to read."""
-
-    def __init__(self, tracker: Tracker) -> None:
-        self._tracker = tracker
-
-    def freeze(self, table: StoredTable, slots: Collection[str] | None = None) -> FrozenRows:
-        """Return the rows as they are now, and which of them have changed; committing them changes nothing."""
-        return self._tracker.peek(table, slots)
-
-
 def _marks_of(store: Store) -> SaverMarks:
-    if isinstance(store, ExportedStore):
-        return ExportedMarks(store)
     if isinstance(store, PlacedStore):
         return PlacedMarks(store, _marks_of(store.memory))
     if not store.says_what_changes:
         return PrintMarks(store)
-    return AuditedMarks(store, store.audit) if store.audit else Marks(store)
+    return Marks(store) if store.audit is None else AuditedMarks(store, store.audit)

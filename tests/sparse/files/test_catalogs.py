@@ -1,17 +1,25 @@
-"""Catalogs held against their manifest: of a delta, what its own files hold."""
+"""Catalogs held against their manifest, and which batches may have some ids."""
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import strategies as st
+from support.drawn import drawn
 from support.forge import Forge, filled, save_tables
 from support.spec_reader import counting
 from support.spec_writer import write_delta
 
 from recckpt.errors import CorruptCheckpointError
+from recckpt.format.buckets import bucket_of
 from recckpt.output_dir.at_path import read_checkpoint
-from recckpt.sparse.files.catalogs import read_catalogs
+from recckpt.sparse.files.catalogs import IdSet, read_catalogs
 
 ROWS = {2: (2.5, 2.5), 9: (9, 9)}
+IDS = st.sets(st.integers(-20, 20) | st.sampled_from([-(2**63), 2**63 - 1]))
+BUCKETS = st.tuples(st.integers(0, 65536), st.integers(0, 65536)).map(lambda pair: tuple(sorted(pair)))
+RANGES = st.tuples(st.integers(-25, 25), st.integers(-25, 25)).map(lambda pair: tuple(sorted(pair)))
+EVERY = (-(2**63), 2**63 - 1)
 
 
 @pytest.fixture
@@ -42,3 +50,12 @@ def test_counts_of_a_delta_that_its_catalogs_do_not_add_up_to_are_damage(local, 
         catalogs(local)
     assert (caught.value.path, caught.value.where) == ("ckpt_2/manifest.json", "table 't'")
     assert (caught.value.found, caught.value.expected) == (f"7 {count}", "2, as in the catalogs")
+
+
+@drawn(IDS, BUCKETS, RANGES | st.none() | st.just(EVERY), few=100, many=2000)
+def test_a_batch_may_have_an_id_that_is_in_its_buckets_and_in_its_range(ids, buckets, ranged):
+    ordered = np.array(sorted(ids), np.int64)
+    least, greatest = ranged or EVERY
+    of_ids = zip(ordered.tolist(), bucket_of(ordered).tolist(), strict=True)
+    met = any(buckets[0] <= bucket < buckets[1] and least <= id_ <= greatest for id_, bucket in of_ids)
+    assert IdSet(ordered).meets(buckets, ranged) == met

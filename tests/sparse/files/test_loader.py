@@ -14,7 +14,8 @@ from recckpt.output_dir import open_files
 from recckpt.output_dir.listing import locate
 from recckpt.output_dir.rotation import remove
 from recckpt.sparse import HashTable, gen_slice
-from recckpt.sparse.files import part_reader
+from recckpt.sparse.files import link_pass, part_reader
+from recckpt.sparse.files.link_pass import LinkLoad
 from recckpt.text import Progress
 
 
@@ -65,7 +66,7 @@ def test_a_rank_reads_only_the_batches_that_may_hold_its_rows(storage, monkeypat
     batches = [batch for part in parts_of(storage) for batch in part.batches]
     read, seen = part_reader.PartReader.read, []
     monkeypatch.setattr(
-        part_reader.PartReader, "read", lambda self, number: (seen.append(number), read(self, number))[1]
+        part_reader.PartReader, "read", lambda self, *args: (seen.append(args[0]), read(self, *args))[1]
     )
     shard = empty("t", slice=gen_slice(1, 10))
     load(storage, [shard])
@@ -186,19 +187,19 @@ def test_a_load_that_breaks_off_leaves_no_half_of_a_table(local, error, monkeypa
 
 
 class Line:
-    """The connection to a storage, which breaks after so many parts were opened."""
+    """The connection to a storage, which breaks after so many reads of parts."""
 
     def __init__(self, storage, monkeypatch, breaks=None, after=10**9):
-        self.n_opens, self._open, self._breaks, self._after = 0, storage.open, breaks, after
-        monkeypatch.setattr(storage, "open", self.open)
+        self.n_reads, self._read, self._breaks, self._after = 0, storage.read, breaks, after
+        monkeypatch.setattr(storage, "read", self.read)
         monkeypatch.setattr(storage, "map", lambda name: None)
 
-    def open(self, name):
+    def read(self, name, max_bytes, begin=0):
         if name.endswith(".arrow"):
-            self.n_opens += 1
-            if self.n_opens > self._after:
+            self.n_reads += 1
+            if self.n_reads > self._after:
                 self._breaks()
-        return self._open(name)
+        return self._read(name, max_bytes, begin)
 
 
 def reset():
@@ -214,25 +215,26 @@ def two(rows, others=None):
 
 
 @pytest.fixture
-def many_runs(storage):
+def many_runs(storage, monkeypatch):
     """A checkpoint of two tables, each of more batches than one thread reads in a row."""
+    monkeypatch.setattr(link_pass, "READ_BYTES", 16_000)
     save_tables(storage, two(range(2000)), concurrency=1, batch_bytes=1000)
     return storage
 
 
-def n_opens(storage, tables):
+def n_reads(storage, tables):
     with pytest.MonkeyPatch.context() as patch:
         line = Line(storage, patch)
         load(storage, tables, concurrency=1)
-    assert line.n_opens > 4
-    return line.n_opens
+    assert line.n_reads > 4
+    return line.n_reads
 
 
 @mostly_slow()
 @pytest.mark.parametrize("rows", [[], [1, 99]])
 def test_a_line_that_breaks_in_the_middle_is_said_and_the_next_load_mends_it(many_runs, rows):
     tables = two(rows)
-    last = n_opens(many_runs, two(rows)) - 1
+    last = n_reads(many_runs, two(rows)) - 1
     with pytest.MonkeyPatch.context() as patch:
         Line(many_runs, patch, reset, after=last)
         with pytest.raises(PartlyLoadedError if rows else ConnectionResetError) as caught:
@@ -262,7 +264,7 @@ def test_rows_that_a_broken_load_has_merged_are_said_to_be_mixed(many_runs, conf
         line = Line(many_runs, patch)
         load(many_runs, two([1, 5000], []), concurrency=1, **conf)
     with pytest.MonkeyPatch.context() as patch:
-        Line(many_runs, patch, reset, after=line.n_opens - 1)
+        Line(many_runs, patch, reset, after=line.n_reads - 1)
         merged = two([1, 5000], [])
         with pytest.raises(PartlyLoadedError, match="tables 'a' hold only some") as caught:
             load(many_runs, merged, concurrency=1, **conf)
@@ -272,7 +274,7 @@ def test_rows_that_a_broken_load_has_merged_are_said_to_be_mixed(many_runs, conf
 
 def test_an_interrupt_stays_one_and_says_what_it_left(many_runs, caplog):
     tables = two([1, 99], [])
-    last = n_opens(many_runs, two([1, 99], [])) - 1
+    last = n_reads(many_runs, two([1, 99], [])) - 1
 
     def interrupt():
         raise KeyboardInterrupt
@@ -289,7 +291,7 @@ def test_an_interrupt_stays_one_and_says_what_it_left(many_runs, caplog):
 @pytest.mark.parametrize("rows", [[], [1, 99]])
 def test_a_checkpoint_that_goes_in_the_middle_is_said_to_be_removed(many_runs, rows, monkeypatch):
     monkeypatch.setattr(open_files, "_MOST_MAPS", 0)
-    last = n_opens(many_runs, two(rows)) - 1
+    last = n_reads(many_runs, two(rows)) - 1
     Line(many_runs, monkeypatch, lambda: remove(many_runs, locate(many_runs, "ckpt_1"), 1), after=last)
     with pytest.raises(CheckpointRemovedError) as caught:
         load(many_runs, two(rows), concurrency=1)
@@ -345,3 +347,35 @@ def test_several_threads_read_one_part(storage):
         twin = empty("t")
         load(storage, [twin], concurrency=8)
         assert rows_of(twin) == rows_of(table)
+
+
+class Passes(list):
+    """Tables, and how often somebody went through all of them."""
+
+    n = 0
+
+    def __iter__(self):
+        self.n += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("n_tables", [5, 40])
+def test_tables_are_gone_through_and_parts_opened_as_often_however_many_there_are(storage, monkeypatch, n_tables):
+    save_tables(storage, [filled(f"t{n}", range(40)) for n in range(n_tables)], concurrency=1)
+    monkeypatch.setattr(link_pass, "READ_BYTES", 1000)  # several runs, of a few tables each
+    opened, init, links, link_init = [], part_reader.PartReader.__init__, [], LinkLoad.__init__
+
+    def opening(reader, *args, **options):
+        opened.append(args[2])
+        init(reader, *args, **options)
+
+    monkeypatch.setattr(part_reader.PartReader, "__init__", opening)
+
+    def noted(link, number, tables, *args):
+        links.append(Passes(tables))
+        link_init(link, number, links[-1], *args)
+
+    monkeypatch.setattr(LinkLoad, "__init__", noted)
+    assert load(storage, [empty(f"t{n}") for n in range(n_tables)]) == 40 * n_tables
+    assert len(opened) - len(parts_of(storage)) <= 1, "each part once, and once more for its frame"
+    assert sum(link.n for link in links) <= 8

@@ -11,10 +11,10 @@ from recckpt import CheckpointManager, Deltas, Saver
 from recckpt.errors import LookupFailedError
 from recckpt.policies.evict import Capacity, LowCount, SmallNorm, Unseen, UnseenFor
 from recckpt.sparse import Constant, ShardedHashTable, SparseSGD
-from recckpt.sparse.table import eviction_plan
+from recckpt.sparse.table import eviction
 
 N_STEPS, MIDDLE, DAY = 20, 10, 86_400.0
-eviction_plan.MIN_PART_ROWS = 8  # as in a table of a thousand times the rows
+eviction.MIN_PART_ROWS = 8  # as in a table of a thousand times the rows
 
 
 class Model(torch.nn.Module):

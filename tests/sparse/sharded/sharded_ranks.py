@@ -11,8 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from recckpt import Saver, filter_out_sparse_param
 from recckpt.errors import LookupFailedError
-from recckpt.policies.admit import MinCount, Probability
-from recckpt.policies.bloom import Bloom
+from recckpt.policies.admit import Bloom, MinCount, Probability
 from recckpt.sparse import EmbeddingCollection, HashTable, Normal, ShardedHashTable, SparseAdam, SparseSGD
 
 START = Normal(0.0, 0.1, seed=3)

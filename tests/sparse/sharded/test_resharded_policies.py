@@ -11,8 +11,7 @@ from support.drawn import drawn
 from support.thread_ranks import on_ranks
 
 from recckpt import CheckpointManager, Deltas, Saver
-from recckpt.policies.admit import MinCount, Probability
-from recckpt.policies.bloom import Bloom
+from recckpt.policies.admit import Bloom, MinCount, Probability
 from recckpt.policies.evict import Capacity, LowCount, SmallNorm, Unseen, UnseenFor
 from recckpt.sparse import Constant, ShardedHashTable, SparseSGD
 

@@ -13,11 +13,10 @@ from support.sweeps import mostly_slow
 
 from recckpt import Saver
 from recckpt.errors import LookupFailedError
-from recckpt.policies.admit import MinCount, Probability
-from recckpt.policies.bloom import Bloom
+from recckpt.policies.admit import Bloom, MinCount, Probability
 from recckpt.sparse import Constant, EmbeddingCollection, HashTable, Normal, ShardedHashTable, SparseAdam, gen_slice
 from recckpt.sparse.sharded.all_to_all import carrier_of
-from recckpt.sparse.sharded.routing import requests_in, route
+from recckpt.sparse.sharded.lookup import requests_in, route
 
 START = Normal(0.0, 0.1, seed=3)
 

@@ -13,10 +13,9 @@ from support.sweeps import mostly_slow
 from recckpt import CheckpointManager, Saver, filter_out_sparse_param
 from recckpt.errors import StateMismatchError
 from recckpt.format.buckets import bucket_of, mix64
-from recckpt.policies.admit import MinCount, Probability
-from recckpt.policies.bloom import Bloom
+from recckpt.policies.admit import Bloom, MinCount, Probability
 from recckpt.sparse import Constant, HashTable, Normal, SparseAdam
-from recckpt.sparse.table.candidates import block_of
+from recckpt.sparse.table.admission import block_of
 
 SMALL = Bloom(1000, 0.01)
 

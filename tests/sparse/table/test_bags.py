@@ -264,3 +264,14 @@ def test_ids_of_no_tensor_are_refused_with_what_to_do(ids):
 def test_a_table_of_integers_has_no_bags():
     with pytest.raises(ValueError, match=r"table 't' of torch.int64 cannot be pooled"):
         HashTable(2, name="t", dtype=torch.int64).bag(IDS[None])
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_ids_are_answered_with_what_takes_them(layout):
+    table = HashTable(4, name="t")
+    ids = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])], layout=layout)
+    with pytest.raises(ValueError, match=r"found a nested one: table\.bag\(ids\) pools its rows"):
+        table(ids)
+    if layout is torch.jagged:
+        rows = torch.nested.nested_tensor_from_jagged(table(ids.values()), ids.offsets())
+        assert [len(some) for some in rows.unbind()] == [2, 1]

@@ -9,8 +9,14 @@ import torch
 from torch import nn
 
 from recckpt.sparse.optim import SparseAdam
-from recckpt.sparse.table.id_random import normal_quantile
-from recckpt.sparse.table.initializers import Constant, Normal, TruncatedNormal, Uniform, as_initializer
+from recckpt.sparse.table.initializers import (
+    Constant,
+    Normal,
+    TruncatedNormal,
+    Uniform,
+    as_initializer,
+    normal_quantile,
+)
 from recckpt.sparse.table.table import HashTable
 from recckpt.types import SlotSpec
 

@@ -1,12 +1,15 @@
 import os
+import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 from support.paths import PYTHONPATH
 
+import recckpt
 from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.sparse.table.kernels import add_rows, compiled, count_buckets, gather_rows, place_rows, scatter_rows
 
@@ -122,3 +125,84 @@ def test_where_no_thread_can_be_started_a_loop_is_compiled_all_the_same(monkeypa
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert compiled(double)(3) == 6
+
+
+FIRST_LOOP = """
+import logging, resource, sys
+import numpy as np
+if "--full" in sys.argv:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # files can be made, and not a byte written
+logging.basicConfig(level=logging.INFO)
+import recckpt
+from recckpt.sparse.table.kernels import compiled, mark_rows, row_norms
+marks, norms = np.zeros(1, np.uint8), np.zeros(1)
+mark_rows(np.array([0, 2]), marks)
+row_norms(np.ones((1, 4)), norms)
+print(marks, norms, len(mark_rows.stats.cache_hits), recckpt.__file__)
+"""
+
+
+def first_loop(package, *args, **env):
+    inherited = {name: value for name, value in os.environ.items() if name not in {"NUMBA_CACHE_DIR", "XDG_CACHE_HOME"}}
+    return subprocess.run(
+        [sys.executable, "-c", FIRST_LOOP, *args],
+        env={**inherited, "PYTHONPATH": str(package), "HOME": "/proc", **env},
+        cwd=package,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.fixture
+def read_only_package(tmp_path):
+    """A copy of recckpt where nothing can be written, not by root either."""
+    target = tmp_path / "root"
+    target.mkdir()
+    mounted = os.geteuid() == 0
+    if mounted:
+        done = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", target], capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"NO READ-ONLY ROOT WAS TESTED, a tmpfs may not be mounted here: {done.stderr}")
+    try:
+        shutil.copytree(Path(recckpt.__file__).parent, target / "recckpt", ignore=shutil.ignore_patterns("__pycache__"))
+        if mounted:
+            subprocess.run(["mount", "-o", "remount,ro", target], check=True)
+        else:
+            subprocess.run(["chmod", "-R", "a-w", target], check=True)
+        yield target
+    finally:
+        if mounted:
+            subprocess.run(["umount", "--lazy", target], check=True)
+        else:
+            subprocess.run(["chmod", "-R", "u+w", target], check=True)
+
+
+def test_where_neither_home_nor_package_can_be_written_loops_are_compiled_and_one_line_says_so(read_only_package):
+    done = first_loop(read_only_package)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"[5] [2.] 0 {read_only_package}/recckpt/__init__.py\n"
+    assert done.stderr.count("numba has no place to cache compiled loops") == 1
+    assert "INFO:recckpt:" in done.stderr
+    assert "NUMBA_CACHE_DIR" in done.stderr
+
+
+def test_a_cache_that_is_full_costs_the_time_of_compiling_alone(tmp_path):
+    done = first_loop(Path(recckpt.__file__).parents[1], "--full", NUMBA_CACHE_DIR=str(tmp_path))
+    assert done.stdout.startswith("[5] [2.] 0 "), done.stderr
+    assert done.stderr.count("numba has no place to cache compiled loops") == 1
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.slow
+def test_a_copy_of_a_warm_cache_is_used_below_a_read_only_root(read_only_package, tmp_path):
+    """As docs/slurm-and-kubernetes.md says: the whole directory, copied to where files can be written."""
+    done = first_loop(read_only_package, NUMBA_CACHE_DIR=str(tmp_path / "warm"))
+    assert done.stdout.startswith("[5] [2.] 0 "), done.stderr
+    shutil.copytree(tmp_path / "warm", tmp_path / "copy")
+    files = sorted(tmp_path.joinpath("copy").rglob("*.nbc"))
+    done = first_loop(read_only_package, NUMBA_CACHE_DIR=str(tmp_path / "copy"))
+    assert done.stdout.startswith("[5] [2.] 1 "), done.stderr
+    assert sorted(tmp_path.joinpath("copy").rglob("*.nbc")) == files
+    assert "numba has no place" not in done.stderr

@@ -12,7 +12,7 @@ from support.raising import RaisingAt
 from support.sweeps import SWEEP_STRIDE
 
 from recckpt import Saver
-from recckpt.save.sparse_saver import SparseSaver
+from recckpt.save.job import SparseSaver
 from recckpt.sparse import HashTable
 from recckpt.sparse.files.arrow_format import ID, column_buffer
 from recckpt.sparse.files.part_reader import PartReader
@@ -353,7 +353,7 @@ def test_a_peek_shows_all_since_the_base_and_changes_no_marks():
     write(table, 1)
     frozen = tracker.freeze(table)
     write(table, 2)
-    peeked = tracker.peeking.freeze(table)
+    peeked = tracker.peek(table)
     assert ids_of(peeked.delta("base")) == {1, 2}, "a save is under way, whose marks are not lost"
     peeked.committed("another")
     frozen.failed()

@@ -10,18 +10,17 @@ import torch
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from support.counting import Counting
+from support.stepped import Counting
 from support.sweeps import SWEEP_STRIDE
 
 from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.sparse import Constant, HashTable
-from recckpt.sparse.files.ordered_rows import RepeatFinder
-from recckpt.sparse.files.table_rows import BucketOrder
+from recckpt.sparse.files.table_rows import BucketOrder, RepeatFinder
 from recckpt.sparse.table import column as column_module
-from recckpt.sparse.table.mark_set import MarkSet
 from recckpt.sparse.table.marks import DeltaSource, Frozen, Marks
-from recckpt.sparse.table.pre_images import PreImages
 from recckpt.sparse.table.row_store import RowStore
+from recckpt.sparse.table.snapshot import PreImages
+from recckpt.sparse.table.store import MarkSet
 from recckpt.sparse.table.tracker import Tracker
 
 Content = dict[int, tuple[float, ...]]  # id -> the values of its slots
@@ -452,10 +451,10 @@ BUGS = {
     "failures and ephemeral checkpoints clear the marks": (
         Frozen,
         "failed",
-        lambda frozen: frozen.committed(frozen._base),  # a base of another id would be noticed: all is written then
+        lambda frozen: frozen.committed(frozen.base),  # a base of another id would be noticed: all is written then
     ),
     "each rank replaces by itself": (HERE, "is_agreed", lambda said: False),
-    "marks do not know their base": (Frozen, "is_replaced", lambda frozen, base: frozen._base is None),
+    "marks do not know their base": (Frozen, "is_replaced", lambda frozen, base: frozen.base is None),
     "a new store is not replaced": (Tracker, "_of", store_taken_over),
     "deletes beat rows": (HERE, "applied", deletes_beat_upserts),
     "changed rows are not protected": (PreImages, "narrow", narrowed_to_nothing),

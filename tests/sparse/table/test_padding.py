@@ -11,9 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from recckpt import Saver
+from recckpt.averages import RowAverage
 from recckpt.errors import LookupFailedError
 from recckpt.policies.admit import MinCount
-from recckpt.sparse import Constant, EmbeddingCollection, HashTable, Normal, RowAverage, ShardedHashTable, SparseSGD
+from recckpt.sparse import Constant, EmbeddingCollection, HashTable, Normal, ShardedHashTable, SparseSGD
 
 START = Normal(0.0, 0.1, seed=3)
 BATCH = torch.tensor([[7, 8, 0], [7, 0, 0]])

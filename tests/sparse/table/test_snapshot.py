@@ -12,8 +12,8 @@ from support.sweeps import mostly_slow
 
 from recckpt.sparse import HashTable
 from recckpt.sparse.table import column as column_module
-from recckpt.sparse.table import observers as observers_module
-from recckpt.sparse.table import pre_images as pre_images_module
+from recckpt.sparse.table import snapshot as pre_images_module
+from recckpt.sparse.table import store as store_module
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.snapshot import Snapshot
@@ -138,12 +138,12 @@ def test_the_memory_of_a_snapshot_serves_the_next():
         assert read(snapshot, np.arange(1000)) == expected
         snapshot.close()
     assert len(addresses) == 1
-    assert table.store._observers._spare_logs.slots.columns[EMBEDDING].blocks[0].data_ptr() in addresses
+    assert table.store._observers._spare_logs[1].columns[EMBEDDING].blocks[0].data_ptr() in addresses
 
 
 def test_memory_beyond_a_limit_goes_back_when_a_snapshot_is_over(monkeypatch):
     monkeypatch.setattr(column_module, "BLOCK_BYTES", 1 << 10)
-    monkeypatch.setattr(observers_module, "_SPARE_BYTES", 5000)
+    monkeypatch.setattr(store_module, "_SPARE_BYTES", 5000)
     table = table_of(5000)
     snapshot = table.store.snapshot("t")
     table.insert(torch.arange(5000), torch.zeros(5000, 3))

@@ -18,9 +18,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from support.builders import OPTIMIZERS
-from support.counting import Counting
 from support.forge import rows_of, written_parts
-from support.stepped import Stepped, halt_where_columns_are_read
+from support.stepped import Counting, Stepped, halt_where_columns_are_read
 from support.sweeps import SWEEP_STRIDE
 from support.thread_ranks import no_others
 from torch import nn
@@ -28,25 +27,23 @@ from torch import nn
 from recckpt import Saver
 from recckpt.format.buckets import bucket_of
 from recckpt.format.tables import TableEntry
-from recckpt.save.sparse_saver import SparseSaver
+from recckpt.save.job import SparseSaver
 from recckpt.sparse import Constant, HashTable, Normal
-from recckpt.sparse.files.ages import Ages
 from recckpt.sparse.files.arrow_format import ID, column_buffer, column_values
-from recckpt.sparse.files.link_batches import LinkBatches
-from recckpt.sparse.files.load_target import LinkLoad, TableLoad
+from recckpt.sparse.files.filler import TableLoad
+from recckpt.sparse.files.link_pass import LinkLoad
 from recckpt.sparse.files.loader import load_tables
-from recckpt.sparse.files.part_reader import PartReader
+from recckpt.sparse.files.part_reader import LinkBatches, PartReader
 from recckpt.sparse.files.row_filter import RowFilter
-from recckpt.sparse.files.table_target import target_of
+from recckpt.sparse.files.table_target import Ages, target_of
 from recckpt.sparse.table import column as column_module
-from recckpt.sparse.table import pre_images as pre_images_module
 from recckpt.sparse.table import rows as rows_module
+from recckpt.sparse.table import snapshot as pre_images_module
 from recckpt.sparse.table import snapshot as snapshot_module
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.kernels import pick_marked
-from recckpt.sparse.table.pre_images import PreImages
 from recckpt.sparse.table.row_store import RowStore
-from recckpt.sparse.table.snapshot import Logs, Snapshot
+from recckpt.sparse.table.snapshot import PreImages, Snapshot
 from recckpt.storage import Storage, open_storage
 from recckpt.types import EMBEDDING
 
@@ -325,7 +322,7 @@ def cleared_in_place(store):
 
 def shared_log(store, name, slots=None):
     snapshot = SNAPSHOT(store, name, slots)
-    store._observers._spare_logs = Logs(snapshot._ids._opened()[1], snapshot._slots._opened()[1])
+    store._observers._spare_logs = (snapshot._ids._opened()[1], snapshot._slots._opened()[1])
     return snapshot
 
 

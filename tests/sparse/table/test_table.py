@@ -62,16 +62,12 @@ def test_an_unseen_id_gets_a_row_in_training_mode():
     assert table.ids().tolist() == [7, 8]
 
 
-def test_an_unseen_id_reads_the_constant_in_eval_mode_and_gets_no_row():
+def test_an_unseen_id_reads_the_constant_or_zeros_in_eval_mode_and_gets_no_row():
     table = HashTable(2, name="t", initializer=Constant(0.5)).eval()
     table.insert(ids_of(1), torch.ones(1, 2))
     assert table(ids_of(1, 2)).tolist() == [[1, 1], [0.5, 0.5]]
     assert len(table) == 1
-
-
-def test_an_unseen_id_reads_zeros_in_eval_mode_where_the_initializer_is_random():
-    table = HashTable(2, name="t", initializer=Normal()).eval()
-    assert table(ids_of(1)).tolist() == [[0, 0]]
+    assert HashTable(2, name="t", initializer=Normal()).eval()(ids_of(1)).tolist() == [[0, 0]]
 
 
 def test_the_shape_of_the_output_is_that_of_the_ids_and_the_embedding():
@@ -97,18 +93,6 @@ def test_ids_with_any_strides_are_read_right():
     assert table(torch.arange(10).view(2, 5).T)[:, :, 0].tolist() == [[0, 5], [1, 6], [2, 7], [3, 8], [4, 9]]
 
 
-@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.float32, torch.bool])
-def test_ids_of_another_dtype_are_refused(dtype):
-    with pytest.raises(ValueError, match="int64"):
-        HashTable(1, name="t")(torch.zeros(1, dtype=dtype))
-
-
-@pytest.mark.parametrize("ids", [[1, 2], 3, np.arange(2)])
-def test_ids_that_are_no_tensor_are_refused_with_what_converts_them(ids):
-    with pytest.raises(TypeError, match=f"found a {type(ids).__name__}; convert them with torch.as_tensor"):
-        HashTable(1, name="t")(ids)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_dtypes_keep_every_value(dtype):
     table = HashTable(2, name="t", dtype=dtype)
@@ -119,35 +103,11 @@ def test_all_dtypes_keep_every_value(dtype):
     assert table(ids_of(9)).dtype == dtype
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.float8_e4m3fn, "float32", None])
-def test_dtypes_that_are_not_in_the_format_are_refused(dtype):
-    with pytest.raises(ValueError, match="float32"):
-        HashTable(2, name="t", dtype=dtype)
-
-
-@pytest.mark.parametrize("shape", [(), 0, (2, 0), (-1,)])
-def test_shapes_that_hold_nothing_are_refused(shape):
-    with pytest.raises(ValueError, match="at least 1"):
-        HashTable(shape, name="t")
-
-
-@pytest.mark.parametrize("shape", ["16", 16.0, True, None, (2, 2.5), ("8",), torch.ones(2)])
-def test_shapes_that_are_no_ints_are_refused(shape):
-    with pytest.raises(ValueError, match="int or a sequence of ints, found"):
-        HashTable(shape, name="t")
-
-
 def test_ints_of_numpy_are_a_shape():
     assert (
         HashTable((np.int64(2), 3), name="t").embedding_shape == HashTable(torch.Size([2, 3]), name="t").embedding_shape
     )
     assert HashTable(np.int32(4), name="t").embedding_shape == (4,)
-
-
-@pytest.mark.parametrize("name", ["", None, "a\0b", "x" * 1025, "\ud800"])
-def test_names_that_no_table_can_have_are_refused(name):
-    with pytest.raises(ValueError, match="name"):
-        HashTable(2, name=name)
 
 
 def test_rows_do_not_depend_on_the_order_of_arrival():
@@ -230,6 +190,7 @@ def test_erase_counts_what_it_dropped_and_keeps_the_rest():
 def test_clear_drops_all_rows_but_not_the_slots():
     table = filled()
     table.clear()
+    assert table
     assert len(table) == 0
     assert table.embeddings().shape == (0, 2)
     assert list(table.slots) == ["moment", "count"]
@@ -252,10 +213,6 @@ def test_nbytes_counts_index_ids_and_slots():
     table.add_slot("moment", (16,))
     assert table.nbytes == before + (1 << 16) * 64
     assert (1 << 16) * (64 + 8 + 16) < before <= (1 << 16) * (64 + 8 + 64)
-
-
-def test_an_empty_table_is_true():
-    assert HashTable(1, name="t")
 
 
 # Slots
@@ -282,12 +239,6 @@ def test_a_slot_declared_again_keeps_its_rows_and_takes_the_new_initial_value():
     assert table.slots["count"].tolist() == [0.5] * 11 + [2.0]
 
 
-@pytest.mark.parametrize("name", ["", "embedding", "id", "table", "op", "a@b"])
-def test_names_that_the_format_uses_are_refused_for_slots(name):
-    with pytest.raises(ValueError, match="another name"):
-        filled().add_slot(name, ())
-
-
 @pytest.mark.parametrize("args", [((3,),), ((2,), torch.float64)])
 def test_a_slot_cannot_be_declared_twice_in_two_ways(args):
     with pytest.raises(ValueError, match="moment"):
@@ -308,11 +259,8 @@ def test_a_table_holds_the_ids_of_its_slice_only():
         with pytest.raises(ValueError, match="outside"):
             refused(torch.cat([ids[parts[0].slice.owns(ids)], stranger])[-1:])
     assert parts[0].lookup(stranger)[1].tolist() == [False]
-
-
-def test_eval_mode_reads_ids_outside_of_the_slice_as_unseen():
     table = HashTable(1, name="t", slice=gen_slice(0, 2), initializer=Constant(3)).eval()
-    assert table(torch.arange(10)).flatten().tolist() == [3] * 10
+    assert table(torch.arange(10)).flatten().tolist() == [3] * 10, "as unseen"
 
 
 # As a module
@@ -327,15 +275,12 @@ def test_a_state_dict_holds_the_table_as_itself():
     assert [p for p in model.parameters() if p.numel()] == list(model.linear.parameters())
 
 
-def test_loading_the_own_state_dict_changes_nothing():
+def test_loading_the_own_state_dict_changes_nothing_and_that_of_another_model_copies_it():
     model = Model()
     before = state_of(model.table)
     assert model.load_state_dict(model.state_dict()) == nn.modules.module._IncompatibleKeys([], [])
     assert state_of(model.table) == before
-
-
-def test_a_state_dict_of_another_model_is_copied():
-    model, other = Model(), Model(n=3)
+    other = Model(n=3)
     other.load_state_dict(model.state_dict())
     assert state_of(other.table) == state_of(model.table)
     model.table.clear()
@@ -504,12 +449,6 @@ def test_a_table_on_cuda_behaves_like_one_on_the_cpu():
     table.erase(ids_of(77, 4))
     assert state_of(table) == {i: row for i, row in before.items() if i != 4}
     assert state_of(copy.deepcopy(table)) == state_of(table)
-
-
-@pytest.mark.parametrize("n_rows", [-1, 1.5, "many", None])
-def test_room_for_a_number_of_rows_that_is_none_is_refused(n_rows):
-    with pytest.raises(ValueError, match=f"table 't': n_rows must be an int of at least 0, found {n_rows!r}"):
-        HashTable(2, name="t").reserve(n_rows)
 
 
 def test_a_table_shows_what_users_may_call_and_nothing_else():

@@ -9,9 +9,9 @@ import torch
 
 from recckpt.sparse import HashTable, Normal
 from recckpt.sparse.optim import SparseSGD
-from recckpt.sparse.optim.param_groups import options
+from recckpt.sparse.optim.optimizer import options
 from recckpt.sparse.table import column as column_module
-from recckpt.sparse.table.first_values import embedding_reader
+from recckpt.sparse.table.nn_module import embedding_reader
 from recckpt.sparse.table.rows import Rows
 
 

@@ -1,0 +1,282 @@
+"""Averages of the rows of a model, beside its tables; dense parameters are averaged as ever."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor, nn
+
+from recckpt import types
+from recckpt.averages.store import AverageStore
+from recckpt.format.buckets import distinct
+from recckpt.sparse.table.checks import check_owned, check_values, flat_ids
+from recckpt.sparse.table.marks import FrozenRows
+from recckpt.sparse.table.nn_module import embedding_reader, first_embeddings
+from recckpt.sparse.table.row_table import RowTable
+from recckpt.sparse.table.table import HashTable
+from recckpt.sparse.table.tracker import Tracker
+from recckpt.types import EMBEDDING
+
+Int64s = npt.NDArray[np.int64]
+_BASE = "the last update"
+_PIECE = 1 << 16  # rows at a time
+_NO_IDS = np.empty(0, np.int64)
+
+
+class Follower:
+    """The marks of one table for one average of it, since the last update.
+
+    A new id begins at what :func:`first_embeddings` makes of it, as the row of an ``nn.Embedding`` would have
+    before its first step. Rows that :meth:`HashTable.insert`, a load or ``clear()`` and what follows it bring have not
+    begun there: they begin at what they are.
+    """
+
+    def __init__(self, table: RowTable) -> None:
+        self.table = weakref.ref(table)
+        self._tracker = Tracker()
+        self._inserted: list[Int64s] = []  # ids that insert() has added since the last update
+        self._eras: tuple[object, object] | None = None  # of the rows of both at the last update
+        table.followers.append(weakref.ref(self))
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> None:
+        """Leave a copy of an average without one: it takes all rows at its first update."""
+
+    def note_inserted(self, ids: Int64s) -> None:
+        """Take note of ids that are inserted where there was no row."""
+        self._inserted.append(ids)
+
+    def update(self, table: RowTable, average: AverageStore, kept: float) -> None:
+        """Average the rows that have changed, and drop those that are gone."""
+        with table.store.lock, average.lock:
+            frozen = self._tracker.freeze(table, {EMBEDDING})
+            try:
+                self._take(table, average, frozen, kept)
+            except BaseException:
+                frozen.failed()
+                raise
+            finally:
+                frozen.snapshot.close()
+            average.advance(kept)
+            frozen.committed(_BASE)
+            self._inserted, self._eras = [], (table.store.era, average.era)
+
+    def _take(self, table: RowTable, average: AverageStore, frozen: FrozenRows, kept: float) -> None:
+        store = table.store
+        if frozen.is_replaced(_BASE) or average.is_given:
+            rows, own = np.arange(len(store)), average.ids.to_tensor(len(average)).numpy()
+            gone = own[store.find(own) < 0]
+        else:
+            changes = frozen.changes(_BASE)
+            rows, gone = changes.rows, changes.erased  # one that is there again begins anew
+        average.drop(gone)
+        # The ids whose rows do not begin at their first embeddings. None for all, where the table was loaded or cleared
+        # and the average was not: what that has is not resumed.
+        inserted: Int64s | None = distinct(_NO_IDS, *self._inserted)
+        if self._eras is not None and table.store.era is not self._eras[0] and average.era is self._eras[1]:
+            inserted = None
+        for begin in range(0, len(rows), _PIECE):
+            some = rows[begin : begin + _PIECE]
+            ids, values = store.ids.gather(some).numpy(), store.columns[EMBEDDING].gather(some)
+
+            def first(new_ids: Int64s) -> Tensor:
+                return self._first(table, new_ids, inserted)
+
+            average.update(ids, values, kept, first)
+
+    def _first(self, table: RowTable, new_ids: Int64s, inserted: Int64s | None) -> Tensor:
+        """Return what new ids begin at."""
+        if inserted is None or np.isin(new_ids, inserted).any():
+            current: Tensor = table.store.look_up(new_ids, embedding_reader(table)).cpu()
+            if inserted is None:
+                return current
+            is_begun = ~np.isin(new_ids, inserted)
+            if is_begun.any():
+                current[is_begun] = first_embeddings(table, new_ids[is_begun])
+            return current
+        return first_embeddings(table, new_ids)
+
+
+class AverageTable(HashTable):
+    """The averages of a table, empty at first.
+
+    Look-ups read, in training mode too. The optimizer's slots, counters, admission and eviction are left to the table
+    that is followed: the rows that go there go here.
+
+    Args:
+        table: the one that is followed.
+        name: in checkpoints.
+
+    Attributes:
+        of: the name of the table that is followed.
+    """
+
+    is_trained = False
+    store: AverageStore
+
+    def __init__(self, table: HashTable, name: str) -> None:
+        super().__init__(
+            table.embedding_shape,
+            name=name,
+            dtype=table.dtype,
+            device=table.device,
+            initializer=table.initializer,
+            slice=table.slice,
+        )
+        self.store, self.of = AverageStore.of(self.store), table.name
+        self._follower: Follower | None = None
+
+    def follow(self, table: RowTable, kept: float) -> None:
+        """Take part in an update that keeps this share of the average, after a step of the table."""
+        if self._follower is None or self._follower.table() is not table:
+            self._follower = Follower(table)
+        self.padding_id = table.padding_id
+        self._follower.update(table, self.store, kept)
+
+    def _copy_rows_of(self, other: types.SavableTable) -> None:
+        """Become a copy of an average, or stand at the rows of another table until the next update."""
+        with other.store.lock if isinstance(other, RowTable) else nullcontext():  # rows of one moment
+            ids, embeddings = flat_ids(other.ids()), other.embeddings()
+            rows = other.store.to(self.device) if isinstance(other, AverageTable) else None
+        check_owned(self.name, self.slice, ids)
+        check_values(self.name, self.spec, embeddings, len(ids))
+        if rows is not None:
+            self.store.adopt(rows)
+            return
+        plain = self.store.emptied()
+        plain.insert(ids, {EMBEDDING: embeddings})
+        self.store.adopt(plain)
+
+
+class RowAverage:
+    """The exponential moving average of the rows of a model.
+
+    What averages parameters, such as ``torch.optim.swa_utils.AveragedModel``, does not reach rows: this does. A row
+    becomes ``decay * average + (1 - decay) * row`` with each :meth:`update`, whose cost follows the rows that have
+    changed since the last one. A new id begins at its first embeddings, as the row of an ``nn.Embedding`` would have;
+    erased ids go.
+
+    The averages are tables of their own, ``f"{table}.{name}"``, which stand beside those of the model in state dicts: a
+    :class:`recckpt.Saver` or manager of the model saves and restores them, so make this before ``restore()``.
+
+    Not collective: each rank averages the rows that it owns. Not thread-safe.
+
+    Args:
+        model: the model that is trained.
+        decay: what an update keeps of the average, 0 to 1.
+        name: what the averages are called behind the names of their tables; several of one model need different ones.
+
+    Raises:
+        ValueError: ``decay`` is out of range, the model has no tables, or a table has an average of this name.
+    """
+
+    def __init__(self, model: nn.Module, decay: float, *, name: str = "average") -> None:
+        self.decay = _checked(decay)
+        tables = list(_trained_tables(model))
+        if not tables:
+            raise ValueError(f"found no table in {type(model).__name__}: RowAverage averages the rows of tables alone")
+        for table in tables:
+            if f"{table.name}.{name}" in {other.name for other in table._own_tables()}:
+                raise ValueError(f"table {table.name!r} has an average {name!r} already: give this one another name")
+        self._model, self._is_swapped = model, False
+        self._averages = {table.name: AverageTable(table, f"{table.name}.{name}") for table in tables}
+        for table in tables:
+            table.companions.append(self._averages[table.name])
+            self._averages[table.name].follow(table, 0.0)
+
+    @property
+    def tables(self) -> Mapping[str, HashTable]:
+        """The averages by the names of their tables: read them as any table; an optimizer refuses them."""
+        return dict(self._averages)
+
+    def update(self, decay: float | None = None) -> None:
+        """Average the rows that have changed; call it after each step of the optimizers, or each n-th.
+
+        Args:
+            decay: of this update alone, for one that warms up; None for that of all.
+
+        Raises:
+            ValueError: ``decay`` is out of range, or the model has other tables than before, or a resized one.
+            RuntimeError: this is inside :meth:`swap`.
+        """
+        kept = self.decay if decay is None else _checked(decay)
+        self._refuse_swapped("update()")
+        for average, table in self._pairs():
+            average.follow(table, kept)
+
+    @contextmanager
+    def swap(self) -> Iterator[None]:
+        """Let the tables of the model show their averages inside ``with``: for validation, or a save of the averages.
+
+        No row moves. Look-ups insert and count nothing, in training mode too, sparse optimizers refuse to step, and so
+        does the table any other change of its rows, as by ``insert`` or a load. What is saved or copied inside is the
+        average, without the optimizer's slots. Dense layers stay those of training: average them by
+        ``torch.optim.swa_utils.AveragedModel``, and show both together (docs/rows.md).
+
+        Raises:
+            RuntimeError: this is inside another ``swap()``.
+        """
+        self._refuse_swapped("swap()")
+        with ExitStack() as shown:
+            for average, table in self._pairs():
+                shown.enter_context(table._showing(average.store))
+            self._is_swapped = True
+            try:
+                yield
+            finally:
+                self._is_swapped = False
+
+    def apply(self) -> None:
+        """Give the rows of the model the values of their averages, from now on; slots of optimizers stay.
+
+        Raises:
+            RuntimeError: this is inside :meth:`swap`.
+        """
+        self._refuse_swapped("apply()")
+        for average, table in self._pairs():
+            with table.store.lock, average.store.lock:
+                ids = average.ids().numpy()
+                for begin in range(0, len(ids), _PIECE):
+                    at = np.arange(begin, min(begin + _PIECE, len(ids)))
+                    rows = table.store.find(ids[at])
+                    present = np.flatnonzero(rows >= 0)
+                    values = embedding_reader(average)(average.store.columns, at[present])
+                    table.store.write(rows[present], {EMBEDDING: values})
+
+    def _pairs(self) -> list[tuple[AverageTable, HashTable]]:
+        """Return the averages, each beside its table as the model has it now.
+
+        Raises:
+            ValueError: the model has other tables than before, or one was resized.
+        """
+        tables = {table.name: table for table in _trained_tables(self._model)}
+        if tables.keys() != self._averages.keys():
+            raise ValueError(
+                f"found tables {sorted(tables)} in the model, expected {sorted(self._averages)}, of which there are "
+                "averages: make RowAverage once the model is whole"
+            )
+        for name, table in tables.items():
+            if self._averages[name].embedding_shape != table.embedding_shape:
+                raise ValueError(
+                    f"table {name!r} was resized: its average has rows of {self._averages[name].embedding_shape}, "
+                    f"expected {table.embedding_shape}: make a new average"
+                )
+        return [(self._averages[name], table) for name, table in tables.items()]
+
+    def _refuse_swapped(self, what: str) -> None:
+        if self._is_swapped:
+            raise RuntimeError(f"RowAverage.{what}: found the averages swapped in, expected the rows of training")
+
+
+def _trained_tables(model: nn.Module) -> Iterator[HashTable]:
+    return (module for module in model.modules() if isinstance(module, HashTable) and module.is_trained)
+
+
+def _checked(decay: float) -> float:
+    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
+        raise ValueError(f"RowAverage: decay must be a number from 0 to 1, found {decay!r}")
+    return float(decay)

@@ -1,0 +1,292 @@
+"""The rows of an average: what a row was, what it drifts to, and since when; read as the averages of one moment.
+
+An update makes of an average ``e`` and a value ``w`` of the model ``kept * e + (1 - kept) * w``. Where ``w`` stays as
+it is, many updates are one, which keeps the product of their shares. So a row has its average and the model's value as
+of the update at which that changed last, and the time of it on a clock that runs by ``-log(kept)`` with each update.
+
+The clock is an integer: differences of it are exact, so a row saved by its distance to the clock goes on bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from recckpt.sparse.table.column import Column
+from recckpt.sparse.table.kernels import compiled
+from recckpt.sparse.table.row_store import FirstValues, RowStore
+from recckpt.sparse.table.rows import Rows
+from recckpt.sparse.table.snapshot import Snapshot
+from recckpt.types import EMBEDDING, SlotSpec
+
+Int64s = npt.NDArray[np.int64]
+Float64s = npt.NDArray[np.float64]
+UNKNOWN = -(1 << 63)  # in place of a time: the row is its average, and what it drifts to is not known
+_TICKS = 1 << 40  # of the clock in a factor of e
+_NOTHING = 750  # exp(-750) is 0.0
+_COMPILED = {torch.float32, torch.float64}
+_CLOCK_END = 1 << 61  # far from where int64 ends
+_PIECE = 1 << 16  # rows at a time
+Bytes = npt.NDArray[np.uint8]
+FROM, OF, SINCE = "average_from", "average_of", "average_since"  # part of the format
+_COLUMNS = {FROM: EMBEDDING, OF: OF, SINCE: SINCE}  # slot of a snapshot -> of the store
+
+
+def ticks(kept: float) -> int:
+    """Return by how much the clock moves at an update that keeps such a share."""
+    return round(min(-math.log(kept), _NOTHING) * _TICKS) if kept > 0 else _NOTHING * _TICKS
+
+
+def weights(times: Int64s, clock: int) -> Float64s:
+    """Return which share of the average each row still has at a time of the clock."""
+    is_known = times != UNKNOWN
+    ages = np.where(is_known, np.maximum(clock - np.where(is_known, times, clock), 0), 0)
+    return np.exp(ages / -_TICKS)
+
+
+def mixed(averages: Tensor, values: Tensor, shares: Float64s, dtype: torch.dtype) -> Tensor:
+    """Return ``share * average + (1 - share) * value`` for each row, in float64 and rounded once to ``dtype``.
+
+    It is exact for shares of 0 and 1.
+    """
+    if averages.device.type == "cpu" and {averages.dtype, values.dtype, dtype} <= _COMPILED:
+        out = torch.empty(averages.shape, dtype=dtype, device="cpu")
+        rows, others = averages.contiguous().flatten(1), values.contiguous().flatten(1)
+        _mix(rows.numpy(), others.numpy(), shares, out.flatten(1).numpy())
+        return out
+    share = torch.from_numpy(shares).to(averages.device).view(-1, *[1] * (averages.dim() - 1))
+    wide, other = averages.to(torch.float64), values.to(torch.float64)
+    out = torch.where(share == 1, wide, torch.where(share == 0, other, wide * share + other * (1 - share)))
+    return out.to(dtype) if dtype.is_floating_point else out.round().to(dtype)
+
+
+@compiled
+def _mix(averages: Any, values: Any, shares: Any, out: Any) -> None:
+    """Mix row by row: what a row comes to does not depend on those beside it."""
+    for i in range(len(shares)):
+        share, rest = shares[i], 1.0 - shares[i]
+        for j in range(out.shape[1]):
+            if share == 1.0:
+                out[i, j] = averages[i, j]
+            elif share == 0.0:
+                out[i, j] = values[i, j]
+            else:
+                out[i, j] = share * averages[i, j] + rest * values[i, j]
+
+
+class AverageStore(RowStore):
+    """Rows of which ``embedding`` is the average at the time ``SINCE``, and ``OF`` the model's row since then.
+
+    What comes through the door of any store, as rows of a load do, has its times as distances to the clock of now, or
+    none: such a row stays as it is until the next update.
+
+    Attributes:
+        clock: the time of now.
+        is_given: whether rows have come otherwise than by an update since the last one.
+    """
+
+    def __init__(self, device: torch.device, rows: Rows | None = None) -> None:
+        super().__init__(device, rows)
+        self.clock = 0
+        self.is_given = True
+
+    @classmethod
+    def of(cls, store: RowStore) -> AverageStore:
+        """Return an average that begins with the embeddings of a store that is no longer used."""
+        rows = store.rows
+        rows.keep_column(EMBEDDING)
+        spec = rows.columns[EMBEDDING].spec
+        rows.add_column(SlotSpec(OF, spec.dtype, spec.shape), 0)
+        rows.add_column(SlotSpec(SINCE, "int64", ()), UNKNOWN)
+        return cls(store.device, rows)
+
+    def to(self, device: torch.device) -> AverageStore:
+        """Return a copy with the slots on ``device``."""
+        with self.lock:
+            twin = AverageStore(device, self.rows.to(device))
+            twin.clock = self.clock
+            return twin
+
+    def adopt(self, other: RowStore) -> None:
+        """Replace all rows by those of a store that is no longer used."""
+        with self.lock:
+            super().adopt(other)
+            self.clock, self.is_given = other.clock if isinstance(other, AverageStore) else 0, True
+
+    def insert(self, ids: Int64s, values: Mapping[str, Tensor], embeddings: FirstValues | None = None) -> Int64s:
+        with self.lock:
+            return super().insert(ids, self._dated(values), embeddings)
+
+    def write(self, rows: Int64s, values: Mapping[str, Tensor], flag: Int64s | None = None) -> None:
+        with self.lock:
+            super().write(rows, self._dated(values), flag)
+
+    def erase(self, ids: Int64s) -> int:
+        with self.lock:
+            self.is_given = True
+            return super().erase(ids)
+
+    def snapshot(self, name: str, slots: Collection[str] | None = None) -> Snapshot:
+        """Return the rows as they are now, brought up as they are read."""
+        with self.lock:
+            return AverageSnapshot(super().snapshot(name), slots, self.clock)
+
+    @property
+    def further_columns(self) -> Mapping[str, Column]:
+        """Nothing: what an average is made of is its own."""
+        return {}
+
+    @property
+    def saved_columns(self) -> Mapping[str, Column]:
+        """The columns that a checkpoint has: the averages, and what they are made of."""
+        spec = replace(self.columns[EMBEDDING].spec, name=FROM)
+        return {**self.columns, FROM: Column(spec, self.device)}
+
+    def read(self, columns: Mapping[str, Column], rows: Int64s, unseen: float) -> Tensor:
+        """Return the averages of now; row -1 reads ``unseen``."""
+        column, absent = columns[EMBEDDING], np.flatnonzero(rows < 0)
+        if len(absent) == len(rows):
+            return column.gather_or(rows, unseen)
+        out = self._averages(columns, np.maximum(rows, 0), column.dtype)
+        return out.index_fill_(0, torch.from_numpy(absent).to(out.device), unseen) if len(absent) else out
+
+    def embeddings(self) -> Tensor:
+        """Return the averages of now, in row order; under the lock."""
+        return self._averages(self.columns, np.arange(len(self)), self.columns[EMBEDDING].dtype)
+
+    def filled_by(self, slots: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the columns of an average that was saved; of another table, its embeddings alone."""
+        if {FROM, OF, SINCE} <= slots.keys():
+            return {EMBEDDING: slots[FROM], OF: slots[OF], SINCE: slots[SINCE]}
+        return {EMBEDDING: slots[EMBEDDING]} if EMBEDDING in slots else {}
+
+    def update(self, ids: Int64s, values: Tensor, kept: float, first: FirstValues) -> None:
+        """Average rows with those of the model, all different; a new one begins at what ``first`` makes of its id.
+
+        One whose value is that of the last update stays as it is: it goes on drifting there. Not seen before
+        :meth:`advance`.
+        """
+        with self.lock:
+            columns, values = self.columns, values.to(self.device)
+            at = self.find(ids)
+            new, known = np.flatnonzero(at < 0), np.flatnonzero(at >= 0)
+            since = columns[SINCE].gather(at[known]).cpu().numpy()
+            both = (columns[OF].gather(at[known]), _some(values, known))
+            before, now = (rows.cpu().contiguous().flatten(1).view(torch.uint8).numpy() for rows in both)
+            is_same = (before == now).all(1) & (since != UNKNOWN)  # bit for bit
+            old = known[~is_same]
+            if len(old):
+                self._set(ids[old], self._averages(columns, at[old], torch.float64), _some(values, old), kept)
+            if len(new):
+                begin = first(ids[new]).to(self.device)
+                self._set(ids[new], begin.to(torch.promote_types(begin.dtype, torch.float32)), _some(values, new), kept)
+
+    def drop(self, ids: Int64s) -> None:
+        super().erase(ids)
+
+    def advance(self, kept: float) -> None:
+        """Let the clock go on by an update whose changed rows are there."""
+        with self.lock:
+            if self.clock > _CLOCK_END:  # it begins at 0 again; rows so old that an int64 might end stay in place
+                for begin in range(0, len(self), _PIECE):
+                    rows = np.arange(begin, min(begin + _PIECE, len(self)))
+                    times = self.columns[SINCE].gather(rows)
+                    moved = times.clamp(min=-_CLOCK_END) - self.clock
+                    super().write(rows, {SINCE: torch.where(times == UNKNOWN, times, moved)})
+                self.clock = 0
+            self.clock += ticks(kept)
+            self.is_given = False
+            if ticks(kept):
+                self._replaced()  # each row has moved: a delta holds them all
+
+    def _averages(self, columns: Mapping[str, Column], rows: Int64s, dtype: torch.dtype) -> Tensor:
+        with self.lock:  # a row and its time are read together
+            averages, of = columns[EMBEDDING].gather(rows), columns[OF].gather(rows)
+            return mixed(averages, of, weights(columns[SINCE].gather(rows).cpu().numpy(), self.clock), dtype)
+
+    def _set(self, ids: Int64s, before: Tensor, values: Tensor, kept: float) -> None:
+        """Set rows to the averages of what they were before and their new values, at the time after this update."""
+        averages = mixed(before, values, np.full(len(ids), kept), values.dtype)
+        times = torch.full((len(ids),), self.clock + ticks(kept), device="cpu")
+        super().insert(ids, {EMBEDDING: averages, OF: values, SINCE: times})
+
+    def _dated(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return values that come from outside with times of this clock."""
+        self.is_given = True
+        if EMBEDDING not in values:
+            return values
+        if SINCE not in values:
+            times = torch.full((len(values[EMBEDDING]),), UNKNOWN, device="cpu")
+        else:
+            times = torch.where(values[SINCE] == UNKNOWN, UNKNOWN, values[SINCE] + self.clock)
+        return {**values, SINCE: times}
+
+
+def _some(values: Tensor, rows: Int64s) -> Tensor:
+    """Return some rows of a tensor, without a copy where they are all."""
+    return values if len(rows) == len(values) else values[torch.from_numpy(rows).to(values.device)]
+
+
+class AverageSnapshot(Snapshot):
+    """A snapshot of an average, whose ``embedding`` is the average of that moment, and ``FROM`` that of the store.
+
+    Times are distances to the clock of the moment, 0 or less.
+    """
+
+    def __init__(self, rows: Snapshot, slots: Collection[str] | None, clock: int) -> None:
+        self.name, self.n_rows = rows.name, rows.n_rows
+        self._rows, self._clock = rows, clock
+        self._specs = {spec.name: spec for spec in rows.slots}
+        embedding = self._specs[EMBEDDING]
+        specs = (embedding, SlotSpec(FROM, embedding.dtype, embedding.shape), self._specs[OF], self._specs[SINCE])
+        self.slots = tuple(spec for spec in specs if slots is None or spec.name in slots)
+
+    @property
+    def n_kept(self) -> int:
+        return self._rows.n_kept
+
+    def read(self, column: int, rows: npt.NDArray[Any], target: Bytes, *, is_last: bool) -> None:
+        """Copy rows of the id, column 0, or of a slot; after ``is_last`` they are not read again, in any slot."""
+        if column == 0:
+            self.read_ids(rows, target)
+        else:
+            self._read(rows, {self.slots[column - 1].name: target}, is_last=is_last)
+
+    def read_ids(self, rows: npt.NDArray[Any], target: Bytes) -> None:
+        self._rows.read_ids(rows, target)
+
+    def peek(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes]) -> None:
+        self._read(rows, targets, is_last=False)
+
+    def narrow(self, bits: Bytes) -> None:
+        self._rows.narrow(bits)
+
+    def close(self) -> None:
+        self._rows.close()
+
+    def _read(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
+        needed = self._specs if EMBEDDING in targets else [_COLUMNS[name] for name in targets]
+        read = {name: np.empty(len(rows) * self._specs[name].row_bytes, np.uint8) for name in needed}
+        self._rows.read_slots(rows, read, is_last=is_last)
+        for name, target in targets.items():
+            if name == EMBEDDING:
+                averages, of = self._tensor(read, EMBEDDING), self._tensor(read, OF)
+                shares = weights(self._tensor(read, SINCE).numpy(), self._clock)
+                values = mixed(averages, of, shares, averages.dtype)
+            elif name == SINCE:
+                times = self._tensor(read, SINCE)
+                values = torch.where(times == UNKNOWN, times, times - self._clock)
+            else:
+                values = self._tensor(read, _COLUMNS[name])
+            target[:] = values.contiguous().view(-1).view(torch.uint8).numpy()
+
+    def _tensor(self, read: Mapping[str, Bytes], name: str) -> Tensor:
+        spec = self._specs[name]
+        return torch.from_numpy(read[name]).view(getattr(torch, spec.dtype)).view(-1, *spec.shape)

@@ -1,0 +1,308 @@
+"""The state to be saved, taken so that training may change it: packed, and copied into memory that is kept."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import tempfile
+from abc import ABC, abstractmethod
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recckpt.dense.saver import Placed, pickled
+from recckpt.dense.state_copy import plain_tensor, portable
+from recckpt.parallel.one_process import OwnFuture
+from recckpt.parallel.threads import InOrder
+
+MAX_DEPTH = 100  # of containers in containers; what is saved can be walked again when it is loaded
+_ALIGNMENT = 64
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
+
+
+def pack(state_dict: Mapping[str, Any]) -> tuple[bytes, list[Tensor]]:
+    """Return the pickle of a state dict, and the pieces by whose numbers it refers to its tensors.
+
+    A piece is bytes of one dimension, on the device of the state and mostly its own memory. Tensors that share memory
+    share it in the file too, unless that would store more than they hold: of a tensor that is a part of a larger one,
+    only its own part is stored.
+
+    Raises:
+        TypeError: it is not a dict.
+        ValueError: there is something in it that cannot be loaded back safely; names the place.
+    """
+    if type(state_dict) not in (dict, OrderedDict):
+        raise TypeError(f"a state dict is a dict or OrderedDict, found a {type(state_dict).__name__}")
+    references: list[_Reference] = []
+    tree = _walk("", state_dict, references, 0)
+    places: dict[int, Placed] = {}
+    pieces = [_piece(number, members, places) for number, members in enumerate(_stored_together(references))]
+    return pickled(tree, lambda obj: places[obj.number] if type(obj) is _Reference else None), pieces
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """Stands for a tensor in the pickle; ``begin`` and ``end`` count items of its storage."""
+
+    number: int
+    tensor: Tensor
+    begin: int
+    end: int
+
+
+def span(tensor: Tensor) -> int:
+    """Return the items from the first value of a tensor up to its last."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def child(name: str, key: object) -> str:
+    """Return the dotted path of an entry of a dict."""
+    return f"{name}.{key}" if name else str(key)
+
+
+def _walk(name: str, value: Any, references: list[_Reference], depth: int) -> Any:
+    """Return a copy of the containers, with references for tensors and plain data otherwise."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"{name[:200]}: it holds itself, or is nested deeper than {MAX_DEPTH}")
+    if type(value) is str:
+        return sys.intern(value)  # pickle writes one and the same object once: so equal states make equal files
+    if isinstance(value, np.ndarray):
+        value = portable(name, value)
+    if isinstance(value, Tensor):
+        tensor = plain_tensor(name, value).resolve_conj().resolve_neg()
+        if tensor.numel() > span(tensor):  # items of a tensor are one to one with those of its storage
+            tensor = tensor.contiguous()
+        begin = int(tensor.storage_offset())
+        references.append(_Reference(len(references), tensor, begin, begin + span(tensor)))
+        return references[-1]
+    if type(value) in (dict, OrderedDict):
+        made = type(value)()
+        for key, item in value.items():
+            (portable_key,) = (sys.intern(key),) if type(key) is str else portable(name, {key: None})
+            made[portable_key] = _walk(child(name, key), item, references, depth + 1)
+        return made
+    if type(value) in (list, tuple):
+        return type(value)([_walk(f"{name}[{i}]", item, references, depth + 1) for i, item in enumerate(value)])
+    plain = portable(name, value)
+    if type(plain) is set and _holds_tensor(plain):
+        raise ValueError(f"{name}: a tensor in a set has no place to be loaded into; use a list")
+    return plain
+
+
+def _holds_tensor(values: Iterable[Any]) -> bool:
+    return any(isinstance(value, Tensor) or (type(value) is tuple and _holds_tensor(value)) for value in values)
+
+
+def _piece(number: int, members: list[_Reference], places: dict[int, Placed]) -> Tensor:
+    """Return the bytes that overlapping tensors are stored in, and note the place of each there."""
+    tensor, begin, end = members[0].tensor, members[0].begin, max(member.end for member in members)
+    is_copied = len(_by_place(members)) == 1 and end - begin > tensor.numel()  # gaps that nothing else lies in
+    if is_copied:
+        tensor = tensor.contiguous()
+        begin, end = 0, tensor.numel()
+    n_bytes, dtype = (end - begin) * tensor.element_size(), str(tensor.dtype).removeprefix("torch.")
+    for member in members:
+        one, offset = (tensor, 0) if is_copied else (member.tensor, member.begin - begin)
+        places[member.number] = Placed(dtype, number, n_bytes, offset, tuple(one.shape), one.stride())
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return memory.set_(tensor.untyped_storage(), begin * tensor.element_size(), (n_bytes,), (1,))
+
+
+def _stored_together(references: list[_Reference]) -> Iterator[list[_Reference]]:
+    """Yield tensors that overlap together, but apart where that would store more than they hold."""
+    by_storage: dict[Any, list[_Reference]] = defaultdict(list)
+    for reference in references:
+        tensor, storage = reference.tensor, reference.tensor.untyped_storage()
+        shared = tensor.device, storage.data_ptr(), storage.nbytes(), tensor.dtype
+        by_storage[shared if tensor.numel() else reference.number].append(reference)
+    for members in by_storage.values():
+        members.sort(key=lambda member: member.begin)
+        groups, end = [[members[0]]], members[0].end
+        for member in members[1:]:
+            if member.begin >= end:
+                groups.append([])
+            groups[-1].append(member)
+            end = max(end, member.end)
+        for group in groups:
+            places = _by_place(group)
+            n_spanned = max(member.end for member in group) - group[0].begin
+            is_shared = n_spanned <= sum(same[0].tensor.numel() for same in places)
+            yield from [group] if is_shared else places
+
+
+def _by_place(members: list[_Reference]) -> list[list[_Reference]]:
+    """Return tensors in groups of those that are one and the same part of memory."""
+    places: dict[Any, list[_Reference]] = defaultdict(list)
+    for member in members:
+        places[member.begin, member.tensor.shape, member.tensor.stride()].append(member)
+    return list(places.values())
+
+
+class Arena:
+    """One block of shared memory, which grows and is kept between saves.
+
+    Not in ``/dev/shm``, whose size is small in many containers and whose files outlive a killed process. The other
+    process gets the descriptor ``fd``.
+    """
+
+    def __init__(self) -> None:
+        self.n_bytes = 0
+        self.memory: mmap.mmap | None = None
+        if hasattr(os, "memfd_create"):
+            self.fd = os.memfd_create("recckpt-staging", os.MFD_CLOEXEC)
+        else:
+            with tempfile.TemporaryFile() as file:
+                self.fd = os.dup(file.fileno())
+
+    def reserve(self, n_bytes: int) -> None:
+        """Map the block anew where it is smaller than ``n_bytes``; memory itself is taken as it is written to."""
+        if n_bytes > self.n_bytes:
+            os.ftruncate(self.fd, n_bytes)
+            self.memory, self.n_bytes = mmap.mmap(self.fd, n_bytes), n_bytes
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+@dataclass(frozen=True)
+class StagedState:
+    """State that does not change until it is written.
+
+    Attributes:
+        pickle: the state, in which tensors refer to pieces by number.
+        spans: (begin, size) in bytes of each piece in the arena.
+        arena: holds them.
+    """
+
+    pickle: bytes
+    spans: list[tuple[int, int]]
+    arena: Arena
+
+
+class CheckpointStager(ABC):
+    """Copies state away from training."""
+
+    @abstractmethod
+    def stage(self, state_dict: Mapping[str, Any], **kwargs: Any) -> StagedState | Future[StagedState]:
+        """Return a copy of the state as it is now, or a future of it.
+
+        The copy before may be overwritten: one is staged only after the one before has been written.
+
+        Args:
+            state_dict: as :meth:`Checkpointer.save` takes it.
+            kwargs: what was passed to ``save``.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for copies that are under way, and free what is kept."""
+
+
+class SharedMemoryStager(CheckpointStager):
+    """Copies tensors into one block of shared memory that the writer process maps.
+
+    Tensors in the memory of this machine are copied before :meth:`stage` returns. Those on CUDA devices are copied
+    by the devices, behind what is enqueued and before what comes next on the current stream; the future ends then.
+    Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._arena: Arena | None = Arena()
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._pinned: int | None = None  # the address of the arena, where devices copy to it directly
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._waits = InOrder("recckpt-stage")
+
+    def stage(self, state_dict: Mapping[str, Any], **kwargs: Any) -> StagedState | Future[StagedState]:
+        """Return a copy of the state; a future where it comes from a CUDA device.
+
+        Raises:
+            TypeError, ValueError: there is something in it that cannot be loaded back safely.
+            RuntimeError: the stager is closed.
+        """
+        if self._arena is None:
+            raise RuntimeError("the stager is closed; make a new one")
+        pickle, pieces = pack(state_dict)
+        sizes = [piece.numel() for piece in pieces]
+        begins = [0, *accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]
+        if begins[-1] > self._arena.n_bytes:
+            self._unpin()
+            self._arena.reserve(begins[-1])
+            self._bytes = torch.frombuffer(self._arena.memory, dtype=torch.uint8)
+        staged = StagedState(pickle, list(zip(begins, sizes, strict=False)), self._arena)
+        copies = [(self._bytes[at : at + size], piece) for (at, size), piece in zip(staged.spans, pieces, strict=True)]
+        from_cuda = [(target, piece) for target, piece in copies if piece.is_cuda and piece.numel()]
+        wait = self._enqueue(from_cuda)
+        for target, piece in copies:
+            if not piece.is_cuda:
+                target.copy_(piece)
+        if not from_cuda:
+            return staged
+
+        def when_copied() -> StagedState:
+            wait()
+            return staged
+
+        copied: OwnFuture[StagedState] = OwnFuture()
+        copied.set_running_or_notify_cancel()
+        self._waits.submit(partial(copied.run, when_copied))
+        return copied
+
+    def close(self) -> None:
+        """Wait for the devices and release the memory; a write that still needs it keeps it."""
+        self._waits.finish()
+        self._unpin()
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._arena = None
+
+    def _enqueue(self, copies: list[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        """Enqueue copies, (target, source) each, on a stream for each device; return what waits until they are done.
+
+        What training enqueued before is copied; what it enqueues afterwards on the stream that was current runs behind
+        the copies. So nothing torn is read, and only the devices wait, not the caller.
+        """
+        if copies and self._pinned is None:
+            address, n_bytes = self._bytes.data_ptr(), self._bytes.numel()
+            _check(torch.cuda.cudart().cudaHostRegister(address, n_bytes, _PORTABLE))  # type: ignore[no-untyped-call]
+            self._pinned = address
+        used = []
+        for target, source in copies:
+            stream = self._streams.get(source.device)
+            if stream is None:
+                stream = self._streams[source.device] = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]
+            if stream not in used:
+                stream.wait_stream(torch.cuda.current_stream(source.device))
+                used.append(stream)
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+            source.record_stream(stream)
+        events = [stream.record_event() for stream in used]
+        for stream, event in zip(used, events, strict=True):
+            torch.cuda.current_stream(stream.device).wait_event(event)
+
+        def wait() -> None:
+            for event in events:
+                event.synchronize()
+
+        return wait
+
+    def _unpin(self) -> None:
+        if self._pinned is not None:
+            _check(torch.cuda.cudart().cudaHostUnregister(self._pinned))  # type: ignore[no-untyped-call]
+            self._pinned = None
+
+
+def _check(code: Any) -> None:
+    if int(code) != 0:
+        raise RuntimeError(f"pinning shared memory for CUDA failed with error {int(code)}")

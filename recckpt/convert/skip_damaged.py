@@ -1,0 +1,258 @@
+"""What is whole of a damaged checkpoint: the rows and tensors that it certainly has, and a list of what is skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from recckpt.checkpoint.chain import files_of
+from recckpt.dense.tensors import DenseTensors
+from recckpt.errors import CorruptCheckpointError, FormatVersionError
+from recckpt.format import layout
+from recckpt.format.buckets import N_BUCKETS, bucket_of
+from recckpt.format.catalog import Catalog, Part
+from recckpt.output_dir.at_path import links_there
+from recckpt.output_dir.listing import Checkpoint
+from recckpt.output_dir.open_files import OpenFiles
+from recckpt.sparse.files.arrow_format import ids_in, int64_array
+from recckpt.sparse.files.catalogs import read_catalog
+from recckpt.sparse.files.part_reader import DamagedPart
+from recckpt.sparse.files.table_reader import IdCheck, Int64s, NamedIds, may_repeat, table_schema
+from recckpt.storage import Storage, lost_is_damage
+
+_EVERYWHERE = (0, N_BUCKETS)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Something that an export left out, because it is damaged, or because what is newer is.
+
+    Attributes:
+        file: what is damaged, as named under the output dir.
+        reason: what is wrong with it.
+        table: whose rows are missing; "" for what is no row.
+        batch: its number in the part; None for all batches of the table there.
+        buckets: the range of buckets [begin, end) in which rows are missing; None for what is no row.
+        rows: how many are missing, as far as the catalog says: None where it is damaged, 0 for deletes.
+        tensor: name of a dense tensor; "" for anything else.
+    """
+
+    file: str
+    reason: str
+    table: str = ""
+    batch: int | None = None
+    buckets: tuple[int, int] | None = None
+    rows: int | None = None
+    tensor: str = ""
+
+
+def problem_of(error: CorruptCheckpointError | FormatVersionError) -> str:
+    """Return what an error says of its file: where, what is found, and what is expected."""
+    if isinstance(error, FormatVersionError):
+        return error.what
+    where = f"{error.where}: " if error.where else ""
+    return f"{where}found {error.found}, expected {error.expected}"
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A batch that is whole, and which of its rows count; None for all."""
+
+    link: Checkpoint
+    part: Part
+    number: int
+    kept: npt.NDArray[np.bool_] | None
+    n_rows: int
+
+
+class WholeRows:
+    """The rows of a table that are whole and that no newer link may have changed. Reads all of it when it is made.
+
+    A row of an older link does not count where a newer one has lost rows or deletes in its bucket: it may be out of
+    date, or deleted. So every row is as the checkpoint has it, and others are missing. Keeps 8 bytes for each row of
+    newer links, and a byte for each of older ones.
+    """
+
+    def __init__(self, storage: Storage, checkpoint: Checkpoint, table: str) -> None:
+        self._storage, self._entry = storage, checkpoint.manifest.named_table(table)
+        self.skipped: list[Skipped] = []
+        self._doubtful: list[Skipped] = []  # rows that are whole, and may be out of date
+        self._whole: list[_Whole] = []
+        self._newer, self._is_doubtful = NamedIds(), np.zeros(N_BUCKETS, np.bool_)
+        for link in links_there(storage, checkpoint):
+            n_before = len(self.skipped)
+            if self._is_last(link):
+                break
+            for skipped in self.skipped[n_before:]:
+                self._is_doubtful[slice(*skipped.buckets or _EVERYWHERE)] = True
+        if not self.skipped and self.n_rows != self._entry.rows:
+            path, n_rows = layout.join(checkpoint.directory, layout.MANIFEST), self._entry.rows
+            reason = f"{n_rows} rows, where its catalogs have {self.n_rows}"
+            self._skip(path, reason, _EVERYWHERE, max(0, n_rows - self.n_rows))
+        self.skipped += self._doubtful
+
+    @property
+    def n_rows(self) -> int:
+        return sum(whole.n_rows for whole in self._whole)
+
+    def batches(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        """Yield the rows, with these slots; CorruptCheckpointError where a file has become damaged since."""
+        schema = table_schema(slot for slot in self._entry.slots if slot.name in names)
+        for (directory, _), group in groupby(self._whole, lambda whole: (whole.link.directory, whole.part.file)):
+            first, *others = group
+            reader = DamagedPart(files_of(self._storage, first.link), directory, first.part, self._entry.slots, names)
+            for whole in (first, *others):
+                columns = reader.read(whole.number)
+                rows = pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
+                yield rows if whole.kept is None else rows.take(int64_array(np.flatnonzero(whole.kept)))
+
+    def _is_last(self, link: Checkpoint | CorruptCheckpointError) -> bool:
+        """Find what is whole in a link; say whether nothing older counts, or can be known to."""
+        if isinstance(link, CorruptCheckpointError):
+            self._skip(link.path, f"{link.found}: what it and older links have is unknown", _EVERYWHERE, None)
+            return True
+        entry = link.manifest.table(self._entry.name)
+        if entry is None or entry.slots != self._entry.slots:
+            path = layout.join(link.directory, layout.MANIFEST)
+            self._skip(path, "no such table with these slots: older rows are unknown", _EVERYWHERE, None)
+            return True
+        self._look_at(link)
+        return entry.is_whole
+
+    def _look_at(self, link: Checkpoint) -> None:
+        catalogs = list(self._catalogs(link))
+        is_compared, own, n_doubtful = may_repeat(catalogs, self._entry.name), NamedIds(), 0
+        named: list[Int64s] = []
+        for part, number, ids in self._batches(link, catalogs):
+            if link.manifest.parent is not None:
+                named.append(ids.copy())  # as ids keep the bytes of their part
+            if part.holds == "deletes":
+                continue
+            if is_compared:
+                repeated = ids[~own.is_new(ids)]
+                own.add(ids)
+                if len(repeated):
+                    self._skip_batches(link, part, [number], f"id {repeated[0]}, which another batch has too")
+                    continue
+            is_new = self._newer.is_new(ids)
+            kept = is_new & ~self._is_doubtful[bucket_of(ids)]
+            n_doubtful += int(is_new.sum() - kept.sum())
+            if n_rows := int(kept.sum()):
+                self._whole.append(_Whole(link, part, number, None if n_rows == len(ids) else kept, n_rows))
+        if n_doubtful:
+            marked = np.flatnonzero(self._is_doubtful)
+            buckets = int(marked[0]), int(marked[-1]) + 1
+            reason = "may have changed or been deleted in newer links, which lack rows of some of these buckets"
+            self._doubtful.append(Skipped(link.directory, reason, self._entry.name, buckets=buckets, rows=n_doubtful))
+        self._newer.add(*named)
+
+    def _catalogs(self, link: Checkpoint) -> Iterator[Catalog]:
+        files = files_of(self._storage, link)
+        for number, shard in enumerate(link.manifest.shards):
+            path = layout.join(link.directory, shard.catalog)
+            try:
+                with lost_is_damage(path):
+                    catalog = read_catalog(link, files, number)
+            except (CorruptCheckpointError, FormatVersionError) as error:
+                if shard.buckets != (0, 0):  # or it has no rows
+                    self._skip(path, f"{problem_of(error)}: nothing vouches for its rows", shard.buckets, None)
+            else:
+                yield catalog
+
+    def _batches(self, link: Checkpoint, catalogs: Sequence[Catalog]) -> Iterator[tuple[Part, int, Int64s]]:
+        """Yield the ids of the batches that are whole, but of rows that their shard deletes too; skip the others."""
+        for catalog in catalogs:
+            deleted = NamedIds()
+            for part, number, ids in self._whole_batches(link, catalog):
+                both = ids[~deleted.is_new(ids)]
+                if part.holds == "deletes":
+                    deleted.add(ids)
+                elif len(both):
+                    self._skip_batches(link, part, [number], f"id {both[0]}, which its shard deletes too")
+                    continue
+                yield part, number, ids
+
+    def _whole_batches(self, link: Checkpoint, catalog: Catalog) -> Iterator[tuple[Part, int, Int64s]]:
+        """Yield the ids of the batches all of whose columns are whole, of deletes first; skip the others."""
+        files = files_of(self._storage, link)
+        for part, numbers, order in (
+            (*each, order)
+            for kind in ("deletes", "rows")
+            for order in (IdCheck(),)  # of all batches of the shard: a catalog could list one twice
+            for each in catalog.parts_of(self._entry.name, kind)
+        ):
+            path, slots = layout.join(link.directory, part.file), self._entry.slots if part.holds == "rows" else ()
+            try:
+                with lost_is_damage(path):
+                    reader = DamagedPart(files, link.directory, part, slots)
+            except CorruptCheckpointError as error:
+                self._skip_batches(link, part, numbers, error.found)
+                continue
+            for number in numbers:
+                try:
+                    with lost_is_damage(path):
+                        ids = ids_in(order.read(reader, number))
+                except CorruptCheckpointError as error:
+                    self._skip_batches(link, part, [number], ": ".join(filter(None, (error.where, error.found))))
+                else:
+                    yield part, number, ids
+
+    def _skip_batches(self, link: Checkpoint, part: Part, numbers: Sequence[int], reason: str) -> None:
+        batches = [part.batches[number] for number in numbers]
+        buckets = min(batch.buckets[0] for batch in batches), max(batch.buckets[1] for batch in batches)
+        rows = sum(batch.rows for batch in batches) if part.holds == "rows" else 0
+        reason = reason if part.holds == "rows" else f"deletes: {reason}"
+        self._skip(layout.join(link.directory, part.file), reason, buckets, rows, *numbers if len(numbers) == 1 else ())
+
+    def _skip(
+        self, file: str, reason: str, buckets: tuple[int, int], rows: int | None, batch: int | None = None
+    ) -> None:
+        self.skipped.append(Skipped(file, reason, self._entry.name, batch, buckets, rows))
+
+
+def whole_tensors(files: OpenFiles, checkpoint: Checkpoint, skipped: list[Skipped], *, read: bool) -> DenseTensors:
+    """Return the dense tensors, those left out of which a block is damaged; all of them where an index is.
+
+    Args:
+        files: of the checkpoint.
+        checkpoint: it.
+        skipped: to which is added what is left out.
+        read: whether their values are looked at: who does not export them need not know.
+    """
+    directory, manifest = checkpoint.directory, checkpoint.manifest
+    try:
+        with lost_is_damage(layout.join(directory, layout.DENSE_DIR)):
+            tensors = DenseTensors(files, directory, manifest)
+    except (CorruptCheckpointError, FormatVersionError) as error:
+        skipped.append(Skipped(error.path, f"{error.found}: all dense tensors are left out"))
+        return DenseTensors(files, directory, replace(manifest, shards=()))
+    for name, tensor in list(tensors.model.items()) if read else ():
+        try:
+            with lost_is_damage(layout.join(directory, tensor.chunks[0][1].file)):
+                tensors.read(tensor)
+        except CorruptCheckpointError as error:
+            skipped.append(Skipped(error.path, error.found, tensor=name))
+            del tensors.model[name]
+    return tensors
+
+
+def whole_states(
+    load: Callable[[str], dict[str, Any]], directory: str, skipped: list[Skipped]
+) -> Callable[[str], dict[str, Any]]:
+    """Return what loads the dict in a ``.pt`` file; an empty one where it is damaged, once noted."""
+
+    def load_whole(name: str) -> dict[str, Any]:
+        try:
+            with lost_is_damage(layout.join(directory, name)):
+                return load(name)
+        except CorruptCheckpointError as error:
+            skipped.append(Skipped(error.path, error.found))
+            return {}
+
+    return load_whole

@@ -1,1 +1,0 @@
-"""The formats that are written, one a file."""

@@ -1,0 +1,207 @@
+"""What orders the data: random generators, and data loaders, torchdata's with a position and those without one."""
+
+from __future__ import annotations
+
+import random
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from recckpt.dense.state_copy import portable
+
+_GENERATORS = "recckpt_generators"  # what is added to the state of a loader
+
+
+class LoaderPosition:
+    """Stands for a ``StatefulDataLoader`` where its state is taken and given: saves its random generators too.
+
+    Making an iterator draws seeds and an order from torch's generator and those of the loader and its sampler. A run
+    that resumes within an epoch makes its iterator again: from the generators as they were when the first one was
+    made, so that a sampler without a state draws the same order; then they go on as they were.
+
+    Attributes:
+        is_passed_by: whether others hold an iterator that was made before the state was loaded, and ignores it.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.is_passed_by = False
+        self._loader, self._base = loader, _base(loader)
+        self._make = self._base._get_iterator
+        self._begun: Mapping[str, Any] | None = None  # the generators when the iterator of the position was made
+        self._base._get_iterator = self._iterator
+        if self._base._initial_iter_for_state_dict:  # made by who asked for the state, as accelerate does, and not used
+            self._base.load_state_dict({})  # drops it
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._loader.state_dict()
+        generators = {"begun": self._begun, "now": self._own_states()}
+        if self._loader is not self._base:  # of accelerate, some of whose samplers are seeded by these
+            generators["iteration"] = self._loader.iteration
+            generators["initial_seed"] = getattr(_sampler(self._base), "initial_seed", None)
+        return {**state, _GENERATORS: generators}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Give it back: the next iterator that is made begins there."""
+        state = dict(state)
+        generators = state.pop(_GENERATORS, {})
+        before = self._base._iterator and weakref.ref(self._base._iterator)
+        self._loader.load_state_dict(state)
+        self.is_passed_by = before is not None and before() is not None
+        self._begun = generators.get("begun")
+        self._set_own(generators.get("now", {}))
+        if self._loader is not self._base and "iteration" in generators:
+            self._loader.iteration = generators["iteration"] + bool(state.get("_iterator_finished"))
+            if (seed := generators["initial_seed"]) is not None:
+                _sampler(self._base).initial_seed = seed
+
+    def _iterator(self) -> Any:
+        """Make an iterator, in the place of the loader's own method."""
+        state = self._base.next_iter_state
+        if state is None:
+            self._note_begin(is_new=True)
+            iterator = self._make()
+        else:
+            of_process, own = dump_rng(), self._own_states()
+            again = None if state.get("_iterator_finished") else self._begun
+            iterator = self._make() if again is None else self._made_again(again)
+            load_rng(of_process)
+            sampler = _sampler(self._base)  # one whose state is in that of the loader draws nothing again
+            if again is None or hasattr(sampler, "state_dict") or type(sampler).__module__.startswith("torchdata."):
+                self._set_own(own)
+        if self._base.persistent_workers:
+            iterator._reset = self._begin_again
+        return iterator
+
+    def _made_again(self, begun: Mapping[str, Any]) -> Any:
+        """Make an iterator whose sampler draws what it drew, and is behind the batches that were used."""
+        base, own = self._base, self._base.generator
+        load_rng(begun["of_process"])
+        self._set_own(begun["own"])
+        if not begun["is_new"]:
+            base.generator = torch.Generator()  # for the seed that only a new iterator draws, ahead of its sampler
+        try:
+            iterator = self._make()
+        finally:
+            base.generator = own
+        if isinstance(iterator._sampler_iter, islice) and not base.num_workers:  # it would skip them at the next batch
+            iterator._sampler_iter = rest = iter(iterator._index_sampler)
+            deque(islice(rest, iterator._sampler_iter_yielded), maxlen=0)
+        return iterator
+
+    def _begin_again(self, loader: Any, *args: Any) -> None:
+        """Begin an epoch with the iterator that there is, whose workers go on."""
+        self._note_begin(is_new=False)
+        type(loader._iterator)._reset(loader._iterator, loader, *args)
+
+    def _note_begin(self, *, is_new: bool) -> None:
+        self._begun = {"of_process": dump_rng(), "own": self._own_states(), "is_new": is_new}
+
+    def _own_states(self) -> dict[str, Any]:
+        return {name: generator.get_state() for name, generator in self._own()}
+
+    def _set_own(self, states: Mapping[str, Any]) -> None:
+        for name, generator in self._own():
+            if name in states:
+                generator.set_state(states[name])
+
+    def _own(self) -> Iterator[tuple[str, torch.Generator]]:
+        batches = self._base.batch_sampler
+        owners = {"loader": self._base, "sampler": _sampler(self._base), "batch_sampler": batches}
+        for name, owner in owners.items():
+            if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
+                yield name, generator
+
+
+def position_of(obj: Any) -> Any:
+    """Return what stands for an object that has a position in the data: itself, unless it is torchdata's loader.
+
+    The first call, when the object is registered, begins to note how iterators are made.
+    """
+    if not is_stateful(obj):
+        return obj
+    known = getattr(_base(obj)._get_iterator, "__self__", None)
+    return known if isinstance(known, LoaderPosition) else LoaderPosition(obj)
+
+
+def is_stateful(obj: Any) -> bool:
+    """Say whether an object is a ``StatefulDataLoader`` of torchdata, or wraps one as accelerate does."""
+    module = sys.modules.get("torchdata.stateful_dataloader")
+    return module is not None and isinstance(obj, module.StatefulDataLoader)
+
+
+def shuffling_loaders(frame: FrameType | None) -> dict[str, DataLoader[Any]]:
+    """Return the data loaders that shuffle among the variables of a frame and its callers, by name."""
+    loaders: dict[int, tuple[str, DataLoader[Any]]] = {}
+    while frame is not None:
+        variables = list(frame.f_locals.items())
+        with suppress(Exception):
+            variables = [*((f"self.{name}", value) for name, value in vars(frame.f_locals["self"]).items()), *variables]
+        for name, value in variables:
+            with suppress(Exception):  # proxies of nothing may raise at any question
+                if not isinstance(value, DataLoader):
+                    continue
+                sampler = _sampler(value)
+                is_random = any("Random" in kind.__name__ for kind in type(sampler).__mro__)
+                if getattr(sampler, "shuffle", False) or is_random:
+                    loaders.setdefault(id(value), (name, value))
+        frame = frame.f_back
+    return dict(loaders.values())
+
+
+def _sampler(loader: Any) -> Any:
+    """Return what orders the samples; a loader with a batch sampler of its own has another in its own place."""
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)
+
+
+def _base(loader: Any) -> Any:
+    return getattr(loader, "base_dataloader", loader)
+
+
+def dump_rng() -> dict[str, Any]:
+    """Return the state of the random generators of this process: torch, CUDA, numpy and Python."""
+    kind, keys, *rest = np.random.get_state()
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # asking must not start CUDA
+    cuda = torch.cuda.get_rng_state_all() if initialized else []
+    states = {
+        "torch": torch.get_rng_state(),
+        "cuda": cuda,
+        "numpy": [kind, keys, *rest],
+        "python": random.getstate(),
+    }
+    return {name: portable(f"random state of {name}", state) for name, state in states.items()}
+
+
+def check_rng(states: Mapping[str, Any]) -> None:
+    """Raise ValueError where :func:`load_rng` could not take the states; the generators are left alone."""
+    try:
+        torch.Generator().set_state(states["torch"])
+        devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+        for number, state in enumerate(states["cuda"]):
+            if state.dtype != torch.uint8:
+                raise TypeError(f"the state of CUDA device {number} is of {state.dtype}")
+            for device in devices[number : number + 1]:
+                torch.Generator(device).set_state(state)
+        kind, keys, *rest = states["numpy"]
+        np.random.RandomState().set_state((kind, keys.numpy(), *rest))
+        random.Random().setstate(states["python"])
+    except Exception as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def load_rng(states: Mapping[str, Any]) -> None:
+    """Give the random generators of this process back their state; those of absent devices are left out."""
+    torch.set_rng_state(states["torch"])
+    for device, state in zip(range(torch.cuda.device_count()), states["cuda"], strict=False):
+        torch.cuda.set_rng_state(state, device)
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, keys.numpy(), *rest))
+    random.setstate(states["python"])

@@ -1,0 +1,380 @@
+"""JSON files: sealed by a checksum of themselves, parsed strictly, and decoded into records with types and bounds."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, is_dataclass
+from datetime import datetime, timezone
+from functools import cache
+from itertools import accumulate
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
+
+import msgspec
+import xxhash
+from msgspec import Meta
+
+from recckpt.errors import CorruptCheckpointError, FormatVersionError
+from recckpt.format import layout
+
+MAX_DEPTH = 16  # part of the format
+COUNT_LIMIT = 10**18  # part of the format: all counts are below it, so that what comes next to one is a number, too
+CHECKSUM = "xxh3_64"  # part of the format
+_MAX_DIGITS = 40  # counts have at most 18; Python may take a day for a million of them
+_SUM = re.compile(r"[0-9a-f]{16}")
+_SUMS = re.compile(r"[0-9a-f]{16}(?:,[0-9a-f]{16})*")
+_NO_BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[^"\[\]{}]+', re.DOTALL)  # a string, open it may be, or text
+_NO_FRAMING = bytes(set(range(256)) - set(b'"[]{}'))
+_SEAL = re.compile(rb',\n  "(\w+)": "([0-9a-f]{16})"\n}\n')  # part of the format
+_SEAL_BYTES = len(b',\n  "": "0123456789abcdef"\n}\n')
+_STEPS = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")  # of a path of msgspec, which has no names of keys
+_OF_SHARD = ("save_id", "shard", "shards")
+_T = TypeVar("_T")
+_R = TypeVar("_R", bound="JsonRecord")
+
+Count = Annotated[int, Meta(ge=0, lt=COUNT_LIMIT)]
+PositiveCount = Annotated[int, Meta(ge=1, lt=COUNT_LIMIT)]
+HighestCount = Annotated[int, Meta(ge=-1, lt=COUNT_LIMIT)]  # of some counts; -1 where there is none
+Number = Annotated[float, Meta(ge=0)]
+_Id = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+_Bucket = Annotated[int, Meta(ge=0, le=65536)]
+IdRange = tuple[_Id, _Id]  # the least and the greatest, both included
+Buckets = tuple[_Bucket, _Bucket]  # [begin, end)
+Scalar = str | int | float | bool | None
+
+if TYPE_CHECKING:  # what a record has of them; in JSON they are strings that must be of some form
+    Checksum = int
+    CkptId = str
+    FileName = str
+else:
+
+    class _Plain(type):
+        """The class of what is parsed into a plain value."""
+
+        def __instancecheck__(cls, value: object) -> bool:
+            return True
+
+    class Checksum(metaclass=_Plain):
+        """16 hex digits."""
+
+    class CkptId(metaclass=_Plain):
+        """The id of a checkpoint."""
+
+    class FileName(metaclass=_Plain):
+        """A name that does not lead out of the checkpoint."""
+
+
+class JsonRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a JSON object says. A field with its default is absent there; others that it has are ignored."""
+
+    def but(self: _R, **changes: Any) -> _R:
+        """Return it with other values in some fields."""
+        return msgspec.structs.replace(self, **changes)
+
+
+class _UnfitError(ValueError):
+    """A string that is not of the form it must have: what was found, and what was expected."""
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """A kind of file: how it begins and ends, and how large it may be."""
+
+    format: str
+    version: int
+    seal: str  # the field with its checksum; "" where other files have that
+    max_bytes: int
+
+    def encode(self, fields: Mapping[str, Any]) -> bytes:
+        """Return a file with these fields, one a line, whose last one is the checksum of all before it."""
+        return seal({"format": self.format, "version": self.version, **fields}, self.seal)
+
+    def open(self, data: bytes, path: str) -> Document:
+        """Return the JSON object of a file.
+
+        Raises CorruptCheckpointError where it is of another kind or not as it was written, FormatVersionError where a
+        newer version wrote it: that is looked at before the seal, since it may be sealed in another way.
+        """
+        if len(data) > self.max_bytes:
+            raise CorruptCheckpointError(path, "its size", found=f"over {self.max_bytes} bytes", expected="less")
+        document = parse(data, path)
+        if (name := document.text("format")) != self.format:
+            raise document.wrong("format", name, self.format)
+        if (version := document.count("version")) > self.version:
+            raise FormatVersionError(path, found=version, supported=self.version)
+        if (algorithm := document.values.get("checksum", CHECKSUM)) != CHECKSUM:
+            raise document.wrong("checksum", f"unknown algorithm {algorithm!r}", CHECKSUM)
+        if self.seal:
+            check_seal(data, self.seal, path)
+        return document
+
+
+def seal(values: Mapping[str, Any], key: str) -> bytes:
+    """Return a JSON object, one field a line, whose last field ``key`` is the checksum of all before it."""
+    body = ("{\n" + ",\n".join(f"  {_dumps(name)}: {_lines(value)}" for name, value in values.items())).encode()
+    return body + b',\n  "%s": "%016x"\n}\n' % (key.encode(), xxhash.xxh3_64_intdigest(body))
+
+
+def check_seal(data: bytes, key: str, path: str) -> None:
+    """Raise CorruptCheckpointError where the checksum ``key`` at the end of a file is not that of the rest."""
+    size = _SEAL_BYTES + len(key)
+    match = _SEAL.fullmatch(data[-size:])
+    if match is None or match[1] != key.encode():
+        ending, expected = f"a file ending in {data[-20:]!r}", f"its own checksum, {key}"
+        raise CorruptCheckpointError(path, "its end", found=ending, expected=expected)
+    digest = xxhash.xxh3_64_intdigest(data[:-size])
+    if digest != int(match[2], 16):
+        raise CorruptCheckpointError(path, key, found=f"{digest:016x}", expected=match[2].decode())
+
+
+def parse(data: bytes, path: str) -> Document:
+    """Return the JSON object in ``data``.
+
+    Raises CorruptCheckpointError for other JSON and other bytes, NaN, a duplicate key, and deep nesting.
+    """
+    try:
+        text = data.decode("utf-8")
+        _check_depth(data)
+        value = json.loads(
+            text,
+            object_pairs_hook=_without_duplicates,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            parse_int=_short,
+        )
+    except (ValueError, RecursionError) as error:
+        found = f"invalid JSON ({error!s:.200})"
+        raise CorruptCheckpointError(path, "", found=found, expected="a JSON object") from error
+    if not isinstance(value, dict):
+        raise CorruptCheckpointError(path, "", found=type(value).__name__, expected="a JSON object")
+    return Document(value, path, data)
+
+
+class Document:
+    """A JSON object that was parsed, and what errors say of it.
+
+    Attributes:
+        values: its fields.
+        path: the file that it was read from.
+    """
+
+    def __init__(self, values: dict[str, Any], path: str, data: bytes) -> None:
+        self.values, self.path, self._data = values, path, data
+
+    def read(self, kind: type[_T], key: str = "") -> _T:
+        """Return the record in it, or in one of its fields.
+
+        CorruptCheckpointError names the field that is missing, of another type or unfit. A whole file that lacks one is
+        of an older form: FormatVersionError.
+        """
+        if key and key not in self.values:
+            raise self.absent(key)
+        values = self.values[key] if key else self.values
+        try:
+            return msgspec.convert(values, kind, dec_hook=self._parsed)
+        except msgspec.ValidationError as error:
+            raise self._refused(error, values, kind, key) from error
+
+    def text(self, key: str) -> str:
+        return self.read(str, key)
+
+    def count(self, key: str) -> int:
+        return self.read(Count, key)
+
+    def maybe_count(self, key: str) -> int | None:
+        return None if self.values.get(key) is None else self.count(key)
+
+    def wrong(self, where: str, found: object, expected: object) -> CorruptCheckpointError:
+        return CorruptCheckpointError(self.path, where, found=str(found)[:200], expected=expected)
+
+    def absent(self, where: str) -> CorruptCheckpointError | FormatVersionError:
+        if "." not in where and self._is_sealed:
+            return FormatVersionError(self.path, found=0, supported=1, missing=where)
+        return self.wrong(where, "no such field", "one")
+
+    @property
+    def xxh3(self) -> int:
+        """The checksum at its end, of a file that is sealed."""
+        return int(self._data[-20:-4], 16)
+
+    @property
+    def _is_sealed(self) -> bool:
+        """Whether this is a whole file of ours, whose checksum holds, so that no damage has taken a field from it."""
+        match = _SEAL.fullmatch(self._data, max(0, self._data.rfind(b",\n")))
+        has_head = {"format", "version"} <= self.values.keys()
+        return has_head and match is not None and xxhash.xxh3_64_intdigest(self._data[: match.start()]) == self.xxh3
+
+    def _parsed(self, kind: type, value: object) -> object:
+        if kind is Checksum:
+            if not isinstance(value, str) or not _SUM.fullmatch(value):
+                raise _UnfitError(repr(value), "16 hex digits")
+            return int(value, 16)
+        if not isinstance(value, str):
+            raise _UnfitError(repr(value), "a string")
+        if kind is FileName:
+            return layout.checked_name(value, self.path)
+        try:
+            layout.encode_id(value)
+        except ValueError as error:
+            raise _UnfitError(str(error), "a checkpoint id") from error
+        return value
+
+    def _refused(
+        self, error: msgspec.ValidationError, value: Any, kind: type, where: str
+    ) -> CorruptCheckpointError | FormatVersionError:
+        text, _, steps = str(error).partition(" - at `$")
+        root = value
+        for name, number in _STEPS.findall(steps):
+            key = self._first_unfit(value, root, kind, str(error)) if number == "..." else name or int(number)
+            where = f"{where}[{key}]" if isinstance(key, int) else f"{where}.{key}".removeprefix(".")
+            value = value[key]
+        if (absent := re.fullmatch(r"Object missing required field `(\w+)`", text)) is not None:
+            return self.absent(f"{where}.{absent[1]}".removeprefix("."))
+        if isinstance(error.__cause__, _UnfitError):
+            return self.wrong(where, *error.__cause__.args)
+        expected = text.removeprefix("Expected ").partition(", got")[0].replace("`", "")
+        return self.wrong(where, repr(value), expected if "Expected" in text else "a number that a double can hold")
+
+    def _first_unfit(self, values: dict[str, Any], root: object, kind: type, message: str) -> str:
+        """Return the first key of an object whose value is refused; values are decoded in their order."""
+        items = list(values.items())
+
+        def is_refused(n_items: int) -> bool:
+            values.clear()
+            values.update(items[:n_items])
+            try:
+                msgspec.convert(root, kind, dec_hook=self._parsed)
+            except msgspec.ValidationError as error:
+                return str(error) == message
+            return False
+
+        number = bisect_left(range(1, len(items)), True, key=is_refused)
+        values.update(items)
+        return items[number][0]
+
+
+@cache
+def _has_sums(kind: Any) -> bool:
+    """Say whether values of a type may have checksums in them."""
+    if isinstance(kind, type) and (issubclass(kind, JsonRecord) or is_dataclass(kind)):
+        return bool(_fields_with_sums(kind))
+    return kind is Checksum or any(map(_has_sums, get_args(kind)))
+
+
+@cache
+def _fields_with_sums(kind: type) -> list[tuple[str, str]]:
+    """Return the names, here and in JSON, of the fields that may have checksums in them."""
+    is_record = issubclass(kind, JsonRecord)
+    keys = {field.name: field.encode_name for field in msgspec.structs.fields(kind)} if is_record else {}
+    return [(name, keys.get(name, name)) for name, of in get_type_hints(kind).items() if _has_sums(of)]
+
+
+def plain(value: Any) -> Any:
+    """Return the JSON of a record: without the fields that have their defaults, and with checksums as hex digits."""
+    if isinstance(value, tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, int):  # of a field with checksums
+        return f"{value:016x}"
+    json_value = msgspec.to_builtins(value)
+    kind: type = type(value)
+    for name, key in _fields_with_sums(kind):
+        if json_value.get(key) is not None:
+            json_value[key] = plain(getattr(value, name))
+    return json_value
+
+
+def sums_of(texts: Mapping[str, str]) -> dict[str, int] | None:
+    """Return the checksums in strings of 16 hex digits each; None where one is of another form."""
+    together = ",".join(texts.values())
+    if texts and not (len(together) == 17 * len(texts) - 1 and _SUMS.fullmatch(together)):
+        return None  # in the other case no string has a comma in it
+    return {key: int(text, 16) for key, text in texts.items()}
+
+
+Shard = tuple[str, int, int]  # of what: its save id, its number, how many shards there are
+
+
+def encode_of_shard(kind: FileKind, shard: Shard, key: str, entries: Iterable[str], **more: object) -> bytes:
+    """Return a file of one shard: a head, and the list ``key`` with an entry of JSON a line."""
+    head = {"format": kind.format, "version": kind.version, **dict(zip(_OF_SHARD, shard, strict=True)), **more}
+    lines = ",\n".join(entries)
+    return f'{json.dumps(head)[:-1]}, "{key}": [\n{lines}\n]}}\n'.encode()
+
+
+def open_of_shard(data: bytes, path: str, kind: FileKind, shard: Shard) -> Document:
+    """Return a file of one shard after checking that it is of this kind, and of this shard of this save."""
+    document = kind.open(data, path)
+    if (found := (document.text("save_id"), document.count("shard"), document.count("shards"))) != shard:
+        raise document.wrong(", ".join(_OF_SHARD), found, shard)
+    return document
+
+
+def first_repeat(names: Iterable[str]) -> str | None:
+    """Return the first name that occurs a second time, None if all differ."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
+
+
+def time_now() -> str:
+    """Return the time of now as files have it: UTC, in seconds."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def time_of(text: object) -> datetime | None:
+    """Return a moment with its zone, UTC where it names none; None for text that is not a moment."""
+    try:
+        moment = datetime.fromisoformat(str(text).replace("Z", "+00:00"))  # Python 3.10 does not know Z
+    except ValueError:
+        return None
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=timezone.utc)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError(f"duplicate key {first_repeat(key for key, _ in pairs)!r}")
+    return values
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _short(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large")
+    return value
+
+
+def _check_depth(data: bytes) -> None:
+    """Refuse deep nesting before the parser recurses into it."""
+    if b"\\" not in data:  # no string has a quote in it, so that quotes come in pairs
+        data = data.translate(None, _NO_FRAMING).replace(b'""', b"")
+    steps = (1 if bracket in b"[{" else -1 for bracket in _NO_BRACKETS.sub(b"", data))
+    if any(depth > MAX_DEPTH for depth in accumulate(steps)):
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
+
+
+def _lines(value: Any) -> str:
+    """Put each list item on a line of its own, for people."""
+    if isinstance(value, list) and value:
+        return "[\n    " + ",\n    ".join(_dumps(item) for item in value) + "\n  ]"
+    return _dumps(value)
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, ensure_ascii=True)

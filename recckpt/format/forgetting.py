@@ -1,0 +1,90 @@
+"""Requests to forget ids, and the audit of those that were carried out (docs/format.md, section 14)."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from recckpt.errors import CorruptCheckpointError
+from recckpt.format.codec import FileKind
+
+MAX_IDS = 1 << 26  # part of the format
+MAX_BYTES = 1 << 30  # part of the format
+KIND = FileKind("recckpt-forget", 1, "request_xxh3", MAX_BYTES)  # part of the format
+_SEAL = re.compile(rb', "line_xxh3": "([0-9a-f]{16})"}')  # part of the format
+_SEAL_BYTES = len(b', "line_xxh3": "0123456789abcdef"}')
+_REMEDY = "move the file away, and keep it: it says what was forgotten"
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What is to be forgotten, and who asked for it."""
+
+    request: str  # 32 hex digits that no other has
+    table: str
+    ids: npt.NDArray[np.int64]  # ascending, all different
+    asked: str  # when, UTC
+    by: str  # the command or method
+    version: str  # of recckpt
+
+
+def encode_request(request: Request) -> bytes:
+    ids = base64.b64encode(request.ids.astype("<i8").tobytes()).decode()
+    who = {"request": request.request, "asked": request.asked, "by": request.by, "writer": request.version}
+    return KIND.encode({**who, "table": request.table, "ids": ids})
+
+
+def decode_request(data: bytes, path: str) -> Request:
+    """Return the request in ``data``.
+
+    Raises CorruptCheckpointError where it is not a whole one, FormatVersionError where a newer format wrote it.
+    """
+    document = KIND.open(data, path)
+    try:
+        ids = np.frombuffer(base64.b64decode(document.text("ids"), validate=True), "<i8").astype(np.int64)
+    except (binascii.Error, ValueError) as error:
+        raise document.wrong("ids", f"no list of ids ({error})", "int64 in base64") from error
+    asked, by, version = (document.text(key) for key in ("asked", "by", "writer"))
+    return Request(document.text("request"), document.text("table"), ids, asked, by, version)
+
+
+def encode_line(values: Mapping[str, Any], before: bytes) -> bytes:
+    """Return a line with these fields, to follow the bytes ``before``."""
+    body = json.dumps(values, allow_nan=False).encode().removesuffix(b"}")
+    return body + b', "line_xxh3": "%016x"}\n' % xxhash.xxh3_64_intdigest(before + body)
+
+
+def decode_audit(data: bytes, path: str) -> list[dict[str, Any]]:
+    """Return the lines; CorruptCheckpointError where one is cut, changed, missing or not of this format."""
+
+    def damaged(number: int, found: object, expected: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(path, f"line {number}", found=found, expected=expected, remedy=_REMEDY)
+
+    lines, so_far = [], xxhash.xxh3_64()
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):
+        seal = _SEAL.fullmatch(line[-_SEAL_BYTES:])
+        if seal is None:
+            raise damaged(number, f"a line ending in {line[-20:]!r}", "its own checksum, line_xxh3")
+        so_far.update(line[:-_SEAL_BYTES])
+        if so_far.intdigest() != int(seal[1], 16):
+            raise damaged(number, so_far.hexdigest(), f"{seal[1].decode()}: this line, or one before, was changed")
+        so_far.update(seal[0] + b"\n")
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            raise damaged(number, error, "a JSON object") from error
+        if not isinstance(values, dict):
+            raise damaged(number, type(values).__name__, "a JSON object")
+        lines.append(values)
+    if data and not data.endswith(b"\n"):
+        raise damaged(len(lines) + 1, "a line that is cut", "JSON objects, one a line")
+    return lines

@@ -1,0 +1,206 @@
+"""What differs between two checkpoints, of one run or of two, full or not, of any number of ranks (no torch)."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickletools
+import zipfile
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+
+import xxhash
+
+from recckpt.checkpoint.chain import OpenChain
+from recckpt.dense.tensors import check_file
+from recckpt.format import layout
+from recckpt.format.manifest import FileEntry
+from recckpt.format.tables import descriptions_of
+from recckpt.inspect.diff_result import CheckpointDiff, Side, Status, TableDiff, ValueDiff
+from recckpt.inspect.diff_tables import compare_table, slots_of
+from recckpt.inspect.diff_tensors import compare_tensors
+from recckpt.output_dir.at_path import locate_path
+from recckpt.output_dir.open_files import first_whole
+from recckpt.parallel.threads import run_all
+from recckpt.text import Progress
+
+_THREADS = 8
+_GROUPS = {  # file, or what a file of one rank holds -> group of the values in it
+    layout.EXTRA: "extra",
+    layout.MODEL: "plain value",
+    "extra": "extra of ranks",
+    "io_state": "position",
+    "rng": "random state",
+}
+_GENERATORS = ("torch", "cuda", "numpy", "python")  # part of the format: in this order
+_MAX_BYTES = 64 << 20  # states of all devices take a few kB each
+_PLACES = ("BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET")  # which differ where nothing else does
+
+Advance = Callable[[int], object]
+Groups = Mapping[str, tuple[Collection[str], Mapping[str, FileEntry]]]  # group -> its names, and the files that hold it
+
+
+def diff(
+    before: str | os.PathLike[str], after: str | os.PathLike[str], *, tolerance: float = 0.0, top: int = 10
+) -> CheckpointDiff:
+    """Compare two checkpoints, and return what differs and by how much.
+
+    Every byte that is compared has been checked. Both are read once, side by side in bucket order, in bounded memory:
+    256 MiB and the largest row of a dense tensor, whatever the tables hold. Two NaN at one place are equal; a NaN
+    against a number is a change, larger than all others. Imports no torch.
+
+    Args:
+        before: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.
+        after: the same.
+        tolerance: values of tables and dense tensors that differ by no more than this count as the same.
+        top: how many rows of each table to name, of those that moved most.
+
+    Raises:
+        TypeError: a path is not a path.
+        ValueError: ``tolerance`` is not a number from 0 on, or ``top`` not an int from 0 on.
+        CheckpointNotFoundError: there is no committed checkpoint.
+        CheckpointRemovedError: its writer removed one while it was read, and the storage is not a local file system.
+        CorruptCheckpointError: a file is damaged.
+        FormatVersionError: written by a newer format.
+    """
+    for path in (before, after):
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"expected the path or URL of a checkpoint or output dir, found {path!r}")
+    is_number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
+    if not is_number or not 0 <= tolerance < math.inf:
+        raise ValueError(f"tolerance is a finite number from 0 on, found {tolerance!r}")
+    if type(top) is not int or top < 0:
+        raise ValueError(f"top is an int from 0 on, found {top!r}")
+    sides = one, other = (
+        first_whole(partial(locate_path, os.fspath(before)), lambda located: OpenChain.open(*located)),
+        first_whole(partial(locate_path, os.fspath(after)), lambda located: OpenChain.open(*located)),
+    )
+    threads = min(side.storage.threads(_THREADS) for side in sides)
+    groups = _groups_of(one), _groups_of(other)
+    files = [
+        (side, file)
+        for side, of_side in zip(sides, groups, strict=True)
+        for names, in_files in of_side.values()
+        for file in (in_files.values() if names else ())
+    ]
+    n_bytes = sum(table.rows * table.row_bytes for side in sides for table in side.manifest.tables)
+    n_bytes += sum(tensor.nbytes for side in sides for tensor in side.tensors.tensors.values())
+    n_bytes += sum(file.n_bytes for _, file in files)
+    with Progress(f"comparing {one.manifest.ckpt_id} and {other.manifest.ckpt_id}", n_bytes) as progress:
+        progress.add_rows(sum(side.manifest.rows for side in sides))
+        run_all(lambda pair: _check(*pair, progress.advance), files, threads)
+        compare = partial(compare_table, tolerance=tolerance, top=top, threads=threads, advance=progress.advance)
+        tables = tuple(_tables(one, other, compare))
+        tensors = tuple(compare_tensors(one.tensors, other.tensors, tolerance, progress.advance))
+    values = tuple(_compare_values(one, other, *groups))
+    return CheckpointDiff(_side(one), _side(other), float(tolerance), tables, tensors, values)
+
+
+def _check(side: OpenChain, file: FileEntry, advance: Advance) -> None:
+    for error in check_file(side.files, side.directory, file, index=None, advance=advance):
+        raise error
+
+
+def _tables(
+    before: OpenChain, after: OpenChain, compare: Callable[[OpenChain, OpenChain, str], TableDiff]
+) -> Iterator[TableDiff]:
+    for name in dict.fromkeys(table.name for side in (before, after) for table in side.manifest.tables):
+        one, other = before.manifest.table(name), after.manifest.table(name)
+        if one is not None and other is not None:
+            yield compare(before, after, name)
+        elif one is not None:
+            yield TableDiff(name, "gone", one.rows, None, 0, one.rows, 0, 0, slots_of(one.slots, (), None), ())
+        elif other is not None:
+            slots = slots_of((), other.slots, None)
+            yield TableDiff(name, "added", None, other.rows, other.rows, 0, 0, 0, slots, ())
+
+
+def _side(opened: OpenChain) -> Side:
+    checkpoint, manifest = opened.checkpoint, opened.manifest
+    path = opened.storage.url_of(checkpoint.directory)
+    reduced = descriptions_of({table.name: table.reduced for table in manifest.tables if table.reduced is not None})
+    facts = manifest.ckpt_id, manifest.kind, manifest.step, manifest.rows, len(checkpoint.links)
+    return Side(path, *facts, tuple(reduced))
+
+
+def _groups_of(side: OpenChain) -> Groups:
+    """Return what lies in ``.pt`` files, which are compared by their checksums: no pickle is run."""
+    names, files = side.manifest.names, dict[str, dict[str, FileEntry]]()
+    for file in side.manifest.files:
+        if group := _GROUPS.get(layout.content_of_rank(file.name) or file.name):
+            files.setdefault(group, {})[file.name] = file
+    names_of = {
+        "extra": [name for name in names.extra if name not in names.extra_of_ranks],
+        "extra of ranks": names.extra_of_ranks,
+        "position": names.io_state,
+        "plain value": [name for name in names.dense if name not in side.tensors.model],
+        "random state": ["all generators"] if "random state" in files else [],
+    }
+    return {group: (of_group, files.get(group, {})) for group, of_group in names_of.items()}
+
+
+def _compare_values(before: OpenChain, after: OpenChain, groups: Groups, other_groups: Groups) -> Iterator[ValueDiff]:
+    """Yield what became of training state, by its values, and of what lies in ``.pt`` files.
+
+    Random generators are compared one by one where both sides know theirs. Of other files that hold several values and
+    differ, no checksum says which of them have changed.
+    """
+    state, other_state = ({"step": side.manifest.step, **side.manifest.state} for side in (before, after))
+    for name in {**state, **other_state}:
+        one, other = state.get(name), other_state.get(name)
+        is_nan = all(isinstance(value, float) and math.isnan(value) for value in (one, other))
+        is_same = is_nan or (type(one) is type(other) and one == other)
+        yield ValueDiff("training state", name, _status(name, state, other_state, is_same), one, other)
+    generators, other_generators = _generators_of(before), _generators_of(after)
+    for name in generators if other_generators else ():
+        is_same = generators[name] == other_generators.get(name)
+        yield ValueDiff("random state", name, "same" if is_same else "changed")
+    for group, (names, files) in groups.items():
+        if group == "random state" and generators and other_generators:
+            continue
+        other_names, other_files = other_groups[group]
+        sums, other_sums = ({name: file.xxh3 for name, file in each.items()} for each in (files, other_files))
+        every = dict.fromkeys([*names, *other_names])
+        changed: Status = "changed" if len(every) == 1 and group != "plain value" else "unclear"
+        for name in every:
+            yield ValueDiff(group, name, _status(name, names, other_names, sums == other_sums, changed))
+
+
+def _status(
+    name: str, before: Collection[str], after: Collection[str], is_same: bool, changed: Status = "changed"
+) -> Status:
+    if name in before and name in after:
+        return "same" if is_same else changed
+    return "gone" if name in before else "added"
+
+
+def _generators_of(side: OpenChain) -> Mapping[str, tuple[int, ...]]:
+    """Return a checksum of the state of each generator on each rank; {} where a file is of another form."""
+    sums: dict[str, list[int]] = {name: [] for name in _GENERATORS}
+    for file in sorted(file.name for file in side.manifest.files if layout.content_of_rank(file.name) == "rng"):
+        of_rank = _digests_in(side.files.read(layout.join(side.directory, file), _MAX_BYTES))
+        if of_rank.keys() != sums.keys():
+            return {}
+        for name, checksum in of_rank.items():
+            sums[name].append(checksum)
+    return {name: tuple(each) for name, each in sums.items() if each}
+
+
+def _digests_in(data: bytes) -> dict[str, int]:
+    """Return a checksum of what the pickle has after the name of each generator, with the bytes of its tensors."""
+    digests: dict[str, xxhash.xxh3_64] = {}
+    names, current = list(_GENERATORS), xxhash.xxh3_64()
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            records = {name.rpartition("/")[2]: archive.read(name) for name in archive.namelist() if "/data/" in name}
+            [pickled] = [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]
+        for opcode, argument, _ in pickletools.genops(pickled):
+            if names and argument == names[0]:
+                current = digests[names.pop(0)] = xxhash.xxh3_64()
+            elif opcode.name not in _PLACES:
+                record = records.get(str(argument)) if opcode.name == "BINUNICODE" else None
+                current.update(f"{opcode.name} {argument!r}\n".encode() if record is None else record)
+    except (zipfile.BadZipFile, ValueError, KeyError, NotImplementedError):
+        return {}
+    return {name: digest.intdigest() for name, digest in digests.items()}

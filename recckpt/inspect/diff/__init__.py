@@ -1,1 +1,0 @@
-"""Two checkpoints compared: rows, tensors and all else."""

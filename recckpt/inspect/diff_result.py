@@ -1,0 +1,289 @@
+"""What differs between two checkpoints: as data, as text, and as a page of no other file (no torch here)."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from recckpt.inspect.spread import QUANTILES, Spread
+from recckpt.text import Line, Table, cell, count, escaped, html, one_line, pairs, plain, plural, section
+from recckpt.text.columns import Tone
+
+Status = Literal["same", "changed", "added", "gone", "unclear"]
+_Section = tuple[str, Sequence[str], list[Sequence[str]]]  # title, head, rows
+
+TABLE_HEAD = ("TABLE", "BEFORE", "AFTER", "ADDED", "GONE", "CHANGED", "SAME")
+SLOT_HEAD = (
+    *("TABLE", "SLOT", "CHANGED", "DISTANCE", "LEAST"),
+    *(f"{100 * share:g} %" for share in QUANTILES),
+    *("MOST", "NOT FINITE"),
+)
+MOVED_HEAD = ("TABLE", "ID", "L2", "COSINE")
+TENSOR_HEAD = ("TENSOR", "STATUS", "RELATIVE", "LARGEST", "AT", "KIND")
+VALUE_HEAD = ("WHAT", "NAME", "STATUS", "BEFORE", "AFTER")
+UNCLEAR = "unclear: one of these differs; they share a file that is checksummed as a whole"
+_TONES: dict[str, Tone] = {"added": "good", "gone": "damaged", "changed": "unsure", "unclear": "unsure"}
+NUMBERS = frozenset({*TABLE_HEAD[1:], *SLOT_HEAD[4:], "CHANGED", "ID", "L2", "COSINE", "RELATIVE", "LARGEST"})
+_SHARES = ("added", "gone", "changed", "same")
+_STYLE = """
+.recckpt.diff .bar { display: flex; height: .8em; min-width: 9em; border-radius: .2em; overflow: hidden; }
+.recckpt.diff .bar i { display: block; }
+.recckpt.diff .added { background: #2e9e5b; } .recckpt.diff .gone { background: #d1495b; }
+.recckpt.diff .changed { background: #e09f3e; } .recckpt.diff .same { background: #8886; }
+.recckpt.diff .key i { display: inline-block; width: .8em; height: .8em; border-radius: .2em; margin: 0 .3em 0 1em; }
+.recckpt.diff .key i:first-child { margin-left: 0; }
+"""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two checkpoints."""
+
+    path: str  # its own path or URL
+    ckpt_id: str
+    kind: str  # ``"full"`` or ``"delta"``
+    step: int | None  # global step, None where the saver did not count
+    rows: int  # of all tables
+    n_links: int  # what its rows were read from: 1 of a full checkpoint
+    # how its tables were not saved as they were, by ``save_slots``, ``save_where`` or ``store``: it lacks rows and
+    # slots that the run had
+    reduced: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SlotDiff:
+    """A slot of a table, over the rows whose ids are in both."""
+
+    name: str
+    before: str | None  # dtype and shape, such as ``float32[16]``; None where it is not there
+    after: str | None  # the same on the other side
+    # rows of which a value differs by more than the tolerance; None where shapes differ or one side has no such slot
+    changed: int | None
+    l2: Spread | None  # Euclidean distance, in the slot's own unit, of the rows that changed; None where none did
+    cosine: Spread | None  # cosine distance, 0 to 2, of those of them that have one: not of scalars and rows of zeros
+
+    @property
+    def is_same(self) -> bool:
+        """Whether dtype and shape agree and no row differs."""
+        return self.before == self.after and self.changed == 0
+
+
+@dataclass(frozen=True)
+class MovedRow:
+    """A row among those that moved most."""
+
+    id: int
+    l2: float  # how far its embedding moved; NaN or infinite where a value is
+    cosine: float  # cosine distance; NaN where there is none
+
+
+@dataclass(frozen=True)
+class TableDiff:
+    """A table."""
+
+    name: str
+    status: Status  # what became of it
+    rows_before: int | None  # None where it is not there
+    rows_after: int | None  # None where it is not there
+    added: int  # ids that only the later has
+    gone: int  # ids that only the earlier has
+    changed: int  # ids in both, of which a value of a slot that can be compared differs by more than the tolerance
+    same: int  # ids in both of which none does
+    slots: tuple[SlotDiff, ...]  # those of both sides
+    # rows whose embeddings moved most, farthest first, those that became NaN or infinite before all others
+    moved: tuple[MovedRow, ...]
+
+
+@dataclass(frozen=True)
+class TensorDiff:
+    """A dense tensor."""
+
+    name: str
+    of: str  # ``"model"``, or ``"extra"``: of a registered object, sharded over ranks
+    status: Status  # what became of it
+    before: str | None  # dtype and shape; None where it is not there
+    after: str | None  # the same on the other side
+    # norm of the change over the norm before, without what is not finite and stays; infinite where that was 0; None
+    # where shapes differ
+    relative: float | None = None
+    largest: float | None = None  # the largest difference of a single value; NaN where a NaN came or went
+    at: tuple[int, ...] | None = None  # where that is
+
+
+@dataclass(frozen=True)
+class ValueDiff:
+    """Something with a name beside tables and tensors."""
+
+    # ``"training state"``, with values; ``"extra"`` or ``"extra of ranks"``, a registered object; ``"position"``, of a
+    # dataset; ``"plain value"``, of the model; ``"random state"``
+    group: str
+    name: str
+    status: Status  # what became of it; ``"unclear"`` where the file differs that holds it together with others
+    before: Any = None  # its value before, of training state
+    after: Any = None  # its value after, of training state
+
+
+@dataclass(frozen=True, repr=False)
+class CheckpointDiff:
+    """What differs between two checkpoints; prints as the text of ``recckpt diff``, and as a page in notebooks."""
+
+    before: Side  # the one side
+    after: Side  # the other
+    tolerance: float  # differences of single values up to this count as none
+    tables: tuple[TableDiff, ...]  # all tables of both, by name
+    tensors: tuple[TensorDiff, ...]  # all dense tensors of both
+    values: tuple[ValueDiff, ...]  # training state, and names of all else
+
+    @property
+    def is_equal(self) -> bool:
+        return not self.differing
+
+    @property
+    def differing(self) -> dict[str, int]:
+        """Number of differences per group; groups without any are omitted."""
+        every = [("table", each.status) for each in self.tables] + [("tensor", each.status) for each in self.tensors]
+        every += [(each.group, each.status) for each in self.values]
+        return dict(Counter(group for group, status in every if status != "same"))
+
+    def table(self, name: str) -> TableDiff:
+        """Return a table by its name; KeyError where neither side has it."""
+        return {table.name: table for table in self.tables}[name]
+
+    def to_dict(self) -> Mapping[str, Any]:
+        """Return all of it as dicts, lists, numbers and strings, as ``--json`` has it."""
+        return {"equal": self.is_equal, **asdict(self)}
+
+    def to_html(self) -> str:
+        return html.page(f"{escaped(self.before.ckpt_id)} and {escaped(self.after.ckpt_id)}", self._repr_html_())
+
+    def _repr_html_(self) -> str:
+        return html.body("diff", _page_parts(self), _STYLE)
+
+    def __str__(self) -> str:
+        return "\n".join(plain(lines_of(self)))
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{n} of {what}" for what, n in self.differing.items()) or "equal"
+        return f"<CheckpointDiff {self.before.ckpt_id!r} -> {self.after.ckpt_id!r}: {counts}>"
+
+
+def lines_of(diff: CheckpointDiff) -> list[Line]:
+    """Return the lines that ``recckpt diff`` prints; what is the same is counted, not listed."""
+    lines: list[Line] = list(pairs([("before", _side_text(diff.before)), ("after", _side_text(diff.after))]))
+    if diff.tolerance:
+        lines += pairs([("tolerance", f"{diff.tolerance:g}")])
+    tables = ("tables", TABLE_HEAD, [_table_row(table) for table in diff.tables])
+    for title, head, rows in [tables, *_sections(diff)]:
+        at = head.index("STATUS") if "STATUS" in head else None
+        tones = {n: _TONES[row[at]] for n, row in enumerate(rows) if at is not None and row[at] in _TONES}
+        lines += section(title, [Table(head, rows, NUMBERS, tones)] if rows else [])
+    if any(each.status == "unclear" for each in diff.values):
+        lines.append(f"  {UNCLEAR}")
+    return [*lines, "", verdict(diff)]
+
+
+def verdict(diff: CheckpointDiff) -> str:
+    """Return the last line: whether the two are equal, and how many things differ."""
+    if diff.is_equal:
+        return f"equal: {plural(len(diff.tables), 'table')}, {plural(len(diff.tensors), 'tensor')} and all else"
+    longer = {"training state": ("value", " of the training state"), "extra of ranks": ("extra", " of ranks")}
+    words = ((n, *longer.get(what, (what, ""))) for what, n in diff.differing.items())
+    return "different: " + ", ".join(plural(n, one) + of for n, one, of in words)
+
+
+def _page_parts(diff: CheckpointDiff) -> list[str]:
+    parts = [f"<h1>{html.text(verdict(diff))}</h1>"]
+    parts += [f"<p>{name}: {html.text(_side_text(getattr(diff, name)))}</p>" for name in ("before", "after")]
+    if diff.tolerance:
+        parts.append(f"<p>tolerance {diff.tolerance:g}</p>")
+    if diff.tables:
+        key = " ".join(f'<i class="{share}"></i>{share}' for share in _SHARES)
+        rows = ([*map(html.text, _table_row(table)), _bar(table)] for table in diff.tables)
+        parts += ["<h2>Tables</h2>", html.table((*TABLE_HEAD, "ROWS"), rows, NUMBERS), f'<p class="key">{key}</p>']
+    for title, head, rows_of in _sections(diff):
+        parts += html.section(title.capitalize(), head, rows_of, NUMBERS)
+    if any(each.status == "unclear" for each in diff.values):
+        parts.append(f"<p>{html.text(UNCLEAR)}</p>")
+    return parts
+
+
+def _bar(table: TableDiff) -> str:
+    counts = {share: getattr(table, share) for share in _SHARES}
+    total = max(1, sum(counts.values()))
+    shares = (
+        f'<i class="{share}" style="width:{100 * n / total:.2f}%" title="{share}: {count(n)}"></i>'
+        for share, n in counts.items()
+        if n
+    )
+    return f'<div class="bar">{"".join(shares)}</div>'
+
+
+def _side_text(side: Side) -> str:
+    step = "" if side.step is None else f", step {side.step}"
+    links = f" of {plural(side.n_links, 'link')}" if side.n_links > 1 else ""
+    reduced = "".join(f"; saved with {one_line(option)}" for option in side.reduced)
+    return f"{one_line(side.path)} ({side.kind}{links}{step}, {plural(side.rows, 'row')}){reduced}"
+
+
+def _table_row(table: TableDiff) -> Sequence[str]:
+    rows = ["-" if n is None else count(n) for n in (table.rows_before, table.rows_after)]
+    return (escaped(table.name), *rows, *map(count, (table.added, table.gone, table.changed, table.same)))
+
+
+def _sections(diff: CheckpointDiff) -> list[_Section]:
+    """Return what differs beside the counts of rows, each with its title and head."""
+    moved = [
+        (escaped(table.name), str(row.id), f"{row.l2:.4g}", "-" if math.isnan(row.cosine) else f"{row.cosine:.4g}")
+        for table in diff.tables
+        for row in table.moved
+    ]
+    return [
+        ("how far rows moved that changed", SLOT_HEAD, list(_slot_rows(diff.tables))),
+        ("embeddings that moved most", MOVED_HEAD, [*moved]),
+        ("dense tensors", TENSOR_HEAD, [_tensor_row(each) for each in diff.tensors if each.status != "same"]),
+        ("all else", VALUE_HEAD, [_value_row(each) for each in diff.values if each.status != "same"]),
+    ]
+
+
+def _slot_rows(tables: Iterable[TableDiff]) -> Iterable[Sequence[str]]:
+    """Yield a row for each distance of each slot that differs."""
+    for table in tables:
+        for slot in table.slots:
+            if table.rows_before is None or table.rows_after is None or slot.is_same:
+                continue
+            names = escaped(table.name), escaped(slot.name)
+            kinds = f"{slot.before or 'no such slot'} -> {slot.after or 'no such slot'}"
+            is_alike = slot.before == slot.after
+            if slot.changed is None or (not is_alike and not slot.changed):
+                yield (*names, "-", kinds, *[""] * (len(SLOT_HEAD) - 4))
+                continue
+            yield (*names, count(slot.changed), "L2" if is_alike else f"L2, {kinds}", *_spread(slot.l2))
+            if slot.cosine is not None:
+                yield (*names, "", "cosine", *_spread(slot.cosine))
+
+
+def _spread(spread: Spread | None) -> Sequence[str]:
+    if spread is None:
+        return [""] * (len(QUANTILES) + 3)
+    values = (spread.least, *spread.quantiles.values(), spread.most) if spread.n else ()
+    shown = [f"{value:.4g}" for value in values] or ["-"] * (len(QUANTILES) + 2)
+    return [*shown, count(spread.not_finite)]
+
+
+def _tensor_row(tensor: TensorDiff) -> Sequence[str]:
+    name = escaped(tensor.name) if tensor.of == "model" else f"{escaped(tensor.name)} (of {tensor.of})"
+    kinds = tensor.before if tensor.before == tensor.after else f"{tensor.before or '-'} -> {tensor.after or '-'}"
+    numbers = ["-" if value is None else f"{value:.4g}" for value in (tensor.relative, tensor.largest)]
+    at = "-" if tensor.at is None else str(list(tensor.at))
+    return name, tensor.status, *numbers, at, kinds or "-"
+
+
+def _value_row(value: ValueDiff) -> Sequence[str]:
+    is_state = value.group == "training state"
+    sides = [one_line(cell(side)) if is_state else "" for side in (value.before, value.after)]
+    if value.status in ("added", "gone") and is_state:
+        sides[0 if value.status == "added" else 1] = "-"
+    return value.group, escaped(value.name), value.status, *sides

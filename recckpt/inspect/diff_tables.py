@@ -1,0 +1,245 @@
+"""One table of two checkpoints, compared in bucket order within a bound on memory (no torch here)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from recckpt.checkpoint.chain import OpenChain
+from recckpt.format.buckets import N_BUCKETS
+from recckpt.format.tables import TableEntry
+from recckpt.inspect.diff_result import MovedRow, SlotDiff, TableDiff
+from recckpt.inspect.distances import SlotComparer, differ
+from recckpt.inspect.spread import Floats, Histogram
+from recckpt.parallel.threads import run_all
+from recckpt.sparse.files.arrow_format import ID, ID_SPEC
+from recckpt.sparse.files.merged_rows import LinkCursor, Piece, RangeRows, bucket_ranges, check_count, ids_of, row_of
+from recckpt.sparse.files.table_reader import Int64s, TableReader
+from recckpt.types import EMBEDDING, SlotSpec
+
+_BUDGET_BYTES = 256 << 20  # for rows, of all threads
+_RANGE_BYTES = 16 << 20  # of each link, that are read and compared at once: two batches, which stay in the caches
+_CHUNK_BYTES = 4 << 20  # of a slot, that are compared at once
+_LEAST_ROWS = 1 << 10  # of a chunk that is cut where batches end
+_FEW = 0.5  # of the rows: where more have changed, to look for them by their bytes takes longer than it saves
+_SLICE_ROWS = 1 << 20  # of a table, worth a thread
+_MAPPED_THREADS = 2  # of files in memory: the batches of more drive each other out of the caches
+_TO_BUCKET = np.uint64(48)  # bits of a hash below those of the bucket
+
+Advance = Callable[[int], object]
+Pair = tuple[SlotSpec, SlotSpec]  # a slot, before and after
+Pairing = tuple[Int64s, Int64s]  # rows of both sides that have the same ids
+Hashes = npt.NDArray[np.uint64]
+
+
+def compare_table(
+    before: OpenChain, after: OpenChain, name: str, *, tolerance: float, top: int, threads: int, advance: Advance
+) -> TableDiff:
+    """Return what became of a table that both have.
+
+    Raises:
+        CorruptCheckpointError: a file is damaged, or an id is twice in one checkpoint.
+        CheckpointRemovedError: its writer removed it, and the storage is not a local file system.
+    """
+    entries = before.manifest.named_table(name), after.manifest.named_table(name)
+    others = {slot.name: slot for slot in entries[1].slots}
+    there = [(slot, others[slot.name]) for slot in entries[0].slots if slot.name in others]
+    pairs = [(slot, other) for slot, other in there if slot.shape == other.shape]
+    slots = [slot.name for slot, _ in pairs]
+    chains = [side.table(name, slots).links for side in (before, after)]
+    links = [link for chain in chains for link in chain]
+    is_mapped = all(link.is_mapped for link in links)
+    n_threads = min(threads, _MAPPED_THREADS) if is_mapped else threads
+    n_slices = max(1, min(n_threads, sum(entry.rows for entry in entries) // _SLICE_ROWS))
+    budget_bytes = _BUDGET_BYTES * 3 // 4 // n_slices
+    if is_mapped:  # else a batch on both sides of a border would be read again
+        budget_bytes = min(budget_bytes, len(links) * _RANGE_BYTES)
+    borders = [N_BUCKETS * n // n_slices for n in range(n_slices + 1)]
+
+    def compare(buckets: tuple[int, int]) -> BucketDiff:
+        diff = BucketDiff(pairs, tolerance, top)
+        diff.compare_slice(chains, buckets, budget_bytes, advance)
+        return diff
+
+    first, *more = run_all(compare, list(pairwise(borders)), threads)
+    for each in more:
+        first.merge(each)
+    for chain, n_rows in zip(chains, first.n_rows, strict=True):
+        check_count(chain[0], n_rows)
+    return first.result(*entries)
+
+
+class _Room:
+    """Memory for the rows of a chunk, on both sides: kept, since the first touch of memory is slow."""
+
+    def __init__(self, columns: Sequence[Sequence[SlotSpec]], pairs: Sequence[Pair]) -> None:
+        self._rows = max(1, _CHUNK_BYTES // max(slot.row_bytes for side in columns for slot in side))
+        self._room = [[np.empty(self._rows, row_of(slot)) for slot in side] for side in columns]
+        names = [slot.name for slot in columns[1]]
+        self._in_order = [names.index(name) for name in (ID, *(pair[0].name for pair in pairs))]
+
+    def chunks(self, sides: Sequence[RangeRows], at: Pairing) -> Iterator[tuple[slice, Piece, Piece]]:
+        """Yield rows of both sides, which are good until the next: ids, and the slots in the order of the first.
+
+        Cut also where a batch of the files ends on either side: within one, rows are not copied. Not where few rows lie
+        between the ends, as where the links of a chain are merged.
+        """
+        n_rows = len(at[0])
+        ends = np.concatenate([side.piece_ends(rows) for side, rows in zip(sides, at, strict=True)])
+        batch_ends = ends.tolist() if len(ends) * _LEAST_ROWS <= n_rows else []
+        cuts = sorted({0, n_rows, *range(0, n_rows, self._rows), *batch_ends})
+        for chunk in (slice(first, last) for first, last in pairwise(cuts)):
+            before, after = (side.take(rows[chunk], own) for side, rows, own in zip(sides, at, self._room, strict=True))
+            yield chunk, before, [after[column] for column in self._in_order]
+
+
+class BucketDiff:
+    """What was found in some buckets of a table."""
+
+    def __init__(self, pairs: Sequence[Pair], tolerance: float, top: int) -> None:
+        self._pairs = pairs
+        self._comparers = {pair[0].name: SlotComparer(*pair, tolerance) for pair in pairs}
+        self.n_rows = [0, 0]
+        self.n_changed = self.n_both = 0
+        self.changed = {pair[0].name: 0 for pair in pairs}
+        self.l2 = {name: Histogram() for name in self.changed}
+        self.cosine = {name: Histogram() for name in self.changed}
+        self._top = top
+        self._moved: list[tuple[Int64s, Floats, Floats]] = []
+
+    def compare_slice(
+        self,
+        chains: Sequence[Sequence[TableReader]],
+        buckets: tuple[int, int],
+        budget_bytes: int,
+        advance: Advance,
+    ) -> None:
+        """Read both sides of a range of buckets side by side, and compare the rows."""
+        cursors = [[LinkCursor(link, buckets) for link in chain] for chain in chains]
+        columns = [(ID_SPEC, *chain[0].specs) for chain in chains]
+        room = _Room(columns, self._pairs)
+        has_bytes = all(before.dtype == after.dtype for before, after in self._pairs)
+        few_changed = True
+        for part in bucket_ranges([link for chain in chains for link in chain], buckets, budget_bytes):
+            sides = [RangeRows(cursor, part, lambda piece, rows: None) for cursor in cursors]
+            both = paired(sides[0].hashes, sides[1].hashes)
+            n_both, n_changed = len(both[0]), self.n_changed
+            self.n_both += n_both
+            for number, side in enumerate(sides):
+                self.n_rows[number] += len(side.hashes)
+                advance(len(side.hashes) * sum(slot.row_bytes for slot in columns[number]))
+            rows = both
+            if has_bytes and few_changed:  # only those of which any byte differs
+                differs = np.zeros(n_both, np.bool_)
+                for chunk, before, after in room.chunks(sides, both):
+                    for one, other in zip(before[1:], after[1:], strict=True):
+                        differs[chunk] |= differ(one, other)
+                rows = both[0][differs], both[1][differs]
+            for _, before, after in room.chunks(sides, rows):
+                self._compare_rows(before, after)
+            few_changed = self.n_changed - n_changed <= _FEW * n_both
+
+    def _compare_rows(self, before: Piece, after: Piece) -> None:
+        """Compare rows of the same ids, in the same order."""
+        ids = ids_of([before])
+        changed = np.zeros(len(ids), np.bool_)
+        for column, (name, comparer) in enumerate(self._comparers.items(), start=1):
+            moves = comparer.moves(before[column], after[column])
+            if not len(moves.rows):
+                continue
+            changed[moves.rows] = True
+            self.changed[name] += len(moves.rows)
+            self.l2[name].add(moves.l2)
+            self.cosine[name].add(moves.cosine[~np.isnan(moves.cosine)])
+            if name == EMBEDDING and self._top:
+                self._keep_top(ids[moves.rows], moves.l2, moves.cosine)
+        self.n_changed += int(np.count_nonzero(changed))
+
+    def _keep_top(self, ids: Int64s, l2: Floats, cosine: Floats) -> None:
+        least = self._moved[0][1] if self._moved else None
+        far = np.where(np.isnan(l2), np.inf, l2)
+        if least is not None and len(least) == self._top:
+            kept = np.flatnonzero(far >= np.where(np.isnan(least), np.inf, least)[-1])
+            if not len(kept):
+                return
+            ids, l2, cosine = ids[kept], l2[kept], cosine[kept]
+        self._moved.append((ids, l2, cosine))
+        self._shorten()
+
+    def _shorten(self) -> None:
+        ids, l2, cosine = (np.concatenate(columns) for columns in zip(*self._moved, strict=True))
+        order = np.lexsort((ids, np.where(np.isnan(l2), -np.inf, -l2)))[: self._top]
+        self._moved = [(ids[order], l2[order], cosine[order])]
+
+    def merge(self, other: BucketDiff) -> None:
+        self.n_rows = [one + more for one, more in zip(self.n_rows, other.n_rows, strict=True)]
+        self.n_changed, self.n_both = self.n_changed + other.n_changed, self.n_both + other.n_both
+        for name in self.changed:
+            self.changed[name] += other.changed[name]
+            self.l2[name].merge(other.l2[name])
+            self.cosine[name].merge(other.cosine[name])
+        self._moved += other._moved
+        if self._moved:
+            self._shorten()
+
+    def result(self, before: TableEntry, after: TableEntry) -> TableDiff:
+        slots = slots_of(before.slots, after.slots, self)
+        n_before, n_after = self.n_rows
+        is_same = n_before == n_after == self.n_both and all(slot.is_same for slot in slots)
+        counts = (n_after - self.n_both, n_before - self.n_both, self.n_changed, self.n_both - self.n_changed)
+        moved = tuple(
+            MovedRow(int(id_), float(l2), float(cosine))
+            for ids, distances, cosines in self._moved
+            for id_, l2, cosine in zip(ids, distances, cosines, strict=True)
+        )
+        return TableDiff(before.name, "same" if is_same else "changed", n_before, n_after, *counts, slots, moved)
+
+
+def slots_of(before: Sequence[SlotSpec], after: Sequence[SlotSpec], diff: BucketDiff | None) -> tuple[SlotDiff, ...]:
+    """Return the slots of both sides, with the differences of those that could be compared."""
+    one, other = ({slot.name: slot for slot in slots} for slots in (before, after))
+    diffs = []
+    for name in {**one, **other}:
+        kinds = (one[name].kind if name in one else None, other[name].kind if name in other else None)
+        if diff is None or name not in diff.changed:
+            diffs.append(SlotDiff(name, *kinds, None, None, None))
+        else:
+            diffs.append(SlotDiff(name, *kinds, diff.changed[name], diff.l2[name].spread(), diff.cosine[name].spread()))
+    return tuple(diffs)
+
+
+def paired(before: Hashes, after: Hashes) -> tuple[Int64s, Int64s]:
+    """Return where the ids that both sides have lie on the one and on the other, in the order of the first.
+
+    On each side the hashes are all different and in the order of their buckets. Within a bucket, the rows of one run
+    keep their order as long as none goes, and new ones follow them. So each row is looked for at its place in the
+    bucket first, and only those that are not there are sorted and searched.
+    """
+    if not len(before) or not len(after):
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    # For each row the row after that is as far behind the first of its bucket, or any other.
+    buckets = before >> _TO_BUCKET
+    firsts = np.flatnonzero(np.concatenate([[True], buckets[1:] != buckets[:-1]]))
+    shifts = np.searchsorted(after >> _TO_BUCKET, buckets[firsts]) - firsts
+    places = np.arange(len(before)) + np.repeat(shifts, np.diff(firsts, append=len(before)))
+    at = np.minimum(places, len(after) - 1)
+    is_found = after[at] == before
+    both = np.flatnonzero(is_found)
+    at = at[both]
+    if len(both) == min(len(before), len(after)):
+        return both, at
+    is_left = np.ones(len(after), np.bool_)
+    is_left[at] = False
+    rows, left = np.flatnonzero(~is_found), np.flatnonzero(is_left)
+    left = left[np.argsort(after[left])]
+    ordered, sought = after[left], before[rows]
+    places = np.minimum(np.searchsorted(ordered, sought), len(ordered) - 1)
+    more = np.flatnonzero(ordered[places] == sought)
+    if not len(more):
+        return both, at
+    both, at = np.concatenate([both, rows[more]]), np.concatenate([at, left[places[more]]])
+    order = np.argsort(both)
+    return both[order], at[order]

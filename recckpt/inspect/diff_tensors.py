@@ -1,0 +1,113 @@
+"""Dense tensors of two checkpoints, compared a slab at a time (no torch here)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from recckpt.dense.tensors import DenseTensors, Read, StoredTensor
+from recckpt.format.tensor_index import NUMPY_DTYPES, widened
+from recckpt.inspect.diff_result import Status, TensorDiff
+
+_SLAB_BYTES = 4 << 20  # read at once; more where a single row of a tensor has more
+
+Array = npt.NDArray[Any]
+
+
+def compare_tensors(
+    before: DenseTensors, after: DenseTensors, tolerance: float, advance: Callable[[int], object]
+) -> Iterator[TensorDiff]:
+    """Yield what became of each dense tensor, of the model and of registered objects that are sharded.
+
+    Raises:
+        CorruptCheckpointError: bytes are not those that were saved.
+    """
+    for key in {**before.tensors, **after.tensors}:
+        one, other = before.tensors.get(key), after.tensors.get(key)
+        if one is None or other is None:
+            yield TensorDiff(key[1], key[0], "added" if one is None else "gone", _kind(one), _kind(other))
+        elif one.shape != other.shape:
+            yield TensorDiff(key[1], key[0], "changed", _kind(one), _kind(other))
+        else:
+            yield _compared(before, one, after, other, tolerance)
+        advance(sum(side.nbytes for side in (one, other) if side is not None))
+
+
+def _kind(tensor: StoredTensor | None) -> str | None:
+    return None if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
+
+
+def _compared(
+    before: DenseTensors, one: StoredTensor, after: DenseTensors, other: StoredTensor, tolerance: float
+) -> TensorDiff:
+    moved = size = 0.0  # squared
+    largest = 0.0
+    at: tuple[int, ...] | None = None  # of the largest difference
+    n_rows = one.shape[0] if one.shape else 1
+    step_rows = max(1, _SLAB_BYTES * n_rows // max(1, one.nbytes))
+    for begin in range(0, n_rows if math.prod(one.shape) else 0, step_rows):
+        end = min(begin + step_rows, n_rows)
+        values, others = _numbers(before, one, begin, end), _numbers(after, other, begin, end)
+        with np.errstate(all="ignore"):
+            same, step = _steps(values, others)
+            stays = same & ~np.isfinite(values)  # such as the -inf of a mask, beside which all else would be nothing
+            size += float(np.square(np.abs(np.where(stays, 0, _wide(values)))).sum())
+            moved += float(np.square(step).sum())
+        if same.all():
+            continue
+        place = int(np.where(np.isnan(step), np.inf, step).argmax())
+        farthest = float(step.reshape(-1)[place])
+        if at is None or not (math.isnan(largest) or farthest <= largest):
+            largest = farthest
+            where = [int(index) for index in np.unravel_index(place, values.shape or (1,))]
+            at = (where[0] + begin, *where[1:]) if one.shape else ()
+    is_near = largest <= tolerance if tolerance > 0 and _is_number(one.dtype) else at is None
+    status: Status = "same" if is_near and one.dtype == other.dtype else "changed"
+    known = (one.name, one.of, status, _kind(one), _kind(other))
+    if at is None:
+        return TensorDiff(*known, 0.0, 0.0)
+    if not (_is_number(one.dtype) and _is_number(other.dtype)):
+        return TensorDiff(*known)
+    return TensorDiff(*known, math.sqrt(moved) / math.sqrt(size) if size else math.inf, largest, at)
+
+
+def _steps(before: Array, after: Array) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
+    """Return which values are the same, two NaN too, and by how much each differs."""
+    same = np.asarray(before == after)
+    if before.dtype.kind in "fc" and after.dtype.kind in "fc":
+        same = same | (np.isnan(before) & np.isnan(after))
+    if before.dtype == after.dtype and before.dtype.kind in "iu":  # int64 may be too close for float64
+        unsigned = f"u{before.dtype.itemsize}"
+        step = np.maximum(before, after).view(unsigned) - np.minimum(before, after).view(unsigned)
+        return same, np.asarray(step, np.float64)
+    return same, np.where(same, 0.0, np.abs(_wide(after) - _wide(before)))
+
+
+def _wide(values: Array) -> Array:
+    wide: Array = values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
+    return wide
+
+
+def _is_number(dtype: str) -> bool:
+    """Say whether values of a dtype come as the numbers that they are."""
+    return dtype == "bfloat16" or NUMPY_DTYPES[dtype].name == dtype
+
+
+def _numbers(dense: DenseTensors, tensor: StoredTensor, begin: int, end: int) -> Array:
+    """Read some rows of a tensor as numbers; of dtypes that numpy lacks, but for bfloat16, their bits."""
+    if not tensor.shape:
+        values = dense.read(tensor)  # a scalar is one row
+    else:
+        reads = []
+        for number, (_, chunk) in enumerate(tensor.chunks):
+            first, last = max(begin, chunk.offsets[0]), min(end, chunk.offsets[0] + chunk.sizes[0])
+            if first < last:
+                at = (first - chunk.offsets[0], *(0 for _ in chunk.sizes[1:]))
+                to = (first - begin, *chunk.offsets[1:])
+                reads.append(Read(number, at, to, (last - first, *chunk.sizes[1:])))
+        values = np.asarray(dense.read_box(tensor, (end - begin, *tensor.shape[1:]), reads))
+    return widened(values) if tensor.dtype == "bfloat16" else values

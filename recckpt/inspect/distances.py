@@ -1,0 +1,175 @@
+"""How far rows have moved: L2 and cosine distance, exact where float32 is not enough (no torch here).
+
+Two NaN at the same place are equal. A NaN against a number makes a distance of NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from recckpt.inspect.spread import Floats
+from recckpt.types import SlotSpec
+
+Array = npt.NDArray[Any]
+_FEW_COLUMNS = 16
+_SAFE = (1e-30, 1e30)  # squares of float32 within this are as exact as float32 is
+_ACROSS = 1e-2  # the least part of a squared step that is across its row, from where on float32 knows that part
+_LEAST = 1e-30  # sums of squares from this on are as exact as float32 is
+_WITHIN = (1e-240, 1e300)  # what stands for sums that float64 cannot hold either
+
+
+class Moves(NamedTuple):
+    """What became of a slot of the rows that were compared."""
+
+    rows: npt.NDArray[np.int64]  # those that have changed, by number
+    l2: Floats  # of each of these
+    # distance of each of these, from 0 to 2; NaN where a side has none: one value, all zeros, or not finite
+    cosine: Floats
+
+
+class SlotComparer:
+    """Compares rows of one slot; goes by bytes first while few rows change."""
+
+    def __init__(self, before: SlotSpec, after: SlotSpec, tolerance: float) -> None:
+        self._before, self._after, self._tolerance = before, after, tolerance
+        self._most_changed = False
+        self._steps = np.empty(0, np.float32)  # kept: first touch of fresh memory costs more than what is done in it
+
+    def moves(self, before: Array, after: Array) -> Moves:
+        """Return which rows have changed, by more than the tolerance in any of their values, and how far they moved."""
+        n_rows = len(before)
+        rows = np.arange(n_rows)
+        if not self._most_changed and self._before.dtype == self._after.dtype:
+            rows = np.flatnonzero(differ(before, after))
+            before, after = (before, after) if len(rows) == n_rows else (before[rows], after[rows])
+        if not len(rows):
+            return Moves(rows, np.empty(0), np.empty(0))
+        before, after = numbers(before, self._before), numbers(after, self._after)
+        if before.dtype.kind not in "f" or after.dtype != before.dtype or before.dtype == np.float64:
+            l2, cosine, largest = _exact(before, after)
+        else:
+            if len(self._steps) < before.size:
+                self._steps = np.empty(before.size, np.float32)
+            step = self._steps[: before.size].reshape(before.shape)
+            l2, cosine, largest = _quick(before, after, step, want_largest=self._tolerance > 0)
+        changed = ~(largest <= self._tolerance) if self._tolerance > 0 else ~(l2 == 0)
+        moves = Moves(rows, l2, cosine) if changed.all() else Moves(rows[changed], l2[changed], cosine[changed])
+        self._most_changed = len(moves.rows) > 0.9 * n_rows
+        return moves
+
+
+def differ(before: Array, after: Array) -> npt.NDArray[np.bool_]:
+    """Say of each row whether any byte differs."""
+    width = next(width for width in (8, 4, 2, 1) if before.dtype.itemsize % width == 0)
+    words = np.dtype(f"u{width}")
+    differ = before.view(words).reshape(len(before), -1) != after.view(words).reshape(len(before), -1)
+    if differ.shape[1] % 8 == 0:
+        differ = differ.view(np.uint64)
+    if differ.shape[1] > _FEW_COLUMNS:
+        return np.asarray(differ.any(axis=1))
+    differs: Array = differ[:, 0].copy()
+    for column in range(1, differ.shape[1]):  # several times as fast as any(axis=1)
+        differs |= differ[:, column]
+    return np.asarray(differs != 0)
+
+
+def numbers(rows: Array, slot: SlotSpec) -> Array:
+    """Return the bytes of rows as numbers, one row a row, float32 where that holds them exactly."""
+    values: Array
+    if slot.dtype == "bfloat16":
+        values = (rows.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    elif slot.dtype == "float16":
+        values = rows.view(np.float16).astype(np.float32)
+    else:
+        values = rows.view(slot.dtype)
+    return values.reshape(len(rows), -1)
+
+
+def _quick(before: Array, after: Array, step: Array, *, want_largest: bool) -> tuple[Floats, Floats, Floats]:
+    """Return L2, cosine distance and largest difference of float32 rows, in float32 where that is exact enough."""
+    with np.errstate(all="ignore"):
+        np.subtract(after, before, out=step)
+        moved, along, size = (
+            np.einsum("ij,ij->i", one, other).astype(np.float64)
+            for one, other in ((step, step), (step, before), (before, before))
+        )
+        l2 = np.sqrt(moved)
+        # Of lengths a and b: |b - a|^2 and (b - a)a give the cosine also where the step is small.
+        grown = 2 * along + moved
+        size_after = size + grown
+        norm, norm_after = np.sqrt(size), np.sqrt(np.maximum(size_after, 0))
+        across = moved - np.square(grown / (norm + norm_after))
+        cosine = np.clip(across / (2 * norm * norm_after), 0, 2)
+        largest = np.abs(step).max(axis=1).astype(np.float64) if want_largest else l2
+        least, most = _SAFE
+        is_safe = (np.minimum(moved, size) > least) & (np.maximum(moved, size) < most)
+        is_safe &= (size_after > 1e-4 * size) & (size_after < most)
+        is_along = is_safe & (across <= _ACROSS * moved)
+    shrunk, rest = np.flatnonzero(is_along), np.flatnonzero(~is_safe)
+    if len(shrunk) and before.shape[1] > 1:
+        cosine[shrunk] = _cosine_along(before[shrunk], after[shrunk])
+    if len(rest):
+        l2[rest], cosine[rest], exact = _exact(before[rest], after[rest])
+        largest[rest] = exact if want_largest else l2[rest]
+    return l2, (cosine if before.shape[1] > 1 else np.full(len(l2), np.nan)), largest
+
+
+def _cosine_along(before: Array, after: Array) -> Floats:
+    """Return cosine distances of rows that have kept their direction, such as those that weight decay shrinks."""
+    one, other = before.astype(np.float64), after.astype(np.float64)
+    size, along, size_after = (np.einsum("ij,ij->i", a, b) for a, b in ((one, one), (one, other), (other, other)))
+    across = other - (along / size)[:, None] * one
+    norms = np.sqrt(size * size_after)
+    small = np.einsum("ij,ij->i", across, across) * size / (norms * (norms + np.maximum(along, 0)))
+    distances: Floats = np.where(along > 0, small, 1 - along / norms)
+    return distances
+
+
+def _exact(before: Array, after: Array) -> tuple[Floats, Floats, Floats]:
+    """Return L2, cosine distance and largest difference in float64, scaled so that no square over- or underflows."""
+    with np.errstate(all="ignore"):
+        same = before == after
+        if before.dtype.kind == "f" and after.dtype.kind == "f":
+            same |= np.isnan(before) & np.isnan(after)
+        one, other = before.astype(np.float64), after.astype(np.float64)
+        step = np.where(same, 0.0, other - one)
+        if before.dtype.kind in "iu" and after.dtype.kind in "iu":  # int64 may be too close for float64
+            low, high = (pick(before, after).astype(np.int64).view(np.uint64) for pick in (np.minimum, np.maximum))
+            step = (high - low).astype(np.float64)
+        largest = np.abs(step).max(axis=1)
+        scale = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
+        l2 = scale * np.sqrt(np.square(step / scale[:, None]).sum(axis=1))
+        if before.shape[1] == 1:
+            return l2, np.full(len(l2), np.nan), largest
+        one, other = (side / np.abs(side).max(axis=1, keepdims=True) for side in (one, other))
+        one, other = (side / np.sqrt(np.square(side).sum(axis=1, keepdims=True)) for side in (one, other))
+        cosine = np.square(other - one).sum(axis=1) / 2  # of vectors of length 1
+    return l2, cosine, largest
+
+
+def squares(values: Array) -> Array:
+    """Return the sum of squares of each row, exactly 0 of zeros alone; NaN where a value is not finite.
+
+    Args:
+        values: shape (rows, values), one row at least.
+    """
+    if values.dtype.kind != "f":
+        values = values.astype(np.float64)
+    elif values.dtype == np.float16:
+        values = values.astype(np.float32)
+    with np.errstate(all="ignore"):
+        sums: Array = np.einsum("ij,ij->i", values, values)
+        if sums.min() > _LEAST and sums.max() < np.inf:
+            return sums
+        # Values whose squares over- or underflow are not those that are infinite or zero.
+        sums = sums.astype(np.float64)
+        rest = np.flatnonzero(~((sums > _LEAST) & (sums < np.inf)))
+        exact = values[rest].astype(np.float64)
+        of_rest = np.clip(np.square(exact).sum(axis=1), *_WITHIN)
+        of_rest[(exact == 0).all(axis=1)] = 0.0
+        of_rest[~np.isfinite(exact).all(axis=1)] = np.nan
+        sums[rest] = of_rest
+    return sums

@@ -1,0 +1,303 @@
+"""``recckpt.history``: rows of a table over the checkpoints of a run, read from what has changed (no torch here)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from recckpt.checkpoint.chain import OpenLink
+from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError
+from recckpt.format.buckets import distinct
+from recckpt.inspect.distances import squares
+from recckpt.inspect.find import refuse_checkpoint
+from recckpt.output_dir.forget_requests import forgotten_among
+from recckpt.output_dir.index_file import why_nothing
+from recckpt.output_dir.listing import Checkpoint, Listing, look_around
+from recckpt.output_dir.open_files import first_whole
+from recckpt.parallel.threads import run_all
+from recckpt.sparse.files.arrow_format import column_values, ids_in
+from recckpt.sparse.files.catalogs import IdSet
+from recckpt.sparse.files.chain_table import AskedTable, as_ids
+from recckpt.sparse.files.table_reader import DELETED, Int64s
+from recckpt.storage import Storage, open_storage
+from recckpt.text import Line, Table, cell, escaped, html, nearest, one_line, plain, plural, section
+from recckpt.text.columns import Tone
+from recckpt.types import EMBEDDING
+
+_THREADS = 8
+_HEAD = ("CHECKPOINT", "STEP", "ROW", "SINCE STEP", "NORM", "MOVED")
+_TONES: dict[str, Tone] = {"changed": "newest", "new": "good", "back": "good", "gone": "past", "damaged": "damaged"}
+
+Change = Literal["there", "new", "changed", "same", "gone", "back", "absent", "damaged"]
+StoredRow = Mapping[str, npt.NDArray[Any]]  # slot -> its values, bfloat16 as float32
+
+
+@dataclass(frozen=True)
+class RowAt:
+    """A row in one checkpoint.
+
+    Attributes:
+        ckpt_id: the checkpoint.
+        step: its global step, None where the saver did not count.
+        time: when it was committed, in UTC, as ISO 8601.
+        change: what became of the row since the checkpoint before: ``"new"``; ``"changed"``: a value of any slot is
+            another; ``"same"``; ``"gone"``; ``"back"``: it was gone, and is there again; ``"absent"``: it was not there
+            before either. In the oldest checkpoint ``"there"`` or ``"absent"``; ``"damaged"`` where a file that would
+            say so is damaged.
+        since: the oldest checkpoint from which on the row has been as it is in this one; None where it is not there.
+        since_step: its step.
+        norm: Euclidean norm of the embedding, NaN where a value is not finite; None where the row is not there.
+        moved: Euclidean distance of the embedding from that before, where it has changed.
+        slots: the other slots: the value of one that is a single number, and the norm of any other.
+    """
+
+    ckpt_id: str
+    step: int | None
+    time: str
+    change: Change
+    since: str | None = None
+    since_step: int | None = None
+    norm: float | None = None
+    moved: float | None = None
+    slots: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class RowHistory:
+    """A row over the checkpoints of a run.
+
+    Attributes:
+        id: its id.
+        states: the row in each checkpoint, oldest first.
+        was_forgotten: whether the audit has the id among those that were asked to be forgotten.
+    """
+
+    id: int
+    states: tuple[RowAt, ...]
+    was_forgotten: bool = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the row is in any checkpoint."""
+        return any(state.norm is not None for state in self.states)
+
+
+@dataclass(frozen=True, repr=False)
+class TableHistory:
+    """Rows of a table over the checkpoints of a run; prints as ``recckpt history``, and is tables in a notebook.
+
+    Attributes:
+        url: the output dir.
+        table: name of the table.
+        rows: in the order of the ids that were asked for.
+        damage: directory of a checkpoint -> what is wrong with it, or with a link that it stands on.
+    """
+
+    url: str
+    table: str
+    rows: tuple[RowHistory, ...]
+    damage: Mapping[str, str]
+
+    def row(self, id_: int) -> RowHistory:
+        """Return the history of an id; KeyError where it was not asked for."""
+        return {row.id: row for row in self.rows}[id_]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as dicts, lists, numbers and strings, as ``--json`` has it."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return "\n".join(plain(lines_of(self)))
+
+    def __repr__(self) -> str:
+        return f"<TableHistory {self.url!r}: {plural(len(self.rows), 'row')} of table {escaped(self.table)}>"
+
+    def _repr_html_(self) -> str:
+        return html.body("history", html.lines(lines_of(self)), "")
+
+
+def history(
+    path: str | os.PathLike[str], table: str, ids: Iterable[int] | npt.NDArray[np.integer[Any]]
+) -> TableHistory:
+    """Return what became of rows over all checkpoints of a run that are kept: their norms, changes, counts and moments.
+
+    Of each checkpoint only its own files are read, of a delta what has changed, and of these only the catalogs and
+    batches that may have the ids, each once. Every byte that is read is checked; what is damaged is said, and hides
+    only the checkpoints that need it. Imports no torch. Prints as the text of ``recckpt history``.
+
+    Args:
+        path: an output dir; any fsspec URL.
+        table: name of the table.
+        ids: int64 numbers; one that is there several times is looked up once.
+
+    Raises:
+        TypeError: ``ids`` are not int64 numbers.
+        CheckpointNotFoundError: there is no checkpoint that can be used, or the path is that of a checkpoint itself.
+        KeyError: no checkpoint has such a table.
+        CheckpointRemovedError: its writer removed a checkpoint while it was read, again and again.
+    """
+    asked, storage = as_ids(ids), open_storage(os.fspath(path))
+    return first_whole(lambda: look_around(storage), partial(_history, storage, table, asked))
+
+
+def _history(storage: Storage, table: str, asked: Int64s, listing: Listing) -> TableHistory:
+    checkpoints = listing.current
+    for newer in listing.damaged.values():
+        if isinstance(newer, FormatVersionError):  # what it holds is not known here
+            raise newer
+    if not checkpoints:
+        for error in (*listing.damaged.values(), *listing.unreadable.values()):
+            raise error
+        refuse_checkpoint(storage.url)
+        raise CheckpointNotFoundError(f"{storage.url}: {why_nothing(storage)}")
+    names = {entry.name for checkpoint in checkpoints for entry in checkpoint.manifest.tables}
+    if table not in names:
+        raise KeyError(f"{storage.url}: found no table {table!r} in any checkpoint{nearest(table, sorted(names))}")
+    ids, links = distinct(asked), {link.directory: link for each in checkpoints for link in each.links}
+    read = partial(_named_rows, storage, table=table, ids=ids)
+    of_links = dict(zip(links, run_all(read, links.values(), storage.threads(_THREADS)), strict=True))
+    damage = {directory: of_link for directory, of_link in of_links.items() if isinstance(of_link, str)}
+    damage |= {directory: str(error) for directory, error in (listing.damaged | listing.unreadable).items()}
+    try:
+        forgotten = forgotten_among(storage, table, ids)
+    except CorruptCheckpointError as error:
+        forgotten, damage = set(), damage | {error.path: str(error)}
+    rows = (
+        RowHistory(id_, tuple(_states(id_, checkpoints, table, of_links)), id_ in forgotten)
+        for id_ in dict.fromkeys(asked.tolist())
+    )
+    return TableHistory(storage.url, table, tuple(rows), damage)
+
+
+NamedRows = Mapping[int, StoredRow | None]  # id -> its row, None where it is deleted
+
+
+def _named_rows(storage: Storage, checkpoint: Checkpoint, table: str, ids: Int64s) -> NamedRows | str:
+    """Return what a checkpoint's own files have of ids, which are sorted, each once; or why they cannot say so.
+
+    No batch is read that cannot have them.
+
+    Raises:
+        CheckpointRemovedError: its writer removed it meanwhile.
+    """
+    entry = checkpoint.manifest.table(table)
+    if entry is None:
+        return {}
+    try:
+        reader = OpenLink.of(storage, checkpoint).reader(table, [slot.name for slot in entry.slots], IdSet(ids))
+        asked = AskedTable(reader)
+        places = asked.find(ids)
+    except CorruptCheckpointError as error:
+        return str(error)
+    named: dict[int, StoredRow | None] = dict.fromkeys(ids[places == DELETED].tolist())
+    for batch in asked.batches:
+        columns = {slot.name: column_values(batch.column(slot.name), slot) for slot in entry.slots}
+        for n, id_ in enumerate(ids_in(batch).tolist()):
+            named[id_] = {name: np.array(values[n]) for name, values in columns.items()}
+    return named
+
+
+def _states(
+    id_: int, checkpoints: Sequence[Checkpoint], table: str, links: Mapping[str, NamedRows | str]
+) -> Iterator[RowAt]:
+    """Yield a row in each of the checkpoints, oldest first, by what the own files of each of their links say of it."""
+    before: StoredRow | None = None
+    since: Checkpoint | None = None
+    was_there, is_first = False, True
+    for checkpoint in checkpoints:
+        manifest = checkpoint.manifest
+        head = (manifest.ckpt_id, manifest.step, manifest.time)
+        row = _row_in(checkpoint, table, id_, links)
+        if isinstance(row, str):
+            yield RowAt(*head, "damaged")
+            continue
+        if row is None:
+            yield RowAt(*head, "absent" if before is None else "gone")
+            since = None
+        elif before is not None and _is_same(before, row):
+            yield _row_at(head, "same", row, since)
+        else:
+            change: Change = (
+                "changed" if before is not None else "there" if is_first else "back" if was_there else "new"
+            )
+            since = checkpoint
+            yield _row_at(head, change, row, since, before)
+        before, is_first, was_there = row, False, was_there or row is not None
+
+
+def _row_in(
+    checkpoint: Checkpoint, table: str, id_: int, links: Mapping[str, NamedRows | str]
+) -> StoredRow | str | None:
+    """Return a row by the newest link that names it, None where it is not there; a text where a link is damaged."""
+    for link in checkpoint.links:
+        entry, named = link.manifest.table(table), links[link.directory]
+        if entry is None:
+            return None
+        if isinstance(named, str):
+            return named
+        if id_ in named or entry.is_whole:
+            return named.get(id_)
+    return None
+
+
+def _is_same(one: StoredRow, other: StoredRow) -> bool:
+    """Say whether two rows have the same slots with the same bits."""
+    return one.keys() == other.keys() and all(
+        value.dtype == other[name].dtype
+        and value.shape == other[name].shape
+        and value.tobytes() == other[name].tobytes()
+        for name, value in one.items()
+    )
+
+
+def _row_at(
+    head: tuple[str, int | None, str],
+    change: Change,
+    row: StoredRow,
+    since: Checkpoint | None,
+    before: StoredRow | None = None,
+) -> RowAt:
+    embedding, moved = row[EMBEDDING], None
+    if before is not None and before[EMBEDDING].shape == embedding.shape:
+        with np.errstate(all="ignore"):
+            moved = _norm(embedding.astype(np.float64) - before[EMBEDDING].astype(np.float64))
+    slots = {name: _norm(value) if value.ndim else value.item() for name, value in row.items() if name != EMBEDDING}
+    since_id, since_step = (None, None) if since is None else (since.ckpt_id, since.manifest.step)
+    return RowAt(*head, change, since_id, since_step, _norm(embedding), moved, slots)
+
+
+def _norm(values: npt.NDArray[Any]) -> float:
+    """Return the Euclidean norm of an array, NaN where a value is not finite."""
+    return float(np.sqrt(squares(np.reshape(values, (1, -1))), dtype=np.float64)[0]) if np.size(values) else 0.0
+
+
+def lines_of(history: TableHistory) -> list[Line]:
+    """Return a table for each row, and what is damaged."""
+    lines: list[Line] = []
+    for row in history.rows:
+        forgotten = ", which was asked to be forgotten" if row.was_forgotten else ""
+        lines += section(f"{escaped(history.table)} {row.id}{forgotten}", _lines_of_row(row))
+    broken = [f"{escaped(directory)}: {one_line(reason)}" for directory, reason in history.damage.items()]
+    return [*lines, *section("damaged", broken)][1:]
+
+
+def _lines_of_row(row: RowHistory) -> Iterator[Line]:
+    if not row.is_known and all(state.change == "absent" for state in row.states):
+        yield f"in none of {plural(len(row.states), 'checkpoint')}"
+        return
+    slots = list(dict.fromkeys(name for state in row.states for name in state.slots or ()))
+    rows = []
+    for state in row.states:
+        values = [state.norm, state.moved, *((state.slots or {}).get(name) for name in slots)]
+        step, since = ("-" if step is None else str(step) for step in (state.step, state.since_step))
+        shown = ("-" if value is None else cell(value) for value in values)
+        rows.append([escaped(state.ckpt_id), step, state.change, since, *shown])
+    head = (*_HEAD, *map(escaped, slots))
+    tones = {number: _TONES[state.change] for number, state in enumerate(row.states) if state.change in _TONES}
+    yield Table(head, rows, (*_HEAD[3:], "STEP", *map(escaped, slots)), tones)

@@ -1,1 +1,0 @@
-"""What became of rows and tensors over the checkpoints of a run."""

@@ -1,1 +1,0 @@
-"""How a run is: its checkpoints, its saves, and the rows of its newest checkpoint."""

@@ -1,0 +1,332 @@
+"""A table that lies by columns, while it is saved: ranks exchange columns, and each saves some of the rows whole.
+
+Of W ranks each saves a W-th of the rows. What it lacks comes in windows, at meetings of all ranks, so that a rank that
+fails ends the exchange for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from recckpt.errors import LiveTableError
+from recckpt.live.boxes import place_in_row, whole_spec
+from recckpt.live.store import RowRange
+from recckpt.parallel.ranks import Meetings
+from recckpt.sparse.files.table_rows import StillTable
+from recckpt.sparse.table.column import Column, aligned_bytes
+from recckpt.sparse.table.snapshot import Snapshot
+from recckpt.sparse.table.store import Ids, marked_rows
+from recckpt.types import Box, SlotSpec
+
+Bytes = npt.NDArray[np.uint8]
+WINDOW_BYTES = 16 << 20  # that a rank sends at a meeting, about
+Int64s = npt.NDArray[np.int64]
+_ID_SPEC = SlotSpec("id", "int64", ())
+
+
+@dataclass(frozen=True)
+class Head:
+    """What other ranks have to know of the part of a table that a rank has."""
+
+    box: Box
+    slots: tuple[SlotSpec, ...]
+    is_delta: bool
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows [begin, end) of those that a part saves of a table."""
+
+    table: int
+    begin: int
+    end: int
+
+
+def join_columns(sources: Sequence[ColumnRows], meetings: Meetings, *, window_bytes: int | None = None) -> None:
+    """Make whole rows of what the ranks have of tables; all have the same tables, in one order. Collective.
+
+    The rows of a delta are those that have changed on any of the ranks that have columns of them.
+
+    Args:
+        sources: of this rank.
+        meetings: where the ranks meet.
+        window_bytes: that a rank sends at a meeting, about; None for ``WINDOW_BYTES``.
+
+    Raises:
+        LiveTableError: what the ranks have is not all parts of the rows, or something has written to a table unseen.
+        RecckptError: another rank has failed.
+    """
+    exchange = _Exchange(sources, meetings, window_bytes or WINDOW_BYTES)
+    exchange.agree()
+    exchange.send_all()
+    for source in sources:
+        source.end()
+
+
+class _Exchange:
+    """One exchange of columns. Of each table it knows the source here, and who has which part of the same rows."""
+
+    def __init__(self, sources: Sequence[ColumnRows], meetings: Meetings, window_bytes: int) -> None:
+        self._meetings = meetings
+        of_ranks = meetings.gather([Head(each.box, each.parts, each.is_delta) for each in sources])
+        self._tables = [
+            (source, holders_of(source.name, number, of_ranks, meetings.rank)) for number, source in enumerate(sources)
+        ]
+        self._is_delta = any(head.is_delta for heads in of_ranks for head in heads)
+        widest = max((len(head.box.columns) for heads in of_ranks for head in heads), default=1)
+        self._limit = window_bytes // max(1, widest - 1)  # of what one rank sends another at a time
+
+    def agree(self) -> None:
+        own = [source.bits() for source, _ in self._tables]
+        union = [bits.copy() for bits in own]
+        if self._is_delta:
+            size, here = self._meetings.size, self._meetings.rank
+            # The tables of which another rank has columns of the same rows as this one.
+            shared = [
+                [n for n, (_, heads) in enumerate(self._tables) if rank != here and rank in heads]
+                for rank in range(size)
+            ]
+            parcels = self._meetings.exchange([_joined(own[n] for n in tables) for tables in shared])
+            for tables, parcel in zip(shared, parcels, strict=True):
+                at = 0
+                for n in tables:
+                    union[n] |= parcel[at : at + len(own[n])]
+                    at += len(own[n])
+        for (source, _), bits in zip(self._tables, union, strict=True):
+            source.begin(bits)
+
+    def send_all(self) -> None:
+        """Send the columns of this rank to those that save the rows, and take theirs, window by window."""
+        size, rank = self._meetings.size, self._meetings.rank
+        sent = [self._windows(to, rank) for to in range(size)]
+        taken = [self._windows(rank, sender) for sender in range(size)]
+        n_needed = max((len(each) for to, each in enumerate(sent) if to != rank), default=0)
+        n_windows = max(self._meetings.gather(n_needed))
+        for number in range(n_windows):
+            parcels = [self._packed(sent[to][number : number + 1], to) for to in range(size)]
+            for sender, parcel in enumerate(self._meetings.exchange(parcels)):
+                if sender != rank:
+                    self._unpack(taken[sender][number : number + 1], sender, parcel)
+        for piece in (piece for window in taken[rank] for piece in window):
+            source, part = self._tables[piece.table][0], self._tables[piece.table][0].box.part
+            source.take(part, piece.begin, piece.end, source.send(part, piece.begin, piece.end))
+
+    def _windows(self, to: int, sender: int) -> list[list[Piece]]:
+        """Return what one rank sends another, or takes of its own, window by window; both know it alike."""
+        sizes = {
+            n: (source.n_chosen(heads[to].box.part), sum(spec.row_bytes for spec in heads[sender].slots))
+            for n, (source, heads) in enumerate(self._tables)
+            if to in heads and sender in heads
+        }
+        return windows(sizes, self._limit)
+
+    def _packed(self, some: Sequence[Sequence[Piece]], to: int) -> Bytes:
+        """Return the bytes of a window, or of none; of none for this rank itself."""
+        values: list[Bytes] = []
+        for piece in (piece for window in some for piece in window if to != self._meetings.rank):
+            source, heads = self._tables[piece.table]
+            values += source.send(heads[to].box.part, piece.begin, piece.end)
+        return _joined(values)
+
+    def _unpack(self, some: Sequence[Sequence[Piece]], sender: int, parcel: Bytes) -> None:
+        at = 0
+        for piece in (piece for window in some for piece in window):
+            source, heads = self._tables[piece.table]
+            values = []
+            for spec in heads[sender].slots:
+                n_bytes = (piece.end - piece.begin) * spec.row_bytes
+                values.append(parcel[at : at + n_bytes])
+                at += n_bytes
+            source.take(heads[sender].box.part, piece.begin, piece.end, values)
+
+
+def holders_of(name: str, number: int, of_ranks: Sequence[Sequence[Head]], rank: int) -> dict[int, Head]:
+    """Return who has columns of the rows of which a rank has some, each with what it has.
+
+    Raises:
+        LiveTableError: they do not have all parts, each once and of the same slots.
+    """
+    own = of_ranks[rank][number]
+    if own.box.rows[0] == own.box.rows[1]:
+        return {}
+    heads = {other: heads[number] for other, heads in enumerate(of_ranks) if heads[number].box.rows == own.box.rows}
+    parts = [head.box.part for head in heads.values()]
+    is_alike = all(
+        (head.box.columns, head.is_delta, [spec.name for spec in head.slots])
+        == (own.box.columns, own.is_delta, [spec.name for spec in own.slots])
+        for head in heads.values()
+    )
+    if sorted(parts) != list(range(len(own.box.columns))) or not is_alike:
+        raise LiveTableError(
+            f"table {name!r}: found the parts {parts} of its columns on the ranks {list(heads)}, expected each of "
+            f"{len(own.box.columns)} once, with the same slots: call live_tables on each rank once the model is sharded"
+        )
+    return heads
+
+
+def windows(sizes: Mapping[int, tuple[int, int]], limit: int) -> list[list[Piece]]:
+    """Return windows of about ``limit`` bytes; ``sizes`` are (rows, bytes of a row) by table; pure."""
+    made: list[list[Piece]] = []
+    left = 0
+    for table, (n_rows, row_bytes) in sizes.items():
+        at = 0
+        while at < n_rows:
+            if left < row_bytes:
+                made.append([])
+                left = max(limit, row_bytes)
+            end = min(n_rows, at + left // row_bytes)
+            made[-1].append(Piece(table, at, end))
+            left -= (end - at) * row_bytes
+            at = end
+    return made
+
+
+def _joined(pieces: Iterable[Bytes]) -> Bytes:
+    return np.concatenate([np.empty(0, np.uint8), *pieces])
+
+
+class _Joining(NamedTuple):
+    """Which rows of the box are saved, None for all; and the whole rows of the share of this rank, by slots."""
+
+    rows: Int64s | None
+    values: Mapping[str, Bytes]  # shape (rows, bytes of a row)
+
+
+class ColumnRows:
+    """Rows of a table that lies by columns: a source of whole rows once ranks have sent each other their columns.
+
+    Before that, it is known how many rows it has of a full save alone. What is read of the table is read once.
+
+    Args:
+        snapshot: the columns of this rank, of all rows of the box.
+        box: what this rank has.
+        changed: returns a bit a row of the snapshot, 1 for those of a delta; None where all rows are saved.
+    """
+
+    def __init__(self, snapshot: Snapshot, box: Box, changed: Callable[[], Bytes] | None = None) -> None:
+        self.name, self.box, self.parts = snapshot.name, box, snapshot.slots
+        self.slots = tuple(whole_spec(spec, box) for spec in snapshot.slots)
+        self._snapshot, self._changed = snapshot, changed
+        self._joining: _Joining | None = None
+        self._whole: StillTable | None = None
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether some of the rows are saved."""
+        return self._changed is not None
+
+    def since(self, changed: Callable[[], Bytes]) -> ColumnRows:
+        """Return what has changed by then, on any rank that has columns of it; ``changed`` is as of the constructor."""
+        return ColumnRows(self._snapshot, self.box, changed)
+
+    def share_of(self, n_changed: int) -> int:
+        """Return about how many of the rows that changed here are saved here, in all as many as have changed."""
+        part, n_parts = self.box.part, len(self.box.columns)
+        return n_changed * (part + 1) // n_parts - n_changed * part // n_parts
+
+    def bits(self) -> Bytes:
+        """Return a bit a row of the box, 1 for those that have changed here, in whole words of 8 bytes."""
+        bits = b"" if self._changed is None else self._changed()
+        return np.frombuffer(bits, np.uint8)[: 8 * -(-self._snapshot.n_rows // 64)]
+
+    def begin(self, bits: Bytes) -> None:
+        """Choose the rows that are saved, by a bit a row of the box that all its parts agree on; any bits for all."""
+        rows = None
+        if self.is_delta:
+            self._snapshot.narrow(bits)
+            rows = marked_rows(bits, self._snapshot.n_rows)
+        begin, end = self._share(rows, self.box.part)
+        sizes = {spec.name: spec.row_bytes for spec in self.slots}
+        memory = {name: aligned_bytes((end - begin) * size) for name, size in sizes.items()}
+        values = {name: some.reshape(end - begin, sizes[name]) for name, some in memory.items()}
+        self._joining = _Joining(rows, values)
+
+    def n_chosen(self, part: int) -> int:
+        """Return how many rows are saved of the share of a part."""
+        begin, end = self._share(self._joined.rows, part)
+        return end - begin
+
+    def read(self, column: int, rows: npt.NDArray[Any], target: Bytes, *, is_last: bool) -> None:
+        self._source.read(column, rows, target, is_last=is_last)
+
+    def send(self, part: int, begin: int, end: int) -> list[Bytes]:
+        """Return the columns of this rank, slot by slot, of those rows that a part saves; they are not read again."""
+        chosen = self._joined.rows
+        first, _ = self._share(chosen, part)
+        rows = np.arange(first + begin, first + end) if chosen is None else chosen[first + begin : first + end]
+        targets = {spec.name: np.empty(len(rows) * spec.row_bytes, np.uint8) for spec in self.parts}
+        self._snapshot.read_slots(rows, targets, is_last=True)
+        return [targets[spec.name] for spec in self.parts]
+
+    def take(self, part: int, begin: int, end: int, values: Sequence[Bytes]) -> None:
+        """Put the columns that a part has sent, slot by slot, into rows that this rank saves."""
+        for spec, some in zip(self.parts, values, strict=True):
+            first, last = place_in_row(spec, self.box, part)
+            self._joined.values[spec.name][begin:end, first:last] = some.reshape(end - begin, last - first)
+
+    def end(self) -> None:
+        """Be the whole rows from now on: all have been taken."""
+        rows, values = self._joined
+        begin, end = self._share(rows, self.box.part)
+        first = self.box.rows[0]
+        ids: RowRange | Column = RowRange(first + begin, end - begin)
+        if rows is not None:
+            ids = Column.over(_ID_SPEC, torch.from_numpy(first + rows[begin:end]))
+        columns = {}
+        for spec in self.slots:
+            tensor = torch.from_numpy(values[spec.name].reshape(-1)).view(getattr(torch, spec.dtype))
+            columns[spec.name] = Column.over(spec, tensor.view(end - begin, *spec.shape))
+        self._whole, self._joining = StillTable(self.name, end - begin, ids, columns, self.n_all), None
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows that this rank writes."""
+        return self.n_all if self._whole is None else self._whole.n_rows
+
+    @property
+    def n_all(self) -> int:
+        """Rows of its share, those that have not changed included."""
+        begin, end = self.box.own_rows
+        return end - begin
+
+    @property
+    def ids(self) -> Ids:
+        return self._source.ids
+
+    @property
+    def n_kept(self) -> int:
+        return self._snapshot.n_kept
+
+    def deletes(self) -> Int64s:
+        """Return nothing: all rows are there always."""
+        return np.empty(0, np.int64)
+
+    def close(self) -> None:
+        self._snapshot.close()
+        self._whole = self._joining = None
+
+    @property
+    def _source(self) -> StillTable:
+        if self._whole is None:
+            raise RuntimeError(f"table {self.name!r}: its columns are not joined, or it is closed")
+        return self._whole
+
+    @property
+    def _joined(self) -> _Joining:
+        if self._joining is None:
+            raise RuntimeError(f"table {self.name!r}: nobody has begun to join its columns, or it is closed")
+        return self._joining
+
+    def _share(self, rows: Int64s | None, part: int) -> tuple[int, int]:
+        """Return where the rows that a part saves begin and end among those that are saved, None for all."""
+        begin, end = (row - self.box.rows[0] for row in self.box.shares[part])
+        if rows is None:
+            return begin, end
+        first, last = np.searchsorted(rows, [begin, end]).tolist()
+        return first, last

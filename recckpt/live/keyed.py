@@ -1,0 +1,328 @@
+"""Live tables whose rows belong to ids that come and go: their rows, their door, and how a load fills them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from recckpt.errors import LiveTableError
+from recckpt.live.attached import AttachedTable, LiveTarget
+from recckpt.live.store import LiveStore
+from recckpt.sparse.files.owners import OwnedIds
+from recckpt.sparse.files.table_target import LoadTarget, OwnTarget, Values
+from recckpt.sparse.table.column import Column
+from recckpt.sparse.table.placed import IdPlaces, PlacedRows, PlacedStore
+from recckpt.sparse.table.row_store import RowStore
+from recckpt.sparse.table.store import HasMarkSets, in_order
+from recckpt.sparse.table.table import HashTable
+from recckpt.types import EMBEDDING, LiveTable, SlotSpec
+
+Int64s = npt.NDArray[np.int64]
+_ID = SlotSpec("id", "int64", ())
+
+
+@dataclass(frozen=True)
+class IdMap:
+    """Which rows of a box belong to which ids: int64 ``ids``, ascending, their ``rows``, and int64 slots of them."""
+
+    ids: Tensor
+    rows: Tensor
+    meta: Mapping[str, Tensor]
+
+
+@runtime_checkable
+class KeyedLiveTable(LiveTable, Protocol):
+    """A live table whose rows belong to ids that come and go; it is saved by id, those that went as deletes.
+
+    Attributes:
+        n_ids: how many ids there can be over all ranks; None where those that have no place are left out.
+    """
+
+    n_ids: int | None
+
+    def id_map(self) -> IdMap:
+        """Return the ids of now; asked at every save. Tensors that change no more."""
+
+    @property
+    def owned_ids(self) -> OwnedIds:
+        """Which ids this rank takes in a load."""
+
+    def place(self, ids: Tensor, meta: Mapping[str, Tensor], *, drops: bool) -> Tensor:
+        """Return the rows that ids are to have, -1 for none; LiveTableError where that drops some, and may not."""
+
+    def take_ids(self, id_map: IdMap) -> None:
+        """Make these the ids, once a load has written their rows."""
+
+
+class KeyedStore(PlacedStore):
+    """What is saved of a keyed live table: the rows of its ids, and what else is known of these.
+
+    Args:
+        live: the table.
+        rows: its rows by their numbers.
+    """
+
+    def __init__(self, live: KeyedLiveTable, rows: LiveStore) -> None:
+        self._live, self._rows = live, rows
+        self.lock, self.says_what_changes, self.audit = rows.lock, rows.says_what_changes, rows.audit
+
+    @property
+    def memory(self) -> LiveStore:
+        return self._rows
+
+    def placed(self) -> IdPlaces:
+        """Return which id has which row now.
+
+        Raises:
+            LiveTableError: the map is not one, or has rows that are not on this rank.
+        """
+        id_map = self._live.id_map()
+        ids, rows = (tensor.cpu().numpy() for tensor in (id_map.ids, id_map.rows))
+        is_map = len(ids) == len(rows) and bool((ids[1:] > ids[:-1]).all())
+        n_rows = len(self._rows)
+        if not is_map or not _are_distinct(rows, n_rows):
+            raise LiveTableError(
+                f"table {self._live.name!r}: its ids or their rows are not all different and among {n_rows} rows, as "
+                "once something else has written its map: load a checkpoint, which writes it anew"
+            )
+        return IdPlaces(ids, rows, {name: values.cpu().numpy() for name, values in id_map.meta.items()})
+
+    def __len__(self) -> int:
+        return len(self._live.id_map().ids)
+
+    @property
+    def ids(self) -> Column:
+        return Column.over(_ID, torch.from_numpy(self.placed().ids))
+
+    @property
+    def columns(self) -> Mapping[str, Column]:
+        """A copy of the rows of the ids, in their order."""
+        placed = self.placed()
+        values = {name: column.gather(placed.places) for name, column in self._rows.saved_columns.items()}
+        values |= {name: torch.from_numpy(meta) for name, meta in placed.meta.items()}
+        return {slot.name: Column.over(slot, values[slot.name]) for slot in self.slots}
+
+    @property
+    def saved_columns(self) -> Mapping[str, Column]:
+        """The same: all of it is saved."""
+        return self.columns
+
+    @property
+    def slots(self) -> tuple[SlotSpec, ...]:
+        specs = (column.spec for column in self._rows.saved_columns.values())
+        return in_order((*specs, *(SlotSpec(name, "int64", ()) for name in self._live.id_map().meta)))
+
+    def snapshot(self, name: str, slots: Collection[str] | None = None) -> PlacedRows:
+        """Return the rows and ids as they are now, which stay so."""
+        with self.lock:
+            placed = self.placed()
+            of_ids = tuple(slot for slot in placed.slots if slots is None or slot.name in slots)
+            snapshot = PlacedRows(self._rows.snapshot(name, slots), placed, of_ids)
+            snapshot.keep_places(placed.places)
+            return snapshot
+
+    def track(self, marks: HasMarkSets) -> None:
+        self._rows.track(marks)
+
+
+def _are_distinct(rows: Int64s, n_rows: int) -> bool:
+    """Say whether rows are all different, and among so many: training waits for this, so nothing is sorted."""
+    if len(rows) and not 0 <= rows.min() <= rows.max() < n_rows:
+        return False
+    is_taken = np.zeros(n_rows, np.bool_)
+    is_taken[rows] = True
+    return int(np.count_nonzero(is_taken)) == len(rows)
+
+
+class KeyedTarget(OwnTarget):
+    """A table of ours with the rows of a keyed live one, which takes them over when all are there.
+
+    Until then the live table is as it was: what is damaged, or does not fit, has changed nothing of it. The load needs
+    memory for the rows of this rank a second time.
+    """
+
+    def __init__(self, table: AttachedKeyedTable) -> None:
+        slots = {slot.name: slot for slot in table.store.slots}
+        embedding = slots.pop(EMBEDDING)
+        gathered = HashTable(embedding.shape, name=table.name, dtype=getattr(torch, embedding.dtype))
+        for slot in slots.values():
+            gathered.store.add_column(slot)
+        super().__init__(gathered)
+        self.slice, self._gathered, self._attached, self._is_begun = None, gathered, table, False
+
+    def begin(self) -> None:
+        self._attached.prepare()
+        self._attached.rows.wait()
+        super().begin()
+        self._is_begun = False
+
+    @property
+    def finishes_last(self) -> bool:
+        """Whether it waits for the tables that have as many ids as they can: it takes what they leave."""
+        return self._attached.live.n_ids is None
+
+    @property
+    def has_limited_room(self) -> bool:
+        """Whether each rank may have too many ids for its rows, whatever all of them have."""
+        return self._attached.live.n_ids is not None and not self.owns_all
+
+    @property
+    def owned_ids(self) -> OwnedIds:
+        return self._attached.live.owned_ids
+
+    def clear(self) -> None:
+        self._is_begun = True
+        super().clear()
+
+    def begin_anew(self, slots: Collection[str]) -> None:
+        """Let slots of the optimizer have the values of its first step in the rows that come."""
+        first = float(self._attached.live.settings().get("initial_accumulator_value", 0.0))
+        for name in sorted((self._attached.rows.columns.keys() & slots) - {EMBEDDING}):
+            self._store.set_initial(name, first)
+
+    def start(self, initial: Mapping[str, float], n_rows: int | None) -> Mapping[str, float]:
+        """Prepare for rows, which go among those of now, unless these were cleared."""
+        self._begin_with_own()
+        return super().start(initial, n_rows)
+
+    def write_present(self, ids: Int64s, values: Values) -> int:
+        with self.lock:
+            self._begin_with_own()
+        return super().write_present(ids, values)
+
+    def _begin_with_own(self) -> None:
+        """Gather the rows of now, unless that is done, or they were cleared."""
+        if not self._is_begun:
+            store = self._attached.store
+            ids = store.placed().ids
+            self._gathered.store.insert(ids, {name: column.blocks[0] for name, column in store.columns.items()})
+            self._is_begun, self.aside, self.was_empty = True, None, len(ids) == 0
+
+    def check_room(self, *, drops: bool) -> None:
+        """Refuse more ids than there are rows on this rank.
+
+        Raises:
+            LiveTableError: there are, and it is not asked for that some are dropped.
+        """
+        if self._is_begun and self.has_limited_room:
+            self._attached.place(*_rows_of(self._store), drops=drops)
+
+    def finish(self, *, drops: bool = False) -> int:
+        """Give the live table its ids and rows; return how many have no place in it.
+
+        Raises:
+            LiveTableError: there are more than it can take, and it is not asked for that some are dropped.
+        """
+        super().finish()
+        if not self._is_begun:
+            return 0
+        n_dropped = self._attached.replace(*_rows_of(self._gathered.store), drops=drops)
+        self._attached.rows.wait()
+        self._attached.live.finish({}, {})
+        self._attached.look()
+        return n_dropped
+
+
+def live_target(table: AttachedTable) -> LoadTarget:
+    return KeyedTarget(table) if isinstance(table, AttachedKeyedTable) else LiveTarget(table)
+
+
+def _rows_of(store: RowStore) -> tuple[Int64s, dict[str, Tensor]]:
+    values = {name: column.to_tensor(len(store)) for name, column in store.columns.items()}
+    return store.ids.to_tensor(len(store)).numpy(), values
+
+
+class AttachedKeyedTable(AttachedTable):
+    """A keyed live table; arguments as of :class:`AttachedTable`."""
+
+    live: KeyedLiveTable
+
+    def __init__(
+        self, live: KeyedLiveTable, *, is_announced: bool = True, says_what_changes: bool = True, audit: int = 0
+    ) -> None:
+        super().__init__(live, is_announced=is_announced, says_what_changes=says_what_changes, audit=audit)
+        self._keyed = KeyedStore(live, self.rows)
+        self._is_as_loaded = False
+
+    @property
+    def store(self) -> KeyedStore:
+        return self._keyed
+
+    @property
+    def specs(self) -> tuple[SlotSpec, ...]:
+        """The slots of an id in a checkpoint: those of its row, and what else is known of it."""
+        return self.store.slots
+
+    @property
+    def n_saved(self) -> int:
+        return len(self.store)
+
+    def has_all_of(self, n_rows: int) -> bool:
+        """Say whether all ids and rows are as the last load found them in a checkpoint."""
+        return self._is_as_loaded
+
+    def embeddings(self) -> Tensor:
+        return self.store.columns[EMBEDDING].blocks[0]
+
+    @property
+    def slots(self) -> Mapping[str, Tensor]:
+        return {name: column.blocks[0] for name, column in self.store.columns.items() if name != EMBEDDING}
+
+    def write(self, ids: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Set slots of the rows of ids.
+
+        Raises:
+            LiveTableError: an id has no row, or what is to be set is known of the id and not of its row.
+        """
+        placed = self.store.placed()
+        at = np.searchsorted(placed.ids, ids.numpy())
+        at[at == len(placed.ids)] = 0
+        n_unknown = int((placed.ids[at] != ids.numpy()).sum()) if len(placed.ids) else len(ids)
+        if n_unknown or values.keys() & placed.meta.keys():
+            raise LiveTableError(
+                f"table {self.name!r}: found {n_unknown} ids without a row, and the slots {sorted(values)}, expected "
+                f"ids that have one, and none of {sorted(placed.meta)}: load a checkpoint to give ids rows"
+            )
+        self.rows.write(placed.places[at], values)
+
+    def place(
+        self, ids: Int64s, values: Mapping[str, Tensor], *, drops: bool
+    ) -> tuple[IdPlaces, dict[str, Tensor], Tensor]:
+        """Return ids in ascending order with their meta, the slots of their rows, and the rows, -1 where there is none.
+
+        Raises:
+            LiveTableError: there are more ids than can have a row, and it is not asked for that some are dropped.
+        """
+        order = np.argsort(ids)
+        values = {name: tensor[torch.from_numpy(order)] for name, tensor in values.items()}
+        names = self.live.id_map().meta.keys()
+        asked = IdPlaces(ids[order], order, {name: values.pop(name).numpy() for name in names})
+        meta = {name: torch.from_numpy(column) for name, column in asked.meta.items()}
+        return asked, values, self.live.place(torch.from_numpy(asked.ids), meta, drops=drops)
+
+    def replace(self, ids: Int64s, values: Mapping[str, Tensor], *, drops: bool) -> int:
+        """Make these the ids, all different, with these rows and meta; return how many of them got no row.
+
+        Raises:
+            LiveTableError: there are more than can have one, and it is not asked for that some are dropped. Nothing
+                has changed then.
+        """
+        asked, values, rows = self.place(ids, values, drops=drops)
+        meta = {name: torch.from_numpy(column) for name, column in asked.meta.items()}
+        taken = rows >= 0
+        at = rows[taken]
+        self.rows.write(at.numpy(), {name: tensor[taken] for name, tensor in values.items()})
+        of_taken = {name: column[taken] for name, column in meta.items()}
+        self.live.take_ids(IdMap(torch.from_numpy(asked.ids)[taken], at, of_taken))
+        now = self.store.placed()
+        kept = taken.numpy()
+        saved = IdPlaces(asked.ids[kept], at.numpy(), {name: column[kept] for name, column in asked.meta.items()})
+        n_dropped = len(ids) - len(at)
+        self._is_as_loaded = now.is_same(saved) and (n_dropped == 0 or self.live.n_ids is None)
+        return n_dropped

@@ -1,1 +1,0 @@
-"""Copies of an output dir in another store, which follow it: mirrors."""

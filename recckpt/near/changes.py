@@ -1,0 +1,62 @@
+"""The marks of a saver and near saves: one reads them and leaves them, and a restore of one sets them anew."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+
+from recckpt.errors import RecckptError
+from recckpt.near.payload import Payload
+from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.listing import Checkpoint
+from recckpt.policies.deltas import MAX_DELTAS, Deltas
+from recckpt.save.deltas import Changes
+from recckpt.sparse.table.store import is_stored
+from recckpt.storage import Storage
+from recckpt.types import SavableTable
+
+log = logging.getLogger("recckpt")
+_ANY = 1e18  # times the bytes of a full checkpoint
+
+
+class PeekedChanges(Changes):
+    """What changes, for a near save: marks and base are read, and stay (rule *keeps_marks*).
+
+    However long the chain is, a near save is none of its links; only where much has changed it is not worth its bytes.
+    """
+
+    def __init__(self, changes: Changes) -> None:
+        super().__init__(Deltas(full_every=MAX_DELTAS, max_chain_bytes=_ANY, max_dirty=changes.policy.max_dirty))
+        self.base = None if changes.base is None else replace(changes.base, is_candidate=False)
+        self.freeze = changes.tracker.peek
+
+    def is_in_doubt(self, storage: Storage, fence: Fence) -> bool:
+        """Say no: rank 0 has looked before."""
+        return False
+
+
+def count_from(changes: Changes, restored: Checkpoint, tables: Iterable[SavableTable]) -> None:
+    """Count changes from a checkpoint; of a near save, from that below it, and what it holds has changed since."""
+    if restored.near_dir is None:
+        changes.on_whole_restore(restored, tables)
+    elif changes.resume_from(restored.below[0].manifest):
+        mark(changes, restored, tables)
+
+
+def mark(changes: Changes, save: Checkpoint, tables: Iterable[SavableTable]) -> None:
+    """Mark in tables what a near save holds of them (rule *payload_is_marks*)."""
+    base, stored = save.below[0].manifest.origin, [table for table in tables if is_stored(table)]
+    slices = {table.name: getattr(table, "slice", None) for table in stored}
+    payload = Payload(save, set(slices.values()))
+    try:
+        for table in stored:
+            if payload.is_whole(table.name):
+                changes.tracker.forget(table)
+                continue
+            deleted, own = payload.deleted(table.name), slices[table.name]
+            deleted = deleted if own is None else deleted[own.owns(deleted)]
+            changes.tracker.resume(table, base, payload.changed(table.name), deleted)
+    except (RecckptError, OSError) as error:  # all is restored by now
+        log.warning("the next save is full: %s cannot be read once more: %s", save.manifest.save_id, error)
+        changes.drop_base()

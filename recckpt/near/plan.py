@@ -1,0 +1,133 @@
+"""What a near save is, decided once for all ranks from what each of them proposes; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from recckpt.near.moving import writers
+from recckpt.output_dir.checkpoint_dir import Intent
+from recckpt.output_dir.listing import Checkpoint
+from recckpt.save.decide import Phase, Proposal, SavePlan, decide
+from recckpt.save.deltas import agreed_kind
+
+_REMEDY = "make room on that host, raise max_bytes where Near has it, or save checkpoints more often"
+
+
+@dataclass(frozen=True)
+class NearStand:
+    """What rank 0 knows of a near save before the ranks agree on it.
+
+    Attributes:
+        intent: the directory, which is yet to be made.
+        cut: its number.
+        seq: the sequence number of its time.
+        links: what it stands on, newest first. Rule *staged_base*: as it was when it was staged.
+        stood_in: the last step at which a checkpoint was to take the place of one; it may have failed.
+    """
+
+    intent: Intent
+    cut: int
+    seq: int
+    links: Sequence[Checkpoint]
+    stood_in: int = 0
+
+    @property
+    def is_of_young_run(self) -> bool:
+        """Whether the run has made half as many steps since its newest checkpoint as before it, or more.
+
+        So there are few checkpoints in place of near saves, each at 1.5 times the step of the one before or later.
+        """
+        step, base = self.intent.step, self.links[0].manifest.step
+        return step is not None and base is not None and step >= 1.5 * max(base, self.stood_in)
+
+
+@dataclass(frozen=True)
+class NearProposal:
+    """What a rank proposes: what it has staged; its host, "" where that is not known; whether it saves a checkpoint."""
+
+    save: Proposal
+    host: str
+    is_saving: bool
+
+
+@dataclass(frozen=True)
+class BegunNear:
+    """A near save that all ranks have agreed on.
+
+    Attributes:
+        intent: the directory on each host.
+        cut: its number.
+        seq: the sequence number of its time.
+        hosts: the host of each rank.
+        copies: how many other hosts get the files of a host.
+    """
+
+    intent: Intent
+    cut: int
+    seq: int
+    hosts: tuple[str, ...]
+    copies: int
+
+    def is_first_of_host(self, rank: int) -> bool:
+        """Say whether a rank is the first of its host."""
+        return self.hosts.index(self.hosts[rank]) == rank
+
+
+@dataclass(frozen=True)
+class NearPlan:
+    """What all ranks do next.
+
+    Attributes:
+        save: what they have agreed on.
+        begun: the near save that begins; None where none does.
+        is_saving: whether a rank saves a checkpoint.
+        is_outgrown: whether none begins because a young run has outgrown its newest checkpoint.
+    """
+
+    save: SavePlan
+    begun: BegunNear | None
+    is_saving: bool
+    is_outgrown: bool = False
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether none begins because so much has changed."""
+        return self.begun is None and self.save.kind.stand_in is not None and not self.is_outgrown
+
+    @property
+    def needs_checkpoint(self) -> bool:
+        """Whether none begins before there is a checkpoint to stand on, and none is under way.
+
+        While one is, the ranks count from it one by one.
+        """
+        return self.begun is None and not self.is_too_large and not self.is_saving
+
+
+def decide_near(stand: NearStand | None, copies: int | None, proposals: Sequence[NearProposal]) -> NearPlan:
+    """Return what becomes of a near save; that there is none may be a refusal, as of any save.
+
+    Args:
+        stand: what rank 0 knows of it, None where it has nothing that it could stand on.
+        copies: how many other hosts are to have the files of a host; None for one where there are several.
+        proposals: of all ranks.
+    """
+    saves, is_saving = [each.save for each in proposals], any(each.is_saving for each in proposals)
+    failures = [save.failure for save in saves if save.failure is not None]
+    if stand is None and not any(failure.phase is Phase.SETTLE for failure in failures):
+        return NearPlan(SavePlan(), None, is_saving)
+    kind = agreed_kind([save.delta for save in saves])
+    if kind.base is None and not failures:  # before the room is looked at: all rows have no place in a near dir
+        return NearPlan(SavePlan(kind), None, is_saving, stand is not None and stand.is_of_young_run)
+    hosts = tuple(each.host for each in proposals)
+    n_copies = min(1 if copies is None else copies, len(set(hosts)) - 1)
+    shared = zip(saves, writers(hosts, n_copies), strict=True)
+    plan = decide([_in_room_of(save, here) for save, here in shared])
+    if stand is None or plan.refusal is not None:
+        return NearPlan(plan, None, is_saving)
+    return NearPlan(plan, BegunNear(stand.intent, stand.cut, stand.seq, hosts, n_copies), is_saving)
+
+
+def _in_room_of(save: Proposal, ranks: frozenset[int]) -> Proposal:
+    """Return a proposal whose room, on its host, is taken by the files of some ranks."""
+    return save if save.room is None else replace(save, room=replace(save.room, ranks=ranks, remedy=_REMEDY))

@@ -1,0 +1,380 @@
+"""Near saves: what has changed since the newest checkpoint, written by the ordinary writer to a near dir.
+
+The steps are those of docs/format.md, section 16. Only the first two are on the path of training.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from recckpt.dense.state_copy import DenseBuffers, RankDigests
+from recckpt.errors import RecckptError, WriterFencedError
+from recckpt.near.changes import PeekedChanges
+from recckpt.near.counts import NearCounts, NearMetrics, NearTally
+from recckpt.near.one_save import NearSave
+from recckpt.near.plan import BegunNear, NearPlan, NearProposal, NearStand, decide_near
+from recckpt.near.tier import NearTier
+from recckpt.output_dir.commit import chain_of
+from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.listing import list_checkpoints
+from recckpt.parallel.ranks import Ranks, RanksNow, outcome_of
+from recckpt.parallel.threads import Latch, Worker
+from recckpt.save.background import SaveRunner
+from recckpt.save.decide import SavePlan
+from recckpt.save.deltas import Changes
+from recckpt.save.forgetting import end_pending
+from recckpt.save.job import Destination, Job, Live, SparseSaver, State
+from recckpt.save.propose import Preparation, propose
+from recckpt.save.save_info import OutcomeWords, SaveInfo
+from recckpt.save.stage import Staged
+from recckpt.storage.transfers import Transfers
+
+log = logging.getLogger("recckpt")
+_WORDS = OutcomeWords(
+    failed="no near save was made; training goes on",
+    lost="no near save was made",
+    is_open="it was made only if all hosts had sealed it, which a restarted job will find",
+    is_committed="the near save was made all the same",
+)
+
+
+class Resumed(Protocol):
+    """Says whether a checkpoint of the output dir was loaded, and how metrics call the job."""
+
+    is_resumed: bool
+    run: str
+
+
+class LeftOutNear:
+    """Counts what is left out while work is under way, so that all ranks leave out the same.
+
+    Its threads end at different moments, while the ranks train at different steps. So they meet when the work is done,
+    each says how much it has left out by then, and all leave out as much as the one that has left out most. So no rank
+    asks the others when something is due, and what is left out costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._is_counted = threading.Lock(), False
+        self._n_left_out = self._n_of_all = 0
+        self._over = Latch()
+
+    def leaves_out(self) -> bool:
+        """Say whether what is due now is left out; waits while the ranks meet. For the thread that trains."""
+        with self._lock:
+            if not self._is_counted:
+                self._n_left_out += 1
+                return True
+        self._over.wait()
+        is_left_out = self._n_left_out < self._n_of_all
+        self._n_left_out += is_left_out
+        return is_left_out
+
+    def agree(self, ranks: Ranks) -> None:
+        """Let all ranks know how much is left out. Collective.
+
+        Raises:
+            RecckptError: a rank is missing.
+        """
+        self._count()
+        self._n_of_all = max(ranks.on_all(lambda: self._n_left_out))
+
+    def end(self) -> None:
+        """Leave out no more than all ranks have agreed on; nothing more where they have not."""
+        self._count()
+        self._over.set()
+
+    def _count(self) -> None:
+        with self._lock:
+            self._is_counted = True
+
+
+class NearSaves:
+    """The near saves of one saver, of which one may be under way. They raise nothing but WriterFencedError.
+
+    Collective where there are several ranks; not thread-safe.
+
+    Args:
+        live: what is saved.
+        to: where checkpoints go.
+        tier: where near saves go.
+        runner: runs the saves of checkpoints.
+        loads: says whether the run goes on from a checkpoint of the output dir, and how metrics call it.
+    """
+
+    def __init__(
+        self,
+        live: Live,
+        to: Destination,
+        tier: NearTier,
+        runner: SaveRunner,
+        loads: Resumed,
+    ) -> None:
+        assert to.changes is not None  # near= is refused without
+        self._live, self._durable, self._changes, self.tier = live, to, to.changes, tier
+        self._runner, self._loads, self._metrics = runner, loads, NearMetrics(loads.run)
+        self._to = replace(
+            to,
+            storage=tier.dir.storage,
+            transfers=Transfers(),
+            sparse_saver=SparseSaver(to.concurrency),  # its buffers are those of one save
+            min_free_bytes=0,
+            has_bar=False,
+            buffers=DenseBuffers(),
+            digests=RankDigests(),
+        )
+        # Groups of their own, that are no twins: a near save whose rank does not answer fails no checkpoint.
+        self.ranks, self._worker = RanksNow(tier.timeout_sec), Worker[LeftOutNear]("recckpt-near")
+        self._based: Ranks | None = None  # those of which all are known to have a base
+        self._logged = False  # what has gone wrong since the last near save that was acknowledged
+        self._is_off = self._has_said_fewer = False
+        self._stood_in = 0  # the step of the last checkpoint in place of one, whether it was made or has failed
+        self._fenced: WriterFencedError | None = None
+        self._tally = NearTally()
+        to.timeline.bring_along(self._tally.take)  # of those before a checkpoint
+
+    @property
+    def fence(self) -> Fence:
+        """The hold on the output dir."""
+        return self._durable.fence
+
+    @property
+    def counts(self) -> NearCounts:
+        """What became of them."""
+        return self._tally.counts
+
+    def go_on(self, step: int) -> None:
+        """Count from a step at which the run goes on, as after a restore."""
+        self._tally.go_on(step)
+        self._stood_in = 0
+
+    def is_newest(self, order: tuple[int, int]) -> bool:
+        """Say whether the output dir has no newer checkpoint than a near save of this order. Not collective."""
+        current = list_checkpoints(self._durable.storage).current
+        return all(each.manifest.order < order for each in current)
+
+    def begin(self, rank: int, size: int, step: int, state: State) -> bool:
+        """Begin a near save of this step; return False where a checkpoint has to be made before there can be one.
+
+        Raises:
+            WriterFencedError: another process has taken the output dir over.
+        """
+        if self._is_off:
+            self._check_fence()
+            self._tally.note_skipped(step, "stopped")
+            return True
+        info = SaveInfo(f"near_{step}", step, background=True, kind="near", words=_WORDS)
+        ranks = info.raising(self.ranks.of(rank, size))
+        if ranks.rank == 0:
+            self._metrics.due(info, self.fence.listing)
+        if self._worker.task is not None and self._worker.task.leaves_out():
+            self._tally.note_skipped(step, "under_way")
+            return True
+        self._worker.wait()  # its work is done
+        try:
+            return self._begin(info, ranks, state)
+        except WriterFencedError:
+            raise
+        except Exception as error:
+            self._fail(error, info, ranks)
+            return True
+
+    def settle(self, timeout_sec: float | None = None) -> bool:
+        """Wait for the near save that is under way, and say whether it has ended. Not collective."""
+        return self._worker.wait(timeout_sec)
+
+    def _check_fence(self) -> None:
+        """Raise WriterFencedError where a near save has found that another process has taken the output dir over."""
+        if self._fenced is not None:
+            raise self._fenced.with_traceback(None)
+
+    def _begin(self, info: SaveInfo, ranks: Ranks, state: State) -> bool:
+        self.tier.hold_together(ranks, self._hold)
+        if (none := self._without_base(ranks)) is not None:
+            return self._passed_over(none, info, ranks)
+        changes, host, stand, failure = self._look(ranks, info.step)
+        job = Job(info, ranks, state, overwrite=False, is_resumed=True, max_keep=None)
+        to = replace(self._to, changes=changes)
+
+        def settle() -> None:
+            self._check_fence()
+            if failure is not None:
+                raise failure
+
+        with ExitStack() as closed_on_error:  # 1. All agree whether to begin, and 2. have staged by then.
+            own = propose(self._live, job, to, settle, closed_on_error)
+            proposal = NearProposal(own.proposal, host, self._runner.is_running)
+            plan = ranks.concluded(lambda: proposal, partial(decide_near, stand, self.tier.copies))
+            own.raise_refusal(plan.save, job)
+            if plan.begun is None:
+                return self._passed_over(plan, info, ranks)
+            self._say_if_fewer(plan.begun, ranks)
+            links = stand.links if stand is not None else ()
+            job = replace(job, ranks=ranks.background, cut=plan.begun.cut)
+            save = NearSave(plan.begun, links, plan.save, job, to, self._durable.fence, self.tier)
+            self._launch(save, own, closed_on_error)
+        return True
+
+    @property
+    def _has_base(self) -> bool:
+        """Whether this rank has a checkpoint to count from; not while the first of this writer is yet to be settled."""
+        is_settled = self.fence.is_settled or not self.fence.epoch or not self._runner.is_running
+        return self._changes.base is not None and is_settled
+
+    def _hold(self) -> int:
+        """Hold the output dir, as rank 0, and return the epoch.
+
+        Rule *takeover_before_near*: no near save is made before its list is there.
+        """
+        self.fence.hold_once(is_resumed=self._loads.is_resumed)
+        return self.fence.epoch
+
+    def _look(self, ranks: Ranks, step: int | None) -> tuple[Changes, str, NearStand | None, Exception | None]:
+        """Return what this rank knows of a near save of a step. Raises nothing, and makes nothing but a host id.
+
+        That is: what it counts from; its host, "" where that is not known; as rank 0, what it stands on; what failed.
+        """
+        host, failure = outcome_of(lambda: self._prepared(ranks))
+        changes = PeekedChanges(self._changes)
+        if ranks.rank or host is None:
+            return changes, host or "", None, failure
+        stand, failure = outcome_of(lambda: self._stand(changes, step))
+        if _base_of(changes) != _base_of(self._changes):  # committed meanwhile: rotation did not see this one
+            return self._look(ranks, step)
+        return changes, host, stand, failure
+
+    def _prepared(self, ranks: Ranks) -> str:
+        """Return the id of this host; as rank 0, once the base is confirmed and what is to be forgotten is."""
+        has_work = self._changes.has_candidate or not self.fence.is_settled
+        if ranks.rank == 0 and self._has_base and has_work:
+            self.tier.reach(ranks.size)
+            if self._changes.has_candidate:
+                self._changes.confirm(self._durable.storage, self.fence, is_resumed=self._loads.is_resumed)
+            if not self.fence.is_settled:
+                end_pending(self._durable)
+        return self.tier.dir.host()
+
+    def _stand(self, changes: Changes, step: int | None) -> NearStand | None:
+        fence, base = self.fence, changes.base
+        if base is None or not self._has_base:
+            return None
+        intent, cut = self.tier.begin(fence.epoch, fence.nonce, step, base.save_id)
+        links = chain_of(fence.listing, base.save_id)
+        if not links:
+            return None
+        if not fence.is_settled:  # a checkpoint in its place would not mend that
+            raise RecckptError(f"{self._durable.storage.url}: ids are yet to be forgotten there, as the log says")
+        return NearStand(intent, cut, fence.listing.next_seq, links, self._stood_in)
+
+    def _without_base(self, ranks: Ranks) -> NearPlan | None:
+        """Return that there is none since a rank has no base; None where all have. Collective until that is known.
+
+        What the ranks stage before they agree would be for nothing then: so this is asked first until all have one.
+        Then hosts make room, too.
+        """
+        own = self.ranks.of(ranks.rank, ranks.size)
+        if self._based is own:
+            return None
+        of_ranks = ranks.on_all(self._presence)
+        if not all(has_base for has_base, _ in of_ranks):
+            return NearPlan(SavePlan(), None, any(is_saving for _, is_saving in of_ranks))
+        self.tier.clear_together(ranks, self._hold)
+        self._based = own
+        return None
+
+    def _presence(self) -> tuple[bool, bool]:
+        """Return whether this rank has a base to count from, and whether it saves a checkpoint."""
+        self._check_fence()  # which ranks may find out one by one
+        self.tier.dir.host()  # no checkpoint is made in place of one for which a host has no near dir
+        return self._has_base, self._runner.is_running
+
+    def _launch(self, save: NearSave, own: Preparation, closed_on_error: ExitStack) -> None:
+        """Let the thread write what is staged."""
+        try:
+            staged = own.planned(save.plan)
+            closed_on_error.pop_all()
+            save.job.info.note(n_links=save.plan.kind.n_links)
+            save.job.info.note_unblocked()
+            turn = LeftOutNear()
+            self._worker.begin(turn, partial(self._run, save, staged, turn), staged.close)
+        except Exception:
+            self._is_off = save.job.ranks.size > 1  # the others have begun, and wait for this rank in vain
+            raise
+
+    def _say_if_fewer(self, begun: BegunNear, ranks: Ranks) -> None:
+        """Log once that there cannot be as many copies as are asked for."""
+        asked = self.tier.copies
+        if ranks.rank == 0 and asked is not None and asked > begun.copies and not self._has_said_fewer:
+            self._has_said_fewer, n_hosts = True, len(set(begun.hosts))
+            log.warning(
+                "near saves have %d copies, expected %d (Near(copies=...)): found %d hosts",
+                begun.copies,
+                asked,
+                n_hosts,
+            )
+
+    def _passed_over(self, plan: NearPlan, info: SaveInfo, ranks: Ranks) -> bool:
+        """Say whether none is made, all the same; else a checkpoint has to be made before."""
+        self.tier.give_up()
+        if not plan.is_too_large:
+            self._based = None
+        if plan.needs_checkpoint:
+            self._stood_in = info.step or 0
+            return False
+        if plan.is_too_large:
+            if ranks.rank == 0 and not self._logged:
+                why = plan.save.kind.why_full
+                log.warning("near saves are left out until the next checkpoint: %s; save more often", why)
+            self._logged = True
+        self._tally.note_skipped(info.step, "too_much_changed" if plan.is_too_large else "under_way")
+        return True
+
+    def _run(self, save: NearSave, staged: Staged, turn: LeftOutNear) -> None:
+        """Be the thread of a near save: whatever goes wrong is its own failure."""
+        info, ranks = save.job.info, save.job.ranks
+        try:
+            try:
+                save.write(staged)
+            except Exception as error:
+                # What went wrong between the ranks is an error of recckpt on all of them. Of any other the others know
+                # nothing: they wait for this rank, which must not meet them elsewhere meanwhile.
+                self._is_off = ranks.size > 1 and not isinstance(error, RecckptError)
+                self._fail(error, info, ranks)
+            else:
+                self._logged = False
+                self._tally.note_made(info, len(set(save.begun.hosts)), save.begun.copies)
+                if ranks.rank == 0:
+                    self._metrics.made(info)
+            if not self._is_off:
+                try:
+                    turn.agree(ranks)
+                except RecckptError as error:
+                    self._fail(error, info, ranks)
+        finally:
+            turn.end()
+
+    def _fail(self, error: Exception, info: SaveInfo, ranks: Ranks) -> None:
+        """Take note of one that has failed: of the first of several in the log, and as a line of the timeline."""
+        info.note_failure(error)
+        self._tally.note_failed(info)
+        if isinstance(error, WriterFencedError):
+            self._fenced = error
+            return
+        self._is_off = self._is_off or ranks.has_lost
+        if not self._is_off:  # else another may still write there; it goes at the next takeover
+            self.tier.give_up()
+        if ranks.rank == 0:
+            self._metrics.failed()
+            if not self._logged:  # else the lines of near saves would leave no room for those of checkpoints
+                self._durable.timeline.keep(info)
+            ending = "; no more are made in this process" if self._is_off else ""
+            log.log(logging.DEBUG if self._logged else logging.WARNING, "near save failed%s: %s", ending, error)
+        self._logged = True
+
+
+def _base_of(changes: Changes) -> str | None:
+    return None if changes.base is None else changes.base.save_id

@@ -1,0 +1,164 @@
+"""Finds out which rank is missing when ranks that work together no longer reach each other (no torch here)."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from typing import Protocol, TypeVar
+
+from recckpt.errors import RankLostError
+from recckpt.parallel.threads import Errand, start
+
+_SHORTEST_SLEEP_SEC, _LONGEST_SLEEP_SEC = 0.001, 0.05
+GRACE_SEC = 2.0  # twice of it, for those who answer and for the store, is less than the 5 s that a timeout may be late
+_T = TypeVar("_T")
+
+
+class KeyValueStore(Protocol):
+    """A key-value store that all ranks share, such as one of ``torch.distributed``."""
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key."""
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key that is there."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Say whether all of the keys are there."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Set a key if it is not there, where ``expected`` is empty; return its value."""
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key."""
+
+
+class Attendance:
+    """One place where ranks meet; its keys in the store begin with ``prefix``."""
+
+    def __init__(self, store: KeyValueStore, rank: int, size: int, prefix: str = "") -> None:
+        self._store, self._rank, self._size, self._prefix = store, rank, size, prefix
+
+    def come(self) -> None:
+        """Say that this rank is here."""
+        self._store.set(f"{self._prefix}here/{self._rank}", "1")
+
+    def all_here(self) -> bool:
+        """Say whether all ranks have come, by one request."""
+        return self._store.check([f"{self._prefix}here/{rank}" for rank in range(self._size)])
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have not come."""
+        return self._missing(range(self._size))
+
+    def leave(self, timeout_sec: float, lost: Collection[int] = ()) -> bool:
+        """Say that this rank leaves; rank 0 waits until all but the lost ones have, and says whether they did.
+
+        Rank 0 leaves last because the store may live in its process, which may end after this.
+        """
+        self._store.set(f"{self._prefix}gone/{self._rank}", "1")
+        gone = [f"{self._prefix}gone/{rank}" for rank in range(self._size) if rank not in lost]
+        return self._rank != 0 or any(self._store.check(gone) for _ in moments(timeout_sec))
+
+    def forget(self) -> None:
+        """Remove the keys of this rank."""
+        self._store.delete_key(f"{self._prefix}here/{self._rank}")
+        self._store.delete_key(f"{self._prefix}gone/{self._rank}")
+
+    def _missing(self, ranks: range) -> list[int]:
+        """Halve the ranks until the missing ones are found: few requests where few are missing."""
+        if self._store.check([f"{self._prefix}here/{rank}" for rank in ranks]):
+            return []
+        if len(ranks) == 1:
+            return list(ranks)
+        half = len(ranks) // 2
+        return [*self._missing(ranks[:half]), *self._missing(ranks[half:])]
+
+
+def moments(timeout_sec: float) -> Iterator[None]:
+    """Yield until the timeout, ever less often; the last time after it."""
+    deadline, pause = time.monotonic() + timeout_sec, _SHORTEST_SLEEP_SEC
+    while True:
+        left = deadline - time.monotonic()
+        yield
+        if left <= 0:
+            return
+        time.sleep(min(pause, left))
+        pause = min(pause * 2, _LONGEST_SLEEP_SEC)
+
+
+class RollCall:
+    """Says which rank is missing: the same answer on all ranks, now and from then on. Thread-safe.
+
+    Its keys need a part of the store of their own; a rank waits ``timeout_sec`` for the others.
+    """
+
+    def __init__(self, store: KeyValueStore, rank: int, size: int, timeout_sec: float) -> None:
+        self._store, self._rank, self._timeout_sec = store, rank, timeout_sec
+        self._ranks = Attendance(store, rank, size)
+        self._lock = threading.Lock()
+        self._lost: RankLostError | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank is missing."""
+        return self._lost is not None
+
+    def check(self) -> None:
+        """Raise RankLostError if a rank is known to be missing."""
+        if self._lost is not None:
+            raise RankLostError(self._lost.ranks, self._lost.cause)
+
+    def take(self, waited_since: float, *, timed_out: bool, cause: str) -> RankLostError:
+        """Return the error that names the missing ranks, on which all others agree.
+
+        The other ranks call this too: at once if they were waiting, else when they have finished their own work. This
+        rank waits for them until the timeout is up, counted from ``waited_since`` (``time.monotonic``); those that have
+        not come by then are missing. ``timed_out`` distinguishes a timeout from a closed connection.
+        """
+        with self._lock:
+            if self._lost is None:
+                end = GRACE_SEC + max(time.monotonic(), 0.0 if timed_out else waited_since + self._timeout_sec)
+                verdict = within(end - time.monotonic() + GRACE_SEC, lambda: self._agree(end, timed_out, cause))
+                silent = [0], f"{cause}; the store by which ranks find each other, mostly held by rank 0, is silent too"
+                ranks, text = verdict or silent
+                self._lost = RankLostError(ranks, text)
+        return RankLostError(self._lost.ranks, self._lost.cause)
+
+    def _agree(self, end: float, timed_out: bool, cause: str) -> tuple[list[int], str]:
+        """Wait until all but one have come, another rank has given the answer, or the time is up; then answer."""
+        self._ranks.come()
+        for _ in moments(end - time.monotonic()):
+            missing = self._ranks.missing()
+            if len(missing) <= 1 or self._store.check(["missing"]):
+                break
+        reason = f"it did not answer within {self._timeout_sec:g} s" if timed_out else "its connection was closed"
+        verdict = (missing, f"{reason} ({cause})") if missing else ([self._rank], f"all ranks are there, but {cause}")
+        ranks, text = json.loads(self._store.compare_set("missing", "", json.dumps(verdict)))
+        self._ranks.leave(0.75 * GRACE_SEC, lost=ranks)
+        return list(ranks), str(text)
+
+
+def in_time(seconds: float, work: Callable[[], _T], what: str) -> _T:
+    """Return what ``work`` returns, or raise what it raises; TimeoutError where it is still at it after so long.
+
+    It goes on aside then. So others, who wait for this rank no longer than they said, do not take it for lost.
+    """
+    errand = Errand(work)
+    start(threading.Thread(target=errand.run, name="recckpt-in-time", daemon=True))
+    if not errand.over.wait(seconds):
+        raise TimeoutError(errno.ETIMEDOUT, f"no answer within {seconds:g} s", what)
+    return errand.result()
+
+
+def within(seconds: float, work: Callable[[], _T]) -> _T | None:
+    """Return what ``work`` returns; None if it fails or takes longer, as with a store whose host was stopped."""
+    errand = Errand(work)
+    start(threading.Thread(target=errand.run, name="recckpt-roll-call", daemon=True))
+    try:
+        return errand.result() if errand.over.wait(seconds) else None
+    except RuntimeError:  # what torch's stores raise
+        return None

@@ -1,0 +1,260 @@
+"""``recckpt.forget``: the rows of some ids go from all checkpoints of an output dir, and from mirrors of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+
+from recckpt.errors import CheckpointNotFoundError, RecckptError
+from recckpt.format import layout
+from recckpt.format.buckets import distinct
+from recckpt.format.forgetting import MAX_IDS
+from recckpt.format.manifest import Manifest
+from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.forget_requests import audit, meant_in, pending
+from recckpt.output_dir.index_file import why_nothing
+from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints
+from recckpt.output_dir.notes import mirror_note
+from recckpt.policies.keep import Keep
+from recckpt.rewrite.mirror import Mirror, mirror
+from recckpt.rewrite.requests import (
+    Forgotten,
+    check_readable,
+    finish_pending,
+    forget_as_owner,
+    is_of_attempt,
+    needed,
+    scan,
+    touched,
+)
+from recckpt.rewrite.revision import Ids, rows_in_chain
+from recckpt.storage import Storage, open_storage
+from recckpt.text import instead_of
+
+log = logging.getLogger("recckpt")
+_PURPOSE = "recckpt forget"
+
+
+@dataclass(frozen=True)
+class _Present(Keep):
+    """What a mirror has: whoever names it here does not know the policy that it has been given."""
+
+    ckpt_ids: frozenset[str]
+
+    def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
+        return {checkpoint.ckpt_id for checkpoint in checkpoints if checkpoint.ckpt_id in self.ckpt_ids}
+
+
+def checked_mirrors(run: str, mirrors: Iterable[str | os.PathLike[str]]) -> list[str]:
+    """Return the places of mirrors, before anything changes; TypeError or ValueError where one cannot be a mirror."""
+    if isinstance(mirrors, (str, os.PathLike)):
+        raise TypeError(f"mirrors is a list of paths or URLs, found {mirrors!r}: write [{os.fspath(mirrors)!r}]")
+    places = [os.fspath(each) for each in mirrors]
+    for place in places:
+        Mirror(run, place)
+    return places
+
+
+def forget_in_mirrors(run: str, mirrors: Iterable[str]) -> dict[str, str]:
+    """Bring what was forgotten in a run into its mirrors; return those that may still have the ids, and why.
+
+    No mirror is made, and none gets checkpoints of ids that it did not have, but for the newest.
+    """
+    left = {}
+    for place in mirrors:
+        try:
+            there = open_storage(place)
+            if mirror_note(there) is None:
+                raise RecckptError(f"{there.url}: {there.why_empty() or 'found no mirror'}")
+            mirror(run, place, keep=_Present(frozenset(list_checkpoints(there).ckpt_ids)))
+        except (RecckptError, OSError, ValueError) as error:
+            left[place] = str(error)
+    return left
+
+
+def forget(
+    path: str | os.PathLike[str],
+    table: str,
+    ids: Iterable[int],
+    *,
+    mirrors: Iterable[str | os.PathLike[str]] = (),
+    by: str = "recckpt.forget",
+) -> list[Forgotten]:
+    """Remove ids from a table in all that lies in an output dir, and note that in ``forgotten.jsonl``.
+
+    The output dir is taken over: the next save of a trainer that still writes there raises WriterFencedError, and it
+    saves no more. What an earlier call has begun and not ended is ended first. All rows of other ids keep their bytes.
+    Near saves stay on their hosts until they are removed there: :attr:`Forgotten.near_hosts`.
+
+    Args:
+        path: an output dir; a path or any fsspec URL.
+        table: name of the table.
+        ids: int64, in any order; at most 67 million.
+        mirrors: mirrors of the output dir, by path or URL; each gets a pass. One that cannot be reached is logged, and
+            forgets with its next pass: :attr:`Forgotten.mirrors_left`. Nobody else knows of mirrors: name them all.
+        by: what the audit says asked for it.
+
+    Returns:
+        What was done, for each request that was carried out; that of this call is the last.
+
+    Raises:
+        CheckpointNotFoundError: it is not an output dir.
+        TypeError, ValueError: there is no such table, no id, or a place that cannot be a mirror; nothing was changed.
+        CorruptCheckpointError: a checkpoint is damaged, so that it is not known what it holds.
+        RecckptError: the output dir is a mirror itself.
+        WriterFencedError: another writer took the output dir over meanwhile; it ends what was begun.
+        OSError: the storage failed; call it again.
+    """
+    checked, storage = checked_ids(ids), open_storage(os.fspath(path))
+    places = checked_mirrors(os.fspath(path), mirrors)
+    listing = readable_listing(storage)
+    check_table(listing, table, storage.url)
+    scan(storage, listing, table, checked)  # so that damage is found before anything is changed
+    audit(storage)
+    fence = Fence(storage, purpose=_PURPOSE)
+    fence.hold()
+    done = forget_as_owner(storage, fence, table, checked, by, has_bar=True)
+    left = forget_in_mirrors(os.fspath(path), places)
+    for place, why in left.items():
+        log.warning("%s: the mirror %s may still have the ids: %s; its next pass takes them out", path, place, why)
+    return [*done[:-1], replace(done[-1], mirrors_left=left)]
+
+
+def finish(path: str | os.PathLike[str]) -> list[Forgotten]:
+    """End what earlier calls of :func:`forget` have begun; errors as there."""
+    storage = open_storage(os.fspath(path))
+    readable_listing(storage)
+    fence = Fence(storage, purpose=_PURPOSE)
+    fence.hold()
+    return finish_pending(storage, fence, has_bar=True)
+
+
+def checked_ids(ids: Any) -> Ids:
+    """Return ids in order, each once; TypeError or ValueError where they are not int64, none, or too many."""
+    values = list(ids) if not isinstance(ids, np.ndarray) and isinstance(ids, Iterable) else ids
+    if isinstance(values, list) and bool in set(map(type, values)):  # which numpy takes for 1 beside other numbers
+        raise TypeError("expected ids that are int64, found bool")
+    found = np.asarray(values)
+    if found.ndim != 1 or not found.size:
+        raise ValueError(f"expected ids to forget, one at least, found {'none' if not found.size else found.shape}")
+    if found.dtype == np.dtype(object) or (found.dtype.kind == "u" and int(found.max()) >= 2**63):
+        raise ValueError("expected ids that are int64, found one that is beyond it or no number")
+    if found.dtype.kind not in "iu":
+        raise TypeError(f"expected ids that are int64, found {found.dtype}")
+    if found.size > MAX_IDS:
+        raise ValueError(f"expected at most {MAX_IDS} ids at once, found {found.size}: forget them in several calls")
+    return distinct(found.astype(np.int64))
+
+
+def check_table(listing: Listing, table: str, url: str) -> None:
+    """Raise ValueError where no checkpoint has such a table."""
+    names: Collection[str] = {entry.name for c in listing.committed for entry in c.manifest.tables}
+    if table not in names:
+        raise ValueError(f"{url}: found no table {table!r} in any checkpoint{instead_of(table, sorted(names))}")
+
+
+def readable_listing(storage: Storage) -> Listing:
+    """Return the checkpoints of an output dir.
+
+    Raises CheckpointNotFoundError where it is not one, CorruptCheckpointError where a checkpoint is damaged.
+    """
+    listing = list_checkpoints(storage)
+    if listing.is_empty:
+        raise CheckpointNotFoundError(f"{storage.url}: {why_nothing(storage)}")
+    check_readable(listing)
+    return listing
+
+
+@dataclass(frozen=True)
+class Rewriting:
+    """A checkpoint that would be written again.
+
+    Attributes:
+        ckpt_id: its id.
+        directory: where it lies.
+        n_rows: how many of the ids have a row in it.
+        n_bytes: of its files, all of which are read, and written again or copied.
+    """
+
+    ckpt_id: str
+    directory: str
+    n_rows: int
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class ForgetPlan:
+    """What one request would do.
+
+    Attributes:
+        table: the table.
+        n_ids: how many ids are to be forgotten.
+        is_pending: whether the request was made earlier, and not ended.
+        rewritten: the checkpoints that would be written again, oldest first.
+        removed: directories that would go beside those: superseded checkpoints, late commits and leftovers.
+    """
+
+    table: str
+    n_ids: int
+    is_pending: bool
+    rewritten: tuple[Rewriting, ...]
+    removed: tuple[str, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that would be read and written."""
+        return sum(each.n_bytes for each in self.rewritten)
+
+
+def plan_forget(
+    path: str | os.PathLike[str], table: str | None = None, ids: Iterable[int] | None = None
+) -> list[ForgetPlan]:
+    """Return what :func:`recckpt.forget` would do, request by request, and change nothing.
+
+    Each request is looked at by itself; where one is pending, a later one rewrites what that leaves.
+
+    Args:
+        path: an output dir; a path or any fsspec URL.
+        table: name of the table; None for the requests that are pending alone.
+        ids: int64, in any order.
+
+    Raises:
+        CheckpointNotFoundError, TypeError, ValueError, CorruptCheckpointError: as of :func:`recckpt.forget`.
+    """
+    storage = open_storage(os.fspath(path))
+    listing = readable_listing(storage)
+    plans = [_plan(storage, listing, each.table, each.ids, is_pending=True) for each in pending(storage)]
+    if table is not None and ids is not None:
+        checked = checked_ids(ids)
+        check_table(listing, table, storage.url)
+        plans.append(_plan(storage, listing, table, checked, is_pending=False))
+    return plans
+
+
+def _plan(storage: Storage, listing: Listing, table: str, ids: Ids, *, is_pending: bool) -> ForgetPlan:
+    contents = scan(storage, listing, table, ids)
+    read_from, with_ids = needed(listing), touched(listing, contents)
+    rewritten = [c for c in with_ids if c.directory in read_from]
+    removed = [c.directory for c in with_ids if c.directory not in read_from] + list(_leftovers(storage, listing))
+
+    def n_rows(checkpoint: Checkpoint) -> int:
+        name = meant_in(checkpoint.manifest, table)[0]
+        return rows_in_chain([(link, contents[link.directory]) for link in checkpoint.links], name)
+
+    each = (Rewriting(c.ckpt_id, c.directory, n_rows(c), c.manifest.n_bytes) for c in rewritten)
+    return ForgetPlan(table, len(ids), is_pending, tuple(each), tuple(removed))
+
+
+def _leftovers(storage: Storage, listing: Listing) -> Iterable[str]:
+    """Yield the directories of late commits and of what crashes left, which go whether they hold the ids or not."""
+    yield from listing.fenced
+    for directory in listing.uncommitted:
+        names = storage.list_files(directory)
+        if layout.MANIFEST not in names and any(map(is_of_attempt, names)):
+            yield directory

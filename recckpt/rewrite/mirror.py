@@ -1,0 +1,308 @@
+"""``recckpt.mirror``: an output dir copied to another store, region or host, and kept up with the run."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+
+from recckpt.errors import (
+    CheckpointNotFoundError,
+    CheckpointRemovedError,
+    CorruptCheckpointError,
+    FormatVersionError,
+    RecckptError,
+)
+from recckpt.format import layout
+from recckpt.output_dir import rotation
+from recckpt.output_dir.checkpoint_dir import Manifests, refuse_checkpoint
+from recckpt.output_dir.forget_requests import check_none_pending, requests
+from recckpt.output_dir.index_file import why_nothing
+from recckpt.output_dir.listing import Listing, list_checkpoints, look_around
+from recckpt.policies.keep import Keep, as_keep
+from recckpt.rewrite.mirror_copies import CheckpointCopier, copy_informative, copy_pins, mark_forgotten, replace_other
+from recckpt.rewrite.mirror_hold import MirrorHold
+from recckpt.rewrite.mirror_selection import Selection, check_same, damaged_below, going, select
+from recckpt.storage import open_storage
+from recckpt.text import Progress, escaped, plural
+from recckpt.types import positive_int
+
+log = logging.getLogger("recckpt")
+_TRIES = 4  # looks at a run that removes checkpoints while they are copied
+Look = Callable[[], tuple[Listing, Listing]]  # at the run and at the mirror
+THREADS = 4
+
+
+class OnePass:
+    """One pass over a run; the mirror is held.
+
+    Args:
+        copier: copies checkpoints of the run into the mirror.
+        look: returns what the run has, and what the mirror has.
+        keep: what belongs in the mirror; None for what the run has.
+        is_forgotten: whether ids were forgotten in the run since the last pass.
+
+    Attributes:
+        run, there: what the run and the mirror had when they were last listed.
+        copied: directories of the checkpoints that were copied.
+        n_bytes: bytes of the files that were copied.
+        damaged: directories of the run -> what turned out to be wrong in them.
+    """
+
+    run = there = Listing((), {}, {})
+
+    def __init__(self, copier: CheckpointCopier, look: Look, keep: Keep | None, *, is_forgotten: bool) -> None:
+        self._copier, self._look, self._keep, self._is_forgotten = copier, look, keep, is_forgotten
+        self._selection = Selection((), frozenset(), None, {})
+        self.copied: list[str] = []
+        self.n_bytes = 0
+        self.damaged: dict[str, CorruptCheckpointError] = {}
+
+    def bring(self, run: Listing, there: Listing) -> str | None:
+        """Copy what is missing, passing over what is damaged; return the id of the newest that belongs there."""
+        self.run, self.there = run, there
+        n_left = _TRIES
+        self._select()
+        while self._selection.missing:
+            try:
+                self._copy_missing()
+            except CheckpointRemovedError as error:
+                n_left -= 1
+                if n_left == 0:
+                    raise
+                log.info("%s; looking again", error)
+            self.run, self.there = self._look()
+            self._select()
+            for checkpoint in self._selection.missing:
+                if checkpoint.directory in self.copied:
+                    self._copier.hold.check()  # if another pass has removed it, that is the reason to give
+                    problem = "it was copied, and is not there for readers; check the storage"
+                    raise OSError(errno.EIO, problem, self._copier.to.url_of(checkpoint.directory))
+        newest = self._selection.newest
+        return newest.ckpt_id if newest else None
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """What the mirror lacks since it stands on what is damaged: directory -> that of the damaged one."""
+        return self._selection.left_out
+
+    def remove(self) -> list[str]:
+        """Remove what does not belong there; return the directories of those that were checkpoints.
+
+        Raises:
+            RecckptError: something could not be removed that may hold ids which were forgotten in the run.
+        """
+        copier, stay, removed = self._copier, self._selection.stay, []
+        for checkpoint in going(self.there, stay, has_all=self._is_forgotten):
+            copier.hold.check()
+            if rotation.remove(copier.to, checkpoint, rotation.THREADS):
+                removed.append(checkpoint.directory)
+        for directory in self._unfinished():
+            copier.hold.check()
+            copier.to.remove(layout.join(directory, layout.MANIFEST))  # of one whose manifest is damaged
+            rotation.remove_leftover(copier.to, directory, rotation.THREADS)
+            if directory in self.there.damaged:  # others never were
+                removed.append(directory)
+        if self._is_forgotten:
+            self._check_gone()
+        if removed:
+            self.there = self._look()[1]
+        return removed
+
+    def _select(self) -> None:
+        run, to = self._copier.run, self._copier.to
+        self._selection = select(
+            self.run,
+            self.there,
+            keep=self._keep,
+            pinned=rotation.pinned_ids(run) | rotation.pinned_ids(to),
+            damaged=self.damaged,
+            is_forgotten=self._is_forgotten,
+            now=datetime.now(timezone.utc),
+        )
+
+    def _copy_missing(self) -> None:
+        """Copy checkpoint after checkpoint, until one is damaged: then others belong in the mirror."""
+        missing = self._selection.missing
+        total = sum(checkpoint.manifest.n_bytes for checkpoint in missing)
+        with Progress(f"mirroring {plural(len(missing), 'checkpoint')}", total) as progress:
+            for checkpoint in missing:
+                try:
+                    self.n_bytes += self._copier.copy(checkpoint, progress.advance)
+                except CorruptCheckpointError as error:
+                    self.damaged[checkpoint.directory] = error
+                    return
+                self.copied.append(checkpoint.directory)
+                progress.add_rows(checkpoint.manifest.rows)
+
+    def _unfinished(self) -> Iterator[str]:
+        """Yield what copies have begun and what does not belong there; after a forgetting, damaged ones too."""
+        broken = self.there.damaged.keys() - {c.directory for c in self.there.lost} if self._is_forgotten else set()
+        for directory in {*self.there.uncommitted, *broken} & {*self.there.directories} - self._selection.stay:
+            names = self._copier.to.list_files(directory)
+            if layout.INTENT in names or layout.OFFER in names:
+                yield directory
+
+    def _check_gone(self) -> None:
+        """Raise where a directory that does not belong there has parts left, which may hold what was forgotten."""
+        to = self._copier.to
+        to.sync_dir("")
+        for directory in set(self.there.directories) - self._selection.stay:
+            left = [name for name in to.list_files(directory) if layout.may_have_rows(name)]
+            if left:
+                raise RecckptError(
+                    f"{to.url_of(directory)}: found {left[0]}, which could not be removed and may hold ids that were "
+                    "forgotten in the run; remove it, and mirror again"
+                )
+
+
+@dataclass(frozen=True)
+class Mirrored:
+    """What one pass of a mirror did.
+
+    Attributes:
+        url: the mirror.
+        copied: directories of the checkpoints that are new there, in the order in which they were committed.
+        removed: directories of those that went.
+        n_bytes: how many bytes of files were copied.
+        newest: id of the newest checkpoint of the run that belongs there, None where there is none.
+        damaged: directory in the run -> what is wrong with it, so that it was not copied.
+        left_out: directory in the run -> that of a damaged one which it stands on, so that it was not copied.
+    """
+
+    url: str
+    copied: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    n_bytes: int = 0
+    newest: str | None = None
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def problems(self) -> list[str]:
+        """What was not copied, and why: a line for each checkpoint."""
+        damaged = [f"{escaped(name)} is damaged, and not copied: {why}" for name, why in self.damaged.items()]
+        above = [f"{escaped(name)} stands on {escaped(of)}, and is not copied" for name, of in self.left_out.items()]
+        return damaged + above
+
+
+def mirror(
+    run: str | os.PathLike[str],
+    to: str | os.PathLike[str],
+    *,
+    keep: int | Keep | None = None,
+    threads: int = THREADS,
+) -> Mirrored:
+    """Copy what is new in an output dir to another one, and remove there what does not belong there any more.
+
+    Checkpoints are copied byte for byte, those that others stand on first, each manifest after all files, and every
+    file is checked against its checksums on the way: whatever interrupts it, all that readers see in ``to`` is whole.
+    Calling it again goes on, and copies nothing that is there. The run goes on meanwhile. Readers and warm starts take
+    ``to`` as they take any output dir; nobody else may save there.
+
+    Args:
+        run: an output dir, a mirror too; a path or any fsspec URL.
+        to: an empty place, or a mirror of this run.
+        keep: what belongs in the mirror, of the checkpoints that are in the run or in the mirror: so many of the
+            newest, or a policy as of ``Saver(max_keep=)``. None for what the run has.
+        threads: files to copy at once; locally at most one a core.
+
+    Returns:
+        What was done. Damaged checkpoints of the run, and what stands on them, are logged, named in it, and not copied.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint in the run.
+        RecckptError: ``to`` is something else than a mirror of this run, or another pass over it has begun; or ids are
+            yet to be forgotten in the run, or were forgotten in ``to`` alone.
+        CheckpointRemovedError: the run removed what was being copied, four times in a row.
+        ValueError: an argument is invalid, or the two places are in one another.
+        OSError: a storage failed.
+    """
+    done = Mirror(run, to, keep=keep, threads=threads).update()
+    for problem in done.problems:
+        log.error("%s: %s", run, problem)
+    return done
+
+
+class Mirror:
+    """A mirror of a run, for one pass after another; arguments as of :func:`mirror`. Not thread-safe."""
+
+    def __init__(
+        self,
+        run: str | os.PathLike[str],
+        to: str | os.PathLike[str],
+        *,
+        keep: int | Keep | None = None,
+        threads: int = THREADS,
+    ) -> None:
+        self._keep = None if keep is None else as_keep(keep)
+        positive_int("threads", threads)
+        self._run, self._to = open_storage(os.fspath(run)), open_storage(os.fspath(to))
+        _check_apart(self._run.url, self._to.url)
+        self._hold = MirrorHold(self._run, self._to)
+        self._copier = CheckpointCopier(self._run, self._to, self._hold, threads)
+        self._known, self._known_there = Manifests(), Manifests()
+        self._is_prepared = False
+
+    def update(self) -> Mirrored:
+        """Make one pass; errors as of :func:`mirror`."""
+        check_none_pending(self._run, "wait for whoever forgets, or run `recckpt forget DIR` first, which ends it")
+        before = frozenset(requests(self._to))  # first: whoever mirrors at the same time brings later ones
+        forgotten = frozenset(requests(self._run))  # before the run is read: later ones may not be in what is read
+        run = self._look_at_run()
+        if not self._is_prepared:
+            refuse_checkpoint(self._to)
+        self._hold.look()
+        if not before <= forgotten:
+            raise RecckptError(
+                f"{self._to.url}: found that ids were forgotten there which {self._run.url} may still have, so a pass "
+                "would bring them back; let that forget first: where it is a mirror, by a pass over it"
+            )
+        if not self._is_prepared:
+            self._to.prepare()
+            self._is_prepared = True
+        if self._hold.take():
+            run = self._look_at_run()  # once more: what another pass has brought since is not to go again
+        there = self._look_there()  # once no other pass writes there
+        check_same(run, there, self._to.url)
+        this = OnePass(self._copier, self._look, self._keep, is_forgotten=not forgotten <= before)
+        newest = this.bring(run, there)
+        removed = this.remove()
+        self._hold.check()
+        mark_forgotten(self._to, forgotten - before)
+        copy_informative(self._run, self._to)
+        copy_pins(self._run, self._to, this.there.ckpt_ids)
+        replace_other(self._to, layout.INDEX_FILE, layout.encode_index(this.there.ckpt_ids))
+        self._hold.check()  # so that whoever took it over meanwhile is named
+        wrong = {**this.run.damaged, **this.run.unreadable, **this.damaged}
+        damaged = {name: str(error) for name, error in wrong.items() if not damaged_below(name, wrong)}
+        return Mirrored(self._to.url, tuple(this.copied), tuple(removed), this.n_bytes, newest, damaged, this.left_out)
+
+    def _look(self) -> tuple[Listing, Listing]:
+        """Return what the run has, and what the mirror has."""
+        return self._look_at_run(), self._look_there()
+
+    def _look_at_run(self) -> Listing:
+        run = look_around(self._run, self._known)
+        for problem in run.damaged.values():
+            if isinstance(problem, FormatVersionError):  # what it holds, or what counts, is not known here
+                raise problem
+        if run.is_empty:
+            for error in run.unreadable.values():
+                raise error
+            raise CheckpointNotFoundError(f"{self._run.url}: {why_nothing(self._run)}")
+        return run
+
+    def _look_there(self) -> Listing:
+        return list_checkpoints(self._to, self._known_there)
+
+
+def _check_apart(run: str, to: str) -> None:
+    """Raise ValueError where one of two places is in the other."""
+    places = [url if "://" in url else os.path.realpath(url) for url in (run, to)]
+    first, second = (f"{place.rstrip('/')}/" for place in places)
+    if first.startswith(second) or second.startswith(first):
+        raise ValueError(f"a mirror is apart from its run, found {to!r} for a mirror of {run!r}")

@@ -1,0 +1,293 @@
+"""What is copied into a mirror: checkpoints, byte for byte, each file checked on the way; and what lies beside them."""
+
+from __future__ import annotations
+
+import errno
+import io
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import BinaryIO
+
+import xxhash
+
+from recckpt.checkpoint.chain import OpenLink, files_of
+from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, RecckptError
+from recckpt.format import layout, manifest
+from recckpt.format.catalog import Part
+from recckpt.format.manifest import FileEntry, Manifest
+from recckpt.output_dir.checkpoint_dir import first_file, has_manifest, listed_files, unlisted
+from recckpt.output_dir.listing import Checkpoint, list_checkpoints
+from recckpt.output_dir.open_files import OpenFiles
+from recckpt.output_dir.rotation import pinned_ids
+from recckpt.parallel.threads import run_all
+from recckpt.rewrite.mirror_hold import MirrorHold
+from recckpt.storage import ABSENT, NOT_READABLE, Storage
+from recckpt.storage.local_files import mapped
+from recckpt.storage.retry import read_twice
+
+_STEP_BYTES = 8 << 20
+_FIRST_BYTES = 1 << 16  # more than the first file of a checkpoint has
+Advance = Callable[[int], object]
+_MOST_BYTES = 1 << 30
+_PINNED = b'{"by": "recckpt mirror"}\n'  # a pin of the run; others in the mirror are of whoever uses it
+
+
+class MemoryFile:
+    """The bytes of one file: what :class:`recckpt.storage.base.Files` promises, of no other name."""
+
+    def __init__(self, name: str, data: memoryview) -> None:
+        self.url, self._data = name, data
+
+    def open(self, name: str) -> BinaryIO:
+        """Open the file for seeking and reading."""
+        return io.BytesIO(self.map(name))
+
+    def map(self, name: str) -> memoryview:
+        """Return the bytes."""
+        if name != self.url:
+            raise FileNotFoundError(errno.ENOENT, "expected the one file that is in memory", name)
+        return self._data
+
+    def size(self, name: str) -> int:
+        """Return how many bytes there are."""
+        return len(self.map(name))
+
+    def read(self, name: str, max_bytes: int, begin: int = 0) -> bytes:
+        """Return at most ``max_bytes``, from ``begin`` on."""
+        return bytes(self.map(name)[begin : begin + max_bytes])
+
+    def drop_cached(self, name: str) -> bool:
+        """Say that another read gives the same bytes."""
+        return False
+
+    def threads(self, requested: int) -> int:
+        """Return ``requested``."""
+        return requested
+
+
+@dataclass(frozen=True)
+class CheckpointCopier:
+    """Copies checkpoints of a run into a mirror.
+
+    A file that is there with its size was written whole by an earlier copy, for drafts appear whole or not at all, and
+    is not copied again: so whoever was interrupted goes on, and two that copy at once write the same bytes.
+
+    Attributes:
+        run: the output dir that is read.
+        to: the mirror.
+        hold: on the mirror.
+        threads: files to copy at once.
+    """
+
+    run: Storage
+    to: Storage
+    hold: MirrorHold
+    threads: int
+
+    def missing(self, checkpoint: Checkpoint) -> list[FileEntry]:
+        """Return the files that a mirror lacks."""
+        return unlisted(checkpoint.manifest, listed_files(self.to, checkpoint.directory))
+
+    def copy(self, checkpoint: Checkpoint, advance: Advance) -> int:
+        """Copy what is missing of a checkpoint, and commit it; return how many bytes were copied.
+
+        What it stands on is there already.
+
+        Raises:
+            CheckpointRemovedError: its writer removed it meanwhile; it is not committed.
+            CorruptCheckpointError: a file of it is damaged; it is not committed.
+            RecckptError: the mirror has another checkpoint in this place, or another pass over it has begun.
+                OSError: a storage failed; it is not committed.
+        """
+        data = self._manifest_bytes(checkpoint)
+        try:
+            return self._copy(checkpoint, data, advance)
+        except OSError:
+            with suppress(OSError):
+                self.hold.check()  # if another pass removed what was begun, that is the reason to give
+            raise
+
+    def _copy(self, checkpoint: Checkpoint, data: bytes, advance: Advance) -> int:
+        directory = checkpoint.directory
+        self._begin(directory, checkpoint.manifest, data)
+        for name in self.to.list_files(directory):
+            if layout.is_draft(name):  # of a copy that was interrupted
+                self.to.remove(layout.join(directory, name))
+        entries, files = self.missing(checkpoint), files_of(self.run, checkpoint)
+        files.keep_open(entry.name for entry in entries)
+        parts = self._parts(checkpoint, files) if any(layout.is_part(entry.name) for entry in entries) else {}
+        copy = partial(self._copy_file, checkpoint, files, parts, advance)
+        run_all(copy, entries, self.to.threads(self.threads))
+        files.close()
+        self._commit(checkpoint, data)
+        return sum(entry.n_bytes for entry in entries)
+
+    def _manifest_bytes(self, checkpoint: Checkpoint) -> bytes:
+        """Return the manifest as it is in the run: fields that this version does not know are copied, too."""
+        path = layout.join(checkpoint.directory, layout.MANIFEST)
+
+        def read() -> bytes:
+            try:
+                data = self.run.read(path, manifest.MAX_BYTES + 1)
+            except NOT_READABLE as error:
+                raise CheckpointRemovedError(self.run.url_of(checkpoint.directory)) from error
+            record = manifest.decode(data, path)
+            if record.xxh3 != checkpoint.manifest.xxh3:
+                found, expected = f"{record.xxh3:016x}", f"{checkpoint.manifest.xxh3:016x}, as when it was listed"
+                raise CorruptCheckpointError(path, "its checksum", found=found, expected=expected)
+            return data
+
+        return read_twice(self.run, path, read)
+
+    def _begin(self, directory: str, record: Manifest, data: bytes) -> None:
+        """Make the directory as the run has made it, or find it made by an earlier copy."""
+        name, first = first_file(record)
+        path, manifest_path = (layout.join(directory, each) for each in (name, layout.MANIFEST))
+        with suppress(FileExistsError):
+            self.to.make_dir(directory)
+        try:
+            self.to.put_if_absent(path, first)
+        except FileExistsError:
+            if self.to.read(path, _FIRST_BYTES) != first:
+                raise self._in_its_place(directory) from None
+        self.hold.check()  # a later pass has seen this directory, or this one goes no further
+        if has_manifest(self.to, directory) and self.to.read(manifest_path, manifest.MAX_BYTES + 1) != data:
+            try:
+                manifest.decode(self.to.read(manifest_path, manifest.MAX_BYTES + 1), manifest_path)
+            except CorruptCheckpointError:
+                self.to.remove(manifest_path)  # what readers have passed over as damaged
+                self.to.sync_dir(directory)
+            else:
+                raise self._in_its_place(directory)
+
+    def _in_its_place(self, directory: str) -> RecckptError:
+        return RecckptError(
+            f"{self.to.url_of(directory)}: found another save than that of {self.run.url_of(directory)}, expected the "
+            "same one: it is a mirror of another run; mirror to another output dir"
+        )
+
+    def _parts(self, checkpoint: Checkpoint, files: OpenFiles) -> Mapping[str, Part]:
+        """Return the parts of a checkpoint by their names, as its catalogs describe them."""
+        link = OpenLink(checkpoint, files)
+        return {part.file: part for catalog in link.catalogs for part in catalog.parts}
+
+    def _copy_file(
+        self, checkpoint: Checkpoint, files: OpenFiles, parts: Mapping[str, Part], advance: Advance, entry: FileEntry
+    ) -> None:
+        path = layout.join(checkpoint.directory, entry.name)
+
+        def read() -> memoryview:
+            data = mapped(files, path)
+            _check(data, checkpoint, entry, parts)
+            return data
+
+        data = read_twice(files, path, read)
+        with self.to.draft(path) as sink:
+            for begin in range(0, len(data), _STEP_BYTES):
+                piece = data[begin : begin + _STEP_BYTES]
+                sink.write(piece)
+                advance(len(piece))
+
+    def _commit(self, checkpoint: Checkpoint, data: bytes) -> None:
+        """Put the manifest once all files are there, durable and of their sizes, as it was put in the run."""
+        directory, record = checkpoint.directory, checkpoint.manifest
+        if not has_manifest(self.run, directory):  # as after ids were forgotten in it: nobody is to have it any more
+            raise CheckpointRemovedError(self.run.url_of(directory))
+        for entry in self.missing(checkpoint):
+            size = self.to.size(layout.join(directory, entry.name))
+            if size != entry.n_bytes:
+                problem = f"found {size} bytes, {entry.n_bytes} were written; check the storage"
+                raise OSError(errno.EIO, problem, self.to.url_of(layout.join(directory, entry.name)))
+        for subdirectory in layout.subdirectories(entry.name for entry in record.files):
+            self.to.sync_dir(layout.join(directory, subdirectory))
+        self.hold.check()
+        path = layout.join(directory, layout.MANIFEST)
+        with suppress(FileExistsError):  # only files of it were missing: its manifest was there, and is the same
+            self.to.put_if_absent(path, data)
+        self.to.sync_dir("")
+        try:
+            self.hold.check()
+        except RecckptError:
+            if directory in list_checkpoints(self.to).damaged:  # the pass that goes on has removed files of it, as late
+                self.to.remove(path)
+            raise
+
+
+def _check(data: memoryview, checkpoint: Checkpoint, entry: FileEntry, parts: Mapping[str, Part]) -> None:
+    """Raise CorruptCheckpointError where bytes are not those of a file."""
+    path = layout.join(checkpoint.directory, entry.name)
+    if len(data) != entry.n_bytes:
+        raise CorruptCheckpointError(path, "its size", found=f"{len(data)} bytes", expected=f"{entry.n_bytes} bytes")
+    if not layout.is_part(entry.name):
+        digest = xxhash.xxh3_64_intdigest(data)
+        if digest != entry.xxh3:
+            expected = f"{entry.xxh3 or 0:016x}"
+            raise CorruptCheckpointError(path, "its checksum", found=f"{digest:016x}", expected=expected)
+        return
+    from recckpt.sparse.files.verifier import check_part  # pyarrow, which takes its time
+
+    part = parts.get(entry.name)
+    if part is None:
+        raise CorruptCheckpointError(path, "", found="a part that no catalog has", expected="one of a catalog")
+    tables = checkpoint.manifest.tables
+    for error in check_part(
+        MemoryFile(path, data), checkpoint.directory, tables, part, lambda batch, rows: None
+    ).errors:
+        raise error
+
+
+def copy_informative(run: Storage, to: Storage) -> None:
+    """Bring the timeline, the audit of what was forgotten, and its key, as they are in the run by now."""
+    for name in (layout.TIMELINE, layout.FORGOTTEN, layout.FORGET_KEY):
+        data = _content(run, name)
+        if data is not None:
+            replace_other(to, name, data)
+        elif name == layout.FORGET_KEY and _content(to, name) is not None:
+            to.remove(name)  # so that nobody can test ids any more
+
+
+def copy_pins(run: Storage, to: Storage, ckpt_ids: Collection[str]) -> None:
+    """Pin what is pinned in the run, and unpin what is not any more, of the checkpoints that are in the mirror."""
+    pinned, there = pinned_ids(run).intersection(ckpt_ids), pinned_ids(to)
+    if pinned - there:
+        _make_dirs(to, layout.PINS_DIR)
+    for ckpt_id in pinned - there:
+        with suppress(FileExistsError):
+            to.put_if_absent(layout.pin(ckpt_id), _PINNED)
+    for ckpt_id in there - pinned:
+        if _content(to, layout.pin(ckpt_id)) == _PINNED:
+            to.remove(layout.pin(ckpt_id))
+
+
+def mark_forgotten(to: Storage, requests: Iterable[str]) -> None:
+    """Note that what the run was asked to forget is forgotten in the mirror, so that who restored from it is known."""
+    requests = list(requests)
+    if requests:
+        _make_dirs(to, layout.FORGET_DIR)
+    for request in requests:
+        with suppress(FileExistsError):
+            to.put_if_absent(layout.forget_request(request, is_done=True), b"{}\n")
+
+
+def replace_other(to: Storage, name: str, data: bytes) -> None:
+    """Replace a file, unless it has this content."""
+    if _content(to, name) != data:
+        directory = name.rpartition("/")[0]
+        if directory:
+            _make_dirs(to, directory)
+        to.replace(name, data)
+
+
+def _make_dirs(to: Storage, directory: str) -> None:
+    for name in (layout.OWN_DIR, directory):
+        with suppress(FileExistsError):
+            to.make_dir(name)
+
+
+def _content(storage: Storage, name: str) -> bytes | None:
+    try:
+        return storage.read(name, _MOST_BYTES)
+    except ABSENT:
+        return None

@@ -1,0 +1,103 @@
+"""A mirror's hold on the output dir that it writes, by the note there: of two mirrors the later one goes on."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+
+from recckpt.errors import RecckptError
+from recckpt.format import layout
+from recckpt.format.codec import time_now
+from recckpt.output_dir.claims import claimed_epochs, last_takeover
+from recckpt.output_dir.notes import MirrorNote, mirror_note, put_mirror_note
+from recckpt.storage import Storage
+
+_ELSEWHERE = "mirror to another output dir"
+
+
+class NoMirrorError(RecckptError):
+    """A place is no mirror of the run, or none any more; it does not become one by itself."""
+
+
+class MirrorHold:
+    """A mirror's hold on the output dir that it writes. Not thread-safe.
+
+    Args:
+        run: the output dir that is mirrored.
+        to: the one that is written.
+    """
+
+    def __init__(self, run: Storage, to: Storage) -> None:
+        self._run, self._to = run, to
+        self._note = MirrorNote(run.url, "", secrets.token_hex(16), socket.gethostname(), os.getpid(), time_now())
+
+    def look(self) -> None:
+        """Check, without writing, that the output dir is empty or a mirror of this run; NoMirrorError where not."""
+        self._note = self._note.but(run=_origin_of(self._run))
+        there, url = mirror_note(self._to), self._to.url
+        if there is None:
+            found = self._first_found()
+            if found:
+                raise NoMirrorError(
+                    f"{url}: found {found}, which no mirror has written, expected an empty place or a mirror of "
+                    f"{self._run.url}; {_ELSEWHERE}, or move away what is there"
+                )
+        elif there.run != self._note.run and (there.run or there.url != self._run.url):
+            raise NoMirrorError(
+                f"{url} is a mirror of {there.url}, and not of the run that is in {self._run.url} now (whose first "
+                f"claim is another); {_ELSEWHERE}"
+            )
+        self._refuse_writers()
+
+    def take(self) -> bool:
+        """Note that this one mirrors from now on, so that others write nothing more there; say if it did not before."""
+        before = mirror_note(self._to)
+        if before == self._note:
+            return False
+        put_mirror_note(self._to, self._note)
+        try:
+            self._refuse_writers()  # again: one that had not seen the note may have claimed the place since
+        except NoMirrorError:
+            if before is None:
+                self._to.remove(layout.MIRROR)
+            raise
+        return True
+
+    def check(self) -> None:
+        """Do nothing while this one mirrors; RecckptError where another does, NoMirrorError where it is no mirror."""
+        now = mirror_note(self._to)
+        if now is None:
+            raise NoMirrorError(f"{self._to.url} is no mirror any more: {layout.MIRROR} is gone; {_ELSEWHERE}")
+        if now.nonce != self._note.nonce:
+            raise RecckptError(
+                f"{self._to.url}: another `recckpt mirror`, process {now.pid} on {now.host} since {now.time}, writes "
+                "to this mirror; this pass writes nothing more there"
+            )
+
+    def _refuse_writers(self) -> None:
+        epochs = claimed_epochs(self._to)
+        if epochs:
+            raise NoMirrorError(
+                f"{self._to.url}: found {layout.claim(epochs[-1])}: somebody saves there, so it is no mirror; it stays "
+                f"as it is: {_ELSEWHERE}"
+            )
+
+    def _first_found(self) -> str:
+        """Return what is in a place; "" for nothing, and for what is left where no note was made yet.
+
+        Directories are known: only where there are none are files listed, of which there are few then.
+        """
+        directories = [name for name in self._to.list_dirs() if not layout.is_own(name)]
+        if directories:
+            return f"{directories[0]}/"
+        names = (name for name in self._to.list_files("") if not layout.is_temporary(name))
+        return next((name for name in names if "/" not in name or name.startswith(f"{layout.OWN_DIR}/")), "")
+
+
+def _origin_of(run: Storage) -> str:
+    """Return by what a run is known, also where only a mirror of it is copied; "" of one that none has taken over."""
+    note = mirror_note(run)
+    if note is not None:
+        return note.run
+    return last_takeover(run).run

@@ -1,0 +1,124 @@
+"""What belongs in a mirror, decided by the listings alone: what is to be brought, in which order, and what goes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from recckpt.errors import CorruptCheckpointError, RecckptError
+from recckpt.format import layout
+from recckpt.output_dir.checkpoint_dir import Damage
+from recckpt.output_dir.listing import Checkpoint, Listing, chained
+from recckpt.output_dir.rotation import chosen, in_order
+from recckpt.policies.keep import Keep
+
+
+def damaged_below(directory: str, broken: Mapping[str, Damage]) -> str:
+    """Return the directory of the damaged link that a broken checkpoint stands on; "" where it is damaged itself.
+
+    Args:
+        directory: that of the checkpoint.
+        broken: directory -> what is wrong in it or below it, as of :class:`recckpt.output_dir.listing.Chains`.
+    """
+    error = broken[directory]
+    if isinstance(error, CorruptCheckpointError):
+        link = error.path.partition("/")[0]  # the damaged file is named by its path in the output dir
+    else:
+        link = next(name for name, other in broken.items() if other is error)  # the same error for all above a link
+    return link if link in broken and link != directory else ""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What belongs in a mirror.
+
+    Attributes:
+        missing: checkpoints to copy, the newest and what it stands on first, each after what it stands on.
+        stay: directories of all that belongs there.
+        newest: the newest of them; None where nothing can be copied.
+        left_out: directory of a checkpoint of the run -> that of a damaged one which it stands on, so that the mirror
+            lacks it.
+    """
+
+    missing: tuple[Checkpoint, ...]
+    stay: frozenset[str]
+    newest: Checkpoint | None
+    left_out: Mapping[str, str]
+
+
+def select(
+    run: Listing,
+    there: Listing,
+    *,
+    keep: Keep | None,
+    pinned: Collection[str],
+    damaged: Mapping[str, Damage],
+    is_forgotten: bool,
+    now: datetime,
+) -> Selection:
+    """Return what belongs in a mirror.
+
+    Args:
+        run: what the run has.
+        there: what the mirror has.
+        keep: which checkpoints belong there, of those that the run or the mirror has; None for those of the run.
+        pinned: ids that belong there whatever the policy says.
+        damaged: directories of the run that turned out to be damaged; neither they nor what stands on them is copied.
+        is_forgotten: whether ids were forgotten in the run since the mirror was made, so that nothing stays there which
+            the run has no more.
+        now: the time, for the policy.
+    """
+    whole, chains = chained([*run.committed, *run.lost], {**run.damaged, **run.unreadable, **damaged})
+    own = {c.directory: c for c in whole}
+    counting = {c.directory for c in run.lost} | damaged.keys()
+    broken = run.damaged.keys() | run.unreadable.keys()
+
+    def may_stay(directory: str) -> bool:
+        """Say whether the mirror may keep what cannot be read in the run, or is not there any more."""
+        if directory in own or directory in run.fenced:
+            return False
+        return directory in counting or (not is_forgotten and (keep is not None or directory in broken))
+
+    old = {c.directory: c for c in there.committed if may_stay(c.directory)}
+    union, _ = chained([*old.values(), *own.values()], {})
+    listing = Listing(union, {}, {}, directories=tuple(c.directory for c in union))
+    kept = listing.current if keep is None else chosen(listing, keep, pinned, now, layout.STEP_PREFIX)
+    kept = sorted(kept, key=listing.committed.index)
+    stay = listing.chains.closure([c.manifest.origin for c in kept])
+    present = {c.directory for c in there.committed}
+    in_order = (link for c in reversed(kept) for link in reversed(c.links))
+    missing = {link.directory: link for link in in_order if link.directory in stay - present}
+    left_out = {
+        c.directory: link
+        for c in (*run.committed, *run.lost)
+        if c.directory in chains.broken.keys() - stay and not chains.representations(c.manifest.origin)
+        if (link := damaged_below(c.directory, chains.broken))
+    }
+    return Selection(tuple(missing.values()), frozenset(stay), kept[-1] if kept else None, left_out)
+
+
+def going(there: Listing, stay: Collection[str], *, has_all: bool) -> list[Checkpoint]:
+    """Return the checkpoints of a mirror that do not belong there, what stands on others before those.
+
+    Args:
+        there: what the mirror has.
+        stay: directories of what belongs there.
+        has_all: whether damaged ones go, too, and copies that a person made under a name of their own.
+    """
+    ours = (c for c in there.committed if layout.is_attempt(c.directory, c.ckpt_id))
+    gone = [c for c in ((*there.committed, *there.lost) if has_all else ours) if c.directory not in stay]
+    return in_order(gone, there)
+
+
+def check_same(run: Listing, there: Listing, url: str) -> None:
+    """Raise RecckptError where a directory of the mirror holds another save than that of the run."""
+    own = {c.directory: c.manifest for c in (*run.committed, *run.lost)}
+    for checkpoint in (*there.committed, *there.lost):
+        record = own.get(checkpoint.directory)
+        if record is not None and record.xxh3 != checkpoint.manifest.xxh3:
+            found, expected = f"save {checkpoint.manifest.save_id}", f"{record.save_id}, as in the run"
+            raise RecckptError(
+                f"{url}/{checkpoint.directory}: found {found}, expected {expected}: it is a mirror of another run; "
+                "mirror to another output dir"
+            )

@@ -1,0 +1,215 @@
+"""The owner of an output dir carries out requests to forget ids, and takes up those that a crash has left.
+
+Every checkpoint that holds one of the ids, or stands on one that does, is committed again at its place without them;
+then what it replaces goes, with all leftovers. At each moment every checkpoint is there, whole, with the ids or
+without (docs/format.md, section 14).
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from recckpt.errors import CorruptCheckpointError, FormatVersionError, RecckptError
+from recckpt.format import layout
+from recckpt.format.codec import time_now
+from recckpt.format.forgetting import Request
+from recckpt.output_dir import rotation
+from recckpt.output_dir.checkpoint_dir import read_manifest
+from recckpt.output_dir.commit import WRITER
+from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.forget_requests import close_request, meant_in, pending, put_request, remove_drafts
+from recckpt.output_dir.listing import Checkpoint, Listing
+from recckpt.output_dir.notes import NearHost, noted_hosts
+from recckpt.rewrite.revision import Ids, IdsInFiles, OmittedRows, Revising, ids_in_files, revise
+from recckpt.storage import Storage
+from recckpt.text import Progress, plural
+
+log = logging.getLogger("recckpt")
+
+
+@dataclass(frozen=True)
+class Forgotten:
+    """What was done about one request.
+
+    Attributes:
+        table: the table.
+        n_ids: how many ids were to be forgotten.
+        revised: directory of a checkpoint -> that of the one without the ids that has taken its place.
+        n_rows: id of a checkpoint -> how many of the ids had a row in it.
+        removed: directories that went: what was replaced, superseded checkpoints, late commits and leftovers.
+        is_resumed: whether an earlier process had made the request.
+        near_hosts: the hosts on which near saves were noted, which may have the ids until they are removed there.
+        mirrors_left: a mirror that was named and may still have the ids -> why; of the last request alone.
+    """
+
+    table: str
+    n_ids: int
+    revised: dict[str, str]
+    n_rows: dict[str, int]
+    removed: tuple[str, ...]
+    is_resumed: bool = False
+    near_hosts: tuple[NearHost, ...] = ()
+    mirrors_left: Mapping[str, str] = field(default_factory=dict)
+
+
+def forget_as_owner(
+    storage: Storage, fence: Fence, table: str, ids: Ids, by: str, *, has_bar: bool = False
+) -> list[Forgotten]:
+    """Make a request and carry it out, after those that are pending.
+
+    The caller owns the output dir, and the tables of this process, if it has any, no longer contain the ids.
+
+    Raises:
+        CorruptCheckpointError: a checkpoint is damaged, so that nobody can say what it holds; the request stays.
+        OSError: the storage failed; the request stays, and the next owner takes it up.
+        WriterFencedError: another writer has taken the output dir over, and takes the request up.
+    """
+    with fence.settling():
+        done = finish_pending(storage, fence, has_bar=has_bar)
+        request = Request(secrets.token_hex(16), table, ids, time_now(), by, WRITER.get("recckpt", "unknown"))
+        fence.note_own_request(request.request)
+        put_request(storage, request)
+        return [*done, _carry_out(storage, fence, request, is_resumed=False, has_bar=has_bar)]
+
+
+def settle(storage: Storage, fence: Fence) -> None:
+    """As :func:`finish_pending`, once for each time that the output dir was taken over."""
+    if not fence.is_settled:
+        with fence.settling():
+            finish_pending(storage, fence)
+
+
+def finish_pending(storage: Storage, fence: Fence, *, has_bar: bool = False) -> list[Forgotten]:
+    """Carry out what earlier owners were asked and have not ended; errors as of :func:`forget_as_owner`."""
+    remove_drafts(storage)
+    left, done = pending(storage), []
+    fence.check_forgotten()  # or they would be ended, and the next save would have the ids again
+    for request in left:
+        log.warning(
+            "%s: going on to forget %s of table %r, as %s was asked at %s",
+            storage.url,
+            plural(len(request.ids), "id"),
+            request.table,
+            request.by,
+            request.asked,
+        )
+        done.append(_carry_out(storage, fence, request, is_resumed=True, has_bar=has_bar))
+    return done
+
+
+def check_readable(listing: Listing) -> None:
+    """Raise where a checkpoint is damaged: nobody could say whether it holds the ids."""
+    for directory, error in listing.damaged.items():
+        if isinstance(error, FormatVersionError):
+            raise error
+        remedy = "mend it, or remove its directory, and forget again: nobody can say whether it holds the ids"
+        path = error.path or directory
+        raise CorruptCheckpointError(path, error.where, found=error.found, expected=error.expected, remedy=remedy)
+
+
+def scan(storage: Storage, listing: Listing, table: str, ids: Ids) -> dict[str, IdsInFiles]:
+    """Return which ids the own files of each committed checkpoint contain; CorruptCheckpointError for a damaged one."""
+    return {c.directory: ids_in_files(storage, c, table, ids) for c in listing.committed}
+
+
+def touched(listing: Listing, contents: Mapping[str, IdsInFiles]) -> list[Checkpoint]:
+    """Return the checkpoints that contain any of the ids, or are read from one that does; contents by directory."""
+    return [c for c in listing.committed if any(contents[link.directory].is_any for link in c.links)]
+
+
+def needed(listing: Listing) -> set[str]:
+    """Return the directories that readers go to: those of the current checkpoints and of what they stand on."""
+    return {link.directory for c in listing.current for link in c.links}
+
+
+def _carry_out(storage: Storage, fence: Fence, request: Request, *, is_resumed: bool, has_bar: bool) -> Forgotten:
+    fence.check()
+    fence.look_again()
+    listing = fence.listing
+    check_readable(listing)
+    contents = scan(storage, listing, request.table, request.ids)
+    with_ids, read_from = touched(listing, contents), needed(listing)
+    revised: dict[str, Checkpoint] = {c.directory: r for c in with_ids if (r := _revision(c, listing, request))}
+    removed: list[str] = []
+    n_bytes = sum(c.manifest.n_bytes for c in with_ids if c.directory in read_from - revised.keys())
+    with Progress(f"forgetting {plural(len(request.ids), 'id')}", n_bytes, has_bar=has_bar) as progress:
+        for base in dict.fromkeys(c.links[-1].directory for c in with_ids):  # a chain at a time: room for one twice
+            family = [c for c in with_ids if c.links[-1].directory == base]
+            for checkpoint in (c for c in family if c.directory in read_from - revised.keys()):  # oldest first
+                below: Sequence[Checkpoint] = ()
+                if checkpoint.below:
+                    parent = revised.get(checkpoint.below[0].directory)
+                    below = checkpoint.below if parent is None else parent.links
+                erasure = OmittedRows(meant_in(checkpoint.manifest, request.table), request.ids)
+                revising = Revising(
+                    checkpoint, [contents[link.directory] for link in checkpoint.links], below, erasure, request.request
+                )
+                revised[checkpoint.directory] = revise(storage, fence, revising, rotation.THREADS, progress.advance)
+            removed += fence.remove(rotation.in_order(family, fence.listing), rotation.THREADS)
+    removed += _remove_leftovers(storage, fence)
+    fence.check()
+    fence.write_index()
+    made = [
+        (c, of) for c in fence.listing.committed if (of := c.manifest.revision_of) and of.request == request.request
+    ]
+    names, n_rows = {of.directory: c.directory for c, of in made}, {c.ckpt_id: of.rows for c, of in made}
+    removed = list(dict.fromkeys([*names, *removed]))
+    _check_gone(storage, fence, list(dict.fromkeys([*removed, *(c.directory for c in with_ids)])), request)
+    finished: dict[str, Any] = {"finished": time_now(), "revised": names, "removed": removed, "rows": n_rows}
+    hosts = tuple(noted_hosts(storage))
+    finished |= {"near_hosts": [host.as_data for host in hosts]} if hosts else {}
+    fence.check()
+    close_request(storage, request, finished)
+    return Forgotten(request.table, len(request.ids), names, n_rows, tuple(removed), is_resumed, hosts)
+
+
+def _revision(checkpoint: Checkpoint, listing: Listing, request: Request) -> Checkpoint | None:
+    """Return what an owner that died has committed in place of a checkpoint for this request."""
+    meant = (checkpoint.manifest.save_id, request.request)
+    of = ((c, c.manifest.revision_of) for c in listing.committed)
+    return next((c for c, made in of if made and (made.save_id, made.request) == meant), None)
+
+
+def _remove_leftovers(storage: Storage, fence: Fence) -> list[str]:
+    """Remove late commits, attempts and offers: nobody reads them, and they may hold the ids."""
+    fence.look_again()
+    removed = []
+    for directory in fence.listing.fenced:
+        record = read_manifest(storage, directory)
+        if record is not None:
+            fence.check()
+            rotation.remove(storage, Checkpoint(directory, record), rotation.THREADS)
+            removed.append(directory)
+    for directory in fence.listing.uncommitted:
+        names = storage.list_files(directory)
+        if layout.MANIFEST not in names and any(map(is_of_attempt, names)):
+            fence.check()
+            rotation.remove_leftover(storage, directory, rotation.THREADS)
+            removed.append(directory)
+    fence.look_again()
+    return removed
+
+
+def is_of_attempt(name: str) -> bool:
+    """Say whether only an attempt or an offer has such a file: another program, or a person, has a model.pt too."""
+    return name in (layout.INTENT, layout.OFFER) or (layout.is_ours(name) and layout.has_rows(name))
+
+
+def _check_gone(storage: Storage, fence: Fence, directories: Sequence[str], request: Request) -> None:
+    """Raise where rows of the ids may be left in a directory that was removed; make the removals durable."""
+    storage.sync_dir("")
+    fence.look_again()
+    there = {c.directory: c for c in fence.listing.committed}  # such as one that was copied in since
+    for directory in directories:
+        if directory in there and not ids_in_files(storage, there[directory], request.table, request.ids).is_any:
+            continue
+        left = [name for name in storage.list_files(directory) if layout.is_part(name)]
+        if left:
+            raise RecckptError(
+                f"{storage.url_of(directory)}: found {left[0]}, which could not be removed and may hold the ids; the "
+                "log says why: mend that, and run `recckpt forget DIR` to go on"
+            )

@@ -1,0 +1,284 @@
+"""One checkpoint committed again at its place without some ids: a full one as a full one, a delta as a delta."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from recckpt.checkpoint.attempt import Advance, Attempt, ShardRecord, copy_others, with_shards
+from recckpt.checkpoint.chain import OpenLink
+from recckpt.errors import CorruptCheckpointError
+from recckpt.format import layout
+from recckpt.format.buckets import is_among
+from recckpt.format.catalog import Part
+from recckpt.format.manifest import FileEntry, Link, Manifest, Parent, RevisionOf
+from recckpt.format.tables import TableEntry
+from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.forget_requests import meant_in, tables_of
+from recckpt.output_dir.listing import Checkpoint
+from recckpt.parallel.threads import run_all
+from recckpt.sparse.files.arrow_format import ID_SPEC, column_buffer, ids_in
+from recckpt.sparse.files.catalogs import IdSet
+from recckpt.sparse.files.merged_rows import row_of
+from recckpt.sparse.files.part_reader import PartReader
+from recckpt.sparse.files.part_writer import ColumnBytes, RowBatch, write_part
+from recckpt.sparse.files.table_reader import ABSENT, DELETED, newest
+from recckpt.sparse.files.verifier import RowSums, check_part
+from recckpt.storage import Sink, Storage
+from recckpt.types import SlotSpec
+
+Ids = npt.NDArray[np.int64]  # ascending, all different
+_Flags = npt.NDArray[np.bool_]  # one an id
+_STEP_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class IdsInTable:
+    """Which of the ids a table has in the checkpoint's own files, not counting its parents."""
+
+    rows: _Flags  # the ids that have a row
+    n_deletes: int  # deletes of the ids, each counted as often as the files have it
+    deletes: _Flags  # the ids that have a delete
+    parts: frozenset[str]  # the files that contain any of the ids
+
+    def find(self, places: Ids) -> Ids:
+        """Return, for ids given by their places among all: 0 for a row, ``DELETED`` for a delete, else ``ABSENT``."""
+        return np.where(self.rows[places], 0, np.where(self.deletes[places], DELETED, ABSENT))
+
+
+@dataclass(frozen=True)
+class IdsInFiles:
+    """The same for several tables."""
+
+    tables: dict[str, IdsInTable]
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """The files that contain any of the ids."""
+        return frozenset[str]().union(*(table.parts for table in self.tables.values()))
+
+    @property
+    def is_any(self) -> bool:
+        """Whether the files contain any of the ids, as a row or as a delete."""
+        return bool(self.parts)
+
+
+def ids_in_files(storage: Storage, checkpoint: Checkpoint, table: str, ids: Ids) -> IdsInFiles:
+    """Look for ids of a table, and of its counts, in the files of one checkpoint; only batches that can hold them.
+
+    Raises:
+        CorruptCheckpointError: a file is damaged.
+    """
+    link = OpenLink.of(storage, checkpoint)
+    meant = meant_in(checkpoint.manifest, table)
+    entries = {name: checkpoint.manifest.table(name) if name in meant else None for name in tables_of(table)}
+    return IdsInFiles({name: _of_table(link, entry, ids) for name, entry in entries.items()})
+
+
+def _of_table(link: OpenLink, entry: TableEntry | None, ids: Ids) -> IdsInTable:
+    rows, deletes = np.zeros(len(ids), np.bool_), np.zeros(len(ids), np.bool_)
+    n_deletes, parts = 0, set[str]()
+    if entry is not None:
+        sought = IdSet(ids)
+        reader = link.reader(entry.name, ())
+        for catalog in reader.catalogs:
+            for part, _, batch in reader.batches(catalog, "rows", sought):
+                parts.update([part.file] if _mark(rows, ids, ids_in(batch)) else ())
+            for part, _, batch in reader.batches(catalog, "deletes", sought):
+                n_common = _mark(deletes, ids, ids_in(batch))
+                n_deletes += n_common
+                parts.update([part.file] if n_common else ())
+    return IdsInTable(rows, n_deletes, deletes, frozenset(parts))
+
+
+def _mark(flags: _Flags, ids: Ids, there: npt.NDArray[np.int64]) -> int:
+    """Mark the ids that are there, and return how many."""
+    common = there[is_among(there, ids)]
+    flags[np.searchsorted(ids, common)] = True
+    return len(common)
+
+
+def rows_in_chain(links: Sequence[tuple[Checkpoint, IdsInFiles]], table: str) -> int:
+    """Return how many of the ids have a row in the checkpoint whose links these are, newest first; pure."""
+    of_table: list[IdsInTable] = []
+    for checkpoint, of_link in links:
+        entry = checkpoint.manifest.table(table)
+        of_table += [] if entry is None else [of_link.tables[table]]
+        if entry is None or entry.is_whole:
+            break
+    places = np.arange(len(links[0][1].tables[table].rows))
+    return sum(len(here) for _, here, _ in newest(of_table, places))
+
+
+@dataclass(frozen=True)
+class OmittedRows:
+    """What is left out: ids of tables."""
+
+    tables: tuple[str, ...]
+    ids: Ids
+
+
+def copy_part(link: OpenLink, part: Part, to: Attempt) -> Part:
+    """Copy a part, and hold every byte of the copy against the catalog."""
+    source, copy = layout.join(link.directory, part.file), layout.join(to.directory, part.file)
+    with link.files.open(source) as content, to.storage.create(copy) as sink:
+        while data := content.read(_STEP_BYTES):
+            sink.write(data)
+    _check(to, link, part, None)
+    return part
+
+
+def revise_part(link: OpenLink, part: Part, to: Attempt, erasure: OmittedRows) -> Part | None:
+    """Write a part without some ids and return its catalog entry, None where nothing is left of it.
+
+    All other rows keep their bytes and their order; what was written is read back and compared with the source.
+
+    Raises:
+        CorruptCheckpointError: the source is damaged, or what was written is not the same.
+        OSError: the storage failed.
+    """
+    slots = _slots(link, part)
+    reader = PartReader(link.files, link.directory, part, slots)
+    sums = RowSums()
+
+    def create() -> tuple[str, Sink]:
+        return part.file, to.storage.create(layout.join(to.directory, part.file))
+
+    written = write_part(create, part.tables, slots, _kept(reader, slots, erasure, sums), holds=part.holds)
+    if written is not None:
+        _check(to, link, written, sums)
+    return written
+
+
+def _slots(link: OpenLink, part: Part) -> tuple[SlotSpec, ...]:
+    return link.manifest.named_table(part.tables[0]).slots if part.holds == "rows" else ()
+
+
+def _kept(reader: PartReader, slots: tuple[SlotSpec, ...], erasure: OmittedRows, sums: RowSums) -> Iterator[RowBatch]:
+    """Yield what stays of each batch; add it up."""
+    for number, batch in enumerate(reader.part.batches):
+        columns = reader.read(number)
+        ids = ids_in(columns)
+        values = [np.frombuffer(column_buffer(columns[spec.name]), row_of(spec)) for spec in (ID_SPEC, *slots)]
+        if batch.table in erasure.tables:
+            stays = np.flatnonzero(~is_among(ids, erasure.ids))
+            if len(stays) < len(ids):
+                ids, values = ids[stays], [column[stays] for column in values]
+        if len(ids):
+            sums.add(batch.table, values, slice(None))
+            of_slots = zip(slots, values[1:], strict=True)
+            yield RowBatch(batch.table, ids, [ColumnBytes(slot, len(ids), [v.view(np.uint8)]) for slot, v in of_slots])
+
+
+def _check(to: Attempt, link: OpenLink, written: Part, of_source: RowSums | None) -> None:
+    """Read a part that was written; where its rows were added up, add them up once more."""
+    sums = RowSums()
+    specs = (ID_SPEC, *_slots(link, written))
+    seen = partial(sums.add_batch, specs) if of_source is not None else lambda batch, values: None
+    for error in check_part(to.storage, to.directory, link.manifest.tables, written, seen).errors:
+        raise error
+    if of_source is not None and sums != of_source:
+        path = layout.join(to.directory, written.file)
+        raise CorruptCheckpointError(path, "", found="other rows than those that stay", expected="the same")
+
+
+@dataclass(frozen=True)
+class Revising:
+    """A checkpoint that is to be committed again.
+
+    Attributes:
+        checkpoint: the one that is revised, with its chain.
+        contents: which of the ids each of its links contains, newest first.
+        below: of a delta, what its revision stands on, newest link first: the revision of its parent, where that has
+            one; () of a full checkpoint.
+        erasure: what is left out.
+        request: because of which.
+    """
+
+    checkpoint: Checkpoint
+    contents: Sequence[IdsInFiles]
+    below: Sequence[Checkpoint]
+    erasure: OmittedRows
+    request: str
+
+    def n_rows(self, table: str) -> int:
+        """Return how many of the ids have a row of a table in the checkpoint."""
+        return rows_in_chain(list(zip(self.checkpoint.links, self.contents, strict=True)), table)
+
+
+def revise(storage: Storage, fence: Fence, revising: Revising, threads: int, advance: Advance) -> Checkpoint:
+    """Write and commit the revision, as the owner of the output dir.
+
+    Raises:
+        CorruptCheckpointError: the checkpoint is damaged; nothing is committed.
+        OSError: the storage failed; nothing is committed.
+        CommitNotDurableError: committed, perhaps, but not known to be durable.
+        WriterFencedError: another writer has taken the output dir over.
+    """
+    of = revising.checkpoint.manifest
+    attempt = Attempt.begin(storage, fence, of.ckpt_id, step=of.step, overwrite=True)
+    with attempt.abandoned_on_error():
+        files, shards = _write(storage, revising, attempt, storage.threads(threads), advance)
+        attempt.commit(fence, with_shards(_head(revising, attempt, files), shards))
+    return next(c for c in fence.listing.committed if c.directory == attempt.directory)
+
+
+def _write(
+    storage: Storage, revising: Revising, to: Attempt, threads: int, advance: Advance
+) -> tuple[Sequence[FileEntry], Sequence[ShardRecord]]:
+    """Write all files; return the entries of those that are of no shard, and the shards."""
+    link, records = OpenLink.of(storage, revising.checkpoint), []
+    files = copy_others(storage, revising.checkpoint, to, advance, threads)
+    for catalog in link.catalogs:
+        shard = to.shard(catalog.shard, catalog.shards)
+        shard.add(run_all(lambda part: _part(link, part, to, revising, advance), catalog.parts, threads))
+        records.append(shard.record())
+    return files, records
+
+
+def _part(link: OpenLink, part: Part, to: Attempt, revising: Revising, advance: Advance) -> Part | None:
+    has_ids = part.file in revising.contents[0].parts
+    made = revise_part(link, part, to, revising.erasure) if has_ids else copy_part(link, part, to)
+    advance(part.n_bytes)
+    return made
+
+
+def _head(revising: Revising, attempt: Attempt, files: Sequence[FileEntry]) -> Manifest:
+    """Return the manifest of the revision but for its shards."""
+    of, below = revising.checkpoint.manifest, revising.below
+    number = 1 + (of.revision_of.number if of.revision_of else 0)
+    parent, n_rows = None, revising.n_rows(revising.erasure.tables[0])
+    if below:
+        base = below[0]
+        parent = Parent(base.ckpt_id, base.manifest.origin, base.directory, base.manifest.origin_xxh3)
+    return replace(
+        of,
+        save_id=attempt.save_id,
+        epoch=attempt.intent.epoch,
+        seq=attempt.seq,
+        tables=tuple(_entry(table, revising) for table in of.tables),
+        files=tuple(files),
+        parent=parent,
+        chain=tuple(Link(link.ckpt_id, link.manifest.origin, link.directory) for link in below),
+        form_of=None,
+        revision_of=RevisionOf(of.save_id, revising.checkpoint.directory, *of.place, number, revising.request, n_rows),
+    )
+
+
+def _entry(table: TableEntry, revising: Revising) -> TableEntry:
+    """Return the entry of a table with the counts of the revision."""
+    if table.name not in revising.erasure.tables:
+        return table
+    own, delta = revising.contents[0].tables[table.name], table.delta
+    if delta is not None:
+        n_rows = int(own.rows.sum())
+        delta = delta.but(upserts=delta.upserts - n_rows, deletes=delta.deletes - own.n_deletes)
+    n_left = table.rows - revising.n_rows(table.name)
+    if n_left < 0:
+        path, found = layout.join(revising.checkpoint.directory, layout.MANIFEST), f"{table.rows} rows"
+        raise CorruptCheckpointError(path, f"table {table.name!r}", found=found, expected="those of its chain at least")
+    return table.but(rows=n_left, delta=delta)

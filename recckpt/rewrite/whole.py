@@ -1,0 +1,301 @@
+"""A chain written as one whole: cut into parts by ranges of buckets, each merged, written and read back by any worker.
+
+A task travels to a worker: it is names and numbers, and its result is what a catalog says of the part. One that is
+done again, because its worker was lost, takes another part number, since the lost one may still be writing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+import numpy as np
+
+from recckpt.checkpoint.attempt import Attempt, copied_bytes, copy_others, with_shards
+from recckpt.checkpoint.chain import OpenChain
+from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError
+from recckpt.format import layout
+from recckpt.format.buckets import N_BUCKETS, gen_slice
+from recckpt.format.catalog import Part
+from recckpt.format.manifest import Content, FileEntry
+from recckpt.format.tables import TableEntry
+from recckpt.output_dir.checkpoint_dir import read_manifest
+from recckpt.output_dir.listing import Checkpoint
+from recckpt.parallel.threads import run_on
+from recckpt.sparse.files.arrow_format import ID, ID_SPEC, column_buffer
+from recckpt.sparse.files.catalogs import count_error
+from recckpt.sparse.files.merged_rows import Piece, bytes_up_to, merged_range
+from recckpt.sparse.files.part_writer import (
+    PART_BYTES,
+    ColumnBytes,
+    PartPlan,
+    RowBatch,
+    TableBytes,
+    plan_parts,
+    planned_batches,
+    write_part,
+)
+from recckpt.sparse.files.table_reader import Int64s, TableReader
+from recckpt.sparse.files.verifier import RowSums, check_part
+from recckpt.storage import Sink, Storage, open_storage
+from recckpt.text import Progress
+
+FRACTIONS = N_BUCKETS  # of a byte, in which sizes are counted: so no bucket that may have rows has the size 0
+LEAST_PART_BYTES = 128 << 20
+_MANY = 64  # parts are as small as that for this many of them: pieces of work for many workers
+TRIES = 8  # part numbers that are kept for each part
+LEAST_BUDGET_BYTES = 8 << 20  # of a worker: with less it would read a batch again for every bucket in it
+
+
+@dataclass(frozen=True)
+class ChainName:
+    """Where the links of a chain are, newest first, and the checksums of their manifests."""
+
+    url: str  # of the output dir
+    links: tuple[tuple[str, int], ...]
+
+
+@lru_cache(maxsize=1)
+def opened(name: ChainName) -> OpenChain:
+    """Return a chain; a process reads its catalogs once, for all the parts that it writes.
+
+    Raises:
+        CheckpointRemovedError: a link was removed meanwhile.
+        CorruptCheckpointError: a link has another manifest than the chain was named with, or a catalog is damaged.
+    """
+    storage = open_storage(name.url)
+    newest, *below = (_named(storage, directory, xxh3) for directory, xxh3 in name.links)
+    chain = OpenChain.of(storage, Checkpoint(newest.directory, newest.manifest, tuple(below)))
+    for link in chain.links:
+        _ = link.catalogs
+    return chain
+
+
+def _named(storage: Storage, directory: str, xxh3: int) -> Checkpoint:
+    manifest = read_manifest(storage, directory)
+    if manifest is None:
+        raise CheckpointRemovedError(storage.url_of(directory))
+    if manifest.xxh3 != xxh3:
+        path, found = layout.join(directory, layout.MANIFEST), f"the checksum {manifest.xxh3:016x}"
+        raise CorruptCheckpointError(path, "", found=found, expected=f"{xxh3:016x}, as when the chain was found")
+    return Checkpoint(directory, manifest)
+
+
+def size_of(links: Sequence[TableReader]) -> TableBytes:
+    """Return about how large the rows of a table are in all links of a chain, newest first, in fractions of a byte."""
+    entry, up_to = links[0].entry, bytes_up_to(links, 0)
+    return TableBytes(entry.name, entry.slots, int(up_to[-1]), lambda: up_to)
+
+
+@dataclass(frozen=True)
+class ChainRows:
+    """The rows of a table in a chain, merged; ``used`` is called with those of each batch that is read."""
+
+    links: Sequence[TableReader]  # newest first
+    budget_bytes: int
+    used: Callable[[Piece, Int64s], object]
+
+    def batches(self, begin: int, end: int) -> Iterator[RowBatch]:
+        """Yield the rows in buckets [begin, end)."""
+        entry = self.links[0].entry
+        for batch in merged_range(self.links, (begin, end), self.budget_bytes, self.used, is_reused=True):
+            ids = np.frombuffer(column_buffer(batch.column(ID)), np.int64)
+            values = ((slot, np.frombuffer(column_buffer(batch.column(slot.name)), np.uint8)) for slot in entry.slots)
+            yield RowBatch(entry.name, ids, [ColumnBytes(slot, len(ids), [value]) for slot, value in values])
+
+
+@dataclass(frozen=True)
+class PlannedPart:
+    """One part to write, of one of the shards, and about how many bytes its rows have in all links."""
+
+    shard: int
+    shards: int
+    plan: PartPlan
+    n_bytes: int
+
+
+def plan_of_chain(chain: OpenChain) -> list[PlannedPart]:
+    """Divide the rows of a chain over as many shards as the newest link has, and over parts of about equal bytes.
+
+    Shards get equal slices of the hashed ids, as ranks do; their parts come in the order of a catalog.
+    """
+    newest, planned = chain.manifest, []
+    names = {table.name: [slot.name for slot in table.slots] for table in newest.tables}
+    sizes = {table: size_of(chain.table(table, slots).links) for table, slots in names.items()}
+    for shard in range(len(newest.shards)):
+        own = gen_slice(shard, len(newest.shards))
+        plans = plan_parts(
+            list(sizes.values()),
+            _MANY,
+            least_bytes=LEAST_PART_BYTES * FRACTIONS,
+            part_bytes=PART_BYTES * FRACTIONS,
+            buckets=(own.begin, own.end),
+        )
+        for plan in plans:
+            n_bytes = sum(sizes[cut.table].within(cut.begin, cut.end) for cut in plan.ranges) // FRACTIONS
+            planned.append(PlannedPart(shard, len(newest.shards), plan, n_bytes))
+    return planned
+
+
+@dataclass(frozen=True)
+class CompactionTask:
+    """One part to be written.
+
+    Attributes:
+        chain: what is read.
+        url: the output dir that is written to.
+        directory: of the new checkpoint in it, where only this task writes.
+        part: the part of the chain that is written.
+        budget_bytes: memory for merging, about.
+    """
+
+    chain: ChainName
+    url: str
+    directory: str
+    part: PlannedPart
+    budget_bytes: int
+
+
+def write_task(task: CompactionTask) -> Part | None:
+    """Write the part and return its catalog entry, None where it would have no rows.
+
+    Raises:
+        CheckpointRemovedError: a link was removed meanwhile.
+        CorruptCheckpointError: the chain is damaged, or what was written is not what the chain holds.
+        OSError: the storage failed.
+    """
+    named, storage = opened(task.chain), open_storage(task.url)
+    of_chain, of_file = RowSums(), RowSums()
+    with named.mapped(_buckets(task.part)) as chain:
+        written = _write(task, chain, storage, of_chain)
+    if written is not None:
+        _check(task, storage, named.manifest.tables, written, of_file)
+    if of_file != of_chain:
+        file = "no rows" if written is None else layout.join(task.directory, written.file)
+        raise CorruptCheckpointError(file, "", found="other rows than its chain has", expected="the same")
+    return written
+
+
+def _buckets(part: PlannedPart) -> dict[str, list[tuple[int, int]]]:
+    buckets: dict[str, list[tuple[int, int]]] = {}
+    for cut in part.plan.ranges:
+        buckets.setdefault(cut.table, []).append((cut.begin, cut.end))
+    return buckets
+
+
+def _write(task: CompactionTask, chain: OpenChain, storage: Storage, sums: RowSums) -> Part | None:
+    """Write the part; add up the rows of the chain that are to be in it."""
+    part = task.part
+
+    def create() -> tuple[str, Sink]:
+        for attempt in range(TRIES):  # names that the part may get; those of the next one come behind them
+            file = layout.part(part.shard, part.shards, part.plan.group, part.plan.number * TRIES + attempt)
+            with suppress(FileExistsError):
+                return file, storage.create(layout.join(task.directory, file))
+        path = layout.join(task.directory, file)
+        raise CorruptCheckpointError(path, "", found=f"{TRIES} files of this part", expected="a name that is free")
+
+    slots = [slot.name for slot in part.plan.slots]
+    sources = {
+        table: ChainRows(chain.table(table, slots).links, task.budget_bytes, partial(sums.add, table))
+        for table in part.plan.tables
+    }
+    batches = planned_batches(part.plan, sources, lambda n_bytes: None)
+    return write_part(create, part.plan.tables, part.plan.slots, batches)
+
+
+def _check(task: CompactionTask, storage: Storage, tables: Sequence[TableEntry], written: Part, sums: RowSums) -> None:
+    """Read the part; add up the rows that are in it."""
+    add = partial(sums.add_batch, (ID_SPEC, *task.part.plan.slots))
+    for error in check_part(storage, task.directory, tables, written, add).errors:
+        raise error
+
+
+@dataclass(frozen=True)
+class Means:
+    """What a compaction may use.
+
+    Attributes:
+        executor: does the work on the parts; None for threads of this process, which with one is the caller.
+        threads: how many, and how many files are copied at once.
+        budget_bytes: memory: of this process without an executor, else of each of its workers.
+        is_stopped: asked now and then whether to give up.
+        has_bar: whether a long one shows a bar.
+    """
+
+    executor: Executor | None
+    threads: int
+    budget_bytes: int
+    is_stopped: Callable[[], bool] = lambda: False
+    has_bar: bool = True
+
+
+def write_whole(storage: Storage, checkpoint: Checkpoint, to: Attempt, means: Means) -> Content:
+    """Write all files of a full checkpoint with the content of one that may be a delta, synced and read once more.
+
+    Raises:
+        CheckpointRemovedError: a link was removed meanwhile.
+        CorruptCheckpointError: the chain is damaged, or what was written is not what the chain holds.
+        OSError: the storage failed.
+        StoppedError: the caller asked to stop.
+    """
+    name = ChainName(storage.url, tuple((link.directory, link.manifest.xxh3) for link in checkpoint.links))
+    chain = opened(name)
+    try:
+        plan, workers = plan_of_chain(chain), means.threads if means.executor is None else 1
+        budget_bytes = max(LEAST_BUDGET_BYTES, means.budget_bytes // workers)
+        tasks = [CompactionTask(name, to.storage.url, to.directory, part, budget_bytes) for part in plan]
+        total = sum(part.n_bytes for part in plan) + copied_bytes(checkpoint)
+        with Progress(f"compacting {checkpoint.ckpt_id}", total, has_bar=means.has_bar) as progress:
+            progress.n_rows = sum(table.rows for table in chain.manifest.tables)
+            with _executor(means) as executor:
+                parts = run_on(
+                    executor,
+                    write_task,
+                    tasks,
+                    on_done=lambda task: progress.advance(task.part.n_bytes),
+                    is_stopped=means.is_stopped,
+                )
+            files = copy_others(storage, checkpoint, to, progress.advance, means.threads)
+        return _finished(checkpoint, to, list(zip(plan, parts, strict=True)), files)
+    finally:
+        opened.cache_clear()
+
+
+@contextmanager
+def _executor(means: Means) -> Iterator[Executor | None]:
+    if means.executor is not None or means.threads == 1:
+        yield means.executor
+        return
+    with ThreadPoolExecutor(means.threads, thread_name_prefix="recckpt-compact") as threads:
+        yield threads
+
+
+def _finished(
+    checkpoint: Checkpoint, to: Attempt, written: Sequence[tuple[PlannedPart, Part | None]], files: list[FileEntry]
+) -> Content:
+    """Write the catalogs of the parts, and return what lies there beside the other files."""
+    count, records, rows = len(checkpoint.manifest.shards), [], Counter[str]()
+    tables = tuple(table.but(delta=None) for table in checkpoint.manifest.tables)
+    for number in range(count):
+        shard = to.shard(number, count)
+        shard.add(part for planned, part in written if planned.shard == number)
+        records.append(shard.record())
+        rows.update(shard.catalog.rows)
+    for table in tables:
+        if rows[table.name] != table.rows:
+            raise count_error(checkpoint.directory, table.name, table.rows, rows[table.name])
+    of = Content(**checkpoint.manifest.content)
+    content = with_shards(replace(of, tables=tables, files=tuple(files)), records)
+    listed = {file.name for file in content.files}
+    for name in to.storage.list_files(to.directory):
+        if layout.is_part(name) and name not in listed:
+            to.storage.remove(layout.join(to.directory, name))
+    for subdirectory in layout.subdirectories(file.name for file in content.files):
+        to.storage.sync_dir(layout.join(to.directory, subdirectory))
+    to.storage.sync_dir("")
+    return content

@@ -1,0 +1,300 @@
+"""Whether a save is full or a delta: the base it counts changes from, and one answer from what all ranks propose."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, compress
+
+import numpy as np
+import numpy.typing as npt
+
+from recckpt.format import layout
+from recckpt.format.manifest import Manifest
+from recckpt.format.tables import LiveLayout, Reduced
+from recckpt.live.columns import ColumnRows
+from recckpt.output_dir.commit import chain_of
+from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.listing import Checkpoint
+from recckpt.policies.deltas import MAX_DELTAS, Chain, Deltas, as_deltas
+from recckpt.sparse.files.reduced_rows import TableChoice
+from recckpt.sparse.files.table_rows import TableSource
+from recckpt.sparse.table.marks import FrozenRows
+from recckpt.sparse.table.store import is_stored
+from recckpt.sparse.table.tracker import Freeze, Tracker
+from recckpt.storage import Storage
+from recckpt.types import SavableTable, SlotSpec
+
+log = logging.getLogger("recckpt")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A committed checkpoint as deltas know it, whichever form of it they read."""
+
+    save_id: str  # its name
+    place: tuple[int, int]  # where it stands in the order of commits
+    slots: Mapping[str, tuple[SlotSpec, ...]]  # those of its tables
+    reduced: Mapping[str, Reduced]  # what was left out of those that were not saved as they were
+    live: Mapping[str, LiveLayout]  # how those lay that were live
+    is_candidate: bool = False  # whether it was restored, and is yet to be confirmed
+
+
+class Changes:
+    """What changes in the tables of a saver, and since which checkpoint. Each rank has one; not thread-safe.
+
+    An acknowledged commit makes a base. A restore makes a candidate, which the next save confirms on rank 0, or drops:
+    where another writer has gone on from it, it may be removed at any time.
+
+    Args:
+        policy: when a save is full all the same.
+
+    Attributes:
+        tracker: the marks of the tables.
+        freeze: what a save takes tables by, with their marks.
+        base: from which they count; None where the next save is full.
+    """
+
+    def __init__(self, policy: Deltas) -> None:
+        self.policy, self.tracker = policy, Tracker()
+        self.freeze: Freeze = self.tracker.freeze
+        self.base: Origin | None = None
+
+    @property
+    def has_candidate(self) -> bool:
+        """Whether the base is yet to be confirmed."""
+        return self.base is not None and self.base.is_candidate
+
+    def on_whole_restore(self, checkpoint: Checkpoint, tables: Iterable[SavableTable]) -> None:
+        """Count changes from a checkpoint of the own output dir, whose rows are exactly those of these tables.
+
+        Not if the checkpoint lacks the slots that say which rows are saved: rows could differ without being touched.
+        """
+        if self.resume_from(checkpoint.manifest):
+            for table in tables:
+                if is_stored(table):
+                    self.tracker.begin(table, checkpoint.manifest.origin)
+
+    def resume_from(self, record: Manifest) -> bool:
+        """Count from a checkpoint that was restored; return False where it cannot be counted from."""
+        restored = _origin(record)
+        if any(reduced.forgets_why for reduced in restored.reduced.values()):
+            return False
+        if self.base is None or self.base.save_id != restored.save_id:
+            self.base = replace(restored, is_candidate=True)
+        return True
+
+    def is_in_doubt(self, storage: Storage, fence: Fence) -> bool:
+        """Say whether to confirm the base: it was restored, or is gone, where asking for that costs no request."""
+        if self.base is None or self.base.is_candidate or not storage.asking_is_free:
+            return self.has_candidate
+        return any(not _is_there(storage, link) for link in chain_of(fence.listing, self.base.save_id))
+
+    def confirm(self, storage: Storage, fence: Fence, *, is_resumed: bool) -> None:
+        """Take the output dir over, or check that it is held, and drop a base that no delta can stand on.
+
+        That is one that is gone, and a candidate that others may remove; the takeover has made the others durable.
+
+        Raises:
+            WriterFencedError, OSError: as :meth:`Fence.hold`; or the storage failed.
+        """
+        fence.hold(is_resumed=is_resumed)
+        base = self.base
+        if base is None:
+            return
+        links = chain_of(fence.listing, base.save_id)
+        if not base.is_candidate:
+            if not links:
+                log.warning("%s: this save is full: its base was removed by another process", storage.url)
+                self.base = None
+            return
+        if base.place != fence.newest_at_takeover or not links:
+            log.info("%s: the next save is full, since what was restored is not the newest there", storage.url)
+            self.base = None
+            return
+        self.base = replace(base, is_candidate=False)
+
+    def committed(self, record: Manifest) -> None:
+        """Count from a checkpoint of this saver, which is acknowledged and not ephemeral."""
+        self.base = _origin(record)
+
+    def drop_base(self) -> None:
+        """Let the next save be full."""
+        self.base = None
+
+    def chain(self, fence: Fence) -> Chain | None:
+        """Return what the policy has to know of what a delta would stand on, as the owner has last seen it."""
+        links = chain_of(fence.listing, self.base.save_id) if self.base else ()
+        if not links:
+            return None
+        *deltas, full = [link.manifest.n_bytes for link in links]
+        return Chain(len(deltas), sum(deltas), full)
+
+
+def changes_of(deltas: bool | Deltas) -> Changes | None:
+    """Return what a saver counts with, None where all its saves are full; ValueError where it is neither."""
+    policy = as_deltas(deltas)
+    return Changes(policy) if policy else None
+
+
+def _origin(record: Manifest) -> Origin:
+    slots = {table.name: table.slots for table in record.tables}
+    reduced = {table.name: table.reduced for table in record.tables if table.reduced is not None}
+    live = {table.name: table.live for table in record.tables if table.live is not None}
+    return Origin(record.origin, record.place, slots, reduced, live)
+
+
+def _is_there(storage: Storage, link: Checkpoint) -> bool:
+    try:
+        storage.size(layout.join(link.directory, layout.MANIFEST))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+@dataclass(frozen=True, eq=False)
+class TableChanges:
+    """The tables on one rank: in columns, since rank 0 is sent those of all ranks and adds them up.
+
+    Attributes:
+        names: of the tables; each column has a value of each.
+        n_changed: rows and deleted ids that a delta would hold.
+        n_rows: all rows.
+        row_bytes: 0 where conditions choose the rows: the room that they take is not known before they are written.
+        is_replaced: whether a delta would have to hold all rows.
+        is_saved_otherwise: than in the base, by what the saver was asked to save.
+    """
+
+    names: tuple[str, ...]
+    n_changed: npt.NDArray[np.int64]
+    n_rows: npt.NDArray[np.int64]
+    row_bytes: npt.NDArray[np.int64]
+    is_replaced: npt.NDArray[np.bool_]
+    is_saved_otherwise: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, rows: Mapping[str, tuple[int, int, int, bool, bool]]) -> TableChanges:
+        """Return those of tables by name; a row has the values of a table, in the order of the columns."""
+        columns = np.array(list(rows.values()), np.int64).reshape(-1, 5).T
+        return cls(tuple(rows), *columns[:3], *columns[3:].astype(np.bool_))
+
+
+@dataclass(frozen=True)
+class DeltaProposal:
+    """What a rank would write as a delta; rank 0 knows the chain that it would stand on, where there is one."""
+
+    policy: Deltas
+    base: str | None
+    chain: Chain | None
+    tables: TableChanges
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a save is."""
+
+    base: str | None = None  # save id of the checkpoint that a delta stands on; None of a full one
+    replaced: frozenset[str] = frozenset()  # tables of which a delta holds all rows
+    why_full: str | None = None  # why it is no delta, where deltas are on
+    n_links: int = 1  # of the chain, this one included
+    stand_in: Kind | None = None  # of a full one that the policy asks for: the delta, where there is no room for it
+
+    @property
+    def name(self) -> str:
+        """``"full"`` or ``"delta"``."""
+        return "full" if self.base is None else "delta"
+
+
+FULL = Kind()
+
+
+def delta_proposal(
+    changes: Changes,
+    chain: Chain | None,
+    tables: Sequence[TableSource],
+    frozen: Mapping[str, FrozenRows],
+    *,
+    choices: Mapping[str, TableChoice],
+    layouts: Mapping[str, LiveLayout],
+) -> DeltaProposal:
+    """Return what a rank would write.
+
+    Args:
+        changes: from which checkpoint it counts.
+        chain: that a delta would stand on.
+        tables: all rows.
+        frozen: by name, which of them have changed.
+        choices: by name, what is saved of tables that are not saved whole.
+        layouts: by name, how live tables lie.
+    """
+    base = changes.base
+
+    def changes_of(table: TableSource) -> tuple[int, int, int, bool, bool]:
+        slots, reduced, is_filtered = table.slots, None, False
+        if table.name in choices:
+            choice = choices[table.name]
+            slots, reduced, is_filtered = choice.slots, choice.reduced, choice.where is not None
+        row_bytes = 0 if is_filtered else 8 + sum(slot.row_bytes for slot in slots)
+        is_otherwise = base is not None and table.name in base.slots and base.reduced.get(table.name) != reduced
+        marks = frozen.get(table.name)  # a table of the user's own has none
+        is_replaced = base is None or marks is None or marks.is_replaced(base.save_id)
+        is_replaced = is_replaced or marks is None or base is None or base.slots.get(table.name) != slots
+        is_replaced = is_replaced or base is None or base.live.get(table.name) != layouts.get(table.name)
+        n_changed = table.n_rows if is_replaced or marks is None else marks.n_changed
+        if isinstance(table, ColumnRows) and not is_replaced:
+            n_changed = table.share_of(n_changed)
+        return n_changed, table.n_rows, row_bytes, is_replaced, is_otherwise
+
+    of_tables = TableChanges.of({table.name: changes_of(table) for table in tables})
+    return DeltaProposal(changes.policy, base.save_id if base else None, chain, of_tables)
+
+
+def agreed_kind(proposals: Sequence[DeltaProposal | None]) -> Kind:
+    """Return what the save is, by what each rank proposes, None where it writes no deltas; pure."""
+    first = proposals[0]
+    if first is None:
+        return FULL
+    others = [rank for rank, each in enumerate(proposals) if each is None or each.base != first.base]
+    if others:
+        return Kind(why_full=f"rank {others[0]} counts changes from another checkpoint, or none")
+    tables = _changes_of_all([each.tables for each in proposals if each is not None])
+    for name in compress(tables.names, tables.is_saved_otherwise):
+        return Kind(why_full=f"table {name!r} is not saved as before: other save_slots, save_where or store")
+    n_changed = int(np.where(tables.is_replaced, tables.n_rows, tables.n_changed).sum())
+    why_full = first.policy.why_full(first.chain, n_changed, int(tables.n_rows.sum()))
+    if first.chain is None:
+        return Kind(why_full=why_full)
+    replaced = frozenset(compress(tables.names, tables.is_replaced))
+    delta = Kind(first.base, replaced, n_links=first.chain.n_deltas + 2)
+    if why_full is None:
+        return delta
+    return Kind(why_full=why_full, stand_in=delta if first.chain.n_deltas < MAX_DELTAS else None)
+
+
+def _changes_of_all(ranks: Sequence[TableChanges]) -> TableChanges:
+    """Add up the tables of the ranks; what is true of one on a rank is true of it in all."""
+    alike: defaultdict[tuple[str, ...], list[TableChanges]] = defaultdict(list)
+    for tables in ranks:
+        alike[tables.names].append(tables)
+    places = {name: place for place, name in enumerate(dict.fromkeys(chain.from_iterable(alike)))}
+    n_changed, n_rows, row_bytes = np.zeros((3, len(places)), np.int64)
+    is_replaced, is_saved_otherwise = np.zeros((2, len(places)), np.bool_)
+    for names, group in alike.items():
+        at = [places[name] for name in names]
+        n_changed[at] += sum(tables.n_changed for tables in group)
+        n_rows[at] += sum(tables.n_rows for tables in group)
+        is_replaced[at] |= np.any([tables.is_replaced for tables in group], axis=0)
+        is_saved_otherwise[at] |= np.any([tables.is_saved_otherwise for tables in group], axis=0)
+    return TableChanges(tuple(places), n_changed, n_rows, row_bytes, is_replaced, is_saved_otherwise)
+
+
+def spared_bytes(kind: Kind, proposal: DeltaProposal | None) -> int:
+    """Return about how many bytes less than all its rows a rank writes."""
+    if kind.base is None or proposal is None:
+        return 0
+    tables = proposal.tables
+    n_spared = (tables.n_rows - tables.n_changed).clip(min=0)
+    n_spared[[name in kind.replaced for name in tables.names]] = 0
+    return int(n_spared @ tables.row_bytes)

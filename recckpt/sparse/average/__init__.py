@@ -1,1 +1,0 @@
-"""Averages of the rows of tables over the steps of training, as EMA and SWA keep them of dense parameters."""

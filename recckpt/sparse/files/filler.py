@@ -1,0 +1,458 @@
+"""One table filled from the batches of a chain by several threads at once."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from recckpt.errors import CorruptCheckpointError
+from recckpt.format.catalog import Batch
+from recckpt.format.tables import TableEntry
+from recckpt.policies.evict import LAST_TIME
+from recckpt.sparse.files.arrow_format import ID, column_buffer, ids_in
+from recckpt.sparse.files.catalogs import count_error
+from recckpt.sparse.files.owners import Owners, TableRequest
+from recckpt.sparse.files.row_filter import RowFilter, numbers
+from recckpt.sparse.files.table_target import Ages, LoadTarget, RowsAside, chosen
+from recckpt.sparse.table.id_index import IdIndex
+from recckpt.sparse.table.kernels import compiled
+from recckpt.types import SavableTable, SlotSpec
+
+Int64s = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+Ranges = tuple[tuple[int, int], ...]  # [begin, end) in order and without gaps; () of one value for the whole row
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """Ids of a batch, all of them or some, and slots of their rows: from a file, or as another rank has sent them.
+
+    Attributes:
+        table: its name in the checkpoint.
+        shard: which one the batch is of.
+        path: of the file that it was read from.
+        ids: int64, one a row.
+        values: slot -> the bytes of one value a row.
+    """
+
+    table: str
+    shard: int
+    path: str
+    ids: Int64s
+    values: Mapping[str, Bytes]
+
+    @classmethod
+    def of_columns(cls, table: str, shard: int, path: str, columns: Mapping[str, pa.Array]) -> BatchRows:
+        """Return the rows in Arrow columns, without a copy."""
+        values = {name: np.frombuffer(column_buffer(array), np.uint8) for name, array in columns.items() if name != ID}
+        return cls(table, shard, path, ids_in(columns), values)
+
+    @property
+    def n_bytes(self) -> int:
+        return self.ids.nbytes + sum(values.size for values in self.values.values())
+
+    def tensor(self, spec: SlotSpec) -> Tensor:
+        """Return the values of a slot as a tensor, without a copy; it lives as long as these rows, and is read only."""
+        values = self.values[spec.name]
+        # numpy would have torch warn of memory that cannot be written
+        memory = np.ctypeslib.as_array((ctypes.c_uint8 * values.size).from_address(values.ctypes.data))
+        return torch.from_numpy(memory).view(getattr(torch, spec.dtype)).view(len(self.ids), *spec.shape)
+
+    def some(self, positions: Int64s, columns: Collection[str]) -> BatchRows:
+        """Return a copy of some rows, with some of their slots."""
+        wide = {name: self.values[name].reshape(len(self.ids), -1) for name in sorted(columns)}
+        values = {name: rows.take(positions, axis=0).reshape(-1) for name, rows in wide.items()}
+        return BatchRows(self.table, self.shard, self.path, self.ids[positions], values)
+
+
+def packed(pieces: Iterable[BatchRows]) -> Bytes:
+    """Return the bytes of some rows, for another rank."""
+    pieces = list(pieces)
+    if not pieces:
+        return np.empty(0, np.uint8)
+    heads = [(p.table, p.shard, p.path, len(p.ids), [(name, v.size) for name, v in p.values.items()]) for p in pieces]
+    head = np.frombuffer(pickle.dumps(heads), np.uint8)
+    arrays = [np.array([len(head)], np.int64).view(np.uint8), head]
+    for piece in pieces:
+        arrays += [piece.ids.view(np.uint8), *piece.values.values()]
+    return np.concatenate([each for array in arrays for each in (array, np.zeros(-array.size % _ALIGNMENT, np.uint8))])
+
+
+def unpacked(data: Bytes) -> Iterator[BatchRows]:
+    """Yield the rows that another rank has packed, without a copy."""
+    at = 0
+
+    def take(n_bytes: int) -> Bytes:
+        nonlocal at
+        begin, at = at, at + n_bytes + -n_bytes % _ALIGNMENT
+        return data[begin : begin + n_bytes]
+
+    heads: list[Any] = pickle.loads(take(int(take(8).view(np.int64)[0])).data) if len(data) else []
+    for table, shard, path, n_rows, columns in heads:
+        ids = take(8 * n_rows).view(np.int64)
+        yield BatchRows(table, shard, path, ids, {name: take(n_bytes) for name, n_bytes in columns})
+
+
+def regrouped(values: Tensor, before: Ranges, after: Ranges) -> Tensor:
+    """Return values of other ranges of columns; of row-wise Adagrad, whose sums are means of squares over columns.
+
+    A whole row gets what it would have summed itself: the mean of the parts, by their widths. Each range gets the value
+    of the whole row. ``values`` are of shape (rows, ranges), or (rows,) where there are none before.
+    """
+    if before == after:
+        return values
+    if before:
+        widths = torch.tensor([end - begin for begin, end in before], dtype=torch.float64, device="cpu")
+        values = (values.to(torch.float64) @ (widths / widths.sum())).to(values.dtype)
+    return values[:, None].expand(len(values), len(after)).contiguous() if after else values
+
+
+@dataclass(frozen=True)
+class TableLoad:
+    """One table to fill from the table ``entry`` of a checkpoint."""
+
+    target: LoadTarget
+    entry: TableEntry
+    slots: Mapping[str, str]  # here -> there; slots left out start at their initial values in new rows
+    with_rows: bool  # whether ids are taken; otherwise only the slots of ids that the table has
+    clear: bool  # whether the table has no other rows in the end; otherwise rows are merged in, and the loaded ones win
+    where: RowFilter
+    is_update: bool  # whether the table holds what older links give, and nothing has changed since it was loaded
+    ages: Ages
+    ranges: Mapping[str, tuple[Ranges, Ranges]] = field(default_factory=dict)  # slot here -> those there, and here
+    skips_outside: bool = False  # whether ids that the table cannot have a row of are left out; otherwise refused
+    fresh: frozenset[str] = frozenset()  # slots that begin anew in a table that is emptied: nothing gives them
+    drops: bool = False  # whether a table with fewer rows than ids keeps those that count most; otherwise refused
+
+    @property
+    def table(self) -> SavableTable:
+        """The table to fill."""
+        return self.target.table
+
+    @property
+    def empties(self) -> bool:
+        """Whether the table is emptied first."""
+        return self.with_rows and self.clear and not self.is_update
+
+    @cached_property
+    def columns(self) -> frozenset[str]:
+        """The slots in the checkpoint that have to be read."""
+        return frozenset(self.slots.values()) | self.where.slots
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of one row in the columns that are read, the id included."""
+        return 8 + sum(slot.row_bytes for slot in self.entry.slots if slot.name in self.columns)
+
+    @cached_property
+    def request(self) -> TableRequest:
+        """What the rank takes of the table of the checkpoint, as other ranks get it."""
+        return TableRequest(self.columns, self.row_bytes, (self.target.owned_ids,))
+
+    @cached_property
+    def _owners(self) -> Owners:
+        return Owners({0: [self.target.owned_ids]})
+
+    def share(self, batch: Batch) -> float:
+        """Return about which share of the rows of a batch the table owns; 0.0 where it owns none."""
+        return self._owners.shares(batch).get(0, 0.0)
+
+    def check_ids(self, least: int, greatest: int) -> None:
+        """Refuse ids from ``least`` to ``greatest`` if the table cannot have a row of one, and none is left out.
+
+        Raises:
+            LiveTableError: it cannot.
+        """
+        if not self.skips_outside:
+            self.target.check_ids(least, greatest)
+
+    def values_of(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the values of slots here, of those that were read."""
+        values = {slot: rows[there] for slot, there in self.slots.items()}
+        return values | {slot: regrouped(values[slot], *ranges) for slot, ranges in self.ranges.items()}
+
+    def take_history(self) -> None:
+        """Let the table, which is loaded, go on from the evictions of the checkpoint, if it has become its table.
+
+        Without an event time it also has to know which dates of its rows are those of a clock.
+        """
+        evicts_next = self.empties and self.ages.is_resumed
+        self.target.take_history(self.entry, evicts_next=evicts_next, has_dates=LAST_TIME in self.slots)
+
+
+@dataclass(frozen=True)
+class OtherRows:
+    """Rows of a table that lie in no part, such as those of a dense tensor; each rank reads its own.
+
+    Attributes:
+        load: what they fill.
+        read: yields them, checked, as often as it is called.
+    """
+
+    load: TableLoad
+    read: Callable[[], Iterator[BatchRows]]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all rows in the columns that are read."""
+        return self.load.entry.rows * self.load.row_bytes
+
+
+class LinkRows:
+    """Tells the ids of one link that are new from those that an index had before the link. Not thread-safe."""
+
+    def __init__(self, table: str, n_known: int) -> None:
+        self._table, self._n_rows = table, n_known
+        self._met = np.zeros(n_known, np.uint8)  # whether an id of newer links was in this one, too
+
+    def new(self, ids: Int64s, rows: Int64s, n_new: int, path: str) -> Int64s:
+        """Return the positions of the ids that are new.
+
+        Args:
+            ids: of a batch.
+            rows: where the index has them by now, -1 where it has not.
+            n_new: how many it did not have before, whose rows are its last ones.
+            path: of the file that has the batch.
+
+        Raises:
+            CorruptCheckpointError: one was in the link before, or is twice in the batch.
+        """
+        before, self._n_rows = self._n_rows, self._n_rows + n_new
+        if n_new == len(ids):
+            return np.arange(len(ids))
+        positions = np.empty(len(ids), np.int64)
+        repeated, n_found = _new_rows(rows, self._met, before, positions)
+        if repeated >= 0:
+            found, where = f"id {ids[repeated]} twice", f"table {self._table!r}"
+            raise CorruptCheckpointError(path, where, found=found, expected="every id once")
+        return positions[:n_found]
+
+
+class KnownIds:
+    """The ids that links, newest first, have named as rows or as deletes, in any order of batches. Not thread-safe.
+
+    The form for files, whose ids are sorted, is :class:`recckpt.sparse.files.table_reader.NamedIds`.
+    """
+
+    def __init__(self, table: str) -> None:
+        self._table, self._ids = table, IdIndex()
+        self.n_rows = 0  # named as rows, so those of the chain in the end
+        self.begin_link()
+
+    def begin_link(self) -> None:
+        """Take all ids so far for those of newer links."""
+        self._of_link = LinkRows(self._table, len(self._ids))
+
+    def new_rows(self, ids: Int64s, path: str) -> Int64s:
+        """Return the positions of the ids that no newer link has, and know them; refuse one that is twice."""
+        rows, new_ids = self._ids.find_or_add(ids)
+        self.n_rows += len(new_ids)
+        return self._of_link.new(ids, rows, len(new_ids), path)
+
+    def without(self, ids: Int64s, path: str) -> Int64s:
+        """Return the positions of the ids that are not known; refuse one that is and comes twice."""
+        return self._of_link.new(ids, self._ids.find(ids), 0, path) if len(self._ids) else np.arange(len(ids))
+
+    def delete(self, ids: Int64s) -> Int64s:
+        """Know ids that this link deletes, after all of its rows; return those that are no row of it or a newer one."""
+        return self._ids.find_or_add(ids)[1]
+
+
+@compiled
+def _new_rows(rows: Any, met: Any, n_rows: int, positions: Any) -> tuple[int, int]:
+    """Return the position of an id that is there again, or -1, and the number of those that are new or absent."""
+    n_found, next_row = 0, n_rows
+    for i in range(len(rows)):
+        row = rows[i]
+        if 0 <= row < len(met):
+            if met[row]:
+                return i, n_found
+            met[row] = 1
+            continue
+        if row >= 0:
+            if row < next_row:
+                return i, n_found
+            next_row += 1
+        positions[n_found] = i
+        n_found += 1
+    return -1, n_found
+
+
+class TableFiller:
+    """Fills one table from the links of a chain, newest first; ``check`` and ``fill`` from several threads.
+
+    ``expect`` is called first, for each link. Between ``begin_link`` and ``end_link`` it gets the rows of one
+    link, either to ``check`` or, after ``start``, to ``fill`` the table.
+
+    Attributes:
+        load: what is filled, and by what.
+        n_rows: that the table has taken.
+        n_filtered: that were left out.
+    """
+
+    def __init__(self, load: TableLoad) -> None:
+        self.load, self._name = load, load.entry.name
+        self._target, self._lock = load.target, load.target.lock
+        self.n_rows = self.n_filtered = 0
+        self._where = load.where.of([spec.name for spec in load.entry.slots])
+        self._takes_all = self._where == RowFilter()
+        self._specs = {spec.name: spec for spec in load.entry.slots if spec.name in load.columns}
+        reduced = load.entry.reduced.dtypes if load.entry.reduced else {}
+        self._dtypes = {slot: reduced[there] for slot, there in load.slots.items() if there in reduced}  # as they were
+        self._erases = load.with_rows and load.clear and load.is_update  # rows that are deleted, or filtered by now
+        self._known = KnownIds(self._name)
+        self._is_set = False  # whether the table itself tells which rows are known, and the ids beside it are deletes
+        self._newest = ""
+        self._initial: Mapping[str, float] = {}  # of slots whose new rows start otherwise during the load
+        self._of_link = LinkRows(self._name, 0)
+        self._n_links = self._n_done = self._n_expected = 0
+        self._is_started = self._touched = False
+
+    def expect(self, directory: str, n_rows: int) -> None:
+        """Count a link, which has so many rows in the batches that are read."""
+        self._newest = self._newest or directory
+        self._n_links += 1
+        self._n_expected += n_rows
+
+    def start(self) -> None:
+        """Before the first link, empty the table if it is to be, and make room: nothing moves while threads write."""
+        if self._is_started:
+            return
+        self._is_started, self._known = True, KnownIds(self._name)
+        if not self.load.with_rows:
+            return
+        if self.load.empties:
+            self._touched = True
+            self._target.clear()
+            self._target.begin_anew(self.load.fresh)
+        n_rows = len(self._target) + min(self._n_expected, self.load.entry.rows) if self._takes_all else None
+        self._initial = self._target.start(self.load.ages.missing, n_rows)
+        is_aside = self._target.aside is not None
+        self._is_set = is_aside and len(self._target) == 0 and (self._takes_all or self._n_links == 1)
+
+    def begin_link(self) -> None:
+        """Take all ids so far for those of newer links."""
+        self._known.begin_link()
+        self._of_link = LinkRows(self._name, len(self._target))
+
+    def end_link(self, deletes: Int64s) -> None:
+        """Take the ids that the link deletes for known; after the last link, check how many rows there were."""
+        owned = self._target.owned(deletes)
+        gone = self._known.delete(deletes if owned is None else deletes[owned])
+        if self._is_started:
+            self._erase(gone)
+        self._n_done += 1
+        if self._n_done < self._n_links:
+            return
+        self._n_done, n_rows = 0, self.n_rows if self._is_set else self._known.n_rows
+        self._known, entry = KnownIds(self._name), self.load.entry
+        is_whole_chain = not entry.is_whole and not self.load.is_update
+        if is_whole_chain and self._target.owns_all and n_rows != entry.rows:  # of a slice it is unknown how many
+            raise count_error(self._newest, entry.name, entry.rows, n_rows)
+
+    def end(self) -> None:
+        """Let rows that are new from now on start as they did before the load."""
+        self._target.end(self._initial)
+
+    def undo(self) -> bool:
+        """Empty a table that was empty, or that was to be emptied anyway; say whether it has lost rows or values."""
+        if self.load.with_rows:
+            self._target.undo(is_cleared=self.load.empties and self._touched)
+        return self._touched and not self._target.was_empty
+
+    def check(self, rows: BatchRows) -> int:
+        """Refuse rows as ``fill`` would, before ``start``, and change nothing."""
+        is_read_only = self._target.is_read_only
+        ids, values = self._owned(rows, self._specs if is_read_only else {})
+        n_own = len(ids)
+        ids, values = self._new_rows(ids, values, rows.path)
+        if is_read_only:
+            ids, values = self._placed(ids, values)
+            self._target.check_same(ids, self.load.values_of(values))
+        return n_own
+
+    def fill(self, rows: BatchRows) -> int:
+        """Take those of the rows that the table owns and the filter keeps, and no newer link has named.
+
+        Refuse them where an id comes twice. Return how many the table owns.
+        """
+        ids, values = self._owned(rows, self._specs)
+        n_own = len(ids)
+        if not self._is_set and (self.load.with_rows or self._n_links > 1):
+            ids, values = self._new_rows(ids, values, rows.path)
+        ids, values = self._placed(ids, values)
+        if not self._takes_all:
+            kept = np.flatnonzero(self._where.keeps(ids, {slot: numbers(values[slot]) for slot in self._where.slots}))
+            with self._lock:
+                self.n_filtered += len(ids) - len(kept)
+            self._erase(np.delete(ids, kept))
+            ids, values = _rows_of(ids, values, kept)
+        self._touched = True
+        values = self.load.ages.of_rows(self.load.values_of(values))
+        if not self.load.with_rows:
+            n_rows = self._target.write_present(ids, values)
+        elif self._target.aside is not None:
+            # A filter keeps an unknown number of rows: columns grow, and rows move, while no other thread writes them.
+            with nullcontext() if self._takes_all else self._lock:
+                n_rows = self._fill_aside(self._target.aside, ids, values, rows.path)
+        else:
+            n_rows = self._target.merge(ids, values, self._dtypes)
+        with self._lock:
+            self.n_rows += n_rows
+        return n_own
+
+    def _owned(self, rows: BatchRows, specs: Mapping[str, SlotSpec]) -> tuple[Int64s, dict[str, Tensor]]:
+        """Return the rows that the table owns."""
+        values, owned = {name: rows.tensor(spec) for name, spec in specs.items()}, self._target.owned(rows.ids)
+        return (rows.ids, values) if owned is None else _rows_of(rows.ids, values, owned)
+
+    def _new_rows(self, ids: Int64s, rows: dict[str, Tensor], path: str) -> tuple[Int64s, dict[str, Tensor]]:
+        """Return the rows that no newer link has named."""
+        with self._lock:
+            new = self._known.new_rows(ids, path)
+        return _rows_of(ids, rows, new)
+
+    def _placed(self, ids: Int64s, rows: dict[str, Tensor]) -> tuple[Int64s, dict[str, Tensor]]:
+        """Return the rows that the table can have; where the others are not refused, they count as filtered."""
+        placed = self._target.placed(ids) if self.load.skips_outside else None
+        if placed is None:
+            return ids, rows
+        with self._lock:
+            self.n_filtered += len(ids) - len(placed)
+        return _rows_of(ids, rows, placed)
+
+    def _erase(self, ids: Int64s) -> None:
+        """Drop rows that older links gave, if there are any."""
+        if self._erases and not self._target.was_empty and len(ids):
+            self._touched = True
+            self._target.erase(ids)
+
+    def _fill_aside(self, aside: RowsAside, ids: Int64s, values: dict[str, Tensor], path: str) -> int:
+        """Add rows that the table does not have yet: the ids one thread at a time, then their values."""
+        taken = np.arange(len(ids))
+        with self._lock:
+            if self._is_set:
+                taken = self._known.without(ids, path)  # deleted in newer links
+            claimed = aside.claim(ids if len(taken) == len(ids) else ids[taken])
+            rows = claimed.of_batch
+            if self._is_set:
+                new = self._of_link.new(ids[taken], rows, len(claimed.ids), path)
+                rows, taken = rows[new], taken[new]
+        aside.put(claimed, rows, values, None if len(taken) == len(ids) else taken)
+        return len(rows)
+
+
+def _rows_of(ids: Int64s, values: dict[str, Tensor], rows: Int64s) -> tuple[Int64s, dict[str, Tensor]]:
+    return (ids, values) if len(rows) == len(ids) else (ids[rows], chosen(values, rows, len(ids)))

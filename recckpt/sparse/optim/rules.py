@@ -1,0 +1,347 @@
+"""The rules of descent on the rows that had a gradient: SGD, Adam and its kin, and Adagrad and its kin."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from recckpt.sparse.optim.optimizer import Group, SparseOptimizer, Tables, check_betas, check_number, slot_dtype
+from recckpt.sparse.table.gradients import RowGradients
+from recckpt.sparse.table.table import HashTable
+from recckpt.types import flag
+
+_NUMBERS = ("lr", "lr_decay", "eps", "initial_accumulator_value", "weight_decay")
+
+
+class SparseSGD(SparseOptimizer):
+    """``weights -= lr * grads``: ``torch.optim.SGD`` on sparse gradients, without momentum.
+
+    Args:
+        tables: ``{name: table}``, a list of tables, or a list of groups ``{"tables": ..., "lr": ...}``.
+        lr: learning rate, at least 0.
+    """
+
+    def __init__(self, tables: Tables, lr: float | Tensor = 1e-3) -> None:
+        super().__init__(tables, {"lr": lr})
+
+    def _check(self, group: Group) -> None:
+        check_number(group, "lr")
+
+    def _update(self, weights: Tensor, grads: Tensor, slots: list[Tensor], step: int, group: Group) -> None:
+        weights.add_(grads, alpha=-group["lr"])
+
+
+class SparseAdam(SparseOptimizer):
+    """Adam by the rule of ``torch.optim.SparseAdam``: moments and weights change only in touched rows.
+
+    The bias correction follows the steps of the table, not of the row, and comes after ``eps``::
+
+        weights -= lr * sqrt(1 - beta2 ** step) / (1 - beta1 ** step) * exp_avg / (sqrt(exp_avg_sq) + eps)
+
+    The moments are the slots ``sparse_adam_exp_avg`` and ``sparse_adam_exp_avg_sq``.
+
+    Args:
+        tables: ``{name: table}``, a list of tables, or a list of groups ``{"tables": ..., "lr": ...}``.
+        lr: learning rate, at least 0.
+        betas: decay of the two moments, each of [0, 1).
+        eps: keeps the divisor from 0.
+    """
+
+    slot_names = ("sparse_adam_exp_avg", "sparse_adam_exp_avg_sq")
+
+    def __init__(
+        self,
+        tables: Tables,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(tables, {"lr": lr, "betas": betas, "eps": eps})
+
+    def _check(self, group: Group) -> None:
+        check_number(group, "lr")
+        check_number(group, "eps")
+        check_betas(group)
+
+    def _update(self, weights: Tensor, grads: Tensor, slots: list[Tensor], step: int, group: Group) -> None:
+        adam_update(weights, grads, slots, step, group)
+
+
+class SparseAdamW(SparseOptimizer):
+    """Adam with decoupled weight decay, by the rule of ``torch.optim.AdamW``, on touched rows only.
+
+    Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019; made lazy as in RecIS: a row
+    decays, and its moments move, in the steps in which it has a gradient. Where every row has one in every
+    step, this is ``torch.optim.AdamW``::
+
+        weights -= lr * weight_decay * weights
+        weights -= lr / (1 - beta1 ** step) * exp_avg / (sqrt(exp_avg_sq / (1 - beta2 ** step)) + eps)
+
+    The moments are the slots ``sparse_adamw_exp_avg`` and ``sparse_adamw_exp_avg_sq``.
+
+    Args:
+        tables: ``{name: table}``, a list of tables, or a list of groups ``{"tables": ..., "lr": ...}``.
+        lr: learning rate, at least 0.
+        betas: decay of the two moments, each of [0, 1).
+        eps: keeps the divisor from 0.
+        weight_decay: part of a weight that is lost in a step at learning rate 1, at least 0.
+    """
+
+    slot_names = ("sparse_adamw_exp_avg", "sparse_adamw_exp_avg_sq")
+
+    def __init__(
+        self,
+        tables: Tables,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        super().__init__(tables, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def _check(self, group: Group) -> None:
+        for name in ("lr", "eps", "weight_decay"):
+            check_number(group, name)
+        check_betas(group)
+
+    def _update(self, weights: Tensor, grads: Tensor, slots: list[Tensor], step: int, group: Group) -> None:
+        correction1, correction2 = _follow(grads, slots, step, group)
+        exp_avg, exp_avg_sq = slots
+        weights.mul_(1 - group["lr"] * group["weight_decay"])
+        divisor = exp_avg_sq.sqrt().div_(math.sqrt(correction2)).add_(group["eps"])
+        weights.addcdiv_(exp_avg, divisor, value=-group["lr"] / correction1)
+
+
+def adam_update(weights: Tensor, grads: Tensor, slots: list[Tensor], step: int, group: Group) -> None:
+    """Apply the rule of Adam in place, whose ``eps`` comes before the bias is corrected."""
+    correction1, correction2 = _follow(grads, slots, step, group)
+    exp_avg, exp_avg_sq = slots
+    step_size = group["lr"] * math.sqrt(correction2) / correction1
+    weights.addcdiv_(exp_avg, exp_avg_sq.sqrt().add_(group["eps"]), value=-step_size)
+
+
+def _follow(grads: Tensor, slots: list[Tensor], step: int, group: Group) -> tuple[float, float]:
+    """Move the two moments towards the gradients; return what their bias is corrected with."""
+    beta1, beta2 = group["betas"]
+    slots[0].lerp_(grads, 1 - beta1)
+    slots[1].mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
+    return 1 - beta1**step, 1 - beta2**step
+
+
+class SparseAdamWTF(SparseAdamW):
+    """Adam with a weight decay that the learning rate does not scale, on touched rows only, as in RecIS.
+
+    It differs from :class:`SparseAdamW` in two things: the decay is by ``weight_decay`` itself, and ``eps`` is added
+    before the bias is corrected, as in :class:`SparseAdam`::
+
+        weights *= 1 - weight_decay
+        weights -= lr * sqrt(1 - beta2 ** step) / (1 - beta1 ** step) * exp_avg / (sqrt(exp_avg_sq) + eps)
+
+    So with a learning-rate schedule the decay stays the same, and a ``weight_decay`` of one thousandth here is what
+    ``SparseAdamW`` makes of 1 at ``lr=1e-3``. The moments are the slots ``sparse_adamw_tf_exp_avg`` and
+    ``sparse_adamw_tf_exp_avg_sq``, which are RecIS's.
+
+    Args:
+        tables: ``{name: table}``, a list of tables, or a list of groups ``{"tables": ..., "lr": ...}``.
+        lr: learning rate, at least 0.
+        betas: decay of the two moments, each of [0, 1).
+        eps: keeps the divisor from 0.
+        weight_decay: part of a weight that is lost in a step, of [0, 1].
+    """
+
+    slot_names = ("sparse_adamw_tf_exp_avg", "sparse_adamw_tf_exp_avg_sq")
+
+    def _check(self, group: Group) -> None:
+        super()._check(group)
+        if group["weight_decay"] > 1:
+            raise ValueError(f"found weight_decay={group['weight_decay']!r}, expected a number of [0, 1]")
+
+    def _update(self, weights: Tensor, grads: Tensor, slots: list[Tensor], step: int, group: Group) -> None:
+        weights.mul_(1 - group["weight_decay"])
+        adam_update(weights, grads, slots, step, group)
+
+
+class _Adagrad(SparseOptimizer):
+    """A rule of Adagrad, whose ``numbers`` are the hyper-parameters in the order of ``_NUMBERS``."""
+
+    _is_row_wise = False  # one sum a row, not one a value
+    _squares_by_rank = False  # the gradients of each rank are squared, not their sum
+
+    def __init__(self, tables: Tables, numbers: Sequence[float | Tensor], maximize: bool) -> None:
+        defaults = dict(zip(_NUMBERS, numbers, strict=True))
+        super().__init__(tables, {**defaults, "maximize": flag("maximize", maximize)})
+
+    def _check(self, group: Group) -> None:
+        for name in _NUMBERS:
+            check_number(group, name)
+        if self._squares_by_rank and group["weight_decay"]:
+            raise ValueError(f"found weight_decay={group['weight_decay']!r}, expected 0: a decay is of no one rank")
+
+    def _check_tables(self, tables: list[Any]) -> None:
+        super()._check_tables(tables)
+        for table in tables if self._squares_by_rank else ():
+            gradients = getattr(table, "gradients", "sum")
+            if gradients != "sum":
+                what = f"table {table.name!r} was made with gradients={gradients!r}"
+                raise ValueError(f"{what}, expected 'sum' for a {type(self).__name__}")
+
+    def _add_slots(self, table: HashTable, group: Group) -> None:
+        shape = () if self._is_row_wise else table.embedding_shape
+        table.add_slot(self.slot_names[0], shape, slot_dtype(table), group["initial_accumulator_value"])
+        if self._squares_by_rank:
+            table.pending_gradients.keep_squares()
+
+    def _apply(self, weights: Tensor, taken: RowGradients, slots: list[Tensor], step: int, group: Group) -> None:
+        grads = -taken.grads if group["maximize"] else taken.grads
+        if group["weight_decay"]:
+            grads = grads.add(weights, alpha=group["weight_decay"])
+        if self._is_row_wise:
+            squares = taken.squares() if self._squares_by_rank else grads.square()
+            roots = slots[0].add_(squares.flatten(1).mean(1)).sqrt().add_(group["eps"])
+            roots = roots.view(-1, *[1] * (grads.dim() - 1))
+        elif self._squares_by_rank:
+            roots = slots[0].add_(taken.squares()).sqrt().add_(group["eps"])
+        else:
+            roots = slots[0].addcmul_(grads, grads).sqrt().add_(group["eps"])
+        rate = float(group["lr"] / (1 + (step - 1) * group["lr_decay"]))
+        weights.addcdiv_(grads, roots, value=-rate)
+
+
+class SparseAdagrad(_Adagrad):
+    """Adagrad, by the rule of ``torch.optim.Adagrad``, on touched rows only.
+
+    ``sum += grads ** 2; weights -= lr / (1 + (step - 1) * lr_decay) * grads / (sqrt(sum) + eps)``, with
+    ``sum`` in the slot ``sparse_adagrad_sum``; ``grads`` are ``grads + weight_decay * weights`` where there is a decay,
+    of rows that have a gradient. torch refuses a decay on sparse gradients; where every row has one in every step, this
+    is its rule on dense ones.
+
+    Args:
+        tables: ``{name: table}``, a list of tables, or a list of groups ``{"tables": ..., "lr": ...}``.
+        lr: learning rate, at least 0.
+        lr_decay: how fast the learning rate falls with the steps of a table, at least 0.
+        eps: keeps the divisor from 0.
+        initial_accumulator_value: what ``sum`` starts at in a new row, at least 0.
+        weight_decay: part of the weights that is added to their gradients, at least 0.
+        maximize: whether to go up the gradients.
+    """
+
+    slot_names = ("sparse_adagrad_sum",)
+
+    def __init__(
+        self,
+        tables: Tables,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0.0,
+        eps: float = 1e-10,
+        initial_accumulator_value: float = 0.0,
+        *,
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(tables, (lr, lr_decay, eps, initial_accumulator_value, weight_decay), maximize)
+
+
+class SparseRowWiseAdagrad(_Adagrad):
+    """Adagrad with one sum a row, by the rule of FBGEMM (``OptimType.EXACT_ROWWISE_ADAGRAD``), TorchRec and RecIS.
+
+    ``sum += mean(grads ** 2)`` over the row, ``weights -= lr / (1 + (step - 1) * lr_decay) * grads / (sqrt(sum) +
+    eps)``, with ``sum`` in the scalar slot ``sparse_rowwise_adagrad_sum``; ``grads`` are ``grads + weight_decay *
+    weights`` where there is a decay, of rows that have a gradient.
+
+    Args:
+        tables: ``{name: table}``, a list of tables, or a list of groups ``{"tables": ..., "lr": ...}``.
+        lr: learning rate, at least 0.
+        eps: keeps the divisor from 0.
+        initial_accumulator_value: what ``sum`` starts at in a new row, at least 0.
+        lr_decay: how fast the learning rate falls with the steps of a table, at least 0.
+        weight_decay: part of the weights that is added to their gradients, at least 0.
+        maximize: whether to go up the gradients.
+    """
+
+    slot_names = ("sparse_rowwise_adagrad_sum",)
+    _is_row_wise = True
+
+    def __init__(
+        self,
+        tables: Tables,
+        lr: float | Tensor = 1e-2,
+        eps: float = 1e-8,
+        initial_accumulator_value: float = 0.0,
+        *,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(tables, (lr, lr_decay, eps, initial_accumulator_value, weight_decay), maximize)
+
+
+class SparseAdagradSum(SparseAdagrad):
+    """Adagrad of summed gradients, by the rule of RecIS's optimizer of this name.
+
+    With ``g`` the gradient that one rank has for a row: ``sum += sum of g ** 2; weights -= lr / (1 + (step - 1) *
+    lr_decay) * sum of g / (sqrt(sum) + eps)``, over the ranks, and over the look-ups of a table since the last step.
+    One rank that looks each table up once a step does what :class:`SparseAdagrad` does, whose slot it shares. Clipping
+    and scaling of the gradients count for their squares too.
+
+    Args:
+        tables: ``{name: table}``, a list of tables, or a list of groups ``{"tables": ..., "lr": ...}``; sharded
+            ones are made with ``gradients="sum"``.
+        lr: learning rate, at least 0.
+        lr_decay: how fast the learning rate falls with the steps of a table, at least 0.
+        eps: keeps the divisor from 0.
+        initial_accumulator_value: what ``sum`` starts at in a new row, at least 0.
+        maximize: whether to go up the gradients.
+
+    Raises:
+        ValueError: a table divides its gradients by the number of ranks.
+    """
+
+    _squares_by_rank = True
+
+    def __init__(
+        self,
+        tables: Tables,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0.0,
+        eps: float = 1e-10,
+        initial_accumulator_value: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(tables, lr, lr_decay, eps, initial_accumulator_value, maximize=maximize)
+
+
+class SparseRowWiseAdagradSum(SparseRowWiseAdagrad):
+    """As :class:`SparseAdagradSum`, with one sum a row, in the slot ``sparse_rowwise_adagrad_sum_by_rank``.
+
+    ``sum`` takes the mean over the row of the summed squares.
+
+    Args:
+        tables: as of :class:`SparseAdagradSum`.
+        lr: learning rate, at least 0.
+        eps: keeps the divisor from 0.
+        initial_accumulator_value: what ``sum`` starts at in a new row, at least 0.
+        lr_decay: how fast the learning rate falls with the steps of a table, at least 0.
+        maximize: whether to go up the gradients.
+
+    Raises:
+        ValueError: a table divides its gradients by the number of ranks.
+    """
+
+    slot_names = ("sparse_rowwise_adagrad_sum_by_rank",)
+    _squares_by_rank = True
+
+    def __init__(
+        self,
+        tables: Tables,
+        lr: float | Tensor = 1e-2,
+        eps: float = 1e-8,
+        initial_accumulator_value: float = 0.0,
+        *,
+        lr_decay: float = 0.0,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(tables, lr, eps, initial_accumulator_value, lr_decay=lr_decay, maximize=maximize)

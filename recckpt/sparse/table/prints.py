@@ -1,0 +1,285 @@
+"""Fingerprints of rows, and which rows have changed by them: for rows that any code may have written.
+
+A print has 8 bytes over all slots: multilinear hashing (Carter and Wegman, JCSS 1979) of the words of a row, which may
+be shorter than 8 bytes. Each is mixed before it is multiplied: a factor carries bits upwards only, and the signs of two
+numbers, which are the highest bits of their words, would cancel each other. Slot after slot: the print of those before
+is where the next begins. All rows are looked at once a save, by the thread that writes; on a device by torch, which has
+few operations on uint64, so words are int64 there, with the same bits: sums and products wrap alike.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from recckpt.format.buckets import M1, M2, mix64
+from recckpt.sparse.table.kernels import compiled
+from recckpt.sparse.table.kernels import mix64 as mix64_of_one
+from recckpt.sparse.table.marks import FrozenRows, SaverMarks
+from recckpt.sparse.table.snapshot import PreImages, Snapshot, SnapshotOver
+from recckpt.sparse.table.store import Store
+from recckpt.types import SlotSpec
+
+Prints = npt.NDArray[np.uint64]
+Bytes = npt.NDArray[np.uint8]
+# Of rows at a time, between two looks at what was copied aside; a device does more before it is asked again, and makes
+# words of 8 bytes of them.
+_PIECE_BYTES, _DEVICE_PIECE_BYTES = 8 << 20, 64 << 20
+_MIX = np.uint64(0x9E3779B185EBCA87)  # 2 ** 64 over the golden ratio, as a prime: the bits of a word are mixed by it
+_S29, _S32 = np.uint64(29), np.uint64(32)
+_WORDS = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
+_TORCH_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def fingerprints(rows: Snapshot, first: int = 0, last: int | None = None) -> Prints:
+    """Return the prints of the rows [first, last) of a snapshot, by default of all; thread-safe.
+
+    None of them has been read for the last time.
+
+    Rows are read where they lie, without a copy; those that were copied aside meanwhile once more.
+    """
+    last = rows.n_rows if last is None else last
+    prints = np.empty(last - first, np.uint64)
+    images = rows.in_place
+    in_place = None if images is None else _prints_on_cpu if images.is_on_cpu else prints_on_device
+    n_bytes = _DEVICE_PIECE_BYTES if in_place is prints_on_device else _PIECE_BYTES
+    n_piece = max(1, n_bytes // max(1, sum(spec.row_bytes for spec in rows.slots)))
+    for begin in range(first, last, n_piece):
+        end = min(last, begin + n_piece)
+        again = np.arange(begin, end)
+        if in_place is not None and images is not None:
+            prints[begin - first : end - first] = in_place(rows, images, begin, end)
+            again = images.kept_among(begin, end)
+        if len(again):
+            prints[again - first] = _prints_of(rows, again)
+    return prints
+
+
+def _prints_on_cpu(rows: Snapshot, images: PreImages, begin: int, end: int) -> Prints:
+    """Return the prints of rows on the CPU, in one pass over their memory."""
+    prints = np.zeros(end - begin, np.uint64)
+    for spec in rows.slots:
+        done = 0
+        for memory in images.memory(spec.name, begin, end):
+            done += _mix(memory.numpy(), spec, prints[done:])
+    return prints
+
+
+def _prints_of(rows: Snapshot, some: npt.NDArray[np.int64]) -> Prints:
+    """Return the prints of some rows, from a copy of them."""
+    prints = np.zeros(len(some), np.uint64)
+    read = {spec.name: np.empty(len(some) * spec.row_bytes, np.uint8) for spec in rows.slots}
+    rows.peek(some, read)
+    for spec in rows.slots:
+        _mix(read[spec.name], spec, prints)
+    return prints
+
+
+def _mix(memory: npt.NDArray[np.uint8], spec: SlotSpec, prints: Prints) -> int:
+    """Mix rows of a slot into their prints, and return how many they are."""
+    n_rows = len(memory) // spec.row_bytes
+    words = memory.view(_WORDS[_word_bytes(spec.row_bytes)]).reshape(n_rows, -1)
+    _mix_rows(words, _factors_of(words.shape[1]), prints[:n_rows])
+    return n_rows
+
+
+@compiled
+def _mix_rows(words: Any, factors: Any, prints: Any) -> None:
+    """Mix the words of each row into its print: a sum that does not wait for itself, so that it is made in vectors."""
+    for row in range(len(words)):
+        mixed = prints[row]
+        for i in range(words.shape[1]):
+            word = np.uint64(words[row, i])
+            word = (word ^ (word >> _S32)) * _MIX
+            mixed += (word ^ (word >> _S29)) * factors[i]
+        prints[row] = mix64_of_one(mixed)
+
+
+def _word_bytes(row_bytes: int) -> int:
+    """Return the size of the longest words of which a row is made."""
+    return next(n_bytes for n_bytes in (8, 4, 2, 1) if row_bytes % n_bytes == 0)
+
+
+@lru_cache(maxsize=64)
+def _factors_of(n_words: int) -> npt.NDArray[np.uint64]:
+    """Return random odd numbers, a position in a row each: an odd one loses no bit of what it multiplies."""
+    factors: npt.NDArray[np.uint64] = mix64(np.arange(1, n_words + 1, dtype=np.uint64)) | np.uint64(1)
+    return factors
+
+
+@torch.no_grad()
+def prints_on_device(rows: Snapshot, images: PreImages, begin: int, end: int) -> npt.NDArray[np.uint64]:
+    """Return the prints of the rows [begin, end) of a snapshot; the bytes read were there when this returns."""
+    prints = torch.zeros(end - begin, dtype=torch.int64)
+    for spec in rows.slots:
+        done, mixed = 0, []
+        for memory in images.memory(spec.name, begin, end):
+            n_rows = len(memory) // spec.row_bytes
+            mixed.append(_mixed(memory, spec, prints[done : done + n_rows].to(memory.device)))
+            done += n_rows
+        prints = torch.cat(mixed)
+    on_host: npt.NDArray[np.uint64] = prints.cpu().numpy().view(np.uint64)
+    return on_host
+
+
+def _mixed(memory: Tensor, spec: SlotSpec, prints: Tensor) -> Tensor:
+    """Return the prints of rows once the words of a slot are mixed into them."""
+    n_bytes = _word_bytes(spec.row_bytes)
+    if memory.storage_offset() % n_bytes:  # torch shows bytes as longer words only from a multiple of them on
+        memory = memory.clone()
+    words = memory.view(_TORCH_WORDS[n_bytes]).view(len(prints), -1).to(torch.int64)
+    if n_bytes < 8:
+        words &= (1 << 8 * n_bytes) - 1
+    words = words ^ _shifted(words, 32)  # not in place: words of 8 bytes are the rows themselves
+    words *= _signed(_MIX)
+    words ^= _shifted(words, 29)
+    factors = torch.from_numpy(_factors_of(words.shape[1]).view(np.int64)).to(memory.device)
+    z = words.mul_(factors).sum(1) + prints
+    z = (z ^ _shifted(z, 30)) * _signed(M1)  # as recckpt.format.buckets.mix64
+    z = (z ^ _shifted(z, 27)) * _signed(M2)
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(words: Tensor, n_bits: int) -> Tensor:
+    """Shift unsigned words to the right: torch shifts the sign in."""
+    return (words >> n_bits).bitwise_and_((1 << 64 - n_bits) - 1)
+
+
+def _signed(word: np.uint64) -> int:
+    return int(word.astype(np.int64))
+
+
+class _Base(NamedTuple):
+    """A checkpoint, and the prints of its rows over these slots."""
+
+    save_id: str
+    slots: tuple[SlotSpec, ...]
+    prints: Prints
+    share: float  # of the rows, that were others in the base before it; 0 where that is not known
+
+
+class PrintMarks(SaverMarks):
+    """The prints of the rows of one store as they are in the base of one saver: 8 bytes a row, 16 during a save."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = weakref.ref(store)
+        self._base: _Base | None = None
+
+    def begin(self, base: str) -> None:
+        """Count from now on: looks at all rows."""
+        store = self.store()
+        if store is not None:
+            with store.lock:
+                rows = store.snapshot("")
+            self._base = _Base(base, rows.slots, fingerprints(rows), 0.0)
+            rows.close()
+
+    def resume(self, base: str, changed: npt.NDArray[np.int64], deleted: npt.NDArray[np.int64]) -> bool:
+        """Count from a base: rows whose prints there are not known get others than they have now."""
+        store = self.store()
+        if store is None or len(deleted):
+            return False
+        self.begin(base)
+        rows = store.find(changed)
+        if self._base is not None:
+            self._base.prints[rows[rows >= 0]] ^= 1
+        return True
+
+    def is_unchanged(self, base: str) -> bool:
+        """Say that rows may have changed."""
+        return False
+
+    def freeze(
+        self, store: Store, name: str, slots: Collection[str] | None, *, keeps_marks: bool = False
+    ) -> FrozenRows:
+        """Return the rows as they are now; what has changed is looked for when it is asked for."""
+        committed = (lambda base: None) if keeps_marks else self._committed
+        return FrozenPrints(PrintedRows(store.snapshot(name, slots)), self._base, committed)
+
+    def _committed(self, base: _Base | None) -> None:
+        self._base = base
+
+
+class PrintedRows(SnapshotOver):
+    """A snapshot whose prints are taken before its rows are read for the last time. Thread-safe.
+
+    Args:
+        rows: the snapshot.
+        check: may refuse the prints.
+        some: which rows have prints, from one to another; None for all.
+    """
+
+    def __init__(
+        self,
+        rows: Snapshot,
+        check: Callable[[Prints], object] = lambda prints: None,
+        some: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__(rows)
+        self._check, self._lock, self._some = check, threading.Lock(), some or (0, rows.n_rows)
+        self._prints: Prints | None = None
+
+    @property
+    def prints(self) -> Prints:
+        """The prints of the rows that have some."""
+        with self._lock:
+            if self._prints is None:
+                prints = fingerprints(self._rows, *self._some)
+                self._check(prints)
+                self._prints = prints
+            return self._prints
+
+    @property
+    def known_prints(self) -> Prints | None:
+        """The same, None where they were not taken."""
+        return self._prints
+
+    def read_slots(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
+        """Copy rows of some slots into a target each; after ``is_last`` they are not read again."""
+        if is_last:
+            _ = self.prints  # of all rows, before the first may change
+        self._rows.read_slots(rows, targets, is_last=is_last)
+
+
+class FrozenPrints(FrozenRows):
+    """Rows at the moment of a save, and the base that their prints are compared with."""
+
+    def __init__(self, rows: PrintedRows, then: _Base | None, committed: Callable[[_Base | None], None]) -> None:
+        self.snapshot: PrintedRows = rows
+        is_comparable = then is not None and then.slots == rows.slots and len(then.prints) == rows.n_rows
+        self._then, self._committed = then if is_comparable else None, committed
+        self.base = None if self._then is None else self._then.save_id
+        self._bits: Bytes | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def n_changed(self) -> int:
+        """As many rows as had changed in the save before: how many have is known once all are looked at."""
+        return self.snapshot.n_rows if self._then is None else round(self._then.share * self.snapshot.n_rows)
+
+    def changed_since(self, base: str) -> Bytes:
+        """Return a bit a row, 1 for those whose print is another one; looks at all rows, once."""
+        self.check_base(base)
+        with self._lock:
+            if self._bits is None:
+                assert self._then is not None
+                bits = np.packbits(self.snapshot.prints != self._then.prints, bitorder="little")
+                self._bits = np.concatenate([bits, np.zeros(-len(bits) % 8, np.uint8)])
+            return self._bits
+
+    def committed(self, save_id: str) -> None:
+        """Make this checkpoint the base; unless no row was read, and there are no prints."""
+        prints, before = self.snapshot.known_prints, self._then
+        share = 0.0 if prints is None or before is None or not len(prints) else float(np.mean(prints != before.prints))
+        self._committed(None if prints is None else _Base(save_id, self.snapshot.slots, prints, share))
+
+    def failed(self) -> None:
+        """Keep the base."""

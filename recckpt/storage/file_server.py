@@ -1,0 +1,220 @@
+"""Servers of files behind fsspec, such as SFTP's: directories and renames, but no put that fails where a file is.
+
+Their backends keep one connection, which takes one request at a time, and cannot sync.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from threading import RLock
+from typing import Any, BinaryIO, ClassVar, TypeVar
+from weakref import finalize
+
+from fsspec import AbstractFileSystem
+
+from recckpt.format import layout
+from recckpt.storage.base import Draft, Sink
+from recckpt.storage.objects import ObjectStorage
+from recckpt.storage.remote import connect
+from recckpt.storage.retry import Retries, is_transient
+
+_T = TypeVar("_T")
+
+
+def has_own_put(fs: Any) -> bool:
+    """Say whether a backend puts a small file by a request of its own; fsspec's default opens, writes and closes it."""
+    return getattr(fs.pipe_file, "__func__", None) is not AbstractFileSystem.pipe_file
+
+
+class FileServer(ObjectStorage):
+    """Files below a directory of a server. Each is written beside its place, and renamed to it once it is whole."""
+
+    may_be_conditional: ClassVar[bool] = False
+
+    def __init__(self, url: str, fs: Any, root: str) -> None:
+        super().__init__(url, fs, root)
+        self.lock = RLock()
+        self._keep(fs)
+
+    def prepare(self) -> None:
+        """Make the root, check that files can be written to it, and warn that a second writer is not fenced."""
+        self._call("making a directory", "", lambda: self.make_dirs(self._root))
+        super().prepare()
+
+    def make_dir(self, name: str) -> None:
+        self._call("making a directory", name, lambda: self._fs.mkdir(self._path(name)))
+
+    def make_dirs(self, path: str) -> None:
+        """Make a directory and those that it is in, beside others that make them."""
+        if not path or self._fs.isdir(path):
+            return
+        self.make_dirs(path.rpartition("/")[0])
+        try:
+            self._fs.mkdir(path, create_parents=False)
+        except OSError:
+            if not self._fs.isdir(path):
+                raise
+
+    def create(self, name: str) -> Sink:
+        return _NewFile(self, self._path(name), self._retries(name), replaces=False)
+
+    def draft(self, name: str) -> Draft:
+        """Open a file that is renamed over the older one when it closes."""
+        return _NewFile(self, self._path(name), self._retries(name), replaces=True)
+
+    def remove_empty_dirs(self, name: str) -> None:
+        super().remove_empty_dirs(name)  # raises if files are left
+        top = self._path(name)
+        entries = self._list(name, lambda: self._entries_below(top))
+        dirs = [path for path, entry in entries.items() if entry["type"] == "directory"]
+
+        def remove() -> None:
+            for path in [*reversed(dirs), top]:
+                with suppress(FileNotFoundError):
+                    self._fs.rmdir(path)
+
+        self._call("removing", name, remove)
+
+    def threads(self, requested: int) -> int:
+        """Return 1: there is one connection."""
+        return 1
+
+    def revive(self) -> None:
+        """Connect anew if the server does not answer over this connection any more."""
+        try:
+            self.fs.info(self._root)
+        except FileNotFoundError:  # an answer
+            return
+        except Exception:
+            with suppress(OSError):  # then the next attempt gets here again
+                fs, self._root = connect(self.url)
+                self._end()
+                self._keep(fs)
+
+    def _keep(self, fs: Any) -> None:
+        """Use a connection from now on, and end it with this storage."""
+        self._fs = fs
+        _send_at_once(fs)
+        self._end = finalize(self, _disconnect, fs)
+
+    @property
+    def fs(self) -> Any:
+        """The backend, as long as its connection lasts."""
+        return self._fs
+
+    def _retries(self, name: str) -> Retries:
+        return _OneAtATime(self, self.url_of(name))
+
+    def _read(self, name: str, begin: int, end: int) -> bytes:
+        with self._open(name) as file:
+            file.seek(begin)
+            return file.read(end - begin)
+
+    def _open(self, name: str) -> BinaryIO:
+        if self._fs.info(self._path(name))["type"] == "directory":  # which some servers open
+            raise FileNotFoundError(errno.ENOENT, "a directory, no file", self.url_of(name))
+        return super()._open(name)
+
+    def listed_by_dir(self) -> None:
+        """Return None: each directory takes a request."""
+
+    def _files_below(self, top: str) -> dict[str, dict[str, Any]]:
+        return {path: entry for path, entry in self._entries_below(top).items() if entry["type"] != "directory"}
+
+    def _entries_below(self, top: str) -> dict[str, dict[str, Any]]:
+        """Return files and directories, each directory before what is in it; ``find`` of fsspec passes over errors."""
+        below: dict[str, dict[str, Any]] = {}
+        with suppress(FileNotFoundError):  # removed meanwhile
+            for entry in self._fs.ls(top, detail=True):
+                if entry["name"].rstrip("/") != top:  # as some list a file
+                    below[entry["name"]] = entry
+                    if entry["type"] == "directory":
+                        below |= self._entries_below(entry["name"])
+        return below
+
+    def _write(self, path: str, data: bytes, **mode: str) -> None:
+        """Write a small file beside its place, and rename it."""
+        beside = layout.temporary(path)
+        try:
+            self._fs.pipe_file(beside, data)
+            self._fs.mv(beside, path)
+        except BaseException:
+            with suppress(Exception):  # the error that led here is the one to report
+                self._fs.rm_file(beside)
+            raise
+
+
+class _NewFile(Draft):
+    """A file under a name beside its own, which it gets when it closes; not continued after a lost connection."""
+
+    def __init__(self, storage: FileServer, path: str, retries: Retries, *, replaces: bool) -> None:
+        self._storage, self._path, self._retries, self._replaces = storage, path, retries, replaces
+        self._beside = layout.temporary(path)
+        self._file: Any = retries.call("creating", self._open)
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._retries.call("writing", lambda: self._file.write(view), again=False)
+        self.n_bytes += len(view)
+        return len(view)
+
+    def seal(self) -> None:
+        """Write all of it, under the other name. Nothing of fsspec makes it durable."""
+        file, self._file = self._file, None
+        self._retries.call("closing", file.close, again=False)
+        size = int(self._retries.call("checking", lambda: self._storage.fs.info(self._beside))["size"])
+        if size != self.n_bytes:
+            raise OSError(f"{self._retries.url}: found {size} bytes after writing {self.n_bytes}; check the storage")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self.seal()
+        self._retries.call("renaming", lambda: self._storage.fs.mv(self._beside, self._path), again=False)
+
+    def discard(self) -> None:
+        file, self._file = self._file, None
+        with suppress(Exception):  # the error that led here is the one to report
+            self._retries.call("closing", file.close, again=False)
+        with suppress(Exception):  # it is renamed, or nobody looks for it
+            self._retries.call("removing", lambda: self._storage.fs.rm_file(self._beside), again=False)
+
+    def _open(self) -> Any:
+        fs = self._storage.fs
+        if not self._replaces and fs.exists(self._path):
+            raise FileExistsError(errno.EEXIST, "exists already", self._retries.url)
+        self._storage.make_dirs(self._path.rpartition("/")[0])
+        return fs.open(self._beside, "wb")
+
+
+class _OneAtATime(Retries):
+    """Attempts that take turns, and leave behind a connection that answers."""
+
+    def __init__(self, storage: FileServer, url: str) -> None:
+        super().__init__(storage.policy, url, storage.count_retry)
+        self._storage = storage
+
+    def call(self, operation: str, work: Callable[[], _T], *, again: bool = True, url: str | None = None) -> _T:
+        def locked() -> _T:
+            with self._storage.lock:
+                try:
+                    return work()
+                except Exception as error:
+                    if is_transient(error):
+                        self._storage.revive()
+                    raise
+
+        return super().call(operation, locked, again=again, url=url)
+
+
+def _send_at_once(fs: Any) -> None:
+    """Have SSH send each request at once, which waits for an answer anyway: Nagle's algorithm adds 40 ms to each."""
+    with suppress(AttributeError):  # no SSH, or over a proxy command, which is not a socket
+        fs.client.get_transport().sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _disconnect(fs: Any) -> None:
+    with suppress(Exception):  # no SSH, or it has ended
+        fs.client.get_transport().close()

@@ -1,0 +1,15 @@
+"""Contracts of tables, as suites for pytest: whoever writes a table subclasses one of them in a test file.
+
+Needs pytest, which nothing else of recckpt does.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.register_assert_rewrite("recckpt.testing.live_tables", "recckpt.testing.savable_tables")
+
+from recckpt.testing.live_tables import LiveTableContract  # noqa: E402
+from recckpt.testing.savable_tables import SavableTableContract  # noqa: E402
+
+__all__ = ["LiveTableContract", "SavableTableContract"]

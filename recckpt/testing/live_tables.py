@@ -1,0 +1,261 @@
+"""What a :class:`recckpt.types.LiveTable` promises, as a suite for pytest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recckpt.errors import CheckpointExistsError, LiveTableError, StateMismatchError
+from recckpt.format.manifest import Manifest
+from recckpt.inspect.verify import verify
+from recckpt.live.tables import LiveTables, live_tables
+from recckpt.policies.deltas import Deltas
+from recckpt.saver import Saver
+from recckpt.sparse.table.checks import check_slot_name, spec_of
+from recckpt.sparse.table.table import HashTable
+from recckpt.testing.rows import ModelOf, Rows, bytes_of, rows_by_id, saved_rows, writer_held
+from recckpt.types import EMBEDDING, ITEM_BYTES, LiveTable, check_table_name
+
+
+class NotingDoor:
+    """A door that notes how rows were when they were first announced."""
+
+    def __init__(self, table: LiveTable) -> None:
+        self._table = table
+        self.noted: Rows = {}  # by the number in the box
+        self.is_replaced = False
+
+    def announce(self, rows: Tensor) -> None:
+        """Note some rows."""
+        numbers = (rows.nonzero() if rows.dtype == torch.bool else rows).detach().cpu().flatten()
+        n_rows = len(self._table.tensors()[EMBEDDING])
+        assert not len(numbers) or 0 <= int(numbers.min()) <= int(numbers.max()) < n_rows, (
+            f"rows {numbers.tolist()} are announced, of {n_rows} from 0 on: they are those of the box"
+        )
+        now = rows_by_id(range(n_rows), self._table.tensors())
+        self.noted = {**{row: now[row] for row in numbers.tolist()}, **self.noted}
+
+    def announce_all(self) -> None:
+        """Note all rows."""
+        self.announce(torch.arange(len(self._table.tensors()[EMBEDDING])))
+
+    def replaced(self) -> None:
+        """Note that all rows are others."""
+        self.is_replaced = True
+
+    def failed(self, error: Exception) -> None:
+        """Fail."""
+        raise AssertionError("the table no longer knows what changes") from error
+
+
+class LiveTableContract:
+    """What a table in memory of your own has to do; subclass it in a test file, under a name that begins with ``Test``.
+
+    Attributes:
+        options: of ``live_tables``, such as ``{"marks": "fingerprints"}``.
+        says_which: whether training changes the rows that it looks up, and announces these; False where it is any row.
+    """
+
+    options: ClassVar[Mapping[str, Any]] = {}
+    says_which: ClassVar[bool] = True
+
+    def make(self) -> LiveTable:
+        """Return a table of at least 20 rows: another one each time, of the same name, rows and slots."""
+        raise NotImplementedError("return a table of yours")
+
+    def train(self, table: LiveTable, rows: Tensor) -> None:
+        """Change these rows, int64 numbers from 0 on in the box, as training does; no other where ``says_which``."""
+        raise NotImplementedError("change these rows of the table")
+
+    def attached(self, table: LiveTable, output_dir: Path) -> tuple[LiveTables, Saver]:
+        """Return a table as a saver has it, and the saver, which makes deltas."""
+        model = nn.Module()
+        tables = live_tables(model, adapters=[table], **self.options)
+        options: dict[str, Any] = {"max_keep": None, "deltas": Deltas(max_dirty=1, max_chain_bytes=100)}
+        return tables, Saver(model, output_dir=str(output_dir), tables=tables, progress=False, **options)
+
+    def test_it_says_what_it_is(self) -> None:
+        """Names, rows, slots and numbers that a checkpoint can have."""
+        table, other = self.make(), self.make()
+        assert isinstance(table, LiveTable), "it lacks a method of recckpt.types.LiveTable"
+        assert check_table_name(table.name) == other.name, "two tables that are made alike have one name"
+        first, end = table.box().rows
+        assert 0 <= first < end <= table.n_rows
+        assert end - first >= 20, "make() returns a table of at least 20 rows"
+        table.prepare()
+        tensors = table.tensors()
+        assert EMBEDDING in tensors
+        for name, values in tensors.items():
+            assert len(values) == end - first, f"{name}: one row for each of the box, in this order"
+            assert values.is_contiguous(), name
+            assert spec_of(name, values).dtype in ITEM_BYTES, f"{name}: {values.dtype} cannot be saved"
+        for name in tensors.keys() - {EMBEDDING}:
+            check_slot_name(table.name, name)
+        assert all(type(value) in (int, float) for value in table.scalars().values())
+        assert all(type(name) is str for name in table.settings())
+
+    def test_its_tensors_are_the_memory_and_no_copies(self) -> None:
+        """What training does is seen in them; asked for again, they are the same."""
+        table = self.make()
+        remove = table.attach(NotingDoor(table))
+        self.train(table, torch.arange(20))  # some optimizers make their states at the first step
+        table.prepare()
+        tensors = table.tensors()
+        before = bytes_of(tensors[EMBEDDING])
+        self.train(table, torch.tensor([3]))
+        table.prepare()
+        again = table.tensors()
+        assert {name: values.data_ptr() for name, values in tensors.items()} == {
+            name: values.data_ptr() for name, values in again.items()
+        }
+        changed = [row for row, now in enumerate(bytes_of(tensors[EMBEDDING])) if now != before[row]]
+        assert changed == [3] or (3 in changed and not self.says_which), "these are not what training changes"
+        remove()
+
+    def test_a_row_is_announced_before_it_changes(self) -> None:
+        """A write that is not announced is missing in deltas; one that is announced too late is torn in a save."""
+        table = self.make()
+        self.train(table, torch.arange(20))
+        door = NotingDoor(table)
+        remove = table.attach(door)
+        for rows in ([0], [5, 5, 19, 1], [1, 2]):
+            door.noted.clear()
+            before = live_rows(table)
+            self.train(table, torch.tensor(rows))
+            changed = {row for row, now in live_rows(table).items() if now != before[row]}
+            assert changed == {*rows} or not self.says_which, "train() changes the rows that it is given, and no other"
+            assert not changed - door.noted.keys(), f"rows {changed - door.noted.keys()} changed without a word"
+            late = [row for row in changed if door.noted[row] != before[row]]
+            assert not late, f"rows {late} were announced once they had changed"
+            assert not door.is_replaced, "replaced() is for a load: no save can go on over it"
+        remove()
+
+    def test_what_ends_the_announcements_ends_them(self) -> None:
+        """By what ``attach`` returned: then the table is free, and its training as before."""
+        table = self.make()
+        door = NotingDoor(table)
+        table.attach(door)()
+        self.train(table, torch.tensor([4]))
+        assert (door.noted, door.is_replaced) == ({}, False)
+
+    def test_a_checkpoint_has_all_rows_and_a_load_gives_them_back(self, tmp_path: Path) -> None:
+        """Bit for bit, with what the optimizer counts; readers find each row by its id."""
+        table, twin = self.make(), self.make()
+        tables, saver = self.attached(table, tmp_path)
+        self.train(table, torch.arange(0, 20, 2))
+        self.train(table, torch.tensor([3]))
+        rows = live_rows(table)
+        saver.save("a")
+        assert live_rows(table) == rows, "a save has changed the table"
+        assert self.saved(tables, tmp_path, "a") == rows
+        assert verify(str(tmp_path), threads=1) == []
+        _, loader = self.attached(twin, tmp_path)
+        self.train(twin, torch.arange(1, 12))
+        loader.load()
+        assert live_rows(twin) == rows
+        assert dict(twin.scalars()) == dict(table.scalars()), "finish() has not taken the scalars over"
+
+    def test_a_load_writes_where_the_rows_lie(self, tmp_path: Path) -> None:
+        """What was changed since is overwritten, in the same memory; the next save has what is there then."""
+        table = self.make()
+        tables, saver = self.attached(table, tmp_path)
+        self.train(table, torch.arange(20))
+        rows, addresses = live_rows(table), {name: t.data_ptr() for name, t in table.tensors().items()}
+        saver.save("a")
+        self.train(table, torch.arange(3, 9))
+        saver.save("b")
+        saver.load(ckpt_id="a")
+        assert live_rows(table) == rows
+        assert {name: t.data_ptr() for name, t in table.tensors().items()} == addresses
+        saver.save("c")
+        self.train(table, torch.tensor([7]))
+        saver.save("d")
+        assert self.saved(tables, tmp_path, "c") == rows
+        assert self.saved(tables, tmp_path, "d") == live_rows(table)
+
+    def test_a_delta_has_the_rows_that_changed(self, tmp_path: Path) -> None:
+        """And each checkpoint of the chain all rows of its moment."""
+        table = self.make()
+        tables, saver = self.attached(table, tmp_path)
+        self.train(table, torch.arange(20))
+        saver.save("base")
+        for ckpt_id, rows in (("a", [2]), ("b", [7, 2, 7]), ("c", [11, 0])):
+            self.train(table, torch.tensor(rows))
+            n_written = upserts(saver.save(ckpt_id))
+            assert self.saved(tables, tmp_path, ckpt_id) == live_rows(table)
+            if self.says_which:
+                assert n_written == len({*rows}), f"a delta has {n_written} rows, of {len({*rows})} that changed"
+
+    def test_a_change_is_in_one_delta_and_not_in_the_next(self, tmp_path: Path) -> None:
+        """Reading the table announces nothing; and what a save that failed has not written, the next one does."""
+        table = self.make()
+        tables, saver = self.attached(table, tmp_path)
+        self.train(table, torch.arange(20))
+        saver.save("base")
+        self.train(table, torch.tensor([5, 6]))
+        with pytest.raises(CheckpointExistsError):
+            saver.save("base")
+        self.train(table, torch.tensor([6, 7]))
+        n_written = upserts(saver.save("a"))
+        assert self.saved(tables, tmp_path, "a") == live_rows(table)
+        assert upserts(saver.save("b")) == 0
+        assert n_written == 3 or not self.says_which
+
+    def test_a_save_in_the_background_has_the_rows_of_its_moment(self, tmp_path: Path) -> None:
+        """Training goes on while the rows are written: those that it changes are copied aside first."""
+        table = self.make()
+        tables, saver = self.attached(table, tmp_path)
+        for ckpt_id in ("full", "delta"):
+            self.train(table, torch.arange(12))
+            rows = live_rows(table)
+            with writer_held() as let_on:
+                handle = saver.save_async(ckpt_id)
+                self.train(table, torch.arange(6, 20))
+                self.train(table, torch.tensor([0]))
+                let_on()
+                handle.wait()
+            assert self.saved(tables, tmp_path, ckpt_id) == rows
+        saver.save("last")
+        assert self.saved(tables, tmp_path, "last") == live_rows(table)
+
+    def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(self, tmp_path: Path) -> None:
+        """Of other shapes, or with an id that has no row: before a row is touched."""
+        table = self.make()
+        _, saver = self.attached(table, tmp_path / "own")
+        self.train(table, torch.arange(20))
+        rows, embeddings = live_rows(table), table.tensors()[EMBEDDING]
+        shapes = ((*embeddings.shape[1:], 2), tuple(embeddings.shape[1:]))
+        for number, (shape, id_) in enumerate(zip(shapes, (0, table.n_rows), strict=True)):
+            other = HashTable(shape, name=table.name, dtype=embeddings.dtype)
+            other.insert(torch.tensor([id_]), torch.ones(1, *shape, dtype=other.dtype))
+            url = str(tmp_path / str(number))
+            Saver(ModelOf(other), output_dir=url, progress=False).save("a")
+            with pytest.raises((StateMismatchError, LiveTableError)):
+                saver.load_by_config({"path": url, "load": ["*@id", "*@embedding"]})
+            assert live_rows(table) == rows
+
+    @staticmethod
+    def saved(tables: LiveTables, output_dir: Path, ckpt_id: str) -> Rows:
+        """Return the rows of a checkpoint, by their numbers in the box."""
+        [table] = tables.values()
+        first = table.live.box().rows[0]
+        rows = saved_rows(output_dir, ckpt_id, table.name, [spec.name for spec in table.specs])
+        return {id_ - first: row for id_, row in rows.items()}
+
+
+def live_rows(table: LiveTable) -> Rows:
+    """Return the rows of the box, by their numbers in it."""
+    table.prepare()
+    tensors = table.tensors()
+    return rows_by_id(range(len(tensors[EMBEDDING])), tensors)
+
+
+def upserts(record: Manifest) -> int:
+    """Return how many rows a save has written of the one table."""
+    [entry] = record.tables
+    return entry.rows if entry.delta is None else entry.delta.upserts

@@ -1,0 +1,100 @@
+"""Rows of tables and of checkpoints as bytes, by which contracts compare them; and a writer that is held back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recckpt.inspect.reader import CheckpointReader
+from recckpt.save.job import SparseSaver
+from recckpt.types import EMBEDDING, SavableTable
+
+Rows = dict[int, dict[str, bytes]]  # id -> slot -> the bytes of its value
+
+
+class ModelOf(nn.Module):
+    """A model whose state dict has these tables, and nothing else."""
+
+    def __init__(self, *tables: SavableTable) -> None:
+        super().__init__()
+        self._own_tables = tables
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the tables."""
+        return {f"table.{number}": table for number, table in enumerate(self._own_tables)}
+
+
+def rows_of(table: SavableTable) -> Rows:
+    """Return all rows of a table."""
+    return rows_by_id(table.ids().tolist(), {EMBEDDING: table.embeddings(), **table.slots})
+
+
+def rows_by_id(ids: Sequence[int], slots: Mapping[str, Tensor]) -> Rows:
+    """Return rows of some ids, all different, whose slots are in the same order."""
+    columns = {name: bytes_of(values) for name, values in slots.items()}
+    sizes = {name: len(column) for name, column in columns.items()}
+    assert {*sizes.values()} == {len(ids)}, f"expected a row for each of {len(ids)} ids, found {sizes}"
+    return {id_: {name: column[row] for name, column in columns.items()} for row, id_ in enumerate(ids)}
+
+
+def bytes_of(values: Tensor) -> list[bytes]:
+    """Return the bytes of each row of a tensor."""
+    there = values.detach().cpu().contiguous()
+    matrix = there[:, None] if there.dim() == 1 else there.flatten(1)
+    return [row.tobytes() for row in matrix.view(torch.uint8).numpy()]
+
+
+def saved_rows(output_dir: Path, ckpt_id: str, table: str, slots: Sequence[str]) -> Rows:
+    """Return all rows of a table as a reader finds them in a checkpoint: one after the other, and each by its id."""
+    with CheckpointReader(str(output_dir / ckpt_id)) as reader:
+        ids = [id_ for batch in reader.table(table, []) for id_ in batch.column("id").to_pylist()]
+        rows: Rows = {id_: {} for id_ in ids}
+        kinds = {spec.name: spec for spec in reader.manifest.named_table(table).slots}
+        assert kinds.keys() == {*slots}, f"expected the slots {sorted(slots)}, found {sorted(kinds)} in the checkpoint"
+        for slot in slots:
+            values, is_there = reader.lookup(table, np.asarray(ids, np.int64), slot)
+            assert is_there.all(), f"{table}@{slot}: a reader finds no row of the ids {np.asarray(ids)[~is_there]}"
+            own = torch.from_numpy(values).to(getattr(torch, kinds[slot].dtype))  # readers give bfloat16 as float32
+            for id_, value in zip(ids, bytes_of(own), strict=True):
+                rows[id_][slot] = value
+    assert len(rows) == len(ids), f"table {table!r}: an id is in the checkpoint twice"
+    return rows
+
+
+def some_values(like: Tensor, n_rows: int, seed: int) -> Tensor:
+    """Return so many rows as those of ``like``, of any bits: infinities, -0.0 and subnormal numbers among them."""
+    random = torch.Generator().manual_seed(seed)
+    shape = (n_rows, *like.shape[1:])
+    n_bytes = like.element_size() * like[:0].new_empty(shape, device="meta").numel()
+    bits = torch.randint(0, 256, (n_bytes,), dtype=torch.uint8, generator=random)
+    values = bits.view(like.dtype).reshape(shape)
+    if values.is_floating_point():
+        values = values.nan_to_num(nan=1.5, posinf=torch.inf, neginf=-torch.inf)
+        special = torch.tensor([-0.0, torch.inf, -torch.inf, torch.finfo(like.dtype).smallest_normal / 4])
+        values.view(-1)[: len(special)] = special.to(like.dtype)[: values.numel()]
+    return values
+
+
+@contextmanager
+def writer_held() -> Iterator[Callable[[], None]]:
+    """Hold back whatever writes rows until what is returned is called, or the context ends."""
+    opened, write = threading.Event(), SparseSaver.save
+
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        assert opened.wait(60), "nobody has let the writer go on"
+        return write(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SparseSaver, "save", waiting)
+        try:
+            yield opened.set
+        finally:
+            opened.set()

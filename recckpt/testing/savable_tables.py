@@ -1,0 +1,213 @@
+"""What a :class:`recckpt.types.SavableTable` promises, as a suite for pytest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from recckpt.errors import StateMismatchError
+from recckpt.format.buckets import Slice, gen_slice
+from recckpt.inspect.verify import verify
+from recckpt.saver import Saver
+from recckpt.sparse.table.checks import check_slot_name, spec_of
+from recckpt.sparse.table.table import HashTable
+from recckpt.testing.rows import ModelOf, Rows, rows_by_id, rows_of, saved_rows, some_values, writer_held
+from recckpt.types import EMBEDDING, ITEM_BYTES, SavableTable, check_table_name, is_hashtable
+
+_LEAST, _GREATEST = -(1 << 63), (1 << 63) - 1
+
+
+class SavableTableContract:
+    """What a table of your own has to do; subclass it in a test file, under a name that begins with ``Test``.
+
+    Attributes:
+        ids: the ids that it is tried with. In checkpoints every int64 is one.
+    """
+
+    ids: tuple[int, ...] = (_LEAST, _LEAST + 1, -(1 << 33), -2, -1, 0, 1, 2, 7, 65536, 1 << 40, _GREATEST)
+
+    def make(self) -> SavableTable:
+        """Return an empty table: another one each time, of the same name and slots."""
+        raise NotImplementedError("return an empty table of yours")
+
+    def make_part(self, part: Slice) -> SavableTable:
+        """Return an empty table of one rank of several, whose ``slice`` says which ids it has; optional."""
+        pytest.skip("make_part() is not written: the table is on one rank")
+
+    def erase(self, table: SavableTable, ids: Tensor) -> None:
+        """Drop the rows of ids; by the method ``erase`` of the table, unless it is another."""
+        if not hasattr(table, "erase"):
+            pytest.skip("the table has no method erase: its rows do not go")
+        table.erase(ids)
+
+    def filled(self, n_ids: int | None = None, seed: int = 0) -> SavableTable:
+        """Return a table that has rows for the first of the ids, or for all."""
+        table = self.make()
+        self.put(table, self.ids[:n_ids], seed)
+        return table
+
+    def put(self, table: SavableTable, ids: tuple[int, ...], seed: int) -> Rows:
+        """Insert rows of ids, and return them."""
+        slots = {
+            name: some_values(like, len(ids), seed + number)
+            for number, (name, like) in enumerate([(EMBEDDING, table.embeddings()), *table.slots.items()])
+        }
+        rows = rows_by_id(ids, slots)
+        embeddings = slots.pop(EMBEDDING)
+        table.insert(torch.tensor(ids), embeddings, slots)
+        return rows
+
+    def saver(self, output_dir: Path, *tables: SavableTable, **options: Any) -> Saver:
+        """Return a saver of tables."""
+        return Saver(ModelOf(*tables), output_dir=str(output_dir), max_keep=None, progress=False, **options)
+
+    def test_an_empty_table_says_its_name_and_slots(self) -> None:
+        """Names, shapes and dtypes are known without a row: by these a load looks whether a checkpoint fits."""
+        table, other = self.make(), self.make()
+        assert is_hashtable(table), "it lacks a method of recckpt.types.SavableTable"
+        assert check_table_name(table.name) == other.name, "two tables that are made alike have one name"
+        assert table.ids().dtype == torch.int64
+        assert len(table) == 0
+        assert table.ids().shape == (0,)
+        for name, values in {EMBEDDING: table.embeddings(), **table.slots}.items():
+            assert values.dim() > 0, f"{name}: its first dimension is that of the rows"
+            assert len(values) == 0, f"{name}: an empty table has no rows"
+            assert 0 not in values.shape[1:], f"{name}: a row has values"
+            assert spec_of(name, values).dtype in ITEM_BYTES, f"{name}: {values.dtype} cannot be saved"
+        for name in table.slots:
+            check_slot_name(table.name, name)
+
+    def test_what_is_inserted_is_there_bit_for_bit(self) -> None:
+        """Every int64 is an id; ids, values and slots are in one order; what was not inserted is not there."""
+        table = self.make()
+        rows = self.put(table, self.ids, seed=1)
+        assert rows_of(table) == rows
+        assert len(table) == len(table.ids()) == len(rows)
+
+    def test_a_row_that_is_inserted_again_is_replaced_and_new_ones_are_added(self) -> None:
+        """An id is there once, with what came last."""
+        table = self.filled(6)
+        before = rows_of(table)
+        after = self.put(table, self.ids[3:9], seed=2)
+        assert len({*table.ids().tolist()}) == len(table), "an id is there twice"
+        assert rows_of(table) == {**before, **after}
+
+    def test_rows_may_come_without_slots(self) -> None:
+        """The slots of a new row have values of the table's choice."""
+        table = self.make()
+        values = some_values(table.embeddings(), 2, seed=3)
+        table.insert(torch.tensor(self.ids[:2]), values)
+        rows = rows_of(table)
+        assert {id_: row[EMBEDDING] for id_, row in rows.items()} == {
+            id_: row[EMBEDDING] for id_, row in rows_by_id(self.ids[:2], {EMBEDDING: values}).items()
+        }
+        assert all(row.keys() == {EMBEDDING, *table.slots} for row in rows.values())
+
+    def test_clear_drops_all_rows(self) -> None:
+        """A load clears the table first; it takes rows again afterwards."""
+        table = self.filled()
+        table.clear()
+        assert (len(table), rows_of(table)) == (0, {})
+        assert self.put(table, self.ids[:3], seed=4) == rows_of(table)
+
+    def test_a_checkpoint_has_all_rows_and_a_load_gives_them_back(self, tmp_path: Path) -> None:
+        """By a saver into a table that was just made; readers find each row by its id."""
+        table, twin = self.filled(), self.make()
+        rows = rows_of(table)
+        self.saver(tmp_path, table).save("a")
+        assert rows_of(table) == rows, "a save has changed the table"
+        assert saved_rows(tmp_path, "a", table.name, [EMBEDDING, *table.slots]) == rows
+        assert verify(str(tmp_path), threads=1) == []
+        self.saver(tmp_path, twin).load()
+        assert rows_of(twin) == rows
+
+    def test_a_load_replaces_what_was_there(self, tmp_path: Path) -> None:
+        """Rows that the checkpoint lacks are gone, and the others have its values."""
+        table = self.filled(8)
+        rows, saver = rows_of(table), self.saver(tmp_path, table)
+        saver.save("a")
+        self.put(table, self.ids[5:], seed=5)
+        saver.load()
+        assert rows_of(table) == rows
+
+    def test_rows_that_are_merged_in_leave_the_others(self, tmp_path: Path) -> None:
+        """``"hashtable_clear": False`` in a load adds rows, and replaces those of its ids."""
+        self.saver(tmp_path, self.filled(6, seed=6)).save("a")
+        table = self.filled(9)
+        expected = {**rows_of(table), **rows_of(self.filled(6, seed=6))}
+        bank = {"path": str(tmp_path), "load": ["*"], "hashtable_clear": False}
+        self.saver(tmp_path / "other", table).load_by_config(bank)
+        assert rows_of(table) == expected
+
+    def test_an_empty_table_is_saved_and_empties_another(self, tmp_path: Path) -> None:
+        """No rows are a state like any other."""
+        self.saver(tmp_path, self.make()).save("a")
+        table = self.filled()
+        self.saver(tmp_path, table).load()
+        assert (len(table), rows_of(table)) == (0, {})
+
+    def test_a_save_in_the_background_has_the_rows_of_its_moment(self, tmp_path: Path) -> None:
+        """Training goes on while the rows are written."""
+        table = self.filled(9)
+        rows, saver = rows_of(table), self.saver(tmp_path, table)
+        with writer_held() as let_on:
+            handle = saver.save_async("a")
+            self.put(table, self.ids[4:], seed=7)
+            let_on()
+            handle.wait()
+        assert saved_rows(tmp_path, "a", table.name, [EMBEDDING, *table.slots]) == rows
+
+    def test_each_checkpoint_of_a_chain_has_the_rows_of_its_moment(self, tmp_path: Path) -> None:
+        """With ``deltas=True``: rows that came, and rows that changed."""
+        table = self.filled(5)
+        saver, moments = self.saver(tmp_path, table, deltas=True), dict[str, Rows]()
+        for number, ckpt_id in enumerate("abcd"):
+            moments[ckpt_id] = rows_of(table)
+            saver.save(ckpt_id)
+            self.put(table, self.ids[2 + number : 7 + number], seed=8 + number)
+        for ckpt_id, rows in moments.items():
+            assert saved_rows(tmp_path, ckpt_id, table.name, [EMBEDDING, *table.slots]) == rows
+            saver.load(ckpt_id=ckpt_id)
+            assert rows_of(table) == rows
+
+    def test_what_was_erased_is_in_no_later_checkpoint(self, tmp_path: Path) -> None:
+        """A delta says that an id went, and one that came again has its new row."""
+        table = self.filled()
+        saver = self.saver(tmp_path, table, deltas=True)
+        saver.save("a")
+        self.erase(table, torch.tensor(self.ids[:4]))
+        expected = {id_: row for id_, row in rows_of(self.filled()).items() if id_ not in self.ids[:4]}
+        assert rows_of(table) == expected
+        saver.save("b")
+        expected |= self.put(table, self.ids[:1], seed=12)
+        saver.save("c")
+        for ckpt_id, rows in (("b", expected.keys() - {self.ids[0]}), ("c", expected.keys())):
+            saver.load(ckpt_id=ckpt_id)
+            assert rows_of(table) == {id_: expected[id_] for id_ in rows}
+
+    def test_a_checkpoint_of_other_shapes_is_refused_and_changes_nothing(self, tmp_path: Path) -> None:
+        """Found by what the table says of its slots, before a row is touched."""
+        table = self.filled()
+        rows, embeddings = rows_of(table), table.embeddings()
+        wider = HashTable((*embeddings.shape[1:], 2), name=table.name, dtype=embeddings.dtype)
+        for name, values in table.slots.items():
+            wider.add_slot(name, tuple(values.shape[1:]), dtype=values.dtype)
+        wider.insert(torch.tensor([1]), torch.ones(1, *wider.embedding_shape, dtype=wider.dtype))
+        self.saver(tmp_path, wider).save("a")
+        with pytest.raises(StateMismatchError):
+            self.saver(tmp_path, table).load()
+        assert rows_of(table) == rows
+
+    def test_the_parts_of_several_ranks_have_all_rows_between_them(self, tmp_path: Path) -> None:
+        """Each takes the ids of its ``slice``, whatever the number of ranks that saved."""
+        table = self.filled()
+        self.saver(tmp_path, table).save("a")
+        parts = [self.make_part(gen_slice(number, 3)) for number in range(3)]
+        for part in parts:
+            self.saver(tmp_path, part).load()
+        assert sum(map(len, parts)) == len(table)
+        assert {id_: row for part in parts for id_, row in rows_of(part).items()} == rows_of(table)

@@ -1,0 +1,148 @@
+"""Words that users bring from elsewhere, or from an earlier recckpt, and what to write here in their place."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from opcode import opmap
+from typing import Any, ParamSpec, TypeVar
+
+from recckpt.text.words import nearest
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_KEEP = "write max_keep=3, or a policy of recckpt.policies.keep such as Newest(2) | EveryNth(1000) | Best(3, 'auc')"
+_WHEN = "write save_interval=1000, or a policy of recckpt.policies.when such as EveryEpochs(1) | EverySeconds(600)"
+_ALL = "omit it: what was attached, or registered by register_for_checkpointing(name, obj), is saved and restored"
+_READERS = "CheckpointReader and follow read rows, load_into and Standby fill a model (docs/read.md)"
+_BEST = "recckpt.find_checkpoint(output_dir, 'best', 'auc') has step, path and state; max_keep=Best(1, 'auc') keeps it"
+_NEWEST = "latest_step(), or recckpt.find_checkpoint(output_dir, 'latest'), which has step, path and state"
+_STATE = "save(state={...}) writes it, recckpt.find_checkpoint(output_dir, step).state reads it"
+_NORM = "recckpt.sparse.clip_grad_norm_ limits gradients, torch.nn.functional.normalize(rows, dim=-1) what is read"
+_SCRIPT = "a script does that, by recckpt.CheckpointManager; the commands `recckpt show` and `recckpt export` read"
+_IN_SHELL = {  # a command or an option -> what to write
+    **dict.fromkeys(("load", "load_checkpoint", "restore", "resume", "save"), _SCRIPT),
+    **dict.fromkeys(("checkpoints", "latest", "list", "list_checkpoints"), "write `recckpt ls RUN`"),
+}
+_IN_PYTHON = {  # an argument, an attribute or a name -> what to write
+    # of ModelCheckpoint, orbax and Hugging Face
+    **dict.fromkeys(("best_fn", "best_mode", "monitor", "preservation_policy", "save_top_k", "should_keep_fn"), _KEEP),
+    **dict.fromkeys(("keep_period", "keep_time_interval", "max_to_keep", "save_total_limit"), _KEEP),
+    **dict.fromkeys(("every_n_train_steps", "save_decision_policy", "save_interval_steps", "save_steps"), _WHEN),
+    **dict.fromkeys(("every_n_epochs", "save_on_train_epoch_end", "should_save_fn", "train_time_interval"), _WHEN),
+    **dict.fromkeys(("args", "handler_registry", "item_handlers", "item_names", "items"), _ALL),
+    **dict.fromkeys(("best_k_models", "best_model_path", "best_model_score", "best_step"), _BEST),
+    **dict.fromkeys(("last_checkpoint", "last_model_path", "latest", "latest_checkpoint"), _NEWEST),
+    **dict.fromkeys(("custom_metadata", "item_metadata", "metadata", "metrics"), _STATE),
+    **dict.fromkeys(("checkpoint_dir", "directory", "dirpath"), "write output_dir=...; saver.output_dir has it"),
+    **dict.fromkeys(("max_keep", "model", "output_dir"), "it is the saver's: Saver(max_keep=3), saver.max_keep"),
+    **dict.fromkeys(("filename", "step_name_format"), "write step_prefix='model' for model_300"),
+    **dict.fromkeys(("async_options", "enable_async_checkpointing"), "write async_save=True, the default of attach"),
+    **dict.fromkeys(("load", "load_checkpoint"), "write restore(), or saver.load(path) for a checkpoint elsewhere"),
+    "check_for_errors": "write wait_until_finished(), which raises the error of the save",
+    "checkpoints": "write recckpt.list_checkpoints(output_dir)",
+    "dataset": "write loader=...",
+    "force": "omit it: save() saves whatever should_save() says",
+    "is_saving_in_progress": "write saver.is_saving",
+    "mode": "for checkpoints write Best(3, 'auc', mode='max'), for rows table.bag(ids, mode='mean')",
+    "options": "write each option by itself, such as max_keep=3",
+    "save_last": "omit it: the newest checkpoint is always kept",
+    "save_weights_only": "write save_slots=[]",
+    "sparse_optim": "write optimizers=[...], which takes all of them",
+    "step": "omit it: step() counts by itself; save(300) and restore(300) take a step",
+    "strict": "write load_conf={'strict': False}",
+    "verbose": "write logging.basicConfig(level=logging.INFO): a line for each save",
+    # of nn.Embedding and nn.EmbeddingBag
+    **dict.fromkeys(("max_norm", "norm_type"), _NORM),
+    "_weight": "write HashTable.from_embedding(module, name=...)",
+    "embedding_dim": "it is the first argument of a table; table.embedding_shape[-1] has it",
+    "include_last_offset": "write table.bag(ids, offsets, include_last_offset=True)",
+    "num_embeddings": "omit it: a table grows; len(table) is how many rows it has",
+    "padding_idx": "write padding_id, which may be any int64",
+    "reset_parameters": "write table.clear(): ids get new rows when training meets them again",
+    "scale_grad_by_freq": "omit it: gradients of an id that occurs several times add up",
+    "sparse": "omit it: gradients are of the rows of a batch, for recckpt.sparse.SparseAdam([table]) or another",
+    "weight": "table.lookup(ids)[0] reads rows, table.insert(ids, rows) sets them, table.embeddings() has all",
+}
+_GONE = {  # the same in either place, of an earlier recckpt
+    **dict.fromkeys(("ReadOnlyManager", "read_only"), _READERS),
+    "first": "to find the first checkpoint with a NaN, copy the loop over list_checkpoints and CheckpointReader from "
+    "docs/does-not-resume.md#the-loss-is-nan",
+    **dict.fromkeys(
+        ("LibraryExport", "LibraryTable"),
+        "a hash table of your own is a recckpt.types.SavableTable in the state dict, saved whole at each save",
+    ),
+    **dict.fromkeys(
+        ("max_upload_rate", "--max-upload-rate"),
+        "bytes a second are shaped by the store or the host's network; max_uploads of Saver limits files at once",
+    ),
+    "csv": "CSV goes by Parquet, with polars: pl.read_csv(...).write_parquet(...) before an import, "
+    "pl.read_parquet(...).write_csv(...) after an export; docs/convert.md has both lines",
+    "AveragedModel": "average the rows by recckpt.averages.RowAverage(model, decay), and the layers by "
+    "AveragedModel(torch.nn.ParameterList(model.parameters()))",
+    "RowAverage": "write recckpt.averages.RowAverage",
+    "salvage": "`recckpt export CKPT TARGET --to parquet --skip-damaged` writes the rows that are whole",
+}
+
+
+def write_instead(word: str, *, in_shell: bool = False) -> str:
+    """Return what to say of an unknown word that is known elsewhere, as the end of a message; empty for any other."""
+    instead = {**(_IN_SHELL if in_shell else _IN_PYTHON), **_GONE}.get(word)
+    return f": {instead}" if instead else ""
+
+
+def unknown_name(module: str, name: str) -> Exception:
+    """Return the error of a name that the module whose ``__getattr__`` asks does not have.
+
+    ``from module import name`` drops the text of an AttributeError, and shows that of an ImportError; ``hasattr`` and
+    the like need the former.
+    """
+    instead, caller = write_instead(name), sys._getframe(2)
+    if instead and caller.f_code.co_code[caller.f_lasti] == opmap["IMPORT_FROM"]:
+        return ImportError(f"cannot import name {name!r} from {module!r}{instead}", name=module)
+    return AttributeError(f"module {module!r} has no attribute {name!r}{instead}")
+
+
+def unknown_attribute(obj: object, name: str) -> AttributeError:
+    """Return the error of an attribute that an object does not have, with what to write in its place."""
+    text = f"{type(obj).__name__!r} object has no attribute {name!r}{write_instead(name)}"
+    return AttributeError(text, name=name, obj=obj)
+
+
+def answers_by(example: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Return a decorator of what answers arguments that it does not take by what to write in their place.
+
+    Args:
+        example: a call that would do.
+    """
+
+    def decorated(call: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(call)
+        def answering(*args: _P.args, **options: _P.kwargs) -> _R:
+            try:
+                return call(*args, **options)
+            except TypeError as error:
+                if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+                    raise  # the call has taken its arguments
+                raise TypeError(f"{_misfit(error, call, options)}; a call that would do is {example}") from None
+
+        return answering
+
+    return decorated
+
+
+def _misfit(error: TypeError, call: Callable[..., object], options: Mapping[str, Any]) -> str:
+    """Return what Python says of arguments that do not fit, and of those that are unknown what to write instead."""
+    name, known = call.__qualname__.removesuffix(".__init__"), inspect.signature(call).parameters
+    problem = str(error).partition(". Did you mean")[0]  # Python's own guess, from 3.13 on
+    problem = problem.replace(call.__qualname__, name.rpartition(".")[2])
+    words: dict[str, list[str]] = {}  # what to write -> in place of which
+    unknown = [word for word in options if word not in known]
+    for word in unknown:
+        if instead := write_instead(word):
+            words.setdefault(instead, []).append(repr(word))
+    guess = nearest(unknown[0], known) if unknown and not words and "unexpected" in problem else ""
+    return "; ".join([f"{problem}{guess}", *(f"{', '.join(names)}{instead}" for instead, names in words.items())])
