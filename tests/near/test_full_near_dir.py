@@ -22,9 +22,9 @@ def train(run, root, hosts, disk, room):
     tier = run.saver.near_saves.tier
     make = tier.make
 
-    def take_room(intent):  # as another program does, once the room was seen to be there
+    def take_room(*arguments):  # as another program does, once the room was seen to be there
         disk.leave(**room)
-        make(intent)
+        make(*arguments)
 
     if is_full:
         tier.make = take_room
@@ -44,13 +44,16 @@ def train(run, root, hosts, disk, room):
     return made == 2
 
 
-def fill(root, disk, victim, **room):
+def fill(root, disk, log, victim, **room):
     """Fill the near dir of a rank up in a run; return whether the near save was made all the same."""
+    log.clear()
     hosts = [FULL if rank == victim else host for rank, host in enumerate(HOSTS)]
     root.mkdir(exist_ok=True)
     disk.leave()
     outcomes = on_hosts(root, hosts, lambda run: train(run, root, hosts, disk, room), copies=2)
     assert len(set(outcomes)) == 1
+    failures = [message for message in log.messages if "near save failed" in message]
+    assert all("No space left on device" in message for message in failures), failures
     for there in (hosts, [host for host in hosts if host != FULL]):
         assert together(on_hosts(root, there, lambda run: rows(run.restore()))) == LEFT, room
     shutil.rmtree(root / FULL)
@@ -66,16 +69,18 @@ def disk(tmp_path):
     disk.close()
 
 
-def test_a_host_whose_near_dir_is_full_fails_the_near_save_on_all_and_nothing_else(tmp_path, disk):
-    assert not fill(tmp_path, disk, victim=1, n_bytes=15 * PAGE)
+def test_a_host_whose_near_dir_is_full_fails_the_near_save_on_all_and_nothing_else(tmp_path, disk, caplog):
+    assert not fill(tmp_path, disk, caplog, victim=1, n_bytes=15 * PAGE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", range(len(HOSTS)))
 @pytest.mark.parametrize(("what", "unit"), [("n_bytes", PAGE), ("n_files", 1)])
-def test_a_host_with_any_room_from_none_to_enough_loses_nothing(tmp_path, disk, victim, what, unit, record_property):
+def test_a_host_with_any_room_from_none_to_enough_loses_nothing(
+    tmp_path, disk, caplog, victim, what, unit, record_property
+):
     for number in count(0, SWEEP_STRIDE):
-        is_made = fill(tmp_path, disk, victim, **{what: number * unit})
+        is_made = fill(tmp_path, disk, caplog, victim, **{what: number * unit})
         if is_made:
             break
     record_property("figures", {"T8, near dirs that fill up": {what: 1 + number // SWEEP_STRIDE, "lost": 0}})

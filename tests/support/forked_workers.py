@@ -11,9 +11,10 @@ import multiprocessing
 import os
 import select
 import signal
+import time
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 import pytest
@@ -25,6 +26,7 @@ _STARTERS = {
     *("faults.storage_faults", "faults.store_scene", "faults.tracing"),  # slow ones, of sweeps
     *("near.test_ranks", "support.forked", "support.killed"),
 }
+_LONGEST = 600  # seconds that one test may take; one that hangs is to be named, and the others to go on
 _TESTS_A_STARTER = 200  # files that start processes take longer than their number of tests says
 
 
@@ -46,6 +48,7 @@ class _Worker:
     pid: int
     said: Connection
     at: int | None = None  # the number of the test that runs
+    since: float = field(default_factory=time.monotonic)  # when it said so
     has_failed: bool = False
 
 
@@ -106,7 +109,11 @@ class _Foreman:
 
     def _hear(self):
         """Wait until workers say something, or end, and report it."""
-        ready, _, _ = select.select([*self._workers, *(worker.said for worker in self._workers.values())], [], [])
+        files = [*self._workers, *(worker.said for worker in self._workers.values())]
+        ready, _, _ = select.select(files, [], [], _LONGEST / 10)
+        for worker in self._workers.values():
+            if time.monotonic() - worker.since > _LONGEST:
+                os.kill(worker.pid, signal.SIGABRT)  # which prints where each of its threads is
         for over, worker in list(self._workers.items()):
             with suppress(EOFError):
                 while worker.said.poll():
@@ -121,7 +128,7 @@ class _Foreman:
         for report in reports:
             hook.pytest_runtest_logreport(report=report)
             worker.has_failed |= report.failed
-        worker.at = at
+        worker.at, worker.since = at, time.monotonic()
         self._stop[0] |= bool(self._session.shouldfail or self._session.shouldstop)
 
     def _bury(self, over, worker):
