@@ -16,7 +16,7 @@ from recckpt.format.manifest import Manifest
 from recckpt.inspect.verify_checkpoint import Checkup, as_damage, run_step
 from recckpt.output_dir.at_path import locate_path, read_checkpoint
 from recckpt.output_dir.checkpoint_dir import attempt_dirs, has_manifest, read_intent, read_manifest
-from recckpt.output_dir.claims import claimed_epochs, last_takeover, read_claim
+from recckpt.output_dir.claims import claimed_epochs, read_claim, read_takeover
 from recckpt.output_dir.forget_requests import audit, pending
 from recckpt.output_dir.listing import look_around
 from recckpt.parallel.threads import run_all, run_on
@@ -247,9 +247,10 @@ def _has_bad_rows(look: Checkup) -> bool:
 
 
 def _other_reports(storage: Storage) -> Iterator[Report]:
-    """Check the claims on an output dir, its list of late commits, what was forgotten, and whose attempts there are."""
-    checks: list[Callable[[], object]] = [partial(read_claim, storage, epoch) for epoch in claimed_epochs(storage)]
-    checks += [partial(last_takeover, storage), partial(pending, storage), partial(audit, storage)]
+    """Check the claims on an output dir, their lists of commits, what was forgotten, and whose attempts there are."""
+    epochs = claimed_epochs(storage)
+    checks: list[Callable[[], object]] = [partial(pending, storage), partial(audit, storage)]
+    checks += [partial(read, storage, epoch) for epoch in epochs for read in (read_claim, read_takeover)]
     errors = [_error_of(check, layout.OWNER_DIR, "a file of one that writes here") for check in checks]
     if owner := tuple(_problem(layout.OWNER_DIR, error) for error in errors if error is not None):
         yield Report(layout.OWNER_DIR, None, owner, is_checkpoint=False)

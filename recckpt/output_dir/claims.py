@@ -95,22 +95,19 @@ def last_takeover(storage: Storage) -> Takeover:
         epoch = max(filter(None, map(layout.parse_owner_file, filter(layout.is_takeover, names))), default=0)
         if not epoch:
             break
-        name = layout.takeover(epoch)
         try:
-            fields = _read(storage, name, epoch).read(_List)
+            return read_takeover(storage, epoch)
         except FileNotFoundError as error:
             if is_last:
-                raise missing(name, error, "the list that is shown there") from error
-            continue
-        return Takeover(
-            epoch,
-            fields.committed,
-            fields.highest_step,
-            fields.directories,
-            fields.run,
-            NearList(fields.near_by, fields.near or frozenset(), fields.near is None),
-        )
+                raise missing(layout.takeover(epoch), error, "the list that is shown there") from error
     return NO_TAKEOVER
+
+
+def read_takeover(storage: Storage, epoch: int) -> Takeover:
+    """Return the takeover of an epoch; errors as of ``read_claim``."""
+    fields = _read(storage, layout.takeover(epoch), epoch).read(_List)
+    near = NearList(fields.near_by, fields.near or frozenset(), fields.near is None)
+    return Takeover(epoch, fields.committed, fields.highest_step, fields.directories, fields.run, near)
 
 
 def _refuse_newer_claim(storage: Storage, names: Iterable[str]) -> None:
