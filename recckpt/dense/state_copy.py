@@ -18,11 +18,13 @@ from torch import Tensor
 log = logging.getLogger("recckpt")
 
 MAPPINGS = (dict, OrderedDict, Counter)  # of whose values a state may be made, the safe loader of torch knows them
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+_PLAIN = (type(None), bool, int, float, complex, str, torch.Size, torch.dtype, torch.device)
 _MAX_INT_BITS = 255 * 8 - 1  # what the safe loader of torch takes
 _LARGE_INT = 1 << 64
 _CONTAINERS = (list, tuple, set)
+_HOLDERS = frozenset((*MAPPINGS, *_CONTAINERS))
 _USUAL = frozenset({type(None), bool, float, str, int})
+_AS_IT_IS = frozenset({type(None), bool, float, str})
 Place = tuple[Any, ...]
 Copy = Callable[[Place, Any], Any]
 _EVERY = 20  # saves, between two looks at what is large
@@ -62,8 +64,10 @@ def portable(name: str, value: Any, layout: torch.memory_format = torch.contiguo
 
 
 def _portable(name: str | None, value: Any, layout: torch.memory_format) -> Any:
-    if type(value) in MAPPINGS or type(value) in _CONTAINERS:
+    if type(value) in _HOLDERS:
         return _portable_container(name, value, layout)
+    if type(value) is bytes:
+        return value or _EmptyBytes()
     if isinstance(value, Tensor):
         return _portable_tensor(name, value, layout)
     if isinstance(value, np.generic | np.ndarray):
@@ -75,7 +79,7 @@ def _portable(name: str | None, value: Any, layout: torch.memory_format) -> Any:
     if isinstance(value, Enum) and isinstance(value, int | str):
         value = value.value
     if type(value) in _PLAIN:
-        return _EmptyBytes() if type(value) is bytes and not value else value
+        return value
     raise ValueError(
         f"{name}: a {type(value).__module__}.{type(value).__qualname__} cannot be loaded back safely; a state may hold "
         "tensors, numbers, strings, bytes, None, and lists, tuples, sets and dicts of these"
@@ -83,16 +87,28 @@ def _portable(name: str | None, value: Any, layout: torch.memory_format) -> Any:
 
 
 def _portable_container(name: str | None, value: Any, layout: torch.memory_format) -> Any:
+    # Training waits for this walk: what is portable as it is costs no call.
     kind, has_plain_members = type(value), are_plain(value)  # of a dict, the keys
-    if kind in _CONTAINERS:
+    if kind not in MAPPINGS:
         if has_plain_members:
             return kind(value)
-        return kind([_portable(name and f"{name}[{i}]", item, layout) for i, item in enumerate(value)])
-    if has_plain_members and are_plain(value.values()):
-        return kind(value)
+        return kind(
+            [
+                item if type(item) in _AS_IT_IS else _portable(name and f"{name}[{i}]", item, layout)
+                for i, item in enumerate(value)
+            ]
+        )
     keys = value if has_plain_members else [_portable_key(name, key) for key in value]
-    items = [_portable(name and f"{name}[{key!r}]", item, layout) for key, item in value.items()]
-    return kind(dict(zip(keys, items, strict=True)))
+    items = value.values()
+    if not are_plain(items):
+        items = [
+            item if type(item) in _AS_IT_IS else _portable(name and f"{name}[{key!r}]", item, layout)
+            for key, item in value.items()
+        ]
+    elif has_plain_members:
+        return kind(value)
+    made = dict(zip(keys, items, strict=True))
+    return made if kind is dict else kind(made)
 
 
 def are_plain(values: Collection[Any]) -> bool:
@@ -107,7 +123,7 @@ def _portable_key(name: str | None, key: Any) -> Any:
     if isinstance(key, np.generic):
         return key.item()
     if type(key) is tuple:
-        return tuple(_portable_key(name, item) for item in key)
+        return key if are_plain(key) else tuple([_portable_key(name, item) for item in key])
     raise ValueError(
         f"{name}: a key of type {type(key).__qualname__} cannot be loaded back safely; use a string or number"
     )
@@ -195,14 +211,20 @@ def _replaced(place: Place, state: Any, of: Callable[[Place, Tensor], Tensor]) -
 
 
 def _with_replaced(place: Place, value: Any, of: Callable[[Place, Tensor], Tensor]) -> Any:
-    if type(value) in MAPPINGS:
-        if _USUAL.issuperset(map(type, value.values())):
+    kind = type(value)
+    if kind in _HOLDERS:
+        is_mapping = kind in MAPPINGS
+        if _USUAL.issuperset(map(type, value.values() if is_mapping else value)):
             return value  # of which portable() makes a copy
-        return type(value)({key: _with_replaced((*place, key), item, of) for key, item in value.items()})
-    if type(value) in _CONTAINERS:
-        if _USUAL.issuperset(map(type, value)):
+        others = {
+            key: other
+            for key, item in (value.items() if is_mapping else enumerate(value))
+            if type(item) not in _USUAL and (other := _with_replaced((*place, key), item, of)) is not item
+        }
+        if not others:
             return value
-        return type(value)([_with_replaced((*place, number), item, of) for number, item in enumerate(value)])
+        items = {**(value if is_mapping else dict(enumerate(value))), **others}
+        return kind(items if is_mapping else items.values())
     if type(value) not in (Tensor, torch.nn.Parameter) or torch.nn.parameter.is_lazy(value):
         return value
     is_block = value.layout == torch.strided and not (value.is_quantized or value.is_nested or value.is_meta)

@@ -66,6 +66,18 @@ class Part(JsonRecord, frozen=True, dict=True):
     def rows(self) -> npt.NDArray[np.int64]:
         return np.array([batch.rows for batch in self.batches], np.int64)
 
+    def batch_ends(self, widths: tuple[int, ...], head_bytes: int) -> npt.NDArray[np.int64]:
+        """Return where each batch ends, from the first on: columns of these widths, in whole words, behind a head."""
+        key = widths, head_bytes
+        if key not in self._batch_ends:  # of all readers of the part: each table has its own
+            bodies = sum(-(-width * self.rows // 8) * 8 for width in widths)
+            self._batch_ends[key] = np.cumsum(bodies + head_bytes)
+        return self._batch_ends[key]
+
+    @cached_property
+    def _batch_ends(self) -> dict[tuple[tuple[int, ...], int], npt.NDArray[np.int64]]:
+        return {}
+
 
 class Catalog(JsonRecord, frozen=True, dict=True):
     """All that one shard wrote of its tables."""
@@ -96,10 +108,23 @@ class Catalog(JsonRecord, frozen=True, dict=True):
 
     def parts_of(self, table: str, kind: PartKind) -> Iterator[tuple[Part, list[int]]]:
         """Yield the parts that hold rows, or deleted ids, of a table, each with the numbers of its batches of them."""
+        return ((part, numbers) for part, numbers in self.batches_of(table) if part.holds == kind)
+
+    def batches_of(self, table: str) -> Sequence[tuple[Part, list[int]]]:
+        """Return the parts that hold rows or deleted ids of a table, each with the numbers of its batches of them."""
+        return self._by_table.get(table, ())
+
+    @cached_property
+    def _by_table(self) -> Mapping[str, Sequence[tuple[Part, list[int]]]]:
+        """Table -> its parts: found once for all tables, since who reads all of them asks for each."""
+        tables: dict[str, list[tuple[Part, list[int]]]] = {}
         for part in self.parts:
-            numbers = [number for number, batch in enumerate(part.batches) if batch.table == table]
-            if part.holds == kind and numbers:
-                yield part, numbers
+            numbers: dict[str, list[int]] = {}
+            for number, batch in enumerate(part.batches):
+                numbers.setdefault(batch.table, []).append(number)
+            for table, some in numbers.items():
+                tables.setdefault(table, []).append((part, some))
+        return tables
 
     def _counted(self, kind: PartKind) -> dict[str, int]:
         counts: dict[str, int] = {}

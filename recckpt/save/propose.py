@@ -189,8 +189,8 @@ def estimated_bytes(tables: Mapping[str, SavableTable], dense: Mapping[str, Any]
 
 def _rows_bytes(table: SavableTable, choice: Choice) -> int:
     """Return the bytes of the rows of a table; 0 where conditions choose them, and a save finds out how many it has."""
-    slots, of_table = slots_of_table(table), choice.of_table(table)
-    chosen = None if of_table.is_everything else of_table.of(table.name, slots)
+    slots = slots_of_table(table)
+    chosen = choice.of_table(table).of(table.name, slots)
     if chosen is not None and chosen.where is not None:
         return 0
     row_bytes = 8 + sum(slot.row_bytes for slot in slots) if chosen is None else chosen.row_bytes

@@ -217,6 +217,8 @@ class Trainers:
         """Return the parameters that train, and no registered object nor table has the state of their optimizer."""
         in_hand = values_of(*known) | {id(weight) for weight in self._live_tables.weights_with_states()}
         left = [name for name, one in parameters.items() if name in self._steps.trained and id(one) not in in_hand]
+        if not left:
+            return []
         own = _saved_parameters()  # of which a wrapper may train copies, as SafeFP16Optimizer does
         named = {name for name, one in self._registered().items() if is_keyed(one) or values_of(one) & own}
         others = (extras.get(name) for name in self._extra.objects.keys() - named)
@@ -259,11 +261,13 @@ class Trainers:
 
     def _strange(self) -> dict[str, int]:
         """Return the registered optimizers that have trained parameters which are not saved, and how many of them."""
-        known, numbers = _saved_parameters(), dict[str, int]()
-        for name, one in ((name, one) for name, one in self._registered().items() if not is_keyed(one)):
-            stepped = {id(key) for key in getattr(updater(one), "state", ())}
-            numbers[name] = len((values_of(one) & stepped) - known)
-        return {name: number for name, number in numbers.items() if number}
+        stepped = {
+            name: values_of(one) & {id(key) for key in getattr(updater(one), "state", ())}
+            for name, one in self._registered().items()
+            if not is_keyed(one)
+        }
+        known = _saved_parameters() if any(stepped.values()) else set()
+        return {name: number for name, some in stepped.items() if (number := len(some - known))}
 
     def _warn_of_dense(self, names: Sequence[str], resting: Sequence[str]) -> None:
         if new := [name for name in names if name not in self._logged]:
@@ -303,7 +307,7 @@ def _objects() -> list[Any]:
 def _saved_parameters() -> set[int]:
     """Return the parameters that savers of this process save, by id: those of models, and of registered modules."""
     modules = [*(saver._model for saver in _alive(_savers)), *(obj for obj in _objects() if isinstance(obj, nn.Module))]
-    return {id(one) for module in modules for _, one in parameters_of(module)}
+    return {id(one) for module in modules for one in module.parameters()}
 
 
 def _mappings_in(state: Any) -> Iterator[Mapping[Any, Any]]:

@@ -130,8 +130,7 @@ class PartLayout:
         self._first = self._names_at + len(self._names)
         if (n_bytes := _description_bytes(read, self._first)) < 0:
             raise ValueError(f"names of tables in other than {len(self._names)} bytes: compressed, or other names")
-        bodies = sum(padded(width * part.rows) for width in widths.values())
-        self._ends = np.cumsum(bodies + PREFIX.size + n_bytes)  # of batches, from the first on
+        self._ends = part.batch_ends(tuple(widths.values()), PREFIX.size + n_bytes)
 
     def other_names(self) -> list[str] | None:
         """Return the names in the dictionary where they are not those of the tables, else None."""

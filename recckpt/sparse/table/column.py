@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -227,7 +226,9 @@ class Column:
 
     def frozen(self) -> Column:
         """Return a column over the blocks of now, which stay those when this one grows or is cleared."""
-        twin = copy.copy(self)
+        twin = Column.__new__(Column)
+        twin.spec, twin.dtype, twin.device, twin.shift = self.spec, self.dtype, self.device, self.shift
+        twin.memory, twin._written = self.memory, self._written
         if self.device.type == "cuda":  # readers work in streams of their own
             twin._written = torch.cuda.current_stream(self.device).record_event()
         return twin

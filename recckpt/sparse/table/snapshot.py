@@ -7,7 +7,6 @@ have read. So taking a snapshot costs nothing, and only the rows that training c
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -25,6 +24,7 @@ from recckpt.types import SlotSpec
 Int64s = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 _PIECE_ROWS = 1 << 17  # ids read at a time: 1 MiB
+_ALL = np.zeros(0, np.uint8)  # bits, where all rows are needed
 
 
 class Log:
@@ -61,7 +61,7 @@ class PreImages:
         self._n_rows = n_rows
         self._open: tuple[dict[str, Column], Log] | None = {n: c.frozen() for n, c in columns.items()}, log
         self._marks = np.zeros(-(-n_rows // 8), np.uint8)  # a bit a row: copied aside, or read for the last time
-        self._needed = np.zeros(0, np.uint8)  # a bit a row, once not all are
+        self._needed = _ALL  # a bit a row, once not all are
         self._failure: Exception | None = None
         self._lock = threading.Lock()
 
@@ -139,10 +139,11 @@ class PreImages:
         with self._lock:
             self._needed = bits
 
-    def close(self) -> None:
-        """Release all memory; nothing is copied aside any more, and nothing can be read."""
+    def close(self) -> bool:
+        """Release all memory, and say whether there was any; nothing is copied aside or can be read any more."""
         with self._lock:
-            self._open = None
+            was_open, self._open = self._open is not None, None
+        return was_open
 
     def gather_into(self, rows: npt.NDArray[Any], target: Bytes) -> None:
         """Copy rows of the only column; as often as one likes."""
@@ -169,7 +170,7 @@ class RowIds(Protocol):
     def narrow(self, bits: Bytes) -> None:
         """Protect from now on, and let be read, only rows whose bit is 1."""
 
-    def close(self) -> None:
+    def close(self) -> object:
         """Release all memory."""
 
     def fail(self, error: Exception) -> None:
@@ -180,9 +181,8 @@ class Snapshot:
     """Rows 0 to ``n_rows - 1`` of a table at the moment this is made.
 
     Reading is thread-safe, also beside the one thread that changes the table; that one calls :meth:`keep_rows` and
-    :meth:`keep_ids` before it writes. Columns are read in their order. When the log serves no longer ``on_close`` is
-    called once, maybe from another thread; it must not refer to this.
-
+    :meth:`keep_ids` before it writes. Columns are read in their order. ``on_close`` is called once, by :meth:`close`,
+    when the log serves no longer.
     """
 
     def __init__(
@@ -198,8 +198,7 @@ class Snapshot:
         self.name, self.n_rows = name, n_rows
         self.slots: tuple[SlotSpec, ...] = tuple(column.spec for column in columns.values())
         self._slots, self._ids = PreImages(n_rows, columns, log), ids
-        self._on_close = weakref.finalize(self, on_close)
-        self._on_close.atexit = False
+        self._on_close = on_close
 
     @property
     def ids(self) -> SnapshotIds:
@@ -263,9 +262,9 @@ class Snapshot:
         self._slots._opened()
 
     def close(self) -> None:
-        self._slots.close()
         self._ids.close()
-        self._on_close()
+        if self._slots.close():
+            self._on_close()
 
 
 class SnapshotOver(Snapshot):
