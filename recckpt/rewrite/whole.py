@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 
@@ -26,9 +26,9 @@ from recckpt.format.tables import TableEntry
 from recckpt.output_dir.checkpoint_dir import read_manifest
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.parallel.threads import run_on
-from recckpt.sparse.files.arrow_format import ID, ID_SPEC, column_buffer
+from recckpt.sparse.files.arrow_format import ID, column_buffer
 from recckpt.sparse.files.catalogs import count_error
-from recckpt.sparse.files.merged_rows import Piece, bytes_up_to, merged_range
+from recckpt.sparse.files.merged_rows import bytes_up_to, merged_range
 from recckpt.sparse.files.part_writer import (
     PART_BYTES,
     ColumnBytes,
@@ -39,7 +39,8 @@ from recckpt.sparse.files.part_writer import (
     planned_batches,
     write_part,
 )
-from recckpt.sparse.files.table_reader import Int64s, TableReader
+from recckpt.sparse.files.pieces import Int64s, Piece
+from recckpt.sparse.files.table_reader import TableReader
 from recckpt.sparse.files.verifier import RowSums, check_part
 from recckpt.storage import Sink, Storage, open_storage
 from recckpt.text import Progress
@@ -201,7 +202,11 @@ def _write(task: CompactionTask, chain: OpenChain, storage: Storage, sums: RowSu
 
     slots = [slot.name for slot in part.plan.slots]
     sources = {
-        table: ChainRows(chain.table(table, slots).links, task.budget_bytes, partial(sums.add, table))
+        table: ChainRows(
+            chain.table(table, slots).links,
+            task.budget_bytes,
+            lambda piece, rows, table=table: sums.add(table, piece.columns, rows),  # type: ignore[misc]
+        )
         for table in part.plan.tables
     }
     batches = planned_batches(part.plan, sources, lambda n_bytes: None)
@@ -210,8 +215,7 @@ def _write(task: CompactionTask, chain: OpenChain, storage: Storage, sums: RowSu
 
 def _check(task: CompactionTask, storage: Storage, tables: Sequence[TableEntry], written: Part, sums: RowSums) -> None:
     """Read the part; add up the rows that are in it."""
-    add = partial(sums.add_batch, (ID_SPEC, *task.part.plan.slots))
-    for error in check_part(storage, task.directory, tables, written, add).errors:
+    for error in check_part(storage, task.directory, tables, written, sums.visit).errors:
         raise error
 
 

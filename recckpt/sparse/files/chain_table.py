@@ -20,7 +20,8 @@ from recckpt.sparse.files.arrow_format import column_buffer, ids_in, stored_dtyp
 from recckpt.sparse.files.catalogs import IdSet
 from recckpt.sparse.files.merged_rows import merged_rows
 from recckpt.sparse.files.part_reader import LinkBatches
-from recckpt.sparse.files.table_reader import Int64s, LinkIds, TableReader, check_once, newest, table_damage
+from recckpt.sparse.files.pieces import Int64s
+from recckpt.sparse.files.table_reader import LinkIds, TableReader, check_once, newest, table_damage
 from recckpt.types import SlotSpec
 
 _MERGE_BYTES = 128 << 20

@@ -18,7 +18,8 @@ from recckpt.parallel.threads import made_ahead
 from recckpt.sparse.files.arrow_format import ID, TABLE, column_array, column_values, ids_in, names_array, part_schema
 from recckpt.sparse.files.chain_table import ChainTable
 from recckpt.sparse.files.part_reader import LinkBatches, PartReader
-from recckpt.sparse.files.table_reader import TableReader, check_range, table_schema
+from recckpt.sparse.files.pieces import check_range
+from recckpt.sparse.files.table_reader import TableReader, table_schema
 from recckpt.storage.local_files import mapped
 from recckpt.types import SlotSpec
 
