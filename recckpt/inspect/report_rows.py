@@ -24,7 +24,7 @@ from recckpt.parallel.threads import run_all
 from recckpt.policies.evict import COUNT, LAST_STEP, LAST_TIME
 from recckpt.sparse.files.merged_rows import LinkCursor, bucket_ranges, check_count, current_rows
 from recckpt.sparse.files.part_reader import PartReader
-from recckpt.sparse.files.pieces import Int64s, Piece
+from recckpt.sparse.files.pieces import Int64s, RowPiece
 from recckpt.sparse.files.table_reader import TableReader
 from recckpt.sparse.files.verifier import PartCheck, VerifyTask, check_part
 from recckpt.storage.base import Files
@@ -83,7 +83,7 @@ def _read_part(
     entries = {table.name: table for table in task.tables}
     counts: dict[str, RowCounts] = {}
 
-    def visit(batch: Batch, piece: Piece) -> Callable[[], None]:
+    def visit(batch: Batch, piece: RowPiece) -> Callable[[], None]:
         so_far = counts.setdefault(batch.table, RowCounts(entries[batch.table], clock))
         counted = RowCounts(entries[batch.table], clock, so_far.least_named)
         counted.add_piece(piece, np.arange(batch.rows))
@@ -168,7 +168,7 @@ class RowCounts:
         self._largest: list[LargeRow] = []
         self.n_rows = self._dead = self._untrained = 0
 
-    def add_piece(self, piece: Piece, rows: Int64s) -> None:
+    def add_piece(self, piece: RowPiece, rows: Int64s) -> None:
         """Count some rows of a piece, which are in order and have all slots."""
         if not len(rows):
             return

@@ -21,7 +21,7 @@ from recckpt.output_dir.forget_requests import audit, pending
 from recckpt.output_dir.listing import look_around
 from recckpt.parallel.threads import run_all, run_on
 from recckpt.sparse.files.catalogs import count_error
-from recckpt.sparse.files.pieces import Piece
+from recckpt.sparse.files.pieces import RowPiece
 from recckpt.sparse.files.verifier import Node, check_part, check_part_anywhere, count_rows
 from recckpt.storage import Storage, open_parent, open_storage
 from recckpt.text import Progress
@@ -159,7 +159,7 @@ def _look_deep(storage: Storage, looks: Sequence[Checkup], threads: int, executo
     with Progress(f"verifying {what}", sum(manifest.n_bytes for manifest in manifests)) as progress:
         progress.add_rows(sum(manifest.rows for manifest in manifests))
 
-        def visit(_: Batch, piece: Piece) -> Callable[[], object]:
+        def visit(_: Batch, piece: RowPiece) -> Callable[[], object]:
             return lambda: progress.advance(piece.n_bytes)
 
         run_step(Checkup.check_files, looks, threads, progress.advance)

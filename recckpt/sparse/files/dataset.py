@@ -200,13 +200,12 @@ class CheckedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has n
         if self._columns is not None:
             yield from self._columns.batches(names, shards)
             return
-        table = self._table.with_slots([slot for slot in self._table.links[0].slots if slot in names])
-        for batch in table.all_rows():
+        link = self._table.links[0]
+        schema = columns_schema([spec for spec in link.specs if spec.name in names], names)
+        for batch in self._table.all_rows([slot for slot in link.slots if slot in names]):
             columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-            columns[TABLE] = table_column(table.links[0].entry.name, len(batch))
-            yield pa.RecordBatch.from_arrays(
-                [columns[name] for name in names], schema=columns_schema(table.links[0].specs, names)
-            )
+            columns[TABLE] = table_column(link.entry.name, len(batch))
+            yield pa.RecordBatch.from_arrays([columns[name] for name in names], schema=schema)
 
 
 def _numbers(array: pa.Array, spec: SlotSpec | None) -> pa.Array:

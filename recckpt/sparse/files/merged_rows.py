@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from recckpt.format.buckets import N_BUCKETS
+from recckpt.format.buckets import N_BUCKETS, distinct
 from recckpt.format.catalog import Catalog, Part, PartKind
 from recckpt.sparse.files.arrow_format import ID_SPEC, column_array
 from recckpt.sparse.files.part_reader import PartReader
-from recckpt.sparse.files.pieces import TO_BUCKET, Hashes, IdCheck, Int64s, Piece, ids_of, row_of
+from recckpt.sparse.files.pieces import TO_BUCKET, Hashes, IdCheck, Int64s, RowPiece, ids_of, row_of
 from recckpt.sparse.files.table_reader import NamedIds, TableReader, check_once, table_damage, table_schema
 from recckpt.types import SlotSpec
 
@@ -88,14 +88,14 @@ class LinkCursor:
         self.link, self._may_repeat = link, link.may_repeat
         self._shards = [[_Cursor(link, shard, kind, within) for kind in ("rows", "deletes")] for shard in link.catalogs]
 
-    def between(self, begin: int, end: int) -> tuple[list[Piece], list[Piece]]:
+    def between(self, begin: int, end: int) -> tuple[list[RowPiece], list[RowPiece]]:
         """Return the rows and the deletes of buckets [begin, end), which are behind all that were asked for before.
 
         Raises:
             CorruptCheckpointError: a file is damaged, an id is in two rows, or it is a row and deleted in one shard.
         """
-        rows: list[list[Piece]] = []
-        deletes: list[list[Piece]] = []
+        rows: list[list[RowPiece]] = []
+        deletes: list[list[RowPiece]] = []
         for of_rows, of_deletes in self._shards:
             rows.append(list(of_rows.between(begin, end)))
             deletes.append(list(of_deletes.between(begin, end)))
@@ -116,7 +116,7 @@ class _Cursor:
         self._batches, self._end = list(met), within[1]
         self._at = 0  # of the first batch that is not behind us
         self._order = IdCheck()
-        self._current: Piece | None = None  # at ``_at``, if a part of it was returned and it lies in a map
+        self._current: RowPiece | None = None  # at ``_at``, if a part of it was returned and it lies in a map
         self._open: tuple[Part, PartReader] | None = None
         spans = [part.batches[number].buckets for part, number in self._batches]
         for before, after in pairwise(spans):
@@ -124,7 +124,7 @@ class _Cursor:
                 order = f"a batch of buckets {list(after)} behind one of {list(before)}"
                 raise table_damage(link, "", order, "their order")
 
-    def between(self, begin: int, end: int) -> Iterator[Piece]:
+    def between(self, begin: int, end: int) -> Iterator[RowPiece]:
         if self._current is None:
             self._order = IdCheck()  # a batch that was read before is read again
         while self._at < len(self._batches):
@@ -157,7 +157,7 @@ def merged_rows(links: Sequence[TableReader], budget_bytes: int) -> Iterator[pa.
         CorruptCheckpointError: also where the rows are not as many as the newest link says.
     """
     n_rows = 0
-    for batch in merged_range(links, (0, N_BUCKETS), budget_bytes, lambda piece, rows: None):
+    for batch in merged_range(links, (0, N_BUCKETS), budget_bytes):
         n_rows += batch.num_rows
         yield batch
     check_count(links[0], n_rows)
@@ -167,7 +167,7 @@ def merged_range(
     links: Sequence[TableReader],
     buckets: tuple[int, int],
     budget_bytes: int,
-    used: Callable[[Piece, Int64s], object],
+    used: Callable[[RowPiece, Int64s], object] = lambda piece, rows: None,
     *,
     is_reused: bool = False,
 ) -> Iterator[pa.RecordBatch]:
@@ -192,8 +192,8 @@ def merged_range(
 
 
 def _checked(
-    pieces: Iterable[tuple[Piece, Int64s]], used: Callable[[Piece, Int64s], object]
-) -> Iterator[tuple[Piece, Int64s]]:
+    pieces: Iterable[tuple[RowPiece, Int64s]], used: Callable[[RowPiece, Int64s], object]
+) -> Iterator[tuple[RowPiece, Int64s]]:
     for piece, rows in pieces:
         used(piece.check(), rows)
         yield piece, rows
@@ -205,14 +205,29 @@ def check_count(newest: TableReader, n_rows: int) -> None:
         raise table_damage(newest, "", f"{n_rows} rows in the chain", f"{newest.entry.rows}, by the manifest")
 
 
-def current_rows(chain: Sequence[LinkCursor], buckets: tuple[int, int]) -> Iterator[tuple[Piece, Int64s]]:
+def deleted_ids(links: Sequence[TableReader], budget_bytes: int) -> Iterator[Int64s]:
+    """Yield the ids that the newest of some links delete, each once, in the order of ranges of buckets."""
+    chain = [LinkCursor(link, (0, N_BUCKETS)) for link in links]
+    for begin, end in bucket_ranges(links, (0, N_BUCKETS), budget_bytes):
+        named = NamedIds()
+        for cursor in chain:
+            rows, gone = cursor.between(begin, end)
+            named.add(ids_of(rows))
+            deleted = distinct(ids_of(gone))
+            new = deleted[named.is_new(deleted)]
+            if len(new):
+                yield new
+            named.add(deleted)
+
+
+def current_rows(chain: Sequence[LinkCursor], buckets: tuple[int, int]) -> Iterator[tuple[RowPiece, Int64s]]:
     """Yield each piece of a range of buckets, newest link first, and those of its rows that no newer link names."""
     newer = NamedIds()  # by their hashes, which are near each other for ids in bucket order
     for cursor in chain:
         pieces, deleted = cursor.between(*buckets)
         is_oldest = cursor is chain[-1]
         if not is_oldest and len(pieces) > 1:  # small and many where little has changed
-            pieces = [Piece.joined(pieces)]
+            pieces = [RowPiece.joined(pieces)]
         for piece in pieces:
             yield piece, newer.new(piece.hashes)
         if not is_oldest:
@@ -226,8 +241,8 @@ class RangeRows:
         hashes: of the ids of the rows.
     """
 
-    def __init__(self, pieces: Iterable[tuple[Piece, Int64s]]) -> None:
-        self._pieces: list[Piece] = []
+    def __init__(self, pieces: Iterable[tuple[RowPiece, Int64s]]) -> None:
+        self._pieces: list[RowPiece] = []
         kept: list[Int64s] = []  # rows of each piece
         for piece, rows in pieces:
             self._pieces.append(piece)

@@ -1,7 +1,7 @@
 """The checked walk over the batches of a part: each is read, checksummed and decoded once (no torch here).
 
-Whoever goes through rows takes them as a :class:`Piece`, and passes over its slots from front to back: their checksums
-are taken on the way, so that the bytes come into the caches of a core once for the checksum and the reader.
+Whoever goes through rows takes them as a :class:`RowPiece`, and passes over its slots from front to back: their
+checksums are taken on the way, so that the bytes come into the caches of a core once for the checksum and the reader.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Unchecked:
                 yield problem
 
 
-class Piece:
+class RowPiece:
     """Rows of one batch, or some of them, column by column as the bytes of whole rows; the ids are checked.
 
     Attributes:
@@ -97,7 +97,7 @@ class Piece:
         if self._unchecked is not None and column:
             self._unchecked.pass_to(column - 1, self._first + row)
 
-    def check(self) -> Piece:
+    def check(self) -> RowPiece:
         """Return the piece, all of whose batch is checked by now.
 
         Raises:
@@ -117,30 +117,30 @@ class Piece:
         if self._unchecked is not None:
             yield from self._unchecked.problems()
 
-    def some(self, first: int, end: int, *, goes_on: bool) -> Piece:
+    def some(self, first: int, end: int, *, goes_on: bool) -> RowPiece:
         """Return the rows [first, end); with ``goes_on`` those behind them are another piece, which ends later."""
         columns = [column[first:end] for column in self.columns]
-        return Piece(columns, self.hashes[first:end], self._unchecked, first=self._first + first, goes_on=goes_on)
+        return RowPiece(columns, self.hashes[first:end], self._unchecked, first=self._first + first, goes_on=goes_on)
 
-    def copy(self) -> Piece:
+    def copy(self) -> RowPiece:
         """Return a copy, which keeps no other rows of the batch in memory."""
-        return Piece([column.copy() for column in self.check().columns], self.hashes.copy())
+        return RowPiece([column.copy() for column in self.check().columns], self.hashes.copy())
 
     @classmethod
-    def of(cls, reader: PartReader, number: int, values: Mapping[str, Values], *, is_checked: bool) -> Piece:
+    def of(cls, reader: PartReader, number: int, values: Mapping[str, Values], *, is_checked: bool) -> RowPiece:
         """Return a batch whose ids are checked; its slots are too, or are to be as they pass."""
         columns = [np.frombuffer(values[spec.name], row_of(spec)) for spec in (ID_SPEC, *reader.specs)]
         hashes = mix64(columns[0].view(np.uint64))
         return cls(columns, hashes, None if is_checked else _Unchecked(reader, number, values))
 
     @classmethod
-    def joined(cls, pieces: Sequence[Piece]) -> Piece:
+    def joined(cls, pieces: Sequence[RowPiece]) -> RowPiece:
         """Return one piece with the rows of several."""
         columns = [np.concatenate(parts) for parts in zip(*(piece.check().columns for piece in pieces), strict=True)]
         return cls(columns, np.concatenate([piece.hashes for piece in pieces]))
 
 
-def ids_of(pieces: Iterable[Piece]) -> Int64s:
+def ids_of(pieces: Iterable[RowPiece]) -> Int64s:
     """Return the ids of pieces, one behind the other."""
     return np.concatenate([np.empty(0, np.int64), *(piece.ids for piece in pieces)])
 
@@ -159,11 +159,11 @@ class IdCheck:
         self._refuse(reader, number, np.frombuffer(values[ID], np.int64))
         return reader.arrays(number, values)
 
-    def piece(self, reader: PartReader, number: int) -> Piece:
+    def piece(self, reader: PartReader, number: int) -> RowPiece:
         """Return the next batch; errors as of :meth:`read`, of slots that lie in a map as they are passed."""
         is_mapped = reader.mapped is not None
         values = reader.values(number, (TABLE, ID, *(() if is_mapped else (spec.name for spec in reader.specs))))
-        piece = Piece.of(reader, number, values, is_checked=not is_mapped)
+        piece = RowPiece.of(reader, number, values, is_checked=not is_mapped)
         self._refuse(reader, number, piece.ids, piece.hashes)
         return piece
 

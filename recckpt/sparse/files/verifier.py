@@ -20,14 +20,14 @@ from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ID, TABLE
 from recckpt.sparse.files.merged_rows import LinkCursor, bucket_ranges
 from recckpt.sparse.files.part_reader import PartReader
-from recckpt.sparse.files.pieces import IdCheck, Piece, ids_of
+from recckpt.sparse.files.pieces import IdCheck, RowPiece, ids_of
 from recckpt.sparse.files.table_reader import LinkIds, TableReader, newest
 from recckpt.storage import NOT_READABLE, missing, open_storage
 from recckpt.storage.base import Files
 from recckpt.storage.local_files import mapped
 from recckpt.storage.retry import check_twice
 
-Visit = Callable[[Batch, Piece], Callable[[], object]]  # looks at rows as they pass, and returns what counts them
+Visit = Callable[[Batch, RowPiece], Callable[[], object]]  # looks at rows as they pass, and returns what counts them
 Unreadable = CorruptCheckpointError | CheckpointRemovedError | OSError
 _Words = npt.NDArray[np.uint64]
 _LARGEST = 1 << 64
@@ -105,7 +105,7 @@ def _checked(
             done.errors.append(error)
             continue
         head = {name: reader.column_problem(number, columns[name], name) for name in (TABLE, ID)}
-        piece, wrong, take = Piece.of(reader, number, columns, is_checked=False), list[tuple[str, str]](), None
+        piece, wrong, take = RowPiece.of(reader, number, columns, is_checked=False), list[tuple[str, str]](), None
         if head[ID] is None:
             order = done.ids.setdefault((part.holds, batch.table), IdCheck())
             wrong = list(order.check(piece.ids, piece.hashes, batch))
@@ -172,7 +172,7 @@ def count_rows(nodes: Sequence[Node], budget_bytes: int) -> list[Counted]:
         for node, count, cursor in zip(nodes, counted, cursors, strict=True):
             if count.is_known and node.below is not None and not counted[node.below].is_known:
                 count.fail(None)
-            rows, deletes = list[Piece](), list[Piece]()
+            rows, deletes = list[RowPiece](), list[RowPiece]()
             if count.is_known:
                 try:
                     rows, deletes = cursor.between(*buckets)
@@ -209,7 +209,7 @@ class RowSums(Counter[str]):
             first += words.shape[1]
         self[table] = (self[table] + int(mix64(hashes)[rows].sum())) % _LARGEST
 
-    def visit(self, batch: Batch, piece: Piece) -> Callable[[], object]:
+    def visit(self, batch: Batch, piece: RowPiece) -> Callable[[], object]:
         """Add all rows of a batch of a part, once it is known to be whole."""
         return lambda: self.add(batch.table, piece.columns, slice(None))
 

@@ -8,7 +8,7 @@ from support.forge import filled, parts_of, save_tables
 from recckpt.errors import CorruptCheckpointError
 from recckpt.output_dir.listing import locate
 from recckpt.sparse.files.part_reader import PartReader
-from recckpt.sparse.files.pieces import IdCheck, Piece
+from recckpt.sparse.files.pieces import IdCheck, RowPiece
 
 N_ROWS = 40
 
@@ -55,7 +55,7 @@ def test_a_flipped_bit_is_found_wherever_it_lies_and_however_far_rows_have_passe
         with pytest.raises(CorruptCheckpointError) as of_reader:
             reader.read(0)
         assert str(failure.value) == str(of_reader.value)
-        for use in (piece.copy, lambda piece=piece: Piece.joined([piece])):
+        for use in (piece.copy, lambda piece=piece: RowPiece.joined([piece])):
             with pytest.raises(CorruptCheckpointError):
                 use()
 
@@ -77,7 +77,7 @@ def test_ids_are_checked_before_a_piece_is_given(reader_of):
     reader = reader_of()
     values = dict(reader.unchecked(0))
     ids = np.frombuffer(values["id"], np.int64).copy()
-    piece = Piece.of(reader, 0, {**values, "id": memoryview(ids[::-1].copy()).cast("B")}, is_checked=False)
+    piece = RowPiece.of(reader, 0, {**values, "id": memoryview(ids[::-1].copy()).cast("B")}, is_checked=False)
     found = [found for found, _ in IdCheck().check(piece.ids, piece.hashes, reader.part.batches[0])]
     assert "rows out of bucket order" in found
     assert found == [found for found, _ in IdCheck().check(piece.ids, None, reader.part.batches[0])]
