@@ -62,6 +62,8 @@ def measure(output_dir: Path, rows: int, rounds: int) -> None:
             mib.append(peak[0])
             assert found.changed == (rows if other == "all" else rows // 100)
         medians = statistics.median(diff_sec[1:]), statistics.median(verify_sec[1:])
+        rate = sum(recckpt.CheckpointReader(path).manifest.n_bytes for path in (before, after)) / 1e9 / medians[1]
+        report({"case": f"verify, base and {other}", "gb_a_processor_sec": round(rate, 2)})
         report(
             {
                 "case": f"diff, {other} changed",

@@ -24,7 +24,8 @@ from recckpt.types import SlotSpec
 if TYPE_CHECKING:
     from recckpt.sparse.files.chain_table import AlignedRows, ChainTable, RowIndex
     from recckpt.sparse.files.part_reader import LinkBatches
-    from recckpt.sparse.files.table_reader import Int64s, TableReader
+    from recckpt.sparse.files.pieces import Int64s
+    from recckpt.sparse.files.table_reader import TableReader
 
 Buckets = Mapping[str, Sequence[tuple[int, int]]]  # table -> ranges [begin, end)
 

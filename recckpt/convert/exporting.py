@@ -4,35 +4,26 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-import pyarrow as pa
-
 from recckpt.checkpoint.chain import OpenChain
 from recckpt.convert.formats import HOLD_TENSORS, TARGETS, format_module
 from recckpt.convert.skip_damaged import Skipped, WholeRows, problem_of, whole_states, whole_tensors
-from recckpt.convert.source import Int64s, LeftOut, no_such_table
+from recckpt.convert.source import LeftOut, no_such_table
 from recckpt.convert.target_files import FORMAT, TargetFiles
 from recckpt.convert.view import DTYPES, Batches, Export, TableView
 from recckpt.errors import ConversionError, CorruptCheckpointError
-from recckpt.format.buckets import N_BUCKETS, distinct
 from recckpt.format.tables import TableEntry
 from recckpt.output_dir.at_path import counted_back, locate_damaged, locate_path
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import first_whole
-from recckpt.sparse.files.chain_table import ChainTable
-from recckpt.sparse.files.merged_rows import LinkCursor, bucket_ranges, ids_of, merged_range
 from recckpt.sparse.files.row_filter import RowFilter, parse_row_filter
-from recckpt.sparse.files.table_reader import NamedIds, TableReader
 from recckpt.storage import Storage, open_parent
 from recckpt.text import Progress, nearest
 from recckpt.types import EMBEDDING
-
-_BUDGET_BYTES = 128 << 20
-_EVERYWHERE = (0, N_BUCKETS)
 
 
 @dataclass(frozen=True)
@@ -157,12 +148,11 @@ def _opened(storage: Storage, checkpoint: Checkpoint, choice: _Choice) -> Export
     for table in chosen:
         reader = (chain if n_newer is None else chain.newest(n_newer)).table(table.name, [s.name for s in table.slots])
         if n_newer is None:
-            views.append(_view(table, choice, table.rows, partial(_all_rows, reader)))
+            views.append(_view(table, choice, table.rows, reader.all_rows))
         else:
             replaced = any(link.entry.is_whole for link in reader.links)
-            view = _view(table, choice, None, partial(_upserts, reader))
-            deletes = partial(_deletes, [] if replaced else reader.with_slots(()).links)
-            views.append(replace(view, replaced=replaced, deletes=deletes))
+            view = _view(table, choice, None, reader.upserts)
+            views.append(replace(view, replaced=replaced, deletes=reader.deletes))
     _check_narrowed(views, choice.dtype, checkpoint.directory)
     return Export(views, chain.tensors, metadata, len(checkpoint.manifest.shards), chain.state)
 
@@ -263,28 +253,3 @@ def _links_since(storage: Storage, checkpoint: Checkpoint, since: str) -> int:
     expected = f"one of {below}" if below else "a checkpoint that it stands on, and it is full: it stands on none"
     remedy = "export all of it, or save with Saver(deltas=True)"
     raise ConversionError(checkpoint.directory, "since", found=found, expected=expected, remedy=remedy)
-
-
-def _all_rows(table: ChainTable, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    return table.with_slots(names).all_rows()
-
-
-def _upserts(table: ChainTable, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """Yield the rows that the links of a table have, the newest of each id, in bucket order."""
-    links = table.with_slots(names).links
-    return merged_range(links, _EVERYWHERE, _BUDGET_BYTES, lambda piece, rows: None) if links else iter(())
-
-
-def _deletes(links: Sequence[TableReader]) -> Iterator[Int64s]:
-    """Yield the ids that the newest of some links delete, each once, in the order of ranges of buckets."""
-    chain = [LinkCursor(link, _EVERYWHERE) for link in links]
-    for begin, end in bucket_ranges(links, _EVERYWHERE, _BUDGET_BYTES):
-        named = NamedIds()
-        for cursor in chain:
-            rows, gone = cursor.between(begin, end)
-            named.add(ids_of(rows))
-            deleted = distinct(ids_of(gone))
-            new = deleted[named.is_new(deleted)]
-            if len(new):
-                yield new
-            named.add(deleted)

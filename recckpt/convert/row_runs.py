@@ -16,8 +16,8 @@ from recckpt.convert.source import Array, Int64s, SourceRows, SourceTable
 from recckpt.errors import ConversionError
 from recckpt.format.buckets import N_BUCKETS, mix64, repeated
 from recckpt.sparse.files.arrow_format import ID_SPEC
-from recckpt.sparse.files.merged_rows import row_of
 from recckpt.sparse.files.part_writer import ColumnBytes, RowBatch, TableBytes, row_bytes
+from recckpt.sparse.files.pieces import row_of
 from recckpt.types import SlotSpec
 
 Hashes = npt.NDArray[np.uint64]

@@ -169,9 +169,6 @@ def table_tensors(table: TableView, name_of: Callable[[str], str]) -> Iterator[F
     """Yield the columns of a table, ids first, each of which is a pass over the rows."""
     yield FileTensor(name_of("id"), "int64", (table.n_rows,), lambda: (ids.tobytes() for ids in table.ids()))
     for slot in table.slots:
-        pieces = partial(_column, table, slot.name)
-        yield FileTensor(name_of(slot.name), slot.dtype, (table.n_rows, *slot.shape), pieces)
-
-
-def _column(table: TableView, slot: str) -> Iterator[bytes]:
-    return (values.tobytes() for _, values in table.column(slot))
+        pieces = partial(table.column, slot.name)
+        shape = table.n_rows, *slot.shape
+        yield FileTensor(name_of(slot.name), slot.dtype, shape, lambda p=pieces: (v.tobytes() for _, v in p()))  # type: ignore[misc]

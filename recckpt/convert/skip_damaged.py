@@ -23,7 +23,8 @@ from recckpt.output_dir.open_files import OpenFiles
 from recckpt.sparse.files.arrow_format import ids_in, int64_array
 from recckpt.sparse.files.catalogs import read_catalog
 from recckpt.sparse.files.part_reader import DamagedPart
-from recckpt.sparse.files.table_reader import IdCheck, Int64s, NamedIds, may_repeat, table_schema
+from recckpt.sparse.files.pieces import IdCheck, Int64s
+from recckpt.sparse.files.table_reader import NamedIds, may_repeat, table_schema
 from recckpt.storage import Storage, lost_is_damage
 
 _EVERYWHERE = (0, N_BUCKETS)

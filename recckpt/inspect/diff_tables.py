@@ -12,27 +12,29 @@ from recckpt.checkpoint.chain import OpenChain
 from recckpt.format.buckets import N_BUCKETS
 from recckpt.format.tables import TableEntry
 from recckpt.inspect.diff_result import MovedRow, SlotDiff, TableDiff
-from recckpt.inspect.distances import SlotComparer, differ
+from recckpt.inspect.distances import SlotComparer, differing
 from recckpt.inspect.spread import Floats, Histogram
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.arrow_format import ID, ID_SPEC
-from recckpt.sparse.files.merged_rows import LinkCursor, Piece, RangeRows, bucket_ranges, check_count, ids_of, row_of
-from recckpt.sparse.files.table_reader import Int64s, TableReader
+from recckpt.sparse.files.merged_rows import LinkCursor, RangeRows, bucket_ranges, check_count, current_rows
+from recckpt.sparse.files.pieces import TO_BUCKET, Hashes, Int64s, row_of
+from recckpt.sparse.files.table_reader import TableReader
 from recckpt.types import EMBEDDING, SlotSpec
 
 _BUDGET_BYTES = 256 << 20  # for rows, of all threads
-_RANGE_BYTES = 16 << 20  # of each link, that are read and compared at once: two batches, which stay in the caches
-_CHUNK_BYTES = 4 << 20  # of a slot, that are compared at once
+_RANGE_BYTES = 64 << 20  # of each link, that are compared at once where they lie in maps
+_CHUNK_BYTES = 1 << 20  # of a slot, that are checked and compared at once: they stay in the caches of a core
 _LEAST_ROWS = 1 << 10  # of a chunk that is cut where batches end
 _FEW = 0.5  # of the rows: where more have changed, to look for them by their bytes takes longer than it saves
 _SLICE_ROWS = 1 << 20  # of a table, worth a thread
 _MAPPED_THREADS = 2  # of files in memory: the batches of more drive each other out of the caches
-_TO_BUCKET = np.uint64(48)  # bits of a hash below those of the bucket
 
 Advance = Callable[[int], object]
 Pair = tuple[SlotSpec, SlotSpec]  # a slot, before and after
 Pairing = tuple[Int64s, Int64s]  # rows of both sides that have the same ids
-Hashes = npt.NDArray[np.uint64]
+Bytes = npt.NDArray[np.void]
+Column = Callable[[int, Bytes | None], Bytes]  # of the rows of one side, by its number there
+Columns = Callable[[int], tuple[Bytes, Bytes]]  # of both sides, by its number before
 
 
 def compare_table(
@@ -73,7 +75,7 @@ def compare_table(
 
 
 class _Room:
-    """Memory for the rows of a chunk, on both sides: kept, since the first touch of memory is slow."""
+    """Memory for a column of a chunk of rows, on both sides: kept, since the first touch of memory is slow."""
 
     def __init__(self, columns: Sequence[Sequence[SlotSpec]], pairs: Sequence[Pair]) -> None:
         self._rows = max(1, _CHUNK_BYTES // max(slot.row_bytes for side in columns for slot in side))
@@ -81,8 +83,8 @@ class _Room:
         names = [slot.name for slot in columns[1]]
         self._in_order = [names.index(name) for name in (ID, *(pair[0].name for pair in pairs))]
 
-    def chunks(self, sides: Sequence[RangeRows], at: Pairing) -> Iterator[tuple[slice, Piece, Piece]]:
-        """Yield rows of both sides, which are good until the next: ids, and the slots in the order of the first.
+    def chunks(self, sides: Sequence[RangeRows], at: Pairing) -> Iterator[tuple[slice, Columns]]:
+        """Yield what gives a column of rows of both sides, which are good until the next: 0 the ids, then the pairs.
 
         Cut also where a batch of the files ends on either side: within one, rows are not copied. Not where few rows lie
         between the ends, as where the links of a chain are merged.
@@ -92,8 +94,13 @@ class _Room:
         batch_ends = ends.tolist() if len(ends) * _LEAST_ROWS <= n_rows else []
         cuts = sorted({0, n_rows, *range(0, n_rows, self._rows), *batch_ends})
         for chunk in (slice(first, last) for first, last in pairwise(cuts)):
-            before, after = (side.take(rows[chunk], own) for side, rows, own in zip(sides, at, self._room, strict=True))
-            yield chunk, before, [after[column] for column in self._in_order]
+            one, other = (side.at(rows[chunk]) for side, rows in zip(sides, at, strict=True))
+
+            def column(number: int, one: Column = one, other: Column = other) -> tuple[Bytes, Bytes]:
+                there = self._in_order[number]
+                return one(number, self._room[0][number]), other(there, self._room[1][there])
+
+            yield chunk, column
 
 
 class BucketDiff:
@@ -124,7 +131,7 @@ class BucketDiff:
         has_bytes = all(before.dtype == after.dtype for before, after in self._pairs)
         few_changed = True
         for part in bucket_ranges([link for chain in chains for link in chain], buckets, budget_bytes):
-            sides = [RangeRows(cursor, part, lambda piece, rows: None) for cursor in cursors]
+            sides = [RangeRows(current_rows(cursor, part)) for cursor in cursors]
             both = paired(sides[0].hashes, sides[1].hashes)
             n_both, n_changed = len(both[0]), self.n_changed
             self.n_both += n_both
@@ -134,20 +141,22 @@ class BucketDiff:
             rows = both
             if has_bytes and few_changed:  # only those of which any byte differs
                 differs = np.zeros(n_both, np.bool_)
-                for chunk, before, after in room.chunks(sides, both):
-                    for one, other in zip(before[1:], after[1:], strict=True):
-                        differs[chunk] |= differ(one, other)
+                for chunk, column in room.chunks(sides, both):
+                    for number in range(len(self._pairs)):
+                        differs[chunk.start + differing(*column(number + 1))] = True
                 rows = both[0][differs], both[1][differs]
-            for _, before, after in room.chunks(sides, rows):
-                self._compare_rows(before, after)
+            for _, column in room.chunks(sides, rows):
+                self._compare_rows(column)
+            for side in sides:
+                side.end()
             few_changed = self.n_changed - n_changed <= _FEW * n_both
 
-    def _compare_rows(self, before: Piece, after: Piece) -> None:
+    def _compare_rows(self, column: Columns) -> None:
         """Compare rows of the same ids, in the same order."""
-        ids = ids_of([before])
+        ids = column(0)[0].view(np.int64)
         changed = np.zeros(len(ids), np.bool_)
-        for column, (name, comparer) in enumerate(self._comparers.items(), start=1):
-            moves = comparer.moves(before[column], after[column])
+        for number, (name, comparer) in enumerate(self._comparers.items(), start=1):
+            moves = comparer.moves(*column(number))
             if not len(moves.rows):
                 continue
             changed[moves.rows] = True
@@ -221,9 +230,9 @@ def paired(before: Hashes, after: Hashes) -> tuple[Int64s, Int64s]:
     if not len(before) or not len(after):
         return np.empty(0, np.int64), np.empty(0, np.int64)
     # For each row the row after that is as far behind the first of its bucket, or any other.
-    buckets = before >> _TO_BUCKET
+    buckets = before >> TO_BUCKET
     firsts = np.flatnonzero(np.concatenate([[True], buckets[1:] != buckets[:-1]]))
-    shifts = np.searchsorted(after >> _TO_BUCKET, buckets[firsts]) - firsts
+    shifts = np.searchsorted(after >> TO_BUCKET, buckets[firsts]) - firsts
     places = np.arange(len(before)) + np.repeat(shifts, np.diff(firsts, append=len(before)))
     at = np.minimum(places, len(after) - 1)
     is_found = after[at] == before

@@ -14,7 +14,6 @@ from recckpt.inspect.spread import Floats
 from recckpt.types import SlotSpec
 
 Array = npt.NDArray[Any]
-_FEW_COLUMNS = 16
 _SAFE = (1e-30, 1e30)  # squares of float32 within this are as exact as float32 is
 _ACROSS = 1e-2  # the least part of a squared step that is across its row, from where on float32 knows that part
 _LEAST = 1e-30  # sums of squares from this on are as exact as float32 is
@@ -42,8 +41,8 @@ class SlotComparer:
         """Return which rows have changed, by more than the tolerance in any of their values, and how far they moved."""
         n_rows = len(before)
         rows = np.arange(n_rows)
-        if not self._most_changed and self._before.dtype == self._after.dtype:
-            rows = np.flatnonzero(differ(before, after))
+        if n_rows and not self._most_changed and self._before.dtype == self._after.dtype:
+            rows = differing(before, after)
             before, after = (before, after) if len(rows) == n_rows else (before[rows], after[rows])
         if not len(rows):
             return Moves(rows, np.empty(0), np.empty(0))
@@ -61,19 +60,15 @@ class SlotComparer:
         return moves
 
 
-def differ(before: Array, after: Array) -> npt.NDArray[np.bool_]:
-    """Say of each row whether any byte differs."""
-    width = next(width for width in (8, 4, 2, 1) if before.dtype.itemsize % width == 0)
-    words = np.dtype(f"u{width}")
-    differ = before.view(words).reshape(len(before), -1) != after.view(words).reshape(len(before), -1)
-    if differ.shape[1] % 8 == 0:
-        differ = differ.view(np.uint64)
-    if differ.shape[1] > _FEW_COLUMNS:
-        return np.asarray(differ.any(axis=1))
-    differs: Array = differ[:, 0].copy()
-    for column in range(1, differ.shape[1]):  # several times as fast as any(axis=1)
-        differs |= differ[:, column]
-    return np.asarray(differs != 0)
+def differing(before: Array, after: Array) -> npt.NDArray[np.int64]:
+    """Return the rows of which any byte differs, by number."""
+    n_bytes = before.dtype.itemsize
+    words = np.dtype(next(f"u{width}" for width in (8, 4, 2, 1) if n_bytes % width == 0))
+    flags = before.view(words) != after.view(words)
+    if n_bytes // words.itemsize % 8 == 0:
+        flags = flags.view(np.uint64)
+    rows = np.flatnonzero(flags) // (len(flags) // len(before))
+    return rows[np.concatenate([[True], rows[1:] != rows[:-1]])] if len(rows) else rows
 
 
 def numbers(rows: Array, slot: SlotSpec) -> Array:

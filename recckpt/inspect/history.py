@@ -24,7 +24,8 @@ from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.arrow_format import column_values, ids_in
 from recckpt.sparse.files.catalogs import IdSet
 from recckpt.sparse.files.chain_table import AskedTable, as_ids
-from recckpt.sparse.files.table_reader import DELETED, Int64s
+from recckpt.sparse.files.pieces import Int64s
+from recckpt.sparse.files.table_reader import DELETED
 from recckpt.storage import Storage, open_storage
 from recckpt.text import Line, Table, cell, escaped, html, nearest, one_line, plain, plural, section
 from recckpt.text.columns import Tone

@@ -22,17 +22,17 @@ from recckpt.inspect.spread import Floats, Histogram
 from recckpt.inspect.verify_checkpoint import Checkup
 from recckpt.parallel.threads import run_all
 from recckpt.policies.evict import COUNT, LAST_STEP, LAST_TIME
-from recckpt.sparse.files.arrow_format import ID_SPEC
-from recckpt.sparse.files.merged_rows import LinkCursor, Piece, bucket_ranges, check_count, current_rows, row_of
-from recckpt.sparse.files.part_reader import PartReader, Values
-from recckpt.sparse.files.table_reader import Int64s, TableReader
+from recckpt.sparse.files.merged_rows import LinkCursor, bucket_ranges, check_count, current_rows
+from recckpt.sparse.files.part_reader import PartReader
+from recckpt.sparse.files.pieces import Int64s, RowPiece
+from recckpt.sparse.files.table_reader import TableReader
 from recckpt.sparse.files.verifier import PartCheck, VerifyTask, check_part
 from recckpt.storage.base import Files
-from recckpt.types import EMBEDDING, SlotSpec, is_optimizer_slot
+from recckpt.types import EMBEDDING, is_optimizer_slot
 
 BUSY_SHARE = 0.8  # of the look-ups
 
-_CHUNK_ROWS, _CHUNK_BYTES = 1 << 15, 8 << 20  # that are looked at at once, at most
+_CHUNK_BYTES = 1 << 22  # of rows, that are checked and looked at at once: they stay in the caches of a core
 _SLICE_ROWS = 1 << 18  # of a table of a chain, worth a thread
 _MERGE_BYTES = 256 << 20  # of all threads
 _NAMED_ROWS = 5
@@ -83,14 +83,18 @@ def _read_part(
     entries = {table.name: table for table in task.tables}
     counts: dict[str, RowCounts] = {}
 
-    def seen(batch: Batch, columns: Mapping[str, Values]) -> None:
-        entry = entries[batch.table]
-        piece = [np.frombuffer(columns[spec.name], row_of(spec)) for spec in (ID_SPEC, *entry.slots)]
-        counted = counts.setdefault(batch.table, RowCounts(entry, clock))
-        _count(counted, entry.slots, piece, np.arange(batch.rows))
-        advance(sum(map(len, columns.values())))
+    def visit(batch: Batch, piece: RowPiece) -> Callable[[], None]:
+        so_far = counts.setdefault(batch.table, RowCounts(entries[batch.table], clock))
+        counted = RowCounts(entries[batch.table], clock, so_far.least_named)
+        counted.add_piece(piece, np.arange(batch.rows))
 
-    return check_part(files, task.directory, task.tables, task.part, seen), counts
+        def take() -> None:
+            so_far.merge(counted)
+            advance(piece.n_bytes)
+
+        return take
+
+    return check_part(files, task.directory, task.tables, task.part, visit), counts
 
 
 def read_chain(opened: OpenChain, clock: Clock, threads: int, advance: Advance) -> Iterator[TableHealth]:
@@ -137,25 +141,14 @@ def _frame_damage(chain: Sequence[TableReader], known: dict[str, tuple[str, ...]
 def _read_slice(
     chain: Sequence[TableReader], clock: Clock, budget_bytes: int, advance: Advance, buckets: tuple[int, int]
 ) -> RowCounts:
-    entry, specs = chain[0].entry, chain[0].specs
+    entry = chain[0].entry
     counts, cursors = RowCounts(entry, clock), [LinkCursor(link, buckets) for link in chain]
     for within in bucket_ranges(chain, buckets, budget_bytes * 3 // 4):
-        for piece, _, rows in current_rows(cursors, within):
-            _count(counts, specs, piece, rows)
+        for piece, rows in current_rows(cursors, within):
+            counts.add_piece(piece, rows)
+            piece.end()
             advance(len(rows) * entry.row_bytes)
     return counts
-
-
-def _count(counts: RowCounts, slots: Sequence[SlotSpec], piece: Piece, rows: Int64s) -> None:
-    """Count some rows of a piece, which are in order."""
-    if not len(rows):
-        return
-    step = max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // sum(column.itemsize for column in piece)))
-    firsts = np.arange(0, len(piece[0]), step)
-    for first, some in zip(firsts, np.split(rows, np.searchsorted(rows, firsts[1:])), strict=True):
-        chunk = [column[first : first + step] for column in piece]
-        values = {slot.name: numbers(column, slot) for slot, column in zip(slots, chunk[1:], strict=True)}
-        counts.add(chunk[0].view(np.int64), values, slice(None) if len(some) == len(chunk[0]) else some - first)
 
 
 def _unread(table: TableEntry, error: Exception) -> TableHealth:
@@ -163,9 +156,10 @@ def _unread(table: TableEntry, error: Exception) -> TableHealth:
 
 
 class RowCounts:
-    """What some rows of a table come to; not thread-safe."""
+    """What some rows of a table come to; not thread-safe. Rows whose norm is not above a floor are not named."""
 
-    def __init__(self, entry: TableEntry, clock: Clock) -> None:
+    def __init__(self, entry: TableEntry, clock: Clock, floor: float = -1.0) -> None:
+        self._floor = floor
         self._entry, (self._step, self._time) = entry, clock
         self._optimizer = [slot.name for slot in entry.slots if is_optimizer_slot(slot.name)]
         self._numbers = {name: Histogram() for name in ("norms", "counts", "ages_steps", "ages_days")}
@@ -173,6 +167,20 @@ class RowCounts:
         self._not_finite_ids: list[int] = []
         self._largest: list[LargeRow] = []
         self.n_rows = self._dead = self._untrained = 0
+
+    def add_piece(self, piece: RowPiece, rows: Int64s) -> None:
+        """Count some rows of a piece, which are in order and have all slots."""
+        if not len(rows):
+            return
+        step = max(1, _CHUNK_BYTES // sum(column.itemsize for column in piece.columns))
+        firsts = np.arange(0, len(piece.ids), step)
+        for first, some in zip(firsts.tolist(), np.split(rows, np.searchsorted(rows, firsts[1:])), strict=True):
+            end = min(first + step, len(piece.ids))
+            values = {}
+            for number, slot in enumerate(self._entry.slots, start=1):
+                piece.pass_to(number, end)
+                values[slot.name] = numbers(piece.columns[number][first:end], slot)
+            self.add(piece.ids[first:end], values, slice(None) if len(some) == end - first else some - first)
 
     def add(self, ids: Int64s, columns: Mapping[str, Array], rows: Rows = slice(None)) -> None:
         """Count some of the rows: columns of all slots, each of shape (rows, values).
@@ -219,8 +227,13 @@ class RowCounts:
         elif name == LAST_TIME and self._time is not None:
             self._numbers["ages_days"].add(np.maximum(self._time - values, 0.0) / _DAY_SEC + 0.0)  # never -0.0
 
+    @property
+    def least_named(self) -> float:
+        """The norm above which a row is among the largest so far."""
+        return self._largest[-1].norm if len(self._largest) == _NAMED_ROWS else self._floor
+
     def _keep_largest(self, ids: Int64s, norms: Floats) -> None:
-        least = self._largest[-1].norm if len(self._largest) == _NAMED_ROWS else -1.0
+        least = self.least_named
         if norms.max() <= least:  # which NaN is not
             return
         rows = np.flatnonzero(norms > least)

@@ -21,7 +21,7 @@ from recckpt.output_dir.forget_requests import audit, pending
 from recckpt.output_dir.listing import look_around
 from recckpt.parallel.threads import run_all, run_on
 from recckpt.sparse.files.catalogs import count_error
-from recckpt.sparse.files.part_reader import Values
+from recckpt.sparse.files.pieces import RowPiece
 from recckpt.sparse.files.verifier import Node, check_part, check_part_anywhere, count_rows
 from recckpt.storage import Storage, open_parent, open_storage
 from recckpt.text import Progress
@@ -159,15 +159,15 @@ def _look_deep(storage: Storage, looks: Sequence[Checkup], threads: int, executo
     with Progress(f"verifying {what}", sum(manifest.n_bytes for manifest in manifests)) as progress:
         progress.add_rows(sum(manifest.rows for manifest in manifests))
 
-        def seen(_: Batch, columns: Mapping[str, Values]) -> None:
-            progress.advance(sum(map(len, columns.values())))
+        def visit(_: Batch, piece: RowPiece) -> Callable[[], object]:
+            return lambda: progress.advance(piece.n_bytes)
 
         run_step(Checkup.check_files, looks, threads, progress.advance)
         tasks = [list(look.part_tasks()) for look in looks]
         every = [task for of_look in tasks for task in of_look]
         if executor is None:
             checks = run_all(
-                lambda task: check_part(storage, task.directory, task.tables, task.part, seen), every, threads
+                lambda task: check_part(storage, task.directory, task.tables, task.part, visit), every, threads
             )
         else:
             checks = run_on(

@@ -66,7 +66,7 @@ def whole_files(save: Checkpoint, names: Collection[str], concurrency: int, rank
         else:
             whole.add(shard.catalog)
     threads, tables = save.near_dir.threads(concurrency), save.manifest.tables
-    checks = run_all(lambda part: check_part(link.files, save.directory, tables, part, _unseen), parts, threads)
+    checks = run_all(lambda part: check_part(link.files, save.directory, tables, part), parts, threads)
     for part, check in zip(parts, checks, strict=True):
         note(part.file, check.errors)
     catalogs = {shard.catalog for shard in save.manifest.shards}

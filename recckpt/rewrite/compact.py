@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 
@@ -182,15 +181,12 @@ def adopt(path: str | os.PathLike[str]) -> Adopted:
     fence = Fence(storage, near=PASSED_ON)
     fence.hold()
     forms = adopt_offers(storage, fence, VISIBLE, rotation.THREADS)
-    going = _replaced(fence.listing.committed)
+    committed = fence.listing.committed
+    of = {c.manifest.form_of.save_id for c in committed if c.manifest.form_of}
+    # The deltas that have a whole form, newest first, but for copies that a person made.
+    ours = (c for c in reversed(committed) if layout.is_attempt(c.directory, c.ckpt_id))
+    going = [c for c in ours if c.manifest.kind == "delta" and c.manifest.save_id in of]
     removed = remove_checked(storage, fence, going, rotation.THREADS)
     fence.check()
     fence.write_index()
     return Adopted(tuple(form.directory for form in forms), tuple(removed))
-
-
-def _replaced(committed: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Return the deltas that have a whole form, newest first, but for copies that a person made."""
-    of = {c.manifest.form_of.save_id for c in committed if c.manifest.form_of}
-    ours = (c for c in reversed(committed) if layout.is_attempt(c.directory, c.ckpt_id))
-    return [c for c in ours if c.manifest.kind == "delta" and c.manifest.save_id in of]

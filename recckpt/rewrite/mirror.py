@@ -241,7 +241,11 @@ class Mirror:
         self._keep = None if keep is None else as_keep(keep)
         positive_int("threads", threads)
         self._run, self._to = open_storage(os.fspath(run)), open_storage(os.fspath(to))
-        _check_apart(self._run.url, self._to.url)
+        places = [each.url if "://" in each.url else os.path.realpath(each.url) for each in (self._run, self._to)]
+        first, second = (f"{place.rstrip('/')}/" for place in places)
+        if first.startswith(second) or second.startswith(first):
+            what = f"found {self._to.url!r} for a mirror of {self._run.url!r}"
+            raise ValueError(f"a mirror is apart from its run, {what}")
         self._hold = MirrorHold(self._run, self._to)
         self._copier = CheckpointCopier(self._run, self._to, self._hold, threads)
         self._known, self._known_there = Manifests(), Manifests()
@@ -298,11 +302,3 @@ class Mirror:
 
     def _look_there(self) -> Listing:
         return list_checkpoints(self._to, self._known_there)
-
-
-def _check_apart(run: str, to: str) -> None:
-    """Raise ValueError where one of two places is in the other."""
-    places = [url if "://" in url else os.path.realpath(url) for url in (run, to)]
-    first, second = (f"{place.rstrip('/')}/" for place in places)
-    if first.startswith(second) or second.startswith(first):
-        raise ValueError(f"a mirror is apart from its run, found {to!r} for a mirror of {run!r}")

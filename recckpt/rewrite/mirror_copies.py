@@ -231,10 +231,8 @@ def _check(data: memoryview, checkpoint: Checkpoint, entry: FileEntry, parts: Ma
     part = parts.get(entry.name)
     if part is None:
         raise CorruptCheckpointError(path, "", found="a part that no catalog has", expected="one of a catalog")
-    tables = checkpoint.manifest.tables
-    for error in check_part(
-        MemoryFile(path, data), checkpoint.directory, tables, part, lambda batch, rows: None
-    ).errors:
+    files, tables = MemoryFile(path, data), checkpoint.manifest.tables
+    for error in check_part(files, checkpoint.directory, tables, part).errors:
         raise error
 
 

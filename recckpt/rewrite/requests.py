@@ -133,7 +133,10 @@ def _carry_out(storage: Storage, fence: Fence, request: Request, *, is_resumed: 
     check_readable(listing)
     contents = scan(storage, listing, request.table, request.ids)
     with_ids, read_from = touched(listing, contents), needed(listing)
-    revised: dict[str, Checkpoint] = {c.directory: r for c in with_ids if (r := _revision(c, listing, request))}
+    # What an owner that died has committed in place of checkpoints for this request.
+    by_place = {(of.save_id, of.request): c for c in reversed(listing.committed) if (of := c.manifest.revision_of)}
+    places = {c.directory: (c.manifest.save_id, request.request) for c in with_ids}
+    revised = {directory: by_place[place] for directory, place in places.items() if place in by_place}
     removed: list[str] = []
     n_bytes = sum(c.manifest.n_bytes for c in with_ids if c.directory in read_from - revised.keys())
     with Progress(f"forgetting {plural(len(request.ids), 'id')}", n_bytes, has_bar=has_bar) as progress:
@@ -165,13 +168,6 @@ def _carry_out(storage: Storage, fence: Fence, request: Request, *, is_resumed: 
     fence.check()
     close_request(storage, request, finished)
     return Forgotten(request.table, len(request.ids), names, n_rows, tuple(removed), is_resumed, hosts)
-
-
-def _revision(checkpoint: Checkpoint, listing: Listing, request: Request) -> Checkpoint | None:
-    """Return what an owner that died has committed in place of a checkpoint for this request."""
-    meant = (checkpoint.manifest.save_id, request.request)
-    of = ((c, c.manifest.revision_of) for c in listing.committed)
-    return next((c for c, made in of if made and (made.save_id, made.request) == meant), None)
 
 
 def _remove_leftovers(storage: Storage, fence: Fence) -> list[str]:

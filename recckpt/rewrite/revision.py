@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +22,9 @@ from recckpt.output_dir.listing import Checkpoint
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.arrow_format import ID_SPEC, column_buffer, ids_in
 from recckpt.sparse.files.catalogs import IdSet
-from recckpt.sparse.files.merged_rows import row_of
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.part_writer import ColumnBytes, RowBatch, write_part
+from recckpt.sparse.files.pieces import row_of
 from recckpt.sparse.files.table_reader import ABSENT, DELETED, newest
 from recckpt.sparse.files.verifier import RowSums, check_part
 from recckpt.storage import Sink, Storage
@@ -177,9 +176,8 @@ def _kept(reader: PartReader, slots: tuple[SlotSpec, ...], erasure: OmittedRows,
 def _check(to: Attempt, link: OpenLink, written: Part, of_source: RowSums | None) -> None:
     """Read a part that was written; where its rows were added up, add them up once more."""
     sums = RowSums()
-    specs = (ID_SPEC, *_slots(link, written))
-    seen = partial(sums.add_batch, specs) if of_source is not None else lambda batch, values: None
-    for error in check_part(to.storage, to.directory, link.manifest.tables, written, seen).errors:
+    visit = sums.visit if of_source is not None else None
+    for error in check_part(to.storage, to.directory, link.manifest.tables, written, visit).errors:
         raise error
     if of_source is not None and sums != of_source:
         path = layout.join(to.directory, written.file)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 
@@ -22,13 +22,12 @@ from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS, gen_slice
 from recckpt.format.catalog import Part
 from recckpt.format.manifest import Content, FileEntry
-from recckpt.format.tables import TableEntry
 from recckpt.output_dir.checkpoint_dir import read_manifest
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.parallel.threads import run_on
-from recckpt.sparse.files.arrow_format import ID, ID_SPEC, column_buffer
+from recckpt.sparse.files.arrow_format import ID, column_buffer
 from recckpt.sparse.files.catalogs import count_error
-from recckpt.sparse.files.merged_rows import Piece, bytes_up_to, merged_range
+from recckpt.sparse.files.merged_rows import bytes_up_to, merged_range
 from recckpt.sparse.files.part_writer import (
     PART_BYTES,
     ColumnBytes,
@@ -39,7 +38,8 @@ from recckpt.sparse.files.part_writer import (
     planned_batches,
     write_part,
 )
-from recckpt.sparse.files.table_reader import Int64s, TableReader
+from recckpt.sparse.files.pieces import Int64s, RowPiece
+from recckpt.sparse.files.table_reader import TableReader
 from recckpt.sparse.files.verifier import RowSums, check_part
 from recckpt.storage import Sink, Storage, open_storage
 from recckpt.text import Progress
@@ -97,7 +97,7 @@ class ChainRows:
 
     links: Sequence[TableReader]  # newest first
     budget_bytes: int
-    used: Callable[[Piece, Int64s], object]
+    used: Callable[[RowPiece, Int64s], object]
 
     def batches(self, begin: int, end: int) -> Iterator[RowBatch]:
         """Yield the rows in buckets [begin, end)."""
@@ -170,21 +170,18 @@ def write_task(task: CompactionTask) -> Part | None:
     """
     named, storage = opened(task.chain), open_storage(task.url)
     of_chain, of_file = RowSums(), RowSums()
-    with named.mapped(_buckets(task.part)) as chain:
+    buckets: dict[str, list[tuple[int, int]]] = {}
+    for cut in task.part.plan.ranges:
+        buckets.setdefault(cut.table, []).append((cut.begin, cut.end))
+    with named.mapped(buckets) as chain:
         written = _write(task, chain, storage, of_chain)
     if written is not None:
-        _check(task, storage, named.manifest.tables, written, of_file)
+        for error in check_part(storage, task.directory, named.manifest.tables, written, of_file.visit).errors:
+            raise error
     if of_file != of_chain:
         file = "no rows" if written is None else layout.join(task.directory, written.file)
         raise CorruptCheckpointError(file, "", found="other rows than its chain has", expected="the same")
     return written
-
-
-def _buckets(part: PlannedPart) -> dict[str, list[tuple[int, int]]]:
-    buckets: dict[str, list[tuple[int, int]]] = {}
-    for cut in part.plan.ranges:
-        buckets.setdefault(cut.table, []).append((cut.begin, cut.end))
-    return buckets
 
 
 def _write(task: CompactionTask, chain: OpenChain, storage: Storage, sums: RowSums) -> Part | None:
@@ -201,18 +198,15 @@ def _write(task: CompactionTask, chain: OpenChain, storage: Storage, sums: RowSu
 
     slots = [slot.name for slot in part.plan.slots]
     sources = {
-        table: ChainRows(chain.table(table, slots).links, task.budget_bytes, partial(sums.add, table))
+        table: ChainRows(
+            chain.table(table, slots).links,
+            task.budget_bytes,
+            lambda piece, rows, table=table: sums.add(table, piece.columns, rows),  # type: ignore[misc]
+        )
         for table in part.plan.tables
     }
     batches = planned_batches(part.plan, sources, lambda n_bytes: None)
     return write_part(create, part.plan.tables, part.plan.slots, batches)
-
-
-def _check(task: CompactionTask, storage: Storage, tables: Sequence[TableEntry], written: Part, sums: RowSums) -> None:
-    """Read the part; add up the rows that are in it."""
-    add = partial(sums.add_batch, (ID_SPEC, *task.part.plan.slots))
-    for error in check_part(storage, task.directory, tables, written, add).errors:
-        raise error
 
 
 @dataclass(frozen=True)

@@ -344,7 +344,7 @@ PLANTS = {
         "recckpt.output_dir.checkpoint_dir:_read_checked", " and found == entry.xxh3:", ":"
     ),
     "checksums of columns are not compared": Plant(
-        "recckpt.sparse.files.part_reader:PartReader.column_problem", "if digest != expected:", "if False:"
+        "recckpt.sparse.files.part_reader:PartReader.checksum_problem", "if digest != expected:", "if False:"
     ),
     **DELTA_PLANTS,
     **LIVE_PLANTS,

@@ -279,8 +279,8 @@ def test_columns_and_filters_reach_arrow(tmp_path, monkeypatch):
     assert "Filters" in plan
     assert "sparse_m" not in plan
     read = []
-    real = ChainTable.with_slots
-    monkeypatch.setattr(ChainTable, "with_slots", lambda self, slots: read.append(list(slots)) or real(self, slots))
+    real = ChainTable.all_rows
+    monkeypatch.setattr(ChainTable, "all_rows", lambda self, slots: read.append(list(slots)) or real(self, slots))
     run_with_chain(tmp_path / "chain")
     with recckpt.connect(tmp_path / "chain") as connection:
         assert connection.sql("select count(id) from item where id < 5").fetchall() == [(5,)]

@@ -18,7 +18,7 @@ from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from recckpt.format.buckets import bucket_of, gen_slice
 from recckpt.inspect import diff_tables
 from recckpt.sparse import HashTable
-from recckpt.sparse.files.arrow_format import column_values
+from recckpt.sparse.files.arrow_format import column_buffer, column_values
 
 
 def rows_of(path, table):
@@ -223,6 +223,26 @@ def test_rows_that_became_nan_are_named_first(tmp_path):
     assert math.isnan(found.moved[0].l2)
     assert (found.slots[0].l2.n, found.slots[0].l2.not_finite, found.changed) == (1, 1, 2)
     assert recckpt.diff(tmp_path / "b", tmp_path / "b").is_equal
+
+
+@pytest.mark.parametrize("range_bytes", [1, 3000, 1 << 26])
+@pytest.mark.parametrize("side", "ab")
+def test_a_flip_in_any_batch_is_found_wherever_borders_of_ranges_cut_it(tmp_path, monkeypatch, side, range_bytes):
+    monkeypatch.setattr(diff_tables, "_RANGE_BYTES", range_bytes)
+    monkeypatch.setattr(diff_tables, "_CHUNK_BYTES", 100)
+    for name in "ab":
+        save_tables(tmp_path / name, [filled("item", range(200))], batch_bytes=700, concurrency=1)
+    forge = Forge(tmp_path / side / "ckpt_1")
+    path, data = forge.path(forge.parts[0]), forge.path(forge.parts[0]).read_bytes()
+    with CheckpointReader(tmp_path / side) as reader:
+        places = [data.index(column_buffer(batch["embedding"]).to_pybytes()) for batch in reader.table("item")]
+    assert len(places) > 3
+    for place in places:
+        flip_bit(path, place)
+        with pytest.raises(CorruptCheckpointError, match=r"column 'embedding'.*checksum"):
+            recckpt.diff(tmp_path / "a", tmp_path / "b")
+        path.write_bytes(data)
+    assert recckpt.diff(tmp_path / "a", tmp_path / "b").table("item").status == "same"
 
 
 def test_damage_is_an_error_that_names_it_and_nothing_is_said_of_the_rest(tmp_path):

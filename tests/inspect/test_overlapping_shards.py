@@ -52,8 +52,8 @@ def opened(monkeypatch):
 @pytest.fixture
 def n_read(monkeypatch):
     """How many batches were read."""
-    count, real = itertools.count(), PartReader.checked
-    monkeypatch.setattr(PartReader, "checked", lambda *args: (next(count), real(*args))[1])
+    count, real = itertools.count(), PartReader.values
+    monkeypatch.setattr(PartReader, "values", lambda *args: (next(count), real(*args))[1])
     return count
 
 
@@ -255,7 +255,7 @@ def test_an_id_in_two_shards_whose_ranges_overlap_is_found_as_before(local, twic
 
 BUGS = {
     "ranges are not held against rows": (
-        Plant("recckpt.sparse.files.table_reader:check_range", "if of_ids != batch.ids:", "if False:"),
+        Plant("recckpt.sparse.files.pieces:check_range", "if of_ids != batch.ids:", "if False:"),
         lambda local, chain: test_a_range_that_is_not_that_of_the_rows_is_damage_and_named(local, [101, 199]),
     ),
     "a manifest may say any ids": (

@@ -66,7 +66,7 @@ def sharded(draw, n_rows, n_shards, dtype):
 
 @pytest.mark.parametrize(("shards", "dtype"), [(1, torch.float32), (3, torch.float64), (2, torch.bfloat16)])
 def test_figures_are_those_of_all_rows(tmp_path, monkeypatch, shards, dtype):
-    monkeypatch.setattr(report_rows, "_CHUNK_ROWS", 100)
+    monkeypatch.setattr(report_rows, "_CHUNK_BYTES", 100 * 80)
     tables, ids = sharded(np.random.default_rng(0), 1000, shards, dtype)
     save_tables(tmp_path, *tables, batch_bytes=4000, step=1000)
     found = recckpt.report(tmp_path).table("item")

@@ -13,14 +13,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from recckpt.format.buckets import is_among
+from recckpt.format.buckets import N_BUCKETS, is_among
 from recckpt.format.catalog import Catalog, Part
 from recckpt.format.tensor_index import widened
 from recckpt.sparse.files.arrow_format import column_buffer, ids_in, stored_dtype
 from recckpt.sparse.files.catalogs import IdSet
-from recckpt.sparse.files.merged_rows import merged_rows
+from recckpt.sparse.files.merged_rows import deleted_ids, merged_range, merged_rows
 from recckpt.sparse.files.part_reader import LinkBatches
-from recckpt.sparse.files.table_reader import Int64s, LinkIds, TableReader, check_once, newest, table_damage
+from recckpt.sparse.files.pieces import Int64s
+from recckpt.sparse.files.table_reader import LinkIds, TableReader, check_once, newest, table_damage
 from recckpt.types import SlotSpec
 
 _MERGE_BYTES = 128 << 20
@@ -33,13 +34,27 @@ class ChainTable:
 
     links: Sequence[TableReader]
 
-    def all_rows(self) -> Iterator[pa.RecordBatch]:
+    def all_rows(self, slots: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
         """Yield all rows, of a single link in bucket order within each shard, of several over all.
+
+        Args:
+            slots: others to read than those of the table's links.
 
         Raises:
             CorruptCheckpointError: a file is damaged, an id is twice in one link, or rows are missing.
         """
-        return self.links[0].all_rows() if len(self.links) == 1 else merged_rows(self.links, _MERGE_BYTES)
+        links = self._links_with(slots)
+        return links[0].all_rows() if len(links) == 1 else merged_rows(links, _MERGE_BYTES)
+
+    def upserts(self, slots: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+        """Yield the rows that these links have, the newest of each id, though the last does not hold all; as above."""
+        links = self._links_with(slots)
+        return merged_range(links, (0, N_BUCKETS), _MERGE_BYTES) if links else iter(())
+
+    def deletes(self) -> Iterator[Int64s]:
+        """Yield the ids that these links delete: none where one of them is whole, and nothing older counts."""
+        is_whole = any(link.entry.is_whole for link in self.links)
+        return iter(()) if is_whole else deleted_ids(self._links_with(()), _MERGE_BYTES)
 
     def rows_of(self, ids: Int64s) -> Iterator[pa.RecordBatch]:
         """Yield the rows of ids, which are sorted, each once; batches that cannot hold them are not read.
@@ -51,9 +66,8 @@ class ChainTable:
             return self.links[0].rows_of(ids)
         return (batch for link, _, _ in newest(map(AskedTable, self.links), ids) for batch in link.batches)
 
-    def with_slots(self, slots: Sequence[str]) -> ChainTable:
-        """Return the reader of other slots of the table."""
-        return ChainTable([replace(link, slots=slots) for link in self.links])
+    def _links_with(self, slots: Sequence[str] | None) -> Sequence[TableReader]:
+        return self.links if slots is None else [replace(link, slots=slots) for link in self.links]
 
 
 class AskedTable:

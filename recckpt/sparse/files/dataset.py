@@ -18,7 +18,8 @@ from recckpt.parallel.threads import made_ahead
 from recckpt.sparse.files.arrow_format import ID, TABLE, column_array, column_values, ids_in, names_array, part_schema
 from recckpt.sparse.files.chain_table import ChainTable
 from recckpt.sparse.files.part_reader import LinkBatches, PartReader
-from recckpt.sparse.files.table_reader import TableReader, check_range, table_schema
+from recckpt.sparse.files.pieces import check_range
+from recckpt.sparse.files.table_reader import TableReader, table_schema
 from recckpt.storage.local_files import mapped
 from recckpt.types import SlotSpec
 
@@ -199,13 +200,12 @@ class CheckedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has n
         if self._columns is not None:
             yield from self._columns.batches(names, shards)
             return
-        table = self._table.with_slots([slot for slot in self._table.links[0].slots if slot in names])
-        for batch in table.all_rows():
+        link = self._table.links[0]
+        schema = columns_schema([spec for spec in link.specs if spec.name in names], names)
+        for batch in self._table.all_rows([slot for slot in link.slots if slot in names]):
             columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-            columns[TABLE] = table_column(table.links[0].entry.name, len(batch))
-            yield pa.RecordBatch.from_arrays(
-                [columns[name] for name in names], schema=columns_schema(table.links[0].specs, names)
-            )
+            columns[TABLE] = table_column(link.entry.name, len(batch))
+            yield pa.RecordBatch.from_arrays([columns[name] for name in names], schema=schema)
 
 
 def _numbers(array: pa.Array, spec: SlotSpec | None) -> pa.Array:

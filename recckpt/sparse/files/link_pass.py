@@ -21,7 +21,7 @@ from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.filler import BatchRows, TableFiller, TableLoad, packed, unpacked
 from recckpt.sparse.files.owners import LinkRequests, Window
 from recckpt.sparse.files.part_reader import READ_BYTES, LinkBatches, PartReader, runs_of
-from recckpt.sparse.files.table_reader import Int64s, check_range, named_twice
+from recckpt.sparse.files.pieces import Int64s, check_range, named_twice
 from recckpt.sparse.table.kernels import first_outside
 from recckpt.types import SlotSpec
 

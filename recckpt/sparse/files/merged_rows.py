@@ -15,36 +15,18 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from recckpt.format.buckets import N_BUCKETS, bucket_of, mix64
+from recckpt.format.buckets import N_BUCKETS, distinct
 from recckpt.format.catalog import Catalog, Part, PartKind
-from recckpt.sparse.files.arrow_format import ID_SPEC, column_array, column_buffer
+from recckpt.sparse.files.arrow_format import ID_SPEC, column_array
 from recckpt.sparse.files.part_reader import PartReader
-from recckpt.sparse.files.table_reader import (
-    IdCheck,
-    Int64s,
-    NamedIds,
-    TableReader,
-    check_once,
-    table_damage,
-    table_schema,
-)
+from recckpt.sparse.files.pieces import TO_BUCKET, Hashes, IdCheck, Int64s, RowPiece, ids_of, row_of
+from recckpt.sparse.files.table_reader import NamedIds, TableReader, check_once, table_damage, table_schema
 from recckpt.types import SlotSpec
 
 _BATCH_BYTES = 8 << 20
 _BOOKS_BYTES = 64  # beside each row: its id and hash, where it lies, what is known of it
 
-Piece = list[npt.NDArray[Any]]  # rows of one batch: the bytes of each, column by column; the ids first
-Hashes = npt.NDArray[np.uint64]
-
-
-def row_of(spec: SlotSpec) -> np.dtype[np.void]:
-    """Return the dtype of the bytes of one row."""
-    return np.dtype((np.void, spec.row_bytes))
-
-
-def ids_of(pieces: Iterable[Piece]) -> Int64s:
-    """Return the ids of pieces, one behind the other."""
-    return np.concatenate([np.empty(0, np.int64), *(piece[0].view(np.int64) for piece in pieces)])
+Columns = list[npt.NDArray[Any]]  # rows, column by column as the bytes of whole rows; the ids first
 
 
 def down_to_whole(links: Iterable[TableReader]) -> list[TableReader]:
@@ -106,14 +88,14 @@ class LinkCursor:
         self.link, self._may_repeat = link, link.may_repeat
         self._shards = [[_Cursor(link, shard, kind, within) for kind in ("rows", "deletes")] for shard in link.catalogs]
 
-    def between(self, begin: int, end: int) -> tuple[list[Piece], list[Piece]]:
+    def between(self, begin: int, end: int) -> tuple[list[RowPiece], list[RowPiece]]:
         """Return the rows and the deletes of buckets [begin, end), which are behind all that were asked for before.
 
         Raises:
             CorruptCheckpointError: a file is damaged, an id is in two rows, or it is a row and deleted in one shard.
         """
-        rows: list[list[Piece]] = []
-        deletes: list[list[Piece]] = []
+        rows: list[list[RowPiece]] = []
+        deletes: list[list[RowPiece]] = []
         for of_rows, of_deletes in self._shards:
             rows.append(list(of_rows.between(begin, end)))
             deletes.append(list(of_deletes.between(begin, end)))
@@ -131,11 +113,10 @@ class _Cursor:
         parts = catalog.parts_of(link.entry.name, kind)
         every = ((part, number, part.batches[number].buckets) for part, numbers in parts for number in numbers)
         met = ((part, number) for part, number, (begin, end) in every if begin < within[1] and within[0] < end)
-        self._batches = list(met)
+        self._batches, self._end = list(met), within[1]
         self._at = 0  # of the first batch that is not behind us
         self._order = IdCheck()
-        # At ``_at``, if a part of it was returned and it is mapped: it takes no memory but for the buckets of its rows.
-        self._current: tuple[Piece, Int64s] | None = None
+        self._current: RowPiece | None = None  # at ``_at``, if a part of it was returned and it lies in a map
         self._open: tuple[Part, PartReader] | None = None
         spans = [part.batches[number].buckets for part, number in self._batches]
         for before, after in pairwise(spans):
@@ -143,7 +124,7 @@ class _Cursor:
                 order = f"a batch of buckets {list(after)} behind one of {list(before)}"
                 raise table_damage(link, "", order, "their order")
 
-    def between(self, begin: int, end: int) -> Iterator[Piece]:
+    def between(self, begin: int, end: int) -> Iterator[RowPiece]:
         if self._current is None:
             self._order = IdCheck()  # a batch that was read before is read again
         while self._at < len(self._batches):
@@ -151,28 +132,22 @@ class _Cursor:
             first_bucket, end_bucket = part.batches[number].buckets
             if first_bucket >= end:
                 return
-            current, self._current = self._current, None
-            columns, is_mapped = (current[0], True) if current else self._read(part, number)
+            piece, self._current = self._current, None
+            if self._open is None or self._open[0] is not part:
+                self._open = part, self._link.part(part, [slot.name for slot in self._specs])
+            is_mapped = self._open[1].mapped is not None
+            piece = piece or self._order.piece(self._open[1], number)
             if begin <= first_bucket and end_bucket <= end:
-                yield columns
+                yield piece
             else:
-                buckets = current[1] if current else bucket_of(ids_of([columns]))
-                first, last = np.searchsorted(buckets, [begin, end])
-                rows = [column[first:last] for column in columns]
+                first, last = np.searchsorted(piece.hashes >> TO_BUCKET, np.array([begin, end], np.uint64))
+                rows = piece.some(first, last, goes_on=end < min(end_bucket, self._end))
                 if end_bucket > end and is_mapped:
-                    self._current = columns, buckets
-                yield rows if is_mapped else [column.copy() for column in rows]  # a view would keep all of them
+                    self._current = piece
+                yield rows if is_mapped else rows.copy()
             if end_bucket > end:
                 return
             self._at += 1
-
-    def _read(self, part: Part, number: int) -> tuple[Piece, bool]:
-        """Return a batch, which is checked, and whether it is mapped."""
-        if self._open is None or self._open[0] is not part:
-            self._open = part, self._link.part(part, [slot.name for slot in self._specs])
-        arrays = self._order.read(self._open[1], number)
-        columns = [np.frombuffer(column_buffer(arrays[spec.name]), row_of(spec)) for spec in (ID_SPEC, *self._specs)]
-        return columns, self._open[1].mapped is not None
 
 
 def merged_rows(links: Sequence[TableReader], budget_bytes: int) -> Iterator[pa.RecordBatch]:
@@ -182,7 +157,7 @@ def merged_rows(links: Sequence[TableReader], budget_bytes: int) -> Iterator[pa.
         CorruptCheckpointError: also where the rows are not as many as the newest link says.
     """
     n_rows = 0
-    for batch in merged_range(links, (0, N_BUCKETS), budget_bytes, lambda piece, rows: None):
+    for batch in merged_range(links, (0, N_BUCKETS), budget_bytes):
         n_rows += batch.num_rows
         yield batch
     check_count(links[0], n_rows)
@@ -192,7 +167,7 @@ def merged_range(
     links: Sequence[TableReader],
     buckets: tuple[int, int],
     budget_bytes: int,
-    used: Callable[[Piece, Int64s], object],
+    used: Callable[[RowPiece, Int64s], object] = lambda piece, rows: None,
     *,
     is_reused: bool = False,
 ) -> Iterator[pa.RecordBatch]:
@@ -212,7 +187,16 @@ def merged_range(
     batch_rows = max(1, min(_BATCH_BYTES, budget_bytes // 8) // sum(spec.row_bytes for spec in specs))
     room = [np.empty(batch_rows, row_of(spec)) for spec in specs] if is_reused else None
     for part in bucket_ranges(met, buckets, budget_bytes * 3 // 4):
-        yield from RangeRows(chain, part, used).batches(specs, batch_rows, room)  # of which only one is there at once
+        # Of which only one is there at once.
+        yield from RangeRows(_checked(current_rows(chain, part), used)).batches(specs, batch_rows, room)
+
+
+def _checked(
+    pieces: Iterable[tuple[RowPiece, Int64s]], used: Callable[[RowPiece, Int64s], object]
+) -> Iterator[tuple[RowPiece, Int64s]]:
+    for piece, rows in pieces:
+        used(piece.check(), rows)
+        yield piece, rows
 
 
 def check_count(newest: TableReader, n_rows: int) -> None:
@@ -221,27 +205,33 @@ def check_count(newest: TableReader, n_rows: int) -> None:
         raise table_damage(newest, "", f"{n_rows} rows in the chain", f"{newest.entry.rows}, by the manifest")
 
 
-def current_rows(chain: Sequence[LinkCursor], buckets: tuple[int, int]) -> Iterator[tuple[Piece, Hashes, Int64s]]:
-    """Yield each piece of a range of buckets, newest link first: with the hashes of its ids, and its rows that count.
+def deleted_ids(links: Sequence[TableReader], budget_bytes: int) -> Iterator[Int64s]:
+    """Yield the ids that the newest of some links delete, each once, in the order of ranges of buckets."""
+    chain = [LinkCursor(link, (0, N_BUCKETS)) for link in links]
+    for begin, end in bucket_ranges(links, (0, N_BUCKETS), budget_bytes):
+        named = NamedIds()
+        for cursor in chain:
+            rows, gone = cursor.between(begin, end)
+            named.add(ids_of(rows))
+            deleted = distinct(ids_of(gone))
+            new = deleted[named.is_new(deleted)]
+            if len(new):
+                yield new
+            named.add(deleted)
 
-    Those are the rows that no newer link names. Buckets are ordered by the hashes; different ids have different ones.
-    """
+
+def current_rows(chain: Sequence[LinkCursor], buckets: tuple[int, int]) -> Iterator[tuple[RowPiece, Int64s]]:
+    """Yield each piece of a range of buckets, newest link first, and those of its rows that no newer link names."""
     newer = NamedIds()  # by their hashes, which are near each other for ids in bucket order
     for cursor in chain:
         pieces, deleted = cursor.between(*buckets)
         is_oldest = cursor is chain[-1]
         if not is_oldest and len(pieces) > 1:  # small and many where little has changed
-            pieces = [[np.concatenate(columns) for columns in zip(*pieces, strict=True)]]
-        of_link = [_hashes([piece]) for piece in pieces]
-        for piece, hashed in zip(pieces, of_link, strict=True):
-            yield piece, hashed, newer.new(hashed)
+            pieces = [RowPiece.joined(pieces)]
+        for piece in pieces:
+            yield piece, newer.new(piece.hashes)
         if not is_oldest:
-            newer.add(*of_link, _hashes(deleted))
-
-
-def _hashes(pieces: Iterable[Piece]) -> Hashes:
-    hashes: Hashes = mix64(ids_of(pieces).view(np.uint64))
-    return hashes
+            newer.add(*(piece.hashes for piece in (*pieces, *deleted)))
 
 
 class RangeRows:
@@ -251,19 +241,15 @@ class RangeRows:
         hashes: of the ids of the rows.
     """
 
-    def __init__(
-        self, chain: Sequence[LinkCursor], buckets: tuple[int, int], used: Callable[[Piece, Int64s], object]
-    ) -> None:
-        self._pieces: list[Piece] = []
+    def __init__(self, pieces: Iterable[tuple[RowPiece, Int64s]]) -> None:
+        self._pieces: list[RowPiece] = []
         kept: list[Int64s] = []  # rows of each piece
-        hashes: list[Hashes] = []  # of these rows
-        for piece, hashed, rows in current_rows(chain, buckets):
-            used(piece, rows)
+        for piece, rows in pieces:
             self._pieces.append(piece)
             kept.append(rows)
-            hashes.append(hashed[rows])
+        hashes = (piece.hashes[rows] for piece, rows in zip(self._pieces, kept, strict=True))
         all_hashes = np.concatenate([np.empty(0, np.uint64), *hashes])
-        buckets_of = (all_hashes >> np.uint64(48)).astype(np.uint16)
+        buckets_of = (all_hashes >> TO_BUCKET).astype(np.uint16)
         numbers = np.arange(len(kept), dtype=np.min_scalar_type(len(kept)))
         of_piece = np.repeat(numbers, [len(rows) for rows in kept])
         order: slice | Int64s = slice(None)
@@ -272,38 +258,55 @@ class RangeRows:
         self.hashes: Hashes = all_hashes[order]
         self._of_piece, self._rows = of_piece[order], np.concatenate([np.empty(0, np.int64), *kept])[order]
 
+    def end(self) -> None:
+        """Check what has not been passed of the pieces.
+
+        Raises:
+            CorruptCheckpointError: a slot is not what was written.
+        """
+        for piece in self._pieces:
+            piece.end()
+
     def batches(
-        self, specs: Sequence[SlotSpec], batch_rows: int, room: Piece | None = None
+        self, specs: Sequence[SlotSpec], batch_rows: int, room: Columns | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the rows, of ids and slots as these specs have them, so many at a time; ``room`` as of :meth:`take`."""
+        """Yield the rows, of ids and slots as these specs have them, so many at a time; ``room`` as of :meth:`at`."""
         schema = table_schema(specs[1:])
         for first in range(0, len(self.hashes), batch_rows):
-            columns = self.take(np.arange(first, min(first + batch_rows, len(self.hashes))), room)
-            arrays = [
-                column_array(spec, pa.py_buffer(values.view(np.uint8)), len(values))
-                for spec, values in zip(specs, columns, strict=True)
-            ]
+            rows = self.at(np.arange(first, min(first + batch_rows, len(self.hashes))))
+            arrays = []
+            for number, spec in enumerate(specs):
+                values = rows(number, None if room is None else room[number])
+                arrays.append(column_array(spec, pa.py_buffer(values.view(np.uint8)), len(values)))
             yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
-    def take(self, places: Int64s, room: Sequence[npt.NDArray[Any]] | None = None) -> Piece:
-        """Return the columns of the rows at some places, whole rows as bytes; a view where they lie side by side.
+    def at(self, places: Int64s) -> Callable[[int, npt.NDArray[Any] | None], npt.NDArray[Any]]:
+        """Return what gives a column of the rows at some places, whole rows as bytes; a view where they lie together.
 
-        Copies go to ``room``, where that is given: an array for each column, of at least as many rows.
+        Copies go to an array that is given with the number of the column, if it is, which has room for as many rows.
         """
         rows, of_piece = self._rows[places], self._of_piece[places]
-        columns = self._pieces[int(of_piece[0])]
+        first = int(of_piece[0])
         is_one_piece = bool((of_piece == of_piece[0]).all())
-        if is_one_piece and (rows[1:] - rows[:-1] == 1).all():
-            return [column[rows[0] : rows[-1] + 1] for column in columns]
-        room = [np.empty(len(rows), column.dtype) for column in columns] if room is None else room
-        whole = _RowCopy(int(of_piece[0]), rows, slice(0, len(rows)))
-        for piece, some, to in [whole] if is_one_piece else _copies(rows, of_piece):
-            for source, target in zip(self._pieces[piece], room, strict=True):
-                if isinstance(to, slice):
-                    source.take(some, out=target[to], mode="clip")  # "raise" would make a copy in between
+        copies = [_RowCopy(first, rows, slice(0, len(rows)))] if is_one_piece else list(_copies(rows, of_piece))
+        end = int(rows.max()) + 1 if is_one_piece else 0
+        is_view = is_one_piece and end - int(rows[0]) == len(rows) and bool((rows[1:] > rows[:-1]).all())
+
+        def column(number: int, room: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
+            source = self._pieces[first].columns[number]
+            if is_one_piece:
+                self._pieces[first].pass_to(number, end)
+            if is_view:
+                return source[rows[0] : end]
+            target = np.empty(len(rows), source.dtype) if room is None else room[: len(rows)]
+            for piece, some, to in copies:
+                if isinstance(to, slice):  # by "raise", take would make a copy in between
+                    self._pieces[piece].columns[number].take(some, out=target[to], mode="clip")
                 else:
-                    target[to] = source[some]
-        return [values[: len(rows)] for values in room]
+                    target[to] = self._pieces[piece].columns[number][some]
+            return target
+
+        return column
 
     def piece_ends(self, places: Int64s) -> Int64s:
         """Return where, among the rows at some places, one piece ends and another begins."""

@@ -169,8 +169,17 @@ class PartReader:
         """Return id and slots of a batch, each checked: name -> Arrow array; ``span`` has its bytes already."""
         return self.checked(number, (TABLE, ID, *self._specs), span)
 
+    @property
+    def specs(self) -> tuple[SlotSpec, ...]:
+        """The slots that are read."""
+        return tuple(self._specs.values())
+
     def checked(self, number: int, names: Iterable[str], span: Read | None = None) -> dict[str, pa.Array]:
         """Return id and slots of a batch, of which columns these are checked."""
+        return self.arrays(number, self.values(number, names, span))
+
+    def values(self, number: int, names: Iterable[str], span: Read | None = None) -> Mapping[str, Values]:
+        """Return the values of all columns to be read of a batch, of which these are checked."""
         first = [span] if span is not None else []
 
         def read() -> Mapping[str, Values]:
@@ -180,7 +189,7 @@ class PartReader:
                     raise problem
             return columns
 
-        return self.arrays(number, self._twice(read, self._open))
+        return self._twice(read, self._open)
 
     def unchecked(self, number: int, span: Read | None = None) -> Mapping[str, Values]:
         """Return the values of all columns to be read of a batch, which are not checked yet."""
@@ -216,18 +225,22 @@ class PartReader:
 
     def column_problem(self, number: int, values: Values, name: str) -> CorruptCheckpointError | None:
         """Return what is wrong with a column of a batch: rows of another table, or values of another checksum."""
-        part, batch, where = self.part, self.part.batches[number], f", column {name!r}"
         if name == TABLE:  # by which other readers tell tables apart
+            part, where = self.part, f", column {name!r}"
             if not self._names_checked:  # the batches of a file share one dictionary
                 if (names := self._layout.other_names()) is not None:
                     return self.damage(number, f"the tables {names}", str(list(part.tables)), where)
                 self._names_checked = True
-            wrong = np.frombuffer(values, np.int16) != part.numbers[batch.table]
+            wrong = np.frombuffer(values, np.int16) != part.numbers[part.batches[number].table]
             if wrong.any():
                 return self.damage(number, f"row {np.argmax(wrong)} of another table", "rows of this table only", where)
-        digest, expected = xxhash.xxh3_64_intdigest(values), batch.xxh3[name]
+        return self.checksum_problem(number, name, xxhash.xxh3_64_intdigest(values))
+
+    def checksum_problem(self, number: int, name: str, digest: int) -> CorruptCheckpointError | None:
+        """Return what is wrong where the values of a column have this checksum."""
+        expected = self.part.batches[number].xxh3[name]
         if digest != expected:
-            return self.damage(number, f"checksum {digest:016x}", f"{expected:016x}", where)
+            return self.damage(number, f"checksum {digest:016x}", f"{expected:016x}", f", column {name!r}")
         return None
 
     def check_frame(self) -> None:

@@ -101,7 +101,12 @@ def parse_row_filter(value: Any) -> RowFilter:
             if type(condition) not in (int, float) or not 0 <= condition <= 1:
                 raise ValueError(f"'sample': found {condition!r}, expected a share from 0 to 1")
             sample = float(condition)
-        elif not (isinstance(condition, Mapping) and list(condition) == ["min"] and _is_number(condition["min"])):
+        elif not (
+            isinstance(condition, Mapping)
+            and list(condition) == ["min"]
+            and type(condition["min"]) in (int, float)
+            and abs(condition["min"]) <= _MOST  # which NaN is not
+        ):
             raise ValueError(f"{key!r}: found {condition!r}, expected {{'min': number}}, or the keys 'ids' or 'sample'")
         else:
             minimum.append((str(key), condition["min"]))
@@ -112,7 +117,3 @@ def _ids(value: Any) -> frozenset[int]:
     if not is_list(value) or not all(type(i) is int and -(2**63) <= i < 2**63 for i in value):
         raise ValueError(f"'ids': found {str(value)[:80]}, expected a list of int64 ids")
     return frozenset(value)
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= _MOST  # which NaN is not

@@ -7,7 +7,7 @@ any, and the newest link that names an id counts. The form for memory, which has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -18,20 +18,19 @@ import pyarrow as pa
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS, bucket_of, distinct, is_among, repeated
-from recckpt.format.catalog import Batch, Catalog, Part, PartKind
+from recckpt.format.catalog import Catalog, Part, PartKind
 from recckpt.format.manifest import are_disjoint, overlap
 from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ID, ID_SPEC, ids_in, int64_array, slot_field
 from recckpt.sparse.files.catalogs import IdSet
 from recckpt.sparse.files.part_reader import PartReader
+from recckpt.sparse.files.pieces import IdCheck, Int64s, named_twice
 from recckpt.storage.base import Files
 from recckpt.types import SlotSpec
 
-Int64s = npt.NDArray[np.int64]
 Damage = Callable[[str, str, str], Exception]  # of (where, found, expected)
 
 ABSENT, DELETED = -1, -2  # in place of a row
-_OUT_OF_ORDER = "rows out of bucket order", "buckets that never fall"
 _WINDOW_ROWS = 8 << 20  # ids that are compared at once
 
 
@@ -58,12 +57,6 @@ def newest(links: Iterable[_Link], ids: Int64s) -> Iterator[tuple[_Link, Int64s,
         left = left[rows == ABSENT]
         if not len(left):
             return
-
-
-def named_twice(ids: Int64s) -> tuple[str, str]:
-    """Return (found, expected) for ids that are there more than once."""
-    others = f" and {len(ids) - 1} others" if len(ids) > 1 else ""
-    return f"id {ids[0]}{others} twice", "every id once"
 
 
 def check_once(shards: Iterable[tuple[Int64s, Int64s]], damage: Damage, *, between: bool = True) -> None:
@@ -121,60 +114,6 @@ class NamedIds:
         """Name ids, some of which may be named already."""
         if sum(map(len, ids)):
             self._ordered = np.sort(np.concatenate(ids if self._ordered is None else (self._ordered, *ids)))
-
-
-class IdCheck:
-    """The ids of one table in one part, batch by batch: in bucket order, and none twice."""
-
-    def __init__(self) -> None:
-        self._first_bucket = self._bucket = -1
-        self._head: Int64s = np.empty(0, np.int64)  # the ids in the first bucket, where the part before may end
-        self._tail: Int64s = np.empty(0, np.int64)  # the ids so far in the last bucket, which may go on
-
-    def read(self, reader: PartReader, number: int) -> Mapping[str, pa.Array]:
-        """Return the columns of the next batch; CorruptCheckpointError where they are damaged, or its ids wrong."""
-        columns = reader.read(number)
-        for found, expected in self.check(ids_in(columns), reader.part.batches[number]):
-            raise reader.damage(number, found, expected)
-        return columns
-
-    def check(self, ids: Int64s, batch: Batch) -> Iterator[tuple[str, str]]:
-        """Yield (found, expected) for all that is wrong with the ids of the next batch."""
-        buckets = bucket_of(ids)
-        span = int(buckets.min()), int(buckets.max()) + 1
-        if span != batch.buckets:
-            yield f"ids of buckets {list(span)}", f"{list(batch.buckets)}"
-        yield from check_range(ids, batch)
-        if buckets[0] < self._bucket or (np.diff(buckets) < 0).any():
-            yield _OUT_OF_ORDER
-        if buckets[0] != self._bucket:
-            self._tail = self._tail[:0]
-        if len(twice := repeated(np.concatenate([self._tail, ids]))):
-            yield named_twice(twice)
-        if self._bucket < 0:
-            self._first_bucket = int(buckets[0])
-        if buckets[0] == self._first_bucket:
-            self._head = distinct(self._head, ids[buckets == self._first_bucket])
-        self._bucket = int(buckets[-1])
-        ended = ids[buckets == self._bucket]
-        self._tail = distinct(self._tail, ended) if buckets[0] == self._bucket else ended.copy()
-
-    def follow(self, before: IdCheck) -> Iterator[tuple[str, str]]:
-        """Yield (found, expected) for what does not fit to the part before; take over what goes on from there."""
-        if self._first_bucket < before._bucket:
-            yield _OUT_OF_ORDER
-        elif self._first_bucket == before._bucket:
-            if len(twice := distinct(before._tail[is_among(before._tail, self._head)])):
-                yield named_twice(twice)
-            if self._bucket == self._first_bucket:
-                self._tail = distinct(before._tail, self._tail)
-
-
-def check_range(ids: Int64s, batch: Batch) -> Iterator[tuple[str, str]]:
-    """Yield (found, expected) where the ids of a batch are not in the range by which readers choose and compare."""
-    of_ids = int(ids.min()), int(ids.max())
-    if of_ids != batch.ids:
-        yield f"ids from {of_ids[0]} to {of_ids[1]}", f"from {batch.ids[0]} to {batch.ids[1]}"
 
 
 def may_repeat(catalogs: Sequence[Catalog], table: str) -> bool:

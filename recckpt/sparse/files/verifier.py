@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import gcd
@@ -17,17 +17,17 @@ from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS, mix64
 from recckpt.format.catalog import Batch, Part, PartKind
 from recckpt.format.tables import TableEntry
-from recckpt.sparse.files.arrow_format import ID
-from recckpt.sparse.files.merged_rows import LinkCursor, Piece, bucket_ranges, ids_of, row_of
-from recckpt.sparse.files.part_reader import PartReader, Values
-from recckpt.sparse.files.table_reader import IdCheck, LinkIds, TableReader, newest
+from recckpt.sparse.files.arrow_format import ID, TABLE
+from recckpt.sparse.files.merged_rows import LinkCursor, bucket_ranges
+from recckpt.sparse.files.part_reader import PartReader
+from recckpt.sparse.files.pieces import IdCheck, RowPiece, ids_of
+from recckpt.sparse.files.table_reader import LinkIds, TableReader, newest
 from recckpt.storage import NOT_READABLE, missing, open_storage
 from recckpt.storage.base import Files
 from recckpt.storage.local_files import mapped
 from recckpt.storage.retry import check_twice
-from recckpt.types import SlotSpec
 
-Seen = Callable[[Batch, Mapping[str, Values]], object]
+Visit = Callable[[Batch, RowPiece], Callable[[], object]]  # looks at rows as they pass, and returns what counts them
 Unreadable = CorruptCheckpointError | CheckpointRemovedError | OSError
 _Words = npt.NDArray[np.uint64]
 _LARGEST = 1 << 64
@@ -59,17 +59,19 @@ class VerifyTask:
 
 def check_part_anywhere(task: VerifyTask) -> PartCheck:
     """Do a task, as a worker of an executor does."""
-    return check_part(open_storage(task.url), task.directory, task.tables, task.part, lambda batch, columns: None)
+    return check_part(open_storage(task.url), task.directory, task.tables, task.part)
 
 
-def check_part(storage: Files, directory: str, tables: Sequence[TableEntry], part: Part, seen: Seen) -> PartCheck:
-    """Hold every byte of a part against its catalog entry; ``seen`` is called once with each whole batch."""
+def check_part(
+    storage: Files, directory: str, tables: Sequence[TableEntry], part: Part, visit: Visit | None = None
+) -> PartCheck:
+    """Hold every byte of a part against its catalog entry; what ``visit`` returns is called for each whole batch."""
     path, passed = layout.join(directory, part.file), set[int]()  # numbers of batches
     try:
         return check_twice(
             storage,
             path,
-            lambda: _checked(storage, directory, tables, part, seen=seen, passed=passed),
+            lambda: _checked(storage, directory, tables, part, visit=visit, passed=passed),
             lambda done: done.errors,
         )
     except NOT_READABLE as error:
@@ -80,7 +82,7 @@ def check_part(storage: Files, directory: str, tables: Sequence[TableEntry], par
 
 
 def _checked(
-    storage: Files, directory: str, tables: Sequence[TableEntry], part: Part, *, seen: Seen, passed: set[int]
+    storage: Files, directory: str, tables: Sequence[TableEntry], part: Part, *, visit: Visit | None, passed: set[int]
 ) -> PartCheck:
     done = PartCheck(layout.join(directory, part.file))
     named = set(part.tables)
@@ -102,16 +104,19 @@ def _checked(
             is_readable = False
             done.errors.append(error)
             continue
-        problems = {name: reader.column_problem(number, values, name) for name, values in columns.items()}
-        errors = [problem for problem in problems.values() if problem]
-        if problems[ID] is None:
-            of_table = done.ids.setdefault((part.holds, batch.table), IdCheck())
-            wrong = of_table.check(np.frombuffer(columns[ID], np.int64), batch)
-            errors += [reader.damage(number, found, expected) for found, expected in wrong]
+        head = {name: reader.column_problem(number, columns[name], name) for name in (TABLE, ID)}
+        piece, wrong, take = RowPiece.of(reader, number, columns, is_checked=False), list[tuple[str, str]](), None
+        if head[ID] is None:
+            order = done.ids.setdefault((part.holds, batch.table), IdCheck())
+            wrong = list(order.check(piece.ids, piece.hashes, batch))
+            if visit is not None and head[TABLE] is None and not wrong and number not in passed:
+                take = visit(batch, piece)
+        errors = [problem for problem in head.values() if problem] + list(piece.problems())
+        errors += [reader.damage(number, found, expected) for found, expected in wrong]
         done.errors += errors
-        if not errors and number not in passed:
+        if take is not None and not errors:
             passed.add(number)
-            seen(batch, columns)
+            take()
     if is_readable:
         try:
             reader.check_frame()
@@ -167,7 +172,7 @@ def count_rows(nodes: Sequence[Node], budget_bytes: int) -> list[Counted]:
         for node, count, cursor in zip(nodes, counted, cursors, strict=True):
             if count.is_known and node.below is not None and not counted[node.below].is_known:
                 count.fail(None)
-            rows, deletes = list[Piece](), list[Piece]()
+            rows, deletes = list[RowPiece](), list[RowPiece]()
             if count.is_known:
                 try:
                     rows, deletes = cursor.between(*buckets)
@@ -204,10 +209,9 @@ class RowSums(Counter[str]):
             first += words.shape[1]
         self[table] = (self[table] + int(mix64(hashes)[rows].sum())) % _LARGEST
 
-    def add_batch(self, specs: Sequence[SlotSpec], batch: Batch, values: Mapping[str, Values]) -> None:
-        """Add all rows of a batch of a part."""
-        columns = [np.frombuffer(values[spec.name], row_of(spec)) for spec in specs]
-        self.add(batch.table, columns, slice(None))
+    def visit(self, batch: Batch, piece: RowPiece) -> Callable[[], object]:
+        """Add all rows of a batch of a part, once it is known to be whole."""
+        return lambda: self.add(batch.table, piece.columns, slice(None))
 
 
 @lru_cache(maxsize=64)

@@ -248,8 +248,8 @@ def long_chain(writer, n_rows=20_000, n_links=30, slots=SLOTS) -> tuple[list[Tab
 
 def test_every_batch_is_read_once_and_again_only_where_a_border_cuts_it_that_is_not_mapped(writer, local, monkeypatch):
     chain, model = long_chain(writer)
-    n_reads, read = Counter(), PartReader.read
-    monkeypatch.setattr(PartReader, "read", lambda self, *n: (n_reads.update([(self.path, n[0])]), read(self, *n))[1])
+    n_reads, read = Counter(), PartReader.values
+    monkeypatch.setattr(PartReader, "values", lambda self, *n: (n_reads.update([(self.path, n[0])]), read(self, *n))[1])
     assert rows_in(list(merged_rows(chain, 1 << 30))) == model
     assert {*n_reads.values()} == {1}
     n_batches = len(n_reads)

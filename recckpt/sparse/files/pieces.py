@@ -1,0 +1,210 @@
+"""The checked walk over the batches of a part: each is read, checksummed and decoded once (no torch here).
+
+Whoever goes through rows takes them as a :class:`RowPiece`, and passes over its slots from front to back: their
+checksums are taken on the way, so that the bytes come into the caches of a core once for the checksum and the reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import xxhash
+
+from recckpt.errors import CorruptCheckpointError
+from recckpt.format.buckets import bucket_of, distinct, is_among, mix64, repeated
+from recckpt.format.catalog import Batch
+from recckpt.sparse.files.arrow_format import ID, ID_SPEC, TABLE
+from recckpt.sparse.files.part_reader import PartReader, Values
+from recckpt.types import SlotSpec
+
+Int64s = npt.NDArray[np.int64]
+Hashes = npt.NDArray[np.uint64]
+TO_BUCKET = np.uint64(48)  # bits of a hash below those of the bucket
+_OUT_OF_ORDER = "rows out of bucket order", "buckets that never fall"
+
+
+def row_of(spec: SlotSpec) -> np.dtype[np.void]:
+    """Return the dtype of the bytes of one row."""
+    return np.dtype((np.void, spec.row_bytes))
+
+
+def named_twice(ids: Int64s) -> tuple[str, str]:
+    """Return (found, expected) for ids that are there more than once."""
+    others = f" and {len(ids) - 1} others" if len(ids) > 1 else ""
+    return f"id {ids[0]}{others} twice", "every id once"
+
+
+class _Unchecked:
+    """The slots of a batch whose checksums are still open, and how far each has come."""
+
+    def __init__(self, reader: PartReader, number: int, values: Mapping[str, Values]) -> None:
+        self._reader, self._number = reader, number
+        self._columns = [(spec, memoryview(values[spec.name]), xxhash.xxh3_64()) for spec in reader.specs]
+        self._done = [0] * len(self._columns)
+
+    def pass_to(self, slot: int, row: int) -> None:
+        spec, values, digest = self._columns[slot]
+        begin, end = self._done[slot], row * spec.row_bytes
+        if end > begin:
+            digest.update(values[begin:end])
+            self._done[slot] = end
+
+    def problems(self) -> Iterator[CorruptCheckpointError]:
+        """Pass what is left, and yield what is wrong."""
+        for slot, (spec, _, digest) in enumerate(self._columns):
+            self.pass_to(slot, self._reader.part.batches[self._number].rows)
+            if problem := self._reader.checksum_problem(self._number, spec.name, digest.intdigest()):
+                yield problem
+
+
+class RowPiece:
+    """Rows of one batch, or some of them, column by column as the bytes of whole rows; the ids are checked.
+
+    Attributes:
+        columns: the ids, and the slots.
+        hashes: of the ids, which order them by their buckets; different ids have different ones.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[npt.NDArray[Any]],
+        hashes: Hashes,
+        unchecked: _Unchecked | None = None,
+        *,
+        first: int = 0,
+        goes_on: bool = False,
+    ) -> None:
+        self.columns, self.hashes = columns, hashes
+        self._unchecked, self._first, self._goes_on = unchecked, first, goes_on
+
+    @property
+    def ids(self) -> Int64s:
+        """The ids of the rows."""
+        ids: Int64s = self.columns[0].view(np.int64)
+        return ids
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all rows, the ids included."""
+        return sum(column.nbytes for column in self.columns)
+
+    def pass_to(self, column: int, row: int) -> None:
+        """Take the checksum of a column up to a row, which is read next."""
+        if self._unchecked is not None and column:
+            self._unchecked.pass_to(column - 1, self._first + row)
+
+    def check(self) -> RowPiece:
+        """Return the piece, all of whose batch is checked by now.
+
+        Raises:
+            CorruptCheckpointError: a slot is not what was written.
+        """
+        for problem in self.problems():
+            raise problem
+        return self
+
+    def end(self) -> None:
+        """Check what has not been passed, unless the next piece goes on with the batch; errors as of :meth:`check`."""
+        if not self._goes_on:
+            self.check()
+
+    def problems(self) -> Iterator[CorruptCheckpointError]:
+        """Check all of the batch, and yield what is wrong with its slots."""
+        if self._unchecked is not None:
+            yield from self._unchecked.problems()
+
+    def some(self, first: int, end: int, *, goes_on: bool) -> RowPiece:
+        """Return the rows [first, end); with ``goes_on`` those behind them are another piece, which ends later."""
+        columns = [column[first:end] for column in self.columns]
+        return RowPiece(columns, self.hashes[first:end], self._unchecked, first=self._first + first, goes_on=goes_on)
+
+    def copy(self) -> RowPiece:
+        """Return a copy, which keeps no other rows of the batch in memory."""
+        return RowPiece([column.copy() for column in self.check().columns], self.hashes.copy())
+
+    @classmethod
+    def of(cls, reader: PartReader, number: int, values: Mapping[str, Values], *, is_checked: bool) -> RowPiece:
+        """Return a batch whose ids are checked; its slots are too, or are to be as they pass."""
+        columns = [np.frombuffer(values[spec.name], row_of(spec)) for spec in (ID_SPEC, *reader.specs)]
+        hashes = mix64(columns[0].view(np.uint64))
+        return cls(columns, hashes, None if is_checked else _Unchecked(reader, number, values))
+
+    @classmethod
+    def joined(cls, pieces: Sequence[RowPiece]) -> RowPiece:
+        """Return one piece with the rows of several."""
+        columns = [np.concatenate(parts) for parts in zip(*(piece.check().columns for piece in pieces), strict=True)]
+        return cls(columns, np.concatenate([piece.hashes for piece in pieces]))
+
+
+def ids_of(pieces: Iterable[RowPiece]) -> Int64s:
+    """Return the ids of pieces, one behind the other."""
+    return np.concatenate([np.empty(0, np.int64), *(piece.ids for piece in pieces)])
+
+
+class IdCheck:
+    """The ids of one table in one part, batch by batch: in bucket order, and none twice."""
+
+    def __init__(self) -> None:
+        self._first_bucket = self._bucket = -1
+        self._head: Int64s = np.empty(0, np.int64)  # the ids in the first bucket, where the part before may end
+        self._tail: Int64s = np.empty(0, np.int64)  # the ids so far in the last bucket, which may go on
+
+    def read(self, reader: PartReader, number: int) -> Mapping[str, pa.Array]:
+        """Return the columns of the next batch; CorruptCheckpointError where they are damaged, or its ids wrong."""
+        values = reader.values(number, (TABLE, ID, *(spec.name for spec in reader.specs)))
+        self._refuse(reader, number, np.frombuffer(values[ID], np.int64))
+        return reader.arrays(number, values)
+
+    def piece(self, reader: PartReader, number: int) -> RowPiece:
+        """Return the next batch; errors as of :meth:`read`, of slots that lie in a map as they are passed."""
+        is_mapped = reader.mapped is not None
+        values = reader.values(number, (TABLE, ID, *(() if is_mapped else (spec.name for spec in reader.specs))))
+        piece = RowPiece.of(reader, number, values, is_checked=not is_mapped)
+        self._refuse(reader, number, piece.ids, piece.hashes)
+        return piece
+
+    def _refuse(self, reader: PartReader, number: int, ids: Int64s, hashes: Hashes | None = None) -> None:
+        for found, expected in self.check(ids, hashes, reader.part.batches[number]):
+            raise reader.damage(number, found, expected)
+
+    def check(self, ids: Int64s, hashes: Hashes | None, batch: Batch) -> Iterator[tuple[str, str]]:
+        """Yield (found, expected) for all that is wrong with the ids of the next batch; hashes where they are known."""
+        buckets = bucket_of(ids) if hashes is None else (hashes >> TO_BUCKET).astype(np.int64)
+        span = int(buckets.min()), int(buckets.max()) + 1
+        if span != batch.buckets:
+            yield f"ids of buckets {list(span)}", f"{list(batch.buckets)}"
+        yield from check_range(ids, batch)
+        if buckets[0] < self._bucket or (buckets[1:] < buckets[:-1]).any():
+            yield _OUT_OF_ORDER
+        if buckets[0] != self._bucket:
+            self._tail = self._tail[:0]
+        if len(twice := repeated(np.concatenate([self._tail, ids]))):
+            yield named_twice(twice)
+        if self._bucket < 0:
+            self._first_bucket = int(buckets[0])
+        if buckets[0] == self._first_bucket:
+            self._head = distinct(self._head, ids[buckets == self._first_bucket])
+        self._bucket = int(buckets[-1])
+        ended = ids[buckets == self._bucket]
+        self._tail = distinct(self._tail, ended) if buckets[0] == self._bucket else ended.copy()
+
+    def follow(self, before: IdCheck) -> Iterator[tuple[str, str]]:
+        """Yield (found, expected) for what does not fit to the part before; take over what goes on from there."""
+        if self._first_bucket < before._bucket:
+            yield _OUT_OF_ORDER
+        elif self._first_bucket == before._bucket:
+            if len(twice := distinct(before._tail[is_among(before._tail, self._head)])):
+                yield named_twice(twice)
+            if self._bucket == self._first_bucket:
+                self._tail = distinct(before._tail, self._tail)
+
+
+def check_range(ids: Int64s, batch: Batch) -> Iterator[tuple[str, str]]:
+    """Yield (found, expected) where the ids of a batch are not in the range by which readers choose and compare."""
+    of_ids = int(ids.min()), int(ids.max())
+    if of_ids != batch.ids:
+        yield f"ids from {of_ids[0]} to {of_ids[1]}", f"from {batch.ids[0]} to {batch.ids[1]}"
