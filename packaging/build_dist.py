@@ -38,13 +38,16 @@ def export(folder: Path) -> None:
 
 def build(source: Path, out: Path, epoch: int, **environment: str) -> None:
     """Build sdist, and the wheel from that sdist."""
-    subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)],
         env={**os.environ, "SOURCE_DATE_EPOCH": str(epoch), **environment},
         umask=0o022,  # the modes of files that the build writes go into the wheel
-        check=True,
-        stdout=subprocess.DEVNULL,
+        check=False,
+        capture_output=True,
+        text=True,
     )
+    if done.returncode != 0:
+        sys.exit(f"the build failed:\n{done.stdout}{done.stderr}")
     for sdist in out.glob("*.tar.gz"):
         repack(sdist, epoch)
 

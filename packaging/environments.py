@@ -54,7 +54,7 @@ def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> None:
 
 def install(python: Path, *arguments: str | Path) -> None:
     """Install into an environment, within the constraints: the torch that they name, and no other build of it."""
-    run(python, *PIP, "install", "--constraint", ROOT / "constraints.txt", *arguments)
+    run(python, *PIP, "install", "--no-compile", "--constraint", ROOT / "constraints.txt", *arguments)
 
 
 def wheel_in(folder: Path) -> Path:

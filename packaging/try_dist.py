@@ -1,7 +1,7 @@
 """Try what packaging/build_dist.py put into dist/ as its users will meet it, before it is published.
 
-Its files are checked, the wheel is installed into a bare environment and does there what the README shows, and each
-extra is resolved. torch is the one that constraints.txt names.
+Its files are checked, the wheel is installed into a bare environment and does there what the README shows, and all
+extras are resolved together. torch is the one that constraints.txt names.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import tarfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from zipfile import ZipFile
 
 from build_dist import DIST, ROOT
@@ -20,12 +21,14 @@ WORK = ROOT / "build/dist"
 def check_files(wheel: Path, sdist: Path) -> None:
     """Check metadata and contents: one pure wheel with its types, an sdist without tests, and nothing else."""
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
-    run(sys.executable, "-m", "check_wheel_contents", "--package", ROOT / "recckpt", wheel)
+    with tarfile.open(sdist) as archive, TemporaryDirectory() as folder:
+        members = {name.partition("/")[2] for name in archive.getnames()}
+        archive.extractall(folder, filter="data")
+        package = next(Path(folder).iterdir()) / "recckpt"
+        run(sys.executable, "-m", "check_wheel_contents", "--package", package, wheel)
     names = ZipFile(wheel).namelist()
     if not wheel.name.endswith("-py3-none-any.whl") or "recckpt/py.typed" not in names:
         sys.exit(f"{wheel.name}: expected a pure wheel with recckpt/py.typed")
-    with tarfile.open(sdist) as archive:
-        members = {name.partition("/")[2] for name in archive.getnames()}
     stray = sorted(name for name in members if name.startswith(("tests/", "benchmarks/", "packaging/")))
     missing = {"LICENSE", "README.md", "CHANGELOG.md", "STABILITY.md", "SECURITY.md", "API.txt"} - members
     if stray or missing:
@@ -51,9 +54,9 @@ def main() -> None:
     install(python, "--no-deps", wheel)
     run(python, *PIP, "check")
     try_readme(python, WORK / "readme")
-    for extra in extras(wheel):
-        install(python, "--dry-run", f"{wheel}[{extra}]")
-        print(f"recckpt[{extra}]: resolved")
+    every = ",".join(extras(wheel))  # at once: what goes together goes alone
+    install(python, "--dry-run", f"{wheel}[{every}]")
+    print(f"recckpt[{every}]: resolved")
     print(f"{wheel.name}: checked, installed, and does what the README shows")
 
 

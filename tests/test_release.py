@@ -1,10 +1,13 @@
 """What a release is held to: its public names are listed, its versions agree, and it waits until it is ready."""
 
+import io
 import re
 import shutil
+import tarfile
 from pathlib import Path
 
 import api
+import build_dist
 import pytest
 import ready
 from support.paths import ROOT
@@ -109,3 +112,24 @@ def test_a_checkout_that_is_not_ready_is_refused(
 def test_a_tag_of_another_version_is_refused(checkout: Path) -> None:
     [found] = ready.problems(checkout, "v0.9.0")
     assert found.startswith("the tag: found version 0.9.0, expected 1.")
+
+
+def test_an_sdist_keeps_nothing_of_the_clock_the_user_and_the_order(tmp_path: Path) -> None:
+    def sdist(name: str, *members: str, clock: int, user: str, mode: int) -> bytes:
+        path = tmp_path / name
+        with tarfile.open(path, "w:gz") as archive:
+            for member in members:
+                info = tarfile.TarInfo(f"recckpt-1/{member}")
+                info.size, info.mtime, info.uname, info.uid, info.mode = len(member), clock, user, clock, mode
+                archive.addfile(info, io.BytesIO(member.encode()))
+        build_dist.repack(path, 1_700_000_000)
+        return path.read_bytes()
+
+    first = sdist("one.tar.gz", "a.py", "b.py", clock=1, user="root", mode=0o644)
+    assert first == sdist("two.tar.gz", "b.py", "a.py", clock=2, user="me", mode=0o600)
+    assert first != sdist("three.tar.gz", "a.py", "c.py", clock=1, user="root", mode=0o644)
+    with tarfile.open(fileobj=io.BytesIO(first)) as archive:
+        assert [(each.name, each.mtime, each.mode) for each in archive] == [
+            ("recckpt-1/a.py", 1_700_000_000, 0o644),
+            ("recckpt-1/b.py", 1_700_000_000, 0o644),
+        ]
