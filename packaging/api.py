@@ -54,7 +54,7 @@ def listing(stability: str) -> str:
     for module in modules(stability, "(?:stable|provisional)"):
         lines = [line for name in public_names(module) for line in lines_of(module, name)]
         sections.append(f"\n## {module}\n\n" + "".join(f"{line}\n" for line in lines))
-    return "".join(sections)
+    return "".join(sections).replace("lambda :", "lambda:")  # as Python 3.10 writes it
 
 
 def public_names(module: str) -> list[str]:
