@@ -80,7 +80,7 @@ setup(
         "fsspec>=2024.9",
         "tqdm>=4.66",
         "numba>=0.60",
-        "xxhash>=3.4",
+        "xxhash>=3.4.1",
         "msgspec>=0.19",
     ],
     extras_require=EXTRAS,
