@@ -73,10 +73,12 @@ def metadata(wheel: Path) -> PathDistribution:
 
 def requirements(wheel: Path, extra: str = "") -> dict[str, Requirement]:
     """Return what a wheel asks for, by name; of an extra what that adds."""
-    every = map(Requirement, metadata(wheel).requires or [])
-    if extra:
-        return {each.name: each for each in every if each.marker and each.marker.evaluate({"extra": extra})}
-    return {each.name: each for each in every if each.marker is None}
+    asked = {}
+    for each in map(Requirement, metadata(wheel).requires or []):
+        if each.marker.evaluate({"extra": extra}) if each.marker else not extra:
+            each.marker = None  # pip would look at it again, and knows of no extra where a requirement stands alone
+            asked[each.name] = each
+    return asked
 
 
 def extras(wheel: Path) -> list[str]:

@@ -34,9 +34,7 @@ PARTS = ("reading", "lowest", "newest")
 
 def without_torch(wheel: Path) -> list[str]:
     """Return what reading takes: all that the wheel asks for but torch, and what SQL takes."""
-    return [str(each) for name, each in requirements(wheel).items() if name != "torch"] + [
-        each.name for each in requirements(wheel, "sql").values()
-    ]
+    return [str(each) for name, each in (requirements(wheel) | requirements(wheel, "sql")).items() if name != "torch"]
 
 
 def try_reading(writer: Path) -> None:
