@@ -24,7 +24,7 @@ COMES_BACK = ("parquet", "npy", "dynamicemb")  # formats that are written and re
 GOES_OUT = ("safetensors", "embedding")  # and those of which only the way out does without it
 COMMANDS = (  # of each, what comes behind `recckpt`
     *(("ls", RUN), ("show", RUN), ("head", RUN, TABLE), ("get", RUN, TABLE, "17", "42"), ("verify", RUN)),
-    *(("history", RUN, TABLE, "17"), ("report", RUN), ("sql", RUN, "select count(*) from item")),
+    *(("history", RUN, TABLE, "17"), ("report", RUN, "--json"), ("sql", RUN, "select count(*) from item")),
     *(("mirror", RUN, "runs/mirrored"), ("verify", "runs/mirrored"), ("compact", RUN, "--out", "runs/whole")),
     *(("verify", "runs/whole"), ("forget", "runs/from_npy", "--table", TABLE, "--ids", "ids.txt")),
 )
