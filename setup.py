@@ -34,13 +34,25 @@ EXTRAS = {
 }
 
 ROOT = Path(__file__).parent
-_INIT = (ROOT / "recckpt/__init__.py").read_text(encoding="utf-8")
+URL = "https://recckpt.invalid/recckpt"  # a placeholder: packaging/ready.py refuses to release with it
+VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "recckpt/__init__.py").read_text("utf-8"), re.MULTILINE)[1]
+README = re.sub(  # links that lead somewhere from the page of the registry too
+    r"\]\((?!https?:)", f"]({URL}/blob/v{VERSION}/", (ROOT / "README.md").read_text("utf-8")
+)
 
 setup(
     name="recckpt",
-    version=re.search(r'^__version__ = "(.+)"$', _INIT, re.MULTILINE)[1],
+    version=VERSION,
+    author="the recckpt developers",
+    url=URL,
+    project_urls={
+        "Documentation": f"{URL}/docs",
+        "Source": URL,
+        "Changelog": f"{URL}/blob/v{VERSION}/CHANGELOG.md",
+        "Issues": f"{URL}/issues",
+    },
     description="Checkpoints for recommendation models: hashtable embeddings and dense tensors",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description=README,
     long_description_content_type="text/markdown",
     keywords="checkpoint pytorch recommender embedding hashtable arrow recis torchrec",
     classifiers=[
@@ -52,6 +64,7 @@ setup(
         "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
@@ -61,13 +74,13 @@ setup(
     packages=find_packages(include=["recckpt", "recckpt.*"]),
     package_data={"recckpt": ["py.typed"]},
     install_requires=[
-        "torch>=2.6",
+        "torch>=2.13",
         "numpy>=1.26",
         "pyarrow>=17",
-        "fsspec>=2024.6",
+        "fsspec>=2024.9",
         "tqdm>=4.66",
         "numba>=0.60",
-        "xxhash>=3.4",
+        "xxhash>=3.4.1",
         "msgspec>=0.19",
     ],
     extras_require=EXTRAS,

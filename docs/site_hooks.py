@@ -10,7 +10,13 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
-BESIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+BESIDE = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "STABILITY.md": "stability.md",
+    "SECURITY.md": "security.md",
+}
 _LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[^)]+)?\)")
 _SECTION = re.compile(r"^\[[^\]]+\]\(\.\./CONTRIBUTING\.md#([\w-]+)\)$", re.MULTILINE)
 

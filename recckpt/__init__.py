@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from recckpt.sparse.split import filter_out_sparse_param, split_sparse_dense_state_dict
     from recckpt.types import is_hashtable
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 
 _HOMES = {
     "Saver": "saver",

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, cast, runtime_checka
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["SavableTable", "LiveTable", "WatchedTable", "Door", "Box", "RowShare", "SlotSpec", "is_hashtable"]
+
 EMBEDDING = "embedding"  # part of the format: the slot that holds a table's values
 ITEM_BYTES: dict[str, int] = {  # part of the format: the dtypes of slots and their bytes per value
     "float16": 2,

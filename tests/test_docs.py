@@ -119,7 +119,7 @@ def test_the_readme_is_one_screen() -> None:
 def test_the_site_has_every_page() -> None:
     listed = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
     here = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
-    assert here | {"index.md", "contributing.md", "changelog.md"} == listed
+    assert here | {"index.md", "contributing.md", "changelog.md", "stability.md", "security.md"} == listed
 
 
 def test_the_glossary_has_each_word_once_and_in_order() -> None:
@@ -131,7 +131,7 @@ def test_the_glossary_has_each_word_once_and_in_order() -> None:
 
 
 def test_every_link_of_the_documents_leads_to_a_file() -> None:
-    for document in (*PAGES.values(), ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"):
+    for document in (*PAGES.values(), *ROOT.glob("*.md")):
         prose = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
         for target in re.findall(r"\]\((?!https?://)([^)#]+)", prose):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"

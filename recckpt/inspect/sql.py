@@ -190,6 +190,9 @@ def _column(name: str, values: list[Any]) -> pa.Array:
     kind = _TIMELINE.field(name).type if name in _TIMELINE.names else None
     try:
         column = pa.array(values, kind)
+        is_known = "struct<>" not in str(column.type)  # as {} alone would be, which duckdb before 2 refuses
     except (pa.ArrowException, OverflowError, UnicodeEncodeError):  # of a line written by hand
+        is_known = False
+    if not is_known:
         return pa.array([None if value is None else json.dumps(value) for value in values])
     return column.cast(pa.string()) if pa.types.is_null(column.type) else column

@@ -28,6 +28,8 @@ from recckpt.sparse.optim.joint import parts_of, refuse_accumulation
 from recckpt.text.foreign_words import answers_by
 from recckpt.types import is_hashtable
 
+__all__ = ["LightningCallback"]
+
 log = logging.getLogger("recckpt")
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from recckpt.save.save_info import SaveInfo
 
+__all__ = ["to_tensorboard", "to_mlflow", "to_wandb"]
+
 Log = Callable[[SaveInfo], None]
 
 _PREFIX = "recckpt/"

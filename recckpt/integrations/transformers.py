@@ -36,6 +36,8 @@ from recckpt.sparse.optim import SparseOptimizer, clip_grad_norm_
 from recckpt.sparse.optim.joint import refuse_accumulation, share_overflow
 from recckpt.text.foreign_words import answers_by
 
+__all__ = ["TransformersCallback"]
+
 _TRAINER_STATE = "trainer_state"
 _OWN_LIMIT = "_max_grad_norm_of_the_trainer"  # an attribute of its arguments while it does not clip
 

@@ -321,6 +321,8 @@ def test_checkpoints_and_timeline_are_tables(tmp_path):
         assert json.loads(state) == {"sparse_lr_0": 0.01}
         assert connection.sql("select count(*), sum(n_bytes) > 0 from timeline").fetchall() == [(3, True)]
         assert connection.sql("select count(*) from timeline where error is null").fetchall() == [(2,)]
+        empty = connection.sql("select distinct largest_errors from timeline where n_bytes > 0").fetchall()
+        assert empty == [("{}",)], "objects without a field are text: duckdb before 2 has no type for them"
     (tmp_path / "timeline.jsonl").unlink()
     with recckpt.connect(tmp_path) as connection:
         assert connection.sql("select count(step) from timeline").fetchall() == [(0,)]
