@@ -14,10 +14,10 @@ from recckpt.text import Line, Table, duration, escaped, one_line, plural, size
 
 if TYPE_CHECKING:
     from recckpt.inspect.repair import Leftover, Repaired
+    from recckpt.output_dir.forget_requests import Forgotten
     from recckpt.output_dir.notes import NearHost
     from recckpt.rewrite.compact import Compacted
     from recckpt.rewrite.forget import ForgetPlan
-    from recckpt.rewrite.requests import Forgotten
 
 ARGUMENTS = {
     "repair": (

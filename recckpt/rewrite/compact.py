@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from functools import partial
 
 from recckpt.checkpoint.attempt import Attempt, commit_new
 from recckpt.checkpoint.read_again import remove_checked
@@ -21,9 +22,10 @@ from recckpt.output_dir.at_path import locate_id, locate_path
 from recckpt.output_dir.fence import PASSED_ON, Fence
 from recckpt.output_dir.forget_requests import FORGET_FIRST, check_none_pending, check_none_since
 from recckpt.output_dir.index_file import why_nothing
-from recckpt.output_dir.listing import Checkpoint, list_checkpoints
+from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints
 from recckpt.output_dir.offers import adopt_offers, adoptable, look_at
 from recckpt.output_dir.open_files import first_whole
+from recckpt.parallel.threads import Latch, StoppedError, Worker
 from recckpt.rewrite.whole import Means, write_whole
 from recckpt.storage import Storage, open_storage
 from recckpt.storage.transfers import VISIBLE
@@ -32,6 +34,7 @@ from recckpt.types import positive_int
 log = logging.getLogger("recckpt")
 BUDGET_BYTES = 256 << 20
 _THREADS = 4
+_BUDGET_BESIDE_A_TRAINER = 64 << 20  # which needs its memory
 
 
 @dataclass(frozen=True)
@@ -194,3 +197,38 @@ def _replaced(committed: Sequence[Checkpoint]) -> list[Checkpoint]:
     of = {c.manifest.form_of.save_id for c in committed if c.manifest.form_of}
     ours = (c for c in reversed(committed) if layout.is_attempt(c.directory, c.ckpt_id))
     return [c for c in ours if c.manifest.kind == "delta" and c.manifest.save_id in of]
+
+
+class BackgroundCompactor:
+    """Makes offers beside the trainer that adopts them, one at a time, in a thread. Not thread-safe.
+
+    An error is logged and fails nothing: a later save is full where the chain is too long by then.
+    """
+
+    def __init__(self) -> None:
+        # A daemon: an interpreter that ends does not wait for it, and what it leaves is no whole offer.
+        self._worker = Worker[Latch]("recckpt-compact", is_daemon=True)
+        self._offered: str | None = None
+
+    def begin(self, storage: Storage, listing: Listing, checkpoint: Checkpoint, reason: str) -> None:
+        """Begin an offer of a checkpoint, unless one is under way, or waits to be adopted."""
+        if self._worker.is_at_work or self._offered in listing.uncommitted:
+            return
+        log.info("%s: compacting in the background: %s", storage.url, reason)
+        stop = Latch()
+        self._worker.begin(stop, partial(self._make, storage, checkpoint, stop))
+
+    def close(self) -> None:
+        """End what is at work, which leaves nothing; an offer may be begun again."""
+        if self._worker.task is not None:
+            self._worker.task.set()
+        self._worker.wait()
+
+    def _make(self, storage: Storage, checkpoint: Checkpoint, stop: Latch) -> None:
+        try:
+            means = Means(None, 1, _BUDGET_BESIDE_A_TRAINER, stop.is_set, has_bar=False)
+            self._offered = make_offer(storage, checkpoint, means).directory or self._offered
+        except StoppedError:
+            log.info("%s: the compaction of %r was ended", storage.url, checkpoint.ckpt_id)
+        except Exception as error:
+            log.warning("%s: %r could not be compacted: %s", storage.url, checkpoint.ckpt_id, error)

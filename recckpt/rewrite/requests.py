@@ -9,51 +9,33 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from recckpt.errors import CorruptCheckpointError, FormatVersionError, RecckptError
+from recckpt.errors import CorruptCheckpointError, FormatVersionError, RecckptError, WriterFencedError
 from recckpt.format import layout
 from recckpt.format.codec import time_now
-from recckpt.format.forgetting import Request
+from recckpt.format.forgetting import Ids, Request
 from recckpt.output_dir import rotation
 from recckpt.output_dir.checkpoint_dir import read_manifest
 from recckpt.output_dir.commit import WRITER
 from recckpt.output_dir.fence import Fence
-from recckpt.output_dir.forget_requests import close_request, meant_in, pending, put_request, remove_drafts
+from recckpt.output_dir.forget_requests import (
+    Forgotten,
+    audit,
+    close_request,
+    meant_in,
+    pending,
+    put_request,
+    remove_drafts,
+)
 from recckpt.output_dir.listing import Checkpoint, Listing
-from recckpt.output_dir.notes import NearHost, noted_hosts
-from recckpt.rewrite.revision import Ids, IdsInFiles, OmittedRows, Revising, ids_in_files, revise
+from recckpt.output_dir.notes import noted_hosts
+from recckpt.rewrite.revision import IdsInFiles, OmittedRows, Revising, ids_in_files, revise
 from recckpt.storage import Storage
-from recckpt.text import Progress, plural
+from recckpt.text import Progress, instead_of, plural
 
 log = logging.getLogger("recckpt")
-
-
-@dataclass(frozen=True)
-class Forgotten:
-    """What was done about one request.
-
-    Attributes:
-        table: the table.
-        n_ids: how many ids were to be forgotten.
-        revised: directory of a checkpoint -> that of the one without the ids that has taken its place.
-        n_rows: id of a checkpoint -> how many of the ids had a row in it.
-        removed: directories that went: what was replaced, superseded checkpoints, late commits and leftovers.
-        is_resumed: whether an earlier process had made the request.
-        near_hosts: the hosts on which near saves were noted, which may have the ids until they are removed there.
-        mirrors_left: a mirror that was named and may still have the ids -> why; of the last request alone.
-    """
-
-    table: str
-    n_ids: int
-    revised: dict[str, str]
-    n_rows: dict[str, int]
-    removed: tuple[str, ...]
-    is_resumed: bool = False
-    near_hosts: tuple[NearHost, ...] = ()
-    mirrors_left: Mapping[str, str] = field(default_factory=dict)
 
 
 def forget_as_owner(
@@ -76,11 +58,23 @@ def forget_as_owner(
         return [*done, _carry_out(storage, fence, request, is_resumed=False, has_bar=has_bar)]
 
 
-def settle(storage: Storage, fence: Fence) -> None:
-    """As :func:`finish_pending`, once for each time that the output dir was taken over."""
-    if not fence.is_settled:
+def settle(storage: Storage, fence: Fence) -> bool:
+    """As :func:`finish_pending`, once for each takeover; say whether nothing is left, and log why if not.
+
+    Raises:
+        WriterFencedError: another writer has taken the output dir over.
+    """
+    if fence.is_settled:
+        return True
+    try:
         with fence.settling():
             finish_pending(storage, fence)
+    except WriterFencedError:
+        raise
+    except (RecckptError, OSError) as error:
+        log.error("%s: ids that were to be forgotten may still be there: %s", storage.url, error)
+        return False
+    return True
 
 
 def finish_pending(storage: Storage, fence: Fence, *, has_bar: bool = False) -> list[Forgotten]:
@@ -99,6 +93,34 @@ def finish_pending(storage: Storage, fence: Fence, *, has_bar: bool = False) -> 
         )
         done.append(_carry_out(storage, fence, request, is_resumed=True, has_bar=has_bar))
     return done
+
+
+def check(storage: Storage, listing: Listing, table: str, ids: Ids, *, is_live: bool = False) -> None:
+    """Refuse what cannot be forgotten, before anything changes.
+
+    Args:
+        storage: the output dir.
+        listing: what is there.
+        table: name of the table.
+        ids: those to forget.
+        is_live: whether the model has the table, so that no checkpoint need have it.
+
+    Raises:
+        ValueError: no checkpoint has such a table.
+        CorruptCheckpointError: a checkpoint, or the audit, is damaged.
+    """
+    check_readable(listing)
+    if not is_live:
+        check_table(listing, table, storage.url)
+    scan(storage, listing, table, ids)
+    audit(storage)
+
+
+def check_table(listing: Listing, table: str, url: str) -> None:
+    """Raise ValueError where no checkpoint has such a table."""
+    names: Collection[str] = {entry.name for c in listing.committed for entry in c.manifest.tables}
+    if table not in names:
+        raise ValueError(f"{url}: found no table {table!r} in any checkpoint{instead_of(table, sorted(names))}")
 
 
 def check_readable(listing: Listing) -> None:

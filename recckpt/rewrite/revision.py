@@ -15,6 +15,7 @@ from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import is_among
 from recckpt.format.catalog import Part
+from recckpt.format.forgetting import Ids
 from recckpt.format.manifest import FileEntry, Link, Manifest, Parent, RevisionOf
 from recckpt.format.tables import TableEntry
 from recckpt.output_dir.fence import Fence
@@ -31,7 +32,6 @@ from recckpt.sparse.files.verifier import RowSums, check_part
 from recckpt.storage import Sink, Storage
 from recckpt.types import SlotSpec
 
-Ids = npt.NDArray[np.int64]  # ascending, all different
 _Flags = npt.NDArray[np.bool_]  # one an id
 _STEP_BYTES = 8 << 20
 

@@ -132,6 +132,12 @@ class Changes:
         *deltas, full = [link.manifest.n_bytes for link in links]
         return Chain(len(deltas), sum(deltas), full)
 
+    def due_compaction(self, fence: Fence) -> tuple[Checkpoint, str] | None:
+        """Return what the next delta would stand on, and why it is to be compacted; None where it is not."""
+        chain = self.chain(fence)
+        reason = self.policy.why_compact(chain) if chain else None
+        return (chain_of(fence.listing, self.base.save_id)[0], reason) if self.base and reason else None
+
 
 def changes_of(deltas: bool | Deltas) -> Changes | None:
     """Return what a saver counts with, None where all its saves are full; ValueError where it is neither."""

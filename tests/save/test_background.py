@@ -474,7 +474,7 @@ def test_closing_the_saver_ends_a_compaction_which_leaves_nothing(tmp_path, gate
     at_work.wait()
     closing = threading.Thread(target=run.saver.close)
     closing.start()
-    assert run.saver._to.offers._worker.task.wait(60)
+    assert run.saver._to.compactors[0]._worker.task.wait(60)
     at_work.open()
     closing.join()
     assert (compaction(), offers(tmp_path)) == ([], [])
