@@ -47,7 +47,7 @@ class Forgotten:
     Attributes:
         table: the table.
         n_ids: how many ids were to be forgotten.
-        revised: directory of a checkpoint -> that of the one without the ids that has taken its place.
+        rewritten: directory of a checkpoint -> that of the one without the ids that supersedes it.
         n_rows: id of a checkpoint -> how many of the ids had a row in it.
         removed: directories that went: what was replaced, superseded checkpoints, late commits and leftovers.
         is_resumed: whether an earlier process had made the request.
@@ -57,7 +57,7 @@ class Forgotten:
 
     table: str
     n_ids: int
-    revised: dict[str, str]
+    rewritten: dict[str, str]
     n_rows: dict[str, int]
     removed: tuple[str, ...]
     is_resumed: bool = False

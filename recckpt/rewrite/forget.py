@@ -30,7 +30,7 @@ from recckpt.rewrite.requests import (
     scan,
     touched,
 )
-from recckpt.rewrite.revision import rows_in_chain
+from recckpt.rewrite.without_ids import rows_in_chain
 from recckpt.storage import Storage, open_storage
 
 log = logging.getLogger("recckpt")

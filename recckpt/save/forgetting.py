@@ -125,7 +125,7 @@ class Removal:
                 raise failed(rank, f"it was to delete {other!r}, this one {ckpt_id!r}: all ranks name the same step")
         changes = self._to.changes
         base = None if changes is None or changes.base is None else changes.base.save_id
-        if ranks.on_first(lambda: base in {each.manifest.origin for each in self._chosen(ckpt_id)}) and changes:
+        if ranks.on_first(lambda: base in {each.manifest.name for each in self._chosen(ckpt_id)}) and changes:
             changes.drop_base()  # first: whatever fails from here on, no delta stands on what may be gone
         ranks.on_first(lambda: self._remove(ckpt_id))
 

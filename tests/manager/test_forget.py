@@ -107,7 +107,7 @@ def test_a_form_beside_its_delta_is_revised_under_a_name_that_nothing_has_had(tm
     run = run_with_form(tmp_path)
     before = {path.name for path in tmp_path.glob("ckpt_*")}
     [done] = run.manager.forget("user", GONE)
-    assert not before & set(done.revised.values())
+    assert not before & set(done.rewritten.values())
     assert is_absent(tmp_path)
     fill(run.user, ids_at(301), 1.0)
     run.manager.step()
@@ -121,7 +121,7 @@ def test_what_was_removed_is_judged_by_the_rows_that_are_there_and_not_by_the_na
     run = run_with_form(tmp_path)
     monkeypatch.setattr(Fence, "free_dirs", reused)
     [done] = run.manager.forget("user", GONE)
-    assert set(done.removed) & set(done.revised.values())
+    assert set(done.removed) & set(done.rewritten.values())
     assert is_absent(tmp_path)
 
 
@@ -279,7 +279,7 @@ def test_a_table_that_no_checkpoint_has_yet_is_forgotten_from(tmp_path):
     run = Managed(tmp_path / "runs")
     fill(run.user, GONE, 1.0)
     [done] = run.manager.forget("user", GONE)
-    assert (len(run.user), done.revised) == (0, {})
+    assert (len(run.user), done.rewritten) == (0, {})
     run.manager.step()
     assert is_absent(tmp_path / "runs")
 

@@ -25,7 +25,6 @@ from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import list_checkpoints, locate
 from recckpt.output_dir.rotation import pin
 from recckpt.policies.admit import MinCount
-from recckpt.rewrite.compact import adopt
 from recckpt.rewrite.forget import finish, forget
 from recckpt.sparse import HashTable
 from recckpt.storage import open_storage
@@ -75,11 +74,11 @@ def test_every_link_of_a_chain_is_written_again_without_the_ids(root):
     before = rows_in(root)
     [done] = forget(str(root), "user", GONE)
     check_forgotten(root, before, GONE)
-    assert list(done.revised) == list(CHAIN)
+    assert list(done.rewritten) == list(CHAIN)
     assert done.n_rows == {"ckpt_1": 4, "ckpt_2": 5, "ckpt_3": 4, "ckpt_4": 4}
     listing = list_checkpoints(open_storage(str(root)))
     assert [c.manifest.kind for c in listing.committed] == ["full", "delta", "delta", "delta"]
-    assert set(listing.directories) == set(done.revised.values())
+    assert set(listing.directories) == set(done.rewritten.values())
 
 
 def test_no_byte_of_them_is_left_where_no_other_table_has_them(root):
@@ -96,14 +95,14 @@ def test_dense_state_registered_objects_and_parts_without_the_ids_keep_their_byt
 
     before = {name: files(name) for name in CHAIN}
     [done] = forget(str(root), "user", ids_at(50))
-    for old, new in done.revised.items():
+    for old, new in done.rewritten.items():
         after = files(new)
         assert {n: d for n, d in after.items() if n.endswith(".pt")} == {
             n: d for n, d in before[old].items() if n.endswith(".pt")
         }
-    assert files(done.revised["ckpt_2"]) == before["ckpt_2"]
-    assert files(done.revised["ckpt_3"]) == before["ckpt_3"]
-    assert files(done.revised["ckpt_4"]) != before["ckpt_4"]
+    assert files(done.rewritten["ckpt_2"]) == before["ckpt_2"]
+    assert files(done.rewritten["ckpt_3"]) == before["ckpt_3"]
+    assert files(done.rewritten["ckpt_4"]) != before["ckpt_4"]
 
 
 def test_checkpoints_that_neither_hold_them_nor_stand_on_one_stay_untouched(tmp_path):
@@ -114,7 +113,7 @@ def test_checkpoints_that_neither_hold_them_nor_stand_on_one_stay_untouched(tmp_
     run.saver.save("ckpt_2", step=2)
     before = tree(tmp_path / "runs" / "ckpt_1")
     [done] = forget(tmp_path / "runs", "user", ids_at(2))
-    assert list(done.revised) == ["ckpt_2"]
+    assert list(done.rewritten) == ["ckpt_2"]
     assert tree(tmp_path / "runs" / "ckpt_1") == before
     assert ids_of(tmp_path / "runs") == ["ckpt_1", "ckpt_2"]
 
@@ -146,10 +145,9 @@ def test_a_table_may_lose_all_its_rows(root):
     assert read(root, "ckpt_4", "user") == {}
 
 
-def test_forms_and_waiting_offers_are_free_of_them_too(tmp_path):
+def test_compacted_ones_and_waiting_offers_are_free_of_them_too(tmp_path):
     run = run_with_chain(tmp_path / "runs")
-    recckpt.compact(run.url)
-    adopt(run.url)  # the delta is gone, its form is there, and its links
+    recckpt.compact(run.url, adopt=True)  # the delta is gone, what supersedes it is there, and its links
     recckpt.compact(run.url, "ckpt_2")  # an offer that nobody adopts
     before = {name: rows_of(run, name) for name in ("ckpt_1", "ckpt_2", "ckpt_3")}
     [done] = forget(run.url, "item", [5, 9, 149])
@@ -159,12 +157,11 @@ def test_forms_and_waiting_offers_are_free_of_them_too(tmp_path):
         assert rows_of(run, name) == {id_: row for id_, row in rows.items() if id_ not in (5, 9, 149)}
     assert not any(map(layout.is_offer_dir, list_checkpoints(run).directories))
     assert look_for(run.url, np.array([5, 9, 149])).holding == ()
-    recckpt.compact(run.url, "ckpt_2")
-    adopt(run.url)  # a form of a revision
-    assert locate(run, "ckpt_2").manifest.form_of
+    recckpt.compact(run.url, "ckpt_2", adopt=True)  # what supersedes has fewer rows, and is superseded
+    assert locate(run, "ckpt_2").manifest.supersedes
     assert rows_of(run, "ckpt_2") == {id_: row for id_, row in before["ckpt_2"].items() if id_ not in (5, 9, 149)}
     assert list_checkpoints(run).ckpt_ids == ["ckpt_1", "ckpt_2", "ckpt_3"]
-    forget(run.url, "item", [6])  # and the form is revised once more
+    forget(run.url, "item", [6])  # and that is written again once more
     assert 6 not in rows_of(run, "ckpt_2")
     assert verify(run.url) == []
 
@@ -252,7 +249,7 @@ def test_a_table_of_rows_that_is_called_like_counts_is_left_alone(tmp_path):
 def test_an_object_store_will_do(memory_url):
     ForgettingRun(memory_url).save_chain()
     [done] = forget(memory_url, "user", GONE)
-    assert list(done.revised) == list(CHAIN)
+    assert list(done.rewritten) == list(CHAIN)
     found = look_for(memory_url, np.array(GONE), "user")
     assert (found.holding, found.unread, found.n_asked) == ((), {}, len(GONE))
     assert verify(memory_url) == []
@@ -265,7 +262,7 @@ def test_the_audit_says_what_was_done_and_names_no_id(root):
     first, second = map(json.loads, data.splitlines())
     assert (first["table"], first["n_ids"], first["by"]) == ("user", len(GONE), "recckpt.forget")
     assert first["asked"] <= first["finished"]
-    assert list(first["revised"]) == list(CHAIN)
+    assert list(first["rewritten"]) == list(CHAIN)
     assert len(first["digests"]) == len(GONE)
     assert len(second["digests"]) == 1
     assert not any(str(id_) in data for id_ in GONE)
@@ -290,7 +287,7 @@ def test_no_digest_is_written_without_a_whole_key(root, damage):
 def test_ids_that_are_nowhere_change_no_checkpoint(root):
     before = {name: tree(root / name) for name in CHAIN}
     [done] = forget(str(root), "user", ids_at(4000))
-    assert (done.revised, done.n_rows) == ({}, {})
+    assert (done.rewritten, done.n_rows) == ({}, {})
     assert {name: tree(root / name) for name in CHAIN} == before
 
 

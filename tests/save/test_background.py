@@ -432,9 +432,9 @@ def test_a_chain_that_is_compacted_needs_no_further_full_save(tmp_path):
         join()
         assert restored(tmp_path) == state_of(run)
     committed = list_checkpoints(open_storage(str(tmp_path))).committed
-    saved = [c.manifest for c in committed if not c.manifest.form_of]
+    saved = [c.manifest for c in committed if not c.manifest.supersedes]
     assert {record.kind for record in saved} == {"delta"}  # the first one, which was full, is gone
-    assert any(c.manifest.form_of for c in committed)
+    assert any(c.manifest.supersedes for c in committed)
     assert len(committed) < 9
 
 
