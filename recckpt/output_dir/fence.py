@@ -99,7 +99,7 @@ def claim_next(storage: Storage, known: Manifests, above: int, purpose: str) -> 
             raise CorruptCheckpointError(storage.url, layout.OWNER_DIR, found=found, expected=expected, remedy=remedy)
         claim = _new_claim(highest + 1, purpose)
         try:
-            storage.put_if_absent(layout.claim(claim.epoch), encode_claim(claim))
+            put_claim(storage, claim)
         except FileExistsError:
             continue  # another was faster
         _sync_claims(storage)
@@ -123,6 +123,11 @@ def remove_older(storage: Storage, epoch: int, is_kind: Callable[[str], bool]) -
 
 def _new_claim(epoch: int, purpose: str) -> Claim:
     return Claim(epoch, secrets.token_hex(16), socket.gethostname(), os.getpid(), time_now(), purpose)
+
+
+def put_claim(storage: Storage, claim: Claim) -> None:
+    """Claim an output dir; FileExistsError where another has that number."""
+    storage.put_if_absent(layout.claim(claim.epoch), encode_claim(claim))
 
 
 def _sync_claims(storage: Storage) -> None:
@@ -340,7 +345,7 @@ class Fence:
         self.check()
         claim = _new_claim(self.epoch + 1, self._purpose)
         try:
-            self._storage.put_if_absent(layout.claim(claim.epoch), encode_claim(claim))
+            put_claim(self._storage, claim)
         except FileExistsError:
             self.check(is_thorough=True)  # another's, who owns it now
             raise

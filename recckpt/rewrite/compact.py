@@ -129,7 +129,8 @@ def make_offer(storage: Storage, checkpoint: Checkpoint, means: Means) -> Compac
     known, listing = check_none_pending(storage, FORGET_FIRST), list_checkpoints(storage)
     there = listing.named(checkpoint.manifest.name)
     if there is None:
-        raise CheckpointRemovedError(storage.url_of(checkpoint.directory))
+        at = checkpoint.directory
+        raise listing.damaged.get(at) or CheckpointRemovedError(storage.url_of(at))
     checkpoint, record = there, there.manifest
     if record.kind == "full":
         of = f", compacted from the delta of save {record.name}" if record.is_compacted else ""

@@ -31,7 +31,7 @@ log = logging.getLogger("recckpt")
 
 
 @dataclass(frozen=True)
-class Base:
+class DeltaBase:
     """A committed checkpoint that deltas may stand on, whatever stands in for it."""
 
     save_id: str  # its name
@@ -60,7 +60,7 @@ class Changes:
     def __init__(self, policy: Deltas) -> None:
         self.policy, self.tracker = policy, Tracker()
         self.freeze: Freeze = self.tracker.freeze
-        self.base: Base | None = None
+        self.base: DeltaBase | None = None
 
     @property
     def has_candidate(self) -> bool:
@@ -145,11 +145,11 @@ def changes_of(deltas: bool | Deltas) -> Changes | None:
     return Changes(policy) if policy else None
 
 
-def _base_of(record: Manifest) -> Base:
+def _base_of(record: Manifest) -> DeltaBase:
     slots = {table.name: table.slots for table in record.tables}
     reduced = {table.name: table.reduced for table in record.tables if table.reduced is not None}
     live = {table.name: table.live for table in record.tables if table.live is not None}
-    return Base(record.name, record.place, slots, reduced, live)
+    return DeltaBase(record.name, record.place, slots, reduced, live)
 
 
 def _is_there(storage: Storage, link: Checkpoint) -> bool:

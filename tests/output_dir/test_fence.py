@@ -578,3 +578,46 @@ def test_a_writer_knows_the_newest_place_that_its_list_has_damaged_ones_included
     later.hold()
     assert list(later.listing.damaged) == ["b"]
     assert later.newest_at_takeover == later.listing.newest_place > later.listing.committed[-1].manifest.place
+
+
+def test_a_closing_list_names_what_it_is_given_and_nothing_else_of_before_counts(storage):
+    fence = fence_of(storage)
+    for ckpt_id in "ab":
+        save_tables(storage, [filled("item", [1])], ckpt_id=ckpt_id)
+    fence.hold()
+    clean = next(c.manifest.save_id for c in fence.listing.committed if c.ckpt_id == "b")
+    epoch = fence.epoch
+    fence.close_list(frozenset([clean]))
+    assert (fence.epoch, claimed_epochs(storage)) == (epoch + 1, [epoch + 1])
+    assert last_takeover(storage).save_ids == {clean}
+    listing = list_checkpoints(storage)
+    assert ([c.ckpt_id for c in listing.committed], list(listing.fenced)) == (["b"], ["a"])
+    assert [c.ckpt_id for c in fence.listing.committed] == ["b"]
+    fence.check(is_thorough=True)
+
+
+def test_a_closing_list_whose_number_is_anothers_is_not_published(storage):
+    fence, later = fence_of(storage), Fence(storage)
+    fence.hold()
+    later.hold()
+    with pytest.raises(WriterFencedError):
+        fence.close_list(frozenset())
+    assert last_takeover(storage).epoch == later.epoch
+
+
+def test_who_could_not_publish_a_closing_list_owns_the_output_dir_and_tries_again(storage, monkeypatch):
+    fence = fence_of(storage)
+    fence.hold()
+    epoch, put = fence.epoch, type(storage).put_if_absent
+
+    def failing(self, name, data):
+        if name == layout.takeover(epoch + 1):
+            raise OSError(28, "No space left on device", name)
+        put(self, name, data)
+
+    monkeypatch.setattr(type(storage), "put_if_absent", failing)
+    with pytest.raises(OSError, match="No space"):
+        fence.close_list(frozenset())
+    fence.check(is_thorough=True)
+    fence.close_list(frozenset())
+    assert (fence.epoch, last_takeover(storage).epoch) == (epoch + 2, epoch + 2)

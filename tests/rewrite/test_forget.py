@@ -16,18 +16,27 @@ from support.sweeps import mostly_slow
 
 import recckpt
 from recckpt import Saver
-from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, WriterFencedError
+from recckpt.errors import (
+    CheckpointNotFoundError,
+    CommitNotDurableError,
+    CorruptCheckpointError,
+    RecckptError,
+    WriterFencedError,
+)
 from recckpt.format import layout
 from recckpt.inspect.absent import look_for
 from recckpt.inspect.verify import verify
 from recckpt.output_dir import forget_requests
 from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.forget_requests import pending
 from recckpt.output_dir.listing import list_checkpoints, locate
 from recckpt.output_dir.rotation import pin
 from recckpt.policies.admit import MinCount
 from recckpt.rewrite.forget import finish, forget
+from recckpt.rewrite.requests import forget_as_owner, settle
 from recckpt.sparse import HashTable
 from recckpt.storage import open_storage
+from recckpt.storage.local import LocalStorage
 
 GONE = ids_at(5, 7, 50, 200, 99, 4000)  # changed; deleted; changed last; new in a delta; untouched; never there
 CHAIN = ("ckpt_1", "ckpt_2", "ckpt_3", "ckpt_4")
@@ -363,3 +372,55 @@ def test_damage_is_refused_before_anything_changes(root):
     with pytest.raises(CorruptCheckpointError, match="nobody can say whether it holds the ids"):
         forget(str(root), "user", GONE)
     assert tree(root) == before
+
+
+def test_what_somebody_puts_back_after_ids_were_forgotten_never_counts_again(root, tmp_path):
+    shutil.copytree(root, tmp_path / "copy")
+    forget(str(root), "user", GONE)
+    shutil.copytree(tmp_path / "copy" / "ckpt_2", root / "ckpt_2")
+    storage = open_storage(str(root))
+    assert list(list_checkpoints(storage).fenced) == ["ckpt_2"]
+    Fence(storage).hold()  # whose list does not name it
+    assert list(list_checkpoints(storage).fenced) == ["ckpt_2"]
+
+
+def test_what_somebody_puts_back_meanwhile_does_not_get_into_the_list(root, tmp_path, monkeypatch):
+    shutil.copytree(root, tmp_path / "copy")
+    close_list = Fence.close_list
+
+    def put_back_first(fence, clean):
+        shutil.copytree(tmp_path / "copy" / "ckpt_1", root / "ckpt_1")
+        close_list(fence, clean)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Fence, "close_list", put_back_first)
+        with pytest.raises(RecckptError, match=r"ckpt_1: found sparse/.*may hold the ids"):
+            forget(str(root), "user", GONE)
+    storage = open_storage(str(root))
+    assert list(list_checkpoints(storage).fenced) == ["ckpt_1"]
+    assert pending(storage)
+    finish(str(root))
+    assert look_for(str(root), np.array(GONE), "user").holding == ()
+    assert not pending(storage)
+
+
+def test_what_is_taken_as_it_is_was_synced_before_what_it_supersedes_goes(root, monkeypatch):
+    storage, done = open_storage(str(root)), []
+    sync, remove = LocalStorage.sync_dir, LocalStorage.remove
+    fence = Fence(storage)
+    fence.hold()
+
+    def failing(self, name):
+        if any(c.manifest.supersedes for c in list_checkpoints(storage).committed):
+            raise OSError(5, "Input/output error", name)
+        sync(self, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "sync_dir", failing)
+        with pytest.raises(CommitNotDurableError, match="Input/output"):
+            forget_as_owner(storage, fence, "user", np.array(GONE), "a test")
+    [doubtful] = [c.directory for c in list_checkpoints(storage).committed if c.manifest.supersedes]
+    monkeypatch.setattr(LocalStorage, "sync_dir", lambda self, name: (done.append(name), sync(self, name)))
+    monkeypatch.setattr(LocalStorage, "remove", lambda self, name: (done.append(name), remove(self, name)))
+    assert settle(storage, fence)
+    assert done.index(doubtful) < done.index("ckpt_1/manifest.json")
