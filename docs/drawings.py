@@ -136,7 +136,7 @@ def chain() -> Drawing:
     drawing = Drawing(
         "A chain over time: full, deltas, compaction, rotation",
         "A full checkpoint is followed by three deltas, each of which stands on the one before it. A compactor makes a "
-        "full copy of the newest delta, a form, which is adopted in its place. The next delta stands on the form. "
+        "full copy of the newest delta, which supersedes it. The next delta stands on that copy. "
         "Rotation then removes the old full checkpoint and its deltas, on which nothing stands any more.",
         760,
         440,
@@ -150,7 +150,7 @@ def chain() -> Drawing:
         drawing.box(x, 56, width, 56, lines, kind=kind)
     drawing.text(155, 130, "stands on", "small")
     drawing.text(656, 80, "a restore of ckpt_400\nreads four links", "small")
-    drawing.text(24, 172, "2. Compaction: a form of ckpt_400, a full copy of it, takes its place", "left bold")
+    drawing.text(24, 172, "2. Compaction: a full copy of ckpt_400 supersedes it", "left bold")
     drawing.line((24, 188), (24, 198), (548, 198), (548, 188))
     drawing.arrow((500, 198), (500, 220))
     drawing.text(230, 240, "a restore of ckpt_500\nreads two links", "small")
@@ -158,7 +158,7 @@ def chain() -> Drawing:
     for x, width, lines, _ in links[:3]:
         drawing.box(x, 336, width, 56, lines, kind="gone")
     for y in (220, 336):
-        drawing.box(440, y, 120, 56, "ckpt_400\nform, full", kind="sparse")
+        drawing.box(440, y, 120, 56, "ckpt_400\nfull copy", kind="sparse")
         drawing.arrow((626, y + 28), (560, y + 28))
         drawing.box(626, y, 110, 56, "ckpt_500\ndelta", kind="dense")
     drawing.arrow((24, 416), (690, 416))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -178,9 +179,8 @@ class Saver(Loads):
         tier = _tier_of(near, storage, concurrency)
         fence = Fence(storage, self.made_at, near=tier or VOIDED, seen_before=lambda: seen_by(model, storage))
         writers = fence, transfers, SparseSaver(concurrency)
-        self._to = Destination(
-            storage, *writers, concurrency, min_free_bytes, on_save, changes, progress, guests=(tier,) if tier else ()
-        )
+        to = Destination(storage, *writers, concurrency, min_free_bytes, on_save, changes, progress)
+        self._to = _with_guests(to, tier)
         self.removal, self.counted_run = Removal(self._to), CountedRun()
         self.loader = self._loader(name, live, _counting_from(changes, tier))
         self._runner, self.ranks, self._tables = SaveRunner(), RanksNow(timeout_sec), arguments.tables_in(model)
@@ -339,8 +339,10 @@ class Saver(Loads):
 
     def close(self) -> None:
         """As :meth:`settle`, and end a compaction in the background; the saver may go on being used."""
-        with closing(self._to.offers):
+        try:
             self.settle()
+        finally:
+            self._to.end_compactions()
 
     def _turn(self) -> AbstractContextManager[Any]:
         """Return the lock of the saver and its manager; refuse a fork, and a caller that might wait for itself."""
@@ -363,7 +365,14 @@ class Saver(Loads):
             return save(self._live, job, self._to, self._runner)
 
 
-# Near saves are a guest, which is imported once it is asked for.
+# Guests, which are imported once they are asked for.
+
+
+def _with_guests(to: Destination, tier: NearTier | None) -> Destination:
+    from recckpt.rewrite import compact, requests
+
+    compactors = (compact.BackgroundCompactor(),) if to.changes and to.changes.policy.compact else ()
+    return replace(to, guests=(tier,) if tier else (), forgets=requests, compactors=compactors)
 
 
 def _tier_of(near: Near | None, storage: Storage, concurrency: int) -> NearTier | None:

@@ -54,7 +54,7 @@ LIBRARIES = {  # library -> the rooms and files that may know it
 # Parts of names on disk; and which files may contain such, beside format/layout.py, and why.
 PART_OF_A_NAME = re.compile(
     r"\.jsonl?\b|\.arrow|\.bin\b|\.pt\b|(?<!delta)\.deletes|\.tmp\b|\.list\b|\.done\b|\.probe|^/?(sparse|dense|owner|pins|forget)/"
-    r"|^(INTENT|OFFER)$|^(io_state|extra|rng|ckpt|checkpoint)_(\W|$)|-of-|^\.recckpt\b"
+    r"|^INTENT$|^(io_state|extra|rng|ckpt|checkpoint)_(\W|$)|-of-|^\.recckpt\b"
 )
 KNOW_NAMES = {
     "cli.convert": "the file that consolidation writes by default",

@@ -13,8 +13,16 @@ from support import parsed, paths
 GONE_NAMES = {
     "given": "what was given: `pieces`, `options`",
     "held": "what is held: `contents`, `ids`, `data`",
+    "form_of": "`supersedes`",
     "let_go": "the verb: `drop`, `close`, `release`",
     "of_run": "the noun: `attributes`",
+    "origin": "`name`, of the rows; `place`, where it stands",
+    "origins": "`names`, `places`",
+    "representation": "what has a `name`",
+    "representations": "what has a `name`",
+    "revised": "`rewritten`",
+    "revision": "`supersedes`, with fewer rows",
+    "revision_of": "`supersedes`",
     "said": "what was said: `lines`, `values`, `record`",
     "telling": "the verb: `report`, `log`",
     "told": "what was told: `message`, `values`",
@@ -39,6 +47,9 @@ GONE_PHRASES = {
     r"\btells? of\b": "shows, describes",
     r"\b(is|are|was|were) told\b(?! (apart|from))": "say who gives, reports or logs what",
     r"\bcannot be told\b": "is not known",
+    r"\b[Rr]evisions?\b": "what supersedes another, with fewer rows",
+    r"\b[Rr]epresentations?\b": "the last whole one of a name",
+    r"\bforms? of (a|the|its) (delta|checkpoint|parent)\b|\bcompacted forms?\b": "what supersedes it, compacted",
 }
 # In most texts there is none: one look instead of many, and at the beginnings of words alone, where each begins.
 ANY_GONE_PHRASE = re.compile(rf"\b(?=\w)(?:{'|'.join(GONE_PHRASES)})")

@@ -13,14 +13,14 @@ from recckpt.checkpoint.chain import files_of
 from recckpt.dense.tensors import check_file, read_index
 from recckpt.errors import CommitNotDurableError, CorruptCheckpointError, RecckptError, WriterFencedError
 from recckpt.format import catalog as catalogs
-from recckpt.format import layout, offer, tensor_index
+from recckpt.format import layout, tensor_index
+from recckpt.format import manifest as manifests
 from recckpt.format.buckets import N_BUCKETS
 from recckpt.format.catalog import Catalog, Part, PartKind
 from recckpt.format.codec import time_now
-from recckpt.format.manifest import Content, FileEntry, Manifest, ShardEntry, in_manifest
-from recckpt.format.offer import Offer, Offered
+from recckpt.format.manifest import Content, FileEntry, Manifest, ShardEntry, Supersedes, in_manifest
 from recckpt.output_dir import rotation
-from recckpt.output_dir.checkpoint_dir import Intent, read_checked, refuse_checkpoint
+from recckpt.output_dir.checkpoint_dir import Intent, read_checked, refuse_checkpoint, write_intent
 from recckpt.output_dir.commit import begin, commit
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.forget_requests import FORGET_FIRST, check_none_pending
@@ -190,17 +190,13 @@ class Attempt:
         return cls(storage, intent, seq)
 
     @classmethod
-    def begin_offer(cls, storage: Storage, of: Manifest) -> Attempt:
-        """Begin what is to be offered as a form of a delta."""
-        attempt = cls(storage, _intent_of_offer(of))
-        storage.make_dir(attempt.directory)
-        return attempt
-
-    def mark_offer(self, of: Manifest) -> float | None:
-        """Write the first file of an offer, whose age counts; return when that was, by the clock of the storage."""
-        first = layout.join(self.directory, layout.OFFER)
-        self.storage.put_if_absent(first, offer.encode_first(of.ckpt_id, self.save_id))
-        return self.storage.modified(first)
+    def begin_offer(cls, storage: Storage, of: Manifest, epoch: int) -> Attempt:
+        """Begin what is to be offered in the place of a delta, to the owner of an epoch."""
+        save_id = secrets.token_hex(16)
+        intent = Intent(layout.offer_dir(of.ckpt_id, save_id), epoch, save_id, of.step, is_offer=True)
+        storage.make_dir(intent.directory)
+        write_intent(storage, intent)
+        return cls(storage, intent)
 
     @property
     def directory(self) -> str:
@@ -226,11 +222,22 @@ class Attempt:
         """Commit what was written; errors as of :func:`recckpt.output_dir.commit.commit`."""
         return commit(self.storage, fence, self.directory, record, visible)
 
-    def offer(self, of: Manifest, content: Content) -> None:
-        """Offer what was written as a form of a delta, durable by now."""
-        path, offered = layout.join(self.directory, layout.OFFER_JSON), Offered(of.ckpt_id, of.save_id, of.xxh3)
-        data = offer.encode(Offer(save_id=self.save_id, of=offered, step=of.step, **content.content))
-        offer.decode(data, path)  # never offer what no owner would read
+    def offer(self, of: Checkpoint, content: Content) -> None:
+        """Offer what was written, durable by now, in the place of a delta: all of its manifest but the number."""
+        path, delta = layout.join(self.directory, layout.OFFER_JSON), of.manifest
+        record = Manifest(
+            ckpt_id=delta.ckpt_id,
+            save_id=self.save_id,
+            epoch=self.intent.epoch,
+            seq=self.seq,
+            cut=delta.cut,
+            step=delta.step,
+            time=delta.time,  # by which a policy says how old the checkpoint is
+            supersedes=Supersedes(delta.save_id, delta.xxh3, of.directory, *delta.place, "same", "compacted"),
+            **content.content,
+        )
+        data = manifests.encode(record)
+        manifests.decode(data, path)  # never offer what no owner would read
         self.storage.put_if_absent(path, data)
 
     @contextmanager
@@ -257,11 +264,6 @@ class Attempt:
         """Remove what was to be offered, its first file last."""
         with suppress(OSError, RecckptError):
             rotation.remove_leftover(self.storage, self.directory, rotation.THREADS)
-
-
-def _intent_of_offer(of: Manifest) -> Intent:
-    save_id = secrets.token_hex(16)
-    return Intent(layout.offer_dir(of.ckpt_id, save_id), of.epoch, save_id, of.step)
 
 
 def commit_new(

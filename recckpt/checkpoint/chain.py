@@ -238,7 +238,7 @@ class OpenChain:
         tables = {table.name for table in self.manifest.tables}
         opened, updates = list[LinkBatches](), set[str]()
         for link in self.links:
-            if link.manifest.origin == known:
+            if link.manifest.name == known:
                 updates, tables = tables.difference(unknown), tables.intersection(unknown)
             if not tables:
                 break

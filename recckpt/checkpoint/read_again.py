@@ -1,4 +1,4 @@
-"""A form is read once more before what it replaces goes: its compactor read what it wrote from the page cache."""
+"""What was compacted is read once more before what it supersedes goes: it was checked in the page cache alone."""
 
 from __future__ import annotations
 
@@ -20,30 +20,28 @@ log = logging.getLogger("recckpt")
 
 
 def remove_checked(storage: Storage, fence: Fence, going: Sequence[Checkpoint], concurrency: int) -> list[str]:
-    """Remove checkpoints, as :meth:`Fence.remove`, but what a damaged form stands for; that form goes in its place.
+    """Remove checkpoints, as :meth:`Fence.remove`, but not what is superseded by a damaged one: that goes in its place.
 
-    A form is read whole, once: with it goes, or stays, the delta that it is a form of.
+    What was compacted is read whole, once: with it goes, or stays, the delta that it supersedes.
     """
     gone = {victim.directory for victim in going}
-    forms = [c for c in fence.listing.committed if c.manifest.form_of and c.directory not in gone]
-    deltas = [victim for victim in going if victim.manifest.kind == "delta"]
-    for form in (form for form in forms if any(_is_of(form, delta) for delta in deltas)):  # those that stay
-        problem = next(problems(storage, form, concurrency), None)
+    staying = [c for c in fence.listing.committed if c.manifest.is_compacted and c.directory not in gone]
+    for compacted in (c for c in staying if any(_supersedes(c, victim) for victim in going)):
+        problem = next(problems(storage, compacted, concurrency), None)
         if problem is None:
             continue
-        log.error(
-            "%s/%s is damaged and removed; what it was to replace stays: %s", storage.url, form.directory, problem
-        )
-        fence.remove([form], concurrency)
+        at = compacted.directory
+        log.error("%s/%s is damaged and removed; what it was to replace stays: %s", storage.url, at, problem)
+        fence.remove([compacted], concurrency)
         fence.look_again()  # deltas on it are read through the delta by now
-        kept = {link.directory for c in fence.listing.committed if _is_of(form, c) for link in c.links}
+        kept = {link.directory for c in fence.listing.committed if _supersedes(compacted, c) for link in c.links}
         going = [victim for victim in going if victim.directory not in kept]
-    rotation.sync_forms(storage, fence.listing, going)
+    rotation.sync_superseders(storage, fence.listing, going)
     return fence.remove(going, concurrency)
 
 
-def _is_of(form: Checkpoint, delta: Checkpoint) -> bool:
-    return form.manifest.form_of is not None and form.manifest.form_of.save_id == delta.manifest.save_id
+def _supersedes(one: Checkpoint, other: Checkpoint) -> bool:
+    return one.manifest.supersedes is not None and one.manifest.supersedes.save_id == other.manifest.save_id
 
 
 def problems(storage: Storage, checkpoint: Checkpoint, concurrency: int) -> Iterator[CorruptCheckpointError]:

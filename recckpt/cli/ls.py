@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _HEAD = ("ID", "STEP", "KIND", "TIME", "ROWS", "SIZE", "TABLES")
 _NUMBERS = ("STEP", "ROWS", "SIZE", "TABLES")
-_TONES: dict[str, Tone] = {"superseded": "past", "replaced by a form": "past", "pinned": "pinned", "newest": "newest"}
+_TONES: dict[str, Tone] = {"overwritten": "past", "superseded": "past", "pinned": "pinned", "newest": "newest"}
 _MOST_METRICS = 4  # columns of them; --json has all
 _LABEL = 40  # characters of a text that are shown
 _NEAR_HEAD = ("OUTPUT DIR", "NEAR SAVE", "STEP", "TIME", "ROWS", "SIZE", "HERE", "STANDS ON")
@@ -135,12 +135,12 @@ def _unfinished(storage: Storage, listing: Listing) -> dict[str, str]:
 
 def _marks(checkpoint: Checkpoint, listing: Listing, pinned: set[str]) -> list[str]:
     best = listing.find(checkpoint.ckpt_id)
-    form_of = best.manifest.form_of if best is not None and best is not checkpoint else None
-    is_replaced = form_of is not None and form_of.save_id == checkpoint.manifest.origin
+    is_past = best is not checkpoint
+    is_superseded = is_past and best is not None and best.manifest.place == checkpoint.manifest.place
     flags = {
         "newest": checkpoint is listing.current[-1],
-        "superseded": best is not checkpoint and not is_replaced,
-        "replaced by a form": is_replaced,
+        "overwritten": is_past and not is_superseded,
+        "superseded": is_superseded,
         "pinned": checkpoint.ckpt_id in pinned,
         "ephemeral": checkpoint.manifest.ephemeral,
         "reduced": any(table.reduced is not None for table in checkpoint.manifest.tables),
@@ -155,7 +155,7 @@ def _data(checkpoint: Checkpoint, marks: list[str], kept_for: list[str]) -> dict
         "directory": checkpoint.directory,
         "step": manifest.step,
         "kind": manifest.kind,
-        "form_of": None if manifest.form_of is None else manifest.form_of.save_id,
+        "supersedes": None if manifest.supersedes is None else manifest.supersedes.save_id,
         "parent": None if manifest.parent is None else manifest.parent.ckpt_id,
         "links": [link.directory for link in checkpoint.links],
         "kept_for": kept_for,

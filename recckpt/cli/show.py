@@ -82,7 +82,7 @@ def _data(url: str, checkpoint: Checkpoint, tensors: list[dict[str, Any]]) -> di
         "step": manifest.step,
         "time": manifest.time,
         "kind": manifest.kind,
-        "form_of": None if manifest.form_of is None else manifest.form_of.save_id,
+        "supersedes": None if manifest.supersedes is None else plain(manifest.supersedes),
         "links": links,
         "save_id": manifest.save_id,
         "epoch": manifest.epoch,
@@ -112,7 +112,7 @@ def _lines(url: str, checkpoint: Checkpoint, tensors: list[dict[str, Any]]) -> l
     manifest, kind, links = checkpoint.manifest, list[tuple[str, str]](), list[Line]()
     if manifest.parent is not None:
         kind = [("kind", f"delta on {escaped(manifest.parent.ckpt_id)}")]
-    elif manifest.form_of is not None:
+    elif manifest.is_compacted:
         kind = [("kind", "full, made of a delta and what it stood on")]
     head = [
         ("checkpoint", escaped(manifest.ckpt_id)),

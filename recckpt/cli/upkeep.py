@@ -14,10 +14,10 @@ from recckpt.text import Line, Table, duration, escaped, one_line, plural, size
 
 if TYPE_CHECKING:
     from recckpt.inspect.repair import Leftover, Repaired
+    from recckpt.output_dir.forget_requests import Forgotten
     from recckpt.output_dir.notes import NearHost
     from recckpt.rewrite.compact import Compacted
     from recckpt.rewrite.forget import ForgetPlan
-    from recckpt.rewrite.requests import Forgotten
 
 ARGUMENTS = {
     "repair": (
@@ -101,18 +101,17 @@ def _state(left: Leftover, done: Repaired, args: argparse.Namespace) -> str:
 
 def run_compact(args: argparse.Namespace) -> CommandResult:
     """Make an offer, or a checkpoint elsewhere, and adopt it where that is asked for."""
-    from recckpt.rewrite.compact import Adopted, adopt, compact
+    from recckpt.rewrite.compact import compact
 
     if args.out is not None and args.adopt:
         raise UsageError("--adopt is for an offer in DIR; with --out the checkpoint is committed already")
+    how = {"out": args.out, "adopt": args.adopt, "budget_bytes": args.budget, "threads": args.workers}
     with usage_checked():
-        done = compact(args.dir, args.ckpt, out=args.out, budget_bytes=args.budget, threads=args.workers)
-    adopted = adopt(done.url) if args.adopt else Adopted((), ())
+        done = compact(args.dir, args.ckpt, **how)
     notes = [] if args.out is None else passed_by(args.out, done.ckpt_id, None)
-    lines = [_compacted(done, is_offer=args.out is None and done.directory not in adopted.forms), *notes]
-    if args.adopt:
-        removed = f", and removed {plural(len(adopted.removed), 'delta')} that it replaces" if adopted.removed else ""
-        lines.append(f"{one_line(done.url)}: adopted {plural(len(adopted.forms), 'offer')}{removed}")
+    lines = [_compacted(done), *notes]
+    if done.removed:
+        lines.append(f"{one_line(done.url)}: removed {plural(len(done.removed), 'delta')} that it replaces")
     data = {
         "id": done.ckpt_id,
         "output_dir": done.url,
@@ -121,19 +120,19 @@ def run_compact(args: argparse.Namespace) -> CommandResult:
         "links": done.n_links,
         "rows": done.n_rows,
         "bytes": done.n_bytes,
-        "adopted": list(adopted.forms),
-        "removed": list(adopted.removed),
+        "committed": done.is_committed,
+        "removed": list(done.removed),
         "notes": notes,
     }
     return CommandResult(data, lines)
 
 
-def _compacted(done: Compacted, *, is_offer: bool) -> str:
+def _compacted(done: Compacted) -> str:
     name, where = escaped(done.ckpt_id), one_line(f"{done.url}/{done.directory}")
     what = f"{plural(done.n_rows, 'row')} of {plural(done.n_links, 'link')}, {size(done.n_bytes)}"
     if done.directory is None:
         return f"{name}: {done.reason}; nothing to do"
-    if not is_offer:
+    if done.is_committed:
         return f"{name}: wrote {what}, to {where}"
     return f"{name}: offered {what}, in {where}; the trainer adopts it at its next save, or --adopt without one"
 
@@ -185,7 +184,7 @@ def run_forget(args: argparse.Namespace) -> CommandResult:
             "table": each.table,
             "n_ids": each.n_ids,
             "resumed": each.is_resumed,
-            "revised": each.revised,
+            "rewritten": each.rewritten,
             "rows": each.n_rows,
             "removed": list(each.removed),
         }
@@ -235,9 +234,9 @@ def _planned(plan: ForgetPlan) -> Iterator[str]:
 def _forgotten(done: Forgotten) -> Iterator[str]:
     resumed = ", which was begun earlier" if done.is_resumed else ""
     what = f"{plural(done.n_ids, 'id')} of table {escaped(done.table)}{resumed}"
-    yield f"forgot {what}: {plural(len(done.revised), 'checkpoint')} written again"
+    yield f"forgot {what}: {plural(len(done.rewritten), 'checkpoint')} written again"
     yield from (f"  {escaped(ckpt_id)}: {plural(n_rows, 'row')}" for ckpt_id, n_rows in done.n_rows.items())
-    if others := [escaped(name) for name in done.removed if name not in done.revised]:
+    if others := [escaped(name) for name in done.removed if name not in done.rewritten]:
         yield f"  removed too: {', '.join(others)}"
 
 

@@ -246,7 +246,7 @@ def _links_since(storage: Storage, checkpoint: Checkpoint, since: str) -> int:
             return number
     meant = counted_back(storage, name) if ours == theirs else None  # latest~N
     for number, link in enumerate(checkpoint.links):
-        if meant is not None and link.manifest.origin == meant.manifest.origin:
+        if meant is not None and link.manifest.name == meant.manifest.name:
             return number
     found = f"{since!r}, which {checkpoint.ckpt_id!r} does not stand on"
     below = ", ".join(link.ckpt_id for link in checkpoint.below)

@@ -184,7 +184,7 @@ def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> Catalog:
     Raises CorruptCheckpointError where it is not a whole catalog of this shard of this save, FormatVersionError where a
     newer format wrote it.
     """
-    of = (manifest.files_id, shard, len(manifest.shards))
+    of = (manifest.save_id, shard, len(manifest.shards))
     document = open_of_shard(data, path, KIND, of)
     parts = document.read(tuple[_PartFields, ...], "parts")
     return Catalog(*of, tuple(_part(document, f"parts[{n}]", part, manifest) for n, part in enumerate(parts)))

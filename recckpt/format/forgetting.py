@@ -6,7 +6,7 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import xxhash
 
 from recckpt.errors import CorruptCheckpointError
+from recckpt.format.buckets import distinct
 from recckpt.format.codec import FileKind
 
 MAX_IDS = 1 << 26  # part of the format
@@ -24,6 +25,8 @@ _SEAL = re.compile(rb', "line_xxh3": "([0-9a-f]{16})"}')  # part of the format
 _SEAL_BYTES = len(b', "line_xxh3": "0123456789abcdef"}')
 _REMEDY = "move the file away, and keep it: it says what was forgotten"
 
+Ids = npt.NDArray[np.int64]  # ascending, all different
+
 
 @dataclass(frozen=True, eq=False)
 class Request:
@@ -31,10 +34,27 @@ class Request:
 
     request: str  # 32 hex digits that no other has
     table: str
-    ids: npt.NDArray[np.int64]  # ascending, all different
+    ids: Ids
     asked: str  # when, UTC
     by: str  # the command or method
     version: str  # of recckpt
+
+
+def checked_ids(ids: Any) -> Ids:
+    """Return ids in order, each once; TypeError or ValueError where they are not int64, none, or too many."""
+    values = list(ids) if not isinstance(ids, np.ndarray) and isinstance(ids, Iterable) else ids
+    if isinstance(values, list) and bool in set(map(type, values)):  # which numpy takes for 1 beside other numbers
+        raise TypeError("expected ids that are int64, found bool")
+    found = np.asarray(values)
+    if found.ndim != 1 or not found.size:
+        raise ValueError(f"expected ids to forget, one at least, found {'none' if not found.size else found.shape}")
+    if found.dtype == np.dtype(object) or (found.dtype.kind == "u" and int(found.max()) >= 2**63):
+        raise ValueError("expected ids that are int64, found one that is beyond it or no number")
+    if found.dtype.kind not in "iu":
+        raise TypeError(f"expected ids that are int64, found {found.dtype}")
+    if found.size > MAX_IDS:
+        raise ValueError(f"expected at most {MAX_IDS} ids at once, found {found.size}: forget them in several calls")
+    return distinct(found.astype(np.int64))
 
 
 def encode_request(request: Request) -> bytes:

@@ -16,7 +16,6 @@ INDEX_FILE = "checkpoint"
 TIMELINE = "timeline.jsonl"
 MANIFEST = "manifest.json"
 INTENT = "INTENT"
-OFFER = "OFFER"
 OFFER_JSON = "offer.json"
 MODEL = "model.pt"
 EXTRA = "extra.pt"
@@ -43,7 +42,7 @@ _OF_RANK = re.compile(r"(io_state|rng|extra)_\d+\.pt")
 _OFFER_DIR = re.compile(r".+\.[0-9a-f]{32}", re.ASCII)
 _DRAFT_OF_PART = re.compile(r"\.arrow\.[0-9a-f]+\.tmp$", re.ASCII)
 _OURS = re.compile(
-    r"(manifest\.json|INTENT|OFFER|offer\.json|model\.pt|extra\.pt|(io_state|rng|extra)_\d+\.pt"
+    r"(manifest\.json|INTENT|offer\.json|model\.pt|extra\.pt|(io_state|rng|extra)_\d+\.pt"
     r"|sparse/\d{5,}-of-\d{5,}(\.json|\.(g\d+|deletes)\.\d{2,}\.arrow)|dense/\d{5,}-of-\d{5,}\.(json|bin))"
     r"(\.[0-9a-f]+\.tmp)?"  # of a draft: a mirror has them of any file
 )
@@ -117,7 +116,7 @@ def offer_dir(ckpt_id: str, save_id: str) -> str:
 
 
 def is_offer_dir(directory: str) -> bool:
-    """Say whether a directory has the name of one for an offer, as a form has it too."""
+    """Say whether a directory has the name of one for an offer, which it keeps once that is adopted."""
     return _OFFER_DIR.fullmatch(directory) is not None
 
 

@@ -22,7 +22,6 @@ from recckpt.format.codec import (
     FileName,
     IdRange,
     JsonRecord,
-    PositiveCount,
     Scalar,
     first_repeat,
     plain,
@@ -39,6 +38,7 @@ _MAX_RANGES = 1 << 16  # of all shards: every listing reads manifests, and table
 Lineage = tuple[str, ...]  # the name of a class, and of those that it inherits from
 StateValue = str | int | float | bool | Sequence["StateValue"] | Mapping[str, "StateValue"] | None
 
+_GONE_FIELDS = frozenset({"form_of", "revision_of"})  # of unreleased versions, in place of ``supersedes``
 _GAPS = {
     "parameters": "the state of the optimizer that trained {}",
     "optimizers": "the state of what trained in place of {}",
@@ -112,31 +112,23 @@ class Parent(Link, frozen=True):
     manifest: Checksum
 
 
-class FormOf(JsonRecord, frozen=True):
-    """The delta that a full checkpoint is a form of."""
+class Supersedes(JsonRecord, frozen=True):
+    """The save that a checkpoint holds anew: it stands in its place."""
 
-    save_id: str  # of the delta
-    manifest: Checksum  # of its manifest
-    epoch: Count  # of its writer
-    seq: Count  # its number; with the epoch, the place of the form in the order of commits
-    offer: str  # the save id that catalogs and indexes of the form repeat
-
-
-class RevisionOf(JsonRecord, frozen=True):
-    """What a checkpoint without forgotten ids was committed in place of."""
-
-    save_id: str  # of that one
+    save_id: str  # of that; where the rows are the same, these two are the name of both
+    manifest: Checksum
     directory: FileName  # where that was
-    epoch: Count  # its place in the order of commits, and so that of the revision
+    epoch: Count  # its place in the order of commits
     seq: Count
-    number: PositiveCount  # how many times ids were forgotten in it; readers take the greatest of one place
-    request: str  # because of which it was made
-    rows: Count  # how many rows that one has had more
+    rows: str  # "same" or "fewer"
+    why: str  # for people
+    request: str = ""  # of fewer rows: because of which
+    n_rows: Count = 0  # and how many there were more
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a checkpoint holds: what its manifest, and the offer of a form, say alike."""
+    """What a checkpoint holds, whoever commits it, and when."""
 
     shards: tuple[ShardEntry, ...] = field(repr=False)  # as all that grows with the checkpoint
     tables: tuple[TableEntry, ...] = field(repr=False)
@@ -174,8 +166,7 @@ class Manifest(Content):
     step: int | None = None
     parent: Parent | None = None  # of a delta
     chain: tuple[Link, ...] = field(default=(), repr=False)  # hints where the links below are, the parent first
-    form_of: FormOf | None = None  # of a form
-    revision_of: RevisionOf | None = None  # of one without forgotten ids, and of its forms
+    supersedes: Supersedes | None = None  # of one that holds a save anew: compacted, or without forgotten ids
     xxh3: int = field(default=0, compare=False)  # its checksum, by which a delta names it; of what was read only
 
     @property
@@ -185,8 +176,8 @@ class Manifest(Content):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Where it stands in the order of commits; a form, or a revision, stands where that does which it is of."""
-        of = self.form_of or self.revision_of or self
+        """Where it stands in the order of commits: where the save does that it holds, which may have been anew."""
+        of = self.supersedes or self
         return of.epoch, of.seq
 
     @property
@@ -195,19 +186,19 @@ class Manifest(Content):
         return self.place[0], self.cut or 0
 
     @property
-    def origin(self) -> str:
-        """The save id by which deltas name the checkpoint, of which this may be a form."""
-        return self.save_id if self.form_of is None else self.form_of.save_id
+    def is_compacted(self) -> bool:
+        """Whether it has the same rows as the delta that it supersedes."""
+        return self.supersedes is not None and self.supersedes.rows == "same"
 
     @property
-    def origin_xxh3(self) -> int:
-        """The checksum by which deltas name the checkpoint, of which this may be a form."""
-        return self.xxh3 if self.form_of is None else self.form_of.manifest
+    def name(self) -> str:
+        """The save id by which deltas name the rows: of what was compacted that of the delta."""
+        return self.supersedes.save_id if self.supersedes and self.is_compacted else self.save_id
 
     @property
-    def files_id(self) -> str:
-        """The save id that its catalogs and indexes repeat."""
-        return self.save_id if self.form_of is None else self.form_of.offer
+    def name_xxh3(self) -> int:
+        """The checksum by which deltas name the rows, likewise."""
+        return self.supersedes.manifest if self.supersedes and self.is_compacted else self.xxh3
 
     def file(self, name: str) -> FileEntry | None:
         return self._files_by_name.get(name)
@@ -256,8 +247,7 @@ class _RecordFields(JsonRecord, frozen=True, kw_only=True):
     kind: str
     parent: Parent | None = None
     chain: tuple[Link, ...] | None = None
-    form_of: FormOf | None = None
-    revision_of: RevisionOf | None = None
+    supersedes: Supersedes | None = None
     epoch: Count
     seq: Count
     cut: Count | None = None
@@ -292,14 +282,13 @@ def decode(data: bytes, path: str) -> Manifest:
 
 def record_json(manifest: Manifest) -> dict[str, Any]:
     """Return the JSON fields of a manifest but for its head, which the seal of a near save has, too."""
-    links = {"form_of": manifest.form_of, "revision_of": manifest.revision_of}
     return {
         "ckpt_id": manifest.ckpt_id,
         "save_id": manifest.save_id,
         "kind": manifest.kind,
         "parent": manifest.parent and plain(manifest.parent),
         **({} if manifest.parent is None else {"chain": plain(manifest.chain)}),
-        **{key: plain(link) for key, link in links.items() if link is not None},
+        **({} if manifest.supersedes is None else {"supersedes": plain(manifest.supersedes)}),
         "epoch": manifest.epoch,
         "seq": manifest.seq,
         **({} if manifest.cut is None else {"cut": manifest.cut}),
@@ -326,6 +315,11 @@ def content_json(of: Content) -> dict[str, Any]:
 def manifest_of(document: Document) -> Manifest:
     """Return what :func:`record_json` wrote; CorruptCheckpointError where it contradicts itself."""
     fields = document.read(_RecordFields)
+    if not _GONE_FIELDS.isdisjoint(document.values):  # it would be read at another place
+        raise document.absent("supersedes")
+    if fields.supersedes is not None and fields.supersedes.rows not in ("same", "fewer"):
+        found = f"a checkpoint with rows that are {fields.supersedes.rows!r} beside those of another"
+        raise FormatVersionError(document.path, found=found, supported=KIND.version)
     if fields.kind == "delta" and (fields.parent is None or fields.chain is None):
         key = "parent" if fields.parent is None else "chain"
         raise document.wrong(key, "null", "one") if key in document.values else document.absent(key)
@@ -342,8 +336,7 @@ def manifest_of(document: Document) -> Manifest:
         **content_of(document, of_delta=fields.kind == "delta"),
         parent=fields.parent,
         chain=fields.chain or (),
-        form_of=fields.form_of,
-        revision_of=fields.revision_of,
+        supersedes=fields.supersedes,
         xxh3=document.xxh3,
     )
 
@@ -358,8 +351,8 @@ def _link_problems(fields: _RecordFields) -> Iterator[tuple[str, str, str]]:
         yield "chain", f"{len(chain or ())} links, the first not the parent", "the parent first"
     elif len(chain) >= MAX_LINKS:
         yield "chain", f"{len(chain)} links below", f"at most {MAX_LINKS - 1}"
-    elif fields.form_of is not None:
-        yield "form_of", "one", "none of a delta"
+    elif fields.supersedes is not None and fields.supersedes.rows == "same":
+        yield "supersedes.rows", "same", "fewer, of a delta"
 
 
 def content_of(document: Document, *, of_delta: bool) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> TensorInde
     Raises CorruptCheckpointError where it is not a whole index of this shard of this save, FormatVersionError where a
     newer format wrote it.
     """
-    of = (manifest.files_id, shard, len(manifest.shards))
+    of = (manifest.save_id, shard, len(manifest.shards))
     document = open_of_shard(data, path, KIND, of)
     block_bytes, chunks = document.count("block_bytes"), document.read(tuple[TensorChunk, ...], "chunks")
     if not block_bytes or block_bytes % ALIGNMENT:

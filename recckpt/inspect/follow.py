@@ -36,8 +36,8 @@ def follow(
     """Yield each committed checkpoint of a run once, in order of commit, and wait for more. Needs no torch.
 
     Those that are there come first. What rotation removes before its turn is left out; a step that is saved again comes
-    again; a compacted form does not. A store that fails is asked again, and the log says so once. Files are open, on a
-    local file system to their end though rotation removes the checkpoint meanwhile, and go wherever a path does:
+    again; one that is compacted does not. A store that fails is asked again, and the log says so once. Files are open,
+    on a local file system to their end though rotation removes the checkpoint meanwhile, and go wherever a path does:
     :func:`recckpt.load_into`, :meth:`recckpt.Standby.load`, :func:`recckpt.diff`. It writes nothing.
 
     Args:
@@ -132,11 +132,11 @@ class RunFollower:
                 raise error
             self._log_damage(directory, error)
         current = [each for each in listing.current if self._with_ephemeral or not each.manifest.ephemeral]
-        new = []  # what is neither seen, nor a form or a revision of what is
+        new = []  # what is neither seen, nor holds anew what is
         for each in current:
             record = each.manifest
-            is_revised = record.revision_of is not None and record.place in self._places
-            if record.origin not in self._saves and not is_revised:
+            is_anew = record.supersedes is not None and record.place in self._places
+            if record.name not in self._saves and not is_anew:
                 new.append(each)
         waiting = [each for each in new if each.manifest.step is None or each.manifest.step > self._after]
         chosen = waiting[-1:] if self._only_newest else waiting
@@ -166,5 +166,5 @@ class RunFollower:
         self._damaged.add(directory)
 
     def _note(self, record: Manifest) -> None:
-        self._saves.add(record.origin)
+        self._saves.add(record.name)
         self._places.add(record.place)

@@ -128,7 +128,7 @@ class CheckpointReader:
         with self._moving:
             before = self._now
             self._now = first_whole(partial(locate_path, self._path), lambda located: OpenChain.open(*located, before))
-            return self._now.manifest.origin != before.manifest.origin
+            return self._now.manifest.name != before.manifest.name
 
     def at_this_checkpoint(self) -> CheckpointReader:
         """Return a reader of the same open files, which stays at this checkpoint when this one moves on. Thread-safe.

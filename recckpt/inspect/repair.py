@@ -16,7 +16,6 @@ from recckpt.output_dir.claims import NO_TAKEOVER, Takeover, last_takeover, read
 from recckpt.output_dir.forget_requests import pending
 from recckpt.output_dir.index_file import index_problem, is_of_recis, why_nothing
 from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints
-from recckpt.output_dir.offers import clock, look_at, may_go
 from recckpt.storage import Storage, open_storage
 from recckpt.text import Progress, plural
 
@@ -92,24 +91,14 @@ _Removal = Callable[[], object]
 
 def _leftovers(storage: Storage, listing: Listing) -> Iterator[tuple[Leftover, _Removal]]:
     """Yield the leftovers, each with the call that removes it."""
-    last, now = known_takeover(storage), None
-    names = [name for name in (*listing.fenced, *listing.uncommitted) if layout.is_offer_dir(name)]
-    with suppress(OSError):  # where nothing can be written, as in a copy, no offer has an age
-        now = clock(storage) if names else None
-    offers = {name: look_at(storage, name, now) for name in names}
+    last = known_takeover(storage)
     for directory, reason in listing.fenced.items():
-        is_dead = directory not in offers or may_go(offers[directory])  # what is left of a form is an offer again
-        yield Leftover(directory, f"a late commit, {reason}", is_dead), partial(_remove_fenced, storage, directory)
+        yield Leftover(directory, f"a late commit, {reason}", True), partial(_remove_fenced, storage, directory)
     for directory in listing.uncommitted:
         names = storage.list_files(directory)
         if layout.MANIFEST in names or (names and not any(map(layout.is_ours, names))):
             continue  # committed meanwhile, or not ours
-        if (offer := offers.get(directory)) is not None:  # its compactor may be at work, and the owner may adopt it
-            age = "of unknown age" if offer.age_sec is None else f"{offer.age_sec / 3600:.1f} hours old"
-            problem = offer.problem or "whole, for the next save to look at"
-            what, is_dead = f"an offer that is not adopted, {age}: {problem}", may_go(offer)
-        else:
-            what, is_dead = unfinished(storage, directory, last, names)
+        what, is_dead = unfinished(storage, directory, last, names)
         removal = partial(rotation.remove_leftover, storage, directory, rotation.THREADS)
         yield Leftover(directory, what, is_dead), removal
     try:
@@ -144,7 +133,8 @@ def unfinished(storage: Storage, directory: str, last: Takeover, names: Sequence
         with suppress(OSError, CorruptCheckpointError, FormatVersionError):
             claim = read_claim(storage, intent.epoch)
             whose += f": process {claim.pid} on {claim.host} since {claim.time}"
-        return f"an unfinished save, {whose}", intent.epoch < last.epoch
+        kind = "an offer that is not adopted" if intent.is_offer else "an unfinished save"
+        return f"{kind}, {whose}", intent.epoch < last.epoch
     if not names:
         return "an empty directory, perhaps of a save that has just begun", last.has_seen(directory)
     return f"files without {layout.INTENT}: their writer is unknown", False

@@ -170,10 +170,7 @@ def _leftovers(storage: Storage, listing: Listing) -> Iterator[UnusableDirectory
         names = storage.list_files(directory)
         if not any(map(layout.is_ours, names)):
             continue
-        if layout.is_offer_dir(directory):
-            yield UnusableDirectory(directory, "unfinished", "an offer that is not adopted", False)
-        else:
-            yield UnusableDirectory(directory, "unfinished", *unfinished(storage, directory, last, names))
+        yield UnusableDirectory(directory, "unfinished", *unfinished(storage, directory, last, names))
 
 
 def _chains(listing: Listing) -> Iterator[ChainCost]:

@@ -117,7 +117,7 @@ def find_checkpoints(path: str) -> CheckpointsToVerify:
     except (CorruptCheckpointError, FormatVersionError, OSError) as error:
         broken = {directory: as_damage(error, _manifest_in(directory), "a manifest")}
         return CheckpointsToVerify(storage, [directory], broken=broken)
-    if found is None or found.directory != directory:  # readers take a form of it
+    if found is None or found.directory != directory:  # readers take another of its name
         return CheckpointsToVerify(storage, [directory])
     links = [link.directory for link in found.links]
     return CheckpointsToVerify(storage, links, chains={directory: links})

@@ -19,7 +19,7 @@ from recckpt.format.codec import parse
 from recckpt.format.manifest import FileEntry, Manifest
 from recckpt.format.tables import TableEntry
 from recckpt.format.tensor_index import TensorIndex
-from recckpt.output_dir.checkpoint_dir import file_problems, first_file, read_checked, read_manifest
+from recckpt.output_dir.checkpoint_dir import file_problems, intent_of, read_checked, read_manifest
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.catalogs import count_errors, shard_errors
@@ -31,7 +31,7 @@ from recckpt.storage.retry import check_twice
 log = logging.getLogger("recckpt")
 
 _FIRST_BYTES = 1 << 16  # more than the first file has
-_UNLISTED = {layout.MANIFEST, layout.INTENT, layout.OFFER, layout.OFFER_JSON}
+_UNLISTED = {layout.MANIFEST, layout.INTENT, layout.OFFER_JSON}
 
 Errors = Iterator[CorruptCheckpointError]
 Job = Callable[[], Iterable[CorruptCheckpointError]]
@@ -141,9 +141,8 @@ class Checkup:
         return layout.join(self.directory, name)
 
     def _check_first_file(self) -> Errors:
-        """Check ``INTENT``, of a form ``OFFER``, which no list of files has: it must say what the manifest says."""
-        name, own = first_file(self.record)
-        path, expected = self._path(name), f"that of save {self.record.files_id}, as in {layout.MANIFEST}"
+        """Check ``INTENT``, which no list of files has: it must say what the manifest says."""
+        path, expected = self._path(layout.INTENT), f"that of save {self.record.save_id}, as in {layout.MANIFEST}"
         try:
             data = self._storage.read(path, _FIRST_BYTES)
         except ABSENT:  # a copy of the listed files is a checkpoint, too
@@ -153,7 +152,7 @@ class Checkup:
         except OSError as error:
             yield as_damage(error, path, expected)
         else:
-            if data != own:
+            if data != intent_of(self.record):
                 found = f"{data[:60]!r}"
                 with suppress(CorruptCheckpointError):
                     found = f"that of save {parse(data, path).values.get('save_id')}"

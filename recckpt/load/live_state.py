@@ -254,9 +254,9 @@ def _check_foreign(
         if item.offer is not None and item.name.table in foreign:
             taken.setdefault(item.name.table, {})[item.name.slot] = item
     for name, slots in taken.items():
-        origins = {(item.offer, item.source.rsplit("@", 1)[0]) for item in slots.values()}
+        saved_at = {(item.offer, item.source.rsplit("@", 1)[0]) for item in slots.values()}
         is_whole = {ID, EMBEDDING} <= slots.keys() and not any(item.conversion for item in slots.values())
-        if len(origins) > 1 or not is_whole:
+        if len(saved_at) > 1 or not is_whole:
             expected = "ids and embeddings of one table, unconverted: the table is not a recckpt.sparse.HashTable"
             found = f"only {', '.join(sorted(slots))}, or converted"
             for number in sorted({item.offer for item in slots.values() if item.offer is not None}):

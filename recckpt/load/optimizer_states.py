@@ -71,10 +71,10 @@ def sparse_optimizer_state(
         slots.get(item.name.table, []).append(item)
     steps = dict(live["state"])
     for table, its_slots in slots.items():
-        origin = _origin(its_slots, tensors)
+        saved_at = _saved_at(its_slots, tensors)
         ids = next((item.offer for item in its_slots if item.name.slot == ID), None)
-        if origin is not None:
-            steps[table] = tensors[origin[0]].scalars["state"].get(origin[1])
+        if saved_at is not None:
+            steps[table] = tensors[saved_at[0]].scalars["state"].get(saved_at[1])
         elif ids is not None and sources[ids].at.entry.hashtable_clear:  # emptied
             steps[table] = None
     steps = {table: step for table, step in steps.items() if step is not None}
@@ -94,7 +94,7 @@ def sparse_optimizer_state(
     return {**live, "state": steps, "param_groups": groups}
 
 
-def _origin(items: Sequence[Planned], tensors: Sequence[TensorRows]) -> tuple[int, str] | None:
+def _saved_at(items: Sequence[Planned], tensors: Sequence[TensorRows]) -> tuple[int, str] | None:
     """Return the checkpoint and table that the step of a table belongs to, None where it is not loaded.
 
     A rule without slots has a step all the same, which comes along with the rows.
@@ -217,8 +217,8 @@ class _Composer:
             elif loaded is not None and self._sources[loaded].at.entry.wants(item.name):  # asked for, and not there
                 states[parameter] = None
         if any(states.values()) and _GO_BY_PLACE.intersection(lineage_of(self._optimizer.optimizer)):
-            origin = self._origin()
-            if origin is None or not self._is_in_order(*origin):
+            saved_at = self._saved_at()
+            if saved_at is None or not self._is_in_order(*saved_at):
                 self.notes.append(f"{self._name!r} starts fresh: {_ELSEWHERE}")
                 states = dict.fromkeys(states)
         shared = self._shared(settings)
@@ -227,12 +227,12 @@ class _Composer:
 
     def _shared(self, settings: Planned) -> Shared | None:
         """Return what the optimizer keeps for all parameters together; None where it keeps what it has."""
-        origin = self._origin()
+        saved_at = self._saved_at()
         if settings.offer is not None and not settings.thing.table:
-            origin = settings.offer, settings.source
-        if origin is None:
+            saved_at = settings.offer, settings.source
+        if saved_at is None:
             return None
-        number, name = origin
+        number, name = saved_at
         saved = self._value(self._sources[number], name)
         if not is_named(saved):
             return None
@@ -247,11 +247,11 @@ class _Composer:
         )
         return shared.without(left)
 
-    def _origin(self) -> tuple[int, str] | None:
+    def _saved_at(self) -> tuple[int, str] | None:
         """Return the checkpoint and the optimizer there from which all parameters take their states, if it is one."""
         items = [self._planned[state_name(parameter, self._name)] for parameter in self._parameters]
-        origins = {(item.offer, item.source.rpartition("@")[2]) for item in items if not item.thing.table}
-        number, name = origins.pop() if len(origins) == 1 else (None, "")
+        places = {(item.offer, item.source.rpartition("@")[2]) for item in items if not item.thing.table}
+        number, name = places.pop() if len(places) == 1 else (None, "")
         return None if number is None or any(item.thing.table for item in items) else (number, name)
 
     def _is_in_order(self, number: int, name: str) -> bool:

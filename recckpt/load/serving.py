@@ -44,18 +44,18 @@ class Taken:
         """Note that a checkpoint was loaded just now."""
         self.manifest = source.checkpoint.manifest
         for table in self._tables(live) or ():
-            self._tracker.begin(table, self.manifest.origin)
+            self._tracker.begin(table, self.manifest.name)
 
     def is_in(self, live: LiveState) -> bool:
         """Say whether there are such tables, and their rows are still as they were loaded; never wrongly so."""
         tables = self._tables(live)
-        return bool(tables) and all(self._tracker.is_unchanged(table, self.manifest.origin) for table in tables or ())
+        return bool(tables) and all(self._tracker.is_unchanged(table, self.manifest.name) for table in tables or ())
 
     def since(self, newer: LocatedCheckpoint, live: LiveState) -> LocatedCheckpoint:
         """Return what to read of a newer checkpoint: its new links, if the tables are still as they were loaded."""
-        origin = self.manifest.origin
-        stands_on_it = any(link.manifest.origin == origin for link in newer.checkpoint.links)
-        return replace(newer, loaded_save_id=origin) if stands_on_it and self.is_in(live) else newer
+        name = self.manifest.name
+        stands_on_it = any(link.manifest.name == name for link in newer.checkpoint.links)
+        return replace(newer, loaded_save_id=name) if stands_on_it and self.is_in(live) else newer
 
     def _tables(self, live: LiveState) -> list[HashTable] | None:
         """Return the tables that are filled, None where one could not go on from what was loaded into it."""
@@ -177,7 +177,7 @@ class Standby:
 
         def use(source: LocatedCheckpoint) -> LoadReport | None:
             taken = self._taken
-            is_there = taken is not None and taken.manifest.origin == source.checkpoint.manifest.origin
+            is_there = taken is not None and taken.manifest.name == source.checkpoint.manifest.name
             if taken is not None and is_there and taken.is_in(loader.live_state()):
                 return None
             report = loader.load_once(None, LocatedBank([source], Problems()))
@@ -185,4 +185,4 @@ class Standby:
             self._taken = Taken(names, source, loader.live_state())
             return report
 
-        return first_whole(locate, use, instead=KnownDamage().other_form)
+        return first_whole(locate, use, instead=KnownDamage().stand_in)

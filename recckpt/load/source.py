@@ -132,27 +132,27 @@ class KnownDamage:
         return replace(listing, committed=chained(listing.committed, self._errors.get(storage.url, {}))[0])
 
     def instead(self, bank: LocatedBank, error: CorruptCheckpointError) -> LocatedBank | None:
-        """Return a bank with other forms of the checkpoints that an error may be about; None where none has one.
+        """Return a bank with what stands in for checkpoints that an error may be about; None where nothing does.
 
-        The error names a directory, which several output dirs may have: forms have the same rows, so any will do.
+        The error names a directory, which several output dirs may have: what has the same name has the same rows.
         """
-        others = [self.other_form(source, error) for source in bank.sources]
+        others = [self.stand_in(source, error) for source in bank.sources]
         sources = [other or source for other, source in zip(others, bank.sources, strict=True)]
         return replace(bank, sources=sources) if any(others) else None
 
-    def other_form(self, source: LocatedCheckpoint, error: CorruptCheckpointError) -> LocatedCheckpoint | None:
-        """Return another form of a checkpoint that an error may be about; None where there is none."""
+    def stand_in(self, source: LocatedCheckpoint, error: CorruptCheckpointError) -> LocatedCheckpoint | None:
+        """Return another of the name of a checkpoint that an error may be about; None where there is none."""
         directory = damaged_link(source.checkpoint, error)
         if directory is None:
             return None
         self.note(source.storage, directory, error)
         try:
-            form = self.whole(source.storage).representation(source.checkpoint.manifest.origin)
+            there = self.whole(source.storage).named(source.checkpoint.manifest.name)
         except OSError:  # of a bucket or directory that may be entered but not listed
             return None
-        if form is None:
+        if there is None:
             return None
-        other = replace(source, checkpoint=form, opened=None)
+        other = replace(source, checkpoint=there, opened=None)
         log.error("%s is damaged, reading %s instead: %s", source.label, other.label, error)
         return other
 

@@ -23,13 +23,13 @@ from recckpt.manager.resume import Restorer, Resumable
 from recckpt.manager.run_state import Run
 from recckpt.manager.signals import Signals, SignalWatch
 from recckpt.output_dir import rotation
+from recckpt.output_dir.forget_requests import Forgotten
 from recckpt.output_dir.listing import newest_first
 from recckpt.parallel.ranks import this_rank
 from recckpt.policies.deltas import Deltas
 from recckpt.policies.keep import Keep
 from recckpt.policies.schedule import Backpressure, SaveCounts
 from recckpt.policies.when import When
-from recckpt.rewrite.requests import Forgotten
 from recckpt.saver import Saver
 from recckpt.text import count, plural, shown
 from recckpt.text.foreign_words import answers_by, unknown_attribute

@@ -57,7 +57,7 @@ class Start:
 
     bank: LocatedBank
     own: Sequence[Checkpoint]
-    otherwise: Start | None = None  # where the other forms in the bank are damaged too: without an own checkpoint
+    otherwise: Start | None = None  # where all that is in the bank is damaged too: without an own checkpoint
 
 
 class Restorer:
@@ -179,14 +179,14 @@ class Restorer:
             return [report]
 
         def instead(source: LocatedCheckpoint | None, error: CorruptCheckpointError) -> LocatedCheckpoint | None:
-            return source and self._ranks.on_first(partial(damage.other_form, source, error))
+            return source and self._ranks.on_first(partial(damage.stand_in, source, error))
 
         return first_whole(locate, load, instead=instead)
 
     def _instead(self, damage: KnownDamage, start: Start, error: CorruptCheckpointError) -> Start | None:
         """Return what to start from where something in ``start`` is damaged; None where there is nothing. Collective.
 
-        That is another form of a checkpoint of the bank, or the best of the own checkpoints that needs nothing damaged.
+        That is another of the name of a checkpoint of the bank, or the best own checkpoint that needs nothing damaged.
         """
         other = self._ranks.on_first(lambda: _without_damage(damage, self._loader.storage, start, error))
         if self._near is not None and other is not None:

@@ -46,7 +46,7 @@ def count_from(changes: Changes, restored: Checkpoint, tables: Iterable[SavableT
 
 def mark(changes: Changes, save: Checkpoint, tables: Iterable[SavableTable]) -> None:
     """Mark in tables what a near save holds of them (rule *payload_is_marks*)."""
-    base, stored = save.below[0].manifest.origin, [table for table in tables if is_stored(table)]
+    base, stored = save.below[0].manifest.name, [table for table in tables if is_stored(table)]
     slices = {table.name: getattr(table, "slice", None) for table in stored}
     payload = Payload(save, set(slices.values()))
     try:

@@ -37,9 +37,9 @@ log = logging.getLogger("recckpt")
 def read_checkpoint(storage: Storage, directory: str) -> Checkpoint | None:
     """Return the committed checkpoint in a directory, None where there is no manifest; of a delta with its links.
 
-    Where a form of it is whole and it is not, that is returned. Raises CheckpointNotFoundError where a writer committed
-    it after it had lost the output dir, CorruptCheckpointError where it or a link is damaged or a file is missing,
-    FormatVersionError where a newer format wrote it.
+    Where it is not whole and another of its name is, that is returned. Raises CheckpointNotFoundError where a writer
+    committed it after it had lost the output dir, CorruptCheckpointError where it or a link is damaged or a file is
+    missing, FormatVersionError where a newer format wrote it.
     """
     record = read_manifest(storage, directory)
     if record is None:
@@ -52,7 +52,7 @@ def read_checkpoint(storage: Storage, directory: str) -> Checkpoint | None:
     if problem is None and record.parent is None:
         return Checkpoint(directory, record)
     checkpoint = _by_hints(storage, directory, record, takeover) if problem is None else None
-    if checkpoint is None and (record.parent or record.form_of):
+    if checkpoint is None and (record.parent or record.is_compacted):
         checkpoint = _by_listing(storage, directory, record)
     if checkpoint is not None or problem is None:
         return checkpoint
@@ -78,7 +78,7 @@ def _by_hints(storage: Storage, directory: str, record: Manifest, takeover: Take
 
 
 def _by_listing(storage: Storage, directory: str, record: Manifest) -> Checkpoint | None:
-    """Return what represents a delta or form, None where it has just been removed.
+    """Return what readers take by the name of a checkpoint, None where it has just been removed.
 
     Raises CorruptCheckpointError or FormatVersionError where it, or a link, is damaged or missing.
     """
@@ -86,7 +86,7 @@ def _by_listing(storage: Storage, directory: str, record: Manifest) -> Checkpoin
         listing = look_around(storage)
     except OSError:  # of a bucket or directory that may be entered but not listed
         listing = Listing((), {}, {})
-    checkpoint = listing.representation(record.origin)
+    checkpoint = listing.named(record.name)
     wrong = listing.damaged | listing.unreadable
     if checkpoint is None and (directory in wrong or not listing.directories):
         error = _alone(storage, listing, directory, record) or wrong.get(directory)
@@ -97,7 +97,7 @@ def _by_listing(storage: Storage, directory: str, record: Manifest) -> Checkpoin
 
 def _alone(storage: Storage, listing: Listing, directory: str, record: Manifest) -> CorruptCheckpointError | None:
     """Return the error of a delta beside which links are missing, as of one that was copied elsewhere."""
-    there = {checkpoint.manifest.origin for checkpoint in (*listing.committed, *listing.lost)}
+    there = {checkpoint.manifest.name for checkpoint in (*listing.committed, *listing.lost)}
     links = [link.directory for link in record.chain if link.save_id not in there]
     missing = [name for name in links if not has_manifest(storage, name)]
     if not missing:
@@ -174,17 +174,21 @@ def counted_back(storage: Storage, name: str) -> Checkpoint | None:
 
 
 def _later_attempt(storage: Storage, directory: str) -> Checkpoint | None:
-    """Return the newest in ``<directory>.<epoch>``, where the id of a crashed attempt lives on, or in a form of it."""
+    """Return the newest in ``<directory>.<epoch>``, where the id of a crashed attempt lives on, or compacted."""
     try:
         names = [name for name in attempt_dirs(storage) if layout.is_later_attempt(name, directory)]
     except OSError:  # of a bucket or directory that may be entered but not listed
         return None
     checkpoints = [checkpoint for name in names if (checkpoint := read_checkpoint(storage, name))]
-    return max(checkpoints, key=age, default=None)
+    return max(checkpoints, key=_age, default=None)
+
+
+def _age(checkpoint: Checkpoint) -> tuple[object, ...]:
+    return age(checkpoint.directory, checkpoint.manifest)
 
 
 def locate_damaged(path: str) -> tuple[Storage, Checkpoint, list[CorruptCheckpointError]]:
-    """Return the checkpoint at a path, or a form of it that is whole; of an output dir the newest, damaged or not.
+    """Return the checkpoint at a path, or a whole one of its name; of an output dir the newest, damaged or not.
 
     Returns:
         Its storage, it, and of an output dir what is wrong with the manifests of others, which may be newer.
@@ -218,8 +222,8 @@ def _newest(storage: Storage) -> tuple[Checkpoint | None, list[CorruptCheckpoint
     for error in listing.damaged.values():
         if isinstance(error, FormatVersionError):  # which may be the newest, or says what counts
             raise error
-    newest = max((*listing.committed, *listing.lost), key=age, default=None)
-    newest = newest and (listing.representation(newest.manifest.origin) or newest)
+    newest = max((*listing.committed, *listing.lost), key=_age, default=None)
+    newest = newest and (listing.named(newest.manifest.name) or newest)
     own = {newest.directory, *(link.directory for link in newest.manifest.chain)} if newest else set()
     known, passed_over = {lost.directory for lost in listing.lost}, list[CorruptCheckpointError]()
     for directory, problem in (listing.damaged | listing.unreadable).items():
@@ -259,7 +263,7 @@ def links_there(storage: Storage, newest: Checkpoint) -> Iterator[Checkpoint | C
 
 
 def _found(storage: Storage, hint: Link, parent: Parent | None) -> Checkpoint | CorruptCheckpointError:
-    """Return a link, or a form of it, one that misses no file if there is one; the error where there is none."""
+    """Return a link, or another of its name, one that misses no file if there is one; the error where there is none."""
     path, found = layout.join(hint.directory, layout.MANIFEST), "no such file"
     there: Checkpoint | None = None
     try:
@@ -278,13 +282,13 @@ def _found(storage: Storage, hint: Link, parent: Parent | None) -> Checkpoint | 
         if there is None:
             raise
         return there
-    for other in (listing.representation(hint.save_id), there, *listing.lost):
+    for other in (listing.named(hint.save_id), there, *listing.lost):
         if other is not None and _is_meant(other.manifest, hint, parent):
             return other
     return CorruptCheckpointError(path, "", found=found, expected="what newer links stand on")
 
 
 def _is_meant(record: Manifest, hint: Link, parent: Parent | None) -> bool:
-    """Say whether this is the link, or a form of it; the link above has its checksum."""
+    """Say whether this has the name of the link; the link above has its checksum."""
     checksum = parent.manifest if parent is not None and parent.save_id == hint.save_id else None
-    return record.origin == hint.save_id and checksum in (None, record.origin_xxh3)
+    return record.name == hint.save_id and checksum in (None, record.name_xxh3)

@@ -16,7 +16,6 @@ from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout, manifest
 from recckpt.format.codec import parse
 from recckpt.format.manifest import FileEntry, Manifest
-from recckpt.format.offer import encode_first
 from recckpt.parallel.threads import run_all
 from recckpt.storage import ABSENT, NOT_READABLE, Listed, NotPlainError, Storage, missing
 from recckpt.storage.base import Files
@@ -43,6 +42,7 @@ class Intent:
     epoch: int  # of the writer
     save_id: str  # 32 hex digits, fresh for each attempt
     step: int | None  # None where the writer does not count
+    is_offer: bool = False  # whether a compactor has begun it, which leaves it to the owner
 
 
 def write_intent(storage: Storage, intent: Intent) -> None:
@@ -51,14 +51,13 @@ def write_intent(storage: Storage, intent: Intent) -> None:
 
 
 def encode_intent(intent: Intent) -> bytes:
-    return json.dumps({"epoch": intent.epoch, "save_id": intent.save_id, "step": intent.step}).encode()
+    of_offer = {"offer": True} if intent.is_offer else {}
+    return json.dumps({"epoch": intent.epoch, "save_id": intent.save_id, "step": intent.step, **of_offer}).encode()
 
 
-def first_file(manifest: Manifest) -> tuple[str, bytes]:
-    """Return the name of the file with which a checkpoint was begun, and what it holds."""
-    if manifest.form_of is not None:
-        return layout.OFFER, encode_first(manifest.ckpt_id, manifest.form_of.offer)
-    return layout.INTENT, encode_intent(Intent("", manifest.epoch, manifest.save_id, manifest.step))
+def intent_of(manifest: Manifest) -> bytes:
+    """Return what the file holds with which a checkpoint was begun."""
+    return encode_intent(Intent("", manifest.epoch, manifest.save_id, manifest.step, manifest.is_compacted))
 
 
 def read_intent(storage: Storage, directory: str, file: str = layout.INTENT) -> Intent | None:
@@ -70,7 +69,8 @@ def read_intent(storage: Storage, directory: str, file: str = layout.INTENT) -> 
 
     def read() -> Intent:
         fields = parse(storage.read(name, _INTENT_BYTES), name)
-        return Intent(directory, fields.count("epoch"), fields.text("save_id"), fields.maybe_count("step"))
+        is_offer = fields.values.get("offer") is True
+        return Intent(directory, fields.count("epoch"), fields.text("save_id"), fields.maybe_count("step"), is_offer)
 
     try:
         return read_twice(storage, name, read)

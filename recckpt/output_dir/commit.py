@@ -98,16 +98,16 @@ def commit(storage: Storage, fence: Fence, directory: str, record: Manifest, vis
     return record
 
 
-def chain_of(listing: Listing, save_id: str) -> tuple[Checkpoint, ...]:
-    """Return what a delta on the checkpoint of this save stands on, newest link first; () where it is not whole."""
-    checkpoint = listing.representation(save_id)
+def chain_of(listing: Listing, name: str) -> tuple[Checkpoint, ...]:
+    """Return what a delta on the checkpoint of this name stands on, newest link first; () where it is not whole."""
+    checkpoint = listing.named(name)
     return checkpoint.links if checkpoint else ()
 
 
 def _check_base(storage: Storage, listing: Listing, base: str | None) -> None:
     if base is None or chain_of(listing, base):
         return
-    damage = [str(listing.damaged.get(c.directory)) for c in listing.lost if c.manifest.origin == base]
+    damage = [str(listing.damaged.get(c.directory)) for c in listing.lost if c.manifest.name == base]
     state = f"it damaged: {damage[0]}" if damage else "no such checkpoint"
     problem = f"a delta was to stand on the checkpoint of save {base}, found {state}; the next save is full"
     raise FileNotFoundError(errno.ENOENT, problem, storage.url)

@@ -97,11 +97,12 @@ def claim_next(storage: Storage, known: Manifests, above: int, purpose: str) -> 
             found, expected = f"a file or checkpoint of epoch {highest}", "a number that a next one can follow"
             remedy = "remove what no recckpt wrote, or give this run another output dir"
             raise CorruptCheckpointError(storage.url, layout.OWNER_DIR, found=found, expected=expected, remedy=remedy)
-        claim = Claim(highest + 1, secrets.token_hex(16), socket.gethostname(), os.getpid(), time_now(), purpose)
+        claim = _new_claim(highest + 1, purpose)
         try:
             put_claim(storage, claim)
         except FileExistsError:
             continue  # another was faster
+        _sync_claims(storage)
         try:
             refuse_mirror(storage)  # again: a mirror that had not seen the claim may have begun since
         except RecckptError:
@@ -120,9 +121,16 @@ def remove_older(storage: Storage, epoch: int, is_kind: Callable[[str], bool]) -
         storage.sync_dir(layout.OWNER_DIR)
 
 
+def _new_claim(epoch: int, purpose: str) -> Claim:
+    return Claim(epoch, secrets.token_hex(16), socket.gethostname(), os.getpid(), time_now(), purpose)
+
+
 def put_claim(storage: Storage, claim: Claim) -> None:
-    """Claim an output dir, durably; FileExistsError where another has that number."""
+    """Claim an output dir; FileExistsError where another has that number."""
     storage.put_if_absent(layout.claim(claim.epoch), encode_claim(claim))
+
+
+def _sync_claims(storage: Storage) -> None:
     for directory in (layout.OWN_DIR, ""):  # the process that made them may have died before it synced them
         storage.sync_dir(directory)
 
@@ -137,18 +145,20 @@ def make_durable(storage: Storage, listing: Listing) -> None:
         storage.sync_dir("")
 
 
-def publish(storage: Storage, claim: Claim, listing: Listing, near: NearAtTakeover) -> Takeover:
-    """Publish what is committed: from now on late commits of older writers are ignored, and late near saves."""
+def publish(
+    storage: Storage, claim: Claim, listing: Listing, near: NearAtTakeover, clean: frozenset[str] | None = None
+) -> Takeover:
+    """Publish what is committed, or ``clean`` alone: late commits of older writers are ignored now, and near saves."""
     names = {directory for directory in listing.directories if not layout.is_offer_dir(directory)}
-    forms = (checkpoint for checkpoint in listing.committed if layout.is_offer_dir(checkpoint.directory))
-    names |= {layout.encode_id(form.ckpt_id) for form in forms}  # the name that its delta may have had
+    adopted = (checkpoint for checkpoint in listing.committed if layout.is_offer_dir(checkpoint.directory))
+    names |= {layout.encode_id(checkpoint.ckpt_id) for checkpoint in adopted}  # the name that its delta may have had
     steps = {directory: layout.parse_step(directory) for directory in names}
     before = NO_TAKEOVER
     with suppress(CorruptCheckpointError):  # then the directories that the list before this one named are lost
         before = last_takeover(storage)
     takeover = Takeover(
         claim.epoch,
-        listing.save_ids,
+        listing.save_ids if clean is None else clean,
         highest_step=max([before.highest_step, *(step for step in steps.values() if step is not None)]),
         directories=before.directories.union(directory for directory, step in steps.items() if step is None),
         run=before.run or claim.nonce,
@@ -288,23 +298,9 @@ class Fence:
             seen = self._seen_before()
             self.note_requests(requests(self._storage) if seen is None else seen)
         near.look()
-        listing = list_checkpoints(self._storage, self._known)
-        left = self.leftovers(listing, claim.epoch - 1)
-        empty = rotation.empty_attempts(self._storage, listing)
-        make_durable(self._storage, listing)
-        self._takeover = publish(self._storage, claim, listing, near)
-        if self._made_at is not None:
-            _made_at[claim.nonce] = self._made_at
-        self.newest_at_takeover = listing.newest_place
         self.is_settled = False
-        self._claim = claim  # only now: a claim without a list is harmless, and the next try makes another
-        self.check(is_thorough=True)  # a later owner may have listed what was committed too late for this list
-        self._remove_older_lists()
-        for intent in left:
-            rotation.remove_leftover(self._storage, intent.directory, rotation.THREADS)
-        for directory in empty:
-            with suppress(OSError):  # its writer is alive, and has just written there: the next takeover removes that
-                self._storage.remove_empty_dirs(directory)
+        listing = self._publish(claim, near)
+        self.newest_at_takeover = listing.newest_place
         if is_first and listing.current and not is_resumed:
             log.warning(
                 "%s: found %s of an earlier run, the newest %r, which this run has not loaded; it does not go on from "
@@ -317,6 +313,48 @@ class Fence:
         warn_of_index(self._storage, listing.ckpt_ids)
         self.listing = listing
         self._used.update(listing.directories)
+
+    def _publish(self, claim: Claim, near: NearAtTakeover, clean: frozenset[str] | None = None) -> Listing:
+        """Publish what is committed, or ``clean`` alone, and return it; then remove what earlier writers began."""
+        listing = list_checkpoints(self._storage, self._known)
+        left = self.leftovers(listing, claim.epoch - 1)
+        empty = rotation.empty_attempts(self._storage, listing)
+        make_durable(self._storage, listing)
+        self._takeover = publish(self._storage, claim, listing, near, clean)
+        if self._made_at is not None:
+            _made_at[claim.nonce] = self._made_at
+        self._claim = claim  # only now: a claim without a list is harmless, and the next try makes another
+        self.check(is_thorough=True)  # a later owner may have listed what was committed too late for this list
+        self._remove_older_lists()
+        for intent in left:
+            rotation.remove_leftover(self._storage, intent.directory, rotation.THREADS)
+        for directory in empty:
+            with suppress(OSError):  # its writer is alive, and has just written there: the next takeover removes that
+                self._storage.remove_empty_dirs(directory)
+        return listing
+
+    def close_list(self, clean: frozenset[str]) -> None:
+        """Claim the next epoch, and name these saves alone: nothing else that was made until now counts any more.
+
+        No late commit does, no offer, and no copy that somebody puts back, wherever it comes from.
+
+        Raises:
+            WriterFencedError: another writer has taken the output dir over.
+            OSError: the storage failed; this writer still owns the output dir.
+        """
+        self.check()
+        claim = _new_claim(self.epoch + 1, self._purpose)
+        try:
+            put_claim(self._storage, claim)
+        except FileExistsError:
+            self.check(is_thorough=True)  # another's, who owns it now
+            raise
+        self._claim = claim
+        _sync_claims(self._storage)
+        self.check(is_thorough=True)
+        remove_older(self._storage, claim.epoch, layout.is_claim)
+        self._publish(claim, VOIDED if self._takeover.near.is_void else NAMES_NONE, clean)
+        self.look_again()
 
     def _remove_older_lists(self) -> None:
         try:

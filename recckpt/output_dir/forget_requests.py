@@ -6,6 +6,7 @@ import hashlib
 import secrets
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,7 @@ from recckpt.errors import CorruptCheckpointError, RecckptError
 from recckpt.format import forgetting, layout
 from recckpt.format.forgetting import Request
 from recckpt.format.manifest import Manifest
+from recckpt.output_dir.notes import NearHost
 from recckpt.storage import ABSENT, NotPlainError, Storage, missing
 from recckpt.storage.retry import read_twice
 from recckpt.types import EMBEDDING, SlotSpec
@@ -36,6 +38,31 @@ class _Model(Protocol):
 
 # Modules that hold rows of output dirs, by their URLs, and the requests that were done when these were read.
 _rows_read = WeakKeyDictionary[object, dict[str, frozenset[str]]]()
+
+
+@dataclass(frozen=True)
+class Forgotten:
+    """What was done about one request.
+
+    Attributes:
+        table: the table.
+        n_ids: how many ids were to be forgotten.
+        rewritten: directory of a checkpoint -> that of the one without the ids that supersedes it.
+        n_rows: id of a checkpoint -> how many of the ids had a row in it.
+        removed: directories that went: what was replaced, superseded checkpoints, late commits and leftovers.
+        is_resumed: whether an earlier process had made the request.
+        near_hosts: the hosts on which near saves were noted, which may have the ids until they are removed there.
+        mirrors_left: a mirror that was named and may still have the ids -> why; of the last request alone.
+    """
+
+    table: str
+    n_ids: int
+    rewritten: dict[str, str]
+    n_rows: dict[str, int]
+    removed: tuple[str, ...]
+    is_resumed: bool = False
+    near_hosts: tuple[NearHost, ...] = ()
+    mirrors_left: Mapping[str, str] = field(default_factory=dict)
 
 
 def tables_of(table: str) -> tuple[str, ...]:

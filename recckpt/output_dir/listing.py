@@ -28,13 +28,16 @@ from recckpt.storage import Listed, Storage
 
 log = logging.getLogger("recckpt")
 _GONE = FileNotFoundError()  # removed since its manifest was read
-_TRIES = 3  # looks, where rotation may have removed meanwhile what a commit or a form has replaced
+_TRIES = 3  # looks, where rotation may have removed meanwhile what a commit has replaced
 
 
-def preference(directory: str, record: Manifest) -> tuple[int, bool, str, bool]:
-    """Return the key by which the greatest of one checkpoint, its revisions and forms is the one that readers take."""
-    revised = record.revision_of.number if record.revision_of else 0
-    return revised, record.kind == "full", record.save_id, layout.is_attempt(directory, record.ckpt_id)
+def age(directory: str, record: Manifest) -> tuple[object, ...]:
+    """Return the key of the one order of checkpoints: by place, and within a place by their own commits.
+
+    Of one id readers take the last that is whole. Of copies of one manifest ours is the last.
+    """
+    own = record.epoch, record.seq
+    return record.place, own, record.save_id, layout.is_attempt(directory, record.ckpt_id)
 
 
 class Chains:
@@ -45,8 +48,8 @@ class Chains:
         damaged: directory -> what is wrong in it by itself; also of directories whose manifest cannot be read.
 
     Attributes:
-        broken: directory -> what is wrong in it, or in a link that it stands on and has no other form of.
-        is_incomplete: whether a parent is nowhere: a form may have taken its place since the directories were listed.
+        broken: directory -> what is wrong in it, or in a link that it stands on and nothing stands in for.
+        is_incomplete: whether a parent is nowhere: what supersedes it may have come since the directories were listed.
     """
 
     def __init__(self, manifests: Mapping[str, Manifest], damaged: Mapping[str, Damage]) -> None:
@@ -57,16 +60,15 @@ class Chains:
         self._n_links: dict[str, int] = {}
         self._causes = dict(damaged)  # as ``broken``, in the words of the link
         self._named: dict[str, list[str]] = {}
-        for directory in sorted(manifests, key=lambda name: preference(name, manifests[name]), reverse=True):
-            for save_id in {manifests[directory].save_id, manifests[directory].origin}:
-                self._named.setdefault(save_id, []).append(directory)
-        for directory in sorted(manifests, key=lambda name: manifests[name].place):  # a parent comes before its deltas
+        for directory in sorted(manifests, key=lambda each: age(each, manifests[each]), reverse=True):
+            self._named.setdefault(manifests[directory].name, []).append(directory)
+        for directory in sorted(manifests, key=lambda each: manifests[each].place):  # a parent comes before its deltas
             if directory not in self.broken:
                 self._stand(directory)
 
-    def representations(self, save_id: str) -> list[str]:
-        """Return where a checkpoint and its forms are that have a chain, the one that readers take first."""
-        return [directory for directory in self._named.get(save_id, ()) if directory not in self.broken]
+    def named(self, name: str) -> list[str]:
+        """Return where checkpoints of this name are that have a chain, the one that readers take first."""
+        return [directory for directory in self._named.get(name, ()) if directory not in self.broken]
 
     def links(self, directory: str) -> tuple[str, ...]:
         """Return the directories of a chain, newest link first; ``directory`` is not broken."""
@@ -75,9 +77,9 @@ class Chains:
             links.append(self._below[links[-1]])
         return tuple(links)
 
-    def closure(self, save_ids: Collection[str]) -> set[str]:
-        """Return the directories without which these checkpoints, or forms of them, could not be read."""
-        best = (links[0] for save_id in save_ids if (links := self.representations(save_id)))
+    def closure(self, names: Collection[str]) -> set[str]:
+        """Return the directories without which the checkpoints of these names could not be read."""
+        best = (links[0] for name in names if (links := self.named(name)))
         return {link for directory in best for link in self.links(directory)}
 
     def _stand(self, directory: str) -> None:
@@ -105,8 +107,8 @@ class Chains:
         def wrong(found: str, expected: str) -> CorruptCheckpointError:
             return _wrong_parent(directory, parent, f"{below}/ {found}", expected)
 
-        if link.origin_xxh3 != parent.manifest:
-            yield wrong(f"with the checksum {link.origin_xxh3:016x}", f"{parent.manifest:016x}")
+        if link.name_xxh3 != parent.manifest:
+            yield wrong(f"with the checksum {link.name_xxh3:016x}", f"{parent.manifest:016x}")
         elif link.ckpt_id != parent.ckpt_id:
             yield wrong(f"with the id {link.ckpt_id!r}", repr(parent.ckpt_id))
         elif not link.place < record.place:
@@ -122,7 +124,7 @@ class Chains:
         if parent.directory in self._causes and parent.directory not in self._manifests:  # it cannot be read
             return self._causes[parent.directory]
         self.is_incomplete = True
-        expected = f"that of save {parent.save_id}, in {parent.directory}/ or as a form of it"
+        expected = f"that of save {parent.save_id}, in {parent.directory}/ or compacted"
         remedy = f"if it was copied alone, {whole_one(record.ckpt_id)}; else restore an older checkpoint"
         return _wrong_parent(directory, parent, "no such checkpoint", expected, remedy)
 
@@ -180,7 +182,7 @@ class Checkpoint:
     Attributes:
         directory: where it lies in the output dir.
         manifest: what it is.
-        below: the parent, or a form of it, first; the full one last. Each of these is a link only: its own is ().
+        below: what stands for the parent first; the full one last. Each of these is a link only: its own is ().
         near_dir: where a near save lies, which stands on checkpoints of the output dir; None of a checkpoint.
     """
 
@@ -203,12 +205,12 @@ class Checkpoint:
 class Listing:
     """The checkpoints of an output dir, oldest first.
 
-    Oldest is by place: a form stands right after its delta. ``damaged`` holds deltas without a chain too, and a damaged
-    file that says who owns the output dir, under its own name. ``unreadable`` is empty unless :func:`look_around` made
-    the listing.
+    Oldest is by place: what supersedes a checkpoint stands right after it. ``damaged`` holds deltas without a chain
+    too, and a damaged file that says who owns the output dir, under its own name. ``unreadable`` is empty unless
+    :func:`look_around` made the listing.
     """
 
-    committed: tuple[Checkpoint, ...]  # all of them: superseded ones, deltas and their forms
+    committed: tuple[Checkpoint, ...]  # all of them: those that were overwritten or superseded, too
     damaged: dict[str, CorruptCheckpointError | FormatVersionError]  # directory -> what is wrong with it
     fenced: dict[str, str]  # directory -> why a late commit is ignored
     highest_seq: int = 0  # seen in any manifest, of a damaged checkpoint too
@@ -257,7 +259,7 @@ class Listing:
 
     @property
     def current(self) -> list[Checkpoint]:
-        """The newest checkpoint of each id, as the one of its representations that readers take."""
+        """The newest checkpoint of each id, which is the one that readers take."""
         newest = {checkpoint.ckpt_id: checkpoint for checkpoint in self.committed}
         return [checkpoint for checkpoint in self.committed if newest[checkpoint.ckpt_id] is checkpoint]
 
@@ -277,15 +279,10 @@ class Listing:
     def find(self, ckpt_id: str) -> Checkpoint | None:
         return next((c for c in reversed(self.committed) if c.ckpt_id == ckpt_id), None)
 
-    def representation(self, save_id: str) -> Checkpoint | None:
-        """Return what readers take for the checkpoint of this save: it, or a form of it."""
-        best = self.chains.representations(save_id)[:1]
+    def named(self, name: str) -> Checkpoint | None:
+        """Return what readers take for the checkpoint of this name."""
+        best = self.chains.named(name)[:1]
         return next((c for c in self.committed if [c.directory] == best), None)
-
-
-def age(checkpoint: Checkpoint) -> tuple[object, ...]:
-    """Return the key of its order among others: by place, and of one place the one that readers take last."""
-    return checkpoint.manifest.place, preference(checkpoint.directory, checkpoint.manifest)
 
 
 def chained(counted: Sequence[Checkpoint], damaged: Mapping[str, Damage]) -> tuple[tuple[Checkpoint, ...], Chains]:
@@ -293,7 +290,7 @@ def chained(counted: Sequence[Checkpoint], damaged: Mapping[str, Damage]) -> tup
     links = {checkpoint.directory: replace(checkpoint, below=()) for checkpoint in counted}
     chains = Chains({name: link.manifest for name, link in links.items()}, damaged)
     whole = [name for name in links if name not in chains.broken]
-    whole.sort(key=lambda name: age(links[name]))
+    whole.sort(key=lambda name: age(name, links[name].manifest))
     below = {name: tuple(links[other] for other in chains.links(name)[1:]) for name in whole}
     return tuple(replace(links[name], below=below[name]) if below[name] else links[name] for name in whole), chains
 

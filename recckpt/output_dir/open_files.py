@@ -218,7 +218,7 @@ def first_whole(
     Args:
         locate: returns what is there now.
         use: may be called again, and has to make up for what it has done so far.
-        instead: returns what to use in place of what an error names as damaged, such as another form of it; None where
+        instead: returns what to use in place of what an error names as damaged, such as another of its name; None where
             there is nothing.
         first: what was located already.
 

@@ -21,7 +21,6 @@ from recckpt.policies.keep import Keep, as_keep
 from recckpt.storage import Storage
 
 log = logging.getLogger("recckpt")
-_LAST = frozenset({layout.INTENT, layout.OFFER})  # files of an attempt, of an offer
 THREADS = 8  # to remove files with, where the caller has no number of its own
 
 
@@ -40,8 +39,8 @@ def expired(
     The newest of all stays whatever the policy says. So do pinned ones, the newest that a manager made (a save by hand
     takes nothing of what a run goes on from), and what a person has copied under a name of its own. An ephemeral
     checkpoint stays only while it is the newest of all; the policy does not see it. Links that others stand on stay and
-    do not count. Damaged and fenced checkpoints neither count nor go, but for those that a whole form stands for, and
-    damaged forms.
+    do not count. Damaged and fenced checkpoints neither count nor go, but for one that a whole one stands in for, where
+    one of the two was compacted.
 
     Args:
         listing: what is there.
@@ -53,7 +52,7 @@ def expired(
         near_bases: save ids of what near saves stand on that may be restored.
     """
     kept = chosen(listing, keep, pinned, now or datetime.now(timezone.utc), step_prefix)
-    stay = listing.chains.closure([*(c.manifest.origin for c in kept), *([base] if base else []), *near_bases])
+    stay = listing.chains.closure([*(c.manifest.name for c in kept), *([base] if base else []), *near_bases])
     for checkpoint in listing.committed:
         if not layout.is_attempt(checkpoint.directory, checkpoint.ckpt_id):
             stay.update(link.directory for link in checkpoint.links)
@@ -78,10 +77,10 @@ def chosen(
 
 
 def _is_replaced(damaged: Checkpoint, listing: Listing) -> bool:
-    """Say whether readers have another representation of a damaged checkpoint, and one of the two is a form."""
-    there = listing.representation(damaged.manifest.origin)
+    """Say whether readers have another checkpoint of the name of a damaged one, and one of the two is compacted."""
+    there = listing.named(damaged.manifest.name)
     is_ours = layout.is_attempt(damaged.directory, damaged.ckpt_id)
-    return is_ours and there is not None and (damaged.manifest.form_of or there.manifest.form_of) is not None
+    return is_ours and there is not None and (damaged.manifest.is_compacted or there.manifest.is_compacted)
 
 
 def in_order(gone: Sequence[Checkpoint], listing: Listing) -> list[Checkpoint]:
@@ -90,7 +89,7 @@ def in_order(gone: Sequence[Checkpoint], listing: Listing) -> list[Checkpoint]:
     Of these first one that readers do not take, then the earliest: after a crash none that was superseded is read.
     """
     taken = {c.directory for c in listing.current}
-    ages = {c.directory: (c.directory in taken, age(c)) for c in gone}
+    ages = {c.directory: (c.directory in taken, age(c.directory, c.manifest)) for c in gone}
     needed_by = Counter(c.below[0].directory for c in gone if c.below)
     by_name = {c.directory: c for c in gone}
     free = [(ages[name], name) for name in by_name if not needed_by[name]]
@@ -105,10 +104,10 @@ def in_order(gone: Sequence[Checkpoint], listing: Listing) -> list[Checkpoint]:
     return order
 
 
-def sync_forms(storage: Storage, listing: Listing, gone: Sequence[Checkpoint]) -> None:
-    """Make forms durable before what they replace goes, those that are to go after it too: others stand on them."""
-    forms = [c.directory for c in listing.committed if c.manifest.form_of]
-    for directory in [*forms, ""] if forms and gone else []:
+def sync_superseders(storage: Storage, listing: Listing, gone: Sequence[Checkpoint]) -> None:
+    """Make what supersedes durable before others go, what is to go itself too: others stand on it until then."""
+    superseders = [c.directory for c in listing.committed if c.manifest.supersedes]
+    for directory in [*superseders, ""] if superseders and gone else []:
         storage.sync_dir(directory)
 
 
@@ -147,6 +146,8 @@ def leftovers(storage: Storage, listing: Listing, epoch: int, passed_over: set[s
             continue
         try:
             intent = read_intent(storage, directory)
+            if intent is None and layout.is_offer_dir(directory):  # its compactor writes on where it was removed
+                intent = Intent(directory, 0, "", None, is_offer=True)
             if intent is not None and intent.epoch <= epoch and not has_manifest(storage, directory):
                 leftovers.append(intent)
         except (OSError, CorruptCheckpointError) as error:
@@ -210,10 +211,10 @@ def abandon(storage: Storage, directory: str) -> None:
 def _remove_files(storage: Storage, directory: str, listed: Collection[str], concurrency: int) -> None:
     """Remove our files, and the directory if it is empty then; last the file that says whose leftover this is."""
     names = [name for name in storage.list_files(directory) if name in listed or layout.is_ours(name)]
-    paths = [layout.join(directory, name) for name in names if name not in _LAST]
+    paths = [layout.join(directory, name) for name in names if name != layout.INTENT]
     run_all(storage.remove, paths, storage.threads(concurrency))  # of 1,024 ranks, 11,000 requests
-    for name in _LAST.intersection(names):
-        storage.remove(layout.join(directory, name))
+    if layout.INTENT in names:
+        storage.remove(layout.join(directory, layout.INTENT))
     storage.remove_empty_dirs(directory)
 
 
@@ -234,7 +235,7 @@ def deletable(
     """
     victims = [checkpoint for checkpoint in listing.committed if checkpoint.ckpt_id == ckpt_id]
     reason = _reason(listing, victims, ckpt_id, pinned)
-    if reason is None and not {victim.manifest.origin for victim in victims}.isdisjoint(near_bases):
+    if reason is None and not {victim.manifest.name for victim in victims}.isdisjoint(near_bases):
         reason = "near saves stand on it; save once more, and delete it then"
     if reason is not None:
         raise CheckpointInUseError(f"{place}: {ckpt_id!r} is not deleted: {reason}")

@@ -13,7 +13,7 @@ _PATIENCE = 2  # where the chain is compacted it may grow so many times as long 
 
 @dataclass(frozen=True)
 class Chain:
-    """What a delta would stand on: the newest link that is full, or has a form, and the deltas since."""
+    """What a delta would stand on: the newest link that is full, or compacted, and the deltas since."""
 
     n_deltas: int  # links since the full one
     delta_bytes: int  # of all files of these

@@ -300,10 +300,10 @@ class KeepBytes(KeepOperators):
 
     def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
         """Return the last ids; the links below a delta count once, for the newest that stands on them."""
-        sizes = {checkpoint.origin: checkpoint.n_bytes for checkpoint in checkpoints}
+        sizes = {checkpoint.name: checkpoint.n_bytes for checkpoint in checkpoints}
         counted, kept = set[str](), set[str]()
         for checkpoint in reversed(checkpoints):
-            counted |= {checkpoint.origin, *(link.save_id for link in checkpoint.chain)}
+            counted |= {checkpoint.name, *(link.save_id for link in checkpoint.chain)}
             if kept and sum(sizes.get(save_id, 0) for save_id in counted) > int(self.n_bytes):
                 break
             kept.add(checkpoint.ckpt_id)

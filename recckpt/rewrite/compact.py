@@ -9,20 +9,22 @@ import logging
 import os
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from functools import partial
 
 from recckpt.checkpoint.attempt import Attempt, commit_new
 from recckpt.checkpoint.read_again import remove_checked
-from recckpt.errors import CheckpointNotFoundError
+from recckpt.errors import CheckpointRemovedError
 from recckpt.format import layout
 from recckpt.format.manifest import Content
 from recckpt.output_dir import rotation
 from recckpt.output_dir.at_path import locate_id, locate_path
+from recckpt.output_dir.claims import claimed_epochs
 from recckpt.output_dir.fence import PASSED_ON, Fence
 from recckpt.output_dir.forget_requests import FORGET_FIRST, check_none_pending, check_none_since
-from recckpt.output_dir.index_file import why_nothing
-from recckpt.output_dir.listing import Checkpoint, list_checkpoints
-from recckpt.output_dir.offers import adopt_offers, adoptable, look_at
+from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints
+from recckpt.output_dir.offers import adopt_offers, offers_in, why_not
 from recckpt.output_dir.open_files import first_whole
+from recckpt.parallel.threads import Latch, StoppedError, Worker
 from recckpt.rewrite.whole import Means, write_whole
 from recckpt.storage import Storage, open_storage
 from recckpt.storage.transfers import VISIBLE
@@ -31,6 +33,7 @@ from recckpt.types import positive_int
 log = logging.getLogger("recckpt")
 BUDGET_BYTES = 256 << 20
 _THREADS = 4
+_BUDGET_BESIDE_A_TRAINER = 64 << 20  # which needs its memory
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Compacted:
         n_rows: of all tables.
         n_bytes: of all files; 0 where nothing was written.
         reason: why nothing was written; "" where it was.
+        is_committed: whether it is a checkpoint by now, and not an offer.
+        removed: directories of the deltas that went, since they were compacted.
     """
 
     ckpt_id: str
@@ -54,6 +59,8 @@ class Compacted:
     n_rows: int
     n_bytes: int
     reason: str = ""
+    is_committed: bool = False
+    removed: tuple[str, ...] = ()
 
 
 def compact(
@@ -61,33 +68,41 @@ def compact(
     ckpt_id: str | None = None,
     *,
     out: str | os.PathLike[str] | None = None,
+    adopt: bool = False,
     executor: Executor | None = None,
     budget_bytes: int = BUDGET_BYTES,
     threads: int = _THREADS,
 ) -> Compacted:
     """Merge the chain of a delta into a full checkpoint, beside a trainer or without one.
 
-    The result is an offer in the output dir: the trainer adopts it at its next save, or ``recckpt compact --adopt``
-    does where there is none. Nothing else there is changed. With ``out`` it is a committed checkpoint of another output
-    dir. Every byte that is read is checked, and what was written is read back and compared with the chain.
+    The result is an offer in the output dir, which the trainer adopts at its next save; one that no save has adopted
+    is void once the trainer restarts. Nothing else there is changed. With ``out`` it is a committed checkpoint of
+    another output dir. Every byte that is read is checked, and what was written is read back and compared with the
+    chain.
 
     Args:
         path: an output dir, or a checkpoint itself; any fsspec URL.
         ckpt_id: which checkpoint of the output dir, ``latest~1`` too; None for the newest.
         out: an output dir that the checkpoint is written to, full or not; it is taken over from whoever writes there.
+        adopt: whether to take the output dir over, adopt the offer, and remove the deltas that were compacted: where no
+            trainer runs. One that still writes there raises WriterFencedError at its next save.
         executor: does the work: threads, processes, or those of a cluster, which reach ``path`` and ``out`` by the same
             names and have recckpt. None for threads of this process.
         budget_bytes: memory beside what the interpreter takes: of this process, or of each worker of the executor.
         threads: how many threads write where there is no executor, and copy; locally at most one a core.
 
     Raises:
+        ValueError: an argument is invalid.
         CheckpointNotFoundError: there is no such checkpoint.
         CheckpointExistsError: ``out`` has it already.
         CheckpointRemovedError: links were removed while they were read, four times in a row.
         CorruptCheckpointError: a link is damaged, or what was written cannot be read back; nothing is offered.
         OSError: a storage failed; nothing is offered.
         RecckptError: ids are yet to be forgotten in one of the output dirs.
+        WriterFencedError: another writer took the output dir over, where it was to be adopted or ``out`` was given.
     """
+    if adopt and out is not None:
+        raise ValueError("adopt is for an offer in the output dir; with out the checkpoint is committed already")
     positive_int("budget_bytes", budget_bytes)
     positive_int("threads", threads)
     means = Means(executor, threads, budget_bytes)
@@ -100,36 +115,60 @@ def compact(
         return storage, locate_id(storage, ckpt_id)
 
     def write(located: tuple[Storage, Checkpoint]) -> Compacted:
-        return make_offer(*located, means) if to is None else write_to(*located, to, means)
+        if to is not None:
+            return write_to(*located, to, means)
+        return _make_and_adopt(*located, means) if adopt else make_offer(*located, means)
 
     return first_whole(find, write)
 
 
 def make_offer(storage: Storage, checkpoint: Checkpoint, means: Means) -> Compacted:
-    """Offer a form of a delta; errors as of :func:`compact`, StoppedError where the means say so."""
-    record = checkpoint.manifest
+    """Offer what is to supersede a delta; errors as of :func:`compact`, StoppedError where the means say so."""
+    epoch = max(claimed_epochs(storage), default=0)  # first: what a later owner changes makes the offer void
+    known, listing = check_none_pending(storage, FORGET_FIRST), list_checkpoints(storage)
+    there = listing.named(checkpoint.manifest.name)
+    if there is None:
+        at = checkpoint.directory
+        raise listing.damaged.get(at) or CheckpointRemovedError(storage.url_of(at))
+    checkpoint, record = there, there.manifest
     if record.kind == "full":
-        form = f", a form of the delta of save {record.origin}" if record.form_of else ""
-        return _nothing(storage, checkpoint, f"it is full already{form}")
-    known = check_none_pending(storage, FORGET_FIRST)
-    to = Attempt.begin_offer(storage, record)
+        of = f", compacted from the delta of save {record.name}" if record.is_compacted else ""
+        return _nothing(storage, checkpoint, f"it is full already{of}")
+    own = (offer for offer in offers_in(storage, listing) if layout.is_attempt(offer.directory, record.ckpt_id))
+    waiting = next((offer.directory for offer in own if why_not(offer, epoch, listing) is None), None)
+    if waiting is not None:
+        return _nothing(storage, checkpoint, f"{waiting} is an offer of it, which waits for the next save")
+    to = Attempt.begin_offer(storage, record, epoch)
     try:
-        now = to.mark_offer(record)
-        listing = list_checkpoints(storage)
-        offers = (name for name in listing.uncommitted if layout.is_offer_dir(name))
-        states = (look_at(storage, name, now) for name in offers if layout.is_attempt(name, record.ckpt_id))
-        waiting = next((each.directory for each in states if each.offer and adoptable(each, listing) is None), None)
-        if waiting is not None:
-            to.withdraw()
-            return _nothing(storage, checkpoint, f"{waiting} is an offer of it, which waits for the next save")
         whole = write_whole(storage, checkpoint, to, _for(storage, means))
         check_none_since(storage, known)
-        to.offer(record, whole)
+        to.offer(checkpoint, whole)
     except BaseException:
         to.withdraw()
         raise
-    log.info("%s/%s is offered as a form of %r", storage.url, to.directory, record.ckpt_id)
+    log.info("%s/%s is offered in the place of %r", storage.url, to.directory, record.ckpt_id)
     return Compacted(record.ckpt_id, storage.url, to.directory, len(checkpoint.links), whole.rows, whole.n_bytes)
+
+
+def _make_and_adopt(storage: Storage, checkpoint: Checkpoint, means: Means) -> Compacted:
+    """Take the output dir over, offer what is to supersede a delta, adopt it, and remove what was superseded."""
+    check_none_pending(storage, FORGET_FIRST)
+    fence = Fence(storage, near=PASSED_ON)
+    fence.hold()
+    done = make_offer(storage, checkpoint, means)
+    fence.look_again()
+    adopted = adopt_offers(storage, fence, VISIBLE)
+    removed = remove_checked(storage, fence, _superseded(fence.listing.committed), rotation.THREADS)
+    fence.check()
+    fence.write_index()
+    return replace(done, is_committed=bool(adopted), removed=tuple(removed))
+
+
+def _superseded(committed: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Return the deltas that were compacted, newest first, but for copies that a person made."""
+    of = {c.manifest.name for c in committed if c.manifest.is_compacted}
+    ours = (c for c in reversed(committed) if layout.is_attempt(c.directory, c.ckpt_id))
+    return [c for c in ours if c.manifest.kind == "delta" and c.manifest.save_id in of]
 
 
 def write_to(storage: Storage, checkpoint: Checkpoint, out: str, means: Means) -> Compacted:
@@ -143,7 +182,8 @@ def write_to(storage: Storage, checkpoint: Checkpoint, out: str, means: Means) -
         return replace(whole, ephemeral=False)
 
     directory, full = commit_new(there, record.ckpt_id, record.step, write)
-    return Compacted(record.ckpt_id, there.url, directory, len(checkpoint.links), full.rows, full.n_bytes)
+    of = record.ckpt_id, there.url, directory, len(checkpoint.links), full.rows, full.n_bytes
+    return Compacted(*of, is_committed=True)
 
 
 def _for(storage: Storage, means: Means) -> Means:
@@ -155,38 +195,36 @@ def _nothing(storage: Storage, checkpoint: Checkpoint, reason: str) -> Compacted
     return Compacted(checkpoint.ckpt_id, storage.url, None, links, rows, 0, reason)
 
 
-@dataclass(frozen=True)
-class Adopted:
-    """What :func:`adopt` did: directories of the forms that it committed, and of the deltas that it removed."""
+class BackgroundCompactor:
+    """Makes offers beside the trainer that adopts them, one at a time, in a thread. Not thread-safe.
 
-    forms: tuple[str, ...]
-    removed: tuple[str, ...]
-
-
-def adopt(path: str | os.PathLike[str]) -> Adopted:
-    """Take an output dir over, adopt the offers in it, and remove the deltas that a form replaces.
-
-    The next save of a trainer that still writes there raises WriterFencedError, and it saves no more.
-
-    Raises:
-        CheckpointNotFoundError: it is not an output dir.
-        WriterFencedError: another writer took it over meanwhile.
-        OSError: the storage failed.
-        RecckptError: ids are yet to be forgotten there.
+    An error is logged and fails nothing: a later save is full where the chain is too long by then.
     """
-    storage = open_storage(os.fspath(path))
-    if list_checkpoints(storage).is_empty:
-        raise CheckpointNotFoundError(f"{storage.url}: {why_nothing(storage)}")
-    check_none_pending(storage, FORGET_FIRST)
-    fence = Fence(storage, near=PASSED_ON)
-    fence.hold()
-    forms = adopt_offers(storage, fence, VISIBLE, rotation.THREADS)
-    committed = fence.listing.committed
-    of = {c.manifest.form_of.save_id for c in committed if c.manifest.form_of}
-    # The deltas that have a whole form, newest first, but for copies that a person made.
-    ours = (c for c in reversed(committed) if layout.is_attempt(c.directory, c.ckpt_id))
-    going = [c for c in ours if c.manifest.kind == "delta" and c.manifest.save_id in of]
-    removed = remove_checked(storage, fence, going, rotation.THREADS)
-    fence.check()
-    fence.write_index()
-    return Adopted(tuple(form.directory for form in forms), tuple(removed))
+
+    def __init__(self) -> None:
+        # A daemon: an interpreter that ends does not wait for it, and what it leaves is no whole offer.
+        self._worker = Worker[Latch]("recckpt-compact", is_daemon=True)
+        self._offered: str | None = None
+
+    def begin(self, storage: Storage, listing: Listing, checkpoint: Checkpoint, reason: str) -> None:
+        """Begin an offer of a checkpoint, unless one is under way, or waits to be adopted."""
+        if self._worker.is_at_work or self._offered in listing.uncommitted:
+            return
+        log.info("%s: compacting in the background: %s", storage.url, reason)
+        stop = Latch()
+        self._worker.begin(stop, partial(self._make, storage, checkpoint, stop))
+
+    def close(self) -> None:
+        """End what is at work, which leaves nothing; an offer may be begun again."""
+        if self._worker.task is not None:
+            self._worker.task.set()
+        self._worker.wait()
+
+    def _make(self, storage: Storage, checkpoint: Checkpoint, stop: Latch) -> None:
+        try:
+            means = Means(None, 1, _BUDGET_BESIDE_A_TRAINER, stop.is_set, has_bar=False)
+            self._offered = make_offer(storage, checkpoint, means).directory or self._offered
+        except StoppedError:
+            log.info("%s: the compaction of %r was ended", storage.url, checkpoint.ckpt_id)
+        except Exception as error:
+            log.warning("%s: %r could not be compacted: %s", storage.url, checkpoint.ckpt_id, error)

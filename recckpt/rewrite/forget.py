@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any
-
-import numpy as np
 
 from recckpt.errors import CheckpointNotFoundError, RecckptError
 from recckpt.format import layout
-from recckpt.format.buckets import distinct
-from recckpt.format.forgetting import MAX_IDS
+from recckpt.format.forgetting import Ids, checked_ids
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir.fence import Fence
-from recckpt.output_dir.forget_requests import audit, meant_in, pending
+from recckpt.output_dir.forget_requests import Forgotten, meant_in, pending
 from recckpt.output_dir.index_file import why_nothing
 from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints
 from recckpt.output_dir.notes import mirror_note
 from recckpt.policies.keep import Keep
 from recckpt.rewrite.mirror import Mirror, mirror
 from recckpt.rewrite.requests import (
-    Forgotten,
+    check,
     check_readable,
+    check_table,
     finish_pending,
     forget_as_owner,
     is_of_attempt,
@@ -33,9 +30,8 @@ from recckpt.rewrite.requests import (
     scan,
     touched,
 )
-from recckpt.rewrite.revision import Ids, rows_in_chain
+from recckpt.rewrite.without_ids import rows_in_chain
 from recckpt.storage import Storage, open_storage
-from recckpt.text import instead_of
 
 log = logging.getLogger("recckpt")
 _PURPOSE = "recckpt forget"
@@ -113,10 +109,7 @@ def forget(
     """
     checked, storage = checked_ids(ids), open_storage(os.fspath(path))
     places = checked_mirrors(os.fspath(path), mirrors)
-    listing = readable_listing(storage)
-    check_table(listing, table, storage.url)
-    scan(storage, listing, table, checked)  # so that damage is found before anything is changed
-    audit(storage)
+    check(storage, readable_listing(storage), table, checked)
     fence = Fence(storage, purpose=_PURPOSE)
     fence.hold()
     done = forget_as_owner(storage, fence, table, checked, by, has_bar=True)
@@ -133,30 +126,6 @@ def finish(path: str | os.PathLike[str]) -> list[Forgotten]:
     fence = Fence(storage, purpose=_PURPOSE)
     fence.hold()
     return finish_pending(storage, fence, has_bar=True)
-
-
-def checked_ids(ids: Any) -> Ids:
-    """Return ids in order, each once; TypeError or ValueError where they are not int64, none, or too many."""
-    values = list(ids) if not isinstance(ids, np.ndarray) and isinstance(ids, Iterable) else ids
-    if isinstance(values, list) and bool in set(map(type, values)):  # which numpy takes for 1 beside other numbers
-        raise TypeError("expected ids that are int64, found bool")
-    found = np.asarray(values)
-    if found.ndim != 1 or not found.size:
-        raise ValueError(f"expected ids to forget, one at least, found {'none' if not found.size else found.shape}")
-    if found.dtype == np.dtype(object) or (found.dtype.kind == "u" and int(found.max()) >= 2**63):
-        raise ValueError("expected ids that are int64, found one that is beyond it or no number")
-    if found.dtype.kind not in "iu":
-        raise TypeError(f"expected ids that are int64, found {found.dtype}")
-    if found.size > MAX_IDS:
-        raise ValueError(f"expected at most {MAX_IDS} ids at once, found {found.size}: forget them in several calls")
-    return distinct(found.astype(np.int64))
-
-
-def check_table(listing: Listing, table: str, url: str) -> None:
-    """Raise ValueError where no checkpoint has such a table."""
-    names: Collection[str] = {entry.name for c in listing.committed for entry in c.manifest.tables}
-    if table not in names:
-        raise ValueError(f"{url}: found no table {table!r} in any checkpoint{instead_of(table, sorted(names))}")
 
 
 def readable_listing(storage: Storage) -> Listing:

@@ -143,7 +143,7 @@ class OnePass:
         broken = self.there.damaged.keys() - {c.directory for c in self.there.lost} if self._is_forgotten else set()
         for directory in {*self.there.uncommitted, *broken} & {*self.there.directories} - self._selection.stay:
             names = self._copier.to.list_files(directory)
-            if layout.INTENT in names or layout.OFFER in names:
+            if layout.INTENT in names:
                 yield directory
 
     def _check_gone(self) -> None:

@@ -17,7 +17,7 @@ from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, Recck
 from recckpt.format import layout, manifest
 from recckpt.format.catalog import Part
 from recckpt.format.manifest import FileEntry, Manifest
-from recckpt.output_dir.checkpoint_dir import first_file, has_manifest, listed_files, unlisted
+from recckpt.output_dir.checkpoint_dir import has_manifest, intent_of, listed_files, unlisted
 from recckpt.output_dir.listing import Checkpoint, list_checkpoints
 from recckpt.output_dir.open_files import OpenFiles
 from recckpt.output_dir.rotation import pinned_ids
@@ -143,8 +143,8 @@ class CheckpointCopier:
 
     def _begin(self, directory: str, record: Manifest, data: bytes) -> None:
         """Make the directory as the run has made it, or find it made by an earlier copy."""
-        name, first = first_file(record)
-        path, manifest_path = (layout.join(directory, each) for each in (name, layout.MANIFEST))
+        first = intent_of(record)
+        path, manifest_path = (layout.join(directory, each) for each in (layout.INTENT, layout.MANIFEST))
         with suppress(FileExistsError):
             self.to.make_dir(directory)
         try:

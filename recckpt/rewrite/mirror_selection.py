@@ -85,14 +85,14 @@ def select(
     listing = Listing(union, {}, {}, directories=tuple(c.directory for c in union))
     kept = listing.current if keep is None else chosen(listing, keep, pinned, now, layout.STEP_PREFIX)
     kept = sorted(kept, key=listing.committed.index)
-    stay = listing.chains.closure([c.manifest.origin for c in kept])
+    stay = listing.chains.closure([c.manifest.name for c in kept])
     present = {c.directory for c in there.committed}
     in_order = (link for c in reversed(kept) for link in reversed(c.links))
     missing = {link.directory: link for link in in_order if link.directory in stay - present}
     left_out = {
         c.directory: link
         for c in (*run.committed, *run.lost)
-        if c.directory in chains.broken.keys() - stay and not chains.representations(c.manifest.origin)
+        if c.directory in chains.broken.keys() - stay and not chains.named(c.manifest.name)
         if (link := damaged_below(c.directory, chains.broken))
     }
     return Selection(tuple(missing.values()), frozenset(stay), kept[-1] if kept else None, left_out)

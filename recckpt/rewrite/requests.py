@@ -1,59 +1,41 @@
 """The owner of an output dir carries out requests to forget ids, and takes up those that a crash has left.
 
 Every checkpoint that holds one of the ids, or stands on one that does, is committed again at its place without them;
-then what it replaces goes, with all leftovers. At each moment every checkpoint is there, whole, with the ids or
-without (docs/format.md, section 14).
+then what that supersedes goes, with all leftovers, and a list is published that names only what is clean. At each
+moment every checkpoint is there, whole, with the ids or without (docs/format.md, section 14).
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from recckpt.errors import CorruptCheckpointError, FormatVersionError, RecckptError
+from recckpt.errors import CorruptCheckpointError, FormatVersionError, RecckptError, WriterFencedError
 from recckpt.format import layout
 from recckpt.format.codec import time_now
-from recckpt.format.forgetting import Request
+from recckpt.format.forgetting import Ids, Request
 from recckpt.output_dir import rotation
 from recckpt.output_dir.checkpoint_dir import read_manifest
 from recckpt.output_dir.commit import WRITER
-from recckpt.output_dir.fence import Fence
-from recckpt.output_dir.forget_requests import close_request, meant_in, pending, put_request, remove_drafts
+from recckpt.output_dir.fence import Fence, make_durable
+from recckpt.output_dir.forget_requests import (
+    Forgotten,
+    audit,
+    close_request,
+    meant_in,
+    pending,
+    put_request,
+    remove_drafts,
+)
 from recckpt.output_dir.listing import Checkpoint, Listing
-from recckpt.output_dir.notes import NearHost, noted_hosts
-from recckpt.rewrite.revision import Ids, IdsInFiles, OmittedRows, Revising, ids_in_files, revise
+from recckpt.output_dir.notes import noted_hosts
+from recckpt.rewrite.without_ids import IdsInFiles, OmittedRows, Rewrite, commit_without, ids_in_files
 from recckpt.storage import Storage
-from recckpt.text import Progress, plural
+from recckpt.text import Progress, instead_of, plural
 
 log = logging.getLogger("recckpt")
-
-
-@dataclass(frozen=True)
-class Forgotten:
-    """What was done about one request.
-
-    Attributes:
-        table: the table.
-        n_ids: how many ids were to be forgotten.
-        revised: directory of a checkpoint -> that of the one without the ids that has taken its place.
-        n_rows: id of a checkpoint -> how many of the ids had a row in it.
-        removed: directories that went: what was replaced, superseded checkpoints, late commits and leftovers.
-        is_resumed: whether an earlier process had made the request.
-        near_hosts: the hosts on which near saves were noted, which may have the ids until they are removed there.
-        mirrors_left: a mirror that was named and may still have the ids -> why; of the last request alone.
-    """
-
-    table: str
-    n_ids: int
-    revised: dict[str, str]
-    n_rows: dict[str, int]
-    removed: tuple[str, ...]
-    is_resumed: bool = False
-    near_hosts: tuple[NearHost, ...] = ()
-    mirrors_left: Mapping[str, str] = field(default_factory=dict)
 
 
 def forget_as_owner(
@@ -76,11 +58,23 @@ def forget_as_owner(
         return [*done, _carry_out(storage, fence, request, is_resumed=False, has_bar=has_bar)]
 
 
-def settle(storage: Storage, fence: Fence) -> None:
-    """As :func:`finish_pending`, once for each time that the output dir was taken over."""
-    if not fence.is_settled:
+def settle(storage: Storage, fence: Fence) -> bool:
+    """As :func:`finish_pending`, once for each takeover; say whether nothing is left, and log why if not.
+
+    Raises:
+        WriterFencedError: another writer has taken the output dir over.
+    """
+    if fence.is_settled:
+        return True
+    try:
         with fence.settling():
             finish_pending(storage, fence)
+    except WriterFencedError:
+        raise
+    except (RecckptError, OSError) as error:
+        log.error("%s: ids that were to be forgotten may still be there: %s", storage.url, error)
+        return False
+    return True
 
 
 def finish_pending(storage: Storage, fence: Fence, *, has_bar: bool = False) -> list[Forgotten]:
@@ -99,6 +93,34 @@ def finish_pending(storage: Storage, fence: Fence, *, has_bar: bool = False) -> 
         )
         done.append(_carry_out(storage, fence, request, is_resumed=True, has_bar=has_bar))
     return done
+
+
+def check(storage: Storage, listing: Listing, table: str, ids: Ids, *, is_live: bool = False) -> None:
+    """Refuse what cannot be forgotten, before anything changes.
+
+    Args:
+        storage: the output dir.
+        listing: what is there.
+        table: name of the table.
+        ids: those to forget.
+        is_live: whether the model has the table, so that no checkpoint need have it.
+
+    Raises:
+        ValueError: no checkpoint has such a table.
+        CorruptCheckpointError: a checkpoint, or the audit, is damaged.
+    """
+    check_readable(listing)
+    if not is_live:
+        check_table(listing, table, storage.url)
+    scan(storage, listing, table, ids)
+    audit(storage)
+
+
+def check_table(listing: Listing, table: str, url: str) -> None:
+    """Raise ValueError where no checkpoint has such a table."""
+    names: Collection[str] = {entry.name for c in listing.committed for entry in c.manifest.tables}
+    if table not in names:
+        raise ValueError(f"{url}: found no table {table!r} in any checkpoint{instead_of(table, sorted(names))}")
 
 
 def check_readable(listing: Listing) -> None:
@@ -131,43 +153,49 @@ def _carry_out(storage: Storage, fence: Fence, request: Request, *, is_resumed: 
     fence.look_again()
     listing = fence.listing
     check_readable(listing)
+    make_durable(storage, listing)  # an owner that died may have committed what is taken as it is here
     contents = scan(storage, listing, request.table, request.ids)
     with_ids, read_from = touched(listing, contents), needed(listing)
-    # What an owner that died has committed in place of checkpoints for this request.
-    by_place = {(of.save_id, of.request): c for c in reversed(listing.committed) if (of := c.manifest.revision_of)}
-    places = {c.directory: (c.manifest.save_id, request.request) for c in with_ids}
-    revised = {directory: by_place[place] for directory, place in places.items() if place in by_place}
+    made: dict[str, Checkpoint] = {c.directory: other for c in with_ids if (other := _made_for(c, listing, request))}
     removed: list[str] = []
-    n_bytes = sum(c.manifest.n_bytes for c in with_ids if c.directory in read_from - revised.keys())
+    n_bytes = sum(c.manifest.n_bytes for c in with_ids if c.directory in read_from - made.keys())
     with Progress(f"forgetting {plural(len(request.ids), 'id')}", n_bytes, has_bar=has_bar) as progress:
         for base in dict.fromkeys(c.links[-1].directory for c in with_ids):  # a chain at a time: room for one twice
             family = [c for c in with_ids if c.links[-1].directory == base]
-            for checkpoint in (c for c in family if c.directory in read_from - revised.keys()):  # oldest first
+            for checkpoint in (c for c in family if c.directory in read_from - made.keys()):  # oldest first
                 below: Sequence[Checkpoint] = ()
                 if checkpoint.below:
-                    parent = revised.get(checkpoint.below[0].directory)
+                    parent = made.get(checkpoint.below[0].directory)
                     below = checkpoint.below if parent is None else parent.links
-                erasure = OmittedRows(meant_in(checkpoint.manifest, request.table), request.ids)
-                revising = Revising(
-                    checkpoint, [contents[link.directory] for link in checkpoint.links], below, erasure, request.request
-                )
-                revised[checkpoint.directory] = revise(storage, fence, revising, rotation.THREADS, progress.advance)
+                omitted = OmittedRows(meant_in(checkpoint.manifest, request.table), request.ids)
+                of_links = [contents[link.directory] for link in checkpoint.links]
+                rewrite = Rewrite(checkpoint, of_links, below, omitted, request.request)
+                made[checkpoint.directory] = commit_without(storage, fence, rewrite, rotation.THREADS, progress.advance)
             removed += fence.remove(rotation.in_order(family, fence.listing), rotation.THREADS)
     removed += _remove_leftovers(storage, fence)
-    fence.check()
+    gone = {c.directory for c in with_ids}
+    clean = [c for c in listing.committed if c.directory not in gone]
+    fence.close_list(frozenset(c.manifest.save_id for c in (*clean, *made.values())))
     fence.write_index()
-    made = [
-        (c, of) for c in fence.listing.committed if (of := c.manifest.revision_of) and of.request == request.request
+    by_request = [
+        (c, of) for c in fence.listing.committed if (of := c.manifest.supersedes) and of.request == request.request
     ]
-    names, n_rows = {of.directory: c.directory for c, of in made}, {c.ckpt_id: of.rows for c, of in made}
+    names, n_rows = {of.directory: c.directory for c, of in by_request}, {c.ckpt_id: of.n_rows for c, of in by_request}
     removed = list(dict.fromkeys([*names, *removed]))
     _check_gone(storage, fence, list(dict.fromkeys([*removed, *(c.directory for c in with_ids)])), request)
-    finished: dict[str, Any] = {"finished": time_now(), "revised": names, "removed": removed, "rows": n_rows}
+    finished: dict[str, Any] = {"finished": time_now(), "rewritten": names, "removed": removed, "rows": n_rows}
     hosts = tuple(noted_hosts(storage))
     finished |= {"near_hosts": [host.as_data for host in hosts]} if hosts else {}
     fence.check()
     close_request(storage, request, finished)
     return Forgotten(request.table, len(request.ids), names, n_rows, tuple(removed), is_resumed, hosts)
+
+
+def _made_for(checkpoint: Checkpoint, listing: Listing, request: Request) -> Checkpoint | None:
+    """Return what an owner that died has committed in place of a checkpoint for this request."""
+    meant = (checkpoint.manifest.save_id, request.request)
+    of = ((c, c.manifest.supersedes) for c in listing.committed)
+    return next((c for c, of_it in of if of_it and (of_it.save_id, of_it.request) == meant), None)
 
 
 def _remove_leftovers(storage: Storage, fence: Fence) -> list[str]:
@@ -192,7 +220,7 @@ def _remove_leftovers(storage: Storage, fence: Fence) -> list[str]:
 
 def is_of_attempt(name: str) -> bool:
     """Say whether only an attempt or an offer has such a file: another program, or a person, has a model.pt too."""
-    return name in (layout.INTENT, layout.OFFER) or (layout.is_ours(name) and layout.has_rows(name))
+    return name == layout.INTENT or (layout.is_ours(name) and layout.has_rows(name))
 
 
 def _check_gone(storage: Storage, fence: Fence, directories: Sequence[str], request: Request) -> None:

@@ -1,4 +1,4 @@
-"""What goes on while training does: a save, and a compaction."""
+"""A save that goes on while training does."""
 
 from __future__ import annotations
 
@@ -8,26 +8,17 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from recckpt.errors import ForkedError, RecckptError
 from recckpt.format.manifest import Manifest
-from recckpt.output_dir.commit import chain_of
-from recckpt.output_dir.fence import Fence
-from recckpt.output_dir.listing import Checkpoint
 from recckpt.parallel.one_process import OwnFuture
 from recckpt.parallel.ranks import Ranks
-from recckpt.parallel.threads import Latch, StoppedError, Worker
-from recckpt.rewrite.compact import make_offer
-from recckpt.rewrite.whole import Means
-from recckpt.save.deltas import Changes
+from recckpt.parallel.threads import Worker
 from recckpt.save.save_info import SaveInfo
-from recckpt.storage import Storage
 from recckpt.text import one_line, plural, quoted, shown, size
 
 log = logging.getLogger("recckpt")
 _OF_PARENT = "of the process that this one was forked from"
-_BUDGET_BYTES = 64 << 20  # beside a trainer, which needs its memory
 
 
 class SaveHandle:
@@ -226,41 +217,3 @@ def _log_at_exit() -> None:
         if error is not None:
             log.error("the last save of this process failed: %s", error)
             sys.excepthook(type(error), error, error.__traceback__)
-
-
-class OfferThread:
-    """Makes offers, one at a time, in a thread: what ``Deltas(compact=True)`` asks for. Not thread-safe.
-
-    An error is logged and fails nothing: a later save is full where the chain is too long by then.
-    """
-
-    def __init__(self) -> None:
-        # A daemon: an interpreter that ends does not wait for it, and what it leaves is no whole offer.
-        self._worker = Worker[Latch]("recckpt-compact", is_daemon=True)
-        self._offered: str | None = None
-
-    def begin_if_due(self, storage: Storage, fence: Fence, changes: Changes | None) -> None:
-        """Begin an offer of what the next delta would stand on, if the policy wants one; rank 0 calls this."""
-        chain = changes.chain(fence) if changes else None
-        if changes is None or changes.base is None or chain is None or self._worker.is_at_work:
-            return
-        reason = changes.policy.why_compact(chain)
-        if reason is not None and self._offered not in fence.listing.uncommitted:  # one that waits is enough
-            log.info("%s: compacting in the background: %s", storage.url, reason)
-            newest, stop = chain_of(fence.listing, changes.base.save_id)[0], Latch()
-            self._worker.begin(stop, partial(self._make, storage, newest, stop))
-
-    def close(self) -> None:
-        """End what is at work, which leaves nothing; an offer may be begun again."""
-        if self._worker.task is not None:
-            self._worker.task.set()
-        self._worker.wait()
-
-    def _make(self, storage: Storage, checkpoint: Checkpoint, stop: Latch) -> None:
-        try:
-            done = make_offer(storage, checkpoint, Means(None, 1, _BUDGET_BYTES, stop.is_set, has_bar=False))
-            self._offered = done.directory or self._offered
-        except StoppedError:
-            log.info("%s: the compaction of %r was ended", storage.url, checkpoint.ckpt_id)
-        except Exception as error:
-            log.warning("%s: %r could not be compacted: %s", storage.url, checkpoint.ckpt_id, error)

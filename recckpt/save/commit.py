@@ -107,9 +107,9 @@ def commit(
 
 
 def standing_on(links: Sequence[Checkpoint], record: Manifest) -> Manifest:
-    """Name in the manifest of a delta what it stands on: never a form of it, wherever that is read."""
-    chain = tuple(Link(link.ckpt_id, link.manifest.origin, link.directory) for link in links)
-    parent = Parent(chain[0].ckpt_id, chain[0].save_id, chain[0].directory, links[0].manifest.origin_xxh3)
+    """Name in the manifest of a delta what it stands on: by its name, wherever that is read."""
+    chain = tuple(Link(link.ckpt_id, link.manifest.name, link.directory) for link in links)
+    parent = Parent(chain[0].ckpt_id, chain[0].save_id, chain[0].directory, links[0].manifest.name_xxh3)
     tables = tuple(_with_errors_below(table, links[0].manifest.table(table.name)) for table in record.tables)
     return replace(record, parent=parent, chain=chain, tables=tables)
 
@@ -139,9 +139,9 @@ def rotate(job: Job, to: Destination) -> None:
                     log.error("%s/%s is damaged and left alone: %s", storage.url, directory, error)
             remove_checked(storage, fence, victims, to.concurrency)
             for left in fence.leftovers(listing, fence.epoch):
-                if left.epoch == fence.epoch:  # what older writers make now goes at the next takeover, which lists it
+                if left.epoch == fence.epoch and not left.is_offer:  # others go at the next takeover, which lists them
                     rotation.remove_leftover(storage, left.directory, to.concurrency)
-            adopt_offers(storage, fence, to.transfers.visible, to.concurrency)
+            adopt_offers(storage, fence, to.transfers.visible)
             own = fence.listing.find(info.ckpt_id)
             if own is not None:
                 info.note(n_links=len(own.links))

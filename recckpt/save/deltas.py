@@ -31,8 +31,8 @@ log = logging.getLogger("recckpt")
 
 
 @dataclass(frozen=True)
-class Origin:
-    """A committed checkpoint as deltas know it, whichever form of it they read."""
+class DeltaBase:
+    """A committed checkpoint that deltas may stand on, whatever stands in for it."""
 
     save_id: str  # its name
     place: tuple[int, int]  # where it stands in the order of commits
@@ -60,7 +60,7 @@ class Changes:
     def __init__(self, policy: Deltas) -> None:
         self.policy, self.tracker = policy, Tracker()
         self.freeze: Freeze = self.tracker.freeze
-        self.base: Origin | None = None
+        self.base: DeltaBase | None = None
 
     @property
     def has_candidate(self) -> bool:
@@ -75,11 +75,11 @@ class Changes:
         if self.resume_from(checkpoint.manifest):
             for table in tables:
                 if is_stored(table):
-                    self.tracker.begin(table, checkpoint.manifest.origin)
+                    self.tracker.begin(table, checkpoint.manifest.name)
 
     def resume_from(self, record: Manifest) -> bool:
         """Count from a checkpoint that was restored; return False where it cannot be counted from."""
-        restored = _origin(record)
+        restored = _base_of(record)
         if any(reduced.forgets_why for reduced in restored.reduced.values()):
             return False
         if self.base is None or self.base.save_id != restored.save_id:
@@ -118,7 +118,7 @@ class Changes:
 
     def committed(self, record: Manifest) -> None:
         """Count from a checkpoint of this saver, which is acknowledged and not ephemeral."""
-        self.base = _origin(record)
+        self.base = _base_of(record)
 
     def drop_base(self) -> None:
         """Let the next save be full."""
@@ -132,6 +132,12 @@ class Changes:
         *deltas, full = [link.manifest.n_bytes for link in links]
         return Chain(len(deltas), sum(deltas), full)
 
+    def due_compaction(self, fence: Fence) -> tuple[Checkpoint, str] | None:
+        """Return what the next delta would stand on, and why it is to be compacted; None where it is not."""
+        chain = self.chain(fence)
+        reason = self.policy.why_compact(chain) if chain else None
+        return (chain_of(fence.listing, self.base.save_id)[0], reason) if self.base and reason else None
+
 
 def changes_of(deltas: bool | Deltas) -> Changes | None:
     """Return what a saver counts with, None where all its saves are full; ValueError where it is neither."""
@@ -139,11 +145,11 @@ def changes_of(deltas: bool | Deltas) -> Changes | None:
     return Changes(policy) if policy else None
 
 
-def _origin(record: Manifest) -> Origin:
+def _base_of(record: Manifest) -> DeltaBase:
     slots = {table.name: table.slots for table in record.tables}
     reduced = {table.name: table.reduced for table in record.tables if table.reduced is not None}
     live = {table.name: table.live for table in record.tables if table.live is not None}
-    return Origin(record.origin, record.place, slots, reduced, live)
+    return DeltaBase(record.name, record.place, slots, reduced, live)
 
 
 def _is_there(storage: Storage, link: Checkpoint) -> bool:

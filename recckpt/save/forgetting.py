@@ -12,15 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from recckpt.checkpoint.read_again import remove_checked
-from recckpt.errors import CorruptCheckpointError, RecckptError, WriterFencedError
-from recckpt.output_dir.forget_requests import audit, check_none_pending, pending, requests
+from recckpt.errors import CorruptCheckpointError, RecckptError
+from recckpt.format.forgetting import Ids, checked_ids
+from recckpt.output_dir.forget_requests import Forgotten, check_none_pending, pending, requests
 from recckpt.output_dir.listing import Checkpoint, locate
 from recckpt.output_dir.notes import noted_hosts
 from recckpt.output_dir.rotation import deletable, pinned_ids
 from recckpt.parallel.ranks import Ranks
-from recckpt.rewrite.forget import check_table, checked_ids
-from recckpt.rewrite.requests import Forgotten, check_readable, forget_as_owner, scan, settle
-from recckpt.rewrite.revision import Ids
 from recckpt.save.job import Destination
 from recckpt.sparse.split import filter_out_sparse_param
 from recckpt.storage import Storage
@@ -98,21 +96,17 @@ class Removal:
     def _forget_here(self, table: str, ids: Ids) -> tuple[list[Forgotten], int]:
         """Return what was done, and the epoch of this owner."""
         storage, fence = self._to.storage, self._to.fence
-        self._to.offers.close()  # it would go on writing rows of these ids to its own directory
+        self._to.end_compactions()
         for guest in self._to.guests:  # rule *forget_in_new_epoch*: near saves may have rows of these ids
             fence.take_over_from_itself()
             guest.void()
-        return forget_as_owner(storage, fence, table, ids, _BY), fence.epoch
+        return self._to.forgets.forget_as_owner(storage, fence, table, ids, _BY), fence.epoch
 
     def _check(self, table: str, ids: Ids, *, is_live: bool) -> None:
         """Refuse what cannot be forgotten, before anything changes but the owner of the output dir."""
         storage, fence = self._to.storage, self._to.fence
         fence.hold()
-        check_readable(fence.listing)
-        if not is_live:
-            check_table(fence.listing, table, storage.url)
-        scan(storage, fence.listing, table, ids)
-        audit(storage)  # as the checkpoints, whole before anything changes
+        self._to.forgets.check(storage, fence.listing, table, ids, is_live=is_live)
 
     def _erase(self, live: SavableTable | None, ids: Ids) -> None:
         """Drop rows of this rank; the next save is full, since a delta would name the ids as deleted."""
@@ -131,7 +125,7 @@ class Removal:
                 raise failed(rank, f"it was to delete {other!r}, this one {ckpt_id!r}: all ranks name the same step")
         changes = self._to.changes
         base = None if changes is None or changes.base is None else changes.base.save_id
-        if ranks.on_first(lambda: base in {each.manifest.origin for each in self._chosen(ckpt_id)}) and changes:
+        if ranks.on_first(lambda: base in {each.manifest.name for each in self._chosen(ckpt_id)}) and changes:
             changes.drop_base()  # first: whatever fails from here on, no delta stands on what may be gone
         ranks.on_first(lambda: self._remove(ckpt_id))
 
@@ -155,21 +149,15 @@ class Removal:
 
 
 def end_pending(to: Destination) -> bool:
-    """Carry out, as the owner, what earlier owners were asked; say whether nothing is left, and log why if not.
+    """Carry out, as the owner, what earlier owners were asked; say whether nothing is left.
 
     Raises:
         WriterFencedError: another writer has taken the output dir over.
+        RecckptError: a request waits, and this saver cannot end it.
     """
     if not to.fence.is_settled:
-        to.offers.close()  # it would go on writing rows of these ids to its own directory
-    try:
-        settle(to.storage, to.fence)
-    except WriterFencedError:
-        raise
-    except (RecckptError, OSError) as error:
-        log.error("%s: ids that were to be forgotten may still be there: %s", to.storage.url, error)
-        return False
-    return True
+        to.end_compactions()
+    return to.forgets.settle(to.storage, to.fence)
 
 
 def _live(model: nn.Module, table: str) -> SavableTable | None:

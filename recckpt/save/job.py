@@ -12,15 +12,17 @@ from torch.optim import Optimizer
 from recckpt.checkpoint.attempt import BATCH_BYTES, ShardWriter
 from recckpt.dense.registered import Registry
 from recckpt.dense.state_copy import DenseBuffers, RankDigests
+from recckpt.errors import RecckptError
 from recckpt.format import layout
 from recckpt.format.catalog import PartKind
+from recckpt.format.forgetting import Ids
 from recckpt.format.manifest import StateValue
 from recckpt.live.tables import NO_TABLES, LiveTables
 from recckpt.output_dir.fence import Fence
-from recckpt.output_dir.listing import Listing
+from recckpt.output_dir.forget_requests import FORGET_FIRST, Forgotten, check_none_pending
+from recckpt.output_dir.listing import Checkpoint, Listing
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.keep import Keep
-from recckpt.save.background import OfferThread
 from recckpt.save.choice import Choice
 from recckpt.save.deltas import Changes
 from recckpt.save.save_info import SaveInfo, Timeline
@@ -125,6 +127,49 @@ class Guest(Protocol):
         """Remove what was made up to the epoch of a forgetting. Collective."""
 
 
+class Forgets(Protocol):
+    """Carries out requests to forget ids. A request binds every saver, with this guest or without it."""
+
+    def check(self, storage: Storage, listing: Listing, table: str, ids: Ids, *, is_live: bool) -> None:
+        """Refuse what cannot be forgotten, before anything changes; ``is_live``: the model has the table."""
+
+    def forget_as_owner(self, storage: Storage, fence: Fence, table: str, ids: Ids, by: str) -> list[Forgotten]:
+        """Make a request and carry it out, after those that are pending; the tables lack the ids by now."""
+
+    def settle(self, storage: Storage, fence: Fence) -> bool:
+        """Carry out what earlier owners were asked, once for each takeover; say whether nothing is left."""
+
+
+class ForgetsNothing:
+    """A saver without that guest: it refuses to save while a request waits, whose ids its save would keep."""
+
+    def check(self, storage: Storage, listing: Listing, table: str, ids: Ids, *, is_live: bool) -> None:
+        """Refuse."""
+        raise RecckptError(f"{storage.url}: this saver cannot forget ids of {table!r}: use `recckpt forget DIR`")
+
+    def forget_as_owner(self, storage: Storage, fence: Fence, table: str, ids: Ids, by: str) -> list[Forgotten]:
+        """Refuse."""
+        self.check(storage, fence.listing, table, ids, is_live=True)
+        return []
+
+    def settle(self, storage: Storage, fence: Fence) -> bool:
+        """Refuse while there is a request."""
+        if not fence.is_settled:
+            with fence.settling():
+                check_none_pending(storage, FORGET_FIRST)
+        return True
+
+
+class Compactor(Protocol):
+    """Makes full checkpoints of chains beside the saves, such as a thread does."""
+
+    def begin(self, storage: Storage, listing: Listing, checkpoint: Checkpoint, reason: str) -> None:
+        """Begin to compact a checkpoint, which is the newest in the listing, unless one is under way or waits."""
+
+    def close(self) -> None:
+        """End what is at work, which leaves nothing."""
+
+
 @dataclass(frozen=True)
 class Destination:
     """Where the saves of one saver go, and what they share."""
@@ -143,9 +188,15 @@ class Destination:
     logged: set[tuple[str, str]] = field(default_factory=set)  # directories and what is wrong there, once it was logged
     timeline: Timeline = field(default_factory=Timeline)  # where saves leave a line each
     guests: tuple[Guest, ...] = ()  # what is made of the same saver beside checkpoints
-    offers: OfferThread = field(default_factory=OfferThread)  # compacts chains, where the policy wants that
+    forgets: Forgets = field(default_factory=ForgetsNothing)  # ends requests to forget ids
+    compactors: tuple[Compactor, ...] = ()  # of chains, where the policy wants that
 
     def bases_of_guests(self, listing: Listing) -> set[str]:
         """Return the save ids of checkpoints that are to stay since what is newer stands on them."""
         newest = max((checkpoint.manifest.order for checkpoint in listing.committed), default=(0, 0))
         return {base for guest in self.guests for base in guest.bases(newest)}
+
+    def end_compactions(self) -> None:
+        """End what compactors are at, as before ids are forgotten: they would go on writing rows of these."""
+        for compactor in self.compactors:
+            compactor.close()

@@ -143,10 +143,17 @@ def write_and_commit(staged: Staged, plan: SavePlan, job: Job, to: Destination) 
             to.changes.committed(record)
         if ranks.rank == 0:
             rotate(job, to)
-            to.offers.begin_if_due(to.storage, to.fence, to.changes)
+            _compact_if_due(to)
     info.note_unblocked()
     _report(job, to)
     return record
+
+
+def _compact_if_due(to: Destination) -> None:
+    due = to.changes.due_compaction(to.fence) if to.changes else None
+    if due is not None:
+        for compactor in to.compactors:
+            compactor.begin(to.storage, to.fence.listing, *due)
 
 
 def _commit(staged: Staged, head: Manifest, attempt: Attempt, job: Job, to: Destination) -> Manifest:

@@ -91,7 +91,7 @@ def test_a_load_reads_of_each_link_what_its_slices_meet_down_to_the_link_that_it
     batches, known = OpenChain.of(storage, locate(storage, "ckpt_2")).batches([None])
     assert [each.directory for each in batches] == [newest.directory, full.directory]
     assert not known
-    batches, known = OpenChain.of(storage, locate(storage, "ckpt_2")).batches([None], known=full.manifest.origin)
+    batches, known = OpenChain.of(storage, locate(storage, "ckpt_2")).batches([None], known=full.manifest.name)
     assert [each.directory for each in batches] == [newest.directory]
     assert known == {"t"}
     chain = OpenChain.of(storage, locate(storage, "ckpt_2"))

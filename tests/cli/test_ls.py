@@ -10,7 +10,7 @@ from support.builders import Run
 from support.forge import Forge, filled, save_tables
 from support.near_runs import NearRun, parts_of
 from support.spec_reader import counting
-from support.spec_writer import write_delta, write_form
+from support.spec_writer import write_compacted, write_delta
 
 from recckpt import Near
 from recckpt.format import layout
@@ -99,7 +99,7 @@ def test_superseded_and_flagged_checkpoints_are_marked_and_their_directory_is_na
     pin(storage, "ckpt_10")
     save_tables(storage, [filled("item", [1])], ckpt_id="ckpt_10", overwrite=True, ephemeral=True)
     answer = recckpt("ls", tmp_path)
-    assert "superseded, pinned" in answer.out.splitlines()[1]
+    assert "overwritten, pinned" in answer.out.splitlines()[1]
     assert "newest, pinned, ephemeral, in ckpt_10.1/" in answer.out.splitlines()[2]
 
 
@@ -115,18 +115,18 @@ def test_deltas_say_what_they_stand_on_and_links_for_whom_they_are_kept(recckpt,
     assert second.endswith("  link of ckpt_30")
     assert " delta on ckpt_20 " in third
     assert third.endswith("  newest")
-    form = write_form(delta, {1: (1, 1)}).directory.name
+    form = write_compacted(delta, {1: (1, 1)}).directory.name
     offer = tmp_path / ("ckpt_20." + "0f" * 16)
     offer.mkdir()
-    (offer / "OFFER").touch()
+    (offer / "INTENT").touch()
     base, replaced, kept, _, offered = recckpt("ls", tmp_path).out.splitlines()[1:]
     assert base.endswith("  second chain"), "nothing stands on it any more"
-    assert replaced.endswith("  replaced by a form")
+    assert replaced.endswith("  superseded")
     assert kept.endswith(f"  base of 1 delta, in {form}/")
     assert offered.endswith("no manifest.json: an offer that is not adopted")
     found = {each["directory"]: each for each in recckpt("ls", tmp_path, "--json").json["checkpoints"]}
-    told = ("kind", "parent", "links", "kept_for", "form_of")
-    assert [found[form][key] for key in told] == ["full", None, [form], ["ckpt_30"], delta.origin]
+    told = ("kind", "parent", "links", "kept_for", "supersedes")
+    assert [found[form][key] for key in told] == ["full", None, [form], ["ckpt_30"], delta.name[0]]
     assert [found["ckpt_30"][key] for key in told] == ["delta", "ckpt_20", ["ckpt_30", form], [], None]
 
 

@@ -9,7 +9,7 @@ import torch
 from support.builders import Run, Stream, flip_bit
 from support.forge import Forge, filled, save_tables
 from support.spec_reader import counting
-from support.spec_writer import Held, write_delta, write_form, write_full
+from support.spec_writer import Held, write_compacted, write_delta, write_full
 from torch import nn
 
 from recckpt import Saver
@@ -266,7 +266,7 @@ def test_show_says_what_a_delta_stands_on_and_what_it_holds(recckpt, runs):
     shown = recckpt("show", runs, "--json").json
     assert (shown["kind"], [link["directory"] for link in shown["links"]]) == ("delta", ["ckpt_2", "ckpt_1"])
     assert shown["tables"][0]["delta"] == {"upserts": 2, "deletes": 2, "replaced": False}
-    assert (shown["rows"], shown["form_of"]) == (6, None)
+    assert (shown["rows"], shown["supersedes"]) == (6, None)
     assert "kind" not in [line[0] for line in recckpt("show", base.directory).lines if line]
     files = recckpt("show", runs, "--files", "--json").json["tables"][0]["files"]
     assert [name.split(".")[1] for name in files] == ["g0", "deletes"]
@@ -280,9 +280,9 @@ def test_show_says_which_tables_are_whole_in_a_delta(recckpt, runs):
 
 def test_show_says_that_a_checkpoint_is_a_form(recckpt, runs):
     newest = max(counting(runs), key=lambda found: found.place)
-    write_form(newest, {0: (0, 0), 1: (7, 7), 3: (3, 3), 4: (4, 4), 5: (5, 5), 9: (9, 9)})
+    write_compacted(newest, {0: (0, 0), 1: (7, 7), 3: (3, 3), 4: (4, 4), 5: (5, 5), 9: (9, 9)})
     assert any("full, made of a delta" in line for line in recckpt("show", runs).out.splitlines())
-    assert recckpt("show", runs, "--json").json["form_of"] == newest.origin
+    assert recckpt("show", runs, "--json").json["supersedes"]["save_id"] == newest.name[0]
 
 
 def run(path, **modules):

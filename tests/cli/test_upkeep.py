@@ -41,30 +41,33 @@ def test_an_offer_is_made_of_the_newest_and_waits(recckpt, run):
     assert f"{directory} is an offer of it" in again.out
 
 
-def test_with_adopt_the_form_takes_the_place_of_the_delta(recckpt, run):
+def test_with_adopt_it_supersedes_the_delta(recckpt, run):
     expected = rows_of(run, "ckpt_3")
     answer = recckpt("compact", run.url, "--adopt")
-    assert answer.out.splitlines()[1] == f"{run.url}: adopted 1 offer, and removed 1 delta that it replaces"
+    assert answer.out.splitlines()[0].startswith("ckpt_3: wrote 150 rows of 3 links")
+    assert answer.out.splitlines()[1] == f"{run.url}: removed 1 delta that it replaces"
     found = locate(run, "ckpt_3")
-    assert found.manifest.form_of
+    assert found.manifest.supersedes
     assert set(attempt_dirs(run)) == {"ckpt_1", "ckpt_2", found.directory}
     assert rows_of(run, "ckpt_3") == expected
     assert run.read(layout.INDEX_FILE, 99) == b"ckpt_1\nckpt_2\nckpt_3\n"
     answer = recckpt("compact", run.url, "--adopt")
     assert answer.lines[0][:4] == ["ckpt_3:", "it", "is", "full"]
-    assert "adopted 0 offers" in answer.out
+    assert len(answer.out.splitlines()) == 1
 
 
-def test_an_offer_that_waits_is_adopted_by_a_later_call(recckpt, run):
+def test_an_offer_that_waits_is_void_once_another_takes_over(recckpt, run):
     directory = recckpt("compact", run.url, "--json").json["directory"]
     said = recckpt("compact", run.url, "--adopt", "--json").json
-    assert (said["directory"], said["adopted"], said["removed"]) == (None, [directory], ["ckpt_3"])
+    assert (said["committed"], said["removed"]) == (True, ["ckpt_3"])
+    assert said["directory"] != directory
+    assert directory not in attempt_dirs(run)
 
 
 def test_out_writes_to_another_output_dir(recckpt, run, tmp_path):
     said = recckpt("compact", run.url, "ckpt_2", "--out", tmp_path / "other", "--workers", 2, "--json").json
     assert (said["id"], said["output_dir"], said["directory"]) == ("ckpt_2", str(tmp_path / "other"), "ckpt_2")
-    assert (said["links"], said["rows"], said["reason"], said["adopted"]) == (2, 149, None, [])
+    assert (said["links"], said["rows"], said["reason"], said["committed"]) == (2, 149, None, True)
     assert rows_of(open_storage(str(tmp_path / "other")), "ckpt_2") == rows_of(run, "ckpt_2")
     answer = recckpt("compact", run.url, "ckpt_2", "--out", tmp_path / "other")
     assert (answer.code, answer.out) == (1, "")
@@ -395,7 +398,7 @@ def test_a_dry_run_says_what_would_be_written_again_and_changes_nothing(recckpt,
     done = recckpt("forget", run.url, "--table", "item", "--ids", gone, "--json").json["requests"][0]
     [plan] = data["requests"]
     assert {each["ckpt_id"]: each["n_rows"] for each in plan["rewritten"]} == done["rows"]
-    assert {each["directory"] for each in plan["rewritten"]} == set(done["revised"])
+    assert {each["directory"] for each in plan["rewritten"]} == set(done["rewritten"])
     assert data["bytes"] == sum(each["n_bytes"] for each in plan["rewritten"])
     assert data["seconds"] is None, "no timeline says how fast it writes"
 

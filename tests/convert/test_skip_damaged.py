@@ -18,7 +18,7 @@ from support.bank_runs import run, table
 from support.builders import flip_bit
 from support.forge import Forge, filled, save_tables
 from support.spec_reader import counting
-from support.spec_writer import write_delta, write_form
+from support.spec_writer import write_compacted, write_delta
 
 from recckpt import CheckpointReader
 from recckpt.convert import TARGETS, export_checkpoint, import_checkpoint, skip_damaged
@@ -541,7 +541,7 @@ def test_below_a_link_without_its_manifest_nothing_comes_out(delta, top, tmp_pat
 
 
 def test_a_form_takes_the_place_of_a_link(delta, top, tmp_path):
-    write_form(delta, {0: (0, 0), 1: (7, 7), 4: (8, 8), 5: (5, 5), 9: (9, 9)})
+    write_compacted(delta, {0: (0, 0), 1: (7, 7), 4: (8, 8), 5: (5, 5), 9: (9, 9)})
     (delta.directory / "manifest.json").unlink()
     done = exported(top.directory, tmp_path)
     assert (rows(done, "t"), done.skipped) == (WHOLE, ())
@@ -549,14 +549,14 @@ def test_a_form_takes_the_place_of_a_link(delta, top, tmp_path):
 
 @pytest.mark.parametrize("lost", ["a part of the link", "a part below it"])
 def test_a_form_that_is_whole_takes_the_place_of_a_link_that_is_not(base, delta, top, tmp_path, lost):
-    write_form(delta, {0: (0, 0), 1: (7, 7), 4: (8, 8), 5: (5, 5), 9: (9, 9)})
+    write_compacted(delta, {0: (0, 0), 1: (7, 7), 4: (8, 8), 5: (5, 5), 9: (9, 9)})
     next((base if "below" in lost else delta).directory.glob("sparse/00000*.arrow")).unlink()
     done = exported(top.directory, tmp_path)
     assert (rows(done, "t"), done.skipped) == (WHOLE, ())
 
 
 def test_so_it_does_below_a_checkpoint_that_has_lost_a_part_itself(delta, top, tmp_path):
-    write_form(delta, {0: (0, 0), 1: (7, 7), 4: (8, 8), 5: (5, 5), 9: (9, 9)})
+    write_compacted(delta, {0: (0, 0), 1: (7, 7), 4: (8, 8), 5: (5, 5), 9: (9, 9)})
     for link in (delta, top):
         next(link.directory.glob("sparse/00000*.arrow")).unlink()
     done = exported(top.directory, tmp_path)
@@ -567,7 +567,7 @@ def test_so_it_does_below_a_checkpoint_that_has_lost_a_part_itself(delta, top, t
 
 
 def test_a_delta_that_is_whole_is_preferred_to_a_damaged_form_of_it(delta, tmp_path):
-    form = write_form(delta, {0: (0, 0), 1: (7, 7), 4: (8, 8), 5: (5, 5), 9: (9, 9)})
+    form = write_compacted(delta, {0: (0, 0), 1: (7, 7), 4: (8, 8), 5: (5, 5), 9: (9, 9)})
     next(form.directory.glob("sparse/*.arrow")).unlink()
     done = exported(tmp_path / "runs", tmp_path)
     assert (rows(done, "t"), done.skipped) == (WHOLE | {0: 0}, ())

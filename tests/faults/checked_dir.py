@@ -174,12 +174,12 @@ class CheckedDir:
             version.is_sure = True
 
     def _look(self) -> dict[float, Checkpoint]:
-        """Return by its value what is there, and note the forms of what was offered, which heal it."""
+        """Return by its value what is there, and note what was compacted, which heals it."""
         committed = list_checkpoints(self._storage).committed
         versions = {version.value: version for version in self.versions}
-        for value in (c.manifest.state["value"] for c in committed if c.manifest.form_of):
+        for value in (c.manifest.state["value"] for c in committed if c.manifest.supersedes):
             version = versions[value]
-            assert version.offered, f"{version} has a form, and no offer was made"
+            assert version.offered, f"{version} was compacted, and no offer was made"
             if version.parent is not None:
                 version.parent, version.damage, version.spoils = None, "", False
                 self.done["forms"] += 1
@@ -191,6 +191,8 @@ class CheckedDir:
         """Begin a process that takes up the run, as far as there is one."""
         self._left = None
         self.trainer = Trainer(self.url, self.max_keep, deltas=self.deltas)
+        for version in self.versions:
+            version.offered = version.offered and version.parent is None  # nobody adopts what is of an earlier epoch
         self._check_restore(self.trainer)
         watch(self.trainer.saver.storage, self._die_in_time)
 
@@ -293,12 +295,12 @@ class CheckedDir:
         self.max_keep = self.trainer.saver.max_keep = max_keep
 
     def damage_the_newest(self, number: int, how: str) -> None:
-        """Flip a bit of a file, cut it, or remove it; what has a form beside it is spared."""
+        """Flip a bit of a file, cut it, or remove it; what was compacted is spared."""
         version, committed = self.current[-1], list_checkpoints(self._storage).committed
-        directory, *forms = [c.directory for c in committed if c.manifest.state["value"] == version.value]
-        if forms:
+        directory, *others = [c.directory for c in committed if c.manifest.state["value"] == version.value]
+        if others:
             return
-        others = (layout.INTENT, layout.OFFER, layout.OFFER_JSON)
+        others = (layout.INTENT, layout.OFFER_JSON)
         names = [name for name in self._storage.list_files(directory) if name not in others]
         if how == "remove":
             names.remove(layout.MANIFEST)  # without it there is no checkpoint
@@ -329,7 +331,7 @@ class CheckedDir:
             assert newest is None or not newest.is_whole
         else:
             assert newest is not None
-            newest.offered |= made.directory is not None
+            newest.offered |= made.directory is not None and bool(self.trainer.saver._to.fence.epoch)
             self.done["offers"] += made.directory is not None
 
     def change_times(self) -> None:
@@ -337,5 +339,3 @@ class CheckedDir:
         paths = sorted(Path(self.url).rglob("*"), key=lambda path: path.stat().st_mtime)
         for age, path in enumerate(paths if "://" not in self.url else ()):
             os.utime(path, (10**9 - age, 10**9 - age))
-            for version in self.versions:
-                version.offered = version.offered and version.parent is None  # nobody adopts what is so old

@@ -47,6 +47,7 @@ def save_in_child(url, max_keep, steps, branch, restore, before, threads, backgr
                 resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
             os.kill(os.getpid(), signal.SIGSTOP)
         if how["offers"]:
+            job.saver._to.fence.hold()  # first: an offer belongs to the epoch under which it was begun
             recckpt.compact(url, threads=1)
         if how["forgets"] is not None:
             recckpt.forget(url, "t", [how["forgets"]])

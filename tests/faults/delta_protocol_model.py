@@ -20,11 +20,11 @@ from faults.delta_states import (
     Trainer,
     View,
     Writes,
-    form_of,
+    compacted,
 )
 
 Steps = Iterator[tuple[str, State]]
-_CHECKS = {"hold", "idle", "check", "adopt"}
+_CHECKS = {"hold", "sweep", "idle", "check", "adopt"}
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,10 @@ class TrainerTurn:
     def _restore(self) -> Steps:
         for found in self.view.counting:
             if found.place == self.state.newest.place or self.habits.any_step:
-                links = self.view.chain(found.origin)
+                links = self.view.chain(found.name)
                 if links and links[0] is found:
                     live = frozenset[str]().union(*(link.holds for link in links))
-                    base = found.origin if self.rules.parent_is_origin else found.save_id
+                    base = found.name if self.rules.parent_is_name else found.save_id
                     yield f"restores {found.save_id}", self._go("claim", base=base, live=live, ckpt_id=found.ckpt_id)
 
     def _claim(self) -> Steps:
@@ -95,13 +95,29 @@ class TrainerTurn:
     def _list(self) -> Steps:
         newest = self.state.newest
         committed = frozenset(found.save_id for found in self.view.counting)
-        yield "lists", self._go("publish", listed=(committed, newest.origin))
+        todo = tuple(offer.directory for offer in self._open_offers if self._is_earlier(offer))
+        yield "lists", self._go("publish", listed=(committed, newest.name), todo=todo)
+
+    @property
+    def _open_offers(self) -> list[Offer]:
+        taken = {found.directory for found in self.state.checkpoints}
+        return [offer for offer in self.state.offers if offer.directory not in taken]
+
+    def _is_earlier(self, offer: Offer) -> bool:
+        """Say whether an offer is an attempt of a lower epoch; its first file says so, whoever wrote it."""
+        begun = {c.directory: c.epoch for c in self.state.compactors if c.directory}
+        return begun.get(offer.directory, offer.epoch) < self.me.epoch
 
     def _publish(self) -> Steps:
         last = max(self.state.takeover, (self.me.epoch, self.me.listed[0]), key=lambda takeover: takeover[0])
         listed = [c.directory for c in self.state.checkpoints if c.save_id in self.me.listed[0]]
         state = self.state.synced(listed) if self.rules.sync_base else self.state
-        yield "publishes", self._go("hold", state._replace(takeover=last), listed=(frozenset(), self.me.listed[1]))
+        at = "sweep" if self.me.todo else "hold"
+        yield "publishes", self._go(at, state._replace(takeover=last), listed=(frozenset(), self.me.listed[1]))
+
+    def _sweep(self) -> Steps:
+        """Check, before what earlier owners were offered goes."""
+        yield ("goes on", self._go("empty")) if self.owns else ("is fenced", self._go("stopped"))
 
     def _hold(self) -> Steps:
         """Check once more, and look whether there is a base."""
@@ -109,16 +125,26 @@ class TrainerTurn:
             yield "is fenced", self._go("stopped")
             return
         if self._is_adopter:
-            yield "holds", self._go("adopt", listed=(frozenset(), ""))
+            yield "holds", self._go("adopt", self._with_own_offer(), listed=(frozenset(), ""))
             return
         base = self.me.base
-        origin = next((found.origin for found in self.view.counting if base in (found.save_id, found.form_of)), "")
-        is_newest = origin == self.me.listed[1] or not self.rules.base_is_newest_at_takeover
-        links = self.view.chain(base) if origin and is_newest else []
+        name = next((found.name for found in self.view.counting if base in (found.save_id, found.of)), "")
+        is_newest = name == self.me.listed[1] or not self.rules.base_is_newest_at_takeover
+        links = self.view.chain(base) if name and is_newest else []
         yield (
             "holds" if links else "holds, and has no base",
             self._go("idle", base=base if links else "", listed=(frozenset(), "")),
         )
+
+    def _with_own_offer(self) -> State:
+        """Return the state in which ``compact --adopt`` has offered the newest, of its own epoch."""
+        newest, state = self.state.newest, self.state
+        links = self.view.chain(newest.name)
+        if not links or not links[0].parent:
+            return state
+        save_id, holds = f"own{self.me.epoch}", frozenset[str]().union(*(link.holds for link in links))
+        offer = Offer(f"{newest.name}.{save_id}", newest.name, holds, save_id, save_id, save_id, True, self.me.epoch)
+        return state.with_offer(offer)
 
     # saving
 
@@ -143,9 +169,8 @@ class TrainerTurn:
 
     def _jobs(self, save_id: str, live: Writes, marks: Writes) -> Iterator[tuple[str, Checkpoint]]:
         base = self.me.base
-        seq = 1 + max(found.place[1] for found in self.state.checkpoints)
-        place = self.me.epoch, seq
-        full = Checkpoint(save_id, save_id, self.me.epoch, place, "", live, live, synced=False, ckpt_id=save_id)
+        place = self.me.epoch, self.state.next_seq
+        full = Checkpoint(save_id, save_id, place, place, "", live, live, synced=False, ckpt_id=save_id)
         jobs = [("delta", full._replace(parent=base, holds=marks))] if base else []
         if not base or not self.habits.deltas_only:
             jobs.append(("full", full))
@@ -184,38 +209,38 @@ class TrainerTurn:
             yield "is fenced", self._go("stopped")
             return
         victims, kept = self._victims()
-        state = self.state.synced(kept) if self.rules.sync_form_before_drop else self.state
+        state = self.state.synced(kept) if self.rules.sync_before_drop else self.state
         after = "idle" if self._is_adopter else "adopt"
         yield f"rotates {victims}", self._go("remove" if victims else after, state, todo=victims)
 
     def _victims(self) -> tuple[tuple[str, ...], set[str]]:
         """Return which directories go, in order, and which are kept for good."""
-        counting = sorted(self.view.counting, key=lambda c: (c.place, not c.parent, c.save_id))
-        last = {found.ckpt_id: found.origin for found in counting}
-        regular = {c.place: c.origin for c in counting if not c.ephemeral and last[c.ckpt_id] == c.origin}
+        counting = sorted(self.view.counting, key=lambda c: (c.place, c.own, c.save_id))
+        last = {found.ckpt_id: found.name for found in counting}
+        regular = {c.place: c.name for c in counting if not c.ephemeral and last[c.ckpt_id] == c.name}
         keep = None if self._is_adopter else self.habits.keep
         wanted = list(regular.values())
-        todo = [counting[-1].origin, *(wanted if keep is None else wanted[len(wanted) - keep :] if keep else [])]
+        todo = [counting[-1].name, *(wanted if keep is None else wanted[len(wanted) - keep :] if keep else [])]
         if self.rules.keep_own_base and self.me.base:
             todo.append(self.me.base)
-        kept: dict[str, str] = {}  # origin -> the directory by which readers get it
+        kept: dict[str, str] = {}  # name -> the directory by which readers get it
         while todo:
-            origin = todo.pop()
-            forms = self.view.forms(origin)
-            if origin not in kept and forms:
-                kept[origin] = forms[0].directory
-                if forms[0].parent and self.rules.closure:
-                    parents = (c.origin for c in counting if forms[0].parent in (c.save_id, c.form_of))
-                    todo.append(next(parents, forms[0].parent))
-        gone = [c for c in counting if c.directory not in kept.values() and self.view.forms(c.origin)]
+            name = todo.pop()
+            named = self.view.named(name)
+            if name not in kept and named:
+                kept[name] = named[0].directory
+                if named[0].parent and self.rules.closure:
+                    parents = (c.name for c in counting if named[0].parent in (c.save_id, c.of))
+                    todo.append(next(parents, named[0].parent))
+        gone = [c for c in counting if c.directory not in kept.values() and self.view.named(c.name)]
         read = {c.ckpt_id: c.directory for c in counting if self.view.is_whole(c)}.values()
-        forms = {c.directory for c in counting if c.form_of}  # those that go, too: others stand on them until then
-        return tuple(self._in_order(gone, read)), {*kept.values(), *forms}
+        superseders = {c.directory for c in counting if c.of}  # those that go, too: others stand on them until then
+        return tuple(self._in_order(gone, read)), {*kept.values(), *superseders}
 
     def _in_order(self, left: list[Checkpoint], read: Collection[str]) -> Iterator[str]:
         """Yield again and again one on which none of those left stands: superseded ones first, the earliest first."""
         while left:
-            below = {self.view.forms(c.parent)[0].directory for c in left if c.parent and self.view.is_whole(c)}
+            below = {self.view.named(c.parent)[0].directory for c in left if c.parent and self.view.is_whole(c)}
             free = [c for c in left if c.directory not in below] if self.rules.dependents_first else left
             following = min(free, key=lambda c: (c.directory in read) is self.rules.superseded_first)
             yield following.directory
@@ -226,7 +251,7 @@ class TrainerTurn:
         yield "checks", self._go("remove" if owns else "stopped")
 
     def _remove(self) -> Steps:
-        """Remove the manifest of the first; of what is no form nobody reads the rest then."""
+        """Remove the manifest of the first; of what was not compacted nobody reads the rest then."""
         directory = self.me.todo[0]
         state = self.state.without(directory)
         if state.offer(directory) is None:
@@ -244,69 +269,57 @@ class TrainerTurn:
     # adopting
 
     def _adopt(self) -> Steps:
-        """Look at the offers: one that will do is adopted, old ones go."""
+        """Look at the offers: one that will do is adopted."""
         after = "rotate" if self._is_adopter else "idle"
         if not self.owns:
             yield "is fenced", self._go("stopped")
             return
-        taken = {found.directory for found in self.state.checkpoints}
-        offers = [offer for offer in self.state.offers if offer.directory not in taken]
-        found = [job for offer in offers if (job := self._form(offer)) is not None]
+        found = [job for offer in self._open_offers if (job := self._adoptable(offer)) is not None]
         for job in found:
-            yield f"finds {job.directory} whole", self._go("put_form", job=job)
-        old = tuple(offer.directory for offer in offers if offer.old)
-        if old and not found:
-            yield f"finds {old} old", self._go("empty", todo=old[:1])
-        elif not found:
+            yield f"finds {job.directory} whole", self._go("put_offer", job=job)
+        if not found:
             yield "finds no offer", self._go(after)
 
-    def _form(self, offer: Offer) -> Checkpoint | None:
+    def _adoptable(self, offer: Offer) -> Checkpoint | None:
         """Return the manifest for an offer, None where it is not to be adopted."""
         is_whole = offer.listed and (not self.rules.adopt_whole or (offer.first and offer.rest))
-        if not is_whole or (offer.old and self.rules.adopt_young):
+        if not is_whole or (offer.epoch != self.me.epoch and self.rules.adopt_own_epoch):
             return None
         known = self.view.counting if self.rules.adopt_what_counts else self.state.checkpoints
         delta = next((found for found in known if found.save_id == offer.of), None)
-        if delta is None or any(not found.parent for found in self.view.forms(offer.of)):
+        if delta is None or any(not found.parent for found in self.view.named(offer.of)):
             return None
-        seq = 1 + max(found.place[1] for found in self.state.checkpoints)
-        form = form_of(
-            delta, offer, self.me.epoch, delta.place if self.rules.form_keeps_place else (self.me.epoch, seq)
-        )
-        form = form if self.rules.form_has_flags else form._replace(ephemeral=False)
-        return form if self.rules.adoption_is_an_attempt else form._replace(save_id=offer.listed)
+        own = self.me.epoch, self.state.next_seq
+        job = compacted(delta, offer, own)
+        job = job if self.rules.keeps_place else job._replace(place=own)
+        return job if self.rules.keeps_flags else job._replace(ephemeral=False)
 
-    def _put_form(self) -> Steps:
+    def _put_offer(self) -> Steps:
         job, state = self.me.job, self.state
         assert job is not None
         is_taken = any(found.directory == job.directory for found in state.checkpoints)
         if is_taken or (state.offer(job.directory) is None and not self.rules.objects):
-            at = "idle" if self.rules.failed_adoption_removes_nothing else "clear"
-            yield f"fails to adopt {job.directory}", self._go(at)
+            yield f"fails to adopt {job.directory}", self._go("idle")
         else:
             after = state._replace(checkpoints=state.checkpoints | {job})
             gives_the_same = after.newest.truth == state.newest.truth
-            yield f"adopts {job.directory}", self._go("hold_form" if gives_the_same else "misleading", after)
+            yield f"adopts {job.directory}", self._go("sync_offer" if gives_the_same else "misleading", after)
 
-    def _hold_form(self) -> Steps:
+    def _sync_offer(self) -> Steps:
         assert self.me.job is not None
         state = self.state.synced([self.me.job.directory])
         at = "rotate" if self._is_adopter else "idle"
-        yield "has the form", self._go(at if self.owns else "stopped", state, job=None)
+        yield "has it", self._go(at if self.owns else "stopped", state, job=None)
         if self.state.failures:
             state = self.state._replace(failures=self.state.failures - 1)
-            yield "cannot sync the form", self._go(at if self.owns else "stopped", state, job=None)
-
-    def _clear(self) -> Steps:
-        assert self.me.job is not None
-        yield f"clears {self.me.job.directory}", self._go("idle", self.state.without_offer(self.me.job.directory))
+            yield "cannot sync it", self._go(at if self.owns else "stopped", state, job=None)
 
     def _empty(self) -> Steps:
-        """Remove the files of an old offer, whatever they are by now."""
+        """Remove the files of an offer of a lower epoch, whatever they are by now."""
         directory = self.me.todo[0]
         offer = self.state.offer(directory)
         if offer is None:
-            yield "finds it gone", self._go("idle")
+            yield "finds it gone", self._swept(self.state)
             return
         empty = offer._replace(first="", rest="", listed="")
         yield f"empties {directory}", self._go("remove_dir", self.state.with_offer(empty))
@@ -315,10 +328,11 @@ class TrainerTurn:
         directory = self.me.todo[0]
         offer = self.state.offer(directory)
         is_empty = offer is not None and not (offer.first or offer.rest or offer.listed)
-        yield (
-            f"ends with {directory}",
-            self._go("idle", self.state.without_offer(directory) if is_empty else self.state),
-        )
+        yield f"ends with {directory}", self._swept(self.state.without_offer(directory) if is_empty else self.state)
+
+    def _swept(self, state: State) -> State:
+        todo = self.me.todo[1:]
+        return self._go("empty" if todo else "hold", state, todo=todo)
 
 
 @dataclass(frozen=True)
@@ -330,8 +344,7 @@ class Bounds:
         compactions: of each compactor.
         failures: saves that may fail.
         ephemerals: saves that may be ephemeral.
-        days: offers that may grow old.
-        damages: forms that may lose a file while the chain that they stand for is whole.
+        damages: compacted ones that may lose a file while the chain that they stand for is whole.
         from_delta: whether it begins with a delta on a full checkpoint, or with the full one alone.
         reads: whether a reader is at work.
         habits: of the trainers.
@@ -341,7 +354,6 @@ class Bounds:
     compactions: tuple[int, ...] = ()
     failures: int = 0
     ephemerals: int = 0
-    days: int = 0
     damages: int = 0
     from_delta: bool = True
     reads: bool = False
@@ -373,8 +385,8 @@ class Model:
         return all_states(self._start(), self._steps, check)
 
     def _start(self) -> State:
-        full = Checkpoint("P", "P", 1, (1, 1), "", frozenset("p"), frozenset("p"), ckpt_id="P")
-        delta = Checkpoint("D", "D", 1, (1, 2), "P", frozenset("d"), frozenset("pd"), ckpt_id="D")
+        full = Checkpoint("P", "P", (1, 1), (1, 1), "", frozenset("p"), frozenset("p"), ckpt_id="P")
+        delta = Checkpoint("D", "D", (1, 2), (1, 2), "P", frozenset("d"), frozenset("pd"), ckpt_id="D")
         last = delta if self.bounds.from_delta else full
         first, *others = self.bounds.saves
         owner = Trainer("idle", first or 0, 1, last.save_id, last.truth, ckpt_id=last.ckpt_id)
@@ -391,7 +403,6 @@ class Model:
             acknowledged=last.place,
             failures=self.bounds.failures,
             ephemerals=self.bounds.ephemerals,
-            days=self.bounds.days,
             damages=self.bounds.damages,
         )
 
@@ -405,28 +416,20 @@ class Model:
             for number in range(len(state.compactors)):
                 yield from _labelled(f"compactor {number + 1}", CompactorTurn(self.rules, state, number).steps())
             yield from _labelled("reader", ReaderTurn(self.rules, state).steps())
-            yield from _labelled("a day:", self._days(state))
             yield from _labelled("the disk", self._damages(state))
         for number in trainers:
             turn = TrainerTurn(self.rules, self.bounds.habits, state, number)
             yield from _labelled(f"trainer {'ABC'[number]}", turn.steps())
 
-    def _days(self, state: State) -> Iterator[tuple[str, State]]:
-        taken = {found.directory for found in state.checkpoints}
-        for offer in state.offers if state.days else ():
-            if not offer.old and offer.directory not in taken:
-                old = state.with_offer(offer._replace(old=True))
-                yield f"{offer.directory} is old", old._replace(days=state.days - 1)
-
     def _damages(self, state: State) -> Iterator[tuple[str, State]]:
-        """Lose a file of a form that nobody relies on yet: who drops the chain does it because the form is whole."""
+        """Lose a file of a compacted one that nobody relies on yet: who drops the chain does it since that is whole."""
         is_relied_on = any(trainer.todo for trainer in state.trainers)
-        for form in state.counting if state.damages and not is_relied_on else ():
-            offer = state.offer(form.directory)
-            others = View(self.rules, [found for found in state.counting if found is not form], state.offers)
-            if offer is not None and offer.first and others.chain(form.form_of):
+        for one in state.counting if state.damages and not is_relied_on else ():
+            offer = state.offer(one.directory)
+            others = View(self.rules, [found for found in state.counting if found is not one], state.offers)
+            if offer is not None and offer.first and others.chain(one.of):
                 torn = state.with_offer(offer._replace(first=""))
-                yield f"loses a file of {form.directory}", torn._replace(damages=state.damages - 1)
+                yield f"loses a file of {one.directory}", torn._replace(damages=state.damages - 1)
 
     def _check_those_at_work(self, state: State) -> None:
         if state.reader.at == "misled":
@@ -449,9 +452,9 @@ class Model:
             self._check_readers(state._replace(offers=torn), counting, " after a power cut")
         epoch, committed = state.takeover
         for found in counting:
-            known = found.place[0] >= epoch or found.save_id in committed or found.form_of in committed
-            if found.form_of and not known:
-                raise Lost(f"the form {found.save_id} brings back {found.form_of}, which does not count")
+            known = found.place[0] >= epoch or found.save_id in committed or found.of in committed
+            if found.of and not known:
+                raise Lost(f"{found.save_id} brings back {found.of}, which does not count")
 
     def _check_readers(self, state: State, counting: list[Checkpoint], when: str) -> None:
         for found, what in View(self.rules, counting, state.offers).damaged():

@@ -20,7 +20,7 @@ class Rules:
     objects: bool = False
     # bases and marks
     base_is_newest_at_takeover: bool = True  # a restored checkpoint is a base only if the own list has nothing newer
-    parent_is_origin: bool = True  # a parent is named by its own save id, not by that of a form
+    parent_is_name: bool = True  # a parent is named by its own save id, not by that of what was compacted of it
     sync_base: bool = True  # whoever takes over syncs what counts, before it stands on that or removes others
     ephemeral_keeps_base: bool = True  # the commit of an ephemeral moves neither base nor marks
     failed_keeps_marks: bool = True
@@ -29,45 +29,42 @@ class Rules:
     keep_own_base: bool = True  # whatever the policy says
     dependents_first: bool = True
     check_before_removal: bool = True
-    sync_form_before_drop: bool = True  # the owner syncs a form before it drops what that replaces
-    superseded_first: bool = True  # or it would be read again; and what is left of a form is an offer, and unwanted
+    sync_before_drop: bool = True  # the owner syncs what supersedes before it drops what that stands for
+    superseded_first: bool = True  # or it would be read again
     # offers
     owner_adopts: bool = True  # without: the compactor commits, in the name of the owner
-    only_owner_removes: bool = True  # without: the compactor removes what its form replaces
+    only_owner_removes: bool = True  # without: the compactor removes what was compacted
     unique_names: bool = True  # no offer is written in a directory of another, not even one after the other
     synced_before_whole: bool = True  # files before offer.json
     adopt_whole: bool = True  # every file is looked at
-    adopt_young: bool = True  # of an age at which no owner removes it
+    adopt_own_epoch: bool = True  # only what was begun under it: others are swept as attempts are
     adopt_what_counts: bool = True  # the delta counts, by the owner's own listing
-    adoption_is_an_attempt: bool = True  # with a save id of its own, by which the list of a takeover knows it
-    failed_adoption_removes_nothing: bool = True  # without: it is cleared away as a failed save is
-    form_keeps_place: bool = True  # that of the delta in the order of commits
-    form_has_flags: bool = True  # a form of an ephemeral is one
+    keeps_place: bool = True  # that of the delta in the order of commits
+    keeps_flags: bool = True  # what is compacted of an ephemeral is one
     # readers
-    whole_before_full: bool = True  # a form that lacks files is passed over for the delta
+    last_whole: bool = True  # what lacks files is passed over for the delta
     look_again: bool = True  # a reader that misses a link lists again before it calls that damage
 
 
 class Checkpoint(NamedTuple):
-    """A manifest. Its files are there, unless it is a form: those are where the offer is."""
+    """A manifest. Its files are there, unless it was compacted: those are where the offer is."""
 
     directory: str
     save_id: str
-    epoch: int
-    place: tuple[int, int]  # in the order of commits; a form has that of its delta
+    own: tuple[int, int]  # epoch and number of who commits it
+    place: tuple[int, int]  # in the order of commits; what is compacted has that of its delta
     parent: str  # save id; "" of a full one
     holds: Writes
     truth: Writes  # what a full save would have held
     ephemeral: bool = False
-    form_of: str = ""
-    offer: str = ""  # of a form: the save id in its files
+    of: str = ""  # save id of the delta that it supersedes, with the same rows
     synced: bool = True
     ckpt_id: str = ""
 
     @property
-    def origin(self) -> str:
-        """The save id by which others stand on it."""
-        return self.form_of or self.save_id
+    def name(self) -> str:
+        """The save id by which others stand on its rows."""
+        return self.of or self.save_id
 
 
 class Offer(NamedTuple):
@@ -80,7 +77,7 @@ class Offer(NamedTuple):
     rest: str = ""
     listed: str = ""  # offer.json
     synced: bool = False
-    old: bool = False  # so old that it may be removed
+    epoch: int = 0  # that its compactor saw
 
 
 class Trainer(NamedTuple):
@@ -94,7 +91,7 @@ class Trainer(NamedTuple):
     marks: Writes = frozenset()  # since the base
     later: Writes = frozenset()  # since the staging
     job: Checkpoint | None = None  # that is being saved or adopted
-    todo: tuple[str, ...] = ()  # directories that it is about to remove
+    todo: tuple[str, ...] = ()  # directories that it is about to remove, offers too
     n: int = 0
     listed: tuple[Writes, str] = (frozenset(), "")  # by its takeover: save ids, and the newest
     ckpt_id: str = ""
@@ -108,6 +105,7 @@ class Compactor(NamedTuple):
     n: int = 0
     delta: Checkpoint | None = None
     directory: str = ""
+    epoch: int = 0
 
 
 class Reader(NamedTuple):
@@ -132,20 +130,24 @@ class State(NamedTuple):
     acknowledged: tuple[int, int]
     failures: int
     ephemerals: int
-    days: int  # offers that may still grow old
-    damages: int  # forms that may still lose a file
+    damages: int  # compacted ones that may still lose a file
     n_offers: int = 0
 
     @property
     def counting(self) -> list[Checkpoint]:
         """The checkpoints whose manifests count."""
         epoch, committed = self.takeover
-        return [found for found in self.checkpoints if found.epoch >= epoch or found.save_id in committed]
+        return [found for found in self.checkpoints if found.own[0] >= epoch or found.save_id in committed]
 
     @property
     def newest(self) -> Checkpoint:
         """What a restore takes."""
         return max(self.counting, key=lambda found: found.place)
+
+    @property
+    def next_seq(self) -> int:
+        """Number of the next commit."""
+        return 1 + max(found.own[1] for found in self.checkpoints)
 
     def offer(self, directory: str) -> Offer | None:
         """Return what lies in a directory for offers."""
@@ -184,25 +186,25 @@ class View:
 
     def is_whole(self, found: Checkpoint) -> bool:
         """Say whether all files are there, as far as a listing tells."""
-        return not found.form_of or any(offer.first and offer.rest for offer in self._files(found))
+        return not found.of or any(offer.first and offer.rest for offer in self._files(found))
 
     def is_good(self, found: Checkpoint) -> bool:
         """Say whether all files are those of this checkpoint, as whoever reads them finds."""
-        return not found.form_of or any(offer.first == offer.rest == found.offer for offer in self._files(found))
+        return not found.of or any(offer.first == offer.rest == found.save_id for offer in self._files(found))
 
     def _files(self, found: Checkpoint) -> list[Offer]:
         return [offer for offer in self.offers if offer.directory == found.directory]
 
-    def forms(self, origin: str) -> list[Checkpoint]:
-        """Return a checkpoint and its forms, in the order in which readers take them."""
-        found = [c for c in self.counting if origin in (c.save_id, c.form_of)]
-        if self.rules.whole_before_full:
+    def named(self, name: str) -> list[Checkpoint]:
+        """Return the checkpoints of a name, in the order in which readers take them."""
+        found = [c for c in self.counting if name in (c.save_id, c.of)]
+        if self.rules.last_whole:
             found = [c for c in found if self.is_whole(c)]
-        return sorted(found, key=lambda c: (not c.parent, c.save_id), reverse=True)
+        return sorted(found, key=lambda c: (c.place, c.own, c.save_id), reverse=True)
 
-    def chain(self, origin: str) -> list[Checkpoint]:
+    def chain(self, name: str) -> list[Checkpoint]:
         """Return the links by which readers get a checkpoint, newest first; [] where one is missing."""
-        for found in self.forms(origin):
+        for found in self.named(name):
             if not self.is_whole(found):
                 return []
             below = self.chain(found.parent) if found.parent else []
@@ -210,16 +212,16 @@ class View:
                 return [found, *below]
         return []
 
-    def content(self, origin: str) -> Writes | None:
+    def content(self, name: str) -> Writes | None:
         """Return what readers get, None where they call it damaged."""
-        links = self.chain(origin)
+        links = self.chain(name)
         is_read = links and all(self.is_good(link) for link in links)
         return frozenset().union(*(link.holds for link in links)) if is_read else None
 
     def damaged(self) -> Iterator[tuple[Checkpoint, str]]:
         """Yield what readers get otherwise than it was saved."""
         for found in self.counting:
-            content = self.content(found.origin)
+            content = self.content(found.name)
             if content is None:
                 yield found, "its chain is broken"
             elif content != found.truth:
@@ -240,7 +242,7 @@ class CompactorTurn:
 
     @property
     def _save_id(self) -> str:
-        return f"form{self.number + 1}.{self.me.n}"
+        return f"c{self.number + 1}.{self.me.n}"
 
     def _go(self, at: str, state: State | None = None, **changes: Any) -> State:
         before = self.state if state is None else state
@@ -249,6 +251,8 @@ class CompactorTurn:
         return before._replace(compactors=(*others[: self.number], me, *others[self.number + 1 :]))
 
     def _pick(self) -> Iterator[tuple[str, State]]:
+        """Choose a delta; its rows are always the same, so that the epoch may be that of the same moment."""
+        epoch = self.state.claims
         view = View(self.rules, self.state.counting, self.state.offers)
         for delta in view.counting:
             links = view.chain(delta.save_id)
@@ -259,11 +263,11 @@ class CompactorTurn:
                     directory = next(n for k in range(1, 9) if (n := f"{delta.save_id}.{k}") not in taken)
                 me = self.me._replace(n=self.me.n + 1)
                 holds = frozenset[str]().union(*(link.holds for link in links))
-                offer = Offer(directory, delta.save_id, holds, first=f"form{self.number + 1}.{me.n}")
+                offer = Offer(directory, delta.save_id, holds, first=f"c{self.number + 1}.{me.n}")
                 state = self.state.with_offer(offer)._replace(n_offers=self.state.n_offers + 1)
                 yield (
                     f"begins {directory}",
-                    self._go("finish", state, runs=me.runs - 1, n=me.n, delta=delta, directory=directory),
+                    self._go("finish", state, runs=me.runs - 1, n=me.n, delta=delta, directory=directory, epoch=epoch),
                 )
 
     def _finish(self) -> Iterator[tuple[str, State]]:
@@ -276,6 +280,7 @@ class CompactorTurn:
         if offer is None:
             offer = Offer(self.me.directory, self.me.delta.save_id, frozenset())
         whole = offer._replace(rest=self._save_id, listed=self._save_id, synced=self.rules.synced_before_whole)
+        whole = whole._replace(epoch=self.me.epoch)
         at = "pick" if self.rules.owner_adopts and self.rules.only_owner_removes else "commit"
         yield "offers", self._go(at, self.state.with_offer(whole))
 
@@ -290,25 +295,23 @@ class CompactorTurn:
                 and offer.listed
                 and not any(c.directory == offer.directory for c in state.checkpoints)
             ):
-                form = form_of(delta, offer, state.takeover[0], delta.place)
-                yield "commits", self._go("pick", state._replace(checkpoints=state.checkpoints | {form}))
-        elif any(c.form_of == delta.save_id for c in state.counting):
+                made = compacted(delta, offer, (state.takeover[0], state.next_seq))
+                yield "commits", self._go("pick", state._replace(checkpoints=state.checkpoints | {made}))
+        elif any(c.of == delta.save_id for c in state.counting):
             yield "removes the chain", self._go("pick", state.without(delta.directory).without(delta.parent))
         else:
-            yield "finds no form", self._go("pick")
+            yield "finds nothing compacted", self._go("pick")
 
 
-def form_of(delta: Checkpoint, offer: Offer, epoch: int, place: tuple[int, int]) -> Checkpoint:
+def compacted(delta: Checkpoint, offer: Offer, own: tuple[int, int]) -> Checkpoint:
     """Return the manifest that makes an offer count."""
     return delta._replace(
         directory=offer.directory,
-        save_id=f"{offer.listed}@{epoch}",
-        epoch=epoch,
-        place=place,
+        save_id=offer.listed,
+        own=own,
         parent="",
         holds=offer.holds,
-        form_of=delta.save_id,
-        offer=offer.listed,
+        of=delta.save_id,
         synced=False,
     )
 
@@ -335,7 +338,7 @@ class ReaderTurn:
         found = [c for c in self.state.counting if c.directory in self.me.directories]
         view = View(self.rules, found, self.state.offers)
         newest = max(found, key=lambda c: c.place, default=None)
-        content = view.content(newest.origin) if newest else None
+        content = view.content(newest.name) if newest else None
         is_stale = newest is None or newest.place < self.me.acknowledged  # what replaced it was put after the listing
         if newest is None or content is None or is_stale:
             if not self.rules.look_again and not is_stale and newest:

@@ -10,8 +10,9 @@ from torch import nn, optim
 
 from recckpt import CheckpointManager, Deltas, Saver
 from recckpt.live import live_tables
+from recckpt.output_dir.claims import claimed_epochs
 from recckpt.output_dir.listing import attempt_dirs, list_checkpoints
-from recckpt.output_dir.offers import adoptable, find_offers
+from recckpt.output_dir.offers import offers_in, why_not
 from recckpt.sparse import HashTable, SparseAdagrad
 
 MOST_STEPS = 8
@@ -230,8 +231,8 @@ def check_tidy(storage, is_kept, newest):
     assert storage.read("checkpoint", 1 << 20).decode() == "".join(f"{c.ckpt_id}\n" for c in listing.current)
     timeline = [json.loads(line) for line in storage.read("timeline.jsonl", 1 << 20).splitlines()]
     assert timeline[-1]["step"] == newest.step
-    offers = find_offers(storage, listing)
-    assert [found.directory for found in offers if adoptable(found, listing) is None] == [], "offers wait for nothing"
+    offers, epoch = offers_in(storage, listing), max(claimed_epochs(storage))
+    assert [found.directory for found in offers if why_not(found, epoch, listing) is None] == [], "offers wait"
     known = {found.directory for found in (*listing.committed, *offers)}
     for directory in set(attempt_dirs(storage)) - known:
         files = storage.list_files(directory)  # a death beside INTENT leaves a directory that nobody can be told to own

@@ -69,9 +69,9 @@ OF_CHAINS = {
     "base_is_newest_at_takeover": Plant(
         f"{SAVE}.deltas:Changes.confirm", "base.place != fence.newest_at_takeover or not links", "not links"
     ),
-    "parent_is_origin": Plant(
+    "parent_is_name": Plant(
         f"{SAVE}.commit:standing_on",
-        "Link(link.ckpt_id, link.manifest.origin, link.directory)",
+        "Link(link.ckpt_id, link.manifest.name, link.directory)",
         "Link(link.ckpt_id, link.manifest.save_id, link.directory)",
     ),
     "sync_base": Plant(
@@ -97,33 +97,29 @@ OF_CHAINS = {
         "            self.check()\n            stays = not rotation.remove(",
         "            stays = not rotation.remove(",
     ),
-    "sync_form_before_drop": Plant(f"{ROTATION}:sync_forms", "if forms and gone else []", "if False else []"),
+    "sync_before_drop": Plant(f"{ROTATION}:sync_superseders", "if superseders and gone else []", "if False else []"),
     "superseded_first": Plant(f"{ROTATION}:in_order", "c.directory in taken", "c.directory not in taken"),
-    "unique_names": Plant("recckpt.checkpoint.attempt:_intent_of_offer", OWN_NAME, 'save_id = "0" * 32'),
+    "unique_names": Plant("recckpt.checkpoint.attempt:Attempt.begin_offer", OWN_NAME, 'save_id = "0" * 32'),
     "synced_before_whole": Plant(  # what is in the files; their names are synced by the owner, too
         "recckpt.storage.local_files:LocalSink.close",
         "os.fsync(fd)",
         "None if '.' in self._path.parent.parent.name[1:] else os.fsync(fd)",
     ),
     "adopt_whole": (
-        Plant(f"{OFFERS}:look_at", "next(file_problems(storage, directory, content), None)", "None"),
+        Plant(f"{OFFERS}:_look_at", "next(file_problems(storage, directory, record), None)", "None"),
         Plant("recckpt.output_dir.commit:commit", "    check_files(storage, fence, directory, record, visible)\n", ""),
     ),
-    "adopt_young": Plant(f"{OFFERS}:_reasons_against", "elif age_sec >= DAY_SEC:", "elif False:"),
+    "adopt_own_epoch": Plant(f"{OFFERS}:_reasons_against", "if record.epoch != epoch:", "if False:"),
     "adopt_what_counts": Plant(
         f"{OFFERS}:delta_of", "for c in listing.committed if", "for c in (*listing.committed, *listing.lost) if"
     ),
-    "adoption_is_an_attempt": Plant(f"{OFFERS}:_form", "save_id=secrets.token_hex(16)", "save_id=offer.save_id"),
-    "failed_adoption_removes_nothing": Plant(
-        f"{OFFERS}:adopt",
-        "        return None\n",
-        "        rotation.remove_leftover(storage, candidate.directory, 1)\n        return None\n",
+    "keeps_place": Plant(
+        "recckpt.checkpoint.attempt:Attempt.offer", "*delta.place, ", "self.intent.epoch, delta.seq + 1, "
     ),
-    "form_keeps_place": Plant(
-        f"{OFFERS}:_form", "*delta.place, offer.save_id", "fence.epoch, fence.listing.next_seq, offer.save_id"
+    "keeps_flags": Plant(
+        "recckpt.checkpoint.attempt:Attempt.offer", "**content.content", "**{**content.content, 'ephemeral': False}"
     ),
-    "form_has_flags": Plant(f"{OFFERS}:_form", "**offer.content", "**{**offer.content, 'ephemeral': False}"),
-    "whole_before_full": Plant(
+    "last_whole": Plant(
         "recckpt.output_dir.listing:Chains._stand",
         "self._named.get(record.parent.save_id, ()):",
         "self._named.get(record.parent.save_id, ())[:1]:",

@@ -88,8 +88,8 @@ class Scene:
         newest_full = current[-1].links[-1]
         if self.max_keep > 1:
             kept += [c for c in current if newest_full not in c.links][-1:]
-        forms = [c.manifest for c in committed if c.manifest.form_of]
-        late = {form.origin for form in forms if (form.epoch, form.seq) > current[-1].manifest.place}
+        made = [c.manifest for c in committed if c.manifest.supersedes]
+        late = {each.name for each in made if (each.epoch, each.seq) > current[-1].manifest.place}
         kept += [c for c in committed if c.manifest.save_id in late]  # the next rotation has what they stand for
         directories = {link.directory for checkpoint in kept for link in checkpoint.links}
         return lambda checkpoint: checkpoint.directory in directories
@@ -141,14 +141,14 @@ SCENES |= {
     "live delta in the background": scene(1, Save((1, 2), before=1, background=True), before=State(1), live=True),
     "takeover of live deltas": scene(1, *FOUR[:2], (Save((3,)), ("write", 60)), Save((3,)), before=State(2), live=True),
 }
-OFFER = replace(Save((3,)), offers=True)  # the form of 2 is adopted after this save
-FORMS_AND_DOUBTS = {
-    "offer and form": scene(1, *FOUR[:2], OFFER, before=State(2), deltas=True),
-    "rotation of a form": scene(1, *FOUR[:2], OFFER, FOUR[3], before=State(3), deltas=True),
-    # a writer died before its commit was durable, and the next stands on that; or drops what such a form replaces
+OFFER = replace(Save((3,)), offers=True)  # 2 is compacted, and that is adopted after this save
+OFFERS_AND_DOUBTS = {
+    "offer and adoption": scene(1, *FOUR[:2], OFFER, before=State(2), deltas=True),
+    "rotation of a delta": scene(1, *FOUR[:2], OFFER, FOUR[3], before=State(3), deltas=True),
+    # a writer died before its commit was durable, and the next stands on that; or drops what such a one supersedes
     "delta in doubt": scene(1, FIRST, (SECOND, ("unlink", 6)), Save((3,)), before=State(2), deltas=True),
-    "live offer and form": scene(1, *FOUR[:2], OFFER, before=State(2), live=True),
-    "form in doubt": scene(
+    "live offer and adoption": scene(1, *FOUR[:2], OFFER, before=State(2), live=True),
+    "adoption in doubt": scene(
         2, *FOUR[:2], (OFFER, ("unlink", 11)), Save((2,), branch=1, restore=1), before=State(3), deltas=True
     ),
 }
@@ -159,10 +159,10 @@ FORGETTING = {
         2, *FOUR[:2], (FORGETS, ("unlink", 8)), Save((3,), before=RESTORE), before=State(2), deltas=True
     ),
 }
-OFFER_WAITS = OFFER, ("link", 3)  # died at its claim
+OFFER_WAITS = OFFER, ("link", 5)  # died at its INTENT
 OFFERS = {
     "offer waiting": scene(1, *FOUR[:2], OFFER_WAITS, Save((3,)), before=State(2), deltas=True),
     "offer waiting of 2": scene(2, *FOUR[:2], OFFER_WAITS, Save((3,)), before=State(2), deltas=True),
-    "offer and form of 2": scene(2, *FOUR[:2], OFFER, before=State(2), deltas=True),
-    "rotation of a form of 2": scene(2, *FOUR[:2], OFFER, FOUR[3], before=State(3), deltas=True),
+    "offer and adoption of 2": scene(2, *FOUR[:2], OFFER, before=State(2), deltas=True),
+    "rotation of a delta of 2": scene(2, *FOUR[:2], OFFER, FOUR[3], before=State(3), deltas=True),
 }

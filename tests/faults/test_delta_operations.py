@@ -128,7 +128,7 @@ def try_each(figures, trainer, habit, stride, **options):
         figures.add(f"T3, {kind}, max_keep {trainer.max_keep}", faults=has_struck, lost=0)
         if not has_struck:
             assert kinds == ({"delta"} if habit == "adopts" else {"full", "delta"})
-            assert any(c.form_of for c in spec_reader.counting(trainer.root)) == (habit == "adopts")
+            assert any(c.supersedes for c in spec_reader.counting(trainer.root)) == (habit == "adopts")
             assert verify(str(trainer.root)) == []
             return number
     raise AssertionError("the operations of a save have an end")

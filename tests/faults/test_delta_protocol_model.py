@@ -18,19 +18,20 @@ QUICK = {
     "a reader": Bounds((2,), (1,), reads=True, habits=Habits(deltas_only=True)),
     "one trainer beside a compactor": Bounds((2,), (1,), habits=DELTAS),
     "one id saved anew": Bounds((2,), (1,), habits=Habits(overwrite=True)),
-    "offers that grow old": Bounds((2,), (1, 1), days=1, habits=DELTAS),
-    "an adopter, and an offer that grows old": Bounds((1, ADOPTER), (1,), days=1, habits=DELTAS),
+    "two compactors, and a takeover": Bounds((0, 1), (1, 1), habits=DELTAS),
+    "an adopter": Bounds((1, ADOPTER), (1,), habits=DELTAS),
     "an adopter, and full saves": Bounds((2, ADOPTER), (1,), habits=Habits(any_step=False)),
-    "a form that is damaged": Bounds((2, 1), (1,), damages=1, habits=DELTAS),
+    "two takeovers": Bounds((0, 1, 1), (1,), habits=DELTAS),
+    "a compaction that is damaged": Bounds((2, 1), (1,), damages=1, habits=DELTAS),
 }
-LARGER = {"offers that grow old", "a form that is damaged"}  # which a rule needs that is dropped
+LARGER = {"two takeovers", "a compaction that is damaged"}  # which rules need that are dropped
 FULL = {
     "from one full, two trainers": Bounds(
         (2, 2), from_delta=False, failures=1, ephemerals=1, habits=Habits(any_step=False)
     ),
     "two saves, a takeover, any step, a compactor": Bounds((2, 1), (1,)),
     "ephemerals and failures, two trainers, a compactor": Bounds((1, 1), (1,), ephemerals=1, failures=1),
-    "a form that is damaged, and offered again": Bounds((2, 1), (2,), damages=1, habits=DELTAS),
+    "a compaction that is damaged, and offered again": Bounds((2, 1), (2,), damages=1, habits=DELTAS),
     "max_keep=2": Bounds((2, 1), (1,), habits=Habits(keep=2, deltas_only=True)),
     "two compactors": Bounds((1, 1), (1, 1), habits=DELTAS),
     "a reader and a takeover": Bounds((1, 1), (1,), reads=True, habits=DELTAS),
@@ -41,35 +42,33 @@ FULL = {
 NEEDED = {
     "base_is_newest_at_takeover": ("a restore of any step", "a base is gone under its owner"),
     "sync_base": ("a restore of any step", "its chain is broken after a power cut"),
-    "parent_is_origin": ("a form that is damaged", "a base is gone under its owner"),
+    "parent_is_name": ("a compaction that is damaged", "a base is gone under its owner"),
     "ephemeral_keeps_base": ("ephemerals, and a policy that wants nothing", r"restores .*, was"),
     "failed_keeps_marks": ("ephemerals, and a policy that wants nothing", r"restores .*, was"),
     "closure": ("one trainer beside a compactor", "its chain is broken"),
     "keep_own_base": ("ephemerals, and a policy that wants nothing", "a base is gone under its owner"),
     "dependents_first": ("one trainer beside a compactor", "its chain is broken"),
-    "superseded_first": ("an adopter, and full saves", "its chain is broken"),
-    "sync_form_before_drop": (
+    "superseded_first": ("a compaction that is damaged", "its chain is broken"),
+    "sync_before_drop": (
         "ephemerals, and a policy that wants nothing",
         "its chain is broken after a power cut",
     ),
     "owner_adopts": ("a takeover beside a compactor", "brings back A1, which does not count"),
     "only_owner_removes": ("one trainer beside a compactor", "its chain is broken after a power cut"),
-    "unique_names": ("offers that grow old", "its chain is broken"),
+    "unique_names": ("two compactors, and a takeover", "its chain is broken"),
     "synced_before_whole": ("one trainer beside a compactor", "its chain is broken after a power cut"),
-    "adopt_young": ("an adopter, and an offer that grows old", "its chain is broken"),
     "adopt_what_counts": ("a takeover beside a compactor", "brings back A1, which does not count"),
-    "failed_adoption_removes_nothing": ("an adopter, and an offer that grows old", "its chain is broken"),
-    "form_keeps_place": ("one trainer beside a compactor", "an adoption changes what a restore gives"),
-    "whole_before_full": ("a form that is damaged", "its chain is broken"),
+    "keeps_place": ("one trainer beside a compactor", "an adoption changes what a restore gives"),
+    "last_whole": ("a compaction that is damaged", "its chain is broken"),
     "look_again": ("a reader", "calls damaged what is whole"),
 }
 NEEDED_BY_THREE = {
-    "adoption_is_an_attempt": ("two trainers and an adopter", "its chain is broken"),
-    "check_before_removal": ("two trainers and an adopter", "its chain is broken"),
+    "check_before_removal": ("two trainers and an adopter", "was acknowledged, and readers get"),
 }
 NO_LOSS = {
-    "adopt_whole": "readers, and rotation, pass over a form that lacks files: see the test of both",
-    "form_has_flags": "the form of an ephemeral counts for max_keep then; nothing that others stand on goes for that",
+    "adopt_own_epoch": "a takeover sweeps what earlier owners were offered; what comes later lacks files",
+    "adopt_whole": "readers, and rotation, pass over what lacks files: see the test of both",
+    "keeps_flags": "what is compacted of an ephemeral counts for max_keep then; nothing that others need goes for that",
 }
 
 
@@ -87,7 +86,7 @@ def test_nothing_is_lost_with_chains_and_offers(figures, bounds):
 
 
 def test_nothing_is_lost_where_a_late_file_of_a_compactor_makes_its_directory_anew(figures):
-    bounds = QUICK["an adopter, and an offer that grows old"]
+    bounds = QUICK["an adopter"]
     figures.add("delta protocol", states=Model(Rules(objects=True), bounds).check(), lost=0)
 
 
@@ -112,11 +111,12 @@ def test_without_a_rule_that_only_three_owners_need_something_is_lost(figures, r
     is_caught(figures, replace(Rules(), **{rule: False}), FULL[name], what)
 
 
-def test_an_offer_that_lacks_a_file_is_kept_from_readers_by_two_rules_of_which_one_would_do(figures):
-    bounds = QUICK["an adopter, and an offer that grows old"]
-    assert Model(replace(Rules(objects=True), adopt_whole=False), bounds).check()
-    both = replace(Rules(objects=True), adopt_whole=False, whole_before_full=False)
-    is_caught(figures, both, bounds, "its chain is broken")
+def test_an_offer_that_lacks_a_file_is_kept_from_readers_by_three_rules_of_which_one_would_do(figures):
+    bounds, rules = QUICK["two compactors, and a takeover"], ("adopt_whole", "last_whole", "adopt_own_epoch")
+    for kept in rules:
+        dropped = dict.fromkeys({*rules} - {kept}, False)
+        assert Model(replace(Rules(objects=True), **dropped), bounds).check()
+    is_caught(figures, replace(Rules(objects=True), **dict.fromkeys(rules, False)), bounds, "its chain is broken")
 
 
 def test_no_rule_of_chains_and_offers_is_in_the_model_without_need():

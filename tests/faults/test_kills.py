@@ -8,15 +8,16 @@ from functools import cache, cached_property
 from itertools import product
 
 import pytest
-from faults.scenes import FORMS_AND_DOUBTS, OFFERS, SCENES
+from faults.scenes import OFFERS, OFFERS_AND_DOUBTS, SCENES
 from faults.tracing import killing
 from support.sweeps import SWEEP_STRIDE, mostly_slow, some_of
 
+from recckpt.format import layout
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.storage import open_storage
 
 MOST_CALLS = 1000  # of one name in a save
-ALL = SCENES | FORMS_AND_DOUBTS | OFFERS
+ALL = SCENES | OFFERS_AND_DOUBTS | OFFERS
 CALLS = ("link", "mkdir", "openat", "write", "fsync", "close", "unlink", "rename", "rmdir")
 SAMPLES = {"openat": 50, "write": 70, "close": 50, "fsync": 9, "unlink": 5}  # one of so many in the default suite
 
@@ -100,20 +101,32 @@ def test_a_kill_at_the_commit_loses_nothing(sweep, name):
         assert sweep(name).kill_at("link", k) == "killed"
 
 
-def test_an_offer_that_waits_is_adopted_and_a_kill_meanwhile_loses_nothing(sweep, ram):
+def test_an_offer_that_waits_goes_with_the_next_owner_and_a_kill_meanwhile_loses_nothing(sweep, ram):
     trial, url = sweep("offer waiting"), ram / "whole"
     shutil.copytree(trial.base, url)
-    assert forms(url) == []
+    assert len(offers(url)) == 1
     assert trial.worker.run(url, 1, trial.save).word == "saved"
-    assert forms(url) == ["ckpt_2"]
-    assert trial.kill_at("link", 6) == "killed"  # claim, list, INTENT, manifest, the clock, the form
+    assert offers(url) == []
+    assert trial.kill_at("link", 4) == "killed"  # claim, list, INTENT, manifest
 
 
-def forms(url):
-    return [c.ckpt_id for c in list_checkpoints(open_storage(str(url))).committed if c.manifest.form_of]
+def test_an_offer_is_adopted_and_a_kill_meanwhile_loses_nothing(sweep, ram):
+    trial, url = sweep("offer and adoption"), ram / "whole"
+    shutil.copytree(trial.base, url)
+    assert trial.worker.run(url, 1, trial.save).word == "saved"
+    assert [c.ckpt_id for c in list_checkpoints(open_storage(str(url))).committed if c.manifest.supersedes] == [
+        "ckpt_2"
+    ]
+    assert trial.kill_at("link", 7) == "killed"  # claim, list, INTENT and offer, INTENT, manifest, that of the offer
 
 
-SWEEPS = list(product([*SCENES, "offer and form", "live offer and form", "rotation of a form", *OFFERS], CALLS))
+def offers(url):
+    return [name for name in list_checkpoints(open_storage(str(url))).uncommitted if layout.is_offer_dir(name)]
+
+
+SWEEPS = list(
+    product([*SCENES, "offer and adoption", "live offer and adoption", "rotation of a delta", *OFFERS], CALLS)
+)
 SOME = SWEEPS[:: 1 if SWEEP_STRIDE < 20 else 2 if SWEEP_STRIDE < 40 else 4]  # each call, as 9 is odd, and each scene
 
 

@@ -257,7 +257,7 @@ def during(before, meanwhile, end="committed"):
 
 FOUND = {
     "base_is_newest_at_takeover": By(test_delta_base.test_what_another_writer_has_gone_on_from_is_no_base),
-    "parent_is_origin": By(test_delta_base.test_a_delta_on_a_restored_form_stands_on_what_that_is_a_form_of),
+    "parent_is_name": By(test_delta_base.test_a_delta_on_what_was_compacted_names_the_delta),
     "ephemeral_keeps_base": By(test_deltas.test_nothing_stands_on_an_ephemeral_delta),
     "failed_keeps_marks": By(
         test_delta_operations.test_after_a_fault_the_next_save_holds_all_that_has_changed,
@@ -266,21 +266,19 @@ FOUND = {
     "closure": By(test_deltas.test_rotation_leaves_what_a_delta_stands_on, {"max_keep": 1}),
     "keep_own_base": By(test_delta_base.test_a_base_stays_though_no_policy_wants_it),
     "dependents_first": By(test_expired_links.test_the_links_of_what_is_kept_stay_and_do_not_count),
-    "superseded_first": By(test_expired_links.test_what_a_form_stands_for_goes_and_the_pin_holds_the_form),
-    "sync_form_before_drop": By(test_rotation.test_what_a_form_replaces_goes_only_after_the_form_is_durable),
+    "superseded_first": By(test_expired_links.test_what_is_superseded_goes_and_the_pin_holds_what_supersedes_it),
+    "sync_before_drop": By(test_rotation.test_what_is_superseded_goes_only_after_what_supersedes_it_is_durable),
     "unique_names": By(
         test_compact.test_an_unfinished_offer_does_not_keep_another_from_being_made, error=FileExistsError
     ),
     "adopt_whole": By(
         test_offers.test_an_offer_that_is_not_whole_is_refused, {"file": "sparse/00000-of-00002.g0.00.arrow"}
     ),
-    "adopt_young": By(test_offers.test_an_old_offer_is_not_adopted_and_goes_only_when_it_is_two_days_old),
+    "adopt_own_epoch": By(test_offers.test_an_offer_of_another_epoch_is_refused),
     "adopt_what_counts": By(test_offers.test_an_offer_of_a_delta_whose_chain_is_broken_is_refused),
-    "adoption_is_an_attempt": By(test_offers.test_an_owner_that_adopts_too_late_brings_nothing_back),
-    "failed_adoption_removes_nothing": By(test_offers.test_a_failed_adoption_removes_nothing),
-    "form_keeps_place": By(test_offers.test_an_offer_becomes_a_form_that_readers_take),
-    "form_has_flags": By(test_offers.test_a_form_of_an_ephemeral_checkpoint_is_ephemeral),
-    "whole_before_full": By(test_chains.test_a_damaged_form_is_passed_over_for_the_delta),
+    "keeps_place": By(test_offers.test_an_offer_becomes_what_readers_take),
+    "keeps_flags": By(test_offers.test_what_is_compacted_of_an_ephemeral_checkpoint_is_ephemeral),
+    "last_whole": By(test_chains.test_a_damaged_one_is_passed_over_for_the_delta),
     "look_again": By(test_delta_listing.test_a_missing_link_is_looked_for_again_before_that_is_damage),
     "marks_kept_until_commit": during("write", "erase", "failed"),
     "second_set": during("write", "write"),
@@ -319,7 +317,7 @@ def test_a_test_finds_what_keeps_to_a_rule_no_longer(request, figures, monkeypat
 BY_A_POWER_CUT = [
     ("sync_base", "delta in doubt"),
     ("sync_base", "forgetting in doubt"),
-    ("synced_before_whole", "offer and form"),
+    ("synced_before_whole", "offer and adoption"),
 ]
 
 

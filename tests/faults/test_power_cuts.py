@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from faults.disk_model import Disk, cuts, digest, put
 from faults.job import NOTHING, State, restored
-from faults.scenes import FORGETTING, FORMS_AND_DOUBTS, SCENES
+from faults.scenes import FORGETTING, OFFERS_AND_DOUBTS, SCENES
 from faults.tracing import read_log, recording
 from support.builders import tree
 from support.sweeps import SWEEP_STRIDE, some_of
@@ -23,8 +23,8 @@ from recckpt.output_dir.listing import list_checkpoints
 FULL = ("first", "rotation", "same writer", "again", "takeover", "takeover in rotation")
 DELTAS = ("delta on a delta", "full after deltas", "delta on the second full", "takeover in rotation of deltas")
 LIVE = ("live delta on a delta", "full after live deltas", "takeover of live deltas")
-HISTORIES = FULL + DELTAS + tuple(FORMS_AND_DOUBTS) + tuple(FORGETTING) + LIVE
-ALL = SCENES | FORMS_AND_DOUBTS | FORGETTING
+HISTORIES = FULL + DELTAS + tuple(OFFERS_AND_DOUBTS) + tuple(FORGETTING) + LIVE
+ALL = SCENES | OFFERS_AND_DOUBTS | FORGETTING
 
 
 class History:

@@ -100,8 +100,8 @@ def test_what_recckpt_writes_is_known_as_its_own():
     names = ["manifest.json", "INTENT", "model.pt", "extra.pt", layout.io_state(0), layout.rng(12)]
     names += [layout.catalog(0, 1), layout.part(0, 1, 0, 0), layout.part(123_456, 200_000, 3, 100)]
     names += [layout.dense_index(0, 2), layout.dense_data(123_456, 200_000)]
-    names += [f"{name}.0123456789abcdef.tmp" for name in ("manifest.json", "INTENT", "OFFER", "offer.json")]
-    names += ["OFFER", "offer.json"]
+    names += [f"{name}.0123456789abcdef.tmp" for name in ("manifest.json", "INTENT", "offer.json")]
+    names += ["offer.json"]
     for name in names:
         assert layout.is_ours(name)
 
@@ -143,7 +143,7 @@ def test_a_name_for_what_is_being_written_is_fresh_and_known_as_one():
     assert first != second
     assert layout.is_draft(first)
     assert layout.is_draft(first, layout.INTENT)
-    assert not layout.is_draft(first, layout.OFFER)
+    assert not layout.is_draft(first, layout.OFFER_JSON)
     assert not layout.is_draft(layout.INTENT)
     assert layout.is_ours(first)
 

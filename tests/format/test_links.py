@@ -6,15 +6,16 @@ from dataclasses import replace
 import pytest
 from support.forge import sealed
 
-from recckpt.errors import CorruptCheckpointError
+from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
-from recckpt.format.manifest import FileEntry, FormOf, Link, Manifest, Parent, ShardEntry, decode, encode
+from recckpt.format.manifest import FileEntry, Link, Manifest, Parent, ShardEntry, Supersedes, decode, encode
 from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.types import SlotSpec
 
 BASE = Parent("ckpt_0", "cd" * 16, "ckpt_0", 2**64 - 2)
 OLDEST = Link("first", "ef" * 16, "first.3.1")
-FORM = FormOf("cd" * 16, 17, 1, 9, "12" * 16)
+SAME = Supersedes("cd" * 16, 17, "ckpt_1", 1, 9, "same", "compacted")
+FEWER = SAME.but(rows="fewer", why="forgotten", request="ef" * 16, n_rows=3)
 
 
 PATH = "ckpt_1/manifest.json"
@@ -43,8 +44,8 @@ def delta(rows=CHANGED):
     )
 
 
-def form():
-    return replace(example(), form_of=FORM)
+def compacted():
+    return replace(example(), supersedes=SAME)
 
 
 def edited(record, **changes):
@@ -53,22 +54,42 @@ def edited(record, **changes):
     return sealed(json.dumps({**values, **changes}).encode())
 
 
-@pytest.mark.parametrize("record", [delta(), delta(DeltaRows(3, 0, True)), form()])
-def test_deltas_and_forms_come_back_as_they_were(record):
+@pytest.mark.parametrize(
+    "record", [delta(), delta(DeltaRows(3, 0, True)), compacted(), replace(delta(), supersedes=FEWER)]
+)
+def test_deltas_and_what_supersedes_come_back_as_they_were(record):
     assert decode(encode(record), PATH) == record
 
 
-def test_a_form_stands_where_its_delta_does_and_is_named_as_it():
-    found = decode(encode(form()), PATH)
-    assert (found.kind, found.place, found.origin, found.origin_xxh3) == ("full", (1, 9), FORM.save_id, 17)
-    assert found.files_id == FORM.offer
+def test_what_has_the_same_rows_stands_where_the_delta_does_and_is_named_as_it():
+    found = decode(encode(compacted()), PATH)
+    assert (found.kind, found.place, found.name, found.name_xxh3) == ("full", (1, 9), SAME.save_id, 17)
+    assert found.is_compacted
+
+
+@pytest.mark.parametrize("record", [example(), delta()])
+def test_what_has_fewer_rows_stands_there_too_and_has_a_name_of_its_own(record):
+    found = decode(encode(replace(record, supersedes=FEWER)), PATH)
+    assert (found.kind, found.place, found.is_compacted) == (record.kind, (1, 9), False)
+    assert (found.name, found.name_xxh3) == ("ab" * 16, found.xxh3)
+
+
+def test_rows_that_are_neither_the_same_nor_fewer_are_refused_as_of_a_newer_version():
+    with pytest.raises(FormatVersionError, match="'more'"):
+        decode(encode(replace(example(), supersedes=FEWER.but(rows="more"))), PATH)
+
+
+@pytest.mark.parametrize("field", ["form_of", "revision_of"])
+def test_a_manifest_of_before_one_relation_is_refused_as_unreleased(field):
+    with pytest.raises(FormatVersionError, match="unreleased"):
+        decode(edited(example(), **{field: {"save_id": "cd" * 16}}), PATH)
 
 
 def test_a_checkpoint_is_named_by_its_own_save_id_and_the_checksum_of_its_manifest():
     data = encode(delta())
     found = decode(data, PATH)
-    assert (found.kind, found.place, found.origin, found.files_id) == ("delta", (2, 7), "ab" * 16, "ab" * 16)
-    assert data.endswith(b'"manifest_xxh3": "%016x"\n}\n' % found.origin_xxh3)
+    assert (found.kind, found.place, found.name) == ("delta", (2, 7), "ab" * 16)
+    assert data.endswith(b'"manifest_xxh3": "%016x"\n}\n' % found.name_xxh3)
 
 
 @pytest.mark.parametrize(
@@ -84,22 +105,22 @@ def test_a_checkpoint_is_named_by_its_own_save_id_and_the_checksum_of_its_manife
         ("chain", []),
         ("chain", [{"ckpt_id": "first", "save_id": "ef" * 16, "directory": "first"}]),
         ("chain", [{"ckpt_id": "ckpt_0", "save_id": "cd" * 16, "directory": "ckpt_0"}] * 1000),
-        ("form_of", {"save_id": "cd" * 16, "manifest": "1" * 16, "epoch": 1, "seq": 1, "offer": "12" * 16}),
+        ("supersedes", json.loads(encode(compacted()))["supersedes"]),
         ("kind", "full"),
     ],
 )
 def test_a_delta_that_contradicts_itself_is_corrupt(key, value):
-    with pytest.raises(CorruptCheckpointError, match=r"parent|chain|form_of|file name"):
+    with pytest.raises(CorruptCheckpointError, match=r"parent|chain|supersedes|file name"):
         decode(edited(delta(), **{key: value}), PATH)
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("form_of", {}), ("form_of", {"save_id": "a"}), ("form_of", 3), ("kind", "delta"), ("chain", [{}])],
+    [("supersedes", {}), ("supersedes", {"save_id": "a"}), ("supersedes", 3), ("kind", "delta"), ("chain", [{}])],
 )
-def test_a_form_that_contradicts_itself_is_corrupt(key, value):
-    with pytest.raises(CorruptCheckpointError, match=r"parent|chain|form_of"):
-        decode(edited(form(), **{key: value}), PATH)
+def test_a_compacted_one_that_contradicts_itself_is_corrupt(key, value):
+    with pytest.raises(CorruptCheckpointError, match=r"parent|chain|supersedes"):
+        decode(edited(compacted(), **{key: value}), PATH)
 
 
 @pytest.mark.parametrize(

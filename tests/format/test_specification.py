@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.paths import ROOT
 from support.spec_reader import DamagedError, buckets_of, counting, read
-from support.spec_writer import write_delta, write_form
+from support.spec_writer import write_compacted, write_delta
 from support.sweeps import mostly_slow
 from torch import nn
 
@@ -72,7 +72,7 @@ def test_of_a_replaced_table_nothing_older_counts(tmp_path, delta):
 
 
 def test_a_form_stands_for_its_delta_and_for_the_chain_below(tmp_path, full, delta):
-    write_form(delta, CHANGED)
+    write_compacted(delta, CHANGED)
     top = write_delta(delta, "ckpt_120", 2, [({}, [4])])
     for gone in (full, delta):
         (gone.directory / "manifest.json").unlink()
@@ -82,7 +82,7 @@ def test_a_form_stands_for_its_delta_and_for_the_chain_below(tmp_path, full, del
 
 
 def test_a_form_that_lacks_a_file_is_passed_over_for_the_delta(tmp_path, delta):
-    form = write_form(delta, CHANGED)
+    form = write_compacted(delta, CHANGED)
     next(form.directory.glob("sparse/*.arrow")).unlink()
     assert read(tmp_path, "ckpt_110", "item") == as_bytes(CHANGED)
 

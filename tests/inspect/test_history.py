@@ -12,7 +12,7 @@ from support.forge import filled, save_tables
 from support.forgetting import ForgettingRun, ids_at
 from support.pages import HOSTILE, harmless_text
 from support.spec_reader import counting
-from support.spec_writer import write_delta, write_form
+from support.spec_writer import write_compacted, write_delta
 
 import recckpt
 from recckpt import CheckpointReader
@@ -56,7 +56,7 @@ def test_each_checkpoint_says_what_became_of_a_row(tmp_path, chain):
 
 
 def test_a_form_stands_for_its_delta_and_only_values_tell_what_changed(tmp_path, chain):
-    write_form(chain[1], {0: (0, 0), 1: (7, 1), 3: (3, 3), 4: (4, 4), 5: (5, 5), 9: (9, 9)})
+    write_compacted(chain[1], {0: (0, 0), 1: (7, 1), 3: (3, 3), 4: (4, 4), 5: (5, 5), 9: (9, 9)})
     assert changes(tmp_path, 1, 2, 9, 0) == {
         1: "there changed same",
         2: "there gone back",

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.builders import Run
 from support.forge import filled, save_tables, sealed
 from support.spec_reader import counting
-from support.spec_writer import write_delta, write_form
+from support.spec_writer import write_compacted, write_delta
 from support.sweeps import mostly_slow
 from test_world import rows_in as bytes_in
 from torch import nn
@@ -114,7 +114,7 @@ def test_of_a_replaced_table_nothing_older_is_read(base, delta):
 def test_a_form_gives_what_its_delta_gives(tmp_path, delta):
     before = rows_of(delta.directory)
     table = recckpt.dataset(delta.directory, "t").to_table().sort_by("id")
-    form = write_form(delta, CHANGED)
+    form = write_compacted(delta, CHANGED)
     for path in (form.directory, delta.directory, tmp_path / "runs"):
         assert rows_of(path) == before
         assert recckpt.dataset(path, "t").to_table().sort_by("id").equals(table)
@@ -134,7 +134,7 @@ def test_what_a_reader_gives_of_a_chain_is_what_a_dict_gives(links, asked):
         for number, (shards, chance) in enumerate(links, 2):
             model, newest = next_link(newest, f"ckpt_{number}", model, shards, replaced=chance == 0, number=number)
             if chance == 1:
-                write_form(newest, model)
+                write_compacted(newest, model)
         with CheckpointReader(path) as reader:
             assert rows_in(reader.table("t")) == model
             assert rows_in(reader.table("t", ids=asked)) == {id_: model[id_] for id_ in asked if id_ in model}
@@ -255,7 +255,7 @@ def test_a_reader_stays_in_the_output_dir_that_it_was_made_for_wherever_the_proc
 
 def test_a_reader_takes_the_form_of_what_it_reads_and_lets_go_of_the_links(tmp_path, delta, monkeypatch):
     with CheckpointReader(tmp_path / "runs") as reader:
-        form = write_form(delta, CHANGED)
+        form = write_compacted(delta, CHANGED)
         opened = held(monkeypatch)
         assert not reader.refresh(), "it is the same checkpoint"
         assert set(opened) == {form.directory.name}

@@ -1,23 +1,24 @@
 """Repair makes the index file anew, tells leftovers apart, and removes what is dead and nothing else."""
 
-import json
 import os
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.builders import Run, checkpoints, flip_bit, tree
 from support.forge import Forge, filled, save_tables
 from support.spec_reader import counting
-from support.spec_writer import write_delta, write_form
+from support.spec_writer import write_compacted, write_delta
 
 from recckpt.errors import CheckpointNotFoundError, FormatVersionError
+from recckpt.format import layout
 from recckpt.inspect import repair as repairing
 from recckpt.inspect.repair import repair
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.checkpoint_dir import Intent, write_intent
-from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.claims import Claim, encode_takeover, last_takeover
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.storage import open_storage
 
@@ -304,48 +305,38 @@ def test_an_object_store_is_repaired(memory_url):
 
 @pytest.fixture
 def offered(local):
-    """An output dir with a delta, and what a form of it lies in, which a writer of epoch 2 has adopted."""
+    """An output dir with a delta, and what it was compacted into, which a writer of epoch 2 has adopted."""
     save_tables(local, [filled("item", range(3))], ckpt_id="a")
     delta = write_delta(counting(Path(local.url))[0], "b", 3, [({1: (1, 1)}, [])])
-    form = write_form(delta, {1: (1, 1)}).directory
-    (form / "OFFER").write_text(json.dumps({"save_id": form.name.rpartition(".")[2], "ckpt_id": "b"}))
-    return form
+    directory = write_compacted(delta, {1: (1, 1)}).directory
+    write_intent(local, Intent(directory.name, 2, directory.name.rpartition(".")[2], None, is_offer=True))
+    return directory
 
 
-def make_older(directory, hours):
-    path = directory / "OFFER"
-    os.utime(path, times=(path.stat().st_atime, path.stat().st_mtime - hours * 3600))
-
-
-@pytest.mark.parametrize(("hours", "is_dead"), [(1, False), (47, False), (49, True)])
-def test_an_offer_goes_once_it_is_so_old_that_nobody_adopts_it(local, offered, hours, is_dead):
+def test_an_offer_goes_once_a_later_writer_has_taken_over(local, offered):
     (offered / "manifest.json").unlink()
-    make_older(offered, hours)
     before = tree(Path(local.url))
     done = repair(local.url, dry_run=True)
-    assert what(done)[offered.name][0] is is_dead
-    assert f"an offer that is not adopted, {hours}.0 hours old: it has no offer.json" in what(done)[offered.name][1]
+    is_dead, text = what(done)[offered.name]
+    assert (is_dead, text.startswith("an offer that is not adopted, epoch 2")) == (False, True)
     assert tree(Path(local.url)) == before
-    assert repair(local.url, clean=True).removed == ((offered.name,) if is_dead else ())
-    assert offered.exists() is not is_dead
-
-
-def test_what_has_no_first_file_is_no_offer_and_goes(local, offered):
-    (offered / "manifest.json").unlink()
-    (offered / "OFFER").unlink()
+    assert repair(local.url, clean=True).removed == ()
+    put_list(local, 3)
     assert repair(local.url, clean=True).removed == (offered.name,)
     assert not offered.exists()
 
 
-@pytest.mark.parametrize("hours", [1, 49])
-def test_a_form_of_a_writer_that_lost_the_output_dir_goes_as_an_offer_does(local, offered, hours):
-    """When its manifest is gone it is an offer again, which an owner may be about to adopt."""
+def test_what_a_writer_adopted_after_it_had_lost_the_output_dir_goes_as_a_late_commit(local, offered):
     manifest = offered / "manifest.json"
-    manifest.rename(offered / "late")
-    for _ in range(2):
-        Fence(local).hold()
-    (offered / "late").rename(manifest)
+    manifest.rename(offered.parent / "late")
+    put_list(local, 3)
+    (offered.parent / "late").rename(manifest)
     assert list(list_checkpoints(local).fenced) == [offered.name]
-    make_older(offered, hours)
-    assert repair(local.url, clean=True).removed == ((offered.name,) if hours == 49 else ())
-    assert manifest.exists() is (hours == 1)
+    assert repair(local.url, clean=True).removed == (offered.name,)
+    assert not offered.exists()
+
+
+def put_list(local, epoch):
+    """Publish the list of a takeover that sweeps nothing."""
+    claim = Claim(epoch, "0" * 32, "host", 1, "now")
+    local.put_if_absent(layout.takeover(epoch), encode_takeover(claim, replace(last_takeover(local), epoch=epoch)))

@@ -1,9 +1,9 @@
 """Verify on deltas and forms: each link by itself, and what only the chain can show."""
 
-import json
 import shutil
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from support.builders import Run, flip_bit
 from support.forge import Forge, filled, save_tables
 from support.spec_reader import counting
-from support.spec_writer import write_delta, write_form
+from support.spec_writer import write_compacted, write_delta
 from support.sweeps import SWEEP_STRIDE
 
 from recckpt import Deltas
-from recckpt.format.offer import encode_first
+from recckpt.format.manifest import decode
 from recckpt.inspect import verify as verifying
 from recckpt.inspect.verify import find_checkpoints, verify, verify_found
+from recckpt.output_dir.checkpoint_dir import intent_of
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.verifier import count_rows
 from recckpt.storage import open_storage
@@ -46,7 +47,7 @@ def found_in(path):
 
 
 def test_a_chain_and_forms_that_are_whole_have_no_problems(tmp_path, delta):
-    form = write_form(delta, FORM)
+    form = write_compacted(delta, FORM)
     top = write_delta(delta, "ckpt_3", 5, [({0: (3, 3)}, [])])
     write_delta(top, "ckpt_4", 1, [({0: (3, 3)}, [])], replaced=True)
     for path in (tmp_path / "runs", delta.directory, form.directory, top.directory):
@@ -164,16 +165,17 @@ def test_deletes_out_of_bucket_order_and_twice_are_found(tmp_path, delta):
     assert any("twice" in found for *_, found in found_in(tmp_path / "runs"))
 
 
-def test_a_form_has_an_offer_in_place_of_an_intent(tmp_path, delta):
-    form = write_form(delta, FORM)
-    path = form.directory / "OFFER"
-    path.write_bytes(encode_first("ckpt_2", form.form_of["offer"]))
+def test_the_intent_of_what_was_compacted_says_that_it_was_offered(tmp_path, delta):
+    compacted = write_compacted(delta, FORM)
+    path, record = compacted.directory / "INTENT", decode((compacted.directory / "manifest.json").read_bytes(), "")
+    path.write_bytes(intent_of(record))
+    assert b'"offer": true' in path.read_bytes()
     assert verify(str(tmp_path / "runs")) == []
-    path.write_bytes(json.dumps({"save_id": "ab" * 16, "ckpt_id": "ckpt_2"}).encode())
+    path.write_bytes(intent_of(replace(record, save_id="ab" * 16)))
     ((_, file, _, found),) = found_in(tmp_path / "runs")
-    assert (file, found) == (f"{form.directory.name}/OFFER", f"that of save {'ab' * 16}")
+    assert (file, found) == (f"{compacted.directory.name}/INTENT", f"that of save {'ab' * 16}")
     path.write_bytes(b"{")
-    assert found_in(form.directory)[0][1].endswith("/OFFER")
+    assert found_in(compacted.directory)[0][1].endswith("/INTENT")
 
 
 @pytest.mark.parametrize("kind", ["threads", "processes"])

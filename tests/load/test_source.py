@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from near.test_near_saves import begun
 from support.builders import flip_bit
-from support.spec_writer import Held, write_delta_of, write_form, write_full
+from support.spec_writer import Held, write_compacted, write_delta_of, write_full
 from support.sweeps import mostly_slow
 from support.thread_ranks import on_ranks
 from torch import nn
@@ -30,7 +30,7 @@ class Chain:
         self.root, self.rows = root, {**ROWS, 1: (changed, changed)}
         self.full = write_full(root, "ckpt_1", {name: Held(2, [(ROWS, ())])}, step=1)
         self.delta = write_delta_of(self.full, "ckpt_2", {name: Held(2, [({1: self.rows[1]}, ())])}, step=2)
-        self.form = write_form(self.delta, self.rows)
+        self.form = write_compacted(self.delta, self.rows)
 
     def damage(self, which):
         for part in getattr(self, which).directory.glob("sparse/*.arrow"):
@@ -148,10 +148,10 @@ def test_a_bank_that_is_followed_is_read_in_another_form(tmp_path, chain, damage
     found = on_ranks(2, follow)
     assert rows(found) == chain.rows
     delta = write_delta_of(chain.delta, "ckpt_3", {"t": Held(2, [({2: (3.0, 3.0)}, ())])}, step=3)
-    form = write_form(delta, chain.rows | {2: (3.0, 3.0)})
+    form = write_compacted(delta, chain.rows | {2: (3.0, 3.0)})
     assert sum(map(sum, on_ranks(2, reload))) == 2, "the form is read"
     later = write_delta_of(delta, "ckpt_4", {"t": Held(2, [({2: (4.0, 4.0)}, ())])}, step=4)
-    for part in write_form(later, chain.rows | {2: (4.0, 4.0)}).directory.glob("sparse/*.arrow"):
+    for part in write_compacted(later, chain.rows | {2: (4.0, 4.0)}).directory.glob("sparse/*.arrow"):
         flip_bit(part, 700)
     assert sum(map(sum, on_ranks(2, reload))) == 2, "the delta is read on the form of the one before"
     assert form.directory.exists()

@@ -21,9 +21,9 @@ from recckpt.inspect.repair import repair
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.fence import Fence
 from recckpt.policies.admit import MinCount
+from recckpt.rewrite import compact
 from recckpt.rewrite.compact import make_offer
 from recckpt.rewrite.forget import forget
-from recckpt.save import background
 from recckpt.sparse import HashTable, gen_slice
 from recckpt.storage.local import LocalStorage
 
@@ -107,7 +107,7 @@ def test_a_form_beside_its_delta_is_revised_under_a_name_that_nothing_has_had(tm
     run = run_with_form(tmp_path)
     before = {path.name for path in tmp_path.glob("ckpt_*")}
     [done] = run.manager.forget("user", GONE)
-    assert not before & set(done.revised.values())
+    assert not before & set(done.rewritten.values())
     assert is_absent(tmp_path)
     fill(run.user, ids_at(301), 1.0)
     run.manager.step()
@@ -121,7 +121,7 @@ def test_what_was_removed_is_judged_by_the_rows_that_are_there_and_not_by_the_na
     run = run_with_form(tmp_path)
     monkeypatch.setattr(Fence, "free_dirs", reused)
     [done] = run.manager.forget("user", GONE)
-    assert set(done.removed) & set(done.revised.values())
+    assert set(done.removed) & set(done.rewritten.values())
     assert is_absent(tmp_path)
 
 
@@ -279,7 +279,7 @@ def test_a_table_that_no_checkpoint_has_yet_is_forgotten_from(tmp_path):
     run = Managed(tmp_path / "runs")
     fill(run.user, GONE, 1.0)
     [done] = run.manager.forget("user", GONE)
-    assert (len(run.user), done.revised) == (0, {})
+    assert (len(run.user), done.rewritten) == (0, {})
     run.manager.step()
     assert is_absent(tmp_path / "runs")
 
@@ -327,7 +327,7 @@ def test_a_compaction_in_the_background_is_ended_first(tmp_path, monkeypatch):
             threading.Event().wait(0.001)
         return make_offer(storage, checkpoint, means)
 
-    monkeypatch.setattr(background, "make_offer", until_stopped)
+    monkeypatch.setattr(compact, "make_offer", until_stopped)
     run = Managed(tmp_path / "runs", deltas=Deltas(full_every=1, max_chain_bytes=100.0, max_dirty=1.0, compact=True))
     for value in (1.0, 2.0, 3.0):
         fill(run.user, ids_at(*range(100)[: None if value == 1.0 else 9]), value)

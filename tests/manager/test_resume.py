@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support import warm_python
 from support.builders import OPTIMIZERS, Run, flip_bit, state_of, table_state
-from support.spec_writer import Held, write_delta_of, write_form, write_full
+from support.spec_writer import Held, write_compacted, write_delta_of, write_full
 from support.sweeps import SWEEP_STRIDE, mostly_slow
 from support.thread_ranks import on_ranks
 from torch import nn
@@ -263,7 +263,7 @@ def test_where_all_stand_on_what_is_damaged_the_link_is_named(tmp_path, chain):
 
 @pytest.mark.parametrize("damaged", ["the form", "the chain"])
 def test_where_a_form_or_the_chain_is_damaged_the_other_is_restored(tmp_path, chain, damaged):
-    form = write_form(chain["ckpt_4"], {1: (9.0, 9.0), 2: (2.0, 2.0), 4: (4.0, 4.0)})
+    form = write_compacted(chain["ckpt_4"], {1: (9.0, 9.0), 2: (2.0, 2.0), 4: (4.0, 4.0)})
     flip_bit(part_of(form if damaged == "the form" else chain["ckpt_3"]), 700)
     for step, rows in ((5, {2, 4}), (4, {1, 2, 4})):
         run = Resumed(tmp_path)

@@ -152,7 +152,7 @@ def test_while_ids_cannot_be_forgotten_near_saves_fail_and_no_checkpoints_are_ma
     begun(tmp_path)
     run = NearRun(tmp_path).restore()
     with monkeypatch.context() as patch:
-        patch.setattr("recckpt.save.forgetting.settle", failing)
+        patch.setattr("recckpt.rewrite.requests.finish_pending", failing)
         run.put(_3=3.0).step().put(_4=4.0).step()
     assert (run.counts, run.manager.counts.begun) == ((0, 2, 0), 0)
     assert (

@@ -140,7 +140,7 @@ MISSED = {
 ELSEWHERE = {
     "identity": "catalogs repeat the name, and the seal has their checksums, of which each would do",
     "base_by_save_id": "a near save stands on its base as a delta does: delta_plants",
-    "parent_is_origin": "the same",
+    "parent_is_name": "the same",
     "never_overwrite": "a directory is made, and files are created: both fail where there is one",
     "gc_by_epoch": "test_tier.py: the bug would be another order of what stays",
     "claim_before_list": "test_tier.py",

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from faults import delta_states as model
 from support.drawn import drawn
-from support.links import SLOTS, as_in_the_model, delta, form, full, output_dirs
+from support.links import SLOTS, as_in_the_model, compacted, delta, full, output_dirs
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format.manifest import MAX_LINKS, Manifest
@@ -23,7 +23,7 @@ def chains_of(*manifests: Manifest, damaged=None) -> Chains:
 
 
 def directory_of(record: Manifest) -> str:
-    return record.ckpt_id if record.form_of is None else f"{record.ckpt_id}.{record.save_id}"
+    return record.ckpt_id if not record.is_compacted else f"{record.ckpt_id}.{record.save_id}"
 
 
 def damage(directory: str) -> CorruptCheckpointError:
@@ -37,16 +37,16 @@ def test_a_chain_goes_down_to_the_full_one():
     assert (chains.broken, chains.is_incomplete) == ({}, False)
 
 
-def test_a_link_is_read_through_the_newest_form_of_it():
-    chains = chains_of(A, B, C, form(B, "f1"), form(B, "f2"))
+def test_a_link_is_read_through_the_last_of_its_name():
+    chains = chains_of(A, B, C, compacted(B, "f1"), compacted(B, "f2"))
     assert chains.links("c") == ("c", "b.f2")
     assert chains.links("b") == ("b", "a")
-    assert chains.representations(B.save_id) == ["b.f2", "b.f1", "b"]
-    assert chains_of(form(B, "f1"), C).links("c") == ("c", "b.f1")
+    assert chains.named(B.save_id) == ["b.f2", "b.f1", "b"]
+    assert chains_of(compacted(B, "f1"), C).links("c") == ("c", "b.f1")
 
 
-def test_a_damaged_form_is_passed_over_for_the_delta():
-    chains = chains_of(A, B, C, form(B, "f1"), damaged={"b.f1": damage("b.f1")})
+def test_a_damaged_one_is_passed_over_for_the_delta():
+    chains = chains_of(A, B, C, compacted(B, "f1"), damaged={"b.f1": damage("b.f1")})
     assert chains.links("c") == ("c", "b", "a")
     assert list(chains.broken) == ["b.f1"]
 
@@ -57,7 +57,7 @@ def test_a_copy_of_a_link_stands_in_for_it_and_comes_last():
 
 
 def test_what_must_stay_is_a_whole_chain_of_each():
-    chains = chains_of(A, B, C, form(B, "f1"), full("x", 7))
+    chains = chains_of(A, B, C, compacted(B, "f1"), full("x", 7))
     assert chains.closure([A.save_id]) == {"a"}
     assert chains.closure([B.save_id]) == {"b.f1"}
     assert chains.closure([C.save_id, "gone"]) == {"c", "b.f1"}
@@ -92,7 +92,7 @@ def test_a_delta_without_a_chain_is_refused_by_the_name_of_the_link(manifests, e
     with pytest.raises(CorruptCheckpointError, match=f"^b/manifest.json at parent 'a', in a link of 'c': {expected}"):
         raise chains.broken["c"]
     assert chains.is_incomplete == ("no such" in expected)
-    assert chains.representations("save of x") == ["x"]
+    assert chains.named("save of x") == ["x"]
 
 
 def test_two_deltas_on_each_other_are_no_chain():
@@ -139,8 +139,8 @@ def test_the_chains_are_those_that_readers_of_the_model_take(made):
     chains = Chains(there, {name: damage(name) for name in damaged})
     view = model.View(model.Rules(), *as_in_the_model(there, damaged))
     for record in there.values():
-        expected = tuple(link.directory for link in view.chain(record.origin))
-        best = chains.representations(record.origin)[:1]
+        expected = tuple(link.directory for link in view.chain(record.name))
+        best = chains.named(record.name)[:1]
         assert (chains.links(best[0]) if best else ()) == expected
-        assert chains.closure([record.origin]) == set(expected)
+        assert chains.closure([record.name]) == set(expected)
     assert chains.broken.keys() >= damaged

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.forge import filled, save_tables
 from support.spec_reader import counting
-from support.spec_writer import write_delta, write_form
+from support.spec_writer import write_compacted, write_delta
 
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from recckpt.output_dir import at_path
@@ -46,7 +46,7 @@ def test_a_delta_comes_with_its_links_however_it_is_asked_for(local, chain):
 
 
 def test_a_form_is_taken_for_its_delta_and_for_what_is_below(local, chain):
-    form = write_form(chain[1], ROWS).directory.name
+    form = write_compacted(chain[1], ROWS).directory.name
     assert committed(local) == ["a", "b", form, "c"]
     assert [found.directory for found in list_checkpoints(local).current] == ["a", form, "c"]
     assert (names(locate(local, "b")), names(newest(local))) == ([form], ["c", form])
@@ -57,14 +57,14 @@ def test_a_form_is_taken_for_its_delta_and_for_what_is_below(local, chain):
 
 
 def test_a_damaged_form_leaves_its_delta_to_readers(local, chain):
-    form = write_form(chain[1], ROWS).directory
+    form = write_compacted(chain[1], ROWS).directory
     next(form.glob("sparse/*.arrow")).unlink()
     assert list(list_checkpoints(local).damaged) == [form.name]
     assert names(locate(local, "b")) == names(open_checkpoint(str(form))[1]) == ["b", "a"]
 
 
 def test_a_damaged_delta_is_read_by_its_form(local, chain):
-    form = write_form(chain[1], ROWS).directory
+    form = write_compacted(chain[1], ROWS).directory
     next(chain[1].directory.glob("sparse/*.arrow")).unlink()
     assert names(open_checkpoint(f"{local.url}/b")[1]) == [form.name]
     assert names(open_checkpoint(f"{local.url}/c")[1]) == ["c", form.name]
@@ -166,15 +166,15 @@ def test_a_checkpoint_of_a_thousand_links_travels_to_other_ranks(local, chain):
 
 def test_a_listing_knows_what_was_committed_and_removed_since(local, chain):
     listing = list_checkpoints(local)
-    form = write_form(chain[1], ROWS).directory.name
+    form = write_compacted(chain[1], ROWS).directory.name
     grown = listing.plus(next(c for c in list_checkpoints(local).committed if c.directory == form))
     assert [c.directory for c in grown.committed] == ["a", "b", form, "c"]
     assert names(grown.find("c")) == ["c", form]
     assert grown.chains.closure(["c"]) == set()
-    assert grown.chains.closure([chain[2].origin]) == {"c", form}
+    assert grown.chains.closure([chain[2].name[0]]) == {"c", form}
     assert names(grown.minus(["a", "b"]).find("c")) == ["c", form]
     assert grown.newest_place == chain[2].place
-    assert grown.representation(chain[1].origin).directory == form
+    assert grown.named(chain[1].name[0]).directory == form
 
 
 def test_a_delta_on_what_a_lost_writer_committed_has_no_chain_though_its_hints_lead_there(local, chain):

@@ -4,7 +4,7 @@ from faults.delta_protocol_model import Habits, TrainerTurn
 from faults.delta_states import Reader, Rules, State, Trainer
 from hypothesis import strategies as st
 from support.drawn import drawn
-from support.links import as_in_the_model, attempt_of, delta, form, full, output_dirs
+from support.links import as_in_the_model, attempt_of, compacted, delta, full, output_dirs
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format.manifest import Manifest
@@ -32,7 +32,7 @@ def victims(listing: Listing, keep, pinned=(), base=None) -> list[str]:
 A = full("a", 1)
 B = delta("b", 2, A)
 C = delta("c", 3, B)
-F = form(B, "f" * 32)
+F = compacted(B, "f" * 32)
 X = full("x", 4)
 
 
@@ -49,7 +49,7 @@ def test_the_base_of_the_writer_stays_with_its_links():
     assert victims(made_of(A, B, F, C, X), 1, base=B.save_id) == ["b.3", "a.2", "c.4"]
 
 
-def test_what_a_form_stands_for_goes_and_the_pin_holds_the_form():
+def test_what_is_superseded_goes_and_the_pin_holds_what_supersedes_it():
     form_dir = attempt_of(F)
     assert victims(made_of(A, B, F, C), 1) == ["b.3", "a.2"]
     assert victims(made_of(A, B, F, C), None) == ["b.3"]
@@ -108,7 +108,7 @@ def test_the_victims_are_those_of_the_model_in_its_order(made, keep, data):
     if not there:
         return
     listing = listing_of(dict(sorted(there.items(), key=lambda item: item[1].save_id)), damaged)
-    wholes = sorted({c.manifest.origin for c in listing.committed})
+    wholes = sorted({c.manifest.name for c in listing.committed})
     base = data.draw(st.sampled_from([*wholes, ""])) if wholes else ""
     found, offers = as_in_the_model(there, damaged)
     trainer = Trainer("rotate", base=base, ckpt_id="run")
@@ -132,15 +132,15 @@ def test_the_victims_are_those_of_the_model_in_its_order(made, keep, data):
 def test_whatever_goes_nothing_that_is_left_loses_a_link(made, keep, pinned, data):
     there, damaged = with_chains(*made)
     listing = listing_of(there, damaged)
-    wholes = sorted({c.manifest.origin for c in listing.committed})
+    wholes = sorted({c.manifest.name for c in listing.committed})
     base = data.draw(st.none() | st.sampled_from(wholes)) if wholes else None
     gone = victims(listing, keep, pinned, base)
-    kept = {c.manifest.origin for c in listing.current if c is listing.current[-1] or c.ckpt_id in pinned} | {base}
+    kept = {c.manifest.name for c in listing.current if c is listing.current[-1] or c.ckpt_id in pinned} | {base}
     for done in range(len(gone) + 1):
         left = listing_of({name: record for name, record in there.items() if name not in gone[:done]}, damaged)
         assert left.damaged.keys() <= damaged
-        assert all(left.representation(origin) for origin in kept - {None})
-        if len({record.ckpt_id for record in there.values()}) == len({record.origin for record in there.values()}):
+        assert all(left.named(origin) for origin in kept - {None})
+        if len({record.ckpt_id for record in there.values()}) == len({record.name for record in there.values()}):
             assert victims(left, keep, pinned, base) == gone[done:]
 
 
@@ -151,6 +151,6 @@ def with_chains(there: dict[str, Manifest], damaged: set[str]) -> tuple[dict[str
     left = {
         name: record
         for name, record in there.items()
-        if name not in chains.broken or (name in damaged and chains.representations(record.origin))
+        if name not in chains.broken or (name in damaged and chains.named(record.name))
     }
     return left, damaged & left.keys()

@@ -335,7 +335,7 @@ def test_a_name_that_this_writer_has_used_is_never_used_again(storage):
     assert names == ["best", "best.1", "best.1.1", "best.1.2"]
 
 
-def test_the_name_of_a_delta_that_only_a_form_is_left_of_is_not_used_again_by_the_next_writer(tmp_path):
+def test_the_name_of_a_delta_that_was_compacted_and_is_gone_is_not_used_again_by_the_next_writer(tmp_path):
     run = ForgettingRun(tmp_path)
     for number, ckpt_id in enumerate(("best", "last", "more", "end")):
         fill(run.user, range(100 if number == 0 else 2), float(number))
@@ -344,7 +344,7 @@ def test_the_name_of_a_delta_that_only_a_form_is_left_of_is_not_used_again_by_th
             recckpt.compact(str(tmp_path))  # adopted by the next save; the one after it removes the delta
     assert not (tmp_path / "last").exists()
     storage = open_storage(str(tmp_path))
-    assert locate(storage, "last").manifest.form_of
+    assert locate(storage, "last").manifest.supersedes
     fence = Fence(storage)
     intent, _ = begin(storage, fence, "last", step=None, overwrite=True, base=None)
     assert intent.directory == f"last.{fence.epoch}"
@@ -544,14 +544,26 @@ def test_a_number_after_which_there_is_none_is_refused_and_not_tried_for_ever(ur
         saver.save("a")
 
 
-def test_the_list_of_a_takeover_has_no_names_of_offers_since_nobody_uses_them_again(storage):
-    offer = layout.offer_dir("a", "0f" * 16)
-    for directory in ("b", offer):
+def test_a_takeover_removes_the_offers_of_lower_epochs_and_does_not_name_them_since_nobody_uses_them_again(storage):
+    fence = Fence(storage)
+    fence.hold()
+    own, earlier = (layout.offer_dir("a", f"{n}f" * 16) for n in range(2))
+    for directory, epoch in (("b", 1), (earlier, 1), (own, 2)):
         storage.make_dir(directory)
-        storage.put_if_absent(f"{directory}/OFFER", b"{}")
+        write_intent(storage, Intent(directory, epoch, "0f" * 16, None, is_offer=directory != "b"))
     Fence(storage).hold()
     assert last_takeover(storage).directories == {"b"}
-    assert storage.list_files(offer) == ["OFFER"]
+    assert storage.list_dirs() == [".recckpt", own]
+
+
+def test_what_a_compactor_writes_where_its_offer_was_removed_goes_at_the_next_takeover(memory_url):
+    storage = open_storage(memory_url)
+    storage.prepare()
+    late = layout.offer_dir("a", "0f" * 16)
+    with storage.create(f"{late}/sparse/00000-of-00001.json") as sink:
+        sink.write(b"{}")
+    Fence(storage).hold()
+    assert storage.list_dirs() == [".recckpt"]
 
 
 def test_a_writer_knows_the_newest_place_that_its_list_has_damaged_ones_included(tmp_path):
@@ -566,3 +578,46 @@ def test_a_writer_knows_the_newest_place_that_its_list_has_damaged_ones_included
     later.hold()
     assert list(later.listing.damaged) == ["b"]
     assert later.newest_at_takeover == later.listing.newest_place > later.listing.committed[-1].manifest.place
+
+
+def test_a_closing_list_names_what_it_is_given_and_nothing_else_of_before_counts(storage):
+    fence = fence_of(storage)
+    for ckpt_id in "ab":
+        save_tables(storage, [filled("item", [1])], ckpt_id=ckpt_id)
+    fence.hold()
+    clean = next(c.manifest.save_id for c in fence.listing.committed if c.ckpt_id == "b")
+    epoch = fence.epoch
+    fence.close_list(frozenset([clean]))
+    assert (fence.epoch, claimed_epochs(storage)) == (epoch + 1, [epoch + 1])
+    assert last_takeover(storage).save_ids == {clean}
+    listing = list_checkpoints(storage)
+    assert ([c.ckpt_id for c in listing.committed], list(listing.fenced)) == (["b"], ["a"])
+    assert [c.ckpt_id for c in fence.listing.committed] == ["b"]
+    fence.check(is_thorough=True)
+
+
+def test_a_closing_list_whose_number_is_anothers_is_not_published(storage):
+    fence, later = fence_of(storage), Fence(storage)
+    fence.hold()
+    later.hold()
+    with pytest.raises(WriterFencedError):
+        fence.close_list(frozenset())
+    assert last_takeover(storage).epoch == later.epoch
+
+
+def test_who_could_not_publish_a_closing_list_owns_the_output_dir_and_tries_again(storage, monkeypatch):
+    fence = fence_of(storage)
+    fence.hold()
+    epoch, put = fence.epoch, type(storage).put_if_absent
+
+    def failing(self, name, data):
+        if name == layout.takeover(epoch + 1):
+            raise OSError(28, "No space left on device", name)
+        put(self, name, data)
+
+    monkeypatch.setattr(type(storage), "put_if_absent", failing)
+    with pytest.raises(OSError, match="No space"):
+        fence.close_list(frozenset())
+    fence.check(is_thorough=True)
+    fence.close_list(frozenset())
+    assert (fence.epoch, last_takeover(storage).epoch) == (epoch + 2, epoch + 2)

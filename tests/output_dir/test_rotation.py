@@ -12,12 +12,13 @@ from support.builders import Run, checkpoints, flip_bit
 from support.delta_runs import rows_of, run_with_chain
 from support.forge import Forge, filled, save_tables
 from support.spec_reader import counting
-from support.spec_writer import write_delta, write_form
+from support.spec_writer import write_compacted, write_delta
 from torch import nn
 
 from recckpt import CheckpointManager, Deltas, Saver
 from recckpt.cli.app import main
 from recckpt.errors import CheckpointNotFoundError, WriterFencedError
+from recckpt.format import layout
 from recckpt.inspect import repair as repairing
 from recckpt.inspect.repair import repair
 from recckpt.inspect.verify import verify
@@ -26,7 +27,7 @@ from recckpt.output_dir import rotation
 from recckpt.output_dir.checkpoint_dir import Intent, write_intent
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import attempt_dirs, list_checkpoints, locate
-from recckpt.output_dir.offers import look_at, may_go
+from recckpt.output_dir.offers import offers_in
 from recckpt.output_dir.rotation import deletable, pinned_ids
 from recckpt.rewrite.compact import make_offer
 from recckpt.rewrite.whole import Means
@@ -233,39 +234,44 @@ def test_a_removal_that_fails_brings_back_nothing_that_was_overwritten(storage, 
 
 @pytest.fixture
 def replaced(local):
-    """An output dir with a full checkpoint a, a delta b on it, and a form of b."""
+    """An output dir with a full checkpoint a, a delta b on it, and what supersedes b, compacted."""
     save(local, "a")
     delta = write_delta(counting(Path(local.url))[0], "b", 3, [({1: (1, 1)}, [])])
-    form = write_form(delta, {id_: (id_, id_) for id_ in range(3)}).directory
-    (form / "OFFER").write_bytes(b"{}")
-    return form
+    directory = write_compacted(delta, {id_: (id_, id_) for id_ in range(3)}).directory
+    write_intent(local, Intent(directory.name, 2, directory.name.rpartition(".")[2], None, is_offer=True))
+    return directory
 
 
-def test_what_a_form_replaces_goes_only_after_the_form_is_durable(local, replaced, monkeypatch):
+def test_what_is_superseded_goes_only_after_what_supersedes_it_is_durable(local, replaced, monkeypatch):
     done, sync = [], type(local).sync_dir
     monkeypatch.setattr(type(local), "sync_dir", lambda self, name: (done.append(name), sync(self, name)))
     listing = list_checkpoints(local)
-    rotation.sync_forms(local, listing, rotation.expired(listing, 1, (), None))
+    rotation.sync_superseders(local, listing, rotation.expired(listing, 1, (), None))
     assert done == [replaced.name, ""]
-    rotation.sync_forms(local, listing, ())
+    rotation.sync_superseders(local, listing, ())
     assert done == [replaced.name, ""]
     rotate(local, 1)
     assert attempt_dirs(local) == [replaced.name]
     assert [c.ckpt_id for c in list_checkpoints(local).current] == ["b"]
 
 
-def test_the_offer_goes_last_of_a_form_and_its_manifest_first(local, replaced, monkeypatch):
+def test_the_intent_goes_last_of_what_was_compacted_and_its_manifest_first(local, replaced, monkeypatch):
     remove, removed = type(local).remove, []
     monkeypatch.setattr(type(local), "remove", lambda self, name: (removed.append(name), remove(self, name)))
     found = next(c for c in list_checkpoints(local).committed if c.directory == replaced.name)
     rotation.remove(local, found, 1)
-    assert (removed[0], removed[-1]) == (f"{replaced.name}/manifest.json", f"{replaced.name}/OFFER")
+    assert (removed[0], removed[-1]) == (f"{replaced.name}/manifest.json", f"{replaced.name}/INTENT")
     assert not replaced.exists()
 
 
-def test_an_offer_is_no_leftover_of_a_save(local, replaced):
+def test_an_offer_is_left_to_its_compactor_by_the_saves_of_its_epoch_and_goes_at_a_takeover(local, replaced):
     (replaced / "manifest.json").unlink()
-    assert rotation.leftovers(local, list_checkpoints(local), epoch=99) == []
+    saver = Saver(nn.ModuleDict({"item": filled("item", range(3))}), output_dir=local.url, max_keep=None)
+    local.put_if_absent(layout.claim(1), b"{}")  # so that its epoch is that of the offer
+    saver.save("c")
+    assert replaced.name in attempt_dirs(local)
+    Fence(local).hold()
+    assert replaced.name not in attempt_dirs(local)
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
@@ -461,16 +467,14 @@ def test_no_later_writer_makes_a_directory_that_is_judged_by_its_name(tmp_path):
     assert repair(storage.url, clean=True).removed == ()
 
 
-def test_an_offer_that_cannot_be_read_goes_once_it_is_old(tmp_path, broken):
+def test_an_offer_that_cannot_be_read_is_not_adopted_and_goes_with_the_next_owner(tmp_path, broken):
     run = run_with_chain(tmp_path)
     directory = make_offer(run, locate(run, "ckpt_3"), Means(None, 1, 1 << 20)).directory
-    broken("/OFFER")
-    found = look_at(open_storage(str(tmp_path)), directory, None)
-    assert (found.is_begun, found.offer, "Input/output" in found.problem) == (True, None, True)
-    assert not may_go(found)
-    old = (tmp_path / directory / "OFFER").stat().st_mtime - 3 * 86_400
-    os.utime(tmp_path / directory / "OFFER", (old, old))
-    assert repair(str(tmp_path), clean=True).removed == (directory,)
+    broken("/offer.json")
+    [found] = offers_in(run, list_checkpoints(run))
+    assert (found.directory, found.record, "Input/output" in found.problem) == (directory, None, True)
+    Fence(run).hold()
+    assert directory not in attempt_dirs(run)
 
 
 def test_the_index_file_is_made_anew_where_it_cannot_be_read(tmp_path, broken):

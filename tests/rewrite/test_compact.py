@@ -27,8 +27,9 @@ from recckpt.output_dir.index_file import read_timeline
 from recckpt.output_dir.listing import attempt_dirs, list_checkpoints, locate, newest
 from recckpt.output_dir.offers import adopt_offers
 from recckpt.parallel.threads import StoppedError
+from recckpt.rewrite import compact as compacting
 from recckpt.rewrite import whole
-from recckpt.rewrite.compact import adopt, make_offer
+from recckpt.rewrite.compact import make_offer, write_to
 from recckpt.rewrite.whole import ChainName, CompactionTask, Means, opened, plan_of_chain, write_task
 from recckpt.sparse.files import merged_rows
 from recckpt.storage import open_storage
@@ -41,21 +42,28 @@ def run(tmp_path):
 
 
 @pytest.fixture
+def owner(run):
+    """Who owns the output dir while offers are made."""
+    fence = Fence(run)
+    fence.hold()
+    return fence
+
+
+@pytest.fixture
 def many_parts(monkeypatch):
     """Have a part for every few rows."""
     monkeypatch.setattr(whole, "LEAST_PART_BYTES", 100)
 
 
-def adopted(run) -> list[str]:
-    fence = Fence(run)
-    fence.hold()
-    return [form.directory for form in adopt_offers(run, fence, VISIBLE, 1)]
+def adopted(run, owner) -> list[str]:
+    owner.look_again()
+    return [done.directory for done in adopt_offers(run, owner, VISIBLE)]
 
 
-def check_adopted(run, directory) -> None:
-    """Check that a form takes the place of ``ckpt_3`` and of all that it stands on."""
+def check_adopted(run, owner, directory) -> None:
+    """Check that it takes the place of ``ckpt_3`` and of all that this stands on."""
     expected = rows_of(run, "ckpt_3")
-    assert adopted(run) == [directory]
+    assert adopted(run, owner) == [directory]
     assert recckpt.inspect.verify.verify(f"{run.url}/{directory}") == []
     for link in ("ckpt_1", "ckpt_2", "ckpt_3"):
         shutil.rmtree(f"{run.url}/{link}")
@@ -84,27 +92,27 @@ class InTurn(Executor):
         return future
 
 
-def test_the_newest_is_compacted_where_none_is_named(run):
+def test_the_newest_is_compacted_where_none_is_named(run, owner):
     done = recckpt.compact(run.url)
     assert (done.ckpt_id, done.n_links, done.n_rows, done.reason) == ("ckpt_3", 3, 150, "")
     assert layout.is_offer_dir(done.directory)
     assert done.n_bytes == sum(run.size(f"{done.directory}/{n}") for n in run.list_files(done.directory) if "/" in n)
-    check_adopted(run, done.directory)
+    check_adopted(run, owner, done.directory)
 
 
 @pytest.mark.parametrize("executor", [lambda: ThreadPoolExecutor(3), InTurn], ids=["threads", "in turn"])
-def test_any_executor_does_the_work_in_many_parts(run, many_parts, executor):
+def test_any_executor_does_the_work_in_many_parts(run, owner, many_parts, executor):
     with executor() as workers:
         done = recckpt.compact(run.url, "ckpt_3", executor=workers)
     assert len([name for name in run.list_files(done.directory) if layout.is_part(name)]) > 5
-    check_adopted(run, done.directory)
+    check_adopted(run, owner, done.directory)
 
 
 @pytest.mark.slow
-def test_processes_do_the_work(run):
+def test_processes_do_the_work(run, owner):
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as workers:  # a fork would inherit locks
         done = recckpt.compact(run.url, executor=workers)
-    check_adopted(run, done.directory)
+    check_adopted(run, owner, done.directory)
 
 
 @pytest.mark.slow
@@ -115,18 +123,18 @@ def test_it_imports_no_libraries_that_take_longer_than_a_small_compaction(run):
     assert (done.stdout, done.stderr) == (f"{len(rows_of(run, 'ckpt_3'))}\n", "")
 
 
-def test_with_little_memory_the_same_comes_out(run, monkeypatch):
+def test_with_little_memory_the_same_comes_out(run, owner, monkeypatch):
     monkeypatch.setattr(whole, "LEAST_BUDGET_BYTES", 2000)
     done = recckpt.compact(run.url, budget_bytes=1, threads=1)
-    check_adopted(run, done.directory)
+    check_adopted(run, owner, done.directory)
 
 
-def test_the_work_of_a_lost_worker_is_done_again_under_another_part_number(run, many_parts):
+def test_the_work_of_a_lost_worker_is_done_again_under_another_part_number(run, owner, many_parts):
     done = recckpt.compact(run.url, executor=InTurn(losses=2))
     names = [name for name in run.list_files(done.directory) if layout.is_part(name)]
     numbers = [int(name.split(".")[-2]) % whole.TRIES for name in names]
     assert sorted(numbers)[-3:] == [0, 1, 1]  # what the lost ones wrote is gone
-    check_adopted(run, done.directory)
+    check_adopted(run, owner, done.directory)
 
 
 def test_a_task_that_is_done_twice_at_once_writes_two_files_of_the_same_rows(run):
@@ -145,11 +153,11 @@ def test_workers_that_are_lost_again_and_again_end_it_and_nothing_is_left(run):
     assert attempt_dirs(run) == ["ckpt_1", "ckpt_2", "ckpt_3"]
 
 
-def test_what_is_full_needs_no_compaction(run):
+def test_what_is_full_needs_no_compaction(run, owner):
     done = recckpt.compact(run.url, "ckpt_1")
     assert (done.directory, done.n_bytes, done.reason) == (None, 0, "it is full already")
-    check_adopted(run, recckpt.compact(run.url).directory)
-    assert "a form of the delta" in recckpt.compact(run.url).reason
+    check_adopted(run, owner, recckpt.compact(run.url).directory)
+    assert "compacted from the delta" in recckpt.compact(run.url).reason
 
 
 def test_a_delta_that_has_an_offer_gets_no_second_one(run):
@@ -239,10 +247,11 @@ def test_a_table_is_cut_into_one_range_a_part(run, many_parts):
     assert {len(part.plan.ranges) for part in parts} == {1}
 
 
-def test_another_manifest_in_the_place_of_a_link_is_noticed(run):
+def test_another_manifest_in_the_place_of_a_link_is_noticed(run, tmp_path):
     checkpoint = locate(run, "ckpt_3")
     swapped = replace(checkpoint, manifest=replace(checkpoint.manifest, xxh3=1))
-    not_offered(run, "as when the chain was found", swapped)
+    with pytest.raises(CorruptCheckpointError, match="as when the chain was found"):
+        write_to(run, swapped, str(tmp_path / "out"), Means(None, 1, 1 << 20))
 
 
 def test_a_compaction_may_be_stopped_and_leaves_nothing(run):
@@ -274,19 +283,22 @@ def test_a_delta_alone_names_what_it_lacks(run, tmp_path):
         recckpt.compact(tmp_path / "alone", out=tmp_path / "other")
 
 
-def test_a_form_whose_bytes_have_changed_is_adopted_and_replaces_nothing(run, caplog):
+def test_an_offer_whose_bytes_have_changed_is_adopted_and_replaces_nothing(run, caplog, monkeypatch):
     before = rows_of(run, "ckpt_3")
-    offered = recckpt.compact(run.url).directory
-    flip_bit(next(Path(run.url, offered).glob("sparse/*.arrow")))
-    assert adopt(run.url).removed == ()
+
+    def flipped(storage, fence, visible):
+        flip_bit(next(Path(run.url).glob("ckpt_3.*/sparse/*.arrow")))
+        return adopt_offers(storage, fence, visible)
+
+    monkeypatch.setattr(compacting, "adopt_offers", flipped)
+    done = recckpt.compact(run.url, adopt=True)
+    assert (done.is_committed, done.removed) == (True, ())
     assert attempt_dirs(run) == ["ckpt_1", "ckpt_2", "ckpt_3"]
     assert rows_of(run, "ckpt_3") == before
     assert "is damaged and removed" in caplog.text
 
 
-def test_a_delta_that_adopting_could_not_remove_stands_on_a_form(run, monkeypatch):
-    for ckpt_id in ("ckpt_2", "ckpt_3"):
-        recckpt.compact(run.url, ckpt_id)
+def test_a_delta_that_could_not_be_removed_stands_on_what_was_compacted(run, monkeypatch):
     real = type(run).remove
 
     def remove(self, name):
@@ -295,7 +307,8 @@ def test_a_delta_that_adopting_could_not_remove_stands_on_a_form(run, monkeypatc
         real(self, name)
 
     monkeypatch.setattr(type(run), "remove", remove)
-    assert adopt(run.url).removed == ("ckpt_2",)
+    assert recckpt.compact(run.url, "ckpt_3", adopt=True).removed == ()
+    assert recckpt.compact(run.url, "ckpt_2", adopt=True).removed == ("ckpt_2",)
     monkeypatch.undo()
     assert "ckpt_3" in attempt_dirs(run)
     assert list_checkpoints(run).damaged == {}
@@ -327,15 +340,13 @@ def directories(url) -> set[str]:
     return {c.directory for c in list_checkpoints(open_storage(url)).committed}
 
 
-def test_a_delta_is_restored_from_its_form(url):
+def test_a_delta_is_restored_from_what_it_was_compacted_into(url):
     run = Run(url, deltas=DELTAS, max_keep=None).train(30)
-    saved = state_of(run)
+    saved, storage = state_of(run), open_storage(url)
     done = recckpt.compact(url)
     assert (done.ckpt_id, done.n_links) == ("ckpt_30", 3)
     assert restored(url) == saved
-    storage, fence = open_storage(url), Fence(open_storage(url))
-    fence.hold()
-    adopt_offers(storage, fence, VISIBLE, 1)
+    done = recckpt.compact(url, adopt=True)
     assert newest(storage).directory == done.directory
     assert restored(url) == saved
     assert verify(url) == []

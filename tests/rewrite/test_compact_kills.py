@@ -1,8 +1,5 @@
 """A compactor, and an owner that adopts, are killed at any point: what is restored stays what it was."""
 
-import os
-from pathlib import Path
-
 import pytest
 from support.delta_runs import rows_of, run_with_chain
 from support.killed import killed_at
@@ -11,7 +8,7 @@ from support.sweeps import SWEEP_STRIDE
 from recckpt.format import layout
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import attempt_dirs, locate
-from recckpt.output_dir.offers import DAY_SEC, adopt_offers
+from recckpt.output_dir.offers import adopt_offers
 from recckpt.rewrite.compact import make_offer
 from recckpt.rewrite.whole import Means
 from recckpt.storage.transfers import VISIBLE
@@ -23,10 +20,14 @@ def compact(run) -> str | None:
     return make_offer(run, locate(run, "ckpt_3"), Means(None, 1, 1 << 20)).directory
 
 
-def adopt(run) -> list[str]:
+def owned(run) -> Fence:
     fence = Fence(run)
     fence.hold()
-    return [form.directory for form in adopt_offers(run, fence, VISIBLE, 1)]
+    return fence
+
+
+def adopt(run, fence) -> list[str]:
+    return [done.directory for done in adopt_offers(run, fence, VISIBLE)]
 
 
 def sweep(tmp_path, work, check, stride) -> None:
@@ -45,32 +46,28 @@ def sweep(tmp_path, work, check, stride) -> None:
 
 
 def check_compaction(run, expected) -> None:
-    """Check that what a dead compactor left hinders nobody, and goes in the end."""
+    """Check that what a dead compactor left hinders nobody, and goes with the next owner."""
     left = [name for name in attempt_dirs(run) if layout.is_offer_dir(name)]
-    offered = compact(run)  # None where the dead one had ended its offer
-    [form] = adopt(run)
-    assert form in (offered, *left)
-    assert rows_of(run, "ckpt_3") == expected
-    for name in left:
-        first = Path(run.url, name, layout.OFFER)
-        if first.exists():
-            os.utime(first, times=(first.stat().st_atime, first.stat().st_mtime - 2 * DAY_SEC))
-    adopt(run)
-    assert [name for name in attempt_dirs(run) if layout.is_offer_dir(name)] == [form]
+    fence = owned(run)
+    assert [name for name in attempt_dirs(run) if layout.is_offer_dir(name)] == [], left
+    offered = compact(run)
+    assert adopt(run, fence) == [offered]
     assert rows_of(run, "ckpt_3") == expected
 
 
 def check_adoption(run, expected) -> None:
-    """Check that the next owner ends what a dead one began."""
-    adopt(run)
-    found = locate(run, "ckpt_3")
-    assert found.manifest.form_of
+    """Check that the next owner ends what a dead one began, or begins anew."""
+    fence = owned(run)
+    offered = compact(run)
+    assert adopt(run, fence) == [offered] * (offered is not None)
+    assert locate(run, "ckpt_3").manifest.is_compacted
     assert rows_of(run, "ckpt_3") == expected
 
 
 def offered_first(run):
+    fence = owned(run)
     compact(run)
-    return lambda: adopt(run)
+    return lambda: adopt(run, fence)
 
 
 @pytest.mark.parametrize("stride", [29, pytest.param(min(SWEEP_STRIDE, 23), marks=pytest.mark.slow)])

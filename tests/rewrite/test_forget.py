@@ -16,19 +16,27 @@ from support.sweeps import mostly_slow
 
 import recckpt
 from recckpt import Saver
-from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, WriterFencedError
+from recckpt.errors import (
+    CheckpointNotFoundError,
+    CommitNotDurableError,
+    CorruptCheckpointError,
+    RecckptError,
+    WriterFencedError,
+)
 from recckpt.format import layout
 from recckpt.inspect.absent import look_for
 from recckpt.inspect.verify import verify
 from recckpt.output_dir import forget_requests
 from recckpt.output_dir.fence import Fence
+from recckpt.output_dir.forget_requests import pending
 from recckpt.output_dir.listing import list_checkpoints, locate
 from recckpt.output_dir.rotation import pin
 from recckpt.policies.admit import MinCount
-from recckpt.rewrite.compact import adopt
 from recckpt.rewrite.forget import finish, forget
+from recckpt.rewrite.requests import forget_as_owner, settle
 from recckpt.sparse import HashTable
 from recckpt.storage import open_storage
+from recckpt.storage.local import LocalStorage
 
 GONE = ids_at(5, 7, 50, 200, 99, 4000)  # changed; deleted; changed last; new in a delta; untouched; never there
 CHAIN = ("ckpt_1", "ckpt_2", "ckpt_3", "ckpt_4")
@@ -75,11 +83,11 @@ def test_every_link_of_a_chain_is_written_again_without_the_ids(root):
     before = rows_in(root)
     [done] = forget(str(root), "user", GONE)
     check_forgotten(root, before, GONE)
-    assert list(done.revised) == list(CHAIN)
+    assert list(done.rewritten) == list(CHAIN)
     assert done.n_rows == {"ckpt_1": 4, "ckpt_2": 5, "ckpt_3": 4, "ckpt_4": 4}
     listing = list_checkpoints(open_storage(str(root)))
     assert [c.manifest.kind for c in listing.committed] == ["full", "delta", "delta", "delta"]
-    assert set(listing.directories) == set(done.revised.values())
+    assert set(listing.directories) == set(done.rewritten.values())
 
 
 def test_no_byte_of_them_is_left_where_no_other_table_has_them(root):
@@ -96,14 +104,14 @@ def test_dense_state_registered_objects_and_parts_without_the_ids_keep_their_byt
 
     before = {name: files(name) for name in CHAIN}
     [done] = forget(str(root), "user", ids_at(50))
-    for old, new in done.revised.items():
+    for old, new in done.rewritten.items():
         after = files(new)
         assert {n: d for n, d in after.items() if n.endswith(".pt")} == {
             n: d for n, d in before[old].items() if n.endswith(".pt")
         }
-    assert files(done.revised["ckpt_2"]) == before["ckpt_2"]
-    assert files(done.revised["ckpt_3"]) == before["ckpt_3"]
-    assert files(done.revised["ckpt_4"]) != before["ckpt_4"]
+    assert files(done.rewritten["ckpt_2"]) == before["ckpt_2"]
+    assert files(done.rewritten["ckpt_3"]) == before["ckpt_3"]
+    assert files(done.rewritten["ckpt_4"]) != before["ckpt_4"]
 
 
 def test_checkpoints_that_neither_hold_them_nor_stand_on_one_stay_untouched(tmp_path):
@@ -114,7 +122,7 @@ def test_checkpoints_that_neither_hold_them_nor_stand_on_one_stay_untouched(tmp_
     run.saver.save("ckpt_2", step=2)
     before = tree(tmp_path / "runs" / "ckpt_1")
     [done] = forget(tmp_path / "runs", "user", ids_at(2))
-    assert list(done.revised) == ["ckpt_2"]
+    assert list(done.rewritten) == ["ckpt_2"]
     assert tree(tmp_path / "runs" / "ckpt_1") == before
     assert ids_of(tmp_path / "runs") == ["ckpt_1", "ckpt_2"]
 
@@ -146,10 +154,9 @@ def test_a_table_may_lose_all_its_rows(root):
     assert read(root, "ckpt_4", "user") == {}
 
 
-def test_forms_and_waiting_offers_are_free_of_them_too(tmp_path):
+def test_compacted_ones_and_waiting_offers_are_free_of_them_too(tmp_path):
     run = run_with_chain(tmp_path / "runs")
-    recckpt.compact(run.url)
-    adopt(run.url)  # the delta is gone, its form is there, and its links
+    recckpt.compact(run.url, adopt=True)  # the delta is gone, what supersedes it is there, and its links
     recckpt.compact(run.url, "ckpt_2")  # an offer that nobody adopts
     before = {name: rows_of(run, name) for name in ("ckpt_1", "ckpt_2", "ckpt_3")}
     [done] = forget(run.url, "item", [5, 9, 149])
@@ -159,12 +166,11 @@ def test_forms_and_waiting_offers_are_free_of_them_too(tmp_path):
         assert rows_of(run, name) == {id_: row for id_, row in rows.items() if id_ not in (5, 9, 149)}
     assert not any(map(layout.is_offer_dir, list_checkpoints(run).directories))
     assert look_for(run.url, np.array([5, 9, 149])).holding == ()
-    recckpt.compact(run.url, "ckpt_2")
-    adopt(run.url)  # a form of a revision
-    assert locate(run, "ckpt_2").manifest.form_of
+    recckpt.compact(run.url, "ckpt_2", adopt=True)  # what supersedes has fewer rows, and is superseded
+    assert locate(run, "ckpt_2").manifest.supersedes
     assert rows_of(run, "ckpt_2") == {id_: row for id_, row in before["ckpt_2"].items() if id_ not in (5, 9, 149)}
     assert list_checkpoints(run).ckpt_ids == ["ckpt_1", "ckpt_2", "ckpt_3"]
-    forget(run.url, "item", [6])  # and the form is revised once more
+    forget(run.url, "item", [6])  # and that is written again once more
     assert 6 not in rows_of(run, "ckpt_2")
     assert verify(run.url) == []
 
@@ -252,7 +258,7 @@ def test_a_table_of_rows_that_is_called_like_counts_is_left_alone(tmp_path):
 def test_an_object_store_will_do(memory_url):
     ForgettingRun(memory_url).save_chain()
     [done] = forget(memory_url, "user", GONE)
-    assert list(done.revised) == list(CHAIN)
+    assert list(done.rewritten) == list(CHAIN)
     found = look_for(memory_url, np.array(GONE), "user")
     assert (found.holding, found.unread, found.n_asked) == ((), {}, len(GONE))
     assert verify(memory_url) == []
@@ -265,7 +271,7 @@ def test_the_audit_says_what_was_done_and_names_no_id(root):
     first, second = map(json.loads, data.splitlines())
     assert (first["table"], first["n_ids"], first["by"]) == ("user", len(GONE), "recckpt.forget")
     assert first["asked"] <= first["finished"]
-    assert list(first["revised"]) == list(CHAIN)
+    assert list(first["rewritten"]) == list(CHAIN)
     assert len(first["digests"]) == len(GONE)
     assert len(second["digests"]) == 1
     assert not any(str(id_) in data for id_ in GONE)
@@ -290,7 +296,7 @@ def test_no_digest_is_written_without_a_whole_key(root, damage):
 def test_ids_that_are_nowhere_change_no_checkpoint(root):
     before = {name: tree(root / name) for name in CHAIN}
     [done] = forget(str(root), "user", ids_at(4000))
-    assert (done.revised, done.n_rows) == ({}, {})
+    assert (done.rewritten, done.n_rows) == ({}, {})
     assert {name: tree(root / name) for name in CHAIN} == before
 
 
@@ -366,3 +372,55 @@ def test_damage_is_refused_before_anything_changes(root):
     with pytest.raises(CorruptCheckpointError, match="nobody can say whether it holds the ids"):
         forget(str(root), "user", GONE)
     assert tree(root) == before
+
+
+def test_what_somebody_puts_back_after_ids_were_forgotten_never_counts_again(root, tmp_path):
+    shutil.copytree(root, tmp_path / "copy")
+    forget(str(root), "user", GONE)
+    shutil.copytree(tmp_path / "copy" / "ckpt_2", root / "ckpt_2")
+    storage = open_storage(str(root))
+    assert list(list_checkpoints(storage).fenced) == ["ckpt_2"]
+    Fence(storage).hold()  # whose list does not name it
+    assert list(list_checkpoints(storage).fenced) == ["ckpt_2"]
+
+
+def test_what_somebody_puts_back_meanwhile_does_not_get_into_the_list(root, tmp_path, monkeypatch):
+    shutil.copytree(root, tmp_path / "copy")
+    close_list = Fence.close_list
+
+    def put_back_first(fence, clean):
+        shutil.copytree(tmp_path / "copy" / "ckpt_1", root / "ckpt_1")
+        close_list(fence, clean)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Fence, "close_list", put_back_first)
+        with pytest.raises(RecckptError, match=r"ckpt_1: found sparse/.*may hold the ids"):
+            forget(str(root), "user", GONE)
+    storage = open_storage(str(root))
+    assert list(list_checkpoints(storage).fenced) == ["ckpt_1"]
+    assert pending(storage)
+    finish(str(root))
+    assert look_for(str(root), np.array(GONE), "user").holding == ()
+    assert not pending(storage)
+
+
+def test_what_is_taken_as_it_is_was_synced_before_what_it_supersedes_goes(root, monkeypatch):
+    storage, done = open_storage(str(root)), []
+    sync, remove = LocalStorage.sync_dir, LocalStorage.remove
+    fence = Fence(storage)
+    fence.hold()
+
+    def failing(self, name):
+        if any(c.manifest.supersedes for c in list_checkpoints(storage).committed):
+            raise OSError(5, "Input/output error", name)
+        sync(self, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "sync_dir", failing)
+        with pytest.raises(CommitNotDurableError, match="Input/output"):
+            forget_as_owner(storage, fence, "user", np.array(GONE), "a test")
+    [doubtful] = [c.directory for c in list_checkpoints(storage).committed if c.manifest.supersedes]
+    monkeypatch.setattr(LocalStorage, "sync_dir", lambda self, name: (done.append(name), sync(self, name)))
+    monkeypatch.setattr(LocalStorage, "remove", lambda self, name: (done.append(name), remove(self, name)))
+    assert settle(storage, fence)
+    assert done.index(doubtful) < done.index("ckpt_1/manifest.json")

@@ -13,7 +13,6 @@ from recckpt.errors import CorruptCheckpointError, RecckptError
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.forget_requests import audit
-from recckpt.rewrite.compact import adopt
 from recckpt.rewrite.forget import forget
 from recckpt.storage import open_storage
 
@@ -84,7 +83,7 @@ def test_nothing_is_copied_from_or_added_to_an_output_dir_where_ids_are_yet_to_b
         lambda: recckpt.compact(str(root / "ckpt_4")),
         lambda: recckpt.compact(str(root), out=str(tmp_path / "out")),
         lambda: recckpt.compact(str(other), "ckpt_2", out=str(root)),
-        lambda: adopt(str(root)),
+        lambda: recckpt.compact(str(root), adopt=True),
         lambda: import_checkpoint(str(tmp_path / "model.pt"), str(root), step=77),
     ):
         with pytest.raises(RecckptError, match=r"runs: found a request to forget ids .*run `recckpt forget DIR` first"):

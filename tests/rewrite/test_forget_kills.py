@@ -15,7 +15,6 @@ import recckpt
 from recckpt import CheckpointManager, Saver
 from recckpt.inspect.absent import look_for
 from recckpt.output_dir.forget_requests import pending, requests
-from recckpt.rewrite.compact import adopt
 from recckpt.rewrite.forget import finish, forget
 from recckpt.storage import open_storage
 
@@ -28,18 +27,16 @@ def chain(run):
     """A full checkpoint and two deltas."""
 
 
-def with_a_form(run):
-    """The newest delta has a form, and the second an offer."""
-    recckpt.compact(run.url)
-    adopt(run.url)
+def compacted(run):
+    """The newest delta was compacted, and the second has an offer."""
+    recckpt.compact(run.url, adopt=True)
     recckpt.compact(run.url, "ckpt_2")
 
 
-def with_two_forms(run):
-    """Both deltas have forms, so that there are three chains."""
+def compacted_twice(run):
+    """Both deltas were compacted, so that there are three chains."""
     for ckpt_id in ("ckpt_2", "ckpt_3"):
-        recckpt.compact(run.url, ckpt_id)
-    adopt(run.url)
+        recckpt.compact(run.url, ckpt_id, adopt=True)
 
 
 def with_leftovers(run):
@@ -50,7 +47,7 @@ def with_leftovers(run):
 
 
 def begun_before(run):
-    """Whoever forgot has died when the first revision was there."""
+    """Whoever forgot has died when the first was there anew."""
     assert killed_at(120, lambda: forget(run.url, "item", GONE))
     assert pending(run)
 
@@ -77,7 +74,7 @@ def restore(run):
         forget(run.url, "item", GONE)
 
 
-SCENES = [chain, with_a_form, with_two_forms, with_leftovers, begun_before]
+SCENES = [chain, compacted, compacted_twice, with_leftovers, begun_before]
 NEXT = [forget_again, go_on, restore]
 
 
@@ -98,7 +95,7 @@ def check_ended(run, after, number) -> None:
 
 @pytest.mark.parametrize(
     ("scene", "stride"),
-    [(with_a_form, 301), *(pytest.param(scene, SWEEP_STRIDE, marks=pytest.mark.slow) for scene in SCENES)],
+    [(compacted, 301), *(pytest.param(scene, SWEEP_STRIDE, marks=pytest.mark.slow) for scene in SCENES)],
 )
 def test_who_is_killed_loses_nothing_and_the_next_one_ends_it(tmp_path, scene, stride):
     first = run_with_chain(tmp_path / "first")

@@ -20,7 +20,6 @@ from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Form
 from recckpt.format import layout
 from recckpt.output_dir import rotation
 from recckpt.policies.keep import All
-from recckpt.rewrite.compact import adopt
 from recckpt.rewrite.mirror import Mirror
 from recckpt.storage import open_storage
 
@@ -127,13 +126,12 @@ def test_an_ephemeral_checkpoint_is_there_while_the_run_has_it(tmp_path, to):
     assert ids_of(to) == ["ckpt_1", "ckpt_3"]
 
 
-def test_a_form_comes_in_the_place_of_what_it_replaces(run, to):
+def test_what_was_compacted_comes_in_the_place_of_what_it_supersedes(run, to):
     recckpt.mirror(run, to)
-    recckpt.compact(run, "ckpt_3")
-    [form] = adopt(run).forms
+    form = recckpt.compact(run, "ckpt_3", adopt=True).directory
     done = recckpt.mirror(run, to)
     assert (done.copied, done.removed) == ((form,), ("ckpt_3",))
-    assert layout.OFFER in open_storage(str(to)).list_files(form)
+    assert b'"offer": true' in (to / form / layout.INTENT).read_bytes()
     assert ids_of(to) == list(CHAIN)
     check_same(run, to)
 
@@ -208,9 +206,8 @@ def test_what_stands_on_what_cannot_be_read_is_named_and_logged_once(run, to, tm
     assert others == [f"{run}: {name} stands on ckpt_2, and is not copied" for name in ("ckpt_3", "ckpt_4")]
 
 
-def test_what_stands_on_a_link_that_has_a_whole_form_is_not_left_out(run, to):
-    recckpt.compact(run, "ckpt_3")
-    adopt(run)
+def test_what_stands_on_a_link_that_was_compacted_is_not_left_out(run, to):
+    recckpt.compact(run, "ckpt_3", adopt=True)
     (run / "ckpt_2" / "model.pt").unlink()
     done = recckpt.mirror(run, to)
     assert ([*done.damaged], done.left_out) == (["ckpt_2"], {})
@@ -281,7 +278,7 @@ def test_nobody_saves_in_a_mirror_until_its_note_is_gone_and_then_it_is_none(run
         lambda: CheckpointManager.attach(torch.nn.Linear(1, 1), output_dir=str(to), save_interval=1),
         lambda: recckpt.forget(to, "user", ids_at(5)),
         lambda: recckpt.compact(run, "ckpt_3", out=to),
-        lambda: adopt(to),
+        lambda: recckpt.compact(to, adopt=True),
     )
     for write in writers:
         with pytest.raises(RecckptError, match=what):

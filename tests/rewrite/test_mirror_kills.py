@@ -21,7 +21,6 @@ import recckpt
 from recckpt import CheckpointManager
 from recckpt.errors import RecckptError
 from recckpt.policies.keep import All
-from recckpt.rewrite.compact import adopt
 from recckpt.rewrite.mirror import Mirror
 
 MOST_POINTS = 4000
@@ -41,10 +40,9 @@ def after_a_rotation(run, to):
 
 
 def after_a_compaction(run, to):
-    """A form has taken the place of a delta, and a delta stands on it."""
+    """A delta was compacted, and a delta stands on it."""
     recckpt.mirror(run, to)
-    recckpt.compact(run)
-    adopt(run)
+    recckpt.compact(run, adopt=True)
     trainer = ForgettingRun(run)
     trainer.saver.load()
     fill(trainer.user, ids_at(60), 9.0)

@@ -13,10 +13,8 @@ from support.delta_runs import rows_of, run_with_chain
 import recckpt
 from recckpt import Deltas
 from recckpt.inspect.verify import verify
-from recckpt.output_dir.fence import Fence
-from recckpt.output_dir.offers import adopt_offers
+from recckpt.output_dir.listing import locate
 from recckpt.rewrite import whole
-from recckpt.storage.transfers import VISIBLE
 
 distributed = pytest.importorskip("distributed", reason="NO DASK HERE: NOTHING IS KNOWN OF CLUSTERS")
 
@@ -44,16 +42,14 @@ def run(tmp_path, monkeypatch):
 
 def check(run, directory) -> None:
     expected = rows_of(run, "ckpt_3")
-    fence = Fence(run)
-    fence.hold()
-    assert [form.directory for form in adopt_offers(run, fence, VISIBLE, 1)] == [directory]
+    assert locate(run, "ckpt_3").directory == directory
     assert verify(f"{run.url}/{directory}") == []
     assert rows_of(run, "ckpt_3") == expected
 
 
 @pytest.mark.slow
 def test_the_workers_of_a_cluster_do_the_work(client, run):
-    done = recckpt.compact(run.url, executor=client.get_executor())
+    done = recckpt.compact(run.url, executor=client.get_executor(), adopt=True)
     check(run, done.directory)
 
 
@@ -77,7 +73,7 @@ def test_a_worker_that_is_killed_costs_nothing_but_time(client, run):
         return future
 
     executor.submit = submit_and_kill
-    done = recckpt.compact(run.url, executor=executor)
+    done = recckpt.compact(run.url, executor=executor, adopt=True)
     assert killed.wait(60)
     killer.join()
     check(run, done.directory)

@@ -432,9 +432,9 @@ def test_a_chain_that_is_compacted_needs_no_further_full_save(tmp_path):
         join()
         assert restored(tmp_path) == state_of(run)
     committed = list_checkpoints(open_storage(str(tmp_path))).committed
-    saved = [c.manifest for c in committed if not c.manifest.form_of]
+    saved = [c.manifest for c in committed if not c.manifest.supersedes]
     assert {record.kind for record in saved} == {"delta"}  # the first one, which was full, is gone
-    assert any(c.manifest.form_of for c in committed)
+    assert any(c.manifest.supersedes for c in committed)
     assert len(committed) < 9
 
 
@@ -474,7 +474,7 @@ def test_closing_the_saver_ends_a_compaction_which_leaves_nothing(tmp_path, gate
     at_work.wait()
     closing = threading.Thread(target=run.saver.close)
     closing.start()
-    assert run.saver._to.offers._worker.task.wait(60)
+    assert run.saver._to.compactors[0]._worker.task.wait(60)
     at_work.open()
     closing.join()
     assert (compaction(), offers(tmp_path)) == ([], [])

@@ -8,10 +8,7 @@ from support.builders import Run, state_of
 import recckpt
 from recckpt import Deltas, Saver
 from recckpt.errors import SaveFailedError, WriterFencedError
-from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import list_checkpoints
-from recckpt.output_dir.offers import adopt_offers
-from recckpt.storage.transfers import VISIBLE
 
 LONG = Deltas(full_every=50, max_chain_bytes=1000, max_dirty=1.0)
 
@@ -82,14 +79,11 @@ def test_a_base_stays_though_no_policy_wants_it(tmp_path):
     assert list_checkpoints(later.saver.storage).ckpt_ids == ["ckpt_5", "ckpt_6", "ckpt_7"]
 
 
-def test_a_delta_on_a_restored_form_stands_on_what_that_is_a_form_of(tmp_path):
+def test_a_delta_on_what_was_compacted_names_the_delta(tmp_path):
     run = start(tmp_path).train(5)
     save(run)
     last = save(run.train(1))
-    recckpt.compact(tmp_path)
-    fence = Fence(run.saver.storage)
-    fence.hold()
-    assert len(adopt_offers(run.saver.storage, fence, VISIBLE, 1)) == 1
+    assert recckpt.compact(tmp_path, adopt=True).is_committed
     later = resumed(tmp_path)
     assert save(later.train(1)).parent.save_id == last.save_id
 

@@ -1,4 +1,4 @@
-"""Manifests of full checkpoints, deltas and forms that no disk has seen."""
+"""Manifests of full checkpoints, deltas and compacted ones that no disk has seen."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,7 @@ from faults import delta_states as model
 from hypothesis import strategies as st
 
 from recckpt.format import layout
-from recckpt.format.manifest import FormOf, Link, Manifest, Parent
+from recckpt.format.manifest import Link, Manifest, Parent, Supersedes
 from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.types import SlotSpec
 
@@ -35,32 +35,35 @@ def full(ckpt_id: str, seq: int, **changes: Any) -> Manifest:
 
 def delta(ckpt_id: str, seq: int, on: Manifest, *, replaced: bool = False, **changes: Any) -> Manifest:
     """Return the manifest of a delta on another."""
-    below = Link(on.ckpt_id, on.origin, on.ckpt_id)
-    parent = Parent(below.ckpt_id, below.save_id, below.directory, on.origin_xxh3)
+    below = Link(on.ckpt_id, on.name, on.ckpt_id)
+    parent = Parent(below.ckpt_id, below.save_id, below.directory, on.name_xxh3)
     tables = (TableEntry("item", 3, SLOTS, DeltaRows(3 if replaced else 1, 0, replaced)),)
     chain = (below, *on.chain)
     return full(ckpt_id, seq, **{"parent": parent, "chain": chain, "tables": tables, **changes})
 
 
-def form(of: Manifest, save_id: str, **changes: Any) -> Manifest:
-    """Return the manifest of a form of a delta."""
-    form_of = FormOf(of.save_id, of.xxh3, *of.place, offer=f"offer {save_id}")
-    return full(
-        of.ckpt_id, 90, **{"epoch": 9, "save_id": save_id, "form_of": form_of, "ephemeral": of.ephemeral, **changes}
-    )
+def compacted(of: Manifest, save_id: str, **changes: Any) -> Manifest:
+    """Return the manifest that supersedes a delta with the same rows."""
+    supersedes = Supersedes(of.save_id, of.xxh3, of.ckpt_id, *of.place, "same", "compacted")
+    own = {"epoch": 9, "save_id": save_id, "supersedes": supersedes, "ephemeral": of.ephemeral}
+    return full(of.ckpt_id, 90, **{**own, **changes})
 
 
 def attempt_of(record: Manifest) -> str:
     """Return where a checkpoint lies, among others of its id."""
-    return layout.offer_dir(record.ckpt_id, record.save_id) if record.form_of else f"{record.ckpt_id}.{record.seq + 1}"
+    return (
+        layout.offer_dir(record.ckpt_id, record.save_id)
+        if record.is_compacted
+        else f"{record.ckpt_id}.{record.seq + 1}"
+    )
 
 
 @st.composite
 def output_dirs(draw, ids: str = ""):
-    """Directories with their manifests, some gone, and which forms are damaged; ids may occur several times."""
+    """Directories with their manifests, some gone, and which compacted are damaged; ids may occur several times."""
     made: list[Manifest] = []
     for n in range(draw(st.integers(1, 6))):
-        deltas = [record for record in made if record.form_of is None]
+        deltas = [record for record in made if record.supersedes is None]
         on = draw(st.none() | st.sampled_from(deltas)) if deltas else None
         names = {"save_id": f"s{n}", "ephemeral": bool(ids) and draw(st.integers(0, 4)) == 0}
         ckpt_id = draw(st.sampled_from(ids)) if ids else f"c{n}"
@@ -68,37 +71,36 @@ def output_dirs(draw, ids: str = ""):
     found = {attempt_of(record): record for record in made}
     of_deltas = [record for record in made if record.parent]
     for n, of in enumerate(draw(st.lists(st.sampled_from(of_deltas), max_size=4)) if of_deltas else []):
-        made.append(form(of, f"{draw(st.integers(0, 9))}{n}".zfill(32)))
+        made.append(compacted(of, f"{draw(st.integers(0, 9))}{n}".zfill(32)))
         found[attempt_of(made[-1])] = made[-1]
     gone = draw(st.sets(st.sampled_from(sorted(found)), max_size=3))
     there = {name: record for name, record in found.items() if name not in gone}
-    forms = sorted(name for name, record in there.items() if record.form_of)
-    damaged = draw(st.sets(st.sampled_from(forms))) if forms else set()
+    full_ones = sorted(name for name, record in there.items() if record.is_compacted)
+    damaged = draw(st.sets(st.sampled_from(full_ones))) if full_ones else set()
     return there, damaged
 
 
 def as_in_the_model(
     there: dict[str, Manifest], damaged: set[str]
 ) -> tuple[frozenset[model.Checkpoint], frozenset[model.Offer]]:
-    """Return the checkpoints and the files of forms in the words of the model."""
+    """Return the checkpoints and the files of compacted ones in the words of the model."""
     found, offers = [], []
     for name, record in there.items():
         parent = record.parent.save_id if record.parent else ""
-        form_of, offer = (record.origin, record.files_id) if record.form_of else ("", "")
+        of = record.name if record.is_compacted else ""
         one = model.Checkpoint(
             name,
             record.save_id,
-            record.epoch,
+            (record.epoch, record.seq),
             record.place,
             parent,
             frozenset(),
             frozenset(),
             record.ephemeral,
-            form_of,
-            offer,
+            of,
             ckpt_id=record.ckpt_id,
         )
         found.append(one)
-        if form_of and name not in damaged:
-            offers.append(model.Offer(name, form_of, frozenset(), offer, offer))
+        if of and name not in damaged:
+            offers.append(model.Offer(name, of, frozenset(), record.save_id, record.save_id))
     return frozenset(found), frozenset(offers)

@@ -29,31 +29,27 @@ class Checkpoint:
     manifest: dict[str, Any]
 
     @property
-    def origin(self) -> str:
-        """The save id by which a delta names it."""
-        return str(self.form_of.get("save_id", self.manifest["save_id"]))
-
-    @property
-    def form_of(self) -> dict[str, Any]:
-        """Of a form: what it is a form of; else empty."""
-        return self.manifest.get("form_of") or {}
+    def supersedes(self) -> dict[str, Any]:
+        """The save that it holds anew; empty where it holds none."""
+        return self.manifest.get("supersedes") or {}
 
     @property
     def place(self) -> tuple[int, int]:
         """Where it stands in the order of commits."""
-        by = self.form_of or self.manifest.get("revision_of") or self.manifest
+        by = self.supersedes or self.manifest
         return by["epoch"], by["seq"]
 
     @property
-    def preference(self) -> tuple[int, bool, str]:
-        """The greatest of one place is the one that readers take."""
-        revised = (self.manifest.get("revision_of") or {"number": 0})["number"]
-        return revised, self.manifest["kind"] == "full", self.manifest["save_id"]
+    def order(self) -> tuple[tuple[int, int], tuple[int, int], str]:
+        """The greatest of an id, or of a name, is the one that readers take."""
+        return self.place, (self.manifest["epoch"], self.manifest["seq"]), self.manifest["save_id"]
 
     @property
-    def checksum(self) -> str:
-        """By which a delta names its manifest."""
-        return str(self.form_of.get("manifest", self.manifest["manifest_xxh3"]))
+    def name(self) -> tuple[str, str]:
+        """Save id and checksum by which a delta names its rows."""
+        if self.supersedes and self.supersedes["rows"] == "same":
+            return self.supersedes["save_id"], self.supersedes["manifest"]
+        return self.manifest["save_id"], self.manifest["manifest_xxh3"]
 
     def table(self, name: str) -> dict[str, Any]:
         """Return the entry of a table."""
@@ -97,10 +93,9 @@ def _has_size(path: Path, n_bytes: int) -> bool:
     return path.is_file() and path.stat().st_size == n_bytes
 
 
-def representations(origin: str, among: list[Checkpoint]) -> list[Checkpoint]:
-    """Return a checkpoint and its forms, those that readers prefer first (section 12.3)."""
-    found = [c for c in among if c.origin == origin]
-    return sorted(found, key=lambda c: c.preference, reverse=True)
+def named(save_id: str, checksum: str, among: list[Checkpoint]) -> list[Checkpoint]:
+    """Return the checkpoints of a name, the last first (section 12.3)."""
+    return sorted((c for c in among if c.name == (save_id, checksum)), key=lambda c: c.order, reverse=True)
 
 
 def chain(checkpoint: Checkpoint, among: list[Checkpoint], n_above: int = 0) -> list[Checkpoint] | None:
@@ -110,9 +105,8 @@ def chain(checkpoint: Checkpoint, among: list[Checkpoint], n_above: int = 0) -> 
         return [checkpoint]
     if n_above + 2 > MAX_LINKS:
         return None
-    for below in representations(parent["save_id"], among):
-        is_meant = below.checksum == parent["manifest"] and below.manifest["ckpt_id"] == parent["ckpt_id"]
-        if is_meant and below.place < checkpoint.place:
+    for below in named(parent["save_id"], parent["manifest"], among):
+        if below.manifest["ckpt_id"] == parent["ckpt_id"] and below.place < checkpoint.place:
             links = chain(below, among, n_above + 1)
             if links is not None:
                 return [checkpoint, *links]
@@ -126,8 +120,8 @@ def read(output_dir: Path, ckpt_id: str, table: str) -> Rows:
         DamagedError: the chain, a link or a checksum is not as it is to be.
     """
     among = counting(output_dir)
-    newest = max((c for c in among if c.manifest["ckpt_id"] == ckpt_id), key=lambda c: (c.place, c.preference))
-    same = representations(newest.origin, among)
+    newest = max((c for c in among if c.manifest["ckpt_id"] == ckpt_id), key=lambda c: c.order)
+    same = named(*newest.name, among)
     links = next((links for c in same if (links := chain(c, among)) is not None), None)
     if links is None:
         raise DamagedError(f"{ckpt_id} has no whole chain")
@@ -176,7 +170,7 @@ def _batches(
 ) -> Iterator[tuple[str, npt.NDArray[np.int64], dict[str, npt.NDArray[np.uint8]]]]:
     """Yield what the batches of a table hold, checked (sections 4 and 5)."""
     catalog = json.loads((link.directory / link.manifest["shards"][shard]["catalog"]).read_bytes())
-    if catalog["save_id"] != link.form_of.get("offer", link.manifest["save_id"]):
+    if catalog["save_id"] != link.manifest["save_id"]:
         raise DamagedError(f"{link.directory.name}: the catalog of another save")
     for part in catalog["parts"]:
         with pa.ipc.open_file(link.directory / part["file"]) as file:

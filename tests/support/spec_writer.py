@@ -1,4 +1,4 @@
-"""Writes full checkpoints, deltas and forms by docs/format.md: what recckpt is to write, and damage of it."""
+"""Writes full checkpoints, deltas and compacted ones by docs/format.md: what recckpt is to write, and damage of it."""
 
 from __future__ import annotations
 
@@ -91,40 +91,41 @@ def write_delta_of(base: Checkpoint, ckpt_id: str, tables: Mapping[str, Held], *
         changes: other fields of the manifest than those of a good one.
     """
     directory, save_id = base.directory.parent / ckpt_id, secrets.token_hex(16)
-    below = {"ckpt_id": base.manifest["ckpt_id"], "save_id": base.origin, "directory": base.directory.name}
+    below = {"ckpt_id": base.manifest["ckpt_id"], "save_id": base.name[0], "directory": base.directory.name}
     manifest = {
         **base.manifest,
         "ckpt_id": ckpt_id,
         "save_id": save_id,
         "kind": "delta",
-        "parent": {**below, "manifest": base.checksum},
+        "parent": {**below, "manifest": base.name[1]},
         "chain": [below, *base.manifest.get("chain", [])],
         "seq": base.place[1] + 1,
         **_tables(directory, save_id, tables, of_delta=True),
         **changes,
     }
-    manifest.pop("form_of", None)
+    manifest.pop("supersedes", None)
     return _sealed(directory, manifest)
 
 
-def write_form(delta: Checkpoint, vectors: Vectors, **changes: Any) -> Checkpoint:
-    """Write an offer of a delta with these rows, adopted by the owner of the next epoch."""
-    offer = secrets.token_hex(16)
-    directory = delta.directory.parent / f"{delta.directory.name}.{offer}"
+def write_compacted(delta: Checkpoint, vectors: Vectors, **changes: Any) -> Checkpoint:
+    """Write what supersedes a delta, with these rows, adopted by the owner of the next epoch."""
+    save_id = secrets.token_hex(16)
+    directory = delta.directory.parent / f"{delta.directory.name}.{save_id}"
     [entry] = delta.manifest["tables"]
     slots = tuple((slot["name"], tuple(slot["shape"])) for slot in entry["slots"])
-    origin = {"save_id": delta.origin, "manifest": delta.checksum, "epoch": delta.place[0], "seq": delta.place[1]}
+    of = {"save_id": delta.manifest["save_id"], "manifest": delta.manifest["manifest_xxh3"], "rows": "same"}
+    of |= {"directory": delta.directory.name, "epoch": delta.place[0], "seq": delta.place[1], "why": "compacted"}
     manifest = {
         **{key: value for key, value in delta.manifest.items() if key != "chain"},
-        "save_id": secrets.token_hex(16),
+        "save_id": save_id,
         "kind": "full",
         "parent": None,
         "epoch": delta.manifest["epoch"] + 1,
         "seq": delta.manifest["seq"] + 7,
-        "form_of": {**origin, "offer": offer},
+        "supersedes": of,
         **_tables(
             directory,
-            offer,
+            save_id,
             {entry["name"]: Held(entry["rows"], [(vectors, ())], slots=slots, live=entry.get("live"))},
             of_delta=False,
         ),

@@ -14,7 +14,8 @@ from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import is_among
 from recckpt.format.catalog import Part
-from recckpt.format.manifest import FileEntry, Link, Manifest, Parent, RevisionOf
+from recckpt.format.forgetting import Ids
+from recckpt.format.manifest import FileEntry, Link, Manifest, Parent, Supersedes
 from recckpt.format.tables import TableEntry
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.forget_requests import meant_in, tables_of
@@ -30,7 +31,6 @@ from recckpt.sparse.files.verifier import RowSums, check_part
 from recckpt.storage import Sink, Storage
 from recckpt.types import SlotSpec
 
-Ids = npt.NDArray[np.int64]  # ascending, all different
 _Flags = npt.NDArray[np.bool_]  # one an id
 _STEP_BYTES = 8 << 20
 
@@ -131,7 +131,7 @@ def copy_part(link: OpenLink, part: Part, to: Attempt) -> Part:
     return part
 
 
-def revise_part(link: OpenLink, part: Part, to: Attempt, erasure: OmittedRows) -> Part | None:
+def write_part_without(link: OpenLink, part: Part, to: Attempt, omitted: OmittedRows) -> Part | None:
     """Write a part without some ids and return its catalog entry, None where nothing is left of it.
 
     All other rows keep their bytes and their order; what was written is read back and compared with the source.
@@ -147,7 +147,7 @@ def revise_part(link: OpenLink, part: Part, to: Attempt, erasure: OmittedRows) -
     def create() -> tuple[str, Sink]:
         return part.file, to.storage.create(layout.join(to.directory, part.file))
 
-    written = write_part(create, part.tables, slots, _kept(reader, slots, erasure, sums), holds=part.holds)
+    written = write_part(create, part.tables, slots, _kept(reader, slots, omitted, sums), holds=part.holds)
     if written is not None:
         _check(to, link, written, sums)
     return written
@@ -157,14 +157,14 @@ def _slots(link: OpenLink, part: Part) -> tuple[SlotSpec, ...]:
     return link.manifest.named_table(part.tables[0]).slots if part.holds == "rows" else ()
 
 
-def _kept(reader: PartReader, slots: tuple[SlotSpec, ...], erasure: OmittedRows, sums: RowSums) -> Iterator[RowBatch]:
+def _kept(reader: PartReader, slots: tuple[SlotSpec, ...], omitted: OmittedRows, sums: RowSums) -> Iterator[RowBatch]:
     """Yield what stays of each batch; add it up."""
     for number, batch in enumerate(reader.part.batches):
         columns = reader.read(number)
         ids = ids_in(columns)
         values = [np.frombuffer(column_buffer(columns[spec.name]), row_of(spec)) for spec in (ID_SPEC, *slots)]
-        if batch.table in erasure.tables:
-            stays = np.flatnonzero(~is_among(ids, erasure.ids))
+        if batch.table in omitted.tables:
+            stays = np.flatnonzero(~is_among(ids, omitted.ids))
             if len(stays) < len(ids):
                 ids, values = ids[stays], [column[stays] for column in values]
         if len(ids):
@@ -185,22 +185,22 @@ def _check(to: Attempt, link: OpenLink, written: Part, of_source: RowSums | None
 
 
 @dataclass(frozen=True)
-class Revising:
+class Rewrite:
     """A checkpoint that is to be committed again.
 
     Attributes:
-        checkpoint: the one that is revised, with its chain.
+        checkpoint: the one that is superseded, with its chain.
         contents: which of the ids each of its links contains, newest first.
-        below: of a delta, what its revision stands on, newest link first: the revision of its parent, where that has
-            one; () of a full checkpoint.
-        erasure: what is left out.
+        below: of a delta, what the new one stands on, newest link first: what supersedes its parent, where that is; ()
+            of a full checkpoint.
+        omitted: what is left out.
         request: because of which.
     """
 
     checkpoint: Checkpoint
     contents: Sequence[IdsInFiles]
     below: Sequence[Checkpoint]
-    erasure: OmittedRows
+    omitted: OmittedRows
     request: str
 
     def n_rows(self, table: str) -> int:
@@ -208,8 +208,8 @@ class Revising:
         return rows_in_chain(list(zip(self.checkpoint.links, self.contents, strict=True)), table)
 
 
-def revise(storage: Storage, fence: Fence, revising: Revising, threads: int, advance: Advance) -> Checkpoint:
-    """Write and commit the revision, as the owner of the output dir.
+def commit_without(storage: Storage, fence: Fence, rewrite: Rewrite, threads: int, advance: Advance) -> Checkpoint:
+    """Write and commit a checkpoint without the ids, as the owner of the output dir.
 
     Raises:
         CorruptCheckpointError: the checkpoint is damaged; nothing is committed.
@@ -217,66 +217,64 @@ def revise(storage: Storage, fence: Fence, revising: Revising, threads: int, adv
         CommitNotDurableError: committed, perhaps, but not known to be durable.
         WriterFencedError: another writer has taken the output dir over.
     """
-    of = revising.checkpoint.manifest
+    of = rewrite.checkpoint.manifest
     attempt = Attempt.begin(storage, fence, of.ckpt_id, step=of.step, overwrite=True)
     with attempt.abandoned_on_error():
-        files, shards = _write(storage, revising, attempt, storage.threads(threads), advance)
-        attempt.commit(fence, with_shards(_head(revising, attempt, files), shards))
+        files, shards = _write(storage, rewrite, attempt, storage.threads(threads), advance)
+        attempt.commit(fence, with_shards(_head(rewrite, attempt, files), shards))
     return next(c for c in fence.listing.committed if c.directory == attempt.directory)
 
 
 def _write(
-    storage: Storage, revising: Revising, to: Attempt, threads: int, advance: Advance
+    storage: Storage, rewrite: Rewrite, to: Attempt, threads: int, advance: Advance
 ) -> tuple[Sequence[FileEntry], Sequence[ShardRecord]]:
     """Write all files; return the entries of those that are of no shard, and the shards."""
-    link, records = OpenLink.of(storage, revising.checkpoint), []
-    files = copy_others(storage, revising.checkpoint, to, advance, threads)
+    link, records = OpenLink.of(storage, rewrite.checkpoint), []
+    files = copy_others(storage, rewrite.checkpoint, to, advance, threads)
     for catalog in link.catalogs:
         shard = to.shard(catalog.shard, catalog.shards)
-        shard.add(run_all(lambda part: _part(link, part, to, revising, advance), catalog.parts, threads))
+        shard.add(run_all(lambda part: _part(link, part, to, rewrite, advance), catalog.parts, threads))
         records.append(shard.record())
     return files, records
 
 
-def _part(link: OpenLink, part: Part, to: Attempt, revising: Revising, advance: Advance) -> Part | None:
-    has_ids = part.file in revising.contents[0].parts
-    made = revise_part(link, part, to, revising.erasure) if has_ids else copy_part(link, part, to)
+def _part(link: OpenLink, part: Part, to: Attempt, rewrite: Rewrite, advance: Advance) -> Part | None:
+    has_ids = part.file in rewrite.contents[0].parts
+    made = write_part_without(link, part, to, rewrite.omitted) if has_ids else copy_part(link, part, to)
     advance(part.n_bytes)
     return made
 
 
-def _head(revising: Revising, attempt: Attempt, files: Sequence[FileEntry]) -> Manifest:
-    """Return the manifest of the revision but for its shards."""
-    of, below = revising.checkpoint.manifest, revising.below
-    number = 1 + (of.revision_of.number if of.revision_of else 0)
-    parent, n_rows = None, revising.n_rows(revising.erasure.tables[0])
+def _head(rewrite: Rewrite, attempt: Attempt, files: Sequence[FileEntry]) -> Manifest:
+    """Return the manifest but for its shards."""
+    of, below, parent = rewrite.checkpoint.manifest, rewrite.below, None
     if below:
         base = below[0]
-        parent = Parent(base.ckpt_id, base.manifest.origin, base.directory, base.manifest.origin_xxh3)
+        parent = Parent(base.ckpt_id, base.manifest.name, base.directory, base.manifest.name_xxh3)
+    where, n_rows = (rewrite.checkpoint.directory, *of.place), rewrite.n_rows(rewrite.omitted.tables[0])
     return replace(
         of,
         save_id=attempt.save_id,
         epoch=attempt.intent.epoch,
         seq=attempt.seq,
-        tables=tuple(_entry(table, revising) for table in of.tables),
+        tables=tuple(_entry(table, rewrite) for table in of.tables),
         files=tuple(files),
         parent=parent,
-        chain=tuple(Link(link.ckpt_id, link.manifest.origin, link.directory) for link in below),
-        form_of=None,
-        revision_of=RevisionOf(of.save_id, revising.checkpoint.directory, *of.place, number, revising.request, n_rows),
+        chain=tuple(Link(link.ckpt_id, link.manifest.name, link.directory) for link in below),
+        supersedes=Supersedes(of.save_id, of.xxh3, *where, "fewer", "forgotten", rewrite.request, n_rows),
     )
 
 
-def _entry(table: TableEntry, revising: Revising) -> TableEntry:
-    """Return the entry of a table with the counts of the revision."""
-    if table.name not in revising.erasure.tables:
+def _entry(table: TableEntry, rewrite: Rewrite) -> TableEntry:
+    """Return the entry of a table with the counts of what is left."""
+    if table.name not in rewrite.omitted.tables:
         return table
-    own, delta = revising.contents[0].tables[table.name], table.delta
+    own, delta = rewrite.contents[0].tables[table.name], table.delta
     if delta is not None:
         n_rows = int(own.rows.sum())
         delta = delta.but(upserts=delta.upserts - n_rows, deletes=delta.deletes - own.n_deletes)
-    n_left = table.rows - revising.n_rows(table.name)
+    n_left = table.rows - rewrite.n_rows(table.name)
     if n_left < 0:
-        path, found = layout.join(revising.checkpoint.directory, layout.MANIFEST), f"{table.rows} rows"
+        path, found = layout.join(rewrite.checkpoint.directory, layout.MANIFEST), f"{table.rows} rows"
         raise CorruptCheckpointError(path, f"table {table.name!r}", found=found, expected="those of its chain at least")
     return table.but(rows=n_left, delta=delta)
