@@ -23,9 +23,9 @@ from recckpt.format.tables import TableEntry
 from recckpt.output_dir.at_path import counted_back, locate_damaged, locate_path
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import first_whole
+from recckpt.policies.row_filter import RowFilter, parse_row_filter
 from recckpt.sparse.files.chain_table import ChainTable
 from recckpt.sparse.files.merged_rows import LinkCursor, bucket_ranges, ids_of, merged_range
-from recckpt.sparse.files.row_filter import RowFilter, parse_row_filter
 from recckpt.sparse.files.table_reader import NamedIds, TableReader
 from recckpt.storage import Storage, open_parent
 from recckpt.text import Progress, nearest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from recckpt.policies.when import When, as_when
 from recckpt.types import byte_count, positive_number
 
 
@@ -16,6 +17,9 @@ class Near:
 
     Args:
         path: a directory of this host, such as one below ``/dev/shm``. Ranks that see the same one are on one host.
+        interval: when a manager makes them, between its checkpoints; steps or a policy of :mod:`recckpt.policies.when`.
+            Where there is no checkpoint yet to count from, one is made in their place. None makes none: those that are
+            there are restored.
         max_bytes: how much near saves of one output dir may take there, such as ``"16GiB"``: three times as much as the
             largest; None for as much as there is. One that does not fit is not made, and a warning says so.
         timeout_sec: how long ranks wait for each other in a near save.
@@ -27,6 +31,7 @@ class Near:
     """
 
     path: str | os.PathLike[str]
+    interval: int | When | None = None
     max_bytes: int | str | None = None
     timeout_sec: float = 60.0
     copies: int | None = None
@@ -35,11 +40,17 @@ class Near:
         path = self.path
         if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "://" in str(path) or "\0" in str(path):
             raise ValueError(f"Near: path must be a directory of this host, found {path!r}")
+        _ = self.when
         if self.max_bytes is not None:
             byte_count("Near: max_bytes", self.max_bytes)
         positive_number("Near: timeout_sec", self.timeout_sec)
         if self.copies is not None and (type(self.copies) is not int or self.copies < 0):
             raise ValueError(f"Near: copies must be an int of at least 0, or None, found {self.copies!r}")
+
+    @property
+    def when(self) -> When | None:
+        """``interval`` as a policy."""
+        return None if self.interval is None else as_when(self.interval, "Near: interval")
 
     @property
     def most_bytes(self) -> int | None:

@@ -89,6 +89,7 @@ class NearTier(NearAtTakeover):
 
     def __init__(self, near: Near, storage: Storage, concurrency: int) -> None:
         self.dir, self.timeout_sec, self.copies = NearDir.of(near, storage.url), near.timeout_sec, near.copies
+        self.when = near.when
         self.copy_buffers = MoveBuffers()
         self._noted = NotedHost(storage, self.dir)
         self.finder = NearFinder(self.dir, storage, concurrency, self._noted)

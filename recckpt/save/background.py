@@ -18,7 +18,7 @@ from recckpt.output_dir.listing import Checkpoint
 from recckpt.parallel.one_process import OwnFuture
 from recckpt.parallel.ranks import Ranks
 from recckpt.parallel.threads import Latch, StoppedError, Worker
-from recckpt.rewrite.compact import make_offer
+from recckpt.rewrite.compaction import make_offer
 from recckpt.rewrite.whole import Means
 from recckpt.save.deltas import Changes
 from recckpt.save.save_info import SaveInfo

@@ -18,7 +18,7 @@ from recckpt.output_dir.listing import Checkpoint, locate
 from recckpt.output_dir.notes import noted_hosts
 from recckpt.output_dir.rotation import deletable, pinned_ids
 from recckpt.parallel.ranks import Ranks
-from recckpt.rewrite.forget import check_table, checked_ids
+from recckpt.rewrite.forgetting import check_table, checked_ids
 from recckpt.rewrite.requests import Forgotten, check_readable, forget_as_owner, scan, settle
 from recckpt.rewrite.revision import Ids
 from recckpt.save.job import Destination

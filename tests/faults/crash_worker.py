@@ -47,9 +47,9 @@ def save_in_child(url, max_keep, steps, branch, restore, before, threads, backgr
                 resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
             os.kill(os.getpid(), signal.SIGSTOP)
         if how["offers"]:
-            recckpt.compact(url, threads=1)
+            recckpt.rewrite.compact(url, threads=1)
         if how["forgets"] is not None:
-            recckpt.forget(url, "t", [how["forgets"]])
+            recckpt.rewrite.forget(url, "t", [how["forgets"]])
         try:
             job.save(background=background)
         except SaveFailedError as error:

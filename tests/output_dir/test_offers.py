@@ -17,7 +17,7 @@ from recckpt.output_dir import rotation
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import attempt_dirs, list_checkpoints, locate
 from recckpt.output_dir.offers import DAY_SEC, adopt_offers, adoptable, find_offers
-from recckpt.rewrite.compact import make_offer
+from recckpt.rewrite.compaction import make_offer
 from recckpt.rewrite.whole import Means
 from recckpt.storage import open_storage
 from recckpt.storage.transfers import VISIBLE

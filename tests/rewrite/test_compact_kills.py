@@ -12,7 +12,7 @@ from recckpt.format import layout
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import attempt_dirs, locate
 from recckpt.output_dir.offers import DAY_SEC, adopt_offers
-from recckpt.rewrite.compact import make_offer
+from recckpt.rewrite.compaction import make_offer
 from recckpt.rewrite.whole import Means
 from recckpt.storage.transfers import VISIBLE
 

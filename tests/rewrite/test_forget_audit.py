@@ -13,8 +13,8 @@ from recckpt.errors import CorruptCheckpointError, RecckptError
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.forget_requests import audit
-from recckpt.rewrite.compact import adopt
-from recckpt.rewrite.forget import forget
+from recckpt.rewrite.compaction import adopt
+from recckpt.rewrite.forgetting import forget
 from recckpt.storage import open_storage
 
 
@@ -80,10 +80,10 @@ def test_nothing_is_copied_from_or_added_to_an_output_dir_where_ids_are_yet_to_b
     pending_in(root, monkeypatch)
     before = sorted(path for path in tmp_path.rglob("*") if path.is_file())
     for copy in (
-        lambda: recckpt.compact(str(root)),
-        lambda: recckpt.compact(str(root / "ckpt_4")),
-        lambda: recckpt.compact(str(root), out=str(tmp_path / "out")),
-        lambda: recckpt.compact(str(other), "ckpt_2", out=str(root)),
+        lambda: recckpt.rewrite.compact(str(root)),
+        lambda: recckpt.rewrite.compact(str(root / "ckpt_4")),
+        lambda: recckpt.rewrite.compact(str(root), out=str(tmp_path / "out")),
+        lambda: recckpt.rewrite.compact(str(other), "ckpt_2", out=str(root)),
         lambda: adopt(str(root)),
         lambda: import_checkpoint(str(tmp_path / "model.pt"), str(root), step=77),
     ):
@@ -91,4 +91,4 @@ def test_nothing_is_copied_from_or_added_to_an_output_dir_where_ids_are_yet_to_b
             copy()
     assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == before
     forget(str(root), "user", ids_at(51))
-    assert recckpt.compact(str(root)).directory is not None
+    assert recckpt.rewrite.compact(str(root)).directory is not None

@@ -15,8 +15,8 @@ import recckpt
 from recckpt import CheckpointManager, Saver
 from recckpt.inspect.absent import look_for
 from recckpt.output_dir.forget_requests import pending, requests
-from recckpt.rewrite.compact import adopt
-from recckpt.rewrite.forget import finish, forget
+from recckpt.rewrite.compaction import adopt
+from recckpt.rewrite.forgetting import finish, forget
 from recckpt.storage import open_storage
 
 MOST_POINTS = 4000
@@ -30,15 +30,15 @@ def chain(run):
 
 def with_a_form(run):
     """The newest delta has a form, and the second an offer."""
-    recckpt.compact(run.url)
+    recckpt.rewrite.compact(run.url)
     adopt(run.url)
-    recckpt.compact(run.url, "ckpt_2")
+    recckpt.rewrite.compact(run.url, "ckpt_2")
 
 
 def with_two_forms(run):
     """Both deltas have forms, so that there are three chains."""
     for ckpt_id in ("ckpt_2", "ckpt_3"):
-        recckpt.compact(run.url, ckpt_id)
+        recckpt.rewrite.compact(run.url, ckpt_id)
     adopt(run.url)
 
 

@@ -86,7 +86,7 @@ def test_a_delta_on_a_restored_form_stands_on_what_that_is_a_form_of(tmp_path):
     run = start(tmp_path).train(5)
     save(run)
     last = save(run.train(1))
-    recckpt.compact(tmp_path)
+    recckpt.rewrite.compact(tmp_path)
     fence = Fence(run.saver.storage)
     fence.hold()
     assert len(adopt_offers(run.saver.storage, fence, VISIBLE, 1)) == 1

@@ -28,7 +28,7 @@ from recckpt.output_dir.listing import attempt_dirs, list_checkpoints, locate, n
 from recckpt.output_dir.offers import adopt_offers
 from recckpt.parallel.threads import StoppedError
 from recckpt.rewrite import whole
-from recckpt.rewrite.compact import adopt, make_offer
+from recckpt.rewrite.compaction import adopt, make_offer
 from recckpt.rewrite.whole import ChainName, CompactionTask, Means, opened, plan_of_chain, write_task
 from recckpt.sparse.files import merged_rows
 from recckpt.storage import open_storage
@@ -85,7 +85,7 @@ class InTurn(Executor):
 
 
 def test_the_newest_is_compacted_where_none_is_named(run):
-    done = recckpt.compact(run.url)
+    done = recckpt.rewrite.compact(run.url)
     assert (done.ckpt_id, done.n_links, done.n_rows, done.reason) == ("ckpt_3", 3, 150, "")
     assert layout.is_offer_dir(done.directory)
     assert done.n_bytes == sum(run.size(f"{done.directory}/{n}") for n in run.list_files(done.directory) if "/" in n)
@@ -95,7 +95,7 @@ def test_the_newest_is_compacted_where_none_is_named(run):
 @pytest.mark.parametrize("executor", [lambda: ThreadPoolExecutor(3), InTurn], ids=["threads", "in turn"])
 def test_any_executor_does_the_work_in_many_parts(run, many_parts, executor):
     with executor() as workers:
-        done = recckpt.compact(run.url, "ckpt_3", executor=workers)
+        done = recckpt.rewrite.compact(run.url, "ckpt_3", executor=workers)
     assert len([name for name in run.list_files(done.directory) if layout.is_part(name)]) > 5
     check_adopted(run, done.directory)
 
@@ -103,13 +103,13 @@ def test_any_executor_does_the_work_in_many_parts(run, many_parts, executor):
 @pytest.mark.slow
 def test_processes_do_the_work(run):
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as workers:  # a fork would inherit locks
-        done = recckpt.compact(run.url, executor=workers)
+        done = recckpt.rewrite.compact(run.url, executor=workers)
     check_adopted(run, done.directory)
 
 
 @pytest.mark.slow
 def test_it_imports_no_libraries_that_take_longer_than_a_small_compaction(run):
-    code = f"import recckpt, sys; print(recckpt.compact({run.url!r}).n_rows)"
+    code = f"import recckpt, sys; print(recckpt.rewrite.compact({run.url!r}).n_rows)"
     code += "; assert 'pyarrow' in sys.modules and not {'pandas', 'torch', 'numba'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=paths.ROOT, check=False)
     assert (done.stdout, done.stderr) == (f"{len(rows_of(run, 'ckpt_3'))}\n", "")
@@ -117,12 +117,12 @@ def test_it_imports_no_libraries_that_take_longer_than_a_small_compaction(run):
 
 def test_with_little_memory_the_same_comes_out(run, monkeypatch):
     monkeypatch.setattr(whole, "LEAST_BUDGET_BYTES", 2000)
-    done = recckpt.compact(run.url, budget_bytes=1, threads=1)
+    done = recckpt.rewrite.compact(run.url, budget_bytes=1, threads=1)
     check_adopted(run, done.directory)
 
 
 def test_the_work_of_a_lost_worker_is_done_again_under_another_part_number(run, many_parts):
-    done = recckpt.compact(run.url, executor=InTurn(losses=2))
+    done = recckpt.rewrite.compact(run.url, executor=InTurn(losses=2))
     names = [name for name in run.list_files(done.directory) if layout.is_part(name)]
     numbers = [int(name.split(".")[-2]) % whole.TRIES for name in names]
     assert sorted(numbers)[-3:] == [0, 1, 1]  # what the lost ones wrote is gone
@@ -141,33 +141,33 @@ def test_a_task_that_is_done_twice_at_once_writes_two_files_of_the_same_rows(run
 
 def test_workers_that_are_lost_again_and_again_end_it_and_nothing_is_left(run):
     with pytest.raises(RuntimeError, match="a worker was lost"):
-        recckpt.compact(run.url, executor=InTurn(losses=99))
+        recckpt.rewrite.compact(run.url, executor=InTurn(losses=99))
     assert attempt_dirs(run) == ["ckpt_1", "ckpt_2", "ckpt_3"]
 
 
 def test_what_is_full_needs_no_compaction(run):
-    done = recckpt.compact(run.url, "ckpt_1")
+    done = recckpt.rewrite.compact(run.url, "ckpt_1")
     assert (done.directory, done.n_bytes, done.reason) == (None, 0, "it is full already")
-    check_adopted(run, recckpt.compact(run.url).directory)
-    assert "a form of the delta" in recckpt.compact(run.url).reason
+    check_adopted(run, recckpt.rewrite.compact(run.url).directory)
+    assert "a form of the delta" in recckpt.rewrite.compact(run.url).reason
 
 
 def test_a_delta_that_has_an_offer_gets_no_second_one(run):
-    first = recckpt.compact(run.url).directory
-    again = recckpt.compact(run.url)
+    first = recckpt.rewrite.compact(run.url).directory
+    again = recckpt.rewrite.compact(run.url)
     assert again.directory is None
     assert first in again.reason
     assert attempt_dirs(run) == ["ckpt_1", "ckpt_2", "ckpt_3", first]
 
 
 def test_an_unfinished_offer_does_not_keep_another_from_being_made(run):
-    first = recckpt.compact(run.url).directory
+    first = recckpt.rewrite.compact(run.url).directory
     run.remove(f"{first}/{layout.OFFER_JSON}")
-    assert recckpt.compact(run.url).directory
+    assert recckpt.rewrite.compact(run.url).directory
 
 
 def test_a_checkpoint_may_be_named_by_its_own_directory(run):
-    done = recckpt.compact(f"{run.url}/ckpt_2")
+    done = recckpt.rewrite.compact(f"{run.url}/ckpt_2")
     assert (done.ckpt_id, done.n_links, done.url) == ("ckpt_2", 2, run.url)
 
 
@@ -251,7 +251,7 @@ def test_a_compaction_may_be_stopped_and_leaves_nothing(run):
 
 def test_out_makes_a_committed_checkpoint_elsewhere(run, tmp_path, many_parts):
     out = tmp_path / "other"
-    done = recckpt.compact(run.url, out=out)
+    done = recckpt.rewrite.compact(run.url, out=out)
     assert (done.url, done.directory, done.n_rows) == (str(out), "ckpt_3", 150)
     there = open_storage(str(out))
     assert [c.manifest.kind for c in list_checkpoints(there).committed] == ["full"]
@@ -260,23 +260,23 @@ def test_out_makes_a_committed_checkpoint_elsewhere(run, tmp_path, many_parts):
     assert attempt_dirs(run) == ["ckpt_1", "ckpt_2", "ckpt_3"]
     assert recckpt.inspect.verify.verify(str(out)) == []
     with pytest.raises(CheckpointExistsError):
-        recckpt.compact(run.url, out=out)
+        recckpt.rewrite.compact(run.url, out=out)
 
 
 def test_out_takes_what_is_full_as_well(run, tmp_path):
-    recckpt.compact(run.url, "ckpt_1", out=tmp_path / "other")
+    recckpt.rewrite.compact(run.url, "ckpt_1", out=tmp_path / "other")
     assert rows_of(open_storage(str(tmp_path / "other")), "ckpt_1") == rows_of(run, "ckpt_1")
 
 
 def test_a_delta_alone_names_what_it_lacks(run, tmp_path):
     shutil.copytree(f"{run.url}/ckpt_3", tmp_path / "alone" / "ckpt_3")
     with pytest.raises(CorruptCheckpointError, match="ckpt_2"):
-        recckpt.compact(tmp_path / "alone", out=tmp_path / "other")
+        recckpt.rewrite.compact(tmp_path / "alone", out=tmp_path / "other")
 
 
 def test_a_form_whose_bytes_have_changed_is_adopted_and_replaces_nothing(run, caplog):
     before = rows_of(run, "ckpt_3")
-    offered = recckpt.compact(run.url).directory
+    offered = recckpt.rewrite.compact(run.url).directory
     flip_bit(next(Path(run.url, offered).glob("sparse/*.arrow")))
     assert adopt(run.url).removed == ()
     assert attempt_dirs(run) == ["ckpt_1", "ckpt_2", "ckpt_3"]
@@ -286,7 +286,7 @@ def test_a_form_whose_bytes_have_changed_is_adopted_and_replaces_nothing(run, ca
 
 def test_a_delta_that_adopting_could_not_remove_stands_on_a_form(run, monkeypatch):
     for ckpt_id in ("ckpt_2", "ckpt_3"):
-        recckpt.compact(run.url, ckpt_id)
+        recckpt.rewrite.compact(run.url, ckpt_id)
     real = type(run).remove
 
     def remove(self, name):
@@ -303,10 +303,10 @@ def test_a_delta_that_adopting_could_not_remove_stands_on_a_form(run, monkeypatc
 
 def test_what_is_not_there_or_cannot_be_is_refused(run):
     with pytest.raises(CheckpointNotFoundError, match="ckpt_9"):
-        recckpt.compact(run.url, "ckpt_9")
+        recckpt.rewrite.compact(run.url, "ckpt_9")
     for name in ("budget_bytes", "threads"):
         with pytest.raises(ValueError, match=name):
-            recckpt.compact(run.url, **{name: 0})
+            recckpt.rewrite.compact(run.url, **{name: 0})
 
 
 @pytest.fixture(params=["local", "memory", pytest.param("s3", marks=pytest.mark.slow)])
@@ -330,7 +330,7 @@ def directories(url) -> set[str]:
 def test_a_delta_is_restored_from_its_form(url):
     run = Run(url, deltas=DELTAS, max_keep=None).train(30)
     saved = state_of(run)
-    done = recckpt.compact(url)
+    done = recckpt.rewrite.compact(url)
     assert (done.ckpt_id, done.n_links) == ("ckpt_30", 3)
     assert restored(url) == saved
     storage, fence = open_storage(url), Fence(open_storage(url))
@@ -344,7 +344,7 @@ def test_a_delta_is_restored_from_its_form(url):
 @mostly_slow()
 def test_the_save_that_adopts_an_offer_tells_how_long_a_chain_it_leaves(url):
     run = Run(url, deltas=DELTAS, max_keep=None).train(30)
-    recckpt.compact(url)
+    recckpt.rewrite.compact(url)
     run.train(10)
     assert [line["n_links"] for line in read_timeline(open_storage(url))] == [1, 2, 3, 2]
     assert len(newest(open_storage(url)).links) == 2
@@ -353,7 +353,7 @@ def test_the_save_that_adopts_an_offer_tells_how_long_a_chain_it_leaves(url):
 @mostly_slow()
 def test_a_trainer_adopts_an_offer_at_its_next_save_and_drops_what_that_replaces_at_the_one_after(url):
     run = Run(url, deltas=DELTAS, max_keep=1).train(30)
-    done = recckpt.compact(url)
+    done = recckpt.rewrite.compact(url)
     run.train(10)
     assert directories(url) == {"ckpt_10", "ckpt_20", "ckpt_30", done.directory, "ckpt_40"}
     assert [link.directory for link in newest(open_storage(url)).links] == ["ckpt_40", done.directory]
