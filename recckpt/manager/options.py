@@ -44,7 +44,7 @@ class ManagerOptions:
     step_prefix: str = layout.STEP_PREFIX
 
     def __post_init__(self) -> None:
-        _ = self.on_signal, self.tolerate
+        _ = self.regular, self.on_signal, self.tolerate
         if type(self.async_save) is not bool and self.async_save not in get_args(Backpressure):
             raise ValueError(
                 f"async_save must be True, False, or for saves that are due while one is under way one of "

@@ -89,7 +89,7 @@ class OnSignal:
 
 
 def _number(value: int | str) -> int:
-    if isinstance(value, bool):  # which is an int, 1 for SIGHUP
+    if isinstance(value, bool) or not isinstance(value, int | str):  # True is an int, 1 for SIGHUP
         raise ValueError(f"{value!r} is not a signal")
     if not isinstance(value, str):
         return value
