@@ -25,9 +25,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from train_ctr import DeepFM
 
 from recckpt import CheckpointManager, Saver
-from recckpt.policies import OnSignal
-from recckpt.policies.keep import Best, EveryNth, Newest
-from recckpt.policies.when import EverySeconds, EverySteps
+from recckpt.policies import Best, EveryNth, EverySeconds, EverySteps, Newest, OnSignal
 from recckpt.recis import filter_out_sparse_param
 from recckpt.save.save_info import SaveInfo
 from recckpt.sparse import SparseAdamW

@@ -337,7 +337,7 @@ def test_object_stores_are_queried_too(memory_url):
 def test_a_library_that_is_missing_is_named_with_what_to_install(tmp_path, monkeypatch, library, call):
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(RecckptError, match=rf"needs {library}.*recckpt\[sql\]"):
-        getattr(recckpt, call)(tmp_path, *(["item"] if call == "scan" else []))
+        getattr(recckpt.inspect, call)(tmp_path, *(["item"] if call == "scan" else []))
 
 
 def with_damage(path, dtype=torch.float32):
