@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from recckpt.inspect.report import report
     from recckpt.load.serving import Standby, load_into
     from recckpt.manager.manager import CheckpointManager
-    from recckpt.near.options import Near
     from recckpt.policies.deltas import Deltas
+    from recckpt.policies.options import Near
     from recckpt.save.background import SaveHandle
     from recckpt.save.save_info import SaveInfo
     from recckpt.saver import Saver
@@ -25,7 +25,7 @@ _HOMES = {
     "Saver": "saver",
     "CheckpointManager": "manager.manager",
     "Deltas": "policies.deltas",
-    "Near": "near.options",
+    "Near": "policies.options",
     "SaveInfo": "save.save_info",
     "SaveHandle": "save.background",
     "CheckpointReader": "inspect.reader",

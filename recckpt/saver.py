@@ -18,16 +18,14 @@ from recckpt.format.manifest import Manifest, StateValue
 from recckpt.format.names import GLOBAL_STEP
 from recckpt.live.tables import LiveTables
 from recckpt.load.loader import Loader, Loads
-from recckpt.near.options import Near, check_near
 from recckpt.near.tier import NearTier
 from recckpt.output_dir.fence import VOIDED, Fence
 from recckpt.output_dir.forget_requests import seen_by
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.parallel.ranks import RanksNow
-from recckpt.policies.choose import Choose
 from recckpt.policies.deltas import Deltas
 from recckpt.policies.keep import Keep, as_keep
-from recckpt.policies.options import Transfers
+from recckpt.policies.options import Choose, Near, Transfers
 from recckpt.save import arguments
 from recckpt.save.background import SaveHandle, SaveRunner
 from recckpt.save.choice import choice_of
@@ -146,7 +144,7 @@ class Saver(Loads):
         super().__init__()
         transfers = arguments.checked_options(max_keep, concurrency, on_save, transfers)
         changes, choice = changes_of(deltas), choice_of(choose)
-        check_near(near, has_deltas=changes is not None)
+        arguments.check_near(near, has_deltas=changes is not None)
         transport = arguments.transport_of(transfers, output_dir)
         choice.check(arguments.check_parts(model, sparse_optim), of_store=True)  # others may come until the first save
         live = arguments.live_tables_of(model, tables)

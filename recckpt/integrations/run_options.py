@@ -14,11 +14,9 @@ from recckpt.format import layout
 from recckpt.manager.attach import FIND_ALL, TablesOption, trainers_of
 from recckpt.manager.manager import CheckpointManager
 from recckpt.manager.resume import RestoreOptions
-from recckpt.near.options import Near
-from recckpt.policies.choose import Choose
 from recckpt.policies.deltas import Deltas
 from recckpt.policies.keep import Keep
-from recckpt.policies.options import OnSaveError, OnSignal, Signals, Transfers
+from recckpt.policies.options import Choose, Near, OnSaveError, OnSignal, Signals, Transfers
 from recckpt.policies.schedule import Backpressure
 from recckpt.policies.when import When
 from recckpt.save.job import OnSave

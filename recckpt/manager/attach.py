@@ -21,8 +21,8 @@ from recckpt.dense.registered import extra_registry, io_registry
 from recckpt.live import live_tables
 from recckpt.live.tables import NO_TABLES, LiveTableOptions, LiveTables
 from recckpt.manager.options import ManagerOptions
-from recckpt.near.options import Near
 from recckpt.parallel.ranks import this_rank
+from recckpt.policies.options import Near
 from recckpt.save import arguments
 from recckpt.saver import Saver
 from recckpt.sparse.optim.joint import JointOptimizer

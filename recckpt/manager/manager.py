@@ -21,14 +21,12 @@ from recckpt.manager.options import ManagerOptions, Metrics, State, checked_even
 from recckpt.manager.resume import Restorer, Resumable
 from recckpt.manager.run_state import Run
 from recckpt.manager.signals import SignalWatch
-from recckpt.near.options import Near
 from recckpt.output_dir import rotation
 from recckpt.output_dir.listing import newest_first
 from recckpt.parallel.ranks import this_rank
-from recckpt.policies.choose import Choose
 from recckpt.policies.deltas import Deltas
 from recckpt.policies.keep import Keep
-from recckpt.policies.options import OnSaveError, OnSignal, Signals, Transfers
+from recckpt.policies.options import Choose, Near, OnSaveError, OnSignal, Signals, Transfers
 from recckpt.policies.schedule import Backpressure, SaveCounts
 from recckpt.policies.when import When
 from recckpt.rewrite.requests import Forgotten

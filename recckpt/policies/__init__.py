@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from recckpt.policies.admit import AdmitIf, Bloom, MinCount, Probability
-    from recckpt.policies.choose import Choose
     from recckpt.policies.evict import Capacity, LowCount, SmallNorm, Unseen, UnseenFor
     from recckpt.policies.keep import All, Best, EveryNth, KeepBytes, Newest, OnePer, YoungerThan
-    from recckpt.policies.options import OnSignal, Tolerate, Transfers
+    from recckpt.policies.options import Choose, OnSignal, Tolerate, Transfers
     from recckpt.policies.when import (
         AtSteps,
         EveryEpochs,
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
     )
 
 _NAMES = {  # where each lives
-    "choose": ("Choose",),
-    "options": ("Transfers", "OnSignal", "Tolerate"),
+    "options": ("Choose", "Transfers", "OnSignal", "Tolerate"),
     "keep": ("Newest", "EveryNth", "Best", "OnePer", "YoungerThan", "KeepBytes", "All"),
     "when": (
         *("EverySteps", "AtSteps", "EveryWindows", "EveryEpochs"),

@@ -24,7 +24,7 @@ from recckpt.live.tables import NO_TABLES, LiveTables
 from recckpt.output_dir.checkpoint_dir import refuse_checkpoint
 from recckpt.output_dir.notes import refuse_mirror
 from recckpt.policies.keep import as_keep
-from recckpt.policies.options import Transfers
+from recckpt.policies.options import Near, Transfers
 from recckpt.sparse.optim.joint import JointOptimizer
 from recckpt.sparse.optim.optimizer import SparseOptimizer
 from recckpt.sparse.split import parameters_of, state_of
@@ -103,6 +103,21 @@ def checked_options(max_keep: Any, concurrency: Any, on_save: Any, transfers: An
     if not isinstance(transfers, Transfers | None):
         raise TypeError(f"transfers must be a recckpt.policies.Transfers, or None, found {transfers!r:.200}")
     return transfers or Transfers()
+
+
+def check_near(near: object, *, has_deltas: bool) -> None:
+    """Refuse what is no place for near saves, and a saver without deltas.
+
+    Raises:
+        TypeError: it is neither None nor a :class:`Near`.
+        ValueError: the saver writes no deltas, so that it has no marks of what changed.
+    """
+    if near is None:
+        return
+    if not isinstance(near, Near):
+        raise TypeError(f"near must be a recckpt.Near, or None, found {near!r:.100}")
+    if not has_deltas:
+        raise ValueError("near= is for savers that write deltas, found deltas=False: give deltas=True, or omit near=")
 
 
 def transport_of(transfers: Transfers, output_dir: Any) -> Transport:

@@ -10,7 +10,7 @@ from typing import Any
 from recckpt.format.names import Pattern, slot_name, wildcards
 from recckpt.format.tables import FLOATS, Narrowed, Reduced, is_narrower
 from recckpt.live.attached import AttachedTable
-from recckpt.policies.choose import Choose
+from recckpt.policies.options import Choose
 from recckpt.policies.row_filter import RowFilter
 from recckpt.sparse.files.reduced_rows import TableChoice, file_order
 from recckpt.sparse.files.table_rows import source_of

@@ -11,7 +11,7 @@ from support.thread_ranks import on_ranks
 from torch import nn
 
 from recckpt import CheckpointManager, Deltas, Near, Saver, list_checkpoints
-from recckpt.policies.when import EverySeconds
+from recckpt.policies.when import EveryEventTime, EverySeconds
 from recckpt.sparse import HashTable, SparseAdam
 
 ACCUMULATED = 4
@@ -64,6 +64,19 @@ def test_an_interval_that_is_not_below_that_of_checkpoints_is_warned_of(tmp_path
 def test_other_intervals_are_as_they_should_be(tmp_path, caplog, options):
     made(tmp_path, **options)
     assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_near_saves_that_are_due_by_event_time_count_from_the_first_that_is_known(tmp_path, is_set):
+    manager = made(tmp_path, interval=EveryEventTime(60), save_interval=1000)
+    if is_set:
+        manager.event_time = 10.0
+    else:
+        manager.step(event_time=10.0)
+    for time in (50.0, 70.0, 80.0, 130.0):  # a checkpoint takes the place of the first, since there is none yet
+        manager.step(event_time=time)
+        manager.saver.near_saves.settle()
+    assert (manager.counts.begun, manager.counts.near) == (1, 1)
 
 
 @pytest.mark.parametrize(
