@@ -44,13 +44,13 @@ def write_chain(output_dir: Path, rows: int, dim: int, deltas: int) -> None:
 
 def compact_here(output_dir: str, out: str, threads: int, budget_mib: int) -> None:
     """Compact in this process, and print what it took."""
-    import recckpt.rewrite.compact  # before memory is looked at
+    import recckpt.rewrite.compaction  # before memory is looked at
     import recckpt.rewrite.whole
 
     before = status_mib("RssAnon")
     with peak_mib("RssAnon") as grown:
         begin, processor = time.perf_counter(), time.process_time()
-        done = recckpt.compact(output_dir, out=out or None, threads=threads, budget_bytes=budget_mib << 20)
+        done = recckpt.rewrite.compact(output_dir, out=out or None, threads=threads, budget_bytes=budget_mib << 20)
         seconds, processor = time.perf_counter() - begin, time.process_time() - processor
     said = {
         "seconds": seconds,

@@ -64,7 +64,7 @@ class Run:
 
     def saver(self, output_dir: Path, *, deltas: bool = True) -> Saver:
         """Return a saver of this run."""
-        return Saver(self.model, output_dir=str(output_dir), tables=self.tables, deltas=deltas, progress=False)
+        return Saver(self.model, output_dir=str(output_dir), tables=self.tables, deltas=deltas)
 
 
 def pause(root: Path, rows: int, dim: int, rounds: int, device: str) -> None:

@@ -75,8 +75,8 @@ def case(root: Path, rows: int, dim: int, deltas: int, *, rounds: int, threads: 
     for number in range(1 + deltas):
         run.save(rows // 100 if number else rows)
     peers: dict[str, Callable[[Path], object]] = {
-        "mirror": lambda to: recckpt.mirror(run.output_dir, to, threads=threads),
-        "mirror_one_thread": lambda to: recckpt.mirror(run.output_dir, to, threads=1),
+        "mirror": lambda to: recckpt.rewrite.mirror(run.output_dir, to, threads=threads),
+        "mirror_one_thread": lambda to: recckpt.rewrite.mirror(run.output_dir, to, threads=1),
         "copy": lambda to: copy(run.output_dir, to),
     }
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in peers}
@@ -84,10 +84,10 @@ def case(root: Path, rows: int, dim: int, deltas: int, *, rounds: int, threads: 
         taken[name].append(passes(root, "to", peers[name]))
     seconds = {name: statistics.median(each[0] for each in times[1:]) for name, times in taken.items()}
     processor = {name: statistics.median(each[1] for each in times[1:]) for name, times in taken.items()}
-    first = recckpt.mirror(run.output_dir, root / "to")
-    again = [timed(lambda: recckpt.mirror(run.output_dir, root / "to")) for _ in range(rounds)]
+    first = recckpt.rewrite.mirror(run.output_dir, root / "to")
+    again = [timed(lambda: recckpt.rewrite.mirror(run.output_dir, root / "to")) for _ in range(rounds)]
     run.save(rows // 100)
-    new = recckpt.mirror(run.output_dir, root / "to")
+    new = recckpt.rewrite.mirror(run.output_dir, root / "to")
     changed_bytes = rows // 100 * (8 + 2 * 4 * dim)
     return {
         "case": "mirror",
@@ -100,7 +100,7 @@ def case(root: Path, rows: int, dim: int, deltas: int, *, rounds: int, threads: 
         "time_over_copy": {name: round(each / seconds["copy"], 2) for name, each in seconds.items()},
         "processor_sec_per_gb": {name: round(each / first.n_bytes * 1e9, 2) for name, each in processor.items()},
         "second_pass_sec": round(statistics.median(again), 3),
-        "second_pass_bytes": recckpt.mirror(run.output_dir, root / "to").n_bytes,
+        "second_pass_bytes": recckpt.rewrite.mirror(run.output_dir, root / "to").n_bytes,
         "new_delta_bytes_over_rows": round(new.n_bytes / changed_bytes, 2),
     }
 

@@ -65,10 +65,9 @@ class Run:
             str(root / "runs"),
             max_keep=2,
             deltas=Deltas(full_every=999, max_dirty=1.0, max_chain_bytes=1000),
-            near=Near(root / f"near-{rank}"),
-            progress=False,
+            near=Near(root / f"near-{rank}", interval=_NEVER),
         )
-        self.manager = CheckpointManager(self.saver, _NEVER, near_interval=_NEVER)
+        self.manager = CheckpointManager(self.saver, _NEVER)
 
     def train(self, ids: torch.Tensor) -> None:
         """Make a step on some ids."""

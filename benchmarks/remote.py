@@ -23,6 +23,7 @@ from remote_server import SlowServer
 from torch import nn
 
 from recckpt import Saver
+from recckpt.policies import Transfers
 from recckpt.save.stage import Staged
 from recckpt.sparse import HashTable
 
@@ -63,7 +64,7 @@ def compare_saves(rows: int, rounds: int, work_dir: Path, line: dict[str, Any]) 
     model = nn.ModuleDict({"t": table})
     savers = {
         "plain": Saver(model, output_dir="s3://bench/runs"),
-        "work_dir": Saver(model, output_dir="s3://bench/staged", work_dir=work_dir),
+        "work_dir": Saver(model, output_dir="s3://bench/staged", transfers=Transfers(work_dir=work_dir)),
     }
     found: dict[str, list[dict[str, float]]] = {peer: [] for peer in savers}
     for number in range(rounds + 1):
@@ -111,7 +112,9 @@ def compare_loads(
     for number in range(rounds + 1):
         for peer, times in seconds.items():
             empty = model_of(n_tables, 0)
-            saver = Saver(empty, output_dir=url, work_dir=work_dir, pre_download=peer == "pre_download")
+            saver = Saver(
+                empty, output_dir=url, transfers=Transfers(work_dir=work_dir, pre_download=peer == "pre_download")
+            )
             server.requests()
             took = timed(saver.load)
             requests[peer] = server.requests()

@@ -37,7 +37,7 @@ from recckpt.save.stage import Staged
 from recckpt.save.write import RankRecord, write
 from recckpt.sparse.files.part_writer import PartPlan, TableBytes, plan_parts, row_bytes
 from recckpt.storage import Storage
-from recckpt.storage.transfers import Transfers
+from recckpt.storage.transfers import Transport
 from recckpt.text import Progress
 from recckpt.types import EMBEDDING, SlotSpec
 
@@ -257,7 +257,7 @@ def write_shard(job: Job, rank: int, storage: Storage, intent: Intent) -> RankRe
 
 def _destination(job: Job, storage: Storage, fence: Fence) -> Destination:
     saver = HollowSaver(job, storage.url)
-    return Destination(storage, fence, Transfers(), saver, 1, min_free_bytes=0, on_save=None, changes=None)
+    return Destination(storage, fence, Transport(), saver, 1, min_free_bytes=0, on_save=None, changes=None)
 
 
 def save_as_rank_0(

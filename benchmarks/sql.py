@@ -50,7 +50,7 @@ def measure(path: str, case: str, query: str, rows: int, rounds: int) -> None:
     command = [sys.executable, "-m", "recckpt", "sql", path, query]
     for _ in range(rounds + 1):
         for side, checked in (("unchecked", False), ("checked", True)):
-            with recckpt.connect(path, checked=checked) as connection:
+            with recckpt.inspect.connect(path, checked=checked) as connection:
                 note(side, connection.sql(query).fetchall)
                 if checked:
                     note("checked_again", connection.sql(query).fetchall)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from train_sessions import DIM, N_NEGATIVES, loss_of, read
 
-from recckpt.policies.evict import Capacity, Unseen
+from recckpt.policies import Capacity, Unseen
 from recckpt.sparse import HashTable, Normal, SparseAdamW
 
 BATCH, EPOCHS = 16, 3

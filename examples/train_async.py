@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from train_ctr import DeepFM
 
-from recckpt import CheckpointManager, Saver, filter_out_sparse_param
-from recckpt.policies.keep import Best, EveryNth, Newest
-from recckpt.policies.when import EverySeconds, EverySteps
+from recckpt import CheckpointManager, Saver
+from recckpt.policies import Best, EveryNth, EverySeconds, EverySteps, Newest, OnSignal
+from recckpt.recis import filter_out_sparse_param
 from recckpt.save.save_info import SaveInfo
 from recckpt.sparse import SparseAdamW
 
@@ -48,11 +48,9 @@ class Run:
         self.manager = CheckpointManager(
             self.saver,
             EverySteps(every) | EverySeconds(600),
-            async_save=async_save,
-            backpressure="wait",  # EveryNth goes by the step, which "latest" would put off where saves take long
+            async_save=async_save,  # not "latest": EveryNth goes by the step, which that puts off where saves take long
             ephemeral=every // 5 or None,  # between the others, for a restart; only the newest stays
-            save_on_signal=(signal.SIGTERM, signal.SIGUSR1),
-            grace_sec=60,
+            save_on_signal=OnSignal((signal.SIGTERM, signal.SIGUSR1), grace_sec=60),
         )
         self.step_sec: list[float] = []
         if self.manager.restore() == 0:

@@ -21,7 +21,8 @@ from click_log import FEATURES, ClickLog, generated_clicks, read_ratings
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from recckpt import CheckpointManager, Saver, filter_out_sparse_param
+from recckpt import CheckpointManager, Saver
+from recckpt.recis import filter_out_sparse_param
 from recckpt.sparse import HashTable, Normal, SparseAdamW
 
 PRINT_EVERY = 100

@@ -18,8 +18,8 @@ from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from train_ctr import DeepFM
 
-from recckpt import filter_out_sparse_param
 from recckpt.integrations.lightning import LightningCallback
+from recckpt.recis import filter_out_sparse_param
 from recckpt.sparse import SparseAdamW
 
 
@@ -53,7 +53,7 @@ def main() -> None:
     pl.seed_everything(0)
     ids, labels = generated_clicks(seed=0)
     data = TensorDataset(torch.as_tensor(ids), torch.as_tensor(labels))
-    checkpoints = LightningCallback(args.output_dir, args.save_interval, manager={"save_on_signal": ("SIGTERM",)})
+    checkpoints = LightningCallback(args.output_dir, args.save_interval, save_on_signal=("SIGTERM",))
     trainer = pl.Trainer(
         max_steps=args.steps,
         callbacks=[checkpoints],

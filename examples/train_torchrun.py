@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from train_ctr import DeepFM
 
-from recckpt import CheckpointManager, Saver, filter_out_sparse_param
+from recckpt import CheckpointManager, Saver
+from recckpt.recis import filter_out_sparse_param
 from recckpt.sparse import EmbeddingCollection, Normal, ShardedHashTable, SparseAdamW
 
 PRINT_EVERY = 100

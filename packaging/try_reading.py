@@ -44,7 +44,7 @@ def try_reader() -> npt.NDArray[np.int64]:
     assert recckpt.find_checkpoint(RUN, "latest") == newest
     with recckpt.CheckpointReader(RUN) as reader:
         assert reader.read_tensor("dense.weight").shape == tuple(reader.tensor_shape("dense.weight"))
-        ids: npt.NDArray[np.int64] = recckpt.dataset(RUN, TABLE).to_table(columns=["id"])["id"].to_numpy()
+        ids: npt.NDArray[np.int64] = recckpt.inspect.dataset(RUN, TABLE).to_table(columns=["id"])["id"].to_numpy()
         assert sum(batch.num_rows for batch in reader.table(TABLE)) == len(ids) > 0
     assert recckpt.diff(f"{RUN}/latest", f"{RUN}/latest").is_equal
     assert recckpt.report(RUN).is_healthy
@@ -57,9 +57,9 @@ def try_reader() -> npt.NDArray[np.int64]:
 
 def try_queries(n_rows: int) -> None:
     """Count the rows by duckdb and by polars."""
-    with recckpt.connect(RUN) as connection:
+    with recckpt.inspect.connect(RUN) as connection:
         assert connection.sql(f"select count(*) from {TABLE}").fetchall() == [(n_rows,)]
-    assert recckpt.scan(RUN, TABLE).collect().height == n_rows
+    assert recckpt.inspect.scan(RUN, TABLE).collect().height == n_rows
 
 
 def try_formats(ids: npt.NDArray[np.int64]) -> None:

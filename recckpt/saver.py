@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -20,17 +19,17 @@ from recckpt.format.manifest import Manifest, StateValue
 from recckpt.format.names import GLOBAL_STEP
 from recckpt.live.tables import LiveTables
 from recckpt.load.loader import Loader, Loads
-from recckpt.near.options import Near, check_near
 from recckpt.near.tier import NearTier
 from recckpt.output_dir.fence import VOIDED, Fence
 from recckpt.output_dir.forget_requests import seen_by
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.parallel.ranks import DEFAULT_TIMEOUT_SEC, RanksNow
+from recckpt.parallel.ranks import RanksNow
 from recckpt.policies.deltas import Deltas
 from recckpt.policies.keep import Keep, as_keep
+from recckpt.policies.options import Choose, Near, Transfers
 from recckpt.save import arguments
 from recckpt.save.background import SaveHandle, SaveRunner
-from recckpt.save.choice import parse_choice
+from recckpt.save.choice import choice_of
 from recckpt.save.deltas import Changes, changes_of
 from recckpt.save.forgetting import Removal
 from recckpt.save.job import Destination, Job, Live, OnSave, SparseSaver, State
@@ -38,7 +37,6 @@ from recckpt.save.save import save, span_of
 from recckpt.save.save_info import SaveInfo
 from recckpt.save.trainers import Trainers
 from recckpt.storage import Storage
-from recckpt.storage.transfers import VISIBLE_SEC, transfers_of, upload_slots
 from recckpt.text import plural, shown
 from recckpt.text.foreign_words import answers_by, unknown_attribute
 from recckpt.types import SavableTable
@@ -110,25 +108,16 @@ class Saver(Loads):
         output_dir: a path or any fsspec URL; made if it is missing, and tried for writing at once.
         max_keep: how many checkpoints to keep, or a policy of :mod:`recckpt.policies.keep`; None keeps all.
         concurrency: threads that read and write tables.
-        timeout_sec: how long a rank waits for the others: at least what the slowest writes longer than the fastest.
-        min_free_bytes: a save that would leave less room, by an estimate, is refused; where the storage knows its room.
-        max_uploads: how many files one host sends to the output dir at once, over all its ranks; None: one a thread.
-        work_dir: a directory on this host where a save writes its files first; training copies nothing aside any more
-            once they are there, though they still have to go up. Empty but while a save or load is at work.
-        pre_download: whether a load first copies what it reads of an object store to ``work_dir``, else to ``TMPDIR``.
-        visible_sec: how long ranks look for files of others, which NFS may show late; at most half of ``timeout_sec``.
+        deltas: whether saves write only what has changed: False, True or a :class:`recckpt.Deltas`; see docs/deltas.md.
+        near: a :class:`recckpt.Near`: when a manager makes near saves, and where they go, which a restore prefers to
+            older checkpoints; needs ``deltas``. See docs/near.md.
+        tables: what :func:`recckpt.live.live_tables` has found in the model; None leaves its embeddings dense.
+        choose: a :class:`recckpt.policies.Choose`: which slots and rows of tables are saved, and how narrow; None for
+            all as they are.
+        transfers: a :class:`recckpt.policies.Transfers`: how files travel, and how long ranks wait for each other.
         on_save: called with the :class:`recckpt.SaveInfo` of each save, once rotation is over, or once it has failed
             (``info.error``), in the thread of the save; what it raises is logged and fails nothing.
-        deltas: whether saves write only what has changed: False, True or a :class:`recckpt.Deltas`; see docs/deltas.md.
-        save_slots: patterns of the slots that are saved beside embeddings, such as ``"*@count"``; ``"!..."`` leaves out
-            what matches; ``[]`` saves embeddings alone, None all slots. See docs/save.md, also of the next two.
-        save_where: table or pattern -> conditions of the rows that are saved, as ``where`` of a ``load_conf``.
-        store: slot or pattern -> a narrower dtype in which it is stored, such as ``{"*@*exp_avg*": "bfloat16"}``.
-        progress: whether saves and loads of more than two seconds show a bar, on a terminal or in a notebook.
         run: what metrics call this job (``recckpt.run``); None for the path or URL of ``output_dir``.
-        tables: what :func:`recckpt.live.live_tables` has found in the model; None leaves its embeddings dense.
-        near: a :class:`recckpt.Near`: where near saves go, which a restore prefers to older checkpoints;
-            needs ``deltas``. A manager with ``near_interval`` makes them; see docs/near.md.
 
     Raises:
         TypeError, ValueError: an argument is invalid, two tables share a name, ``sparse_optim`` trains other tables, or
@@ -145,30 +134,19 @@ class Saver(Loads):
         max_keep: int | Keep | None = 1,
         concurrency: int = 4,
         *,
-        timeout_sec: float = DEFAULT_TIMEOUT_SEC,
-        min_free_bytes: int = 0,
-        max_uploads: int | None = None,
-        work_dir: str | os.PathLike[str] | None = None,
-        pre_download: bool = False,
-        visible_sec: float = VISIBLE_SEC,
-        on_save: OnSave | None = None,
         deltas: bool | Deltas = False,
-        save_slots: Sequence[str] | None = None,
-        save_where: Mapping[str, Any] | None = None,
-        store: Mapping[str, Any] | None = None,
-        progress: bool = True,
-        run: str | None = None,
-        tables: LiveTables | None = None,
         near: Near | None = None,
+        tables: LiveTables | None = None,
+        choose: Choose | None = None,
+        transfers: Transfers | None = None,
+        on_save: OnSave | None = None,
+        run: str | None = None,
     ) -> None:
         super().__init__()
-        arguments.check_options(max_keep, concurrency, timeout_sec, min_free_bytes, on_save, progress=progress)
-        changes, choice = changes_of(deltas), parse_choice(save_slots, save_where, store)
-        check_near(near, has_deltas=changes is not None)
-        slots = upload_slots(output_dir, max_uploads, timeout_sec)
-        transfers = transfers_of(
-            slots, work_dir=work_dir, pre_download=pre_download, visible_sec=visible_sec, timeout_sec=timeout_sec
-        )
+        transfers = arguments.checked_options(max_keep, concurrency, on_save, transfers)
+        changes, choice = changes_of(deltas), choice_of(choose)
+        arguments.check_near(near, has_deltas=changes is not None)
+        transport = arguments.transport_of(transfers, output_dir)
         choice.check(arguments.check_parts(model, sparse_optim), of_store=True)  # others may come until the first save
         live = arguments.live_tables_of(model, tables)
         storage, name = arguments.output_dir_of(output_dir, run)  # late: it makes the output dir
@@ -178,18 +156,21 @@ class Saver(Loads):
         self._live = Live(model, sparse_optim, self._extra, self._io_state, choice, self.trainers, live)
         tier = _tier_of(near, storage, concurrency)
         fence = Fence(storage, self.made_at, near=tier or VOIDED, seen_before=lambda: seen_by(model, storage))
-        writers = fence, transfers, SparseSaver(concurrency)
-        to = Destination(storage, *writers, concurrency, min_free_bytes, on_save, changes, progress)
-        self._to = _with_guests(to, tier)
+        writers, room = (fence, transport, SparseSaver(concurrency)), transfers.min_free_bytes
+        self._to = _with_guests(Destination(storage, *writers, concurrency, room, on_save, changes), tier)
         self.removal, self.counted_run = Removal(self._to), CountedRun()
         self.loader = self._loader(name, live, _counting_from(changes, tier))
-        self._runner, self.ranks, self._tables = SaveRunner(), RanksNow(timeout_sec), arguments.tables_in(model)
+        self._runner, self.ranks, self._tables = (
+            SaveRunner(),
+            RanksNow(transfers.timeout_sec),
+            arguments.tables_in(model),
+        )
         self.near_saves = _near_saves_of(tier, self._live, self._to, self._runner, self.loader)
 
     def _loader(self, name: str, live: LiveTables, on_whole: OnWhole | None) -> Loader:
         """Return what loads into the same objects; ``name`` is the output dir as it was given."""
         to, objects = self._to, (self.model, self.sparse_optim, self._extra, self._io_state)
-        of_loads = *objects, to.storage, to.concurrency, to.transfers.download_dir, to.has_bar
+        of_loads = *objects, to.storage, to.concurrency, to.transport.download_dir
         return Loader(*of_loads, name, self.removal.before_load, on_whole, live, self.trainers.look_anew)
 
     if not TYPE_CHECKING:
@@ -369,9 +350,9 @@ class Saver(Loads):
 
 
 def _with_guests(to: Destination, tier: NearTier | None) -> Destination:
-    from recckpt.rewrite import compact, requests
+    from recckpt.rewrite import compaction, requests
 
-    compactors = (compact.BackgroundCompactor(),) if to.changes and to.changes.policy.compact else ()
+    compactors = (compaction.BackgroundCompactor(),) if to.changes and to.changes.policy.compact else ()
     return replace(to, guests=(tier,) if tier else (), forgets=requests, compactors=compactors)
 
 

@@ -520,7 +520,7 @@ def harmed(request, noted):
 
 def test_a_damaged_note_of_a_host_keeps_no_id_and_is_named_wherever_it_counts(harmed, tmp_path):
     _, note = harmed
-    [done] = recckpt.forget(tmp_path / "runs", "t", [1])
+    [done] = recckpt.rewrite.forget(tmp_path / "runs", "t", [1])
     assert done.n_rows == {"ckpt_1": 1}
     [host] = done.near_hosts
     assert (host.host, host.name, host.path) == (note.stem, "", "")

@@ -26,14 +26,14 @@ HOUSE = {  # figure -> limit, goal
     "code lines": (43_450, 40_500),
     "files": (293, 290),
     "classes": (725, 550),
-    "dataclasses": (270, 230),
+    "dataclasses": (273, 230),
     "functions": (4_801, 3_850),
     "functions that are one return": (940, 650),
     "lines of tests": (93_045, 70_000),
     "test functions": (4_275, 3_200),
-    "names on top": (25, 14),
-    "arguments of Saver": (20, 12),
-    "arguments of CheckpointManager": (17, 10),
+    "names on top": (14, 14),
+    "arguments of Saver": (12, 12),
+    "arguments of CheckpointManager": (10, 10),
 }
 ENTERED = {  # way -> named functions and files: limit, goal
     "a training step": ((96, 80), (18, 18)),

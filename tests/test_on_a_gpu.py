@@ -60,8 +60,8 @@ def without_step(state):
 @pytest.mark.parametrize("of", [Run, LiveRun])
 def test_a_restore_takes_the_newest_near_save(tmp_path, of):
     def begin(seed):
-        run = of(tmp_path / "runs", seed=seed, deltas=DELTAS, near=Near(tmp_path / "near"))
-        run.manager = CheckpointManager(run.saver, 50, near_interval=2)
+        run = of(tmp_path / "runs", seed=seed, deltas=DELTAS, near=Near(tmp_path / "near", 2))
+        run.manager = CheckpointManager(run.saver, 50)
         return run
 
     one, other = begin(0), begin(1)

@@ -79,7 +79,8 @@ def test_an_optimizer_of_tables_that_would_not_be_saved_is_refused_when_the_save
         ({"model": nn.Linear(1, 1).state_dict()}, "model must be a torch.nn.Module, found a OrderedDict"),
         ({"model": None}, "model must be a torch.nn.Module, found a NoneType"),
         ({"sparse_optim": nn.Linear(1, 1)}, "sparse_optim must be an optimizer of tables or None, found a Linear"),
-        ({"progress": 1}, "progress must be True or False, found 1"),
+        ({"choose": ["*@count"]}, r"choose must be a recckpt.policies.Choose, or None, found \["),
+        ({"transfers": 60}, "transfers must be a recckpt.policies.Transfers, or None, found 60"),
         ({"on_save": 3}, "on_save must be a callable .*, found 3"),
     ],
 )

@@ -63,7 +63,7 @@ class World(saving.Saving):
         if inside:
             CheckpointManager(owner.saver, 10**6).forget(name, ids)
         else:
-            recckpt.forget(owner.url, name, ids)
+            recckpt.rewrite.forget(owner.url, name, ids)
 
         def kept(tables):
             return tables | {name: {id_: row for id_, row in tables[name].items() if id_ not in ids}}

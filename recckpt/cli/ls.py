@@ -52,8 +52,8 @@ def run_ls(args: argparse.Namespace) -> CommandResult:
             return listed(runs[1], with_overdue=False)
     data, lines = _committed(storage, listing)
     if args.near is not None:
-        from recckpt.near.options import Near
         from recckpt.near.views import counting_here
+        from recckpt.policies.options import Near
 
         with usage_checked():
             at = Near(args.near)
@@ -202,8 +202,8 @@ def _row(checkpoint: Checkpoint, marks: list[str], kept_for: list[str], metrics:
 
 def run_near(args: argparse.Namespace) -> CommandResult:
     from recckpt.near.near_dir import places
-    from recckpt.near.options import Near
     from recckpt.near.views import near_saves_here
+    from recckpt.policies.options import Near
 
     with usage_checked():
         at = Near(args.path)

@@ -18,7 +18,7 @@ from recckpt.text import escaped, one_line, plural, size
 
 if TYPE_CHECKING:
     from recckpt.policies.keep import Keep
-    from recckpt.rewrite.mirror import Mirror, Mirrored
+    from recckpt.rewrite.mirroring import Mirror, Mirrored
 
 _INTERVAL_SEC, _DAY_SEC = 5.0, 86_400.0
 
@@ -39,7 +39,7 @@ ARGUMENTS = {
 
 
 def run_mirror(args: argparse.Namespace) -> CommandResult:
-    from recckpt.rewrite.mirror import Mirror
+    from recckpt.rewrite.mirroring import Mirror
 
     if args.interval is not None and not args.follow:
         raise UsageError("--interval goes with --follow")

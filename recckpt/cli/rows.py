@@ -126,7 +126,7 @@ def _table_of_rows(columns: Sequence[str], rows: Sequence[Row]) -> list[Line]:
 
 def run_history(args: argparse.Namespace) -> CommandResult:
     """Show rows by id, in the order asked for; ids that no checkpoint has, and damage, are problems."""
-    from recckpt.inspect.history import history, lines_of
+    from recckpt.inspect.row_history import history, lines_of
 
     with usage_checked():
         try:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from recckpt.inspect.repair import Leftover, Repaired
     from recckpt.output_dir.forget_requests import Forgotten
     from recckpt.output_dir.notes import NearHost
-    from recckpt.rewrite.compact import Compacted
-    from recckpt.rewrite.forget import ForgetPlan
+    from recckpt.rewrite.compaction import Compacted
+    from recckpt.rewrite.forgetting import ForgetPlan
 
 ARGUMENTS = {
     "repair": (
@@ -101,7 +101,7 @@ def _state(left: Leftover, done: Repaired, args: argparse.Namespace) -> str:
 
 def run_compact(args: argparse.Namespace) -> CommandResult:
     """Make an offer, or a checkpoint elsewhere, and adopt it where that is asked for."""
-    from recckpt.rewrite.compact import compact
+    from recckpt.rewrite.compaction import compact
 
     if args.out is not None and args.adopt:
         raise UsageError("--adopt is for an offer in DIR; with --out the checkpoint is committed already")
@@ -157,7 +157,7 @@ def run_forget(args: argparse.Namespace) -> CommandResult:
     """Forget ids, or end what an earlier call has begun; then in each mirror that is named."""
     from recckpt.inspect.absent import read_ids
     from recckpt.output_dir.notes import noted_hosts
-    from recckpt.rewrite.forget import checked_mirrors, finish, forget, forget_in_mirrors
+    from recckpt.rewrite.forgetting import checked_mirrors, finish, forget, forget_in_mirrors
     from recckpt.storage import open_storage
 
     if (args.table is None) != (args.ids is None):
@@ -199,7 +199,7 @@ def _forget_dry_run(args: argparse.Namespace) -> CommandResult:
     from recckpt.inspect.absent import read_ids
     from recckpt.inspect.save_times import saves_of, seconds_to_write
     from recckpt.output_dir.notes import noted_hosts
-    from recckpt.rewrite.forget import checked_mirrors, plan_forget
+    from recckpt.rewrite.forgetting import checked_mirrors, plan_forget
     from recckpt.storage import open_storage
 
     with usage_checked():

@@ -58,7 +58,7 @@ ARGUMENTS = {
 def run_watch(args: argparse.Namespace) -> CommandResult:
     from recckpt.inspect.watch import Watcher
     from recckpt.inspect.watch_text import facts
-    from recckpt.near.options import Near
+    from recckpt.policies.options import Near
     from recckpt.storage import open_storage
 
     with suppress(KeyboardInterrupt):

@@ -20,7 +20,7 @@ from recckpt.format.tables import TableEntry
 from recckpt.output_dir.at_path import counted_back, locate_damaged, locate_path
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import first_whole
-from recckpt.sparse.files.row_filter import RowFilter, parse_row_filter
+from recckpt.policies.row_filter import RowFilter, parse_row_filter
 from recckpt.storage import Storage, open_parent
 from recckpt.text import Progress, nearest
 from recckpt.types import EMBEDDING

@@ -14,8 +14,8 @@ from recckpt.convert.source import Array, Int64s, LeftOut, SourceRows
 from recckpt.dense.tensors import DenseTensors
 from recckpt.errors import ConversionError
 from recckpt.format.tensor_index import NUMPY_DTYPES, widened
+from recckpt.policies.row_filter import RowFilter
 from recckpt.sparse.files.arrow_format import column_buffer, ids_in
-from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.text import Progress
 from recckpt.types import EMBEDDING, SlotSpec
 

@@ -48,7 +48,7 @@ class Side:
     step: int | None  # global step, None where the saver did not count
     rows: int  # of all tables
     n_links: int  # what its rows were read from: 1 of a full checkpoint
-    # how its tables were not saved as they were, by ``save_slots``, ``save_where`` or ``store``: it lacks rows and
+    # how its tables were not saved as they were, by ``Choose``: it lacks rows and
     # slots that the run had
     reduced: tuple[str, ...]
 

@@ -215,7 +215,7 @@ class CheckpointReader:
         return now.find(name, as_ids(ids), found[slot], default)
 
     def dataset(self, name: str, *, checked: bool = True) -> Dataset:
-        """Return the rows of a table for others to query; see :func:`recckpt.dataset`.
+        """Return the rows of a table for others to query; see :func:`recckpt.inspect.dataset`.
 
         Raises:
             KeyError: no such table.

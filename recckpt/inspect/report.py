@@ -22,13 +22,13 @@ from recckpt.inspect.save_times import History, saves_of
 from recckpt.inspect.status import near_now
 from recckpt.inspect.verify_checkpoint import Checkup, run_step
 from recckpt.inspect.watch import near_saves_of
-from recckpt.near.options import Near
 from recckpt.output_dir.checkpoint_dir import has_manifest, state_of
 from recckpt.output_dir.index_file import why_nothing
 from recckpt.output_dir.listing import Checkpoint, Listing, look_around
 from recckpt.output_dir.open_files import first_whole
 from recckpt.output_dir.rotation import pinned_ids
 from recckpt.policies.evict import EVENT_TIME
+from recckpt.policies.options import Near
 from recckpt.storage import Storage, open_storage
 from recckpt.text import Progress
 from recckpt.types import positive_number

@@ -14,7 +14,6 @@ from recckpt.format.manifest import Manifest
 from recckpt.inspect.save_times import History, history_of
 from recckpt.inspect.status import Status, status_of
 from recckpt.inspect.watch_text import Mood
-from recckpt.near.options import Near
 from recckpt.near.views import NearHere, counting_here
 from recckpt.output_dir.checkpoint_dir import (
     Intent,
@@ -30,6 +29,7 @@ from recckpt.output_dir.claims import Claim, claimed_epochs, read_claim
 from recckpt.output_dir.index_file import read_timeline
 from recckpt.output_dir.listing import Listing, look_around
 from recckpt.parallel.threads import run_all
+from recckpt.policies.options import Near
 from recckpt.storage import NOT_READABLE, Listed, Storage, open_storage
 from recckpt.text import duration, one_line, plural
 

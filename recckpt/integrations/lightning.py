@@ -20,12 +20,10 @@ except ImportError as error:
     raise ImportError("recckpt.integrations.lightning needs lightning: pip install 'recckpt[lightning]'") from error
 
 from recckpt.dense.data_loaders import dump_rng, load_rng, position_of
-from recckpt.integrations.run_options import EXAMPLE, NONE, GivenOptimizer, RunOptions, numbers_in
+from recckpt.integrations.run_options import NONE, SavesRun, numbers_in
 from recckpt.manager.manager import CheckpointManager
-from recckpt.policies.when import When
 from recckpt.sparse.optim import JointOptimizer, SparseOptimizer
 from recckpt.sparse.optim.joint import parts_of, refuse_accumulation
-from recckpt.text.foreign_words import answers_by
 from recckpt.types import is_hashtable
 
 __all__ = ["LightningCallback"]
@@ -33,7 +31,7 @@ __all__ = ["LightningCallback"]
 log = logging.getLogger("recckpt")
 
 
-class LightningCallback(Callback):
+class LightningCallback(SavesRun, Callback):
     """Saves a ``LightningModule`` and all that its fit needs to go on; ``fit`` resumes from the newest checkpoint.
 
     Saved is what Lightning's own checkpoints bring back: the module, the optimizers and schedulers, the callbacks, the
@@ -46,38 +44,11 @@ class LightningCallback(Callback):
     clipped and scaled as one; with manual optimization the module does that. The files of a ``ModelCheckpoint`` beside
     it hold no tables.
 
-    Args:
-        output_dir: where the checkpoints go.
-        save_interval: steps between them, or a policy.
-        sparse_optimizer: that of the tables, or a function that returns it, given the module; None for the one that
-            has been made for them.
-        saver: more arguments of :class:`recckpt.Saver`, such as ``{"max_keep": 3}``; the defaults of this and the next
-            are those of :meth:`recckpt.CheckpointManager.attach`.
-        manager: more arguments of :class:`recckpt.CheckpointManager`, such as ``{"save_on_signal": ("SIGTERM",)}``.
-        restore: more arguments of its ``restore()``, such as ``{"hyper_parameters": "keep"}``.
-        tables: more arguments of :func:`recckpt.live.live_tables`; None leaves embeddings dense.
-
-    Attributes:
-        checkpoints: the manager, from the beginning of ``fit`` on.
+    Arguments, and the attribute ``checkpoints``, are those of :class:`recckpt.integrations.run_options.SavesRun`.
     """
 
-    checkpoints: CheckpointManager
-
-    @answers_by(f"LightningCallback{EXAMPLE}")
-    def __init__(
-        self,
-        output_dir: str,
-        save_interval: int | When,
-        *,
-        sparse_optimizer: GivenOptimizer = None,
-        saver: Mapping[str, Any] = NONE,
-        manager: Mapping[str, Any] = NONE,
-        restore: Mapping[str, Any] = NONE,
-        tables: Mapping[str, Any] | None = NONE,
-    ) -> None:
-        self._options = RunOptions(output_dir, save_interval, sparse_optimizer, saver, manager, restore, tables)
-        self._sparse_optimizer: SparseOptimizer | None = None
-        self._rng: Mapping[str, Any] = NONE  # as restored, until the first batch is there
+    _sparse_optimizer: SparseOptimizer | None = None
+    _rng: Mapping[str, Any] = NONE  # as restored, until the first batch is there
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Be the first callback, so that all others have been restored when ``fit`` begins for them."""
@@ -90,7 +61,7 @@ class LightningCallback(Callback):
                 f"fit(ckpt_path={str(trainer.ckpt_path)!r}) and LightningCallback would both restore: leave ckpt_path "
                 "out, or the callback"
             )
-        self._sparse_optimizer = optim = self._options.optimizer_of(pl_module)
+        self._sparse_optimizer = optim = self._optimizer_of(pl_module)
         if optim is not None:
             _check(trainer, pl_module, optim)
         if trainer.fast_dev_run:
@@ -98,9 +69,9 @@ class LightningCallback(Callback):
         others = [one for one in parts_of(*trainer.optimizers) if not isinstance(one, SparseOptimizer)]
         optimizers = {"sparse": optim, **{f"optimizer_{number}": one for number, one in enumerate(others)}}
         schedulers = {f"lr_scheduler_{i}": config.scheduler for i, config in enumerate(trainer.lr_scheduler_configs)}
-        self.checkpoints = manager = self._options.manager_of(pl_module, optimizers, schedulers)
+        self.checkpoints = manager = self._manager_of(pl_module, optimizers, schedulers)
         manager.register_for_checkpointing("trainer", state := TrainerState(trainer), per_rank=trainer.world_size > 1)
-        is_resumed = manager.restore(**self._options.restore)
+        is_resumed = manager.restore(**self._restore)
         self._rng = dump_rng() if is_resumed and not state.is_between_epochs else NONE
         if state.is_between_epochs and manager.epochs < trainer.current_epoch:  # its last step was saved, not its end
             manager.epoch()

@@ -1,25 +1,32 @@
-"""The options of a callback, from which it makes the manager once the trainer has made the rest."""
+"""What a callback is given, from which it makes the manager once the trainer has made the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from recckpt.manager.attach import trainers_of
+from recckpt.format import layout
+from recckpt.manager.attach import FIND_ALL, TablesOption, trainers_of
 from recckpt.manager.manager import CheckpointManager
-from recckpt.near.options import Near
+from recckpt.manager.resume import RestoreOptions
+from recckpt.policies.deltas import Deltas
+from recckpt.policies.keep import Keep
+from recckpt.policies.options import Choose, Near, OnSaveError, OnSignal, Signals, Transfers
+from recckpt.policies.schedule import Backpressure
 from recckpt.policies.when import When
+from recckpt.save.job import OnSave
 from recckpt.sparse.optim import SparseOptimizer
 from recckpt.sparse.split import state_of
+from recckpt.text.foreign_words import answers_by
 
 _COUNTED = {"event_time", "windows", "epochs"}  # by a manager
-EXAMPLE = "('runs/clicks', 1000, saver={'max_keep': 3}, manager={'save_on_signal': ('SIGTERM',)})"  # arguments
 NONE: Mapping[str, Any] = MappingProxyType({})
+_AS_SAVED: RestoreOptions = {}
 GivenOptimizer = SparseOptimizer | Callable[[Any], SparseOptimizer] | None  # or what returns it, given the model
 
 
@@ -34,42 +41,64 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """The arguments of a callback, as they are given."""
+class SavesRun:
+    """What the callbacks of trainers are given, and the manager that they make of it.
 
-    output_dir: str
-    save_interval: int | When
-    sparse_optimizer: GivenOptimizer
-    saver: Mapping[str, Any]
-    manager: Mapping[str, Any]
-    restore: Mapping[str, Any]
-    tables: Mapping[str, Any] | None
+    Args:
+        output_dir: where the checkpoints go.
+        save_interval: steps between them, or a policy.
+        sparse_optimizer: that of the tables, or a function that returns it, given the model; None for the one that has
+            been made for them.
+        restore: arguments of :meth:`recckpt.CheckpointManager.restore`, such as ``{"hyper_parameters": "keep"}``.
+        max_keep: as of :meth:`recckpt.CheckpointManager.attach`, with its defaults; so are all others.
 
-    @property
-    def near(self) -> Near | None:
-        """Where near saves go that a restore may take; None where it is to take none."""
-        return self.saver.get("near") if self.restore.get("near", True) else None
+    Attributes:
+        checkpoints: the manager, from the beginning of training on.
+    """
 
-    def optimizer_of(self, model: nn.Module) -> SparseOptimizer | None:
+    checkpoints: CheckpointManager
+
+    @answers_by("('runs/clicks', 1000, max_keep=3, save_on_signal=('SIGTERM',))")
+    def __init__(
+        self,
+        output_dir: str,
+        save_interval: int | When,
+        *,
+        sparse_optimizer: GivenOptimizer = None,
+        restore: RestoreOptions = _AS_SAVED,
+        max_keep: int | Keep | None = 2,
+        async_save: bool | Backpressure = True,
+        deltas: bool | Deltas = True,
+        tables: TablesOption = FIND_ALL,
+        concurrency: int = 4,
+        near: Near | None = None,
+        choose: Choose | None = None,
+        transfers: Transfers | None = None,
+        on_save: OnSave | None = None,
+        run: str | None = None,
+        ephemeral: int | When | None = None,
+        save_on_signal: Signals | OnSignal = (),
+        on_save_error: OnSaveError = "raise",
+        step_prefix: str = layout.STEP_PREFIX,
+    ) -> None:
+        self._output_dir, self._save_interval, self._given_optimizer = output_dir, save_interval, sparse_optimizer
+        self._restore, self._near = restore, near
+        attach = partial(CheckpointManager.attach, output_dir=output_dir, save_interval=save_interval)
+        attach = partial(attach, max_keep=max_keep, async_save=async_save, deltas=deltas, tables=tables)
+        attach = partial(attach, concurrency=concurrency, near=near, choose=choose, transfers=transfers)
+        attach = partial(attach, on_save=on_save, run=run, ephemeral=ephemeral, save_on_signal=save_on_signal)
+        self._attach = partial(attach, on_save_error=on_save_error, step_prefix=step_prefix)
+
+    def _optimizer_of(self, model: nn.Module) -> SparseOptimizer | None:
         """Return the optimizer of the tables: the one that was given, else the one that has been made for them."""
-        optimizer = self.sparse_optimizer
+        optimizer = self._given_optimizer
         if optimizer is None:
             return next(iter(trainers_of(state_of(model)[0])), None)
         return optimizer if isinstance(optimizer, SparseOptimizer) else optimizer(model)
 
-    def manager_of(
+    def _manager_of(
         self, model: nn.Module, optimizers: Mapping[str, Optimizer | None], schedulers: Mapping[str, Any]
     ) -> CheckpointManager:
-        """Return a manager of a model and all that trains it, as :meth:`CheckpointManager.attach` makes it."""
-        return CheckpointManager.attach(
-            model,
-            {name: optimizer for name, optimizer in optimizers.items() if optimizer is not None},
-            schedulers=schedulers,
-            loader=(),  # the trainer's own state has them
-            output_dir=self.output_dir,
-            save_interval=self.save_interval,
-            tables=self.tables,
-            **self.saver,
-            **self.manager,
-        )
+        """Return a manager of a model and all that trains it; the trainer's own state has its loaders."""
+        present = {name: optimizer for name, optimizer in optimizers.items() if optimizer is not None}
+        return self._attach(model, present, schedulers=schedulers, loader=())

@@ -27,14 +27,12 @@ except ImportError as error:
 
 from recckpt.dense.data_loaders import dump_rng, load_rng
 from recckpt.errors import RecckptError
-from recckpt.integrations.run_options import EXAMPLE, NONE, GivenOptimizer, RunOptions, numbers_in
+from recckpt.integrations.run_options import NONE, SavesRun, numbers_in
 from recckpt.manager.manager import CheckpointManager
 from recckpt.output_dir.listing import list_checkpoints
-from recckpt.policies.when import When
 from recckpt.saver import Saver
 from recckpt.sparse.optim import SparseOptimizer, clip_grad_norm_
 from recckpt.sparse.optim.joint import refuse_accumulation, share_overflow
-from recckpt.text.foreign_words import answers_by
 
 __all__ = ["TransformersCallback"]
 
@@ -42,7 +40,7 @@ _TRAINER_STATE = "trainer_state"
 _OWN_LIMIT = "_max_grad_norm_of_the_trainer"  # an attribute of its arguments while it does not clip
 
 
-class TransformersCallback(TrainerCallback):
+class TransformersCallback(SavesRun, TrainerCallback):
     """Saves the model of a ``Trainer`` and all that it needs to go on, and steps the optimizer of its tables.
 
     The tables step right after the trainer's own optimizer, and not where that skips a step. Gradients are clipped
@@ -56,42 +54,14 @@ class TransformersCallback(TrainerCallback):
 
     The trainer goes over the data that was seen, as it does for checkpoints of its own.
 
-    Args:
-        output_dir: where the checkpoints go.
-        save_interval: steps between them, or a policy.
-        sparse_optimizer: that of the tables, or a function that returns it, given the model; None for the one that has
-            been made for them.
-        saver: more arguments of :class:`recckpt.Saver`, such as ``{"max_keep": 3}``; the defaults of this and the next
-            are those of :meth:`recckpt.CheckpointManager.attach`.
-        manager: more arguments of :class:`recckpt.CheckpointManager`, such as ``{"save_on_signal": ("SIGTERM",)}``.
-        restore: more arguments of its ``restore()``, such as ``{"hyper_parameters": "keep"}``.
-        tables: more arguments of :func:`recckpt.live.live_tables`; None leaves embeddings dense.
-
-    Attributes:
-        checkpoints: the manager, from the beginning of training on.
+    Arguments, and the attribute ``checkpoints``, are those of :class:`recckpt.integrations.run_options.SavesRun`.
     """
 
-    checkpoints: CheckpointManager
+    _tables: _TablesBeside | None = None
+    _trainer: Trainer | None = None  # known from resume_point on
+    _resume_dir: tempfile.TemporaryDirectory[str] | None = None
+    _rng: Mapping[str, Any] = NONE  # of that point
     _steps: StepCounter
-
-    @answers_by(f"TransformersCallback{EXAMPLE}")
-    def __init__(
-        self,
-        output_dir: str,
-        save_interval: int | When,
-        *,
-        sparse_optimizer: GivenOptimizer = None,
-        saver: Mapping[str, Any] = NONE,
-        manager: Mapping[str, Any] = NONE,
-        restore: Mapping[str, Any] = NONE,
-        tables: Mapping[str, Any] | None = NONE,
-    ) -> None:
-        self._options = RunOptions(output_dir, save_interval, sparse_optimizer, saver, manager, restore, tables)
-        self._tables: _TablesBeside | None = None
-        self._state = StateOfTrainer()
-        self._trainer: Trainer | None = None  # known from resume_point on
-        self._resume_dir: tempfile.TemporaryDirectory[str] | None = None
-        self._rng: Mapping[str, Any] = NONE  # of that point
 
     def resume_point(self, trainer: Trainer) -> str | None:
         """Return what ``train(resume_from_checkpoint=...)`` is to get: None where there is nothing to resume.
@@ -104,11 +74,10 @@ class TransformersCallback(TrainerCallback):
         self._trainer, callbacks = trainer, trainer.callback_handler.callbacks
         callbacks.sort(key=lambda callback: callback is not self)
         state = StateOfTrainer()
-        near = self._options.near
-        probe = Saver(nn.Module(), output_dir=self._options.output_dir, near=near, deltas=near is not None)
+        near = self._near if self._restore.get("near", True) else None
+        probe = Saver(nn.Module(), output_dir=self._output_dir, near=near, deltas=near is not None)
         probe.register_for_checkpointing(_TRAINER_STATE, state, per_rank=trainer.args.world_size > 1)
-        interval = None if near is None else self._options.manager.get("near_interval")
-        manager = CheckpointManager(probe, self._options.save_interval, near_interval=interval)
+        manager = CheckpointManager(probe, self._save_interval)
         if not manager.restore(load_conf={"load": [_TRAINER_STATE, "global_step"]}):
             return None
         self._rng = dump_rng()
@@ -142,23 +111,24 @@ class TransformersCallback(TrainerCallback):
                 "trainer.train(resume_from_checkpoint=callback.resume_point(trainer)), the first time too"
             )
         model, optimizer = kwargs["model"], kwargs["optimizer"]
-        sparse = self._options.optimizer_of(model)
+        sparse = self._optimizer_of(model)
         if sparse is not None:
             _check(optimizer, sparse)
         optimizers, schedulers = {"sparse": sparse, "optimizer": optimizer}, {"lr_scheduler": kwargs["lr_scheduler"]}
-        self.checkpoints = manager = self._options.manager_of(model, optimizers, schedulers)
+        self.checkpoints = manager = self._manager_of(model, optimizers, schedulers)
         if getattr(optimizer, "scaler", None) is not None:
             manager.register_for_checkpointing("grad_scaler", optimizer.scaler)
-        manager.register_for_checkpointing(_TRAINER_STATE, self._state, per_rank=args.world_size > 1)
-        self._state.follow(state, self._trainer)
+        of_trainer = StateOfTrainer()
+        manager.register_for_checkpointing(_TRAINER_STATE, of_trainer, per_rank=args.world_size > 1)
+        of_trainer.follow(state, self._trainer)
         self._steps = StepCounter(manager)
         if state.global_step:
             # The trainer sets the generators where the seen data ends.
             steps = {checkpoint.manifest.step for checkpoint in list_checkpoints(manager.saver.storage).current}
             step = state.global_step if state.global_step in steps else None  # a near save is found as the newest
-            if (restored := manager.restore(step, rng=False, **self._options.restore)) != state.global_step:
+            if (restored := manager.restore(step, rng=False, **self._restore)) != state.global_step:
                 raise RecckptError(
-                    f"{self._options.output_dir}: restored step {restored}, and the trainer goes on at step "
+                    f"{self._output_dir}: restored step {restored}, and the trainer goes on at step "
                     f"{state.global_step}, of which a near save cannot be restored whole, as the log says: give "
                     "restore={'near': False} to go on from the newest checkpoint"
                 )
@@ -167,7 +137,7 @@ class TransformersCallback(TrainerCallback):
                     manager.epoch()
         elif list_checkpoints(manager.saver.storage).current:
             raise ValueError(
-                f"{self._options.output_dir} holds checkpoints, and training begins at step 0: call "
+                f"{self._output_dir} holds checkpoints, and training begins at step 0: call "
                 "trainer.train(resume_from_checkpoint=callback.resume_point(trainer)), or give another output_dir"
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -233,6 +233,17 @@ class LiveTables(Mapping[str, AttachedTable]):
         return "\n".join([*as_text([table] if rows else ["no live tables"]), *left])
 
     __repr__ = __str__
+
+
+class LiveTableOptions(TypedDict, total=False):
+    """Arguments of :func:`live_tables`, for whoever calls it for others."""
+
+    min_rows: int
+    names: Mapping[str, str] | None
+    exclude: Collection[str]
+    marks: str | Mapping[str, str]
+    audit: int
+    adapters: Sequence[LiveTable]
 
 
 def live_tables(

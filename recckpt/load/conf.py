@@ -11,7 +11,7 @@ from typing import Any
 from recckpt.errors import LoadConfError
 from recckpt.format.names import GLOBAL_STEP, ID, WILDCARD, Name, Pattern, slot_name, wildcard_regex, wildcards
 from recckpt.format.tables import counted_table
-from recckpt.sparse.files.row_filter import RowFilter, parse_row_filter
+from recckpt.policies.row_filter import RowFilter, parse_row_filter
 from recckpt.text import nearest
 from recckpt.types import EMBEDDING, is_list
 

@@ -26,10 +26,10 @@ from recckpt.load.live_state import LiveState
 from recckpt.load.open_source import OpenSource
 from recckpt.load.report import Planned
 from recckpt.parallel.ranks import Meetings
+from recckpt.policies.row_filter import RowFilter
 from recckpt.sparse.files.catalogs import count_error
 from recckpt.sparse.files.filler import BatchRows, TableLoad
 from recckpt.sparse.files.loader import load_tables
-from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.sparse.files.table_target import Ages, LoadTarget
 from recckpt.storage.transfers import WorkDir
 from recckpt.types import EMBEDDING, SlotSpec, is_optimizer_slot

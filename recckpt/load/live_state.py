@@ -30,7 +30,7 @@ from recckpt.load.plan import RESIZE
 from recckpt.load.problems import Problems
 from recckpt.load.report import LoadPlan, Planned
 from recckpt.load.source import LocatedCheckpoint
-from recckpt.sparse.files.row_filter import RowFilter
+from recckpt.policies.row_filter import RowFilter
 from recckpt.sparse.files.table_rows import source_of
 from recckpt.sparse.files.table_target import LoadTarget, target_of
 from recckpt.sparse.split import parameters_of, state_of

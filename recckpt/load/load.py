@@ -26,10 +26,10 @@ from recckpt.load.plan import RESIZE, plan_load, regroups
 from recckpt.load.problems import Problems
 from recckpt.load.report import DECAY_STAYS, LoadPlan, LoadReport, Planned
 from recckpt.parallel.ranks import Meetings
+from recckpt.policies.row_filter import RowFilter
 from recckpt.sparse.files.filler import OtherRows, Ranges, TableLoad
 from recckpt.sparse.files.link_pass import LinkLoad
 from recckpt.sparse.files.loader import Loaded, load_tables
-from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.sparse.table.row_table import RowTable
 from recckpt.storage.transfers import WorkDir
 from recckpt.text import Progress
@@ -124,7 +124,6 @@ def load(
     download_dir: WorkDir | None,
     rng: bool,
     meetings: Meetings,
-    has_bar: bool = True,
 ) -> LoadReport:
     """Fill live state; whatever does not fit is refused before anything changes. Collective.
 
@@ -136,7 +135,6 @@ def load(
         download_dir: where to copy files that cannot be mapped, before they are read; None reads them where they lie.
         rng: whether to restore the random generators from the last source, if as many ranks wrote it.
         meetings: where this rank meets those that load with it.
-        has_bar: whether to show a bar where it takes long.
 
     Raises:
         LoadConfError, StateMismatchError: as :func:`plan`.
@@ -165,7 +163,7 @@ def load(
     links, others = row_loads(live, items, pairs, step, download_dir=download_dir, concurrency=concurrency)
     what = sources[0].at.checkpoint.ckpt_id if len(sources) == 1 else f"{len(sources)} checkpoints"
     n_bytes = sum(link.n_bytes for link in links) + sum(rows.n_bytes for rows in others)
-    progress = Progress(f"loading {what}", n_bytes, has_bar=has_bar and live.shard == 0)
+    progress = Progress(f"loading {what}", n_bytes, has_bar=live.shard == 0)
     settings = HyperParameters(live, kept=any(source.at.entry.keeps_settings for source in sources))
     fill = partial(load_tables, links, concurrency=concurrency, meetings=meetings, others=others)
     loaded = _apply(live, other, links, fill, progress)

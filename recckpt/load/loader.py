@@ -30,9 +30,9 @@ from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import first_whole
 from recckpt.parallel.one_process import OneProcess
 from recckpt.parallel.ranks import Meetings, this_rank
+from recckpt.policies.row_filter import RowFilter
 from recckpt.sparse.files.catalogs import count_error
 from recckpt.sparse.files.owners import IdBlock, OwnedIds
-from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.storage import Storage
 from recckpt.storage.transfers import WorkDir
 from recckpt.telemetry import Operation
@@ -86,7 +86,6 @@ class Loader:
         storage: the own output dir.
         concurrency: threads that read.
         download_dir: where to copy files that cannot be mapped, before they are read.
-        has_bar: whether long loads show a bar.
         run: the job, as metrics name it.
         before_load: is called with the output dirs of what was located, before any of it is opened.
         on_whole_restore: is called with a checkpoint of the own output dir and the tables of this rank once these have
@@ -104,7 +103,6 @@ class Loader:
     storage: Storage
     concurrency: int
     download_dir: WorkDir | None
-    has_bar: bool = True
     run: str = ""
     before_load: Callable[[Sequence[Storage]], object] = lambda storages: None
     on_whole_restore: Callable[[Checkpoint, Iterable[SavableTable]], object] | None = None
@@ -165,7 +163,6 @@ class Loader:
                 download_dir=self.download_dir,
                 rng=rng,
                 meetings=meetings,
-                has_bar=self.has_bar,
             )
             self.after_load()
             self.loaded_step = self.loaded_step if report.global_step is None else report.global_step

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
@@ -18,18 +19,17 @@ from recckpt.dense.keyed_optimizer import is_keyed
 from recckpt.dense.optimizers import groups_of, has_values, layers, scheduled_by, updater
 from recckpt.dense.registered import extra_registry, io_registry
 from recckpt.live import live_tables
-from recckpt.live.tables import NO_TABLES, LiveTables
-from recckpt.manager.options import parse_options
+from recckpt.live.tables import NO_TABLES, LiveTableOptions, LiveTables
+from recckpt.manager.options import ManagerOptions
 from recckpt.parallel.ranks import this_rank
-from recckpt.policies.when import When
+from recckpt.policies.options import Near
 from recckpt.save import arguments
 from recckpt.saver import Saver
 from recckpt.sparse.optim.joint import JointOptimizer
 from recckpt.sparse.optim.optimizer import SparseOptimizer, made
 from recckpt.sparse.split import parameters_of, state_of
 from recckpt.sparse.table.table import HashTable
-from recckpt.text import first_few, nearest, plural
-from recckpt.text.foreign_words import write_instead
+from recckpt.text import first_few, plural
 from recckpt.types import SavableTable
 
 log = logging.getLogger("recckpt")
@@ -38,9 +38,14 @@ _live: WeakValueDictionary[int, LiveTables] = WeakValueDictionary()  # that were
 _T = TypeVar("_T")
 _Manager = TypeVar("_Manager")
 OneOrMany: TypeAlias = _T | Sequence[_T] | Mapping[str, _T] | None  # one, several, several by name, or nothing
-TablesOption: TypeAlias = LiveTables | Mapping[str, Any] | None  # live tables, arguments that find them, or nothing
-_MEANINGS = {"max_keep": "", "async_save": " (training goes on meanwhile)", "deltas": " (what has changed)"}
-_OWN = frozenset({"model", "sparse_optim", "output_dir", "tables", "saver", "save_interval"})  # arguments of attach
+TablesOption: TypeAlias = LiveTables | LiveTableOptions | None  # live tables, arguments that find them, or nothing
+FIND_ALL: LiveTableOptions = {}
+_MEANINGS = {  # of options that the log names
+    "save_interval": "",
+    "max_keep": "",
+    "async_save": " (training goes on meanwhile)",
+    "deltas": " (what has changed)",
+}
 
 
 class _Item(NamedTuple):
@@ -56,23 +61,20 @@ class _Item(NamedTuple):
 
 
 def attached(
-    manager: Callable[..., _Manager],
+    saver: partial[Saver],
+    manager: partial[_Manager],
     model: nn.Module,
     optimizers: OneOrMany[Optimizer],
     *,
     schedulers: OneOrMany[Any],
     loader: OneOrMany[Any],
-    output_dir: str | os.PathLike[str],
-    save_interval: int | When,
     tables: TablesOption,
-    options: Mapping[str, Any],
 ) -> _Manager:
     """As :meth:`recckpt.CheckpointManager.attach`: find a place for all, make a saver of it, and its manager.
 
-    ``manager`` is the class of the manager, ``options`` are those of the saver and of it; the log names those that
-    ``attach`` has defaults for.
+    ``saver`` and ``manager`` have their options already; the log names those that ``attach`` has defaults for.
     """
-    wrong, own = _about_options(options, save_interval, manager), arguments.check_parts(model, None)
+    wrong, own = _about_options(manager.keywords), arguments.check_parts(model, None)
     parts = list(_parts(_items("optimizers", optimizers), wrong))
     sparse = [part for part in parts if isinstance(updater(part.obj), SparseOptimizer)]
     dense = _renamed((part for part in parts if part not in sparse), "dense_optim")
@@ -88,40 +90,28 @@ def attached(
         wrong.append(f"tables: {error}")
     if wrong:
         raise ValueError(f"attach: {plural(len(wrong), 'problem')}; nothing was made:\n  " + "\n  ".join(wrong))
-    of_manager = {name: options[name] for name in _options_of(manager) & options.keys()}
-    of_saver = {name: value for name, value in options.items() if name not in of_manager}
-    rank, _ = this_rank(options.get("shard_id"), options.get("shard_num"))  # refuses them before anything is made
-    place = os.fspath(output_dir) if isinstance(output_dir, os.PathLike) else output_dir
-    saver = Saver(model, sparse[0].obj if sparse else None, place, tables=live, **of_saver)
+    # Refuses a rank that cannot be before anything is made.
+    rank, _ = this_rank(manager.keywords["shard_id"], manager.keywords["shard_num"])
+    made = saver(model, sparse[0].obj if sparse else None, tables=live)
     for item in (*dense, *others):
-        saver.register_for_checkpointing(item.name, item.obj)
+        made.register_for_checkpointing(item.name, item.obj)
     for item in positions:
-        saver.register_io_state(item.name, item.obj)
-    run = manager(saver, save_interval, **of_manager)
+        made.register_io_state(item.name, item.obj)
+    run = manager(made)
     if rank == 0:
-        what = ", ".join(_saved(saver, own, live, [*dense, *others, *positions]))
-        log.info("%s: saves %s; %s", saver.output_dir, what, ", ".join(_how(save_interval, options)))
+        what = ", ".join(_saved(made, own, live, [*dense, *others, *positions]))
+        how = ", ".join(_how({**saver.keywords, **manager.keywords}))
+        log.info("%s: saves %s; %s", made.output_dir, what, how)
     return run
 
 
-def _options_of(made: Callable[..., object]) -> frozenset[str]:
-    return frozenset(inspect.signature(made).parameters) - _OWN
-
-
-def _about_options(options: Mapping[str, Any], save_interval: int | When, manager: Any) -> list[str]:
-    """Return what is wrong with the options of a manager, and with the names of those of a saver."""
-    known, problems = _options_of(Saver) | _options_of(manager), []
-    for name in sorted(options.keys() - known):
-        hint = write_instead(name) or nearest(name, [*known, *inspect.signature(manager.attach).parameters])
-        problems.append(f"{name!r} is an option of neither Saver nor CheckpointManager{hint}")
-    checked = inspect.signature(parse_options).parameters.keys() & options.keys()
+def _about_options(options: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with the options of a manager."""
     try:
-        parse_options(save_interval, **{name: options[name] for name in checked})
+        ManagerOptions(**{field.name: options[field.name] for field in fields(ManagerOptions)})
     except (TypeError, ValueError) as error:
-        problems.append(str(error))
-    if options.get("near_interval") is not None and options.get("near") is None:
-        problems.append("near_interval= needs near=: give near=Near(PATH), or omit both")
-    return problems
+        return [str(error)]
+    return []
 
 
 def _saved(
@@ -139,12 +129,12 @@ def _saved(
         yield f"{name!r} ({type(obj).__name__})"
 
 
-def _how(save_interval: int | When, options: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in {"save_interval": save_interval, **{name: options[name] for name in _MEANINGS}}.items():
-        yield f"{name}={value!r}{_MEANINGS.get(name, '') if value else ''}"
-    near, interval = options.get("near"), options.get("near_interval")
+def _how(options: Mapping[str, Any]) -> Iterator[str]:
+    for name, meaning in _MEANINGS.items():
+        yield f"{name}={options[name]!r}{meaning if options[name] else ''}"
+    near: Near | None = options["near"]
     if near is not None:
-        when = f"every {interval} steps" if isinstance(interval, int) else f"(near_interval={interval!r})"
+        when = f"every {near.interval} steps" if isinstance(near.interval, int) else f"(interval={near.interval!r})"
         copies = "1 where there are several hosts" if near.copies is None else near.copies
         yield f"near={os.fspath(near.path)} {when}, copies={copies}"
 
@@ -221,7 +211,7 @@ def _about_parameters(model: nn.Module, dense: Sequence[_Item]) -> Iterator[str]
         if not trained:
             yield (
                 f"{item.label}: {item.kind} trains nothing: all its parameters are empty, since model.parameters() has "
-                "no rows of tables; recckpt.filter_out_sparse_param(model) gives the tables to an optimizer of tables"
+                "no rows of tables, which recckpt.recis.filter_out_sparse_param(model) gives to an optimizer of tables"
             )
         elif strange:
             shapes = ", ".join(str(tuple(parameter.shape)) for parameter in strange[:3])

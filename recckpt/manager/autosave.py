@@ -21,7 +21,7 @@ from recckpt.manager.run_state import Run
 from recckpt.manager.signals import SignalWatch, goes_on, most_urgent
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.schedule import Agreed, Kind, SaveCounts, Schedule, Trigger
-from recckpt.policies.when import Ends
+from recckpt.policies.when import Ends, When
 from recckpt.save.arguments import tables_in
 from recckpt.save.background import SaveHandle, settle_on_all
 from recckpt.save.save_info import SaveInfo
@@ -100,8 +100,8 @@ class Autosave:
         options: of the manager. With ``on_save_error`` the error of a save that a step has begun is raised, logged, or
             given to what is called on every rank, alike on all of them. What another rank, another writer or the caller
             has done wrong is raised in any case: no later save mends that.
-        reload: looks into a model bank for what is new there, and loads it: where no option says when, after each save,
-            so that nothing of what is loaded is in the save.
+        reload: looks into a model bank for what is new there, and loads it: after each save, where :meth:`reload_when`
+            says nothing else, so that nothing of what is loaded is in the save.
     """
 
     def __init__(
@@ -114,13 +114,12 @@ class Autosave:
         *,
         near: NearSteps,
         reload: Callable[[], object],
-        clock: Callable[[], float],
     ) -> None:
         self._saver, self._run, self._ranks_now, self._options = saver, run, ranks, options
-        self._signals, self._near, self._reload, self._clock = signals, near, reload, clock
-        begin = run.moment(clock())
+        self._signals, self._near, self._reload = signals, near, reload
+        begin = run.moment()
         self._schedule = Schedule(options.regular, options.between, options.backpressure, begin)
-        self._reload_trigger = None if options.reload is None else Trigger(options.reload, begin)
+        self._reload_trigger: Trigger | None = None
         self._failures = 0  # in a row
         self._in_flight: SaveHandle | None = None
         self._window, self._has_stepped = GradientWindow(saver), False
@@ -133,7 +132,7 @@ class Autosave:
 
     def start(self) -> None:
         """Begin to count from where the run is, as after a restore."""
-        begin = self._run.moment(self._clock())
+        begin = self._run.moment()
         self._schedule.start(begin)
         self._near.start(begin)
         if self._reload_trigger is not None:
@@ -141,6 +140,17 @@ class Autosave:
         self._tables = tables_in(self._saver.model)  # there may be new ones
         self.date_tables()
         self._window, self._has_stepped = GradientWindow(self._saver), False
+
+    def reload_when(self, when: When | None) -> None:
+        """Look into a model bank when a policy says so, from the next :meth:`start` on; None for after each save."""
+        self._reload_trigger = None if when is None else Trigger(when, self._run.moment())
+
+    def note_time(self) -> None:
+        """Take note of an event time that was set by hand: tables are dated by it, and policies count from it."""
+        now = self._run.moment()
+        self._schedule.see(now)
+        self._near.see(now)
+        self.date_tables()
 
     def date_tables(self) -> None:
         """Date the tables by the run: the rows that they look up next get its step and event time."""
@@ -161,9 +171,10 @@ class Autosave:
         # Several ranks may see the end of a save at different steps: they raise at the next, unless one is lost.
         if self._ranks.size == 1 or self._saver.ranks.has_lost:
             self._let_pass(partial(self.settle, 0))
-        now = run.moment(self._clock(), metrics, ends)
+        now = run.moment(metrics, ends)
         due = self._window.kind_now(self._schedule.due(now, self._agreed), self._agreed)
         kind = self._schedule.admit(due, lambda: self._ranks.gather(self._saver.is_saving)[0])
+        self._near.see(now)
         is_near_due = self._near.is_due(now, self._agreed, has_saved=kind is not None)
         if self._window.is_near_now(is_near_due, self._agreed, has_saved=kind is not None):
             kind = self._near.begin(self._ranks_now(), run, self._meet(None, state, metrics)[0].state)
@@ -203,7 +214,7 @@ class Autosave:
         """Say whether a step that ends here, or at a step of the caller's own count, is to be saved. Collective."""
         run, ranks = self._run, self._ranks_now()
         at = run.global_step if step is None else step
-        now = replace(run.moment(self._clock(), metrics), step=at)
+        now = replace(run.moment(metrics), step=at)
         has_come = self.reached_preemption()
         is_due = self._schedule.would_save(now, lambda ask: any(ranks.on_all(ask)))
         is_ahead = at > run.global_step or (at == run.global_step and not run.is_saved)
@@ -270,13 +281,13 @@ class Autosave:
 
     def _save_due(self, kind: Kind, state: State, metrics: Metrics) -> None:
         """Save this step as it is due, or a signal asks; the error is raised unless the run is to go on."""
-        save = partial(self._save, kind, state, metrics, background=self._options.async_save)
-        if self._options.on_save_error == "raise":
+        save = partial(self._save, kind, state, metrics, background=self._options.async_save is not False)
+        if self._options.tolerate is None:
             save()
             return
         self._let_pass(self._settle_for_save)  # the save before, whose error would be that of this one
         if not self._let_pass(save):
-            self._schedule.missed(kind, self._run.moment(self._clock()))
+            self._schedule.missed(kind, self._run.moment())
 
     def _let_pass(self, work: Callable[[], object]) -> bool:
         """Do what may raise the error of a save, and say whether it did not. Collective where it is let pass.
@@ -287,19 +298,18 @@ class Autosave:
         try:
             work()
         except Exception as error:
-            answer, ranks = self._options.on_save_error, self._ranks_now()
-            if answer == "raise" or ranks.has_lost:
+            tolerate, ranks = self._options.tolerate, self._ranks_now()
+            if tolerate is None or ranks.has_lost:
                 raise
             if not all(ranks.gather(isinstance(error, SaveFailedError))) or not isinstance(error, SaveFailedError):
                 raise
             failed = error
-            if self._failures >= self._options.raise_after:
+            if self._failures >= tolerate.raise_after:
                 log.error("%d saves in a row have failed, of which the last is raised", self._failures)
                 raise
-            if isinstance(answer, str):
-                log.warning(
-                    "%s (training goes on; %d in a row of %d)", error, self._failures, self._options.raise_after
-                )
+            answer = tolerate.call
+            if answer is None:
+                log.warning("%s (training goes on; %d in a row of %d)", error, self._failures, tolerate.raise_after)
             else:
                 if ranks.size > 1:
                     ranks = ranks.raising(lambda r, why: RecckptError(f"on_save_error failed on rank {r}: {why}"))
@@ -335,7 +345,7 @@ class Autosave:
             raise
         self._tables = tables_in(self._saver.model)
         self.date_tables()
-        self._schedule.begun(kind, run.moment(self._clock()))
+        self._schedule.begun(kind, run.moment())
         self._in_flight = saved if isinstance(saved, SaveHandle) else None
         if self._in_flight is None:
             self._failures = 0
@@ -413,8 +423,9 @@ class Autosave:
             self._save_due("regular", state, metrics)
             return
         try:
-            if not self._save_within(self._options.grace_sec, state, metrics):
-                log.error("step %d is not saved after %s s of grace", self._run.global_step, self._options.grace_sec)
+            grace_sec = self._options.on_signal.grace_sec
+            if not self._save_within(grace_sec, state, metrics):
+                log.error("step %d is not saved after %s s of grace", self._run.global_step, grace_sec)
         except Exception as error:
             log.error("signal %d: %s", number, error)
             raise

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
@@ -15,21 +14,23 @@ from torch.optim import Optimizer
 
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest, StateValue
-from recckpt.manager.attach import OneOrMany, TablesOption, attached
+from recckpt.manager.attach import FIND_ALL, OneOrMany, TablesOption, attached
 from recckpt.manager.autosave import Autosave
 from recckpt.manager.near_steps import NearSteps
-from recckpt.manager.options import Metrics, OnSaveError, State, checked_event_time, parse_options
+from recckpt.manager.options import ManagerOptions, Metrics, State, checked_event_time
 from recckpt.manager.resume import Restorer, Resumable
 from recckpt.manager.run_state import Run
-from recckpt.manager.signals import Signals, SignalWatch
+from recckpt.manager.signals import SignalWatch
 from recckpt.output_dir import rotation
 from recckpt.output_dir.forget_requests import Forgotten
 from recckpt.output_dir.listing import newest_first
 from recckpt.parallel.ranks import this_rank
 from recckpt.policies.deltas import Deltas
 from recckpt.policies.keep import Keep
+from recckpt.policies.options import Choose, Near, OnSaveError, OnSignal, Signals, Transfers
 from recckpt.policies.schedule import Backpressure, SaveCounts
 from recckpt.policies.when import When
+from recckpt.save.job import OnSave
 from recckpt.saver import Saver
 from recckpt.text import count, plural, shown
 from recckpt.text.foreign_words import answers_by, unknown_attribute
@@ -55,30 +56,23 @@ class CheckpointManager(Resumable):
         shard_id: number of this rank; None for that of the process group, else of the environment (RANK), else 0.
         shard_num: number of ranks; None as above (WORLD_SIZE), else 1. With more than 1, ``step``, ``save`` and
             ``restore`` are collective.
-        async_save: whether training goes on while a checkpoint that :meth:`step` began is written.
-        backpressure: what to do when a save is due while one is under way: ``"wait"`` for it, ``"skip"`` the new one,
-            or ``"latest"``: remember it, and save as soon as the other is done, at the step of that moment. Those two
-            need ``async_save``.
+        async_save: whether training goes on while a checkpoint that :meth:`step` began is written; and what to do when
+            a save is due while one is under way: ``"wait"`` for it, as True does, ``"skip"`` the new one, or
+            ``"latest"``: remember it, and save as soon as the other is done, at the step of that moment.
         ephemeral: when to make checkpoints between the others, of which only the newest stays, and only until a
             regular one is there; steps or a policy.
         save_on_signal: signals, such as ``("SIGTERM", "SIGUSR1")`` or their numbers, that let the next :meth:`step`
-            save; after that the process ends as the signal asks. SIGUSR1 and SIGUSR2 only save.
-        grace_sec: how long such a save may take before the process ends without it; None for as long as it takes.
-        save_at_start: whether ``with`` saves before training starts, where there was nothing to restore.
-        reload_interval: when :meth:`reload_dynamic` looks for what is new in a model bank, steps or a policy; None for
-            after each save that :meth:`step`, :meth:`window` or :meth:`epoch` begins.
-        near_interval: when to make near saves, between the saves above; steps or a policy. The saver needs ``near``;
-            where there is no checkpoint yet to count from, one is made in their place. See docs/near.md.
-        event_time: the event time of the first batch, as of :meth:`step`; a restored one takes its place.
+            save; after that the process ends as the signal asks. SIGUSR1 and SIGUSR2 only save. A
+            :class:`recckpt.policies.OnSignal` limits how long that may take.
         on_save_error: what the error of a save does that :meth:`step`, :meth:`window` or :meth:`epoch` began:
-            ``"raise"`` stops training; ``"warn"`` logs it, and a function gets it, on every rank, and training goes on.
-            It is in :attr:`counts` and ``recckpt watch``. :meth:`save`, :meth:`close` and the end of ``with`` raise.
-        raise_after: how many failed saves in a row are an error of the step all the same.
+            ``"raise"`` stops training; ``"warn"`` logs it, and a function gets it, on every rank, and training goes on,
+            until three saves in a row have failed, or as many as a :class:`recckpt.policies.Tolerate` says. It is in
+            :attr:`counts` and ``recckpt watch``. :meth:`save`, :meth:`close` and the end of ``with`` raise.
+        save_at_start: whether ``with`` saves before training starts, where there was nothing to restore.
         step_prefix: of the names of checkpoints: ``"model"`` for ``model_<step>``.
-        clock: seconds, for policies of time.
 
     Raises:
-        TypeError: ``saver`` is not a :class:`recckpt.Saver`, or ``event_time`` not a number.
+        TypeError: ``saver`` is not a :class:`recckpt.Saver`.
         ValueError: another argument is invalid.
     """
 
@@ -90,45 +84,29 @@ class CheckpointManager(Resumable):
         *,
         shard_id: int | None = None,
         shard_num: int | None = None,
-        async_save: bool = False,
-        backpressure: Backpressure = "wait",
+        async_save: bool | Backpressure = False,
         ephemeral: int | When | None = None,
-        save_on_signal: Signals = (),
-        grace_sec: float | None = None,
-        save_at_start: bool = False,
-        reload_interval: int | When | None = None,
-        near_interval: int | When | None = None,
-        event_time: float | None = None,
+        save_on_signal: Signals | OnSignal = (),
         on_save_error: OnSaveError = "raise",
-        raise_after: int = 3,
+        save_at_start: bool = False,
         step_prefix: str = layout.STEP_PREFIX,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
         if not isinstance(saver, Saver):
             other = f"{saver!r:.100}" if isinstance(saver, str) else f"a {type(saver).__name__}"
             raise TypeError(f"saver must be a recckpt.Saver, found {other}: {_MADE_BY_ATTACH} makes one")
-        options = parse_options(
-            save_interval,
-            async_save=async_save,
-            backpressure=backpressure,
-            ephemeral=ephemeral,
-            grace_sec=grace_sec,
-            save_at_start=save_at_start,
-            reload_interval=reload_interval,
-            near_interval=near_interval,
-            event_time=event_time,
-            step_prefix=step_prefix,
-            on_save_error=on_save_error,
-            raise_after=raise_after,
+        options = ManagerOptions(
+            save_interval, async_save, ephemeral, save_on_signal, on_save_error, save_at_start, step_prefix
         )
-        self._saver, self._save_interval, self._save_at_start = saver, save_interval, options.save_at_start
-        self._run = run = Run(event_time=options.event_time, step_prefix=options.step_prefix)
-        self._ranks, begin = partial(saver.ranks.of, shard_id, shard_num), run.moment(clock())
-        near = NearSteps(saver.near_saves, options, begin, lambda: this_rank(shard_id, shard_num)[0] == 0)
+        self._saver, self._options = saver, options
+        self._run = run = Run(step_prefix=step_prefix)
+        self._ranks = partial(saver.ranks.of, shard_id, shard_num)
+        near = NearSteps(
+            saver.near_saves, options.regular, run.moment(), lambda: this_rank(shard_id, shard_num)[0] == 0
+        )
         self._restorer = Restorer(saver.loader, run, self._ranks, lambda: saver.max_keep, near.finder)
-        watch, reload = SignalWatch(save_on_signal), self._restorer.reload_dynamic
-        self._autosave = Autosave(saver, run, self._ranks, options, watch, near=near, reload=reload, clock=clock)
+        watch, reload = SignalWatch(options.on_signal), self._restorer.reload_dynamic
+        self._autosave = Autosave(saver, run, self._ranks, options, watch, near=near, reload=reload)
         saver.counted_run.follow(lambda: (run.global_step, run.state), run.step_prefix)
 
     @classmethod
@@ -143,10 +121,22 @@ class CheckpointManager(Resumable):
         output_dir: str | os.PathLike[str],
         save_interval: int | When,
         max_keep: int | Keep | None = 2,
-        async_save: bool = True,
+        async_save: bool | Backpressure = True,
         deltas: bool | Deltas = True,
-        tables: TablesOption = MappingProxyType({}),
-        **options: Any,
+        tables: TablesOption = FIND_ALL,
+        concurrency: int = 4,
+        near: Near | None = None,
+        choose: Choose | None = None,
+        transfers: Transfers | None = None,
+        on_save: OnSave | None = None,
+        run: str | None = None,
+        shard_id: int | None = None,
+        shard_num: int | None = None,
+        ephemeral: int | When | None = None,
+        save_on_signal: Signals | OnSignal = (),
+        on_save_error: OnSaveError = "raise",
+        save_at_start: bool = False,
+        step_prefix: str = layout.STEP_PREFIX,
     ) -> Self:
         """Return a manager of all that a run consists of; restores nothing, and logs in a line what it saves and how.
 
@@ -171,28 +161,35 @@ class CheckpointManager(Resumable):
             deltas: whether a save writes only what has changed: yes by default, see docs/deltas.md.
             tables: arguments of ``live_tables``, such as ``{"min_rows": 100}``, or what it has returned; None leaves
                 embeddings that are not recckpt's dense.
-            options: any others of :class:`recckpt.Saver` and :class:`recckpt.CheckpointManager`.
+            concurrency: threads that read and write tables.
+            near: when to make near saves, and where they go; see docs/near.md.
+            choose: which slots and rows of tables are saved, and how narrow; None for all as they are.
+            transfers: how files travel, and how long ranks wait for each other.
+            on_save: called with the :class:`recckpt.SaveInfo` of each save.
+            run: what metrics call this job.
+            shard_id: number of this rank, as of :class:`recckpt.CheckpointManager`; so are all that follow.
+            shard_num: number of ranks.
+            ephemeral: when to make checkpoints of which only the newest stays.
+            save_on_signal: signals that let the next step save.
+            on_save_error: what the error of a save does that a step began.
+            save_at_start: whether ``with`` saves before training starts.
+            step_prefix: of the names of checkpoints.
 
         Raises:
-            TypeError: ``model`` is not a module, or an argument is missing.
+            TypeError: ``model`` is not a module, or an argument is missing or unknown.
             ValueError: something is not saved as it is, or not known; all of it, before anything is made. Or a signal
                 that cannot be caught, once the output dir is made.
             OSError: the output dir cannot be written.
         """
-        options |= {"max_keep": max_keep, "async_save": async_save, "deltas": deltas}
-        run = attached(
-            cls,
-            model,
-            optimizers,
-            schedulers=schedulers,
-            loader=loader,
-            output_dir=output_dir,
-            save_interval=save_interval,
-            tables=tables,
-            options=options,
-        )
-        run._looks_for_loaders = loader is None
-        return run
+        place = os.fspath(output_dir) if isinstance(output_dir, os.PathLike) else output_dir
+        saver = partial(Saver, output_dir=place, max_keep=max_keep, concurrency=concurrency, deltas=deltas)
+        saver = partial(saver, near=near, choose=choose, transfers=transfers, on_save=on_save, run=run)
+        manager = partial(cls, save_interval=save_interval, shard_id=shard_id, shard_num=shard_num)
+        manager = partial(manager, async_save=async_save, ephemeral=ephemeral, save_on_signal=save_on_signal)
+        manager = partial(manager, on_save_error=on_save_error, save_at_start=save_at_start, step_prefix=step_prefix)
+        made = attached(saver, manager, model, optimizers, schedulers=schedulers, loader=loader, tables=tables)
+        made._looks_for_loaders = loader is None
+        return made
 
     if not TYPE_CHECKING:
 
@@ -207,7 +204,7 @@ class CheckpointManager(Resumable):
     @property
     def save_interval(self) -> int | When:
         """Steps between checkpoints, or the policy."""
-        return self._save_interval
+        return self._options.save_interval
 
     @property
     def global_step(self) -> int:
@@ -228,8 +225,8 @@ class CheckpointManager(Resumable):
     def event_time(self) -> float | None:
         """The latest time of an event in the data so far, in seconds since 1970; None where none is known.
 
-        :meth:`step` moves it on. To set it back after a wrong record, or on to where no clock is, assign it, on all
-        ranks.
+        :meth:`step` moves it on. Assign it, on all ranks, to give it before the first batch, to set it back after a
+        wrong record, or on to where no clock is; a restored one takes its place.
 
         Raises:
             TypeError, ValueError: it is set to what is no time.
@@ -243,7 +240,7 @@ class CheckpointManager(Resumable):
             raise ValueError(f"event_time must be a number of seconds since 1970, found {event_time!r}")
         with self._turn():
             self._run.stand_at(checked)
-            self._autosave.date_tables()
+            self._autosave.note_time()
 
     @property
     def counts(self) -> SaveCounts:
@@ -437,7 +434,7 @@ class CheckpointManager(Resumable):
     def close(self) -> None:
         """Wait for the save that is under way, and give signals back what they did before.
 
-        A save that ``backpressure="latest"`` has put off is made first, of this step. Collective then, where there are
+        A save that ``async_save="latest"`` has put off is made first, of this step. Collective then, where there are
         several ranks.
 
         Raises:
@@ -451,12 +448,12 @@ class CheckpointManager(Resumable):
         counts = self._autosave.counts
         failed = f", of which {count(counts.failed)} failed" if counts.failed else ""
         saves = f"{plural(counts.begun, 'save')} begun{failed}"
-        where = f"at step {count(self._run.global_step)}, save_interval={self._save_interval!r}"
+        where = f"at step {count(self._run.global_step)}, save_interval={self.save_interval!r}"
         return f"{where}, {saves}, saver={self._saver!r}"
 
     def __enter__(self) -> CheckpointManager:
         with self._turn():
-            if self._save_at_start and self._run.global_step == 0 and not self._restorer.passes_over():
+            if self._options.save_at_start and self._run.global_step == 0 and not self._restorer.passes_over():
                 self.save()
         return self
 

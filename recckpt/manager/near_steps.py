@@ -6,19 +6,17 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from recckpt.manager.options import ManagerOptions
 from recckpt.manager.run_state import Run
 from recckpt.near.finder import NearFinder
 from recckpt.near.saves import NearSaves
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.schedule import Agreed, Kind, SaveCounts, Trigger
-from recckpt.policies.when import EverySteps, Moment
+from recckpt.policies.when import EverySteps, Moment, When
 from recckpt.save.job import State
 
 log = logging.getLogger("recckpt")
 
-_NO_INTERVAL = "near= is given and no near_interval: none will be made; give near_interval=20 to make some"
-_NO_NEAR = "near_interval= is for savers with near=, found one without: give Saver(near=Near(PATH))"
+_NO_INTERVAL = "near= has no interval: no near save will be made; give Near(PATH, interval=20) to make some"
 
 
 class NearSteps:
@@ -26,27 +24,20 @@ class NearSteps:
 
     Args:
         saves: of the saver; None where it makes none.
-        options: of a manager; the log names those that make none, or few.
+        regular: when checkpoints are made; the log says where their intervals make near saves none, or few.
         begin: where the run begins.
         is_first: whether this is the rank that logs.
-
-    Raises:
-        ValueError: there is an interval, and a saver without ``near``.
     """
 
-    def __init__(
-        self, saves: NearSaves | None, options: ManagerOptions, begin: Moment, is_first: Callable[[], bool]
-    ) -> None:
-        when, regular = options.near, options.regular
+    def __init__(self, saves: NearSaves | None, regular: When, begin: Moment, is_first: Callable[[], bool]) -> None:
+        when = None if saves is None else saves.tier.when
         self._saves, self._trigger = saves, None if when is None else Trigger(when, begin)
-        if saves is None and when is not None:
-            raise ValueError(_NO_NEAR)
         problem = _NO_INTERVAL if when is None else None
         if isinstance(when, EverySteps) and isinstance(regular, EverySteps) and when.n >= regular.n:
             how_many = "no near save is made" if when.n % regular.n == 0 else "few near saves are made"
             problem = (
-                f"near_interval={when.n} is not below save_interval={regular.n}: {how_many}, since a checkpoint that "
-                "is due at the same step takes the place of one; give a smaller near_interval"
+                f"Near(interval={when.n}) is not below save_interval={regular.n}: {how_many}, since a checkpoint that "
+                "is due at the same step takes the place of one; give a smaller interval"
             )
         if saves is not None and problem is not None and is_first():
             log.warning("%s", problem)
@@ -62,6 +53,11 @@ class NearSteps:
             self._saves.go_on(begin.step)
         if self._trigger is not None:
             self._trigger.restart(begin)
+
+    def see(self, now: Moment) -> None:
+        """Take note of the first event time that is known, and of one that was set back."""
+        if self._trigger is not None:
+            self._trigger.see(now)
 
     def is_due(self, now: Moment, agreed: Agreed, *, has_saved: bool) -> bool:
         """Say whether to make one now; a checkpoint takes the place of one."""

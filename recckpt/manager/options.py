@@ -3,91 +3,81 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import get_args
 
 import numpy as np
 import torch
 
-from recckpt.errors import SaveFailedError
 from recckpt.format import layout
 from recckpt.format.codec import COUNT_LIMIT
 from recckpt.format.manifest import StateValue
 from recckpt.manager.run_state import EPOCHS, WINDOWS
 from recckpt.policies.evict import EVENT_TIME
-from recckpt.policies.schedule import Backpressure, checked_backpressure
+from recckpt.policies.options import OnSaveError, OnSignal, Signals, Tolerate, as_on_signal, as_tolerate
+from recckpt.policies.schedule import Backpressure
 from recckpt.policies.when import When, as_when, check_ephemeral
 from recckpt.save.arguments import as_numbers, as_state_values, check_state
 from recckpt.sparse.table.eviction import MAX_EVENT_TIME
-from recckpt.types import flag, positive_int, positive_number
+from recckpt.types import flag
 
 State = Mapping[str, StateValue] | None
 Metrics = Mapping[str, float] | None
-OnSaveError = Literal["raise", "warn"] | Callable[[SaveFailedError], object]
 
 
 @dataclass(frozen=True)
 class ManagerOptions:
-    """When a manager saves and reloads, and how; see :class:`recckpt.CheckpointManager`."""
-
-    regular: When
-    between: When | None
-    reload: When | None
-    near: When | None
-    async_save: bool
-    backpressure: Backpressure
-    grace_sec: float | None
-    save_at_start: bool
-    event_time: float | None
-    step_prefix: str
-    on_save_error: OnSaveError
-    raise_after: int
-
-
-def parse_options(
-    save_interval: int | When,
-    *,
-    async_save: bool = False,
-    backpressure: Backpressure = "wait",
-    ephemeral: int | When | None = None,
-    grace_sec: float | None = None,
-    save_at_start: bool = False,
-    reload_interval: int | When | None = None,
-    near_interval: int | When | None = None,
-    event_time: float | None = None,
-    step_prefix: str = layout.STEP_PREFIX,
-    on_save_error: OnSaveError = "raise",
-    raise_after: int = 3,
-) -> ManagerOptions:
-    """Return the arguments of a manager as it needs them.
+    """When a manager saves, and how; see :class:`recckpt.CheckpointManager`, whose arguments these are.
 
     Raises:
-        TypeError: ``event_time`` is not a number.
-        ValueError: another one is invalid.
+        ValueError: one of them is invalid.
     """
-    grace = None if grace_sec is None else positive_number("grace_sec", grace_sec)
-    if checked_backpressure(backpressure) != "wait" and not async_save:
-        raise ValueError(
-            f"backpressure={backpressure!r} is for saves in the background, found async_save=False, with which "
-            "each step waits for its own save: omit it, or give async_save=True"
-        )
-    regular, between = as_when(save_interval), None if ephemeral is None else as_when(ephemeral, "ephemeral")
-    if between is not None:
-        check_ephemeral(between, regular)
-    reload = None if reload_interval is None else as_when(reload_interval, "reload_interval")
-    near = None if near_interval is None else as_when(near_interval, "near_interval")
-    background, at_start = flag("async_save", async_save), flag("save_at_start", save_at_start)
-    time = checked_event_time(event_time)
-    if not isinstance(step_prefix, str) or not step_prefix:
-        raise ValueError(f"step_prefix must be a text such as 'ckpt', found {step_prefix!r}")
-    layout.encode_id(layout.step_id(COUNT_LIMIT, step_prefix))  # refuses what no checkpoint could have
-    if on_save_error not in ("raise", "warn") and not callable(on_save_error):
-        what = "on_save_error must be 'raise', 'warn' or a callable (SaveFailedError) -> None"
-        raise ValueError(f"{what}, found {on_save_error!r:.100}")
-    after = positive_int("raise_after", raise_after)
-    how = (background, backpressure, grace, at_start, time, step_prefix, on_save_error, after)
-    return ManagerOptions(regular, between, reload, near, *how)
+
+    save_interval: int | When
+    async_save: bool | Backpressure = False
+    ephemeral: int | When | None = None
+    save_on_signal: Signals | OnSignal = ()
+    on_save_error: OnSaveError = "raise"
+    save_at_start: bool = False
+    step_prefix: str = layout.STEP_PREFIX
+
+    def __post_init__(self) -> None:
+        _ = self.regular, self.on_signal, self.tolerate
+        if type(self.async_save) is not bool and self.async_save not in get_args(Backpressure):
+            raise ValueError(
+                f"async_save must be True, False, or for saves that are due while one is under way one of "
+                f"{get_args(Backpressure)}, found {self.async_save!r:.100}"
+            )
+        if self.between is not None:
+            check_ephemeral(self.between, self.regular)
+        flag("save_at_start", self.save_at_start)
+        if not isinstance(self.step_prefix, str) or not self.step_prefix:
+            raise ValueError(f"step_prefix must be a text such as 'ckpt', found {self.step_prefix!r}")
+        layout.encode_id(layout.step_id(COUNT_LIMIT, self.step_prefix))  # refuses what no checkpoint could have
+
+    @property
+    def regular(self) -> When:
+        return as_when(self.save_interval)
+
+    @property
+    def between(self) -> When | None:
+        return None if self.ephemeral is None else as_when(self.ephemeral, "ephemeral")
+
+    @property
+    def backpressure(self) -> Backpressure:
+        """What to do when a save is due while one is under way."""
+        return "wait" if isinstance(self.async_save, bool) else self.async_save
+
+    @cached_property
+    def on_signal(self) -> OnSignal:
+        return as_on_signal(self.save_on_signal)
+
+    @cached_property
+    def tolerate(self) -> Tolerate | None:
+        """How many saves may fail while training goes on; None for none."""
+        return as_tolerate(self.on_save_error)
 
 
 def check_step(state: State, metrics: Metrics) -> None:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from recckpt import telemetry
 from recckpt.dense.data_loaders import is_stateful, shuffling_loaders
@@ -35,6 +35,7 @@ from recckpt.output_dir.open_files import first_whole
 from recckpt.parallel.one_process import OneProcess
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.keep import best_id, best_in
+from recckpt.policies.when import When, as_when
 from recckpt.saver import Saver
 from recckpt.storage import Storage
 from recckpt.text.foreign_words import answers_by
@@ -49,6 +50,15 @@ _TOO_LATE = (
     "hyper_parameters='keep': load_model_bank has restored the run already, and replaced its hyper-parameters; give "
     "hyper_parameters='keep' to load_model_bank"
 )
+
+
+class RestoreOptions(TypedDict, total=False):
+    """Arguments of :meth:`recckpt.CheckpointManager.restore`, for callbacks that call it."""
+
+    load_conf: Mapping[str, Any] | None
+    required: bool
+    hyper_parameters: HyperParameters
+    near: bool
 
 
 @dataclass(frozen=True)
@@ -425,7 +435,11 @@ class Resumable(OneProcess):
             )
 
     def load_model_bank(
-        self, bank: Sequence[Mapping[str, Any]] | None, *, hyper_parameters: HyperParameters = "load"
+        self,
+        bank: Sequence[Mapping[str, Any]] | None,
+        *,
+        hyper_parameters: HyperParameters = "load",
+        reload_interval: int | When | None = None,
     ) -> LoadReport:
         """Start from other runs, or resume: the own output dir counts as the very last entry of the bank.
 
@@ -435,9 +449,11 @@ class Resumable(OneProcess):
             bank: entries ``{"path": ..., "load": [...], "exclude": [...], ...}``; see docs/load.md. None is an
                 empty one.
             hyper_parameters: as of :meth:`restore`, where the run resumes.
+            reload_interval: when :meth:`reload_dynamic` looks for what is new there, steps or a policy; None for after
+                each save that :meth:`step`, :meth:`window` or :meth:`epoch` begins.
 
         Raises:
-            ValueError: ``hyper_parameters`` is neither.
+            ValueError: ``hyper_parameters`` is neither, or ``reload_interval`` cannot be one.
             LoadConfError: keys, names or paths that do not exist; all of them, before anything is changed.
             StateMismatchError: state that does not fit the model; all of it.
             CheckpointNotFoundError: a path holds no committed checkpoint.
@@ -445,8 +461,10 @@ class Resumable(OneProcess):
             CheckpointRemovedError, PartlyLoadedError: as :meth:`restore`.
         """
         keeps = _keeps(hyper_parameters)
+        reload = None if reload_interval is None else as_when(reload_interval, "reload_interval")
         self._warn_of_loaders()
         with self._loading():
+            self._autosave.reload_when(reload)
             return self._restorer.load_model_bank([] if bank is None else bank, keeps_settings=keeps)
 
     def plan(self, bank: Sequence[Mapping[str, Any]] | None) -> LoadPlan:
@@ -461,8 +479,8 @@ class Resumable(OneProcess):
     def reload_dynamic(self) -> list[LoadReport]:
         """Load the dynamic entries of the bank whose path has another checkpoint now than the one taken.
 
-        Called by :meth:`step`, :meth:`window` and :meth:`epoch` when they save, or as ``reload_interval`` says. An
-        entry takes the names that it won when the bank was loaded.
+        Called by :meth:`step`, :meth:`window` and :meth:`epoch` when they save, or as the ``reload_interval`` of
+        :meth:`load_model_bank` says. An entry takes the names that it won when the bank was loaded.
 
         Raises:
             StateMismatchError: the new checkpoint does not fit the model; nothing has been changed.

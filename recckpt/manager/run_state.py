@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from operator import index
+from time import monotonic
 from typing import Any
 
 from recckpt.format import layout
@@ -22,7 +23,7 @@ _DAY_SEC = 86_400.0
 _LONG_SEC = 30 * _DAY_SEC  # that the data seldom goes on by at once
 _AHEAD = (
     "event_time %r (%s) is %.0f days ahead of the clock, and of the last one: it is not taken, nor are others like it. "
-    "Where the data is of that time, begin with it: CheckpointManager(event_time=...), or manager.event_time = ..."
+    "Where the data is of that time, begin with it: manager.event_time = ..."
 )
 _LEAP = (
     "event_time %r (%s) is %.0f days later than the last one: tables that evict by it let all rows go that were not "
@@ -125,9 +126,10 @@ class Run:
         """Move the event time on to the latest of these, if one of them is later; None is no time."""
         self.event_time = max((time for time in (self.event_time, *times) if time is not None), default=None)
 
-    def moment(self, seconds: float, metrics: Mapping[str, float] | None = None, ends: Ends = "step") -> Moment:
+    def moment(self, metrics: Mapping[str, float] | None = None, ends: Ends = "step") -> Moment:
+        """Return where the run is now."""
         counts = {"windows": self.windows, "epochs": self.epochs}
-        return Moment(self.global_step, seconds, self.event_time, metrics or {}, **counts, ends=ends)
+        return Moment(self.global_step, monotonic(), self.event_time, metrics or {}, **counts, ends=ends)
 
     @property
     def counted(self) -> str:

@@ -6,12 +6,12 @@ import os
 import signal
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from recckpt.text import nearest
+from recckpt.policies.options import OnSignal
 
 _GO_ON = frozenset(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 
@@ -26,32 +26,28 @@ def most_urgent(numbers: Iterable[int | None]) -> int | None:
     return min((number for number in numbers if number is not None), key=goes_on, default=None)
 
 
-Signals = Sequence[int | str] | int | str  # by number or name
-
-
 class SignalWatch:
     """Notes signals instead of following them, until it is released or forgotten. For the main thread alone.
 
     Args:
-        signals: which ones, by number or name; none leaves all as they are.
+        on_signal: which ones; none leaves all as they are.
 
     Raises:
-        ValueError: one of them is not a signal that can be caught, or this is not the main thread.
+        ValueError: one of them cannot be caught, or this is not the main thread.
     """
 
-    def __init__(self, signals: Signals) -> None:
+    def __init__(self, on_signal: OnSignal) -> None:
         note = _Note()  # refers to no watch, so that a watch may be forgotten
         self._note, self._has_ended = note, False
         self._give_back = weakref.finalize(self, note.give_back)
         self._give_back.atexit = False
         try:
-            chosen = [signals] if isinstance(signals, str | int) else signals
-            for number in dict.fromkeys(map(_number, chosen)):
+            for number in on_signal.numbers:
                 note.before[number] = signal.signal(number, note)
         except (OSError, TypeError, ValueError) as error:
             self._give_back()
             raise ValueError(
-                f"save_on_signal={signals!r}: {error}; name signals that can be caught, in the main thread"
+                f"save_on_signal={on_signal.signals!r}: {error}; name signals that can be caught, in the main thread"
             ) from error
 
     @property
@@ -86,18 +82,6 @@ class SignalWatch:
         number = most_urgent((put_off, self.take()))
         if number is not None:
             self.follow(number)
-
-
-def _number(value: int | str) -> int:
-    if isinstance(value, bool):  # which is an int, 1 for SIGHUP
-        raise ValueError(f"{value!r} is not a signal")
-    if not isinstance(value, str):
-        return value
-    name = f"SIG{value.upper().removeprefix('SIG')}"
-    number = getattr(signal, name, None)
-    if not isinstance(number, signal.Signals):
-        raise ValueError(f"{value!r} is not the name of a signal{nearest(name, signal.Signals.__members__)}")
-    return number
 
 
 class _Note:

@@ -17,10 +17,10 @@ import xxhash
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout, near_seal
 from recckpt.format.near_seal import NearSeal
-from recckpt.near.options import Near
 from recckpt.output_dir.checkpoint_dir import Intent, unlisted, write_intent
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.notes import NearHost, forget_near_host, note_near_host
+from recckpt.policies.options import Near
 from recckpt.storage import ABSENT, NotPlainError, Storage
 from recckpt.storage.local import LocalStorage
 from recckpt.storage.local_files import check_owner, doing

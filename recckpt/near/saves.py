@@ -32,7 +32,7 @@ from recckpt.save.job import Destination, Job, Live, SparseSaver, State
 from recckpt.save.propose import Preparation, propose
 from recckpt.save.save_info import OutcomeWords, SaveInfo
 from recckpt.save.stage import Staged
-from recckpt.storage.transfers import Transfers
+from recckpt.storage.transfers import Transport
 
 log = logging.getLogger("recckpt")
 _WORDS = OutcomeWords(
@@ -120,10 +120,9 @@ class NearSaves:
         self._to = replace(
             to,
             storage=tier.dir.storage,
-            transfers=Transfers(),
+            transport=Transport(),
             sparse_saver=SparseSaver(to.concurrency),  # its buffers are those of one save
             min_free_bytes=0,
-            has_bar=False,
             buffers=DenseBuffers(),
             digests=RankDigests(),
         )

@@ -12,7 +12,6 @@ from recckpt.format.near_seal import NearList, NearSeal
 from recckpt.near.finder import NearFinder
 from recckpt.near.moving import MoveBuffers
 from recckpt.near.near_dir import NearDir, NotedHost
-from recckpt.near.options import Near
 from recckpt.near.views import HostView, complete, counting, is_first_of_host, look_together, seen
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.claims import Takeover
@@ -21,6 +20,7 @@ from recckpt.output_dir.forget_requests import requests
 from recckpt.output_dir.listing import Checkpoint, Listing
 from recckpt.parallel.ranks import Meetings, Ranks
 from recckpt.parallel.roll_call import in_time
+from recckpt.policies.options import Near
 from recckpt.storage import Storage
 
 _GENERATIONS = 2
@@ -89,6 +89,7 @@ class NearTier(NearAtTakeover):
 
     def __init__(self, near: Near, storage: Storage, concurrency: int) -> None:
         self.dir, self.timeout_sec, self.copies = NearDir.of(near, storage.url), near.timeout_sec, near.copies
+        self.when = near.when
         self.copy_buffers = MoveBuffers()
         self._noted = NotedHost(storage, self.dir)
         self.finder = NearFinder(self.dir, storage, concurrency, self._noted)

@@ -20,6 +20,7 @@ Failed = Callable[[int, str], RecckptError]
 Reason = RecckptError | str  # an error of ours as it is, the text of any other
 _GOES_ON, _FAILED = 0, 1  # the mark of a rank at a meeting
 DEFAULT_TIMEOUT_SEC = 1800.0
+VISIBLE_SEC = 90.0  # to look for files of other ranks: an NFS client may use a listing for 60
 _R = TypeVar("_R")
 Lost = Callable[[RankLostError], RecckptError]
 

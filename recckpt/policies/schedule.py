@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
 from recckpt.policies.when import Moment, When
 
@@ -80,13 +80,10 @@ class Schedule:
         ephemeral: when those are due of which only the newest stays; None for never.
         backpressure: what to do when a save is due while one is under way.
         start: where the run begins.
-
-    Raises:
-        ValueError: ``backpressure`` is not one of the three.
     """
 
     def __init__(self, regular: When, ephemeral: When | None, backpressure: Backpressure, start: Moment) -> None:
-        self._backpressure = checked_backpressure(backpressure)
+        self._backpressure = backpressure
         self._triggers: dict[Kind, Trigger] = {"regular": Trigger(regular, start)}
         if ephemeral is not None:
             self._triggers["ephemeral"] = Trigger(ephemeral, start)
@@ -103,6 +100,11 @@ class Schedule:
             trigger.restart(now)
         self._pending = None
 
+    def see(self, now: Moment) -> None:
+        """Take note of the first event time that is known, and of one that was set back."""
+        for trigger in self._triggers.values():
+            trigger.see(now)
+
     def due(self, now: Moment, agreed: Agreed) -> Kind | None:
         """Return the kind of save that is due.
 
@@ -110,8 +112,7 @@ class Schedule:
             now: where training is.
             agreed: for policies on which ranks may differ.
         """
-        for trigger in self._triggers.values():
-            trigger.see(now)
+        self.see(now)
         for kind, trigger in self._triggers.items():  # where both are due, the regular one is made
             if trigger.is_due(now, agreed):
                 is_saved = now.step == self._triggers["regular"].last.step  # at the end of a window or an epoch
@@ -166,13 +167,6 @@ class Schedule:
         self._pending = None
         for made in self._triggers if kind == "regular" else [kind]:
             self._triggers[made].restart(now)
-
-
-def checked_backpressure(backpressure: Backpressure) -> Backpressure:
-    """Return what to do when a save is due while one is under way; ValueError where it is not one of the three."""
-    if backpressure not in get_args(Backpressure):
-        raise ValueError(f"backpressure must be one of {get_args(Backpressure)}, found {backpressure!r}")
-    return backpressure
 
 
 def best_interval(pause_sec: float, failure_sec: float) -> float:

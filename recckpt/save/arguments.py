@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,12 +24,14 @@ from recckpt.live.tables import NO_TABLES, LiveTables
 from recckpt.output_dir.checkpoint_dir import refuse_checkpoint
 from recckpt.output_dir.notes import refuse_mirror
 from recckpt.policies.keep import as_keep
+from recckpt.policies.options import Near, Transfers
 from recckpt.sparse.optim.joint import JointOptimizer
 from recckpt.sparse.optim.optimizer import SparseOptimizer
 from recckpt.sparse.split import parameters_of, state_of
 from recckpt.sparse.table.table import HashTable
 from recckpt.storage import NotPlainError, Storage, open_storage
-from recckpt.types import SavableTable, flag, positive_int, positive_number
+from recckpt.storage.transfers import VISIBLE, Transport, UploadSlots, WorkDir
+from recckpt.types import SavableTable, flag, positive_int
 
 
 def check_parts(model: object, sparse_optim: object) -> dict[str, SavableTable]:
@@ -84,24 +89,49 @@ def form_of_registered(model: nn.Module, live: LiveTables) -> Callable[[Any], An
     return lambda obj: by_name(obj, lambda: parameters_of(model), lambda one: live.is_live(one, obj), live.has_key)
 
 
-def check_options(
-    max_keep: Any, concurrency: Any, timeout_sec: Any, min_free_bytes: Any, on_save: Any, *, progress: Any
-) -> None:
-    """Refuse options of a saver that are not what it takes.
+def checked_options(max_keep: Any, concurrency: Any, on_save: Any, transfers: Any) -> Transfers:
+    """Refuse options of a saver that are not what it takes, and return the transfers, by default where they are None.
 
     Raises:
-        ValueError: a number is not in its range, or ``max_keep`` is not a policy.
-        TypeError: ``on_save`` cannot be called, or ``progress`` is not a bool.
+        ValueError: ``concurrency`` is not in its range, or ``max_keep`` is not a policy.
+        TypeError: ``on_save`` cannot be called, or ``transfers`` is of another kind.
     """
     as_keep(max_keep)
     positive_int("concurrency", concurrency)
-    positive_number("timeout_sec", timeout_sec)
-    if type(min_free_bytes) is not int or min_free_bytes < 0:
-        raise ValueError(f"min_free_bytes must be an int of at least 0, found {min_free_bytes!r}")
     if on_save is not None and not callable(on_save):
         raise TypeError(f"on_save must be a callable (SaveInfo) -> None, or None, found {on_save!r}")
-    if not isinstance(progress, bool):
-        raise TypeError(f"progress must be True or False, found {progress!r}")
+    if not isinstance(transfers, Transfers | None):
+        raise TypeError(f"transfers must be a recckpt.policies.Transfers, or None, found {transfers!r:.200}")
+    return transfers or Transfers()
+
+
+def check_near(near: object, *, has_deltas: bool) -> None:
+    """Refuse what is no place for near saves, and a saver without deltas.
+
+    Raises:
+        TypeError: it is neither None nor a :class:`Near`.
+        ValueError: the saver writes no deltas, so that it has no marks of what changed.
+    """
+    if near is None:
+        return
+    if not isinstance(near, Near):
+        raise TypeError(f"near must be a recckpt.Near, or None, found {near!r:.100}")
+    if not has_deltas:
+        raise ValueError("near= is for savers that write deltas, found deltas=False: give deltas=True, or omit near=")
+
+
+def transport_of(transfers: Transfers, output_dir: Any) -> Transport:
+    """Return what carries the files of a saver, and make its work dir; OSError where that cannot be written."""
+    slots, url, work_dir = None, str(output_dir), None
+    if transfers.max_uploads is not None:
+        to = url if "://" in url else str(Path(url).absolute())
+        slots = UploadSlots(transfers.max_uploads, to, transfers.timeout_sec)
+    if transfers.work_dir is not None:
+        work_dir = WorkDir(os.fspath(transfers.work_dir))
+        work_dir.prepare()
+    downloads = (work_dir or WorkDir(tempfile.gettempdir())) if transfers.pre_download else None
+    visible = replace(VISIBLE, deadline_sec=min(transfers.visible_sec, transfers.timeout_sec / 2))
+    return Transport(slots, work_dir, downloads, visible)
 
 
 def output_dir_of(path: Any, run: Any) -> tuple[Storage, str]:

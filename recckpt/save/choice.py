@@ -1,4 +1,4 @@
-"""Which slots and rows a saver saves: ``save_slots``, ``save_where``, ``store``, by patterns as in a ``load_conf``."""
+"""Which slots and rows of the tables that a model has its saver saves: a :class:`Choose`, applied to them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recckpt.format.names import GROUPS, ID, Pattern, slot_name, wildcards
+from recckpt.format.names import Pattern, slot_name, wildcards
 from recckpt.format.tables import FLOATS, Narrowed, Reduced, is_narrower
 from recckpt.live.attached import AttachedTable
+from recckpt.policies.options import Choose
+from recckpt.policies.row_filter import RowFilter
 from recckpt.sparse.files.reduced_rows import TableChoice, file_order
-from recckpt.sparse.files.row_filter import RowFilter, parse_row_filter
 from recckpt.sparse.files.table_rows import source_of
 from recckpt.sparse.table.store import is_stored
 from recckpt.text import nearest
-from recckpt.types import EMBEDDING, SavableTable, SlotSpec, is_list
-
-_GROUPS = ("sparse", "sparse_opt")  # that slots of tables are in
+from recckpt.types import EMBEDDING, SavableTable, SlotSpec
 
 
 @dataclass(frozen=True)
@@ -94,13 +93,15 @@ class Choice:
         slots = {name: slots_of_table(table) for name, table in tables.items()}
         names = [slot_name(table, slot.name) for table, specs in slots.items() for slot in specs]
         known = [*slots, *(name.text for name in names)]
-        lost = [("save_slots", p) for p in (*(self.slots or ()), *self.without) if not any(map(p.matches, names))]
+        lost = [("slots", p) for p in (*(self.slots or ()), *self.without) if not any(map(p.matches, names))]
         choices = {name: self.of_table(table) for name, table in tables.items()}
         stored = {p for name in names for p, _ in choices[name.table].store if p.matches(name)}
         chosen = {p for table, choice in choices.items() for p, _ in choice.where if _is_of(p, table)}
         lost += [("store", p) for p, _ in self.store if p not in stored]
-        lost += [("save_where", p) for p, _ in self.where if p not in chosen]
-        return frozenset(f"{what}: {p.text!r} is nothing that the model has{_hint(p.text, known)}" for what, p in lost)
+        lost += [("where", p) for p, _ in self.where if p not in chosen]
+        return frozenset(
+            f"Choose: {what}: {p.text!r} is nothing that the model has{_hint(p.text, known)}" for what, p in lost
+        )
 
     def _keeps(self, table: str, slot: str) -> bool:
         name = slot_name(table, slot)
@@ -124,30 +125,27 @@ class Choice:
             if is_saved and dtype != slot.dtype and not is_narrower(dtype, slot.dtype):
                 expected = [narrower for narrower in FLOATS if is_narrower(narrower, slot.dtype)]
                 can = f"it can be stored as {' or '.join(expected)}" if expected else "it can be stored as it is only"
-                yield f"store: {name}@{slot.name} is {slot.dtype}, found {dtype!r}: {can}; name those that are meant"
+                yield f"Choose: store: {name}@{slot.name} is {slot.dtype}, found {dtype!r}: {can}; name others"
         where, by_name = None if of_store else self._where(name), {slot.name: slot for slot in slots}
         for one in sorted(where.slots if where else ()):
             if one not in by_name:
-                yield f"save_where: table {name!r} has no slot {one!r}{nearest(one, by_name)}"
+                yield f"Choose: where: table {name!r} has no slot {one!r}{nearest(one, by_name)}"
             elif math.prod(by_name[one].shape) != 1:
-                yield f"save_where: {name}@{one} is of shape {by_name[one].shape}, expected one number a row"
+                yield f"Choose: where: {name}@{one} is of shape {by_name[one].shape}, expected one number a row"
         if where is not None and isinstance(table, AttachedTable) and table.rows.box.columns:
             yield (
-                f"save_where: the columns of table {name!r} lie on several ranks, so that none can choose its rows: "
+                f"Choose: where: the columns of table {name!r} lie on several ranks, so that none can choose its rows: "
                 "save all of them, or shard it by rows"
             )
 
 
-def parse_choice(save_slots: Any, save_where: Any, store: Any) -> Choice:
-    """Return what the options of a saver ask for.
-
-    Raises:
-        TypeError, ValueError: one of them is not what it can be; says which.
-    """
-    kept, without = _parse_slots(save_slots)
-    rows, dtypes = _pairs("save_where", save_where), _pairs("store", store)
-    where = tuple((_pattern("save_where", name), _row_filter(name, value)) for name, value in rows)
-    return Choice(kept, without, where, tuple((_pattern("store", name), _dtype(name, value)) for name, value in dtypes))
+def choice_of(choose: Any) -> Choice:
+    """Return what a saver is asked to save, None standing for all; TypeError where it is not a :class:`Choose`."""
+    if choose is None:
+        return Choice()
+    if not isinstance(choose, Choose):
+        raise TypeError(f"choose must be a recckpt.policies.Choose, or None, found {choose!r:.200}")
+    return Choice(*choose.patterns, choose.row_filters, choose.dtypes)
 
 
 def slots_of_table(table: SavableTable) -> Sequence[SlotSpec]:
@@ -155,51 +153,6 @@ def slots_of_table(table: SavableTable) -> Sequence[SlotSpec]:
     if isinstance(table, AttachedTable):
         return table.specs
     return [column.spec for column in table.store.columns.values()] if is_stored(table) else source_of(table).slots
-
-
-def _parse_slots(value: Any) -> tuple[tuple[Pattern, ...] | None, tuple[Pattern, ...]]:
-    if value is None:
-        return None, ()
-    if not is_list(value) or not all(isinstance(name, str) and name.removeprefix("!") for name in value):
-        raise TypeError(
-            "save_slots must be a list of patterns such as ['*@count'] or ['!*@*exp_avg*'], [] for embeddings alone, "
-            f"or None for all, found {value!r:.200}"
-        )
-    kept = tuple(_pattern("save_slots", name) for name in value if not name.startswith("!"))
-    without = tuple(_pattern("save_slots", name[1:]) for name in value if name.startswith("!"))
-    for pattern in without:
-        if pattern.text.rpartition("@")[2] in (ID, EMBEDDING) and "@" in pattern.text:
-            raise ValueError(f"save_slots: found '!{pattern.text}', but ids and embeddings are always saved")
-    return (None if without and not kept else kept), without
-
-
-def _pairs(what: str, value: Any) -> list[tuple[str, Any]]:
-    if value is None:
-        return []
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) and name for name in value):
-        raise TypeError(f"{what} must be a dict, name or pattern -> what is said of it, found {value!r:.200}")
-    return list(value.items())
-
-
-def _pattern(what: str, text: str) -> Pattern:
-    if text in GROUPS and text not in _GROUPS:
-        raise ValueError(f"{what}: found the group {text!r}, expected {' or '.join(_GROUPS)}, or names of slots")
-    return Pattern(text)
-
-
-def _row_filter(name: str, value: Any) -> RowFilter:
-    try:
-        return parse_row_filter(value)
-    except ValueError as error:
-        raise ValueError(f"save_where[{name!r}]: {error}") from error
-
-
-def _dtype(name: str, dtype: Any) -> str:
-    text = str(dtype).removeprefix("torch.")
-    if text not in FLOATS:
-        expected = f"one of {', '.join(FLOATS)}{nearest(text, FLOATS)}"
-        raise ValueError(f"store[{name!r}]: found {dtype!r:.100}, expected {expected}")
-    return text
 
 
 def _is_of(pattern: Pattern, table: str) -> bool:

@@ -101,7 +101,7 @@ def commit(
         info.note(**{**totals, "n_bytes": 0})  # bytes that count are yet to come
         if kind.base is not None:
             manifest = standing_on(committing.chain_of(to.fence.listing, kind.base), manifest)
-        manifest = attempt.commit(to.fence, manifest, to.transfers.visible)
+        manifest = attempt.commit(to.fence, manifest, to.transport.visible)
         info.note(outcome=info.words.is_committed)
     return manifest, {**totals, "commit_sec": info.commit_sec}
 
@@ -141,7 +141,7 @@ def rotate(job: Job, to: Destination) -> None:
             for left in fence.leftovers(listing, fence.epoch):
                 if left.epoch == fence.epoch and not left.is_offer:  # others go at the next takeover, which lists them
                     rotation.remove_leftover(storage, left.directory, to.concurrency)
-            adopt_offers(storage, fence, to.transfers.visible)
+            adopt_offers(storage, fence, to.transport.visible)
             own = fence.listing.find(info.ckpt_id)
             if own is not None:
                 info.note(n_links=len(own.links))

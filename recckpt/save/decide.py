@@ -173,7 +173,7 @@ def _difference(proposals: Sequence[Proposal]) -> RankFailure | None:
             cause = f"it saves {each.ckpt_id!r} of step {each.step}, rank 0 {first.ckpt_id!r} of step {first.step}"
             return RankFailure(Phase.AGREE, f"{cause}: all ranks save the same", rank)
         if each.choice != first.choice:
-            cause = "its save_slots, save_where or store is not that of rank 0"
+            cause = "its choose= is not that of rank 0"
             return RankFailure(Phase.AGREE, f"{cause}: give all ranks the same", rank)
     unmatched = frozenset.intersection(*(each.unmatched for each in proposals))
     if unmatched:

@@ -267,7 +267,7 @@ def agreed_kind(proposals: Sequence[DeltaProposal | None]) -> Kind:
         return Kind(why_full=f"rank {others[0]} counts changes from another checkpoint, or none")
     tables = _changes_of_all([each.tables for each in proposals if each is not None])
     for name in compress(tables.names, tables.is_saved_otherwise):
-        return Kind(why_full=f"table {name!r} is not saved as before: other save_slots, save_where or store")
+        return Kind(why_full=f"table {name!r} is not saved as before: choose= is another")
     n_changed = int(np.where(tables.is_replaced, tables.n_rows, tables.n_changed).sum())
     why_full = first.policy.why_full(first.chain, n_changed, int(tables.n_rows.sum()))
     if first.chain is None:

@@ -30,7 +30,7 @@ from recckpt.save.trainers import Trainers
 from recckpt.sparse.files.table_rows import OrderedRows, PieceBuffers, TableSource, deleted_from
 from recckpt.sparse.split import state_of
 from recckpt.storage import Storage
-from recckpt.storage.transfers import Transfers
+from recckpt.storage.transfers import Transport
 from recckpt.telemetry import Operation
 from recckpt.types import SavableTable
 
@@ -176,13 +176,12 @@ class Destination:
 
     storage: Storage  # the output dir
     fence: Fence  # the saver's hold on it
-    transfers: Transfers  # how files go up
+    transport: Transport  # how files go up
     sparse_saver: SparseSaver  # writes the tables of this rank
     concurrency: int  # threads that write and remove; with one, a save makes none, but where it takes over
     min_free_bytes: int  # what a save leaves of the storage's room
     on_save: OnSave | None  # called with each save that is committed, or has failed
     changes: Changes | None  # what deltas are made of; None where all saves are full
-    has_bar: bool = True  # whether long saves show a bar
     buffers: DenseBuffers = field(default_factory=DenseBuffers)  # where staging copies dense tensors to
     digests: RankDigests = field(default_factory=RankDigests)  # of the state that one rank saves for all
     logged: set[tuple[str, str]] = field(default_factory=set)  # directories and what is wrong there, once it was logged

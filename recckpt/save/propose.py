@@ -169,7 +169,7 @@ def measured_room(to: Destination) -> Room:
         OSError: the output dir is gone, or the storage failed.
     """
     to.storage.check_there()
-    work_dir = to.transfers.work_dir
+    work_dir = to.transport.work_dir
     work = WorkRoom(work_dir.url, work_dir.device, work_dir.free_bytes()) if work_dir else None
     return Room(to.storage.url, to.storage.free_bytes(), to.min_free_bytes, work)
 

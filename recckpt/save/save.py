@@ -166,7 +166,7 @@ def _commit(staged: Staged, head: Manifest, attempt: Attempt, job: Job, to: Dest
 
     def write_own() -> RankRecord:
         what = f"saving {info.ckpt_id}" if staged.kind.base is None else f"saving {info.ckpt_id} as a delta"
-        with Progress(what, staged.sparse_bytes, has_bar=to.has_bar and ranks.rank == 0) as progress:
+        with Progress(what, staged.sparse_bytes, has_bar=ranks.rank == 0) as progress:
             progress.n_rows = sum(table.n_rows for table in staged.tables)
             own.append(write(staged, attempt.intent, job, to, progress))
         return own[0]

@@ -65,7 +65,7 @@ class SaveInfo:
         n_rows: of all tables, whether they were written or had not changed.
         n_upserts: rows that were written.
         n_deletes: ids that were written as deleted.
-        n_left_out: rows of the tables that ``save_where`` leaves out.
+        n_left_out: rows of the tables that ``Choose(where=...)`` leaves out.
         largest_errors: slots that ``store`` makes narrower -> by how much a value of the checkpoint is off at most.
         n_evicted: rows that policies of the tables have evicted since the tables were made, on all ranks.
         kept_rows: rows that were copied aside, on all ranks, because training changed them meanwhile.

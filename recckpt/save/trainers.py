@@ -34,7 +34,7 @@ _MANY_PASSES = 2  # whose gradients wait in a table without an optimizer: those 
 _NAMED = 3  # parameters in a message
 _TRAIN_TABLES = (
     "model.parameters() has no rows of tables; make one of the tables, such as "
-    "SparseAdam(recckpt.filter_out_sparse_param(model)), give it to Saver(model, sparse_optim), and call its step()"
+    "SparseAdam(recckpt.recis.filter_out_sparse_param(model)), give it to Saver(model, sparse_optim), and call step()"
 )
 _SPARSE = (
     "a sparse optimizer trains {}, and the Saver was not given it: its steps and hyper-parameters are not saved; make "

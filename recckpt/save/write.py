@@ -160,8 +160,8 @@ def write(staged: Staged, intent: Intent, job: Job, to: Destination, progress: P
     check_owner = partial(check_epoch, to.storage, intent.epoch)
     try:
         if rank:
-            Lookout(to.storage, to.transfers.visible, check_owner).check_intent(intent)
-        with Outbox(to.storage, to.transfers) as outbox:
+            Lookout(to.storage, to.transport.visible, check_owner).check_intent(intent)
+        with Outbox(to.storage, to.transport) as outbox:
             shard = Attempt(to.storage, intent).shard(rank, job.ranks.size, outbox)
             states: dict[str, Mapping[str, Any]] = {
                 layout.io_state(rank): staged.io_state,

@@ -11,22 +11,21 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import xxhash
 
+from recckpt.parallel.ranks import VISIBLE_SEC
 from recckpt.parallel.threads import run_all
 from recckpt.storage.base import HashingSink, Sink, Storage
 from recckpt.storage.local import LocalStorage
 from recckpt.storage.local_files import check_owner
 from recckpt.storage.retry import RetryPolicy
 from recckpt.text import size
-from recckpt.types import flag, positive_int
 
 _LOOK_SEC = 0.05  # a process cannot wait for the first of several locks
-VISIBLE_SEC = 90.0  # an NFS client may use a listing for 60
 VISIBLE = RetryPolicy(first_sec=0.1, cap_sec=2.0, deadline_sec=VISIBLE_SEC)
 _CHUNK_BYTES = 8 << 20
 
@@ -170,7 +169,7 @@ def no_work_room(url: str, free: int, n_bytes: int) -> OSError:
 
 
 @dataclass(frozen=True)
-class Transfers:
+class Transport:
     """How files travel; by default, straight up and straight down."""
 
     slots: UploadSlots | None = None  # each file that goes up takes one of them
@@ -179,47 +178,11 @@ class Transfers:
     visible: RetryPolicy = VISIBLE  # how, and for how long, to look for files that other hosts have written
 
 
-def upload_slots(output_dir: str, max_uploads: int | None, timeout_sec: float) -> UploadSlots | None:
-    """Return what the processes of one host share as they send files; ValueError where ``max_uploads`` is invalid."""
-    if max_uploads is None:
-        return None
-    url = str(output_dir)
-    to = url if "://" in url else str(Path(url).absolute())
-    return UploadSlots(positive_int("max_uploads", max_uploads), to, timeout_sec)
-
-
-def transfers_of(
-    slots: UploadSlots | None,
-    *,
-    work_dir: str | os.PathLike[str] | None,
-    pre_download: bool,
-    visible_sec: float,
-    timeout_sec: float,
-) -> Transfers:
-    """Return what the options of :class:`recckpt.Saver` ask for, and make the work dir.
-
-    Raises:
-        ValueError: an option is invalid.
-        OSError: the work dir cannot be written.
-    """
-    flag("pre_download", pre_download)
-    if type(visible_sec) not in (int, float) or not 0 <= visible_sec < float("inf"):
-        raise ValueError(f"visible_sec must be a finite number of at least 0, found {visible_sec!r}")
-    if not isinstance(work_dir, str | os.PathLike | None) or "://" in str(work_dir) or work_dir == "":
-        raise ValueError(f"work_dir must be a path on this host, found {work_dir!r}")
-    copies = None if work_dir is None else WorkDir(os.fspath(work_dir))
-    downloads = copies or WorkDir(tempfile.gettempdir())
-    if copies is not None:
-        copies.prepare()
-    visible = replace(VISIBLE, deadline_sec=min(visible_sec, timeout_sec / 2))
-    return Transfers(slots, copies, downloads if pre_download else None, visible)
-
-
 class Outbox:
     """The new files of one save, which are in the storage once :meth:`publish` has returned. Thread-safe."""
 
-    def __init__(self, storage: Storage, transfers: Transfers) -> None:
-        self._storage, self._slots, self._work_dir = storage, transfers.slots, transfers.work_dir
+    def __init__(self, storage: Storage, transport: Transport) -> None:
+        self._storage, self._slots, self._work_dir = storage, transport.slots, transport.work_dir
         self._copies: list[_StagedFile] = []
         self._lock = threading.Lock()
 

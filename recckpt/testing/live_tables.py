@@ -77,7 +77,7 @@ class LiveTableContract:
         model = nn.Module()
         tables = live_tables(model, adapters=[table], **self.options)
         options: dict[str, Any] = {"max_keep": None, "deltas": Deltas(max_dirty=1, max_chain_bytes=100)}
-        return tables, Saver(model, output_dir=str(output_dir), tables=tables, progress=False, **options)
+        return tables, Saver(model, output_dir=str(output_dir), tables=tables, **options)
 
     def test_it_says_what_it_is(self) -> None:
         """Names, rows, slots and numbers that a checkpoint can have."""
@@ -234,7 +234,7 @@ class LiveTableContract:
             other = HashTable(shape, name=table.name, dtype=embeddings.dtype)
             other.insert(torch.tensor([id_]), torch.ones(1, *shape, dtype=other.dtype))
             url = str(tmp_path / str(number))
-            Saver(ModelOf(other), output_dir=url, progress=False).save("a")
+            Saver(ModelOf(other), output_dir=url).save("a")
             with pytest.raises((StateMismatchError, LiveTableError)):
                 saver.load_by_config({"path": url, "load": ["*@id", "*@embedding"]})
             assert live_rows(table) == rows

@@ -63,7 +63,7 @@ class SavableTableContract:
 
     def saver(self, output_dir: Path, *tables: SavableTable, **options: Any) -> Saver:
         """Return a saver of tables."""
-        return Saver(ModelOf(*tables), output_dir=str(output_dir), max_keep=None, progress=False, **options)
+        return Saver(ModelOf(*tables), output_dir=str(output_dir), max_keep=None, **options)
 
     def test_an_empty_table_says_its_name_and_slots(self) -> None:
         """Names, shapes and dtypes are known without a row: by these a load looks whether a checkpoint fits."""

@@ -20,6 +20,7 @@ log = logging.getLogger("recckpt")
 
 DELAY_SEC = 2.0  # what is over by then shows no bar
 SWITCH = "RECCKPT_PROGRESS"  # 0: no bars; 1: bars where stderr is not a terminal, too
+OFF = "TQDM_DISABLE"  # any text: no bars; tqdm itself looks at it only when it is imported
 
 _open: set[int] = set()  # of the bars that are at work
 _clocks: set[int] = set()  # of what shows how long it takes
@@ -129,8 +130,8 @@ class _Bar:
 
 
 def are_shown() -> bool:
-    """Say whether bars are to be drawn: by RECCKPT_PROGRESS, else where there is a terminal or a notebook."""
-    setting = os.environ.get(SWITCH, "").strip()
+    """Say whether bars are to be drawn: by TQDM_DISABLE and RECCKPT_PROGRESS, else on a terminal or in a notebook."""
+    setting = "0" if os.environ.get(OFF) else os.environ.get(SWITCH, "").strip()
     if setting in ("0", "1"):
         return setting == "1"
     return _is_notebook() or is_terminal(sys.stderr)

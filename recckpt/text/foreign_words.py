@@ -14,8 +14,8 @@ from recckpt.text.words import nearest
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_KEEP = "write max_keep=3, or a policy of recckpt.policies.keep such as Newest(2) | EveryNth(1000) | Best(3, 'auc')"
-_WHEN = "write save_interval=1000, or a policy of recckpt.policies.when such as EveryEpochs(1) | EverySeconds(600)"
+_KEEP = "write max_keep=3, or a policy of recckpt.policies such as Newest(2) | EveryNth(1000) | Best(3, 'auc')"
+_WHEN = "write save_interval=1000, or a policy of recckpt.policies such as EveryEpochs(1) | EverySeconds(600)"
 _ALL = "omit it: what was attached, or registered by register_for_checkpointing(name, obj), is saved and restored"
 _READERS = "CheckpointReader and follow read rows, load_into and Standby fill a model (docs/read.md)"
 _BEST = "recckpt.find_checkpoint(output_dir, 'best', 'auc') has step, path and state; max_keep=Best(1, 'auc') keeps it"
@@ -23,6 +23,8 @@ _NEWEST = "latest_step(), or recckpt.find_checkpoint(output_dir, 'latest'), whic
 _STATE = "save(state={...}) writes it, recckpt.find_checkpoint(output_dir, step).state reads it"
 _NORM = "recckpt.sparse.clip_grad_norm_ limits gradients, torch.nn.functional.normalize(rows, dim=-1) what is read"
 _SCRIPT = "a script does that, by recckpt.CheckpointManager; the commands `recckpt show` and `recckpt export` read"
+_OF_TRANSFERS = ("max_uploads", "min_free_bytes", "pre_download", "timeout_sec", "visible_sec", "work_dir")
+_OF_RECIS = ("filter_out_sparse_param", "is_hashtable", "split_sparse_dense_state_dict")
 _IN_SHELL = {  # a command or an option -> what to write
     **dict.fromkeys(("load", "load_checkpoint", "restore", "resume", "save"), _SCRIPT),
     **dict.fromkeys(("checkpoints", "latest", "list", "list_checkpoints"), "write `recckpt ls RUN`"),
@@ -40,19 +42,34 @@ _IN_PYTHON = {  # an argument, an attribute or a name -> what to write
     **dict.fromkeys(("checkpoint_dir", "directory", "dirpath"), "write output_dir=...; saver.output_dir has it"),
     **dict.fromkeys(("max_keep", "model", "output_dir"), "it is the saver's: Saver(max_keep=3), saver.max_keep"),
     **dict.fromkeys(("filename", "step_name_format"), "write step_prefix='model' for model_300"),
+    **{name: f"write transfers=Transfers({name}=...) of recckpt.policies" for name in _OF_TRANSFERS},
+    **{name: f"write recckpt.inspect.{name}" for name in ("connect", "history", "is_checkpoint", "scan")},
+    **{name: f"write recckpt.rewrite.{name}" for name in ("compact", "forget", "mirror")},
+    **{name: f"write recckpt.recis.{name}" for name in _OF_RECIS},
+    **dict.fromkeys(("manager", "saver"), "write each option by itself, such as max_keep=3"),
     **dict.fromkeys(("async_options", "enable_async_checkpointing"), "write async_save=True, the default of attach"),
     **dict.fromkeys(("load", "load_checkpoint"), "write restore(), or saver.load(path) for a checkpoint elsewhere"),
+    "backpressure": "write async_save='latest', or 'skip', or 'wait'",
     "check_for_errors": "write wait_until_finished(), which raises the error of the save",
     "checkpoints": "write recckpt.list_checkpoints(output_dir)",
-    "dataset": "write loader=...",
+    "dataset": "for data that is trained on write loader=..., for rows of a table recckpt.inspect.dataset(path, table)",
+    "event_time": "write manager.event_time = ...",
     "force": "omit it: save() saves whatever should_save() says",
+    "grace_sec": "write save_on_signal=OnSignal(('SIGTERM',), grace_sec=240) of recckpt.policies",
     "is_saving_in_progress": "write saver.is_saving",
     "mode": "for checkpoints write Best(3, 'auc', mode='max'), for rows table.bag(ids, mode='mean')",
+    "near_interval": "write near=Near(path, interval=20)",
     "options": "write each option by itself, such as max_keep=3",
+    "progress": "TQDM_DISABLE=1 in the environment shows no bars",
+    "raise_after": "write on_save_error=Tolerate(raise_after=10) of recckpt.policies",
+    "reload_interval": "write load_model_bank(bank, reload_interval=1000)",
     "save_last": "omit it: the newest checkpoint is always kept",
-    "save_weights_only": "write save_slots=[]",
+    "save_slots": "write choose=Choose(slots=['*@count']) of recckpt.policies",
+    "save_weights_only": "write choose=Choose(slots=[]) of recckpt.policies",
+    "save_where": "write choose=Choose(where={'item': {'count': {'min': 2}}}) of recckpt.policies",
     "sparse_optim": "write optimizers=[...], which takes all of them",
     "step": "omit it: step() counts by itself; save(300) and restore(300) take a step",
+    "store": "write choose=Choose(store={'*@*exp_avg*': 'bfloat16'}) of recckpt.policies",
     "strict": "write load_conf={'strict': False}",
     "verbose": "write logging.basicConfig(level=logging.INFO): a line for each save",
     # of nn.Embedding and nn.EmbeddingBag
@@ -77,7 +94,7 @@ _GONE = {  # the same in either place, of an earlier recckpt
     ),
     **dict.fromkeys(
         ("max_upload_rate", "--max-upload-rate"),
-        "bytes a second are shaped by the store or the host's network; max_uploads of Saver limits files at once",
+        "bytes a second are shaped by the store or the host's network; Transfers(max_uploads=4) limits files at once",
     ),
     "csv": "CSV goes by Parquet, with polars: pl.read_csv(...).write_parquet(...) before an import, "
     "pl.read_parquet(...).write_csv(...) after an export; docs/convert.md has both lines",
@@ -116,7 +133,7 @@ def answers_by(example: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Return a decorator of what answers arguments that it does not take by what to write in their place.
 
     Args:
-        example: a call that would do.
+        example: a call that would do; of a class with subclasses its arguments alone, in parentheses.
     """
 
     def decorated(call: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -127,22 +144,29 @@ def answers_by(example: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
             except TypeError as error:
                 if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
                     raise  # the call has taken its arguments
-                raise TypeError(f"{_misfit(error, call, options)}; a call that would do is {example}") from None
+                name = call.__qualname__
+                if name.endswith(".__init__"):
+                    name = type(args[0]).__name__
+                would_do = f"{name}{example}" if example.startswith("(") else example
+                raise TypeError(f"{_misfit(error, call, name, options)}; a call that would do is {would_do}") from None
 
         return answering
 
     return decorated
 
 
-def _misfit(error: TypeError, call: Callable[..., object], options: Mapping[str, Any]) -> str:
+def _misfit(error: TypeError, call: Callable[..., object], name: str, options: Mapping[str, Any]) -> str:
     """Return what Python says of arguments that do not fit, and of those that are unknown what to write instead."""
-    name, known = call.__qualname__.removesuffix(".__init__"), inspect.signature(call).parameters
+    known = inspect.signature(call).parameters
     problem = str(error).partition(". Did you mean")[0]  # Python's own guess, from 3.13 on
     problem = problem.replace(call.__qualname__, name.rpartition(".")[2])
-    words: dict[str, list[str]] = {}  # what to write -> in place of which
     unknown = [word for word in options if word not in known]
+    guess = ""
+    if unknown and "unexpected" in problem and not write_instead(unknown[0]):  # which Python has named
+        guess = nearest(unknown.pop(0), known)
+    words: dict[str, list[str]] = {}  # what to write -> in place of which
     for word in unknown:
-        if instead := write_instead(word):
-            words.setdefault(instead, []).append(repr(word))
-    guess = nearest(unknown[0], known) if unknown and not words and "unexpected" in problem else ""
+        words.setdefault(write_instead(word) or nearest(word, known) or ": there is no such argument", []).append(
+            repr(word)
+        )
     return "; ".join([f"{problem}{guess}", *(f"{', '.join(names)}{instead}" for instead, names in words.items())])

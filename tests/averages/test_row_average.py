@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from recckpt import CheckpointManager, CheckpointReader, Saver, filter_out_sparse_param
+from recckpt import CheckpointManager, CheckpointReader, Saver
 from recckpt.averages import RowAverage
+from recckpt.policies import Choose
 from recckpt.policies.admit import MinCount
 from recckpt.policies.evict import SmallNorm
+from recckpt.recis import filter_out_sparse_param
 from recckpt.sparse import EmbeddingCollection, HashTable, ShardedHashTable, SparseAdam, SparseSGD
 from recckpt.sparse.table.nn_module import first_embeddings
 
@@ -222,7 +224,7 @@ def test_the_averages_of_a_checkpoint_go_into_a_plain_model_and_a_model_into_an_
         average.update()
     ids, own = model.table.ids(), average.tables["t"]
     with average.swap():
-        Saver(model, output_dir=str(tmp_path / "average"), save_slots=[]).save("1")
+        Saver(model, output_dir=str(tmp_path / "average"), choose=Choose(slots=[])).save("1")
         shown = copy.deepcopy(model)
     Saver(model, optimizer, output_dir=str(tmp_path / "model")).save("1")
     plain = Clicks()

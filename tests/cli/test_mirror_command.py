@@ -128,7 +128,7 @@ def test_follow_goes_on_until_it_is_interrupted_and_says_what_changes(recckpt, t
 def test_follow_goes_on_after_an_error_of_the_storage_and_ends_where_somebody_goes_on_from_the_mirror(
     recckpt, run, to, monkeypatch
 ):
-    from recckpt.rewrite.mirror import Mirror
+    from recckpt.rewrite.mirroring import Mirror
 
     def fail(self):
         raise OSError("the network is away")
@@ -150,7 +150,7 @@ def test_follow_goes_on_after_an_error_of_the_storage_and_ends_where_somebody_go
 
 
 def test_follow_goes_on_after_a_pass_of_another_mirror(recckpt, run, to, monkeypatch):
-    from recckpt.rewrite.mirror import Mirror
+    from recckpt.rewrite.mirroring import Mirror
 
     real = Mirror.update
 

@@ -318,8 +318,8 @@ CALLS = {
     "CheckpointReader": lambda at: CheckpointReader(at),
     "list_checkpoints": lambda at: recckpt.list_checkpoints(at),
     "find_checkpoint": lambda at: recckpt.find_checkpoint(at, "latest"),
-    "compact": lambda at: recckpt.compact(at),
-    "forget": lambda at: recckpt.forget(at, "t", [1]),
+    "compact": lambda at: recckpt.rewrite.compact(at),
+    "forget": lambda at: recckpt.rewrite.forget(at, "t", [1]),
     "diff": lambda at: recckpt.diff(at, at),
 }
 

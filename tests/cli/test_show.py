@@ -14,6 +14,7 @@ from torch import nn
 
 from recckpt import Saver
 from recckpt.format.buckets import gen_slice
+from recckpt.policies import Choose
 from recckpt.storage import open_storage
 
 
@@ -178,7 +179,8 @@ def test_a_damaged_newest_is_passed_over_and_named(recckpt, tmp_path, caplog):
 
 def test_what_was_left_out_of_a_table_or_made_narrower_is_said(recckpt, tmp_path):
     run = Run(
-        tmp_path, save_slots=["!*@*_sq"], save_where={"item": {"sample": 0.5}}, store={"item@embedding": "bfloat16"}
+        tmp_path,
+        choose=Choose(slots=["!*@*_sq"], where={"item": {"sample": 0.5}}, store={"item@embedding": "bfloat16"}),
     )
     run.train(10)
     said, shown = recckpt("show", tmp_path), recckpt("show", tmp_path, "--json").json

@@ -19,11 +19,13 @@ from support.conversions import arrow_table, rows_bytes, some_rows, table_bytes
 from support.delta_runs import rows_of, run_with_chain
 from torch import nn
 
-from recckpt import CheckpointReader, Saver, dataset
+from recckpt import CheckpointReader, Saver
 from recckpt.convert import ImportOptions, export_checkpoint, import_checkpoint
 from recckpt.convert.view import narrowed
 from recckpt.errors import ConversionError
 from recckpt.format.tensor_index import widened
+from recckpt.inspect import dataset
+from recckpt.policies import Choose
 from recckpt.sparse import HashTable
 from recckpt.types import SlotSpec
 
@@ -153,7 +155,7 @@ def test_a_least_value_means_the_same_rows_to_a_save_a_load_and_an_export(tmp_pa
     source.insert(ids, torch.zeros(len(ids), 1), {"s": column.reshape(-1, *shape)})
     model = nn.ModuleDict({"t": source})
     Saver(model, output_dir=str(tmp_path / "all")).save("c")
-    Saver(model, output_dir=str(tmp_path / "some"), save_where={"t": where}).save("c")
+    Saver(model, output_dir=str(tmp_path / "some"), choose=Choose(where={"t": where})).save("c")
     into = Saver(nn.ModuleDict({"t": loaded}), output_dir=str(tmp_path / "own"))
     into.load_by_config([{"path": str(tmp_path / "all"), "where": where}])
     export_checkpoint(tmp_path / "all", tmp_path / "out", to="npy", where=where)

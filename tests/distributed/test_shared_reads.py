@@ -19,6 +19,7 @@ from support.thread_ranks import ThreadGroup, on_ranks
 from recckpt.errors import CorruptCheckpointError, PartlyLoadedError, RecckptError
 from recckpt.format.buckets import Slice
 from recckpt.output_dir.listing import locate
+from recckpt.policies import Transfers
 from recckpt.sparse.files import filler, link_pass
 from recckpt.sparse.files.filler import TableFiller
 from recckpt.sparse.files.part_reader import LinkBatches
@@ -300,6 +301,6 @@ def test_a_chain_of_many_tables_is_read_once_and_in_few_requests(counted, tmp_pa
         assert rows["t1"] == ALL["narrow"]
         return Counter(counted)
 
-    straight, copied = counted_in(), counted_in(pre_download=True, work_dir=tmp_path)
+    straight, copied = counted_in(), counted_in(transfers=Transfers(pre_download=True, work_dir=tmp_path))
     assert 0.8 <= straight["parts"] / sum(parts) <= 1.05
     assert straight["requests"] <= copied["requests"]

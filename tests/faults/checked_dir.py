@@ -324,7 +324,7 @@ class CheckedDir:
             self.save()
         newest = self.current[-1] if self.current else None
         try:
-            made = recckpt.compact(self.url, threads=1)
+            made = recckpt.rewrite.compact(self.url, threads=1)
         except CheckpointNotFoundError:
             assert not self.versions
         except CorruptCheckpointError:

@@ -48,9 +48,9 @@ def save_in_child(url, max_keep, steps, branch, restore, before, threads, backgr
             os.kill(os.getpid(), signal.SIGSTOP)
         if how["offers"]:
             job.saver._to.fence.hold()  # first: an offer belongs to the epoch under which it was begun
-            recckpt.compact(url, threads=1)
+            recckpt.rewrite.compact(url, threads=1)
         if how["forgets"] is not None:
-            recckpt.forget(url, "t", [how["forgets"]])
+            recckpt.rewrite.forget(url, "t", [how["forgets"]])
         try:
             job.save(background=background)
         except SaveFailedError as error:

@@ -101,7 +101,7 @@ class Trainer:
             self.start()
             self.change()
         elif habit == "adopts":
-            recckpt.compact(str(self.root), threads=1)
+            recckpt.rewrite.compact(str(self.root), threads=1)
 
 
 def try_each(figures, trainer, habit, stride, **options):

@@ -32,7 +32,7 @@ from output_dir import test_chains, test_delta_listing, test_expired_links, test
 from output_dir.test_delta_listing import chain  # noqa: F401
 from output_dir.test_offers import run  # noqa: F401
 from output_dir.test_rotation import replaced  # noqa: F401
-from rewrite import test_compact
+from rewrite import test_compaction
 from save import test_delta_base, test_deltas
 from save.test_deltas import training  # noqa: F401
 from sparse.table import test_marks
@@ -269,7 +269,7 @@ FOUND = {
     "superseded_first": By(test_expired_links.test_what_is_superseded_goes_and_the_pin_holds_what_supersedes_it),
     "sync_before_drop": By(test_rotation.test_what_is_superseded_goes_only_after_what_supersedes_it_is_durable),
     "unique_names": By(
-        test_compact.test_an_unfinished_offer_does_not_keep_another_from_being_made, error=FileExistsError
+        test_compaction.test_an_unfinished_offer_does_not_keep_another_from_being_made, error=FileExistsError
     ),
     "adopt_whole": By(
         test_offers.test_an_offer_that_is_not_whole_is_refused, {"file": "sparse/00000-of-00002.g0.00.arrow"}

@@ -56,7 +56,7 @@ def ids_and_firsts(ids, vectors):
 @pytest.mark.parametrize("table", ROWS)
 def test_pyarrow_polars_duckdb_and_pandas_read_exactly_the_rows_of_a_table_among_tables_that_differ(tmp_path, table):
     three_shards(tmp_path)
-    rows = recckpt.dataset(tmp_path, table)
+    rows = recckpt.inspect.dataset(tmp_path, table)
     expected = {n: float(n) for n in ROWS[table]}
 
     found = rows.to_table()
@@ -81,7 +81,7 @@ def vectors(found):
 
 def test_queries_reach_into_the_rows_lazily(tmp_path):
     three_shards(tmp_path)
-    items = recckpt.dataset(tmp_path / "ckpt_1", "item")
+    items = recckpt.inspect.dataset(tmp_path / "ckpt_1", "item")
     assert pl.scan_pyarrow_dataset(items).filter(pl.col("id") > 297).collect()["id"].sort().to_list() == [298, 299]
     assert duckdb.sql("select max(embedding[8]) from items where id < 100").fetchall() == [(99.0,)]
     assert items.to_table(columns=["id"], filter=pc.field("id") == 7).to_pydict() == {"id": [7]}
@@ -91,14 +91,14 @@ def test_queries_reach_into_the_rows_lazily(tmp_path):
 
 def test_a_dataset_can_be_had_on_any_storage(url):
     three_shards(url)
-    rows = recckpt.dataset(url, "item")
+    rows = recckpt.inspect.dataset(url, "item")
     assert sorted(rows.to_table()["id"].to_pylist()) == list(range(300))
     assert sorted(rows.to_table()["id"].to_pylist()) == list(range(300))  # once more, from the files that are open
 
 
 def test_a_dataset_is_read_to_its_end_though_the_checkpoint_is_removed_meanwhile(tmp_path):
     three_shards(tmp_path)
-    rows = recckpt.dataset(tmp_path, "shop")
+    rows = recckpt.inspect.dataset(tmp_path, "shop")
     for path in sorted((tmp_path / "ckpt_1").rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     assert rows.count_rows() == 40
@@ -106,7 +106,7 @@ def test_a_dataset_is_read_to_its_end_though_the_checkpoint_is_removed_meanwhile
 
 def test_bfloat16_comes_as_bit_patterns_that_are_marked(tmp_path):
     save_tables(tmp_path, [filled("item", range(10), dtype=torch.bfloat16)])
-    rows = recckpt.dataset(tmp_path, "item")
+    rows = recckpt.inspect.dataset(tmp_path, "item")
     assert rows.schema.field("embedding").metadata == {b"recckpt.dtype": b"bfloat16"}
     frame = pl.from_arrow(rows.to_table()).sort("id")
     bits = frame["embedding"].to_numpy().astype(np.uint32) << 16
@@ -116,8 +116,8 @@ def test_bfloat16_comes_as_bit_patterns_that_are_marked(tmp_path):
 @pytest.mark.parametrize("table", ROWS)
 def test_without_checks_the_fragments_of_a_table_have_its_rows_though_others_share_its_files(url, table):
     three_shards(url)
-    rows = recckpt.dataset(url, table, checked=False)
-    assert rows.schema == recckpt.dataset(url, table).schema
+    rows = recckpt.inspect.dataset(url, table, checked=False)
+    assert rows.schema == recckpt.inspect.dataset(url, table).schema
     found = pa.concat_tables([rows.schema.empty_table(), *(part.to_table() for part in rows.get_fragments())])
     found.validate(full=True)
     assert set(found["table"].to_pylist()) <= {table}
@@ -131,14 +131,14 @@ def test_without_checks_the_fragments_of_a_table_have_its_rows_though_others_sha
 def test_what_is_not_there_is_named(tmp_path):
     save_tables(tmp_path, different_tables())
     with pytest.raises(KeyError, match="did you mean 'item'"):
-        recckpt.dataset(tmp_path, "itme")
+        recckpt.inspect.dataset(tmp_path, "itme")
     with pytest.raises(KeyError, match="did you mean 'item'"):
-        recckpt.scan(tmp_path, "itme")
-    for look in (lambda path: recckpt.dataset(path, "item"), recckpt.connect):
+        recckpt.inspect.scan(tmp_path, "itme")
+    for look in (lambda path: recckpt.inspect.dataset(path, "item"), recckpt.inspect.connect):
         with pytest.raises(CheckpointNotFoundError, match="does not exist"):
             look(tmp_path / "nowhere")
     with pytest.raises(TypeError):
-        recckpt.connect(3)
+        recckpt.inspect.connect(3)
 
 
 def test_a_part_of_another_schema_and_one_that_is_cut_are_refused_at_once(tmp_path):
@@ -146,10 +146,10 @@ def test_a_part_of_another_schema_and_one_that_is_cut_are_refused_at_once(tmp_pa
     forge = Forge(tmp_path / "ckpt_1")
     forge.edit_part(lambda batch: batch.drop_columns(["embedding"]))
     with pytest.raises(CorruptCheckpointError, match="columns"):
-        recckpt.dataset(tmp_path, "item")
+        recckpt.inspect.dataset(tmp_path, "item")
     forge.path(forge.parts[0]).write_bytes(b"ARROW1")
     with pytest.raises(CorruptCheckpointError, match="6 bytes"):
-        recckpt.dataset(tmp_path, "item")
+        recckpt.inspect.dataset(tmp_path, "item")
 
 
 def damaged(path, **options):
@@ -159,7 +159,7 @@ def damaged(path, **options):
     seven, eight = (np.array([first, 7], np.float32).tobytes() for first in (7, 8))
     [part] = [part for part in forge.parts if seven in forge.path(part).read_bytes()]
     forge.path(part).write_bytes(forge.path(part).read_bytes().replace(seven, eight, 1))
-    return recckpt.dataset(path, "item")
+    return recckpt.inspect.dataset(path, "item")
 
 
 def test_every_value_that_a_query_reads_is_checked_and_no_other(tmp_path):
@@ -185,7 +185,7 @@ def test_every_value_that_a_query_reads_is_checked_and_no_other(tmp_path):
 @pytest.mark.slow
 def test_rows_are_given_out_before_those_behind_them_are_read(tmp_path, monkeypatch):
     save_tables(tmp_path, [filled("item", range(30_000))], batch_bytes=100, concurrency=1)
-    rows, checked = recckpt.dataset(tmp_path, "item"), []
+    rows, checked = recckpt.inspect.dataset(tmp_path, "item"), []
     real = PartReader.column_problem
     monkeypatch.setattr(
         PartReader, "column_problem", lambda self, number, *rest: checked.append(number) or real(self, number, *rest)
@@ -196,7 +196,7 @@ def test_rows_are_given_out_before_those_behind_them_are_read(tmp_path, monkeypa
 
 def test_columns_of_a_map_are_checked_once(tmp_path, monkeypatch):
     save_tables(tmp_path, [filled("item", range(300), slots={"sparse_s": ()})], batch_bytes=500)
-    rows, checked = recckpt.dataset(tmp_path, "item"), []
+    rows, checked = recckpt.inspect.dataset(tmp_path, "item"), []
     real = PartReader.column_problem
     monkeypatch.setattr(
         PartReader, "column_problem", lambda self, number, *rest: checked.append(rest[-1]) or real(self, number, *rest)
@@ -213,7 +213,7 @@ def test_arrow_reads_the_files_by_itself_only_where_that_is_asked_for(tmp_path):
     rows = damaged(tmp_path)
     with pytest.raises(NotImplementedError, match="checked=False"):
         rows.sort_by("id").to_table()
-    alone = recckpt.dataset(tmp_path, "item", checked=False)
+    alone = recckpt.inspect.dataset(tmp_path, "item", checked=False)
     first = pc.list_element(pc.field("embedding"), 0)
     assert alone.to_table(columns={"first": first})["first"].to_pylist().count(8) == 2
     assert alone.schema == rows.schema
@@ -227,7 +227,7 @@ def saved(path, *tables, **options):
 
 def test_each_table_is_a_view_of_its_id_and_slots(tmp_path):
     saved(tmp_path, filled('a"b;', range(9), slots={"sparse_s": ()}), filled("shop", range(4)), filled("none", []))
-    with recckpt.connect(tmp_path) as connection:
+    with recckpt.inspect.connect(tmp_path) as connection:
         names = {name for (name,) in connection.sql("show tables").fetchall()}
         assert names == {'a"b;', "shop", "none", "checkpoints", "timeline"}
         assert connection.sql('from "a""b;"').columns == ["id", "embedding", "sparse_s"]
@@ -240,20 +240,20 @@ def test_each_table_is_a_view_of_its_id_and_slots(tmp_path):
 def test_chains_are_merged_for_both(tmp_path):
     storage = run_with_chain(tmp_path)
     expected = rows_of(storage, "ckpt_3")
-    with recckpt.connect(tmp_path) as connection:
+    with recckpt.inspect.connect(tmp_path) as connection:
         found = {row[0] for row in connection.sql("select id from item").fetchall()}
         assert found == set(expected)
         assert connection.sql("select embedding[1] from item where id = 9").fetchall() == [(5.0,)]
         kinds = connection.sql("select id, kind from checkpoints").fetchall()
         assert kinds == [("ckpt_1", "full"), ("ckpt_2", "delta"), ("ckpt_3", "delta")]
-    frame = recckpt.scan(tmp_path, "item")
+    frame = recckpt.inspect.scan(tmp_path, "item")
     assert set(frame.select("id").collect()["id"]) == set(expected)
     assert frame.filter(pl.col("id") == 9).collect()["embedding"].to_list() == [[5.0, 6.0]]
 
 
 def test_a_dataset_of_a_chain_is_let_go_of(tmp_path):
     run_with_chain(tmp_path)
-    found = recckpt.dataset(tmp_path, "item")
+    found = recckpt.inspect.dataset(tmp_path, "item")
     assert found.count_rows() > 0
     kept = weakref.ref(found._table)
     del found
@@ -264,17 +264,17 @@ def test_a_dataset_of_a_chain_is_let_go_of(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_numbers_of_16_bits_come_as_float32(tmp_path, dtype):
     saved(tmp_path, filled("item", range(10), dtype=dtype, slots={"sparse_m": (2, 2)}))
-    with recckpt.connect(tmp_path) as connection:
+    with recckpt.inspect.connect(tmp_path) as connection:
         assert connection.sql("select embedding[1] from item where id > 7 order by id").fetchall() == [(8.0,), (9.0,)]
         assert connection.sql("select sum(sparse_m[1]) from item").fetchall() == [(45.0,)]
-    frame = recckpt.scan(tmp_path, "item").filter(pl.col("id") < 2).sort("id").collect()
+    frame = recckpt.inspect.scan(tmp_path, "item").filter(pl.col("id") < 2).sort("id").collect()
     assert frame.columns == ["id", "embedding", "sparse_m"]
     assert frame["embedding"].to_list() == [[0.0, 0.0], [1.0, 1.0]]
 
 
 def test_columns_and_filters_reach_arrow(tmp_path, monkeypatch):
     saved(tmp_path, filled("item", range(100), slots={"sparse_m": (8,)}))
-    with recckpt.connect(tmp_path) as connection:
+    with recckpt.inspect.connect(tmp_path) as connection:
         [(_, plan)] = connection.sql("explain select id from item where id < 5").fetchall()
     assert "Filters" in plan
     assert "sparse_m" not in plan
@@ -282,14 +282,14 @@ def test_columns_and_filters_reach_arrow(tmp_path, monkeypatch):
     real = ChainTable.all_rows
     monkeypatch.setattr(ChainTable, "all_rows", lambda self, slots: read.append(list(slots)) or real(self, slots))
     run_with_chain(tmp_path / "chain")
-    with recckpt.connect(tmp_path / "chain") as connection:
+    with recckpt.inspect.connect(tmp_path / "chain") as connection:
         assert connection.sql("select count(id) from item where id < 5").fetchall() == [(5,)]
     assert read == [[]]
 
 
 def test_names_that_sql_does_not_tell_apart_get_a_number_and_a_warning(tmp_path, caplog):
     saved(tmp_path, filled("Item", range(3)), filled("item", range(5)), filled("timeline", range(7)))
-    with recckpt.connect(tmp_path) as connection:
+    with recckpt.inspect.connect(tmp_path) as connection:
         counts = "select (select count(*) from Item), (select count(*) from item_2), (select count(*) from timeline_2)"
         assert connection.sql(counts).fetchall() == [(3, 5, 7)]
     assert "table 'item' is the view 'item_2'" in caplog.text
@@ -300,7 +300,7 @@ def test_slots_that_sql_does_not_tell_apart_are_columns_of_their_own(tmp_path, c
     values = {name: torch.tensor([float(number)]) for number, name in enumerate(table.slots)}
     table.insert(torch.tensor([7]), torch.zeros(1, 2), values)
     saved(tmp_path, table)
-    with recckpt.connect(tmp_path) as connection:
+    with recckpt.inspect.connect(tmp_path) as connection:
         shown = connection.sql("select * exclude (embedding) from item")
         found = dict(zip(shown.columns, *shown.fetchall(), strict=True))
         filtered = connection.sql('select "S_2" from item where "S_2" > -1').fetchall()
@@ -315,7 +315,7 @@ def test_checkpoints_and_timeline_are_tables(tmp_path):
     Run(tmp_path, max_keep=None).train(20)
     with (tmp_path / "timeline.jsonl").open("a") as timeline:
         timeline.write('not json\n[1]\n{"step": "x", "other": {"a": 1}, "error": "disk \\ud800"}\n')
-    with recckpt.connect(tmp_path / "ckpt_10") as connection:
+    with recckpt.inspect.connect(tmp_path / "ckpt_10") as connection:
         assert connection.sql("select id, step from checkpoints").fetchall() == [("ckpt_10", 10), ("ckpt_20", 20)]
         [(state,)] = connection.sql("select state from checkpoints where step = 10").fetchall()
         assert json.loads(state) == {"sparse_lr_0": 0.01}
@@ -324,22 +324,22 @@ def test_checkpoints_and_timeline_are_tables(tmp_path):
         empty = connection.sql("select distinct largest_errors from timeline where n_bytes > 0").fetchall()
         assert empty == [("{}",)], "objects without a field are text: duckdb before 2 has no type for them"
     (tmp_path / "timeline.jsonl").unlink()
-    with recckpt.connect(tmp_path) as connection:
+    with recckpt.inspect.connect(tmp_path) as connection:
         assert connection.sql("select count(step) from timeline").fetchall() == [(0,)]
 
 
 def test_object_stores_are_queried_too(memory_url):
     saved(memory_url, filled("item", range(20)))
-    with recckpt.connect(memory_url) as connection:
+    with recckpt.inspect.connect(memory_url) as connection:
         assert connection.sql("select max(embedding[2]) from item").fetchall() == [(19.0,)]
-    assert recckpt.scan(memory_url, "item").select(pl.len()).collect().item() == 20
+    assert recckpt.inspect.scan(memory_url, "item").select(pl.len()).collect().item() == 20
 
 
 @pytest.mark.parametrize(("library", "call"), [("duckdb", "connect"), ("polars", "scan")])
 def test_a_library_that_is_missing_is_named_with_what_to_install(tmp_path, monkeypatch, library, call):
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(RecckptError, match=rf"needs {library}.*recckpt\[sql\]"):
-        getattr(recckpt, call)(tmp_path, *(["item"] if call == "scan" else []))
+        getattr(recckpt.inspect, call)(tmp_path, *(["item"] if call == "scan" else []))
 
 
 def with_damage(path, dtype=torch.float32):
@@ -359,11 +359,11 @@ def flip_value(forge, before, after):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_damage_that_a_query_meets_is_an_error_with_its_place(tmp_path, dtype):
     with_damage(tmp_path, dtype)
-    with recckpt.connect(tmp_path) as connection:
+    with recckpt.inspect.connect(tmp_path) as connection:
         with pytest.raises(duckdb.Error, match="column 'embedding': found checksum"):
             connection.sql("select sum(embedding[1]) from item").fetchall()
         assert connection.sql("select count(*), sum(id), max(sparse_s) from item").fetchall() == [(20, 190, 19.0)]
-    frame = recckpt.scan(tmp_path, "item")
+    frame = recckpt.inspect.scan(tmp_path, "item")
     with pytest.raises(CorruptCheckpointError, match="column 'embedding'"):
         frame.select(pl.col("embedding")).collect()
     assert frame.filter(pl.col("id") < 3).select("sparse_s").collect().height == 3
@@ -371,17 +371,18 @@ def test_damage_that_a_query_meets_is_an_error_with_its_place(tmp_path, dtype):
 
 def test_values_come_as_they_are_where_that_is_asked_for(tmp_path):
     with_damage(tmp_path)
-    with recckpt.connect(tmp_path, checked=False) as connection:
+    with recckpt.inspect.connect(tmp_path, checked=False) as connection:
         assert connection.sql("select sum(embedding[1]) from item").fetchall() == [(191.0,)]
-    assert recckpt.scan(tmp_path, "item", checked=False).select(pl.col("embedding").arr.first().sum()).collect()[
-        "embedding"
-    ].to_list() == [191.0]
+    assert recckpt.inspect.scan(tmp_path, "item", checked=False).select(
+        pl.col("embedding").arr.first().sum()
+    ).collect()["embedding"].to_list() == [191.0]
 
 
 @pytest.mark.slow
 def test_it_needs_no_torch(tmp_path):
     saved(tmp_path, filled("item", range(50)))
-    code = "import recckpt, sys; recckpt.connect(sys.argv[1]); recckpt.scan(sys.argv[1], 'item'); print(*sys.modules)"
+    code = "from recckpt.inspect import connect, scan; import sys; path = sys.argv[1]"
+    code += "; connect(path); scan(path, 'item'); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
     assert "duckdb" in done.stdout, done.stderr
     assert not {"torch", "numba"} & set(done.stdout.split())

@@ -9,8 +9,9 @@ from support.builders import Run
 from torch import nn
 
 import recckpt
-from recckpt import CheckpointManager, Saver, find_checkpoint, is_checkpoint, list_checkpoints
+from recckpt import CheckpointManager, Saver, find_checkpoint, list_checkpoints
 from recckpt.errors import CheckpointNotFoundError
+from recckpt.inspect import is_checkpoint
 from recckpt.policies.keep import Best, Newest
 from recckpt.sparse import HashTable
 

@@ -140,11 +140,11 @@ def test_a_compacted_form_and_what_ids_were_forgotten_in_are_no_new_checkpoints(
     run = train(SmallSteps(tmp_path), 3)
 
     def compact():
-        recckpt.compact(tmp_path)
+        recckpt.rewrite.compact(tmp_path)
         train(run)
         assert any(each.manifest.supersedes for each in list_checkpoints(run.saver.storage).committed)
 
-    waits += [compact, lambda: recckpt.forget(tmp_path, "t", [2])]
+    waits += [compact, lambda: recckpt.rewrite.forget(tmp_path, "t", [2])]
     assert followed(tmp_path) == [1, 2, 3, 4]
 
 

@@ -19,7 +19,7 @@ from recckpt import CheckpointReader
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format.buckets import gen_slice
 from recckpt.inspect.verify import verify
-from recckpt.rewrite.compact import BUDGET_BYTES
+from recckpt.rewrite.compaction import BUDGET_BYTES
 from recckpt.sparse.files import catalogs
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.storage import open_storage
@@ -129,7 +129,7 @@ def test_rows_by_id_open_all_shards_that_have_their_buckets_where_the_manifest_s
 def test_a_query_by_id_reads_the_shards_alone_that_may_have_it(local, opened, checked):
     pytest.importorskip("duckdb")
     saved(local, SHARDS)
-    with recckpt.connect(local.url, checked=checked) as connection:
+    with recckpt.inspect.connect(local.url, checked=checked) as connection:
         opened.clear()
         for where, expected in (("id = 120", [120]), ("id IN (7, 101)", [7, 101]), ("id > 297", [298, 299])):
             rows = connection.sql(f"SELECT id FROM item WHERE {where} ORDER BY id").fetchall()
@@ -169,14 +169,14 @@ def test_a_delete_counts_though_the_rows_of_its_shard_have_other_ids(chain):
 
 
 def test_what_a_compactor_makes_of_a_chain_is_live_as_the_chain_is(chain, tmp_path):
-    recckpt.compact(chain, out=tmp_path / "whole", budget_bytes=BUDGET_BYTES)
+    recckpt.rewrite.compact(chain, out=tmp_path / "whole", budget_bytes=BUDGET_BYTES)
     [whole] = counting(tmp_path / "whole")
     assert (whole.manifest["tables"][0]["live"], of_chain(tmp_path / "whole")) == (LIVE, OF_CHAIN)
     assert verify(str(tmp_path / "whole")) == []
 
 
 def test_what_is_left_when_ids_are_forgotten_is_live_and_says_its_own_ids(chain):
-    recckpt.forget(chain, "item", [49, 60])
+    recckpt.rewrite.forget(chain, "item", [49, 60])
     full, delta = sorted(counting(chain), key=lambda each: each.place)
     assert [each.table("item").get("live") for each in (full, delta)] == [LIVE, LIVE]
     assert [shard["ids"] for shard in full.manifest["shards"]] == [{"item": [0, 48]}, {"item": [50, 99]}]
@@ -222,7 +222,7 @@ def lookup(url):
 
 
 def sums(url):
-    return recckpt.dataset(url, "item").to_table(columns=["id"])
+    return recckpt.inspect.dataset(url, "item").to_table(columns=["id"])
 
 
 @pytest.mark.parametrize(

@@ -297,10 +297,10 @@ def test_reading_imports_neither_torch_nor_numba(tmp_path):
         "reader = recckpt.CheckpointReader(path); name, *_ = reader.tables()\n"
         "reader.lookup(name, [1]); list(reader.table(name)); [reader.read_tensor(n) for n in reader.tensor_names()]\n"
         "assert not {'torch', 'numba', 'tqdm', 'fsspec'} & set(sys.modules)\n"
-        "assert recckpt.dataset(path, name).count_rows() == reader.manifest.table(name).rows\n"
+        "assert recckpt.inspect.dataset(path, name).count_rows() == reader.manifest.table(name).rows\n"
         "first, second = recckpt.list_checkpoints(path); assert recckpt.find_checkpoint(path, 'latest') == second\n"
         "assert (first.kind, second.kind) == ('full', 'delta') and recckpt.diff(second.path, path).is_equal\n"
-        "assert recckpt.report(path).to_html() and recckpt.history(path, name, [1]).rows\n"
+        "assert recckpt.report(path).to_html() and recckpt.inspect.history(path, name, [1]).rows\n"
         "assert not {'torch', 'numba'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)

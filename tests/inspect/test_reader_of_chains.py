@@ -108,16 +108,16 @@ def test_of_a_replaced_table_nothing_older_is_read(base, delta):
     assert rows_of(replaced.directory) == {3: (1, 1)}
     newer = write_delta(replaced, "ckpt_4", 2, [({1: (2, 2)}, [])])
     assert rows_of(newer.directory) == {3: (1, 1), 1: (2, 2)}
-    assert recckpt.dataset(newer.directory, "t").count_rows() == 2
+    assert recckpt.inspect.dataset(newer.directory, "t").count_rows() == 2
 
 
 def test_a_form_gives_what_its_delta_gives(tmp_path, delta):
     before = rows_of(delta.directory)
-    table = recckpt.dataset(delta.directory, "t").to_table().sort_by("id")
+    table = recckpt.inspect.dataset(delta.directory, "t").to_table().sort_by("id")
     form = write_compacted(delta, CHANGED)
     for path in (form.directory, delta.directory, tmp_path / "runs"):
         assert rows_of(path) == before
-        assert recckpt.dataset(path, "t").to_table().sort_by("id").equals(table)
+        assert recckpt.inspect.dataset(path, "t").to_table().sort_by("id").equals(table)
     assert rows_of(form.directory, [1, 2, 4]) == {1: (7, 7), 4: (8, 8)}
 
 
@@ -155,10 +155,12 @@ def next_link(below, ckpt_id, model, shards, *, replaced, number):
 
 
 def test_arrow_polars_and_duckdb_query_a_delta_lazily(delta):
-    rows = recckpt.dataset(delta.directory, "t")
+    rows = recckpt.inspect.dataset(delta.directory, "t")
     assert rows_in(rows.to_batches(columns=["id", "embedding"])) == CHANGED
     assert set(rows.to_table()["table"].to_pylist()) == {"t"}
-    assert rows.schema == rows.to_table().schema == recckpt.dataset(delta.directory.parent / "ckpt_1", "t").schema
+    assert (
+        rows.schema == rows.to_table().schema == recckpt.inspect.dataset(delta.directory.parent / "ckpt_1", "t").schema
+    )
     assert (rows.count_rows(), rows.head(3).num_rows) == (5, 3)
     assert rows.to_table(columns=["id"], filter=pc.field("id") > 4).sort_by("id").to_pydict() == {"id": [5, 9]}
     assert rows.filter(pc.field("id") > 4).filter(pc.field("id") < 9).to_table(columns=["id"]).to_pydict() == {
@@ -172,7 +174,7 @@ def test_arrow_polars_and_duckdb_query_a_delta_lazily(delta):
 
 
 def test_a_dataset_of_a_delta_is_read_to_its_end_though_links_are_removed(tmp_path, delta):
-    rows = recckpt.dataset(delta.directory, "t")
+    rows = recckpt.inspect.dataset(delta.directory, "t")
     for path in sorted((tmp_path / "runs").rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     assert rows.count_rows() == 5
@@ -185,7 +187,7 @@ def test_a_dataset_reads_no_slots_that_a_query_does_not_name(delta, monkeypatch)
         columns.update(names)
         init(self, storage, directory, part, slots, names, **options)
 
-    rows = recckpt.dataset(delta.directory, "t")
+    rows = recckpt.inspect.dataset(delta.directory, "t")
     monkeypatch.setattr(PartReader, "__init__", seen)
     assert rows.to_table(columns=["id"], filter=pc.field("id") == 9).num_rows == 1
     assert columns == set()
@@ -195,7 +197,7 @@ def test_a_dataset_reads_no_slots_that_a_query_does_not_name(delta, monkeypatch)
 
 def test_damage_reaches_who_queries(base, delta):
     path = next(base.directory.glob("sparse/*.arrow"))
-    rows = recckpt.dataset(delta.directory, "t")
+    rows = recckpt.inspect.dataset(delta.directory, "t")
     data = path.read_bytes()
     path.write_bytes(data.replace(np.array([5.0, 5.0], np.float32).tobytes(), bytes(8)))
     with pytest.raises(CorruptCheckpointError, match="ckpt_1/sparse"):
@@ -203,7 +205,7 @@ def test_damage_reaches_who_queries(base, delta):
 
 
 def test_what_cannot_be_asked_of_merged_rows_says_what_can(tmp_path, delta):
-    rows = recckpt.dataset(delta.directory, "t")
+    rows = recckpt.inspect.dataset(delta.directory, "t")
     for ask in (lambda: rows.sort_by("id"), lambda: ds.Scanner.from_dataset(rows).to_table()):
         with pytest.raises(NotImplementedError, match=r"query to_table\(\)"):
             ask()
@@ -312,7 +314,7 @@ def test_a_lookup_refuses_an_id_that_is_twice_in_a_link(base, shards, id_):
 def test_a_delete_of_an_id_that_is_not_there_means_nothing(base):
     delta = write_delta(base, "ckpt_2", 6, [({}, [77, -5])])
     assert rows_of(delta.directory) == START
-    assert pa.Table.from_batches(recckpt.dataset(delta.directory, "t").to_batches()).num_rows == 6
+    assert pa.Table.from_batches(recckpt.inspect.dataset(delta.directory, "t").to_batches()).num_rows == 6
 
 
 def test_the_files_of_a_chain_share_the_maps_that_a_process_has(delta, monkeypatch):
@@ -385,7 +387,7 @@ def test_dtypes_and_shapes_of_any_kind_come_back(tmp_path, dtype):
 def test_an_adopted_form_gives_what_its_delta_gave_and_is_good(tmp_path):
     run = Run(tmp_path, interval=3, max_keep=3, deltas=Deltas(max_dirty=1.0, max_chain_bytes=100.0)).train(6)
     rows = {table.name: live_rows(table) for table in run.model.tables}
-    offer = recckpt.compact(tmp_path)
+    offer = recckpt.rewrite.compact(tmp_path)
     assert verify(str(tmp_path)) == []
     run.train(3)
     adopted = list_checkpoints(open_storage(str(tmp_path))).find("ckpt_6")

@@ -32,7 +32,7 @@ RAW = list(range(models.N_RAW))
 def made(output_dir, size, case, zch_size=ZCH_SIZE, seed=0, **options):
     policy, kind, is_bagged = case
     model, top, tables = models.sharded(seed, size, zch_size, policy, kind, is_bagged=is_bagged, **options)
-    saver = Saver(model, output_dir=str(output_dir), tables=tables, deltas=ALWAYS, max_keep=50, progress=False)
+    saver = Saver(model, output_dir=str(output_dir), tables=tables, deltas=ALWAYS, max_keep=50)
     saver.register_for_checkpointing("dense_optim", top)
     return model, top, tables, CheckpointManager(saver, 10**9)
 

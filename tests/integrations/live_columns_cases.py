@@ -18,6 +18,7 @@ from recckpt import CheckpointManager, CheckpointReader, Deltas, Saver
 from recckpt.errors import SaveFailedError, StateMismatchError
 from recckpt.live import columns as column_exchange
 from recckpt.live.columns import ColumnRows
+from recckpt.policies import Choose
 from recckpt.sparse import HashTable, SparseRowWiseAdagrad
 
 COLUMNS = ("clicks", "wares", "words")
@@ -175,12 +176,14 @@ def choices_of_slots_apply_and_those_of_rows_are_refused(root):
     model, optimizer, tables, _ = made(root / "unused", "columns", "adagrad")
     models.step(model, optimizer, 1)
     truth = models.whole_state(model, tables)
-    saver = Saver(model, output_dir=str(root / "slots"), tables=tables, save_slots=[], store={"wares": "float16"})
+    saver = Saver(
+        model, output_dir=str(root / "slots"), tables=tables, choose=Choose(slots=[], store={"wares": "float16"})
+    )
     saver.save("ckpt_1")
     with CheckpointReader(str(root / "slots")) as reader:
         rows, _ = reader.lookup("wares", np.arange(20))
         np.testing.assert_array_equal(rows, truth["wares embedding"].to(torch.float16).numpy())
-    saver = Saver(model, output_dir=str(root / "rows"), tables=tables, save_where={"wares": {"sample": 0.5}})
+    saver = Saver(model, output_dir=str(root / "rows"), tables=tables, choose=Choose(where={"wares": {"sample": 0.5}}))
     with pytest.raises((ValueError, SaveFailedError), match="the columns of table 'wares' lie on several ranks"):
         saver.save("ckpt_1")
 

@@ -21,6 +21,7 @@ from recckpt import Saver
 from recckpt.errors import SaveFailedError
 from recckpt.live import columns as column_exchange
 from recckpt.live.columns import ColumnRows
+from recckpt.policies import Transfers
 
 SECONDS = 30
 
@@ -32,7 +33,9 @@ def be_rank(rank, root):
     meeting = {"init_method": f"file://{root}/rendezvous", "timeout": timedelta(seconds=SECONDS)}
     dist.init_process_group("gloo", rank=rank, world_size=2, **meeting)
     model, optimizer, tables = models.sharded(0, 2, "columns", "adagrad")
-    saver = Saver(model, output_dir=str(root / "runs"), tables=tables, deltas=True, timeout_sec=SECONDS)
+    saver = Saver(
+        model, output_dir=str(root / "runs"), tables=tables, deltas=True, transfers=Transfers(timeout_sec=SECONDS)
+    )
     saver.register_for_checkpointing("optimizer", optimizer)
     models.step(model, optimizer, 0)
     saver.save("ckpt_0", step=0)

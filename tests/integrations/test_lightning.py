@@ -183,8 +183,8 @@ class Validated(Clicks):
 def fit_epochs(output_dir, n_epochs):
     torch.manual_seed(0)
     module = Validated()
-    saver = {"max_keep": Newest(1) | Best(1, "val_auc"), "deltas": False}
-    callback = LightningCallback(str(output_dir), EveryEpochs(1), saver=saver)
+    keep = Newest(1) | Best(1, "val_auc")
+    callback = LightningCallback(str(output_dir), EveryEpochs(1), max_keep=keep, deltas=False)
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     trainer = pl.Trainer(
         max_epochs=n_epochs, callbacks=[callback], accelerator="cpu", enable_checkpointing=False, **quiet
@@ -210,8 +210,7 @@ def test_arguments_of_a_model_checkpoint_are_answered_with_what_to_write():
     for part in (
         "LightningCallback() got an unexpected keyword argument 'dirpath'; 'dirpath': write output_dir=",
         "'monitor', 'save_top_k': write max_keep=3, or a policy",
-        "'max_keep': it is the saver's",
-        "is LightningCallback('runs/clicks', 1000, saver={'max_keep': 3}, manager={'save_on_signal': ('SIGTERM',)})",
+        "is LightningCallback('runs/clicks', 1000, max_keep=3, save_on_signal=('SIGTERM',))",
     ):
         assert part in str(refused.value)
     with pytest.raises(TypeError, match="did you mean 'sparse_optimizer'"):

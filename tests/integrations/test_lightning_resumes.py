@@ -184,7 +184,7 @@ def best_of(path, name):
 @pytest.mark.parametrize("interval", [EveryEpochs(1), BATCHES])
 def test_the_best_checkpoint_is_that_of_model_checkpoint(tmp_path, name, step, interval):
     theirs = ModelCheckpoint(tmp_path / "theirs", monitor=name, save_top_k=1)
-    callback = ours(tmp_path / "ours", interval, saver={"max_keep": Best(1, name, "min")})
+    callback = ours(tmp_path / "ours", interval, max_keep=Best(1, name, "min"))
     fit(tmp_path, callback, theirs, max_epochs=4)
     found = best_of(tmp_path / "ours", name)
     assert (found.step, found.state[name]) == (step, theirs.best_model_score.item())
@@ -192,7 +192,7 @@ def test_the_best_checkpoint_is_that_of_model_checkpoint(tmp_path, name, step, i
 
 
 def test_a_step_that_is_validated_has_the_metrics_of_its_validation(tmp_path):
-    fit(tmp_path, ours(tmp_path / "ours", 4, saver={"max_keep": None}), max_epochs=2, val_check_interval=4)
+    fit(tmp_path, ours(tmp_path / "ours", 4, max_keep=None), max_epochs=2, val_check_interval=4)
     steps = list_checkpoints(str(tmp_path / "ours"))
     assert [(one.step, one.state["val"]) for one in steps] == [(4, 2.0), (8, 1.0), (12, 3.0), (16, 5.0)]
 

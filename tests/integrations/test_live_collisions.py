@@ -31,7 +31,7 @@ def made(output_dir, zch_size=64, policy="distance", rule="adagrad", seed=0, **o
     model = models.Colliding(zch_size, policy, **options)
     optimizers = [RULES[rule](model), optim.SGD(model.top.parameters(), lr=0.1)]
     tables = live_tables(model, optimizers, min_rows=1)
-    saver = Saver(model, output_dir=str(output_dir), tables=tables, deltas=ALWAYS, max_keep=50, progress=False)
+    saver = Saver(model, output_dir=str(output_dir), tables=tables, deltas=ALWAYS, max_keep=50)
     saver.register_for_checkpointing("dense_optim", optimizers[1])
     return model, optimizers, tables, saver
 

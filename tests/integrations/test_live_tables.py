@@ -51,7 +51,7 @@ def state_of(module, optimizer):
 def fit(output_dir, steps):
     torch.manual_seed(0)
     module = Module()
-    callback = LightningCallback(str(output_dir), 5, saver={"deltas": True, "max_keep": None}, tables={"min_rows": 10})
+    callback = LightningCallback(str(output_dir), 5, max_keep=None, tables={"min_rows": 10})
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     trainer = pl.Trainer(
         max_steps=steps, max_epochs=100, callbacks=[callback], accelerator="cpu", enable_checkpointing=False, **quiet

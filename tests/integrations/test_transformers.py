@@ -91,8 +91,7 @@ def fit(
     lr=0.001,
     is_given=True,
     interval=5,
-    saver=None,
-    manager=None,
+    saves=None,
     **options,
 ):
     torch.manual_seed(0)
@@ -106,8 +105,7 @@ def fit(
         interval,
         sparse_optimizer=given,
         restore=restore or {},
-        saver=saver or {},
-        manager=manager or {},
+        **(saves or {}),
     )
     ends = [kind(step) for kind, step in ((Killed, killed), (Ended, ended)) if step]
     callbacks = [*callbacks, callback, Unhurried(callback), *ends]
@@ -120,8 +118,8 @@ def fit(
 
 def near_options(tmp_path):
     """Return options of a run with near saves, however many rows have changed."""
-    saver = {"near": Near(tmp_path / "near"), "max_keep": 2, "deltas": Deltas(max_dirty=1.0)}
-    return {"saver": saver, "manager": {"near_interval": 2}, "interval": 20}
+    saves = {"near": Near(tmp_path / "near", interval=2), "max_keep": 2, "deltas": Deltas(max_dirty=1.0)}
+    return {"saves": saves, "interval": 20}
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -161,7 +159,7 @@ def test_near_saves_are_passed_over_where_a_restore_is_to_take_none(tmp_path, ca
 
 
 def test_epochs_are_counted_and_the_best_by_an_evaluation_is_kept(tmp_path):
-    options = {"interval": EveryEpochs(1), "saver": {"max_keep": Best(1, "eval_loss", "min"), "deltas": False}}
+    options = {"interval": EveryEpochs(1), "saves": {"max_keep": Best(1, "eval_loss", "min"), "deltas": False}}
     run = fit(tmp_path, "runs", max_steps=48, eval_strategy="epoch", **options)
     measured = {line["step"]: line["eval_loss"] for line in run.state.log_history if "eval_loss" in line}
     kept = list_checkpoints(str(tmp_path / "runs"))

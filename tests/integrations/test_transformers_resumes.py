@@ -83,7 +83,7 @@ def fit(path, of_us, *, interval=2, killed=None, resume=False, first=False, pati
     given = {"max_steps": 18, "logging_steps": 1, "per_device_train_batch_size": 4, "eval_strategy": "steps"}
     given |= {"eval_steps": 2, "save_strategy": "no", "metric_for_best_model": "scripted", "greater_is_better": False}
     given |= {"restore_callback_states_from_checkpoint": True, **options}
-    callback = TransformersCallback(str(path), interval, saver={"max_keep": None})
+    callback = TransformersCallback(str(path), interval, max_keep=None)
     if not of_us:
         given |= {"save_strategy": "steps", "save_steps": interval}
     args = TrainingArguments(str(path), report_to=[], disable_tqdm=True, use_cpu=True, **given)

@@ -11,6 +11,7 @@ from torch import nn, optim
 from recckpt import Deltas, Saver
 from recckpt.errors import LiveTableError, LoadConfError, PartlyLoadedError
 from recckpt.live import live_tables
+from recckpt.policies import Choose
 from recckpt.save.job import SparseSaver
 from recckpt.sparse import HashTable, SparseAdagrad, SparseAdam
 from recckpt.types import RowShare, is_hashtable
@@ -132,7 +133,7 @@ def test_what_becomes_of_such_ids_is_one_of_two_words(tmp_path):
 
 
 def test_a_load_of_some_rows_makes_no_base_for_deltas(tmp_path):
-    run = Run(tmp_path, "Adagrad", deltas=True, save_where={"users": {"ids": list(range(30))}})
+    run = Run(tmp_path, "Adagrad", deltas=True, choose=Choose(where={"users": {"ids": list(range(30))}}))
     run.train()
     run.saver.save("some")
     other = Run(tmp_path, "Adagrad", seed=1, deltas=True)

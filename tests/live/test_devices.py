@@ -166,8 +166,8 @@ def test_a_checkpoint_goes_from_one_device_to_another_and_back(tmp_path, there, 
 @pytest.mark.parametrize("rule", ["sparse Adagrad", "Adam"])
 def test_near_saves_hold_the_rows_of_a_device(tmp_path, rule):
     def begun(seed):
-        run = Run(tmp_path / "runs", rule, seed=seed, deltas=DELTAS, near=Near(tmp_path / "near"))
-        return run, CheckpointManager(run.saver, 50, near_interval=1)
+        run = Run(tmp_path / "runs", rule, seed=seed, deltas=DELTAS, near=Near(tmp_path / "near", 1))
+        return run, CheckpointManager(run.saver, 50)
 
     run, manager = begun(0)
     for _ in range(3):

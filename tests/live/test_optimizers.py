@@ -9,6 +9,7 @@ from torch import nn, optim
 
 from recckpt import CheckpointManager, Deltas, Saver
 from recckpt.live import live_tables
+from recckpt.policies import Choose
 from recckpt.sparse import HashTable, SparseAdagrad, SparseSGD
 
 # One of each kind of state that a rule may have by then, or not: the slow suite tries the others.
@@ -202,7 +203,7 @@ def test_settings_of_this_run_are_kept_where_that_is_asked_for(tmp_path):
 def test_slots_that_nothing_gives_begin_anew_in_a_run_that_has_trained(tmp_path, rule, conf):
     fresh, run = (
         Run(tmp_path / "fresh", rule),
-        Run(tmp_path, rule, save_slots=["!*@sparse_*"] if conf is None else None),
+        Run(tmp_path, rule, choose=Choose(slots=["!*@sparse_*"] if conf is None else None)),
     )
     run.train(3)
     run.saver.save("a")

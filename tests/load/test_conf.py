@@ -14,7 +14,7 @@ from recckpt.errors import LoadConfError, StateMismatchError
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.names import Name, slot_name, state_name
 from recckpt.load.conf import Entry, parse_bank, parse_load_conf
-from recckpt.sparse.files.row_filter import RowFilter
+from recckpt.policies.row_filter import RowFilter
 
 ID, EMBEDDING, MOMENT = (slot_name("t", slot) for slot in ("id", "embedding", "sparse_m"))
 NAMES = [

@@ -10,6 +10,7 @@ from support.thread_ranks import on_ranks
 from torch import nn
 
 from recckpt import CheckpointManager, Deltas, Saver
+from recckpt.policies import Transfers
 from recckpt.sparse import HashTable, gen_slice
 
 ALWAYS = Deltas(full_every=50, max_chain_bytes=1000, max_dirty=1.0)
@@ -148,7 +149,7 @@ def test_a_run_resumes_from_deltas_in_an_object_store_bit_for_bit(tmp_path, memo
     options = {"interval": 5, "max_keep": None, "deltas": ALWAYS}
     expected = state_of(Run(tmp_path, **options).train(20))
     Run(memory_url, **options).train(13)
-    resumed = Run(memory_url, seed=1, pre_download=pre_download, **options)
+    resumed = Run(memory_url, seed=1, transfers=Transfers(pre_download=pre_download), **options)
     assert resumed.manager.restore() == 10
     assert state_of(resumed.train(10)) == expected
 

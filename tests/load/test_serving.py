@@ -13,6 +13,7 @@ import recckpt
 from recckpt import CheckpointManager, Deltas, Saver, Standby
 from recckpt.errors import CheckpointNotFoundError, LoadConfError, PartlyLoadedError, StateMismatchError
 from recckpt.live import live_tables
+from recckpt.policies import Choose
 from recckpt.policies.admit import Bloom, MinCount
 from recckpt.sparse import HashTable, SparseAdam
 from recckpt.text import Progress
@@ -190,14 +191,14 @@ def test_only_what_changes_look_ups_is_warned_of(tmp_path, caplog):
     for ids in (torch.arange(100), torch.arange(30)):
         table(ids).sum().backward()
         optimizer.step()
-    options = {"save_slots": ["!*@*exp_avg*"]}
-    Saver(nn.ModuleDict({"item": table}), optimizer, str(tmp_path), **options).save("whole", step=1)
+    chosen = {"slots": ["!*@*exp_avg*"]}
+    Saver(nn.ModuleDict({"item": table}), optimizer, str(tmp_path), choose=Choose(**chosen)).save("whole", step=1)
     caplog.clear()
     recckpt.load_into(nn.ModuleDict({"item": HashTable(4, name="item")}), tmp_path)
     assert [record.message for record in caplog.records if record.levelno > logging.INFO] == []
 
-    options["save_where"], options["store"] = {"item": {"count": {"min": 2}}}, {"item@embedding": "bfloat16"}
-    Saver(nn.ModuleDict({"item": table}), optimizer, str(tmp_path), **options).save("less", step=2)
+    chosen["where"], chosen["store"] = {"item": {"count": {"min": 2}}}, {"item@embedding": "bfloat16"}
+    Saver(nn.ModuleDict({"item": table}), optimizer, str(tmp_path), choose=Choose(**chosen)).save("less", step=2)
     caplog.clear()
     recckpt.load_into(nn.ModuleDict({"item": HashTable(4, name="item")}), tmp_path)
     [warning] = [record.message for record in caplog.records if record.levelno > logging.INFO]
@@ -353,7 +354,7 @@ def test_a_damaged_delta_is_an_error_and_the_next_whole_one_mends_all(run, stand
 def test_a_compacted_form_of_what_was_loaded_is_the_same_checkpoint(run, standby, tmp_path):
     run.train(2)
     standby.load(tmp_path / "run")
-    recckpt.compact(tmp_path / "run")
+    recckpt.rewrite.compact(tmp_path / "run")
     run.train()  # adopts the form
     assert standby.load(tmp_path / "run").rows_taken == {"t": 1, "u": 1}
     assert state_of(standby._model) == state_of(run.model)

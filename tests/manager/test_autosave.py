@@ -11,6 +11,7 @@ from torch import nn
 
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import SaveFailedError
+from recckpt.manager import run_state
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.policies.keep import Best, EveryNth, Newest
 from recckpt.policies.schedule import SaveCounts
@@ -341,7 +342,7 @@ class Pressed:
     """A run whose first save, that of step 2, is held."""
 
     def __init__(self, url, gate, backpressure):
-        self.run = Small(url, save_interval=2, async_save=True, backpressure=backpressure)
+        self.run = Small(url, save_interval=2, async_save=backpressure)
         self.writing = gate(LocalStorage, "create")
         self.run.train(2)
         self.writing.wait()
@@ -458,9 +459,10 @@ def test_metrics_decide_when_to_save(tmp_path):
     assert steps_of(run) == [2]
 
 
-def test_time_is_that_of_the_clock_one_gives(tmp_path):
+def test_what_is_due_by_time_is_saved_as_the_clock_says(tmp_path, monkeypatch):
     now = [0.0]
-    run = Small(tmp_path, save_interval=EverySeconds(60) | AtSteps([1]), clock=lambda: now[0])
+    monkeypatch.setattr(run_state, "monotonic", lambda: now[0])
+    run = Small(tmp_path, save_interval=EverySeconds(60) | AtSteps([1]))
     for seconds in (30, 30, 30, 59.5, 0.5):
         now[0] += seconds
         run.train(1)
@@ -505,7 +507,7 @@ def test_a_long_run_saved_in_the_background_ends_as_one_that_was_not(tmp_path):
     class InBackground(Run):
         def __init__(self, url, seed=0):
             super().__init__(url, interval=10, max_keep=2, seed=seed)
-            self.manager = CheckpointManager(self.saver, 10, async_save=True, ephemeral=3, backpressure="latest")
+            self.manager = CheckpointManager(self.saver, 10, async_save="latest", ephemeral=3)
 
     straight = Run(tmp_path / "straight", interval=10).train(45)
     run = InBackground(tmp_path / "runs").train(27)
@@ -519,7 +521,7 @@ def test_a_long_run_saved_in_the_background_ends_as_one_that_was_not(tmp_path):
 
 
 def test_a_save_that_was_put_off_is_made_by_close(tmp_path, gate):
-    run = Small(tmp_path, save_interval=2, async_save=True, backpressure="latest")
+    run = Small(tmp_path, save_interval=2, async_save="latest")
     writing = gate(LocalStorage, "create")
     run.train(5)  # step 4 is put off while step 2 is written
     writing.open()
@@ -531,7 +533,7 @@ def test_a_save_that_was_put_off_is_made_by_close(tmp_path, gate):
 
 
 def test_a_save_that_was_put_off_is_made_by_close_though_the_one_before_has_failed(tmp_path, monkeypatch):
-    run, create = Small(tmp_path, save_interval=2, async_save=True, backpressure="latest"), LocalStorage.create
+    run, create = Small(tmp_path, save_interval=2, async_save="latest"), LocalStorage.create
     writing = Gate(monkeypatch, LocalStorage, "create", OSError(28, "No space left on device"))
     run.train(2)
     writing.wait()

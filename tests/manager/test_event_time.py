@@ -33,7 +33,10 @@ def run_at(where, deltas=False, event_time=None, **options):
     """Return a manager and its table."""
     model = Model(**options)
     saver = Saver(model, SparseSGD([model.table], lr=0.1), str(where), deltas=deltas)
-    return CheckpointManager(saver, save_interval=1, event_time=event_time), model.table
+    manager = CheckpointManager(saver, save_interval=1)
+    if event_time is not None:
+        manager.event_time = event_time
+    return manager, model.table
 
 
 def dates(table):
@@ -152,7 +155,7 @@ def test_a_truth_value_is_no_event_time(tmp_path, truth):
     with pytest.raises(TypeError, match=r"event_time must be a number .* found .*(True|False)"):
         manager.step(event_time=truth)
     with pytest.raises(TypeError, match=r"event_time must be a number .* found .*(True|False)"):
-        run_at(tmp_path, event_time=truth)
+        manager.event_time = truth
     with pytest.raises(ValueError, match="event_time is in seconds since 1970, found"):
         table.event_time = truth
     assert (manager.global_step, table.event_time) == (0, None)
@@ -160,7 +163,8 @@ def test_a_truth_value_is_no_event_time(tmp_path, truth):
 
 
 def test_what_is_no_time_at_all_is_passed_over(tmp_path):
-    manager, table = run_at(tmp_path, event_time=math.nan)
+    manager, table = run_at(tmp_path)
+    manager.step(event_time=math.nan)
     assert table.event_time is None
     manager.close()
 
@@ -172,7 +176,8 @@ def test_one_record_that_is_years_ahead_changes_nothing_and_is_said_once(tmp_pat
     now = time.time()
     model = Model(evict=UnseenFor(days=30), evict_every=1)
     saver = Saver(model, SparseSGD([model.table], lr=0.1), str(tmp_path), max_keep=10)
-    manager = CheckpointManager(saver, EveryEventTime(3600), event_time=now - DAY)
+    manager = CheckpointManager(saver, EveryEventTime(3600))
+    manager.event_time = now - DAY
     for hour, wrong in ((1, 0.0), (2, 7 * YEAR), (3, 0.0), (4, 8 * YEAR), (5, 0.0)):
         model.table(torch.tensor([hour]))
         manager.step(event_time=now - DAY + hour * 3600 + wrong)
@@ -206,7 +211,8 @@ def test_data_that_begins_ahead_of_the_clock_goes_on_there(tmp_path, caplog):
 def test_a_leap_of_months_is_taken_and_said_and_can_be_set_back(tmp_path, caplog):
     model = Model()
     saver = Saver(model, SparseSGD([model.table], lr=0.1), str(tmp_path), max_keep=10)
-    manager = CheckpointManager(saver, EveryEventTime(3600), event_time=100 * DAY)
+    manager = CheckpointManager(saver, EveryEventTime(3600))
+    manager.event_time = 100 * DAY
     manager.step(event_time=200 * DAY)  # a replay of old data: not ahead of the clock
     assert "100 days later than the last one" in caplog.text
     manager.event_time = 100 * DAY + 60

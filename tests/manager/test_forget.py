@@ -22,8 +22,8 @@ from recckpt.inspect.verify import verify
 from recckpt.output_dir.fence import Fence
 from recckpt.policies.admit import MinCount
 from recckpt.rewrite import compact
-from recckpt.rewrite.compact import make_offer
-from recckpt.rewrite.forget import forget
+from recckpt.rewrite.compaction import make_offer
+from recckpt.rewrite.forgetting import forget
 from recckpt.sparse import HashTable, gen_slice
 from recckpt.storage.local import LocalStorage
 
@@ -98,7 +98,7 @@ def run_with_form(root):
         fill(run.user, ids, value)
         run.manager.step()
         if value == 2.0:
-            recckpt.compact(str(root))  # what the next save adopts
+            recckpt.rewrite.compact(str(root))  # what the next save adopts
     assert len(list(root.glob("ckpt_2*"))) == 2
     return run
 

@@ -11,16 +11,16 @@ from support.thread_ranks import on_ranks
 from torch import nn
 
 from recckpt import CheckpointManager, Deltas, Near, Saver, list_checkpoints
-from recckpt.policies.when import EverySeconds
+from recckpt.policies.when import EveryEventTime, EverySeconds
 from recckpt.sparse import HashTable, SparseAdam
 
 ACCUMULATED = 4
 
 
-def made(root, rank=0, size=1, **options):
+def made(root, rank=0, size=1, interval=None, **options):
     model = nn.ModuleDict({"t": HashTable(2, name="t")})
     model["t"].insert(torch.tensor([1]), torch.ones(1, 2))
-    saver = Saver(model, output_dir=str(root / "runs"), deltas=True, near=Near(root / "near"))
+    saver = Saver(model, output_dir=str(root / "runs"), deltas=True, near=Near(root / "near", interval))
     return CheckpointManager(saver, **{"save_interval": 10, **options}, shard_id=rank, shard_num=size)
 
 
@@ -31,7 +31,7 @@ def warnings(caplog):
 def test_near_saves_without_an_interval_are_warned_of(tmp_path, caplog):
     made(tmp_path)
     [warning] = warnings(caplog)
-    assert warning.startswith("near= is given and no near_interval: none will be made; give near_interval=20")
+    assert warning.startswith("near= has no interval: no near save will be made; give Near(PATH, interval=20)")
 
 
 def test_one_rank_warns_for_all(tmp_path, caplog):
@@ -40,15 +40,13 @@ def test_one_rank_warns_for_all(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("near_interval", "what"),
+    ("interval", "what"),
     [(10, "no near save is made"), (20, "no near save is made"), (15, "few near saves are made")],
 )
-def test_an_interval_that_is_not_below_that_of_checkpoints_is_warned_of(tmp_path, caplog, near_interval, what):
-    manager = made(tmp_path, near_interval=near_interval)
+def test_an_interval_that_is_not_below_that_of_checkpoints_is_warned_of(tmp_path, caplog, interval, what):
+    manager = made(tmp_path, interval=interval)
     [warning] = warnings(caplog)
-    assert warning.startswith(
-        f"near_interval={near_interval} is not below save_interval=10: {what}, since a checkpoint"
-    )
+    assert warning.startswith(f"Near(interval={interval}) is not below save_interval=10: {what}, since a checkpoint")
     for _ in range(20):
         manager.step()
         manager.saver.near_saves.settle()
@@ -58,9 +56,9 @@ def test_an_interval_that_is_not_below_that_of_checkpoints_is_warned_of(tmp_path
 @pytest.mark.parametrize(
     "options",
     [
-        {"near_interval": 3},
-        {"near_interval": EverySeconds(10)},
-        {"near_interval": 30, "save_interval": EverySeconds(600)},
+        {"interval": 3},
+        {"interval": EverySeconds(10)},
+        {"interval": 30, "save_interval": EverySeconds(600)},
     ],
 )
 def test_other_intervals_are_as_they_should_be(tmp_path, caplog, options):
@@ -68,17 +66,30 @@ def test_other_intervals_are_as_they_should_be(tmp_path, caplog, options):
     assert warnings(caplog) == []
 
 
+@pytest.mark.parametrize("is_set", [False, True])
+def test_near_saves_that_are_due_by_event_time_count_from_the_first_that_is_known(tmp_path, is_set):
+    manager = made(tmp_path, interval=EveryEventTime(60), save_interval=1000)
+    if is_set:
+        manager.event_time = 10.0
+    else:
+        manager.step(event_time=10.0)
+    for time in (50.0, 70.0, 80.0, 130.0):  # a checkpoint takes the place of the first, since there is none yet
+        manager.step(event_time=time)
+        manager.saver.near_saves.settle()
+    assert (manager.counts.begun, manager.counts.near) == (1, 1)
+
+
 @pytest.mark.parametrize(
-    ("copies", "near_interval", "said"),
+    ("copies", "interval", "said"),
     [
         (None, 20, "every 20 steps, copies=1 where there are several hosts"),
-        (2, EverySeconds(10), f"(near_interval={EverySeconds(10)!r}), copies=2"),
+        (2, EverySeconds(10), f"(interval={EverySeconds(10)!r}), copies=2"),
     ],
 )
-def test_attach_says_where_near_saves_go_and_when(tmp_path, caplog, copies, near_interval, said):
+def test_attach_says_where_near_saves_go_and_when(tmp_path, caplog, copies, interval, said):
     caplog.set_level("INFO", "recckpt")
-    near = Near(tmp_path / "near", copies=copies)
-    model, options = nn.Linear(1, 1), {"save_interval": 100, "near": near, "near_interval": near_interval}
+    near = Near(tmp_path / "near", interval, copies=copies)
+    model, options = nn.Linear(1, 1), {"save_interval": 100, "near": near}
     CheckpointManager.attach(model, output_dir=tmp_path / "runs", **options)
     assert "; save_interval=100, max_keep=2" in caplog.messages[-1]
     assert caplog.messages[-1].endswith(f", near={tmp_path / 'near'} {said}")
@@ -124,8 +135,8 @@ def test_a_resumed_run_has_lost_no_gradients(tmp_path):
 
 
 def test_a_near_save_is_put_off_too(tmp_path):
-    saver = {"near": Near(tmp_path / "near"), "deltas": Deltas(max_dirty=1.0)}
-    made = manager_of(tmp_path, 8, saver, near_interval=3)
+    saver = {"near": Near(tmp_path / "near", 3), "deltas": Deltas(max_dirty=1.0)}
+    made = manager_of(tmp_path, 8, saver)
     train(made, 11)
     assert made[-1].counts.near == 0  # due at 3, where a checkpoint took its place, and 9
     train(made, 12)

@@ -8,7 +8,9 @@ from torch import nn
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import RecckptError, SaveFailedError, WriterFencedError
 from recckpt.inspect.watch import Watcher
+from recckpt.manager import run_state
 from recckpt.output_dir.listing import list_checkpoints
+from recckpt.policies import Tolerate
 from recckpt.policies.schedule import SaveCounts
 from recckpt.policies.when import EverySeconds
 from recckpt.sparse import HashTable, gen_slice
@@ -75,7 +77,7 @@ def test_watch_shows_what_has_failed_since(tmp_path, disk):
 
 @pytest.mark.parametrize("async_save", [False, True])
 def test_so_many_failures_in_a_row_are_raised_and_a_good_save_begins_to_count_anew(tmp_path, disk, async_save):
-    manager = manager_of(tmp_path, async_save=async_save, on_save_error="warn", raise_after=2)
+    manager = manager_of(tmp_path, async_save=async_save, on_save_error=Tolerate(raise_after=2))
     for is_full, n_steps in ((True, 1), (False, 2), (True, 1)):
         disk.is_full = is_full
         train(manager, n_steps)
@@ -88,9 +90,10 @@ def test_so_many_failures_in_a_row_are_raised_and_a_good_save_begins_to_count_an
     assert steps_in(manager)[-1] == manager.global_step
 
 
-def test_what_is_due_by_time_is_tried_again_when_it_is_due_and_not_at_each_step(tmp_path, disk):
+def test_what_is_due_by_time_is_tried_again_when_it_is_due_and_not_at_each_step(tmp_path, disk, monkeypatch):
     now = [0.0]
-    manager = manager_of(tmp_path, EverySeconds(10), on_save_error="warn", clock=lambda: now[0])
+    monkeypatch.setattr(run_state, "monotonic", lambda: now[0])
+    manager = manager_of(tmp_path, EverySeconds(10), on_save_error="warn")
     disk.is_full = True
     now[0] = 10.0
     train(manager, 1)
@@ -181,7 +184,7 @@ def test_ranks_go_on_alike_and_raise_at_the_same_step_whichever_of_them_fails(tm
         for _ in range(9):
             manager.step()
 
-    first, second = on_two_ranks(tmp_path, work, on_save_error="warn", raise_after=4)
+    first, second = on_two_ranks(tmp_path, work, on_save_error=Tolerate(raise_after=4))
     assert first == second
     assert first.startswith("SaveFailedError after step 5: saving 'ckpt_5' failed on rank 1: OSError: [Errno 28]")
 

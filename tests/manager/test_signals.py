@@ -20,6 +20,7 @@ from torch import nn
 from recckpt import CheckpointManager, Saver
 from recckpt.manager.signals import SignalWatch, goes_on, most_urgent
 from recckpt.output_dir.listing import list_checkpoints
+from recckpt.policies import OnSignal
 from recckpt.storage import open_storage
 
 
@@ -37,7 +38,7 @@ def handled():
 
 @pytest.fixture
 def watch(handled):
-    watch = SignalWatch((SIGTERM, SIGUSR1, SIGUSR2))
+    watch = SignalWatch(OnSignal((SIGTERM, SIGUSR1, SIGUSR2)))
     yield watch
     watch.release()
 
@@ -80,16 +81,16 @@ def closed(tmp_path):
 
 
 def refused(tmp_path):
-    with pytest.raises(ValueError, match="grace_sec must be a finite number above 0"):
-        manager_of(tmp_path, save_on_signal=(SIGTERM,), grace_sec=0)
+    with pytest.raises(ValueError, match="OnSignal: grace_sec must be a finite number above 0"):
+        manager_of(tmp_path, save_on_signal=OnSignal((SIGTERM,), grace_sec=0))
 
 
 @pytest.mark.parametrize(
     "end",
     [
-        lambda path: SignalWatch((SIGTERM, SIGTERM, int(SIGTERM))).release(),  # one named twice is watched once
-        lambda path: SignalWatch(()),
-        lambda path: SignalWatch((SIGTERM,)) and None,  # forgotten
+        lambda path: SignalWatch(OnSignal((SIGTERM, int(SIGTERM)))).release(),  # one named twice is watched once
+        lambda path: SignalWatch(OnSignal(())),
+        lambda path: SignalWatch(OnSignal((SIGTERM,))) and None,  # forgotten
         closed,
         refused,
     ],
@@ -143,11 +144,11 @@ def test_a_handler_that_somebody_has_set_since_stays(watch, handled):
 
 
 def test_watches_over_each_other_end_in_any_order(watch, handled):
-    upper = SignalWatch((SIGTERM,))
+    upper = SignalWatch(OnSignal((SIGTERM,)))
     signal.raise_signal(SIGTERM)
     upper.follow(upper.take())
     assert (watch.take(), handled) == (SIGTERM, [])
-    upper = SignalWatch((SIGTERM,))
+    upper = SignalWatch(OnSignal((SIGTERM,)))
     watch.release()
     signal.raise_signal(SIGTERM)
     upper.follow(upper.take())
@@ -168,15 +169,16 @@ def test_process_1_which_no_signal_ends_by_default_exits_as_a_shell_says_it():
     if shutil.which("unshare") is None or subprocess.run([*own, "true"], capture_output=True).returncode:
         pytest.skip("NO PROCESS 1 IS TRIED: this machine gives nobody pids of their own by `unshare`")
     code = (
-        "import os, signal; from recckpt.manager.signals import SignalWatch; assert os.getpid() == 1\n"
-        "watch = SignalWatch('SIGTERM'); signal.raise_signal(15); watch.follow(watch.take())"
+        "import os, signal; from recckpt.manager.signals import SignalWatch\n"
+        "from recckpt.policies import OnSignal; assert os.getpid() == 1\n"
+        "watch = SignalWatch(OnSignal('SIGTERM')); signal.raise_signal(15); watch.follow(watch.take())"
     )
     env = {**os.environ, "PYTHONPATH": PYTHONPATH}
     assert subprocess.run([*own, sys.executable, "-c", code], env=env).returncode == 128 + SIGTERM
 
 
 def test_a_signal_ends_a_fork_as_if_nobody_watched():
-    watch = SignalWatch((SIGTERM, SIGUSR1))
+    watch = SignalWatch(OnSignal((SIGTERM, SIGUSR1)))
     fork = multiprocessing.get_context("fork")
     runs = fork.Event()
 
@@ -199,7 +201,7 @@ def test_only_the_main_thread_can_watch():
 
     def work():
         try:
-            SignalWatch((SIGTERM,))
+            SignalWatch(OnSignal((SIGTERM,)))
         except ValueError as error:
             refused.append(str(error))
 

@@ -112,7 +112,7 @@ def test_a_regular_checkpoint_is_not_superseded_by_an_ephemeral_one_of_its_step(
 
 
 def test_an_end_that_falls_into_a_save_in_the_background_is_put_off_as_a_step_is(tmp_path, gate):
-    run = Loop(tmp_path, EveryWindows(1), async_save=True, backpressure="latest")
+    run = Loop(tmp_path, EveryWindows(1), async_save="latest")
     writing = gate(LocalStorage, "create")
     run.run(3)
     writing.wait()
@@ -166,9 +166,10 @@ def test_what_the_manager_counts_is_refused_as_a_name(tmp_path, what, name):
 # what is loaded again
 
 
-def looked_at(tmp_path, **options):
+def looked_at(tmp_path, save_interval=NEVER, reload_interval=None):
     """Return after which events of a run the bank was looked into."""
-    run, looked = Loop(tmp_path, **options), []
+    run, looked = Loop(tmp_path, save_interval), []
+    run.manager.load_model_bank([], reload_interval=reload_interval)
     run.manager._autosave._reload = lambda: looked.append(run.n_events)
     run.run()
     return looked
@@ -179,14 +180,14 @@ def looked_at(tmp_path, **options):
     [(None, [7, 13, 20]), (5, [8, 16]), (EveryWindows(3), [9, 19]), (EveryEpochs(2) | EverySteps(10), [13, 16])],
 )
 def test_a_bank_is_looked_into_after_saves_or_when_one_says(tmp_path, reload_interval, expected):
-    options = {"save_interval": EveryEpochs(1), "reload_interval": reload_interval}
-    assert looked_at(tmp_path, **options) == expected
+    assert looked_at(tmp_path, EveryEpochs(1), reload_interval) == expected
 
 
 def test_what_is_new_in_a_bank_is_loaded_at_the_end_of_a_window(tmp_path):
     source = Loop(tmp_path / "source", 1).run(1)
-    run = Loop(tmp_path / "run", reload_interval=EveryWindows(1))
-    run.manager.load_model_bank([{"path": str(tmp_path / "source"), "load": ["weight"], "is_dynamic": True}])
+    run = Loop(tmp_path / "run")
+    bank = [{"path": str(tmp_path / "source"), "load": ["weight"], "is_dynamic": True}]
+    run.manager.load_model_bank(bank, reload_interval=EveryWindows(1))
     source.run(4)
     run.run(2)
     assert run.model.weight.item() == 2.0

@@ -27,9 +27,9 @@ def work(rank, size, root):
     server = json.loads((root / "server").read_text())
     conf["s3"] = {"endpoint_url": server["endpoint"], "key": "tests", "secret": "tests"}
     table = HashTable(2, name="t", slice=gen_slice(rank, size))
-    near = Near(root / "near", timeout_sec=TIMEOUT_SEC)
+    near = Near(root / "near", interval=1, timeout_sec=TIMEOUT_SEC)
     saver = Saver(nn.ModuleDict({"t": table}), output_dir=server["url"], deltas=ALL, near=near)
-    manager, counts = CheckpointManager(saver, 10**9, near_interval=1), []
+    manager, counts = CheckpointManager(saver, 10**9), []
 
     def step(n_steps):
         for _ in range(n_steps):

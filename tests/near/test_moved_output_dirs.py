@@ -68,7 +68,7 @@ def test_a_forgetting_names_the_host_of_the_place_before(tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
     begun(here, near=NEAR)
     here.rename(there)
-    [done] = recckpt.forget(there / "runs", "t", [2])
+    [done] = recckpt.rewrite.forget(there / "runs", "t", [2])
     assert [host.path for host in done.near_hosts] == [str(tmp_path / "near")]
     there.rename(here)
     assert rows(NearRun(here, near=NEAR).restore()) == CHECKPOINT

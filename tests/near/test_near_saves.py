@@ -37,8 +37,8 @@ def test_a_restore_takes_the_newest_near_save_with_all_that_a_checkpoint_has(tmp
     """Tables of ours, live ones with hooks, and live ones with fingerprints."""
 
     def begin():
-        run = of(tmp_path / "runs", deltas=ALL, near=Near(tmp_path / "near"))
-        run.manager = CheckpointManager(run.saver, 50, near_interval=2)
+        run = of(tmp_path / "runs", deltas=ALL, near=Near(tmp_path / "near", 2))
+        run.manager = CheckpointManager(run.saver, 50)
         return run
 
     one, other, last = begin(), begin(), begin()
@@ -196,7 +196,7 @@ def test_a_tool_that_takes_over_lets_count_what_counted(tmp_path):
 
 def test_a_forgetting_from_outside_takes_all_near_saves_back(tmp_path):
     begun(tmp_path).put(_3=3.0).step()
-    recckpt.forget(tmp_path / "runs", "t", [3])
+    recckpt.rewrite.forget(tmp_path / "runs", "t", [3])
     assert rows(NearRun(tmp_path).restore()) == {1: 1.0}
 
 
@@ -320,13 +320,13 @@ def test_what_cannot_be_is_refused(tmp_path):
         Saver(model, output_dir=str(tmp_path / "runs"), near=Near(tmp_path / "near"))
     with pytest.raises(TypeError, match=r"near must be a recckpt\.Near, or None, found '/dev/shm'"):
         Saver(model, output_dir=str(tmp_path / "runs"), deltas=True, near="/dev/shm")
-    with pytest.raises(ValueError, match="near_interval= is for savers with near="):
-        CheckpointManager(Saver(model, output_dir=str(tmp_path / "runs")), 10, near_interval=1)
     for wrong in ("", "s3://bucket/near", 7):
         with pytest.raises(ValueError, match="Near: path must be a directory of this host"):
             Near(wrong)
     with pytest.raises(ValueError, match="Near: max_bytes must be a number of bytes"):
         Near(tmp_path, max_bytes="much")
+    with pytest.raises(ValueError, match="Near: interval must be an int of at least 1, found 0"):
+        Near(tmp_path, 0)
 
 
 def link(tmp_path, name):

@@ -64,7 +64,7 @@ def test_a_host_is_noted_again_by_the_next_near_save_after_a_forgetting(tmp_path
 
 def test_the_audit_names_the_hosts_on_which_near_saves_may_have_the_ids(tmp_path):
     on_hosts(tmp_path, ["a", "b"], trained)
-    [done] = recckpt.forget(tmp_path / "runs", "t", FORGOTTEN)
+    [done] = recckpt.rewrite.forget(tmp_path / "runs", "t", FORGOTTEN)
     assert sorted(host.path for host in done.near_hosts) == [str(tmp_path / "a"), str(tmp_path / "b")]
     [line] = audit(output_dir(tmp_path))
     assert sorted(host["path"] for host in line["near_hosts"]) == [str(tmp_path / "a"), str(tmp_path / "b")]
@@ -72,14 +72,14 @@ def test_the_audit_names_the_hosts_on_which_near_saves_may_have_the_ids(tmp_path
 
 def test_the_audit_of_a_run_without_near_saves_names_no_host(tmp_path):
     NearRun(tmp_path).put(_3=1.0).save()
-    [done] = recckpt.forget(tmp_path / "runs", "t", FORGOTTEN)
+    [done] = recckpt.rewrite.forget(tmp_path / "runs", "t", FORGOTTEN)
     assert done.near_hosts == ()
     assert "near_hosts" not in audit(output_dir(tmp_path))[0]
 
 
 def test_near_saves_have_the_ids_after_a_forgetting_from_outside_until_their_host_is_used_again(tmp_path):
     on_hosts(tmp_path, ["a", "b"], trained)
-    recckpt.forget(tmp_path / "runs", "t", FORGOTTEN)
+    recckpt.rewrite.forget(tmp_path / "runs", "t", FORGOTTEN)
     assert noted(tmp_path) == ["a", "b"]
     assert [bool(with_rows_of(tmp_path, host, FORGOTTEN)) for host in "ab"] == [True, True]
     on_hosts(tmp_path, ["b"], lambda run: run.restore().put(_9=9.0).save().put(_9=9.5).step())
@@ -102,7 +102,7 @@ def test_a_host_is_named_where_what_it_has_could_not_be_removed(tmp_path, caplog
 
 def test_a_run_that_a_forgetting_overtakes_says_nothing_of_what_it_keeps(tmp_path):
     run = begun(tmp_path)
-    recckpt.forget(tmp_path / "runs", "t", [2])
+    recckpt.rewrite.forget(tmp_path / "runs", "t", [2])
     run.put(_4=4.0).step()
     with pytest.raises(WriterFencedError):
         run.step()
@@ -124,7 +124,7 @@ def test_a_run_without_near_saves_notes_no_host(tmp_path):
 @pytest.mark.parametrize("content", ["", "{}", "no json"])
 def test_a_damaged_note_is_named_and_written_anew_by_the_next_run(tmp_path, content):
     begun(tmp_path)
-    recckpt.forget(tmp_path / "runs", "t", [2])
+    recckpt.rewrite.forget(tmp_path / "runs", "t", [2])
     [note] = notes(tmp_path)
     note.write_text(content)
     [host] = noted_hosts(output_dir(tmp_path))

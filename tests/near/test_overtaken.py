@@ -137,7 +137,7 @@ def forgotten(root, number, _):
     def forget():
         with suppress(shutil.Error):  # files that another rank renames or removes meanwhile
             shutil.copytree(root / "b", root / "old")
-        recckpt.forget(root / "runs", "t", [FORGOTTEN])
+        recckpt.rewrite.forget(root / "runs", "t", [FORGOTTEN])
 
     with pytest.MonkeyPatch.context() as patch:
         first = First(Halt(patch, number, forget))

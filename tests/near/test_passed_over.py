@@ -70,7 +70,7 @@ def test_files_on_a_host_that_is_not_there_are_missing(tmp_path, caplog):
 
 def test_ids_that_were_forgotten_since_are_a_reason(tmp_path, caplog):
     begun(tmp_path).put(_3=3.0).step()
-    recckpt.forget(tmp_path / "runs", "t", [3])
+    recckpt.rewrite.forget(tmp_path / "runs", "t", [3])
     caplog.clear()
     assert rows(NearRun(tmp_path).restore()) == {1: 1.0}
     assert len(warnings(caplog)) == 2

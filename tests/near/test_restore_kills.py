@@ -41,7 +41,7 @@ def more_ranks(root):
 
 def a_forgetting(root):
     """Ids were forgotten meanwhile."""
-    recckpt.forget(root / "runs", "t", [100])
+    recckpt.rewrite.forget(root / "runs", "t", [100])
     return ["a", "b"], SAVED
 
 

@@ -341,7 +341,7 @@ def test_the_name_of_a_delta_that_was_compacted_and_is_gone_is_not_used_again_by
         fill(run.user, range(100 if number == 0 else 2), float(number))
         run.saver.save(ckpt_id)
         if ckpt_id == "last":
-            recckpt.compact(str(tmp_path))  # adopted by the next save; the one after it removes the delta
+            recckpt.rewrite.compact(str(tmp_path))  # adopted by the next save; the one after it removes the delta
     assert not (tmp_path / "last").exists()
     storage = open_storage(str(tmp_path))
     assert locate(storage, "last").manifest.supersedes

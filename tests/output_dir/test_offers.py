@@ -17,7 +17,7 @@ from recckpt.output_dir.claims import claimed_epochs
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import attempt_dirs, list_checkpoints, locate
 from recckpt.output_dir.offers import adopt_offers, offers_in, why_not
-from recckpt.rewrite.compact import make_offer
+from recckpt.rewrite.compaction import make_offer
 from recckpt.rewrite.whole import Means
 from recckpt.storage.transfers import VISIBLE
 

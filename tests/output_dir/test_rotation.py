@@ -29,7 +29,7 @@ from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import attempt_dirs, list_checkpoints, locate
 from recckpt.output_dir.offers import offers_in
 from recckpt.output_dir.rotation import deletable, pinned_ids
-from recckpt.rewrite.compact import make_offer
+from recckpt.rewrite.compaction import make_offer
 from recckpt.rewrite.whole import Means
 from recckpt.sparse import HashTable
 from recckpt.storage import Storage, open_storage

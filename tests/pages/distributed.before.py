@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from recckpt import CheckpointManager, Saver, filter_out_sparse_param
+from recckpt import CheckpointManager, Saver
+from recckpt.recis import filter_out_sparse_param
 from recckpt.sparse import EmbeddingCollection, ShardedHashTable, SparseAdamW
 
 os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")

@@ -8,7 +8,7 @@ from recckpt.policies.admit import Bloom, MinCount, Probability, as_admit
 from recckpt.policies.deltas import MAX_DELTAS, Deltas, as_deltas
 from recckpt.policies.evict import Capacity, EvictedByAll, LowCount, SmallNorm, Unseen, UnseenFor
 from recckpt.policies.keep import Best, EveryNth, KeepBytes, KeptByAny, Newest, OnePer, YoungerThan, as_keep
-from recckpt.policies.schedule import Schedule
+from recckpt.policies.options import OnSignal, Tolerate, Transfers, as_tolerate
 from recckpt.policies.when import (
     AnyOf,
     AtSteps,
@@ -17,7 +17,6 @@ from recckpt.policies.when import (
     EverySeconds,
     EverySteps,
     EveryWindows,
-    Moment,
     WhenTrue,
     as_when,
 )
@@ -38,11 +37,6 @@ ROWS = [  # what is called, with each of which values, and what it says
         r"AnyOf: expected one When or more, such as EverySteps\(100\), found",
     ),
     (as_when, [*NO_COUNTS, EverySteps, object()], "save_interval must be an int of at least 1.*or an object with due"),
-    (
-        lambda pressure: Schedule(EverySteps(1), None, pressure, Moment(0, 0.0)),
-        ["", "Wait", None, 1, "drop"],
-        "one of .'wait', 'skip', 'latest'., found",
-    ),
     *((kind, NO_COUNTS, f"{kind.__name__}: {COUNT}") for kind in (Newest, EveryNth)),
     (lambda n: Best(n, "auc"), NO_COUNTS, "Best: k must be an int of at least 1, found"),
     (lambda metric: Best(1, metric), NO_METRICS, "Best: metric must be the name of a metric, or several names with"),
@@ -83,6 +77,22 @@ ROWS = [  # what is called, with each of which values, and what it says
     (lambda part: Deltas(max_dirty=part), NO_NUMBERS, f"Deltas: max_dirty {NUMBER}"),
     (lambda part: Deltas(max_dirty=part), [1.5], r"max_dirty must be at most 1, found 1\.5"),
     (lambda compact: Deltas(compact=compact), [None, 1, "yes"], "Deltas: compact must be True or False, found"),
+    *(
+        (make, NO_NUMBERS, f"{what} {NUMBER}")
+        for make, what in (
+            (lambda seconds: Transfers(timeout_sec=seconds), "Transfers: timeout_sec"),
+            (lambda seconds: OnSignal((), seconds or 0), "OnSignal: grace_sec"),
+        )
+    ),
+    (lambda sec: Transfers(visible_sec=sec), [-1, "3", True, None, math.nan, math.inf], "Transfers: visible_sec must"),
+    (lambda n: Transfers(min_free_bytes=n), [-1, 2.5, True, None], "Transfers: min_free_bytes must be an int of at le"),
+    (lambda n: Transfers(max_uploads=n or 0), NO_COUNTS, "Transfers: max_uploads must be an int of at least 1, found"),
+    (lambda path: Transfers(work_dir=path), [5, "", "s3://bucket/work"], "Transfers: work_dir must be a path on this"),
+    (lambda flag: Transfers(pre_download=flag), ["yes", 1, None], "Transfers: pre_download must be True or False, f"),
+    (OnSignal, [2.5, True, "SIGTREM", ["SIG_IGN"], (None,)], "save_on_signal=.*; name signals that can be caught"),
+    (Tolerate, NO_COUNTS, "Tolerate: raise_after must be an int of at least 1, found"),
+    (lambda call: Tolerate(3, call), ["warn", 3], "Tolerate: call must be a callable"),
+    (as_tolerate, ["ignore", None, 3], "on_save_error must be 'raise', 'warn', a callable"),
     (as_deltas, [None, 1, 20, "yes", Deltas], r"deltas must be True, False or Deltas\(\.\.\.\), found"),
 ]
 

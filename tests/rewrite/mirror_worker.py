@@ -11,7 +11,7 @@ import traceback
 from fsspec.config import conf
 from support.killed import CALLS, kill_at
 
-from recckpt.rewrite.mirror import Mirror
+from recckpt.rewrite.mirroring import Mirror
 from recckpt.storage.objects import ObjectStorage
 from recckpt.storage.upload import Upload, UploadDraft
 

@@ -9,7 +9,7 @@ from recckpt.format import layout
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import attempt_dirs, locate
 from recckpt.output_dir.offers import adopt_offers
-from recckpt.rewrite.compact import make_offer
+from recckpt.rewrite.compaction import make_offer
 from recckpt.rewrite.whole import Means
 from recckpt.storage.transfers import VISIBLE
 

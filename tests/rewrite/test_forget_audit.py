@@ -13,7 +13,7 @@ from recckpt.errors import CorruptCheckpointError, RecckptError
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.forget_requests import audit
-from recckpt.rewrite.forget import forget
+from recckpt.rewrite.forgetting import forget
 from recckpt.storage import open_storage
 
 
@@ -79,15 +79,15 @@ def test_nothing_is_copied_from_or_added_to_an_output_dir_where_ids_are_yet_to_b
     pending_in(root, monkeypatch)
     before = sorted(path for path in tmp_path.rglob("*") if path.is_file())
     for copy in (
-        lambda: recckpt.compact(str(root)),
-        lambda: recckpt.compact(str(root / "ckpt_4")),
-        lambda: recckpt.compact(str(root), out=str(tmp_path / "out")),
-        lambda: recckpt.compact(str(other), "ckpt_2", out=str(root)),
-        lambda: recckpt.compact(str(root), adopt=True),
+        lambda: recckpt.rewrite.compact(str(root)),
+        lambda: recckpt.rewrite.compact(str(root / "ckpt_4")),
+        lambda: recckpt.rewrite.compact(str(root), out=str(tmp_path / "out")),
+        lambda: recckpt.rewrite.compact(str(other), "ckpt_2", out=str(root)),
+        lambda: recckpt.rewrite.compact(str(root), adopt=True),
         lambda: import_checkpoint(str(tmp_path / "model.pt"), str(root), step=77),
     ):
         with pytest.raises(RecckptError, match=r"runs: found a request to forget ids .*run `recckpt forget DIR` first"):
             copy()
     assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == before
     forget(str(root), "user", ids_at(51))
-    assert recckpt.compact(str(root)).directory is not None
+    assert recckpt.rewrite.compact(str(root)).directory is not None

@@ -14,10 +14,10 @@ from recckpt.errors import RecckptError, SaveFailedError, WriterFencedError
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.forget_requests import requests
 from recckpt.output_dir.listing import list_checkpoints
-from recckpt.rewrite import compact as compacting
+from recckpt.rewrite import compaction as compacting
 from recckpt.rewrite import requests as forgetting
-from recckpt.rewrite.compact import compact
-from recckpt.rewrite.forget import forget
+from recckpt.rewrite.compaction import compact
+from recckpt.rewrite.forgetting import forget
 from recckpt.rewrite.requests import forget_as_owner
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage

@@ -16,8 +16,8 @@ from recckpt.errors import RecckptError
 from recckpt.inspect.absent import look_for
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.forget_requests import pending, requests
-from recckpt.rewrite import forget as forget_module
-from recckpt.rewrite.forget import finish, forget
+from recckpt.rewrite import forgetting as forget_module
+from recckpt.rewrite.forgetting import finish, forget
 from recckpt.storage import open_storage
 
 GONE = ids_at(5, 7, 50, 200)
@@ -30,7 +30,7 @@ class Scene:
 
     def __init__(self, url):
         ForgettingRun(url).save_chain()
-        recckpt.compact(url, "ckpt_3")
+        recckpt.rewrite.compact(url, "ckpt_3")
         self.url, self._numbers = url, count()
         self.fs, self.root = fsspec.core.url_to_fs(url)
         self._files = {name: self.fs.cat_file(name) for name in self.fs.find(self.root)}

@@ -15,7 +15,7 @@ import recckpt
 from recckpt import CheckpointManager, Saver
 from recckpt.inspect.absent import look_for
 from recckpt.output_dir.forget_requests import pending, requests
-from recckpt.rewrite.forget import finish, forget
+from recckpt.rewrite.forgetting import finish, forget
 from recckpt.storage import open_storage
 
 MOST_POINTS = 4000
@@ -29,14 +29,14 @@ def chain(run):
 
 def compacted(run):
     """The newest delta was compacted, and the second has an offer."""
-    recckpt.compact(run.url, adopt=True)
-    recckpt.compact(run.url, "ckpt_2")
+    recckpt.rewrite.compact(run.url, adopt=True)
+    recckpt.rewrite.compact(run.url, "ckpt_2")
 
 
 def compacted_twice(run):
     """Both deltas were compacted, so that there are three chains."""
     for ckpt_id in ("ckpt_2", "ckpt_3"):
-        recckpt.compact(run.url, ckpt_id, adopt=True)
+        recckpt.rewrite.compact(run.url, ckpt_id, adopt=True)
 
 
 def with_leftovers(run):

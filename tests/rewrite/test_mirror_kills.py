@@ -21,7 +21,7 @@ import recckpt
 from recckpt import CheckpointManager
 from recckpt.errors import RecckptError
 from recckpt.policies.keep import All
-from recckpt.rewrite.mirror import Mirror
+from recckpt.rewrite.mirroring import Mirror
 
 MOST_POINTS = 4000
 GONE = ids_at(5, 7, 50, 200)
@@ -33,7 +33,7 @@ def first(run, to):
 
 def after_a_rotation(run, to):
     """The run has a new full checkpoint, and not those before."""
-    recckpt.mirror(run, to)
+    recckpt.rewrite.mirror(run, to)
     trainer = ForgettingRun(run, deltas=False, max_keep=1)
     trainer.saver.load()
     trainer.saver.save("ckpt_5", step=5)
@@ -41,8 +41,8 @@ def after_a_rotation(run, to):
 
 def after_a_compaction(run, to):
     """A delta was compacted, and a delta stands on it."""
-    recckpt.mirror(run, to)
-    recckpt.compact(run, adopt=True)
+    recckpt.rewrite.mirror(run, to)
+    recckpt.rewrite.compact(run, adopt=True)
     trainer = ForgettingRun(run)
     trainer.saver.load()
     fill(trainer.user, ids_at(60), 9.0)
@@ -51,18 +51,18 @@ def after_a_compaction(run, to):
 
 def after_a_forgetting(run, to):
     """All has been written again."""
-    recckpt.mirror(run, to)
-    recckpt.forget(run, "user", GONE)
+    recckpt.rewrite.mirror(run, to)
+    recckpt.rewrite.forget(run, "user", GONE)
 
 
 def after_a_forgetting_that_it_has_more_of(run, to):
     """The mirror has checkpoints with the ids that the run has no more."""
-    recckpt.mirror(run, to)
+    recckpt.rewrite.mirror(run, to)
     trainer = ForgettingRun(run, deltas=False, max_keep=1)
     trainer.saver.load()
     trainer.saver.save("ckpt_5", step=5)
-    recckpt.mirror(run, to, keep=All())
-    recckpt.forget(run, "user", GONE)
+    recckpt.rewrite.mirror(run, to, keep=All())
+    recckpt.rewrite.forget(run, "user", GONE)
 
 
 SCENES = [after_a_forgetting, first, after_a_rotation, after_a_compaction, after_a_forgetting_that_it_has_more_of]
@@ -82,12 +82,12 @@ def test_a_mirror_that_is_killed_is_whole_and_the_next_pass_goes_on(tmp_path, sc
     for number in range(0, MOST_POINTS, stride):
         if base.exists():
             shutil.copytree(base, to)
-        was_killed = killed_at(number, lambda: recckpt.mirror(run, to, keep=keep))
+        was_killed = killed_at(number, lambda: recckpt.rewrite.mirror(run, to, keep=keep))
         assert check_whole(to).committed or not base.exists(), number
-        recckpt.mirror(run, to, keep=keep)
+        recckpt.rewrite.mirror(run, to, keep=keep)
         check_same(run, to)
         assert directories_of(to) == directories_of(run), number
-        assert recckpt.mirror(run, to).copied == (), number
+        assert recckpt.rewrite.mirror(run, to).copied == (), number
         shutil.rmtree(to)
         n_points += was_killed
         if not was_killed:
@@ -125,10 +125,10 @@ class StoreSweep:
         to = self._next()
         has_died = die_at(self.run, to, number, when) >= number
         check_whole(to)
-        recckpt.mirror(self.run, to)
+        recckpt.rewrite.mirror(self.run, to)
         check_same(self.run, to)
         assert directories_of(to) == directories_of(self.run), number
-        assert recckpt.mirror(self.run, to).n_bytes == 0
+        assert recckpt.rewrite.mirror(self.run, to).n_bytes == 0
         return has_died
 
 
@@ -166,7 +166,7 @@ class Trainer:
     def save(self, step):
         fill(self.run.user, ids_at(step, step + 1, 200 + step), float(step))
         if step % 4 == 3:
-            recckpt.compact(self.url)  # adopted by the save that follows
+            recckpt.rewrite.compact(self.url)  # adopted by the save that follows
         self.run.saver.save(f"ckpt_{step}", step=step)
         if step in (11, 21):
             self.manager.forget("user", ids_at(step, 200 + step))
@@ -258,7 +258,7 @@ def disk(tmp_path):
 def mirrored(run, to) -> bool:
     """Mirror; say whether there was room."""
     try:
-        recckpt.mirror(run, to)
+        recckpt.rewrite.mirror(run, to)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

@@ -34,7 +34,7 @@ def to(tmp_path):
 
 def forget(run, ids=GONE):
     for table in ("user", "item"):
-        recckpt.forget(run, table, ids)
+        recckpt.rewrite.forget(run, table, ids)
 
 
 def check_forgotten(to):
@@ -44,10 +44,10 @@ def check_forgotten(to):
 
 
 def test_the_next_pass_brings_what_was_written_again_and_removes_what_it_replaces(run, to):
-    recckpt.mirror(run, to)
+    recckpt.rewrite.mirror(run, to)
     assert files_with(to, GONE)
     forget(run)
-    recckpt.mirror(run, to)
+    recckpt.rewrite.mirror(run, to)
     check_forgotten(to)
     assert ids_of(to) == CHAIN
     check_same(run, to)
@@ -60,16 +60,16 @@ def test_what_the_mirror_alone_has_goes_too(tmp_path, to):
     for step in (1, 2, 3):
         fill(trainer.user, ids_at(5, step), 1.0)
         trainer.saver.save(f"ckpt_{step}", step=step)
-        recckpt.mirror(tmp_path / "run", to, keep=All())
+        recckpt.rewrite.mirror(tmp_path / "run", to, keep=All())
     shutil.copytree(to / "ckpt_1", to / "mine")  # as a person copies it
-    recckpt.forget(tmp_path / "run", "user", GONE)
-    recckpt.mirror(tmp_path / "run", to, keep=All())
+    recckpt.rewrite.forget(tmp_path / "run", "user", GONE)
+    recckpt.rewrite.mirror(tmp_path / "run", to, keep=All())
     assert ids_of(to) == ["ckpt_3"]
     check_forgotten_in_user(to)
     again = ForgettingRun(tmp_path / "run", deltas=False, max_keep=1)
     again.saver.load()
     again.saver.save("ckpt_4", step=4)
-    recckpt.mirror(tmp_path / "run", to, keep=All())
+    recckpt.rewrite.mirror(tmp_path / "run", to, keep=All())
     assert ids_of(to) == ["ckpt_3", "ckpt_4"]
 
 
@@ -79,17 +79,17 @@ def check_forgotten_in_user(to):
 
 
 def test_what_an_interrupted_copy_left_goes_too(run, to):
-    recckpt.mirror(run, to)
+    recckpt.rewrite.mirror(run, to)
     (to / "ckpt_2" / layout.MANIFEST).unlink()
     part = to / "ckpt_2" / "sparse" / "00000-of-00001.g0.00.arrow"
     part.rename(f"{part}.{'0' * 16}.tmp")
     forget(run)
-    recckpt.mirror(run, to)
+    recckpt.rewrite.mirror(run, to)
     check_forgotten(to)
 
 
 def test_the_draft_of_a_part_is_looked_into(run, to):
-    recckpt.mirror(run, to)
+    recckpt.rewrite.mirror(run, to)
     part = to / "ckpt_2" / "sparse" / "00000-of-00001.g0.00.arrow"
     shutil.copy(part, f"{part}.{'0' * 16}.tmp")
     n_before = look_for(str(run), np.array(GONE)).n_parts
@@ -98,35 +98,35 @@ def test_the_draft_of_a_part_is_looked_into(run, to):
 
 def test_nothing_is_copied_while_ids_wait_to_be_forgotten(run, to):
     request = open_storage(str(run))
-    recckpt.forget(run, "user", GONE)
+    recckpt.rewrite.forget(run, "user", GONE)
     name = next(iter(requests(request)))
     (run / layout.forget_request(name)).write_bytes(b"{}")
     with pytest.raises(RecckptError, match="a request to forget ids that is not ended"):
-        recckpt.mirror(run, to)
+        recckpt.rewrite.mirror(run, to)
     assert not to.exists()
 
 
 def test_without_the_key_of_the_digests_the_mirror_has_none_either(run, to):
     forget(run)
-    recckpt.mirror(run, to)
+    recckpt.rewrite.mirror(run, to)
     assert (to / layout.FORGET_KEY).read_bytes() == (run / layout.FORGET_KEY).read_bytes()
     (run / layout.FORGET_KEY).unlink()
-    recckpt.mirror(run, to)
+    recckpt.rewrite.mirror(run, to)
     assert not (to / layout.FORGET_KEY).exists()
 
 
 def test_forgetting_makes_a_pass_over_each_mirror_that_is_named(run, to, tmp_path):
     newest, other = tmp_path / "newest", tmp_path / "other"
     for place, keep in ((to, None), (newest, 1), (other, None)):
-        recckpt.mirror(run, place, keep=keep)
+        recckpt.rewrite.mirror(run, place, keep=keep)
     before = tree(other)
-    [done] = recckpt.forget(run, "user", GONE, mirrors=[to, str(newest)])
+    [done] = recckpt.rewrite.forget(run, "user", GONE, mirrors=[to, str(newest)])
     assert done.mirrors_left == {}
     for place in (to, newest):
         check_forgotten_in_user(place)
         check_same(run, place)
     assert tree(other) == before, "nobody has named it"
-    assert recckpt.mirror(run, to).copied == ()
+    assert recckpt.rewrite.mirror(run, to).copied == ()
 
 
 def test_a_mirror_gets_no_checkpoints_by_a_forgetting_that_it_did_not_have(tmp_path, to):
@@ -134,8 +134,8 @@ def test_a_mirror_gets_no_checkpoints_by_a_forgetting_that_it_did_not_have(tmp_p
     for step in (1, 2, 3):
         fill(trainer.user, ids_at(5, step), 1.0)
         trainer.saver.save(f"ckpt_{step}", step=step)
-    recckpt.mirror(tmp_path / "run", to, keep=1)
-    recckpt.forget(tmp_path / "run", "user", GONE, mirrors=[to])
+    recckpt.rewrite.mirror(tmp_path / "run", to, keep=1)
+    recckpt.rewrite.forget(tmp_path / "run", "user", GONE, mirrors=[to])
     assert ids_of(to) == ["ckpt_3"]
     check_forgotten_in_user(to)
 
@@ -143,18 +143,18 @@ def test_a_mirror_gets_no_checkpoints_by_a_forgetting_that_it_did_not_have(tmp_p
 def test_mirrors_that_are_not_reached_are_named_and_the_others_are_reached(run, to, tmp_path, caplog):
     away, none = tmp_path / "away", tmp_path / "none"
     for place in (to, away):
-        recckpt.mirror(run, place)
+        recckpt.rewrite.mirror(run, place)
     away.rename(tmp_path / "elsewhere")
     none.mkdir()
     with caplog.at_level(logging.WARNING):
-        [done] = recckpt.forget(run, "user", GONE, mirrors=[away, none, to])
+        [done] = recckpt.rewrite.forget(run, "user", GONE, mirrors=[away, none, to])
     assert done.mirrors_left == {str(away): f"{away}: does not exist", str(none): f"{none}: found no mirror"}
     assert f"the mirror {away} may still have the ids: {away}: does not exist; its next pass takes them" in caplog.text
     check_forgotten_in_user(to)
     assert not away.exists()
     assert list(none.iterdir()) == [], "no mirror is made"
     (tmp_path / "elsewhere").rename(away)
-    recckpt.mirror(run, away)
+    recckpt.rewrite.mirror(run, away)
     check_forgotten_in_user(away)
 
 
@@ -167,15 +167,15 @@ def test_mirrors_that_cannot_be_any_are_refused_before_anything_changes(run, tmp
         (["nosuch://place"], ValueError, "nosuch"),
     ):
         with pytest.raises(error, match=what):
-            recckpt.forget(run, "user", GONE, mirrors=mirrors)
+            recckpt.rewrite.forget(run, "user", GONE, mirrors=mirrors)
     assert tree(tmp_path) == before
 
 
 def test_of_a_mirror_of_a_mirror_the_first_is_named_first(run, to, tmp_path):
     second = tmp_path / "second"
-    recckpt.mirror(run, to)
-    recckpt.mirror(to, second)
-    [done] = recckpt.forget(run, "user", GONE, mirrors=[to, second])
+    recckpt.rewrite.mirror(run, to)
+    recckpt.rewrite.mirror(to, second)
+    [done] = recckpt.rewrite.forget(run, "user", GONE, mirrors=[to, second])
     assert done.mirrors_left == {}
     for place in (to, second):
         check_forgotten_in_user(place)
@@ -185,13 +185,13 @@ def test_of_a_mirror_of_a_mirror_the_first_is_named_first(run, to, tmp_path):
 def test_a_mirror_that_has_yet_to_forget_brings_nothing_back_into_one_that_has(run, to, tmp_path):
     late = tmp_path / "late"
     for place in (to, late):
-        recckpt.mirror(run, place)
+        recckpt.rewrite.mirror(run, place)
     for table in ("user", "item"):
-        recckpt.forget(run, table, GONE, mirrors=[to])
+        recckpt.rewrite.forget(run, table, GONE, mirrors=[to])
     before = tree(to)
     with pytest.raises(RecckptError, match=f"ids were forgotten there which {late} may still have"):
-        recckpt.mirror(late, to)
+        recckpt.rewrite.mirror(late, to)
     assert tree(to) == before
-    recckpt.mirror(run, late)
-    recckpt.mirror(late, to)
+    recckpt.rewrite.mirror(run, late)
+    recckpt.rewrite.mirror(late, to)
     check_forgotten(to)

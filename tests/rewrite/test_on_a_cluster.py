@@ -49,7 +49,7 @@ def check(run, directory) -> None:
 
 @pytest.mark.slow
 def test_the_workers_of_a_cluster_do_the_work(client, run):
-    done = recckpt.compact(run.url, executor=client.get_executor(), adopt=True)
+    done = recckpt.rewrite.compact(run.url, executor=client.get_executor(), adopt=True)
     check(run, done.directory)
 
 
@@ -73,7 +73,7 @@ def test_a_worker_that_is_killed_costs_nothing_but_time(client, run):
         return future
 
     executor.submit = submit_and_kill
-    done = recckpt.compact(run.url, executor=executor, adopt=True)
+    done = recckpt.rewrite.compact(run.url, executor=executor, adopt=True)
     assert killed.wait(60)
     killer.join()
     check(run, done.directory)
@@ -92,7 +92,7 @@ def test_what_the_pages_do_on_a_cluster_runs_as_it_stands(client, tmp_path, monk
 
 @pytest.mark.slow
 def test_the_workers_of_a_cluster_verify_what_a_process_would(client, run):
-    directory = recckpt.compact(run.url, out=f"{run.url} whole").directory
+    directory = recckpt.rewrite.compact(run.url, out=f"{run.url} whole").directory
     part = next(Path(f"{run.url} whole", directory).glob("sparse/*.arrow"))
     assert verify(f"{run.url} whole", executor=client.get_executor()) == []
     flip_bit(part)

@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 from faults.plants import Plant, plants_of
 from faults.storage_faults import Faults
-from rewrite import test_mirror, test_mirror_of_forgotten, test_two_mirrors
+from rewrite import test_mirror_of_forgotten, test_mirroring, test_two_mirrors
 from rewrite.test_mirror_kills import GONE, after_a_forgetting_that_it_has_more_of, after_a_rotation, first
 from support.forgetting import ForgettingRun, files_with
 from support.mirrors import check_same, check_whole
@@ -16,7 +16,7 @@ from support.sweeps import mostly_slow
 import recckpt
 from recckpt.errors import RecckptError
 from recckpt.policies.keep import All
-from recckpt.rewrite.mirror import Mirror
+from recckpt.rewrite.mirroring import Mirror
 
 FOUND = (AssertionError, RecckptError, pytest.fail.Exception)
 STRIDE = 3  # of deaths
@@ -39,7 +39,7 @@ def deaths(scene, tmp_path, keep=None, gone=()):
         except (OSError, RecckptError):
             assert faults.has_struck
         assert check_whole(to).committed or not base.exists(), number
-        recckpt.mirror(run, to, keep=keep)
+        recckpt.rewrite.mirror(run, to, keep=keep)
         check_same(run, to)
         assert files_with(to, gone) == {}
         if not faults.has_struck:
@@ -57,7 +57,7 @@ def later_deaths(tmp_path):
 def forgetting_deaths(tmp_path):
     def in_both(run, to):
         after_a_forgetting_that_it_has_more_of(run, to)
-        recckpt.forget(run, "item", GONE)
+        recckpt.rewrite.forget(run, "item", GONE)
 
     deaths(in_both, tmp_path, All(), GONE)
 
@@ -76,12 +76,12 @@ def rivals(run, to, tmp_path):
 
 
 COPIER, HOLD = "recckpt.rewrite.mirror_copies:CheckpointCopier", "recckpt.rewrite.mirror_hold:MirrorHold"
-CHECK, UPDATE = "recckpt.rewrite.mirror_copies:_check", "recckpt.rewrite.mirror:Mirror.update"
+CHECK, UPDATE = "recckpt.rewrite.mirror_copies:_check", "recckpt.rewrite.mirroring:Mirror.update"
 BEGIN, READ = "self._begin(directory, checkpoint.manifest, data)", "data = read_twice(files, path, read)"
 BRING, SELECT = "this.bring(run, there)", "recckpt.rewrite.mirror_selection:select"
 PLANTED = {
     "files_are_not_checked": (
-        test_mirror.test_a_damaged_checkpoint_is_never_copied_and_the_others_are,
+        test_mirroring.test_a_damaged_checkpoint_is_never_copied_and_the_others_are,
         Plant(CHECK, "path = layout.join(checkpoint.directory, entry.name)", "return"),
     ),
     "deltas_before_what_they_stand_on": (
@@ -105,7 +105,7 @@ PLANTED = {
     "removal_before_copies": (
         later_deaths,
         Plant(
-            "recckpt.rewrite.mirror:OnePass.bring",
+            "recckpt.rewrite.mirroring:OnePass.bring",
             "self.run, self.there = run, there",
             "self.run, self.there = run, there; self._select(); self.remove()",
         ),
@@ -116,11 +116,11 @@ PLANTED = {
         Plant(UPDATE, BRING, f"(mark_forgotten(self._to, forgotten), {BRING})[1]"),
     ),
     "parts_are_not_checked": (
-        test_mirror.test_every_flipped_byte_of_a_part_is_seen,
+        test_mirroring.test_every_flipped_byte_of_a_part_is_seen,
         Plant(CHECK, "part = parts.get(entry.name)", "return"),
     ),
     "what_is_removed_is_committed": (
-        test_mirror.test_what_the_run_removes_while_it_is_copied_is_not_there_and_what_came_after_is,
+        test_mirroring.test_what_the_run_removes_while_it_is_copied_is_not_there_and_what_came_after_is,
         Plant(f"{COPIER}._commit", "if not has_manifest(self.run, directory):", "if False:"),
     ),
     "no_fence": (rivals, Plant(f"{HOLD}.check", "if now is None:", "return\n    if now is None:")),
@@ -129,19 +129,19 @@ PLANTED = {
         Plant(f"{COPIER}._commit", "if directory in list_checkpoints(self.to).damaged:", "if False:"),
     ),
     "everybody_is_a_mirror": (
-        test_mirror.test_another_run_and_what_is_no_mirror_are_refused_before_anything_changes,
+        test_mirroring.test_another_run_and_what_is_no_mirror_are_refused_before_anything_changes,
         Plant(f"{HOLD}.look", "there, url = mirror_note(self._to), self._to.url", "return"),
     ),
     "savers_do_not_look_for_a_mirror": (
-        test_mirror.test_a_saver_that_was_made_before_the_mirror_saves_nothing_there,
+        test_mirroring.test_a_saver_that_was_made_before_the_mirror_saves_nothing_there,
         Plant("recckpt.output_dir.notes:refuse_mirror", "if note is not None:", "if False:"),
     ),
     "savers_look_for_a_mirror_before_they_claim_alone": (
-        test_mirror.test_a_saver_that_finds_a_mirror_has_come_since_it_looked_leaves_the_place_to_it,
+        test_mirroring.test_a_saver_that_finds_a_mirror_has_come_since_it_looked_leaves_the_place_to_it,
         Plant("recckpt.output_dir.fence:claim_next", "refuse_mirror(storage)  # again", "pass  # again"),
     ),
     "a_mirror_does_not_look_again_for_savers": (
-        test_mirror.test_a_mirror_that_finds_a_saver_has_come_since_it_looked_leaves_the_place_to_it,
+        test_mirroring.test_a_mirror_that_finds_a_saver_has_come_since_it_looked_leaves_the_place_to_it,
         Plant(f"{HOLD}._refuse_writers", "if epochs:", "if False:"),
     ),
     "forgotten_ids_stay": (
@@ -156,7 +156,7 @@ def hold(harness, tmp_path):
     """Call a harness with what its fixtures would give it."""
     names = harness.__code__.co_varnames[: harness.__code__.co_argcount]
     given = {"tmp_path": tmp_path, "run": tmp_path / "run", "to": tmp_path / "to"}
-    given |= {"memory_url": f"memory://{tmp_path}", "name": test_mirror.KINDS[0]}
+    given |= {"memory_url": f"memory://{tmp_path}", "name": test_mirroring.KINDS[0]}
     if "run" in names:
         ForgettingRun(given["run"]).save_chain()
     harness(**{name: given[name] for name in names})

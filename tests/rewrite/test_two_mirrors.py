@@ -10,7 +10,7 @@ from support.sweeps import SWEEP_STRIDE
 
 import recckpt
 from recckpt.errors import RecckptError
-from recckpt.rewrite.mirror import Mirror
+from recckpt.rewrite.mirroring import Mirror
 
 MOST_OPERATIONS = 1000
 OTHER = "another `recckpt mirror`, process .* writes to this mirror; this pass writes nothing more there"
@@ -33,7 +33,7 @@ class Rival:
         if not self.operation and self.at in (self.n_operations, operation):
             self.operation = operation
             self.meanwhile(self.run)
-            recckpt.mirror(self.run, self.to)
+            recckpt.rewrite.mirror(self.run, self.to)
 
 
 def nothing_new(run):
@@ -57,7 +57,7 @@ def a_delta(run):
 
 def a_forgetting(run):
     """All has been written again."""
-    recckpt.forget(run, "user", ids_at(5, 50))
+    recckpt.rewrite.forget(run, "user", ids_at(5, 50))
 
 
 def attempt(run, to, at, meanwhile) -> bool:
@@ -74,7 +74,7 @@ def attempt(run, to, at, meanwhile) -> bool:
         return False
     assert check_whole(to).committed or not had, rival.operation
     assert ids_of(to)[-1] == ids_of(run)[-1], rival.operation
-    recckpt.mirror(run, to)
+    recckpt.rewrite.mirror(run, to)
     check_same(run, to)
     assert directories_of(to) == directories_of(run), rival.operation
     return True
@@ -105,7 +105,7 @@ def test_at_any_moment(tmp_path, meanwhile, is_new):
     ForgettingRun(saved).save_chain()
     if not is_new:
         shutil.copytree(saved, run)
-        recckpt.mirror(run, base)
+        recckpt.rewrite.mirror(run, base)
         trainer = ForgettingRun(saved, deltas=False, max_keep=1)
         trainer.saver.load()
         trainer.saver.save("ckpt_4a", step=4)

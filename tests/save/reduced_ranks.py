@@ -10,15 +10,11 @@ import torch
 from support.rank_processes import fork_ranks
 
 from recckpt import CheckpointManager, Deltas, Saver
-from recckpt.policies.admit import MinCount
+from recckpt.policies import Choose, MinCount
 from recckpt.sparse import ShardedHashTable, SparseAdam
 
 AVG, SQ = "sparse_adam_exp_avg", "sparse_adam_exp_avg_sq"
-OPTIONS = {
-    "save_slots": [f"!*@{AVG}"],
-    "save_where": {"*": {"count": {"min": 4}}},
-    "store": {f"*@{SQ}": "bfloat16"},
-}
+CHOOSE = Choose(slots=[f"!*@{AVG}"], where={"*": {"count": {"min": 4}}}, store={f"*@{SQ}": "bfloat16"})
 
 
 def go_on(rank, size, root):
@@ -26,7 +22,7 @@ def go_on(rank, size, root):
     model, infos = torch.nn.ModuleDict({"t": table}), []
     optimizer = SparseAdam([table], lr=0.1)
     policy = Deltas(full_every=100, max_chain_bytes=1e6, max_dirty=1.0)
-    said = {"deltas": policy, "on_save": infos.append, **OPTIONS}
+    said = {"deltas": policy, "on_save": infos.append, "choose": CHOOSE}
     saver = Saver(model, optimizer, str(root.parent / "saved"), None, **said)
     manager = CheckpointManager(saver, 10**9, shard_id=rank, shard_num=size)
     restored = manager.restore()

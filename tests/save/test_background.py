@@ -15,6 +15,7 @@ from recckpt.errors import RankLostError, SaveFailedError
 from recckpt.format import layout
 from recckpt.output_dir.listing import attempt_dirs, list_checkpoints
 from recckpt.parallel.ranks import Connection, Ranks
+from recckpt.policies import Transfers
 from recckpt.rewrite import whole
 from recckpt.save import save as hallway
 from recckpt.save.background import SaveHandle, settle_on_all
@@ -352,11 +353,11 @@ def test_a_save_that_would_not_fit_is_refused_before_it_begins(tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: 30_000)
     saver.save("c")
-    small = Saver(saver.model, saver.sparse_optim, str(tmp_path), min_free_bytes=20_000)
+    small = Saver(saver.model, saver.sparse_optim, str(tmp_path), transfers=Transfers(min_free_bytes=20_000))
     with pytest.raises(SaveFailedError, match=r"and leave 20\.0 kB"):
         small.save("d")
     with pytest.raises(ValueError, match="min_free_bytes"):
-        Saver(saver.model, None, str(tmp_path), min_free_bytes=-1)
+        Saver(saver.model, None, str(tmp_path), transfers=Transfers(min_free_bytes=-1))
 
 
 class _Losing:

@@ -6,8 +6,9 @@ from torch import nn
 
 from recckpt import Saver
 from recckpt.errors import SaveFailedError
+from recckpt.policies import Choose
 from recckpt.policies.admit import Bloom, MinCount
-from recckpt.save.choice import Choice, parse_choice
+from recckpt.save.choice import Choice, choice_of
 from recckpt.sparse import HashTable, SparseAdam
 from recckpt.types import SlotSpec
 
@@ -41,7 +42,7 @@ def table_of(n_rows=10, name="user"):
 
 
 @pytest.mark.parametrize(
-    ("save_slots", "expected"),
+    ("slots", "expected"),
     [
         (None, ["embedding", "count", AVG, SQ]),
         ([], ["embedding"]),
@@ -56,14 +57,18 @@ def table_of(n_rows=10, name="user"):
     ],
 )
 def test_slots_are_chosen_by_the_patterns_of_a_load_conf_and_left_out_by_those_behind_an_exclamation_mark(
-    save_slots, expected
+    slots, expected
 ):
-    assert names(parse_choice(save_slots, None, None)) == expected
+    assert names(choice_of(Choose(slots=slots))) == expected
 
 
 def test_what_is_said_of_a_name_goes_before_what_is_said_of_a_pattern():
-    choice = parse_choice(
-        None, {"*": {"count": {"min": 2}}, "user": {"sample": 0.5}}, {"*@*avg*": "float16", f"user@{SQ}": "bfloat16"}
+    choice = choice_of(
+        Choose(
+            None,
+            {"*": {"count": {"min": 2}}, "user": {"sample": 0.5}},
+            {"*@*avg*": "float16", f"user@{SQ}": "bfloat16"},
+        )
     )
     wanted, of_item = choice.of("user", SLOTS), choice.of("item", SLOTS)
     assert (wanted.where.sample, of_item.where.minimum) == (0.5, (("count", 2.0),))
@@ -72,22 +77,22 @@ def test_what_is_said_of_a_name_goes_before_what_is_said_of_a_pattern():
 
 
 def test_a_table_of_which_nothing_is_left_out_is_saved_as_it_is():
-    assert parse_choice(["*@*"], {"item": [1]}, {"*@embedding": torch.float32}).of("user", SLOTS) is None
+    assert choice_of(Choose(["*@*"], {"item": [1]}, {"*@embedding": torch.float32})).of("user", SLOTS) is None
     assert Choice().of("user", SLOTS) is None
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"save_slots": "count"}, "save_slots must be a list of patterns"),
-        ({"save_slots": [3]}, "save_slots must be a list of patterns"),
-        ({"save_slots": ["!"]}, "save_slots must be a list of patterns"),
-        ({"save_slots": ["!*@embedding"]}, "ids and embeddings are always saved"),
-        ({"save_slots": ["dense"]}, "found the group 'dense', expected sparse or sparse_opt"),
-        ({"save_where": [1, 2]}, "save_where must be a dict"),
-        ({"save_where": {"user": {"count": 2}}}, r"save_where\['user'\]: 'count': found 2, expected {'min': number}"),
-        ({"save_where": {"user": {"count": {"min": float("nan")}}}}, "expected {'min': number}"),
-        ({"store": "bfloat16"}, "store must be a dict"),
+        ({"slots": "count"}, "Choose: slots must be a list of patterns"),
+        ({"slots": [3]}, "Choose: slots must be a list of patterns"),
+        ({"slots": ["!"]}, "Choose: slots must be a list of patterns"),
+        ({"slots": ["!*@embedding"]}, "ids and embeddings are always saved"),
+        ({"slots": ["dense"]}, "found the group 'dense', expected sparse or sparse_opt"),
+        ({"where": [1, 2]}, "Choose: where must be a dict"),
+        ({"where": {"user": {"count": 2}}}, r"Choose: where\['user'\]: 'count': found 2, expected {'min': number}"),
+        ({"where": {"user": {"count": {"min": float("nan")}}}}, "expected {'min': number}"),
+        ({"store": "bfloat16"}, "Choose: store must be a dict"),
         ({"store": {"*": "int8"}}, r"store\['\*'\]: found 'int8', expected one of float16"),
         ({"store": {"*@embedding": "bfloat61"}}, "did you mean 'bfloat16'"),
         ({"store": {"*@*": "bfloat16"}}, "user@count is int64, found 'bfloat16': it can be stored as it is only"),
@@ -96,24 +101,24 @@ def test_a_table_of_which_nothing_is_left_out_is_saved_as_it_is():
 )
 def test_what_cannot_be_saved_is_refused_before_an_output_dir_is_made(tmp_path, options, said):
     with pytest.raises((TypeError, ValueError), match=said):
-        Saver(model_of(table_of()), output_dir=str(tmp_path / "new"), **options)
+        Saver(model_of(table_of()), output_dir=str(tmp_path / "new"), choose=Choose(**options))
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"save_slots": ["*@cuont"]}, r"save_slots: '\*@cuont' is nothing that the model has"),
-        ({"save_slots": ["user@cuont"]}, "did you mean 'user@count'"),
-        ({"save_slots": ["count"]}, r"'\*@count' is that slot of all tables"),
-        ({"save_where": {"users": {"count": {"min": 2}}}}, "save_where: 'users' is nothing .* did you mean 'user'"),
-        ({"save_where": {"user": {"cuont": {"min": 2}}}}, "table 'user' has no slot 'cuont'.* did you mean 'count'"),
-        ({"save_where": {"user": {"embedding": {"min": 2}}}}, "expected one number a row"),
+        ({"slots": ["*@cuont"]}, r"Choose: slots: '\*@cuont' is nothing that the model has"),
+        ({"slots": ["user@cuont"]}, "did you mean 'user@count'"),
+        ({"slots": ["count"]}, r"'\*@count' is that slot of all tables"),
+        ({"where": {"users": {"count": {"min": 2}}}}, "Choose: where: 'users' is nothing .* did you mean 'user'"),
+        ({"where": {"user": {"cuont": {"min": 2}}}}, "table 'user' has no slot 'cuont'.* did you mean 'count'"),
+        ({"where": {"user": {"embedding": {"min": 2}}}}, "expected one number a row"),
         ({"store": {"*@avg": "bfloat16"}}, r"store: '\*@avg' is nothing that the model has"),
     ],
 )
 def test_what_is_said_of_nothing_is_refused_at_the_first_save_and_writes_nothing(tmp_path, options, said):
-    saver = Saver(model_of(table_of()), output_dir=str(tmp_path), **options)
+    saver = Saver(model_of(table_of()), output_dir=str(tmp_path), choose=Choose(**options))
     with pytest.raises(ValueError, match=said):
         saver.save("a")
     assert not (tmp_path / "a").exists()
@@ -121,7 +126,7 @@ def test_what_is_said_of_nothing_is_refused_at_the_first_save_and_writes_nothing
 
 def test_slots_that_come_after_the_saver_are_looked_at_by_the_save(tmp_path):
     table = HashTable(4, name="user")
-    saver = Saver(model_of(table), output_dir=str(tmp_path), store={"*@*count": "bfloat16"})
+    saver = Saver(model_of(table), output_dir=str(tmp_path), choose=Choose(store={"*@*count": "bfloat16"}))
     table.add_slot("count", (), torch.int32)
     with pytest.raises(ValueError, match="user@count is int32"):
         saver.save("a")
@@ -129,7 +134,7 @@ def test_slots_that_come_after_the_saver_are_looked_at_by_the_save(tmp_path):
 
 def test_a_number_that_the_narrower_dtype_does_not_hold_fails_the_save(tmp_path):
     table = table_of()
-    saver = Saver(model_of(table), output_dir=str(tmp_path), store={"*@embedding": "float16"})
+    saver = Saver(model_of(table), output_dir=str(tmp_path), choose=Choose(store={"*@embedding": "float16"}))
     table.insert(torch.tensor([3]), torch.full((1, 4), 1e6))
     with pytest.raises(SaveFailedError, match=r"found 1e\+06, expected numbers that float16 holds.*bfloat16"):
         saver.save("a")
@@ -141,17 +146,17 @@ def test_a_number_that_the_narrower_dtype_does_not_hold_fails_the_save(tmp_path)
 @pytest.mark.parametrize(
     "options",
     [
-        {"save_where": {"*": {"count": {"min": 2}}}},
-        {"save_where": {"*": {"sample": 0.5}}},
-        {"save_where": {"*": [1]}},
+        {"where": {"*": {"count": {"min": 2}}}},
+        {"where": {"*": {"sample": 0.5}}},
+        {"where": {"*": [1]}},
         {"store": {"*@embedding": "bfloat16"}},
-        {"save_slots": []},
+        {"slots": []},
     ],
 )
 def test_patterns_do_not_mean_the_counts_of_ids_that_wait_for_a_row(tmp_path, options, bloom):
     table = HashTable(4, name="user", track=("count",), admit=MinCount(3, bloom=bloom))
     table(torch.arange(50))
-    saver = Saver(model_of(table), output_dir=str(tmp_path), **options)
+    saver = Saver(model_of(table), output_dir=str(tmp_path), choose=Choose(**options))
     *_, counts = saver.save("a").tables
     assert (counts.name, counts.rows, counts.reduced) == (table.candidates.name, len(table.candidates), None)
 
@@ -159,12 +164,12 @@ def test_patterns_do_not_mean_the_counts_of_ids_that_wait_for_a_row(tmp_path, op
 def test_the_counts_of_ids_that_wait_are_reduced_where_they_are_named(tmp_path):
     table = HashTable(4, name="user", admit=MinCount(3))
     table(torch.arange(5))
-    saver = Saver(model_of(table), output_dir=str(tmp_path), save_where={"user.candidates": [1, 2]})
+    saver = Saver(model_of(table), output_dir=str(tmp_path), choose=Choose(where={"user.candidates": [1, 2]}))
     assert [(found.name, found.rows) for found in saver.save("a").tables] == [("user", 0), ("user.candidates", 2)]
 
 
 def test_a_pattern_that_means_such_counts_alone_is_refused(tmp_path):
     table = HashTable(4, name="user", admit=MinCount(3))
-    saver = Saver(model_of(table), output_dir=str(tmp_path), save_where={"*.candidates": [1, 2]})
-    with pytest.raises(ValueError, match=r"save_where: '\*.candidates' is nothing that the model has"):
+    saver = Saver(model_of(table), output_dir=str(tmp_path), choose=Choose(where={"*.candidates": [1, 2]}))
+    with pytest.raises(ValueError, match=r"Choose: where: '\*.candidates' is nothing that the model has"):
         saver.save("a")

@@ -14,6 +14,7 @@ from torch import nn
 from recckpt import Saver
 from recckpt.dense.sharded import Summary
 from recckpt.errors import RecckptError, SaveFailedError, WriterFencedError
+from recckpt.policies import Choose
 from recckpt.policies.deltas import Chain, Deltas
 from recckpt.save.choice import Choice
 from recckpt.save.decide import Phase, Proposal, RankFailure, Room, SavePlan, WorkRoom, decide, shortage, why_shared
@@ -25,7 +26,7 @@ from recckpt.sparse import HashTable, gen_slice
 from recckpt.sparse.split import state_of
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
-from recckpt.storage.transfers import Transfers
+from recckpt.storage.transfers import Transport
 
 WIDE, NARROW = Room("here", 10_000, 0, None), Room("here", 1_000, 0, None)
 INFO = SaveInfo("c", 7)
@@ -141,7 +142,7 @@ def storage(tmp_path, monkeypatch):
 
 def room(storage, min_free_bytes=0):
     return measured_room(
-        Destination(storage, None, Transfers(), None, 1, min_free_bytes=min_free_bytes, on_save=None, changes=None)
+        Destination(storage, None, Transport(), None, 1, min_free_bytes=min_free_bytes, on_save=None, changes=None)
     )
 
 
@@ -233,7 +234,7 @@ def test_rows_that_conditions_leave_out_need_no_room(tmp_path, monkeypatch, delt
     model = nn.ModuleDict({"t": table})
     table(torch.arange(1000))
     table(torch.arange(3))
-    options = {"save_where": {"t": {"count": {"min": 2}}}, "deltas": deltas}
+    options = {"choose": Choose(where={"t": {"count": {"min": 2}}}), "deltas": deltas}
     saver = Saver(model, output_dir=str(tmp_path), **options)
     assert [saver.save(name).tables[0].rows for name in "ab"] == [3, 3]
 

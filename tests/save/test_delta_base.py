@@ -83,7 +83,7 @@ def test_a_delta_on_what_was_compacted_names_the_delta(tmp_path):
     run = start(tmp_path).train(5)
     save(run)
     last = save(run.train(1))
-    assert recckpt.compact(tmp_path, adopt=True).is_committed
+    assert recckpt.rewrite.compact(tmp_path, adopt=True).is_committed
     later = resumed(tmp_path)
     assert save(later.train(1)).parent.save_id == last.save_id
 

@@ -170,7 +170,7 @@ class Saving(RuleBasedStateMachine):
         owner.settle()
         newest = (owner.oldest_first() or [None])[-1]
         if newest is not None and newest.manifest["kind"] == "delta":
-            recckpt.compact(str(owner.url), threads=1)
+            recckpt.rewrite.compact(str(owner.url), threads=1)
             SEEN["offered"] += 1
             self.save(changes, number, False, False, False)
 

@@ -23,6 +23,7 @@ from recckpt.convert import export_checkpoint
 from recckpt.errors import SaveFailedError
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.listing import locate
+from recckpt.policies import Choose
 from recckpt.sparse import Constant, HashTable, SparseAdam, gen_slice
 from recckpt.storage import open_storage
 
@@ -32,10 +33,8 @@ IDS = st.lists(st.integers(0, 60), min_size=1, max_size=12, unique=True)
 CHANGES = st.lists(st.tuples(st.sampled_from(["set", "set", "count", "erase", "look up"]), IDS), max_size=4)
 OPTIONS = st.fixed_dictionaries(
     {
-        "save_slots": st.sampled_from([None, [], ["*@count"], ["!*@late"]]),
-        "save_where": st.sampled_from(
-            [None, COUNT_2, {"*": {"sample": 0.5, "count": {"min": 1}}}, {"t": list(range(30))}]
-        ),
+        "slots": st.sampled_from([None, [], ["*@count"], ["!*@late"]]),
+        "where": st.sampled_from([None, COUNT_2, {"*": {"sample": 0.5, "count": {"min": 1}}}, {"t": list(range(30))}]),
         "store": st.sampled_from([None, {"*@embedding": "bfloat16"}, {"*@embedding": "float16", "t@late": "bfloat16"}]),
     }
 )
@@ -59,8 +58,8 @@ class Trainer:
         self.table = HashTable(2, name="t", initializer=Constant(0.25), slice=gen_slice(self.rank, self.size))
         self.table.add_slot("count", (), torch.int64)
         self.table.add_slot("late", (2,), torch.float32, initial=1 / 3)
-        said = {"deltas": ALWAYS, "max_keep": None, "concurrency": 1, "on_save": self.infos.append, **options}
-        self.saver = Saver(Tables([self.table]), output_dir=str(self.root), **said)
+        said = {"deltas": ALWAYS, "max_keep": None, "concurrency": 1, "on_save": self.infos.append}
+        self.saver = Saver(Tables([self.table]), output_dir=str(self.root), choose=Choose(**options), **said)
         self.connect(self.saver)
 
     def change(self, what, ids):
@@ -90,7 +89,7 @@ class Trainer:
 
     def expected(self):
         """Return id -> slot -> the bytes that are to be in the files."""
-        where, store, slots = (self.options[name] for name in ("save_where", "store", "save_slots"))
+        where, store, slots = (self.options[name] for name in ("where", "store", "slots"))
         kept = {"embedding", "count", "late"} if slots is None else {"embedding", *(["count"] if slots else [])}
         count = self.table.slots["count"]
         columns = {"embedding": self.table.embeddings(), **self.table.slots}
@@ -171,7 +170,7 @@ def holds(drawn_run):
             assert [id_ for id_ in range(61) if found[id_]] == sorted(expected)
         newest = of_ranks[0][1][-1]
         if newest.kind == "delta":
-            recckpt.compact(str(root), out=str(root / "whole"), threads=1)
+            recckpt.rewrite.compact(str(root), out=str(root / "whole"), threads=1)
             assert spec_reader.read(root / "whole", newest.ckpt_id, "t") == expected
             assert (
                 locate(open_storage(str(root / "whole")), newest.ckpt_id).manifest.tables[0].reduced
@@ -200,7 +199,7 @@ def fill(table, counts):
 
 
 def test_a_row_that_leaves_the_filter_is_a_delete_and_one_that_enters_is_a_whole_row(tmp_path):
-    saver, table, infos = saver_of(tmp_path, save_where=COUNT_2)
+    saver, table, infos = saver_of(tmp_path, choose=Choose(where=COUNT_2))
     fill(table, {1: 2, 2: 2, 3: 1, 4: 1})
     assert saver.save("a").tables[0].rows == 2
     fill(table, {2: 1, 3: 2})
@@ -212,25 +211,25 @@ def test_a_row_that_leaves_the_filter_is_a_delete_and_one_that_enters_is_a_whole
 
 @pytest.mark.parametrize(
     "other",
-    [{"save_where": {"t": {"count": {"min": 3}}}}, {"save_where": COUNT_2, "store": {"*@late": "bfloat16"}}, {}],
+    [Choose(where={"t": {"count": {"min": 3}}}), Choose(where=COUNT_2, store={"*@late": "bfloat16"}), None],
 )
 def test_a_chain_ends_where_other_rows_or_dtypes_are_asked_for(tmp_path, other):
-    saver, table, _ = saver_of(tmp_path, save_where=COUNT_2)
+    saver, table, _ = saver_of(tmp_path, choose=Choose(where=COUNT_2))
     fill(table, {1: 2, 2: 3})
     saver.save("a")
-    again, table, infos = saver_of(tmp_path, **other)
+    again, table, infos = saver_of(tmp_path, choose=other)
     again.load()
     assert again.save("b").kind == "full"
-    assert "not saved as before: other save_slots, save_where or store" in infos[-1].why_full
-    assert saver_of(tmp_path, **other)[0].load().rows_taken["t"] == (1 if "3" in str(other) else 2)
+    assert "not saved as before: choose= is another" in infos[-1].why_full
+    assert saver_of(tmp_path, choose=other)[0].load().rows_taken["t"] == (1 if "3" in str(other) else 2)
 
 
 def test_a_resumed_run_goes_on_with_deltas_where_the_same_is_asked_for(tmp_path):
-    options = {"save_slots": ["*@count"], "save_where": COUNT_2, "store": {"*@embedding": "bfloat16"}}
-    saver, table, _ = saver_of(tmp_path, **options)
+    choose = Choose(slots=["*@count"], where=COUNT_2, store={"*@embedding": "bfloat16"})
+    saver, table, _ = saver_of(tmp_path, choose=choose)
     fill(table, {1: 2, 2: 3, 3: 1})
     saver.save("a")
-    again, table, _ = saver_of(tmp_path, **options)
+    again, table, _ = saver_of(tmp_path, choose=choose)
     again.load()
     fill(table, {5: 5})
     assert again.save("b").tables[0].delta.upserts == 1
@@ -238,12 +237,12 @@ def test_a_resumed_run_goes_on_with_deltas_where_the_same_is_asked_for(tmp_path)
 
 
 def test_a_run_that_cannot_tell_which_of_its_rows_were_saved_begins_with_a_full_checkpoint(tmp_path):
-    options = {"save_slots": [], "save_where": COUNT_2}  # for those who serve: the counts are not there
-    saver, table, _ = saver_of(tmp_path, **options)
+    choose = Choose(slots=[], where=COUNT_2)  # for those who serve: the counts are not there
+    saver, table, _ = saver_of(tmp_path, choose=choose)
     fill(table, {1: 2, 2: 3, 3: 1})
     saver.save("a")
     assert spec_reader.read(tmp_path, "a", "t").keys() == {1, 2}
-    again, table, _ = saver_of(tmp_path, **options)
+    again, table, _ = saver_of(tmp_path, choose=choose)
     again.load()
     fill(table, {5: 5})
     assert again.save("b").kind == "full"
@@ -251,14 +250,16 @@ def test_a_run_that_cannot_tell_which_of_its_rows_were_saved_begins_with_a_full_
 
 
 def test_weights_alone_leave_out_the_moments_of_an_optimizer_that_is_gone(tmp_path):
-    saver, table, _ = saver_of(tmp_path, save_slots=[])
+    saver, table, _ = saver_of(tmp_path, choose=Choose(slots=[]))
     fill(table, {1: 1})
     assert saver.save("a").tables[0].slots == (table.spec,)
     assert list(spec_reader.read(tmp_path, "a", "t")[1]) == ["embedding"]
 
 
 def test_a_resume_says_in_plain_words_what_is_not_as_it_was(tmp_path, caplog):
-    saver, table, _ = saver_of(tmp_path, save_slots=["*@count"], save_where=COUNT_2, store={"*@embedding": "bfloat16"})
+    saver, table, _ = saver_of(
+        tmp_path, choose=Choose(slots=["*@count"], where=COUNT_2, store={"*@embedding": "bfloat16"})
+    )
     fill(table, {1: 2, 2: 3, 3: 1})
     manager = CheckpointManager(saver, 10)
     manager.save()
@@ -274,7 +275,7 @@ def test_a_resume_says_in_plain_words_what_is_not_as_it_was(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    ("save_slots", "steps"),
+    ("slots", "steps"),
     [
         (["!sparse_opt"], {}),
         (["!t@*exp_avg*"], {"u": {"step": 3}}),
@@ -282,12 +283,12 @@ def test_a_resume_says_in_plain_words_what_is_not_as_it_was(tmp_path, caplog):
     ],
 )
 def test_an_optimizer_keeps_its_settings_and_where_all_of_a_tables_moments_are_left_out_starts_its_steps_anew(
-    tmp_path, save_slots, steps
+    tmp_path, slots, steps
 ):
     def made():
         tables = [HashTable(2, name="t"), HashTable(2, name="u")]
         optimizer = SparseAdam(tables, lr=0.1)
-        return tables, optimizer, Saver(Tables(tables), optimizer, str(tmp_path), save_slots=save_slots)
+        return tables, optimizer, Saver(Tables(tables), optimizer, str(tmp_path), choose=Choose(slots=slots))
 
     tables, optimizer, saver = made()
     for _ in range(3):
@@ -303,7 +304,7 @@ def test_an_optimizer_keeps_its_settings_and_where_all_of_a_tables_moments_are_l
 
 
 def test_whoever_looks_compares_or_exports_is_told_what_was_not_saved(tmp_path):
-    saver, table, _ = saver_of(tmp_path / "run", save_slots=["*@count"], save_where=COUNT_2, deltas=False)
+    saver, table, _ = saver_of(tmp_path / "run", choose=Choose(slots=["*@count"], where=COUNT_2), deltas=False)
     fill(table, {1: 2, 2: 3, 3: 1})
     saver.save("a")
     whole, other, _ = saver_of(tmp_path / "whole", deltas=False)
@@ -330,7 +331,7 @@ def test_what_is_saved_as_it_is_says_nothing(tmp_path, caplog):
 
 
 def test_the_largest_error_is_that_of_any_row_of_the_chain(tmp_path):
-    saver, table, infos = saver_of(tmp_path, store={"*@embedding": "bfloat16", "t@late": "float16"})
+    saver, table, infos = saver_of(tmp_path, choose=Choose(store={"*@embedding": "bfloat16", "t@late": "float16"}))
     table.insert(torch.tensor([1, 2]), torch.tensor([[1.0, 1 + 2**-9], [4.0, 8.0]]))
     saver.save("a")
     assert infos[-1].largest_errors == {"t@embedding": 2**-9, "t@late": 0.0}
@@ -345,10 +346,10 @@ def test_the_largest_error_is_that_of_any_row_of_the_chain(tmp_path):
 
 
 def test_open_files_and_the_reader_show_the_dtype_that_is_stored(tmp_path):
-    saver, table, _ = saver_of(tmp_path, store={"*@embedding": "float16"})
+    saver, table, _ = saver_of(tmp_path, choose=Choose(store={"*@embedding": "float16"}))
     fill(table, {3: 1})
     saver.save("a")
-    assert pl.from_arrow(recckpt.dataset(str(tmp_path), "t").to_table())["embedding"].dtype.inner == pl.Float16
+    assert pl.from_arrow(recckpt.inspect.dataset(str(tmp_path), "t").to_table())["embedding"].dtype.inner == pl.Float16
     assert CheckpointReader(str(tmp_path)).lookup("t", [3]).values.dtype == "float16"
 
 
@@ -359,8 +360,8 @@ def test_tables_of_users_own_are_reduced_too_and_loaded_in_their_dtype(tmp_path)
         )
         return table, Tables([table])
 
-    options = {"save_where": {"t": [1, 2, 9]}, "store": {"*@embedding": "bfloat16"}}
-    Saver(model(1, 2, 3)[1], output_dir=str(tmp_path), **options).save("a")
+    choose = Choose(where={"t": [1, 2, 9]}, store={"*@embedding": "bfloat16"})
+    Saver(model(1, 2, 3)[1], output_dir=str(tmp_path), choose=choose).save("a")
     table, live = model()
     Saver(live, output_dir=str(tmp_path)).load()
     assert sorted(table.ids().tolist()) == [1, 2]
@@ -372,8 +373,8 @@ def test_ranks_that_are_asked_for_different_rows_save_nothing(tmp_path):
         table = HashTable(2, name="t", slice=gen_slice(rank, 2))
         table.add_slot("count", ())
         least = {"t": {"count": {"min": rank}}}
-        saver = connect(Saver(Tables([table]), output_dir=str(tmp_path), save_where=least))
-        with pytest.raises(SaveFailedError, match="rank 1: its save_slots, save_where or store is not that of rank 0"):
+        saver = connect(Saver(Tables([table]), output_dir=str(tmp_path), choose=Choose(where=least)))
+        with pytest.raises(SaveFailedError, match="rank 1: its choose= is not that of rank 0"):
             saver.save("a", rank, 2)
 
     on_ranks(2, save)

@@ -9,9 +9,10 @@ import torch
 from support.rank_processes import results, run_script
 from torch import nn
 
-from recckpt import CheckpointManager, Saver, is_checkpoint
+from recckpt import CheckpointManager, Saver
 from recckpt.errors import CommitNotDurableError, SaveFailedError, WriterFencedError
 from recckpt.format import layout
+from recckpt.inspect import is_checkpoint
 from recckpt.output_dir import index_file
 from recckpt.save.background import SaveRunner
 from recckpt.save.save_info import SaveInfo

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from recckpt import CheckpointManager, Saver, filter_out_sparse_param
+from recckpt import CheckpointManager, Saver
 from recckpt.format.manifest import Unsaved
 from recckpt.inspect.report import report
+from recckpt.policies import Choose
+from recckpt.recis import filter_out_sparse_param
 from recckpt.sparse import HashTable, JointOptimizer, SparseAdam, SparseSGD
 
 DENSE = "2 parameters of the model ('dense.weight', 'dense.bias') train, and no registered optimizer has them"
@@ -590,7 +592,7 @@ def test_two_savers_of_one_model_need_its_optimizers_once(tmp_path, model, silen
 
 def test_a_saver_for_serving_needs_no_optimizer(tmp_path, model, silent):
     dense, sparse = torch.optim.Adam(model.dense.parameters()), SparseAdam([model.user])
-    saver = Saver(model, output_dir=tmp_path, save_slots=[])
+    saver = Saver(model, output_dir=tmp_path, choose=Choose(slots=[]))
     step(model, dense, sparse)
     assert saver.save("a").training.unsaved == Unsaved()
 

@@ -11,7 +11,7 @@ from recckpt.errors import RecckptError
 from recckpt.format.forgetting import Request
 from recckpt.output_dir.forget_requests import put_request
 from recckpt.output_dir.listing import list_checkpoints
-from recckpt.rewrite.forget import finish
+from recckpt.rewrite.forgetting import finish
 from recckpt.save.job import ForgetsNothing
 from recckpt.storage import open_storage
 

@@ -7,7 +7,8 @@ import torch
 from support.rooms import on_ranks
 from torch import nn
 
-from recckpt import Saver, filter_out_sparse_param
+from recckpt import Saver
+from recckpt.recis import filter_out_sparse_param
 from recckpt.sparse import HashTable, ShardedHashTable, SparseAdam, SparseSGD, replace_embeddings
 
 N, DIM = 10, 4

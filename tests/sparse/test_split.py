@@ -8,7 +8,8 @@ from support.builders import ClickModel
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from recckpt import CheckpointReader, Saver, filter_out_sparse_param, split_sparse_dense_state_dict
+from recckpt import CheckpointReader, Saver
+from recckpt.recis import filter_out_sparse_param, split_sparse_dense_state_dict
 from recckpt.sparse import HashTable
 from recckpt.sparse.split import load_dense, parameters_of, state_of
 

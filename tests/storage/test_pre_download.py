@@ -15,13 +15,14 @@ from recckpt import Saver
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError
 from recckpt.output_dir.listing import locate
 from recckpt.output_dir.open_files import OpenFiles
+from recckpt.policies import Transfers
+from recckpt.save.arguments import transport_of
 from recckpt.sparse import HashTable, gen_slice
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
 from recckpt.storage.objects import ObjectStorage
-from recckpt.storage.transfers import WorkDir, transfers_of
+from recckpt.storage.transfers import WorkDir
 
-DEFAULTS = {"work_dir": None, "pre_download": False, "visible_sec": 0, "timeout_sec": 60}
 PART = "ckpt_1/sparse/00000-of-00001.g0.00.arrow"
 
 
@@ -98,9 +99,9 @@ def test_files_that_are_mapped_where_they_lie_are_not_copied(tmp_path, work_dir,
 def test_without_a_work_dir_copies_go_to_the_temporary_directory(memory_url, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     save_tables(open_storage(memory_url), [filled("t", range(10))])
-    transfers = transfers_of(None, **DEFAULTS | {"pre_download": True})
+    transport = transport_of(Transfers(visible_sec=0, timeout_sec=60, pre_download=True), memory_url)
     files = held(open_storage(memory_url))
-    files.fetch([PART], transfers.download_dir, 1)
+    files.fetch([PART], transport.download_dir, 1)
     assert len(mapped_from(tmp_path)) == 1
 
 
@@ -110,7 +111,9 @@ def test_checkpoints_of_a_bank_are_copied_too(memory_url, work_dir, tmp_path, mo
     save_tables(open_storage(memory_url), [filled("t", range(10), shape=2)], concurrency=1)
     table = HashTable(2, name="t")
     model = torch.nn.ModuleDict({"t": table})
-    saver = Saver(model, output_dir=str(tmp_path / "runs"), work_dir=work_dir.url, pre_download=True)
+    saver = Saver(
+        model, output_dir=str(tmp_path / "runs"), transfers=Transfers(work_dir=work_dir.url, pre_download=True)
+    )
     saver.load_by_config({"path": memory_url, "load": ["t"]})
     assert len(table) == 10
     assert copies == [work_dir.url]

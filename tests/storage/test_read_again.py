@@ -11,6 +11,7 @@ from recckpt.inspect.reader import CheckpointReader, dataset
 from recckpt.inspect.sql import connect, scan
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.listing import newest_first
+from recckpt.policies import Transfers
 from recckpt.storage import open_storage
 from recckpt.storage.remote import RangedFile, RemoteStorage
 from recckpt.storage.retry import Retries, RetryPolicy, is_transient
@@ -54,7 +55,7 @@ def said(caplog, text):
 def test_a_bit_that_flips_on_the_way_costs_no_checkpoint(memory_url, flips, caplog, file, pre_download):
     run = Run(memory_url, max_keep=3).train(20)
     expected = state_of(run)
-    other = Run(memory_url, max_keep=3, seed=1, pre_download=pre_download)
+    other = Run(memory_url, max_keep=3, seed=1, transfers=Transfers(pre_download=pre_download))
     flips[file] = 1
     with caplog.at_level(logging.WARNING):
         assert other.manager.restore() == 20

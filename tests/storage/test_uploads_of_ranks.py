@@ -27,9 +27,9 @@ class Ranks:
         self.processes = [Piped(script, rank, tmp, reach, env={"TMPDIR": str(tmp)}) for rank in range(2)]
         assert [process.stdout.readline() for process in self.processes] == ["ready\n"] * 2
 
-    def run(self, url, late=({}, {}), **options):
+    def run(self, url, late=({}, {}), **transfers):
         for process, own in zip(self.processes, late, strict=True):
-            process.stdin.write(json.dumps({"url": str(url), "step": 1, "late": own, **options}) + "\n")
+            process.stdin.write(json.dumps({"url": str(url), "step": 1, "late": own, **transfers}) + "\n")
             process.stdin.flush()
         return [json.loads(process.stdout.readline()) for process in self.processes]
 

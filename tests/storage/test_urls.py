@@ -9,6 +9,7 @@ from torch import nn
 from recckpt import CheckpointReader, Saver
 from recckpt.checkpointer import make_sync_checkpointer
 from recckpt.cli import main
+from recckpt.policies import Transfers
 from recckpt.storage import open_parent, open_storage
 
 
@@ -79,7 +80,7 @@ def test_a_tilde_is_the_home_directory_wherever_a_path_is_taken(tmp_path, monkey
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(tmp_path)
     model = nn.Linear(1, 1)
-    saver = Saver(model, output_dir="~/runs", max_keep=None, work_dir="~/work")
+    saver = Saver(model, output_dir="~/runs", max_keep=None, transfers=Transfers(work_dir="~/work"))
     saver.save("a")
     assert (home / "runs" / "a" / "manifest.json").exists()
     for path in ("~/runs", "~/runs/a", "file://~/runs"):

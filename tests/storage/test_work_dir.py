@@ -20,11 +20,12 @@ from recckpt import Saver
 from recckpt.errors import SaveFailedError
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.listing import list_checkpoints
+from recckpt.policies import Transfers
 from recckpt.sparse import HashTable
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
 from recckpt.storage.objects import ObjectStorage
-from recckpt.storage.transfers import Outbox, Transfers, WorkDir
+from recckpt.storage.transfers import Outbox, Transport, WorkDir
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def work_dir(tmp_path):
 
 def run_of(url, work_dir, **options):
     """Return a run that saves and restores by way of a work dir."""
-    return Run(url, **options, work_dir=work_dir, pre_download=True)
+    return Run(url, **options, transfers=Transfers(work_dir=work_dir, pre_download=True))
 
 
 def table_saver(url, **options):
@@ -67,7 +68,7 @@ def test_a_run_is_saved_rotated_and_restored_by_way_of_a_work_dir(kind, request,
 
 def test_the_files_are_those_of_a_save_without_a_work_dir(tmp_path, work_dir):
     sizes = []
-    for url, options in ((tmp_path / "plain", {}), (tmp_path / "staged", {"work_dir": work_dir})):
+    for url, options in ((tmp_path / "plain", {}), (tmp_path / "staged", {"transfers": Transfers(work_dir=work_dir)})):
         _, saver = table_saver(str(url), **options)
         sizes.append({file.name: (file.n_bytes, file.xxh3) for file in saver.save("c").files if "rng" not in file.name})
     assert sizes[0].keys() == sizes[1].keys()
@@ -81,7 +82,7 @@ def test_nothing_is_in_the_storage_before_all_copies_are_there(memory_url, work_
     storage = open_storage(memory_url)
     copies = WorkDir(str(work_dir))
     copies.prepare()
-    with Outbox(storage, Transfers(work_dir=copies)) as outbox:
+    with Outbox(storage, Transport(work_dir=copies)) as outbox:
         for name in ("d/x", "d/y"):
             with outbox.create(name) as sink:
                 assert sink.write(memoryview(bytes(3 << 20)).cast("I")) == 3 << 20
@@ -93,7 +94,7 @@ def test_nothing_is_in_the_storage_before_all_copies_are_there(memory_url, work_
 
 
 def test_training_copies_nothing_aside_while_files_go_up(memory_url, work_dir, gate):
-    table, saver = table_saver(memory_url, work_dir=work_dir)
+    table, saver = table_saver(memory_url, transfers=Transfers(work_dir=work_dir))
     held = gate(ObjectStorage, "create")
     handle = saver.save_async("c")
     held.wait()
@@ -123,7 +124,7 @@ def test_without_a_work_dir_it_does(memory_url, gate):
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_an_upload_that_fails_fails_the_save_and_leaves_nothing_on_the_way(memory_url, work_dir, monkeypatch, blocking):
-    _, saver = table_saver(memory_url, work_dir=work_dir)
+    _, saver = table_saver(memory_url, transfers=Transfers(work_dir=work_dir))
     create, names = ObjectStorage.create, []
 
     def fail_the_third(storage, name):
@@ -142,7 +143,7 @@ def test_an_upload_that_fails_fails_the_save_and_leaves_nothing_on_the_way(memor
 
 
 def test_a_copy_that_changes_on_its_way_is_not_committed(memory_url, work_dir, gate):
-    _, saver = table_saver(memory_url, work_dir=work_dir)
+    _, saver = table_saver(memory_url, transfers=Transfers(work_dir=work_dir))
     held = gate(ObjectStorage, "create")
     handle = saver.save_async("c")
     held.wait()
@@ -167,7 +168,7 @@ def file_limit(n_bytes):
 
 
 def test_a_work_dir_that_is_full_fails_the_save_and_says_which(memory_url, work_dir):
-    _, saver = table_saver(memory_url, work_dir=work_dir)
+    _, saver = table_saver(memory_url, transfers=Transfers(work_dir=work_dir))
     with file_limit(10_000), pytest.raises(SaveFailedError, match=f"work dir failed: File too large: '{work_dir}'"):
         saver.save("c")
     assert copies_in(work_dir) == []
@@ -175,7 +176,7 @@ def test_a_work_dir_that_is_full_fails_the_save_and_says_which(memory_url, work_
 
 
 def test_a_work_dir_without_room_for_the_ranks_of_this_host_refuses_the_save(memory_url, work_dir, monkeypatch):
-    _, saver = table_saver(memory_url, work_dir=work_dir)
+    _, saver = table_saver(memory_url, transfers=Transfers(work_dir=work_dir))
     monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: 15_999)
     with pytest.raises(SaveFailedError, match=r"found 16\.0 kB free in the work dir, expected 16\.0 kB; make room"):
         saver.save("c")
@@ -198,14 +199,18 @@ def test_a_work_dir_without_room_for_the_ranks_of_this_host_refuses_the_save(mem
 )
 def test_an_option_that_is_none_is_refused_before_anything_is_made(tmp_path, option, value):
     with pytest.raises(ValueError, match=f"{option} must be"):
-        Saver(torch.nn.Linear(1, 1), output_dir=str(tmp_path / "runs"), **{option: value})
+        Saver(torch.nn.Linear(1, 1), output_dir=str(tmp_path / "runs"), transfers=Transfers(**{option: value}))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_work_dir_that_cannot_be_written_is_known_at_once(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
-        Saver(torch.nn.Linear(1, 1), output_dir=str(tmp_path / "runs"), work_dir=tmp_path / "file" / "work")
+        Saver(
+            torch.nn.Linear(1, 1),
+            output_dir=str(tmp_path / "runs"),
+            transfers=Transfers(work_dir=tmp_path / "file" / "work"),
+        )
 
 
 SAVE = """
@@ -213,11 +218,12 @@ import json, sys
 import torch
 from fsspec.config import conf
 from recckpt import Saver
+from recckpt.policies import Transfers
 from recckpt.sparse import HashTable
 url, work_dir, conf["s3"] = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 table = HashTable(2, name="t")
 table.insert(torch.arange(1000), torch.zeros(1000, 2))
-Saver(torch.nn.ModuleDict({"t": table}), output_dir=url, work_dir=work_dir).save("c")
+Saver(torch.nn.ModuleDict({"t": table}), output_dir=url, transfers=Transfers(work_dir=work_dir)).save("c")
 """
 
 
@@ -238,7 +244,7 @@ def test_a_process_that_is_killed_while_it_sends_leaves_nothing_behind(s3_url, s
     assert held
     assert list(work_dir.iterdir()) == []
     assert "manifest.json" not in json.dumps(open_storage(s3_url).list_files("c"))
-    _, saver = table_saver(s3_url, work_dir=work_dir)
+    _, saver = table_saver(s3_url, transfers=Transfers(work_dir=work_dir))
     saver.save("c")
     assert verify(s3_url, threads=1) == []
 

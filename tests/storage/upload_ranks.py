@@ -13,16 +13,16 @@ from support.builders import ClickModel, table_state
 from support.late_storage import LateStorage
 
 from recckpt import Saver
-from recckpt import saver as saving
+from recckpt.policies import Transfers
 from recckpt.save import arguments
+from recckpt.save.arguments import transport_of
 from recckpt.sparse import gen_slice
 from recckpt.storage import open_storage
-from recckpt.storage.transfers import transfers_of
 
 SIZE = 2
 
 
-def run(rank, url, step, late, **options):
+def run(rank, url, step, late, **transfers):
     """Save the rows of a step, load them into another model, and return what came of it."""
     model = ClickModel(slice=gen_slice(rank, SIZE))
     ids = torch.arange(500)
@@ -33,8 +33,8 @@ def run(rank, url, step, late, **options):
         storages.append(LateStorage(path) if late else open_storage(path)) or storages[-1]
     )
     if late:
-        saving.transfers_of = lambda *args, **asked: without_waiting(transfers_of(*args, **asked), LateStorage(url))
-    saver = Saver(model, output_dir=url, **options)
+        arguments.transport_of = lambda *asked: without_waiting(transport_of(*asked), LateStorage(url))
+    saver = Saver(model, output_dir=url, transfers=Transfers(**transfers))
     if late:
         [storage] = storages
         storage.late = {f"ckpt/{name}": seen for name, seen in late.items()}
@@ -43,14 +43,14 @@ def run(rank, url, step, late, **options):
     except Exception as error:
         return {"failed": [type(error).__name__, getattr(error, "rank", None), str(error)]}
     other = ClickModel(slice=gen_slice(rank, SIZE))
-    report = Saver(other, output_dir=url, **options).load(shard_id=rank)
+    report = Saver(other, output_dir=url, transfers=Transfers(**transfers)).load(shard_id=rank)
     equal = [table_state(a) == table_state(b) for a, b in zip(model.tables, other.tables, strict=True)]
     return {"failed": None, "equal": equal, "step": report.global_step}
 
 
-def without_waiting(transfers, storage):
+def without_waiting(transport, storage):
     """Let the time in which files of others are looked for pass at once."""
-    return replace(transfers, visible=replace(storage.visible, deadline_sec=transfers.visible.deadline_sec))
+    return replace(transport, visible=replace(storage.visible, deadline_sec=transport.visible.deadline_sec))
 
 
 def main():

@@ -24,6 +24,7 @@ from torch import nn
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import RecckptError
 from recckpt.parallel.process_group import ProcessGroup
+from recckpt.policies import Transfers
 from recckpt.sparse import HashTable, SparseAdam, gen_slice
 from recckpt.storage.local import LocalStorage
 from support.rank_processes import whole_life
@@ -78,7 +79,7 @@ class Lateness:
 
 def survive(case, rank, url, root):
     """Save until that fails, and once more; return what this rank met."""
-    job = Job(url, rank, case["n_ranks"], timeout_sec=case["timeout_sec"])
+    job = Job(url, rank, case["n_ranks"], transfers=Transfers(timeout_sec=case["timeout_sec"]))
     manager = CheckpointManager(job.saver, 1, async_save=case["background"])
     acknowledged, handles, late = 0, [], Lateness()
     job.set_state(1)

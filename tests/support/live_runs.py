@@ -198,13 +198,13 @@ class Run:
 
     def new_saver(self, output_dir: Any, **options: Any) -> Saver:
         """Return a saver of this run."""
-        saver = Saver(self.model, output_dir=str(output_dir), tables=self.tables, progress=False, **options)
+        saver = Saver(self.model, output_dir=str(output_dir), tables=self.tables, **options)
         saver.register_for_checkpointing("dense_optim", self.dense_optim)
         return saver
 
     def dense_saver(self, output_dir: Any, *, registered: bool = True, **options: Any) -> Saver:
         """Return a saver to which the weights are dense tensors, and that has both optimizers where ``registered``."""
-        saver = Saver(self.model, output_dir=str(output_dir), progress=False, **options)
+        saver = Saver(self.model, output_dir=str(output_dir), **options)
         saver.register_for_checkpointing("dense_optim", self.dense_optim)
         if registered:
             saver.register_for_checkpointing("row_optim", self.row_optim)

@@ -75,9 +75,9 @@ def be_rank(root: Path, name: str, rank: int, size: int, port: int, host: str, c
             "gloo", f"tcp://127.0.0.1:{port}", timedelta(seconds=30), world_size=size, rank=rank
         )
         training = Training(rank, size)
-        near = Near(root / "hosts" / host, copies=copies, timeout_sec=TIMEOUT_SEC)
+        near = Near(root / "hosts" / host, NEAR_EVERY, copies=copies, timeout_sec=TIMEOUT_SEC)
         saver = Saver(training.model, training.sparse, str(root / "runs"), max_keep=2, deltas=DELTAS, near=near)
-        manager = CheckpointManager(saver, SAVE_EVERY, near_interval=NEAR_EVERY)
+        manager = CheckpointManager(saver, SAVE_EVERY)
         manager.register_for_checkpointing("dense", training.dense)
         step = manager.restore()
         log.write(json.dumps({"restored": step, "rows": training.digest(), "dense": training.dense_digest()}) + "\n")

@@ -31,12 +31,12 @@ class NearRun:
     ):
         self.table = HashTable(2, name="t", slice=slice)
         self.near_path = Path(root) / near
-        near = Near(self.near_path, max_bytes=max_bytes, copies=copies)
+        near = Near(self.near_path, interval=1, max_bytes=max_bytes, copies=copies)
         model = nn.ModuleDict({"t": self.table} | {name: HashTable(2, name=name, slice=slice) for name in others})
         if dense is not None:
             model["dense"] = dense
         self.saver = Saver(model, output_dir=str(Path(root) / "runs"), max_keep=max_keep, deltas=deltas, near=near)
-        self.manager = CheckpointManager(self.saver, 10**9, near_interval=1, **options)
+        self.manager = CheckpointManager(self.saver, 10**9, **options)
 
     def put(self, **values):
         """Set rows: ``_1=2.0`` gives id 1 that value."""

@@ -17,6 +17,7 @@ from torch import nn
 
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import RecckptError
+from recckpt.policies import Transfers
 from recckpt.policies.deltas import Deltas
 from recckpt.save.job import SparseSaver
 from recckpt.sparse import HashTable, gen_slice
@@ -126,7 +127,7 @@ def restore_as_rank(rank, size, root, *, sizes):
 
 def be_killed(rank, size, root):
     """Restore on a rank that is killed, or on one that says what it has raised then."""
-    job = ChainJob(root / "runs", rank, size, timeout_sec=30.0)
+    job = ChainJob(root / "runs", rank, size, transfers=Transfers(timeout_sec=30.0))
     if rank == 1:
         LinkBatches.read = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     try:

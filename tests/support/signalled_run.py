@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
+from recckpt.policies import OnSignal
 from recckpt.policies.when import EveryEventTime
 from recckpt.sparse import HashTable, SparseAdagrad, gen_slice
 from recckpt.storage.local import LocalStorage
@@ -224,7 +225,8 @@ def be_rank(rank, scene, url, ranks, options, job):
     if ranks > 1:
         method = f"file://{url}.rendezvous"
         torch.distributed.init_process_group("gloo", init_method=method, rank=rank, world_size=ranks)
-    globals()[scene](Job(url, rank=rank, ranks=ranks, save_on_signal=SIGNALS, **job), rank, say, **options)
+    on_signal = OnSignal(SIGNALS, grace_sec=job.pop("grace_sec", None))
+    globals()[scene](Job(url, rank=rank, ranks=ranks, save_on_signal=on_signal, **job), rank, say, **options)
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

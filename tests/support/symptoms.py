@@ -322,7 +322,7 @@ def _(log: Log) -> str:
     assert "nan" not in resumed(100)
     found = re.search(r'^recckpt sql runs/clicks "(.+)"', PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert found
-    assert recckpt.connect("runs/clicks").sql(found[1]).fetchall() == [(7,)]
+    assert recckpt.inspect.connect("runs/clicks").sql(found[1]).fetchall() == [(7,)]
     assert said_by_the_loop() == "ckpt_200 ['user@embedding of id 7']\n"
     return resumed()
 

@@ -69,9 +69,10 @@ def test_bytes_of_several_threads_add_up():
 def test_a_bar_is_drawn_on_a_terminal_and_where_the_environment_says_so(monkeypatch):
     terminal = on_terminal(monkeypatch)
 
-    def drawn(stream, switch=None, **how):
+    def drawn(stream, switch=None, off="", **how):
         monkeypatch.setattr(sys, "stderr", stream)
         monkeypatch.setenv(bars.SWITCH, switch) if switch is not None else None
+        monkeypatch.setenv("TQDM_DISABLE", off)
         with Progress("saving", 10, **how) as progress:
             progress.advance(10)
         return "saving" in stream.getvalue()
@@ -83,6 +84,8 @@ def test_a_bar_is_drawn_on_a_terminal_and_where_the_environment_says_so(monkeypa
     assert drawn(io.StringIO(), switch="1")
     assert not drawn(io.StringIO(), switch="1", has_bar=False)
     assert drawn(Terminal(), switch="")
+    assert not drawn(Terminal(), off="1")
+    assert not drawn(Terminal(), switch="1", off="1")
 
 
 def test_what_is_over_soon_shows_no_bar(monkeypatch):
@@ -200,15 +203,16 @@ def test_a_message_beside_a_bar_has_a_line_of_its_own(monkeypatch):
     assert "\ra message\n" in terminal.getvalue()
 
 
-@pytest.mark.parametrize("progress", [True, False])
-def test_a_saver_shows_bars_unless_told_not_to(monkeypatch, tmp_path, progress):
+@pytest.mark.parametrize("off", ["", "1"])
+def test_a_saver_shows_bars_unless_the_environment_says_otherwise(monkeypatch, tmp_path, off):
     terminal = on_terminal(monkeypatch)
-    saver = Saver(torch.nn.Linear(2, 2), output_dir=str(tmp_path), progress=progress)
+    monkeypatch.setenv("TQDM_DISABLE", off)
+    saver = Saver(torch.nn.Linear(2, 2), output_dir=str(tmp_path))
     saver.save("first")
     saver.save_async("second").wait()
     saver.load()
     shown = [what for what in ("saving first", "saving second", "loading second") if what in terminal.getvalue()]
-    assert len(shown) == 3 * progress
+    assert len(shown) == (0 if off else 3)
 
 
 def test_of_several_ranks_the_first_shows_bars_for_all(monkeypatch, tmp_path):

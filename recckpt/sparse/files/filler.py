@@ -20,10 +20,10 @@ from recckpt.errors import CorruptCheckpointError
 from recckpt.format.catalog import Batch
 from recckpt.format.tables import TableEntry
 from recckpt.policies.evict import LAST_TIME
+from recckpt.policies.row_filter import RowFilter, numbers
 from recckpt.sparse.files.arrow_format import ID, column_buffer, ids_in
 from recckpt.sparse.files.catalogs import count_error
 from recckpt.sparse.files.owners import Owners, TableRequest
-from recckpt.sparse.files.row_filter import RowFilter, numbers
 from recckpt.sparse.files.table_target import Ages, LoadTarget, RowsAside, chosen
 from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.kernels import compiled

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from recckpt.format.tables import Narrowed, Reduced
-from recckpt.sparse.files.row_filter import RowFilter, numbers
+from recckpt.policies.row_filter import RowFilter, numbers
 from recckpt.sparse.files.table_rows import StillTable, TableSource
 from recckpt.sparse.table.marks import DeltaSource
 from recckpt.sparse.table.snapshot import Snapshot, SnapshotIds

@@ -23,7 +23,9 @@ from recckpt.sparse.table.table import HashTable
 from recckpt.types import EMBEDDING, positive_int
 
 Group = dict[str, Any]
-REMEDY = "recckpt.filter_out_sparse_param(model) gives the tables of a model; its parameters are for a dense optimizer"
+REMEDY = (
+    "recckpt.recis.filter_out_sparse_param(model) gives the tables of a model; its parameters are for a dense optimizer"
+)
 Int64s = npt.NDArray[np.int64]
 made: WeakValueDictionary[int, SparseOptimizer] = WeakValueDictionary()  # those of this process that are alive, by id
 _IN_EVAL_MODE = (

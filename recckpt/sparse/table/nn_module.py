@@ -274,7 +274,7 @@ class TableModule(nn.Module):
         raise TypeError(
             f"table {self.name!r} cannot be pickled, nor a model or state dict that holds it: save it with "
             "recckpt.Saver(model, output_dir=...).save(ckpt_id), in a trainer by a callback of recckpt.integrations, "
-            "or split its state dict with recckpt.split_sparse_dense_state_dict and pickle the dense half"
+            "or split its state dict with recckpt.recis.split_sparse_dense_state_dict and pickle the dense half"
         )
 
     @property

@@ -9,8 +9,9 @@ import pytest
 import torch
 from support.forge import Forge, filled, parts_of, save_tables
 
-from recckpt import CheckpointReader, dataset
+from recckpt import CheckpointReader
 from recckpt.errors import CorruptCheckpointError
+from recckpt.inspect import dataset
 from recckpt.inspect.absent import look_for
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.listing import locate

@@ -746,4 +746,4 @@ def test_what_is_no_table_is_refused_with_the_way_to_the_tables_of_a_model(make,
     model = Model()
     with pytest.raises((TypeError, ValueError), match=rf"found {found}: recckpt\.filter_out_sparse_param\(model\)"):
         SparseAdamW(make(model))
-    assert SparseAdamW(recckpt.filter_out_sparse_param(model)).tables == {"t": model.table}
+    assert SparseAdamW(recckpt.recis.filter_out_sparse_param(model)).tables == {"t": model.table}

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from support.rank_processes import fork_ranks
 from torch.distributed.fsdp import fully_shard
 
-from recckpt import Saver, filter_out_sparse_param
+from recckpt import Saver
 from recckpt.errors import LookupFailedError
 from recckpt.policies.admit import Bloom, MinCount, Probability
+from recckpt.recis import filter_out_sparse_param
 from recckpt.sparse import EmbeddingCollection, HashTable, Normal, ShardedHashTable, SparseAdam, SparseSGD
 
 START = Normal(0.0, 0.1, seed=3)

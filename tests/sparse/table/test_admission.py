@@ -10,10 +10,11 @@ from support.drawn import drawn
 from support.raising import RaisingAt
 from support.sweeps import mostly_slow
 
-from recckpt import CheckpointManager, Saver, filter_out_sparse_param
+from recckpt import CheckpointManager, Saver
 from recckpt.errors import StateMismatchError
 from recckpt.format.buckets import bucket_of, mix64
 from recckpt.policies.admit import Bloom, MinCount, Probability
+from recckpt.recis import filter_out_sparse_param
 from recckpt.sparse import Constant, HashTable, Normal, SparseAdam
 from recckpt.sparse.table.admission import block_of
 

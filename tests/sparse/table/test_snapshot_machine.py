@@ -27,6 +27,7 @@ from torch import nn
 from recckpt import Saver
 from recckpt.format.buckets import bucket_of
 from recckpt.format.tables import TableEntry
+from recckpt.policies.row_filter import RowFilter
 from recckpt.save.job import SparseSaver
 from recckpt.sparse import Constant, HashTable, Normal
 from recckpt.sparse.files.arrow_format import ID, column_buffer, column_values
@@ -34,7 +35,6 @@ from recckpt.sparse.files.filler import TableLoad
 from recckpt.sparse.files.link_pass import LinkLoad
 from recckpt.sparse.files.loader import load_tables
 from recckpt.sparse.files.part_reader import LinkBatches, PartReader
-from recckpt.sparse.files.row_filter import RowFilter
 from recckpt.sparse.files.table_target import Ages, target_of
 from recckpt.sparse.table import column as column_module
 from recckpt.sparse.table import rows as rows_module

@@ -1,4 +1,4 @@
-"""``recckpt.forget``: the rows of some ids go from all checkpoints of an output dir, and from mirrors of it."""
+"""``recckpt.rewrite.forget``: the rows of some ids go from all checkpoints of an output dir, and from mirrors of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from recckpt.output_dir.index_file import why_nothing
 from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints
 from recckpt.output_dir.notes import mirror_note
 from recckpt.policies.keep import Keep
-from recckpt.rewrite.mirror import Mirror, mirror
+from recckpt.rewrite.mirroring import Mirror, mirror
 from recckpt.rewrite.requests import (
     check,
     check_readable,
@@ -80,7 +80,7 @@ def forget(
     ids: Iterable[int],
     *,
     mirrors: Iterable[str | os.PathLike[str]] = (),
-    by: str = "recckpt.forget",
+    by: str = "recckpt.rewrite.forget",
 ) -> list[Forgotten]:
     """Remove ids from a table in all that lies in an output dir, and note that in ``forgotten.jsonl``.
 
@@ -184,7 +184,7 @@ class ForgetPlan:
 def plan_forget(
     path: str | os.PathLike[str], table: str | None = None, ids: Iterable[int] | None = None
 ) -> list[ForgetPlan]:
-    """Return what :func:`recckpt.forget` would do, request by request, and change nothing.
+    """Return what :func:`recckpt.rewrite.forget` would do, request by request, and change nothing.
 
     Each request is looked at by itself; where one is pending, a later one rewrites what that leaves.
 
@@ -194,7 +194,7 @@ def plan_forget(
         ids: int64, in any order.
 
     Raises:
-        CheckpointNotFoundError, TypeError, ValueError, CorruptCheckpointError: as of :func:`recckpt.forget`.
+        CheckpointNotFoundError, TypeError, ValueError, CorruptCheckpointError: as of :func:`recckpt.rewrite.forget`.
     """
     storage = open_storage(os.fspath(path))
     listing = readable_listing(storage)

@@ -34,12 +34,12 @@ def chain(tmp_path):
 
 
 def changes(path, *ids, table="t"):
-    history = recckpt.history(path, table, ids)
+    history = recckpt.inspect.history(path, table, ids)
     return {row.id: " ".join(state.change for state in row.states) for row in history.rows}
 
 
 def test_each_checkpoint_says_what_became_of_a_row(tmp_path, chain):
-    history = recckpt.history(tmp_path, "t", [1, 2, 9, 0, 77])
+    history = recckpt.inspect.history(tmp_path, "t", [1, 2, 9, 0, 77])
     assert {row.id: [state.change for state in row.states] for row in history.rows} == {
         1: ["there", "changed", "same"],
         2: ["there", "gone", "back"],
@@ -91,7 +91,7 @@ def test_nothing_is_read_but_the_batches_that_may_have_the_ids(tmp_path, monkeyp
 def test_counts_and_moments_are_shown_and_other_slots_by_their_norm(tmp_path):
     table = filled("t", [3, 4], slots={"count": (), "sparse_m": (2, 2)})
     save_tables(open_storage(str(tmp_path)), [table], step=1)
-    [row] = recckpt.history(tmp_path, "t", np.array([3])).rows
+    [row] = recckpt.inspect.history(tmp_path, "t", np.array([3])).rows
     assert row.states[0].slots == {"count": 3.0, "sparse_m": 6.0}
 
 
@@ -99,7 +99,7 @@ def test_a_value_that_is_not_finite_makes_a_norm_of_nan(tmp_path):
     table = filled("t", [3])
     table.insert(torch.tensor([4]), torch.tensor([[float("nan"), 1.0]]))
     save_tables(open_storage(str(tmp_path)), [table])
-    [row] = recckpt.history(tmp_path, "t", [4]).rows
+    [row] = recckpt.inspect.history(tmp_path, "t", [4]).rows
     assert np.isnan(row.states[0].norm)
     assert row.is_known
 
@@ -108,36 +108,36 @@ def test_a_forgotten_id_is_nowhere_and_the_audit_says_why(tmp_path):
     ForgettingRun(tmp_path).save_chain()
     id_, other = ids_at(5, 6)
     assert changes(tmp_path, id_, table="user")[id_].startswith("there changed")
-    recckpt.forget(tmp_path, "user", [id_])
-    gone, stays = recckpt.history(tmp_path, "user", [id_, other]).rows
+    recckpt.rewrite.forget(tmp_path, "user", [id_])
+    gone, stays = recckpt.inspect.history(tmp_path, "user", [id_, other]).rows
     assert {state.change for state in gone.states} == {"absent"}
     assert (gone.was_forgotten, stays.was_forgotten) == (True, False)
     assert stays.states[1].change == "changed"
-    assert "which was asked to be forgotten" in str(recckpt.history(tmp_path, "user", [id_]))
+    assert "which was asked to be forgotten" in str(recckpt.inspect.history(tmp_path, "user", [id_]))
 
 
 def test_damage_hides_only_the_checkpoints_that_need_the_file(tmp_path, chain):
     for part in chain[0].directory.glob("sparse/*.arrow"):
         part.write_bytes(part.read_bytes().replace(np.float32(1).tobytes(), np.float32(2).tobytes()))
-    history = recckpt.history(tmp_path, "t", [1, 2, 0])
+    history = recckpt.inspect.history(tmp_path, "t", [1, 2, 0])
     assert [state.change for state in history.row(1).states] == ["damaged", "there", "same"]
     assert [state.change for state in history.row(0).states] == ["damaged"] * 3
     assert list(history.damage) == ["ckpt_1"]
     next(chain[1].directory.glob("sparse/*.arrow")).unlink()
-    history = recckpt.history(tmp_path, "t", [2])
+    history = recckpt.inspect.history(tmp_path, "t", [2])
     assert [state.ckpt_id for state in history.row(2).states] == ["ckpt_1"]
     assert set(history.damage) == {"ckpt_1", "ckpt_2", "ckpt_3"}
 
 
 def test_what_cannot_be_asked_is_refused(tmp_path, chain):
     with pytest.raises(KeyError, match="found no table 'tt' in any checkpoint; did you mean 't'"):
-        recckpt.history(tmp_path, "tt", [1])
+        recckpt.inspect.history(tmp_path, "tt", [1])
     with pytest.raises(TypeError, match="ids must be"):
-        recckpt.history(tmp_path, "t", [1.5])
+        recckpt.inspect.history(tmp_path, "t", [1.5])
     with pytest.raises(CheckpointNotFoundError, match="is a checkpoint itself, expected an output dir"):
-        recckpt.history(tmp_path / "ckpt_1", "t", [1])
+        recckpt.inspect.history(tmp_path / "ckpt_1", "t", [1])
     with pytest.raises(CheckpointNotFoundError, match="does not exist"):
-        recckpt.history(tmp_path / "nowhere", "t", [1])
+        recckpt.inspect.history(tmp_path / "nowhere", "t", [1])
 
 
 @drawn(st.randoms(use_true_random=False), few=3, many=100)
@@ -151,7 +151,7 @@ def test_the_history_is_what_a_reader_of_each_checkpoint_gives(draw):
             rows = {id_: (step, id_) for id_ in draw.sample(range(9), 3) if id_ not in gone}
             there = there - gone | rows.keys()
             newest = write_delta(newest, f"ckpt_{step}", len(there), [(rows, sorted(gone))], step=step)
-        for row in recckpt.history(path, "t", range(9)).rows:
+        for row in recckpt.inspect.history(path, "t", range(9)).rows:
             assert len(row.states) == newest.manifest["step"] + 1
             for state in row.states:
                 with CheckpointReader(path / state.ckpt_id) as reader:
@@ -165,7 +165,7 @@ def test_narrow_floats_are_squared_as_the_numbers_that_they_are(tmp_path, dtype,
     table = HashTable(2, name="t", dtype=dtype)
     table.insert(torch.tensor([1]), torch.tensor([[3.0 * scale, 4.0 * scale]], dtype=dtype))
     save_tables(open_storage(str(tmp_path)), [table], step=1)
-    assert recckpt.history(tmp_path, "t", [1]).rows[0].states[0].norm == 5.0 * scale
+    assert recckpt.inspect.history(tmp_path, "t", [1]).rows[0].states[0].norm == 5.0 * scale
 
 
 def test_rows_of_a_run_on_an_object_store_have_a_history_too(memory_url):
@@ -180,8 +180,8 @@ def test_a_notebook_shows_tables_of_rows_whose_names_do_nothing(tmp_path):
     for step in (1, 2):
         save_tables(storage, [filled(table, range(3)), filled(HOSTILE[2], [1])], ckpt_id=f"ckpt_{step}", step=step)
     page = (
-        recckpt.history(tmp_path, table, [1, 99])._repr_html_()
-        + recckpt.history(tmp_path, HOSTILE[2], [1])._repr_html_()
+        recckpt.inspect.history(tmp_path, table, [1, 99])._repr_html_()
+        + recckpt.inspect.history(tmp_path, HOSTILE[2], [1])._repr_html_()
     )
     text = harmless_text(page)
     assert page.count("<table>") == 2

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from recckpt.policies.row_filter import RowFilter, parse_row_filter
 from recckpt.sparse import gen_slice
-from recckpt.sparse.files.row_filter import RowFilter, parse_row_filter
 
 IDS = np.array([-(2**63), -5, 0, 7, 2**63 - 1])
 

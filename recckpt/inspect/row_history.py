@@ -1,4 +1,4 @@
-"""``recckpt.history``: rows of a table over the checkpoints of a run, read from what has changed (no torch here)."""
+"""``recckpt.inspect.history``: rows of a table over the checkpoints of a run, read from what has changed (no torch)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``recckpt.mirror``: an output dir copied to another store, region or host, and kept up with the run."""
+"""``recckpt.rewrite.mirror``: an output dir copied to another store, region or host, and kept up with the run."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from recckpt.output_dir.forget_requests import pending
 from recckpt.output_dir.listing import list_checkpoints, locate
 from recckpt.output_dir.rotation import pin
 from recckpt.policies.admit import MinCount
-from recckpt.rewrite.forget import finish, forget
+from recckpt.rewrite.forgetting import finish, forget
 from recckpt.rewrite.requests import forget_as_owner, settle
 from recckpt.sparse import HashTable
 from recckpt.storage import open_storage
@@ -156,8 +156,8 @@ def test_a_table_may_lose_all_its_rows(root):
 
 def test_compacted_ones_and_waiting_offers_are_free_of_them_too(tmp_path):
     run = run_with_chain(tmp_path / "runs")
-    recckpt.compact(run.url, adopt=True)  # the delta is gone, what supersedes it is there, and its links
-    recckpt.compact(run.url, "ckpt_2")  # an offer that nobody adopts
+    recckpt.rewrite.compact(run.url, adopt=True)  # the delta is gone, what supersedes it is there, and its links
+    recckpt.rewrite.compact(run.url, "ckpt_2")  # an offer that nobody adopts
     before = {name: rows_of(run, name) for name in ("ckpt_1", "ckpt_2", "ckpt_3")}
     [done] = forget(run.url, "item", [5, 9, 149])
     assert any(layout.is_offer_dir(name) for name in done.removed)
@@ -166,7 +166,7 @@ def test_compacted_ones_and_waiting_offers_are_free_of_them_too(tmp_path):
         assert rows_of(run, name) == {id_: row for id_, row in rows.items() if id_ not in (5, 9, 149)}
     assert not any(map(layout.is_offer_dir, list_checkpoints(run).directories))
     assert look_for(run.url, np.array([5, 9, 149])).holding == ()
-    recckpt.compact(run.url, "ckpt_2", adopt=True)  # what supersedes has fewer rows, and is superseded
+    recckpt.rewrite.compact(run.url, "ckpt_2", adopt=True)  # what supersedes has fewer rows, and is superseded
     assert locate(run, "ckpt_2").manifest.supersedes
     assert rows_of(run, "ckpt_2") == {id_: row for id_, row in before["ckpt_2"].items() if id_ not in (5, 9, 149)}
     assert list_checkpoints(run).ckpt_ids == ["ckpt_1", "ckpt_2", "ckpt_3"]
@@ -269,7 +269,7 @@ def test_the_audit_says_what_was_done_and_names_no_id(root):
     forget(str(root), "user", ids_at(1))
     data = (root / "forgotten.jsonl").read_text()
     first, second = map(json.loads, data.splitlines())
-    assert (first["table"], first["n_ids"], first["by"]) == ("user", len(GONE), "recckpt.forget")
+    assert (first["table"], first["n_ids"], first["by"]) == ("user", len(GONE), "recckpt.rewrite.forget")
     assert first["asked"] <= first["finished"]
     assert list(first["rewritten"]) == list(CHAIN)
     assert len(first["digests"]) == len(GONE)

@@ -20,7 +20,7 @@ from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Form
 from recckpt.format import layout
 from recckpt.output_dir import rotation
 from recckpt.policies.keep import All
-from recckpt.rewrite.mirror import Mirror
+from recckpt.rewrite.mirroring import Mirror
 from recckpt.storage import open_storage
 
 CHAIN = ("ckpt_1", "ckpt_2", "ckpt_3", "ckpt_4")
@@ -45,29 +45,29 @@ def to(tmp_path):
 
 def test_all_checkpoints_are_copied_byte_for_byte_and_a_second_pass_copies_nothing(run, url):
     to = f"{url}-mirror"
-    done = recckpt.mirror(run, to)
+    done = recckpt.rewrite.mirror(run, to)
     assert (done.copied, done.newest, done.damaged) == (CHAIN, "ckpt_4", {})
     assert done.n_bytes == sum(c.manifest.n_bytes for c in listing_of(run).committed)
     check_same(run, to)
     assert open_storage(to).read(layout.INDEX_FILE, 99).decode().split() == list(CHAIN)
-    again = recckpt.mirror(run, to)
+    again = recckpt.rewrite.mirror(run, to)
     assert (again.copied, again.removed, again.n_bytes) == ((), (), 0)
 
 
 def test_only_what_is_new_is_copied(run, to):
-    recckpt.mirror(run, to)
+    recckpt.rewrite.mirror(run, to)
     going_on = ForgettingRun(run)
     going_on.saver.load()
     fill(going_on.user, ids_at(6), 5.0)
     going_on.saver.save("ckpt_5", step=5)
     before = tree(to / "ckpt_1")
-    assert recckpt.mirror(run, to).copied == ("ckpt_5",)
+    assert recckpt.rewrite.mirror(run, to).copied == ("ckpt_5",)
     assert tree(to / "ckpt_1") == before
     check_same(run, to)
 
 
 def test_what_readers_and_restores_get_of_a_mirror_is_what_the_run_gives(run, to):
-    recckpt.mirror(run, to)
+    recckpt.rewrite.mirror(run, to)
     assert all(read(to, name, "user") == read(run, name, "user") for name in CHAIN)
     with CheckpointReader(to) as reader:
         assert reader.manifest.step == 4
@@ -80,17 +80,17 @@ def test_the_newest_comes_first_with_what_it_stands_on(tmp_path, to):
     trainer = ForgettingRun(tmp_path / "run", deltas=False)
     for step in (1, 2, 3):
         trainer.saver.save(f"ckpt_{step}", step=step)
-    assert recckpt.mirror(tmp_path / "run", to).copied == ("ckpt_3", "ckpt_2", "ckpt_1")
+    assert recckpt.rewrite.mirror(tmp_path / "run", to).copied == ("ckpt_3", "ckpt_2", "ckpt_1")
 
 
 def test_what_rotation_removed_goes_and_a_policy_of_its_own_keeps_it(tmp_path):
     trainer = ForgettingRun(tmp_path / "run", deltas=False, max_keep=2)
     for step in range(1, 6):
         trainer.saver.save(f"ckpt_{step}", step=step)
-        done = recckpt.mirror(tmp_path / "run", tmp_path / "same")
-        recckpt.mirror(tmp_path / "run", tmp_path / "more", keep=4)
-        recckpt.mirror(tmp_path / "run", tmp_path / "all", keep=All())
-        recckpt.mirror(tmp_path / "run", tmp_path / "one", keep=1)
+        done = recckpt.rewrite.mirror(tmp_path / "run", tmp_path / "same")
+        recckpt.rewrite.mirror(tmp_path / "run", tmp_path / "more", keep=4)
+        recckpt.rewrite.mirror(tmp_path / "run", tmp_path / "all", keep=All())
+        recckpt.rewrite.mirror(tmp_path / "run", tmp_path / "one", keep=1)
     assert done.removed == ("ckpt_3",)
     assert ids_of(tmp_path / "same") == ["ckpt_4", "ckpt_5"]
     assert ids_of(tmp_path / "more") == ["ckpt_2", "ckpt_3", "ckpt_4", "ckpt_5"]
@@ -99,7 +99,7 @@ def test_what_rotation_removed_goes_and_a_policy_of_its_own_keeps_it(tmp_path):
 
 
 def test_of_a_delta_all_links_are_there_whatever_the_policy_says(run, to):
-    recckpt.mirror(run, to, keep=1)
+    recckpt.rewrite.mirror(run, to, keep=1)
     assert directories_of(to) == {*CHAIN}
     check_same(run, to)
 
@@ -107,9 +107,9 @@ def test_of_a_delta_all_links_are_there_whatever_the_policy_says(run, to):
 def test_an_overwritten_step_takes_the_place_of_the_one_before(tmp_path, to):
     trainer = ForgettingRun(tmp_path / "run", deltas=False)
     trainer.saver.save("ckpt_1", step=1)
-    recckpt.mirror(tmp_path / "run", to)
+    recckpt.rewrite.mirror(tmp_path / "run", to)
     trainer.saver.save("ckpt_1", step=1, overwrite=True)
-    recckpt.mirror(tmp_path / "run", to)
+    recckpt.rewrite.mirror(tmp_path / "run", to)
     [now] = listing_of(to).committed
     assert now.manifest.save_id == listing_of(tmp_path / "run").current[0].manifest.save_id
     check_same(tmp_path / "run", to)
@@ -119,17 +119,17 @@ def test_an_ephemeral_checkpoint_is_there_while_the_run_has_it(tmp_path, to):
     trainer = ForgettingRun(tmp_path / "run")
     trainer.saver.save("ckpt_1", step=1)
     trainer.saver.save("now", step=2, ephemeral=True)
-    recckpt.mirror(tmp_path / "run", to)
+    recckpt.rewrite.mirror(tmp_path / "run", to)
     assert ids_of(to) == ["ckpt_1", "now"]
     trainer.saver.save("ckpt_3", step=3)
-    recckpt.mirror(tmp_path / "run", to)
+    recckpt.rewrite.mirror(tmp_path / "run", to)
     assert ids_of(to) == ["ckpt_1", "ckpt_3"]
 
 
 def test_what_was_compacted_comes_in_the_place_of_what_it_supersedes(run, to):
-    recckpt.mirror(run, to)
-    form = recckpt.compact(run, "ckpt_3", adopt=True).directory
-    done = recckpt.mirror(run, to)
+    recckpt.rewrite.mirror(run, to)
+    form = recckpt.rewrite.compact(run, "ckpt_3", adopt=True).directory
+    done = recckpt.rewrite.mirror(run, to)
     assert (done.copied, done.removed) == ((form,), ("ckpt_3",))
     assert b'"offer": true' in (to / form / layout.INTENT).read_bytes()
     assert ids_of(to) == list(CHAIN)
@@ -137,13 +137,13 @@ def test_what_was_compacted_comes_in_the_place_of_what_it_supersedes(run, to):
 
 
 def test_what_is_pinned_in_the_run_is_pinned_in_the_mirror_and_unpinned_with_it(run, to):
-    recckpt.mirror(run, to)
+    recckpt.rewrite.mirror(run, to)
     rotation.pin(open_storage(str(run)), "ckpt_2")
     rotation.pin(open_storage(str(to)), "ckpt_1")  # by somebody who uses the mirror
-    recckpt.mirror(run, to)
+    recckpt.rewrite.mirror(run, to)
     assert rotation.pinned_ids(open_storage(str(to))) == {"ckpt_1", "ckpt_2"}
     rotation.unpin(open_storage(str(run)), "ckpt_2")
-    recckpt.mirror(run, to)
+    recckpt.rewrite.mirror(run, to)
     assert rotation.pinned_ids(open_storage(str(to))) == {"ckpt_1"}
 
 
@@ -157,7 +157,7 @@ def test_a_damaged_checkpoint_is_never_copied_and_the_others_are(run, to, name):
     data = bytearray(good)
     data[len(data) // 2] ^= 4
     (run / "ckpt_2" / name).write_bytes(data)
-    done = recckpt.mirror(run, to)
+    done = recckpt.rewrite.mirror(run, to)
     assert done.copied == ("ckpt_1",)
     assert f"ckpt_2/{name}" in done.damaged["ckpt_2"]
     assert ([*done.damaged], done.left_out) == (["ckpt_2"], {"ckpt_3": "ckpt_2", "ckpt_4": "ckpt_2"})
@@ -165,7 +165,7 @@ def test_a_damaged_checkpoint_is_never_copied_and_the_others_are(run, to, name):
     assert ids_of(to) == ["ckpt_1"]
     check_whole(to)
     (run / "ckpt_2" / name).write_bytes(good)
-    assert recckpt.mirror(run, to).copied == ("ckpt_2", "ckpt_3", "ckpt_4")
+    assert recckpt.rewrite.mirror(run, to).copied == ("ckpt_2", "ckpt_3", "ckpt_4")
     check_same(run, to)
 
 
@@ -174,14 +174,14 @@ def test_every_flipped_byte_of_a_part_is_seen(run, to):
     data = part.read_bytes()
     for at in range(0, len(data), max(1, len(data) // 9)):
         part.write_bytes(bytes([*data[:at], data[at] ^ 1, *data[at + 1 :]]))
-        done = recckpt.mirror(run, to)
+        done = recckpt.rewrite.mirror(run, to)
         assert (done.copied, [*done.damaged], directories_of(to)) == ((), ["ckpt_1"], set()), at
 
 
 def test_what_is_damaged_in_the_run_stays_in_the_mirror(run, to):
-    recckpt.mirror(run, to)
+    recckpt.rewrite.mirror(run, to)
     (run / "ckpt_1" / "model.pt").unlink()
-    done = recckpt.mirror(run, to)
+    done = recckpt.rewrite.mirror(run, to)
     assert ([*done.damaged], done.left_out) == (["ckpt_1"], {}), "the deltas are whole in the mirror"
     assert (done.removed, ids_of(to)) == ((), list(CHAIN))
     check_whole(to)
@@ -190,7 +190,7 @@ def test_what_is_damaged_in_the_run_stays_in_the_mirror(run, to):
 def test_what_cannot_be_read_in_the_run_is_named_and_the_others_are_copied(run, to, tmp_path):
     (run / "ckpt_4").rename(tmp_path / "elsewhere")
     (run / "ckpt_4").symlink_to(tmp_path / "elsewhere")
-    done = recckpt.mirror(run, to)
+    done = recckpt.rewrite.mirror(run, to)
     assert done.copied == CHAIN[:3]
     assert "a symbolic link" in done.damaged["ckpt_4"]
 
@@ -199,7 +199,7 @@ def test_what_stands_on_what_cannot_be_read_is_named_and_logged_once(run, to, tm
     (run / "ckpt_2").rename(tmp_path / "elsewhere")
     (run / "ckpt_2").symlink_to(tmp_path / "elsewhere")
     with caplog.at_level(logging.ERROR):
-        done = recckpt.mirror(run, to)
+        done = recckpt.rewrite.mirror(run, to)
     assert ([*done.damaged], done.left_out) == (["ckpt_2"], {"ckpt_3": "ckpt_2", "ckpt_4": "ckpt_2"})
     first, *others = [record.getMessage() for record in caplog.records]
     assert first.startswith(f"{run}: ckpt_2 is damaged, and not copied: ")
@@ -207,9 +207,9 @@ def test_what_stands_on_what_cannot_be_read_is_named_and_logged_once(run, to, tm
 
 
 def test_what_stands_on_a_link_that_was_compacted_is_not_left_out(run, to):
-    recckpt.compact(run, "ckpt_3", adopt=True)
+    recckpt.rewrite.compact(run, "ckpt_3", adopt=True)
     (run / "ckpt_2" / "model.pt").unlink()
-    done = recckpt.mirror(run, to)
+    done = recckpt.rewrite.mirror(run, to)
     assert ([*done.damaged], done.left_out) == (["ckpt_2"], {})
     assert ids_of(to) == ["ckpt_1", "ckpt_3", "ckpt_4"]
 
@@ -218,17 +218,17 @@ def test_what_is_damaged_in_the_mirror_alone_stays_for_whoever_wants_to_salvage_
     trainer = ForgettingRun(tmp_path / "run", deltas=False, max_keep=1)
     for step in (1, 2):
         trainer.saver.save(f"ckpt_{step}", step=step)
-        recckpt.mirror(tmp_path / "run", to, keep=All())
+        recckpt.rewrite.mirror(tmp_path / "run", to, keep=All())
     (to / "ckpt_1" / "model.pt").unlink()
-    assert recckpt.mirror(tmp_path / "run", to, keep=1).removed == ()
+    assert recckpt.rewrite.mirror(tmp_path / "run", to, keep=1).removed == ()
     assert (to / "ckpt_1" / layout.MANIFEST).exists()
 
 
 def test_what_is_missing_in_the_mirror_is_copied_again(run, to):
-    recckpt.mirror(run, to)
+    recckpt.rewrite.mirror(run, to)
     (to / "ckpt_1" / "model.pt").unlink()
     (to / "ckpt_3" / layout.MANIFEST).write_bytes(b"{}")
-    done = recckpt.mirror(run, to)
+    done = recckpt.rewrite.mirror(run, to)
     assert set(done.copied) == {*CHAIN}  # the deltas stood on what was damaged; only its files were read again
     assert done.n_bytes == (run / "ckpt_1" / "model.pt").stat().st_size
     check_same(run, to)
@@ -245,7 +245,7 @@ def test_an_interrupted_copy_goes_on_with_the_files_that_are_missing(run, tmp_pa
     assert directories_of(to) == set()
     n_there = sum(name.endswith((".pt", ".arrow", ".json")) for name in open_storage(to).list_files("ckpt_1"))
     assert n_there > 0
-    done = recckpt.mirror(run, to)
+    done = recckpt.rewrite.mirror(run, to)
     total = sum(c.manifest.n_bytes for c in listing_of(run).committed)
     assert (done.copied, 0 < done.n_bytes < total) == (CHAIN, True)
     check_same(run, to)
@@ -276,9 +276,9 @@ def test_nobody_saves_in_a_mirror_until_its_note_is_gone_and_then_it_is_none(run
     writers = (
         lambda: ForgettingRun(to),
         lambda: CheckpointManager.attach(torch.nn.Linear(1, 1), output_dir=str(to), save_interval=1),
-        lambda: recckpt.forget(to, "user", ids_at(5)),
-        lambda: recckpt.compact(run, "ckpt_3", out=to),
-        lambda: recckpt.compact(to, adopt=True),
+        lambda: recckpt.rewrite.forget(to, "user", ids_at(5)),
+        lambda: recckpt.rewrite.compact(run, "ckpt_3", out=to),
+        lambda: recckpt.rewrite.compact(to, adopt=True),
     )
     for write in writers:
         with pytest.raises(RecckptError, match=what):
@@ -290,7 +290,7 @@ def test_nobody_saves_in_a_mirror_until_its_note_is_gone_and_then_it_is_none(run
     trainer.saver.save("ckpt_5", step=5)
     assert listing_of(to).current[-1].manifest.kind == "delta"  # on what was mirrored
     before = tree(to)
-    for late in (following.update, lambda: recckpt.mirror(run, to)):
+    for late in (following.update, lambda: recckpt.rewrite.mirror(run, to)):
         with pytest.raises(RecckptError, match="found ckpt_1/, which no mirror has written"):
             late()
     assert tree(to) == before
@@ -298,7 +298,7 @@ def test_nobody_saves_in_a_mirror_until_its_note_is_gone_and_then_it_is_none(run
 
 def test_a_saver_that_was_made_before_the_mirror_saves_nothing_there(run, to):
     trainer = ForgettingRun(to)
-    recckpt.mirror(run, to)
+    recckpt.rewrite.mirror(run, to)
     before = tree(to)
     with pytest.raises(RecckptError, match=f"{to} is a mirror of {run}"):
         trainer.saver.save("ckpt_5", step=5)
@@ -338,20 +338,20 @@ def test_a_saver_that_finds_a_mirror_has_come_since_it_looked_leaves_the_place_t
 
 
 def test_the_note_of_a_mirror_that_is_damaged_or_newer_is_in_the_way_of_all_who_write(run, to):
-    recckpt.mirror(run, to)
+    recckpt.rewrite.mirror(run, to)
     note = to / layout.MIRROR
     good = note.read_bytes()
     flip, other = good[:40] + bytes([good[40] ^ 1]) + good[41:], good.replace(b'"pid": ', b'"pid": 1')
     for data in (b"", good[:-9], flip, other, b"[]"):
         note.write_bytes(data)
-        for write in (lambda: recckpt.mirror(run, to), lambda: ForgettingRun(to)):
+        for write in (lambda: recckpt.rewrite.mirror(run, to), lambda: ForgettingRun(to)):
             with pytest.raises(CorruptCheckpointError, match=r"mirror\.json.*if a mirror lies here, remove it"):
                 write()
     note.write_bytes(good.replace(b'"version": 1', b'"version": 2'))
     with pytest.raises(FormatVersionError):
-        recckpt.mirror(run, to)
+        recckpt.rewrite.mirror(run, to)
     note.write_bytes(good)
-    assert recckpt.mirror(run, to).copied == ()
+    assert recckpt.rewrite.mirror(run, to).copied == ()
 
 
 def test_of_two_mirrors_into_one_place_both_go_on_pass_by_pass(run, to):
@@ -363,7 +363,7 @@ def test_of_two_mirrors_into_one_place_both_go_on_pass_by_pass(run, to):
 
 def test_another_run_and_what_is_no_mirror_are_refused_before_anything_changes(run, to, tmp_path):
     ForgettingRun(tmp_path / "other").saver.save("ckpt_1", step=1)
-    recckpt.mirror(run, to)
+    recckpt.rewrite.mirror(run, to)
     shutil.copytree(run, tmp_path / "copy")
     shutil.rmtree(tmp_path / "copy" / layout.OWN_DIR)
     cases = [
@@ -377,7 +377,7 @@ def test_another_run_and_what_is_no_mirror_are_refused_before_anything_changes(r
     for source, target, error, message in cases:
         before = tree(tmp_path)
         with pytest.raises(error, match=message):
-            recckpt.mirror(source, target)
+            recckpt.rewrite.mirror(source, target)
         assert tree(tmp_path) == before
 
 
@@ -393,7 +393,7 @@ def test_a_place_with_anything_else_in_it_is_refused_before_anything_changes(run
     to.put_if_absent(name, b"mine\n")
     found = "mine/" if name.startswith("mine") else name
     with pytest.raises(RecckptError, match=f"found {found}, which no mirror has written, .*move away what is there"):
-        recckpt.mirror(run, url)
+        recckpt.rewrite.mirror(run, url)
     assert to.list_files("") == [name]
     assert to.read(name, 99) == b"mine\n"
     to.remove(name)
@@ -403,7 +403,7 @@ def test_what_a_first_pass_left_before_it_had_a_note_is_gone_over(run, to):
     (to / layout.OWN_DIR).mkdir(parents=True)
     (to / layout.probe()).touch()
     (to / layout.temporary(layout.MIRROR)).touch()
-    assert recckpt.mirror(run, to).copied == CHAIN
+    assert recckpt.rewrite.mirror(run, to).copied == CHAIN
     check_same(run, to)
 
 
@@ -412,11 +412,11 @@ def test_a_prefix_of_s3_with_nothing_but_its_marker_is_empty(run, s3_url):
     bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
     fs = open_storage(s3_url)._fs
     fs.call_s3("put_object", Bucket=bucket, Key=f"{prefix}/", Body=b"")  # as the console makes a "folder"
-    assert recckpt.mirror(run, s3_url).copied == CHAIN
+    assert recckpt.rewrite.mirror(run, s3_url).copied == CHAIN
 
 
 def test_a_pass_over_a_mirror_lists_no_files_of_its_root(run, to, monkeypatch):
-    recckpt.mirror(run, to)
+    recckpt.rewrite.mirror(run, to)
     (to / "mine.txt").touch()  # what a person adds later stays
     following, listed = Mirror(run, to), []
     list_files = following._to.list_files
@@ -427,18 +427,18 @@ def test_a_pass_over_a_mirror_lists_no_files_of_its_root(run, to, monkeypatch):
 
 
 def test_a_run_that_was_begun_anew_is_another_run(run, to):
-    recckpt.mirror(run, to)
+    recckpt.rewrite.mirror(run, to)
     shutil.rmtree(run)
     ForgettingRun(run).saver.save("ckpt_1", step=1)
     with pytest.raises(RecckptError, match="not of the run that is in"):
-        recckpt.mirror(run, to)
+        recckpt.rewrite.mirror(run, to)
     assert ids_of(to) == list(CHAIN)
 
 
 def test_a_mirror_has_mirrors(run, to, tmp_path):
     for _ in range(2):
-        recckpt.mirror(run, to)
-        done = recckpt.mirror(to, tmp_path / "second")
+        recckpt.rewrite.mirror(run, to)
+        done = recckpt.rewrite.mirror(to, tmp_path / "second")
     assert done.copied == ()
     check_same(run, tmp_path / "second")
 
@@ -446,5 +446,5 @@ def test_a_mirror_has_mirrors(run, to, tmp_path):
 @pytest.mark.parametrize("option", [{"keep": 0}, {"threads": 0}])
 def test_bad_options_are_refused(run, to, option):
     with pytest.raises(ValueError, match="found"):
-        recckpt.mirror(run, to, **option)
+        recckpt.rewrite.mirror(run, to, **option)
     assert not Path(to).exists()

@@ -1,4 +1,4 @@
-"""``recckpt.compact``: a full checkpoint made of a delta's chain, offered to the owner of the output dir, or elsewhere.
+"""``recckpt.rewrite.compact``: a full checkpoint made of a delta's chain, offered to the output dir, or elsewhere.
 
 The compactor owns nothing: it writes in the directory of its offer alone, and commits nothing (docs/format.md, 12.6).
 """

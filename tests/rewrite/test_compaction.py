@@ -29,7 +29,7 @@ from recckpt.output_dir.offers import adopt_offers
 from recckpt.parallel.threads import StoppedError
 from recckpt.rewrite import compact as compacting
 from recckpt.rewrite import whole
-from recckpt.rewrite.compact import make_offer, write_to
+from recckpt.rewrite.compaction import make_offer, write_to
 from recckpt.rewrite.whole import ChainName, CompactionTask, Means, opened, plan_of_chain, write_task
 from recckpt.sparse.files import merged_rows
 from recckpt.storage import open_storage
@@ -93,7 +93,7 @@ class InTurn(Executor):
 
 
 def test_the_newest_is_compacted_where_none_is_named(run, owner):
-    done = recckpt.compact(run.url)
+    done = recckpt.rewrite.compact(run.url)
     assert (done.ckpt_id, done.n_links, done.n_rows, done.reason) == ("ckpt_3", 3, 150, "")
     assert layout.is_offer_dir(done.directory)
     assert done.n_bytes == sum(run.size(f"{done.directory}/{n}") for n in run.list_files(done.directory) if "/" in n)
@@ -103,7 +103,7 @@ def test_the_newest_is_compacted_where_none_is_named(run, owner):
 @pytest.mark.parametrize("executor", [lambda: ThreadPoolExecutor(3), InTurn], ids=["threads", "in turn"])
 def test_any_executor_does_the_work_in_many_parts(run, owner, many_parts, executor):
     with executor() as workers:
-        done = recckpt.compact(run.url, "ckpt_3", executor=workers)
+        done = recckpt.rewrite.compact(run.url, "ckpt_3", executor=workers)
     assert len([name for name in run.list_files(done.directory) if layout.is_part(name)]) > 5
     check_adopted(run, owner, done.directory)
 
@@ -111,13 +111,13 @@ def test_any_executor_does_the_work_in_many_parts(run, owner, many_parts, execut
 @pytest.mark.slow
 def test_processes_do_the_work(run, owner):
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as workers:  # a fork would inherit locks
-        done = recckpt.compact(run.url, executor=workers)
+        done = recckpt.rewrite.compact(run.url, executor=workers)
     check_adopted(run, owner, done.directory)
 
 
 @pytest.mark.slow
 def test_it_imports_no_libraries_that_take_longer_than_a_small_compaction(run):
-    code = f"import recckpt, sys; print(recckpt.compact({run.url!r}).n_rows)"
+    code = f"import recckpt, sys; print(recckpt.rewrite.compact({run.url!r}).n_rows)"
     code += "; assert 'pyarrow' in sys.modules and not {'pandas', 'torch', 'numba'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=paths.ROOT, check=False)
     assert (done.stdout, done.stderr) == (f"{len(rows_of(run, 'ckpt_3'))}\n", "")
@@ -125,12 +125,12 @@ def test_it_imports_no_libraries_that_take_longer_than_a_small_compaction(run):
 
 def test_with_little_memory_the_same_comes_out(run, owner, monkeypatch):
     monkeypatch.setattr(whole, "LEAST_BUDGET_BYTES", 2000)
-    done = recckpt.compact(run.url, budget_bytes=1, threads=1)
+    done = recckpt.rewrite.compact(run.url, budget_bytes=1, threads=1)
     check_adopted(run, owner, done.directory)
 
 
 def test_the_work_of_a_lost_worker_is_done_again_under_another_part_number(run, owner, many_parts):
-    done = recckpt.compact(run.url, executor=InTurn(losses=2))
+    done = recckpt.rewrite.compact(run.url, executor=InTurn(losses=2))
     names = [name for name in run.list_files(done.directory) if layout.is_part(name)]
     numbers = [int(name.split(".")[-2]) % whole.TRIES for name in names]
     assert sorted(numbers)[-3:] == [0, 1, 1]  # what the lost ones wrote is gone
@@ -149,33 +149,33 @@ def test_a_task_that_is_done_twice_at_once_writes_two_files_of_the_same_rows(run
 
 def test_workers_that_are_lost_again_and_again_end_it_and_nothing_is_left(run):
     with pytest.raises(RuntimeError, match="a worker was lost"):
-        recckpt.compact(run.url, executor=InTurn(losses=99))
+        recckpt.rewrite.compact(run.url, executor=InTurn(losses=99))
     assert attempt_dirs(run) == ["ckpt_1", "ckpt_2", "ckpt_3"]
 
 
 def test_what_is_full_needs_no_compaction(run, owner):
-    done = recckpt.compact(run.url, "ckpt_1")
+    done = recckpt.rewrite.compact(run.url, "ckpt_1")
     assert (done.directory, done.n_bytes, done.reason) == (None, 0, "it is full already")
-    check_adopted(run, owner, recckpt.compact(run.url).directory)
-    assert "compacted from the delta" in recckpt.compact(run.url).reason
+    check_adopted(run, owner, recckpt.rewrite.compact(run.url).directory)
+    assert "compacted from the delta" in recckpt.rewrite.compact(run.url).reason
 
 
 def test_a_delta_that_has_an_offer_gets_no_second_one(run):
-    first = recckpt.compact(run.url).directory
-    again = recckpt.compact(run.url)
+    first = recckpt.rewrite.compact(run.url).directory
+    again = recckpt.rewrite.compact(run.url)
     assert again.directory is None
     assert first in again.reason
     assert attempt_dirs(run) == ["ckpt_1", "ckpt_2", "ckpt_3", first]
 
 
 def test_an_unfinished_offer_does_not_keep_another_from_being_made(run):
-    first = recckpt.compact(run.url).directory
+    first = recckpt.rewrite.compact(run.url).directory
     run.remove(f"{first}/{layout.OFFER_JSON}")
-    assert recckpt.compact(run.url).directory
+    assert recckpt.rewrite.compact(run.url).directory
 
 
 def test_a_checkpoint_may_be_named_by_its_own_directory(run):
-    done = recckpt.compact(f"{run.url}/ckpt_2")
+    done = recckpt.rewrite.compact(f"{run.url}/ckpt_2")
     assert (done.ckpt_id, done.n_links, done.url) == ("ckpt_2", 2, run.url)
 
 
@@ -260,7 +260,7 @@ def test_a_compaction_may_be_stopped_and_leaves_nothing(run):
 
 def test_out_makes_a_committed_checkpoint_elsewhere(run, tmp_path, many_parts):
     out = tmp_path / "other"
-    done = recckpt.compact(run.url, out=out)
+    done = recckpt.rewrite.compact(run.url, out=out)
     assert (done.url, done.directory, done.n_rows) == (str(out), "ckpt_3", 150)
     there = open_storage(str(out))
     assert [c.manifest.kind for c in list_checkpoints(there).committed] == ["full"]
@@ -269,18 +269,18 @@ def test_out_makes_a_committed_checkpoint_elsewhere(run, tmp_path, many_parts):
     assert attempt_dirs(run) == ["ckpt_1", "ckpt_2", "ckpt_3"]
     assert recckpt.inspect.verify.verify(str(out)) == []
     with pytest.raises(CheckpointExistsError):
-        recckpt.compact(run.url, out=out)
+        recckpt.rewrite.compact(run.url, out=out)
 
 
 def test_out_takes_what_is_full_as_well(run, tmp_path):
-    recckpt.compact(run.url, "ckpt_1", out=tmp_path / "other")
+    recckpt.rewrite.compact(run.url, "ckpt_1", out=tmp_path / "other")
     assert rows_of(open_storage(str(tmp_path / "other")), "ckpt_1") == rows_of(run, "ckpt_1")
 
 
 def test_a_delta_alone_names_what_it_lacks(run, tmp_path):
     shutil.copytree(f"{run.url}/ckpt_3", tmp_path / "alone" / "ckpt_3")
     with pytest.raises(CorruptCheckpointError, match="ckpt_2"):
-        recckpt.compact(tmp_path / "alone", out=tmp_path / "other")
+        recckpt.rewrite.compact(tmp_path / "alone", out=tmp_path / "other")
 
 
 def test_an_offer_whose_bytes_have_changed_is_adopted_and_replaces_nothing(run, caplog, monkeypatch):
@@ -291,7 +291,7 @@ def test_an_offer_whose_bytes_have_changed_is_adopted_and_replaces_nothing(run, 
         return adopt_offers(storage, fence, visible)
 
     monkeypatch.setattr(compacting, "adopt_offers", flipped)
-    done = recckpt.compact(run.url, adopt=True)
+    done = recckpt.rewrite.compact(run.url, adopt=True)
     assert (done.is_committed, done.removed) == (True, ())
     assert attempt_dirs(run) == ["ckpt_1", "ckpt_2", "ckpt_3"]
     assert rows_of(run, "ckpt_3") == before
@@ -307,8 +307,8 @@ def test_a_delta_that_could_not_be_removed_stands_on_what_was_compacted(run, mon
         real(self, name)
 
     monkeypatch.setattr(type(run), "remove", remove)
-    assert recckpt.compact(run.url, "ckpt_3", adopt=True).removed == ()
-    assert recckpt.compact(run.url, "ckpt_2", adopt=True).removed == ("ckpt_2",)
+    assert recckpt.rewrite.compact(run.url, "ckpt_3", adopt=True).removed == ()
+    assert recckpt.rewrite.compact(run.url, "ckpt_2", adopt=True).removed == ("ckpt_2",)
     monkeypatch.undo()
     assert "ckpt_3" in attempt_dirs(run)
     assert list_checkpoints(run).damaged == {}
@@ -316,10 +316,10 @@ def test_a_delta_that_could_not_be_removed_stands_on_what_was_compacted(run, mon
 
 def test_what_is_not_there_or_cannot_be_is_refused(run):
     with pytest.raises(CheckpointNotFoundError, match="ckpt_9"):
-        recckpt.compact(run.url, "ckpt_9")
+        recckpt.rewrite.compact(run.url, "ckpt_9")
     for name in ("budget_bytes", "threads"):
         with pytest.raises(ValueError, match=name):
-            recckpt.compact(run.url, **{name: 0})
+            recckpt.rewrite.compact(run.url, **{name: 0})
 
 
 @pytest.fixture(params=["local", "memory", pytest.param("s3", marks=pytest.mark.slow)])
@@ -343,10 +343,10 @@ def directories(url) -> set[str]:
 def test_a_delta_is_restored_from_what_it_was_compacted_into(url):
     run = Run(url, deltas=DELTAS, max_keep=None).train(30)
     saved, storage = state_of(run), open_storage(url)
-    done = recckpt.compact(url)
+    done = recckpt.rewrite.compact(url)
     assert (done.ckpt_id, done.n_links) == ("ckpt_30", 3)
     assert restored(url) == saved
-    done = recckpt.compact(url, adopt=True)
+    done = recckpt.rewrite.compact(url, adopt=True)
     assert newest(storage).directory == done.directory
     assert restored(url) == saved
     assert verify(url) == []
@@ -355,7 +355,7 @@ def test_a_delta_is_restored_from_what_it_was_compacted_into(url):
 @mostly_slow()
 def test_the_save_that_adopts_an_offer_tells_how_long_a_chain_it_leaves(url):
     run = Run(url, deltas=DELTAS, max_keep=None).train(30)
-    recckpt.compact(url)
+    recckpt.rewrite.compact(url)
     run.train(10)
     assert [line["n_links"] for line in read_timeline(open_storage(url))] == [1, 2, 3, 2]
     assert len(newest(open_storage(url)).links) == 2
@@ -364,7 +364,7 @@ def test_the_save_that_adopts_an_offer_tells_how_long_a_chain_it_leaves(url):
 @mostly_slow()
 def test_a_trainer_adopts_an_offer_at_its_next_save_and_drops_what_that_replaces_at_the_one_after(url):
     run = Run(url, deltas=DELTAS, max_keep=1).train(30)
-    done = recckpt.compact(url)
+    done = recckpt.rewrite.compact(url)
     run.train(10)
     assert directories(url) == {"ckpt_10", "ckpt_20", "ckpt_30", done.directory, "ckpt_40"}
     assert [link.directory for link in newest(open_storage(url)).links] == ["ckpt_40", done.directory]
