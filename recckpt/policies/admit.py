@@ -14,8 +14,6 @@ import numpy.typing as npt
 from recckpt.format.buckets import N_BUCKETS, mix64
 from recckpt.types import count_of, positive_int, positive_number
 
-__all__ = ["Admit", "MinCount", "Probability", "AdmitIf", "Bloom"]
-
 CELLS = 256  # of a block: one byte each, and one byte says which
 MAX_BLOOM_COUNT = 255
 _MAX_HASHES, _MAX_BLOCKS = 16, 1 << 12  # of a bucket

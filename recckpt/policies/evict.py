@@ -12,8 +12,6 @@ import numpy.typing as npt
 
 from recckpt.types import MAX_EXACT_COUNT, count_of, positive_number
 
-__all__ = ["Evict", "TrainingTime", "Unseen", "UnseenFor", "LowCount", "SmallNorm", "EvictedByAll", "Capacity"]
-
 Mask = npt.NDArray[np.bool_]
 Columns = Mapping[str, npt.NDArray[Any]]
 

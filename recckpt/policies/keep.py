@@ -12,8 +12,6 @@ from recckpt.errors import CheckpointNotFoundError
 from recckpt.format.manifest import Manifest, StateValue
 from recckpt.types import byte_count, positive_int, positive_number
 
-__all__ = ["All", "Best", "EveryNth", "Keep", "KeepBytes", "KeptByAny", "Newest", "OnePer", "YoungerThan", "as_keep"]
-
 
 @runtime_checkable
 class Keep(Protocol):

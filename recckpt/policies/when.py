@@ -10,19 +10,6 @@ from typing import Any, ClassVar, Literal, Protocol, TypeGuard, runtime_checkabl
 
 from recckpt.types import positive_int, positive_number
 
-__all__ = [
-    "When",
-    "Moment",
-    "EverySteps",
-    "AtSteps",
-    "EveryWindows",
-    "EveryEpochs",
-    "EverySeconds",
-    "EveryEventTime",
-    "WhenTrue",
-    "AnyOf",
-]
-
 Ends = Literal["step", "window", "epoch"]
 
 

@@ -27,7 +27,7 @@ from recckpt.output_dir.index_file import read_timeline
 from recckpt.output_dir.listing import attempt_dirs, list_checkpoints, locate, newest
 from recckpt.output_dir.offers import adopt_offers
 from recckpt.parallel.threads import StoppedError
-from recckpt.rewrite import compact as compacting
+from recckpt.rewrite import compaction as compacting
 from recckpt.rewrite import whole
 from recckpt.rewrite.compaction import make_offer, write_to
 from recckpt.rewrite.whole import ChainName, CompactionTask, Means, opened, plan_of_chain, write_task
