@@ -59,8 +59,12 @@ def try_reading(writer: Path) -> None:
 
 
 def pinned(wheel: Path) -> list[str]:
-    """Return the lowest versions that the wheel allows, but of torch, which constraints.txt names."""
-    return [lowest(each) for name, each in requirements(wheel).items() if name != "torch"]
+    """Return the lowest versions that the wheel allows, but of torch, which constraints.txt names.
+
+    With them that of s3fs, which goes with one version of fsspec alone: pip would look for it for a long time.
+    """
+    asked = requirements(wheel) | {"s3fs": requirements(wheel, "test")["s3fs"]}
+    return [lowest(each) for name, each in asked.items() if name != "torch"]
 
 
 def try_suite(writer: Path, part: str, tests: Sequence[str]) -> None:
@@ -68,7 +72,8 @@ def try_suite(writer: Path, part: str, tests: Sequence[str]) -> None:
     wheel = wheel_in(DIST)
     python = fresh(str(writer.resolve()), WORK / part)
     exact = pinned(wheel) if part == "lowest" else []
-    install(python, *exact, "--upgrade", "setuptools", "torch", *map(str, requirements(wheel).values()))
+    install(python, "--upgrade", "pip", "setuptools")
+    install(python, *exact, "torch", *map(str, requirements(wheel).values()))
     install(python, *exact, *map(str, requirements(wheel, "test").values()))
     install(python, "--no-build-isolation", "--no-deps", "--editable", ROOT)  # the suite is no part of the wheel
     run(python, "-m", "pip", "freeze", "--exclude-editable")

@@ -16,7 +16,7 @@ import api
 
 ROOT = Path(__file__).resolve().parent.parent
 # ".invalid" is a top-level domain that never is one (RFC 2606): no placeholder can lead anybody anywhere.
-PLACEHOLDER = re.compile(r"[\w@:/.-]*\.invalid\b")
+PLACEHOLDER = re.compile(r"[\w@:/.-]+\.invalid\b")
 # What a release takes along or is made by; placeholders elsewhere, such as in tests, harm nobody.
 RELEASED = ("setup.py", "*.md", "*.cff", "mkdocs.yml", "docs/**/*.md", ".github/**/*.yml")
 _USES = re.compile(r"\buses: *(\S+)(.*)")
