@@ -192,8 +192,7 @@ class Attempt:
     @classmethod
     def begin_offer(cls, storage: Storage, of: Manifest, epoch: int) -> Attempt:
         """Begin what is to be offered in the place of a delta, to the owner of an epoch."""
-        save_id = secrets.token_hex(16)
-        intent = Intent(layout.offer_dir(of.ckpt_id, save_id), epoch, save_id, of.step, is_offer=True)
+        intent = _intent_of_offer(of, epoch)
         storage.make_dir(intent.directory)
         write_intent(storage, intent)
         return cls(storage, intent)
@@ -264,6 +263,11 @@ class Attempt:
         """Remove what was to be offered, its first file last."""
         with suppress(OSError, RecckptError):
             rotation.remove_leftover(self.storage, self.directory, rotation.THREADS)
+
+
+def _intent_of_offer(of: Manifest, epoch: int) -> Intent:
+    save_id = secrets.token_hex(16)
+    return Intent(layout.offer_dir(of.ckpt_id, save_id), epoch, save_id, of.step, is_offer=True)
 
 
 def commit_new(

@@ -96,7 +96,7 @@ def counting(saves: Iterable[Checkpoint], listing: Listing, near_list: NearList)
     """
     # Rule *epoch_rule*: what an overtaken writer seals afterwards is not named.
     whole = [save for save in saves if near_list.counts(save.manifest.save_id)]
-    # Rules *base_by_save_id* and *parent_is_origin*: what it stands on is found as that of a delta is.
+    # Rules *base_by_save_id* and *parent_is_name*: what it stands on is found as that of a delta is.
     return _newest_first(c for c in chained([*listing.committed, *whole], listing.damaged)[0] if c.near_dir is not None)
 
 

@@ -256,10 +256,6 @@ class Fence:
         if self._claim is None:
             self.hold(is_resumed=is_resumed)
 
-    def take_over_from_itself(self) -> None:
-        """Claim anew, and name no near save: none that was made so far counts (rule *forget_in_new_epoch*)."""
-        self._take_over(NAMES_NONE)
-
     def note_requests(self, seen: Iterable[str]) -> None:
         """Note the requests to forget ids that were there when this process read the output dir."""
         self.requests_seen = frozenset(seen)
@@ -336,7 +332,8 @@ class Fence:
     def close_list(self, clean: frozenset[str]) -> None:
         """Claim the next epoch, and name these saves alone: nothing else that was made until now counts any more.
 
-        No late commit does, no offer, and no copy that somebody puts back, wherever it comes from.
+        No late commit does, no offer, no copy that somebody puts back, wherever it comes from, and no near save (rule
+        *forget_in_new_epoch*).
 
         Raises:
             WriterFencedError: another writer has taken the output dir over.

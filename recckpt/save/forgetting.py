@@ -97,8 +97,7 @@ class Removal:
         """Return what was done, and the epoch of this owner."""
         storage, fence = self._to.storage, self._to.fence
         self._to.end_compactions()
-        for guest in self._to.guests:  # rule *forget_in_new_epoch*: near saves may have rows of these ids
-            fence.take_over_from_itself()
+        for guest in self._to.guests:
             guest.void()
         return self._to.forgets.forget_as_owner(storage, fence, table, ids, _BY), fence.epoch
 

@@ -17,7 +17,7 @@ class Rules:
     identity: bool = True  # pieces belong together by (run, epoch, cut); without: by step, as file names of others do
     run_identity: bool = True  # pieces of a run in another output dir do not count
     base_by_save_id: bool = True  # the base is found by its save id; without: by its ckpt_id
-    parent_is_origin: bool = True  # and by that of the checkpoint itself, not of the form that is there
+    parent_is_name: bool = True  # and by its name, not by that of what was compacted of it
     # the near save
     keeps_marks: bool = True  # a near save moves no base and drops no marks
     staged_base: bool = True  # it names the base of its staging; without: the base when it is sealed
@@ -53,7 +53,7 @@ class Rules:
     list_read_last: bool = True  # the list of the output dir is read after the near dirs, as it is after the manifests
     # forget
     forget_names_none: bool = True  # the list of a forgetting names no near save
-    forget_in_new_epoch: bool = True  # a run that forgets takes over from itself
+    forget_in_new_epoch: bool = True  # a run that forgets ends it with a claim and a list of its own
     forget_fences_restored: bool = True  # who restored before a forgetting ended may not take over after it
     forget_ends_first: bool = True  # nobody restores while one is under way (who restores ends it before)
 
@@ -226,7 +226,7 @@ class NearViews:
 
     def base_of(self, cks, name):
         for c in cks:
-            if not self.r.parent_is_origin and "/" in name:
+            if not self.r.parent_is_name and "/" in name:
                 sid, rep = name.split("/")
                 if c.sid == sid and rep in c.reps:
                     return c
@@ -238,7 +238,7 @@ class NearViews:
         c = next((c for c in cks if c.sid == sid), None)
         if c is None:
             return sid
-        if not self.r.parent_is_origin:
+        if not self.r.parent_is_name:
             return sid + "/" + c.reps[0]
         return c.sid if self.r.base_by_save_id else c.cid
 

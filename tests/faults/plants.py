@@ -99,7 +99,7 @@ OF_CHAINS = {
     ),
     "sync_before_drop": Plant(f"{ROTATION}:sync_superseders", "if superseders and gone else []", "if False else []"),
     "superseded_first": Plant(f"{ROTATION}:in_order", "c.directory in taken", "c.directory not in taken"),
-    "unique_names": Plant("recckpt.checkpoint.attempt:Attempt.begin_offer", OWN_NAME, 'save_id = "0" * 32'),
+    "unique_names": Plant("recckpt.checkpoint.attempt:_intent_of_offer", OWN_NAME, 'save_id = "0" * 32'),
     "synced_before_whole": Plant(  # what is in the files; their names are synced by the owner, too
         "recckpt.storage.local_files:LocalSink.close",
         "os.fsync(fd)",

@@ -14,7 +14,7 @@ NEEDED = {
     "identity": ("1", "I1: pieces of n1.1 and n2.1 in one restore"),
     "run_identity": ("11", "I2: the state of another run"),
     "base_by_save_id": ("8", "I1: n1.2 gives"),
-    "parent_is_origin": ("10", "I3: restores C1"),
+    "parent_is_name": ("10", "I3: restores C1"),
     "copy_checked": ("5", "I3: restores C1"),
     "copies_before_ack": ("2", "I3: restores C1"),
     "check_after_seal": ("1", "I3: restores C1"),

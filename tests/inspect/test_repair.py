@@ -339,4 +339,5 @@ def test_what_a_writer_adopted_after_it_had_lost_the_output_dir_goes_as_a_late_c
 def put_list(local, epoch):
     """Publish the list of a takeover that sweeps nothing."""
     claim = Claim(epoch, "0" * 32, "host", 1, "now")
-    local.put_if_absent(layout.takeover(epoch), encode_takeover(claim, replace(last_takeover(local), epoch=epoch)))
+    takeover = replace(last_takeover(local), epoch=epoch, save_ids=list_checkpoints(local).save_ids)
+    local.put_if_absent(layout.takeover(epoch), encode_takeover(claim, takeover))

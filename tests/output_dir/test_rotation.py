@@ -18,7 +18,6 @@ from torch import nn
 from recckpt import CheckpointManager, Deltas, Saver
 from recckpt.cli.app import main
 from recckpt.errors import CheckpointNotFoundError, WriterFencedError
-from recckpt.format import layout
 from recckpt.inspect import repair as repairing
 from recckpt.inspect.repair import repair
 from recckpt.inspect.verify import verify
@@ -267,8 +266,7 @@ def test_the_intent_goes_last_of_what_was_compacted_and_its_manifest_first(local
 def test_an_offer_is_left_to_its_compactor_by_the_saves_of_its_epoch_and_goes_at_a_takeover(local, replaced):
     (replaced / "manifest.json").unlink()
     saver = Saver(nn.ModuleDict({"item": filled("item", range(3))}), output_dir=local.url, max_keep=None)
-    local.put_if_absent(layout.claim(1), b"{}")  # so that its epoch is that of the offer
-    saver.save("c")
+    saver.save("c")  # as epoch 2, which is that of the offer
     assert replaced.name in attempt_dirs(local)
     Fence(local).hold()
     assert replaced.name not in attempt_dirs(local)

@@ -127,6 +127,18 @@ def test_checkpoints_that_neither_hold_them_nor_stand_on_one_stay_untouched(tmp_
     assert ids_of(tmp_path / "runs") == ["ckpt_1", "ckpt_2"]
 
 
+def test_an_old_checkpoint_that_is_written_again_stays_older_than_those_after_it(tmp_path):
+    run = ForgettingRun(tmp_path / "runs", deltas=False)
+    fill(run.user, ids_at(1), 1.0)
+    run.saver.save("ckpt_1", step=1)
+    run.user.erase(torch.tensor(ids_at(1)))
+    fill(run.user, ids_at(2), 1.0)
+    run.saver.save("ckpt_2", step=2)
+    [done] = forget(tmp_path / "runs", "user", ids_at(1))
+    assert list(done.rewritten) == ["ckpt_1"]
+    assert ids_of(tmp_path / "runs") == ["ckpt_1", "ckpt_2"]
+
+
 def test_a_restore_gives_the_same_step_and_state_without_the_ids(root):
     whole = ForgettingRun(root)
     whole.saver.load()
