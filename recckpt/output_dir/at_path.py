@@ -180,11 +180,7 @@ def _later_attempt(storage: Storage, directory: str) -> Checkpoint | None:
     except OSError:  # of a bucket or directory that may be entered but not listed
         return None
     checkpoints = [checkpoint for name in names if (checkpoint := read_checkpoint(storage, name))]
-    return max(checkpoints, key=_age, default=None)
-
-
-def _age(checkpoint: Checkpoint) -> tuple[object, ...]:
-    return age(checkpoint.directory, checkpoint.manifest)
+    return max(checkpoints, key=lambda c: age(c.directory, c.manifest), default=None)
 
 
 def locate_damaged(path: str) -> tuple[Storage, Checkpoint, list[CorruptCheckpointError]]:
@@ -222,7 +218,8 @@ def _newest(storage: Storage) -> tuple[Checkpoint | None, list[CorruptCheckpoint
     for error in listing.damaged.values():
         if isinstance(error, FormatVersionError):  # which may be the newest, or says what counts
             raise error
-    newest = max((*listing.committed, *listing.lost), key=_age, default=None)
+    there = (*listing.committed, *listing.lost)
+    newest = max(there, key=lambda c: age(c.directory, c.manifest), default=None)
     newest = newest and (listing.named(newest.manifest.name) or newest)
     own = {newest.directory, *(link.directory for link in newest.manifest.chain)} if newest else set()
     known, passed_over = {lost.directory for lost in listing.lost}, list[CorruptCheckpointError]()

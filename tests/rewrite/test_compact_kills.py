@@ -27,6 +27,7 @@ def owned(run) -> Fence:
 
 
 def adopt(run, fence) -> list[str]:
+    fence.look_again()
     return [done.directory for done in adopt_offers(run, fence, VISIBLE)]
 
 
