@@ -21,7 +21,7 @@ from recckpt.inspect.repair import repair
 from recckpt.inspect.verify import verify
 from recckpt.output_dir.fence import Fence
 from recckpt.policies.admit import MinCount
-from recckpt.rewrite import compact
+from recckpt.rewrite import compaction
 from recckpt.rewrite.compaction import make_offer
 from recckpt.rewrite.forgetting import forget
 from recckpt.sparse import HashTable, gen_slice
@@ -327,7 +327,7 @@ def test_a_compaction_in_the_background_is_ended_first(tmp_path, monkeypatch):
             threading.Event().wait(0.001)
         return make_offer(storage, checkpoint, means)
 
-    monkeypatch.setattr(compact, "make_offer", until_stopped)
+    monkeypatch.setattr(compaction, "make_offer", until_stopped)
     run = Managed(tmp_path / "runs", deltas=Deltas(full_every=1, max_chain_bytes=100.0, max_dirty=1.0, compact=True))
     for value in (1.0, 2.0, 3.0):
         fill(run.user, ids_at(*range(100)[: None if value == 1.0 else 9]), value)

@@ -60,7 +60,7 @@ def test_it_is_not_committed_where_another_process_has_committed_a_newer_step_me
 
 def test_a_manager_that_makes_no_near_saves_commits_none(tmp_path):
     begun(tmp_path)
-    run = NearRun(tmp_path)
+    run = NearRun(tmp_path, interval=None)
     with CheckpointManager(run.saver, 1000) as manager:
         assert manager.restore() == 2
     assert committed(tmp_path) == ["ckpt_1"]

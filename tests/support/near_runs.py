@@ -24,6 +24,7 @@ class NearRun:
         max_bytes=None,
         near="near",
         deltas=ALL,
+        interval=1,
         copies=None,
         others=(),
         dense=None,
@@ -31,7 +32,7 @@ class NearRun:
     ):
         self.table = HashTable(2, name="t", slice=slice)
         self.near_path = Path(root) / near
-        near = Near(self.near_path, interval=1, max_bytes=max_bytes, copies=copies)
+        near = Near(self.near_path, interval=interval, max_bytes=max_bytes, copies=copies)
         model = nn.ModuleDict({"t": self.table} | {name: HashTable(2, name=name, slice=slice) for name in others})
         if dense is not None:
             model["dense"] = dense
