@@ -12,7 +12,7 @@ from recckpt.checkpoint.chain import OpenChain
 from recckpt.format.buckets import N_BUCKETS
 from recckpt.format.tables import TableEntry
 from recckpt.inspect.diff_result import MovedRow, SlotDiff, TableDiff
-from recckpt.inspect.distances import SlotComparer, differing
+from recckpt.inspect.distances import SlotComparer
 from recckpt.inspect.spread import Floats, Histogram
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.arrow_format import ID, ID_SPEC
@@ -142,8 +142,8 @@ class BucketDiff:
             if has_bytes and few_changed:  # only those of which any byte differs
                 differs = np.zeros(n_both, np.bool_)
                 for chunk, column in room.chunks(sides, both):
-                    for number in range(len(self._pairs)):
-                        differs[chunk.start + differing(*column(number + 1))] = True
+                    for number, comparer in enumerate(self._comparers.values(), start=1):
+                        differs[chunk.start + comparer.differing(*column(number))] = True
                 rows = both[0][differs], both[1][differs]
             for _, column in room.chunks(sides, rows):
                 self._compare_rows(column)

@@ -35,14 +35,28 @@ class SlotComparer:
     def __init__(self, before: SlotSpec, after: SlotSpec, tolerance: float) -> None:
         self._before, self._after, self._tolerance = before, after, tolerance
         self._most_changed = False
-        self._steps = np.empty(0, np.float32)  # kept: first touch of fresh memory costs more than what is done in it
+        # Kept: first touch of fresh memory costs more than what is done in it.
+        self._steps, self._flags = np.empty(0, np.float32), np.empty(0, np.bool_)
+
+    def differing(self, before: Array, after: Array) -> npt.NDArray[np.int64]:
+        """Return the rows of which any byte differs, by number; both sides have one dtype."""
+        n_bytes = before.dtype.itemsize
+        words = np.dtype(next(f"u{width}" for width in (8, 4, 2, 1) if n_bytes % width == 0))
+        n_words = before.nbytes // words.itemsize
+        if len(self._flags) < n_words:
+            self._flags = np.empty(n_words, np.bool_)
+        flags = np.not_equal(before.view(words), after.view(words), out=self._flags[:n_words])
+        if n_words // max(1, len(before)) % 8 == 0:
+            flags = flags.view(np.uint64)
+        rows = np.flatnonzero(flags) // max(1, len(flags) // max(1, len(before)))
+        return rows[np.concatenate([[True], rows[1:] != rows[:-1]])] if len(rows) else rows
 
     def moves(self, before: Array, after: Array) -> Moves:
         """Return which rows have changed, by more than the tolerance in any of their values, and how far they moved."""
         n_rows = len(before)
         rows = np.arange(n_rows)
-        if n_rows and not self._most_changed and self._before.dtype == self._after.dtype:
-            rows = differing(before, after)
+        if not self._most_changed and self._before.dtype == self._after.dtype:
+            rows = self.differing(before, after)
             before, after = (before, after) if len(rows) == n_rows else (before[rows], after[rows])
         if not len(rows):
             return Moves(rows, np.empty(0), np.empty(0))
@@ -58,17 +72,6 @@ class SlotComparer:
         moves = Moves(rows, l2, cosine) if changed.all() else Moves(rows[changed], l2[changed], cosine[changed])
         self._most_changed = len(moves.rows) > 0.9 * n_rows
         return moves
-
-
-def differing(before: Array, after: Array) -> npt.NDArray[np.int64]:
-    """Return the rows of which any byte differs, by number."""
-    n_bytes = before.dtype.itemsize
-    words = np.dtype(next(f"u{width}" for width in (8, 4, 2, 1) if n_bytes % width == 0))
-    flags = before.view(words) != after.view(words)
-    if n_bytes // words.itemsize % 8 == 0:
-        flags = flags.view(np.uint64)
-    rows = np.flatnonzero(flags) // (len(flags) // len(before))
-    return rows[np.concatenate([[True], rows[1:] != rows[:-1]])] if len(rows) else rows
 
 
 def numbers(rows: Array, slot: SlotSpec) -> Array:
