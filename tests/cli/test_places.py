@@ -397,10 +397,10 @@ def test_python_takes_it_too(run, tmp_path):
     path = f"{run}/latest~1"
     with CheckpointReader(path) as reader:
         assert reader.manifest.ckpt_id == "c2"
-    with library.connect(path) as connection:
+    with library.inspect.connect(path) as connection:
         assert connection.execute("select count(*) from t").fetchone() == (302,)
-    assert library.scan(path, "t").collect().height == 302
-    assert library.dataset(path, "t").count_rows() == 302
+    assert library.inspect.scan(path, "t").collect().height == 302
+    assert library.inspect.dataset(path, "t").count_rows() == 302
     table = HashTable(2, name="t")
     saver = Saver(nn.ModuleDict({"t": table, "top": nn.Linear(2, 1)}), None, str(tmp_path))
     for how in ({"ckpt_path": path}, {"ckpt_path": str(run), "ckpt_id": "latest~1"}):
