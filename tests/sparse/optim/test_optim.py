@@ -743,7 +743,7 @@ def test_what_is_no_table_is_refused_with_the_way_to_the_tables_of_a_model(make,
             super().__init__()
             self.table, self.top = table_of(), nn.Linear(DIM, 1)
 
-    model = Model()
-    with pytest.raises((TypeError, ValueError), match=rf"found {found}: recckpt\.recis\.filter_out_sparse_param\(model\)"):
+    model, remedy = Model(), r"recckpt\.recis\.filter_out_sparse_param\(model\)"
+    with pytest.raises((TypeError, ValueError), match=f"found {found}: {remedy}"):
         SparseAdamW(make(model))
     assert SparseAdamW(recckpt.recis.filter_out_sparse_param(model)).tables == {"t": model.table}
