@@ -22,8 +22,7 @@ ROOMS = """
     cli  manager  averages
     inspect  convert  saver
     near
-    load  save  checkpointer
-    rewrite
+    load  save  rewrite  checkpointer
     checkpoint
     live
     sparse  dense

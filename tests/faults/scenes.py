@@ -149,7 +149,7 @@ OFFERS_AND_DOUBTS = {
     "delta in doubt": scene(1, FIRST, (SECOND, ("unlink", 6)), Save((3,)), before=State(2), deltas=True),
     "live offer and adoption": scene(1, *FOUR[:2], OFFER, before=State(2), live=True),
     "adoption in doubt": scene(
-        2, *FOUR[:2], (OFFER, ("unlink", 11)), Save((2,), branch=1, restore=1), before=State(3), deltas=True
+        2, *FOUR[:2], (OFFER, ("unlink", 9)), Save((2,), branch=1, restore=1), before=State(3), deltas=True
     ),
 }
 FORGETS = replace(Save((3,)), forgets=1)  # an id that the second checkpoint has deleted: what restores is the same
