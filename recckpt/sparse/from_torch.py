@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from recckpt.sparse.table.bags import Mode
-from recckpt.sparse.table.table import HashTable
+from recckpt.sparse.table.table import HashTable, TableOptions
 from recckpt.text import nearest
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class TableBag(nn.Module):
@@ -30,7 +33,7 @@ def replace_embeddings(
     modules: Iterable[str] | None = None,
     *,
     ids: Mapping[str, Tensor] | None = None,
-    **options: Any,
+    **options: Unpack[TableOptions],
 ) -> dict[str, HashTable]:
     """Put a table in the place of each ``nn.Embedding`` and ``nn.EmbeddingBag`` of a model, in place.
 
@@ -71,7 +74,7 @@ def replace_embeddings(
 
 
 def _in_place_of(
-    module: nn.Embedding | nn.EmbeddingBag, name: str, ids: Tensor | None, options: Mapping[str, Any]
+    module: nn.Embedding | nn.EmbeddingBag, name: str, ids: Tensor | None, options: TableOptions
 ) -> HashTable | TableBag:
     table = HashTable.from_embedding(module, name=name, ids=ids, **options)
     table.train(module.training)

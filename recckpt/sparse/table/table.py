@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from recckpt.text.foreign_words import answers_by, unknown_attribute
 from recckpt.types import flag
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
 Int64s = npt.NDArray[np.int64]
 _OTHER_DRAWS = (
@@ -34,6 +34,21 @@ _OTHER_DRAWS = (
     "that were new in the forward run: dropout and the like behind it draw other numbers this time; call the table "
     "outside of torch.utils.checkpoint, or take an initializer of recckpt.sparse, which draws by id"
 )
+
+
+class TableOptions(TypedDict, total=False):
+    """The arguments of :class:`HashTable` beside its shape and its name."""
+
+    dtype: torch.dtype
+    device: str | torch.device
+    initializer: InitializerLike | None
+    slice: Slice | None
+    padding_id: int | None
+    track: Sequence[str]
+    admit: Admit | AdmitFunction | None
+    evict: Policy | Sequence[Policy]
+    evict_every: int | None
+    budget_ms: float | None
 
 
 class HashTable(RowTable):
@@ -106,7 +121,9 @@ class HashTable(RowTable):
             raise unknown_attribute(self, name) from None
 
     @classmethod
-    def from_embedding(cls, module: Embedding, *, name: str, ids: Tensor | None = None, **options: Any) -> Self:
+    def from_embedding(
+        cls, module: Embedding, *, name: str, ids: Tensor | None = None, **options: Unpack[TableOptions]
+    ) -> Self:
         """Return a table with the rows of an ``nn.Embedding`` or ``nn.EmbeddingBag``, which trains on as that would.
 
         ``padding_idx`` becomes ``padding_id``, whose row is not trained, and left out of bags. A frozen weight gives a
