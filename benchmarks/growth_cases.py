@@ -18,7 +18,9 @@ from measuring import report
 from torch import nn
 from torch.optim import Optimizer
 
-from recckpt import CheckpointManager, Deltas, Saver, list_checkpoints
+from recckpt import CheckpointManager, Deltas, Saver, diff, list_checkpoints
+from recckpt import report as health_of
+from recckpt.inspect.verify import verify
 from recckpt.sparse import HashTable
 from recckpt.storage.retry import Retries
 
@@ -61,9 +63,10 @@ def figures(
     url: str,
     requests: Requests,
     optimizers: Sequence[Optimizer] = (),
+    walks: bool = False,
     **options: Any,
 ) -> Figures:
-    """Save once more where something was saved before, restore that, and list what is there."""
+    """Save once more where something was saved before, restore that, and list what is there; with ``walks`` look."""
     found: Figures = {}
     with Saver(model, output_dir=url, **options) as saver:
         for optimizer in optimizers[:1]:
@@ -82,6 +85,13 @@ def figures(
         CheckpointManager(saver, 10**9).restore()
     with requests.noted(found, "list"):
         list_checkpoints(url)
+    if walks:
+        with requests.noted(found, "verify"):
+            verify(url)
+        with requests.noted(found, "report"):
+            health_of(url)
+        with requests.noted(found, "diff"):
+            diff(f"{url}/warm", f"{url}/last")
     return found
 
 
@@ -93,7 +103,7 @@ def change(model: nn.Module) -> None:
 
 
 def tables(n: int, url: str, requests: Requests) -> Figures:
-    return figures(model_of(n), model_of(n, 0), url, requests)
+    return figures(model_of(n), model_of(n, 0), url, requests, walks=True, max_keep=2)
 
 
 def dense(n: int, url: str, requests: Requests) -> Figures:

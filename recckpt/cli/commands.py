@@ -84,9 +84,9 @@ _EXIT_CODES = "exit codes: 0 good, 1 a problem was found, 2 wrong usage"
 _OWN_EXIT_CODES = {"diff": "exit codes: 0 equal, 1 different, 2 an error"}
 _LONGER = {
     "watch": (
-        "Show how a run saves: step, last save, pause, chain, errors; and go on showing it until control-C. Without a "
-        "terminal, or without rich, a line whenever something has changed; with --json, a line a look. Of a directory "
-        "of output dirs a line for each run."
+        "Show how a run saves: step, last save, pause, chain, errors; and go on showing it until control-C or "
+        "SIGTERM. Without a terminal, or without rich, a line whenever something has changed; with --json, a line a "
+        "look. Of a directory of output dirs a line for each run."
     )
 }
 

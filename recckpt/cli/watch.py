@@ -157,12 +157,12 @@ def _go_on(
     lines: Callable[[_Look, str], _Lines],
     drawn: Callable[[Console, _Look, str], RenderableType],
 ) -> CommandResult:
-    """Show look after look, until control-C, or until the output is closed."""
+    """Show look after look, until control-C or SIGTERM, or until the output is closed."""
     log, trouble = logging.getLogger("recckpt"), ""
     before = log.level
     log.setLevel(logging.ERROR)  # a network that fails is shown, not logged into the table
     try:
-        with suppress(BrokenPipeError), _shown_by(args, lines, drawn) as show:
+        with suppress(BrokenPipeError, SystemExit), _shown_by(args, lines, drawn) as show:  # by SIGTERM
             while True:
                 show(status, trouble)
                 sleep(args.interval)

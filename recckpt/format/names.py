@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import translate
 from functools import cached_property, lru_cache
 from itertools import zip_longest
+from typing import NamedTuple
 
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.types import is_optimizer_slot
@@ -19,8 +20,7 @@ _END = translate("")[-2:]  # the end of the text, in the regular expressions of 
 WILDCARD = re.compile(r"\*|\?|\[(?:!.|[^!])[^\]]*\]", re.DOTALL)
 
 
-@dataclass(frozen=True, order=True)
-class Name:
+class Name(NamedTuple("Name", [("group", str), ("text", str)])):  # a load looks names up 50 times a table
     """One thing that can be loaded.
 
     Attributes:
@@ -28,9 +28,6 @@ class Name:
         text: ``table@slot``, ``parameter@optimizer`` of the group ``dense_opt``, or the name of a tensor or
             registered object.
     """
-
-    group: str
-    text: str
 
     @cached_property
     def table(self) -> str:

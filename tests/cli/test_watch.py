@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 
 import pytest
@@ -30,6 +31,17 @@ def looks(monkeypatch):
 
 def failing(*_):
     raise OSError(5, "the network is down", "s3://x")
+
+
+def test_sigterm_ends_a_watch_with_exit_code_0(recckpt, tmp_path, looks):
+    Run(tmp_path, interval=10).train(10)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        looks(lambda: signal.raise_signal(signal.SIGTERM))
+        answer = recckpt("watch", tmp_path)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (answer.code, answer.err) == (0, "")
 
 
 def test_once_says_what_is_known_and_ends(recckpt, tmp_path, monkeypatch):

@@ -303,7 +303,8 @@ class OwnTarget(LoadTarget):
     def clear(self) -> None:
         """Drop all rows; those of a table that has some at once, since there is never memory for both."""
         super().clear()
-        self.aside = RowsAside(self._table)
+        if self.aside is None or len(self.aside.store):
+            self.aside = RowsAside(self._table)
 
     def start(self, initial: Mapping[str, float], n_rows: int | None) -> Mapping[str, float]:
         before = {slot: self._store.initial(slot) for slot in initial}

@@ -29,7 +29,7 @@ def aligned_bytes(n_bytes: int) -> npt.NDArray[np.uint8]:
     """
     align = _HUGE_BYTES if n_bytes >= 2 * _HUGE_BYTES else _LINE_BYTES
     memory = np.empty(n_bytes + align, np.uint8)
-    begin = -memory.ctypes.data % align
+    begin = -memory.__array_interface__["data"][0] % align
     return memory[begin : begin + n_bytes]
 
 
