@@ -43,7 +43,7 @@ class World(saving.Saving):
         reader.refresh()
         newest = owner.oldest_first()[-1]
         assert reader.manifest.name == newest.name[0]
-        for name, rows in owner.contents[newest.name].items():
+        for name, rows in owner.contents[newest.name[0]].items():
             there = {id_: rows[id_] for id_ in asked if id_ in rows}
             assert rows_in(reader.table(name)) == rows_in(reader.dataset(name).to_batches()) == rows
             assert rows_in(reader.table(name, ids=asked)) == there
@@ -59,7 +59,7 @@ class World(saving.Saving):
             each.settle()
         if often or not owner.contents:
             return
-        at = {c.place: owner.contents[c.name] for c in owner.oldest_first()}
+        at = {c.place: owner.contents[c.name[0]] for c in owner.oldest_first()}
         if inside:
             CheckpointManager(owner.saver, 10**6).forget(name, ids)
         else:
@@ -68,7 +68,7 @@ class World(saving.Saving):
         def kept(tables):
             return tables | {name: {id_: row for id_, row in tables[name].items() if id_ not in ids}}
 
-        owner.contents = {c.name: kept(at[c.place]) for c in owner.oldest_first()}
+        owner.contents = {c.name[0]: kept(at[c.place]) for c in owner.oldest_first()}
         owner.check()
         assert look_for(str(owner.url), np.array(ids), name).holding == ()
         SEEN["forgotten"] += 1

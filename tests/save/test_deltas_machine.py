@@ -62,7 +62,7 @@ class Owner:
 
     def check(self):
         """Read all that counts by the page alone."""
-        newest = {c.manifest["ckpt_id"]: c.name for c in self.oldest_first()}
+        newest = {c.manifest["ckpt_id"]: c.name[0] for c in self.oldest_first()}
         SEEN["through a form"] += any(c.supersedes for c in self.oldest_first())
         for ckpt_id, save_id in newest.items():
             for table, rows in self.contents[save_id].items():
@@ -159,7 +159,7 @@ class Saving(RuleBasedStateMachine):
             with pytest.raises(SaveFailedError) as failure:
                 owner.saver.save(ckpt_id)
         if isinstance(failure.value, CommitNotDurableError):
-            owner.contents[owner.oldest_first()[-1].name] = rows
+            owner.contents[owner.oldest_first()[-1].name[0]] = rows
             owner.check()
             SEEN["not durable"] += 1
 
@@ -191,7 +191,7 @@ class Saving(RuleBasedStateMachine):
         if newest is not None:
             owner.saver.load()
             loaded = {table.name: rows_of(table) for table in self.tables}
-            assert loaded == owner.contents[newest.name]
+            assert loaded == owner.contents[newest.name[0]]
             SEEN["restored"] += 1
 
     def teardown(self):
