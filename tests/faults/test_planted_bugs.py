@@ -30,7 +30,7 @@ from load import test_chains as test_loading_chains
 from load.test_chains import make  # noqa: F401
 from output_dir import test_chains, test_delta_listing, test_expired_links, test_offers, test_rotation
 from output_dir.test_delta_listing import chain  # noqa: F401
-from output_dir.test_offers import run  # noqa: F401
+from output_dir.test_offers import fence, run  # noqa: F401
 from output_dir.test_rotation import replaced  # noqa: F401
 from rewrite import test_compaction
 from save import test_delta_base, test_deltas
@@ -43,6 +43,7 @@ from support.spec_reader import DamagedError
 from support.sweeps import mostly_slow
 
 from recckpt import Deltas
+from recckpt.errors import SaveFailedError
 
 slow = pytest.mark.slow
 DELTAS = Deltas(max_dirty=1.0, max_chain_bytes=99.0)  # wherever there can be one
@@ -257,7 +258,7 @@ def during(before, meanwhile, end="committed"):
 
 FOUND = {
     "base_is_newest_at_takeover": By(test_delta_base.test_what_another_writer_has_gone_on_from_is_no_base),
-    "parent_is_name": By(test_delta_base.test_a_delta_on_what_was_compacted_names_the_delta),
+    "parent_is_name": By(test_delta_base.test_a_delta_on_what_was_compacted_names_the_delta, error=SaveFailedError),
     "ephemeral_keeps_base": By(test_deltas.test_nothing_stands_on_an_ephemeral_delta),
     "failed_keeps_marks": By(
         test_delta_operations.test_after_a_fault_the_next_save_holds_all_that_has_changed,
@@ -275,7 +276,7 @@ FOUND = {
         test_offers.test_an_offer_that_is_not_whole_is_refused, {"file": "sparse/00000-of-00002.g0.00.arrow"}
     ),
     "adopt_own_epoch": By(test_offers.test_an_offer_of_another_epoch_is_refused),
-    "adopt_what_counts": By(test_offers.test_an_offer_of_a_delta_whose_chain_is_broken_is_refused),
+    "adopt_what_counts": By(test_offers.test_an_offer_of_a_delta_whose_chain_is_broken_is_refused, error=IndexError),
     "keeps_place": By(test_offers.test_an_offer_becomes_what_readers_take),
     "keeps_flags": By(test_offers.test_what_is_compacted_of_an_ephemeral_checkpoint_is_ephemeral),
     "last_whole": By(test_chains.test_a_damaged_one_is_passed_over_for_the_delta),
