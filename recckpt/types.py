@@ -149,7 +149,7 @@ class Door(Protocol):
         """Say that any row is about to change: which ones do is not known."""
 
     def replaced(self) -> None:
-        """Say that all rows are others now, as after a load; no snapshot is to be read any more."""
+        """Say that all rows were replaced, as by a load; no open snapshot can be read any more."""
 
     def failed(self, error: Exception) -> None:
         """Say that the adapter no longer knows what changes; the next save raises this, and training goes on."""

@@ -1,4 +1,4 @@
-"""A checkpoint opened for reading, with all that it stands on: the one way in (no torch, but for states)."""
+"""A checkpoint opened for reading, with its parents; every reader opens one here (no torch, but for states)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class OpenLink:
 
     @classmethod
     def of(cls, storage: Storage, checkpoint: Checkpoint, n_links: int = 1) -> OpenLink:
-        """Return one of so many links, of which no file is open yet: each is opened when it is read."""
+        """Return one of ``n_links`` links that are read together; its files are opened when they are read."""
         return cls(checkpoint, files_of(storage, checkpoint, n_links))
 
     @cached_property
@@ -138,7 +138,7 @@ class OpenChain:
 
     @classmethod
     def of(cls, storage: Storage, checkpoint: Checkpoint, before: OpenChain | None = None) -> OpenChain:
-        """Return a chain of which no file is open yet, but those of links that another chain has."""
+        """Return a chain that shares links with ``before``; files of other links are opened when they are read."""
         known = {(link.directory, link.manifest.save_id): link for link in (before.links if before is not None else ())}
         n_links = len(checkpoint.links)
         links = [
@@ -149,7 +149,7 @@ class OpenChain:
 
     @classmethod
     def open(cls, storage: Storage, checkpoint: Checkpoint, before: OpenChain | None = None) -> OpenChain:
-        """Open all files, but those of links that another chain has open; index the tables that it has indexed.
+        """Open all files, sharing links with ``before``, and index the tables that ``before`` has indexed.
 
         Raises:
             CheckpointRemovedError: it is gone already.
@@ -178,12 +178,12 @@ class OpenChain:
             files.close()
 
     def twin(self) -> OpenChain:
-        """Return a chain with the same files open, each of which is closed by itself."""
+        """Return a second chain on the same open files; closing one leaves the other open."""
         links = [OpenLink(link.checkpoint, link.files.twin()) for link in self.links]
         return OpenChain(self.storage, self.checkpoint, links, self.files.twin())
 
     def newest(self, count: int) -> OpenChain:
-        """Return a chain of its newest links alone: what they hold, and nothing of what they stand on."""
+        """Return a chain of the newest ``count`` links alone, without their parents."""
         return OpenChain(self.storage, self.checkpoint, self.links[:count], self.files)
 
     def table(self, name: str, slots: Sequence[str], ids: Int64s | None = None) -> ChainTable:
@@ -227,11 +227,11 @@ class OpenChain:
 
         Args:
             slices: None for all ids.
-            known: save id of the link from which on the model has the rows already; "" for none.
-            unknown: tables of which it has none all the same.
+            known: save id of the newest link whose rows the model already has; "" if it has no rows.
+            unknown: tables whose rows it does not have even so.
 
         Returns:
-            Of each link that has rows to be read, its batches; and the tables that go on from the known link.
+            The batches of each link that has rows to read; and the tables that go on from the known link.
         """
         from recckpt.sparse.files.part_reader import LinkBatches
 

@@ -1,4 +1,4 @@
-"""What was compacted is read once more before what it supersedes goes: it was checked in the page cache alone."""
+"""Reads a compacted checkpoint again before what it supersedes is removed: it was checked in page cache only."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ log = logging.getLogger("recckpt")
 
 
 def remove_checked(storage: Storage, fence: Fence, going: Sequence[Checkpoint], concurrency: int) -> list[str]:
-    """Remove checkpoints, as :meth:`Fence.remove`, but not what is superseded by a damaged one: that goes in its place.
+    """Remove checkpoints as :meth:`Fence.remove` does; if what supersedes one is damaged, remove that instead.
 
-    What was compacted is read whole, once: with it goes, or stays, the delta that it supersedes.
+    Each compacted checkpoint is read whole, once, before the delta that it supersedes is removed.
     """
     gone = {victim.directory for victim in going}
     staying = [c for c in fence.listing.committed if c.manifest.is_compacted and c.directory not in gone]

@@ -55,7 +55,7 @@ def run_mirror(args: argparse.Namespace) -> CommandResult:
 
 
 def keep_policy(text: str) -> Keep:
-    """Return the policy of what to keep that is written so in the shell; ValueError where it is not one."""
+    """Parse a keep policy as it is written on the command line; ValueError if it cannot be parsed."""
     from recckpt.policies import keep
 
     policies: dict[str, Callable[[str], Keep]] = {

@@ -287,7 +287,7 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
 
 
 def _kind_of(table: TableView) -> str:
-    """Return the kind of the optimizer of which a table has all slots, in float32; empty where there is none."""
+    """Return the kind of optimizer whose slots a table has, all in float32; "" if no kind fits."""
     dtypes = {slot.name: slot.dtype for slot in table.slots}
     kinds = (kind for kind, slots in _SLOTS.items() if all(dtypes.get(slot) == "float32" for slot in slots))
     return next(kinds, "")

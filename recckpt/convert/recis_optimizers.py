@@ -111,9 +111,9 @@ def state_here(
 
 
 def _owner(name: str, tables: Slots, users: Mapping[str, Sequence[str]]) -> tuple[Rule, str | None] | None:
-    """Return which optimizer a dense block counts the steps of, and of which table, None where it is not one.
+    """Return the optimizer, and the table if it is of one, whose steps a dense block counts; None for other blocks.
 
-    Of several readings (``..._sum_step`` may be of a table ``sum``) the one counts whose slots are there.
+    If a name can be read in two ways (``..._sum_step``: a table ``sum``?), the one whose slots are there wins.
     """
     owners: list[tuple[Rule, str | None]] = []
     for rule in RULES:

@@ -218,7 +218,7 @@ class WholeRows:
 
 
 def whole_tensors(files: OpenFiles, checkpoint: Checkpoint, skipped: list[Skipped], *, read: bool) -> DenseTensors:
-    """Return the dense tensors, those left out of which a block is damaged; all of them where an index is.
+    """Return the dense tensors without those that have a damaged block; without any if an index is damaged.
 
     Args:
         files: of the checkpoint.

@@ -173,7 +173,7 @@ def _place_rows(
     live: Any,
     path: str,
 ) -> None:
-    """Put what an optimizer has kept of the rows of a table into slots, and list what is of no optimizer here."""
+    """Put the state that an optimizer keeps of a table's rows into slots; list what no optimizer of tables has."""
     table, what = weight.name, f"{optimizer}, table {weight.name}"
     prefix = PREFIXES["Adagrad"] if _SUM in values else ""  # of slots: by the class of the rule, or by what it has kept
     if values.keys() >= _MOMENTS:
@@ -248,7 +248,7 @@ def _numbered(saved: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _flat(extra: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield objects by name; the states in a list, as Lightning has them, each by itself."""
+    """Yield objects by name; a list of states, as Lightning writes it, as one object a state."""
     for name, value in extra.items():
         if isinstance(value, list | tuple) and value and all(map(_is_state, value)):
             yield from ((f"{name}_{number}", state) for number, state in enumerate(value))

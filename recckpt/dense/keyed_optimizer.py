@@ -116,6 +116,6 @@ def _described(value: Any, stored: Callable[[str], StoredTensor], place: str = "
 
 
 def _with_settings(live: Mapping[str, Any], saved: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a group with the settings of the saved one that shares most parameters, which may be on other ranks."""
+    """Return a group with the settings of the saved group, of any rank, that shares most parameters with it."""
     best = max(saved, key=lambda group: len(set(live["params"]) & set(group["params"])), default=live)
     return {**(best if set(live["params"]) & set(best["params"]) else live), "params": live["params"]}

@@ -247,9 +247,9 @@ def _called(fqn: str) -> str:
 
 
 def _is_written_here(name: str, value: Tensor, piece: LocalBox) -> bool:
-    """Say whether this rank is the one, of those that have a piece of a sharded tensor, that writes it.
+    """Say whether this rank writes a piece of a sharded tensor: one of the ranks that have it does.
 
-    Each rank can tell by itself, and the work is shared out by names and places.
+    Each rank decides this alone; names and places spread the work.
     """
     mesh = getattr(value, "device_mesh", None)
     if mesh is None:

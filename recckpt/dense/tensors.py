@@ -184,7 +184,7 @@ class DenseTensors:
         return values
 
     def _read(self, index: TensorIndex, chunk: TensorChunk, begin: int, end: int) -> Bytes:
-        """Return bytes of a chunk, of which the blocks that they lie in are read and checked."""
+        """Return bytes of a chunk; the blocks that contain them are read whole and checked."""
 
         def close() -> None:
             if (file := self._open.pop(chunk.file, None)) is not None:

@@ -107,7 +107,7 @@ def repeated(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def is_among(values: npt.NDArray[Any], ordered: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Return a mask of the values that are among others, which are sorted."""
+    """Return a mask of the values that occur in ``ordered``, which is sorted."""
     if not len(ordered):
         return np.zeros(len(values), np.bool_)
     mask: npt.NDArray[np.bool_] = ordered[np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)] == values

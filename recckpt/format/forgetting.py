@@ -41,7 +41,7 @@ class Request:
 
 
 def checked_ids(ids: Any) -> Ids:
-    """Return ids in order, each once; TypeError or ValueError where they are not int64, none, or too many."""
+    """Return ids in order, each once; TypeError or ValueError if they are empty, too many or not int64."""
     values = list(ids) if not isinstance(ids, np.ndarray) and isinstance(ids, Iterable) else ids
     if isinstance(values, list) and bool in set(map(type, values)):  # which numpy takes for 1 beside other numbers
         raise TypeError("expected ids that are int64, found bool")

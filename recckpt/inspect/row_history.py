@@ -180,9 +180,9 @@ NamedRows = Mapping[int, StoredRow | None]  # id -> its row, None where it is de
 
 
 def _named_rows(storage: Storage, checkpoint: Checkpoint, table: str, ids: Int64s) -> NamedRows | str:
-    """Return what a checkpoint's own files have of ids, which are sorted, each once; or why they cannot say so.
+    """Return the rows of sorted, distinct ids in a checkpoint's own files; or why this is unknown.
 
-    No batch is read that cannot have them.
+    Batches that cannot contain them are not read.
 
     Raises:
         CheckpointRemovedError: its writer removed it meanwhile.

@@ -130,9 +130,9 @@ class _StepOfBoth(JointOptimizer):
 
 
 def _join(trainer: Trainer, sparse: SparseOptimizer) -> None:
-    """Let what Lightning unscales, clips and steps be both optimizers; ``trainer.optimizers`` stays as it is.
+    """Make Lightning unscale, clip and step both optimizers; ``trainer.optimizers`` stays as it is.
 
-    At each batch, since whoever sets ``trainer.optimizers``, such as a finder of learning rates, undoes it.
+    Needed at each batch: setting ``trainer.optimizers``, as a learning rate finder does, undoes it.
     """
     stepped = trainer.strategy._lightning_optimizers[0]
     if sparse not in parts_of(stepped.optimizer):

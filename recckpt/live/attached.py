@@ -194,7 +194,7 @@ class LiveTarget(LoadTarget):
         """Keep the rows of ids: a live table has all its rows always."""
 
     def finish(self, *, drops: bool = False) -> int:
-        """Let the owner know, and no later look take what was loaded for a change that was not announced."""
+        """Notify the owner, and look at the rows anew, so that the load is not taken for an unannounced change."""
         self._attached.rows.wait()
         self._attached.live.finish({}, {})
         self._attached.look()

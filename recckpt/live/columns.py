@@ -147,7 +147,7 @@ class _Exchange:
 
 
 def holders_of(name: str, number: int, of_ranks: Sequence[Sequence[Head]], rank: int) -> dict[int, Head]:
-    """Return who has columns of the rows of which a rank has some, each with what it has.
+    """Return the ranks that have columns of the same rows of a table as ``rank``, each with what it has.
 
     Raises:
         LiveTableError: they do not have all parts, each once and of the same slots.

@@ -181,7 +181,7 @@ class LiveStore(Store):
                 columns[name].scatter(rows, tensor)
 
     def announce(self, rows: Tensor) -> None:
-        """Let snapshots copy, and marks mark, rows of the box that are about to change."""
+        """Make snapshots copy, and marks record, rows of the box that are about to change."""
         try:
             if self._is_captured():
                 return
@@ -200,7 +200,7 @@ class LiveStore(Store):
             self.failed(error)
 
     def announce_all(self) -> None:
-        """Let snapshots copy all rows that are still to be written, and marks take all for changed."""
+        """Make snapshots copy all rows that are yet to be written, and mark all rows as changed."""
         try:
             if self._is_captured():
                 return
@@ -213,7 +213,7 @@ class LiveStore(Store):
             self.failed(error)
 
     def replaced(self) -> None:
-        """Let marks take all rows for changed, and fail the snapshots: what they would read has been overwritten."""
+        """Mark all rows as changed, and fail the snapshots: the rows that they would read have been overwritten."""
         with self.lock:
             self._observers.replaced()
             if not self._is_announced:  # then snapshots are copies

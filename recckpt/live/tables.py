@@ -109,7 +109,7 @@ class LiveTables(Mapping[str, AttachedTable]):
 
         Raises:
             ValueError: a live table has the name of another table.
-            LiveTableError: the model has other weights by now, as once its vocabulary was resized.
+            LiveTableError: the model's weights were replaced since, as by resizing its vocabulary.
         """
         other = []
         for name, entry in self._found.items():

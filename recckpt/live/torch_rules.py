@@ -93,7 +93,7 @@ KNOWN = tuple(kind.__name__ for kind in _RULES)
 
 
 def rule_of(optimizer: Optimizer) -> TorchRule | None:
-    """Return what is known of an optimizer, None where that is nothing."""
+    """Return the rule for an optimizer of exactly this class; None if it is not known."""
     return _RULES.get(type(optimizer))
 
 

@@ -324,8 +324,8 @@ def _made(local: _Local, parts: Sequence[RankPart], name: str) -> FoundTable:
 def load_around(model: nn.Module, state: Mapping[str, Any], collections: Mapping[nn.Module, Set[str]]) -> None:
     """Load dense state by the names that it has without wrappers; the rest of the model stays as it is.
 
-    TorchRec's sharded collections load all their tables or fail, so those of which nothing is dense are not asked, and
-    the others get the live tables that they have, by which nothing changes.
+    TorchRec's sharded collections load all their tables or fail: those without dense tensors are not called; the others
+    get the current values of their live tables, which changes nothing.
 
     Args:
         model: the model.

@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Needs:
-    """What a rank reads of the files of which each rank reads some."""
+    """What a rank reads from the files that the ranks share out among themselves."""
 
     shard: int  # number of this rank
     shards: int  # number of ranks

@@ -240,7 +240,7 @@ def plan_load(
 ) -> LoadPlan:
     """Decide what is loaded from where.
 
-    Of the offers that have a name the last counts; ``check`` adds what is known of the live objects alone.
+    If several offers have a name, the last counts; ``check`` adds problems that only live objects show.
 
     Raises:
         LoadConfError: names or keys that do not exist; all of them, and all that does not fit beside them.

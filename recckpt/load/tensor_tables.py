@@ -25,8 +25,8 @@ _COLLECTIONS = ("embedding_bags", "embeddings")  # under which TorchRec's collec
 def with_tensors_as_tables(model: Inventory, offer: LoadCandidate) -> LoadCandidate:
     """Return an offer with tables in place of the dense tensors that are live tables in a model.
 
-    They are called as the tensors. Their slots are what a registered optimizer has kept of the tensor, if it is of the
-    class of the one that trains the table.
+    They have the names of the tensors. Their slots are the state that a registered optimizer kept for the tensor,
+    if its class is that of the optimizer that trains the table.
     """
     there: dict[Name, Thing] = {}
     taken: set[str] = set()
@@ -51,7 +51,7 @@ def with_tensors_as_tables(model: Inventory, offer: LoadCandidate) -> LoadCandid
 
 
 def names_of_table(table: str, renamed: str, tied: Sequence[str]) -> tuple[str, ...]:
-    """Return what a live table may be called as a dense tensor; ``renamed`` is what the checkpoint is to call it."""
+    """Return the names that a live table may have as a dense tensor; ``renamed`` is its name in the checkpoint."""
     return tuple(tied) if renamed == table else (renamed, f"{renamed}{_WEIGHT}") if tied else ()
 
 

@@ -202,7 +202,7 @@ def _about_tables(tables: Mapping[str, SavableTable], sparse: Sequence[_Item]) -
 
 
 def _about_parameters(model: nn.Module, dense: Sequence[_Item]) -> Iterator[str]:
-    """Yield what is wrong with the optimizers of dense parameters; those of TorchRec name theirs by themselves."""
+    """Yield what is wrong with the optimizers of dense parameters, but for TorchRec's, which name their own."""
     own = {id(parameter) for parameter in model.parameters()}
     for item in (item for item in dense if not is_keyed(item.obj)):
         parameters = [parameter for group in groups_of(item.obj) for parameter in group["params"]]

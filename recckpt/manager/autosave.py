@@ -196,7 +196,7 @@ class Autosave:
             check_step(state, metrics)
 
     def _agreed(self, ask: Callable[[], bool]) -> bool:
-        """Ask all ranks, of which one is enough."""
+        """Return whether the answer is yes on any rank. Collective."""
         return any(self._ranks.on_all(ask))
 
     def save(self, state: State, metrics: Metrics, step: int | None = None) -> Manifest | None:

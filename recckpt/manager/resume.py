@@ -250,7 +250,7 @@ class Restorer:
         return self._ranks.in_meetings(lambda meetings: load(meetings=meetings))
 
     def _go_on(self, checkpoint: Checkpoint, report: LoadReport, wholes: Sequence[tuple[bool, bool]]) -> None:
-        """Let the run go on from a checkpoint, of which each rank says whether it has all, and its tables no more."""
+        """Continue the run from a checkpoint; each rank says whether it got all of it, and has no rows beside it."""
         is_whole, is_saved = map(all, zip(*wholes, strict=True))
         record, step = checkpoint.manifest, report.global_step
         if step is None and record.step is None:

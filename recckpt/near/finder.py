@@ -145,7 +145,7 @@ class NearFinder:
     def from_first_whole(
         self, ranks: Ranks, candidates: Sequence[Checkpoint], needed: Needed, *, is_first_look: bool = False
     ) -> list[Checkpoint]:
-        """Return the candidates from the first on that is a checkpoint, or a near save of which each byte is right.
+        """Return the candidates without those before the first checkpoint or near save whose bytes are all right.
 
         Arguments as of :meth:`find`.
 

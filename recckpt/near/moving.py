@@ -121,7 +121,7 @@ def rounds_by_pair(moves: Sequence[Move], round_bytes: int) -> dict[tuple[int, i
 
     Args:
         moves: all of them.
-        round_bytes: that a rank sends in one round, or is sent, at most; one for each of its peers in any case.
+        round_bytes: the most that a rank sends or receives in one round, but at least one byte for each peer.
     """
     pairs: dict[tuple[int, int], dict[int, int]] = {}
     for number, each in enumerate(moves):

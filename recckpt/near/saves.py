@@ -247,7 +247,7 @@ class NearSaves:
         return changes, host, stand, failure
 
     def _prepared(self, ranks: Ranks) -> str:
-        """Return the id of this host; as rank 0, once the base is confirmed and what is to be forgotten is."""
+        """Return the id of this host; rank 0 first confirms the base and ends pending requests to forget."""
         has_work = self._changes.has_candidate or not self.fence.is_settled
         if ranks.rank == 0 and self._has_base and has_work:
             self.tier.reach(ranks.size)

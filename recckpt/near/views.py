@@ -178,7 +178,7 @@ def _holders(seal: NearSeal, shard: int) -> Iterator[str]:
 
 
 def _shards_of(names: Sequence[str], n_shards: int) -> dict[str, int]:
-    """Return the shard that wrote each file, as names say; the first one writes what is of none."""
+    """Return the shard that wrote each file, by its name; the first shard wrote all files that name no shard."""
     named, begins = dict[str, int](), dict[str, int]()
     for number in range(n_shards):
         named |= dict.fromkeys((layout.io_state(number), layout.extra_of(number), layout.rng(number)), number)

@@ -61,7 +61,7 @@ def intent_of(manifest: Manifest) -> bytes:
 
 
 def read_intent(storage: Storage, directory: str, file: str = layout.INTENT) -> Intent | None:
-    """Return whose attempt a directory is, by a file in it, None where it has no such file.
+    """Return which save a directory was made for, by a file in it; None if it has no such file.
 
     Raises OSError where the file cannot be read, CorruptCheckpointError where it is damaged.
     """

@@ -360,7 +360,7 @@ class Fence:
             log.warning("%s: could not remove the lists of earlier takeovers: %s", self._storage.url, error)
 
     def check_forgotten(self) -> None:
-        """Raise WriterFencedError where ids were to be forgotten since this process has read them from here."""
+        """Raise WriterFencedError if a request to forget ids came after this process read rows from here."""
         seen = self._seen_before() if self.requests_seen is None else self.requests_seen
         if seen is not None and requests(self._storage).keys() - seen:
             raise WriterFencedError(

@@ -130,7 +130,7 @@ def check_none_pending(storage: Storage, remedy: str) -> frozenset[str]:
 
 
 def check_none_since(storage: Storage, known: frozenset[str]) -> None:
-    """Raise RecckptError where ids were to be forgotten since: what was read meanwhile may hold them."""
+    """Raise RecckptError if a request to forget came after ``known``: what was read since may hold its ids."""
     if requests(storage).keys() - known:
         raise RecckptError(
             f"{storage.url}: ids were to be forgotten while checkpoints were read, so what was read may hold them: "
@@ -228,7 +228,7 @@ def digests(with_key: bytes, ids: Iterable[int] | npt.NDArray[np.int64]) -> list
 
 
 def forgotten_among(storage: Storage, table: str | None, ids: npt.NDArray[np.int64]) -> set[int]:
-    """Return those of the ids that the audit has as asked to be forgotten, in a table, or in any where it is None.
+    """Return the ids for which the audit has a request to forget, in a table, or in any table if it is None.
 
     Raises:
         CorruptCheckpointError: the audit is damaged.

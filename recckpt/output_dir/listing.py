@@ -48,8 +48,8 @@ class Chains:
         damaged: directory -> what is wrong in it by itself; also of directories whose manifest cannot be read.
 
     Attributes:
-        broken: directory -> what is wrong in it, or in a link that it stands on and nothing stands in for.
-        is_incomplete: whether a parent is nowhere: what supersedes it may have come since the directories were listed.
+        broken: directory -> what is wrong in it, or in a link that it needs and nothing replaces.
+        is_incomplete: whether a parent is missing; what supersedes it may have come after the directories were listed.
     """
 
     def __init__(self, manifests: Mapping[str, Manifest], damaged: Mapping[str, Damage]) -> None:
@@ -67,7 +67,7 @@ class Chains:
                 self._stand(directory)
 
     def named(self, name: str) -> list[str]:
-        """Return where checkpoints of this name are that have a chain, the one that readers take first."""
+        """Return the directories of this name that have a chain, the one that readers take first."""
         return [directory for directory in self._named.get(name, ()) if directory not in self.broken]
 
     def links(self, directory: str) -> tuple[str, ...]:

@@ -65,7 +65,7 @@ class OpenFiles:
             self._maps[path] = mapped
 
     def twin(self) -> OpenFiles:
-        """Return the same files, open as they are, which are closed by themselves."""
+        """Return a second object on the same open files; closing one leaves the other open."""
         twin = copy.copy(self)
         twin._maps = dict(self._maps)
         return twin

@@ -166,7 +166,7 @@ def _make_and_adopt(storage: Storage, checkpoint: Checkpoint, means: Means) -> C
 
 
 def _superseded(committed: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Return the deltas that were compacted, newest first, but for copies that a person made."""
+    """Return the deltas that have been compacted, newest first, except copies made by hand."""
     of = {c.manifest.name for c in committed if c.manifest.is_compacted}
     ours = (c for c in reversed(committed) if layout.is_attempt(c.directory, c.ckpt_id))
     return [c for c in ours if c.manifest.kind == "delta" and c.manifest.save_id in of]

@@ -57,7 +57,7 @@ class Choice:
         return replace(self, where=where, store=store)
 
     def of(self, table: str, slots: Iterable[SlotSpec]) -> TableChoice | None:
-        """Return what is to be saved of a table with these slots, None for all of it as it is."""
+        """Return which slots and rows of a table to save, and how; None for all as they are."""
         if self.is_everything:
             return None
         kept = [slot for slot in slots if slot.name == EMBEDDING or self._keeps(table, slot.name)]

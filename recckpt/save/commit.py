@@ -115,7 +115,7 @@ def standing_on(links: Sequence[Checkpoint], record: Manifest) -> Manifest:
 
 
 def _with_errors_below(table: TableEntry, below: TableEntry | None) -> TableEntry:
-    """Say of the narrowed slots of a table by how much any of its rows is off, those of the links below included."""
+    """Return the table with the largest error of its narrowed slots, over its own rows and those of its parents."""
     if table.is_whole or table.reduced is None or below is None or below.reduced is None:
         return table
     return table.but(reduced=table.reduced.no_better(below.reduced))

@@ -117,9 +117,9 @@ class SaveInfo:
         return SaveFailedError(self.ckpt_id, rank, cause, step=self.step, outcome=self.words.failed)
 
     def raising(self, ranks: Ranks, before: Callable[[], RecckptError | None] = lambda: None) -> Ranks:
-        """Return the ranks, of which one that fails or is missing is the failure of this save.
+        """Return the ranks so that one that fails or is missing raises the failure of this save.
 
-        Where one is missing, the error of ``before`` goes first: that of an earlier save.
+        If one is missing, the error of an earlier save is raised instead, if ``before`` has one.
         """
 
         def lost(error: RankLostError) -> RecckptError:

@@ -184,7 +184,7 @@ class Storage(ABC):
         """Raise FileNotFoundError where the root is gone."""
 
     def give_up_after(self, seconds: float) -> None:  # noqa: B027  # a disk is not tried again
-        """Let no file be tried again for longer than this, where the network fails."""
+        """Limit how long a file is tried again after the network failed."""
 
     @abstractmethod
     def make_dir(self, name: str) -> None:

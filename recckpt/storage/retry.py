@@ -258,7 +258,7 @@ def read_twice(files: Files, path: str, read: Callable[[], _T], reopen: Callable
 
 
 def check_twice(files: Files, path: str, check: Callable[[], _T], errors_of: Callable[[_T], Sized]) -> _T:
-    """Return what ``check`` says of a file; where that is errors, and the file is not local, what it says once more."""
+    """Return the result of ``check`` on a file; if it has errors and the file is not local, check it once more."""
     problems = check()
     if not errors_of(problems) or not files.drop_cached(path):
         return problems

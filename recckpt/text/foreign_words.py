@@ -156,7 +156,7 @@ def answers_by(example: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 
 
 def _misfit(error: TypeError, call: Callable[..., object], name: str, options: Mapping[str, Any]) -> str:
-    """Return what Python says of arguments that do not fit, and of those that are unknown what to write instead."""
+    """Return Python's message about arguments that do not fit, with what to write instead of unknown ones."""
     known = inspect.signature(call).parameters
     problem = str(error).partition(". Did you mean")[0]  # Python's own guess, from 3.13 on
     problem = problem.replace(call.__qualname__, name.rpartition(".")[2])

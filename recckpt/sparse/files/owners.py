@@ -114,7 +114,7 @@ OwnedIds = Slice | IdSpan | IdSpans | IdBlock  # of one table on one rank
 
 
 class Owners:
-    """The owners of the ids of a table, of which an id may have several; the same on all ranks.
+    """Maps the ids of a table to the ranks that own them, one or more; the same on all ranks.
 
     Args:
         owned: rank -> the ids that it owns.
@@ -153,7 +153,7 @@ class Owners:
 
 
 class _Spans:
-    """Ranges [begin, end) on one line, of each of which a rank has a share."""
+    """Ranges [begin, end) on one line, each with a rank and its share of the range."""
 
     def __init__(self, spans: Iterable[tuple[int, int, float, int]]) -> None:
         self._spans = sorted(span for span in spans if span[0] < span[1])
@@ -162,7 +162,7 @@ class _Spans:
         self._furthest = list(accumulate((span[1] for span in self._spans), max))
 
     def shares(self, first: int, last: int) -> Iterator[tuple[int, float]]:
-        """Yield the ranks whose ranges meet [first, last), each with the share that it has of that."""
+        """Yield each rank whose ranges meet [first, last), and the share of [first, last) that it has."""
         for begin, end, share, rank in self._spans[
             bisect_right(self._furthest, first) : bisect_left(self._begins, last)
         ]:

@@ -75,7 +75,7 @@ class _PartBytes:
         return self._head[begin:end] if end <= len(self._head) else self._storage.read(self._path, end - begin, begin)
 
     def spanning(self, ranges: Iterable[tuple[int, int]]) -> Read:
-        """Return what has the bytes of some ranges, of which those that lie close to each other came together."""
+        """Return a reader of the bytes of some ranges; ranges close to each other are read together."""
         if self._mapped is not None:
             return self
         spans = list[tuple[int, int]]()
@@ -175,11 +175,11 @@ class PartReader:
         return tuple(self._specs.values())
 
     def checked(self, number: int, names: Iterable[str], span: Read | None = None) -> dict[str, pa.Array]:
-        """Return id and slots of a batch, of which columns these are checked."""
+        """Return id and slots of a batch; the columns in ``names`` are checked."""
         return self.arrays(number, self.values(number, names, span))
 
     def values(self, number: int, names: Iterable[str], span: Read | None = None) -> Mapping[str, Values]:
-        """Return the values of all columns to be read of a batch, of which these are checked."""
+        """Return the values of all columns that are read of a batch; those in ``names`` are checked."""
         first = [span] if span is not None else []
 
         def read() -> Mapping[str, Values]:

@@ -63,7 +63,7 @@ def check_once(shards: Iterable[tuple[Int64s, Int64s]], damage: Damage, *, betwe
     """Raise where a link names an id twice: as a row and a delete of one shard, or as a row of two.
 
     Args:
-        shards: the ids of the rows and of the deletes of each, among both of which none is twice.
+        shards: for each, the ids of its rows and of its deletes; neither has an id twice.
         damage: makes the error.
         between: whether an id may be in two shards, so that they are compared.
     """

@@ -196,7 +196,7 @@ class RowSums(Counter[str]):
     """
 
     def add(self, table: str, columns: Sequence[npt.NDArray[Any]], rows: npt.NDArray[np.int64] | slice) -> None:
-        """Add those of the rows in these columns, of which each item is the bytes of a row, and the first the ids."""
+        """Add some rows of these columns; an item of a column is the bytes of a row, the first column has the ids."""
         ids, *slots = columns
         hashes = mix64(ids.view(np.uint64))
         first = 0

@@ -93,7 +93,7 @@ class JointOptimizer(Optimizer):
 
 
 def share_overflow(scaler: GradScaler, *optimizers: Optimizer) -> None:
-    """Unscale the gradients of optimizers of which some may be unscaled, and let an overflow in one skip all steps.
+    """Unscale the gradients that are not unscaled yet, and make an overflow in one optimizer skip all steps.
 
     For trainers whose own optimizer cannot be replaced by a :class:`JointOptimizer`. Collective for sharded tables.
     """

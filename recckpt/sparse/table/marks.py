@@ -102,7 +102,7 @@ class SaverMarks(ABC):
         """
 
     def resume(self, base: str, changed: Int64s, deleted: Int64s) -> bool:
-        """Count from a base of which the rows of some ids are others by now, and some ids are gone; say if it can."""
+        """Count from a base since which some ids have changed and some are gone; say whether that is possible."""
         return False
 
 

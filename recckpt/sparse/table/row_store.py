@@ -153,7 +153,7 @@ class RowStore(Store):
             return take(self._rows.columns, at)
 
     def visit(self, ids: Int64s, visit: Visit, take: Take[T], embeddings: FirstValues) -> T:
-        """Count and stamp the rows of ``ids``, those that are new added, and return what ``take`` makes of them."""
+        """Count and stamp the rows of ``ids``, adding missing ones; return what ``take`` makes of them."""
         with self.lock:
             at, _ = self._claim(ids, frozenset(), embeddings)
             self._announce(distinct(at) if self._observers.has_snapshot else at, with_ids=False)  # each row once
