@@ -25,7 +25,7 @@ HOUSE = {  # figure -> limit, goal
     "lines": (64_220, 56_000),
     "code lines": (43_450, 40_500),
     "files": (293, 290),
-    "classes": (725, 550),
+    "classes": (733, 550),
     "dataclasses": (273, 230),
     "functions": (4_801, 3_850),
     "functions that are one return": (940, 650),
