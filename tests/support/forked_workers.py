@@ -112,7 +112,7 @@ class _Foreman:
         files = [*self._workers, *(worker.said for worker in self._workers.values())]
         ready, _, _ = select.select(files, [], [], _LONGEST / 10)
         for worker in self._workers.values():
-            if time.monotonic() - worker.since > _LONGEST:
+            if worker.at is not None and time.monotonic() - worker.since > _LONGEST:
                 os.kill(worker.pid, signal.SIGABRT)  # which prints where each of its threads is
         for over, worker in list(self._workers.items()):
             with suppress(EOFError):
