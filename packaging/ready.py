@@ -31,10 +31,12 @@ def released_lines(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def placeholders(root: Path) -> Iterator[str]:
-    """Yield addresses that have yet to be filled in."""
+    """Yield what has yet to be filled in: addresses, and how to install what is published."""
     for place, line in released_lines(root):
         for match in PLACEHOLDER.finditer(line):
             yield f"{place}: {match[0]} is a placeholder; write the project's own address"
+        if "pip install . " in line:  # which nobody can write who has no checkout
+            yield f"{place}: installs a checkout; write `pip install recckpt`"
 
 
 def unpinned(root: Path) -> Iterator[str]:

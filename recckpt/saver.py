@@ -160,11 +160,8 @@ class Saver(Loads):
         self._to = _with_guests(Destination(storage, *writers, concurrency, room, on_save, changes), tier)
         self.removal, self.counted_run = Removal(self._to), CountedRun()
         self.loader = self._loader(name, live, _counting_from(changes, tier))
-        self._runner, self.ranks, self._tables = (
-            SaveRunner(),
-            RanksNow(transfers.timeout_sec),
-            arguments.tables_in(model),
-        )
+        self._runner, self.ranks = SaveRunner(), RanksNow(transfers.timeout_sec)
+        self._tables = arguments.tables_in(model)
         self.near_saves = _near_saves_of(tier, self._live, self._to, self._runner, self.loader)
 
     def _loader(self, name: str, live: LiveTables, on_whole: OnWhole | None) -> Loader:
@@ -350,10 +347,14 @@ class Saver(Loads):
 
 
 def _with_guests(to: Destination, tier: NearTier | None) -> Destination:
-    from recckpt.rewrite import compaction, requests
+    from recckpt.rewrite import requests
 
-    compactors = (compaction.BackgroundCompactor(),) if to.changes and to.changes.policy.compact else ()
-    return replace(to, guests=(tier,) if tier else (), forgets=requests, compactors=compactors)
+    to = replace(to, guests=(tier,) if tier else (), forgets=requests)
+    if not (to.changes and to.changes.policy.compact):
+        return to
+    from recckpt.rewrite.compaction import BackgroundCompactor
+
+    return replace(to, compactors=(BackgroundCompactor(),))
 
 
 def _tier_of(near: Near | None, storage: Storage, concurrency: int) -> NearTier | None:

@@ -79,6 +79,16 @@ def test_whatever_becomes_of_a_test_is_reported(tmp_path):
     assert len([*tmp_path.glob("ended-*")]) == 2  # not of the worker that died
 
 
+def test_a_test_that_hangs_is_ended_and_named_with_where_it_stands(tmp_path):
+    limit = "import sys\nsys.modules['support.forked_workers']._LONGEST = 3\n"
+    text = "import threading\ndef test_hang(): threading.Event().wait(60)\n"
+    text = f"def test_before(): pass\n{text}def test_after(): pass\n"
+    done = pytest_run(tmp_path, {"conftest.py": limit, "test_it.py": text}, "-rA")
+    assert f"FAILED test_it.py::test_hang - the worker that ran this test ended with {-signal.SIGABRT}" in done.stdout
+    assert "1 failed, 2 passed" in done.stdout
+    assert "in test_hang" in done.stderr  # the stack of the thread
+
+
 def test_after_a_failure_all_stop_where_they_are_asked_to(tmp_path):
     later = "".join(f"def test_{number}(): assert not {number}\n" for number in range(100))
     done = pytest_run(tmp_path, {"test_a.py": later, "test_b.py": later}, "-x")

@@ -75,11 +75,12 @@ def test_every_action_of_the_workflows_is_pinned_by_its_digest() -> None:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A checkout that is ready for a release, as far as its own files go."""
-    for file in ("setup.py", "CITATION.cff", "SECURITY.md", "CHANGELOG.md", "recckpt/__init__.py"):
+    for file in ("setup.py", "CITATION.cff", "SECURITY.md", "README.md", "CHANGELOG.md", "recckpt/__init__.py"):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         text = (ROOT / file).read_text(encoding="utf-8")
         dated = re.sub(r"(?m)\A(.*?^## \[\S+\])[^\n]*", r"\1 - 2027-01-31", text, flags=re.DOTALL)
-        (tmp_path / file).write_text(dated.replace(".invalid", ".example"), encoding="utf-8")
+        filled = dated.replace(".invalid", ".example").replace("pip install . ", "pip install recckpt ")
+        (tmp_path / file).write_text(filled, encoding="utf-8")
     shutil.copytree(ROOT / ".github", tmp_path / ".github")
     return tmp_path
 
@@ -93,6 +94,7 @@ def test_a_checkout_whose_addresses_are_filled_in_is_ready(checkout: Path) -> No
     ("file", "before", "after", "problem"),
     [
         ("setup.py", 'URL = "https://', 'URL = "https://recckpt.invalid/', "setup.py:.* is a placeholder; write the"),
+        ("README.md", "pip install recckpt ", "pip install . ", "README.md:8: installs a checkout; write"),
         ("CITATION.cff", "\nversion: 1", "\nversion: 9", "CITATION.cff: found version 9.*, expected 1"),
         ("CHANGELOG.md", " - 2027-01-31", "", "CHANGELOG.md: .* has no date; write"),
         (".github/workflows/release.yml", "actions/checkout@", "actions/checkout@v4 #", "actions/checkout@v4 is not"),

@@ -83,11 +83,25 @@ class SavesRun:
     ) -> None:
         self._output_dir, self._save_interval, self._given_optimizer = output_dir, save_interval, sparse_optimizer
         self._restore, self._near = restore, near
-        attach = partial(CheckpointManager.attach, output_dir=output_dir, save_interval=save_interval)
-        attach = partial(attach, max_keep=max_keep, async_save=async_save, deltas=deltas, tables=tables)
-        attach = partial(attach, concurrency=concurrency, near=near, choose=choose, transfers=transfers)
-        attach = partial(attach, on_save=on_save, run=run, ephemeral=ephemeral, save_on_signal=save_on_signal)
-        self._attach = partial(attach, on_save_error=on_save_error, step_prefix=step_prefix)
+        self._attach = partial(
+            CheckpointManager.attach,
+            output_dir=output_dir,
+            save_interval=save_interval,
+            max_keep=max_keep,
+            async_save=async_save,
+            deltas=deltas,
+            tables=tables,
+            concurrency=concurrency,
+            near=near,
+            choose=choose,
+            transfers=transfers,
+            on_save=on_save,
+            run=run,
+            ephemeral=ephemeral,
+            save_on_signal=save_on_signal,
+            on_save_error=on_save_error,
+            step_prefix=step_prefix,
+        )
 
     def _optimizer_of(self, model: nn.Module) -> SparseOptimizer | None:
         """Return the optimizer of the tables: the one that was given, else the one that has been made for them."""

@@ -25,7 +25,7 @@ log = logging.getLogger("recckpt")
 
 @dataclass(frozen=True)
 class Offer:
-    """A directory for an offer that nobody has adopted.
+    """A directory for an offer that was not adopted.
 
     Attributes:
         directory: where it lies.

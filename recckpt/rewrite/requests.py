@@ -156,7 +156,10 @@ def _carry_out(storage: Storage, fence: Fence, request: Request, *, is_resumed: 
     make_durable(storage, listing)  # an owner that died may have committed what is taken as it is here
     contents = scan(storage, listing, request.table, request.ids)
     with_ids, read_from = touched(listing, contents), needed(listing)
-    made: dict[str, Checkpoint] = {c.directory: other for c in with_ids if (other := _made_for(c, listing, request))}
+    # What an owner that died has committed for this request, by the save that it supersedes.
+    there = {(of.save_id, of.request): c for c in reversed(listing.committed) if (of := c.manifest.supersedes)}
+    meant = {c.directory: (c.manifest.save_id, request.request) for c in with_ids}
+    made = {directory: there[save] for directory, save in meant.items() if save in there}
     removed: list[str] = []
     n_bytes = sum(c.manifest.n_bytes for c in with_ids if c.directory in read_from - made.keys())
     with Progress(f"forgetting {plural(len(request.ids), 'id')}", n_bytes, has_bar=has_bar) as progress:
@@ -189,13 +192,6 @@ def _carry_out(storage: Storage, fence: Fence, request: Request, *, is_resumed: 
     fence.check()
     close_request(storage, request, finished)
     return Forgotten(request.table, len(request.ids), names, n_rows, tuple(removed), is_resumed, hosts)
-
-
-def _made_for(checkpoint: Checkpoint, listing: Listing, request: Request) -> Checkpoint | None:
-    """Return what an owner that died has committed in place of a checkpoint for this request."""
-    meant = (checkpoint.manifest.save_id, request.request)
-    of = ((c, c.manifest.supersedes) for c in listing.committed)
-    return next((c for c, of_it in of if of_it and (of_it.save_id, of_it.request) == meant), None)
 
 
 def _remove_leftovers(storage: Storage, fence: Fence) -> list[str]:

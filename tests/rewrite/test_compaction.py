@@ -255,7 +255,7 @@ def test_another_manifest_in_the_place_of_a_link_is_noticed(run, tmp_path):
 
 
 def test_a_compaction_may_be_stopped_and_leaves_nothing(run):
-    not_offered(run, "", error=StoppedError, is_stopped=lambda: True)
+    not_offered(run, "^$", error=StoppedError, is_stopped=lambda: True)
 
 
 def test_out_makes_a_committed_checkpoint_elsewhere(run, tmp_path, many_parts):
