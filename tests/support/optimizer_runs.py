@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -60,6 +61,7 @@ def trained(model: Net, optimizer: Any, steps: Iterable[int], step: Step = by_cl
         wanted = torch.randn(8, 3, generator=draw).to(model.top.weight.dtype)
         torch.manual_seed(number)
         random.seed(number)
+        np.random.seed(number)  # some draw from here: Kron of pytorch-optimizer, once in a hundred steps
         step(optimizer, lambda ids=ids, wanted=wanted: ((model(ids) - wanted) ** 2).mean())
 
 
