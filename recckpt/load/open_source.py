@@ -19,6 +19,7 @@ from recckpt.format.tensor_index import EXTRA
 from recckpt.load.inventory import Inventory, LoadCandidate, checkpoint_inventory, names_here
 from recckpt.load.source import LocatedCheckpoint
 from recckpt.load.tensor_tables import tables_of_tensor
+from recckpt.parallel.collector import collected_rarely
 from recckpt.sparse.files.catalogs import met_shards
 from recckpt.storage.transfers import WorkDir
 from recckpt.types import EMBEDDING
@@ -211,7 +212,7 @@ class OpenSource:
 @contextmanager
 def opened(sources: Iterable[LocatedCheckpoint], needs: Needs | None = None) -> Iterator[list[OpenSource]]:
     """Open checkpoints until the end of the block; arguments and errors as of :class:`OpenSource`."""
-    with ExitStack() as stack:
+    with collected_rarely(), ExitStack() as stack:
         opened_sources = []
         for source in sources:
             opened_sources.append(OpenSource(source, needs))
