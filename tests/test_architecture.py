@@ -18,7 +18,7 @@ from support.parsed import ROOT, nodes_of, tree_of
 ROOMS = """
     testing
     recckpt  __main__  recis
-    integrations
+    integrations  positions
     cli  manager  averages
     inspect  convert  saver
     near
@@ -49,7 +49,7 @@ LIBRARIES = {  # library -> the rooms and files that may know it
     "numba": {"sparse.table"},
     "llvmlite": {"sparse.table"},
     "matplotlib": {"inspect.report_page"},
-    "pyarrow": {"sparse.files", "inspect", "convert", "cli.rows"},
+    "pyarrow": {"sparse.files", "inspect", "convert", "cli.rows", "positions"},
 }
 # Parts of names on disk; and which files may contain such, beside format/layout.py, and why.
 PART_OF_A_NAME = re.compile(

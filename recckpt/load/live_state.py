@@ -195,8 +195,8 @@ def _check_positions(live: LiveState, source: LocatedCheckpoint, name: str, prob
     if source.shards != live.shards and not can_merge:
         found = f"the positions of {source.shards} shards"
         expected = (
-            f"{live.shards}: give the object merge_io_state(states, index, count), or leave it out with "
-            "'exclude': ['io_state']"
+            f"{live.shards}: read the data by recckpt.positions, give the object merge_io_state(states, index, count), "
+            "or leave it out with 'exclude': ['io_state']"
         )
         problems.misfit(source.entry, f"io state {name}", found, expected)
 

@@ -19,7 +19,7 @@ from recckpt.format.tensor_index import EXTRA
 from recckpt.load.inventory import Inventory, LoadCandidate, checkpoint_inventory, names_here
 from recckpt.load.source import LocatedCheckpoint
 from recckpt.load.tensor_tables import tables_of_tensor
-from recckpt.parallel.collector import collected_rarely
+from recckpt.parallel.threads import collected_rarely
 from recckpt.sparse.files.catalogs import met_shards
 from recckpt.storage.transfers import WorkDir
 from recckpt.types import EMBEDDING

@@ -9,13 +9,14 @@ ever. That is true of all that is built on one: ``Event``, ``Semaphore``, ``Queu
 from __future__ import annotations
 
 import _thread
+import gc
 import os
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Generic, TypeVar
@@ -28,6 +29,7 @@ _R = TypeVar("_R")
 _NICENESS = 5  # a third of the share of another thread; with a tenth, at 10, a save starves if all cores are busy
 _LOOK_SEC = 1.0  # how often to ask whether to stop
 _TRIES = 3
+_NEW_OBJECTS = 100_000  # between two runs of the garbage collector, where it is to run rarely
 
 
 def renew_torch_pool() -> None:
@@ -419,3 +421,36 @@ def _run_on(
     finally:
         wait([future for future in pending if not future.cancel()])
     return [results[number] for number in range(len(tasks))]
+
+
+class _Collector:
+    """Python's cyclic garbage collector, which is one for all threads."""
+
+    def __init__(self) -> None:
+        self._lock, self._n_running = threading.Lock(), 0
+        self._before = self._rare = gc.get_threshold()
+
+    @contextmanager
+    def rarely(self) -> Iterator[None]:
+        """Let it run once in 100,000 new objects at most, until the end of the block.
+
+        A load of 10,000 tables makes a million objects, none of them garbage, and the collector walks over them again
+        and again: a fifth of the load. It is not turned off: other threads may serve or train for as long as a load
+        takes. A threshold that is higher already stays, and so does a collector that is off. Blocks may overlap.
+        """
+        with self._lock:
+            self._n_running += 1
+            if self._n_running == 1:
+                first, second, third = self._before = gc.get_threshold()
+                self._rare = max(first, _NEW_OBJECTS) if first else 0, second, third
+                gc.set_threshold(*self._rare)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._n_running -= 1
+                if not self._n_running and gc.get_threshold() == self._rare:  # else somebody has set it meanwhile
+                    gc.set_threshold(*self._before)
+
+
+collected_rarely = _Collector().rarely

@@ -1,11 +1,13 @@
 """Threads: what they do fails as one, wherever an interrupt strikes and whatever workers are lost."""
 
+import gc
 import itertools
 import os
 import sys
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from support.builders import ClickModel
 from support.forked import in_fork
 from support.raising import _silent
 from support.sweeps import mostly_slow
+from torch import nn
 
 from recckpt import Saver
 from recckpt.errors import CorruptCheckpointError
@@ -26,6 +29,7 @@ from recckpt.parallel.threads import (
     Worker,
     _Crew,
     aside,
+    collected_rarely,
     give_way,
     run_all,
     run_on,
@@ -361,3 +365,63 @@ def test_it_stops_when_it_is_asked_to(executor):
     with pytest.raises(StoppedError):
         run_on(executor, lambda n: n, range(9), on_done=done.append, is_stopped=lambda: True)
     assert done == []
+
+
+@pytest.fixture
+def thresholds():
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
+
+
+def test_the_garbage_collector_runs_rarely_within_a_block_and_as_before_after_an_error(thresholds):
+    gc.set_threshold(700, 10, 10)
+    rare = []
+    with suppress(KeyError), collected_rarely():
+        rare.append(gc.get_threshold())
+        raise KeyError
+    assert rare == [(100_000, 10, 10)]
+    assert gc.get_threshold() == (700, 10, 10)
+
+
+def test_blocks_in_which_it_runs_rarely_may_overlap(thresholds):
+    gc.set_threshold(700, 10, 10)
+    one, other = collected_rarely(), collected_rarely()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert gc.get_threshold() == (100_000, 10, 10)
+    other.__exit__(None, None, None)
+    assert gc.get_threshold() == (700, 10, 10)
+
+
+@pytest.mark.parametrize("own", [(0, 10, 10), (500_000, 5, 5)], ids=["off", "higher"])
+def test_a_collector_that_runs_seldom_or_never_is_left_alone(thresholds, own):
+    gc.set_threshold(*own)
+    with collected_rarely():
+        assert gc.get_threshold() == own
+    assert gc.get_threshold() == own
+
+
+def test_a_threshold_that_a_program_sets_meanwhile_stays(thresholds):
+    with collected_rarely():
+        gc.set_threshold(900, 9, 9)
+    assert gc.get_threshold() == (900, 9, 9)
+
+
+def test_the_garbage_collector_runs_rarely_during_a_load(thresholds, tmp_path):
+    class Looks(dict):
+        def load_state_dict(self, state):
+            self.seen = gc.get_threshold()
+
+        def state_dict(self):
+            return {}
+
+    gc.set_threshold(700, 10, 10)
+    looks = Looks()
+    with Saver(nn.Linear(1, 1), output_dir=tmp_path) as saver:
+        saver.register_for_checkpointing("looks", looks)
+        saver.save("c", step=1)
+        saver.load()
+    assert looks.seen == (100_000, 10, 10)
+    assert gc.get_threshold() == (700, 10, 10)
