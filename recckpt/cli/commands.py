@@ -16,7 +16,7 @@ from recckpt.cli.result import GOOD
 
 COMMANDS = {  # name -> its module, and what it does
     "ls": ("ls", "list the checkpoints of an output dir, oldest first, or the runs in a directory of output dirs"),
-    "show": ("show", "show what a checkpoint holds"),
+    "show": ("show", "show what a checkpoint holds, or what another program saved"),
     "head": ("rows", "print the first rows of a table"),
     "get": ("rows", "print rows of a table by id"),
     "verify": ("verify", "look for damage, down to every byte"),

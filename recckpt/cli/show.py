@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from recckpt.cli.arguments import A_CHECKPOINT, argument
 from recckpt.cli.result import CommandResult, usage_checked
-from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, FormatVersionError
+from recckpt.errors import CheckpointNotFoundError, CheckpointRemovedError, CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.codec import plain
 from recckpt.format.tables import TableEntry, descriptions_of
+from recckpt.format.tensor_index import NUMPY_DTYPES
 from recckpt.text import Line, Table, cell, count, escaped, one_line, pairs, plural, section, size
 
 if TYPE_CHECKING:
     from recckpt.format.manifest import Manifest
     from recckpt.output_dir.listing import Checkpoint
     from recckpt.storage import Storage
+    from recckpt.types import SlotSpec
 
+_UNCHECKED = "It has no checksums that recckpt could check: import it, and verify sees damage from then on."
+_OF_TABLES = ("NAME", "ROWS", "SIZE", "SLOTS")
 ARGUMENTS = {
     "show": (
         argument("--files", "list the files too, and name those of each table"),
@@ -35,7 +40,13 @@ def run_show(args: argparse.Namespace) -> CommandResult:
         with usage_checked():
             return locate_path(args.checkpoint)
 
-    storage, checkpoint, tensors, problems = first_whole(find, _with_tensors)
+    try:
+        storage, checkpoint, tensors, problems = first_whole(find, _with_tensors)
+    except CheckpointNotFoundError:
+        others = _of_others(args.checkpoint)
+        if others is None:
+            raise
+        return others
     url, manifest = storage.url_of(checkpoint.directory), checkpoint.manifest
     data, lines = _data(url, checkpoint, tensors), _lines(url, checkpoint, tensors)
     if args.files:
@@ -51,6 +62,38 @@ def run_show(args: argparse.Namespace) -> CommandResult:
             table["files"] = files[table["name"]]
         lines += section("files of tables", _table_of_files(files))
     return CommandResult(data, lines, problems)
+
+
+def _of_others(path: str) -> CommandResult | None:
+    """Describe what another program saved, by what an import would read; None where it is no checkpoint of one."""
+    from recckpt.convert.formats import open_source
+    from recckpt.convert.source import ImportOptions
+    from recckpt.convert.source_files import SourceFiles
+    from recckpt.output_dir.index_file import is_of_recis, of_others
+    from recckpt.storage import open_storage
+
+    storage = open_storage(path)
+    if of_others(storage) is None and not is_of_recis(storage):
+        return None
+    contents = open_source(SourceFiles(path), None, ImportOptions()).contents
+    tables = [_described(table.name, table.n_rows, table.row_bytes, table.slots) for table in contents.tables]
+    tensors = []
+    for one in contents.dense:
+        n_bytes = math.prod(one.shape) * NUMPY_DTYPES[one.dtype].itemsize
+        tensors.append({"name": one.name, "dtype": one.dtype, "shape": list(one.shape), "bytes": n_bytes})
+    facts = {"url": storage.url, "format": contents.format, "step": contents.step}
+    left = [{"name": one.name, "reason": one.reason} for one in contents.left_out]
+    of_tables = [(escaped(t["name"]), count(t["rows"]), size(t["bytes"]), _slots(t["slots"])) for t in tables]
+    lines = list[Line](pairs([(name, "-" if value is None else escaped(str(value))) for name, value in facts.items()]))
+    lines += [_UNCHECKED]
+    lines += section("tables", [Table(_OF_TABLES, of_tables, ("ROWS", "SIZE"))] if tables else [])
+    lines += section("dense tensors", _tensor_lines(tensors))
+    lines += section("registered objects", [escaped(name) for name in contents.extra])
+    lines += section("an import leaves out", [one_line(f"{one['name']}: {one['reason']}") for one in left])
+    registered = [*contents.extra]
+    return CommandResult(
+        {**facts, "tables": tables, "tensors": tensors, "registered": registered, "left_out": left}, lines
+    )
 
 
 def _with_tensors(found: tuple[Storage, Checkpoint]) -> tuple[Storage, Checkpoint, list[dict[str, Any]], list[str]]:
@@ -101,9 +144,13 @@ def _data(url: str, checkpoint: Checkpoint, tensors: list[dict[str, Any]]) -> di
     }
 
 
+def _described(name: str, rows: int, row_bytes: int, slots: Iterable[SlotSpec]) -> dict[str, Any]:
+    of_slots = [{"name": slot.name, "dtype": slot.dtype, "shape": list(slot.shape)} for slot in slots]
+    return {"name": name, "rows": rows, "bytes": rows * row_bytes, "slots": of_slots}
+
+
 def _data_of_table(table: TableEntry) -> dict[str, Any]:
-    slots = [{"name": slot.name, "dtype": slot.dtype, "shape": list(slot.shape)} for slot in table.slots]
-    data = {"name": table.name, "rows": table.rows, "bytes": table.rows * table.row_bytes, "slots": slots}
+    data = _described(table.name, table.rows, table.row_bytes, table.slots)
     more = {"delta": table.delta, "live": table.live, "reduced": table.reduced}
     return data | {key: plain(value) for key, value in more.items() if value is not None}
 
@@ -130,17 +177,25 @@ def _lines(url: str, checkpoint: Checkpoint, tensors: list[dict[str, Any]]) -> l
         own = ((link.directory, link.manifest) for link in checkpoint.links)
         rows = [(f"{escaped(d)}/", m.kind, count(sum(t.own_rows for t in m.tables)), size(m.n_bytes)) for d, m in own]
         links = [Table(("DIRECTORY", "KIND", "ROWS", "SIZE"), rows, ("ROWS", "SIZE"))]
-    dense = [(escaped(t["name"]), t["dtype"], str(tuple(t["shape"])), size(t["bytes"])) for t in tensors]
     state = [(escaped(name), one_line(cell(value))) for name, value in manifest.state.items()]
     reduced = {table.name: table.reduced for table in manifest.tables if table.reduced is not None}
     lines: list[Line] = list(pairs(head))
     lines += section("links", links)
     lines += section("tables", _table_of_tables(manifest) if manifest.tables else [])
     lines += section("not as they were", [one_line(text) for text in descriptions_of(reduced)])
-    lines += section("dense tensors", [Table(("NAME", "DTYPE", "SHAPE", "SIZE"), dense, ("SIZE",))] if dense else [])
+    lines += section("dense tensors", _tensor_lines(tensors))
     lines += section("registered objects", _table_of_registered(manifest))
     lines += section("lacks", [one_line(text) for text in manifest.training.unsaved.descriptions])
     return lines + section("training state", pairs(state))
+
+
+def _tensor_lines(tensors: Iterable[Mapping[str, Any]]) -> list[Line]:
+    rows = [(escaped(t["name"]), t["dtype"], str(tuple(t["shape"])), size(t["bytes"])) for t in tensors]
+    return [Table(("NAME", "DTYPE", "SHAPE", "SIZE"), rows, ("SIZE",))] if rows else []
+
+
+def _slots(slots: Iterable[Mapping[str, Any]]) -> str:
+    return ", ".join(f"{escaped(one['name'])} {one['dtype']}{one['shape'] or ''}" for one in slots)
 
 
 def _registered(manifest: Manifest) -> list[dict[str, Any]]:
@@ -182,8 +237,7 @@ def _table_of_tables(manifest: Manifest) -> list[Line]:
             row.append("all rows" if delta.replaced else changed)
         if has_live:
             row.append("-" if table.live is None else f"live, {plural(table.live.n_rows, 'row')}")
-        slots = (f"{escaped(slot.name)} {slot.dtype}{list(slot.shape) if slot.shape else ''}" for slot in table.slots)
-        rows.append([*row, ", ".join(slots)])
+        rows.append([*row, _slots(_data_of_table(table)["slots"])])
     head += ["IN THIS DELTA"] if manifest.kind == "delta" else []
     head += ["IN MEMORY"] if has_live else []
     return [Table([*head, "SLOTS"], rows, ("ROWS", "SIZE"))]

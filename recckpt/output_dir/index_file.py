@@ -18,6 +18,13 @@ from recckpt.storage import ABSENT, NotPlainError, Storage
 log = logging.getLogger("recckpt")
 NOTE = "this is an output dir of RecIS, whose checkpoints `recckpt import` makes into ours"
 _FILES = ("tensorkey.json", "index")  # in every checkpoint of RecIS, and in none of ours
+_OF_OTHERS = {  # a file that is in every checkpoint of a format, and in none of ours -> what it is of
+    ".metadata": "torch.distributed.checkpoint",
+    "model.safetensors": "Hugging Face",
+    "model.safetensors.index.json": "Hugging Face",
+    "pytorch_model.bin": "Hugging Face",
+}
+_FILES_OF_OTHERS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _MAX_BYTES = 1 << 20
 _MISSING, _STALE = "missing", "stale"  # as a crash in a save leaves it, or a save that still runs
 _TIMELINE_BYTES = 1 << 20  # the oldest lines go
@@ -90,15 +97,25 @@ def _has_files(storage: Storage, directory: str) -> bool:
 
 def why_nothing(storage: Storage) -> str:
     """Return what is there instead of checkpoints: nothing at all, what a save left, or files of others."""
-    reason = storage.why_empty()
-    if reason:
+    reason, others = storage.why_empty() or "found no committed checkpoint", of_others(storage)
+    if others is not None:
+        return f"{reason}; {others}: `recckpt show` lists what is in it, `recckpt import` makes a checkpoint of it"
+    if storage.why_empty():
         return reason
-    reason = "found no committed checkpoint"
     if _has(storage, layout.MANIFEST):
         return f"{reason} in it: this is the directory of one itself"
     if _has(storage, layout.INTENT):
         return f"{reason}: this is the directory of a save that has not ended, or of one that was removed in part"
     return f"{reason}; {NOTE}" if is_of_recis(storage) else reason
+
+
+def of_others(storage: Storage) -> str | None:
+    """Return which other program's checkpoint this is, None where it does not look like one that is known."""
+    if storage.why_empty():
+        is_file = storage.why_empty() == "not a directory" and storage.url.endswith(_FILES_OF_OTHERS)
+        return "this is a file as other programs save one" if is_file else None
+    program = next((program for name, program in _OF_OTHERS.items() if _has(storage, name)), None)
+    return None if program is None else f"this is one of {program}"
 
 
 def _has(storage: Storage, name: str) -> bool:

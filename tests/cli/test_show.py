@@ -1,18 +1,22 @@
 """``show``, and all commands on deltas."""
 
 import json
+import warnings
 
 import numpy as np
 import polars as pl
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from support.builders import Run, Stream, flip_bit
+from support.conversions import write_recis
 from support.forge import Forge, filled, save_tables
 from support.spec_reader import counting
 from support.spec_writer import Held, write_compacted, write_delta, write_full
 from torch import nn
 
-from recckpt import Saver
+from recckpt import CheckpointManager, Saver, load_into
+from recckpt.errors import CheckpointNotFoundError
 from recckpt.format.buckets import gen_slice
 from recckpt.policies import Choose
 from recckpt.storage import open_storage
@@ -313,3 +317,53 @@ def test_the_dense_state_of_a_delta_is_consolidated(recckpt, tmp_path):
     assert source.save("newest").kind == "delta"
     assert recckpt("consolidate", tmp_path / "source", "--out", tmp_path / "model.pt").code == 0
     assert (torch.load(tmp_path / "model.pt")["top.weight"] == 7).all()
+
+
+def saved_elsewhere(tmp_path):
+    """Return checkpoints of other programs, by their format."""
+    state = {"emb.weight": torch.rand(10, 4), "top.weight": torch.rand(3, 4)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    torch.save(state, tmp_path / "model.pt")
+    write_recis(tmp_path / "recis", {"user": {"id": np.arange(5), "embedding": np.zeros((5, 4), np.float32)}})
+    return {"dcp": tmp_path / "dcp", "torch_state": tmp_path / "model.pt", "recis": tmp_path / "recis"}
+
+
+@pytest.mark.parametrize("format", ["dcp", "torch_state", "recis"])
+def test_what_another_program_saved_is_shown_and_all_else_says_what_to_do_with_it(recckpt, tmp_path, format):
+    path = saved_elsewhere(tmp_path)[format]
+    answer = recckpt("show", path)
+    assert (answer.code, answer.err) == (0, "")
+    assert ["format", format] in answer.lines
+    assert "It has no checksums that recckpt could check" in answer.out
+    shown = recckpt("show", path, "--json").json
+    if format == "recis":
+        [table] = shown["tables"]
+        assert (table["name"], table["rows"], [slot["name"] for slot in table["slots"]]) == ("user", 5, ["embedding"])
+        assert ["user", "5", "120", "B", "embedding", "float32[4]"] in answer.lines
+    else:
+        assert [(one["name"], one["shape"], one["bytes"]) for one in shown["tensors"]] == [
+            ("emb.weight", [10, 4], 160),
+            ("top.weight", [3, 4], 48),
+        ]
+        assert ["top.weight", "float32", "(3,", "4)", "48", "B"] in answer.lines
+    for command in (("ls",), ("verify",), ("get", "t", "1"), ("diff", path)):
+        answer = recckpt(command[0], path, *command[1:])
+        assert answer.code != 0
+        assert "`recckpt import` makes" in answer.err
+    model = nn.Linear(1, 1)
+    with pytest.raises(CheckpointNotFoundError, match="`recckpt import` makes"):
+        load_into(model, path)
+    with (
+        Saver(model, output_dir=tmp_path / "run") as saver,
+        pytest.raises(CheckpointNotFoundError, match="import` makes"),
+    ):
+        CheckpointManager(saver, 10).load_model_bank([{"path": str(path)}])
+
+
+def test_a_directory_without_any_checkpoint_is_shown_as_nothing(recckpt, tmp_path):
+    (tmp_path / "notes.txt").write_text("none")
+    answer = recckpt("show", tmp_path)
+    assert (answer.code, answer.out) == (1, "")
+    assert answer.err.endswith("found no committed checkpoint\n")
