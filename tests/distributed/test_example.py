@@ -1,4 +1,4 @@
-"""The example for torchrun, run by torchrun: ranks die, and any number of others goes on."""
+"""The examples for torchrun, run by torchrun: ranks die, and any number of others goes on."""
 
 import os
 import signal
@@ -18,7 +18,13 @@ pytestmark = pytest.mark.slow  # each interpreter takes seconds to import torch
 
 
 def train(cwd, n_ranks, *options, launch=()):
-    """Run the example under torchrun, or as plain Python for no number of ranks; end all of it in any case."""
+    """Run the example of sharded tables."""
+    small = ["--batch-size", 61, "--save-interval", 5, "--output-dir", "runs"]  # 61 clicks: shares differ in size
+    return run("train_torchrun.py", cwd, n_ranks, *small, *options, launch=launch)
+
+
+def run(example, cwd, n_ranks, *options, launch=()):
+    """Run an example under torchrun, or as plain Python for no number of ranks; end all of it in any case."""
     env = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -28,9 +34,8 @@ def train(cwd, n_ranks, *options, launch=()):
     }
     launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", *launch]
     command = [*launcher, "--nproc-per-node", n_ranks] if n_ranks else []
-    small = ["--batch-size", 61, "--save-interval", 5, "--output-dir", "runs"]  # 61 clicks: shares differ in size
     process = subprocess.Popen(
-        [sys.executable, *map(str, [*command, ROOT / "examples/train_torchrun.py", *small, *options])],
+        [sys.executable, *map(str, [*command, ROOT / "examples" / example, *options])],
         cwd=cwd,
         env=env,
         stdout=subprocess.PIPE,
@@ -90,3 +95,17 @@ def test_torchrun_starts_the_ranks_again_where_one_died(tmp_path, monkeypatch):
     assert output.index("number of ranks: 2; starting") < output.index("step 8  rank 1 killed")
     assert output.index("step 8  rank 1 killed") < output.index("number of ranks: 2; resuming at step 5")
     assert ids_in(tmp_path / "runs/ckpt_12") == ids_of_steps(12)
+
+
+def test_a_run_of_fsdp_goes_on_with_other_ranks_where_it_was_in_the_data(tmp_path):
+    code, output = run("train_fsdp.py", tmp_path, 2, "--steps", 50, "--output-dir", "runs")
+    assert code == 0, output
+    assert "2 ranks, resuming at step 0, epoch 0" in output
+    code, output = run("train_fsdp.py", tmp_path, 3, "--steps", 60, "--output-dir", "runs")
+    assert code == 0, output
+    assert "3 ranks, resuming at step 50, epoch 1" in output
+    for rank in range(3):
+        position = torch.load(tmp_path / f"runs/ckpt_60/io_state_{rank}.pt", weights_only=True)["loader"]
+        assert (position["epoch"], position["begin"], position["used"]) == (1, 2 * 64 * (50 - 46), 10 * 64)
+    reader = CheckpointReader(tmp_path / "runs")
+    assert (reader.tables(), reader.read_tensor("top.0.weight").shape) == (["user"], (32, 20))
