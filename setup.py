@@ -26,6 +26,7 @@ EXTRAS = {
         *("safetensors>=0.4", "polars>=1.0", "duckdb>=1.1", "pandas>=2.2", "torchdata>=0.11", "omegaconf>=2.3"),
         *("rich>=13", "argcomplete>=3.1", "matplotlib>=3.8", "selenium>=4.25"),
         *("opentelemetry-sdk>=1.30", "opentelemetry-exporter-prometheus>=0.51b0"),
+        "redis>=5",
         *("s3fs>=2024.9", "moto[server]>=5.0.12", "paramiko>=3", "dask[distributed]>=2024.8"),
     ],
     "lint": ["ruff>=0.6", "mypy>=1.11"],

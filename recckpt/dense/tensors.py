@@ -47,6 +47,12 @@ class StoredTensor:
         return tuple((chunk.file, chunk.at, chunk.n_bytes) for _, chunk in self.chunks)
 
     @property
+    def content(self) -> object:
+        """What is equal where all bytes are, and lie in the same pieces: by their checksums."""
+        chunks = [(tuple(chunk.offsets), tuple(chunk.sizes), tuple(chunk.xxh3)) for _, chunk in self.chunks]
+        return self.dtype, self.shape, chunks
+
+    @property
     def is_sharded(self) -> bool:
         """Whether it lies in files of chunks, not in ``model.pt``."""
         return self.chunks[0][1].file != layout.MODEL

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from recckpt.inspect.changes import CheckpointChanges, RowChanges
     from recckpt.inspect.find import is_checkpoint
     from recckpt.inspect.reader import dataset
     from recckpt.inspect.row_history import history
@@ -17,9 +18,11 @@ _HOMES = {
     "scan": "sql",
     "history": "row_history",
     "is_checkpoint": "find",
+    "CheckpointChanges": "changes",
+    "RowChanges": "changes",
 }
 
-__all__ = ["dataset", "connect", "scan", "history", "is_checkpoint"]
+__all__ = ["dataset", "connect", "scan", "history", "is_checkpoint", "CheckpointChanges", "RowChanges"]
 
 
 def __getattr__(name: str) -> Any:

@@ -30,6 +30,8 @@ from recckpt.types import EMBEDDING, SlotSpec
 if TYPE_CHECKING:
     from pyarrow.dataset import Dataset
 
+    from recckpt.inspect.changes import CheckpointChanges
+
 _MOST = 20  # names in a line of what notebooks show
 _STYLE = """
 .recckpt.checkpoint h1 { font-size: 1.1em; } .recckpt.checkpoint .scroll { margin: .5em 0; }
@@ -213,6 +215,24 @@ class CheckpointReader:
         if slot not in found:
             raise KeyError(f"table {name!r} has no slot {slot!r}; it has {[*found]}{nearest(slot, found)}")
         return now.find(name, as_ids(ids), found[slot], default)
+
+    def changes_since(self, before: CheckpointReader | str | None) -> CheckpointChanges:
+        """Return what has changed since an older checkpoint of the run, such as the one that ``follow`` yielded before.
+
+        For what serves rows by the minute and dense layers by the hour. Reads manifests and the indexes of dense
+        tensors, and rows when they are asked for.
+
+        Args:
+            before: the older one, or its ``manifest.name``, of which no dense tensors are known. Where this checkpoint
+                does not stand on it, as a full save or one with fewer rows after a forgetting does not, and where it is
+                None, all tables are replaced.
+
+        Raises:
+            CorruptCheckpointError: an index of dense tensors is damaged.
+        """
+        from recckpt.inspect.changes import changes_between
+
+        return changes_between(before._now if isinstance(before, CheckpointReader) else before, self.chain)
 
     def dataset(self, name: str, *, checked: bool = True) -> Dataset:
         """Return the rows of a table for others to query; see :func:`recckpt.inspect.dataset`.

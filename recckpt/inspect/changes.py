@@ -1,0 +1,102 @@
+"""What a checkpoint has that an older one had not: rows and deletes by table, and dense tensors (no torch here)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from recckpt.checkpoint.chain import OpenChain
+
+
+@dataclass(frozen=True)
+class RowChanges:
+    """What has changed in one table.
+
+    Attributes:
+        name: of the table.
+        replaced: whether these are all rows of it, and those of the older checkpoint count no more.
+        rows: how many rows are new or changed, at most: one that has changed in two deltas counts twice.
+        deleted: how many ids are gone, at most.
+    """
+
+    name: str
+    replaced: bool
+    rows: int
+    deleted: int
+    _chain: OpenChain = field(repr=False)
+
+    def upserts(self, columns: Collection[str] | None = None) -> Iterator[pa.RecordBatch]:
+        """Yield the rows that are new or changed, as they are now, as :meth:`recckpt.CheckpointReader.table` does.
+
+        Raises:
+            KeyError: no such slot.
+            CorruptCheckpointError: a file is damaged.
+        """
+        slots = [slot.name for slot in self._chain.manifest.named_table(self.name).slots]
+        for column in columns or ():
+            if column not in (*slots, "id"):
+                raise KeyError(f"table {self.name!r} has no slot {column!r}; it has {slots}")
+        table = self._chain.table(self.name, [slot for slot in slots if columns is None or slot in columns])
+        return table.all_rows() if self.replaced else table.upserts()
+
+    def deletes(self) -> Iterator[npt.NDArray[np.int64]]:
+        """Yield the ids that are gone; none where the table was replaced.
+
+        Raises:
+            CorruptCheckpointError: a file is damaged.
+        """
+        return self._chain.table(self.name, []).deletes()
+
+
+@dataclass(frozen=True)
+class CheckpointChanges:
+    """What has changed from one checkpoint to another.
+
+    Attributes:
+        tables: those of which rows have changed, by name.
+        dropped_tables: those that are gone.
+        dense: the dense tensors that are new, or have other bytes, or lie in other pieces.
+        dropped_dense: those that are gone.
+    """
+
+    tables: Mapping[str, RowChanges]
+    dropped_tables: tuple[str, ...]
+    dense: tuple[str, ...]
+    dropped_dense: tuple[str, ...]
+
+
+def changes_between(before: OpenChain | str | None, now: OpenChain) -> CheckpointChanges:
+    """Return what has changed since a checkpoint, or the save that is called so, which ``now`` may stand on."""
+    names = [link.manifest.name for link in now.links]
+    name = before.manifest.name if isinstance(before, OpenChain) else before
+    newest = now.newest(names.index(name)) if name in names else now
+    tables = {}
+    for entry in now.manifest.tables:
+        entries = []  # of the links that count, newest first
+        for link in newest.links:
+            if (of_link := link.manifest.table(entry.name)) is not None:
+                entries.append(of_link)
+            if of_link is None or of_link.is_whole:
+                break
+        is_replaced = bool(entries) and entries[-1].is_whole
+        deleted = sum(one.delta.deletes for one in entries if one.delta is not None)
+        rows = sum(one.own_rows for one in entries)
+        if is_replaced or rows or deleted:
+            tables[entry.name] = RowChanges(entry.name, is_replaced, rows, 0 if is_replaced else deleted, newest)
+    old, old_tables = dict[str, object](), list[str]()
+    if isinstance(before, OpenChain):
+        old = {name: tensor.content for name, tensor in before.tensors.model.items()}
+        old_tables = [table.name for table in before.manifest.tables]
+    elif name in names:
+        old_tables = [table.name for table in now.links[names.index(name)].manifest.tables]
+    new = {name: tensor.content for name, tensor in now.tensors.model.items()}
+    return CheckpointChanges(
+        tables,
+        tuple(name for name in old_tables if now.manifest.table(name) is None),
+        tuple(name for name, content in new.items() if old.get(name) != content),
+        tuple(name for name in old if name not in new),
+    )
