@@ -144,6 +144,7 @@ bench: $(STAMP)
 	$(PY) benchmarks/near.py
 	$(PY) benchmarks/eviction.py
 	$(PY) benchmarks/restart.py
+	$(PY) benchmarks/serving_store.py
 	$(PY) benchmarks/simulate_ranks.py --ranks 256 --gb 25
 
 # Each benchmark at a size whose figures say nothing, so that none of them rots; `make --jobs 2` runs two at a time.
@@ -167,6 +168,7 @@ TOY_live := --rows 5000 --rounds 1
 TOY_near := --rows 5000 --rounds 1 --hidden 16
 TOY_eviction := --look-ups 60000 --capacity 3000 --batch 1000 --rows 20000 --rounds 1 --every 20
 TOY_restart := --rows 5000 --rounds 1
+TOY_serving_store := --rows 2000 --rounds 1
 TOY_simulate_ranks := --ranks 8 --tables 4 --batches 2 --gb 0.1
 TOYS := $(filter TOY_%,$(.VARIABLES))
 bench-toy: $(TOYS)
