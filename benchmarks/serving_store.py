@@ -3,8 +3,8 @@
     python benchmarks/serving_store.py --rows 1000000 --changed 0.01
 
 A process changes rows and saves deltas in the background, and a thread of it follows the run by the store of
-``examples/serve_store.py``. A round begins when the step that is saved is over, and ends when a row of it comes back from the server; each
-has its parts: until the save was committed, and until the store had it.
+``examples/serve_store.py``. A round begins when the step that is saved is over, and ends when a row of it comes back
+from the server; each has its parts: until the save was committed, and until the store had it.
 """
 
 from __future__ import annotations
