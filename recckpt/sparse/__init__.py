@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from recckpt.sparse.sharded.collection import EmbeddingCollection
     from recckpt.sparse.sharded.table import ShardedHashTable
     from recckpt.sparse.string_ids import hash_ids
-    from recckpt.sparse.table.initializers import Constant, Normal, TruncatedNormal, Uniform
+    from recckpt.sparse.table.initializers import Constant, FromRow, Normal, TruncatedNormal, Uniform
     from recckpt.sparse.table.table import HashTable
 
 _HOMES = {
@@ -35,6 +35,7 @@ _HOMES = {
     "hash_ids": "sparse.string_ids",
     "replace_embeddings": "sparse.from_torch",
     "Constant": "sparse.table.initializers",
+    "FromRow": "sparse.table.initializers",
     "Normal": "sparse.table.initializers",
     "Uniform": "sparse.table.initializers",
     "TruncatedNormal": "sparse.table.initializers",
@@ -59,6 +60,7 @@ __all__ = [
     "hash_ids",
     "replace_embeddings",
     "Constant",
+    "FromRow",
     "Normal",
     "Uniform",
     "TruncatedNormal",

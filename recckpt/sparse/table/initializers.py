@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, Protocol, runtime_checkable
 
@@ -182,6 +182,56 @@ class TorchInitializer:
         return out
 
 
+@dataclass(frozen=True)
+class FromRow:
+    """A new row begins as the row of another id is now, such as that of its category; its slots as any.
+
+    Not for a table whose rows lie on several ranks, since the other row may be on another one.
+
+    Args:
+        fallback: that id; or a function of new ids, an int64 array, to as many others.
+        otherwise: gives the first values of ids whose fallback has no row, or is as new as they are; None for what a
+            table starts its rows with by default. In eval mode, too, an id without a row reads its constant.
+
+    Raises:
+        TypeError: an argument is neither.
+    """
+
+    fallback: int | Callable[[Int64s], npt.ArrayLike]
+    otherwise: InitializerLike | None = None
+
+    def __post_init__(self) -> None:
+        is_id = isinstance(self.fallback, Integral) and not isinstance(self.fallback, bool)
+        if not is_id and not callable(self.fallback):
+            raise TypeError(f"FromRow: found fallback={self.fallback!r}, expected an id, or a function of ids to ids")
+        if isinstance(self.otherwise, FromRow):
+            raise TypeError("FromRow: found another FromRow as otherwise: let fallback give the id that has a row")
+
+    @property
+    def unseen(self) -> float:
+        """What an id without a row reads as."""
+        return self.otherwise.unseen if isinstance(self.otherwise, Initializer) else 0.0
+
+    def values(self, ids: Int64s, seed: int, spec: SlotSpec) -> Tensor:
+        """Return what ``ids`` start with where their fallback has no row."""
+        assert isinstance(self.otherwise, Initializer)  # as ``as_initializer`` has made it
+        return self.otherwise.values(ids, seed, spec)
+
+    def fallbacks(self, ids: Int64s) -> Int64s:
+        """Return the fallback of each of ``ids``.
+
+        Raises:
+            ValueError: the function returned other than an int64 for each.
+        """
+        if not callable(self.fallback):
+            return np.full(len(ids), self.fallback, np.int64)
+        others = np.asarray(self.fallback(ids.copy()))
+        if others.dtype.kind not in "iu" or others.shape != ids.shape:
+            found = f"{others.dtype} of shape {others.shape}"
+            raise ValueError(f"FromRow: fallback returned {found}, expected an int64 for each of {len(ids)} ids")
+        return others.astype(np.int64)
+
+
 def default_initializer(dtype: torch.dtype, shape: tuple[int, ...]) -> Initializer:
     """Return what a table starts its rows with by default: a random direction of length 1 or so.
 
@@ -215,6 +265,8 @@ def as_initializer(initializer: InitializerLike | None, dtype: torch.dtype, shap
         )
     if not dtype.is_floating_point:
         raise ValueError(f"a table of {dtype} starts at a constant, found {initializer!r}: use Constant")
+    if isinstance(initializer, FromRow):
+        return replace(initializer, otherwise=as_initializer(initializer.otherwise, dtype, shape))
     return initializer if isinstance(initializer, Initializer) else TorchInitializer(initializer)
 
 

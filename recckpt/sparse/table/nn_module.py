@@ -32,7 +32,7 @@ from recckpt.sparse.table.checks import (
     refuse_export,
 )
 from recckpt.sparse.table.gradients import Gradients
-from recckpt.sparse.table.initializers import InitializerLike, as_initializer
+from recckpt.sparse.table.initializers import FromRow, InitializerLike, as_initializer
 from recckpt.sparse.table.row_store import RowStore, Take
 from recckpt.text import quoted, size
 from recckpt.text.foreign_words import write_instead
@@ -141,6 +141,8 @@ class TableModule(nn.Module):
         self.seed = xxhash.xxh3_64_intdigest(name.encode("utf-8"))
         spec = SlotSpec(EMBEDDING, dtype_name(dtype), checked_shape(embedding_shape))
         self.initializer = as_initializer(initializer, dtype, spec.shape)
+        if isinstance(self.initializer, FromRow) and self.slice != Slice(0, N_BUCKETS):
+            raise ValueError(f"table {name!r}: FromRow needs the rows of all ids, and its rows lie on several ranks")
         self.store = RowStore(checked_device(name, device))
         self.store.add_column(spec)
         self.pending_gradients = Gradients()
@@ -344,7 +346,15 @@ def first_embeddings(table: TableModule, new_ids: Int64s) -> Tensor:
         ValueError: an id lies outside the slice of the table.
     """
     check_owned(table.name, table.slice, new_ids)
-    return table.initializer.values(new_ids, table.seed, table.spec)
+    initializer = table.initializer
+    values = initializer.values(new_ids, table.seed, table.spec)
+    if isinstance(initializer, FromRow):
+        read = table.store.read
+        others, rows = table.store.look_up(
+            initializer.fallbacks(new_ids), lambda columns, at: (read(columns, at, 0), at)
+        )
+        values[torch.from_numpy(rows >= 0)] = others[torch.from_numpy(rows >= 0)].to(values.device)
+    return values
 
 
 def embedding_reader(table: TableModule) -> Take[Tensor]:

@@ -8,9 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from recckpt import Saver
+from recckpt.format.buckets import gen_slice
+from recckpt.policies import MinCount
 from recckpt.sparse.optim import SparseAdam
 from recckpt.sparse.table.initializers import (
     Constant,
+    FromRow,
     Normal,
     TruncatedNormal,
     Uniform,
@@ -282,3 +286,97 @@ def test_a_product_of_two_tables_trains_as_they_are_made():
         losses.append(loss.item())
     assert losses[0] < 1.5
     assert losses[-1] < 0.1
+
+
+def half(ids):
+    return ids // 2
+
+
+def test_a_new_row_begins_as_its_fallback_is_now_and_goes_its_own_way():
+    table = HashTable(2, name="t", initializer=FromRow(half, otherwise=Constant(9.0)))
+    optimizer = SparseAdam([table], lr=0.1)
+    table.insert(torch.tensor([5]), torch.tensor([[1.0, 2.0]]))
+    table(torch.tensor([5])).sum().backward()
+    optimizer.step()
+    now = table(torch.tensor([5])).detach()
+    assert not torch.equal(now, torch.tensor([[1.0, 2.0]]))
+    assert torch.equal(table(torch.tensor([10, 11])).detach(), now.repeat(2, 1))
+    assert table.slots["sparse_adam_exp_avg"][1:].tolist() == [[0.0, 0.0], [0.0, 0.0]]  # as of any new row
+    optimizer.zero_grad()
+    table(torch.tensor([10])).sum().backward()
+    optimizer.step()
+    assert torch.equal(table(torch.tensor([11])).detach(), now)
+    assert torch.equal(table(torch.tensor([5])).detach(), now)
+    assert not torch.equal(table(torch.tensor([10])).detach(), now)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_an_id_whose_fallback_has_no_row_or_is_as_new_begins_otherwise(dtype):
+    table = HashTable((2, 3), name="t", dtype=dtype, initializer=FromRow(half, otherwise=Constant(9.0)))
+    table.insert(torch.tensor([4]), torch.full((1, 2, 3), 0.5, dtype=dtype))
+    read = table(torch.tensor([20, 10, 8, 4])).detach()  # the fallback of 20 is new too
+    assert read[:, 0, 0].tolist() == [9.0, 9.0, 0.5, 0.5]
+    assert table.eval()(torch.tensor([1000])).unique().tolist() == [9.0]
+
+
+def test_one_fallback_for_all_and_the_default_where_it_is_not_there():
+    table, plain = HashTable(4, name="t", initializer=FromRow(-1)), HashTable(4, name="t")
+    assert torch.equal(table(torch.tensor([3])), plain(torch.tensor([3])))
+    table.insert(torch.tensor([-1]), torch.ones(1, 4))
+    assert table(torch.tensor([7])).tolist() == [[1.0] * 4]
+    assert table.eval()(torch.tensor([8])).tolist() == [[0.0] * 4]
+
+
+def test_ids_that_are_not_admitted_yet_read_their_fallback():
+    table = HashTable(2, name="t", initializer=FromRow(-1), admit=MinCount(3))
+    table.insert(torch.tensor([-1]), torch.full((1, 2), 7.0))
+    assert table(torch.tensor([5])).tolist() == [[7.0, 7.0]]
+    assert len(table) == 1
+
+
+def test_rows_that_began_as_others_are_saved_and_come_back_as_they_are(tmp_path):
+    def made():
+        table = HashTable(2, name="t", initializer=FromRow(half, otherwise=Constant(9.0)))
+        return table, Saver(nn.ModuleDict({"t": table}), output_dir=tmp_path)
+
+    table, saver = made()
+    table.insert(torch.tensor([5]), torch.tensor([[1.0, 2.0]]))
+    table(torch.tensor([10]))
+    table.insert(torch.tensor([5]), torch.tensor([[3.0, 4.0]]))
+    saver.save("c", step=1)
+    table, saver = made()
+    saver.load()
+    assert table(torch.tensor([10, 11])).tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+WRONG_FALLBACKS = {
+    "no id": (lambda: FromRow("item"), TypeError, "found fallback='item', expected an id"),
+    "another": (lambda: FromRow(1, otherwise=FromRow(2)), TypeError, "another FromRow as otherwise"),
+    "integers": (
+        lambda: HashTable(2, name="t", dtype=torch.int64, initializer=FromRow(1)),
+        ValueError,
+        "a table of torch.int64 starts at a constant",
+    ),
+    "several ranks": (
+        lambda: HashTable(2, name="t", initializer=FromRow(1), slice=gen_slice(0, 2)),
+        ValueError,
+        "FromRow needs the rows of all ids",
+    ),
+    "floats": (
+        lambda: HashTable(2, name="t", initializer=FromRow(lambda ids: ids / 2))(torch.tensor([1])),
+        ValueError,
+        r"fallback returned float64 of shape \(1,\), expected an int64 for each of 1 ids",
+    ),
+    "too few": (
+        lambda: HashTable(2, name="t", initializer=FromRow(lambda ids: ids[:1]))(torch.tensor([1, 2])),
+        ValueError,
+        r"fallback returned int64 of shape \(1,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_FALLBACKS)
+def test_a_fallback_that_cannot_be_is_refused(wrong):
+    make, kind, message = WRONG_FALLBACKS[wrong]
+    with pytest.raises(kind, match=message):
+        make()
