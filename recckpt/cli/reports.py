@@ -11,7 +11,7 @@ from pathlib import Path
 
 from recckpt.cli.arguments import A_CHECKPOINT, AN_OUTPUT_DIR, OVERDUE, argument, natural, page, threads
 from recckpt.cli.result import USAGE, CommandError, CommandResult, usage_checked
-from recckpt.errors import LoadConfError, RecckptError
+from recckpt.errors import CheckpointNotFoundError, LoadConfError, RecckptError
 from recckpt.text import one_line
 
 
@@ -69,12 +69,19 @@ ARGUMENTS = {
 
 def run_diff(args: argparse.Namespace) -> CommandResult:
     """Compare two checkpoints; like that of files, the exit code is 1 where they differ and 2 after an error."""
+    from recckpt.cli.others import diff_of_others
     from recckpt.inspect.diff import diff
     from recckpt.inspect.diff_result import lines_of, verdict
     from recckpt.storage import new_file
 
     try:
-        comparison = diff(args.before, args.after, tolerance=args.tolerance, top=args.top)
+        try:
+            comparison = diff(args.before, args.after, tolerance=args.tolerance, top=args.top)
+        except CheckpointNotFoundError:
+            of_others = diff_of_others(args.before, args.after, args.tolerance)
+            if of_others is None:
+                raise
+            comparison = of_others
         lines = list(lines_of(comparison))
         if args.out is not None:
             with new_file(args.out) as sink:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ from recckpt.errors import CheckpointNotFoundError, CheckpointRemovedError, Corr
 from recckpt.format import layout
 from recckpt.format.codec import plain
 from recckpt.format.tables import TableEntry, descriptions_of
-from recckpt.format.tensor_index import NUMPY_DTYPES
 from recckpt.text import Line, Table, cell, count, escaped, one_line, pairs, plural, section, size
 
 if TYPE_CHECKING:
@@ -65,23 +63,18 @@ def run_show(args: argparse.Namespace) -> CommandResult:
 
 
 def _of_others(path: str) -> CommandResult | None:
-    """Describe what another program saved, by what an import would read; None where it is no checkpoint of one."""
-    from recckpt.convert.formats import open_source
-    from recckpt.convert.source import ImportOptions
-    from recckpt.convert.source_files import SourceFiles
-    from recckpt.output_dir.index_file import is_of_recis, of_others
-    from recckpt.storage import open_storage
+    """Describe what another program saved; None where it is no checkpoint of one."""
+    from recckpt.cli.others import contents_at, n_bytes_of
 
-    storage = open_storage(path)
-    if of_others(storage) is None and not is_of_recis(storage):
+    contents = contents_at(path)
+    if contents is None:
         return None
-    contents = open_source(SourceFiles(path), None, ImportOptions()).contents
     tables = [_described(table.name, table.n_rows, table.row_bytes, table.slots) for table in contents.tables]
-    tensors = []
-    for one in contents.dense:
-        n_bytes = math.prod(one.shape) * NUMPY_DTYPES[one.dtype].itemsize
-        tensors.append({"name": one.name, "dtype": one.dtype, "shape": list(one.shape), "bytes": n_bytes})
-    facts = {"url": storage.url, "format": contents.format, "step": contents.step}
+    tensors = [
+        {"name": one.name, "dtype": one.dtype, "shape": list(one.shape), "bytes": n_bytes_of(one)}
+        for one in contents.dense
+    ]
+    facts = {"url": path, "format": contents.format, "step": contents.step}
     left = [{"name": one.name, "reason": one.reason} for one in contents.left_out]
     of_tables = [(escaped(t["name"]), count(t["rows"]), size(t["bytes"]), _slots(t["slots"])) for t in tables]
     lines = list[Line](pairs([(name, "-" if value is None else escaped(str(value))) for name, value in facts.items()]))

@@ -19,7 +19,7 @@ from recckpt.format.manifest import FileEntry
 from recckpt.format.tables import descriptions_of
 from recckpt.inspect.diff_result import CheckpointDiff, Side, Status, TableDiff, ValueDiff
 from recckpt.inspect.diff_tables import compare_table, slots_of
-from recckpt.inspect.diff_tensors import compare_tensors
+from recckpt.inspect.diff_tensors import comparable, compare_tensors
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.open_files import first_whole
 from recckpt.parallel.threads import run_all
@@ -92,7 +92,8 @@ def diff(
         run_all(lambda pair: _check(*pair, progress.advance), files, threads)
         compare = partial(compare_table, tolerance=tolerance, top=top, threads=threads, advance=progress.advance)
         tables = tuple(_tables(one, other, compare))
-        tensors = tuple(compare_tensors(one.tensors, other.tensors, tolerance, progress.advance))
+        dense = [comparable(side.tensors) for side in sides]
+        tensors = tuple(compare_tensors(dense[0], dense[1], tolerance, progress.advance))
     values = tuple(_compare_values(one, other, *groups))
     return CheckpointDiff(_side(one), _side(other), float(tolerance), tables, tensors, values)
 

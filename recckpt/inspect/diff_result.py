@@ -188,7 +188,8 @@ def lines_of(diff: CheckpointDiff) -> list[Line]:
 def verdict(diff: CheckpointDiff) -> str:
     """Return the last line: whether the two are equal, and how many things differ."""
     if diff.is_equal:
-        return f"equal: {plural(len(diff.tables), 'table')}, {plural(len(diff.tensors), 'tensor')} and all else"
+        else_too = " and all else" if diff.values else ""
+        return f"equal: {plural(len(diff.tables), 'table')}, {plural(len(diff.tensors), 'tensor')}{else_too}"
     longer = {"training state": ("value", " of the training state"), "extra of ranks": ("extra", " of ranks")}
     words = ((n, *longer.get(what, (what, ""))) for what, n in diff.differing.items())
     return "different: " + ", ".join(plural(n, one) + of for n, one, of in words)

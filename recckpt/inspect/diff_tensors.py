@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,32 +19,59 @@ _SLAB_BYTES = 4 << 20  # read at once; more where a single row of a tensor has m
 Array = npt.NDArray[Any]
 
 
+class Comparable(NamedTuple):
+    """A tensor that can be compared, whoever saved it.
+
+    Attributes:
+        of: whose it is: ``"model"`` or ``"extra"``.
+        read: returns some rows as numbers, and of dtypes that numpy lacks, but for bfloat16, their bits.
+    """
+
+    of: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[int, int], Array]
+
+    @property
+    def kind(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * NUMPY_DTYPES[self.dtype].itemsize
+
+
+def comparable(dense: DenseTensors) -> list[Comparable]:
+    """Return the dense tensors of a checkpoint, of the model and of registered objects that are sharded."""
+    return [
+        Comparable(one.of, one.name, one.dtype, one.shape, partial(_numbers, dense, one))
+        for one in dense.tensors.values()
+    ]
+
+
 def compare_tensors(
-    before: DenseTensors, after: DenseTensors, tolerance: float, advance: Callable[[int], object]
+    before: Iterable[Comparable], after: Iterable[Comparable], tolerance: float, advance: Callable[[int], object]
 ) -> Iterator[TensorDiff]:
-    """Yield what became of each dense tensor, of the model and of registered objects that are sharded.
+    """Yield what became of each dense tensor.
 
     Raises:
         CorruptCheckpointError: bytes are not those that were saved.
     """
-    for key in {**before.tensors, **after.tensors}:
-        one, other = before.tensors.get(key), after.tensors.get(key)
+    old, new = ({(each.of, each.name): each for each in side} for side in (before, after))
+    for key in {**old, **new}:
+        one, other = old.get(key), new.get(key)
         if one is None or other is None:
-            yield TensorDiff(key[1], key[0], "added" if one is None else "gone", _kind(one), _kind(other))
+            kinds = None if one is None else one.kind, None if other is None else other.kind
+            yield TensorDiff(key[1], key[0], "added" if one is None else "gone", *kinds)
         elif one.shape != other.shape:
-            yield TensorDiff(key[1], key[0], "changed", _kind(one), _kind(other))
+            yield TensorDiff(key[1], key[0], "changed", one.kind, other.kind)
         else:
-            yield _compared(before, one, after, other, tolerance)
+            yield _compared(one, other, tolerance)
         advance(sum(side.nbytes for side in (one, other) if side is not None))
 
 
-def _kind(tensor: StoredTensor | None) -> str | None:
-    return None if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
-
-
-def _compared(
-    before: DenseTensors, one: StoredTensor, after: DenseTensors, other: StoredTensor, tolerance: float
-) -> TensorDiff:
+def _compared(one: Comparable, other: Comparable, tolerance: float) -> TensorDiff:
     moved = size = 0.0  # squared
     largest = 0.0
     at: tuple[int, ...] | None = None  # of the largest difference
@@ -51,7 +79,7 @@ def _compared(
     step_rows = max(1, _SLAB_BYTES * n_rows // max(1, one.nbytes))
     for begin in range(0, n_rows if math.prod(one.shape) else 0, step_rows):
         end = min(begin + step_rows, n_rows)
-        values, others = _numbers(before, one, begin, end), _numbers(after, other, begin, end)
+        values, others = one.read(begin, end), other.read(begin, end)
         with np.errstate(all="ignore"):
             same, step = _steps(values, others)
             stays = same & ~np.isfinite(values)  # such as the -inf of a mask, beside which all else would be nothing
@@ -67,7 +95,7 @@ def _compared(
             at = (where[0] + begin, *where[1:]) if one.shape else ()
     is_near = largest <= tolerance if tolerance > 0 and _is_number(one.dtype) else at is None
     status: Status = "same" if is_near and one.dtype == other.dtype else "changed"
-    known = (one.name, one.of, status, _kind(one), _kind(other))
+    known = (one.name, one.of, status, one.kind, other.kind)
     if at is None:
         return TensorDiff(*known, 0.0, 0.0)
     if not (_is_number(one.dtype) and _is_number(other.dtype)):

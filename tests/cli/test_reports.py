@@ -10,7 +10,9 @@ from support import warm_python
 from support.builders import Run
 from support.forge import filled, save_tables
 from support.pages import HOSTILE, harmless_text
+from torch import nn
 
+from recckpt import Saver
 from recckpt.storage import open_storage
 
 
@@ -177,3 +179,26 @@ def test_rows_of_one_value_have_no_cosine(recckpt, tmp_path):
     saved(tmp_path / "b", after)
     answer = recckpt("diff", tmp_path / "a", tmp_path / "b")
     assert ["bias", "1", "2", "-"] in answer.lines
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_diff_compares_the_dense_tensors_of_other_programs_by_name_with_ours(recckpt, tmp_path, prefix):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    with Saver(model, output_dir=tmp_path / "run") as saver:
+        saver.save("c", step=3)
+    path = tmp_path / "model.pt"
+    torch.save({f"{prefix}{name}": value for name, value in model.state_dict().items()}, path)
+    answer = recckpt("diff", tmp_path / "run", path)
+    assert (answer.code, answer.out.splitlines()[-1]) == (0, "equal: 0 tables, 4 tensors")
+    with torch.no_grad():
+        model[1].weight[0, 2] += 0.5
+    changed = {f"{prefix}{name}": value for name, value in model.state_dict().items()} | {"other": torch.tensor(2.0)}
+    torch.save(changed, path)
+    answer = recckpt("diff", tmp_path / "run", path, "--json")
+    tensors = {one["name"]: (one["status"], one["largest"], one["at"]) for one in answer.json["tensors"]}
+    assert answer.code == 1
+    assert tensors["1.weight"] == ("changed", pytest.approx(0.5), [0, 2])
+    assert (tensors["other"][0], tensors["0.weight"][0]) == ("added", "same")
+    answer = recckpt("diff", tmp_path / "nothing", path)
+    assert (answer.code, answer.out) == (2, "")
+    assert "nothing: does not exist" in answer.err
