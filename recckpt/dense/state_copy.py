@@ -24,6 +24,7 @@ _LARGE_INT = 1 << 64
 _CONTAINERS = (list, tuple, set)
 _HOLDERS = frozenset((*MAPPINGS, *_CONTAINERS))
 _USUAL = frozenset({type(None), bool, float, str, int})
+_HOLDS_NONE = _USUAL | {bytes, complex}  # no tensor is in these
 _AS_IT_IS = frozenset({type(None), bool, float, str})
 Place = tuple[Any, ...]
 Copy = Callable[[Place, Any], Any]
@@ -113,8 +114,10 @@ def _portable_container(name: str | None, value: Any, layout: torch.memory_forma
 
 def are_plain(values: Collection[Any]) -> bool:
     """Say whether all values are of the most usual kinds, which are portable as they are."""
-    is_usual = _USUAL.issuperset(map(type, values))
-    return is_usual and not [one for one in values if type(one) is int and not -_LARGE_INT < one < _LARGE_INT]
+    kinds = set(map(type, values))
+    if int not in kinds:
+        return kinds <= _USUAL
+    return kinds <= _USUAL and not [one for one in values if type(one) is int and not -_LARGE_INT < one < _LARGE_INT]
 
 
 def _portable_key(name: str | None, key: Any) -> Any:
@@ -214,12 +217,12 @@ def _with_replaced(place: Place, value: Any, of: Callable[[Place, Tensor], Tenso
     kind = type(value)
     if kind in _HOLDERS:
         is_mapping = kind in MAPPINGS
-        if _USUAL.issuperset(map(type, value.values() if is_mapping else value)):
+        if _HOLDS_NONE.issuperset(map(type, value.values() if is_mapping else value)):
             return value  # of which portable() makes a copy
         others = {
             key: other
             for key, item in (value.items() if is_mapping else enumerate(value))
-            if type(item) not in _USUAL and (other := _with_replaced((*place, key), item, of)) is not item
+            if type(item) not in _HOLDS_NONE and (other := _with_replaced((*place, key), item, of)) is not item
         }
         if not others:
             return value
