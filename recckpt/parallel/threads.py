@@ -435,8 +435,9 @@ class _Collector:
         """Let it run once in 100,000 new objects at most, until the end of the block.
 
         A load of 10,000 tables makes a million objects, none of them garbage, and the collector walks over them again
-        and again: a fifth of the load. It is not turned off: other threads may serve or train for as long as a load
-        takes. A threshold that is higher already stays, and so does a collector that is off. Blocks may overlap.
+        and again: a fifth of the load; of a save it may double the pause. It is not turned off: other threads may serve
+        or train for as long as a load takes. A threshold that is higher already stays, and so does a collector that is
+        off. Blocks may overlap.
         """
         with self._lock:
             self._n_running += 1

@@ -17,6 +17,7 @@ from recckpt.live.columns import join_columns
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.commit import begin
 from recckpt.parallel.ranks import Ranks
+from recckpt.parallel.threads import collected_rarely
 from recckpt.save.background import SaveHandle, SaveRunner
 from recckpt.save.commit import commit, head_of, rotate
 from recckpt.save.decide import Phase, SavePlan, decide
@@ -86,7 +87,7 @@ def save(live: Live, job: Job, to: Destination, runner: SaveRunner) -> SaveHandl
         SaveFailedError: that of another cannot, or a rank is missing, or the ranks are not at the same save.
     """
     handle, ranks = SaveHandle(job.info), job.ranks
-    with job.span, ExitStack() as closed_on_error:
+    with job.span, collected_rarely(), ExitStack() as closed_on_error:
         for guest in to.guests:
             with failure_reported(job, to):
                 guest.hold_together(ranks, partial(to.fence.hold_once, is_resumed=job.is_resumed))
@@ -130,7 +131,7 @@ def write_and_commit(staged: Staged, plan: SavePlan, job: Job, to: Destination) 
         WriterFencedError: another writer has taken the output dir over.
     """
     info, ranks = job.info, job.ranks
-    with job.span, failure_reported(job, to), closing(staged):
+    with job.span, collected_rarely(), failure_reported(job, to), closing(staged):
         attempt = Attempt(to.storage, *ranks.on_first(lambda: _begin(staged, job, to)))
         with attempt.abandoned_on_error(lambda error: _is_idle(error, ranks)):
             if ranks.rank:  # which may not learn what becomes of the save from now on

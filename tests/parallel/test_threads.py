@@ -409,19 +409,22 @@ def test_a_threshold_that_a_program_sets_meanwhile_stays(thresholds):
     assert gc.get_threshold() == (900, 9, 9)
 
 
-def test_the_garbage_collector_runs_rarely_during_a_load(thresholds, tmp_path):
-    class Looks(dict):
+def test_the_garbage_collector_runs_rarely_during_a_save_and_a_load(thresholds, tmp_path):
+    seen = []
+
+    class Looks:
         def load_state_dict(self, state):
-            self.seen = gc.get_threshold()
+            seen.append(gc.get_threshold())
 
         def state_dict(self):
+            seen.append(gc.get_threshold())
             return {}
 
     gc.set_threshold(700, 10, 10)
-    looks = Looks()
     with Saver(nn.Linear(1, 1), output_dir=tmp_path) as saver:
-        saver.register_for_checkpointing("looks", looks)
-        saver.save("c", step=1)
+        saver.register_for_checkpointing("looks", Looks())
+        saver.save_async("c", step=1).wait()
+        assert gc.get_threshold() == (700, 10, 10)
         saver.load()
-    assert looks.seen == (100_000, 10, 10)
+    assert seen == [(100_000, 10, 10)] * 2
     assert gc.get_threshold() == (700, 10, 10)
