@@ -60,10 +60,6 @@ class Run:
                 f"{example!r}"
             ) from None
 
-    def step_of(self, ckpt_id: str) -> int | None:
-        """Return the step of a checkpoint that :meth:`id_of` names, None for any other id."""
-        return layout.step_of_id(ckpt_id, self.step_prefix)
-
     def checked_step(self, step: Any) -> int:
         """Return the step that the run is to be at, None being where it is.
 

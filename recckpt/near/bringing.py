@@ -166,9 +166,6 @@ class Bringing:
         ]
         return cls(places, moves)
 
-    def brings_to(self, rank: int) -> bool:
-        return any(each.receiver == rank for each in self.moves)
-
     def shortage(self) -> OSError | None:
         """Return why it is not begun, where a host has no room for what comes to it."""
         for rank, place in enumerate(self.places):

@@ -53,16 +53,6 @@ def skipped(
     return saves
 
 
-def log_where_others_are(storage: Storage, path: str) -> None:
-    """Log that no host here has near saves of an output dir, where hosts are noted in it; not worth an error."""
-    host, n_hosts = None, 0
-    with suppress(OSError):
-        host, n_hosts = one_of_the_hosts(storage)
-    if host is not None:
-        others = f" and on {plural(n_hosts - 1, 'other host')}" if n_hosts > 1 else ""
-        log.info("no near save in %s; there have been some on %s%s", path, host.shown, others)
-
-
 class NearFinder:
     """Finds what a restore may take. All methods are collective, but for :meth:`here`; not thread-safe.
 
@@ -104,7 +94,13 @@ class NearFinder:
             except CheckpointRemovedError as error:
                 log.info("%s; looking again", error)
             else:
-                self._log_skipped(whole)
+                # What is lost, once, and what can be restored in its place.
+                restored = whole[0].ckpt_id if whole else "nothing"
+                for save, reason in self._skipped:
+                    if save.directory not in self._logged:
+                        self._logged.add(save.directory)
+                        name, step = save.manifest.save_id, save.manifest.step
+                        log.warning("near save %s of step %s is passed over for %s: %s", name, step, restored, reason)
                 return whole
         log.warning(
             "%s: near saves there are passed over, since they are removed meanwhile: the process that makes them is "
@@ -125,17 +121,13 @@ class NearFinder:
         candidates = merged(checkpoints, counted)
         self._skipped = skipped(seen_saves, near_list, candidates)
         if checkpoints and not seen_saves:
-            log_where_others_are(self._storage, self._dir.path)
+            host, n_hosts = None, 0
+            with suppress(OSError):
+                host, n_hosts = one_of_the_hosts(self._storage)
+            if host is not None:
+                others = f" and on {plural(n_hosts - 1, 'other host')}" if n_hosts > 1 else ""
+                log.info("no near save in %s; there have been some on %s%s", self._dir.path, host.shown, others)
         return candidates
-
-    def _log_skipped(self, whole: Sequence[Checkpoint]) -> None:
-        """Log what is lost, once, and what can be restored in its place."""
-        restored = whole[0].ckpt_id if whole else "nothing"
-        for save, reason in self._skipped:
-            if save.directory not in self._logged:
-                self._logged.add(save.directory)
-                name, step = save.manifest.save_id, save.manifest.step
-                log.warning("near save %s of step %s is passed over for %s: %s", name, step, restored, reason)
 
     def here(self, candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
         """Return candidates of rank 0 as this rank sees them, whose near dir may be another. Not collective."""
@@ -186,7 +178,7 @@ class NearFinder:
         shortage = bringing.shortage()
         if shortage is not None or not bringing.moves:
             return shortage
-        is_taking = bringing.brings_to(ranks.rank)
+        is_taking = any(each.receiver == ranks.rank for each in bringing.moves)
         if is_taking:
             self._note(save)
         failures = ranks.in_meetings(lambda meetings: move(meetings, self._dir.storage, save.directory, bringing.moves))

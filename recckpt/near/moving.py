@@ -173,7 +173,7 @@ class Outgoing:
         if self.failure is None and len(parcel) > n_bytes:
             self.close()  # files are many, so few are open at a time
             at = begin + n_bytes - self._n_bytes
-            parcel[n_bytes:] = _as_parcel(self._hash.digest())[at : at + len(parcel) - n_bytes]
+            parcel[n_bytes:] = np.frombuffer(self._hash.digest(), np.uint8)[at : at + len(parcel) - n_bytes]
 
     def close(self) -> None:
         file, self._file = self._file, None
@@ -189,7 +189,7 @@ class Outgoing:
             if not data:
                 raise OSError(f"{self._path}: found {self._n_read} bytes, expected {self._n_bytes}")
             self._hash.update(data)
-            parcel[at : at + len(data)] = _as_parcel(data)
+            parcel[at : at + len(data)] = np.frombuffer(data, np.uint8)
             at += len(data)
             self._n_read += len(data)
 
@@ -246,10 +246,6 @@ class Incoming:
     def discard(self) -> None:
         if self._draft is not None:
             self._draft.discard()
-
-
-def _as_parcel(data: bytes) -> Parcel:
-    return np.frombuffer(data, np.uint8)
 
 
 @dataclass(frozen=True)

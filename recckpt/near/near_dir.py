@@ -129,14 +129,6 @@ class NearDir:
             return self._host()
         return None
 
-    def host_seen(self) -> HostSeen:
-        """Return what tells ranks of this host from all others; OSError as of :meth:`host`.
-
-        That is its id and the file that has it, since a near dir that was copied from another host has its id too.
-        """
-        host, file = self.host(), Path(self.storage.url_of(near_seal.NEAR_HOST)).stat()
-        return host, file.st_ino, file.st_ctime_ns
-
     def _host(self) -> str:
         host = self.storage.read(near_seal.NEAR_HOST, _HOST_BYTES).decode("ascii", "replace")
         if not near_seal.is_host(host):

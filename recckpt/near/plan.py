@@ -122,12 +122,12 @@ def decide_near(stand: NearStand | None, copies: int | None, proposals: Sequence
     hosts = tuple(each.host for each in proposals)
     n_copies = min(1 if copies is None else copies, len(set(hosts)) - 1)
     shared = zip(saves, writers(hosts, n_copies), strict=True)
-    plan = decide([_in_room_of(save, here) for save, here in shared])
+    plan = decide(
+        [
+            save if save.room is None else replace(save, room=replace(save.room, ranks=here, remedy=_REMEDY))
+            for save, here in shared
+        ]
+    )
     if stand is None or plan.refusal is not None:
         return NearPlan(plan, None, is_saving)
     return NearPlan(plan, BegunNear(stand.intent, stand.cut, stand.seq, hosts, n_copies), is_saving)
-
-
-def _in_room_of(save: Proposal, ranks: frozenset[int]) -> Proposal:
-    """Return a proposal whose room, on its host, is taken by the files of some ranks."""
-    return save if save.room is None else replace(save, room=replace(save.room, ranks=ranks, remedy=_REMEDY))

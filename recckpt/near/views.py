@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from recckpt.format import layout, near_seal
@@ -72,7 +73,9 @@ def is_complete(save: Checkpoint, files: Collection[str]) -> bool:
 def host_of(near_dir: NearDir) -> HostSeen | None:
     """Return what this host is known by, None where its near dir cannot be used; that is logged."""
     try:
-        return near_dir.host_seen()
+        # Its id and the file that has it: a near dir that was copied from another host has its id too.
+        host, file = near_dir.host(), Path(near_dir.storage.url_of(near_seal.NEAR_HOST)).stat()
+        return host, file.st_ino, file.st_ctime_ns
     except OSError as error:
         log.warning("%s: near saves there are passed over: %s", near_dir.storage.url, error)
         return None
@@ -145,7 +148,11 @@ def near_saves_here(near_dir: NearDir) -> Iterator[NearHere]:
         if save is not None:
             seal = near_seal.decode(sealed.seal, sealed.directory)
             missing = {file.name for file in save.manifest.files} - sealed.files
-            yield _as_seen(save, seal, missing, host)
+            n_shards = len(save.manifest.shards)
+            shard_of = _shards_of([file.name for file in save.manifest.files], n_shards)
+            lacking = {shard_of[name] for name in missing}
+            away = {number for number in range(n_shards) if {*_holders(seal, number)} - {host}}
+            yield NearHere(save, n_shards, n_shards - len(lacking), not lacking <= away, len(away) == n_shards)
 
 
 def counting_here(storage: Storage, listing: Listing, near: Near) -> list[NearHere]:
@@ -161,14 +168,6 @@ def counting_here(storage: Storage, listing: Listing, near: Near) -> list[NearHe
     near_list = last_takeover(storage).near  # rule *list_read_last*
     saves = counting([each.save for each in here.values()], listing, near_list)
     return [replace(here[save.directory], save=save) for save in saves]
-
-
-def _as_seen(save: Checkpoint, seal: NearSeal, missing: set[str], host: str | None) -> NearHere:
-    n_shards = len(save.manifest.shards)
-    shard_of = _shards_of([file.name for file in save.manifest.files], n_shards)
-    lacking = {shard_of[name] for name in missing}
-    away = {number for number in range(n_shards) if {*_holders(seal, number)} - {host}}
-    return NearHere(save, n_shards, n_shards - len(lacking), not lacking <= away, len(away) == n_shards)
 
 
 def _holders(seal: NearSeal, shard: int) -> Iterator[str]:
