@@ -75,20 +75,13 @@ class SourceTable:
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """A tensor that a source has: its values are read when they are asked for, dtypes that numpy lacks as bits.
+    """A tensor that a source has: its values are read when they are asked for, dtypes that numpy lacks as bits."""
 
-    Attributes:
-        name: in the source.
-        dtype: a name of :data:`recckpt.format.tensor_index.NUMPY_DTYPES`.
-        shape: of all of it.
-        same: equal for tensors that are the same one in memory (tied).
-        read: returns rows [begin, end) of the first dimension; of a scalar, read(0, 1) has shape (1,).
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    same: Hashable
+    name: str  # in the source
+    dtype: str  # a name of :data:`recckpt.format.tensor_index.NUMPY_DTYPES`
+    shape: tuple[int, ...]  # of all of it
+    same: Hashable  # equal for tensors that are the same one in memory (tied)
+    # returns rows [begin, end) of the first dimension; of a scalar, read(0, 1) has shape (1,)
     read: Callable[[int, int], Array]
 
     def whole(self) -> Array:
@@ -135,15 +128,11 @@ class SourceContents:
 
 @dataclass(frozen=True)
 class ImportSource:
-    """An open source; everything about it that can be checked without reading its rows has been.
+    """An open source; everything about it that can be checked without reading its rows has been."""
 
-    Attributes:
-        contents: what it holds.
-        rows: yields all rows of a table, in any order, some megabytes at a time; each file is closed once it is read.
-            ConversionError where a value is not what the source says.
-    """
-
-    contents: SourceContents
+    contents: SourceContents  # what it holds
+    # yields all rows of a table, in any order, some megabytes at a time; each file is closed once it is read.
+    # ConversionError where a value is not what the source says.
     rows: Callable[[SourceTable], Iterator[SourceRows]]
 
 

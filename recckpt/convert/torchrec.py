@@ -56,19 +56,12 @@ _Tensors = Mapping[str, SourceTensor]
 
 @dataclass(frozen=True)
 class PlacedIds:
-    """The id of each place of a matrix.
+    """The id of each place of a matrix."""
 
-    Attributes:
-        n_places: rows of the matrix.
-        ids: None for the places themselves.
-        has_free: whether places may have no id.
-        counters: slot -> what ZCH keeps of each place that has an id.
-    """
-
-    n_places: int
-    ids: Int64s | None = None
-    has_free: bool = False
-    counters: Mapping[str, Int64s] = field(default_factory=dict)
+    n_places: int  # rows of the matrix
+    ids: Int64s | None = None  # None for the places themselves
+    has_free: bool = False  # whether places may have no id
+    counters: Mapping[str, Int64s] = field(default_factory=dict)  # slot -> what ZCH keeps of each place that has an id
 
     @property
     def n_rows(self) -> int:

@@ -60,7 +60,10 @@ def read_parts(look: Checkup, files: Files, clock: Clock, threads: int, advance:
     of_catalogs = {layout.join(look.directory, name) for name in catalogs}
     for error in look.errors:
         if error.path in of_catalogs:
-            return [_unread(table, error) for table in look.record.tables]
+            return [
+                TableHealth(table.name, table.rows, table.row_bytes, damage=(damage_text(error),))
+                for table in look.record.tables
+            ]
     counts = {table.name: RowCounts(table, clock) for table in look.record.tables}
     results = run_all(partial(_read_part, files, clock, advance), tasks, threads)
     look.take_parts(checked for checked, _ in results)
@@ -112,7 +115,7 @@ def read_chain(opened: OpenChain, clock: Clock, threads: int, advance: Advance) 
             check_count(chain[0], first.n_rows)
             damage = _frame_damage(chain, frames)
         except (CorruptCheckpointError, OSError) as error:
-            yield _unread(table, error)
+            yield TableHealth(table.name, table.rows, table.row_bytes, damage=(damage_text(error),))
         else:
             yield first.result(damage)
 
@@ -149,10 +152,6 @@ def _read_slice(
             piece.end()
             advance(len(rows) * entry.row_bytes)
     return counts
-
-
-def _unread(table: TableEntry, error: Exception) -> TableHealth:
-    return TableHealth(table.name, table.rows, table.row_bytes, damage=(damage_text(error),))
 
 
 class RowCounts:

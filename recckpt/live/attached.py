@@ -72,21 +72,13 @@ class FoundTable:
 
 @dataclass(frozen=True)
 class Candidate:
-    """What may become a live table.
+    """What may become a live table."""
 
-    Attributes:
-        path: of its module, by which ``names`` and ``exclude`` mean it.
-        name: of the table, where ``names`` gives no other.
-        n_rows: that it has over all ranks.
-        make: makes the table of this name; raises LiveTableError where it is to stay dense.
-        together: path of the module whose tables are one tensor, so that all of them are live, or none.
-    """
-
-    path: str
-    name: str
-    n_rows: int
-    make: Callable[[str], FoundTable]
-    together: str | None = None
+    path: str  # of its module, by which ``names`` and ``exclude`` mean it
+    name: str  # of the table, where ``names`` gives no other
+    n_rows: int  # that it has over all ranks
+    make: Callable[[str], FoundTable]  # makes the table of this name; raises LiveTableError where it is to stay dense
+    together: str | None = None  # path of the module whose tables are one tensor, so that all of them are live, or none
 
 
 def with_marks(tables: Sequence[FoundTable], marks: str | Mapping[str, str]) -> list[FoundTable]:
@@ -135,12 +127,18 @@ class LiveTarget(LoadTarget):
         return None if has_row.all() else np.flatnonzero(has_row)
 
     def check_ids(self, least: int, greatest: int) -> None:
-        """Refuse a checkpoint with ids in this range if there is no row of the first or the last.
+        """Refuse a checkpoint with ids from ``least`` to ``greatest`` if one of them has no row on any rank.
 
         Raises:
             LiveTableError: there is none.
         """
-        self._attached.check_ids(least, greatest)
+        n_rows = self._attached.live.n_rows
+        if least < 0 or greatest >= n_rows:
+            raise LiveTableError(
+                f"table {self.table.name!r}: found ids from {least} to {greatest}, expected ids from 0 to "
+                f"{n_rows - 1}: make the table larger, or drop those without a row by 'on_mismatch': 'resize' in "
+                "load_conf"
+            )
 
     def clear(self) -> None:
         """Keep the rows: they are all written, or stay."""
@@ -306,19 +304,6 @@ class AttachedTable:
             LiveTableError: there is no such row on this rank.
         """
         self.rows.write(ids.numpy() - self.rows.box.rows[0], values)
-
-    def check_ids(self, least: int, greatest: int) -> None:
-        """Refuse a checkpoint with ids from ``least`` to ``greatest`` if one of them has no row on any rank.
-
-        Raises:
-            LiveTableError: there is none.
-        """
-        n_rows = self.live.n_rows
-        if least < 0 or greatest >= n_rows:
-            raise LiveTableError(
-                f"table {self.name!r}: found ids from {least} to {greatest}, expected ids from 0 to {n_rows - 1}: make "
-                "the table larger, or drop those without a row by 'on_mismatch': 'resize' in load_conf"
-            )
 
     def clear(self) -> None:
         """Refuse: the rows of a live table are as many as its owner has made."""

@@ -74,7 +74,12 @@ def attached(
 
     ``saver`` and ``manager`` have their options already; the log names those that ``attach`` has defaults for.
     """
-    wrong, own = _about_options(manager.keywords), arguments.check_parts(model, None)
+    wrong = list[str]()
+    try:
+        ManagerOptions(**{field.name: manager.keywords[field.name] for field in fields(ManagerOptions)})
+    except (TypeError, ValueError) as error:
+        wrong.append(str(error))
+    own = arguments.check_parts(model, None)
     parts = list(_parts(_items("optimizers", optimizers), wrong))
     sparse = [part for part in parts if isinstance(updater(part.obj), SparseOptimizer)]
     dense = _renamed((part for part in parts if part not in sparse), "dense_optim")
@@ -103,15 +108,6 @@ def attached(
         how = ", ".join(_how({**saver.keywords, **manager.keywords}))
         log.info("%s: saves %s; %s", made.output_dir, what, how)
     return run
-
-
-def _about_options(options: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with the options of a manager."""
-    try:
-        ManagerOptions(**{field.name: options[field.name] for field in fields(ManagerOptions)})
-    except (TypeError, ValueError) as error:
-        return [str(error)]
-    return []
 
 
 def _saved(

@@ -123,7 +123,6 @@ class Run:
         self.event_time = max((time for time in (self.event_time, *times) if time is not None), default=None)
 
     def moment(self, metrics: Mapping[str, float] | None = None, ends: Ends = "step") -> Moment:
-        """Return where the run is now."""
         counts = {"windows": self.windows, "epochs": self.epochs}
         return Moment(self.global_step, monotonic(), self.event_time, metrics or {}, **counts, ends=ends)
 

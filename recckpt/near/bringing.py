@@ -12,7 +12,6 @@ from recckpt.dense.tensors import check_file
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, RecckptError
 from recckpt.format import layout
 from recckpt.format.catalog import Part
-from recckpt.format.manifest import FileEntry
 from recckpt.near.moving import Move
 from recckpt.near.near_dir import HostSeen, NearDir
 from recckpt.near.views import host_of
@@ -29,17 +28,11 @@ _REMOVED = "the process that makes near saves there is probably alive: end it be
 
 @dataclass(frozen=True)
 class WholeFiles:
-    """What a host has of a near save.
+    """What a host has of a near save."""
 
-    Attributes:
-        rank: the first rank there.
-        names: the files that are whole.
-        errors: what is wrong with others.
-    """
-
-    rank: int
-    names: frozenset[str]
-    errors: tuple[Exception, ...] = ()
+    rank: int  # the first rank there
+    names: frozenset[str]  # the files that are whole
+    errors: tuple[Exception, ...] = ()  # what is wrong with others
 
 
 def whole_files(save: Checkpoint, names: Collection[str], concurrency: int, rank: int) -> WholeFiles:
@@ -72,7 +65,12 @@ def whole_files(save: Checkpoint, names: Collection[str], concurrency: int, rank
     catalogs = {shard.catalog for shard in save.manifest.shards}
     for file in save.manifest.files:
         if file.name in names and file.name not in catalogs and not layout.is_part(file.name):
-            note(file.name, list(_problems(link, file)))
+            problems = list[Exception]()
+            try:  # all checksums, of which nothing else matters here
+                problems += check_file(link.files, save.directory, file, index=None, advance=lambda _: None)
+            except (RecckptError, OSError) as error:
+                problems.append(error)
+            note(file.name, problems)
     return WholeFiles(rank, frozenset(whole), tuple(_of_near_save(save, save.near_dir, error) for error in errors))
 
 
@@ -85,13 +83,6 @@ def _of_near_save(save: Checkpoint, near_dir: Storage, error: Exception) -> Exce
     if isinstance(error, CheckpointRemovedError):
         return CheckpointRemovedError(f"{host}:{near_dir.url_of(save.directory)}", remedy=_REMOVED)
     return error
-
-
-def _problems(link: OpenLink, file: FileEntry) -> Iterator[Exception]:
-    try:
-        yield from check_file(link.files, link.directory, file, index=None, advance=_unseen)
-    except (RecckptError, OSError) as error:
-        yield error
 
 
 def lacking(save: Checkpoint, of_hosts: Iterable[WholeFiles]) -> Exception | None:
@@ -110,10 +101,6 @@ def lacking(save: Checkpoint, of_hosts: Iterable[WholeFiles]) -> Exception | Non
         return errors[0]
     path, expected = layout.join(save.directory, missing.name), f"{missing.n_bytes} bytes"
     return CorruptCheckpointError(path, "", found="on no host that is here", expected=expected, remedy=_DAMAGED)
-
-
-def _unseen(*_: object) -> None:
-    """Do nothing with what is read: its checksums are all that matters here."""
 
 
 @dataclass(frozen=True)
@@ -143,20 +130,20 @@ class Place:
 
 @dataclass(frozen=True)
 class Bringing:
-    """The files of a near save that hosts lack and their ranks read, as all ranks know of them.
+    """The files of a near save that hosts lack and their ranks read, as all ranks know of them."""
 
-    Attributes:
-        places: of all ranks.
-        moves: of the files, each to the first rank of a host.
-    """
-
-    places: Sequence[Place]
-    moves: Sequence[Move]
+    places: Sequence[Place]  # of all ranks
+    moves: Sequence[Move]  # of the files, each to the first rank of a host
 
     @classmethod
     def of(cls, save: Checkpoint, places: Sequence[Place], of_hosts: Sequence[WholeFiles]) -> Bringing:
         """Return what is to be brought, of what hosts have whole; pure."""
-        lacks = _lacks(places, of_hosts)
+        # What each host lacks of what its ranks read, by its first rank.
+        first, lacks = dict[HostSeen | None, int](), dict[int, frozenset[str]]()
+        whole = {host.rank: host.names for host in of_hosts}
+        for rank, place in enumerate(places):
+            receiver = first.setdefault(place.host, rank)
+            lacks[receiver] = lacks.get(receiver, frozenset()) | place.needed - whole.get(receiver, frozenset())
         moves = [
             Move(file.name, file.n_bytes, file.xxh3, holders[number % len(holders)], to)
             for number, file in enumerate(save.manifest.files)
@@ -186,13 +173,3 @@ class Bringing:
 
     def _n_bytes(self, rank: int) -> int:
         return sum(each.n_bytes for each in self.moves if each.receiver == rank)
-
-
-def _lacks(places: Sequence[Place], of_hosts: Sequence[WholeFiles]) -> dict[int, frozenset[str]]:
-    """Return what each host lacks of what its ranks read, by its first rank."""
-    first, lacks = dict[HostSeen | None, int](), dict[int, frozenset[str]]()
-    whole = {host.rank: host.names for host in of_hosts}
-    for rank, place in enumerate(places):
-        to = first.setdefault(place.host, rank)
-        lacks[to] = lacks.get(to, frozenset()) | place.needed - whole.get(to, frozenset())
-    return lacks

@@ -164,17 +164,8 @@ class NearFinder:
             return problem
         for error in (error for host in of_hosts for error in host.errors if ranks.rank == 0):
             log.warning("near save %s: another host has what is damaged on one: %s", save.manifest.save_id, error)
-        return self._bring(ranks, save, of_hosts, needed(save))
-
-    def _checked_here(self, save: Checkpoint, rank: int) -> WholeFiles | None:
-        names = self._files_here.get(save.directory)
-        return None if names is None else whole_files(save, names, self._concurrency, rank)
-
-    def _bring(
-        self, ranks: Ranks, save: Checkpoint, of_hosts: Sequence[WholeFiles], needed: frozenset[str]
-    ) -> Exception | None:
-        """Bring what ranks need and their hosts lack from hosts that have it; return why that failed."""
-        bringing = Bringing.of(save, ranks.gather(Place.of(self._dir, needed)), of_hosts)
+        # Bring what ranks need and their hosts lack from hosts that have it.
+        bringing = Bringing.of(save, ranks.gather(Place.of(self._dir, needed(save))), of_hosts)
         shortage = bringing.shortage()
         if shortage is not None or not bringing.moves:
             return shortage
@@ -189,6 +180,10 @@ class NearFinder:
         if is_taking and save.directory not in self._files_here:
             self._remove(save)
         return bringing.failure(failures[0].move.receiver, failures[0].reason)
+
+    def _checked_here(self, save: Checkpoint, rank: int) -> WholeFiles | None:
+        names = self._files_here.get(save.directory)
+        return None if names is None else whole_files(save, names, self._concurrency, rank)
 
     def _remove(self, save: Checkpoint) -> None:
         """Remove what was brought to this host, which has no seal of it, so that it takes no room there."""

@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from recckpt.format import layout, near_seal
 from recckpt.format.near_seal import NearSeal
 from recckpt.output_dir.checkpoint_dir import Intent, unlisted, write_intent
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.output_dir.notes import NearHost, forget_near_host, note_near_host
+from recckpt.output_dir.notes import NearHost, note_near_host
 from recckpt.policies.options import Near
 from recckpt.storage import ABSENT, NotPlainError, Storage
 from recckpt.storage.local import LocalStorage
@@ -63,17 +63,11 @@ class NearStorage(LocalStorage):
 
 @dataclass(frozen=True)
 class Sealed:
-    """A near save that is sealed here.
+    """A near save that is sealed here."""
 
-    Attributes:
-        directory: in the near dir.
-        seal: the bytes of its ``near.json``.
-        files: those that are there with their size.
-    """
-
-    directory: str
-    seal: bytes
-    files: frozenset[str]
+    directory: str  # in the near dir
+    seal: bytes  # the bytes of its ``near.json``
+    files: frozenset[str]  # those that are there with their size
 
 
 class NearDir:
@@ -256,23 +250,21 @@ class NotedHost:
         self._storage, self._dir = storage, near_dir
         self._epoch: int | None = None  # in which it was noted: an output dir that is made anew has lost it
 
-    def note(self, epoch: int) -> None:
-        """Note the host before there are rows on it, once an epoch.
+    def note(self, epoch: int, reach: Callable[[], object] = lambda: None) -> None:
+        """Note the host before there are rows on it, once an epoch; ``reach`` is called before that.
 
         Raises:
             OSError: the near dir or the output dir does not let that be done.
         """
-        if not self.is_noted(epoch):
+        if self._epoch != epoch:
+            reach()
             note_near_host(self._storage, NearHost(self._dir.host(), socket.gethostname(), self._dir.path))
             self._epoch = epoch
-
-    def is_noted(self, epoch: int) -> bool:
-        return self._epoch == epoch
 
     def remove(self) -> None:
         """Take the note back, since no near save is on this host any more; a failure is logged."""
         self._epoch = None
         try:
-            forget_near_host(self._storage, self._dir.host())
+            self._storage.remove(near_seal.host_note(self._dir.host()))
         except (OSError, CorruptCheckpointError) as error:
             log.warning("%s: cannot note there that no near save is on this host: %s", self._storage.url, error)

@@ -138,12 +138,10 @@ class NearSaves:
 
     @property
     def fence(self) -> Fence:
-        """The hold on the output dir."""
         return self._durable.fence
 
     @property
     def counts(self) -> NearCounts:
-        """What became of them."""
         return self._tally.counts
 
     def go_on(self, step: int) -> None:

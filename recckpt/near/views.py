@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from recckpt.format import layout, near_seal
-from recckpt.format.near_seal import NearList, NearSeal
+from recckpt.format.near_seal import NearList
 from recckpt.near.near_dir import HostSeen, NearDir, Sealed
 from recckpt.output_dir.claims import last_takeover
 from recckpt.output_dir.listing import Checkpoint, Listing, chained
@@ -119,21 +119,13 @@ def _newest_first(saves: Iterable[Checkpoint]) -> list[Checkpoint]:
 
 @dataclass(frozen=True)
 class NearHere:
-    """A near save as a host sees it.
+    """A near save as a host sees it."""
 
-    Attributes:
-        save: what the seal says.
-        n_shards: how many shards it has.
-        n_here: of how many all files are here.
-        is_lost: whether a file of it is neither here nor, by the seal, on another host.
-        is_elsewhere: whether other hosts have all of it, by the seal, so that it outlives this one.
-    """
-
-    save: Checkpoint
-    n_shards: int
-    n_here: int
-    is_lost: bool
-    is_elsewhere: bool
+    save: Checkpoint  # what the seal says
+    n_shards: int  # how many shards it has
+    n_here: int  # of how many all files are here
+    is_lost: bool  # whether a file of it is neither here nor, by the seal, on another host
+    is_elsewhere: bool  # whether other hosts have all of it, by the seal, so that it outlives this one
 
 
 def near_saves_here(near_dir: NearDir) -> Iterator[NearHere]:
@@ -151,7 +143,8 @@ def near_saves_here(near_dir: NearDir) -> Iterator[NearHere]:
             n_shards = len(save.manifest.shards)
             shard_of = _shards_of([file.name for file in save.manifest.files], n_shards)
             lacking = {shard_of[name] for name in missing}
-            away = {number for number in range(n_shards) if {*_holders(seal, number)} - {host}}
+            holders = ({hosts, *seal.copies.get(hosts, ())} for hosts in seal.hosts[:n_shards])
+            away = {number for number, hosts in enumerate(holders) if hosts - {host}}
             yield NearHere(save, n_shards, n_shards - len(lacking), not lacking <= away, len(away) == n_shards)
 
 
@@ -170,21 +163,12 @@ def counting_here(storage: Storage, listing: Listing, near: Near) -> list[NearHe
     return [replace(here[save.directory], save=save) for save in saves]
 
 
-def _holders(seal: NearSeal, shard: int) -> Iterator[str]:
-    host = seal.hosts[shard]
-    yield host
-    yield from seal.copies.get(host, ())
-
-
 def _shards_of(names: Sequence[str], n_shards: int) -> dict[str, int]:
     """Return the shard that wrote each file, by its name; the first shard wrote all files that name no shard."""
     named, begins = dict[str, int](), dict[str, int]()
     for number in range(n_shards):
         named |= dict.fromkeys((layout.io_state(number), layout.extra_of(number), layout.rng(number)), number)
         indexes = layout.catalog(number, n_shards), layout.dense_index(number, n_shards)
-        begins |= dict.fromkeys(map(_begin, indexes), number)  # rows and tensors are named as what lists them
-    return {name: named.get(name, begins.get(_begin(name), 0)) for name in names}
-
-
-def _begin(name: str) -> str:
-    return name.partition(".")[0]
+        # Rows and tensors are named as what lists them, up to the first point.
+        begins |= dict.fromkeys((index.partition(".")[0] for index in indexes), number)
+    return {name: named.get(name, begins.get(name.partition(".")[0], 0)) for name in names}

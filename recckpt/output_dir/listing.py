@@ -177,18 +177,13 @@ def _in_chain(cause: Damage, directory: str, record: Manifest) -> Damage:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed checkpoint and the directory it lies in; of a delta, the links that it stands on as well.
+    """A committed checkpoint and the directory it lies in; of a delta, the links that it stands on as well."""
 
-    Attributes:
-        directory: where it lies in the output dir.
-        manifest: what it is.
-        below: what stands for the parent first; the full one last. Each of these is a link only: its own is ().
-        near_dir: where a near save lies, which stands on checkpoints of the output dir; None of a checkpoint.
-    """
-
-    directory: str
-    manifest: Manifest
+    directory: str  # where it lies in the output dir
+    manifest: Manifest  # what it is
+    # what stands for the parent first; the full one last. Each of these is a link only: its own is ().
     below: tuple[Checkpoint, ...] = field(default=(), compare=False, repr=False)
+    # where a near save lies, which stands on checkpoints of the output dir; None of a checkpoint
     near_dir: Storage | None = field(default=None, compare=False, repr=False)
 
     @property

@@ -120,11 +120,6 @@ def note_near_host(storage: Storage, host: NearHost) -> None:
     put_note(storage, near_seal.host_note(host.host), _NEAR_HOST.encode(plain(host)))
 
 
-def forget_near_host(storage: Storage, host: str) -> None:
-    """Remove the note of a host on which no near save is any more."""
-    storage.remove(near_seal.host_note(host))
-
-
 def one_of_the_hosts(storage: Storage) -> tuple[NearHost | None, int]:
     """Return a host that is noted, None where none is, and how many there are; reads one note."""
     paths = note_paths(storage, near_seal.NEAR_NOTES)

@@ -104,7 +104,6 @@ class OpenFiles:
         return is_remote
 
     def threads(self, requested: int) -> int:
-        """Return how many of the ``requested`` threads make it faster."""
         return self._storage.threads(requested)
 
     def fetch(self, names: Iterable[str], download_dir: WorkDir, concurrency: int) -> None:

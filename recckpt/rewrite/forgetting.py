@@ -142,37 +142,23 @@ def readable_listing(storage: Storage) -> Listing:
 
 @dataclass(frozen=True)
 class Rewriting:
-    """A checkpoint that would be written again.
+    """A checkpoint that would be written again."""
 
-    Attributes:
-        ckpt_id: its id.
-        directory: where it lies.
-        n_rows: how many of the ids have a row in it.
-        n_bytes: of its files, all of which are read, and written again or copied.
-    """
-
-    ckpt_id: str
-    directory: str
-    n_rows: int
-    n_bytes: int
+    ckpt_id: str  # its id
+    directory: str  # where it lies
+    n_rows: int  # how many of the ids have a row in it
+    n_bytes: int  # of its files, all of which are read, and written again or copied
 
 
 @dataclass(frozen=True)
 class ForgetPlan:
-    """What one request would do.
+    """What one request would do."""
 
-    Attributes:
-        table: the table.
-        n_ids: how many ids are to be forgotten.
-        is_pending: whether the request was made earlier, and not ended.
-        rewritten: the checkpoints that would be written again, oldest first.
-        removed: directories that would go beside those: superseded checkpoints, late commits and leftovers.
-    """
-
-    table: str
-    n_ids: int
-    is_pending: bool
-    rewritten: tuple[Rewriting, ...]
+    table: str  # the table
+    n_ids: int  # how many ids are to be forgotten
+    is_pending: bool  # whether the request was made earlier, and not ended
+    rewritten: tuple[Rewriting, ...]  # the checkpoints that would be written again, oldest first
+    # directories that would go beside those: superseded checkpoints, late commits and leftovers
     removed: tuple[str, ...]
 
     @property

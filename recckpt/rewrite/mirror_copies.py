@@ -73,18 +73,12 @@ class CheckpointCopier:
 
     A file that is there with its size was written whole by an earlier copy, for drafts appear whole or not at all, and
     is not copied again: so whoever was interrupted goes on, and two that copy at once write the same bytes.
-
-    Attributes:
-        run: the output dir that is read.
-        to: the mirror.
-        hold: on the mirror.
-        threads: files to copy at once.
     """
 
-    run: Storage
-    to: Storage
-    hold: MirrorHold
-    threads: int
+    run: Storage  # the output dir that is read
+    to: Storage  # the mirror
+    hold: MirrorHold  # on the mirror
+    threads: int  # files to copy at once
 
     def missing(self, checkpoint: Checkpoint) -> list[FileEntry]:
         """Return the files that a mirror lacks."""

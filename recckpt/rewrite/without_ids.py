@@ -121,16 +121,6 @@ class OmittedRows:
     ids: Ids
 
 
-def copy_part(link: OpenLink, part: Part, to: Attempt) -> Part:
-    """Copy a part, and hold every byte of the copy against the catalog."""
-    source, copy = layout.join(link.directory, part.file), layout.join(to.directory, part.file)
-    with link.files.open(source) as content, to.storage.create(copy) as sink:
-        while data := content.read(_STEP_BYTES):
-            sink.write(data)
-    _check(to, link, part, None)
-    return part
-
-
 def write_part_without(link: OpenLink, part: Part, to: Attempt, omitted: OmittedRows) -> Part | None:
     """Write a part without some ids and return its catalog entry, None where nothing is left of it.
 
@@ -186,22 +176,15 @@ def _check(to: Attempt, link: OpenLink, written: Part, of_source: RowSums | None
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A checkpoint that is to be committed again.
+    """A checkpoint that is to be committed again."""
 
-    Attributes:
-        checkpoint: the one that is superseded, with its chain.
-        contents: which of the ids each of its links contains, newest first.
-        below: of a delta, what the new one stands on, newest link first: what supersedes its parent, where that is; ()
-            of a full checkpoint.
-        omitted: what is left out.
-        request: because of which.
-    """
-
-    checkpoint: Checkpoint
-    contents: Sequence[IdsInFiles]
+    checkpoint: Checkpoint  # the one that is superseded, with its chain
+    contents: Sequence[IdsInFiles]  # which of the ids each of its links contains, newest first
+    # of a delta, what the new one stands on, newest link first: what supersedes its parent, where that is; () of a full
+    # checkpoint
     below: Sequence[Checkpoint]
-    omitted: OmittedRows
-    request: str
+    omitted: OmittedRows  # what is left out
+    request: str  # because of which
 
     def n_rows(self, table: str) -> int:
         """Return how many of the ids have a row of a table in the checkpoint."""
@@ -239,8 +222,15 @@ def _write(
 
 
 def _part(link: OpenLink, part: Part, to: Attempt, rewrite: Rewrite, advance: Advance) -> Part | None:
-    has_ids = part.file in rewrite.contents[0].parts
-    made = write_part_without(link, part, to, rewrite.omitted) if has_ids else copy_part(link, part, to)
+    made: Part | None = part
+    if part.file in rewrite.contents[0].parts:
+        made = write_part_without(link, part, to, rewrite.omitted)
+    else:  # a copy, of which every byte is held against the catalog
+        source, copy = layout.join(link.directory, part.file), layout.join(to.directory, part.file)
+        with link.files.open(source) as content, to.storage.create(copy) as sink:
+            while data := content.read(_STEP_BYTES):
+                sink.write(data)
+        _check(to, link, part, None)
     advance(part.n_bytes)
     return made
 
