@@ -154,9 +154,6 @@ class MappedFile(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Go to a position, which may be behind the end."""
         start = (0, self._at, len(self._memory))[whence]
@@ -183,9 +180,6 @@ class _RemovableFile(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self._file.tell()
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         return self._file.seek(offset, whence)
