@@ -58,7 +58,7 @@ class ReadOnce(Manifests):
             return known[1], {file.name: Listed(file.n_bytes) for file in known[1].files}
         record = read_manifest(storage, directory)
         listed = listed_files(storage, directory) if record is not None else {}
-        if record is not None and not unlisted(record, listed):
+        if record is not None and not unlisted(record.files, listed):
             self._known[directory] = stamp, record
         return record, listed
 

@@ -41,15 +41,15 @@ def skipped(
     """
     newest = candidates[0].manifest.order if candidates else (0, 0)
     saves = []
-    for each in sorted(seen, key=lambda each: each.save.manifest.order):
-        record = each.save.manifest
+    for save, files in sorted(seen, key=lambda each: each[0].manifest.order):
+        record = save.manifest
         if record.order > newest and near_list.is_of_run(record.save_id):
-            n_missing = len({file.name for file in record.files} - each.files)
+            n_missing = len({file.name for file in record.files} - files)
             reason = _NO_BASE if near_list.counts(record.save_id) else _VOID
             if reason == _NO_BASE and n_missing:
                 of, verb = plural(len(record.files), "file"), "is" if n_missing == 1 else "are"
                 reason = f"{n_missing} of its {of} {verb} on no host that is here, or cut short"
-            saves.append((each.save, reason))
+            saves.append((save, reason))
     return saves
 
 

@@ -161,7 +161,7 @@ class NearDir:
             save = None if data is None else self.opened(directory, data)
             if data is not None and save is not None:
                 files = {file.name for file in save.manifest.files}
-                missing = {file.name for file in unlisted(save.manifest, self.storage.listed(directory))}
+                missing = {file.name for file in unlisted(save.manifest.files, self.storage.listed(directory))}
                 yield Sealed(directory, data, frozenset(files - missing))
 
     def opened(self, directory: str, data: bytes) -> Checkpoint | None:

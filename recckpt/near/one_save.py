@@ -86,7 +86,7 @@ class NearSave:
         """Write the files of this rank; unlike a save, without a line in the log."""
         progress, directory = Progress("near save", staged.sparse_bytes, has_bar=False), self.begun.intent.directory
         record = write(staged, self.begun.intent, self.job, self.to, progress)
-        for problem in file_problems(self.to.storage, directory, record.shard):
+        for problem in file_problems(self.to.storage, directory, record.shard.files):
             raise problem
         return record
 

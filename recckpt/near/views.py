@@ -18,6 +18,7 @@ from recckpt.storage import Storage
 
 log = logging.getLogger("recckpt")
 Gather = Callable[[Any], list[Any]]  # the values of all ranks, in their order; collective
+SeenSave = tuple[Checkpoint, set[str]]  # of which a host has a seal, and its files that hosts have, with their size
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,6 @@ class HostView:
 
     rank: int
     saves: Sequence[Sealed]
-
-
-@dataclass(frozen=True)
-class SeenSave:
-    """A near save of which a host has a seal, and its files that hosts have, with their size."""
-
-    save: Checkpoint
-    files: set[str]
 
 
 def look_together(near_dir: NearDir, rank: int, gather: Gather) -> list[HostView]:
@@ -50,7 +43,7 @@ def is_first_of_host(near_dir: NearDir, rank: int, gather: Gather) -> bool:
 
 
 def complete(saves: Iterable[SeenSave]) -> list[Checkpoint]:
-    return [each.save for each in saves if is_complete(each.save, each.files)]
+    return [save for save, files in saves if is_complete(save, files)]
 
 
 def seen(near_dir: NearDir, views: Iterable[HostView]) -> list[SeenSave]:
@@ -59,9 +52,9 @@ def seen(near_dir: NearDir, views: Iterable[HostView]) -> list[SeenSave]:
     for sealed in (sealed for view in views for sealed in view.saves):
         save = near_dir.opened(sealed.directory, sealed.seal) if sealed.directory not in saves else None
         if save is not None:
-            saves[sealed.directory] = SeenSave(save, set())
+            saves[sealed.directory] = save, set()
         if sealed.directory in saves:
-            saves[sealed.directory].files.update(sealed.files)
+            saves[sealed.directory][1].update(sealed.files)
     return list(saves.values())
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import xxhash
 
@@ -211,24 +210,16 @@ def listed_files(storage: Storage, directory: str) -> dict[str, Listed]:
         return {}
 
 
-class HasFiles(Protocol):
-    """A manifest, or a part of one."""
-
-    @property
-    def files(self) -> Sequence[FileEntry]:
-        """The files that it lists."""
-
-
-def unlisted(record: HasFiles, listed: Mapping[str, Listed]) -> list[FileEntry]:
+def unlisted(files: Iterable[FileEntry], listed: Mapping[str, Listed]) -> list[FileEntry]:
     """Return the files of a manifest that a listing does not show with their size: it may lag behind."""
-    return [file for file in record.files if file.name not in listed or listed[file.name].n_bytes != file.n_bytes]
+    return [file for file in files if file.name not in listed or listed[file.name].n_bytes != file.n_bytes]
 
 
 def file_problems(
-    storage: Storage, directory: str, record: HasFiles, listed: Mapping[str, Listed] | None = None
+    storage: Storage, directory: str, files: Iterable[FileEntry], listed: Mapping[str, Listed] | None = None
 ) -> Iterator[CorruptCheckpointError]:
     """Yield an error for each file of a manifest that is not there with its size, by this listing or a new one."""
-    for file in unlisted(record, listed_files(storage, directory) if listed is None else listed):
+    for file in unlisted(files, listed_files(storage, directory) if listed is None else listed):
         name = layout.join(directory, file.name)
         try:
             size = storage.size(name)

@@ -119,7 +119,7 @@ def check_files(storage: Storage, fence: Fence, directory: str, record: Manifest
     Raises OSError where one is not there, or has another size; WriterFencedError where a later writer may have removed
     it.
     """
-    late = unlisted(record, listed_files(storage, directory))
+    late = unlisted(record.files, listed_files(storage, directory))
     if late:
         lookout = Lookout(storage, visible, fence.check, is_patient=len(record.shards) > 1)
         for file in late:

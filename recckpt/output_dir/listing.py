@@ -357,7 +357,7 @@ def _still_there(
     def problem_of(checkpoint: Checkpoint) -> Damage | None:
         directory, record = checkpoint.directory, checkpoint.manifest
         try:
-            problem = next(file_problems(storage, directory, record, files.get(directory)), None)
+            problem = next(file_problems(storage, directory, record.files, files.get(directory)), None)
             is_gone = problem is not None and read_manifest(storage, directory) is None
         except OSError as error:
             return error

@@ -42,7 +42,7 @@ def _look_at(storage: Storage, directory: str) -> Offer:
     path = layout.join(directory, layout.OFFER_JSON)
     try:
         record = read_twice(storage, path, lambda: manifest.decode(storage.read(path, manifest.MAX_BYTES + 1), path))
-        problem = next(file_problems(storage, directory, record), None)
+        problem = next(file_problems(storage, directory, record.files), None)
     except ABSENT:
         return Offer(directory, None, f"it has no {layout.OFFER_JSON}: its compactor is at work, or died")
     except (RecckptError, OSError) as error:

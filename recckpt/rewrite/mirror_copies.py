@@ -82,7 +82,7 @@ class CheckpointCopier:
 
     def missing(self, checkpoint: Checkpoint) -> list[FileEntry]:
         """Return the files that a mirror lacks."""
-        return unlisted(checkpoint.manifest, listed_files(self.to, checkpoint.directory))
+        return unlisted(checkpoint.manifest.files, listed_files(self.to, checkpoint.directory))
 
     def copy(self, checkpoint: Checkpoint, advance: Advance) -> int:
         """Copy what is missing of a checkpoint, and commit it; return how many bytes were copied.

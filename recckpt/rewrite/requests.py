@@ -31,7 +31,7 @@ from recckpt.output_dir.forget_requests import (
 )
 from recckpt.output_dir.listing import Checkpoint, Listing
 from recckpt.output_dir.notes import noted_hosts
-from recckpt.rewrite.without_ids import IdsInFiles, Rewrite, commit_without, ids_in_files
+from recckpt.rewrite.without_ids import IdsInFiles, Rewrite, commit_without, files_with, ids_in_files
 from recckpt.storage import Storage
 from recckpt.text import Progress, instead_of, plural
 
@@ -140,7 +140,7 @@ def scan(storage: Storage, listing: Listing, table: str, ids: Ids) -> dict[str, 
 
 def touched(listing: Listing, contents: Mapping[str, IdsInFiles]) -> list[Checkpoint]:
     """Return the checkpoints that contain any of the ids, or are read from one that does; contents by directory."""
-    return [c for c in listing.committed if any(contents[link.directory].is_any for link in c.links)]
+    return [c for c in listing.committed if any(files_with(contents[link.directory]) for link in c.links)]
 
 
 def needed(listing: Listing) -> set[str]:
@@ -228,7 +228,7 @@ def _check_gone(storage: Storage, fence: Fence, directories: Sequence[str], requ
     fence.look_again()
     there = {c.directory: c for c in fence.listing.committed}  # such as one that was copied in since
     for directory in directories:
-        if directory in there and not ids_in_files(storage, there[directory], request.table, request.ids).is_any:
+        if directory in there and not files_with(ids_in_files(storage, there[directory], request.table, request.ids)):
             continue
         left = [name for name in storage.list_files(directory) if layout.is_part(name)]
         if left:

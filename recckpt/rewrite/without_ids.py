@@ -49,21 +49,12 @@ class IdsInTable:
         return np.where(self.rows[places], 0, np.where(self.deletes[places], DELETED, ABSENT))
 
 
-@dataclass(frozen=True)
-class IdsInFiles:
-    """The same for several tables."""
+IdsInFiles = dict[str, IdsInTable]  # the same for several tables, by name
 
-    tables: dict[str, IdsInTable]
 
-    @property
-    def parts(self) -> frozenset[str]:
-        """The files that contain any of the ids."""
-        return frozenset[str]().union(*(table.parts for table in self.tables.values()))
-
-    @property
-    def is_any(self) -> bool:
-        """Whether the files contain any of the ids, as a row or as a delete."""
-        return bool(self.parts)
+def files_with(ids: IdsInFiles) -> frozenset[str]:
+    """Return the files that contain any of the ids, as a row or as a delete."""
+    return frozenset[str]().union(*(table.parts for table in ids.values()))
 
 
 def ids_in_files(storage: Storage, checkpoint: Checkpoint, table: str, ids: Ids) -> IdsInFiles:
@@ -75,7 +66,7 @@ def ids_in_files(storage: Storage, checkpoint: Checkpoint, table: str, ids: Ids)
     link = OpenLink.of(storage, checkpoint)
     meant = meant_in(checkpoint.manifest, table)
     entries = {name: checkpoint.manifest.table(name) if name in meant else None for name in tables_of(table)}
-    return IdsInFiles({name: _of_table(link, entry, ids) for name, entry in entries.items()})
+    return {name: _of_table(link, entry, ids) for name, entry in entries.items()}
 
 
 def _of_table(link: OpenLink, entry: TableEntry | None, ids: Ids) -> IdsInTable:
@@ -106,10 +97,10 @@ def rows_in_chain(links: Sequence[tuple[Checkpoint, IdsInFiles]], table: str) ->
     of_table: list[IdsInTable] = []
     for checkpoint, of_link in links:
         entry = checkpoint.manifest.table(table)
-        of_table += [] if entry is None else [of_link.tables[table]]
+        of_table += [] if entry is None else [of_link[table]]
         if entry is None or entry.is_whole:
             break
-    places = np.arange(len(links[0][1].tables[table].rows))
+    places = np.arange(len(links[0][1][table].rows))
     return sum(len(here) for _, here, _ in newest(of_table, places))
 
 
@@ -195,7 +186,7 @@ def _part(link: OpenLink, part: Part, to: Attempt, rewrite: Rewrite, advance: Ad
     """
     made: Part | None = part
     name, sums = layout.join(to.directory, part.file), None
-    if part.file in rewrite.contents[0].parts:
+    if part.file in files_with(rewrite.contents[0]):
         slots = link.manifest.named_table(part.tables[0]).slots if part.holds == "rows" else ()
         reader, sums = PartReader(link.files, link.directory, part, slots), RowSums()
         rows = _kept(reader, slots, rewrite, sums)
@@ -234,7 +225,7 @@ def _entry(table: TableEntry, rewrite: Rewrite) -> TableEntry:
     """Return the entry of a table with the counts of what is left."""
     if table.name not in rewrite.tables:
         return table
-    own, delta = rewrite.contents[0].tables[table.name], table.delta
+    own, delta = rewrite.contents[0][table.name], table.delta
     if delta is not None:
         n_rows = int(own.rows.sum())
         delta = delta.but(upserts=delta.upserts - n_rows, deletes=delta.deletes - own.n_deletes)
