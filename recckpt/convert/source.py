@@ -99,31 +99,19 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class SourceContents:
-    """What a source holds.
+    """What a source holds."""
 
-    Attributes:
-        format: its name, such as ``"recis"``.
-        tables: in the order in which they are read.
-        dense: tensors of the model.
-        values: plain values beside them, which go to ``model.pt``.
-        extra: states of registered objects.
-        io_state: positions in the data, one dict a rank; () where it has none.
-        dense_opt: ``parameter@optimizer`` of the optimizers among the registered objects that name their parameters.
-        lineages: of those whose class is known.
-        step: None where it does not say.
-        left_out: all that has no counterpart, or changes its form.
-    """
-
-    format: str
-    tables: tuple[SourceTable, ...] = ()
-    dense: tuple[SourceTensor, ...] = ()
-    values: Mapping[str, Any] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    io_state: Sequence[Mapping[str, Any]] = ()
+    format: str  # its name, such as ``"recis"``
+    tables: tuple[SourceTable, ...] = ()  # in the order in which they are read
+    dense: tuple[SourceTensor, ...] = ()  # tensors of the model
+    values: Mapping[str, Any] = field(default_factory=dict)  # plain values beside them, which go to ``model.pt``
+    extra: Mapping[str, Any] = field(default_factory=dict)  # states of registered objects
+    io_state: Sequence[Mapping[str, Any]] = ()  # positions in the data, one dict a rank; () where it has none
+    # ``parameter@optimizer`` of the optimizers among the registered objects that name their parameters
     dense_opt: Sequence[str] = ()
-    lineages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    step: int | None = None
-    left_out: tuple[LeftOut, ...] = ()
+    lineages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of those whose class is known
+    step: int | None = None  # None where it does not say
+    left_out: tuple[LeftOut, ...] = ()  # all that has no counterpart, or changes its form
 
 
 @dataclass(frozen=True)

@@ -36,38 +36,25 @@ def is_a(obj: object, module: str, *names: str) -> bool:
 
 @dataclass(frozen=True)
 class FoundTable:
-    """A live table of a model.
+    """A live table of a model."""
 
-    Attributes:
-        live: the table.
-        path: of its module.
-        kind: of module.
-        keys: of its weight in the state dict of the model.
-        weights: returns the parameters that are its rows by now.
-        marks: how its changes are known: ``"gradient"`` by the optimizer's step, ``"backward"`` by that of a kernel, or
-            ``OWN`` by what an adapter announces, or ``FINGERPRINTS`` by looking at all rows at a save.
-        is_announced: whether all that changes rows is announced; otherwise training waits while they are copied.
-        optimizer: that trains it; None where it is frozen, or updates itself.
-        why: why that is not the best; None where it is.
-        is_tensor: whether the keys are of the tensor of its rows, and not of one around it, or of pieces.
-        collection: of TorchRec, of which the table is one, spread over ranks; None where it is of none.
-        tensors: names under which a checkpoint without live tables has its rows, as one dense tensor.
-        companions: tables of rows that lie in the same memory.
-    """
-
-    live: LiveTable
-    path: str
-    kind: str
-    keys: tuple[str, ...]
-    weights: Callable[[], tuple[Tensor, ...]]
+    live: LiveTable  # the table
+    path: str  # of its module
+    kind: str  # of module
+    keys: tuple[str, ...]  # of its weight in the state dict of the model
+    weights: Callable[[], tuple[Tensor, ...]]  # returns the parameters that are its rows by now
+    # how its changes are known: ``"gradient"`` by the optimizer's step, ``"backward"`` by that of a kernel, or ``OWN``
+    # by what an adapter announces, or ``FINGERPRINTS`` by looking at all rows at a save
     marks: str
-    is_announced: bool
-    optimizer: Optimizer | None = None
-    why: str | None = None
-    is_tensor: bool = True
+    is_announced: bool  # whether all that changes rows is announced; otherwise training waits while they are copied
+    optimizer: Optimizer | None = None  # that trains it; None where it is frozen, or updates itself
+    why: str | None = None  # why that is not the best; None where it is
+    is_tensor: bool = True  # whether the keys are of the tensor of its rows, and not of one around it, or of pieces
+    # of TorchRec, of which the table is one, spread over ranks; None where it is of none
     collection: nn.Module | None = None
+    # names under which a checkpoint without live tables has its rows, as one dense tensor
     tensors: tuple[str, ...] = ()
-    companions: tuple[FoundTable, ...] = ()
+    companions: tuple[FoundTable, ...] = ()  # tables of rows that lie in the same memory
 
 
 @dataclass(frozen=True)

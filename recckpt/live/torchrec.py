@@ -36,20 +36,13 @@ LOADS_AS_TORCH.update(("torchrec", "fbgemm_gpu"))
 
 @dataclass(frozen=True)
 class Collection:
-    """A collection of tables in a model.
+    """A collection of tables in a model."""
 
-    Attributes:
-        module: the collection.
-        path: of it in the model, without wrappers.
-        is_sharded: whether its tables are spread over ranks.
-        refusal: why none of its tables can be a live one, None where they can.
-        collisions: what maps raw ids to the rows of each table on this rank, by table; none where ids are rows.
-    """
-
-    module: Any
-    path: str
-    is_sharded: bool
-    refusal: str | None = None
+    module: Any  # the collection
+    path: str  # of it in the model, without wrappers
+    is_sharded: bool  # whether its tables are spread over ranks
+    refusal: str | None = None  # why none of its tables can be a live one, None where they can
+    # what maps raw ids to the rows of each table on this rank, by table; none where ids are rows
     collisions: Mapping[str, Collision] = field(default_factory=dict)
 
     @property

@@ -105,19 +105,12 @@ def lacking(save: Checkpoint, of_hosts: Iterable[WholeFiles]) -> Exception | Non
 
 @dataclass(frozen=True)
 class Place:
-    """What a rank says of its host before anything is brought there.
+    """What a rank says of its host before anything is brought there."""
 
-    Attributes:
-        host: what it is known by, None where its near dir cannot be used.
-        name: what its errors call it.
-        needed: the files of the near save that this rank reads.
-        free_bytes: the room of its file system; None where that is not known.
-    """
-
-    host: HostSeen | None
-    name: str
-    needed: frozenset[str]
-    free_bytes: int | None
+    host: HostSeen | None  # what it is known by, None where its near dir cannot be used
+    name: str  # what its errors call it
+    needed: frozenset[str]  # the files of the near save that this rank reads
+    free_bytes: int | None  # the room of its file system; None where that is not known
 
     @classmethod
     def of(cls, near_dir: NearDir, needed: frozenset[str]) -> Place:
