@@ -236,7 +236,7 @@ class Fence:
         """
         self._storage.check_there()
         if self._claim is None:
-            self._take_over(self._near, is_resumed=is_resumed)
+            self._take_over(is_resumed=is_resumed)
             return
         try:
             self.check(is_thorough=True)
@@ -244,11 +244,11 @@ class Fence:
             log.warning("%s was emptied or made anew since the last save; it is taken over again", self._storage.url)
             self._known = Manifests()
             self._used.clear()
-            self._take_over(self._near)
+            self._take_over()
             return
         self.look_again()
         if self.listing.highest_epoch > self.epoch:  # copied in: nothing would ever be newer
-            self._take_over(self._near)
+            self._take_over()
 
     def hold_once(self, *, is_resumed: bool) -> None:
         """Take the output dir over if this writer never has, as :meth:`hold`; without a request where it has."""
@@ -278,7 +278,7 @@ class Fence:
         self.listing = list_checkpoints(self._storage, self._known, self._takeover)
         self._used.update(self.listing.directories)
 
-    def _take_over(self, near: NearAtTakeover, *, is_resumed: bool = True) -> None:
+    def _take_over(self, *, is_resumed: bool = True) -> None:
         is_first = self._claim is None
         self.check_forgotten()  # before anything changes
         claim = claim_next(self._storage, self._known, self.epoch, self._purpose)
@@ -292,9 +292,9 @@ class Fence:
         if self.requests_seen is None and not self._purpose:  # a run that began anew has read nothing from here
             seen = self._seen_before()
             self.note_requests(requests(self._storage) if seen is None else seen)
-        near.look()
+        self._near.look()
         self.is_settled = False
-        listing = self._publish(claim, near)
+        listing = self._publish(claim, self._near)
         self.newest_at_takeover = listing.newest_place
         if is_first and listing.current and not is_resumed:
             log.warning(

@@ -93,7 +93,7 @@ class CheckpointCopier:
             CheckpointRemovedError: its writer removed it meanwhile; it is not committed.
             CorruptCheckpointError: a file of it is damaged; it is not committed.
             RecckptError: the mirror has another checkpoint in this place, or another pass over it has begun.
-                OSError: a storage failed; it is not committed.
+            OSError: a storage failed; it is not committed.
         """
         data = self._manifest_bytes(checkpoint)
         try:
