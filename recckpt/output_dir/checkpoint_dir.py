@@ -15,7 +15,6 @@ from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout, manifest
 from recckpt.format.codec import parse
 from recckpt.format.manifest import FileEntry, Manifest
-from recckpt.parallel.threads import run_all
 from recckpt.storage import ABSENT, NOT_READABLE, Listed, NotPlainError, Storage, missing
 from recckpt.storage.base import Files
 from recckpt.storage.local_files import drop_pages
@@ -23,7 +22,6 @@ from recckpt.storage.retry import read_twice
 
 log = logging.getLogger("recckpt")
 _INTENT_BYTES = 1 << 16
-_LOOKS_AT_ONCE = 16  # at directories of an object store
 _HEAD_BYTES = 4096  # of a manifest of ours, in which its format is named
 Damage = CorruptCheckpointError | FormatVersionError | OSError
 
@@ -178,28 +176,9 @@ class Look:
     damage: Damage | None = None
 
 
-def look_at_all(storage: Storage, directories: Iterable[str], known: Manifests | None) -> list[Look]:
-    """Read the manifests of directories, but those that are known; several at once where each look is a request."""
-
-    def look(directory: str) -> Look:
-        try:
-            if known is None:
-                return Look(directory, read_manifest(storage, directory))
-            return Look(directory, *known.read(storage, directory))
-        except (CorruptCheckpointError, FormatVersionError, OSError) as error:
-            return Look(directory, damage=error)
-
-    return run_all(look, directories, looks_at_once(storage))
-
-
 def attempt_dirs(storage: Storage) -> list[str]:
     """Return the directories of an output dir, committed or not, but for recckpt's own."""
     return [name for name in storage.list_dirs() if not layout.is_own(name)]
-
-
-def looks_at_once(storage: Storage) -> int:
-    """Return by how many threads to look at directories: several where each look is a request."""
-    return 1 if storage.asking_is_free else storage.threads(_LOOKS_AT_ONCE)
 
 
 def listed_files(storage: Storage, directory: str) -> dict[str, Listed]:
