@@ -155,7 +155,7 @@ class Saver(Loads):
         self.trainers = Trainers(model, sparse_optim and updater(sparse_optim), self._extra, choice, live)
         self._live = Live(model, sparse_optim, self._extra, self._io_state, choice, self.trainers, live)
         tier = _tier_of(near, storage, concurrency)
-        fence = Fence(storage, self.made_at, near=tier or VOIDED, seen_before=lambda: seen_by(model, storage))
+        fence = Fence(storage, self.made_at, near=tier or VOIDED, seen_before=lambda: seen_by(model.modules(), storage))
         writers, room = (fence, transport, SparseSaver(concurrency)), transfers.min_free_bytes
         self._to = _with_guests(Destination(storage, *writers, concurrency, room, on_save, changes), tier)
         self.removal, self.counted_run = Removal(self._to), CountedRun()

@@ -108,7 +108,6 @@ class AverageStore(RowStore):
         return cls(store.device, rows)
 
     def to(self, device: torch.device) -> AverageStore:
-        """Return a copy with the slots on ``device``."""
         with self.lock:
             twin = AverageStore(device, self.rows.to(device))
             twin.clock = self.clock

@@ -192,7 +192,14 @@ class CheckpointProcess:
         except BaseException as error:
             self._barrier.refuse(describe(error))
             if isinstance(error, DiedError):
-                self._clean_up(url)
+                # Another process at once, for the next save; and what the dead one left half written goes.
+                with suppress(OSError):
+                    self._respawn()
+                storage = open_storage(url)
+                with suppress(OSError):
+                    for name in storage.list_files(""):
+                        if layout.is_draft(name, self._rank_info.file_name):
+                            storage.remove(name)
             raise failed(url, self._rank_info.global_rank, describe(error)) from error
 
     def _begun(self, staged: StagedState, url: str, kwargs: bytes) -> Child:
@@ -217,16 +224,6 @@ class CheckpointProcess:
     def _respawn(self) -> None:
         _end_all(self._children, 0)
         self._children.append(Child(self._setup))
-
-    def _clean_up(self, url: str) -> None:
-        """Spawn another process at once, for the next save, and remove what the dead one left half written."""
-        with suppress(OSError):
-            self._respawn()
-        storage = open_storage(url)
-        with suppress(OSError):
-            for name in storage.list_files(""):
-                if layout.is_draft(name, self._rank_info.file_name):
-                    storage.remove(name)
 
 
 class Child:

@@ -20,7 +20,6 @@ from recckpt.checkpointer.staging import child, span
 from recckpt.checkpointer.writer import RankInfo, storage_at
 from recckpt.dense.loader import unpickled
 from recckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
-from recckpt.storage import Storage
 
 _log = logging.getLogger(__name__)
 _MAX_SHOWN = 10
@@ -57,7 +56,15 @@ class StateReader:
         try:
             file = storage.open(self._name)
         except FileNotFoundError as error:
-            raise CheckpointNotFoundError(_absent(storage, place)) from error
+            # Another number of ranks has written other files.
+            try:
+                others = [name for name in storage.list_files("") if "/" not in name]
+            except OSError:
+                others = []
+            hint = f"found {', '.join(others[:_MAX_SHOWN])}" if others else "there is nothing at all"
+            raise CheckpointNotFoundError(
+                f"{place}: no such file; {hint}. A state is loaded by as many ranks as saved it"
+            ) from error
         try:
             with file:
                 stored = StoredState(file, place, _placing(map_location))
@@ -77,16 +84,6 @@ class StateReader:
             shown = ", ".join(asked.missing[:_MAX_SHOWN]) + (", ..." if len(asked.missing) > _MAX_SHOWN else "")
             _log.warning("%s: %d keys are missing and stay as they are: %s", place, len(asked.missing), shown)
         return state, asked.missing
-
-
-def _absent(storage: Storage, place: str) -> str:
-    """Say what is there instead of a file; another number of ranks has written other files."""
-    try:
-        others = [name for name in storage.list_files("") if "/" not in name]
-    except OSError:
-        others = []
-    hint = f"found {', '.join(others[:_MAX_SHOWN])}" if others else "there is nothing at all"
-    return f"{place}: no such file; {hint}. A state is loaded by as many ranks as saved it"
 
 
 class Comparison:

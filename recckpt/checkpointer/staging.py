@@ -8,7 +8,7 @@ import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -243,7 +243,7 @@ class SharedMemoryStager(CheckpointStager):
         staged = StagedState(pickle, list(zip(begins, sizes, strict=False)), self._arena)
         copies = [(self._bytes[at : at + size], piece) for (at, size), piece in zip(staged.spans, pieces, strict=True)]
         from_cuda = [(target, piece) for target, piece in copies if piece.is_cuda and piece.numel()]
-        wait = self._enqueue(from_cuda)
+        events = self._enqueue(from_cuda)
         for target, piece in copies:
             if not piece.is_cuda:
                 target.copy_(piece)
@@ -251,7 +251,8 @@ class SharedMemoryStager(CheckpointStager):
             return staged
 
         def when_copied() -> StagedState:
-            wait()
+            for event in events:
+                event.synchronize()
             return staged
 
         copied: OwnFuture[StagedState] = OwnFuture()
@@ -266,8 +267,8 @@ class SharedMemoryStager(CheckpointStager):
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._arena = None
 
-    def _enqueue(self, copies: list[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-        """Enqueue copies, (target, source) each, on a stream for each device; return what waits until they are done.
+    def _enqueue(self, copies: list[tuple[Tensor, Tensor]]) -> list[torch.cuda.Event]:
+        """Enqueue copies, (target, source) each, on a stream for each device; return events of their ends.
 
         What training enqueued before is copied; what it enqueues afterwards on the stream that was current runs behind
         the copies. So nothing torn is read, and only the devices wait, not the caller.
@@ -290,12 +291,7 @@ class SharedMemoryStager(CheckpointStager):
         events = [stream.record_event() for stream in used]
         for stream, event in zip(used, events, strict=True):
             torch.cuda.current_stream(stream.device).wait_event(event)
-
-        def wait() -> None:
-            for event in events:
-                event.synchronize()
-
-        return wait
+        return events
 
     def _unpin(self) -> None:
         if self._pinned is not None:

@@ -54,7 +54,7 @@ def _paths(prefix: str, *, with_checkpoints: bool = False, with_files: bool = Fa
         yield from (f"{folder}{slash}{name}" for name in _names_in(place))
     for entry in sorted(os.scandir(place), key=lambda each: each.name):
         is_hidden = entry.name.startswith(".") and not begun.startswith(".")
-        if entry.is_dir() and not is_hidden and not _is_checkpoint(entry.path):
+        if entry.is_dir() and not is_hidden and not Path(entry.path, layout.MANIFEST).is_file():
             yield f"{folder}{slash}{entry.name}/"
         elif with_files and not is_hidden:
             yield f"{folder}{slash}{entry.name}"
@@ -62,12 +62,8 @@ def _paths(prefix: str, *, with_checkpoints: bool = False, with_files: bool = Fa
 
 def _names_in(output_dir: Path) -> list[str]:
     """Return the names of the checkpoints of an output dir, by their manifests' being there."""
-    names = sorted(entry.name for entry in os.scandir(output_dir) if _is_checkpoint(entry.path))
+    names = sorted(entry.name for entry in os.scandir(output_dir) if Path(entry.path, layout.MANIFEST).is_file())
     return [*names, *["latest", *(f"latest~{back}" for back in range(1, len(names)))][: len(names)]]
-
-
-def _is_checkpoint(path: str) -> bool:
-    return Path(path, layout.MANIFEST).is_file()
 
 
 def _tables(args: argparse.Namespace) -> list[str]:

@@ -59,8 +59,8 @@ def run_ls(args: argparse.Namespace) -> CommandResult:
             at = Near(args.near)
         near_saves = counting_here(storage, listing, at)
         data["near"] = [_near_data(save) for save in near_saves]
-        named = [(storage.url, save) for save in near_saves]
-        lines.append(_near_table(named) if named else _no_near_saves(args.near, " of this output dir that count"))
+        named, nothing = [(storage.url, save) for save in near_saves], "no near saves of this output dir that count"
+        lines.append(_near_table(named) if named else f"{args.near}: {nothing}{_why_empty(args.near)}")
     return CommandResult(data, lines, _problems(storage, listing))
 
 
@@ -220,10 +220,11 @@ def run_near(args: argparse.Namespace) -> CommandResult:
         data += [{"place": each.place, "output_dir": url, **_near_data(save)} for save in saves]
         sealed = {save.save.directory for save in saves}
         left += [{"place": each.place, "directory": name} for name in each.directories() if name not in sealed]
+    nothing = f"{args.path}: no near saves{_why_empty(args.path)}"
     lines: list[Line] = [_near_table(named)] if named else []
     unsealed = "not sealed: of a save that died, or is being written"
     lines += [f"{each['place']}/{each['directory']}: {unsealed}" for each in left]
-    return CommandResult({"near_saves": data, "unsealed": left}, lines or [_no_near_saves(args.path)])
+    return CommandResult({"near_saves": data, "unsealed": left}, lines or [nothing])
 
 
 def _near_table(saves: list[tuple[str, NearHere]]) -> Table:
@@ -258,10 +259,6 @@ def _near_data(near: NearHere) -> dict[str, Any]:
         "shards_here": near.n_here,
         "parent": None if record.parent is None else record.parent.ckpt_id,
     }
-
-
-def _no_near_saves(path: str, which: str = "") -> str:
-    return f"{path}: no near saves{which}{_why_empty(path)}"
 
 
 def _why_empty(path: str) -> str:

@@ -6,10 +6,10 @@ import argparse
 import csv
 import datetime
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from recckpt.cli.arguments import A_CHECKPOINT, AN_OUTPUT_DIR, argument, int64, natural
 from recckpt.cli.result import PROBLEM, USAGE, CommandError, CommandResult, UsageError, usage_checked
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from recckpt.inspect.reader import CheckpointReader
 
 Row = dict[str, Any]
-_T = TypeVar("_T")
 _ID = "id"
 _ZONED = "TIMESTAMP WITH TIME ZONE"  # as duckdb calls the type, within others too
 
@@ -50,24 +49,15 @@ ARGUMENTS = {
 
 
 def run_head(args: argparse.Namespace) -> CommandResult:
-
-    def first(reader: CheckpointReader) -> tuple[list[str], list[Row]]:
-        columns = _columns(reader, args)
-        return columns, list(islice(_rows(reader, args.table, columns), args.n))
-
-    columns, rows = _read(args.checkpoint, first)
+    columns, rows = _read(args, n=args.n)
     return CommandResult({"table": args.table, "rows": rows}, _table_of_rows(columns, rows))
 
 
 def run_get(args: argparse.Namespace) -> CommandResult:
     """Print rows by id, in the order asked for; ids that the table lacks are a problem."""
     ids = list(dict.fromkeys(args.ids))
-
-    def by_id(reader: CheckpointReader) -> tuple[list[str], dict[int, Row]]:
-        columns = _columns(reader, args)
-        return columns, {row[_ID]: row for row in _rows(reader, args.table, columns, ids)}
-
-    columns, by_number = _read(args.checkpoint, by_id)
+    columns, there = _read(args, ids)
+    by_number = {row[_ID]: row for row in there}
     missing = [number for number in ids if number not in by_number]
     rows = [by_number[number] for number in ids if number in by_number]
     problems = [f"table {args.table!r} has no row of id {', '.join(map(str, missing))}"] if missing else []
@@ -75,18 +65,21 @@ def run_get(args: argparse.Namespace) -> CommandResult:
     return CommandResult(data, _table_of_rows(columns, rows) if rows else [], problems)
 
 
-def _read(path: str, take: Callable[[CheckpointReader], _T]) -> _T:
-    """Read from a checkpoint, or from a newer one if its writer removes it meanwhile."""
+def _read(
+    args: argparse.Namespace, ids: Iterable[int] | None = None, n: int | None = None
+) -> tuple[list[str], list[Row]]:
+    """Return columns and rows of a checkpoint, or of a newer one if its writer removes it meanwhile."""
     from recckpt.inspect.reader import CheckpointReader
     from recckpt.output_dir.open_files import first_whole
 
     def find() -> CheckpointReader:
         with usage_checked():
-            return CheckpointReader(path)
+            return CheckpointReader(args.checkpoint)
 
-    def use(reader: CheckpointReader) -> _T:
+    def use(reader: CheckpointReader) -> tuple[list[str], list[Row]]:
         with reader:
-            return take(reader)
+            columns = _columns(reader, args)
+            return columns, list(islice(_rows(reader, args.table, columns, ids), n))
 
     return first_whole(find, use)
 
@@ -161,7 +154,13 @@ def run_sql(args: argparse.Namespace) -> CommandResult:
     finally:
         connection.close()
     data = {"columns": names, "rows": [[_plain(value) for value in row] for row in rows]}
-    return CommandResult(data, _csv(names, rows) if args.csv else _table_of_answer(names, rows))
+    if not args.csv:
+        return CommandResult(data, _table_of_answer(names, rows))
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows([["" if value is None else _plain(value) for value in row] for row in rows])
+    return CommandResult(data, out.getvalue().removesuffix("\n").split("\n"))
 
 
 def _answer(connection: duckdb.DuckDBPyConnection, query: str) -> tuple[list[str], list[tuple[Any, ...]]]:
@@ -213,14 +212,6 @@ def _table_of_answer(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> lis
     heads = [escaped(name) for name in names]
     right = {head for at, head in enumerate(heads) if all(is_number(row[at]) for row in rows)}
     return [Table(heads, [[shown(value) for value in row] for row in rows], right)] if names else []
-
-
-def _csv(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(names)
-    writer.writerows([["" if value is None else _plain(value) for value in row] for row in rows])
-    return out.getvalue().removesuffix("\n").split("\n")
 
 
 def _plain(value: Any) -> Any:

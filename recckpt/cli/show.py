@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from recckpt.cli.arguments import A_CHECKPOINT, argument
@@ -58,7 +58,12 @@ def run_show(args: argparse.Namespace) -> CommandResult:
             return CommandResult(data, lines, [*problems, str(error)])
         for table in data["tables"]:
             table["files"] = files[table["name"]]
-        lines += section("files of tables", _table_of_files(files))
+        # The one file, or a pattern for the files of its schema.
+        places = []
+        for name, of_table in files.items():
+            patterns = dict.fromkeys(map(layout.pattern_of_parts, of_table)) if len(of_table) > 1 else of_table
+            places.append((escaped(name), str(len(of_table)), ", ".join(map(escaped, patterns)) or "-"))
+        lines += section("files of tables", [Table(("TABLE", "FILES", "NAMES"), places, ("FILES",))] if places else [])
     return CommandResult(data, lines, problems)
 
 
@@ -245,12 +250,3 @@ def _files_of_tables(storage: Storage, checkpoint: Checkpoint) -> dict[str, list
         for name in dict.fromkeys(batch.table for batch in part.batches):
             files[name].append(part.file)
     return files
-
-
-def _table_of_files(files: Mapping[str, Sequence[str]]) -> list[Line]:
-    """Return where each table is: the one file, or a pattern for the files of its schema."""
-    rows = []
-    for name, names in files.items():
-        patterns = dict.fromkeys(map(layout.pattern_of_parts, names)) if len(names) > 1 else names
-        rows.append((escaped(name), str(len(names)), ", ".join(map(escaped, patterns)) or "-"))
-    return [Table(("TABLE", "FILES", "NAMES"), rows, ("FILES",))] if rows else []

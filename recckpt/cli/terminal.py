@@ -39,7 +39,7 @@ def print_lines(lines: Sequence[Line]) -> None:
             console.print(_grid(line, widths))
         else:
             for number, text in enumerate(line.lines(), -1):
-                _print(console, [(text, "bold" if number < 0 else _style(line, number))])
+                _print(console, [(text, "bold" if number < 0 else _STYLES.get(line.tones.get(number, ""), ""))])
 
 
 def print_text(text: str) -> None:
@@ -122,12 +122,8 @@ def _grid(table: Table, widths: Sequence[int]) -> RenderableType:
         justify: Any = "right" if name in table.right else "left"
         grid.add_column(Text(name), justify=justify, overflow="fold", width=width)
     for number, row in enumerate(table.rows):
-        grid.add_row(*map(Text, row), style=_style(table, number))
+        grid.add_row(*map(Text, row), style=_STYLES.get(table.tones.get(number, ""), ""))
     return Padding(grid, (0, 0, 0, table.indent))
-
-
-def _style(table: Table, row: int) -> str:
-    return _STYLES.get(table.tones.get(row, ""), "")
 
 
 def _widths(table: Table, room: int) -> list[int] | None:

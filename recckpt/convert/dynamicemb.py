@@ -61,23 +61,15 @@ _NAMED = "is in several collections, and has its name with that of the collectio
 
 @dataclass(frozen=True)
 class DumpedTable:
-    """The files of a table.
+    """The files of a table."""
 
-    Attributes:
-        name: of the table; with the directory of its collection where another one has its name too.
-        files: of keys, values, scores and states, one a rank; without scores or states where there are none.
-        n_rows: of each rank.
-        widths: values a row of each of ``files`` but the keys.
-        settings: of the optimizer; empty where it has not been dumped.
-        counters: files with the counts of keys that are not admitted yet.
-    """
-
-    name: str
+    name: str  # of the table; with the directory of its collection where another one has its name too
+    # of keys, values, scores and states, one a rank; without scores or states where there are none
     files: Mapping[str, Sequence[str]]
-    n_rows: Sequence[int]
-    widths: Mapping[str, int]
-    settings: Mapping[str, Any]
-    counters: Sequence[str]
+    n_rows: Sequence[int]  # of each rank
+    widths: Mapping[str, int]  # values a row of each of ``files`` but the keys
+    settings: Mapping[str, Any]  # of the optimizer; empty where it has not been dumped
+    counters: Sequence[str]  # files with the counts of keys that are not admitted yet
 
     @property
     def optimizer(self) -> str:

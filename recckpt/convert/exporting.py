@@ -6,22 +6,22 @@ import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 from recckpt.checkpoint.chain import OpenChain
 from recckpt.convert.formats import HOLD_TENSORS, TARGETS, format_module
-from recckpt.convert.skip_damaged import Skipped, WholeRows, problem_of, whole_states, whole_tensors
+from recckpt.convert.skip_damaged import Skipped, WholeRows, problem_of, whole_tensors
 from recckpt.convert.source import LeftOut, no_such_table
 from recckpt.convert.target_files import FORMAT, TargetFiles
 from recckpt.convert.view import DTYPES, Batches, Export, TableView
 from recckpt.errors import ConversionError, CorruptCheckpointError
+from recckpt.format import layout
 from recckpt.format.tables import TableEntry
 from recckpt.output_dir.at_path import counted_back, locate_damaged, locate_path
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import first_whole
 from recckpt.policies.row_filter import RowFilter, parse_row_filter
-from recckpt.storage import Storage, open_parent
+from recckpt.storage import Storage, lost_is_damage, open_parent
 from recckpt.text import Progress, nearest
 from recckpt.types import EMBEDDING
 
@@ -169,8 +169,16 @@ def _opened_damaged(
     _check_narrowed(views, choice.dtype, checkpoint.directory)
     tensors = whole_tensors(chain.files, checkpoint, skipped, read=with_tensors)
     metadata = _metadata(storage, checkpoint) | {"skipped": [asdict(each) for each in skipped]}
-    state = whole_states(partial(chain.state, is_mapped=False), checkpoint.directory, skipped)
-    return Export(views, tensors, metadata, len(checkpoint.manifest.shards), state)
+
+    def load_whole(name: str) -> dict[str, Any]:  # an empty one where it is damaged
+        try:
+            with lost_is_damage(layout.join(checkpoint.directory, name)):
+                return chain.state(name, is_mapped=False)
+        except CorruptCheckpointError as error:
+            skipped.append(Skipped(error.path, error.found))
+            return {}
+
+    return Export(views, tensors, metadata, len(checkpoint.manifest.shards), load_whole)
 
 
 def _metadata(storage: Storage, checkpoint: Checkpoint) -> dict[str, Any]:

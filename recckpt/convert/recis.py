@@ -27,7 +27,7 @@ from recckpt.convert.source_files import SourceFiles
 from recckpt.convert.target_files import TargetFiles
 from recckpt.convert.tensor_source import one_a_row, slot_of
 from recckpt.convert.torch_file import load_torch_dict, portable_values, split_values
-from recckpt.convert.view import Export, TableView
+from recckpt.convert.view import Export
 from recckpt.errors import ConversionError
 from recckpt.format import layout
 from recckpt.format.layout import SPARSE_OPTIM
@@ -258,7 +258,15 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
         others = [slot.name for slot in table.stored if slot.name not in _SLOTS]
         left += [LeftOut(f"table {table.name}, slot {name}", "no optimizer of RecIS has it") for name in others]
         known = replace(table, stored=tuple(slot for slot in table.stored if slot.name in _SLOTS))
-        _check_ids(known, files.url)
+        where = f"table {known.name!r}"
+        if {"@", "^"} & set(known.name):
+            found, expected = "a name with @ or ^", "one without, as RecIS needs it"
+            raise ConversionError(files.url, where, found=found, expected=expected)
+        for ids in known.ids():
+            beyond = ids[(ids < 0) | (ids >= _MOST_ID)]
+            if len(beyond):
+                expected = "ids of 52 bits, from 0 on: RecIS drops the others"
+                raise ConversionError(files.url, where, found=f"the id {beyond[0]}", expected=expected)
         slots[table.name] = [slot.name for slot in known.slots]
         there = {slot: SLOT_THERE.get(slot, slot) for slot in ("id", *slots[table.name])}
         names = {slot: f"{table.name}.{name}/part_0_1" for slot, name in there.items()}
@@ -280,17 +288,6 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
     _write_states(export, files, directory, extra)
     files.put(f"{directory}\n".encode(), "checkpoint")
     return left
-
-
-def _check_ids(table: TableView, url: str) -> None:
-    where = f"table {table.name!r}"
-    if {"@", "^"} & set(table.name):
-        raise ConversionError(url, where, found="a name with @ or ^", expected="one without, as RecIS needs it")
-    for ids in table.ids():
-        beyond = ids[(ids < 0) | (ids >= _MOST_ID)]
-        if len(beyond):
-            expected = "ids of 52 bits, from 0 on: RecIS drops the others"
-            raise ConversionError(url, where, found=f"the id {beyond[0]}", expected=expected)
 
 
 def _served(header: dict[str, Any], tensors: list[FileTensor], keys: dict[str, str]) -> dict[str, Any]:

@@ -21,19 +21,13 @@ Slots = Mapping[str, Sequence[str]]  # table -> its slots, by their names here
 
 @dataclass(frozen=True)
 class Rule:
-    """An optimizer of RecIS.
+    """An optimizer of RecIS."""
 
-    Attributes:
-        prefix: begins the names of its slots and scalars in RecIS.
-        slots: names of its slots in RecIS -> here, in the order of the optimizer here.
-        is_row_wise: whether it keeps one value a row, of shape (1,) in RecIS and () here, and counts steps by table.
-        beta_dtype: in which RecIS saves its betas; None where it has none.
-    """
-
-    prefix: str
-    slots: Mapping[str, str]
+    prefix: str  # begins the names of its slots and scalars in RecIS
+    slots: Mapping[str, str]  # names of its slots in RecIS -> here, in the order of the optimizer here
+    # whether it keeps one value a row, of shape (1,) in RecIS and () here, and counts steps by table
     is_row_wise: bool = False
-    beta_dtype: type[np.floating[Any]] | None = None
+    beta_dtype: type[np.floating[Any]] | None = None  # in which RecIS saves its betas; None where it has none
 
     @property
     def here(self) -> tuple[str, ...]:

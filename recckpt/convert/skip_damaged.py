@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -241,19 +240,3 @@ def whole_tensors(files: OpenFiles, checkpoint: Checkpoint, skipped: list[Skippe
             skipped.append(Skipped(error.path, error.found, tensor=name))
             del tensors.model[name]
     return tensors
-
-
-def whole_states(
-    load: Callable[[str], dict[str, Any]], directory: str, skipped: list[Skipped]
-) -> Callable[[str], dict[str, Any]]:
-    """Return what loads the dict in a ``.pt`` file; an empty one where it is damaged, once noted."""
-
-    def load_whole(name: str) -> dict[str, Any]:
-        try:
-            with lost_is_damage(layout.join(directory, name)):
-                return load(name)
-        except CorruptCheckpointError as error:
-            skipped.append(Skipped(error.path, error.found))
-            return {}
-
-    return load_whole

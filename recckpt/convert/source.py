@@ -75,20 +75,13 @@ class SourceTable:
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """A tensor that a source has: its values are read when they are asked for, dtypes that numpy lacks as bits.
+    """A tensor that a source has: its values are read when they are asked for, dtypes that numpy lacks as bits."""
 
-    Attributes:
-        name: in the source.
-        dtype: a name of :data:`recckpt.format.tensor_index.NUMPY_DTYPES`.
-        shape: of all of it.
-        same: equal for tensors that are the same one in memory (tied).
-        read: returns rows [begin, end) of the first dimension; of a scalar, read(0, 1) has shape (1,).
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    same: Hashable
+    name: str  # in the source
+    dtype: str  # a name of :data:`recckpt.format.tensor_index.NUMPY_DTYPES`
+    shape: tuple[int, ...]  # of all of it
+    same: Hashable  # equal for tensors that are the same one in memory (tied)
+    # returns rows [begin, end) of the first dimension; of a scalar, read(0, 1) has shape (1,)
     read: Callable[[int, int], Array]
 
     def whole(self) -> Array:
@@ -106,44 +99,28 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class SourceContents:
-    """What a source holds.
+    """What a source holds."""
 
-    Attributes:
-        format: its name, such as ``"recis"``.
-        tables: in the order in which they are read.
-        dense: tensors of the model.
-        values: plain values beside them, which go to ``model.pt``.
-        extra: states of registered objects.
-        io_state: positions in the data, one dict a rank; () where it has none.
-        dense_opt: ``parameter@optimizer`` of the optimizers among the registered objects that name their parameters.
-        lineages: of those whose class is known.
-        step: None where it does not say.
-        left_out: all that has no counterpart, or changes its form.
-    """
-
-    format: str
-    tables: tuple[SourceTable, ...] = ()
-    dense: tuple[SourceTensor, ...] = ()
-    values: Mapping[str, Any] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    io_state: Sequence[Mapping[str, Any]] = ()
+    format: str  # its name, such as ``"recis"``
+    tables: tuple[SourceTable, ...] = ()  # in the order in which they are read
+    dense: tuple[SourceTensor, ...] = ()  # tensors of the model
+    values: Mapping[str, Any] = field(default_factory=dict)  # plain values beside them, which go to ``model.pt``
+    extra: Mapping[str, Any] = field(default_factory=dict)  # states of registered objects
+    io_state: Sequence[Mapping[str, Any]] = ()  # positions in the data, one dict a rank; () where it has none
+    # ``parameter@optimizer`` of the optimizers among the registered objects that name their parameters
     dense_opt: Sequence[str] = ()
-    lineages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    step: int | None = None
-    left_out: tuple[LeftOut, ...] = ()
+    lineages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of those whose class is known
+    step: int | None = None  # None where it does not say
+    left_out: tuple[LeftOut, ...] = ()  # all that has no counterpart, or changes its form
 
 
 @dataclass(frozen=True)
 class ImportSource:
-    """An open source; everything about it that can be checked without reading its rows has been.
+    """An open source; everything about it that can be checked without reading its rows has been."""
 
-    Attributes:
-        contents: what it holds.
-        rows: yields all rows of a table, in any order, some megabytes at a time; each file is closed once it is read.
-            ConversionError where a value is not what the source says.
-    """
-
-    contents: SourceContents
+    contents: SourceContents  # what it holds
+    # yields all rows of a table, in any order, some megabytes at a time; each file is closed once it is read.
+    # ConversionError where a value is not what the source says.
     rows: Callable[[SourceTable], Iterator[SourceRows]]
 
 

@@ -99,23 +99,14 @@ def _holds_tensors(value: Any) -> bool:
 
 @dataclass
 class PlacedStates:
-    """Where the states of optimizers go.
+    """Where the states of optimizers go."""
 
-    Attributes:
-        extra: registered objects, dense optimizers with the names of their parameters.
-        slots: table -> slot -> the tensor of it.
-        steps: table -> its state in the sparse optimizer.
-        groups: of the sparse optimizer.
-        lineages: of dense optimizers whose class is known.
-        left: what has no place, or another form.
-    """
-
-    extra: dict[str, Any]
-    slots: dict[str, dict[str, SourceTensor]] = field(default_factory=dict)
-    steps: dict[str, dict[str, int]] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    lineages: dict[str, Lineage] = field(default_factory=dict)
-    left: list[LeftOut] = field(default_factory=list)
+    extra: dict[str, Any]  # registered objects, dense optimizers with the names of their parameters
+    slots: dict[str, dict[str, SourceTensor]] = field(default_factory=dict)  # table -> slot -> the tensor of it
+    steps: dict[str, dict[str, int]] = field(default_factory=dict)  # table -> its state in the sparse optimizer
+    groups: list[dict[str, Any]] = field(default_factory=list)  # of the sparse optimizer
+    lineages: dict[str, Lineage] = field(default_factory=dict)  # of dense optimizers whose class is known
+    left: list[LeftOut] = field(default_factory=list)  # what has no place, or another form
 
 
 def _placed(extra: Mapping[str, Any], order: ParameterOrder, optimizers: Mapping[str, Any], path: str) -> PlacedStates:

@@ -56,19 +56,12 @@ _Tensors = Mapping[str, SourceTensor]
 
 @dataclass(frozen=True)
 class PlacedIds:
-    """The id of each place of a matrix.
+    """The id of each place of a matrix."""
 
-    Attributes:
-        n_places: rows of the matrix.
-        ids: None for the places themselves.
-        has_free: whether places may have no id.
-        counters: slot -> what ZCH keeps of each place that has an id.
-    """
-
-    n_places: int
-    ids: Int64s | None = None
-    has_free: bool = False
-    counters: Mapping[str, Int64s] = field(default_factory=dict)
+    n_places: int  # rows of the matrix
+    ids: Int64s | None = None  # None for the places themselves
+    has_free: bool = False  # whether places may have no id
+    counters: Mapping[str, Int64s] = field(default_factory=dict)  # slot -> what ZCH keeps of each place that has an id
 
     @property
     def n_rows(self) -> int:
@@ -96,7 +89,11 @@ def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
         tensors, values = read_tensors(files)
     else:
         tensors, values = split_values(dict(_flat("", load_torch_dict(files, files.names[0]))), files.url)
-    url, weights = files.url, _table_names(tensors)
+    # Called alike in several collections, a table has the name of the collection too.
+    short = {name: match[1] for name in tensors if (match := _WEIGHT.fullmatch(name))}
+    n_alike = Counter(short.values())
+    weights = {name: table if n_alike[table] == 1 else name.removesuffix(".weight") for name, table in short.items()}
+    url = files.url
     if not weights:
         expected = "tensors such as embedding_bags.<table>.weight"
         raise ConversionError(url, "", found="no table of TorchRec", expected=expected)
@@ -164,16 +161,6 @@ def _others(
     plain = {name: value for name, value in values.items() if not _STATE.fullmatch(name)}
     left += [LeftOut(name, "is a setting of the fused optimizer") for name in values.keys() - plain.keys()]
     return SourceContents("torchrec", dense=dense, values=plain, left_out=tuple(left))
-
-
-def _table_names(tensors: Collection[str]) -> dict[str, str]:
-    """Return tensor -> name of the table of which it is the matrix.
-
-    The name is that of the table in its collection; of several that are called alike, with that of the collection.
-    """
-    short = {name: match[1] for name in tensors if (match := _WEIGHT.fullmatch(name))}
-    counts = Counter(short.values())
-    return {name: table if counts[table] == 1 else name.removesuffix(".weight") for name, table in short.items()}
 
 
 def _table_of(weight: str) -> str:

@@ -27,27 +27,17 @@ Batches = Callable[[Sequence[str]], Iterator[pa.RecordBatch]]  # of these slots
 
 @dataclass(frozen=True)
 class TableView:
-    """The rows of a table that are exported, in the form they are exported in.
+    """The rows of a table that are exported, in the form they are exported in."""
 
-    Attributes:
-        name: of the table.
-        stored: the slots that are exported, as they are in the checkpoint.
-        n_stored: rows of the table, before they are filtered.
-        batches: reads slots of it.
-        where: which rows.
-        dtype: of the vectors; None as they are.
-        replaced: of an increment: whether these are all rows of the table, and nothing older counts.
-        deletes: of an increment: yields the ids that were deleted; None of what is no increment.
-    """
-
-    name: str
-    stored: tuple[SlotSpec, ...]
-    n_stored: int | None
-    batches: Batches
-    where: RowFilter
-    dtype: str | None
+    name: str  # of the table
+    stored: tuple[SlotSpec, ...]  # the slots that are exported, as they are in the checkpoint
+    n_stored: int | None  # rows of the table, before they are filtered
+    batches: Batches  # reads slots of it
+    where: RowFilter  # which rows
+    dtype: str | None  # of the vectors; None as they are
     filtered: Mapping[str, SlotSpec]  # slots that the filter looks at
-    replaced: bool = False
+    replaced: bool = False  # of an increment: whether these are all rows of the table, and nothing older counts
+    # of an increment: yields the ids that were deleted; None of what is no increment
     deletes: Callable[[], Iterator[Int64s]] | None = None
 
     @property
@@ -129,20 +119,13 @@ class TableView:
 
 @dataclass(frozen=True)
 class Export:
-    """All that a target is given.
+    """All that a target is given."""
 
-    Attributes:
-        tables: in the order of the checkpoint.
-        tensors: the dense ones.
-        checkpoint: its id, step and url, for the metadata.
-        n_shards: of the checkpoint.
-        load: returns the dict in a ``.pt`` file, by torch; empty where the checkpoint has no such file.
-    """
-
-    tables: Sequence[TableView]
-    tensors: DenseTensors
-    checkpoint: Mapping[str, Any]
-    n_shards: int
+    tables: Sequence[TableView]  # in the order of the checkpoint
+    tensors: DenseTensors  # the dense ones
+    checkpoint: Mapping[str, Any]  # its id, step and url, for the metadata
+    n_shards: int  # of the checkpoint
+    # returns the dict in a ``.pt`` file, by torch; empty where the checkpoint has no such file
     load: Callable[[str], dict[str, Any]]
 
     def metadata(self) -> dict[str, Any]:
@@ -181,7 +164,19 @@ def narrowed(values: Array, ids: Int64s, slot: SlotSpec, dtype: str, path: str) 
     exact = numbers(values, slot)
     exact = exact.astype(np.float64 if slot.dtype == "float64" else np.float32, copy=False)
     with np.errstate(over="ignore", invalid="ignore"):
-        columns, back = _int8(exact) if dtype == "int8" else _float(exact, dtype)
+        if dtype == "int8":
+            flat = exact.reshape(len(exact), -1)
+            scales = (np.abs(flat).max(axis=1, initial=0.0) / 127).astype(np.float32)
+            divisors = np.where(scales > 0, scales, 1).astype(np.float32)
+            steps = np.clip(np.rint(flat / divisors[:, None]), -127, 127).astype(np.int8)
+            back = (steps.astype(np.float64) * scales[:, None].astype(np.float64)).reshape(exact.shape)
+            columns = [steps.reshape(exact.shape), scales]
+        elif dtype == "float16":
+            back = exact.astype(np.float16)
+            columns = [back]
+        else:
+            columns = [_bfloat16(exact)]
+            back = widened(columns[0])
         is_finite = np.isfinite(exact)
         lost = ~np.isfinite(back) if dtype == "int8" else is_finite & ~np.isfinite(back)
         if lost.any():
@@ -193,21 +188,10 @@ def narrowed(values: Array, ids: Int64s, slot: SlotSpec, dtype: str, path: str) 
     return columns, float(off.max(initial=0.0))
 
 
-def _float(exact: Array, dtype: str) -> tuple[list[Array], Array]:
-    if dtype == "float16":
-        narrow = exact.astype(np.float16)
-        return [narrow], narrow
+def _bfloat16(exact: Array) -> Array:
+    """Return the bit patterns of the nearest ones."""
     bits = np.ascontiguousarray(exact, np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     quiet = (bits >> np.uint32(16)) | np.uint32(0x40)  # a NaN stays one
-    patterns = np.where(np.isnan(exact), quiet, rounded).astype(np.uint16)
-    return [patterns], widened(patterns)
-
-
-def _int8(exact: Array) -> tuple[list[Array], Array]:
-    flat = exact.reshape(len(exact), -1)
-    scales = (np.abs(flat).max(axis=1, initial=0.0) / 127).astype(np.float32)
-    divisors = np.where(scales > 0, scales, 1).astype(np.float32)
-    steps = np.clip(np.rint(flat / divisors[:, None]), -127, 127).astype(np.int8)
-    back = steps.astype(np.float64) * scales[:, None].astype(np.float64)
-    return [steps.reshape(exact.shape), scales], back.reshape(exact.shape)
+    patterns: Array = np.where(np.isnan(exact), quiet, rounded).astype(np.uint16)
+    return patterns

@@ -160,7 +160,19 @@ class CheckpointDiff:
         return html.page(f"{escaped(self.before.ckpt_id)} and {escaped(self.after.ckpt_id)}", self._repr_html_())
 
     def _repr_html_(self) -> str:
-        return html.body("diff", _page_parts(self), _STYLE)
+        parts = [f"<h1>{html.text(verdict(self))}</h1>"]
+        parts += [f"<p>{name}: {html.text(_side_text(getattr(self, name)))}</p>" for name in ("before", "after")]
+        if self.tolerance:
+            parts.append(f"<p>tolerance {self.tolerance:g}</p>")
+        if self.tables:
+            key = " ".join(f'<i class="{share}"></i>{share}' for share in _SHARES)
+            rows = ([*map(html.text, _table_row(table)), _bar(table)] for table in self.tables)
+            parts += ["<h2>Tables</h2>", html.table((*TABLE_HEAD, "ROWS"), rows, NUMBERS), f'<p class="key">{key}</p>']
+        for title, head, rows_of in _sections(self):
+            parts += html.section(title.capitalize(), head, rows_of, NUMBERS)
+        if any(each.status == "unclear" for each in self.values):
+            parts.append(f"<p>{html.text(UNCLEAR)}</p>")
+        return html.body("diff", parts, _STYLE)
 
     def __str__(self) -> str:
         return "\n".join(plain(lines_of(self)))
@@ -193,22 +205,6 @@ def verdict(diff: CheckpointDiff) -> str:
     longer = {"training state": ("value", " of the training state"), "extra of ranks": ("extra", " of ranks")}
     words = ((n, *longer.get(what, (what, ""))) for what, n in diff.differing.items())
     return "different: " + ", ".join(plural(n, one) + of for n, one, of in words)
-
-
-def _page_parts(diff: CheckpointDiff) -> list[str]:
-    parts = [f"<h1>{html.text(verdict(diff))}</h1>"]
-    parts += [f"<p>{name}: {html.text(_side_text(getattr(diff, name)))}</p>" for name in ("before", "after")]
-    if diff.tolerance:
-        parts.append(f"<p>tolerance {diff.tolerance:g}</p>")
-    if diff.tables:
-        key = " ".join(f'<i class="{share}"></i>{share}' for share in _SHARES)
-        rows = ([*map(html.text, _table_row(table)), _bar(table)] for table in diff.tables)
-        parts += ["<h2>Tables</h2>", html.table((*TABLE_HEAD, "ROWS"), rows, NUMBERS), f'<p class="key">{key}</p>']
-    for title, head, rows_of in _sections(diff):
-        parts += html.section(title.capitalize(), head, rows_of, NUMBERS)
-    if any(each.status == "unclear" for each in diff.values):
-        parts.append(f"<p>{html.text(UNCLEAR)}</p>")
-    return parts
 
 
 def _bar(table: TableDiff) -> str:

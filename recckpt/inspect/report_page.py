@@ -131,7 +131,16 @@ def _checkpoints(run: RunHealth) -> Iterator[str]:
 def _saves(run: RunHealth) -> Iterator[str]:
     saves = [save for save in run.saves if save.error is None]
     failed = [save for save in run.saves if save.error is not None][-_MOST_FAILED:]
-    yield from html.section("Saves that failed", text.FAILED_HEAD, text.failed_rows(failed), text.NUMBERS)
+    rows = [
+        (
+            escaped(s.ckpt_id or "-"),
+            "-" if s.step is None else str(s.step),
+            escaped(s.time or "-"),
+            one_line(s.error or ""),
+        )
+        for s in failed
+    ]
+    yield from html.section("Saves that failed", text.FAILED_HEAD, rows, text.NUMBERS)
     if not saves:
         return
     x, along = _along([save.step for save in saves], "save")

@@ -60,7 +60,10 @@ def read_parts(look: Checkup, files: Files, clock: Clock, threads: int, advance:
     of_catalogs = {layout.join(look.directory, name) for name in catalogs}
     for error in look.errors:
         if error.path in of_catalogs:
-            return [_unread(table, error) for table in look.record.tables]
+            return [
+                TableHealth(table.name, table.rows, table.row_bytes, damage=(damage_text(error),))
+                for table in look.record.tables
+            ]
     counts = {table.name: RowCounts(table, clock) for table in look.record.tables}
     results = run_all(partial(_read_part, files, clock, advance), tasks, threads)
     look.take_parts(checked for checked, _ in results)
@@ -112,7 +115,7 @@ def read_chain(opened: OpenChain, clock: Clock, threads: int, advance: Advance) 
             check_count(chain[0], first.n_rows)
             damage = _frame_damage(chain, frames)
         except (CorruptCheckpointError, OSError) as error:
-            yield _unread(table, error)
+            yield TableHealth(table.name, table.rows, table.row_bytes, damage=(damage_text(error),))
         else:
             yield first.result(damage)
 
@@ -149,10 +152,6 @@ def _read_slice(
             piece.end()
             advance(len(rows) * entry.row_bytes)
     return counts
-
-
-def _unread(table: TableEntry, error: Exception) -> TableHealth:
-    return TableHealth(table.name, table.rows, table.row_bytes, damage=(damage_text(error),))
 
 
 class RowCounts:
@@ -194,7 +193,13 @@ class RowCounts:
         for slot in self._entry.slots:
             values = columns[slot.name]
             if slot.name in (COUNT, LAST_STEP, LAST_TIME) and not slot.shape:
-                self._add_tracked(slot.name, values[rows, 0])
+                tracked = values[rows, 0]
+                if slot.name == COUNT:
+                    self._numbers["counts"].add(np.maximum(tracked, 0).astype(np.float64))
+                elif slot.name == LAST_STEP and self._step is not None:
+                    self._numbers["ages_steps"].add(np.maximum(self._step - tracked, 0).astype(np.float64))
+                elif slot.name == LAST_TIME and self._time is not None:
+                    self._numbers["ages_days"].add(np.maximum(self._time - tracked, 0.0) / _DAY_SEC + 0.0)  # never -0.0
             elif values.dtype.kind != "f":
                 continue  # integers have no norms, such as counts of ids that wait for a row, and are all finite
             elif slot.name == EMBEDDING:
@@ -207,7 +212,12 @@ class RowCounts:
             elif not np.isfinite(values).all():
                 self._add_not_finite(slot.name, ids, squares(values)[rows])
         if self._optimizer:
-            self._untrained += _n_zeros([columns[name] for name in self._optimizer], rows)
+            states = [columns[name] for name in self._optimizer]
+            left = np.flatnonzero(states[0][rows, 0] == 0)  # few: the first value tells most rows
+            left = left if isinstance(rows, slice) else rows[left]
+            for state in states:
+                left = left[(state[left] == 0).all(axis=1)]
+            self._untrained += len(left)
 
     def _add_not_finite(self, slot: str, ids: Int64s, sums: Array) -> None:
         """Count the rows whose sum of squares is NaN: a value is not finite."""
@@ -218,14 +228,6 @@ class RowCounts:
     def _name_not_finite(self, slot: str, n_rows: int, ids: Iterable[int]) -> None:
         self._not_finite[slot] = self._not_finite.get(slot, 0) + n_rows
         self._not_finite_ids = list(dict.fromkeys([*self._not_finite_ids, *ids]))[:_NAMED_ROWS]
-
-    def _add_tracked(self, name: str, values: Array) -> None:
-        if name == COUNT:
-            self._numbers["counts"].add(np.maximum(values, 0).astype(np.float64))
-        elif name == LAST_STEP and self._step is not None:
-            self._numbers["ages_steps"].add(np.maximum(self._step - values, 0).astype(np.float64))
-        elif name == LAST_TIME and self._time is not None:
-            self._numbers["ages_days"].add(np.maximum(self._time - values, 0.0) / _DAY_SEC + 0.0)  # never -0.0
 
     @property
     def least_named(self) -> float:
@@ -279,12 +281,3 @@ class RowCounts:
             largest=tuple(self._largest),
             is_live=self._entry.live is not None,
         )
-
-
-def _n_zeros(columns: Sequence[Array], rows: Rows) -> int:
-    """Return how many of the rows have only zeros, in all columns."""
-    left = np.flatnonzero(columns[0][rows, 0] == 0)  # few: the first value tells most rows
-    left = left if isinstance(rows, slice) else rows[left]
-    for values in columns:
-        left = left[(values[left] == 0).all(axis=1)]
-    return len(left)

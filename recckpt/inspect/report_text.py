@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from recckpt.inspect.report_result import ChainCost, CheckpointSize, IntervalAdvice, NearHealth, RunHealth, TableHealth
-from recckpt.inspect.save_times import SaveTimes
 from recckpt.inspect.watch_text import near_facts
-from recckpt.text import Line, Table, count, duration, escaped, one_line, plural, size
+from recckpt.text import Line, Table, count, duration, escaped, plural, size
 
 CHECKPOINT_HEAD = ("CHECKPOINT", "STEP", "KIND", "TIME", "ROWS", "SIZE", "LINKS", "TO READ", "MARKS")
 TABLE_HEAD = (
@@ -77,12 +76,6 @@ def chain_rows(chains: Iterable[ChainCost]) -> Iterator[Sequence[str]]:
             size(chain.read_bytes),
             f"{chain.read_bytes / max(1, chain.base_bytes):.3g} x",
         )
-
-
-def failed_rows(saves: Iterable[SaveTimes]) -> Iterator[Sequence[str]]:
-    for save in saves:
-        step = "-" if save.step is None else str(save.step)
-        yield escaped(save.ckpt_id or "-"), step, escaped(save.time or "-"), one_line(save.error or "")
 
 
 def table_row(table: TableHealth) -> Sequence[str]:

@@ -41,47 +41,32 @@ StoredRow = Mapping[str, npt.NDArray[Any]]  # slot -> its values, bfloat16 as fl
 
 @dataclass(frozen=True)
 class RowAt:
-    """A row in one checkpoint.
+    """A row in one checkpoint."""
 
-    Attributes:
-        ckpt_id: the checkpoint.
-        step: its global step, None where the saver did not count.
-        time: when it was committed, in UTC, as ISO 8601.
-        change: what became of the row since the checkpoint before: ``"new"``; ``"changed"``: a value of any slot is
-            another; ``"same"``; ``"gone"``; ``"back"``: it was gone, and is there again; ``"absent"``: it was not there
-            before either. In the oldest checkpoint ``"there"`` or ``"absent"``; ``"damaged"`` where a file that would
-            say so is damaged.
-        since: the oldest checkpoint from which on the row has been as it is in this one; None where it is not there.
-        since_step: its step.
-        norm: Euclidean norm of the embedding, NaN where a value is not finite; None where the row is not there.
-        moved: Euclidean distance of the embedding from that before, where it has changed.
-        slots: the other slots: the value of one that is a single number, and the norm of any other.
-    """
-
-    ckpt_id: str
-    step: int | None
-    time: str
+    ckpt_id: str  # the checkpoint
+    step: int | None  # its global step, None where the saver did not count
+    time: str  # when it was committed, in UTC, as ISO 8601
+    # what became of the row since the checkpoint before: ``"new"``; ``"changed"``: a value of any slot is another;
+    # ``"same"``; ``"gone"``; ``"back"``: it was gone, and is there again; ``"absent"``: it was not there before either.
+    # In the oldest checkpoint ``"there"`` or ``"absent"``; ``"damaged"`` where a file that would say so is damaged.
     change: Change
+    # the oldest checkpoint from which on the row has been as it is in this one; None where it is not there
     since: str | None = None
-    since_step: int | None = None
+    since_step: int | None = None  # its step
+    # Euclidean norm of the embedding, NaN where a value is not finite; None where the row is not there
     norm: float | None = None
-    moved: float | None = None
+    moved: float | None = None  # Euclidean distance of the embedding from that before, where it has changed
+    # the other slots: the value of one that is a single number, and the norm of any other
     slots: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
 class RowHistory:
-    """A row over the checkpoints of a run.
+    """A row over the checkpoints of a run."""
 
-    Attributes:
-        id: its id.
-        states: the row in each checkpoint, oldest first.
-        was_forgotten: whether the audit has the id among those that were asked to be forgotten.
-    """
-
-    id: int
-    states: tuple[RowAt, ...]
-    was_forgotten: bool = False
+    id: int  # its id
+    states: tuple[RowAt, ...]  # the row in each checkpoint, oldest first
+    was_forgotten: bool = False  # whether the audit has the id among those that were asked to be forgotten
 
     @property
     def is_known(self) -> bool:

@@ -105,7 +105,10 @@ def find_checkpoints(path: str) -> CheckpointsToVerify:
             listing = look_around(inside)
             chains = {each.directory: [link.directory for link in each.links] for each in listing.committed}
             errors = {**listing.damaged, **listing.unreadable}
-            broken = {name: as_damage(error, _manifest_in(name), "a manifest") for name, error in errors.items()}
+            broken = {
+                name: as_damage(error, layout.join(name, layout.MANIFEST), "a manifest")
+                for name, error in errors.items()
+            }
             return CheckpointsToVerify(inside, directories, is_output_dir=True, chains=chains, broken=broken)
         storage, checkpoint = locate_path(path)  # an id that lives in a later attempt's directory
         directory = checkpoint.directory
@@ -115,7 +118,7 @@ def find_checkpoints(path: str) -> CheckpointsToVerify:
     except CheckpointNotFoundError:  # a late commit: no run reads it, but it may be looked at
         found = None
     except (CorruptCheckpointError, FormatVersionError, OSError) as error:
-        broken = {directory: as_damage(error, _manifest_in(directory), "a manifest")}
+        broken = {directory: as_damage(error, layout.join(directory, layout.MANIFEST), "a manifest")}
         return CheckpointsToVerify(storage, [directory], broken=broken)
     if found is None or found.directory != directory:  # readers take another of its name
         return CheckpointsToVerify(storage, [directory])
@@ -199,7 +202,7 @@ def _check_counts(looks: Sequence[Checkup], chains: Mapping[str, Sequence[str]],
         for (look, node), count in zip(pairs, of_pairs, strict=True):
             entry = node.link.entry
             if count.error is not None:
-                look.errors.append(as_damage(count.error, _manifest_in(look.directory), "a manifest"))
+                look.errors.append(as_damage(count.error, layout.join(look.directory, layout.MANIFEST), "a manifest"))
             elif count.is_known:
                 absent[look.directory] += count.absent
                 if count.rows != entry.rows:
@@ -236,7 +239,7 @@ def _check_links(looks: Sequence[Checkup], checkpoints: CheckpointsToVerify) -> 
             look.errors.append(broken)
         for link in checkpoints.chains.get(look.directory, ())[1:]:
             if link in damaged:
-                found, path = f"damage in {link}/", _manifest_in(look.directory)
+                found, path = f"damage in {link}/", layout.join(look.directory, layout.MANIFEST)
                 look.errors.append(CorruptCheckpointError(path, "its chain", found=found, expected="none"))
 
 
@@ -275,10 +278,6 @@ def _error_of(check: Callable[[], object], path: str, expected: str) -> CorruptC
 
 def _problem(directory: str, error: CorruptCheckpointError) -> Problem:
     return Problem(directory, error.path, error.where, error.found, error.expected)
-
-
-def _manifest_in(directory: str) -> str:
-    return layout.join(directory, layout.MANIFEST)
 
 
 def _may_have_manifest(storage: Storage, directory: str) -> bool:

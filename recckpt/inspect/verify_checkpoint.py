@@ -60,7 +60,7 @@ class Checkup:
             self.errors.append(as_damage(error, path, "a manifest"))
         if self.manifest:
             self.errors += self._check_first_file()
-            self.errors += file_problems(storage, directory, self.manifest)
+            self.errors += file_problems(storage, directory, self.manifest.files)
             shards = len(self.manifest.shards)
             for number in range(shards):
                 names = (layout.dense_index(number, shards), layout.dense_data(number, shards), layout.MODEL)

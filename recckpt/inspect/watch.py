@@ -58,7 +58,7 @@ class ReadOnce(Manifests):
             return known[1], {file.name: Listed(file.n_bytes) for file in known[1].files}
         record = read_manifest(storage, directory)
         listed = listed_files(storage, directory) if record is not None else {}
-        if record is not None and not unlisted(record, listed):
+        if record is not None and not unlisted(record.files, listed):
             self._known[directory] = stamp, record
         return record, listed
 
@@ -85,13 +85,20 @@ class Watcher:
             OSError: the storage failed; the next look may work.
         """
         listing = look_around(self._storage, self._known)
+        intents: dict[str, Intent] = {}
+        for name in (name for name in listing.uncommitted if not layout.is_offer_dir(name)):
+            with suppress(OSError, CorruptCheckpointError):
+                intent = self._intents.get(name) or read_intent(self._storage, name)
+                if intent is not None:
+                    intents[name] = intent
+        self._intents = intents
         return status_of(
             self._storage.url,
             datetime.now(timezone.utc),
             listing,
             self._history(listing),
             writer=self._owner(),
-            intents=self._attempts(listing),
+            intents=list(intents.values()),
             why_empty=self._storage.why_empty(),
             overdue_sec=self._overdue_sec,
             near_saves=near_saves_of(self._storage, listing, self._near),
@@ -115,16 +122,6 @@ class Watcher:
             with suppress(OSError, CorruptCheckpointError, FormatVersionError):
                 self._writer = read_claim(self._storage, epoch) if epoch else None
         return self._writer
-
-    def _attempts(self, listing: Listing) -> list[Intent]:
-        intents: dict[str, Intent] = {}
-        for name in (name for name in listing.uncommitted if not layout.is_offer_dir(name)):
-            with suppress(OSError, CorruptCheckpointError):
-                intent = self._intents.get(name) or read_intent(self._storage, name)
-                if intent is not None:
-                    intents[name] = intent
-        self._intents = intents
-        return list(intents.values())
 
 
 def near_saves_of(storage: Storage, listing: Listing, near: Near | None) -> list[NearHere] | None:

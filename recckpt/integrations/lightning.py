@@ -76,7 +76,8 @@ class LightningCallback(SavesRun, Callback):
         if state.is_between_epochs and manager.epochs < trainer.current_epoch:  # its last step was saved, not its end
             manager.epoch()
         _leave(trainer)
-        follow_loaders(trainer)
+        # Lightning tells samplers the epoch after a resume has made the iterator.
+        vars(trainer.fit_loop)["_load_combined_loader_states"] = partial(_load_positions, trainer.fit_loop)
         trainer.callbacks = [*trainer.callbacks, SavesLast(trainer, manager)]  # a new list: Lightning walks the old one
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -85,7 +86,10 @@ class LightningCallback(SavesRun, Callback):
             load_rng(self._rng)
             self._rng = NONE
         if self._sparse_optimizer is not None and pl_module.automatic_optimization:
-            _join(trainer, self._sparse_optimizer)
+            # At each batch: setting trainer.optimizers, as a learning rate finder does, undoes it.
+            stepped = trainer.strategy._lightning_optimizers[0]
+            if self._sparse_optimizer not in parts_of(stepped.optimizer):
+                stepped._optimizer = _StepOfBoth(stepped.optimizer, self._sparse_optimizer)
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Forget the gradients of tables where Lightning forgets the others: those of a skipped step, too."""
@@ -127,16 +131,6 @@ class _StepOfBoth(JointOptimizer):
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         dense, sparse = self.optimizers
         return [*dense.param_groups, *map(dict, sparse.param_groups)]
-
-
-def _join(trainer: Trainer, sparse: SparseOptimizer) -> None:
-    """Make Lightning unscale, clip and step both optimizers; ``trainer.optimizers`` stays as it is.
-
-    Needed at each batch: setting ``trainer.optimizers``, as a learning rate finder does, undoes it.
-    """
-    stepped = trainer.strategy._lightning_optimizers[0]
-    if sparse not in parts_of(stepped.optimizer):
-        stepped._optimizer = _StepOfBoth(stepped.optimizer, sparse)
 
 
 def _check(trainer: Trainer, module: LightningModule, sparse: SparseOptimizer) -> None:
@@ -189,7 +183,16 @@ class TrainerState:
         if "combined_loader" in fit["state_dict"]:
             fit["state_dict"]["combined_loader"] = [one.state_dict() for one in _positions(self._trainer.fit_loop)]
         if _is_epoch_over(self._trainer):
-            _end_epoch(fit)
+            # A resume goes on with the next epoch, and would give that loaders which are at their end. What Lightning
+            # counts at the end of an epoch is yet to be counted.
+            fit["state_dict"].pop("combined_loader", None)
+            for count in fit["epoch_progress"].values():
+                count["processed"] = count["completed"] = count["started"]
+            batches = fit["epoch_loop.batch_progress"]
+            # Saved by hand, in the hooks of the last batch:
+            if batches["total"]["completed"] < batches["total"]["processed"]:
+                batches["total"]["completed"] += 1
+                fit["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
         elif 0 < fit["epoch_progress"]["current"]["started"] == fit["epoch_progress"]["current"]["processed"]:
             _undo_end_of_epoch(self._trainer, fit)
         for name in (*_SAVED_ELSEWHERE, *_HYPER_PARAMETERS):
@@ -216,14 +219,6 @@ class TrainerState:
         if self.is_between_epochs:  # the next one begins as in an unbroken run
             fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
             epoch.restarting = fit._restarting = False
-
-
-def follow_loaders(trainer: Trainer) -> None:
-    """Let the loaders of a fit have their positions as a manager saves them, and begin in the order of their epoch.
-
-    Lightning tells samplers the epoch after a resume has made the iterator.
-    """
-    vars(trainer.fit_loop)["_load_combined_loader_states"] = partial(_load_positions, trainer.fit_loop)
 
 
 def _load_positions(loop: Any) -> None:
@@ -309,20 +304,6 @@ def _is_validation_next(trainer: Trainer) -> bool:
     loop = trainer.fit_loop
     has_batches = trainer.val_dataloaders is None or sum(trainer.num_val_batches) > 0
     return bool(has_batches and loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
-
-
-def _end_epoch(fit: dict[str, Any]) -> None:
-    """Make the loops those behind an epoch, before all that Lightning counts then is counted.
-
-    It goes on with the next epoch, and would give that loaders which are at their end.
-    """
-    fit["state_dict"].pop("combined_loader", None)
-    for count in fit["epoch_progress"].values():
-        count["processed"] = count["completed"] = count["started"]
-    batches = fit["epoch_loop.batch_progress"]
-    if batches["total"]["completed"] < batches["total"]["processed"]:  # saved by hand, in the hooks of that batch
-        batches["total"]["completed"] += 1
-        fit["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
 
 
 def _undo_end_of_epoch(trainer: Trainer, fit: dict[str, Any]) -> None:

@@ -36,57 +36,36 @@ def is_a(obj: object, module: str, *names: str) -> bool:
 
 @dataclass(frozen=True)
 class FoundTable:
-    """A live table of a model.
+    """A live table of a model."""
 
-    Attributes:
-        live: the table.
-        path: of its module.
-        kind: of module.
-        keys: of its weight in the state dict of the model.
-        weights: returns the parameters that are its rows by now.
-        marks: how its changes are known: ``"gradient"`` by the optimizer's step, ``"backward"`` by that of a kernel, or
-            ``OWN`` by what an adapter announces, or ``FINGERPRINTS`` by looking at all rows at a save.
-        is_announced: whether all that changes rows is announced; otherwise training waits while they are copied.
-        optimizer: that trains it; None where it is frozen, or updates itself.
-        why: why that is not the best; None where it is.
-        is_tensor: whether the keys are of the tensor of its rows, and not of one around it, or of pieces.
-        collection: of TorchRec, of which the table is one, spread over ranks; None where it is of none.
-        tensors: names under which a checkpoint without live tables has its rows, as one dense tensor.
-        companions: tables of rows that lie in the same memory.
-    """
-
-    live: LiveTable
-    path: str
-    kind: str
-    keys: tuple[str, ...]
-    weights: Callable[[], tuple[Tensor, ...]]
+    live: LiveTable  # the table
+    path: str  # of its module
+    kind: str  # of module
+    keys: tuple[str, ...]  # of its weight in the state dict of the model
+    weights: Callable[[], tuple[Tensor, ...]]  # returns the parameters that are its rows by now
+    # how its changes are known: ``"gradient"`` by the optimizer's step, ``"backward"`` by that of a kernel, or ``OWN``
+    # by what an adapter announces, or ``FINGERPRINTS`` by looking at all rows at a save
     marks: str
-    is_announced: bool
-    optimizer: Optimizer | None = None
-    why: str | None = None
-    is_tensor: bool = True
+    is_announced: bool  # whether all that changes rows is announced; otherwise training waits while they are copied
+    optimizer: Optimizer | None = None  # that trains it; None where it is frozen, or updates itself
+    why: str | None = None  # why that is not the best; None where it is
+    is_tensor: bool = True  # whether the keys are of the tensor of its rows, and not of one around it, or of pieces
+    # of TorchRec, of which the table is one, spread over ranks; None where it is of none
     collection: nn.Module | None = None
+    # names under which a checkpoint without live tables has its rows, as one dense tensor
     tensors: tuple[str, ...] = ()
-    companions: tuple[FoundTable, ...] = ()
+    companions: tuple[FoundTable, ...] = ()  # tables of rows that lie in the same memory
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What may become a live table.
+    """What may become a live table."""
 
-    Attributes:
-        path: of its module, by which ``names`` and ``exclude`` mean it.
-        name: of the table, where ``names`` gives no other.
-        n_rows: that it has over all ranks.
-        make: makes the table of this name; raises LiveTableError where it is to stay dense.
-        together: path of the module whose tables are one tensor, so that all of them are live, or none.
-    """
-
-    path: str
-    name: str
-    n_rows: int
-    make: Callable[[str], FoundTable]
-    together: str | None = None
+    path: str  # of its module, by which ``names`` and ``exclude`` mean it
+    name: str  # of the table, where ``names`` gives no other
+    n_rows: int  # that it has over all ranks
+    make: Callable[[str], FoundTable]  # makes the table of this name; raises LiveTableError where it is to stay dense
+    together: str | None = None  # path of the module whose tables are one tensor, so that all of them are live, or none
 
 
 def with_marks(tables: Sequence[FoundTable], marks: str | Mapping[str, str]) -> list[FoundTable]:
@@ -135,12 +114,18 @@ class LiveTarget(LoadTarget):
         return None if has_row.all() else np.flatnonzero(has_row)
 
     def check_ids(self, least: int, greatest: int) -> None:
-        """Refuse a checkpoint with ids in this range if there is no row of the first or the last.
+        """Refuse a checkpoint with ids from ``least`` to ``greatest`` if one of them has no row on any rank.
 
         Raises:
             LiveTableError: there is none.
         """
-        self._attached.check_ids(least, greatest)
+        n_rows = self._attached.live.n_rows
+        if least < 0 or greatest >= n_rows:
+            raise LiveTableError(
+                f"table {self.table.name!r}: found ids from {least} to {greatest}, expected ids from 0 to "
+                f"{n_rows - 1}: make the table larger, or drop those without a row by 'on_mismatch': 'resize' in "
+                "load_conf"
+            )
 
     def clear(self) -> None:
         """Keep the rows: they are all written, or stay."""
@@ -306,19 +291,6 @@ class AttachedTable:
             LiveTableError: there is no such row on this rank.
         """
         self.rows.write(ids.numpy() - self.rows.box.rows[0], values)
-
-    def check_ids(self, least: int, greatest: int) -> None:
-        """Refuse a checkpoint with ids from ``least`` to ``greatest`` if one of them has no row on any rank.
-
-        Raises:
-            LiveTableError: there is none.
-        """
-        n_rows = self.live.n_rows
-        if least < 0 or greatest >= n_rows:
-            raise LiveTableError(
-                f"table {self.name!r}: found ids from {least} to {greatest}, expected ids from 0 to {n_rows - 1}: make "
-                "the table larger, or drop those without a row by 'on_mismatch': 'resize' in load_conf"
-            )
 
     def clear(self) -> None:
         """Refuse: the rows of a live table are as many as its owner has made."""

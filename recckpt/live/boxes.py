@@ -80,31 +80,19 @@ def version_of(tensor: Tensor) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank knows of a table.
+    """What one rank knows of a table."""
 
-    Attributes:
-        n_rows: of the whole table.
-        rows: (first, end) of those that this rank has; (0, 0) for none.
-        columns: (begin, end) of the columns of these rows that it has, of ``width``; None for all.
-        width: of the whole table; 0 where ``columns`` is None.
-        is_copy: whether they are a copy of what other ranks have too.
-        slots: of the table, ``embedding`` among them; empty where the rank has no rows.
-        scalars: of the optimizer.
-        settings: of the optimizer.
-        why: rows may change that were not looked up; None where none do.
-        refusal: why the table cannot be a live one, None where it can.
-    """
-
-    n_rows: int
-    rows: tuple[int, int] = (0, 0)
+    n_rows: int  # of the whole table
+    rows: tuple[int, int] = (0, 0)  # (first, end) of those that this rank has; (0, 0) for none
+    # (begin, end) of the columns of these rows that it has, of ``width``; None for all
     columns: tuple[int, int] | None = None
-    width: int = 0
-    is_copy: bool = False
-    slots: tuple[SlotSpec, ...] = ()
-    scalars: Mapping[str, Any] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    why: str | None = None
-    refusal: str | None = None
+    width: int = 0  # of the whole table; 0 where ``columns`` is None
+    is_copy: bool = False  # whether they are a copy of what other ranks have too
+    slots: tuple[SlotSpec, ...] = ()  # of the table, ``embedding`` among them; empty where the rank has no rows
+    scalars: Mapping[str, Any] = field(default_factory=dict)  # of the optimizer
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the optimizer
+    why: str | None = None  # rows may change that were not looked up; None where none do
+    refusal: str | None = None  # why the table cannot be a live one, None where it can
 
     @property
     def has_rows(self) -> bool:

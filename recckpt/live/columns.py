@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -191,13 +191,6 @@ def _joined(pieces: Iterable[Bytes]) -> Bytes:
     return np.concatenate([np.empty(0, np.uint8), *pieces])
 
 
-class _Joining(NamedTuple):
-    """Which rows of the box are saved, None for all; and the whole rows of the share of this rank, by slots."""
-
-    rows: Int64s | None
-    values: Mapping[str, Bytes]  # shape (rows, bytes of a row)
-
-
 class ColumnRows:
     """Rows of a table that lies by columns: a source of whole rows once ranks have sent each other their columns.
 
@@ -213,7 +206,9 @@ class ColumnRows:
         self.name, self.box, self.parts = snapshot.name, box, snapshot.slots
         self.slots = tuple(whole_spec(spec, box) for spec in snapshot.slots)
         self._snapshot, self._changed = snapshot, changed
-        self._joining: _Joining | None = None
+        # Which rows of the box are saved, None for all; and by slots the whole rows of the share of this rank, of shape
+        # (rows, bytes of a row).
+        self._joining: tuple[Int64s | None, Mapping[str, Bytes]] | None = None
         self._whole: StillTable | None = None
 
     @property
@@ -245,11 +240,11 @@ class ColumnRows:
         sizes = {spec.name: spec.row_bytes for spec in self.slots}
         memory = {name: aligned_bytes((end - begin) * size) for name, size in sizes.items()}
         values = {name: some.reshape(end - begin, sizes[name]) for name, some in memory.items()}
-        self._joining = _Joining(rows, values)
+        self._joining = rows, values
 
     def n_chosen(self, part: int) -> int:
         """Return how many rows are saved of the share of a part."""
-        begin, end = self._share(self._joined.rows, part)
+        begin, end = self._share(self._joined[0], part)
         return end - begin
 
     def read(self, column: int, rows: npt.NDArray[Any], target: Bytes, *, is_last: bool) -> None:
@@ -257,7 +252,7 @@ class ColumnRows:
 
     def send(self, part: int, begin: int, end: int) -> list[Bytes]:
         """Return the columns of this rank, slot by slot, of those rows that a part saves; they are not read again."""
-        chosen = self._joined.rows
+        chosen, _ = self._joined
         first, _ = self._share(chosen, part)
         rows = np.arange(first + begin, first + end) if chosen is None else chosen[first + begin : first + end]
         targets = {spec.name: np.empty(len(rows) * spec.row_bytes, np.uint8) for spec in self.parts}
@@ -268,7 +263,7 @@ class ColumnRows:
         """Put the columns that a part has sent, slot by slot, into rows that this rank saves."""
         for spec, some in zip(self.parts, values, strict=True):
             first, last = place_in_row(spec, self.box, part)
-            self._joined.values[spec.name][begin:end, first:last] = some.reshape(end - begin, last - first)
+            self._joined[1][spec.name][begin:end, first:last] = some.reshape(end - begin, last - first)
 
     def end(self) -> None:
         """Be the whole rows from now on: all have been taken."""
@@ -318,7 +313,7 @@ class ColumnRows:
         return self._whole
 
     @property
-    def _joined(self) -> _Joining:
+    def _joined(self) -> tuple[Int64s | None, Mapping[str, Bytes]]:
         if self._joining is None:
             raise RuntimeError(f"table {self.name!r}: nobody has begun to join its columns, or it is closed")
         return self._joining

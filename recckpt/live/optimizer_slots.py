@@ -13,6 +13,7 @@ PREFIXES: Mapping[str, str] = {  # class -> what the names of its slots begin wi
 }
 _SHORT = {"momentum_buffer": "momentum"}
 _AKIN = {"Adam": "AdamW", "AdamW": "Adam"}  # one class inherits from the other, and keeps the same moments
+AKIN_LINEAGE = {"Adam": ("AdamW", "Adam"), "AdamW": ("Adam",)}  # class -> those of the akin one, as a manifest has them
 _OPTIONAL = (("Adam", "max_exp_avg_sq"), ("AdamW", "max_exp_avg_sq"), ("SGD", "momentum_buffer"))
 _KEYS = {short: key for key, short in _SHORT.items()}
 
@@ -46,11 +47,6 @@ def akin_slot(slot: str) -> str | None:
 def common_slot(slot: str) -> str:
     """Return the slot of a moment by the name that it has for all akin optimizers."""
     return min(slot, akin_slot(slot) or slot)
-
-
-def akin_lineage(kind: str) -> tuple[str, ...]:
-    """Return the classes of the optimizer that is akin to that of a class, as a manifest lists them."""
-    return {"Adam": ("AdamW", "Adam"), "AdamW": ("Adam",)}[kind]
 
 
 def are_own(kind: str, slots: Iterable[str]) -> bool:

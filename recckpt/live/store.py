@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,14 +64,6 @@ class RowRange:
         """Do nothing: there is no memory."""
 
 
-class _Place(NamedTuple):
-    """Where a slot lies; the reference keeps its place from being given to other memory, and keeps no memory."""
-
-    spec: SlotSpec
-    address: int
-    storage: StorageWeakRef
-
-
 class LiveStore(Store):
     """The rows of a live table that this rank saves, in the memory of their owner; and the door of its adapter.
 
@@ -102,7 +94,9 @@ class LiveStore(Store):
         self._noted = NotedRows(self._begin, len(self))
         self._failure: Exception | None = None
         self._is_in_graph = False
-        self._memory: dict[str, _Place] = {}  # slot -> where it was at the last snapshot
+        # Slot -> what it was at the last snapshot, and where: the reference keeps that place from being given to other
+        # memory, and keeps no memory.
+        self._memory: dict[str, tuple[SlotSpec, int, StorageWeakRef]] = {}
         self._noted_columns()
 
     def __len__(self) -> int:
@@ -246,7 +240,7 @@ class LiveStore(Store):
         for slot, column in columns.items():
             [tensor] = column.blocks
             storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch's has no types
-            memory[slot] = _Place(column.spec, tensor.data_ptr(), storage)
+            memory[slot] = column.spec, tensor.data_ptr(), storage
         if self._memory != memory:
             self._observers.replaced()
             self._memory = memory

@@ -375,7 +375,6 @@ class RowOptimizers:
             self._tables[name].live.finish(scalars[name], {})
 
     def is_live(self, table: str) -> bool:
-        """Say whether a table is a live one."""
         return table in self._tables
 
     def set_settings(self, groups: Iterable[Mapping[str, Any]]) -> None:

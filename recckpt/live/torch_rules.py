@@ -56,21 +56,14 @@ def _sgd_reason(group: Group) -> str | None:
 
 @dataclass(frozen=True)
 class TorchRule:
-    """One optimizer of torch.
+    """One optimizer of torch."""
 
-    Attributes:
-        prefix: of the names of its slots; its keys follow.
-        keys: of the states that have a value a row, by the settings of a group.
-        reason: why a step may change rows without a gradient, None where it does not.
-        refusal: why a group cannot be saved as a table, None where it can.
-        others: keys of the states that it has with other settings.
-    """
-
-    prefix: str
-    keys: Callable[[Group], list[str]]
-    reason: Callable[[Group], str | None]
+    prefix: str  # of the names of its slots; its keys follow
+    keys: Callable[[Group], list[str]]  # of the states that have a value a row, by the settings of a group
+    reason: Callable[[Group], str | None]  # why a step may change rows without a gradient, None where it does not
+    # why a group cannot be saved as a table, None where it can
     refusal: Callable[[Group], str | None] = lambda group: None
-    others: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()  # keys of the states that it has with other settings
 
 
 _AMSGRAD = ("max_exp_avg_sq",)

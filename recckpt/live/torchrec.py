@@ -36,20 +36,13 @@ LOADS_AS_TORCH.update(("torchrec", "fbgemm_gpu"))
 
 @dataclass(frozen=True)
 class Collection:
-    """A collection of tables in a model.
+    """A collection of tables in a model."""
 
-    Attributes:
-        module: the collection.
-        path: of it in the model, without wrappers.
-        is_sharded: whether its tables are spread over ranks.
-        refusal: why none of its tables can be a live one, None where they can.
-        collisions: what maps raw ids to the rows of each table on this rank, by table; none where ids are rows.
-    """
-
-    module: Any
-    path: str
-    is_sharded: bool
-    refusal: str | None = None
+    module: Any  # the collection
+    path: str  # of it in the model, without wrappers
+    is_sharded: bool  # whether its tables are spread over ranks
+    refusal: str | None = None  # why none of its tables can be a live one, None where they can
+    # what maps raw ids to the rows of each table on this rank, by table; none where ids are rows
     collisions: Mapping[str, Collision] = field(default_factory=dict)
 
     @property
@@ -83,7 +76,14 @@ class Collection:
 
 def collections_of(model: nn.Module) -> Iterator[Collection]:
     """Yield the collections of a model that recckpt knows, but for those whose tables are plain modules of torch."""
-    wrappers, named = _wrappers(model), list(model.named_modules())
+    named, of_torch = list(model.named_modules()), dict(wrappers_in(model))
+    wrappers = []  # where a module is wrapped, outer ones first, by torch or by TorchRec
+    for name, module in named:
+        before = behind(name)
+        if is_a(module, _PARALLEL, "DistributedModelParallel"):
+            wrappers.append((before, "_dmp_wrapped_module."))
+        elif before in of_torch:
+            wrappers.append((before, of_torch[before]))
     for name, module in named:
         is_sharded = any(is_a(module, *kind) for kind in _SHARDED)
         if is_sharded or is_a(module, *_FUSED):
@@ -101,19 +101,6 @@ def collections_of(model: nn.Module) -> Iterator[Collection]:
                     "its replicas differ until DMPCollection.sync(): use DistributedModelParallel, or leave it dense"
                 )
             yield Collection(module, unwrapped(name, wrappers), is_sharded, refusal, collisions)
-
-
-def _wrappers(model: nn.Module) -> list[tuple[str, str]]:
-    """Return where in a model a module is wrapped, outer ones first, by torch or by TorchRec."""
-    of_torch = dict(wrappers_in(model))
-    wrappers = []
-    for name, module in model.named_modules():
-        before = behind(name)
-        if is_a(module, _PARALLEL, "DistributedModelParallel"):
-            wrappers.append((before, "_dmp_wrapped_module."))
-        elif before in of_torch:
-            wrappers.append((before, of_torch[before]))
-    return wrappers
 
 
 @dataclass(frozen=True)

@@ -280,15 +280,10 @@ class UnassignedTable(_OfSharedRows):
 
 @dataclass(frozen=True)
 class Collision:
-    """The module that maps raw ids to the rows of an embedding.
+    """The module that maps raw ids to the rows of an embedding."""
 
-    Attributes:
-        module: the module.
-        path: of it in the model.
-    """
-
-    module: Any
-    path: str
+    module: Any  # the module
+    path: str  # of it in the model
 
 
 def collisions_of(model: nn.Module) -> Iterator[tuple[nn.Module, Collision]]:

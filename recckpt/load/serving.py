@@ -128,7 +128,7 @@ def serving_loader(model: nn.Module, place: str | OpenCheckpoint, *, is_whole: b
 
     def before_load(storages: Iterable[Storage]) -> None:
         for storage in storages:
-            note_read(model, storage, is_anew=is_whole)
+            note_read(model.modules(), storage, is_anew=is_whole)
 
     storage = place.chain.storage if isinstance(place, OpenCheckpoint) else open_storage(place)
     return Loader(model, None, extra_registry(), io_registry(), storage, _THREADS, None, before_load=before_load)

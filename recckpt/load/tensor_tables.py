@@ -12,7 +12,7 @@ from functools import partial
 
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.names import ID, Name, slot_name, state_name
-from recckpt.live.optimizer_slots import PREFIXES, akin_lineage, are_own, key_of
+from recckpt.live.optimizer_slots import AKIN_LINEAGE, PREFIXES, are_own, key_of
 from recckpt.load.inventory import PLAIN, Inventory, LoadCandidate, Thing
 from recckpt.types import EMBEDDING
 
@@ -116,7 +116,7 @@ def _as_tensor(name: Name, table: str, model: Inventory, offer: LoadCandidate) -
             things[state_name(text, there)] = Thing(PLAIN, table=table)
             settings = Name("dense_opt", there)
             if settings not in inventory and Name("sparse_opt", SPARSE_OPTIM) in inventory:
-                of_rows = lineage if are_own(kind, filter(partial(key_of, kind), slots)) else akin_lineage(kind)
+                of_rows = lineage if are_own(kind, filter(partial(key_of, kind), slots)) else AKIN_LINEAGE[kind]
                 things[settings] = Thing(PLAIN, lineage=of_rows, table=table)
     return things
 

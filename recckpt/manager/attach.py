@@ -74,7 +74,12 @@ def attached(
 
     ``saver`` and ``manager`` have their options already; the log names those that ``attach`` has defaults for.
     """
-    wrong, own = _about_options(manager.keywords), arguments.check_parts(model, None)
+    wrong = list[str]()
+    try:
+        ManagerOptions(**{field.name: manager.keywords[field.name] for field in fields(ManagerOptions)})
+    except (TypeError, ValueError) as error:
+        wrong.append(str(error))
+    own = arguments.check_parts(model, None)
     parts = list(_parts(_items("optimizers", optimizers), wrong))
     sparse = [part for part in parts if isinstance(updater(part.obj), SparseOptimizer)]
     dense = _renamed((part for part in parts if part not in sparse), "dense_optim")
@@ -103,15 +108,6 @@ def attached(
         how = ", ".join(_how({**saver.keywords, **manager.keywords}))
         log.info("%s: saves %s; %s", made.output_dir, what, how)
     return run
-
-
-def _about_options(options: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with the options of a manager."""
-    try:
-        ManagerOptions(**{field.name: options[field.name] for field in fields(ManagerOptions)})
-    except (TypeError, ValueError) as error:
-        return [str(error)]
-    return []
 
 
 def _saved(
@@ -277,23 +273,15 @@ def _live_tables(
         raise TypeError(f"found a {type(tables).__name__}, expected {what}")
     arguments.live_tables_of(model, live)
     if live is not None:
-        _check_trainers(model, live, optimizers)
+        # Steps of optimizers that are not those which live_tables was given would not be seen; TorchRec has its own.
+        weights = [(name, parameter) for name, parameter in parameters_of(model) if live.has_key(name)]
+        for optimizer in (one for one in optimizers if not is_keyed(one)):
+            trained = {id(parameter) for group in groups_of(optimizer) for parameter in group["params"]}
+            strange = [name for name, one in weights if id(one) in trained and not live.is_live(one, optimizer)]
+            if strange:
+                kind = type(updater(optimizer)).__name__
+                raise ValueError(
+                    f"the {kind} here trains {first_few(strange)}, for which live_tables was given another optimizer: "
+                    "call it with those that train, or give arguments of it in place of what it returned"
+                )
     return live
-
-
-def _check_trainers(model: nn.Module, live: LiveTables, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that train live tables which were found for others: their steps would not be seen.
-
-    Raises:
-        ValueError: there is one; TorchRec's are not looked at.
-    """
-    weights = [(name, parameter) for name, parameter in parameters_of(model) if live.has_key(name)]
-    for optimizer in (one for one in optimizers if not is_keyed(one)):
-        trained = {id(parameter) for group in groups_of(optimizer) for parameter in group["params"]}
-        strange = [name for name, one in weights if id(one) in trained and not live.is_live(one, optimizer)]
-        if strange:
-            kind = type(updater(optimizer)).__name__
-            raise ValueError(
-                f"the {kind} here trains {first_few(strange)}, for which live_tables was given another optimizer: "
-                "call it with those that train, or give arguments of it in place of what it returned"
-            )

@@ -349,7 +349,10 @@ class CheckpointManager(Resumable):
             FormatVersionError: a newer recckpt wrote one.
         """
         self._check_process()
-        steps = (self._run.step_of(checkpoint.ckpt_id) for checkpoint in reversed(newest_first(self._saver.storage)))
+        steps = (
+            layout.step_of_id(checkpoint.ckpt_id, self._run.step_prefix)
+            for checkpoint in reversed(newest_first(self._saver.storage))
+        )
         return [step for step in steps if step is not None]
 
     def latest_step(self) -> int | None:

@@ -48,7 +48,6 @@ class NearSteps:
         return None if self._saves is None else self._saves.tier.finder
 
     def start(self, begin: Moment) -> None:
-        """Begin to count from where the run is."""
         if self._saves is not None:
             self._saves.go_on(begin.step)
         if self._trigger is not None:

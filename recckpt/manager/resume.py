@@ -182,7 +182,8 @@ class Restorer:
                 return []
             live = self._live()
             with self._opened(live, [source]) as sources:
-                report = self._load_sources(live, sources, Problems(), rng=False)
+                load_sources = partial(self._loader.load_sources, live, sources, Problems(), rng=False)
+                report = self._ranks.in_meetings(lambda meetings: load_sources(meetings=meetings))
             taken.take(source, live)
             self._run.note_saved(False)
             log.info("loaded %s, which is new in the bank", source.label)
@@ -217,7 +218,8 @@ class Restorer:
         live, n_bank = self._live(), len(start.bank.sources)
         own = [LocatedCheckpoint(entry, self._loader.storage, checkpoint) for checkpoint in start.own[:1]]
         with self._opened(live, [*start.bank.sources, *own]) as sources:
-            report = self._load_sources(live, sources, start.bank.problems, rng=rng and bool(own))
+            load_sources = partial(self._loader.load_sources, live, sources, start.bank.problems, rng=rng and bool(own))
+            report = self._ranks.in_meetings(lambda meetings: load_sources(meetings=meetings))
             # A rank alone has looked at the rows of its chain itself; of several, all together have as many as it says.
             if own and own[0].checkpoint.below and self._ranks.size > 1:
                 rows = self._ranks.gather(rows_read(live, report, n_bank))
@@ -242,12 +244,6 @@ class Restorer:
         """Have all ranks open what they need before any of them changes anything: it may be gone for a late one."""
         with ExitStack() as stack:
             yield self._ranks.on_each(lambda: stack.enter_context(opened(sources, live.needs)))
-
-    def _load_sources(
-        self, live: LiveState, sources: Sequence[OpenSource], problems: Problems, *, rng: bool
-    ) -> LoadReport:
-        load = partial(self._loader.load_sources, live, sources, problems, rng=rng)
-        return self._ranks.in_meetings(lambda meetings: load(meetings=meetings))
 
     def _go_on(self, checkpoint: Checkpoint, report: LoadReport, wholes: Sequence[tuple[bool, bool]]) -> None:
         """Continue the run from a checkpoint; each rank says whether it got all of it, and has no rows beside it."""

@@ -60,10 +60,6 @@ class Run:
                 f"{example!r}"
             ) from None
 
-    def step_of(self, ckpt_id: str) -> int | None:
-        """Return the step of a checkpoint that :meth:`id_of` names, None for any other id."""
-        return layout.step_of_id(ckpt_id, self.step_prefix)
-
     def checked_step(self, step: Any) -> int:
         """Return the step that the run is to be at, None being where it is.
 
@@ -127,7 +123,6 @@ class Run:
         self.event_time = max((time for time in (self.event_time, *times) if time is not None), default=None)
 
     def moment(self, metrics: Mapping[str, float] | None = None, ends: Ends = "step") -> Moment:
-        """Return where the run is now."""
         counts = {"windows": self.windows, "epochs": self.epochs}
         return Moment(self.global_step, monotonic(), self.event_time, metrics or {}, **counts, ends=ends)
 

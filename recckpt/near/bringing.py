@@ -12,7 +12,6 @@ from recckpt.dense.tensors import check_file
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, RecckptError
 from recckpt.format import layout
 from recckpt.format.catalog import Part
-from recckpt.format.manifest import FileEntry
 from recckpt.near.moving import Move
 from recckpt.near.near_dir import HostSeen, NearDir
 from recckpt.near.views import host_of
@@ -29,17 +28,11 @@ _REMOVED = "the process that makes near saves there is probably alive: end it be
 
 @dataclass(frozen=True)
 class WholeFiles:
-    """What a host has of a near save.
+    """What a host has of a near save."""
 
-    Attributes:
-        rank: the first rank there.
-        names: the files that are whole.
-        errors: what is wrong with others.
-    """
-
-    rank: int
-    names: frozenset[str]
-    errors: tuple[Exception, ...] = ()
+    rank: int  # the first rank there
+    names: frozenset[str]  # the files that are whole
+    errors: tuple[Exception, ...] = ()  # what is wrong with others
 
 
 def whole_files(save: Checkpoint, names: Collection[str], concurrency: int, rank: int) -> WholeFiles:
@@ -72,7 +65,12 @@ def whole_files(save: Checkpoint, names: Collection[str], concurrency: int, rank
     catalogs = {shard.catalog for shard in save.manifest.shards}
     for file in save.manifest.files:
         if file.name in names and file.name not in catalogs and not layout.is_part(file.name):
-            note(file.name, list(_problems(link, file)))
+            problems = list[Exception]()
+            try:  # all checksums, of which nothing else matters here
+                problems += check_file(link.files, save.directory, file, index=None, advance=lambda _: None)
+            except (RecckptError, OSError) as error:
+                problems.append(error)
+            note(file.name, problems)
     return WholeFiles(rank, frozenset(whole), tuple(_of_near_save(save, save.near_dir, error) for error in errors))
 
 
@@ -85,13 +83,6 @@ def _of_near_save(save: Checkpoint, near_dir: Storage, error: Exception) -> Exce
     if isinstance(error, CheckpointRemovedError):
         return CheckpointRemovedError(f"{host}:{near_dir.url_of(save.directory)}", remedy=_REMOVED)
     return error
-
-
-def _problems(link: OpenLink, file: FileEntry) -> Iterator[Exception]:
-    try:
-        yield from check_file(link.files, link.directory, file, index=None, advance=_unseen)
-    except (RecckptError, OSError) as error:
-        yield error
 
 
 def lacking(save: Checkpoint, of_hosts: Iterable[WholeFiles]) -> Exception | None:
@@ -112,25 +103,14 @@ def lacking(save: Checkpoint, of_hosts: Iterable[WholeFiles]) -> Exception | Non
     return CorruptCheckpointError(path, "", found="on no host that is here", expected=expected, remedy=_DAMAGED)
 
 
-def _unseen(*_: object) -> None:
-    """Do nothing with what is read: its checksums are all that matters here."""
-
-
 @dataclass(frozen=True)
 class Place:
-    """What a rank says of its host before anything is brought there.
+    """What a rank says of its host before anything is brought there."""
 
-    Attributes:
-        host: what it is known by, None where its near dir cannot be used.
-        name: what its errors call it.
-        needed: the files of the near save that this rank reads.
-        free_bytes: the room of its file system; None where that is not known.
-    """
-
-    host: HostSeen | None
-    name: str
-    needed: frozenset[str]
-    free_bytes: int | None
+    host: HostSeen | None  # what it is known by, None where its near dir cannot be used
+    name: str  # what its errors call it
+    needed: frozenset[str]  # the files of the near save that this rank reads
+    free_bytes: int | None  # the room of its file system; None where that is not known
 
     @classmethod
     def of(cls, near_dir: NearDir, needed: frozenset[str]) -> Place:
@@ -143,20 +123,20 @@ class Place:
 
 @dataclass(frozen=True)
 class Bringing:
-    """The files of a near save that hosts lack and their ranks read, as all ranks know of them.
+    """The files of a near save that hosts lack and their ranks read, as all ranks know of them."""
 
-    Attributes:
-        places: of all ranks.
-        moves: of the files, each to the first rank of a host.
-    """
-
-    places: Sequence[Place]
-    moves: Sequence[Move]
+    places: Sequence[Place]  # of all ranks
+    moves: Sequence[Move]  # of the files, each to the first rank of a host
 
     @classmethod
     def of(cls, save: Checkpoint, places: Sequence[Place], of_hosts: Sequence[WholeFiles]) -> Bringing:
         """Return what is to be brought, of what hosts have whole; pure."""
-        lacks = _lacks(places, of_hosts)
+        # What each host lacks of what its ranks read, by its first rank.
+        first, lacks = dict[HostSeen | None, int](), dict[int, frozenset[str]]()
+        whole = {host.rank: host.names for host in of_hosts}
+        for rank, place in enumerate(places):
+            receiver = first.setdefault(place.host, rank)
+            lacks[receiver] = lacks.get(receiver, frozenset()) | place.needed - whole.get(receiver, frozenset())
         moves = [
             Move(file.name, file.n_bytes, file.xxh3, holders[number % len(holders)], to)
             for number, file in enumerate(save.manifest.files)
@@ -165,9 +145,6 @@ class Bringing:
             if file.name in names
         ]
         return cls(places, moves)
-
-    def brings_to(self, rank: int) -> bool:
-        return any(each.receiver == rank for each in self.moves)
 
     def shortage(self) -> OSError | None:
         """Return why it is not begun, where a host has no room for what comes to it."""
@@ -189,13 +166,3 @@ class Bringing:
 
     def _n_bytes(self, rank: int) -> int:
         return sum(each.n_bytes for each in self.moves if each.receiver == rank)
-
-
-def _lacks(places: Sequence[Place], of_hosts: Sequence[WholeFiles]) -> dict[int, frozenset[str]]:
-    """Return what each host lacks of what its ranks read, by its first rank."""
-    first, lacks = dict[HostSeen | None, int](), dict[int, frozenset[str]]()
-    whole = {host.rank: host.names for host in of_hosts}
-    for rank, place in enumerate(places):
-        to = first.setdefault(place.host, rank)
-        lacks[to] = lacks.get(to, frozenset()) | place.needed - whole.get(to, frozenset())
-    return lacks

@@ -55,7 +55,6 @@ class NearTally:
 
     @property
     def counts(self) -> NearCounts:
-        """What became of all of them."""
         return self._counts
 
     def go_on(self, step: int) -> None:
@@ -64,7 +63,6 @@ class NearTally:
             self._counted_step = step
 
     def note_made(self, info: SaveInfo, hosts: int, copies: int) -> None:
-        """Count one that was acknowledged."""
         with self._lock:
             self._counts = replace(self._counts, made=self._counts.made + 1)
             before = self._since.due(info.step)
@@ -143,11 +141,9 @@ class NearMetrics:
         measure(self._run, {name: max(0, lag) for name, lag in lags.items()} | none)
 
     def made(self, info: SaveInfo) -> None:
-        """Record one that was acknowledged."""
         self._newest_step = info.step or 0
         seconds = {"near.pause": info.blocked_sec, "near.duration": info.seconds, "near.last_save.time": time.time()}
         measure(self._run, {"near.saves": 1, "near.bytes": info.n_bytes, **seconds})
 
     def failed(self) -> None:
-        """Record one that has failed."""
         measure(self._run, {"near.failures": 1})

@@ -41,26 +41,16 @@ def skipped(
     """
     newest = candidates[0].manifest.order if candidates else (0, 0)
     saves = []
-    for each in sorted(seen, key=lambda each: each.save.manifest.order):
-        record = each.save.manifest
+    for save, files in sorted(seen, key=lambda each: each[0].manifest.order):
+        record = save.manifest
         if record.order > newest and near_list.is_of_run(record.save_id):
-            n_missing = len({file.name for file in record.files} - each.files)
+            n_missing = len({file.name for file in record.files} - files)
             reason = _NO_BASE if near_list.counts(record.save_id) else _VOID
             if reason == _NO_BASE and n_missing:
                 of, verb = plural(len(record.files), "file"), "is" if n_missing == 1 else "are"
                 reason = f"{n_missing} of its {of} {verb} on no host that is here, or cut short"
-            saves.append((each.save, reason))
+            saves.append((save, reason))
     return saves
-
-
-def log_where_others_are(storage: Storage, path: str) -> None:
-    """Log that no host here has near saves of an output dir, where hosts are noted in it; not worth an error."""
-    host, n_hosts = None, 0
-    with suppress(OSError):
-        host, n_hosts = one_of_the_hosts(storage)
-    if host is not None:
-        others = f" and on {plural(n_hosts - 1, 'other host')}" if n_hosts > 1 else ""
-        log.info("no near save in %s; there have been some on %s%s", path, host.shown, others)
 
 
 class NearFinder:
@@ -104,7 +94,13 @@ class NearFinder:
             except CheckpointRemovedError as error:
                 log.info("%s; looking again", error)
             else:
-                self._log_skipped(whole)
+                # What is lost, once, and what can be restored in its place.
+                restored = whole[0].ckpt_id if whole else "nothing"
+                for save, reason in self._skipped:
+                    if save.directory not in self._logged:
+                        self._logged.add(save.directory)
+                        name, step = save.manifest.save_id, save.manifest.step
+                        log.warning("near save %s of step %s is passed over for %s: %s", name, step, restored, reason)
                 return whole
         log.warning(
             "%s: near saves there are passed over, since they are removed meanwhile: the process that makes them is "
@@ -125,17 +121,13 @@ class NearFinder:
         candidates = merged(checkpoints, counted)
         self._skipped = skipped(seen_saves, near_list, candidates)
         if checkpoints and not seen_saves:
-            log_where_others_are(self._storage, self._dir.path)
+            host, n_hosts = None, 0
+            with suppress(OSError):
+                host, n_hosts = one_of_the_hosts(self._storage)
+            if host is not None:
+                others = f" and on {plural(n_hosts - 1, 'other host')}" if n_hosts > 1 else ""
+                log.info("no near save in %s; there have been some on %s%s", self._dir.path, host.shown, others)
         return candidates
-
-    def _log_skipped(self, whole: Sequence[Checkpoint]) -> None:
-        """Log what is lost, once, and what can be restored in its place."""
-        restored = whole[0].ckpt_id if whole else "nothing"
-        for save, reason in self._skipped:
-            if save.directory not in self._logged:
-                self._logged.add(save.directory)
-                name, step = save.manifest.save_id, save.manifest.step
-                log.warning("near save %s of step %s is passed over for %s: %s", name, step, restored, reason)
 
     def here(self, candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
         """Return candidates of rank 0 as this rank sees them, whose near dir may be another. Not collective."""
@@ -172,21 +164,12 @@ class NearFinder:
             return problem
         for error in (error for host in of_hosts for error in host.errors if ranks.rank == 0):
             log.warning("near save %s: another host has what is damaged on one: %s", save.manifest.save_id, error)
-        return self._bring(ranks, save, of_hosts, needed(save))
-
-    def _checked_here(self, save: Checkpoint, rank: int) -> WholeFiles | None:
-        names = self._files_here.get(save.directory)
-        return None if names is None else whole_files(save, names, self._concurrency, rank)
-
-    def _bring(
-        self, ranks: Ranks, save: Checkpoint, of_hosts: Sequence[WholeFiles], needed: frozenset[str]
-    ) -> Exception | None:
-        """Bring what ranks need and their hosts lack from hosts that have it; return why that failed."""
-        bringing = Bringing.of(save, ranks.gather(Place.of(self._dir, needed)), of_hosts)
+        # Bring what ranks need and their hosts lack from hosts that have it.
+        bringing = Bringing.of(save, ranks.gather(Place.of(self._dir, needed(save))), of_hosts)
         shortage = bringing.shortage()
         if shortage is not None or not bringing.moves:
             return shortage
-        is_taking = bringing.brings_to(ranks.rank)
+        is_taking = any(each.receiver == ranks.rank for each in bringing.moves)
         if is_taking:
             self._note(save)
         failures = ranks.in_meetings(lambda meetings: move(meetings, self._dir.storage, save.directory, bringing.moves))
@@ -197,6 +180,10 @@ class NearFinder:
         if is_taking and save.directory not in self._files_here:
             self._remove(save)
         return bringing.failure(failures[0].move.receiver, failures[0].reason)
+
+    def _checked_here(self, save: Checkpoint, rank: int) -> WholeFiles | None:
+        names = self._files_here.get(save.directory)
+        return None if names is None else whole_files(save, names, self._concurrency, rank)
 
     def _remove(self, save: Checkpoint) -> None:
         """Remove what was brought to this host, which has no seal of it, so that it takes no room there."""

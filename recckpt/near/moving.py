@@ -69,34 +69,21 @@ def writers(hosts: Sequence[str], copies: int) -> list[frozenset[int]]:
 
 @dataclass(frozen=True)
 class Move:
-    """One file of a near save that goes from one rank to another.
+    """One file of a near save that goes from one rank to another."""
 
-    Attributes:
-        name: within the directory of the near save.
-        n_bytes: its size.
-        xxh3: its checksum; None where none is known, so that what arrives is compared with what was read.
-        sender: the rank that has it.
-        receiver: the rank that is to have it, on another host.
-    """
-
-    name: str
-    n_bytes: int
-    xxh3: int | None
-    sender: int
-    receiver: int
+    name: str  # within the directory of the near save
+    n_bytes: int  # its size
+    xxh3: int | None  # its checksum; None where none is known, so that what arrives is compared with what was read
+    sender: int  # the rank that has it
+    receiver: int  # the rank that is to have it, on another host
 
 
 @dataclass(frozen=True)
 class MoveFailure:
-    """A file that did not arrive.
+    """A file that did not arrive."""
 
-    Attributes:
-        move: which.
-        reason: what was found, where, and what was expected.
-    """
-
-    move: Move
-    reason: str
+    move: Move  # which
+    reason: str  # what was found, where, and what was expected
 
 
 @dataclass(frozen=True)
@@ -160,7 +147,13 @@ class Outgoing:
         self._storage, self._path, self._n_bytes = storage, layout.join(directory, of.name), of.n_bytes
         self._file: BinaryIO | None = None
         self._hash, self._n_read = xxhash.xxh3_64(), 0
-        self.failure = self._why_unfit()
+        self.failure: str | None = None
+        try:
+            found = storage.size(self._path)
+            if found != of.n_bytes:
+                self.failure = f"{self._path}: found {found} bytes, expected {of.n_bytes}"
+        except OSError as error:
+            self.failure = str(error)
 
     def fill(self, parcel: Parcel, begin: int) -> None:
         """Fill a parcel with what comes at ``begin``; it stays as it is once that has failed."""
@@ -173,7 +166,7 @@ class Outgoing:
         if self.failure is None and len(parcel) > n_bytes:
             self.close()  # files are many, so few are open at a time
             at = begin + n_bytes - self._n_bytes
-            parcel[n_bytes:] = _as_parcel(self._hash.digest())[at : at + len(parcel) - n_bytes]
+            parcel[n_bytes:] = np.frombuffer(self._hash.digest(), np.uint8)[at : at + len(parcel) - n_bytes]
 
     def close(self) -> None:
         file, self._file = self._file, None
@@ -189,16 +182,9 @@ class Outgoing:
             if not data:
                 raise OSError(f"{self._path}: found {self._n_read} bytes, expected {self._n_bytes}")
             self._hash.update(data)
-            parcel[at : at + len(data)] = _as_parcel(data)
+            parcel[at : at + len(data)] = np.frombuffer(data, np.uint8)
             at += len(data)
             self._n_read += len(data)
-
-    def _why_unfit(self) -> str | None:
-        try:
-            found = self._storage.size(self._path)
-        except OSError as error:
-            return str(error)
-        return None if found == self._n_bytes else f"{self._path}: found {found} bytes, expected {self._n_bytes}"
 
 
 class Incoming:
@@ -246,10 +232,6 @@ class Incoming:
     def discard(self) -> None:
         if self._draft is not None:
             self._draft.discard()
-
-
-def _as_parcel(data: bytes) -> Parcel:
-    return np.frombuffer(data, np.uint8)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from recckpt.format import layout, near_seal
 from recckpt.format.near_seal import NearSeal
 from recckpt.output_dir.checkpoint_dir import Intent, unlisted, write_intent
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.output_dir.notes import NearHost, forget_near_host, note_near_host
+from recckpt.output_dir.notes import NearHost, note_near_host
 from recckpt.policies.options import Near
 from recckpt.storage import ABSENT, NotPlainError, Storage
 from recckpt.storage.local import LocalStorage
@@ -63,17 +63,11 @@ class NearStorage(LocalStorage):
 
 @dataclass(frozen=True)
 class Sealed:
-    """A near save that is sealed here.
+    """A near save that is sealed here."""
 
-    Attributes:
-        directory: in the near dir.
-        seal: the bytes of its ``near.json``.
-        files: those that are there with their size.
-    """
-
-    directory: str
-    seal: bytes
-    files: frozenset[str]
+    directory: str  # in the near dir
+    seal: bytes  # the bytes of its ``near.json``
+    files: frozenset[str]  # those that are there with their size
 
 
 class NearDir:
@@ -129,14 +123,6 @@ class NearDir:
             return self._host()
         return None
 
-    def host_seen(self) -> HostSeen:
-        """Return what tells ranks of this host from all others; OSError as of :meth:`host`.
-
-        That is its id and the file that has it, since a near dir that was copied from another host has its id too.
-        """
-        host, file = self.host(), Path(self.storage.url_of(near_seal.NEAR_HOST)).stat()
-        return host, file.st_ino, file.st_ctime_ns
-
     def _host(self) -> str:
         host = self.storage.read(near_seal.NEAR_HOST, _HOST_BYTES).decode("ascii", "replace")
         if not near_seal.is_host(host):
@@ -175,7 +161,7 @@ class NearDir:
             save = None if data is None else self.opened(directory, data)
             if data is not None and save is not None:
                 files = {file.name for file in save.manifest.files}
-                missing = {file.name for file in unlisted(save.manifest, self.storage.listed(directory))}
+                missing = {file.name for file in unlisted(save.manifest.files, self.storage.listed(directory))}
                 yield Sealed(directory, data, frozenset(files - missing))
 
     def opened(self, directory: str, data: bytes) -> Checkpoint | None:
@@ -264,23 +250,21 @@ class NotedHost:
         self._storage, self._dir = storage, near_dir
         self._epoch: int | None = None  # in which it was noted: an output dir that is made anew has lost it
 
-    def note(self, epoch: int) -> None:
-        """Note the host before there are rows on it, once an epoch.
+    def note(self, epoch: int, reach: Callable[[], object] = lambda: None) -> None:
+        """Note the host before there are rows on it, once an epoch; ``reach`` is called before that.
 
         Raises:
             OSError: the near dir or the output dir does not let that be done.
         """
-        if not self.is_noted(epoch):
+        if self._epoch != epoch:
+            reach()
             note_near_host(self._storage, NearHost(self._dir.host(), socket.gethostname(), self._dir.path))
             self._epoch = epoch
-
-    def is_noted(self, epoch: int) -> bool:
-        return self._epoch == epoch
 
     def remove(self) -> None:
         """Take the note back, since no near save is on this host any more; a failure is logged."""
         self._epoch = None
         try:
-            forget_near_host(self._storage, self._dir.host())
+            self._storage.remove(near_seal.host_note(self._dir.host()))
         except (OSError, CorruptCheckpointError) as error:
             log.warning("%s: cannot note there that no near save is on this host: %s", self._storage.url, error)

@@ -30,25 +30,16 @@ from recckpt.text import Progress
 
 @dataclass(frozen=True)
 class NearSave:
-    """What one near save is made of.
+    """What one near save is made of."""
 
-    Attributes:
-        begun: the directory.
-        links: what it stands on, newest first; known to rank 0. Rule *staged_base*: as it was when it was staged.
-        plan: what all ranks have agreed on.
-        job: the save.
-        to: where its files go.
-        fence: the hold on the output dir.
-        tier: the near saves there.
-    """
-
-    begun: BegunNear
+    begun: BegunNear  # the directory
+    # what it stands on, newest first; known to rank 0. Rule *staged_base*: as it was when it was staged.
     links: Sequence[Checkpoint]
-    plan: SavePlan
-    job: Job
-    to: Destination
-    fence: Fence
-    tier: NearTier
+    plan: SavePlan  # what all ranks have agreed on
+    job: Job  # the save
+    to: Destination  # where its files go
+    fence: Fence  # the hold on the output dir
+    tier: NearTier  # the near saves there
 
     def write(self, staged: Staged) -> None:
         """Write on all ranks by the ordinary writer, seal on all hosts, and acknowledge. Collective.
@@ -95,7 +86,7 @@ class NearSave:
         """Write the files of this rank; unlike a save, without a line in the log."""
         progress, directory = Progress("near save", staged.sparse_bytes, has_bar=False), self.begun.intent.directory
         record = write(staged, self.begun.intent, self.job, self.to, progress)
-        for problem in file_problems(self.to.storage, directory, record.shard):
+        for problem in file_problems(self.to.storage, directory, record.shard.files):
             raise problem
         return record
 

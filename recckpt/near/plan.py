@@ -16,21 +16,13 @@ _REMEDY = "make room on that host, raise max_bytes where Near has it, or save ch
 
 @dataclass(frozen=True)
 class NearStand:
-    """What rank 0 knows of a near save before the ranks agree on it.
+    """What rank 0 knows of a near save before the ranks agree on it."""
 
-    Attributes:
-        intent: the directory, which is yet to be made.
-        cut: its number.
-        seq: the sequence number of its time.
-        links: what it stands on, newest first. Rule *staged_base*: as it was when it was staged.
-        stood_in: the last step at which a checkpoint was to take the place of one; it may have failed.
-    """
-
-    intent: Intent
-    cut: int
-    seq: int
-    links: Sequence[Checkpoint]
-    stood_in: int = 0
+    intent: Intent  # the directory, which is yet to be made
+    cut: int  # its number
+    seq: int  # the sequence number of its time
+    links: Sequence[Checkpoint]  # what it stands on, newest first. Rule *staged_base*: as it was when it was staged.
+    stood_in: int = 0  # the last step at which a checkpoint was to take the place of one; it may have failed
 
     @property
     def is_of_young_run(self) -> bool:
@@ -53,42 +45,26 @@ class NearProposal:
 
 @dataclass(frozen=True)
 class BegunNear:
-    """A near save that all ranks have agreed on.
+    """A near save that all ranks have agreed on."""
 
-    Attributes:
-        intent: the directory on each host.
-        cut: its number.
-        seq: the sequence number of its time.
-        hosts: the host of each rank.
-        copies: how many other hosts get the files of a host.
-    """
-
-    intent: Intent
-    cut: int
-    seq: int
-    hosts: tuple[str, ...]
-    copies: int
+    intent: Intent  # the directory on each host
+    cut: int  # its number
+    seq: int  # the sequence number of its time
+    hosts: tuple[str, ...]  # the host of each rank
+    copies: int  # how many other hosts get the files of a host
 
     def is_first_of_host(self, rank: int) -> bool:
-        """Say whether a rank is the first of its host."""
         return self.hosts.index(self.hosts[rank]) == rank
 
 
 @dataclass(frozen=True)
 class NearPlan:
-    """What all ranks do next.
+    """What all ranks do next."""
 
-    Attributes:
-        save: what they have agreed on.
-        begun: the near save that begins; None where none does.
-        is_saving: whether a rank saves a checkpoint.
-        is_outgrown: whether none begins because a young run has outgrown its newest checkpoint.
-    """
-
-    save: SavePlan
-    begun: BegunNear | None
-    is_saving: bool
-    is_outgrown: bool = False
+    save: SavePlan  # what they have agreed on
+    begun: BegunNear | None  # the near save that begins; None where none does
+    is_saving: bool  # whether a rank saves a checkpoint
+    is_outgrown: bool = False  # whether none begins because a young run has outgrown its newest checkpoint
 
     @property
     def is_too_large(self) -> bool:
@@ -122,12 +98,12 @@ def decide_near(stand: NearStand | None, copies: int | None, proposals: Sequence
     hosts = tuple(each.host for each in proposals)
     n_copies = min(1 if copies is None else copies, len(set(hosts)) - 1)
     shared = zip(saves, writers(hosts, n_copies), strict=True)
-    plan = decide([_in_room_of(save, here) for save, here in shared])
+    plan = decide(
+        [
+            save if save.room is None else replace(save, room=replace(save.room, ranks=here, remedy=_REMEDY))
+            for save, here in shared
+        ]
+    )
     if stand is None or plan.refusal is not None:
         return NearPlan(plan, None, is_saving)
     return NearPlan(plan, BegunNear(stand.intent, stand.cut, stand.seq, hosts, n_copies), is_saving)
-
-
-def _in_room_of(save: Proposal, ranks: frozenset[int]) -> Proposal:
-    """Return a proposal whose room, on its host, is taken by the files of some ranks."""
-    return save if save.room is None else replace(save, room=replace(save.room, ranks=ranks, remedy=_REMEDY))

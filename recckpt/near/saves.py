@@ -17,7 +17,7 @@ from recckpt.errors import RecckptError, WriterFencedError
 from recckpt.near.changes import PeekedChanges
 from recckpt.near.counts import NearCounts, NearMetrics, NearTally
 from recckpt.near.one_save import NearSave
-from recckpt.near.plan import BegunNear, NearPlan, NearProposal, NearStand, decide_near
+from recckpt.near.plan import NearPlan, NearProposal, NearStand, decide_near
 from recckpt.near.tier import NearTier
 from recckpt.output_dir.commit import chain_of
 from recckpt.output_dir.fence import Fence
@@ -29,7 +29,7 @@ from recckpt.save.decide import SavePlan
 from recckpt.save.deltas import Changes
 from recckpt.save.forgetting import end_pending
 from recckpt.save.job import Destination, Job, Live, SparseSaver, State
-from recckpt.save.propose import Preparation, propose
+from recckpt.save.propose import propose
 from recckpt.save.save_info import OutcomeWords, SaveInfo
 from recckpt.save.stage import Staged
 from recckpt.storage.transfers import Transport
@@ -138,12 +138,10 @@ class NearSaves:
 
     @property
     def fence(self) -> Fence:
-        """The hold on the output dir."""
         return self._durable.fence
 
     @property
     def counts(self) -> NearCounts:
-        """What became of them."""
         return self._tally.counts
 
     def go_on(self, step: int) -> None:
@@ -211,11 +209,28 @@ class NearSaves:
             own.raise_refusal(plan.save, job)
             if plan.begun is None:
                 return self._passed_over(plan, info, ranks)
-            self._say_if_fewer(plan.begun, ranks)
+            asked = self.tier.copies
+            if ranks.rank == 0 and asked is not None and asked > plan.begun.copies and not self._has_said_fewer:
+                self._has_said_fewer, n_hosts = True, len(set(plan.begun.hosts))
+                log.warning(
+                    "near saves have %d copies, expected %d (Near(copies=...)): found %d hosts",
+                    plan.begun.copies,
+                    asked,
+                    n_hosts,
+                )
             links = stand.links if stand is not None else ()
             job = replace(job, ranks=ranks.background, cut=plan.begun.cut)
             save = NearSave(plan.begun, links, plan.save, job, to, self._durable.fence, self.tier)
-            self._launch(save, own, closed_on_error)
+            try:
+                staged = own.planned(save.plan)
+                closed_on_error.pop_all()
+                save.job.info.note(n_links=save.plan.kind.n_links)
+                save.job.info.note_unblocked()
+                turn = LeftOutNear()
+                self._worker.begin(turn, partial(self._run, save, staged, turn), staged.close)
+            except Exception:
+                self._is_off = save.job.ranks.size > 1  # the others have begun, and wait for this rank in vain
+                raise
         return True
 
     @property
@@ -290,31 +305,6 @@ class NearSaves:
         self._check_fence()  # which ranks may find out one by one
         self.tier.dir.host()  # no checkpoint is made in place of one for which a host has no near dir
         return self._has_base, self._runner.is_running
-
-    def _launch(self, save: NearSave, own: Preparation, closed_on_error: ExitStack) -> None:
-        """Let the thread write what is staged."""
-        try:
-            staged = own.planned(save.plan)
-            closed_on_error.pop_all()
-            save.job.info.note(n_links=save.plan.kind.n_links)
-            save.job.info.note_unblocked()
-            turn = LeftOutNear()
-            self._worker.begin(turn, partial(self._run, save, staged, turn), staged.close)
-        except Exception:
-            self._is_off = save.job.ranks.size > 1  # the others have begun, and wait for this rank in vain
-            raise
-
-    def _say_if_fewer(self, begun: BegunNear, ranks: Ranks) -> None:
-        """Log once that there cannot be as many copies as are asked for."""
-        asked = self.tier.copies
-        if ranks.rank == 0 and asked is not None and asked > begun.copies and not self._has_said_fewer:
-            self._has_said_fewer, n_hosts = True, len(set(begun.hosts))
-            log.warning(
-                "near saves have %d copies, expected %d (Near(copies=...)): found %d hosts",
-                begun.copies,
-                asked,
-                n_hosts,
-            )
 
     def _passed_over(self, plan: NearPlan, info: SaveInfo, ranks: Ranks) -> bool:
         """Say whether none is made, all the same; else a checkpoint has to be made before."""

@@ -29,17 +29,11 @@ log = logging.getLogger("recckpt")
 
 @dataclass(frozen=True)
 class Generation:
-    """A near save that is kept, or under way.
+    """A near save that is kept, or under way."""
 
-    Attributes:
-        directory: in the near dir.
-        order: its epoch and cut.
-        base: save id of the checkpoint that it stands on.
-    """
-
-    directory: str
-    order: tuple[int, int]
-    base: str
+    directory: str  # in the near dir
+    order: tuple[int, int]  # its epoch and cut
+    base: str  # save id of the checkpoint that it stands on
 
     @classmethod
     def of(cls, save: Checkpoint) -> Generation:
@@ -55,23 +49,10 @@ def newest(generations: Iterable[Generation]) -> tuple[Generation, ...]:
 
 @dataclass(frozen=True)
 class Kept:
-    """What stays on every host: once a near save is acknowledged, or before the first one of a job.
+    """What stays on every host: once a near save is acknowledged, or before the first one of a job."""
 
-    Attributes:
-        epoch: near saves up to this one go (rule *gc_by_epoch*).
-        directories: but for these.
-    """
-
-    epoch: int
-    directories: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(cls, generations: Iterable[Generation], epoch: int) -> Kept:
-        return cls(epoch, frozenset(each.directory for each in newest(generations)))
-
-    def lets_go(self, directory: str) -> bool:
-        parsed = near_seal.parse_near(directory)
-        return parsed is not None and parsed[0] <= self.epoch and directory not in self.directories
+    epoch: int  # near saves up to this one go (rule *gc_by_epoch*)
+    directories: frozenset[str] = frozenset()  # but for these
 
 
 class NearTier(NearAtTakeover):
@@ -202,9 +183,8 @@ class NearTier(NearAtTakeover):
             OSError: that failed.
         """
         self._made = intent.directory
-        if not self._noted.is_noted(intent.epoch):
-            self.reach(n_ranks)
-        self._noted.note(intent.epoch)  # first: a forgetting has to know where its ids may lie
+        # First: a forgetting has to know where its ids may lie.
+        self._noted.note(intent.epoch, lambda: self.reach(n_ranks))
         self.dir.begin(intent)
 
     def seal(self, intent: Intent, seal: NearSeal) -> None:
@@ -223,7 +203,7 @@ class NearTier(NearAtTakeover):
         assert done is not None
         self._kept = newest((*self._kept, done))
         self._under_way = None  # only now: a checkpoint that is committed meanwhile may ask for bases between the two
-        return Kept.of((*self._named, *self._kept), done.order[0])
+        return Kept(done.order[0], frozenset(each.directory for each in newest((*self._named, *self._kept))))
 
     def keep(self, kept: Kept) -> None:
         """Remove from this host what an acknowledged near save replaces. The first rank of each host alone does so."""
@@ -260,11 +240,7 @@ class NearTier(NearAtTakeover):
 
     def forget_together(self, ranks: Ranks, epoch: int) -> None:
         """Remove all near saves up to the epoch of a forgetting from all hosts, each by its first rank. Collective."""
-        self._by_first_ranks(ranks, lambda: self._forget_here(epoch))
-
-    def _forget_here(self, epoch: int) -> None:
-        if self._remove_others(Kept(epoch)):
-            self._noted.remove()
+        self._by_first_ranks(ranks, lambda: self._noted.remove() if self._remove_others(Kept(epoch)) else None)
 
     def _by_first_ranks(self, ranks: Ranks, act: Callable[[], None]) -> None:
         is_first = is_first_of_host(self.dir, ranks.rank, ranks.gather)
@@ -285,8 +261,12 @@ class NearTier(NearAtTakeover):
         except OSError as error:
             log.warning("%s: nothing is removed there: %s", self.dir.storage.url, error)
             return False
-        have_gone = [self._remove(directory) for directory in directories if kept.lets_go(directory)]
-        return all(have_gone)
+        have_all_gone = True
+        for directory in directories:
+            parsed = near_seal.parse_near(directory)
+            if parsed is not None and parsed[0] <= kept.epoch and directory not in kept.directories:
+                have_all_gone &= self._remove(directory)
+        return have_all_gone
 
     def _remove(self, directory: str) -> bool:
         """Remove a near save, and say whether all of it has gone; a failure is logged."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from recckpt.format import layout, near_seal
-from recckpt.format.near_seal import NearList, NearSeal
+from recckpt.format.near_seal import NearList
 from recckpt.near.near_dir import HostSeen, NearDir, Sealed
 from recckpt.output_dir.claims import last_takeover
 from recckpt.output_dir.listing import Checkpoint, Listing, chained
@@ -17,6 +18,7 @@ from recckpt.storage import Storage
 
 log = logging.getLogger("recckpt")
 Gather = Callable[[Any], list[Any]]  # the values of all ranks, in their order; collective
+SeenSave = tuple[Checkpoint, set[str]]  # of which a host has a seal, and its files that hosts have, with their size
 
 
 @dataclass(frozen=True)
@@ -25,14 +27,6 @@ class HostView:
 
     rank: int
     saves: Sequence[Sealed]
-
-
-@dataclass(frozen=True)
-class SeenSave:
-    """A near save of which a host has a seal, and its files that hosts have, with their size."""
-
-    save: Checkpoint
-    files: set[str]
 
 
 def look_together(near_dir: NearDir, rank: int, gather: Gather) -> list[HostView]:
@@ -49,7 +43,7 @@ def is_first_of_host(near_dir: NearDir, rank: int, gather: Gather) -> bool:
 
 
 def complete(saves: Iterable[SeenSave]) -> list[Checkpoint]:
-    return [each.save for each in saves if is_complete(each.save, each.files)]
+    return [save for save, files in saves if is_complete(save, files)]
 
 
 def seen(near_dir: NearDir, views: Iterable[HostView]) -> list[SeenSave]:
@@ -58,9 +52,9 @@ def seen(near_dir: NearDir, views: Iterable[HostView]) -> list[SeenSave]:
     for sealed in (sealed for view in views for sealed in view.saves):
         save = near_dir.opened(sealed.directory, sealed.seal) if sealed.directory not in saves else None
         if save is not None:
-            saves[sealed.directory] = SeenSave(save, set())
+            saves[sealed.directory] = save, set()
         if sealed.directory in saves:
-            saves[sealed.directory].files.update(sealed.files)
+            saves[sealed.directory][1].update(sealed.files)
     return list(saves.values())
 
 
@@ -72,7 +66,9 @@ def is_complete(save: Checkpoint, files: Collection[str]) -> bool:
 def host_of(near_dir: NearDir) -> HostSeen | None:
     """Return what this host is known by, None where its near dir cannot be used; that is logged."""
     try:
-        return near_dir.host_seen()
+        # Its id and the file that has it: a near dir that was copied from another host has its id too.
+        host, file = near_dir.host(), Path(near_dir.storage.url_of(near_seal.NEAR_HOST)).stat()
+        return host, file.st_ino, file.st_ctime_ns
     except OSError as error:
         log.warning("%s: near saves there are passed over: %s", near_dir.storage.url, error)
         return None
@@ -116,21 +112,13 @@ def _newest_first(saves: Iterable[Checkpoint]) -> list[Checkpoint]:
 
 @dataclass(frozen=True)
 class NearHere:
-    """A near save as a host sees it.
+    """A near save as a host sees it."""
 
-    Attributes:
-        save: what the seal says.
-        n_shards: how many shards it has.
-        n_here: of how many all files are here.
-        is_lost: whether a file of it is neither here nor, by the seal, on another host.
-        is_elsewhere: whether other hosts have all of it, by the seal, so that it outlives this one.
-    """
-
-    save: Checkpoint
-    n_shards: int
-    n_here: int
-    is_lost: bool
-    is_elsewhere: bool
+    save: Checkpoint  # what the seal says
+    n_shards: int  # how many shards it has
+    n_here: int  # of how many all files are here
+    is_lost: bool  # whether a file of it is neither here nor, by the seal, on another host
+    is_elsewhere: bool  # whether other hosts have all of it, by the seal, so that it outlives this one
 
 
 def near_saves_here(near_dir: NearDir) -> Iterator[NearHere]:
@@ -145,7 +133,12 @@ def near_saves_here(near_dir: NearDir) -> Iterator[NearHere]:
         if save is not None:
             seal = near_seal.decode(sealed.seal, sealed.directory)
             missing = {file.name for file in save.manifest.files} - sealed.files
-            yield _as_seen(save, seal, missing, host)
+            n_shards = len(save.manifest.shards)
+            shard_of = _shards_of([file.name for file in save.manifest.files], n_shards)
+            lacking = {shard_of[name] for name in missing}
+            holders = ({hosts, *seal.copies.get(hosts, ())} for hosts in seal.hosts[:n_shards])
+            away = {number for number, hosts in enumerate(holders) if hosts - {host}}
+            yield NearHere(save, n_shards, n_shards - len(lacking), not lacking <= away, len(away) == n_shards)
 
 
 def counting_here(storage: Storage, listing: Listing, near: Near) -> list[NearHere]:
@@ -163,29 +156,12 @@ def counting_here(storage: Storage, listing: Listing, near: Near) -> list[NearHe
     return [replace(here[save.directory], save=save) for save in saves]
 
 
-def _as_seen(save: Checkpoint, seal: NearSeal, missing: set[str], host: str | None) -> NearHere:
-    n_shards = len(save.manifest.shards)
-    shard_of = _shards_of([file.name for file in save.manifest.files], n_shards)
-    lacking = {shard_of[name] for name in missing}
-    away = {number for number in range(n_shards) if {*_holders(seal, number)} - {host}}
-    return NearHere(save, n_shards, n_shards - len(lacking), not lacking <= away, len(away) == n_shards)
-
-
-def _holders(seal: NearSeal, shard: int) -> Iterator[str]:
-    host = seal.hosts[shard]
-    yield host
-    yield from seal.copies.get(host, ())
-
-
 def _shards_of(names: Sequence[str], n_shards: int) -> dict[str, int]:
     """Return the shard that wrote each file, by its name; the first shard wrote all files that name no shard."""
     named, begins = dict[str, int](), dict[str, int]()
     for number in range(n_shards):
         named |= dict.fromkeys((layout.io_state(number), layout.extra_of(number), layout.rng(number)), number)
         indexes = layout.catalog(number, n_shards), layout.dense_index(number, n_shards)
-        begins |= dict.fromkeys(map(_begin, indexes), number)  # rows and tensors are named as what lists them
-    return {name: named.get(name, begins.get(_begin(name), 0)) for name in names}
-
-
-def _begin(name: str) -> str:
-    return name.partition(".")[0]
+        # Rows and tensors are named as what lists them, up to the first point.
+        begins |= dict.fromkeys((index.partition(".")[0] for index in indexes), number)
+    return {name: named.get(name, begins.get(name.partition(".")[0], 0)) for name in names}

@@ -48,7 +48,7 @@ def read_checkpoint(storage: Storage, directory: str) -> Checkpoint | None:
     reason = takeover.excludes(record)
     if reason is not None:
         raise CheckpointNotFoundError(f"{storage.url_of(directory)}: {reason}")
-    problem = next(file_problems(storage, directory, record), None)
+    problem = next(file_problems(storage, directory, record.files), None)
     if problem is None and record.parent is None:
         return Checkpoint(directory, record)
     checkpoint = _by_hints(storage, directory, record, takeover) if problem is None else None
@@ -69,7 +69,7 @@ def _by_hints(storage: Storage, directory: str, record: Manifest, takeover: Take
         links = {name: link for name, link in zip(hints, read, strict=True) if link is not None}
         if len(links) < len(set(hints)) or any(map(takeover.excludes, links.values())):
             return None
-        if any(next(file_problems(storage, name, link), None) for name, link in links.items()):
+        if any(next(file_problems(storage, name, link.files), None) for name, link in links.items()):
             return None
     except (CorruptCheckpointError, FormatVersionError, OSError):
         return None  # whatever it is, the listing says it of the link
@@ -268,7 +268,7 @@ def _found(storage: Storage, hint: Link, parent: Parent | None) -> Checkpoint | 
             record = read_manifest(storage, hint.directory)
             if record is not None and _is_meant(record, hint, parent):
                 there = Checkpoint(hint.directory, record)
-                if next(file_problems(storage, hint.directory, record), None) is None:
+                if next(file_problems(storage, hint.directory, record.files), None) is None:
                     return there
             found = "that of another save" if record else found
     except (CorruptCheckpointError, FormatVersionError) as error:

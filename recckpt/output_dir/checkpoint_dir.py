@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import xxhash
 
@@ -16,7 +15,6 @@ from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout, manifest
 from recckpt.format.codec import parse
 from recckpt.format.manifest import FileEntry, Manifest
-from recckpt.parallel.threads import run_all
 from recckpt.storage import ABSENT, NOT_READABLE, Listed, NotPlainError, Storage, missing
 from recckpt.storage.base import Files
 from recckpt.storage.local_files import drop_pages
@@ -24,7 +22,6 @@ from recckpt.storage.retry import read_twice
 
 log = logging.getLogger("recckpt")
 _INTENT_BYTES = 1 << 16
-_LOOKS_AT_ONCE = 16  # at directories of an object store
 _HEAD_BYTES = 4096  # of a manifest of ours, in which its format is named
 Damage = CorruptCheckpointError | FormatVersionError | OSError
 
@@ -179,28 +176,9 @@ class Look:
     damage: Damage | None = None
 
 
-def look_at_all(storage: Storage, directories: Iterable[str], known: Manifests | None) -> list[Look]:
-    """Read the manifests of directories, but those that are known; several at once where each look is a request."""
-
-    def look(directory: str) -> Look:
-        try:
-            if known is None:
-                return Look(directory, read_manifest(storage, directory))
-            return Look(directory, *known.read(storage, directory))
-        except (CorruptCheckpointError, FormatVersionError, OSError) as error:
-            return Look(directory, damage=error)
-
-    return run_all(look, directories, looks_at_once(storage))
-
-
 def attempt_dirs(storage: Storage) -> list[str]:
     """Return the directories of an output dir, committed or not, but for recckpt's own."""
     return [name for name in storage.list_dirs() if not layout.is_own(name)]
-
-
-def looks_at_once(storage: Storage) -> int:
-    """Return by how many threads to look at directories: several where each look is a request."""
-    return 1 if storage.asking_is_free else storage.threads(_LOOKS_AT_ONCE)
 
 
 def listed_files(storage: Storage, directory: str) -> dict[str, Listed]:
@@ -211,24 +189,16 @@ def listed_files(storage: Storage, directory: str) -> dict[str, Listed]:
         return {}
 
 
-class HasFiles(Protocol):
-    """A manifest, or a part of one."""
-
-    @property
-    def files(self) -> Sequence[FileEntry]:
-        """The files that it lists."""
-
-
-def unlisted(record: HasFiles, listed: Mapping[str, Listed]) -> list[FileEntry]:
+def unlisted(files: Iterable[FileEntry], listed: Mapping[str, Listed]) -> list[FileEntry]:
     """Return the files of a manifest that a listing does not show with their size: it may lag behind."""
-    return [file for file in record.files if file.name not in listed or listed[file.name].n_bytes != file.n_bytes]
+    return [file for file in files if file.name not in listed or listed[file.name].n_bytes != file.n_bytes]
 
 
 def file_problems(
-    storage: Storage, directory: str, record: HasFiles, listed: Mapping[str, Listed] | None = None
+    storage: Storage, directory: str, files: Iterable[FileEntry], listed: Mapping[str, Listed] | None = None
 ) -> Iterator[CorruptCheckpointError]:
     """Yield an error for each file of a manifest that is not there with its size, by this listing or a new one."""
-    for file in unlisted(record, listed_files(storage, directory) if listed is None else listed):
+    for file in unlisted(files, listed_files(storage, directory) if listed is None else listed):
         name = layout.join(directory, file.name)
         try:
             size = storage.size(name)

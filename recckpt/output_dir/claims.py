@@ -5,7 +5,6 @@ Follows "Readers" of the commit protocol (docs/format.md, section 8).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -79,11 +78,6 @@ def claimed_epochs(storage: Storage) -> list[int]:
     return sorted({epoch for epoch in epochs if epoch is not None})
 
 
-def has_claims(storage: Storage) -> bool:
-    """Say whether a writer claims the output dir; the list of a takeover may outlive its claim, and does not count."""
-    return any(map(layout.is_claim, storage.list_files(layout.OWNER_DIR)))
-
-
 def last_takeover(storage: Storage) -> Takeover:
     """Return the newest takeover that was published; errors as of ``read_claim``.
 
@@ -91,7 +85,11 @@ def last_takeover(storage: Storage) -> Takeover:
     """
     for is_last in (*[False] * (_TRIES - 1), True):
         names = storage.list_files(layout.OWNER_DIR)
-        _refuse_newer_claim(storage, names)
+        # Where the last writer is of another format, its list may be yet to come. What it claims only says who it is.
+        epochs = filter(None, map(layout.parse_owner_file, filter(layout.is_claim, names)))
+        with suppress(OSError, CorruptCheckpointError):
+            if last_epoch := max(epochs, default=0):
+                read_claim(storage, last_epoch)
         epoch = max(filter(None, map(layout.parse_owner_file, filter(layout.is_takeover, names))), default=0)
         if not epoch:
             break
@@ -108,14 +106,6 @@ def read_takeover(storage: Storage, epoch: int) -> Takeover:
     fields = _read(storage, layout.takeover(epoch), epoch).read(_List)
     near = NearList(fields.near_by, fields.near or frozenset(), fields.near is None)
     return Takeover(epoch, fields.committed, fields.highest_step, fields.directories, fields.run, near)
-
-
-def _refuse_newer_claim(storage: Storage, names: Iterable[str]) -> None:
-    """Raise FormatVersionError where the last writer is of another format; its list may be yet to come."""
-    epochs = filter(None, map(layout.parse_owner_file, filter(layout.is_claim, names)))
-    with suppress(OSError, CorruptCheckpointError):  # it only says who, and this one has a version that is read here
-        if epoch := max(epochs, default=0):
-            read_claim(storage, epoch)
 
 
 def read_claim(storage: Storage, epoch: int) -> Claim:

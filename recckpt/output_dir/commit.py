@@ -119,7 +119,7 @@ def check_files(storage: Storage, fence: Fence, directory: str, record: Manifest
     Raises OSError where one is not there, or has another size; WriterFencedError where a later writer may have removed
     it.
     """
-    late = unlisted(record, listed_files(storage, directory))
+    late = unlisted(record.files, listed_files(storage, directory))
     if late:
         lookout = Lookout(storage, visible, fence.check, is_patient=len(record.shards) > 1)
         for file in late:
@@ -169,7 +169,7 @@ class Lookout:
                 problem = f"found {size} bytes, {n_bytes} were written; check the storage"
                 raise (TryAgainError if size < n_bytes else OSError)(errno.EIO, problem)
 
-        self._look(name, look)
+        self._retries.call(self._operation, look, again=self._is_patient, url=self._storage.url_of(name))
 
     def check_intent(self, intent: Intent) -> None:
         """Return once the directory of an attempt can be seen here; OSError where it cannot in time."""
@@ -185,9 +185,6 @@ class Lookout:
                 problem = f"found {what}, rank 0 has written that of save {intent.save_id}"
                 raise TryAgainError(errno.ENOENT, f"{problem}; the output dir must be the same one on every host")
 
-        self._look(name, look)
-
-    def _look(self, name: str, look: Callable[[], None]) -> None:
         self._retries.call(self._operation, look, again=self._is_patient, url=self._storage.url_of(name))
 
 

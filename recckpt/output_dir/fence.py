@@ -27,7 +27,6 @@ from recckpt.output_dir.claims import (
     claimed_epochs,
     encode_claim,
     encode_takeover,
-    has_claims,
     last_takeover,
     read_claim,
 )
@@ -237,7 +236,7 @@ class Fence:
         """
         self._storage.check_there()
         if self._claim is None:
-            self._take_over(self._near, is_resumed=is_resumed)
+            self._take_over(is_resumed=is_resumed)
             return
         try:
             self.check(is_thorough=True)
@@ -245,11 +244,11 @@ class Fence:
             log.warning("%s was emptied or made anew since the last save; it is taken over again", self._storage.url)
             self._known = Manifests()
             self._used.clear()
-            self._take_over(self._near)
+            self._take_over()
             return
         self.look_again()
         if self.listing.highest_epoch > self.epoch:  # copied in: nothing would ever be newer
-            self._take_over(self._near)
+            self._take_over()
 
     def hold_once(self, *, is_resumed: bool) -> None:
         """Take the output dir over if this writer never has, as :meth:`hold`; without a request where it has."""
@@ -279,7 +278,7 @@ class Fence:
         self.listing = list_checkpoints(self._storage, self._known, self._takeover)
         self._used.update(self.listing.directories)
 
-    def _take_over(self, near: NearAtTakeover, *, is_resumed: bool = True) -> None:
+    def _take_over(self, *, is_resumed: bool = True) -> None:
         is_first = self._claim is None
         self.check_forgotten()  # before anything changes
         claim = claim_next(self._storage, self._known, self.epoch, self._purpose)
@@ -293,9 +292,9 @@ class Fence:
         if self.requests_seen is None and not self._purpose:  # a run that began anew has read nothing from here
             seen = self._seen_before()
             self.note_requests(requests(self._storage) if seen is None else seen)
-        near.look()
+        self._near.look()
         self.is_settled = False
-        listing = self._publish(claim, near)
+        listing = self._publish(claim, self._near)
         self.newest_at_takeover = listing.newest_place
         if is_first and listing.current and not is_resumed:
             log.warning(
@@ -314,14 +313,19 @@ class Fence:
         """Publish what is committed, or ``clean`` alone, and return it; then remove what earlier writers began."""
         listing = list_checkpoints(self._storage, self._known)
         left = self.leftovers(listing, claim.epoch - 1)
-        empty = rotation.empty_attempts(self._storage, listing)
+        # Those of the usual names, whose writers died before they wrote the first file.
+        names = (directory for directory in listing.uncommitted if layout.parse_step(directory) is not None)
+        empty = [directory for directory in names if not self._storage.list_files(directory)]
         make_durable(self._storage, listing)
         self._takeover = publish(self._storage, claim, listing, near, clean)
         if self._made_at is not None:
             _made_at[claim.nonce] = self._made_at
         self._claim = claim  # only now: a claim without a list is harmless, and the next try makes another
         self.check(is_thorough=True)  # a later owner may have listed what was committed too late for this list
-        self._remove_older_lists()
+        try:
+            remove_older(self._storage, self.epoch, layout.is_takeover)
+        except OSError as error:
+            log.warning("%s: could not remove the lists of earlier takeovers: %s", self._storage.url, error)
         for intent in left:
             rotation.remove_leftover(self._storage, intent.directory, rotation.THREADS)
         for directory in empty:
@@ -352,12 +356,6 @@ class Fence:
         remove_older(self._storage, claim.epoch, layout.is_claim)
         self._publish(claim, VOIDED if self._takeover.near.is_void else NAMES_NONE, clean)
         self.look_again()
-
-    def _remove_older_lists(self) -> None:
-        try:
-            remove_older(self._storage, self.epoch, layout.is_takeover)
-        except OSError as error:
-            log.warning("%s: could not remove the lists of earlier takeovers: %s", self._storage.url, error)
 
     def check_forgotten(self) -> None:
         """Raise WriterFencedError if a request to forget ids came after this process read rows from here."""
@@ -443,7 +441,7 @@ class Fence:
             return _fenced(self._storage, self._claim.epoch, last)
         if is_there:
             return None
-        if not has_claims(self._storage):
+        if not any(map(layout.is_claim, self._storage.list_files(layout.OWNER_DIR))):
             self._storage.check_there()
             problem = "the output dir was emptied or made anew during this save; the next one takes it over again"
             raise _UnclaimedError(errno.ENOENT, problem, self._storage.url)

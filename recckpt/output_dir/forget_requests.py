@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -29,14 +29,8 @@ FORGET_FIRST = "run `recckpt forget DIR` first, which ends it"
 _COUNTS = (SlotSpec(EMBEDDING, "int64", (1,)),)  # part of the format: the slots of a table of counts
 
 
-class _Model(Protocol):
-    """What consists of modules, which may be parts of another model too."""
-
-    def modules(self) -> Iterable[Any]:
-        """Return all of them."""
-
-
-# Modules that hold rows of output dirs, by their URLs, and the requests that were done when these were read.
+# Modules that hold rows of output dirs, by their URLs, and the requests that were done when these were read. One may be
+# part of several models.
 _rows_read = WeakKeyDictionary[object, dict[str, frozenset[str]]]()
 
 
@@ -98,8 +92,8 @@ def requests(storage: Storage) -> dict[str, bool]:
     return requests
 
 
-def note_read(model: _Model, storage: Storage, *, is_anew: bool) -> None:
-    """Note that a model is about to get rows from an output dir, ``is_anew`` in place of all that it has.
+def note_read(modules: Iterable[object], storage: Storage, *, is_anew: bool) -> None:
+    """Note that a model of these modules is about to get rows from an output dir, ``is_anew`` in place of all it has.
 
     They may have the ids of any request that is not done by now.
     """
@@ -107,14 +101,14 @@ def note_read(model: _Model, storage: Storage, *, is_anew: bool) -> None:
         done = frozenset(name for name, is_done in requests(storage).items() if is_done)
     except OSError:  # it can be read and not listed
         done = frozenset()
-    for reader in model.modules():
+    for reader in modules:
         by_url = _rows_read.setdefault(reader, {})
         by_url[storage.url] = done if is_anew else done & by_url.get(storage.url, done)
 
 
-def seen_by(model: _Model, storage: Storage) -> frozenset[str] | None:
+def seen_by(modules: Iterable[object], storage: Storage) -> frozenset[str] | None:
     """Return the requests that were done when parts of a model got rows of an output dir; None where none has."""
-    seen = [by_url[storage.url] for reader in model.modules() if storage.url in (by_url := _rows_read.get(reader, {}))]
+    seen = [by_url[storage.url] for reader in modules if storage.url in (by_url := _rows_read.get(reader, {}))]
     return frozenset.intersection(*seen) if seen else None
 
 

@@ -83,16 +83,7 @@ def is_of_recis(storage: Storage) -> bool:
     except OSError:
         lines = []
     newest = [line for line in lines[-1:] if re.fullmatch(r"\w[\w.-]*", line, re.ASCII)]
-    return any(_has_files(storage, directory) for directory in ("", *newest))
-
-
-def _has_files(storage: Storage, directory: str) -> bool:
-    try:
-        for name in _FILES:
-            storage.size(layout.join(directory, name))
-    except OSError:
-        return False
-    return True
+    return any(all(_has(storage, layout.join(place, name)) for name in _FILES) for place in ("", *newest))
 
 
 def why_nothing(storage: Storage) -> str:

@@ -17,17 +17,16 @@ from recckpt.output_dir.checkpoint_dir import (
     Manifests,
     attempt_dirs,
     file_problems,
-    look_at_all,
-    looks_at_once,
     read_manifest,
 )
 from recckpt.output_dir.claims import NO_TAKEOVER, Takeover, last_takeover
 from recckpt.output_dir.index_file import why_nothing
 from recckpt.parallel.threads import run_all
-from recckpt.storage import Listed, Storage
+from recckpt.storage import Storage
 
 log = logging.getLogger("recckpt")
 _GONE = FileNotFoundError()  # removed since its manifest was read
+_LOOKS_AT_ONCE = 16  # at directories of an object store
 _TRIES = 3  # looks, where rotation may have removed meanwhile what a commit has replaced
 
 
@@ -177,18 +176,13 @@ def _in_chain(cause: Damage, directory: str, record: Manifest) -> Damage:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed checkpoint and the directory it lies in; of a delta, the links that it stands on as well.
+    """A committed checkpoint and the directory it lies in; of a delta, the links that it stands on as well."""
 
-    Attributes:
-        directory: where it lies in the output dir.
-        manifest: what it is.
-        below: what stands for the parent first; the full one last. Each of these is a link only: its own is ().
-        near_dir: where a near save lies, which stands on checkpoints of the output dir; None of a checkpoint.
-    """
-
-    directory: str
-    manifest: Manifest
+    directory: str  # where it lies in the output dir
+    manifest: Manifest  # what it is
+    # what stands for the parent first; the full one last. Each of these is a link only: its own is ().
     below: tuple[Checkpoint, ...] = field(default=(), compare=False, repr=False)
+    # where a near save lies, which stands on checkpoints of the output dir; None of a checkpoint
     near_dir: Storage | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -313,10 +307,20 @@ def list_checkpoints(storage: Storage, known: Manifests | None = None, own: Take
 
 def look_around(storage: Storage, known: Manifests | None = None, own: Takeover | None = None) -> Listing:
     """Return the listing of an output dir whose checkpoints need not all be readable; arguments as above."""
+
+    def look(directory: str) -> Look:
+        try:
+            if known is None:
+                return Look(directory, read_manifest(storage, directory))
+            return Look(directory, *known.read(storage, directory))
+        except (CorruptCheckpointError, FormatVersionError, OSError) as error:
+            return Look(directory, damage=error)
+
+    threads = 1 if storage.asking_is_free else storage.threads(_LOOKS_AT_ONCE)
     for _ in range(_TRIES):
         directories = attempt_dirs(storage) if known is None else known.directories(storage)
-        looks = look_at_all(storage, directories, known)
-        listing, is_complete = _list(storage, directories, looks, own)
+        looks = run_all(look, directories, threads)
+        listing, is_complete = _list(storage, directories, looks, own, threads)
         if is_complete and (listing.committed or not directories):
             break
     if known:
@@ -325,7 +329,7 @@ def look_around(storage: Storage, known: Manifests | None = None, own: Takeover 
 
 
 def _list(
-    storage: Storage, directories: Sequence[str], looks: Sequence[Look], own: Takeover | None
+    storage: Storage, directories: Sequence[str], looks: Sequence[Look], own: Takeover | None, threads: int
 ) -> tuple[Listing, bool]:
     """Return the listing of these directories, and whether every link was in one of them."""
     damaged: dict[str, Damage] = {look.directory: look.damage for look in looks if look.damage is not None}
@@ -335,7 +339,21 @@ def _list(
     takeover = _takeover(storage, damaged) if own is None else own
     fenced = {c.directory: reason for c in with_manifest if (reason := takeover.excludes(c.manifest))}
     counted = [c for c in with_manifest if c.directory not in fenced]
-    there = _still_there(storage, counted, files, damaged)
+
+    def problem_of(checkpoint: Checkpoint) -> Damage | None:
+        """Return what is wrong with the files of one, or that it was removed meanwhile."""
+        directory, record = checkpoint.directory, checkpoint.manifest
+        try:
+            problem = next(file_problems(storage, directory, record.files, files.get(directory)), None)
+            is_gone = problem is not None and read_manifest(storage, directory) is None
+        except OSError as error:
+            return error
+        return _GONE if is_gone else problem
+
+    problems = zip(counted, run_all(problem_of, counted, threads), strict=True)
+    looked_at = [(each, problem) for each, problem in problems if problem is not _GONE]
+    damaged |= {each.directory: problem for each, problem in looked_at if problem is not None}
+    there = [each for each, _ in looked_at]
     committed, chains = chained(there, damaged)
     listing = Listing(
         committed=committed,
@@ -349,29 +367,6 @@ def _list(
         lost=tuple(checkpoint for checkpoint in there if checkpoint.directory in chains.broken),
     )
     return listing, not chains.is_incomplete
-
-
-def _still_there(
-    storage: Storage,
-    counted: Sequence[Checkpoint],
-    files: Mapping[str, Mapping[str, Listed]],
-    damaged: dict[str, Damage],
-) -> list[Checkpoint]:
-    """Return those that were not removed meanwhile, and note in ``damaged`` what is wrong with their files."""
-
-    def problem_of(checkpoint: Checkpoint) -> Damage | None:
-        directory, record = checkpoint.directory, checkpoint.manifest
-        try:
-            problem = next(file_problems(storage, directory, record, files.get(directory)), None)
-            is_gone = problem is not None and read_manifest(storage, directory) is None
-        except OSError as error:
-            return error
-        return _GONE if is_gone else problem
-
-    problems = run_all(problem_of, counted, looks_at_once(storage))
-    there = [(each, problem) for each, problem in zip(counted, problems, strict=True) if problem is not _GONE]
-    damaged.update({checkpoint.directory: problem for checkpoint, problem in there if problem is not None})
-    return [checkpoint for checkpoint, _ in there]
 
 
 def _takeover(storage: Storage, damaged: dict[str, Damage]) -> Takeover:

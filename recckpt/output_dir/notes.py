@@ -19,7 +19,7 @@ _NEAR_HOST = FileKind("recckpt-near-host", 1, "near_host_xxh3", 64 << 20)  # par
 _NEAR_HOST_REMEDY = "remove it: the next near save on that host notes it again"
 
 
-def put_note(storage: Storage, path: str, data: bytes) -> None:
+def _put(storage: Storage, path: str, data: bytes) -> None:
     """Put a note in place of the one that is there, unless it is the same."""
     with suppress(*ABSENT):
         if storage.read(path, _MAX_BYTES) == data:
@@ -30,24 +30,13 @@ def put_note(storage: Storage, path: str, data: bytes) -> None:
     storage.replace(path, data)
 
 
-def note_paths(storage: Storage, directory: str) -> list[str]:
-    return [layout.join(directory, name) for name in storage.list_files(directory) if not layout.is_draft(name)]
+def _paths_of_hosts(storage: Storage) -> list[str]:
+    names = storage.list_files(near_seal.NEAR_NOTES)
+    return [layout.join(near_seal.NEAR_NOTES, name) for name in names if not layout.is_draft(name)]
 
 
-def read_note(storage: Storage, path: str, kind: FileKind, record: type[_T], remedy: str) -> _T | None:
-    """Return what a note says; None where it is not there.
-
-    Args:
-        storage: the output dir.
-        path: that of the note.
-        kind: how it begins and ends.
-        record: what it says.
-        remedy: what to do about a damaged one.
-
-    Raises:
-        CorruptCheckpointError: it is damaged.
-        FormatVersionError: a newer recckpt wrote it.
-    """
+def _read(storage: Storage, path: str, kind: FileKind, record: type[_T], remedy: str) -> _T | None:
+    """Return what a note says, None where it is not there; the remedy is for a damaged one, which is an error."""
     try:
         return read_twice(storage, path, lambda: kind.open(storage.read(path, _MAX_BYTES), path).read(record))
     except ABSENT:
@@ -71,7 +60,7 @@ class MirrorNote(JsonRecord, frozen=True):
 
 def put_mirror_note(storage: Storage, note: MirrorNote) -> None:
     """Make an output dir a mirror, or take the mirror over, durably."""
-    put_note(storage, layout.MIRROR, _MIRROR.encode(plain(note)))
+    _put(storage, layout.MIRROR, _MIRROR.encode(plain(note)))
     for directory in (layout.OWN_DIR, ""):
         storage.sync_dir(directory)
 
@@ -83,7 +72,7 @@ def mirror_note(storage: Storage) -> MirrorNote | None:
         CorruptCheckpointError: the note is damaged.
         FormatVersionError: a newer recckpt wrote it.
     """
-    return read_note(storage, layout.MIRROR, _MIRROR, MirrorNote, _MIRROR_REMEDY)
+    return _read(storage, layout.MIRROR, _MIRROR, MirrorNote, _MIRROR_REMEDY)
 
 
 def refuse_mirror(storage: Storage) -> None:
@@ -117,28 +106,23 @@ class NearHost(JsonRecord, frozen=True):
 
 def note_near_host(storage: Storage, host: NearHost) -> None:
     """Note a host, unless it is noted like this."""
-    put_note(storage, near_seal.host_note(host.host), _NEAR_HOST.encode(plain(host)))
-
-
-def forget_near_host(storage: Storage, host: str) -> None:
-    """Remove the note of a host on which no near save is any more."""
-    storage.remove(near_seal.host_note(host))
+    _put(storage, near_seal.host_note(host.host), _NEAR_HOST.encode(plain(host)))
 
 
 def one_of_the_hosts(storage: Storage) -> tuple[NearHost | None, int]:
     """Return a host that is noted, None where none is, and how many there are; reads one note."""
-    paths = note_paths(storage, near_seal.NEAR_NOTES)
+    paths = _paths_of_hosts(storage)
     return _read_or_damage(storage, paths[0]) if paths else None, len(paths)
 
 
 def noted_hosts(storage: Storage) -> list[NearHost]:
     """Return the hosts on which near saves of an output dir may lie, those whose notes cannot be read among them."""
-    hosts = [_read_or_damage(storage, path) for path in note_paths(storage, near_seal.NEAR_NOTES)]
+    hosts = [_read_or_damage(storage, path) for path in _paths_of_hosts(storage)]
     return [host for host in hosts if host is not None]
 
 
 def _read_or_damage(storage: Storage, path: str) -> NearHost | None:
     try:
-        return read_note(storage, path, _NEAR_HOST, NearHost, _NEAR_HOST_REMEDY)
+        return _read(storage, path, _NEAR_HOST, NearHost, _NEAR_HOST_REMEDY)
     except (CorruptCheckpointError, FormatVersionError) as error:
         return NearHost(near_seal.host_of_note(path), "", "", damage=str(error))

@@ -25,17 +25,12 @@ log = logging.getLogger("recckpt")
 
 @dataclass(frozen=True)
 class Offer:
-    """A directory for an offer that was not adopted.
+    """A directory for an offer that was not adopted."""
 
-    Attributes:
-        directory: where it lies.
-        record: the manifest as it is to be, but for its number; None where it is not finished, or damaged.
-        problem: why it is not whole; "" where it is.
-    """
-
-    directory: str
+    directory: str  # where it lies
+    # the manifest as it is to be, but for its number; None where it is not finished, or damaged
     record: Manifest | None
-    problem: str = ""
+    problem: str = ""  # why it is not whole; "" where it is
 
 
 def offers_in(storage: Storage, listing: Listing) -> list[Offer]:
@@ -47,7 +42,7 @@ def _look_at(storage: Storage, directory: str) -> Offer:
     path = layout.join(directory, layout.OFFER_JSON)
     try:
         record = read_twice(storage, path, lambda: manifest.decode(storage.read(path, manifest.MAX_BYTES + 1), path))
-        problem = next(file_problems(storage, directory, record), None)
+        problem = next(file_problems(storage, directory, record.files), None)
     except ABSENT:
         return Offer(directory, None, f"it has no {layout.OFFER_JSON}: its compactor is at work, or died")
     except (RecckptError, OSError) as error:

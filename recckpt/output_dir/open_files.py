@@ -104,7 +104,6 @@ class OpenFiles:
         return is_remote
 
     def threads(self, requested: int) -> int:
-        """Return how many of the ``requested`` threads make it faster."""
         return self._storage.threads(requested)
 
     def fetch(self, names: Iterable[str], download_dir: WorkDir, concurrency: int) -> None:
@@ -155,9 +154,6 @@ class MappedFile(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Go to a position, which may be behind the end."""
         start = (0, self._at, len(self._memory))[whence]
@@ -184,9 +180,6 @@ class _RemovableFile(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self._file.tell()
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         return self._file.seek(offset, whence)

@@ -163,12 +163,6 @@ def leftovers(storage: Storage, listing: Listing, epoch: int, passed_over: set[s
     return leftovers
 
 
-def empty_attempts(storage: Storage, listing: Listing) -> list[str]:
-    """Return directories of the usual names without a file, whose writers died before they wrote the first."""
-    names = (directory for directory in listing.uncommitted if layout.parse_step(directory) is not None)
-    return [directory for directory in names if not storage.list_files(directory)]
-
-
 def remove(storage: Storage, checkpoint: Checkpoint, concurrency: int) -> bool:
     """Remove what recckpt wrote of a checkpoint, with several threads, and say whether its manifest is gone.
 

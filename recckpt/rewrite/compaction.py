@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -141,7 +140,7 @@ def make_offer(storage: Storage, checkpoint: Checkpoint, means: Means) -> Compac
         return _nothing(storage, checkpoint, f"{waiting} is an offer of it, which waits for the next save")
     to = Attempt.begin_offer(storage, record, epoch)
     try:
-        whole = write_whole(storage, checkpoint, to, _for(storage, means))
+        whole = write_whole(storage, checkpoint, to, replace(means, threads=storage.threads(means.threads)))
         check_none_since(storage, known)
         to.offer(checkpoint, whole)
     except BaseException:
@@ -159,17 +158,14 @@ def _make_and_adopt(storage: Storage, checkpoint: Checkpoint, means: Means) -> C
     done = make_offer(storage, checkpoint, means)
     fence.look_again()
     adopted = adopt_offers(storage, fence, VISIBLE)
-    removed = remove_checked(storage, fence, _superseded(fence.listing.committed), rotation.THREADS)
+    committed = fence.listing.committed
+    compacted = {c.manifest.name for c in committed if c.manifest.is_compacted}
+    ours = (c for c in reversed(committed) if layout.is_attempt(c.directory, c.ckpt_id))
+    superseded = [c for c in ours if c.manifest.kind == "delta" and c.manifest.save_id in compacted]
+    removed = remove_checked(storage, fence, superseded, rotation.THREADS)
     fence.check()
     fence.write_index()
     return replace(done, is_committed=bool(adopted), removed=tuple(removed))
-
-
-def _superseded(committed: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Return the deltas that have been compacted, newest first, except copies made by hand."""
-    of = {c.manifest.name for c in committed if c.manifest.is_compacted}
-    ours = (c for c in reversed(committed) if layout.is_attempt(c.directory, c.ckpt_id))
-    return [c for c in ours if c.manifest.kind == "delta" and c.manifest.save_id in of]
 
 
 def write_to(storage: Storage, checkpoint: Checkpoint, out: str, means: Means) -> Compacted:
@@ -178,17 +174,13 @@ def write_to(storage: Storage, checkpoint: Checkpoint, out: str, means: Means) -
     known = check_none_pending(storage, FORGET_FIRST)
 
     def write(to: Attempt) -> Content:
-        whole = write_whole(storage, checkpoint, to, _for(there, means))
+        whole = write_whole(storage, checkpoint, to, replace(means, threads=there.threads(means.threads)))
         check_none_since(storage, known)
         return replace(whole, ephemeral=False)
 
     directory, full = commit_new(there, record.ckpt_id, record.step, write)
     of = record.ckpt_id, there.url, directory, len(checkpoint.links), full.rows, full.n_bytes
     return Compacted(*of, is_committed=True)
-
-
-def _for(storage: Storage, means: Means) -> Means:
-    return replace(means, threads=storage.threads(means.threads))
 
 
 def _nothing(storage: Storage, checkpoint: Checkpoint, reason: str) -> Compacted:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from recckpt.errors import CheckpointNotFoundError, RecckptError
-from recckpt.format import layout
 from recckpt.format.forgetting import Ids, checked_ids
 from recckpt.format.manifest import Manifest
 from recckpt.output_dir.fence import Fence
@@ -25,7 +24,7 @@ from recckpt.rewrite.requests import (
     check_table,
     finish_pending,
     forget_as_owner,
-    is_of_attempt,
+    leftovers,
     needed,
     scan,
     touched,
@@ -142,37 +141,23 @@ def readable_listing(storage: Storage) -> Listing:
 
 @dataclass(frozen=True)
 class Rewriting:
-    """A checkpoint that would be written again.
+    """A checkpoint that would be written again."""
 
-    Attributes:
-        ckpt_id: its id.
-        directory: where it lies.
-        n_rows: how many of the ids have a row in it.
-        n_bytes: of its files, all of which are read, and written again or copied.
-    """
-
-    ckpt_id: str
-    directory: str
-    n_rows: int
-    n_bytes: int
+    ckpt_id: str  # its id
+    directory: str  # where it lies
+    n_rows: int  # how many of the ids have a row in it
+    n_bytes: int  # of its files, all of which are read, and written again or copied
 
 
 @dataclass(frozen=True)
 class ForgetPlan:
-    """What one request would do.
+    """What one request would do."""
 
-    Attributes:
-        table: the table.
-        n_ids: how many ids are to be forgotten.
-        is_pending: whether the request was made earlier, and not ended.
-        rewritten: the checkpoints that would be written again, oldest first.
-        removed: directories that would go beside those: superseded checkpoints, late commits and leftovers.
-    """
-
-    table: str
-    n_ids: int
-    is_pending: bool
-    rewritten: tuple[Rewriting, ...]
+    table: str  # the table
+    n_ids: int  # how many ids are to be forgotten
+    is_pending: bool  # whether the request was made earlier, and not ended
+    rewritten: tuple[Rewriting, ...]  # the checkpoints that would be written again, oldest first
+    # directories that would go beside those: superseded checkpoints, late commits and leftovers
     removed: tuple[str, ...]
 
     @property
@@ -210,7 +195,9 @@ def _plan(storage: Storage, listing: Listing, table: str, ids: Ids, *, is_pendin
     contents = scan(storage, listing, table, ids)
     read_from, with_ids = needed(listing), touched(listing, contents)
     rewritten = [c for c in with_ids if c.directory in read_from]
-    removed = [c.directory for c in with_ids if c.directory not in read_from] + list(_leftovers(storage, listing))
+    # Beside what is superseded, late commits and what crashes left, whether they hold the ids or not.
+    removed = [c.directory for c in with_ids if c.directory not in read_from]
+    removed += [*listing.fenced, *leftovers(storage, listing)]
 
     def n_rows(checkpoint: Checkpoint) -> int:
         name = meant_in(checkpoint.manifest, table)[0]
@@ -218,12 +205,3 @@ def _plan(storage: Storage, listing: Listing, table: str, ids: Ids, *, is_pendin
 
     each = (Rewriting(c.ckpt_id, c.directory, n_rows(c), c.manifest.n_bytes) for c in rewritten)
     return ForgetPlan(table, len(ids), is_pending, tuple(each), tuple(removed))
-
-
-def _leftovers(storage: Storage, listing: Listing) -> Iterable[str]:
-    """Yield the directories of late commits and of what crashes left, which go whether they hold the ids or not."""
-    yield from listing.fenced
-    for directory in listing.uncommitted:
-        names = storage.list_files(directory)
-        if layout.MANIFEST not in names and any(map(is_of_attempt, names)):
-            yield directory

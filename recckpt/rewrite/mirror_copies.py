@@ -73,22 +73,16 @@ class CheckpointCopier:
 
     A file that is there with its size was written whole by an earlier copy, for drafts appear whole or not at all, and
     is not copied again: so whoever was interrupted goes on, and two that copy at once write the same bytes.
-
-    Attributes:
-        run: the output dir that is read.
-        to: the mirror.
-        hold: on the mirror.
-        threads: files to copy at once.
     """
 
-    run: Storage
-    to: Storage
-    hold: MirrorHold
-    threads: int
+    run: Storage  # the output dir that is read
+    to: Storage  # the mirror
+    hold: MirrorHold  # on the mirror
+    threads: int  # files to copy at once
 
     def missing(self, checkpoint: Checkpoint) -> list[FileEntry]:
         """Return the files that a mirror lacks."""
-        return unlisted(checkpoint.manifest, listed_files(self.to, checkpoint.directory))
+        return unlisted(checkpoint.manifest.files, listed_files(self.to, checkpoint.directory))
 
     def copy(self, checkpoint: Checkpoint, advance: Advance) -> int:
         """Copy what is missing of a checkpoint, and commit it; return how many bytes were copied.
@@ -99,7 +93,7 @@ class CheckpointCopier:
             CheckpointRemovedError: its writer removed it meanwhile; it is not committed.
             CorruptCheckpointError: a file of it is damaged; it is not committed.
             RecckptError: the mirror has another checkpoint in this place, or another pass over it has begun.
-                OSError: a storage failed; it is not committed.
+            OSError: a storage failed; it is not committed.
         """
         data = self._manifest_bytes(checkpoint)
         try:

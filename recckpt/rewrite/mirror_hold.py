@@ -34,7 +34,9 @@ class MirrorHold:
 
     def look(self) -> None:
         """Check, without writing, that the output dir is empty or a mirror of this run; NoMirrorError where not."""
-        self._note = self._note.but(run=_origin_of(self._run))
+        # By what the run is known, also where only a mirror of it is copied; "" of one that none has taken over.
+        copied = mirror_note(self._run)
+        self._note = self._note.but(run=last_takeover(self._run).run if copied is None else copied.run)
         there, url = mirror_note(self._to), self._to.url
         if there is None:
             found = self._first_found()
@@ -93,11 +95,3 @@ class MirrorHold:
             return f"{directories[0]}/"
         names = (name for name in self._to.list_files("") if not layout.is_temporary(name))
         return next((name for name in names if "/" not in name or name.startswith(f"{layout.OWN_DIR}/")), "")
-
-
-def _origin_of(run: Storage) -> str:
-    """Return by what a run is known, also where only a mirror of it is copied; "" of one that none has taken over."""
-    note = mirror_note(run)
-    if note is not None:
-        return note.run
-    return last_takeover(run).run

@@ -31,19 +31,13 @@ def damaged_below(directory: str, broken: Mapping[str, Damage]) -> str:
 
 @dataclass(frozen=True)
 class Selection:
-    """What belongs in a mirror.
+    """What belongs in a mirror."""
 
-    Attributes:
-        missing: checkpoints to copy, the newest and what it stands on first, each after what it stands on.
-        stay: directories of all that belongs there.
-        newest: the newest of them; None where nothing can be copied.
-        left_out: directory of a checkpoint of the run -> that of a damaged one which it stands on, so that the mirror
-            lacks it.
-    """
-
+    # checkpoints to copy, the newest and what it stands on first, each after what it stands on
     missing: tuple[Checkpoint, ...]
-    stay: frozenset[str]
-    newest: Checkpoint | None
+    stay: frozenset[str]  # directories of all that belongs there
+    newest: Checkpoint | None  # the newest of them; None where nothing can be copied
+    # directory of a checkpoint of the run -> that of a damaged one which it stands on, so that the mirror lacks it
     left_out: Mapping[str, str]
 
 

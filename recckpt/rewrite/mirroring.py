@@ -270,7 +270,7 @@ class Mirror:
             self._is_prepared = True
         if self._hold.take():
             run = self._look_at_run()  # once more: what another pass has brought since is not to go again
-        there = self._look_there()  # once no other pass writes there
+        there = list_checkpoints(self._to, self._known_there)  # once no other pass writes there
         check_same(run, there, self._to.url)
         this = OnePass(self._copier, self._look, self._keep, is_forgotten=not forgotten <= before)
         newest = this.bring(run, there)
@@ -287,7 +287,7 @@ class Mirror:
 
     def _look(self) -> tuple[Listing, Listing]:
         """Return what the run has, and what the mirror has."""
-        return self._look_at_run(), self._look_there()
+        return self._look_at_run(), list_checkpoints(self._to, self._known_there)
 
     def _look_at_run(self) -> Listing:
         run = look_around(self._run, self._known)
@@ -299,6 +299,3 @@ class Mirror:
                 raise error
             raise CheckpointNotFoundError(f"{self._run.url}: {why_nothing(self._run)}")
         return run
-
-    def _look_there(self) -> Listing:
-        return list_checkpoints(self._to, self._known_there)

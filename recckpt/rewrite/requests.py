@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError, RecckptError, WriterFencedError
@@ -31,7 +31,7 @@ from recckpt.output_dir.forget_requests import (
 )
 from recckpt.output_dir.listing import Checkpoint, Listing
 from recckpt.output_dir.notes import noted_hosts
-from recckpt.rewrite.without_ids import IdsInFiles, OmittedRows, Rewrite, commit_without, ids_in_files
+from recckpt.rewrite.without_ids import IdsInFiles, Rewrite, commit_without, files_with, ids_in_files
 from recckpt.storage import Storage
 from recckpt.text import Progress, instead_of, plural
 
@@ -140,7 +140,7 @@ def scan(storage: Storage, listing: Listing, table: str, ids: Ids) -> dict[str, 
 
 def touched(listing: Listing, contents: Mapping[str, IdsInFiles]) -> list[Checkpoint]:
     """Return the checkpoints that contain any of the ids, or are read from one that does; contents by directory."""
-    return [c for c in listing.committed if any(contents[link.directory].is_any for link in c.links)]
+    return [c for c in listing.committed if any(files_with(contents[link.directory]) for link in c.links)]
 
 
 def needed(listing: Listing) -> set[str]:
@@ -170,9 +170,9 @@ def _carry_out(storage: Storage, fence: Fence, request: Request, *, is_resumed: 
                 if checkpoint.below:
                     parent = made.get(checkpoint.below[0].directory)
                     below = checkpoint.below if parent is None else parent.links
-                omitted = OmittedRows(meant_in(checkpoint.manifest, request.table), request.ids)
+                tables = meant_in(checkpoint.manifest, request.table)
                 of_links = [contents[link.directory] for link in checkpoint.links]
-                rewrite = Rewrite(checkpoint, of_links, below, omitted, request.request)
+                rewrite = Rewrite(checkpoint, of_links, below, tables, request.ids, request.request)
                 made[checkpoint.directory] = commit_without(storage, fence, rewrite, rotation.THREADS, progress.advance)
             removed += fence.remove(rotation.in_order(family, fence.listing), rotation.THREADS)
     removed += _remove_leftovers(storage, fence)
@@ -204,19 +204,22 @@ def _remove_leftovers(storage: Storage, fence: Fence) -> list[str]:
             fence.check()
             rotation.remove(storage, Checkpoint(directory, record), rotation.THREADS)
             removed.append(directory)
-    for directory in fence.listing.uncommitted:
-        names = storage.list_files(directory)
-        if layout.MANIFEST not in names and any(map(is_of_attempt, names)):
-            fence.check()
-            rotation.remove_leftover(storage, directory, rotation.THREADS)
-            removed.append(directory)
+    for directory in leftovers(storage, fence.listing):
+        fence.check()
+        rotation.remove_leftover(storage, directory, rotation.THREADS)
+        removed.append(directory)
     fence.look_again()
     return removed
 
 
-def is_of_attempt(name: str) -> bool:
-    """Say whether only an attempt or an offer has such a file: another program, or a person, has a model.pt too."""
-    return name == layout.INTENT or (layout.is_ours(name) and layout.has_rows(name))
+def leftovers(storage: Storage, listing: Listing) -> Iterator[str]:
+    """Yield the directories of attempts and offers, by files that nobody else makes: others have a model.pt too."""
+    for directory in listing.uncommitted:
+        names = storage.list_files(directory)
+        if layout.MANIFEST not in names and any(
+            name == layout.INTENT or (layout.is_ours(name) and layout.has_rows(name)) for name in names
+        ):
+            yield directory
 
 
 def _check_gone(storage: Storage, fence: Fence, directories: Sequence[str], request: Request) -> None:
@@ -225,7 +228,7 @@ def _check_gone(storage: Storage, fence: Fence, directories: Sequence[str], requ
     fence.look_again()
     there = {c.directory: c for c in fence.listing.committed}  # such as one that was copied in since
     for directory in directories:
-        if directory in there and not ids_in_files(storage, there[directory], request.table, request.ids).is_any:
+        if directory in there and not files_with(ids_in_files(storage, there[directory], request.table, request.ids)):
             continue
         left = [name for name in storage.list_files(directory) if layout.is_part(name)]
         if left:

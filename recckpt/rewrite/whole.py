@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -143,21 +143,13 @@ def plan_of_chain(chain: OpenChain) -> list[PlannedPart]:
 
 @dataclass(frozen=True)
 class CompactionTask:
-    """One part to be written.
+    """One part to be written."""
 
-    Attributes:
-        chain: what is read.
-        url: the output dir that is written to.
-        directory: of the new checkpoint in it, where only this task writes.
-        part: the part of the chain that is written.
-        budget_bytes: memory for merging, about.
-    """
-
-    chain: ChainName
-    url: str
-    directory: str
-    part: PlannedPart
-    budget_bytes: int
+    chain: ChainName  # what is read
+    url: str  # the output dir that is written to
+    directory: str  # of the new checkpoint in it, where only this task writes
+    part: PlannedPart  # the part of the chain that is written
+    budget_bytes: int  # memory for merging, about
 
 
 def write_task(task: CompactionTask) -> Part | None:
@@ -211,21 +203,14 @@ def _write(task: CompactionTask, chain: OpenChain, storage: Storage, sums: RowSu
 
 @dataclass(frozen=True)
 class Means:
-    """What a compaction may use.
+    """What a compaction may use."""
 
-    Attributes:
-        executor: does the work on the parts; None for threads of this process, which with one is the caller.
-        threads: how many, and how many files are copied at once.
-        budget_bytes: memory: of this process without an executor, else of each of its workers.
-        is_stopped: asked now and then whether to give up.
-        has_bar: whether a long one shows a bar.
-    """
-
+    # does the work on the parts; None for threads of this process, which with one is the caller
     executor: Executor | None
-    threads: int
-    budget_bytes: int
-    is_stopped: Callable[[], bool] = lambda: False
-    has_bar: bool = True
+    threads: int  # how many, and how many files are copied at once
+    budget_bytes: int  # memory: of this process without an executor, else of each of its workers
+    is_stopped: Callable[[], bool] = lambda: False  # asked now and then whether to give up
+    has_bar: bool = True  # whether a long one shows a bar
 
 
 def write_whole(storage: Storage, checkpoint: Checkpoint, to: Attempt, means: Means) -> Content:
@@ -246,7 +231,10 @@ def write_whole(storage: Storage, checkpoint: Checkpoint, to: Attempt, means: Me
         total = sum(part.n_bytes for part in plan) + copied_bytes(checkpoint)
         with Progress(f"compacting {checkpoint.ckpt_id}", total, has_bar=means.has_bar) as progress:
             progress.n_rows = sum(table.rows for table in chain.manifest.tables)
-            with _executor(means) as executor:
+            own: ThreadPoolExecutor | None = None
+            if means.executor is None and means.threads > 1:
+                own = ThreadPoolExecutor(means.threads, thread_name_prefix="recckpt-compact")
+            with own or nullcontext(means.executor) as executor:
                 parts = run_on(
                     executor,
                     write_task,
@@ -258,15 +246,6 @@ def write_whole(storage: Storage, checkpoint: Checkpoint, to: Attempt, means: Me
         return _finished(checkpoint, to, list(zip(plan, parts, strict=True)), files)
     finally:
         opened.cache_clear()
-
-
-@contextmanager
-def _executor(means: Means) -> Iterator[Executor | None]:
-    if means.executor is not None or means.threads == 1:
-        yield means.executor
-        return
-    with ThreadPoolExecutor(means.threads, thread_name_prefix="recckpt-compact") as threads:
-        yield threads
 
 
 def _finished(

@@ -28,7 +28,7 @@ from recckpt.sparse.files.part_writer import ColumnBytes, RowBatch, write_part
 from recckpt.sparse.files.pieces import row_of
 from recckpt.sparse.files.table_reader import ABSENT, DELETED, newest
 from recckpt.sparse.files.verifier import RowSums, check_part
-from recckpt.storage import Sink, Storage
+from recckpt.storage import Storage
 from recckpt.types import SlotSpec
 
 _Flags = npt.NDArray[np.bool_]  # one an id
@@ -49,21 +49,12 @@ class IdsInTable:
         return np.where(self.rows[places], 0, np.where(self.deletes[places], DELETED, ABSENT))
 
 
-@dataclass(frozen=True)
-class IdsInFiles:
-    """The same for several tables."""
+IdsInFiles = dict[str, IdsInTable]  # the same for several tables, by name
 
-    tables: dict[str, IdsInTable]
 
-    @property
-    def parts(self) -> frozenset[str]:
-        """The files that contain any of the ids."""
-        return frozenset[str]().union(*(table.parts for table in self.tables.values()))
-
-    @property
-    def is_any(self) -> bool:
-        """Whether the files contain any of the ids, as a row or as a delete."""
-        return bool(self.parts)
+def files_with(ids: IdsInFiles) -> frozenset[str]:
+    """Return the files that contain any of the ids, as a row or as a delete."""
+    return frozenset[str]().union(*(table.parts for table in ids.values()))
 
 
 def ids_in_files(storage: Storage, checkpoint: Checkpoint, table: str, ids: Ids) -> IdsInFiles:
@@ -75,7 +66,7 @@ def ids_in_files(storage: Storage, checkpoint: Checkpoint, table: str, ids: Ids)
     link = OpenLink.of(storage, checkpoint)
     meant = meant_in(checkpoint.manifest, table)
     entries = {name: checkpoint.manifest.table(name) if name in meant else None for name in tables_of(table)}
-    return IdsInFiles({name: _of_table(link, entry, ids) for name, entry in entries.items()})
+    return {name: _of_table(link, entry, ids) for name, entry in entries.items()}
 
 
 def _of_table(link: OpenLink, entry: TableEntry | None, ids: Ids) -> IdsInTable:
@@ -106,65 +97,21 @@ def rows_in_chain(links: Sequence[tuple[Checkpoint, IdsInFiles]], table: str) ->
     of_table: list[IdsInTable] = []
     for checkpoint, of_link in links:
         entry = checkpoint.manifest.table(table)
-        of_table += [] if entry is None else [of_link.tables[table]]
+        of_table += [] if entry is None else [of_link[table]]
         if entry is None or entry.is_whole:
             break
-    places = np.arange(len(links[0][1].tables[table].rows))
+    places = np.arange(len(links[0][1][table].rows))
     return sum(len(here) for _, here, _ in newest(of_table, places))
 
 
-@dataclass(frozen=True)
-class OmittedRows:
-    """What is left out: ids of tables."""
-
-    tables: tuple[str, ...]
-    ids: Ids
-
-
-def copy_part(link: OpenLink, part: Part, to: Attempt) -> Part:
-    """Copy a part, and hold every byte of the copy against the catalog."""
-    source, copy = layout.join(link.directory, part.file), layout.join(to.directory, part.file)
-    with link.files.open(source) as content, to.storage.create(copy) as sink:
-        while data := content.read(_STEP_BYTES):
-            sink.write(data)
-    _check(to, link, part, None)
-    return part
-
-
-def write_part_without(link: OpenLink, part: Part, to: Attempt, omitted: OmittedRows) -> Part | None:
-    """Write a part without some ids and return its catalog entry, None where nothing is left of it.
-
-    All other rows keep their bytes and their order; what was written is read back and compared with the source.
-
-    Raises:
-        CorruptCheckpointError: the source is damaged, or what was written is not the same.
-        OSError: the storage failed.
-    """
-    slots = _slots(link, part)
-    reader = PartReader(link.files, link.directory, part, slots)
-    sums = RowSums()
-
-    def create() -> tuple[str, Sink]:
-        return part.file, to.storage.create(layout.join(to.directory, part.file))
-
-    written = write_part(create, part.tables, slots, _kept(reader, slots, omitted, sums), holds=part.holds)
-    if written is not None:
-        _check(to, link, written, sums)
-    return written
-
-
-def _slots(link: OpenLink, part: Part) -> tuple[SlotSpec, ...]:
-    return link.manifest.named_table(part.tables[0]).slots if part.holds == "rows" else ()
-
-
-def _kept(reader: PartReader, slots: tuple[SlotSpec, ...], omitted: OmittedRows, sums: RowSums) -> Iterator[RowBatch]:
+def _kept(reader: PartReader, slots: tuple[SlotSpec, ...], rewrite: Rewrite, sums: RowSums) -> Iterator[RowBatch]:
     """Yield what stays of each batch; add it up."""
     for number, batch in enumerate(reader.part.batches):
         columns = reader.read(number)
         ids = ids_in(columns)
         values = [np.frombuffer(column_buffer(columns[spec.name]), row_of(spec)) for spec in (ID_SPEC, *slots)]
-        if batch.table in omitted.tables:
-            stays = np.flatnonzero(~is_among(ids, omitted.ids))
+        if batch.table in rewrite.tables:
+            stays = np.flatnonzero(~is_among(ids, rewrite.ids))
             if len(stays) < len(ids):
                 ids, values = ids[stays], [column[stays] for column in values]
         if len(ids):
@@ -186,22 +133,16 @@ def _check(to: Attempt, link: OpenLink, written: Part, of_source: RowSums | None
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A checkpoint that is to be committed again.
+    """A checkpoint that is to be committed again."""
 
-    Attributes:
-        checkpoint: the one that is superseded, with its chain.
-        contents: which of the ids each of its links contains, newest first.
-        below: of a delta, what the new one stands on, newest link first: what supersedes its parent, where that is; ()
-            of a full checkpoint.
-        omitted: what is left out.
-        request: because of which.
-    """
-
-    checkpoint: Checkpoint
-    contents: Sequence[IdsInFiles]
+    checkpoint: Checkpoint  # the one that is superseded, with its chain
+    contents: Sequence[IdsInFiles]  # which of the ids each of its links contains, newest first
+    # of a delta, what the new one stands on, newest link first: what supersedes its parent, where that is; () of a full
+    # checkpoint
     below: Sequence[Checkpoint]
-    omitted: OmittedRows
-    request: str
+    tables: tuple[str, ...]  # of which rows are left out
+    ids: Ids  # those of the rows
+    request: str  # because of which
 
     def n_rows(self, table: str) -> int:
         """Return how many of the ids have a row of a table in the checkpoint."""
@@ -239,8 +180,23 @@ def _write(
 
 
 def _part(link: OpenLink, part: Part, to: Attempt, rewrite: Rewrite, advance: Advance) -> Part | None:
-    has_ids = part.file in rewrite.contents[0].parts
-    made = write_part_without(link, part, to, rewrite.omitted) if has_ids else copy_part(link, part, to)
+    """Write a part, without the ids if it has any, and return its catalog entry, None where nothing is left of it.
+
+    All other rows keep their bytes and their order; what was written is read back and compared with the source.
+    """
+    made: Part | None = part
+    name, sums = layout.join(to.directory, part.file), None
+    if part.file in files_with(rewrite.contents[0]):
+        slots = link.manifest.named_table(part.tables[0]).slots if part.holds == "rows" else ()
+        reader, sums = PartReader(link.files, link.directory, part, slots), RowSums()
+        rows = _kept(reader, slots, rewrite, sums)
+        made = write_part(lambda: (part.file, to.storage.create(name)), part.tables, slots, rows, holds=part.holds)
+    else:  # a copy, of which every byte is held against the catalog
+        with link.files.open(layout.join(link.directory, part.file)) as content, to.storage.create(name) as sink:
+            while data := content.read(_STEP_BYTES):
+                sink.write(data)
+    if made is not None:
+        _check(to, link, made, sums)
     advance(part.n_bytes)
     return made
 
@@ -251,7 +207,7 @@ def _head(rewrite: Rewrite, attempt: Attempt, files: Sequence[FileEntry]) -> Man
     if below:
         base = below[0]
         parent = Parent(base.ckpt_id, base.manifest.name, base.directory, base.manifest.name_xxh3)
-    where, n_rows = (rewrite.checkpoint.directory, *of.place), rewrite.n_rows(rewrite.omitted.tables[0])
+    where, n_rows = (rewrite.checkpoint.directory, *of.place), rewrite.n_rows(rewrite.tables[0])
     return replace(
         of,
         save_id=attempt.save_id,
@@ -267,9 +223,9 @@ def _head(rewrite: Rewrite, attempt: Attempt, files: Sequence[FileEntry]) -> Man
 
 def _entry(table: TableEntry, rewrite: Rewrite) -> TableEntry:
     """Return the entry of a table with the counts of what is left."""
-    if table.name not in rewrite.omitted.tables:
+    if table.name not in rewrite.tables:
         return table
-    own, delta = rewrite.contents[0].tables[table.name], table.delta
+    own, delta = rewrite.contents[0][table.name], table.delta
     if delta is not None:
         n_rows = int(own.rows.sum())
         delta = delta.but(upserts=delta.upserts - n_rows, deletes=delta.deletes - own.n_deletes)

@@ -106,7 +106,7 @@ OF_CHAINS = {
         "None if '.' in self._path.parent.parent.name[1:] else os.fsync(fd)",
     ),
     "adopt_whole": (
-        Plant(f"{OFFERS}:_look_at", "next(file_problems(storage, directory, record), None)", "None"),
+        Plant(f"{OFFERS}:_look_at", "next(file_problems(storage, directory, record.files), None)", "None"),
         Plant("recckpt.output_dir.commit:commit", "    check_files(storage, fence, directory, record, visible)\n", ""),
     ),
     "adopt_own_epoch": Plant(f"{OFFERS}:_reasons_against", "if record.epoch != epoch:", "if False:"),
