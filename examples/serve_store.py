@@ -6,8 +6,9 @@ python examples/serve_store.py runs/clicks &
 python examples/serve_store.py --get item 17
 
 Any server that speaks Redis's protocol will do, such as Valkey (pip install redis). It imports no torch. A table is a
-hash, id -> bytes of the row. What is applied is noted last, so that what was begun and not noted is applied once more,
-which changes nothing. A table that is replaced is written beside the old one, which answers until then.
+hash, id -> float32 values of the row. What is begun is noted first, and what is applied last: what was stopped between
+the two is applied once more, which changes nothing, or, where the run has gone back behind it, written anew. A table
+that is replaced is written beside the old one, which answers until then.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import redis
 import recckpt
 from recckpt.inspect import RowChanges
 
-APPLIED = "recckpt:applied"  # the name of the checkpoint that the store is at, and its step
+NOTES = "recckpt:notes"  # "applied" and "begun": names of checkpoints; "tables": the names of those that are served
 
 
 class RowStore:
@@ -36,56 +37,65 @@ class RowStore:
     @property
     def applied(self) -> str | None:
         """The name of the checkpoint that the store is at; None where it is empty."""
-        name: Any = self._server.hget(APPLIED, "name")
-        return None if name is None else str(name, "utf-8")
+        return self._noted("applied")
 
     def apply(self, checkpoint: recckpt.CheckpointReader) -> int:
         """Bring the store to a checkpoint, and return how many rows were written."""
-        changes, n_rows = checkpoint.changes_since(self.applied), 0
+        begun, n_rows = self._noted("begun"), 0
+        went_back = begun is not None and checkpoint.changes_since(begun).is_whole  # rows of it may be in the store
+        changes = checkpoint.changes_since(None if went_back else self.applied)
+        served = (self._noted("tables") or "").split("\n")
+        self._note(begun=checkpoint.manifest.name, tables="\n".join(dict.fromkeys([*served, *checkpoint.tables()])))
         for change in changes.tables.values():
             n_rows += self._replace(change) if change.replaced else self._update(change)
-        for table in changes.dropped_tables:
-            self._server.delete(_current(table))
-        step = -1 if checkpoint.manifest.step is None else checkpoint.manifest.step
-        self._server.hset(APPLIED, mapping={"name": checkpoint.manifest.name, "step": step})
+        for table in set(served) - {*checkpoint.tables()}:
+            self._server.delete(_key(table))
+        self._note(applied=checkpoint.manifest.name, tables="\n".join(checkpoint.tables()))
         return n_rows
 
     def look_up(self, table: str, ids: Sequence[int], dim: int) -> tuple[npt.NDArray[np.float32], list[bool]]:
         """Return a row for each id, zeros where there is none, and which there are."""
-        found: list[Any] = self._server.hmget(_current(table), list(map(str, ids)))
+        found: list[Any] = self._server.hmget(_key(table), list(map(str, ids)))
         rows = [np.zeros(dim, np.float32) if row is None else np.frombuffer(row, np.float32) for row in found]
         return np.stack(rows), [row is not None for row in found]
+
+    def _noted(self, what: str) -> str | None:
+        note: Any = self._server.hget(NOTES, what)
+        return None if note is None else str(note, "utf-8")
+
+    def _note(self, **notes: str) -> None:
+        mapping: Any = notes
+        self._server.hset(NOTES, mapping=mapping)
 
     def _update(self, change: RowChanges) -> int:
         for ids in change.deletes():
             if len(ids):
-                self._server.hdel(_current(change.name), *map(str, ids.tolist()))
-        return self._write(change, _current(change.name))
+                self._server.hdel(_key(change.name), *map(str, ids.tolist()))
+        return self._write(change, _key(change.name))
 
     def _replace(self, change: RowChanges) -> int:
         """Write all rows beside those that are there, and put them in their place in one step."""
-        beside = f"{_current(change.name)}:next"
+        beside = f"{_key(change.name)}:next"
         self._server.delete(beside)  # of one that was stopped
         n_rows = self._write(change, beside)
         if n_rows:
-            self._server.rename(beside, _current(change.name))
+            self._server.rename(beside, _key(change.name))
         else:
-            self._server.delete(_current(change.name))
+            self._server.delete(_key(change.name))
         return n_rows
 
     def _write(self, change: RowChanges, key: str) -> int:
         n_rows = 0
-        for batch in change.upserts(["embedding"]):
-            values = batch.column("embedding").flatten().to_numpy().astype(np.float32)
-            vectors = values.reshape(batch.num_rows, -1)
-            rows: Any = dict(zip(map(str, batch.column("id").to_pylist()), map(bytes, vectors), strict=True))
+        for ids, values in change.values("embedding"):
+            vectors = values.astype(np.float32)
+            rows: Any = dict(zip(map(str, ids.tolist()), map(bytes, vectors), strict=True))
             if rows:
                 self._server.hset(key, mapping=rows)
             n_rows += len(rows)
         return n_rows
 
 
-def _current(table: str) -> str:
+def _key(table: str) -> str:
     return f"recckpt:table:{table}"
 
 

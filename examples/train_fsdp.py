@@ -7,6 +7,7 @@ torchrun --standalone --nproc-per-node 3 examples/train_fsdp.py --steps 120    #
 from __future__ import annotations
 
 import argparse
+import os
 
 import torch
 import torch.distributed as dist
@@ -46,8 +47,12 @@ def clicks() -> TensorDataset:
 
 def train(steps: int, output_dir: str) -> None:
     """Train up to ``steps`` in all, and save at the end."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
     torch.manual_seed(0)
-    model = Clicks()
+    model = Clicks().to(device)
     fully_shard(model.user)
     fully_shard(model)  # before the optimizer is made, whose moments lie as the parameters do
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -61,7 +66,8 @@ def train(steps: int, output_dir: str) -> None:
         manager.restore()
         say(f"{dist.get_world_size()} ranks, resuming at step {manager.global_step}, epoch {loader.epoch}")
         while manager.global_step < steps:
-            for users, features, wanted in loader:
+            for batch in loader:
+                users, features, wanted = (values.to(device) for values in batch)
                 loss = nn.functional.binary_cross_entropy_with_logits(model(users, features), wanted)
                 loss.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
                 optimizer.step()
@@ -85,8 +91,6 @@ if __name__ == "__main__":
     parser.add_argument("--output-dir", default="runs/fsdp")
     args = parser.parse_args()
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    if torch.cuda.is_available():
-        torch.set_default_device("cuda")
     try:
         train(args.steps, args.output_dir)
     finally:

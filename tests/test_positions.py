@@ -179,7 +179,7 @@ def test_ranks_that_were_an_epoch_ahead_use_some_samples_once_more_and_the_log_s
     alone = ElasticLoader(range(20), 2, shuffle=False)
     with caplog.at_level(logging.WARNING):
         alone.load_io_state(alone.merge_io_state([ahead.dump_io_state(), behind.dump_io_state()], 0, 1))
-    assert "some ranks were an epoch ahead: 2 samples of it come again" in caplog.text
+    assert "ranks [0] were ahead of epoch 0: 2 samples come again" in caplog.text
     assert sorted([*used, *(number for batch in alone for number in numbers(batch))]) == list(range(20))
 
 
@@ -224,7 +224,8 @@ def test_a_position_in_other_data_is_refused(files, other):
 def test_a_position_in_other_files_is_refused_and_one_in_moved_files_is_not(files, tmp_path):
     data = ElasticFiles(files[:2], 4)
     next(iter(data))
-    moved = [tmp_path / path.name for path in files[:2]]
+    (tmp_path / files[0].parent.name).mkdir()
+    moved = [tmp_path / files[0].parent.name / path.name for path in files[:2]]
     for path, at in zip(files, moved, strict=False):
         at.write_bytes(path.read_bytes())
     ElasticFiles(moved, 4).load_io_state(data.dump_io_state())
@@ -263,7 +264,7 @@ WRONG = {
     "shuffle": ({"shuffle": 1}, "shuffle must be True or False"),
     "drop_last": ({"drop_last": None}, "drop_last must be True or False"),
     "batch size": ({"batch_size": 0}, "batch_size must be an int of at least 1, found 0"),
-    "ranks": ({"rank": 2, "ranks": 2}, "found shard_id=2, shard_num=2"),
+    "ranks": ({"rank": 2, "ranks": 2}, r"rank must be 0 to ranks - 1, and both be given, found rank=2, ranks=2"),
     "no length": ({"dataset": iter([])}, "dataset must have len.., found a list_iterator: an iterable one"),
     "out of order": (
         {"loader": lambda data, batches: DataLoader(data, batch_sampler=batches, num_workers=1, in_order=False)},
@@ -280,13 +281,13 @@ def test_a_wrong_argument_is_refused(wrong):
 
 
 def test_a_loader_that_gives_fewer_batches_than_it_was_asked_for_is_refused():
-    with pytest.raises(RuntimeError, match="loader: it gave 2 batches, expected 3"):
+    with pytest.raises(RuntimeError, match="loader: it gave 2 batches, expected 3, as its batch sampler has"):
         list(ElasticLoader(range(10), 4, loader=Fewer))
 
 
 def test_files_that_are_none_are_refused(tmp_path, files):
     (tmp_path / "text").write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match=r"text' is neither a file of Parquet nor one of Arrow: it begins with b'a,b"):
+    with pytest.raises(ValueError, match=r"text' is neither of Parquet nor of Arrow: it begins with b'a,b"):
         ElasticFiles([tmp_path / "text"], 4)
     with pytest.raises(ValueError, match="paths must be a list of files, found '"):
         ElasticFiles(str(files[0]), 4)
@@ -345,12 +346,114 @@ def test_two_ranks_save_and_three_restore_and_use_the_rest_of_the_epoch_once(tmp
     assert sorted(used) == list(range(57))
 
 
-def test_files_need_no_torch():
-    code = "import sys; from recckpt.positions import ElasticFiles; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_files_need_no_torch(files):
+    code = "import sys; from recckpt.positions import ElasticFiles; data = ElasticFiles(sys.argv[1:], 4)"
+    code += "; assert data.dump_io_state()['ranks'] == 1; next(iter(data)); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code, *files], check=True)
 
 
 def test_orders_stay_those_of_every_version():
     """A position within an epoch is one in its order, so that a release must not change it."""
     assert [numbers(batch) for batch in ElasticLoader(range(8), 8, seed=3)] == [[1, 4, 2, 0, 3, 5, 7, 6]]
     assert np.random.RandomState([3, 0]).permutation(8).tolist() == [1, 4, 2, 0, 3, 5, 7, 6]
+
+
+def test_of_a_state_of_another_rank_all_of_the_own_share_comes_again():
+    """As where only one of the ranks had registered the object."""
+    first, other = (ElasticLoader(range(20), 2, shuffle=False, rank=rank, ranks=2) for rank in range(2))
+    next(iter(first))
+    other.load_io_state(first.dump_io_state())
+    assert [number for batch in other for number in numbers(batch)] == list(range(1, 20, 2))
+
+
+def test_a_state_of_before_the_first_batch_is_of_the_ranks_that_there_are_by_then(monkeypatch):
+    data = ElasticLoader(range(20), 2)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    state = data.dump_io_state()
+    assert (state["rank"], state["ranks"]) == (1, 2)
+
+
+def test_with_drop_last_batches_stay_full_when_their_size_changes():
+    data, other = (ElasticLoader(range(40), size, drop_last=True) for size in (4, 10))
+    list(islice(iter(data), 3))
+    other.load_io_state(data.dump_io_state())
+    assert [len(batch) for batch in other] == [10, 10]
+
+
+def test_ranks_that_were_several_epochs_ahead_are_named_with_what_comes_again(caplog):
+    ahead, behind = (ElasticLoader(range(8), 2, shuffle=False, rank=rank, ranks=2) for rank in range(2))
+    for _ in range(3):
+        list(ahead)
+    next(iter(ahead))
+    with caplog.at_level(logging.WARNING):
+        ahead.merge_io_state([ahead.dump_io_state(), behind.dump_io_state()], 0, 1)
+    assert "ranks [0] were ahead of epoch 0: 2 samples, and 2 whole epochs of theirs come again" in caplog.text
+
+
+@pytest.mark.parametrize("read", [dict, list])
+def test_a_position_of_another_kind_of_object_is_refused(read):
+    for call in ("load_io_state", "merge_io_state"):
+        arguments = (read(),) if call == "load_io_state" else ([read()], 0, 1)
+        with pytest.raises(ValueError, match="the position is that of an object of another kind"):
+            getattr(ElasticLoader(range(4), 2), call)(*arguments)
+
+
+NOTHING_FOR_A_RANK = {
+    "samples": lambda files: ElasticLoader(range(2), 1, rank=2, ranks=3),
+    "full batches": lambda files: ElasticLoader(range(7), 4, drop_last=True, rank=0, ranks=2),
+    "groups": lambda files: ElasticFiles(files[:1], 4, rank=8, ranks=9),
+}
+
+
+@pytest.mark.parametrize("kind", NOTHING_FOR_A_RANK)
+def test_a_rank_that_gets_nothing_of_an_epoch_says_so_and_does_not_loop_for_ever(files, kind):
+    with pytest.raises(RuntimeError, match=r"rank \d of \d gets no batch of an epoch of \d (samples|row groups): use"):
+        next(iter(NOTHING_FOR_A_RANK[kind](files)))
+
+
+WRONG_FILES = {
+    "a column": ({"columns": ["typo"]}, r"columns: '.*a.parquet' has no 'typo'; it has \['n', 'other'\]"),
+    "one name": ({"columns": "n"}, r"columns must be a list of names, found 'n'; pass \['n'\]"),
+    "no files": ({"paths": []}, "paths: there are no rows in 0 files"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_FILES)
+def test_files_or_columns_that_are_not_there_are_refused(files, wrong):
+    options, message = WRONG_FILES[wrong]
+    with pytest.raises(ValueError, match=message):
+        ElasticFiles(**{"paths": files, "batch_rows": 4, **options})
+
+
+def test_columns_come_in_the_order_in_which_they_were_asked_for(files):
+    for path in files:
+        assert next(iter(ElasticFiles([path], 4, columns=["other", "n"]))).schema.names == ["other", "n"]
+
+
+def test_a_damaged_file_is_named(tmp_path, files):
+    data = files[0].read_bytes()
+    (tmp_path / "a.parquet").write_bytes(data[:4] + b"\xff" * 200 + data[204:])
+    with pytest.raises(OSError, match=r"a.parquet, row group 0 cannot be read: "):
+        list(ElasticFiles([tmp_path / "a.parquet"], 4, shuffle=False))
+    (tmp_path / "cut.parquet").write_bytes(data[:-9])
+    with pytest.raises(OSError, match=r"cut.parquet cannot be read: "):
+        ElasticFiles([tmp_path / "cut.parquet"], 4)
+
+
+def test_files_of_the_same_name_in_other_directories_are_other_data(tmp_path, files):
+    for day in ("day=1", "day=2"):
+        (tmp_path / day).mkdir()
+        (tmp_path / day / "part.parquet").write_bytes(files[0].read_bytes())
+    data = ElasticFiles([tmp_path / "day=1/part.parquet"], 4)
+    next(iter(data))
+    with pytest.raises(ValueError, match="the first 5 row groups differ"):
+        ElasticFiles([tmp_path / "day=2/part.parquet"], 4).load_io_state(data.dump_io_state())
+
+
+def test_a_loader_that_goes_on_behind_its_sampler_is_refused_before_its_batch_is_given():
+    data = ElasticLoader(range(4), 2, loader=lambda data, batches: [[0, 1], [2, 3], [4, 5]])
+    given = iter(data)
+    assert [next(given), next(given)] == [[0, 1], [2, 3]]
+    with pytest.raises(RuntimeError, match="it gives more than the 2 batches of its batch sampler"):
+        next(given)

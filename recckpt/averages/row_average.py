@@ -15,6 +15,7 @@ from recckpt import types
 from recckpt.averages.store import AverageStore
 from recckpt.format.buckets import distinct
 from recckpt.sparse.table.checks import check_owned, check_values, flat_ids
+from recckpt.sparse.table.initializers import FromRow
 from recckpt.sparse.table.marks import FrozenRows
 from recckpt.sparse.table.nn_module import embedding_reader, first_embeddings
 from recckpt.sparse.table.row_table import RowTable
@@ -89,7 +90,9 @@ class Follower:
             average.update(ids, values, kept, first)
 
     def _first(self, table: RowTable, new_ids: Int64s, inserted: Int64s | None) -> Tensor:
-        """Return what new ids begin at."""
+        """Return what new ids begin at; from the row of another id, which may have changed since, as they are now."""
+        if isinstance(table.initializer, FromRow):
+            inserted = None
         if inserted is None or np.isin(new_ids, inserted).any():
             current: Tensor = table.store.look_up(new_ids, embedding_reader(table)).cpu()
             if inserted is None:

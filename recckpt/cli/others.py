@@ -83,7 +83,9 @@ def _called_alike(old: Sequence[Comparable], new: Sequence[Comparable]) -> tuple
     def shorter(tensors: Sequence[Comparable]) -> Iterator[list[Comparable]]:
         yield list(tensors)
         for prefix in dict.fromkeys(each.name.partition(".")[0] + "." for each in tensors):
-            yield [each._replace(name=each.name.removeprefix(prefix)) for each in tensors]
+            names = [each.name.removeprefix(prefix) for each in tensors]
+            if len(set(names)) == len(names):  # else one of them would be lost
+                yield [each._replace(name=name) for each, name in zip(tensors, names, strict=True)]
 
     def n_alike(pair: tuple[list[Comparable], list[Comparable]]) -> int:
         return len({each.name for each in pair[0]} & {each.name for each in pair[1]})

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from recckpt.checkpoint.chain import OpenChain
+from recckpt.sparse.files.arrow_format import column_values, ids_in
+from recckpt.types import EMBEDDING
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,11 @@ class RowChanges:
 
         Raises:
             KeyError: no such slot.
-            CorruptCheckpointError: a file is damaged.
+            TypeError: ``columns`` is a single name.
+            CorruptCheckpointError, CheckpointRemovedError: a file is damaged, or gone.
         """
+        if isinstance(columns, str):
+            raise TypeError(f"columns must be a list of slots, found {columns!r}; pass [{columns!r}]")
         slots = [slot.name for slot in self._chain.manifest.named_table(self.name).slots]
         for column in columns or ():
             if column not in (*slots, "id"):
@@ -43,11 +49,20 @@ class RowChanges:
         table = self._chain.table(self.name, [slot for slot in slots if columns is None or slot in columns])
         return table.all_rows() if self.replaced else table.upserts()
 
+    def values(self, slot: str = EMBEDDING) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[Any]]]:
+        """Yield the ids of rows that are new or changed, and their values of one slot, of shape (ids, *slot_shape).
+
+        bfloat16 comes as float32. Raises as :meth:`upserts`.
+        """
+        slots = {one.name: one for one in self._chain.manifest.named_table(self.name).slots}
+        for batch in self.upserts([slot]):
+            yield ids_in(batch), column_values(batch.column(slot), slots[slot])
+
     def deletes(self) -> Iterator[npt.NDArray[np.int64]]:
         """Yield the ids that are gone; none where the table was replaced.
 
         Raises:
-            CorruptCheckpointError: a file is damaged.
+            CorruptCheckpointError, CheckpointRemovedError: a file is damaged, or gone.
         """
         return self._chain.table(self.name, []).deletes()
 
@@ -57,12 +72,14 @@ class CheckpointChanges:
     """What has changed from one checkpoint to another.
 
     Attributes:
+        is_whole: whether the checkpoint does not stand on the older one, so that this is all that it has.
         tables: those of which rows have changed, by name.
-        dropped_tables: those that are gone.
+        dropped_tables: those that are gone; not known of an older one by its name alone that this does not stand on.
         dense: the dense tensors that are new, or have other bytes, or lie in other pieces.
         dropped_dense: those that are gone.
     """
 
+    is_whole: bool
     tables: Mapping[str, RowChanges]
     dropped_tables: tuple[str, ...]
     dense: tuple[str, ...]
@@ -95,6 +112,7 @@ def changes_between(before: OpenChain | str | None, now: OpenChain) -> Checkpoin
         old_tables = [table.name for table in now.links[names.index(name)].manifest.tables]
     new = {name: tensor.content for name, tensor in now.tensors.model.items()}
     return CheckpointChanges(
+        name not in names,
         tables,
         tuple(name for name in old_tables if now.manifest.table(name) is None),
         tuple(name for name, content in new.items() if old.get(name) != content),

@@ -223,13 +223,17 @@ class CheckpointReader:
         tensors, and rows when they are asked for.
 
         Args:
-            before: the older one, or its ``manifest.name``, of which no dense tensors are known. Where this checkpoint
+            before: the older one, or its ``manifest.name``, of which no dense tensors are known, and its tables only
+                where this checkpoint stands on it. Where this checkpoint
                 does not stand on it, as a full save or one with fewer rows after a forgetting does not, and where it is
                 None, all tables are replaced.
 
         Raises:
+            TypeError: ``before`` is neither.
             CorruptCheckpointError: an index of dense tensors is damaged.
         """
+        if not isinstance(before, CheckpointReader | str | None):
+            raise TypeError(f"before must be a CheckpointReader, its manifest.name or None, found {before!r:.200}")
         from recckpt.inspect.changes import changes_between
 
         return changes_between(before._now if isinstance(before, CheckpointReader) else before, self.chain)

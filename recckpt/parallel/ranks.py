@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -419,9 +420,8 @@ def rank_and_size() -> tuple[int, int]:
     Raises:
         ValueError: one of the two variables is not a number, or is missing where the other means several ranks.
     """
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
+    dist = sys.modules.get("torch.distributed")  # without which there is no process group
+    if dist is not None and dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
     text = ", ".join(f"{name}={value!r}" for name, value in found.items())

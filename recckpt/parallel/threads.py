@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Generic, TypeVar
+from weakref import WeakSet
 
 from recckpt.errors import RecckptError
 
@@ -423,12 +424,17 @@ def _run_on(
     return [results[number] for number in range(len(tasks))]
 
 
+class _Block:
+    """Stands for a block in which the collector runs rarely."""
+
+
 class _Collector:
     """Python's cyclic garbage collector, which is one for all threads."""
 
     def __init__(self) -> None:
-        self._lock, self._n_running = threading.Lock(), 0
-        self._before = self._rare = gc.get_threshold()
+        self._lock, self._blocks = threading.Lock(), WeakSet[_Block]()  # which forget one that an interrupt has ended
+        self._before: tuple[int, int, int] | None = None
+        self._rare: tuple[int, int, int] | None = None
 
     @contextmanager
     def rarely(self) -> Iterator[None]:
@@ -439,19 +445,22 @@ class _Collector:
         or train for as long as a load takes. A threshold that is higher already stays, and so does a collector that is
         off. Blocks may overlap.
         """
-        with self._lock:
-            self._n_running += 1
-            if self._n_running == 1:
-                first, second, third = self._before = gc.get_threshold()
-                self._rare = max(first, _NEW_OBJECTS) if first else 0, second, third
-                gc.set_threshold(*self._rare)
+        block = _Block()
         try:
+            with self._lock:
+                if not self._blocks and gc.get_threshold() != self._rare:  # which an interrupt may have left
+                    first, second, third = self._before = gc.get_threshold()
+                    self._rare = max(first, _NEW_OBJECTS) if first else 0, second, third
+                    gc.set_threshold(*self._rare)
+                self._blocks.add(block)
             yield
         finally:
             with self._lock:
-                self._n_running -= 1
-                if not self._n_running and gc.get_threshold() == self._rare:  # else somebody has set it meanwhile
+                self._blocks.discard(block)
+                is_ours = gc.get_threshold() == self._rare  # else somebody has set it meanwhile
+                if not self._blocks and is_ours and self._before is not None:
                     gc.set_threshold(*self._before)
+                    self._rare = None
 
 
 collected_rarely = _Collector().rarely

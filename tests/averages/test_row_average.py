@@ -14,7 +14,7 @@ from recckpt.policies import Choose
 from recckpt.policies.admit import MinCount
 from recckpt.policies.evict import SmallNorm
 from recckpt.recis import filter_out_sparse_param
-from recckpt.sparse import EmbeddingCollection, HashTable, ShardedHashTable, SparseAdam, SparseSGD
+from recckpt.sparse import EmbeddingCollection, FromRow, HashTable, ShardedHashTable, SparseAdam, SparseSGD
 from recckpt.sparse.table.nn_module import first_embeddings
 
 N, DIM, DECAY = 60, 4, 0.9
@@ -252,3 +252,13 @@ def test_state_dicts_take_the_averages_along_bit_for_bit(model):
         one.table.insert(torch.arange(3), rows)
         its.update()
     assert torch.equal(again.tables["t"].lookup(ids)[0], average.tables["t"].lookup(ids)[0])
+
+
+def test_an_average_of_a_row_that_began_as_another_begins_at_the_row_itself():
+    table = HashTable(2, name="t", initializer=FromRow(5))
+    average = RowAverage(nn.ModuleDict({"t": table}), decay=0.5)
+    table.insert(torch.tensor([5]), torch.ones(1, 2))
+    table(torch.tensor([6]))
+    table.insert(torch.tensor([5]), torch.full((1, 2), 101.0))
+    average.update()
+    assert average.tables["t"](torch.tensor([6])).tolist() == [[1.0, 1.0]]

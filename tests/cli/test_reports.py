@@ -202,3 +202,13 @@ def test_diff_compares_the_dense_tensors_of_other_programs_by_name_with_ours(rec
     answer = recckpt("diff", tmp_path / "nothing", path)
     assert (answer.code, answer.out) == (2, "")
     assert "nothing: does not exist" in answer.err
+
+
+def test_diff_leaves_no_tensor_out_where_a_name_without_what_is_before_it_is_there_already(recckpt, tmp_path):
+    one, other = ({"a": 999.0, "model.a": 1.0, "model.b": 1.0}, {"a": 1.0, "b": 1.0})
+    for name, values in (("one.pt", one), ("other.pt", other)):
+        torch.save({key: torch.tensor([value]) for key, value in values.items()}, tmp_path / name)
+    for pair in (("one.pt", "other.pt"), ("other.pt", "one.pt")):
+        answer = recckpt("diff", *(tmp_path / name for name in pair), "--json")
+        statuses = {tensor["name"]: tensor["status"] for tensor in answer.json["tensors"]}
+        assert (answer.code, statuses["a"], len(statuses)) == (1, "changed", 4)

@@ -83,6 +83,8 @@ def test_the_changes_since_any_older_checkpoint_lead_from_it_to_the_new_one(tmp_
     now = readers[-1]
     for before in (older, older.manifest.name, None):
         changes = now.changes_since(before)
+        names = {link.manifest.name for link in now.chain.links}
+        assert changes.is_whole == (before is None or older.manifest.name not in names)
         there = {} if before is None else rows(older, "item")
         assert applied(there, changes, "item") == rows(now, "item")
         if older is now and before is not None:
@@ -152,3 +154,23 @@ def test_a_slot_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(KeyError, match=r"table 'item' has no slot 'embeding'; it has \['embedding'\]"):
         changes.tables["item"].upserts(["embeding"])
     assert np.concatenate([np.empty(0), *changes.tables["item"].deletes()]).size == 0
+
+
+def test_values_come_with_their_ids_as_numbers_in_the_shape_of_the_slot(tmp_path):
+    table = HashTable((2, 3), name="t", dtype=torch.bfloat16)
+    table.insert(torch.tensor([4, 2]), torch.arange(12.0).view(2, 2, 3).to(torch.bfloat16))
+    with Saver(nn.ModuleDict({"t": table}), output_dir=tmp_path) as saver:
+        saver.save("c", step=1)
+    [(ids, values)] = CheckpointReader(tmp_path).changes_since(None).tables["t"].values()
+    assert dict(zip(ids.tolist(), values.tolist(), strict=True)) == {
+        4: [[0, 1, 2], [3, 4, 5]],
+        2: [[6, 7, 8], [9, 10, 11]],
+    }
+
+
+def test_what_is_no_checkpoint_and_one_column_by_its_name_are_refused(tmp_path):
+    reader = Model(tmp_path).save()
+    with pytest.raises(TypeError, match=r"before must be a CheckpointReader, its manifest\.name or None, found 3"):
+        reader.changes_since(3)
+    with pytest.raises(TypeError, match=r"columns must be a list of slots, found 'embedding'; pass \['embedding'\]"):
+        reader.changes_since(None).tables["item"].upserts("embedding")

@@ -233,7 +233,6 @@ class Admission:
             counts = occurred if self.candidates is None else self.candidates.counts(new_ids, occurred)
             is_in = self._decide(table.name, new_ids, counts)
             is_out = np.flatnonzero(~is_in)
-            first = first_embeddings(table, new_ids[is_out])
             is_present = np.ones(len(ids), np.bool_)
             is_present[absent] = is_in[groups]
             present, refused = np.flatnonzero(is_present), np.flatnonzero(~is_present)
@@ -241,6 +240,7 @@ class Admission:
             first_at[groups[::-1]] = absent[::-1]  # where each comes last here, and first in the look-up
             occurrences[first_at] += counts - occurred  # what was counted while the id waited
             rows = fetch_rows(ids[present], occurrences[present])
+            first = first_embeddings(table, new_ids[is_out])  # behind the new rows, as a recomputation reads it
             places = np.empty(len(ids), np.int64)  # of each id among the rows and what the others read
             places[present] = np.arange(len(present))
             places[refused] = len(present) + (np.cumsum(~is_in) - 1)[groups[~is_in[groups]]]

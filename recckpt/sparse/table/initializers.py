@@ -186,7 +186,8 @@ class TorchInitializer:
 class FromRow:
     """A new row begins as the row of another id is now, such as that of its category; its slots as any.
 
-    Not for a table whose rows lie on several ranks, since the other row may be on another one.
+    What it begins with depends on when it comes, unlike that of other initializers. Not for a table whose rows lie on
+    several ranks, since the other row may be on another one.
 
     Args:
         fallback: that id; or a function of new ids, an int64 array, to as many others.
@@ -201,9 +202,10 @@ class FromRow:
     otherwise: InitializerLike | None = None
 
     def __post_init__(self) -> None:
-        is_id = isinstance(self.fallback, Integral) and not isinstance(self.fallback, bool)
-        if not is_id and not callable(self.fallback):
+        if not (type(self.fallback) is int or isinstance(self.fallback, np.integer) or callable(self.fallback)):
             raise TypeError(f"FromRow: found fallback={self.fallback!r}, expected an id, or a function of ids to ids")
+        if not callable(self.fallback) and not -(2**63) <= self.fallback < 2**63:
+            raise ValueError(f"FromRow: found fallback={self.fallback}, expected an int64")
         if isinstance(self.otherwise, FromRow):
             raise TypeError("FromRow: found another FromRow as otherwise: let fallback give the id that has a row")
 
@@ -225,8 +227,10 @@ class FromRow:
         """
         if not callable(self.fallback):
             return np.full(len(ids), self.fallback, np.int64)
+        if not len(ids):  # of an empty list no dtype is known
+            return ids
         others = np.asarray(self.fallback(ids.copy()))
-        if others.dtype.kind not in "iu" or others.shape != ids.shape:
+        if others.dtype.kind not in "iu" or others.dtype == np.uint64 or others.shape != ids.shape:
             found = f"{others.dtype} of shape {others.shape}"
             raise ValueError(f"FromRow: fallback returned {found}, expected an int64 for each of {len(ids)} ids")
         return others.astype(np.int64)

@@ -325,7 +325,7 @@ def _fetched_again(table: RowTable, ids: Int64s) -> Fetched | None:
     It has counted, dated and inserted all that there is. None where this cannot be that look-up once more, since there
     is an id without a row in a table in which all get one.
     """
-    if isinstance(table.initializer, TorchInitializer):
+    if TorchInitializer in {type(table.initializer), type(getattr(table.initializer, "otherwise", None))}:
         warn_once(table, "recomputation", _OTHER_DRAWS)
     read, admission = embedding_reader(table), table.admission
     embeddings, rows = table.store.look_up(ids, lambda columns, rows: (read(columns, rows), rows))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from recckpt import Saver
 from recckpt.format.buckets import gen_slice
@@ -357,6 +358,7 @@ WRONG_FALLBACKS = {
         ValueError,
         "a table of torch.int64 starts at a constant",
     ),
+    "beyond int64": (lambda: FromRow(2**63), ValueError, "found fallback=9223372036854775808, expected an int64"),
     "several ranks": (
         lambda: HashTable(2, name="t", initializer=FromRow(1), slice=gen_slice(0, 2)),
         ValueError,
@@ -380,3 +382,23 @@ def test_a_fallback_that_cannot_be_is_refused(wrong):
     make, kind, message = WRONG_FALLBACKS[wrong]
     with pytest.raises(kind, match=message):
         make()
+
+
+def test_a_function_that_returns_a_list_is_not_asked_of_no_ids():
+    table = HashTable(2, name="t", initializer=FromRow(lambda ids: [-1 for _ in ids]), admit=MinCount(1))
+    table.insert(torch.tensor([-1]), torch.full((1, 2), 7.0))
+    assert table(torch.tensor([5, 6])).tolist() == [[7.0, 7.0]] * 2  # all are admitted, and none is refused
+
+
+def test_a_recomputation_reads_what_the_look_up_has_read():
+    table = HashTable(2, name="t", initializer=FromRow(5), admit=MinCount(2))
+    read, weight = [], torch.ones(2, requires_grad=True)
+
+    def look_up(ids):
+        rows = table(ids)
+        read.append(rows.detach())
+        return rows * weight  # for whose gradient the rows are read once more
+
+    checkpoint(look_up, torch.tensor([5, 5, 10]), use_reentrant=False).sum().backward()
+    assert len(read) == 2
+    assert torch.equal(read[0], read[1])

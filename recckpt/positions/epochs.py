@@ -1,54 +1,37 @@
-"""Data whose position goes over to any number of ranks: each sample of an epoch is used once, whoever restores.
+"""Epochs that are dealt to ranks, and what is left of one anew where their number changes; and batches of a dataset.
 
-Give what is made here to ``attach(loader=...)``, or register it with ``register_io_state``. An epoch is dealt to the
-ranks anew wherever their number changes. Nothing is sent between ranks, and they need not be at the same step.
+Nothing is sent between the ranks.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from recckpt.parallel.ranks import this_rank
-from recckpt.parallel.threads import made_ahead
 from recckpt.types import flag, positive_int
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-__all__ = ["ElasticFiles", "ElasticLoader"]
 log = logging.getLogger("recckpt")
 Places: TypeAlias = npt.NDArray[np.int64]
 State: TypeAlias = dict[str, Any]
 MakeLoader: TypeAlias = Callable[[Any, Iterable[list[int]]], Iterable[Any]]
-_READERS = 2  # threads that read files
 _INSTEAD = "or leave it out with 'exclude': ['io_state'], and the data begins anew"
 
 
 @dataclass(frozen=True)
 class _Deal:
-    """What is left of an epoch, by places in its order, of which rank r of n gets the r-th and each n-th behind it.
+    """What is left of an epoch, by places in its order, of which rank r of n gets the r-th and each n-th behind it."""
 
-    Attributes:
-        size: places of the epoch.
-        epoch: its number, from 0.
-        left: places below ``begin`` that are left, ascending.
-        begin: from here on all are left.
-    """
-
-    size: int
+    size: int  # places of the epoch
     epoch: int = 0
-    left: Sequence[int] = ()
-    begin: int = 0
+    left: Places = field(default_factory=lambda: np.empty(0, np.int64))  # places below ``begin``, ascending
+    begin: int = 0  # from here on all are left
 
     def __len__(self) -> int:
         return len(self.left) + self.size - self.begin
@@ -57,7 +40,7 @@ class _Deal:
         """Return the places of a rank, in its order."""
         first = self.begin + (rank - len(self.left)) % ranks
         rest = np.arange(first, self.size, ranks, dtype=np.int64)
-        return np.concatenate([np.asarray(self.left, np.int64)[rank::ranks], rest])
+        return np.concatenate([self.left[rank::ranks], rest])
 
     def after(self, used: Sequence[int]) -> _Deal:
         """Return what is left once each of the ranks has used so many places of its share."""
@@ -65,11 +48,12 @@ class _Deal:
         low, high = (min(len(self), int(bound) * ranks) for bound in (of_ranks.min(), of_ranks.max()))
         between = np.arange(low, high, dtype=np.int64)  # before it all are used, behind it none
         between = between[between // ranks >= of_ranks[between % ranks]]
-        left = [self.left[at] if at < n_left else at - n_left + self.begin for at in between.tolist()]
-        return replace(self, left=[*left, *self.left[high:]], begin=self.begin + max(0, high - n_left))
+        below, above = between[between < n_left], between[between >= n_left]
+        left = np.concatenate([self.left[below], above - n_left + self.begin, self.left[high:]])
+        return replace(self, left=left, begin=self.begin + max(0, high - n_left))
 
 
-class _Elastic:
+class Elastic:
     """A position in epochs of data: how the epoch was dealt to the ranks, and how much of its share this one has used.
 
     Args:
@@ -96,7 +80,7 @@ class _Elastic:
         self._seed, self._unit, self._asked = seed, unit, (rank, ranks)
         self._names, self._content = names, _content_of(names)
         self._deal, self._used = _Deal(size), 0
-        self._rank, self._ranks = this_rank(rank, ranks)
+        self._rank, self._ranks = self._this_rank()
         self._parts = dict[int, int]()  # places of which some rows were used: how many
         self._iterator = 0  # the number of the one that counts; those before it are over
         self._is_loaded = self._has_given = False  # within the epoch
@@ -108,9 +92,10 @@ class _Elastic:
 
     def dump_io_state(self) -> State:
         """Return the position of this rank: behind the batch that was given last."""
-        own = {"used": self._used, "rank": self._rank, "ranks": self._ranks, "parts": self._parts}
+        rank, ranks = (self._rank, self._ranks) if self._iterator else self._this_rank()
+        own = {"used": self._used, "rank": rank, "ranks": ranks, "parts": dict(self._parts)}
         order = {"shuffle": self._shuffle, "seed": self._seed, "content": self._content}
-        return {**asdict(self._deal), "left": [*self._deal.left], **own, **order}
+        return {**_as_state(self._deal), **own, **order}
 
     def load_io_state(self, state: State) -> None:
         """Go on from a position; iterators that were made before are over.
@@ -118,8 +103,10 @@ class _Elastic:
         Raises:
             ValueError: it is a position in other data, or in another order.
         """
-        self._deal = self._checked(state)
+        self._deal, now = self._checked(state), self._this_rank()
         self._used, self._rank, self._ranks = state["used"], state["rank"], state["ranks"]
+        if self._ranks == now[1] and self._rank != now[0]:  # this one had none of its own: its share comes again
+            self._used, self._rank = 0, now[0]
         self._parts = dict(state["parts"])
         self._iterator, self._is_loaded, self._has_given = self._iterator + 1, True, False
 
@@ -129,21 +116,28 @@ class _Elastic:
         Of a rank whose state is missing all comes again; so does what ranks have used that were an epoch ahead, which
         is logged.
         """
+        for state in states:
+            _check_kind(state)
         first = min(states, key=lambda state: int(state["epoch"]))
         here = {state["rank"]: state for state in states if state["epoch"] == first["epoch"]}
         ahead = {state["rank"]: state for state in states if state["rank"] not in here}
-        if index == 0 and (again := sum(state["used"] for state in ahead.values())):
-            log.warning("some ranks were an epoch ahead: %s %s of it come again", again, self._unit)
-        deal = _Deal(first["size"], first["epoch"], first["left"], first["begin"])
+        deal = _deal_of(first)
+        if index == 0 and (n_epochs := max((state["epoch"] - first["epoch"] for state in ahead.values()), default=0)):
+            again = sum(state["used"] for state in ahead.values())
+            whole = f", and {n_epochs - 1} whole epochs of theirs" if n_epochs > 1 else ""
+            if again or whole:
+                what = "ranks %s were ahead of epoch %s: %s %s%s come again"
+                log.warning(what, sorted(ahead), first["epoch"], again, self._unit, whole)
         used = {**dict.fromkeys(ahead, len(deal)), **{rank: state["used"] for rank, state in here.items()}}
         deal = deal.after([used.get(rank, 0) for rank in range(first["ranks"])])
         parts = dict[int, int]()  # a rank knows the parts of others as they were when all was dealt
         for place, rows in (part for state in here.values() for part in state["parts"].items()):
             parts[place] = max(rows, parts.get(place, 0))
-        return {**first, **asdict(deal), "used": 0, "rank": index, "ranks": count, "parts": parts}
+        return {**first, **_as_state(deal), "used": 0, "rank": index, "ranks": count, "parts": parts}
 
     def _checked(self, state: State) -> _Deal:
         """Return what is left by a position, of all data that there is now."""
+        _check_kind(state)
         size, now = int(state["size"]), self._deal.size
         of_order = {name: state[name] for name in ("shuffle", "seed")}
         own = {"shuffle": self._shuffle, "seed": self._seed}
@@ -160,7 +154,17 @@ class _Elastic:
             raise ValueError(
                 f"the position is in other data: the first {size} {self._unit} differ: give those, {_INSTEAD}"
             )
-        return _Deal(now, state["epoch"], state["left"], state["begin"])
+        return replace(_deal_of(state), size=now)
+
+    def _this_rank(self) -> tuple[int, int]:
+        """Return the number of this rank and of all, as they are now; ValueError where what was given cannot be."""
+        try:
+            return this_rank(*self._asked)
+        except ValueError as error:
+            if self._asked == (None, None):
+                raise
+            rank, ranks = self._asked
+            raise ValueError(f"rank must be 0 to ranks - 1, and both be given, found {rank=}, {ranks=}") from error
 
     def _order(self, epoch: int) -> Places | None:
         """Return what is at each place of an epoch; None where that is its number.
@@ -171,7 +175,7 @@ class _Elastic:
 
     def _begun(self) -> int:
         """Begin an iterator, within the epoch of the position, or in the next where this has given some; its number."""
-        now = this_rank(*self._asked)
+        now = self._this_rank()
         if self._is_loaded and not self._has_given and now != (self._rank, self._ranks):
             raise RuntimeError(
                 f"the position was loaded for rank {self._rank} of {self._ranks}, and this is rank {now[0]} of "
@@ -182,6 +186,18 @@ class _Elastic:
         self._rank, self._ranks = now
         self._iterator += 1
         return self._iterator
+
+    def _check_share(self, n_own: int) -> None:
+        """Refuse a whole epoch of which this rank gets nothing: a loop over epochs would never end.
+
+        Raises:
+            RuntimeError: it is so.
+        """
+        if not n_own and not (self._is_loaded or self._has_given):
+            raise RuntimeError(
+                f"rank {self._rank} of {self._ranks} gets no batch of an epoch of {self._deal.size} {self._unit}: use "
+                "fewer ranks, or smaller batches, or drop_last=False"
+            )
 
     def _give(self, iterator: int, used: int) -> None:
         """Count places as used, by the iterator that counts.
@@ -201,6 +217,19 @@ class _Elastic:
         if iterator == self._iterator:
             self._deal, self._used, self._parts = _Deal(self._deal.size, self.epoch + 1), 0, {}
             self._is_loaded = self._has_given = False
+
+
+def _as_state(deal: _Deal) -> State:
+    return {"size": deal.size, "epoch": deal.epoch, "left": deal.left, "begin": deal.begin}
+
+
+def _deal_of(state: State) -> _Deal:
+    return _Deal(int(state["size"]), int(state["epoch"]), np.asarray(state["left"], np.int64), int(state["begin"]))
+
+
+def _check_kind(state: State) -> None:
+    if not isinstance(state, dict) or not {"size", "used", "ranks", "content"} <= state.keys():
+        raise ValueError(f"the position is that of an object of another kind: give that, {_INSTEAD}")
 
 
 def _content_of(names: Sequence[str]) -> str:
@@ -224,7 +253,7 @@ class _Batches:
         return batches
 
 
-class ElasticLoader(_Elastic):
+class ElasticLoader(Elastic):
     """Batches of a map-style dataset, in an order of each epoch, of which each rank gets its share.
 
     Each ``for`` is an epoch, or the rest of the one in which the position lies. Not thread-safe. Not collective.
@@ -261,6 +290,8 @@ class ElasticLoader(_Elastic):
         if not isinstance(dataset, Sized):
             kind = type(dataset).__name__
             raise ValueError(f"dataset must have len(), found a {kind}: an iterable one keeps its own position")
+        if not len(dataset):
+            raise ValueError("dataset is empty")
         size = len(dataset)
         super().__init__(size, "samples", shuffle=shuffle, seed=seed, drop_last=drop_last, rank=rank, ranks=ranks)
         self._batch_size, self._batches = positive_int("batch_size", batch_size), _Batches()
@@ -270,21 +301,29 @@ class ElasticLoader(_Elastic):
 
     def __len__(self) -> int:
         """Return how many batches this rank gets of the epoch, or rest of one, that the next ``for`` is."""
-        is_new, now = self._has_given, this_rank(*self._asked)
-        return len(self._split(_Deal(self._deal.size) if is_new else self._deal, now, 0 if is_new else self._used))
+        is_new = self._has_given
+        share = self._share(
+            _Deal(self._deal.size) if is_new else self._deal, self._this_rank(), 0 if is_new else self._used
+        )
+        return (len(share) + self._batch_size - 1) // self._batch_size
 
     def __iter__(self) -> Iterator[Any]:
-        iterator = self._begun()
-        batches = self._batches.begin(self._split(self._deal, (self._rank, self._ranks), self._used))
+        iterator, size = self._begun(), self._batch_size
+        share, order = self._share(self._deal, (self._rank, self._ranks), self._used), self._order(self.epoch)
+        self._check_share(len(share))
+        samples = share if order is None else order[share]
+        batches = self._batches.begin([samples[first : first + size] for first in range(0, len(samples), size)])
         used, n_batches = self._used, 0
         for batch in self._made_iterator():
-            used += len(batches[n_batches]) if n_batches < len(batches) else 0
+            if n_batches == len(batches):
+                raise RuntimeError(f"loader: it gives more than the {n_batches} batches of its batch sampler")
+            used += len(batches[n_batches])
             n_batches += 1
             self._give(iterator, used)  # before it is trained on: a save within the step counts it
             yield batch
         if n_batches != len(batches):
             raise RuntimeError(
-                f"loader: it gave {n_batches} batches, expected {len(batches)}: one for each of its batch sampler"
+                f"loader: it gave {n_batches} batches, expected {len(batches)}, as its batch sampler has"
             )
         self._end(iterator)
 
@@ -295,130 +334,17 @@ class ElasticLoader(_Elastic):
         with torch.random.fork_rng(devices=[]):
             place = [self._seed, self.epoch, self._rank, self._used]
             torch.default_generator.manual_seed(int(np.random.RandomState(place).randint(1 << 31)))  # of its workers
-            return iter(self._loader)
+            with torch.device("cpu"):  # where it draws, whatever the default device is
+                return iter(self._loader)
 
-    def _split(self, deal: _Deal, now: tuple[int, int], used: int) -> list[Places]:
-        """Return the samples of each batch that is left of the share of a rank."""
-        size, order, share = self._batch_size, self._order(deal.epoch), deal.share(*now)
-        if self._drop_last:
-            share = share[: len(deal) // now[1] // size * size]
-        samples = share[used:] if order is None else order[share[used:]]
-        return [samples[first : first + size] for first in range(0, len(samples), size)]
+    def _share(self, deal: _Deal, now: tuple[int, int], used: int) -> Places:
+        """Return the places that are left for a rank; with ``drop_last`` as many for all that are at the same step."""
+        share = deal.share(*now)[used:]
+        size = self._batch_size
+        return share[: max(0, len(deal) // now[1] - used) // size * size] if self._drop_last else share
 
 
 def _plain_loader(dataset: Any, batches: Iterable[list[int]]) -> Iterable[Any]:
     from torch.utils.data import DataLoader
 
     return DataLoader(dataset, batch_sampler=batches)
-
-
-class ElasticFiles(_Elastic):
-    """Batches of rows from files of Parquet or Arrow, of whose row groups each rank gets its share.
-
-    A group that was used in part goes on where it was, on whichever rank. Each ``for`` is an epoch, or the rest of the
-    one in which the position lies; threads read a few groups ahead. Ranks have different numbers of batches.
-    Not thread-safe. Not collective.
-
-    Args:
-        paths: files, or URLs of filesystems that pyarrow knows; the same on all ranks.
-        batch_rows: rows of a batch.
-        columns: their names; None for all.
-        shuffle: whether each epoch has an order of groups of its own, and of the rows within a group.
-        seed: of these orders.
-        drop_last: whether the last rows of a rank are left out where they do not fill a batch.
-        rank: of this process; None for that of the process group.
-        ranks: how many there are; None for those of the process group.
-
-    Raises:
-        ValueError: an argument is invalid, or a file is neither of Parquet nor of Arrow.
-        OSError: a file cannot be read.
-    """
-
-    def __init__(
-        self,
-        paths: Sequence[str | os.PathLike[str]],
-        batch_rows: int,
-        *,
-        columns: Sequence[str] | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = False,
-        rank: int | None = None,
-        ranks: int | None = None,
-    ) -> None:
-        if isinstance(paths, str | os.PathLike):
-            raise ValueError(f"paths must be a list of files, found {os.fspath(paths)!r}")
-        self._groups = [(os.fspath(path), group) for path in paths for group in range(_n_groups(os.fspath(path)))]
-        names = [f"{PurePath(path).name}:{group}" for path, group in self._groups]
-        super().__init__(
-            len(names), "row groups", names, shuffle=shuffle, seed=seed, drop_last=drop_last, rank=rank, ranks=ranks
-        )
-        self._batch_rows, self._columns = positive_int("batch_rows", batch_rows), columns
-
-    def __iter__(self) -> Iterator[pa.RecordBatch]:
-        iterator, size = self._begun(), self._batch_rows
-        before = self._used
-        places: list[int] = self._deal.share(self._rank, self._ranks)[before:].tolist()
-        pieces, n_rows, passed = [], 0, set[int]()
-        tables = made_ahead(partial(self._read, self._order(self.epoch)), places, _READERS)
-        for used, (place, table) in enumerate(zip(places, tables, strict=True), before):
-            passed.add(place)
-            begin = self._parts.get(place, 0)
-            while begin < len(table):
-                pieces.append(table.slice(begin, size - n_rows))
-                begin, n_rows = begin + len(pieces[-1]), n_rows + len(pieces[-1])
-                if n_rows == size:
-                    self._give(iterator, used + (begin == len(table)))
-                    others = {other: rows for other, rows in self._parts.items() if other not in passed}
-                    self._parts = others if begin == len(table) else {**others, place: begin}
-                    yield _joined(pieces)
-                    pieces, n_rows = [], 0
-        if pieces and not self._drop_last:
-            self._give(iterator, before + len(places))
-            yield _joined(pieces)
-        self._end(iterator)
-
-    def _read(self, order: Places | None, place: int) -> pa.Table:
-        path, group = self._groups[place if order is None else order[place]]
-        table = _read_group(path, group, self._columns)
-        if self._shuffle:
-            table = table.take(np.random.RandomState([self._seed, self.epoch, place]).permutation(len(table)))
-        return table
-
-
-def _joined(pieces: Sequence[pa.Table]) -> pa.RecordBatch:
-    import pyarrow as pa
-
-    [batch] = pa.concat_tables(pieces).combine_chunks().to_batches()
-    return batch
-
-
-def _opened(path: str) -> tuple[Any, bool]:
-    """Return an open file, and whether it is one of Parquet."""
-    import pyarrow as pa
-    from pyarrow import fs, parquet
-
-    system, name = fs.FileSystem.from_uri(path) if "://" in path else (fs.LocalFileSystem(), path)
-    file = system.open_input_file(name)
-    magic = file.read_at(6, 0)
-    if magic[:4] == b"PAR1":
-        return parquet.ParquetFile(file), True
-    if magic == b"ARROW1":
-        return pa.ipc.open_file(file), False
-    file.close()
-    raise ValueError(f"paths: {path!r} is neither a file of Parquet nor one of Arrow: it begins with {magic!r}")
-
-
-def _n_groups(path: str) -> int:
-    file, is_parquet = _opened(path)
-    return int(file.num_row_groups if is_parquet else file.num_record_batches)
-
-
-def _read_group(path: str, group: int, columns: Sequence[str] | None) -> pa.Table:
-    import pyarrow as pa
-
-    file, is_parquet = _opened(path)
-    if is_parquet:
-        return file.read_row_group(group, columns=columns)
-    table = pa.Table.from_batches([file.get_batch(group)])
-    return table if columns is None else table.select(columns)
