@@ -86,7 +86,9 @@ def measure(run: Path, url: str, rows: int, n_changed: int, rounds: int) -> None
             ids = torch.randperm(rows)[:n_changed]
             table.insert(ids, torch.full((n_changed, DIM), float(step)))
             begin, applied = time.perf_counter(), list[int]()
-            thread = threading.Thread(target=lambda at=step, to=applied: to.append(follow(run, store, at - 1)))
+            thread = threading.Thread(
+                target=lambda at=step, to=applied: to.append(follow(run, store, at - 1)), daemon=True
+            )
             thread.start()
             saver.save_async(f"ckpt_{step}", step=step).wait()
             parts["committed"].append(time.perf_counter() - begin)
