@@ -149,14 +149,10 @@ def test_an_output_dir_is_made_and_left_empty_and_may_have_the_manifest_of_anoth
     assert saver.output_dir == str(tmp_path / "a" / "b")
     assert tree(tmp_path) == {"a": None, "a/b": None}
     (tmp_path / "manifest.json").write_text('{"name": "of a web page"}')
-    Saver(nn.Linear(1, 1), output_dir=str(tmp_path)).save("c")
-
-
-def test_one_name_may_stand_for_an_object_and_for_a_dataset(tmp_path):
     saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
     obj, data = Value({"a": 1}), Value({"b": 2})
     saver.register_for_checkpointing("x", obj)
-    saver.register_io_state("x", data)
+    saver.register_io_state("x", data)  # one name may stand for an object and for a dataset
     saver.save("c")
     obj.state = data.state = None
     saver.load()
@@ -201,35 +197,24 @@ def test_the_pt_files_load_with_plain_torch(tmp_path):
     assert set(load("rng_0.pt")) == {"torch", "cuda", "numpy", "python"}
 
 
-def test_plain_values_come_back_as_they_were_saved(tmp_path):
-    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
+def test_plain_values_come_back_as_they_were_saved_of_the_last_load_that_took_them(tmp_path):
+    saver = Saver(*trained(), str(tmp_path))
     saver.register_for_checkpointing("conf", {"dims": [1, 2], "name": "x"})
     saver.register_for_checkpointing("mean", np.array([1.0, 2.0]))
     assert saver.get_extra_data("conf") == {"dims": [1, 2], "name": "x"}
     saver.save("c")
-
-    other = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
+    other = Saver(*trained(1), str(tmp_path))
+    other.load(load_conf={"load": ["sparse", "sparse_opt"]})
+    for name in ("mean", "sparse_optim"):
+        assert other.get_extra_data(name) is None
     other.register_for_checkpointing("conf", None)
     other.load()
+    other.load(load_conf={"load": ["dense"]})
     assert other.get_extra_data("conf") == {"dims": [1, 2], "name": "x"}
     assert other.get_extra_data("mean").tolist() == [1.0, 2.0], "not registered, but in the checkpoint"
     assert other.get_extra_data("absent") is None
     other.save("d")
     assert torch.load(tmp_path / "d" / "extra.pt")["conf"] == {"dims": [1, 2], "name": "x"}
-
-
-def test_extra_data_is_that_of_the_last_load_that_took_it(tmp_path):
-    model, optim = trained()
-    saver = Saver(model, optim, str(tmp_path))
-    saver.register_for_checkpointing("v", 1)
-    saver.save("c")
-    other = Saver(*trained(1), str(tmp_path))
-    other.load(load_conf={"load": ["sparse", "sparse_opt"]})
-    for name in ("v", "sparse_optim"):
-        assert other.get_extra_data(name) is None
-    other.load()
-    other.load(load_conf={"load": ["dense"]})
-    assert other.get_extra_data("v") == 1
 
 
 class Own:
@@ -262,17 +247,15 @@ def test_what_could_not_be_loaded_back_raises_at_save_and_leaves_a_line_in_the_t
     assert checkpoints(tmp_path) == ["c2"]
 
 
-@pytest.mark.parametrize("ckpt_id", ["", None, 3, "x" * 201, "checkpoint", "manifest.json"])
-def test_an_id_that_no_checkpoint_can_have_is_refused_and_nothing_is_written(tmp_path, ckpt_id):
-    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
-    with pytest.raises(ValueError, match="is a name of the format" if ckpt_id == "manifest.json" else "checkpoint id"):
-        saver.save(ckpt_id)
-    assert ckpt_id == "manifest.json" or tree(tmp_path) == {}
-
-
-def test_a_committed_id_is_not_written_again_unless_that_is_asked_for(tmp_path):
+def test_an_id_that_none_can_have_or_that_is_committed_is_refused_unless_it_is_to_be_overwritten(tmp_path):
     model = nn.Linear(1, 1)
     saver = Saver(model, output_dir=str(tmp_path))
+    for ckpt_id in ("", None, 3, "x" * 201, "checkpoint"):
+        with pytest.raises(ValueError, match="checkpoint id"):
+            saver.save(ckpt_id)
+    assert tree(tmp_path) == {}
+    with pytest.raises(ValueError, match="is a name of the format"):
+        saver.save("manifest.json")
     saver.save("c")
     before = tree(tmp_path)
     with pytest.raises(CheckpointExistsError, match=r"'c' is committed already, in c/; .* overwrite=True"):
@@ -310,20 +293,6 @@ def test_tensors_in_any_memory_order_come_back_and_do_not_drag_the_storage_they_
         assert second.state_dict()[name].stride() == strides[name] == value.stride()
 
 
-def test_tied_weights_are_written_once_and_stay_tied(tmp_path):
-    def model():
-        made = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False))
-        made[1].weight = made[0].weight
-        return made
-
-    first, second = model(), model()
-    Saver(first, output_dir=str(tmp_path)).save("c")
-    assert (tmp_path / "c" / "model.pt").stat().st_size < 60_000
-    Saver(second, output_dir=str(tmp_path)).load()
-    assert second[1].weight is second[0].weight
-    assert torch.equal(second[0].weight, first[0].weight)
-
-
 class WithExtraState(nn.Linear):
     def __init__(self, extra):
         super().__init__(1, 1)
@@ -339,11 +308,19 @@ class WithExtraState(nn.Linear):
 @pytest.mark.parametrize(
     ("saved", "fresh"), [({"a": [1, "x"]}, None), (torch.ones(3), torch.ones(5)), (torch.ones(3), None)]
 )
-def test_the_extra_state_of_modules_comes_back_whatever_its_shape(tmp_path, saved, fresh):
-    Saver(nn.Sequential(WithExtraState(saved)), output_dir=str(tmp_path)).save("c")
-    model = nn.Sequential(WithExtraState(fresh))
-    Saver(model, output_dir=str(tmp_path)).load()
-    assert model[0].extra is saved or str(model[0].extra) == str(saved)
+def test_tied_weights_are_written_once_and_the_extra_state_of_modules_comes_back_in_any_shape(tmp_path, saved, fresh):
+    def model(extra):
+        made = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False), WithExtraState(extra))
+        made[1].weight = made[0].weight
+        return made
+
+    first, second = model(saved), model(fresh)
+    Saver(first, output_dir=str(tmp_path)).save("c")
+    assert (tmp_path / "c" / "model.pt").stat().st_size < 60_000
+    Saver(second, output_dir=str(tmp_path)).load()
+    assert second[1].weight is second[0].weight
+    assert torch.equal(second[0].weight, first[0].weight)
+    assert second[2].extra is saved or str(second[2].extra) == str(saved)
 
 
 # wrappers
@@ -427,15 +404,11 @@ def test_a_load_takes_the_newest_checkpoint_or_the_one_that_is_named(tmp_path):
     assert loaded(other, ckpt_path=f"{own}/c9/", direct_path=True) == ("c9", 9)
 
 
-@pytest.mark.parametrize("conf", [{"load": [3]}, {"lod": []}, {"exclude": "sparse"}, ["sparse"], {"path": "x"}])
-def test_a_load_conf_that_means_nothing_is_refused_before_anything_is_read(tmp_path, conf):
-    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
-    with pytest.raises(LoadConfError):  # and not CheckpointNotFoundError
-        saver.load(load_conf=conf)
-
-
 def test_a_checkpoint_that_is_not_there_is_named_and_so_are_those_that_are(tmp_path):
     saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
+    for conf in ({"load": [3]}, {"lod": []}, {"exclude": "sparse"}, ["sparse"], {"path": "x"}):
+        with pytest.raises(LoadConfError):  # before anything is read, and not CheckpointNotFoundError
+            saver.load(load_conf=conf)
     for kwargs in ({"ckpt_path": "x", "ckpt_id": "y"}, {"ckpt_id": "y"}):
         with pytest.raises(ValueError, match="direct_path=True needs ckpt_path"):
             saver.load(direct_path=True, **kwargs)

@@ -287,14 +287,11 @@ def test_no_digest_is_written_without_a_whole_key(root, damage):
     assert line["digests"] == forget_requests.digests(key, ids_at(2))
 
 
-def test_ids_that_are_nowhere_change_no_checkpoint(root):
+def test_ids_that_are_nowhere_change_no_checkpoint_and_a_trainer_is_told_by_whom_it_was_taken_over(root):
     before = {name: tree(root / name) for name in CHAIN}
     [done] = forget(str(root), "user", ids_at(4000))
     assert (done.rewritten, done.n_rows) == ({}, {})
     assert {name: tree(root / name) for name in CHAIN} == before
-
-
-def test_a_trainer_is_told_by_whom_it_was_taken_over(root):
     run = ForgettingRun(root)
     run.saver.load()
     run.saver.save("ckpt_5", step=5)
