@@ -64,31 +64,20 @@ def fail_in_the_background(rank, saver, is_full, everybody):
     is_full.clear()
 
 
-@pytest.mark.parametrize("by_manager", [False, True])
-def test_a_failure_that_one_rank_was_told_of_is_raised_on_all_by_the_next_save(tmp_path, monkeypatch, by_manager):
+@pytest.mark.parametrize("by", ["saver", "manager", "restore"])
+def test_a_failure_that_one_rank_was_told_of_is_raised_on_all_by_the_next_save_or_restore(tmp_path, monkeypatch, by):
     is_full, everybody = full_on_rank_1(monkeypatch), threading.Barrier(SIZE)
 
     def work(rank, manager):
         fail_in_the_background(rank, manager.saver, is_full, everybody)
-        save = manager.save if by_manager else lambda: manager.saver.save("ckpt_0", rank, SIZE)
+        calls = {"manager": manager.save, "restore": manager.restore}
+        call = calls.get(by, lambda: manager.saver.save("ckpt_0", rank, SIZE))
         with pytest.raises(SaveFailedError, match="saving 'a' failed on rank 1") as caught:
-            save()
-        return caught.value.ckpt_id, save().ckpt_id
+            call()
+        return caught.value.ckpt_id, getattr(call(), "ckpt_id", 0)
 
-    assert managers(tmp_path, work) == [("a", "ckpt_0")] * SIZE
-    assert checkpoints(tmp_path / "run") == ["ckpt_0"]
-
-
-def test_a_failure_that_one_rank_was_told_of_is_raised_on_all_by_a_restore(tmp_path, monkeypatch):
-    is_full, everybody = full_on_rank_1(monkeypatch), threading.Barrier(SIZE)
-
-    def work(rank, manager):
-        fail_in_the_background(rank, manager.saver, is_full, everybody)
-        with pytest.raises(SaveFailedError, match="saving 'a' failed on rank 1"):
-            manager.restore()
-        return manager.restore()
-
-    assert managers(tmp_path, work) == [0] * SIZE
+    assert managers(tmp_path, work) == [("a", 0 if by == "restore" else "ckpt_0")] * SIZE
+    assert checkpoints(tmp_path / "run") == ([] if by == "restore" else ["ckpt_0"])
 
 
 def test_ranks_that_save_different_steps_are_refused(tmp_path):
@@ -116,8 +105,8 @@ def test_a_metric_or_state_that_is_none_on_one_rank_fails_the_save_of_all(tmp_pa
     assert checkpoints(tmp_path / "run") == ["ckpt_2"]
 
 
-def test_a_rank_whose_metric_is_none_at_a_step_without_a_save_stays_in_step_with_the_others(tmp_path):
-    def work(rank, manager):
+def test_a_rank_whose_metric_is_none_stays_in_step_and_one_whose_predicate_raises_fails_the_step_of_all(tmp_path):
+    def without_a_save(rank, manager):
         if rank == 1:
             with pytest.raises(ValueError, match=r"metrics\['auc'\]: found 'high'"):
                 manager.step(metrics={"auc": "high"})
@@ -125,18 +114,16 @@ def test_a_rank_whose_metric_is_none_at_a_step_without_a_save_stays_in_step_with
             manager.step(metrics={"auc": 0.5})
         manager.step()
 
-    assert managers(tmp_path, work, interval=2) == [None] * SIZE
-    assert checkpoints(tmp_path / "run") == ["ckpt_2"]
-
-
-def test_a_predicate_that_raises_on_one_rank_fails_the_step_of_all(tmp_path):
-    def work(rank, manager):
+    def with_a_predicate(rank, manager):
         with pytest.raises(SaveFailedError, match="saving 'ckpt_1' failed on rank 1: KeyError: 'auc'"):
             manager.step(metrics={"auc": 0.9} if rank == 0 else {})
         manager.step(metrics={"auc": 0.9})
 
-    assert managers(tmp_path, work, interval=WhenTrue(lambda now: now.metrics["auc"] > 0.5)) == [None] * SIZE
-    assert checkpoints(tmp_path / "run") == ["ckpt_2"]
+    good = WhenTrue(lambda now: now.metrics["auc"] > 0.5)
+    for work, interval in ((without_a_save, 2), (with_a_predicate, good)):
+        root = tmp_path / work.__name__
+        assert managers(root, work, interval=interval) == [None] * SIZE
+        assert checkpoints(root / "run") == ["ckpt_2"]
 
 
 def with_a_new_table_on_rank_0(rank):

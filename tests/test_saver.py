@@ -111,22 +111,26 @@ def test_a_table_that_took_the_place_of_a_trained_one_is_refused_at_the_save_and
     assert checkpoints(tmp_path) == ["good"]
 
 
-def test_flags_are_true_or_false(tmp_path):
+def test_flags_max_keep_and_the_numbers_of_this_rank_are_checked_where_they_are_given(tmp_path):
     saver = Saver(nn.Linear(1, 1), None, str(tmp_path))
-    with pytest.raises(ValueError, match="per_rank must be True or False, found 'no'"):
-        saver.register_for_checkpointing("x", [1], per_rank="no")
-    for flag in ("overwrite", "ephemeral"):
-        with pytest.raises(ValueError, match=f"{flag} must be True or False, found 1"):
-            saver.save("c", **{flag: 1})
+    for call, message in (
+        (
+            lambda: saver.register_for_checkpointing("x", [1], per_rank="no"),
+            "per_rank must be True or False, found 'no'",
+        ),
+        (lambda: saver.save("c", overwrite=1), "overwrite must be True or False, found 1"),
+        (lambda: saver.save("c", ephemeral=1), "ephemeral must be True or False, found 1"),
+        (lambda: setattr(saver, "max_keep", "x"), "'x'"),
+        (lambda: saver.save("b", 3, 1), "found shard_id=3, shard_num=1"),
+        (lambda: saver.save("b", 0, 2), r"2 ranks need torch\.distributed"),
+    ):
+        saver.max_keep = 3
+        with pytest.raises(ValueError, match=message):
+            call()
+        assert saver.max_keep == 3
     assert checkpoints(tmp_path) == []
-
-
-def test_max_keep_is_checked_when_it_is_set(tmp_path):
-    saver = Saver(nn.Linear(1, 1), None, str(tmp_path))
-    saver.max_keep = 3
-    with pytest.raises(ValueError, match="'x'"):
-        saver.max_keep = "x"
-    assert saver.max_keep == 3
+    saver.save("a", 0, 1)
+    assert checkpoints(tmp_path) == ["a"]
 
 
 @pytest.mark.parametrize("left", ["manifest.json", "INTENT"])
@@ -140,22 +144,15 @@ def test_the_directory_of_a_checkpoint_is_refused_as_an_output_dir(url, left):
     assert storage.list_files("") == before
 
 
-def test_a_manifest_of_another_program_makes_no_checkpoint_of_an_output_dir(tmp_path):
-    (tmp_path / "manifest.json").write_text('{"name": "of a web page"}')
-    Saver(nn.Linear(1, 1), output_dir=str(tmp_path)).save("c")
-
-
-def test_an_output_dir_is_made_and_left_empty(tmp_path):
+def test_an_output_dir_is_made_and_left_empty_and_may_have_the_manifest_of_another_program(tmp_path):
     saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path / "a" / "b"))
     assert saver.output_dir == str(tmp_path / "a" / "b")
     assert tree(tmp_path) == {"a": None, "a/b": None}
-
-
-def test_one_name_may_stand_for_an_object_and_for_a_dataset(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"name": "of a web page"}')
     saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
     obj, data = Value({"a": 1}), Value({"b": 2})
     saver.register_for_checkpointing("x", obj)
-    saver.register_io_state("x", data)
+    saver.register_io_state("x", data)  # one name may stand for an object and for a dataset
     saver.save("c")
     obj.state = data.state = None
     saver.load()
@@ -200,35 +197,24 @@ def test_the_pt_files_load_with_plain_torch(tmp_path):
     assert set(load("rng_0.pt")) == {"torch", "cuda", "numpy", "python"}
 
 
-def test_plain_values_come_back_as_they_were_saved(tmp_path):
-    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
+def test_plain_values_come_back_as_they_were_saved_of_the_last_load_that_took_them(tmp_path):
+    saver = Saver(*trained(), str(tmp_path))
     saver.register_for_checkpointing("conf", {"dims": [1, 2], "name": "x"})
     saver.register_for_checkpointing("mean", np.array([1.0, 2.0]))
     assert saver.get_extra_data("conf") == {"dims": [1, 2], "name": "x"}
     saver.save("c")
-
-    other = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
+    other = Saver(*trained(1), str(tmp_path))
+    other.load(load_conf={"load": ["sparse", "sparse_opt"]})
+    for name in ("mean", "sparse_optim"):
+        assert other.get_extra_data(name) is None
     other.register_for_checkpointing("conf", None)
     other.load()
+    other.load(load_conf={"load": ["dense"]})
     assert other.get_extra_data("conf") == {"dims": [1, 2], "name": "x"}
     assert other.get_extra_data("mean").tolist() == [1.0, 2.0], "not registered, but in the checkpoint"
     assert other.get_extra_data("absent") is None
     other.save("d")
     assert torch.load(tmp_path / "d" / "extra.pt")["conf"] == {"dims": [1, 2], "name": "x"}
-
-
-def test_extra_data_is_that_of_the_last_load_that_took_it(tmp_path):
-    model, optim = trained()
-    saver = Saver(model, optim, str(tmp_path))
-    saver.register_for_checkpointing("v", 1)
-    saver.save("c")
-    other = Saver(*trained(1), str(tmp_path))
-    other.load(load_conf={"load": ["sparse", "sparse_opt"]})
-    for name in ("v", "sparse_optim"):
-        assert other.get_extra_data(name) is None
-    other.load()
-    other.load(load_conf={"load": ["dense"]})
-    assert other.get_extra_data("v") == 1
 
 
 class Own:
@@ -261,17 +247,15 @@ def test_what_could_not_be_loaded_back_raises_at_save_and_leaves_a_line_in_the_t
     assert checkpoints(tmp_path) == ["c2"]
 
 
-@pytest.mark.parametrize("ckpt_id", ["", None, 3, "x" * 201, "checkpoint", "manifest.json"])
-def test_an_id_that_no_checkpoint_can_have_is_refused_and_nothing_is_written(tmp_path, ckpt_id):
-    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
-    with pytest.raises(ValueError, match="is a name of the format" if ckpt_id == "manifest.json" else "checkpoint id"):
-        saver.save(ckpt_id)
-    assert ckpt_id == "manifest.json" or tree(tmp_path) == {}
-
-
-def test_a_committed_id_is_not_written_again_unless_that_is_asked_for(tmp_path):
+def test_an_id_that_none_can_have_or_that_is_committed_is_refused_unless_it_is_to_be_overwritten(tmp_path):
     model = nn.Linear(1, 1)
     saver = Saver(model, output_dir=str(tmp_path))
+    for ckpt_id in ("", None, 3, "x" * 201, "checkpoint"):
+        with pytest.raises(ValueError, match="checkpoint id"):
+            saver.save(ckpt_id)
+    assert tree(tmp_path) == {}
+    with pytest.raises(ValueError, match="is a name of the format"):
+        saver.save("manifest.json")
     saver.save("c")
     before = tree(tmp_path)
     with pytest.raises(CheckpointExistsError, match=r"'c' is committed already, in c/; .* overwrite=True"):
@@ -285,45 +269,28 @@ def test_a_committed_id_is_not_written_again_unless_that_is_asked_for(tmp_path):
     assert model.weight.item() == 5
 
 
-def test_tensors_do_not_drag_the_storage_they_are_a_view_of_into_the_file(tmp_path):
-    model, big = nn.Module(), torch.arange(1_000_000.0).view(1000, 1000)
-    views = {"row": big[3], "column": big[:, 5], "corner": big[:2, :2].t(), "wide": torch.ones(1).expand(4)}
-    for name, view in views.items():
-        model.register_buffer(name, view)
-    Saver(model, output_dir=str(tmp_path)).save("c")
+def test_tensors_in_any_memory_order_come_back_and_do_not_drag_the_storage_they_are_a_view_of_into_the_file(tmp_path):
+    def model():
+        made, big = nn.Module(), torch.randn(1000, 1000)
+        for name, value in {
+            **{"row": big[3], "column": big[:, 5], "corner": big[:2, :2].t(), "wide": torch.ones(1).expand(4)},
+            "image": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+            "matrix": torch.randn(3, 4).t(),
+            "conj": torch.randn(3, dtype=torch.complex64).conj(),
+        }.items():
+            made.register_buffer(name, value)
+        return made
+
+    first, second = model(), model()
+    strides = {name: value.stride() for name, value in second.state_dict().items()}
+    Saver(first, output_dir=str(tmp_path)).save("c")
     assert (tmp_path / "c" / "model.pt").stat().st_size < 20_000
     saved = torch.load(tmp_path / "c" / "model.pt")
-    assert all(torch.equal(saved[name], view) for name, view in views.items())
-
-
-def test_tensors_in_any_memory_order_come_back(tmp_path):
-    def model():
-        made = nn.Module()
-        made.register_buffer("image", torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last))
-        made.register_buffer("matrix", torch.randn(3, 4).t())
-        made.register_buffer("conj", torch.randn(3, dtype=torch.complex64).conj())
-        return made
-
-    first, second = model(), model()
-    Saver(first, output_dir=str(tmp_path)).save("c")
     Saver(second, output_dir=str(tmp_path)).load()
     for name, value in first.state_dict().items():
+        assert torch.equal(saved[name], value)
         assert torch.equal(second.state_dict()[name], value)
-        assert second.state_dict()[name].stride() == value.stride()
-
-
-def test_tied_weights_are_written_once_and_stay_tied(tmp_path):
-    def model():
-        made = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False))
-        made[1].weight = made[0].weight
-        return made
-
-    first, second = model(), model()
-    Saver(first, output_dir=str(tmp_path)).save("c")
-    assert (tmp_path / "c" / "model.pt").stat().st_size < 60_000
-    Saver(second, output_dir=str(tmp_path)).load()
-    assert second[1].weight is second[0].weight
-    assert torch.equal(second[0].weight, first[0].weight)
+        assert second.state_dict()[name].stride() == strides[name] == value.stride()
 
 
 class WithExtraState(nn.Linear):
@@ -341,11 +308,19 @@ class WithExtraState(nn.Linear):
 @pytest.mark.parametrize(
     ("saved", "fresh"), [({"a": [1, "x"]}, None), (torch.ones(3), torch.ones(5)), (torch.ones(3), None)]
 )
-def test_the_extra_state_of_modules_comes_back_whatever_its_shape(tmp_path, saved, fresh):
-    Saver(nn.Sequential(WithExtraState(saved)), output_dir=str(tmp_path)).save("c")
-    model = nn.Sequential(WithExtraState(fresh))
-    Saver(model, output_dir=str(tmp_path)).load()
-    assert model[0].extra is saved or str(model[0].extra) == str(saved)
+def test_tied_weights_are_written_once_and_the_extra_state_of_modules_comes_back_in_any_shape(tmp_path, saved, fresh):
+    def model(extra):
+        made = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False), WithExtraState(extra))
+        made[1].weight = made[0].weight
+        return made
+
+    first, second = model(saved), model(fresh)
+    Saver(first, output_dir=str(tmp_path)).save("c")
+    assert (tmp_path / "c" / "model.pt").stat().st_size < 60_000
+    Saver(second, output_dir=str(tmp_path)).load()
+    assert second[1].weight is second[0].weight
+    assert torch.equal(second[0].weight, first[0].weight)
+    assert second[2].extra is saved or str(second[2].extra) == str(saved)
 
 
 # wrappers
@@ -431,6 +406,12 @@ def test_a_load_takes_the_newest_checkpoint_or_the_one_that_is_named(tmp_path):
 
 def test_a_checkpoint_that_is_not_there_is_named_and_so_are_those_that_are(tmp_path):
     saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
+    for conf in ({"load": [3]}, {"lod": []}, {"exclude": "sparse"}, ["sparse"], {"path": "x"}):
+        with pytest.raises(LoadConfError):  # before anything is read, and not CheckpointNotFoundError
+            saver.load(load_conf=conf)
+    for kwargs in ({"ckpt_path": "x", "ckpt_id": "y"}, {"ckpt_id": "y"}):
+        with pytest.raises(ValueError, match="direct_path=True needs ckpt_path"):
+            saver.load(direct_path=True, **kwargs)
     with pytest.raises(CheckpointNotFoundError, match="found no committed checkpoint"):
         saver.load()
     saver.save("here")
@@ -438,12 +419,6 @@ def test_a_checkpoint_that_is_not_there_is_named_and_so_are_those_that_are(tmp_p
         saver.load(ckpt_id="there")
     with pytest.raises(CheckpointNotFoundError, match=r"no manifest.json"):
         saver.load(ckpt_path=str(tmp_path), direct_path=True)
-
-
-@pytest.mark.parametrize("kwargs", [{"ckpt_path": "x", "ckpt_id": "y"}, {"ckpt_id": "y"}])
-def test_a_direct_path_is_the_whole_address(tmp_path, kwargs):
-    with pytest.raises(ValueError, match="direct_path=True needs ckpt_path"):
-        Saver(nn.Linear(1, 1), output_dir=str(tmp_path)).load(direct_path=True, **kwargs)
 
 
 # load_conf
@@ -500,30 +475,6 @@ def test_each_group_is_loaded_independently_of_the_others(tmp_path, chosen):
         assert optimizer == {**before["sparse_opt"][0], "state": {}}
     else:
         assert (optimizer, slots) == before["sparse_opt"]
-
-
-def test_optimizer_slots_alone_go_to_the_ids_that_the_table_has(tmp_path):
-    def build():
-        table = HashTable(2, name="t")
-        return table, OPTIMIZERS["adagrad"]([table]), nn.ModuleDict({"t": table})
-
-    table, optim, model = build()
-    table(torch.arange(10)).sum().backward()
-    optim.step()
-    Saver(model, optim, str(tmp_path)).save("c")
-    other, other_optim, other_model = build()
-    other.insert(torch.tensor([5, 50]), torch.full((2, 2), 7.0))
-    Saver(other_model, other_optim, str(tmp_path)).load(load_conf={"load": ["sparse_opt"]})
-    assert other.ids().tolist() == [5, 50]
-    assert torch.equal(other.embeddings(), torch.full((2, 2), 7.0))
-    assert other.slots["sparse_adagrad_sum"].tolist() == [pytest.approx([1.1, 1.1]), pytest.approx([0.1, 0.1])]
-
-
-@pytest.mark.parametrize("conf", [{"load": [3]}, {"lod": []}, {"exclude": "sparse"}, ["sparse"], {"path": "x"}])
-def test_a_load_conf_that_means_nothing_is_refused_before_anything_is_read(tmp_path, conf):
-    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
-    with pytest.raises(LoadConfError):  # and not CheckpointNotFoundError
-        saver.load(load_conf=conf)
 
 
 def test_a_name_that_nothing_has_is_refused_and_nothing_changes(tmp_path):
@@ -661,7 +612,7 @@ def test_an_object_that_refuses_its_state_stops_the_load_before_tables_and_tenso
     assert [value.state["n"] for value in others] == given, "nobody asks an object for what it had"
 
 
-def test_a_dataset_that_cannot_tell_where_it_is_before_it_begins_is_loaded(tmp_path):
+def test_a_dataset_that_cannot_tell_where_it_is_before_it_begins_is_loaded_and_one_not_saved_is_refused(tmp_path):
     class Late(Value):
         def state_dict(self):
             return {"position": self.state["position"]}
@@ -673,17 +624,11 @@ def test_a_dataset_that_cannot_tell_where_it_is_before_it_begins_is_loaded(tmp_p
     loader.register_io_state("d", late)
     loader.load()
     assert late.state == {"position": 5}
-
-
-def test_a_dataset_that_a_rank_did_not_save_is_refused_by_name(tmp_path):
-    saver, data = Saver(nn.Linear(1, 1), output_dir=str(tmp_path)), Value({"n": 1})
-    saver.register_io_state("d", data)
-    saver.save("c")
-    data.state = {"n": 2}
+    late.state = {"position": 6}
     Forge(tmp_path / "c").save("io_state_0.pt", {})
     with pytest.raises(CorruptCheckpointError, match=r"io_state_0.pt at 'd'"):
-        saver.load()
-    assert data.state == {"n": 2}
+        loader.load()
+    assert late.state == {"position": 6}
 
 
 def test_a_sparse_optimizer_that_was_not_saved_starts_afresh_and_is_reported(tmp_path, caplog):
@@ -710,28 +655,6 @@ def test_an_optimizer_of_tables_is_not_registered_but_given_to_the_saver(tmp_pat
     saver.register_for_checkpointing("nothing", None)
 
 
-def test_an_id_that_is_loaded_as_a_direct_path_is_told_apart(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    saver = Saver(nn.Linear(1, 1), output_dir="runs")
-    saver.save("x")
-    with pytest.raises(CheckpointNotFoundError, match=r"output dir has a checkpoint 'x': load\(ckpt_id='x'\) takes it"):
-        saver.load("x", direct_path=True)
-    saver.load(ckpt_id="x")
-    with pytest.raises(CheckpointNotFoundError) as caught:
-        saver.load("y", direct_path=True)
-    assert "ckpt_id" not in str(caught.value)
-
-
-def test_the_numbers_of_this_rank_are_checked_at_each_save(tmp_path):
-    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
-    saver.save("a", 0, 1)
-    with pytest.raises(ValueError, match="found shard_id=3, shard_num=1"):
-        saver.save("b", 3, 1)
-    with pytest.raises(ValueError, match=r"2 ranks need torch\.distributed"):
-        saver.save("b", 0, 2)
-    assert checkpoints(tmp_path) == ["a"]
-
-
 # words and steps
 
 
@@ -749,6 +672,12 @@ def test_save_and_load_take_the_same_word_and_an_id_goes_before_a_path(tmp_path,
     assert tensors(own) == tensors(other)
     with pytest.raises(CheckpointNotFoundError, match=r"nor is it a checkpoint of .*; there are 'best'"):
         saver.load("nothing")
+    saver.save("x")
+    with pytest.raises(CheckpointNotFoundError, match=r"output dir has a checkpoint 'x': load\(ckpt_id='x'\) takes it"):
+        saver.load("x", direct_path=True)
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        saver.load("y", direct_path=True)
+    assert "ckpt_id" not in str(caught.value)
 
 
 def test_a_save_by_hand_inherits_the_step_of_the_manager_and_leaves_its_newest_checkpoint(tmp_path):

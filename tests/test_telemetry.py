@@ -210,7 +210,11 @@ def test_near_saves_are_counted_and_the_steps_that_a_loss_costs_measured(tmp_pat
     assert 0 < paused <= seconds
 
 
-def test_two_savers_in_one_process_are_told_apart_by_their_runs(tmp_path, told):
+def test_two_savers_in_one_process_are_told_apart_by_their_runs_or_output_dirs(tmp_path, told):
+    for run in ("", 7, b"clicks"):
+        with pytest.raises(TypeError, match="run must be the name of this job, or None, found"):
+            saver_of(tmp_path / "made", run=run)
+    assert not (tmp_path / "made").exists()
     saver_of(tmp_path / "clicks", run="clicks").save("a")
     other = saver_of(tmp_path / "clicks-2", run="orders")
     other.save("a")
@@ -221,6 +225,8 @@ def test_two_savers_in_one_process_are_told_apart_by_their_runs(tmp_path, told):
     assert found["recckpt.last_save.time"].keys() == found["recckpt.save.under_way"].keys()
     assert found["recckpt.save.under_way"].keys() >= {("clicks",), ("orders",)}
     assert [attributes["recckpt.run"] for _, _, attributes in told.spans] == ["clicks", "orders", "orders"]
+    dirs = [f"{tmp_path}/{team}/clicks" for team in ("ads", "shop")]  # which end in one name
+    assert saved_to_two_of_one_name(tmp_path, told)[-2:] == dirs
 
 
 def saved_to_two_of_one_name(tmp_path, told):
@@ -228,17 +234,6 @@ def saved_to_two_of_one_name(tmp_path, told):
     for team in ("ads", "shop"):
         saver_of(tmp_path / team / "clicks").save("a")
     return [run for (run,) in told.metrics_of_runs["recckpt.last_save.time"]]
-
-
-def test_output_dirs_that_end_in_one_name_have_series_of_their_own(tmp_path, told):
-    assert saved_to_two_of_one_name(tmp_path, told) == [f"{tmp_path}/{team}/clicks" for team in ("ads", "shop")]
-
-
-@pytest.mark.parametrize("run", ["", 7, b"clicks"])
-def test_a_run_without_a_name_is_refused_before_its_output_dir_is_made(tmp_path, run):
-    with pytest.raises(TypeError, match="run must be the name of this job, or None, found"):
-        saver_of(tmp_path / "made", run=run)
-    assert not (tmp_path / "made").exists()
 
 
 def test_a_save_under_way_shows_for_how_long_it_has_gone_on(tmp_path, told, monkeypatch):

@@ -34,19 +34,14 @@ def build(url, **options):
 # threads
 
 
-def test_saves_of_several_threads_follow_each_other(tmp_path):
+def test_saves_of_several_threads_follow_each_other_in_the_background_too(tmp_path):
     _, saver = build(tmp_path)
     manifests = crowd(8, lambda number: saver.save(f"c{number}"))
     assert sorted(manifest.seq for manifest in manifests) == list(range(1, 9))
+    handles = crowd(4, lambda number: saver.save_async(f"d{number}"))
+    assert sorted(handle.wait().seq for handle in handles) == [9, 10, 11, 12]
     assert verify(str(tmp_path)) == []
     saver.save("after")
-
-
-def test_saves_in_the_background_of_several_threads_follow_each_other(tmp_path):
-    _, saver = build(tmp_path)
-    handles = crowd(4, lambda number: saver.save_async(f"c{number}"))
-    assert sorted(handle.wait().seq for handle in handles) == [1, 2, 3, 4]
-    assert verify(str(tmp_path)) == []
 
 
 def test_a_save_waits_for_the_load_of_another_thread(tmp_path, gate, monkeypatch):
@@ -74,6 +69,7 @@ def test_a_save_waits_for_the_load_of_another_thread(tmp_path, gate, monkeypatch
 def test_steps_of_several_threads_count_and_save_one_after_another(tmp_path):
     _, saver = build(tmp_path)
     manager = CheckpointManager(saver, 1)
+    assert manager._turn() is saver._turn()  # one lock, so that no two threads hold one each
     outcomes = crowd(4, lambda number: [manager.step() for _ in range(3)])
     assert outcomes == [[None] * 3] * 4
     assert manager.global_step == 12
@@ -109,15 +105,6 @@ def test_a_save_in_the_middle_of_a_save_of_the_same_thread_is_refused(tmp_path, 
     assert checkpoints(tmp_path) == ["next", "outer"]
 
 
-def test_a_save_in_the_middle_of_a_change_of_a_table_by_the_same_thread_is_refused(tmp_path):
-    table, saver = build(tmp_path)
-    refusal = pytest.raises(RuntimeError, match=r"in the middle of a change of table 't'.*save_on_signal")
-    with table.store.lock, refusal:  # as a signal handler finds it
-        saver.save("inner")
-    saver.save("next")
-    assert checkpoints(tmp_path) == ["next"]
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -127,25 +114,22 @@ def test_a_save_in_the_middle_of_a_change_of_a_table_by_the_same_thread_is_refus
         lambda saver, manager: manager.close(),
     ],
 )
-def test_no_call_waits_for_another_thread_in_the_middle_of_a_change_of_a_table(tmp_path, gate, call):
+def test_no_call_saves_or_waits_for_another_thread_in_the_middle_of_a_change_of_a_table(tmp_path, gate, call):
     table, saver = build(tmp_path)
-    manager = CheckpointManager(saver, 10**9)
+    manager, refusal = CheckpointManager(saver, 10**9), r"in the middle of a change of table 't'"
+    with table.store.lock, pytest.raises(RuntimeError, match=f"{refusal}.*save_on_signal"):
+        saver.save("inner")  # as a signal handler would
     staging = gate(stage, "dump_rng")
     saving = threading.Thread(target=saver.save, args=("a",))
     saving.start()
     staging.wait()
     try:
-        with table.store.lock, pytest.raises(RuntimeError, match=r"in the middle of a change of table 't'"):
+        with table.store.lock, pytest.raises(RuntimeError, match=refusal):
             call(saver, manager)  # as a signal handler would: the save needs the table next
     finally:
         staging.open()
         saving.join()
     assert checkpoints(tmp_path) == ["a"]
-
-
-def test_a_manager_and_its_saver_have_one_lock_so_that_no_two_threads_hold_one_each(tmp_path):
-    _, saver = build(tmp_path)
-    assert CheckpointManager(saver, 10**9)._turn() is saver._turn()
 
 
 # forks
@@ -190,15 +174,18 @@ def test_a_saver_or_manager_used_in_a_forked_child_is_refused(tmp_path, use, gat
     assert issubclass(ForkedError, RuntimeError)
 
 
-def test_a_child_that_waits_for_a_save_of_its_parent_is_refused(tmp_path, gate):
+def test_a_child_that_waits_for_a_save_of_its_parent_is_refused_and_its_end_leaves_that_alone(tmp_path, gate):
     _, saver = build(tmp_path)
     writing = gate(LocalStorage, "create")
     handle = saver.save_async("a")
     writing.wait()
     for wait in (handle.wait, handle.done, handle.committed.result, handle.committed.exception):
         assert in_fork(wait).startswith("ForkedError: this ")
+    child = multiprocessing.get_context("fork").Process(target=len, args=((),))
+    child.start()
+    child.join()
     writing.open()
-    handle.wait()
+    assert (child.exitcode, handle.wait().ckpt_id) == (0, "a")
 
 
 def test_a_child_reads_and_saves_for_itself_while_its_parent_saves(tmp_path, gate):
@@ -232,18 +219,6 @@ def test_workers_that_fork_while_a_saver_is_there_and_leave_it_alone_are_fine(tm
         run.train(1)
     assert run.manager.global_step == 6
     assert checkpoints(tmp_path) == ["ckpt_6"]
-
-
-def test_a_child_that_ends_by_itself_leaves_the_saves_of_its_parent_alone(tmp_path, gate):
-    _, saver = build(tmp_path)
-    writing = gate(LocalStorage, "create")
-    handle = saver.save_async("a")
-    writing.wait()
-    child = multiprocessing.get_context("fork").Process(target=len, args=((),))
-    child.start()
-    child.join()
-    writing.open()
-    assert (child.exitcode, handle.wait().ckpt_id) == (0, "a")
 
 
 # copies

@@ -57,16 +57,22 @@ def test_saves_are_written_in_the_order_in_which_they_were_asked_for(make, tmp_p
     assert [kwargs["step"] for _, _, _, kwargs in notes(tmp_path)] == [step for step in range(20) for _ in "ab"]
 
 
-def test_an_error_that_the_future_has_given_is_not_raised_again(make, tmp_path):
+def test_an_error_that_the_future_has_given_is_not_raised_again_and_has_its_cause_and_where_it_was(make, tmp_path):
     checkpointer = make(commit_hook=Failing())
     for look in ("result", "exception"):
         _, written = checkpointer.save({"a": 1}, tmp_path, fail="pre")
         try:
-            assert isinstance(getattr(written, look)(), SaveFailedError)
-        except SaveFailedError:
+            error = getattr(written, look)()
+        except SaveFailedError as raised:
             assert look == "result"
+            error = raised
+        assert isinstance(error, SaveFailedError)
+        assert isinstance(error.__cause__, LookupError)
+        assert "writer_hooks.py" in str(error.__cause__.__cause__)
         save(checkpointer, {"a": look}, tmp_path)
         assert checkpointer.load(tmp_path) == {"a": look}
+    _, written = checkpointer.save({"a": 1}, tmp_path, fail="unpicklable")
+    assert "LocalError: from nowhere" in str(written.exception().__cause__)
 
 
 def test_an_error_that_nobody_has_seen_is_raised_once_by_the_next_save_or_at_the_close(make, tmp_path):
@@ -102,16 +108,6 @@ def test_a_wait_that_was_too_short_has_not_seen_the_error(make, pipe, tmp_path):
     os.kill(pid, 9)
     with pytest.raises(SaveFailedError, match="SIGKILL"):
         checkpointer.save({"a": 2}, tmp_path)
-
-
-def test_an_error_of_the_writer_process_comes_with_its_cause_and_where_it_was(make, tmp_path):
-    checkpointer = make(commit_hook=Failing())
-    _, written = checkpointer.save({"a": 1}, tmp_path, fail="pre")
-    error = written.exception()
-    assert isinstance(error.__cause__, LookupError)
-    assert "writer_hooks.py" in str(error.__cause__.__cause__)
-    _, written = checkpointer.save({"a": 1}, tmp_path, fail="unpicklable")
-    assert "LocalError: from nowhere" in str(written.exception().__cause__)
 
 
 def test_what_cannot_reach_the_writer_process_is_refused_at_once(make, tmp_path):

@@ -48,7 +48,7 @@ def test_all_go_on_when_all_have_come(store):
     assert passed == sorted(passed)  # nobody was ahead by more than the one question they were all at
 
 
-def test_one_that_refuses_fails_all_at_once_with_its_reason(store):
+def test_one_that_refuses_fails_all_at_once_with_its_reason_and_of_several_one_is_heard_by_all(store):
     barriers = ranks(store)
 
     def refuse():
@@ -61,10 +61,6 @@ def test_one_that_refuses_fails_all_at_once_with_its_reason(store):
     for barrier in barriers:
         barrier.begin()
     assert at_once(*(barrier.agree for barrier in barriers)) == ["good"] * SIZE
-
-
-def test_of_several_that_refuse_one_is_heard_by_all(store):
-    barriers = ranks(store)
     for barrier in barriers:
         barrier.begin()
     barriers[1].refuse("first")

@@ -65,7 +65,9 @@ def test_a_file_of_torch_is_loaded_as_torch_loads_it(checkpointer, tmp_path):
     assert frozen(checkpointer.load(tmp_path)) == frozen(torch.load(tmp_path / "checkpoint_0.pt", weights_only=True))
 
 
-def test_tensors_that_share_memory_are_stored_once_and_share_it_again(checkpointer, tmp_path):
+def test_tensors_that_share_memory_are_stored_once_and_of_a_large_one_only_the_part_in_the_state(
+    checkpointer, tmp_path
+):
     base = torch.arange(100_000, dtype=torch.float32).reshape(100, 1000)
     save(checkpointer, {"all": base, "tied": base, "row": base[3], "same": [base.view(-1)]}, tmp_path)
     assert (tmp_path / "checkpoint_0.pt").stat().st_size < 410_000
@@ -74,22 +76,10 @@ def test_tensors_that_share_memory_are_stored_once_and_share_it_again(checkpoint
     assert loaded["row"].eq(-1).all()
     assert loaded["same"][0][3000:4000].eq(-1).all()
     assert torch.equal(loaded["tied"], loaded["all"])
-
-
-def test_of_a_large_tensor_only_the_part_that_is_in_the_state_is_stored(checkpointer, tmp_path):
-    base = torch.arange(1_000_000, dtype=torch.float32).reshape(1000, 1000)
-    parts = {"rows": base[10:12], "column": base[:, 7], "far": base[990:]}
+    parts = {"rows": base[10:12], "column": base[:, 7], "far": base[95:]}
     save(checkpointer, parts, tmp_path)
-    assert (tmp_path / "checkpoint_0.pt").stat().st_size < 60_000
+    assert (tmp_path / "checkpoint_0.pt").stat().st_size < 40_000
     assert frozen(checkpointer.load(tmp_path)) == frozen(parts)
-
-
-def test_a_later_save_takes_the_place_of_an_earlier_one(checkpointer, tmp_path):
-    save(checkpointer, {"w": torch.ones(1000)}, tmp_path)
-    for state in ({"w": torch.zeros(2), "v": 1}, {}):
-        save(checkpointer, state, tmp_path)
-        assert frozen(checkpointer.load(tmp_path)) == frozen(state)
-    assert files(tmp_path) == ["checkpoint_0.pt"]
 
 
 @pytest.mark.parametrize("given", [str, Path, lambda path: f"file://{path}"], ids=["str", "Path", "URL"])
@@ -100,11 +90,18 @@ def test_a_path_may_be_given_in_any_form_and_hooks_see_it_absolute(make, kind, t
     assert {path for _, path, _, _ in notes(tmp_path)} == {str(tmp_path / "deep" / "er")}
 
 
-def test_a_relative_path_is_the_callers(make, kind, tmp_path, monkeypatch):
+def test_a_relative_path_is_the_callers_and_one_that_cannot_be_written_to_fails_the_save_and_not_the_next(
+    make, kind, tmp_path, monkeypatch
+):
     checkpointer = make(kind)
     monkeypatch.chdir(tmp_path)  # after the writer process was spawned elsewhere
+    (tmp_path / "file").touch()
+    with pytest.raises(SaveFailedError) as caught:
+        save(checkpointer, {"a": 1}, tmp_path / "file" / "c")
+    assert isinstance(caught.value.__cause__, NotADirectoryError | FileExistsError)
     save(checkpointer, {"a": 1}, "c")
     assert files(tmp_path / "c") == ["checkpoint_0.pt"]
+    assert checkpointer.load(tmp_path / "c") == {"a": 1}
 
 
 def test_a_hook_is_called_before_and_after_the_commit_with_what_save_was_given(make, kind, tmp_path):
@@ -168,35 +165,25 @@ def test_what_cannot_be_loaded_back_is_refused_before_anything_is_written(
     save(checkpointer, {"a": 1}, tmp_path / "c")
 
 
-def test_the_deepest_state_that_is_saved_is_loaded_too(checkpointer, tmp_path):
-    state = nested(100)
-    save(checkpointer, state, tmp_path)
-    assert checkpointer.load(tmp_path) == state
+def test_a_later_save_takes_the_place_of_an_earlier_one_and_the_deepest_state_is_loaded_too(checkpointer, tmp_path):
+    save(checkpointer, {"w": torch.ones(1000)}, tmp_path)
+    for state in ({"w": torch.zeros(2), "v": 1}, {}, nested(100)):
+        save(checkpointer, state, tmp_path)
+        assert frozen(checkpointer.load(tmp_path)) == frozen(state)
     assert checkpointer.load(tmp_path, {"a": None}) == state
+    assert files(tmp_path) == ["checkpoint_0.pt"]
 
 
-def test_state_and_path_in_the_wrong_order_are_told_apart(checkpointer, tmp_path):
+def test_a_file_that_is_not_there_and_arguments_in_the_wrong_order_are_named(checkpointer, tmp_path):
     with pytest.raises(TypeError, match="found a dict; the state comes first and then the path"):
         checkpointer.save(str(tmp_path), {"a": 1})
     with pytest.raises(TypeError, match="path is a directory or URL, found a int"):
         checkpointer.load(3)
-
-
-def test_a_file_that_is_not_there_is_a_file_not_found_error_and_names_what_is(checkpointer, tmp_path):
     with pytest.raises(FileNotFoundError, match="no such file; there is nothing at all"):
         checkpointer.load(tmp_path / "c")
     (tmp_path / "checkpoint_1.pt").touch()
     with pytest.raises(CheckpointNotFoundError, match=r"found checkpoint_1\.pt\. A state is loaded by as many ranks"):
         checkpointer.load(tmp_path)
-
-
-def test_a_directory_that_cannot_be_written_to_fails_the_save_and_not_the_next(checkpointer, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(SaveFailedError) as caught:
-        save(checkpointer, {"a": 1}, tmp_path / "file" / "c")
-    assert isinstance(caught.value.__cause__, NotADirectoryError | FileExistsError)
-    save(checkpointer, {"a": 1}, tmp_path / "c")
-    assert checkpointer.load(tmp_path / "c") == {"a": 1}
 
 
 def test_a_template_is_filled_in_place_and_given_back(checkpointer, tmp_path):

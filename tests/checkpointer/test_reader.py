@@ -135,29 +135,27 @@ def thinned(value, choose, root=True):
     return {bool: not value, int: 7, float: 7.5, str: "other", bytes: b"other", set: {9}}.get(type(value)), value
 
 
-def test_a_tuple_in_a_template_keeps_its_tensors(tmp_path):
-    written(tmp_path, {"pair": (torch.ones(2), 5), "tensors": (torch.ones(3),)})
+def test_a_tuple_in_a_template_keeps_its_tensors_and_a_read_only_array_is_not_filled(tmp_path):
+    written(tmp_path, {"pair": (torch.ones(2), 5), "tensors": (torch.ones(3),), "a": np.ones(2)})
     tensor, tensors = torch.zeros(2), (torch.zeros(3),)
     template, _ = READER.read(tmp_path, {"pair": (tensor, 0), "tensors": tensors})
     assert (template["pair"][0] is tensor, template["pair"][1], tensor.tolist()) == (True, 5, [1, 1])
     assert template["tensors"][0] is tensors[0]
-
-
-def test_containers_that_are_shared_in_a_file_of_torch_are_shared_again(tmp_path):
-    inner = [torch.ones(2)]
-    torch.save({"a": inner, "b": (inner, inner)}, tmp_path / "checkpoint_0.pt")
-    state, _ = READER.read(tmp_path)
-    assert state["a"] is state["b"][0] is state["b"][1]
-
-
-def test_a_read_only_array_is_not_filled_and_a_template_is_a_dict(tmp_path):
-    written(tmp_path, {"a": np.ones(2)})
     array = np.zeros(2)
     array.flags.writeable = False
     with pytest.raises(StateMismatchError, match="a read-only numpy array, not to be filled"):
         READER.read(tmp_path, {"a": array})
     with pytest.raises(TypeError, match="state_dict is a dict or None, found a list"):
         READER.read(tmp_path, [])
+
+
+def test_containers_that_are_shared_in_a_file_of_torch_are_shared_again_and_types_survive(tmp_path):
+    inner = [torch.ones(2)]
+    state = OrderedDict(size=torch.Size([1]), kind=torch.int8, where=torch.device("cpu"), some={1, (2, "x")}, z=1j)
+    torch.save({"a": inner, "b": (inner, inner), "plain": state}, tmp_path / "checkpoint_0.pt")
+    found, _ = READER.read(tmp_path)
+    assert found["a"] is found["b"][0] is found["b"][1]
+    assert frozen(found["plain"]) == frozen(state)
 
 
 def flipped(data, bit):
@@ -237,9 +235,3 @@ def test_a_file_that_means_harm_is_refused(tmp_path, capfd, data, match):
         READER.read(tmp_path)
     assert "recckpt verify" not in str(caught.value), "which knows no such files"
     assert capfd.readouterr().err == ""
-
-
-def test_types_of_plain_values_survive_the_way_through_another_writer(tmp_path):
-    state = OrderedDict(size=torch.Size([1]), kind=torch.int8, where=torch.device("cpu"), some={1, (2, "x")}, z=1j)
-    torch.save(state, tmp_path / "checkpoint_0.pt")
-    assert frozen(READER.read(tmp_path)[0]) == frozen(state)

@@ -75,19 +75,17 @@ def test_help_and_version_end_with_0(recckpt):
         assert command in recckpt("--help").out
 
 
-def test_an_error_of_the_storage_is_one_line(recckpt, runs, monkeypatch):
+def test_an_error_of_the_storage_is_one_line_and_an_interrupt_is_quiet(recckpt, runs, monkeypatch):
     def refuse(*_):
         raise PermissionError(13, "Permission denied", "/x")
 
-    monkeypatch.setattr("recckpt.storage.local.LocalStorage.read", refuse)
-    answer = recckpt("show", runs)
-    assert (answer.code, answer.err) == (1, "recckpt: [Errno 13] Permission denied: '/x'\n")
-
-
-def test_an_interrupt_is_quiet(recckpt, runs, monkeypatch):
     def interrupt(args):
         raise KeyboardInterrupt
 
+    with monkeypatch.context() as patch:
+        patch.setattr("recckpt.storage.local.LocalStorage.read", refuse)
+        answer = recckpt("show", runs)
+    assert (answer.code, answer.err) == (1, "recckpt: [Errno 13] Permission denied: '/x'\n")
     monkeypatch.setattr(import_module("recckpt.cli.show"), "run_show", interrupt)
     assert recckpt("show", runs) == (130, "", "")
 
@@ -120,12 +118,16 @@ def test_no_command_imports_what_it_does_without(runs, lines, absent):
     assert done.returncode == 0, done.stderr.decode()
 
 
-def test_the_module_is_the_command(runs):
+def test_the_module_is_the_command_and_output_that_is_no_file_is_written_to(monkeypatch, runs):
     done = python("-m", "recckpt", "ls", runs)
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"ckpt_10" in done.stdout
     assert python("-m", "recckpt", "show", runs / "nowhere").returncode == 1
     assert python("-m", "recckpt").returncode == 2
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    assert import_module("recckpt.cli").main(["ls", str(runs)]) == 0
+    assert "ckpt_10" in out.getvalue()
 
 
 @pytest.mark.parametrize(("command", "code"), [("show", 0), ("verify", 1)])
@@ -147,22 +149,9 @@ def test_a_terminal_that_knows_only_ascii_gets_escapes(tmp_path):
     assert rb"\u8868" in done.stdout
 
 
-def test_output_that_is_no_file_is_written_to(monkeypatch, runs):
-    out = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", out)
-    assert import_module("recckpt.cli").main(["ls", str(runs)]) == 0
-    assert "ckpt_10" in out.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("n_bytes", "shown"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (999_949, "999.9 kB"), (999_950, "1.0 MB"), (10**17, "100.0 PB")],
-)
-def test_sizes_are_in_decimal_units(n_bytes, shown):
-    assert text.size(n_bytes) == shown
-
-
-def test_wide_and_combining_characters_take_their_columns():
+def test_sizes_are_in_decimal_units_and_wide_and_combining_characters_take_their_columns():
+    sizes = {0: "0 B", 999: "999 B", 1000: "1.0 kB", 999_949: "999.9 kB", 999_950: "1.0 MB", 10**17: "100.0 PB"}
+    assert {n_bytes: text.size(n_bytes) for n_bytes in sizes} == sizes
     lines = text.grid(("NAME", "ROWS"), [("表", "1"), ("e\u0301", "22"), ("abc", "3")], right=("ROWS",))
     assert lines == ["NAME  ROWS", "表       1", "e\u0301       22", "abc      3"]
 

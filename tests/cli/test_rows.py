@@ -36,7 +36,7 @@ def runs(tmp_path):
     return tmp_path
 
 
-def test_head_prints_the_first_rows(recckpt, runs):
+def test_head_prints_the_first_rows_and_the_columns_in_the_order_asked_for(recckpt, runs):
     answer = recckpt("head", runs, "long", "-n", 3)
     assert answer.code == 0
     assert answer.lines[0] == ["id", "embedding"]
@@ -45,12 +45,20 @@ def test_head_prints_the_first_rows(recckpt, runs):
     assert len(recckpt("head", runs, "long").lines) == 11
     assert len(recckpt("head", runs, "long", "-n", 1000).lines) == 101
     assert recckpt("head", runs, "long", "-n", 0).lines == [["id", "embedding"]]
+    answer = recckpt("head", runs, "item", "--columns", "sparse_s,id,embedding", "-n", 1)
+    assert answer.lines[0] == ["id", "sparse_s", "embedding"]
+    row = recckpt("head", runs, "item", "--columns", "sparse_s", "-n", 1, "--json").json["rows"][0]
+    assert list(row) == ["id", "sparse_s"]
 
 
-def test_json_has_every_value_nested_as_the_slot(recckpt, runs):
+def test_json_has_every_value_as_a_number_nested_as_the_slot_or_as_a_string(recckpt, runs):
     row = recckpt("get", runs, "item", 7, "--json").json["rows"]
     assert row == [{"id": 7, "embedding": [7.0, 7.0], "sparse_m": [[7.0, 7.0], [7.0, 7.0]], "sparse_s": 7.0}]
     assert len(recckpt("head", runs, "long", "--json", "-n", 1).json["rows"][0]["embedding"]) == 64
+    assert recckpt("get", runs, "half", 2, "--json").json["rows"] == [{"id": 2, "embedding": [2.0, 2.0]}]  # bfloat16
+    rows = recckpt("head", runs, "line\nbreak", "--json").json["rows"]
+    assert rows == [{"id": 1, "embedding": ["NaN", "Infinity", "-Infinity"]}]
+    assert "[nan, inf, -inf]" in recckpt("head", runs, "line\nbreak").out
 
 
 def test_every_int64_is_an_id(recckpt, runs):
@@ -61,34 +69,14 @@ def test_every_int64_is_an_id(recckpt, runs):
     assert recckpt("get", "--json", runs, "ids", "--columns", "embedding", -5, 7).json["missing"] == []
 
 
-def test_rows_come_in_the_order_asked_for_and_once(recckpt, runs):
+def test_rows_come_in_the_order_asked_for_and_once_and_missing_ids_are_a_problem(recckpt, runs):
     rows = recckpt("get", runs, "item", 7, -5, 7, 0, "--json").json["rows"]
     assert [row["id"] for row in rows] == [7, -5, 0]
-
-
-def test_missing_ids_are_a_problem_and_the_others_are_printed(recckpt, runs):
     answer = recckpt("get", runs, "item", 8, 7, -9)
     assert answer.code == 1
     assert answer.lines[1][0] == "7"
     assert answer.err == "recckpt: table 'item' has no row of id 8, -9\n"
     assert recckpt("get", runs, "item", 8, 7, -9, "--json").json["missing"] == [8, -9]
-
-
-def test_columns_are_printed_in_the_order_asked_for(recckpt, runs):
-    answer = recckpt("head", runs, "item", "--columns", "sparse_s,id,embedding", "-n", 1)
-    assert answer.lines[0] == ["id", "sparse_s", "embedding"]
-    row = recckpt("head", runs, "item", "--columns", "sparse_s", "-n", 1, "--json").json["rows"][0]
-    assert list(row) == ["id", "sparse_s"]
-
-
-def test_bfloat16_is_printed_as_numbers(recckpt, runs):
-    assert recckpt("get", runs, "half", 2, "--json").json["rows"] == [{"id": 2, "embedding": [2.0, 2.0]}]
-
-
-def test_what_is_no_number_in_json_is_a_string_there(recckpt, runs):
-    rows = recckpt("head", runs, "line\nbreak", "--json").json["rows"]
-    assert rows == [{"id": 1, "embedding": ["NaN", "Infinity", "-Infinity"]}]
-    assert "[nan, inf, -inf]" in recckpt("head", runs, "line\nbreak").out
 
 
 @pytest.mark.parametrize(
@@ -145,21 +133,15 @@ def test_a_row_is_shown_in_each_checkpoint(recckpt, run):
     ]
 
 
-def test_json_has_all_of_it(recckpt, run):
+def test_json_has_all_of_a_history_and_what_no_checkpoint_has_or_is_damaged_is_a_problem(recckpt, run):
     answer = recckpt("history", run, "item", 9, "--json").json
     assert (answer["table"], answer["rows"][0]["id"], answer["damage"]) == ("item", 9, {})
     told = [(state["ckpt_id"], state["change"], state["since"]) for state in answer["rows"][0]["states"]]
     assert told == [("ckpt_10", "there", "ckpt_10"), ("ckpt_20", "same", "ckpt_10")]
-
-
-def test_an_id_that_no_checkpoint_has_is_a_problem(recckpt, run):
     answer = recckpt("history", run, "item", 8, 9)
     assert answer.code == 1
     assert answer.err == f"recckpt: {run}: no checkpoint has a row of id 8 in table item\n"
     assert "in none of 2 checkpoints" in answer.out
-
-
-def test_an_unknown_table_is_a_problem_and_damage_is_one(recckpt, run):
     assert "did you mean 'item'?" in recckpt("history", run, "itme", 9).err
     flip_bit(run / "ckpt_20" / "manifest.json")
     answer = recckpt("history", run, "item", 9)

@@ -28,17 +28,33 @@ def saved(url, tables, **fields):
     return save_tables(storage, tables, **fields)
 
 
-def test_a_checkpoint_shows_its_tables_tensors_and_state(recckpt, tmp_path):
+def test_a_checkpoint_shows_its_tables_tensors_and_state_and_json_has_all_of_it(recckpt, tmp_path):
     run = Run(tmp_path).train(10)
+    n_rows = len(run.model.items)
     for path in (tmp_path, tmp_path / "ckpt_10", f"{tmp_path}/ckpt_10/", f"file://{tmp_path}/ckpt_10"):
         answer = recckpt("show", path)
         assert (answer.code, answer.err) == (0, "")
         assert ["checkpoint", "ckpt_10"] in answer.lines
         assert ["step", "10"] in answer.lines
-        assert [line[1] for line in answer.lines if line[:1] == ["item"]] == [str(len(run.model.items))]
+        assert [line[1] for line in answer.lines if line[:1] == ["item"]] == [str(n_rows)]
         assert "embedding float32[4], sparse_adamw_exp_avg float32[4]" in answer.out
         assert ["top.weight", "float32", "(1,", "8)", "32", "B"] in answer.lines
         assert ["sparse_lr_0", "0.01"] in answer.lines
+    shown = recckpt("show", tmp_path, "--json").json
+    url = str(tmp_path / "ckpt_10")
+    assert [shown[key] for key in ("id", "url", "step", "shards")] == ["ckpt_10", url, 10, 1]
+    item = next(table for table in shown["tables"] if table["name"] == "item")
+    assert (item["rows"], item["bytes"]) == (n_rows, n_rows * (8 + 3 * 16))
+    assert item["slots"][0] == {"name": "embedding", "dtype": "float32", "shape": [4]}
+    number = {"name": "norm.num_batches_tracked", "dtype": "int64", "shape": [], "bytes": 8}
+    assert number in shown["tensors"]
+    assert shown["state"]["sparse_lr_0"] == 0.01
+    assert "torch" in shown["writer"]
+    assert "files" not in shown
+    files = {file["name"]: file.get("xxh3") for file in Forge(tmp_path / "ckpt_10").manifest["files"]}
+    shown = recckpt("show", tmp_path, "--files", "--json").json
+    assert {file["name"]: file["xxh3"] for file in shown["files"]} == files
+    assert files.keys() <= {line[0] for line in recckpt("show", tmp_path, "--files").lines if line}
 
 
 def test_a_table_that_was_live_is_shown_as_one(recckpt, tmp_path):
@@ -48,42 +64,6 @@ def test_a_table_that_was_live_is_shown_as_one(recckpt, tmp_path):
     assert line[-5:] == ["live,", "2,000", "rows", "embedding", "float32[2]"]
     item, user = recckpt("show", tmp_path, "--json").json["tables"]
     assert (item["live"], "live" in user) == (live, False)
-
-
-def test_json_has_all_of_it(recckpt, tmp_path):
-    run = Run(tmp_path).train(10)
-    shown = recckpt("show", tmp_path, "--json").json
-    assert (shown["id"], shown["url"], shown["step"], shown["shards"]) == (
-        "ckpt_10",
-        str(tmp_path / "ckpt_10"),
-        10,
-        1,
-    )
-    item = next(table for table in shown["tables"] if table["name"] == "item")
-    n_rows = len(run.model.items)
-    assert (item["rows"], item["bytes"]) == (n_rows, n_rows * (8 + 3 * 16))
-    assert item["slots"][0] == {"name": "embedding", "dtype": "float32", "shape": [4]}
-    names = {tensor["name"]: tensor for tensor in shown["tensors"]}
-    assert names["norm.num_batches_tracked"] == {
-        "name": "norm.num_batches_tracked",
-        "dtype": "int64",
-        "shape": [],
-        "bytes": 8,
-    }
-    assert shown["state"]["sparse_lr_0"] == 0.01
-    assert "torch" in shown["writer"]
-    assert "files" not in shown
-
-
-def test_files_are_listed_when_asked_for(recckpt, tmp_path):
-    Run(tmp_path).train(10)
-    forge = Forge(tmp_path / "ckpt_10")
-    names = {file["name"] for file in forge.manifest["files"]}
-    shown = recckpt("show", tmp_path, "--files", "--json").json
-    assert {file["name"]: file["xxh3"] for file in shown["files"]} == {
-        file["name"]: file.get("xxh3") for file in forge.manifest["files"]
-    }
-    assert names <= {line[0] for line in recckpt("show", tmp_path, "--files").lines if line}
 
 
 def test_the_files_of_each_table_are_named_by_a_pattern_that_polars_reads_as_one_schema(recckpt, tmp_path):
@@ -152,33 +132,25 @@ def test_a_control_character_in_the_path_itself_is_escaped(recckpt, tmp_path, co
     assert "[31m\n" not in answer.out + answer.err
 
 
-def test_damaged_dense_tensors_are_a_problem_and_the_rest_is_shown(recckpt, tmp_path):
-    Run(tmp_path).train(10)
-    Forge(tmp_path / "ckpt_10").write("dense/00000-of-00001.json", b"no index")
-    answer = recckpt("show", tmp_path)
-    assert answer.code == 1
-    assert "ckpt_10/dense/00000-of-00001.json" in answer.err
-    assert answer.err.count("\n") == 1
-    assert ["checkpoint", "ckpt_10"] in answer.lines
-
-
-def test_a_damaged_manifest_is_one_line_on_stderr(recckpt, tmp_path):
-    Run(tmp_path).train(10)
-    flip_bit(tmp_path / "ckpt_10" / "manifest.json")
-    for path in (tmp_path, tmp_path / "ckpt_10"):
-        answer = recckpt("show", path)
-        assert (answer.code, answer.out) == (1, "")
-        assert answer.err.splitlines()[-1].startswith("recckpt: ckpt_10/manifest.json")
-        assert "Traceback" not in answer.err
-
-
-def test_a_damaged_newest_is_passed_over_and_named(recckpt, tmp_path, caplog):
+def test_damage_is_a_problem_and_the_rest_is_shown(recckpt, tmp_path, caplog):
     Run(tmp_path, max_keep=2).train(20)
     flip_bit(tmp_path / "ckpt_20" / "manifest.json")
     answer = recckpt("show", tmp_path)
     assert answer.code == 0
     assert ["checkpoint", "ckpt_10"] in answer.lines
     assert "ckpt_20" in caplog.text
+    Forge(tmp_path / "ckpt_10").write("dense/00000-of-00001.json", b"no index")
+    answer = recckpt("show", tmp_path / "ckpt_10")
+    assert answer.code == 1
+    assert "ckpt_10/dense/00000-of-00001.json" in answer.err
+    assert answer.err.count("\n") == 1
+    assert ["checkpoint", "ckpt_10"] in answer.lines
+    flip_bit(tmp_path / "ckpt_10" / "manifest.json")
+    for path, name in ((tmp_path, ""), (tmp_path / "ckpt_10", "ckpt_10"), (tmp_path / "ckpt_20", "ckpt_20")):
+        answer = recckpt("show", path)
+        assert (answer.code, answer.out) == (1, "")
+        assert answer.err.splitlines()[-1].startswith(f"recckpt: {name or 'ckpt_'}")
+        assert "Traceback" not in answer.err
 
 
 def test_what_was_left_out_of_a_table_or_made_narrower_is_said(recckpt, tmp_path):
@@ -243,20 +215,17 @@ def runs(tmp_path):
     return tmp_path / "runs"
 
 
-def test_verify_counts_deletes_of_ids_that_are_not_there(recckpt, runs):
-    answer = recckpt("verify", runs)
-    assert answer.code == 0
-    assert answer.out.splitlines()[-1] == "ckpt_2: 1 delete of ids that are not there, which means nothing"
-    found = recckpt("verify", runs, "--json").json["checkpoints"]
-    assert {entry["directory"]: entry["absent_deletes"] for entry in found} == {"ckpt_1": 0, "ckpt_2": 1}
-
-
-def test_get_and_head_give_the_rows_of_the_chain(recckpt, runs):
+def test_get_and_head_give_the_rows_of_the_chain_and_verify_counts_deletes_of_ids_that_are_not_there(recckpt, runs):
     rows = recckpt("head", runs, "t", "--json").json["rows"]
     assert {row["id"]: row["embedding"][0] for row in rows} == {0: 0, 1: 7, 3: 3, 4: 4, 5: 5, 9: 9}
     answer = recckpt("get", runs, "t", "9", "2", "1", "--json")
     assert [row["id"] for row in answer.json["rows"]] == [9, 1]
     assert (answer.code, answer.json["missing"]) == (1, [2])
+    answer = recckpt("verify", runs)
+    assert answer.code == 0
+    assert answer.out.splitlines()[-1] == "ckpt_2: 1 delete of ids that are not there, which means nothing"
+    found = recckpt("verify", runs, "--json").json["checkpoints"]
+    assert {entry["directory"]: entry["absent_deletes"] for entry in found} == {"ckpt_1": 0, "ckpt_2": 1}
 
 
 def test_show_says_what_a_delta_stands_on_and_what_it_holds(recckpt, runs):
@@ -278,17 +247,13 @@ def test_show_says_what_a_delta_stands_on_and_what_it_holds(recckpt, runs):
     assert [name.split(".")[1] for name in files] == ["g0", "deletes"]
 
 
-def test_show_says_which_tables_are_whole_in_a_delta(recckpt, runs):
-    newest = max(counting(runs), key=lambda found: found.place)
-    write_delta(newest, "ckpt_3", 1, [({1: (7, 7)}, [])], replaced=True)
-    assert any("all rows" in line for line in recckpt("show", runs).out.splitlines())
-
-
-def test_show_says_that_a_checkpoint_is_a_form(recckpt, runs):
+def test_show_says_that_a_checkpoint_is_a_form_and_which_tables_are_whole_in_a_delta(recckpt, runs):
     newest = max(counting(runs), key=lambda found: found.place)
     write_compacted(newest, {0: (0, 0), 1: (7, 7), 3: (3, 3), 4: (4, 4), 5: (5, 5), 9: (9, 9)})
     assert any("full, made of a delta" in line for line in recckpt("show", runs).out.splitlines())
     assert recckpt("show", runs, "--json").json["supersedes"]["save_id"] == newest.name[0]
+    write_delta(newest, "ckpt_3", 1, [({1: (7, 7)}, [])], replaced=True)
+    assert any("all rows" in line for line in recckpt("show", runs).out.splitlines())
 
 
 def run(path, **modules):
@@ -297,10 +262,11 @@ def run(path, **modules):
     return Saver(model, output_dir=str(path), max_keep=None, deltas=True)
 
 
-def test_a_bank_of_deltas_is_planned_as_the_saver_would(recckpt, tmp_path):
-    source, bank = run(tmp_path / "source"), [{"path": str(tmp_path / "source")}]
+def test_a_bank_of_deltas_is_planned_as_the_saver_would_and_its_dense_state_consolidated(recckpt, tmp_path):
+    source, bank = run(tmp_path / "source", top=nn.Linear(2, 1)), [{"path": str(tmp_path / "source")}]
     source.save("full")
     source.model["t"].insert(torch.tensor([5000]), torch.ones(1, 2))
+    nn.init.constant_(source.model["top"].weight, 7)
     assert source.save("newest").kind == "delta"
     saver = run(tmp_path / "own")
     (tmp_path / "names").write_text("\n".join(saver.names()))
@@ -308,13 +274,6 @@ def test_a_bank_of_deltas_is_planned_as_the_saver_would(recckpt, tmp_path):
     answer = recckpt("plan", "--model-names", tmp_path / "names", tmp_path / "bank.json", "--json")
     assert (answer.code, answer.json) == (0, saver.plan(bank).to_dict())
     assert "1001" in answer.out
-
-
-def test_the_dense_state_of_a_delta_is_consolidated(recckpt, tmp_path):
-    source = run(tmp_path / "source", top=nn.Linear(2, 1))
-    source.save("full")
-    nn.init.constant_(source.model["top"].weight, 7)
-    assert source.save("newest").kind == "delta"
     assert recckpt("consolidate", tmp_path / "source", "--out", tmp_path / "model.pt").code == 0
     assert (torch.load(tmp_path / "model.pt")["top.weight"] == 7).all()
 

@@ -29,7 +29,7 @@ def run(tmp_path):
     return run_with_chain(tmp_path / "runs")
 
 
-def test_an_offer_is_made_of_the_newest_and_waits(recckpt, run):
+def test_an_offer_is_made_of_the_newest_waits_and_is_void_once_another_takes_over(recckpt, run):
     answer = recckpt("compact", run.url)
     [directory] = [name for name in attempt_dirs(run) if layout.is_offer_dir(name)]
     assert (answer.code, answer.err) == (0, "")
@@ -39,6 +39,10 @@ def test_an_offer_is_made_of_the_newest_and_waits(recckpt, run):
     again = recckpt("compact", run.url)
     assert (again.code, again.err) == (0, "")
     assert f"{directory} is an offer of it" in again.out
+    said = recckpt("compact", run.url, "--adopt", "--json").json
+    assert (said["committed"], said["removed"]) == (True, ["ckpt_3"])
+    assert said["directory"] != directory
+    assert directory not in attempt_dirs(run)
 
 
 def test_with_adopt_it_supersedes_the_delta(recckpt, run):
@@ -54,14 +58,6 @@ def test_with_adopt_it_supersedes_the_delta(recckpt, run):
     answer = recckpt("compact", run.url, "--adopt")
     assert answer.lines[0][:4] == ["ckpt_3:", "it", "is", "full"]
     assert len(answer.out.splitlines()) == 1
-
-
-def test_an_offer_that_waits_is_void_once_another_takes_over(recckpt, run):
-    directory = recckpt("compact", run.url, "--json").json["directory"]
-    said = recckpt("compact", run.url, "--adopt", "--json").json
-    assert (said["committed"], said["removed"]) == (True, ["ckpt_3"])
-    assert said["directory"] != directory
-    assert directory not in attempt_dirs(run)
 
 
 def test_out_writes_to_another_output_dir(recckpt, run, tmp_path):
@@ -83,14 +79,13 @@ def test_out_says_where_another_there_is_of_a_later_step(recckpt, tmp_path):
     assert "restore() takes ckpt_2, the newest there once it is written, though ckpt_3 is of a later step" in said[0]
 
 
-def test_what_is_full_is_said_to_be_so(recckpt, run):
+def test_what_is_full_is_said_to_be_so_and_wrong_usage_is_told_from_a_problem(recckpt, run, tmp_path):
     answer = recckpt("compact", run.url, "ckpt_1")
     assert (answer.code, answer.out) == (0, "ckpt_1: it is full already; nothing to do\n")
-
-
-def test_wrong_usage_is_told_from_a_problem(recckpt, run, tmp_path):
     assert recckpt("compact", run.url, "--out", tmp_path / "other", "--adopt").code == 2
-    assert recckpt("compact", run.url, "--budget", "much").code == 2
+    for text in ("much", "", "0", "-1", "1.5GB", "GB", "1iB", "1kb", "MiB1"):
+        answer = recckpt("compact", run.url, "--budget", text)
+        assert (answer.code, answer.out) == (2, "")
     assert recckpt("compact", run.url, "ckpt_9").code == 1
     answer = recckpt("compact", tmp_path / "nothing", "--adopt")
     assert (answer.code, len(answer.err.splitlines())) == (1, 1)
@@ -101,12 +96,6 @@ def test_wrong_usage_is_told_from_a_problem(recckpt, run, tmp_path):
 )
 def test_sizes_are_read_as_people_write_them(text, n_bytes):
     assert arguments.n_bytes(text) == n_bytes
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1", "1.5GB", "GB", "1iB", "1kb", "MiB1"])
-def test_other_sizes_are_refused(recckpt, run, text):
-    answer = recckpt("compact", run.url, "--budget", text)
-    assert (answer.code, answer.out) == (2, "")
 
 
 @pytest.fixture
@@ -210,29 +199,8 @@ def test_what_was_begun_is_told_by_repair_and_ended_without_ids(recckpt, run, go
     assert json.loads(run.read("forgotten.jsonl", 1 << 20))["by"] == "recckpt forget"
 
 
-WRONG = {
-    "": "found no ids",
-    "\n\n": "found no ids",
-    "1\nx\n": "line 2: found 'x', expected an int64",
-    "1.5\n": "line 1: found '1.5', expected an int64",
-    f"{2**63}\n": "expected an int64",
-    "1 2\n": "line 1: found '1 2'",
-    "--1\n": "line 1: found '--1'",
-}
-
-
-@pytest.mark.parametrize("text", WRONG)
-def test_a_wrong_file_is_refused_before_anything_changes(recckpt, run, tmp_path, text):
-    (tmp_path / "wrong").write_text(text)
-    before = tree(tmp_path / "runs")
-    for command in (
-        ("forget", run.url, "--table", "item", "--ids", tmp_path / "wrong"),
-        ("verify", run.url, "--absent", tmp_path / "wrong"),
-    ):
-        answer = recckpt(*command)
-        assert answer.code == 2
-        assert WRONG[text] in answer.err
-    assert tree(tmp_path / "runs") == before
+def text(content):
+    return lambda path: path.write_text(content)
 
 
 def numpy_file(values, **options):
@@ -243,26 +211,35 @@ def parquet_file(**columns):
     return lambda path: pq.write_table(pa.table(columns), path)
 
 
-NO_IDS = {
-    "floats.npy": (numpy_file(np.ones(3)), "found float64[3]"),
-    "square.npy": (numpy_file(np.ones((2, 2), np.int64)), "found int64[2, 2]"),
-    "large.npy": (numpy_file(np.array([2**63], np.uint64)), "beyond int64"),
-    "pickled.npy": (numpy_file(np.array([{}]), allow_pickle=True), "no array of numbers"),
-    "bytes.npy": (lambda path: path.write_bytes(b"no array"), "no array of numbers"),
-    "bytes.txt": (lambda path: path.write_bytes(b"\xff\xfe\x00"), "found no text"),
-    "two.parquet": (parquet_file(a=[1], b=[2]), "found the columns ['a', 'b']"),
-    "nulls.parquet": (parquet_file(id=[1, None]), "1 nulls"),
-    "text.parquet": (parquet_file(id=["1"]), "found string"),
-    "bytes.parquet": (lambda path: path.write_bytes(b"no parquet"), "no Parquet file"),
-}
+NO_IDS = [
+    ("empty", text(""), "found no ids"),
+    ("lines", text("\n\n"), "found no ids"),
+    ("word", text("1\nx\n"), "line 2: found 'x', expected an int64"),
+    ("float", text("1.5\n"), "line 1: found '1.5', expected an int64"),
+    ("large", text(f"{2**63}\n"), "expected an int64"),
+    ("two", text("1 2\n"), "line 1: found '1 2'"),
+    ("signs", text("--1\n"), "line 1: found '--1'"),
+    ("floats.npy", numpy_file(np.ones(3)), "found float64[3]"),
+    ("square.npy", numpy_file(np.ones((2, 2), np.int64)), "found int64[2, 2]"),
+    ("large.npy", numpy_file(np.array([2**63], np.uint64)), "beyond int64"),
+    ("pickled.npy", numpy_file(np.array([{}]), allow_pickle=True), "no array of numbers"),
+    ("bytes.npy", text("no array"), "no array of numbers"),
+    ("bytes.txt", lambda path: path.write_bytes(b"\xff\xfe\x00"), "found no text"),
+    ("two.parquet", parquet_file(a=[1], b=[2]), "found the columns ['a', 'b']"),
+    ("nulls.parquet", parquet_file(id=[1, None]), "1 nulls"),
+    ("text.parquet", parquet_file(id=["1"]), "found string"),
+    ("bytes.parquet", text("no parquet"), "no Parquet file"),
+]
 
 
-@pytest.mark.parametrize("name", NO_IDS)
-def test_files_that_hold_no_ids_are_refused_by_what_they_are(recckpt, run, tmp_path, name):
-    write, said = NO_IDS[name]
-    write(tmp_path / name)
-    answer = recckpt("forget", run.url, "--table", "item", "--ids", tmp_path / name)
-    assert (answer.code, said in answer.err) == (2, True), answer.err
+def test_files_that_hold_no_ids_are_refused_by_what_they_are_before_anything_changes(recckpt, run, tmp_path):
+    before = tree(tmp_path / "runs")
+    for name, write, said in NO_IDS:
+        write(tmp_path / name)
+        for command in (("forget", run.url, "--table", "item", "--ids"), ("verify", run.url, "--absent")):
+            answer = recckpt(*command, tmp_path / name)
+            assert (answer.code, said in answer.err) == (2, True), answer.err
+    assert tree(tmp_path / "runs") == before
 
 
 def test_wrong_options_and_places_are_refused(recckpt, run, gone, tmp_path):
@@ -380,48 +357,36 @@ def test_mirrors_that_are_named_forget_too_and_one_that_is_not_reached_is_a_prob
     assert recckpt("verify", run.url, to, away, other, "--absent", gone).code == 0
 
 
-def test_what_can_be_no_mirror_is_wrong_usage_and_changes_nothing(recckpt, run, gone, tmp_path):
-    before = tree(tmp_path)
-    answer = recckpt("forget", run.url, "--table", "item", "--ids", gone, "--mirrors", run.url)
+def test_a_dry_run_says_what_would_be_written_again_and_changes_nothing(recckpt, run, gone, tmp_path, monkeypatch):
+    before, forget = tree(tmp_path), ("forget", run.url, "--table", "item", "--ids", gone)
+    answer = recckpt(*forget, "--mirrors", run.url)
     assert (answer.code, "a mirror is apart from its run" in answer.err) == (2, True)
-    assert tree(tmp_path) == before
-
-
-def test_a_dry_run_says_what_would_be_written_again_and_changes_nothing(recckpt, run, gone):
-    before = tree(run_path := Path(run.url))
-    answer = recckpt("forget", run.url, "--table", "item", "--ids", gone, "--dry-run")
+    answer = recckpt(*forget, "--dry-run")
     assert (answer.code, answer.err) == (0, "")
     assert answer.out.startswith("would forget 3 ids of table item: 3 checkpoints to write again\n  ckpt_1: 2 rows, ")
     assert "it would read and write" in answer.out
-    assert tree(run_path) == before
-    data = recckpt("forget", run.url, "--table", "item", "--ids", gone, "--dry-run", "--json").json
-    done = recckpt("forget", run.url, "--table", "item", "--ids", gone, "--json").json["requests"][0]
+    assert tree(tmp_path) == before
+    data = recckpt(*forget, "--dry-run", "--json").json
+    assert data["seconds"] is None, "no timeline says how fast it writes"
+    line = {"ckpt_id": "ckpt_1", "n_bytes": 1000, "write_sec": 2.0, "commit_sec": 1.5}
+    (Path(run.url) / "timeline.jsonl").write_text(json.dumps(line) + "\n")
+    timed = recckpt(*forget, "--dry-run", "--json").json
+    assert timed["seconds"] == pytest.approx(timed["bytes"] / 500 + 3 * 1.5)
+    assert " s at the pace of the last saves, and fence a trainer off" in recckpt(*forget, "--dry-run").out
+
+    def interrupt(*args, **how):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("recckpt.rewrite.requests._carry_out", interrupt)
+        assert recckpt(*forget).code == 130
+    answer = recckpt("forget", run.url, "--dry-run")
+    assert "would forget 3 ids of table item, as was asked earlier: 3 checkpoints" in answer.out
+    done = recckpt("forget", run.url, "--json").json["requests"][0]
     [plan] = data["requests"]
     assert {each["ckpt_id"]: each["n_rows"] for each in plan["rewritten"]} == done["rows"]
     assert {each["directory"] for each in plan["rewritten"]} == set(done["rewritten"])
     assert data["bytes"] == sum(each["n_bytes"] for each in plan["rewritten"])
-    assert data["seconds"] is None, "no timeline says how fast it writes"
-
-
-def test_a_dry_run_goes_by_the_pace_of_the_last_saves(recckpt, run, gone):
-    line = {"ckpt_id": "ckpt_1", "n_bytes": 1000, "write_sec": 2.0, "commit_sec": 1.5}
-    (Path(run.url) / "timeline.jsonl").write_text(json.dumps(line) + "\n")
-    dry_run = "forget", run.url, "--table", "item", "--ids", gone, "--dry-run"
-    data = recckpt(*dry_run, "--json").json
-    assert data["seconds"] == pytest.approx(data["bytes"] / 500 + 3 * 1.5)
-    assert " s at the pace of the last saves, and fence a trainer off" in recckpt(*dry_run).out
-
-
-def test_a_dry_run_names_what_was_asked_earlier(recckpt, run, gone, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr("recckpt.rewrite.requests._carry_out", lambda *args, **how: interrupt())
-        assert recckpt("forget", run.url, "--table", "item", "--ids", gone).code == 130
-    answer = recckpt("forget", run.url, "--dry-run")
-    assert "would forget 3 ids of table item, as was asked earlier: 3 checkpoints" in answer.out
-
-
-def interrupt():
-    raise KeyboardInterrupt
 
 
 @pytest.fixture
@@ -458,16 +423,18 @@ def test_what_would_be_done_is_said_and_not_done(recckpt, runs):
     assert (runs / "ckpt_20").exists()
 
 
-def test_the_index_is_made_anew_and_leftovers_are_listed(recckpt, runs):
+def test_the_index_is_made_anew_and_leftovers_are_listed_and_removed_where_asked(recckpt, runs):
+    for path in (runs / "ckpt_5", runs / "nowhere"):
+        answer = recckpt("repair", path, "--clean")
+        assert (answer.code, answer.out, answer.err.count("\n")) == (1, "", 1)
+    assert recckpt("repair", "nosuch://x/y").code == 2
     answer = recckpt("repair", runs)
     assert (answer.code, answer.err) == (0, "")
     assert "was missing; made anew, 2 checkpoints" in answer.out
     assert states(answer)["ckpt_20"] == "--clean removes it"
     assert (runs / "ckpt_20").exists()
     assert recckpt("repair", runs).out.startswith(f"{runs}: the index file is right, 2 checkpoints\n")
-
-
-def test_clean_removes_what_is_dead(recckpt, runs):
+    (runs / "checkpoint").unlink()
     answer = recckpt("repair", runs, "--clean", "--json")
     assert (answer.code, answer.err) == (0, "")
     assert answer.json["removed"] == ["late", "ckpt_20"]
@@ -479,21 +446,11 @@ def test_clean_removes_what_is_dead(recckpt, runs):
     }
     assert not (runs / "late").exists()
     assert (runs / "ckpt_25").exists()
-
-
-def test_damaged_checkpoints_are_a_problem(recckpt, runs):
     (runs / "ckpt_5/model.pt").unlink()
     answer = recckpt("repair", runs, "--clean")
     assert answer.code == 1
     assert "ckpt_5 is damaged, and stays: ckpt_5/model.pt: found no such file" in answer.out
     assert "1 damaged checkpoint" in answer.err
-
-
-def test_what_is_no_output_dir_is_refused(recckpt, runs):
-    for path in (runs / "ckpt_5", runs / "nowhere"):
-        answer = recckpt("repair", path, "--clean")
-        assert (answer.code, answer.out, answer.err.count("\n")) == (1, "", 1)
-    assert recckpt("repair", "nosuch://x/y").code == 2
 
 
 def test_ls_shows_late_commits_and_pins(recckpt, runs):

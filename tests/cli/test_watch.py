@@ -152,34 +152,6 @@ def several_runs(tmp_path):
     return tmp_path
 
 
-def test_ls_has_a_line_for_each_run(recckpt, several_runs):
-    answer = recckpt("ls", several_runs)
-    assert (answer.code, answer.err) == (0, "")
-    assert answer.out.split("\n", 1)[0].split("  ")[0] == "RUN"
-    assert [(line[0], line[1], line[-1]) for line in answer.lines[1:]] == [
-        ("ads", "2", "good"),
-        ("clicks", "4", "good"),
-    ]
-    assert [line["run"] for line in recckpt("ls", several_runs, "--json").json["runs"]] == ["ads", "clicks"]
-
-
-def test_damage_in_a_run_is_a_problem_and_names_it(recckpt, several_runs):
-    flip_bit(several_runs / "clicks/ckpt_2/manifest.json")
-    for args in (("ls", several_runs), ("watch", several_runs, "--once")):
-        answer = recckpt(*args)
-        assert answer.code == 1
-        assert answer.err.startswith(f"recckpt: {several_runs}/clicks: ckpt_2 is damaged: ")
-        assert answer.err.count("\n") == 1
-
-
-def test_a_run_that_is_overdue_is_a_problem_to_watch_and_not_to_ls(recckpt, several_runs):
-    answer = recckpt("watch", several_runs, "--once", "--overdue", 1e-6)
-    assert (answer.code, answer.err.count(": overdue\n")) == (1, 2)
-    data = recckpt("watch", several_runs, "--once", "--overdue", 1e-6, "--json").json
-    assert [(run["overdue"], run["good"]) for run in data["runs"]] == [(True, False)] * 2
-    assert recckpt("watch", several_runs, "--once", "--overdue", 3600).code == 0
-
-
 def look_after(monkeypatch, *between):
     def end():
         raise KeyboardInterrupt
@@ -212,8 +184,27 @@ def test_on_a_terminal_the_table_changes(several_runs, monkeypatch, capsys):
     assert "\x1b[" in shown
 
 
-@pytest.mark.parametrize("command", [("ls",), ("watch", "--once")])
-def test_near_saves_of_several_runs_are_refused_with_the_name_of_one(recckpt, several_runs, command):
-    answer = recckpt(*command, several_runs, "--near", several_runs / "near")
-    assert answer.code == 2
-    assert f"--near goes with the output dir of one, such as {several_runs}/ads" in answer.err
+def test_each_of_several_runs_has_a_line_and_a_problem_of_it_its_name(recckpt, several_runs):
+    answer = recckpt("ls", several_runs)
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.out.split("\n", 1)[0].split("  ")[0] == "RUN"
+    assert [(line[0], line[1], line[-1]) for line in answer.lines[1:]] == [
+        ("ads", "2", "good"),
+        ("clicks", "4", "good"),
+    ]
+    assert [line["run"] for line in recckpt("ls", several_runs, "--json").json["runs"]] == ["ads", "clicks"]
+    watch_once = "watch", several_runs, "--once"
+    answer = recckpt(*watch_once, "--overdue", 1e-6)
+    assert (answer.code, answer.err.count(": overdue\n")) == (1, 2)
+    data = recckpt(*watch_once, "--overdue", 1e-6, "--json").json
+    assert [(run["overdue"], run["good"]) for run in data["runs"]] == [(True, False)] * 2
+    assert recckpt(*watch_once, "--overdue", 3600).code == 0
+    flip_bit(several_runs / "clicks/ckpt_2/manifest.json")
+    for args in (("ls", several_runs), watch_once):
+        answer = recckpt(*args)
+        assert answer.code == 1
+        assert answer.err.startswith(f"recckpt: {several_runs}/clicks: ckpt_2 is damaged: ")
+        assert answer.err.count("\n") == 1
+        answer = recckpt(*args, "--near", several_runs / "near")
+        assert answer.code == 2
+        assert f"--near goes with the output dir of one, such as {several_runs}/ads" in answer.err

@@ -96,7 +96,13 @@ def as_saved(ids):
 # One checkpoint
 
 
-def test_what_is_whole_comes_out_whole_and_nothing_is_listed(forge, tmp_path):
+@pytest.mark.parametrize("harm", ["none", "schema and footer"])
+def test_what_is_whole_comes_out_whole_and_nothing_is_listed(forge, tmp_path, harm):
+    if harm != "none":
+        path = forge.path(forge.parts[0])
+        data = bytearray(path.read_bytes())
+        data[20:60], data[-30:] = bytes(40), bytes(30)
+        path.write_bytes(data)
     done = exported(forge.directory, tmp_path)
     assert (rows(done), rows(done, "item")) == (as_saved(range(N_USERS)), as_saved(range(N_ITEMS)))
     assert done.skipped == ()
@@ -122,11 +128,13 @@ def test_a_batch_that_is_damaged_or_not_to_be_read_is_skipped_and_no_other(reque
     assert record["tables"]["user/1"]["rows"] == N_USERS - len(ids)
 
 
-def test_damage_is_an_error_without_skip_damaged(forge, tmp_path):
+def test_damage_is_an_error_without_skip_damaged_and_beside_since(forge, tmp_path):
     flip(forge, places(forge)[4][0], "id")
     with pytest.raises(CorruptCheckpointError):
         export_checkpoint(forge.directory, tmp_path / "out", to="parquet")
     assert not (tmp_path / "out").exists()
+    with pytest.raises(ConversionError, match="since: found it beside skip_damaged"):
+        exported(forge.directory, tmp_path, since="ckpt_0")
 
 
 @pytest.mark.parametrize("to", TARGETS)
@@ -184,15 +192,6 @@ def of_others():
     return users[~gen_slice(1, 3).owns(users)].tolist()
 
 
-def test_a_schema_and_a_footer_that_are_damaged_cost_nothing(forge, tmp_path):
-    path = forge.path(forge.parts[0])
-    data = bytearray(path.read_bytes())
-    data[20:60], data[-30:] = bytes(40), bytes(30)
-    path.write_bytes(data)
-    done = exported(forge.directory, tmp_path)
-    assert (rows(done), done.skipped) == (as_saved(range(N_USERS)), ())
-
-
 @pytest.mark.parametrize("harm", ["flipped", "cut", "missing", "not to be read"])
 def test_of_a_damaged_catalog_the_shard_is_skipped_and_no_number_is_made_up(request, shards, tmp_path, harm):
     path = shards.path(shards.manifest["shards"][1]["catalog"])
@@ -246,8 +245,9 @@ def test_rows_that_no_catalog_lists_are_missed(forge, tmp_path):
 
 def test_without_a_manifest_nothing_says_what_there_was(forge, tmp_path):
     flip_bit(forge.path("manifest.json"))
-    with pytest.raises(CorruptCheckpointError):
-        exported(forge.directory, tmp_path)
+    for path in (forge.directory, tmp_path / "runs"):
+        with pytest.raises(CorruptCheckpointError):
+            exported(path, tmp_path)
     forge.path("manifest.json").unlink()
     for path in (forge.directory, forge.directory.parent, tmp_path / "nowhere"):
         with pytest.raises(CheckpointNotFoundError):
@@ -267,10 +267,13 @@ def test_of_an_output_dir_the_newest_is_meant_though_it_is_damaged(forge, tmp_pa
 @pytest.mark.parametrize("harm", ["flipped", "not to be read"])
 def test_an_output_dir_with_a_manifest_that_is_damaged_says_so(forge, tmp_path, broken, caplog, harm):
     save_tables(storage_at(tmp_path / "runs"), [filled("user/1", range(300))], ckpt_id="ckpt_2", step=2)
+    broken["ckpt_2/manifest.json"] = 0, errno.EACCES
+    with pytest.raises(OSError, match=os.strerror(errno.EACCES)):
+        exported(tmp_path / "runs", tmp_path)
+    broken["ckpt_2/manifest.json"] = 0, errno.EIO
     if harm == "flipped":
+        del broken["ckpt_2/manifest.json"]
         flip_bit(tmp_path / "runs/ckpt_2/manifest.json")
-    else:
-        broken["ckpt_2/manifest.json"] = 0, errno.EIO
     done = exported(tmp_path / "runs", tmp_path)
     assert (done.ckpt_id, rows(done)) == ("ckpt_1", as_saved(range(N_USERS)))
     (skipped,) = done.skipped
@@ -278,19 +281,6 @@ def test_an_output_dir_with_a_manifest_that_is_damaged_says_so(forge, tmp_path, 
     assert "this checkpoint may be newer" in skipped.reason
     assert [each["file"] for each in done.metadata["skipped"]] == [skipped.file]
     assert "ckpt_2 is damaged and passed over" in caplog.text
-
-
-def test_an_output_dir_with_a_manifest_that_is_refused_ends_the_export(forge, tmp_path, broken):
-    save_tables(storage_at(tmp_path / "runs"), [filled("user/1", range(300))], ckpt_id="ckpt_2", step=2)
-    broken["ckpt_2/manifest.json"] = 0, errno.EACCES
-    with pytest.raises(OSError, match=os.strerror(errno.EACCES)):
-        exported(tmp_path / "runs", tmp_path)
-
-
-def test_an_output_dir_of_one_damaged_manifest_has_nothing_to_export(forge, tmp_path):
-    flip_bit(forge.path("manifest.json"))
-    with pytest.raises(CorruptCheckpointError):
-        exported(tmp_path / "runs", tmp_path)
 
 
 def test_a_damaged_manifest_of_a_link_is_said_once(delta, tmp_path):
@@ -332,16 +322,17 @@ def test_while_a_link_is_looked_at_one_batch_is_held(forge, tmp_path, monkeypatc
     assert max(n_held) <= 1
 
 
-def test_rows_are_chosen_among_those_that_are_whole(forge, tmp_path):
+def test_rows_are_chosen_among_those_that_are_whole_and_an_import_makes_a_checkpoint_of_them(forge, tmp_path):
     number, ids, _ = places(forge)[4]
     flip(forge, number, "id")
-    done = exported(forge.directory, tmp_path, tables=["user/1"], where={"ids": [*range(0, N_USERS, 2)]})
-    assert rows(done) == as_saved(n for n in range(0, N_USERS, 2) if n not in ids)
-
-
-def test_changes_since_a_checkpoint_without_the_damaged_ones_are_refused(forge, tmp_path):
-    with pytest.raises(ConversionError, match="since: found it beside skip_damaged"):
-        exported(forge.directory, tmp_path, since="ckpt_0")
+    even = exported(forge.directory, tmp_path, tables=["user/1"], where={"ids": [*range(0, N_USERS, 2)]})
+    assert rows(even) == as_saved(n for n in range(0, N_USERS, 2) if n not in ids)
+    done = exported(forge.directory, tmp_path)
+    import_checkpoint(done.target, tmp_path / "new")
+    assert CheckpointReader(tmp_path / "new").schema("item").names == ["id", "embedding", "sparse_m"]
+    again = exported(tmp_path / "new", tmp_path)
+    assert rows(again) == rows(done) == as_saved(set(range(N_USERS)) - ids)
+    assert again.skipped == ()
 
 
 @pytest.mark.parametrize("to", ["parquet", "npy", "safetensors", "dcp"])
@@ -350,17 +341,6 @@ def test_all_slots_come_out_unless_some_are_named(forge, tmp_path, to):
     assert [list(tables[name]["slots"]) for name in ("user/1", "item")] == [["embedding", "sparse_m"]] * 2
     tables = exported(forge.directory, tmp_path, to, slots=["embedding"]).metadata["tables"]
     assert list(tables["item"]["slots"]) == ["embedding"]
-
-
-def test_an_import_makes_a_checkpoint_of_what_came_out(forge, tmp_path):
-    number, ids, _ = places(forge)[4]
-    flip(forge, number, "id")
-    done = exported(forge.directory, tmp_path)
-    import_checkpoint(done.target, tmp_path / "new")
-    assert CheckpointReader(tmp_path / "new").schema("item").names == ["id", "embedding", "sparse_m"]
-    again = exported(tmp_path / "new", tmp_path)
-    assert rows(again) == rows(done) == as_saved(set(range(N_USERS)) - ids)
-    assert again.skipped == ()
 
 
 # What a disk has and cannot read
@@ -407,22 +387,19 @@ def begin_of(forge, number, column):
         return column_buffer(file.get_batch(number).column(column)).address - whole.address
 
 
-@pytest.mark.parametrize("code", [errno.EMFILE, errno.ETIMEDOUT, errno.EACCES])
-def test_an_error_that_says_nothing_of_the_file_ends_the_export(forge, tmp_path, broken, code):
-    broken[forge.parts[0]] = begin_of(forge, 4, "embedding"), code
-    with pytest.raises(OSError, match=os.strerror(code)):
-        exported(forge.directory, tmp_path)
-    assert {each.name for each in tmp_path.iterdir()} == {"runs"}
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_an_error_of_the_target_ends_the_export(forge, tmp_path, monkeypatch, code):
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ETIMEDOUT, errno.EACCES, errno.ENOSPC, errno.EIO])
+def test_an_error_that_says_nothing_of_the_file_or_is_of_the_target_ends_the_export(
+    forge, tmp_path, broken, monkeypatch, code
+):
     flip(forge, places(forge)[4][0], "id")
 
     def write(sink, data):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(LocalSink, "write", write)
+    if code in (errno.ENOSPC, errno.EIO):
+        monkeypatch.setattr(LocalSink, "write", write)
+    else:
+        broken[forge.parts[0]] = begin_of(forge, 4, "embedding"), code
     with pytest.raises(OSError, match=os.strerror(code)):
         exported(forge.directory, tmp_path)
     assert {each.name for each in tmp_path.iterdir()} == {"runs"}
@@ -540,17 +517,10 @@ def test_below_a_link_without_its_manifest_nothing_comes_out(delta, top, tmp_pat
     assert (skipped.file, skipped.buckets, skipped.rows) == ("ckpt_2/manifest.json", (0, 65536), None)
 
 
-def test_a_form_takes_the_place_of_a_link(delta, top, tmp_path):
+@pytest.mark.parametrize("lost", ["ckpt_2/manifest.json", "ckpt_2/sparse/00000*.arrow", "ckpt_1/sparse/00000*.arrow"])
+def test_a_form_that_is_whole_takes_the_place_of_a_link_that_is_not(delta, top, tmp_path, lost):
     write_compacted(delta, {0: (0, 0), 1: (7, 7), 4: (8, 8), 5: (5, 5), 9: (9, 9)})
-    (delta.directory / "manifest.json").unlink()
-    done = exported(top.directory, tmp_path)
-    assert (rows(done, "t"), done.skipped) == (WHOLE, ())
-
-
-@pytest.mark.parametrize("lost", ["a part of the link", "a part below it"])
-def test_a_form_that_is_whole_takes_the_place_of_a_link_that_is_not(base, delta, top, tmp_path, lost):
-    write_compacted(delta, {0: (0, 0), 1: (7, 7), 4: (8, 8), 5: (5, 5), 9: (9, 9)})
-    next((base if "below" in lost else delta).directory.glob("sparse/00000*.arrow")).unlink()
+    next((tmp_path / "runs").glob(lost)).unlink()
     done = exported(top.directory, tmp_path)
     assert (rows(done, "t"), done.skipped) == (WHOLE, ())
 
@@ -620,28 +590,21 @@ def test_a_tensor_with_a_damaged_block_is_left_out_and_named(request, saved, tmp
 
 
 @pytest.mark.parametrize("harm", ["flipped", "not to be read"])
-def test_with_a_damaged_index_all_tensors_are_left_out(saved, tmp_path, broken, harm):
+def test_a_damaged_index_leaves_all_tensors_out_and_a_file_of_states_itself(saved, tmp_path, broken, harm):
     forge, dense = saved
     (index,) = forge.directory.glob("dense/*.json")
-    if harm == "flipped":
-        flip_bit(index)
-    else:
-        broken[f"dense/{index.name}"] = 0, errno.EIO
+    for path in (forge.path("extra.pt"), index):
+        if harm == "flipped":
+            flip_bit(path)
+        else:
+            broken[str(path.relative_to(forge.directory))] = 0, errno.EIO
+        if path != index:
+            done = exported(forge.directory, tmp_path, "recis")
+            assert [each.file for each in done.skipped] == ["a/extra.pt"]
+            assert torch.load(next(Path(done.target).glob("*/model.pt"))).keys() >= set(dense)
     done = exported(forge.directory, tmp_path, "safetensors")
     assert not dense.keys() & load_file(done.target).keys()
     (skipped,) = done.skipped
     assert skipped.file == (f"a/dense/{index.name}" if harm == "flipped" else "a/dense")
     assert index.name in skipped.file + skipped.reason
     assert "all dense tensors are left out" in skipped.reason
-
-
-@pytest.mark.parametrize("harm", ["flipped", "not to be read"])
-def test_a_damaged_file_of_states_is_named_and_the_others_are_written(saved, tmp_path, broken, harm):
-    forge, _ = saved
-    if harm == "flipped":
-        flip_bit(forge.path("extra.pt"))
-    else:
-        broken["extra.pt"] = 0, errno.EIO
-    done = exported(forge.directory, tmp_path, "recis")
-    assert [each.file for each in done.skipped] == ["a/extra.pt"]
-    assert torch.load(next(Path(done.target).glob("*/model.pt"))).keys() >= set(saved[1])

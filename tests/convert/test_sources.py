@@ -113,8 +113,10 @@ def test_files_of_another_format_in_the_directory_are_listed(tmp_path):
     assert [left.name for left in plan.contents.left_out] == ["more.csv"]
 
 
-def test_columns_and_the_table_may_have_other_names(tmp_path):
-    pq.write_table(arrow_table(some_rows()).rename_columns(["item", "vector", "count"]), tmp_path / "x.parquet")
+def test_columns_and_the_table_may_have_other_names_and_links_to_files_are_followed(tmp_path):
+    (tmp_path / "blobs").mkdir()
+    pq.write_table(arrow_table(some_rows()).rename_columns(["item", "vector", "count"]), tmp_path / "blobs/x.parquet")
+    (tmp_path / "x.parquet").symlink_to(tmp_path / "blobs/x.parquet")  # as caches have them
     options = ImportOptions(table="items", ids="item", embedding="vector")
     import_rows(tmp_path / "x.parquet", tmp_path / "out", options=options)
     assert table_bytes(tmp_path / "out", "items") == rows_bytes(some_rows())
@@ -134,23 +136,19 @@ def test_columns_that_cannot_be_slots_are_left_out_where_others_are_chosen(tmp_p
         import_checkpoint(tmp_path / "t.parquet", tmp_path / "other", options=ImportOptions(slots=("cuont",)))
 
 
-def test_a_choice_of_columns_is_refused_where_there_is_none(tmp_path):
-    np.save(tmp_path / "t.npy", some_rows(5)["embedding"])
-    with pytest.raises(ConversionError, match="an option for columns that become slots, expected none, of npy"):
-        import_checkpoint(tmp_path / "t.npy", tmp_path / "out", options=ImportOptions(slots=()))
-
-
-def test_a_matrix_alone_has_the_ids_from_0_on(tmp_path):
+def test_a_matrix_alone_has_the_ids_from_0_on_and_no_columns_to_choose(tmp_path):
     values = some_rows(5)["embedding"]
     np.save(tmp_path / "t.npy", values)
+    with pytest.raises(ConversionError, match="an option for columns that become slots, expected none, of npy"):
+        import_checkpoint(tmp_path / "t.npy", tmp_path / "out", options=ImportOptions(slots=()))
     import_rows(tmp_path / "t.npy", tmp_path / "out")
     assert table_bytes(tmp_path / "out", "t") == rows_bytes({"id": np.arange(5), "embedding": values})
 
 
 def test_an_import_joins_an_output_dir_but_never_replaces_a_step(tmp_path):
     source = parquet_file(tmp_path, some_rows())
-    import_rows(source, tmp_path / "out", step=1)
-    import_rows(source, tmp_path / "out", step=2)
+    for step in (1, 2):
+        import_rows(source, tmp_path / "out", step=step)
     with pytest.raises(CheckpointExistsError, match="'ckpt_2' is committed already"):
         import_rows(source, tmp_path / "out", step=2)
 
@@ -176,39 +174,24 @@ VECTORS = vectors(np.ones((2, 3), np.float32))
 
 
 @pytest.mark.parametrize(
-    ("ids", "match"),
+    ("ids", "column", "match"),
     [
-        (pa.array([1.0, 2.0]), "column 'id': found ids of double, expected integers"),
-        (pa.array([1.0, float("nan")]), "ids of double"),
-        (pa.array(["a", "b"]), "ids of string"),
-        (pa.array([1, None], pa.int64()), "column 'id': found nulls"),
-        (pa.array([1, 2**63], pa.uint64()), "the id 9223372036854775808, beyond int64"),
-        (pa.array([5, 5]), "table 't': found id 5 twice"),
+        (pa.array([1.0, 2.0]), VECTORS, "column 'id': found ids of double, expected integers"),
+        (pa.array([1.0, float("nan")]), VECTORS, "ids of double"),
+        (pa.array(["a", "b"]), VECTORS, "ids of string"),
+        (pa.array([1, None], pa.int64()), VECTORS, "column 'id': found nulls"),
+        (pa.array([1, 2**63], pa.uint64()), VECTORS, "the id 9223372036854775808, beyond int64"),
+        (pa.array([5, 5]), VECTORS, "table 't': found id 5 twice"),
+        ([*range(200), 3], vectors(np.ones((201, 3), np.float32)), "id 3 twice"),  # in two runs
+        ([1, 2], pa.array([[1.0], [1.0, 2.0]]), "a list of 2, expected 1 in each"),
+        ([1, 2], pa.array([[1.0], None]), "found nulls"),
+        ([1, 2], pa.array([[1.0], [None]]), "found nulls"),
+        ([1, 2], pa.array(["x", "y"]), "column 'embedding': found string"),
+        ([1, 2], pa.array([True, False]), "column 'embedding': found bool"),
     ],
 )
-def test_ids_that_are_none_are_refused(tmp_path, ids, match):
-    refused(parquet(tmp_path, id=ids, embedding=VECTORS), match)
-
-
-def test_an_id_in_two_runs_is_found(tmp_path):
-    rows = some_rows(300)
-    rows["id"][250] = rows["id"][3]
-    pq.write_table(arrow_table(rows), tmp_path / "t.parquet")
-    refused(tmp_path / "t.parquet", f"id {rows['id'][3]} twice")
-
-
-@pytest.mark.parametrize(
-    ("column", "match"),
-    [
-        (pa.array([[1.0], [1.0, 2.0]]), "a list of 2, expected 1 in each"),
-        (pa.array([[1.0], None]), "found nulls"),
-        (pa.array([[1.0], [None]]), "found nulls"),
-        (pa.array(["x", "y"]), "column 'embedding': found string"),
-        (pa.array([True, False]), "column 'embedding': found bool"),
-    ],
-)
-def test_vectors_that_are_none_are_refused(tmp_path, column, match):
-    refused(parquet(tmp_path, id=[1, 2], embedding=column), match)
+def test_ids_and_vectors_that_are_none_are_refused(tmp_path, ids, column, match):
+    refused(parquet(tmp_path, id=ids, embedding=column), match)
 
 
 def test_columns_that_are_not_there_are_named_with_those_that_are(tmp_path):
@@ -262,41 +245,35 @@ def test_csv_is_refused_with_what_to_do_about_it(tmp_path, name):
         import_checkpoint(tmp_path / name, tmp_path / "out", format="csv")
 
 
-def test_arrays_of_objects_would_need_code_and_are_refused(tmp_path):
-    (tmp_path / "t").mkdir()
-    np.save(tmp_path / "t/id.npy", np.arange(2))
-    np.save(tmp_path / "t/embedding.npy", np.array([{}, {}], object), allow_pickle=True)
-    refused(tmp_path / "t", "embedding.npy: found objects, which need code to read")
-
-
-def test_arrays_that_are_cut_or_do_not_fit_are_refused(tmp_path):
+def test_arrays_that_are_cut_or_do_not_fit_or_would_need_code_are_refused(tmp_path):
     (tmp_path / "t").mkdir()
     np.save(tmp_path / "t/id.npy", np.arange(3))
+    np.save(tmp_path / "t/embedding.npy", np.array([{}, {}, {}], object), allow_pickle=True)
+    refused(tmp_path / "t", "embedding.npy: found objects, which need code to read")
     np.save(tmp_path / "t/embedding.npy", np.ones((4, 2), np.float32))
     refused(tmp_path / "t", "'id' of .*3.*'embedding' of .*4")
     np.save(tmp_path / "t/id.npy", np.arange(4))
     cut = (tmp_path / "t/embedding.npy").read_bytes()[:-9]
     (tmp_path / "t/embedding.npy").write_bytes(cut)
     refused(tmp_path / "t", "embedding.npy: found the end of the file at row 2")
-    np.save(tmp_path / "t/id.npy", np.ones(4))
-    refused(tmp_path / "t", "ids of float64")
-    np.save(tmp_path / "t/id.npy", np.ones(4, np.float32))
-    refused(tmp_path / "t", "ids of float32")
-    np.save(tmp_path / "t/id.npy", np.ones((4, 1), np.int64))
-    refused(tmp_path / "t", r"ids of shape \(4, 1\), expected one dimension")
-    np.save(tmp_path / "t/id.npy", np.array(list("abcd")))
-    refused(tmp_path / "t", "ids of str")
+    for ids, match in (
+        (np.ones(4), "ids of float64"),
+        (np.ones(4, np.float32), "ids of float32"),
+        (np.ones((4, 1), np.int64), r"ids of shape \(4, 1\), expected one dimension"),
+        (np.array(list("abcd")), "ids of str"),
+    ):
+        np.save(tmp_path / "t/id.npy", ids)
+        refused(tmp_path / "t", match)
 
 
-@pytest.mark.parametrize("options", [ImportOptions(ids="key"), ImportOptions(embedding="vector")])
-def test_wishes_for_columns_are_refused_where_there_are_none(tmp_path, options):
+def test_wishes_for_columns_tensors_and_tables_are_refused_where_there_are_none(tmp_path):
     save_file({"w": np.ones((2, 2), "f4")}, tmp_path / "m.safetensors")
-    refused(tmp_path / "m.safetensors", "an option for column of .*, expected none, of safetensors", options=options)
-
-
-def test_a_wish_for_tensors_as_tables_is_refused_of_rows(tmp_path):
+    match = "an option for column of .*, expected none, of safetensors"
+    for options in (ImportOptions(ids="key"), ImportOptions(embedding="vector")):
+        refused(tmp_path / "m.safetensors", match, options=options)
     source = parquet(tmp_path, id=[1, 2], embedding=VECTORS)
     refused(source, "an option for tensors that are to be tables", options=ImportOptions(as_table={"embedding": None}))
+    refused(source, "no table 'u'", tables=["u"])
 
 
 def header(entries, values=b""):
@@ -362,18 +339,6 @@ def test_wishes_that_cannot_be_met_are_refused(tmp_path, as_table, match):
     refused(tmp_path / "x.safetensors", match, options=ImportOptions(as_table=as_table))
 
 
-def test_a_source_that_is_not_there_or_of_no_known_format_is_refused(tmp_path):
-    refused(tmp_path / "nothing", "no file and no directory")
-    (tmp_path / "t.txt").write_text("x")
-    refused(tmp_path / "t.txt", "files of no format that is known: t.txt")
-    with pytest.raises(ValueError, match=r"found 'parket', .*did you mean 'parquet'"):
-        import_checkpoint(tmp_path / "t.txt", tmp_path / "out", format="parket")
-
-
-def test_a_table_that_is_asked_for_and_not_there_is_refused(tmp_path):
-    refused(parquet(tmp_path, id=[1, 2], embedding=VECTORS), "no table 'u'", tables=["u"])
-
-
 @pytest.fixture
 def store():
     memory = fsspec.filesystem("memory")
@@ -389,6 +354,17 @@ def put(store, source, name):
     return f"memory://conversions/{name}"
 
 
+def test_a_source_that_is_not_there_or_of_no_known_format_is_refused(tmp_path, store):
+    refused(tmp_path / "nothing", "no file and no directory")
+    (tmp_path / "t.txt").write_text("x")
+    refused(tmp_path / "t.txt", "files of no format that is known: t.txt")
+    with pytest.raises(ValueError, match=r"found 'parket', .*did you mean 'parquet'"):
+        import_checkpoint(tmp_path / "t.txt", tmp_path / "out", format="parket")
+    store.pipe("/conversions/x", b"")
+    with pytest.raises(ConversionError, match="found no file and no directory"):
+        import_checkpoint("memory://conversions/none.parquet", tmp_path / "out")
+
+
 @pytest.mark.parametrize("to", ["parquet", "npy", "safetensors"])
 def test_what_was_exported_to_a_url_is_imported_from_there(tmp_path, store, to):
     np.savez(tmp_path / "t.npz", **some_rows())
@@ -400,19 +376,3 @@ def test_what_was_exported_to_a_url_is_imported_from_there(tmp_path, store, to):
     assert table_bytes(tmp_path / "back", "t") == rows_bytes(some_rows())
     with pytest.raises(FileExistsError):
         export_checkpoint("memory://conversions/run", target, to=to)
-
-
-def test_links_to_files_are_followed_as_caches_have_them(tmp_path):
-    (tmp_path / "t").mkdir()
-    (tmp_path / "blobs").mkdir()
-    for name, values in some_rows().items():
-        np.save(tmp_path / "blobs" / f"{name}.npy", values)
-        (tmp_path / "t" / f"{name}.npy").symlink_to(tmp_path / "blobs" / f"{name}.npy")
-    import_rows(tmp_path / "t", tmp_path / "out")
-    assert table_bytes(tmp_path / "out", "t") == rows_bytes(some_rows())
-
-
-def test_nothing_at_a_url_is_refused(tmp_path, store):
-    store.pipe("/conversions/x", b"")
-    with pytest.raises(ConversionError, match="found no file and no directory"):
-        import_checkpoint("memory://conversions/none.parquet", tmp_path / "out")

@@ -53,26 +53,25 @@ def test_a_state_is_that_of_the_moment_and_goes_back_to_its_object():
     assert registry.dump() == {"c": {"count": 7}, "plain": 3, "other": {"count": 2}}
     load(registry, {"c": {"count": 5}, "plain": 4})
     assert (counter.count, registry.get("plain"), other.count) == (5, 4, 2)  # the checkpoint lacks the last one
+    counter.count = {"deep": [1, defaultdict(int)]}
+    with pytest.raises(ValueError, match=r"'c'\['count'\]\['deep'\]\[1\]: a collections.defaultdict"):
+        registry.dump()
 
 
-@pytest.mark.parametrize("make", [Counter, list, lambda: torch.ones(2), lambda: np.ones(2)])
-def test_one_object_is_registered_under_one_name(make):
-    registry, obj = extra_registry(), make()
-    registry.add("first", obj)
-    with pytest.raises(
-        ValueError, match=rf"'first' and 'second' are one {type(obj).__name__}, .*: keep one of the two"
-    ):
-        registry.add("second", obj)
-    registry.add("second", make())
-    assert list(registry) == ["first", "second"]
-
-
-@pytest.mark.parametrize("value", [0, "word", None, True, ()])
-def test_values_that_are_equal_by_chance_have_a_name_each(value):
-    registry = extra_registry()
-    registry.add("first", value)
-    registry.add("second", value)
-    assert registry.dump() == {"first": value, "second": value}
+def test_one_object_is_registered_under_one_name_and_values_that_are_equal_by_chance_have_a_name_each():
+    for make in (Counter, list, lambda: torch.ones(2), lambda: np.ones(2)):
+        registry, obj = extra_registry(), make()
+        registry.add("first", obj)
+        match = rf"'first' and 'second' are one {type(obj).__name__}, .*: keep one of the two"
+        with pytest.raises(ValueError, match=match):
+            registry.add("second", obj)
+        registry.add("second", make())
+        assert list(registry) == ["first", "second"]
+    for value in (0, "word", None, True, ()):
+        registry = extra_registry()
+        registry.add("first", value)
+        registry.add("second", value)
+        assert registry.dump() == {"first": value, "second": value}
 
 
 class Half:
@@ -107,28 +106,18 @@ def test_what_cannot_be_registered_is_refused_by_name(make, name, value, match):
     assert list(registry) == ["known"]
 
 
-@pytest.mark.parametrize("value", [1, 2.5, True, None, "x", b"x", [1, {"a": (2,)}], {1, 2}, OrderedDict(a=1)])
-def test_plain_values_are_their_own_state(value):
-    registry = extra_registry()
-    registry.add("v", value)
-    assert registry.dump() == {"v": value}
-    assert type(registry.dump()["v"]) is type(value)
-
-
-def test_numpy_becomes_numbers_and_tensors():
+def test_plain_values_are_their_own_state_and_numpy_becomes_numbers_and_tensors():
+    for value in (1, 2.5, True, None, "x", b"x", [1, {"a": (2,)}], {1, 2}, OrderedDict(a=1)):
+        registry = extra_registry()
+        registry.add("v", value)
+        assert registry.dump() == {"v": value}
+        assert type(registry.dump()["v"]) is type(value)
     registry = extra_registry()
     registry.add("v", {"a": np.float32(1.5), np.int64(3): np.arange(3, dtype=np.int16)})
     dumped = registry.dump()["v"]
     assert type(dumped["a"]) is float
     assert [type(key) for key in dumped] == [str, int]
     assert torch.equal(dumped[3], torch.arange(3, dtype=torch.int16))
-
-
-def test_the_place_of_what_could_not_be_loaded_back_is_named():
-    registry, counter = extra_registry(), Counter({"deep": [1, defaultdict(int)]})
-    registry.add("optim", counter)
-    with pytest.raises(ValueError, match=r"'optim'\['count'\]\['deep'\]\[1\]: a collections.defaultdict"):
-        registry.dump()
 
 
 class Unasked(Counter):
@@ -275,7 +264,7 @@ def test_a_tensor_that_no_load_can_write_to_is_replaced_and_the_others_are_loade
     assert "'expanded' is of type Tensor, which a load cannot change" in caplog.text
 
 
-def test_of_a_value_that_no_load_can_change_one_warning_says_so(caplog):
+def test_of_a_value_that_no_load_can_change_one_warning_says_so_and_of_an_unknown_name_a_hint(caplog):
     registry = extra_registry()
     registry.add("epoch", 0)
     registry.add("name", "x")
@@ -286,13 +275,8 @@ def test_of_a_value_that_no_load_can_change_one_warning_says_so(caplog):
     [warning] = [record.getMessage() for record in caplog.records]
     assert "'epoch' is of type int, which a load cannot change" in warning
     assert "get_extra_data('epoch')" in warning
-
-
-def test_a_name_that_nobody_knows_gives_none_and_a_hint(caplog):
-    registry = extra_registry()
-    registry.add("scheduler", 1)
-    assert registry.get("schedular") is None
-    assert "nothing is registered as 'schedular', nor was loaded for it; did you mean 'scheduler'?" in caplog.text
+    assert registry.get("epoc") is None
+    assert "nothing is registered as 'epoc', nor was loaded for it; did you mean 'epoch'?" in caplog.text
 
 
 @pytest.mark.parametrize("make", [extra_registry, io_registry])
@@ -320,22 +304,7 @@ def test_an_object_that_refuses_to_merge_is_named():
         registry.merged("d", [{}], 0, 1)
 
 
-def test_random_states_are_looked_at_without_a_change():
-    before = dump_rng()
-    torch.rand(3)
-    np.random.rand(3)
-    random.random()
-    moved = dump_rng()
-    check_rng(before)
-    with pytest.raises(ValueError, match="KeyError: 'numpy'"):
-        check_rng({name: state for name, state in before.items() if name != "numpy"})
-    after = dump_rng()
-    assert torch.equal(after["torch"], moved["torch"])
-    assert torch.equal(after["numpy"][1], moved["numpy"][1])
-    assert after["python"] == moved["python"]
-
-
-def test_random_generators_go_on_where_they_were_and_cuda_is_not_started_to_ask():
+def test_random_generators_go_on_where_they_were_and_a_look_at_their_states_changes_nothing():
     def draw():
         return torch.rand(3).tolist(), np.random.randn(3).tolist(), random.gauss(0, 1)
 
@@ -345,7 +314,15 @@ def test_random_generators_go_on_where_they_were_and_cuda_is_not_started_to_ask(
     expected = draw()
     load_rng(state)
     assert draw() == expected
-    assert torch.cuda.is_initialized() == is_started
+    assert torch.cuda.is_initialized() == is_started  # it is not started to ask
+    moved = dump_rng()
+    check_rng(state)
+    with pytest.raises(ValueError, match="KeyError: 'numpy'"):
+        check_rng({name: each for name, each in state.items() if name != "numpy"})
+    after = dump_rng()
+    assert torch.equal(after["torch"], moved["torch"])
+    assert torch.equal(after["numpy"][1], moved["numpy"][1])
+    assert after["python"] == moved["python"]
 
 
 def test_a_schedule_by_milestones_goes_on_where_it_was():

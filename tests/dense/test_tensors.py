@@ -104,9 +104,9 @@ def test_any_box_of_any_tiling_is_read_and_little_else(tmp_path, small, seed):
     reader.close()
 
 
-def test_only_the_blocks_that_a_box_lies_in_are_read(tmp_path, small):
+def test_only_the_blocks_that_a_box_lies_in_are_read_and_damage_of_others_is_not_seen(tmp_path, small):
     whole = values((100, 16), torch.float64)  # a row is a block
-    save_chunked(tmp_path, [chunk_of("w", whole)])
+    forge = save_chunked(tmp_path, [chunk_of("w", whole)])
     reader = reader_of(tmp_path)
     [stored] = reader.tensors.values()
     for begin, n_rows in [(0, 1), (7, 2), (98, 2), (20, 40)]:
@@ -114,11 +114,6 @@ def test_only_the_blocks_that_a_box_lies_in_are_read(tmp_path, small):
         found = reader.read_box(stored, (n_rows, 16), planned_reads(stored, (begin, 0), (n_rows, 16)))
         assert found.tobytes() == bits(whole[begin : begin + n_rows])
         assert reader.bytes_read - before == n_rows * 128
-
-
-def test_damage_is_seen_by_those_who_read_it_and_by_no_others(tmp_path, small):
-    whole = values((100, 16), torch.float64)
-    forge = save_chunked(tmp_path, [chunk_of("w", whole)])
     path = forge.path("dense/00000-of-00001.bin")
     data = bytearray(path.read_bytes())
     data[50 * 128 + 5] ^= 4
@@ -133,21 +128,16 @@ def test_damage_is_seen_by_those_who_read_it_and_by_no_others(tmp_path, small):
     assert (problem.file, problem.where) == (caught.value.path, caught.value.where)
 
 
-def test_chunks_begin_where_the_specification_says(tmp_path):
+def test_chunks_begin_where_the_specification_says_and_bytes_between_them_are_checked_too(tmp_path):
     forge = save_chunked(tmp_path, [chunk_of(f"t{n}", values((n,), torch.uint8)) for n in (1, 63, 64, 65, 3)])
     index = json.loads(forge.path("dense/00000-of-00001.json").read_text())
     assert [chunk["at"] for chunk in index["chunks"]] == [0, 64, 128, 192, 320]
-    data = forge.path("dense/00000-of-00001.bin").read_bytes()
+    path = forge.path("dense/00000-of-00001.bin")
+    data = bytearray(path.read_bytes())
     assert len(data) == 323
     for chunk in index["chunks"]:
         begin, n = chunk["at"], chunk["shape"][0]
         assert data[begin : begin + n] == bits(values((n,), torch.uint8))
-
-
-def test_bytes_between_chunks_are_checked_too(tmp_path):
-    forge = save_chunked(tmp_path, [chunk_of("a", values((3,))), chunk_of("b", values((3,)))])
-    path = forge.path("dense/00000-of-00001.bin")
-    data = bytearray(path.read_bytes())
     data[20] = 1
     path.write_bytes(data)
     [problem] = verify(str(tmp_path))
@@ -233,39 +223,26 @@ def test_an_index_that_makes_no_sense_is_corrupt(two_shards, forge, edit):
     assert {problem.file for problem in problems} & {caught.value.path, "ckpt_1/dense/00000-of-00002.json"}
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"format": NaN}', b"\xff", b"[" * 100_000])
-def test_an_index_that_is_no_json_is_corrupt(two_shards, forge, data):
-    forge.write("dense/00001-of-00002.json", data)
-    with pytest.raises(CorruptCheckpointError):
+def test_an_index_that_is_no_json_of_a_newer_version_or_left_out_is_refused(two_shards, forge):
+    name = "dense/00001-of-00002.json"
+    whole = forge.path(name).read_bytes()
+    for data in (b"", b"{", b"[]", b'{"format": NaN}', b"\xff", b"[" * 100_000):
+        forge.write(name, data)
+        with pytest.raises(CorruptCheckpointError):
+            reader_of(two_shards)
+        assert [problem.file for problem in verify(str(two_shards))] == [f"ckpt_1/{name}"]
+    forge.write(name, whole)
+    files = forge.manifest["files"]
+    forge.edit_manifest(lambda values: values.update(files=[file for file in files if file["name"] != name]))
+    with pytest.raises(CorruptCheckpointError, match="chunks of 24 values"):
         reader_of(two_shards)
-    assert [problem.file for problem in verify(str(two_shards))] == ["ckpt_1/dense/00001-of-00002.json"]
-
-
-def test_an_index_of_a_newer_version_is_refused_by_its_number(two_shards, forge):
+    assert verify(str(two_shards))
+    forge.edit_manifest(lambda values: values.update(files=files))
     edit_index(forge, lambda values: values.update(version=99))
     with pytest.raises(FormatVersionError):
         reader_of(two_shards)
     [problem] = verify(str(two_shards))
     assert (problem.where, problem.found) == ("version", "99, which needs a newer recckpt")
-
-
-def test_a_manifest_that_leaves_out_an_index_leaves_a_gap(two_shards, forge):
-    name = "dense/00001-of-00002.json"
-    forge.edit_manifest(lambda values: values.update(files=[f for f in values["files"] if f["name"] != name]))
-    with pytest.raises(CorruptCheckpointError, match="chunks of 24 values"):
-        reader_of(two_shards)
-    assert verify(str(two_shards))
-
-
-def test_a_tensor_that_is_in_model_pt_and_in_chunks_is_corrupt(tmp_path):
-    save_chunked(tmp_path, [chunk_of("w", torch.zeros(8, 6))], model={"w": torch.zeros(8, 6)})
-    with CheckpointReader(str(tmp_path)) as reader, pytest.raises(CorruptCheckpointError, match="each value once"):
-        reader.tensor_names()
-
-
-def test_a_name_that_is_not_there_is_told_with_the_nearest(two_shards):
-    with CheckpointReader(str(two_shards)) as reader, pytest.raises(KeyError, match="'w'"):
-        reader.read_tensor("ww")
 
 
 def test_bytes_that_are_as_the_manifest_says_and_not_as_the_index_says_are_damage(two_shards, forge):
@@ -279,7 +256,7 @@ def test_bytes_that_are_as_the_manifest_says_and_not_as_the_index_says_are_damag
 STAND_IN = {"recckpt.sharded": "obj['moment']"}
 
 
-def test_a_state_has_its_sharded_tensors_where_their_names_stand(tmp_path):
+def test_a_state_has_its_sharded_tensors_where_their_names_stand_and_no_others(tmp_path, two_shards):
     moment = values((5, 3))
     save_chunked(tmp_path, [chunk_of("obj['moment']", moment, of="extra"), chunk_of("obj['moment']", values((2,)))])
     saved = {"a": [1, (STAND_IN, "x")], "b": torch.ones(2)}
@@ -288,12 +265,15 @@ def test_a_state_has_its_sharded_tensors_where_their_names_stand(tmp_path):
     assert bits(found["a"][1][0]) == bits(moment)
     assert (found["a"][0], found["a"][1][1]) == (1, "x")
     assert found["b"] is saved["b"]
-
-
-def test_a_name_that_stands_for_no_tensor_is_corrupt(two_shards):
     with pytest.raises(CorruptCheckpointError) as caught:
         fitted({"a": STAND_IN}, None, reader_of(two_shards))
     assert (caught.value.path, caught.value.where) == ("ckpt_1/extra.pt", repr("obj['moment']"))
+    with CheckpointReader(str(two_shards)) as reader, pytest.raises(KeyError, match="'w'"):
+        reader.read_tensor("ww")
+    twice = tmp_path / "twice"
+    save_chunked(twice, [chunk_of("w", torch.zeros(8, 6))], model={"w": torch.zeros(8, 6)})
+    with CheckpointReader(str(twice)) as reader, pytest.raises(CorruptCheckpointError, match="each value once"):
+        reader.tensor_names()
 
 
 class Fuzz:

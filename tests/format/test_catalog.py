@@ -127,15 +127,15 @@ def test_a_catalog_that_does_not_fit_its_manifest_is_corrupt(edit, where):
     assert (caught.value.path, caught.value.where) == (PATH, where)
 
 
-@pytest.mark.parametrize("name", ["../x.arrow", "/etc/x.arrow", "http://h/x.arrow"])
-def test_an_unsafe_name_is_refused(name):
-    with pytest.raises(CorruptCheckpointError, match="unsafe path"):
-        decode(edited(part(file=name)), PATH, manifest(), 0)
-
-
-def test_a_newer_version_is_refused_by_number():
+def test_an_unsafe_name_a_newer_version_and_what_is_no_json_object_are_refused():
+    for name in ("../x.arrow", "/etc/x.arrow", "http://h/x.arrow"):
+        with pytest.raises(CorruptCheckpointError, match="unsafe path"):
+            decode(edited(part(file=name)), PATH, manifest(), 0)
     with pytest.raises(FormatVersionError, match="99"):
         decode(edited(lambda v: v.update(version=99)), PATH, manifest(), 0)
+    for data in (b"", b"{", b"\xff", b'{"format": NaN}', b"[]"):
+        with pytest.raises(CorruptCheckpointError):
+            decode(data, PATH, manifest(), 0)
 
 
 def test_fields_that_nobody_knows_are_ignored():
@@ -143,12 +143,6 @@ def test_fields_that_nobody_knows_are_ignored():
         values["new"] = values["parts"][0]["new"] = values["parts"][0]["batches"][0]["new"] = {"a": [1]}
 
     assert decode(edited(edit), PATH, manifest(), 0) == catalog()
-
-
-@pytest.mark.parametrize("data", [b"", b"{", b"\xff", b'{"format": NaN}', b"[]"])
-def test_what_is_no_json_object_is_corrupt(data):
-    with pytest.raises(CorruptCheckpointError):
-        decode(data, PATH, manifest(), 0)
 
 
 @pytest.mark.slow
@@ -235,15 +229,12 @@ def delete_batch(**changes):
         (delete_batch(xxh3=dict.fromkeys(SUMS, "0" * 16)), "parts[1].batches[0].xxh3"),
     ],
 )
-def test_a_part_of_deletes_that_does_not_fit_is_corrupt(edit, where):
+def test_a_part_of_deletes_that_does_not_fit_or_is_in_a_full_checkpoint_is_corrupt(edit, where):
     values = json.loads(encode(delta_catalog()))
     edit(values)
     with pytest.raises(CorruptCheckpointError) as caught:
         decode(json.dumps(values).encode(), PATH, delta_manifest(), 0)
     assert (caught.value.path, caught.value.where) == (PATH, where)
-
-
-def test_a_part_of_deletes_in_a_full_checkpoint_is_corrupt():
-    listed = replace(delta_manifest(), parent=None, chain=(), tables=manifest().tables)
+    full = replace(delta_manifest(), parent=None, chain=(), tables=manifest().tables)
     with pytest.raises(CorruptCheckpointError, match="in a full checkpoint"):
-        decode(encode(delta_catalog()), PATH, listed, 0)
+        decode(encode(delta_catalog()), PATH, full, 0)

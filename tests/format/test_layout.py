@@ -31,33 +31,21 @@ def test_different_ids_have_different_directories(one, other):
         assert layout.encode_id(one) != layout.encode_id(other)
 
 
-@pytest.mark.parametrize(
-    ("ckpt_id", "encoded"),
-    [
-        ("ckpt_100", "ckpt_100"),
-        ("a/b", "a%2Fb"),
-        ("..", "%2E."),
-        (".", "%2E"),
-        ("-rf", "%2Drf"),
-        ("100%", "100%25"),
-        ("täglich", "t%C3%A4glich"),
-        ("~", "%7E"),
-        ("a b\n", "a%20b%0A"),
-    ],
-)
-def test_ids_are_percent_encoded(ckpt_id, encoded):
-    assert layout.encode_id(ckpt_id) == encoded
-
-
-@pytest.mark.parametrize("ckpt_id", ["", "x" * 201, "ü" * 40, *RESERVED, None, 7, "\ud800"])
-def test_what_cannot_be_an_id_is_refused(ckpt_id):
-    with pytest.raises(ValueError):  # noqa: PT011  # of several reasons
-        layout.encode_id(ckpt_id)
+def test_ids_are_percent_encoded_and_what_cannot_be_one_is_refused():
+    encoded = {"ckpt_100": "ckpt_100", "a/b": "a%2Fb", "..": "%2E.", ".": "%2E", "-rf": "%2Drf", "100%": "100%25"}
+    encoded |= {"täglich": "t%C3%A4glich", "~": "%7E", "a b\n": "a%20b%0A"}
+    assert {ckpt_id: layout.encode_id(ckpt_id) for ckpt_id in encoded} == encoded
+    for ckpt_id in ("", "x" * 201, "ü" * 40, *RESERVED, None, 7, "\ud800"):
+        with pytest.raises(ValueError):  # noqa: PT011  # of several reasons
+            layout.encode_id(ckpt_id)
 
 
 def test_attempts_after_the_first_have_their_writer_in_their_name():
     names = layout.attempt_dirs("a/b", 7)
     assert [next(names) for _ in range(4)] == ["a%2Fb", "a%2Fb.7", "a%2Fb.7.1", "a%2Fb.7.2"]
+    assert all(layout.is_later_attempt(name, "a") for name in ("a.7", "a.7.1", layout.offer_dir("a", "0" * 32)))
+    assert not any(layout.is_later_attempt(name, "a") for name in ("a", "a.b", "ab.7", "a.07", "a.1.2.3"))
+    assert [layout.is_attempt(name, "a") for name in ("a", "a.7", "a.b")] == [True, True, False]
 
 
 def test_an_offer_has_a_directory_that_no_attempt_takes():
@@ -78,12 +66,13 @@ def test_the_step_of_a_directory_is_told_where_its_id_is_that_of_a_step():
 
 
 def test_the_files_of_the_owner_and_of_pins_are_told_apart():
-    assert layout.parse_owner_file(layout.claim(12).rpartition("/")[2]) == 12
-    assert layout.parse_owner_file(layout.takeover(12).rpartition("/")[2]) == 12
+    claim, takeover = (make(12).rpartition("/")[2] for make in (layout.claim, layout.takeover))
+    assert layout.parse_owner_file(claim) == layout.parse_owner_file(takeover) == 12
     for name in ("12.json.0f.tmp", "0.json", "-1.json", "x.json", "1.lists.json", "\u0661.json"):
         assert layout.parse_owner_file(name) is None
     assert layout.parse_pin(layout.pin("a/b").rpartition("/")[2]) == "a/b"
     assert layout.parse_pin("a.json.tmp") is None
+    assert [layout.is_claim(name) for name in (claim, takeover, "notes.json")] == [True, False, False]
 
 
 def test_the_names_of_files_are_those_of_the_specification():
@@ -96,7 +85,7 @@ def test_the_names_of_files_are_those_of_the_specification():
     assert layout.step_id(1000) == "ckpt_1000"
 
 
-def test_what_recckpt_writes_is_known_as_its_own():
+def test_what_recckpt_writes_is_known_as_its_own_and_what_others_put_there_is_not():
     names = ["manifest.json", "INTENT", "model.pt", "extra.pt", layout.io_state(0), layout.rng(12)]
     names += [layout.catalog(0, 1), layout.part(0, 1, 0, 0), layout.part(123_456, 200_000, 3, 100)]
     names += [layout.dense_index(0, 2), layout.dense_data(123_456, 200_000)]
@@ -104,13 +93,8 @@ def test_what_recckpt_writes_is_known_as_its_own():
     names += ["offer.json"]
     for name in names:
         assert layout.is_ours(name)
-
-
-@pytest.mark.parametrize(
-    "name", ["notes.txt", "sparse/x.arrow", "model.pt.bak", "sparse", "a/model.pt", "io_state_.pt"]
-)
-def test_what_others_put_there_is_not(name):
-    assert not layout.is_ours(name)
+    for name in ("notes.txt", "sparse/x.arrow", "model.pt.bak", "sparse", "a/model.pt", "io_state_.pt"):
+        assert not layout.is_ours(name)
 
 
 def test_what_a_file_holds_is_told_from_its_name():
@@ -125,20 +109,7 @@ def test_what_a_file_holds_is_told_from_its_name():
     assert layout.subdirectories(["model.pt", *parts, layout.dense_index(0, 1)]) == {"", "sparse", "dense"}
 
 
-def test_a_claim_is_told_from_the_list_of_a_takeover():
-    names = (layout.claim(7), layout.takeover(7), f"{layout.OWNER_DIR}/notes.json")
-    assert [layout.is_claim(name.rpartition("/")[2]) for name in names] == [True, False, False]
-
-
-def test_later_attempts_at_an_id_have_its_name_and_more():
-    assert layout.is_later_attempt("a.7", "a")
-    assert layout.is_later_attempt("a.7.1", "a")
-    assert layout.is_later_attempt(layout.offer_dir("a", "0" * 32), "a")
-    assert not any(layout.is_later_attempt(name, "a") for name in ("a", "a.b", "ab.7", "a.07", "a.1.2.3"))
-    assert [layout.is_attempt(name, "a") for name in ("a", "a.7", "a.b")] == [True, True, False]
-
-
-def test_a_name_for_what_is_being_written_is_fresh_and_known_as_one():
+def test_a_name_for_what_is_being_written_is_fresh_and_what_crashes_leave_is_known():
     first, second = layout.temporary(layout.INTENT), layout.temporary(layout.INTENT)
     assert first != second
     assert layout.is_draft(first)
@@ -146,52 +117,18 @@ def test_a_name_for_what_is_being_written_is_fresh_and_known_as_one():
     assert not layout.is_draft(first, layout.OFFER_JSON)
     assert not layout.is_draft(layout.INTENT)
     assert layout.is_ours(first)
-
-
-@pytest.mark.parametrize(
-    "name", [layout.INDEX_FILE, layout.TIMELINE, layout.FORGOTTEN, layout.claim(1), layout.pin("a")]
-)
-def test_what_crashes_leave_in_an_output_dir_is_known(name):
-    assert layout.is_temporary(layout.temporary(name))
-    assert not layout.is_temporary(name)
-
-
-def test_a_probe_is_known_whatever_a_crash_left_of_it():
+    for name in (layout.INDEX_FILE, layout.TIMELINE, layout.FORGOTTEN, layout.claim(1), layout.pin("a")):
+        assert layout.is_temporary(layout.temporary(name))
+        assert not layout.is_temporary(name)
     assert layout.is_temporary(layout.probe())
     assert layout.is_temporary(layout.temporary(layout.probe()))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        "/etc/x",
-        "../x",
-        "a/../../x",
-        "a/./b",
-        "a//b",
-        "a/",
-        "..",
-        ".",
-        "http://h/x",
-        "file::x",
-        "C:x",
-        "a\\b",
-        "a\0b",
-        "x" * 256,
-        "ü" * 128,
-        "a/" * 512 + "b",
-        "\ud800",
-    ],
-)
-def test_a_name_that_could_lead_out_of_the_checkpoint_is_refused(name):
-    with pytest.raises(CorruptCheckpointError, match="unsafe path") as caught:
-        checked_name(name, "ckpt_1/manifest.json")
-    assert caught.value.path == "ckpt_1/manifest.json"
-
-
-@pytest.mark.parametrize(
-    "name", ["model.pt", "sparse/00000-of-00001.json", "a b/ü…", "..a/b..", "x" * 255, "a/b/c/d/e"]
-)
-def test_a_plain_relative_name_passes(name):
-    assert checked_name(name, "manifest.json") == name
+def test_a_name_that_could_lead_out_of_the_checkpoint_is_refused_and_a_plain_relative_one_passes():
+    unsafe = ["", "/etc/x", "../x", "a/../../x", "a/./b", "a//b", "a/", "..", ".", "http://h/x", "file::x", "C:x"]
+    for name in (*unsafe, "a\\b", "a\0b", "x" * 256, "ü" * 128, "a/" * 512 + "b", "\ud800"):
+        with pytest.raises(CorruptCheckpointError, match="unsafe path") as caught:
+            checked_name(name, "ckpt_1/manifest.json")
+        assert caught.value.path == "ckpt_1/manifest.json"
+    for name in ("model.pt", "sparse/00000-of-00001.json", "a b/ü…", "..a/b..", "x" * 255, "a/b/c/d/e"):
+        assert checked_name(name, "manifest.json") == name

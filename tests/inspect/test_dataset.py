@@ -89,13 +89,6 @@ def test_queries_reach_into_the_rows_lazily(tmp_path):
     assert set(items.to_table()["table"].to_pylist()) == {"item"}
 
 
-def test_a_dataset_can_be_had_on_any_storage(url):
-    three_shards(url)
-    rows = recckpt.inspect.dataset(url, "item")
-    assert sorted(rows.to_table()["id"].to_pylist()) == list(range(300))
-    assert sorted(rows.to_table()["id"].to_pylist()) == list(range(300))  # once more, from the files that are open
-
-
 def test_a_dataset_is_read_to_its_end_though_the_checkpoint_is_removed_meanwhile(tmp_path):
     three_shards(tmp_path)
     rows = recckpt.inspect.dataset(tmp_path, "shop")
@@ -225,9 +218,9 @@ def saved(path, *tables, **options):
     return path
 
 
-def test_each_table_is_a_view_of_its_id_and_slots(tmp_path):
-    saved(tmp_path, filled('a"b;', range(9), slots={"sparse_s": ()}), filled("shop", range(4)), filled("none", []))
-    with recckpt.inspect.connect(tmp_path) as connection:
+def test_each_table_is_a_view_of_its_id_and_slots(url):
+    saved(url, filled('a"b;', range(9), slots={"sparse_s": ()}), filled("shop", range(4)), filled("none", []))
+    with recckpt.inspect.connect(url) as connection:
         names = {name for (name,) in connection.sql("show tables").fetchall()}
         assert names == {'a"b;', "shop", "none", "checkpoints", "timeline"}
         assert connection.sql('from "a""b;"').columns == ["id", "embedding", "sparse_s"]
@@ -235,9 +228,13 @@ def test_each_table_is_a_view_of_its_id_and_slots(tmp_path):
         assert connection.sql("select count(*) from none").fetchall() == [(0,)]
         joined = 'select count(*) from shop join "a""b;" using (id)'
         assert connection.sql(joined).fetchall() == [(4,)]
+    assert recckpt.inspect.scan(url, "shop").select(pl.len()).collect().item() == 4
+    rows = recckpt.inspect.dataset(url, "shop")
+    for _ in range(2):  # once more, from the files that are open
+        assert sorted(rows.to_table()["id"].to_pylist()) == list(range(4))
 
 
-def test_chains_are_merged_for_both(tmp_path):
+def test_chains_are_merged_for_both_and_let_go_of(tmp_path):
     storage = run_with_chain(tmp_path)
     expected = rows_of(storage, "ckpt_3")
     with recckpt.inspect.connect(tmp_path) as connection:
@@ -249,10 +246,6 @@ def test_chains_are_merged_for_both(tmp_path):
     frame = recckpt.inspect.scan(tmp_path, "item")
     assert set(frame.select("id").collect()["id"]) == set(expected)
     assert frame.filter(pl.col("id") == 9).collect()["embedding"].to_list() == [[5.0, 6.0]]
-
-
-def test_a_dataset_of_a_chain_is_let_go_of(tmp_path):
-    run_with_chain(tmp_path)
     found = recckpt.inspect.dataset(tmp_path, "item")
     assert found.count_rows() > 0
     kept = weakref.ref(found._table)
@@ -328,13 +321,6 @@ def test_checkpoints_and_timeline_are_tables(tmp_path):
         assert connection.sql("select count(step) from timeline").fetchall() == [(0,)]
 
 
-def test_object_stores_are_queried_too(memory_url):
-    saved(memory_url, filled("item", range(20)))
-    with recckpt.inspect.connect(memory_url) as connection:
-        assert connection.sql("select max(embedding[2]) from item").fetchall() == [(19.0,)]
-    assert recckpt.inspect.scan(memory_url, "item").select(pl.len()).collect().item() == 20
-
-
 @pytest.mark.parametrize(("library", "call"), [("duckdb", "connect"), ("polars", "scan")])
 def test_a_library_that_is_missing_is_named_with_what_to_install(tmp_path, monkeypatch, library, call):
     monkeypatch.setitem(sys.modules, library, None)
@@ -357,7 +343,7 @@ def flip_value(forge, before, after):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_damage_that_a_query_meets_is_an_error_with_its_place(tmp_path, dtype):
+def test_damage_that_a_query_meets_is_an_error_with_its_place_unless_values_are_asked_for_as_they_are(tmp_path, dtype):
     with_damage(tmp_path, dtype)
     with recckpt.inspect.connect(tmp_path) as connection:
         with pytest.raises(duckdb.Error, match="column 'embedding': found checksum"):
@@ -367,15 +353,11 @@ def test_damage_that_a_query_meets_is_an_error_with_its_place(tmp_path, dtype):
     with pytest.raises(CorruptCheckpointError, match="column 'embedding'"):
         frame.select(pl.col("embedding")).collect()
     assert frame.filter(pl.col("id") < 3).select("sparse_s").collect().height == 3
-
-
-def test_values_come_as_they_are_where_that_is_asked_for(tmp_path):
-    with_damage(tmp_path)
-    with recckpt.inspect.connect(tmp_path, checked=False) as connection:
-        assert connection.sql("select sum(embedding[1]) from item").fetchall() == [(191.0,)]
-    assert recckpt.inspect.scan(tmp_path, "item", checked=False).select(
-        pl.col("embedding").arr.first().sum()
-    ).collect()["embedding"].to_list() == [191.0]
+    if dtype == torch.float32:
+        with recckpt.inspect.connect(tmp_path, checked=False) as connection:
+            assert connection.sql("select sum(embedding[1]) from item").fetchall() == [(191.0,)]
+        frame = recckpt.inspect.scan(tmp_path, "item", checked=False).select(pl.col("embedding").arr.first().sum())
+        assert frame.collect()["embedding"].to_list() == [191.0]
 
 
 @pytest.mark.slow

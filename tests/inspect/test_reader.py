@@ -88,24 +88,18 @@ def test_polars_and_pyarrow_alone_find_the_ids_and_values_of_the_reader(tmp_path
 
 
 @pytest.mark.parametrize("columns", [[], ["sparse_scalar"], ["embedding"], ["sparse_matrix", "embedding"]])
-def test_some_columns_can_be_read_on_any_storage(url, columns):
+def test_some_columns_and_ids_can_be_read_on_any_storage(url, columns):
     table = noisy("user/1", "float16")
     save_tables(url, [noisy("item", seed=3), table], batch_bytes=1000)
+    asked = [-(2**63), 2**63 - 1, -2, 1050, 77, -77]
     with CheckpointReader(url) as reader:
-        assert rows_read(reader, "user/1", columns) == rows_of(table, columns)
+        expected = rows_of(table, columns)
+        assert rows_read(reader, "user/1", columns) == expected
+        assert rows_read(reader, "user/1", columns, asked) == {i: expected[i] for i in asked if i in expected}
+        assert rows_read(reader, "user/1", columns, [77]) == {}
         ordered = [name for name in ("embedding", "sparse_matrix", "sparse_scalar") if name in columns]
         assert next(batch.schema.names for batch in reader.table("user/1", columns)) == ["id", *ordered]
         assert reader.schema("user/1", columns).names == ["id", *ordered]
-
-
-def test_of_the_ids_asked_for_those_are_read_that_are_there_and_no_others(url):
-    table = noisy("item")
-    save_tables(url, [table], batch_bytes=1000)
-    asked = [-(2**63), 2**63 - 1, -2, 1050, 77, -77]
-    with CheckpointReader(url) as reader:
-        expected = rows_of(table, ["embedding"])
-        assert rows_read(reader, "item", ["embedding"], asked) == {i: expected[i] for i in asked if i in expected}
-        assert rows_read(reader, "item", ["embedding"], [77]) == {}
 
 
 def test_an_id_in_two_shards_is_refused_by_all_that_read_it_and_by_nothing_else(url):
@@ -123,37 +117,22 @@ def test_an_id_in_two_shards_is_refused_by_all_that_read_it_and_by_nothing_else(
         assert sum(batch.num_rows for batch in reader.table("other")) == reader.dataset("other").count_rows() == 1
 
 
-def test_shards_may_share_buckets_where_they_share_no_id(tmp_path):
-    save_tables(tmp_path, [filled("item", range(0, 200, 2))], [filled("item", range(1, 200, 2))])
-    with CheckpointReader(str(tmp_path)) as reader:
-        assert reader.lookup("item", range(200)).found.all()
-        assert sorted(n for batch in reader.table("item") for n in batch["id"].to_pylist()) == list(range(200))
-
-
 @pytest.mark.parametrize("batch_bytes", [8 << 20, 20 * (2 + 8 + 8)])  # the second cut falls between the two
-def test_an_id_twice_in_one_shard_is_refused(tmp_path, batch_bytes):
+def test_an_id_twice_in_one_shard_and_a_manifest_that_says_other_buckets_are_refused(tmp_path, batch_bytes):
     save_tables(tmp_path, [filled("item", range(40))], concurrency=1, batch_bytes=batch_bytes)
     with CheckpointReader(str(tmp_path)) as reader:
         ids = [n for batch in reader.table("item") for n in batch["id"].to_pylist()]
     ids[20] = ids[19]
-    again = iter(ids)
-    Forge(tmp_path / "ckpt_1").edit_part(
+    again, forge = iter(ids), Forge(tmp_path / "ckpt_1")
+    forge.edit_part(
         lambda batch: batch.set_column(
             1, batch.schema.field("id"), pa.array([next(again) for _ in range(batch.num_rows)], pa.int64())
         )
     )
-    with (
-        CheckpointReader(str(tmp_path)) as reader,
-        pytest.raises(CorruptCheckpointError, match=f"id {ids[19]} twice|ids of buckets"),
-    ):
-        list(reader.table("item"))
-
-
-def test_a_manifest_that_says_other_buckets_of_a_shard_is_refused(tmp_path):
-    save_tables(tmp_path, [filled("item", range(40))])
-    Forge(tmp_path / "ckpt_1").edit_manifest(lambda values: values["shards"][0].update(buckets=[0, 0]))
-    with CheckpointReader(str(tmp_path)) as reader, pytest.raises(CorruptCheckpointError, match="batches of buckets"):
-        list(reader.table("item"))
+    for message in (f"id {ids[19]} twice|ids of buckets", "batches of buckets"):
+        with CheckpointReader(str(tmp_path)) as reader, pytest.raises(CorruptCheckpointError, match=message):
+            list(reader.table("item"))
+        forge.edit_manifest(lambda values: values["shards"][0].update(buckets=[0, 0]))
 
 
 @pytest.mark.parametrize(
@@ -169,6 +148,10 @@ def test_an_unknown_table_or_slot_is_named_with_the_nearest(tmp_path, asked, err
     save_tables(tmp_path, [filled("item", range(5))])
     with CheckpointReader(str(tmp_path)) as reader, pytest.raises(error, match=said):
         reader.table(*asked)
+    for path in (None, 1, b"runs"):
+        refusal = f"path must be a path or URL of a checkpoint or output dir, found {path!r}"
+        with pytest.raises(TypeError, match=refusal):
+            CheckpointReader(path)
 
 
 @pytest.mark.parametrize("ids", [np.arange(3), range(3), (0, 1, 2), {0, 1, 2}, torch.arange(3)])
@@ -192,26 +175,23 @@ def test_bfloat16_values_are_those_of_torch(tmp_path):
     np.testing.assert_array_equal(aligned, table.lookup(torch.tensor(IDS))[0].float().numpy())
 
 
-def test_columns_are_taken_by_name_in_any_order(tmp_path):
+def test_columns_are_taken_by_name_in_any_order_and_from_a_part_that_pyarrow_wrote_again(tmp_path):
     table = noisy("item")
     save_tables(tmp_path, [table], concurrency=1)
-    Forge(tmp_path / "ckpt_1").edit_part(lambda batch: batch.select(batch.schema.names[::-1]))
-    with CheckpointReader(str(tmp_path)) as reader:
-        for columns in (["embedding", *SLOTS], ["sparse_scalar"], []):
-            assert rows_read(reader, "item", columns) == rows_of(table, columns)
+    forge = Forge(tmp_path / "ckpt_1")
+    for edit in (
+        lambda batch: batch.select(batch.schema.names[::-1]),
+        lambda batch: pa.RecordBatch.from_arrays(batch.columns, batch.schema.names),
+    ):
+        forge.edit_part(edit)
+        with CheckpointReader(str(tmp_path)) as reader:
+            for columns in (["embedding", *SLOTS], ["sparse_scalar"], []):
+                assert rows_read(reader, "item", columns) == rows_of(table, columns)
 
 
-def test_a_part_that_pyarrow_wrote_again_reads_the_same(tmp_path):
-    table = noisy("item")
-    save_tables(tmp_path, [table], concurrency=1)
-    Forge(tmp_path / "ckpt_1").edit_part(lambda batch: pa.RecordBatch.from_arrays(batch.columns, batch.schema.names))
-    with CheckpointReader(str(tmp_path)) as reader:
-        assert rows_read(reader, "item", ["embedding"]) == rows_of(table, ["embedding"])
-
-
-def test_dense_tensors_are_read_by_name(tmp_path):
-    run = Run(tmp_path).train(10)
-    with CheckpointReader(str(tmp_path)) as reader:
+def test_dense_tensors_are_read_by_name_also_once_the_reader_was_closed(tmp_path):
+    run = Run(tmp_path / "run").train(10)
+    with CheckpointReader(str(tmp_path / "run")) as reader:
         live = {name: value for name, value in run.model.state_dict().items() if isinstance(value, torch.Tensor)}
         assert sorted(reader.tensor_names()) == sorted(live)
         for name, value in live.items():
@@ -220,9 +200,8 @@ def test_dense_tensors_are_read_by_name(tmp_path):
             np.testing.assert_array_equal(reader.read_tensor(name), value.numpy())
         with pytest.raises(KeyError, match=r"top\.weight"):
             reader.read_tensor("top.wieght")
-
-
-def test_a_checkpoint_without_dense_tensors_has_none(tmp_path):
+    assert sorted(reader.tensor_names()) == sorted(live)
+    reader.close()
     save_tables(tmp_path, [filled("item", range(5))])
     with CheckpointReader(str(tmp_path)) as reader:
         assert reader.tensor_names() == []
@@ -243,36 +222,22 @@ def test_a_tensor_of_an_older_model_pt_of_the_same_size_is_not_given_out(tmp_pat
     assert caught.value.where.startswith("tensor 'top.weight', bytes ")
 
 
-def test_a_reader_that_was_closed_opens_again(tmp_path):
-    Run(tmp_path).train(10)
-    with CheckpointReader(str(tmp_path)) as reader:
-        names = reader.tensor_names()
-    assert reader.tensor_names() == names
-    reader.close()
-
-
-def test_an_output_dir_means_its_newest_checkpoint(url):
-    for number in (9, 10, 1):
-        save_tables(url, [filled("item", range(number))], ckpt_id=f"ckpt_{number}")
-    assert CheckpointReader(url).manifest.ckpt_id == "ckpt_1"
-    assert CheckpointReader(f"{url}/ckpt_10").manifest.ckpt_id == "ckpt_10"
-    assert CheckpointReader(f"{url}/ckpt_10/").manifest.tables[0].rows == 10
-
-
-def test_an_id_is_found_in_the_directory_of_a_later_attempt(url):
+def test_an_output_dir_means_its_newest_checkpoint_and_an_id_may_be_in_the_directory_of_a_later_attempt(url):
+    for name in ("", "/ckpt_7", "/ckpt_7/sparse"):
+        with pytest.raises(CheckpointNotFoundError):
+            CheckpointReader(f"{url}{name}")
     storage = open_storage(url)
     storage.prepare()
     storage.make_dir("ckpt_1")
     storage.put_if_absent("ckpt_1/INTENT", b"{}")  # an attempt that died
-    save_tables(storage, [filled("item", range(3))])
-    assert CheckpointReader(f"{url}/ckpt_1").manifest.ckpt_id == "ckpt_1"
+    for number in (9, 10, 1):
+        save_tables(storage, [filled("item", range(number))], ckpt_id=f"ckpt_{number}")
+    assert CheckpointReader(url).manifest.ckpt_id == CheckpointReader(f"{url}/ckpt_1").manifest.ckpt_id == "ckpt_1"
     assert storage.size("ckpt_1.1/manifest.json")
-
-
-@pytest.mark.parametrize("name", ["", "/ckpt_7", "/ckpt_7/sparse"])
-def test_a_checkpoint_that_is_not_there_is_not_found(url, name):
+    assert CheckpointReader(f"{url}/ckpt_10").manifest.ckpt_id == "ckpt_10"
+    assert CheckpointReader(f"{url}/ckpt_10/").manifest.tables[0].rows == 10
     with pytest.raises(CheckpointNotFoundError):
-        CheckpointReader(f"{url}{name}")
+        CheckpointReader(f"{url}/ckpt_7")
 
 
 def test_a_checkpoint_at_the_top_of_a_store_is_found_by_its_url(memory_url):
@@ -304,12 +269,6 @@ def test_reading_imports_neither_torch_nor_numba(tmp_path):
         "assert not {'torch', 'numba'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
-
-
-@pytest.mark.parametrize("path", [None, 1, b"runs"])
-def test_a_reader_of_what_is_no_path_is_refused(path):
-    with pytest.raises(TypeError, match=f"path must be a path or URL of a checkpoint or output dir, found {path!r}"):
-        CheckpointReader(path)
 
 
 def replaced(batch, name, array, field=None):

@@ -90,7 +90,7 @@ def test_the_index_file_is_made_anew_from_the_manifests(runs, index):
     assert repair(str(runs)).index_problem == ""
 
 
-def test_the_index_file_is_not_written_through_a_link(runs, tmp_path):
+def test_the_index_file_is_not_written_through_a_link_and_is_made_anew_in_a_store(runs, tmp_path, memory_url):
     (tmp_path / "mine").write_text("mine")
     (runs / "checkpoint").unlink()
     (runs / "checkpoint").symlink_to(tmp_path / "mine")
@@ -98,6 +98,14 @@ def test_the_index_file_is_not_written_through_a_link(runs, tmp_path):
     assert (tmp_path / "mine").read_text() == "mine"
     assert (runs / "checkpoint").read_text() == "ckpt_5\nckpt_10\nckpt_15\n"
     assert not (runs / "checkpoint").is_symlink()
+    storage = open_storage(memory_url)
+    storage.prepare()
+    for number in (1, 2):
+        save_tables(storage, [filled("t", range(5))], ckpt_id=f"ckpt_{number}")
+    storage.remove("checkpoint")
+    done = repair(memory_url, clean=True)
+    assert (done.index_problem, done.checkpoints) == ("missing", ("ckpt_1", "ckpt_2"))
+    assert storage.read("checkpoint", 100) == b"ckpt_1\nckpt_2\n"
 
 
 def test_saves_of_a_dead_writer_go_and_those_of_the_last_stay_and_are_named(runs):
@@ -128,21 +136,19 @@ def test_a_save_that_died_before_it_had_its_mark_goes_with_its_writer(runs):
     assert (runs / "ckpt_9").exists()
 
 
-def test_a_claim_without_a_list_makes_nobody_dead(runs):
+def test_with_a_claim_without_a_list_or_a_damaged_list_nobody_is_known_to_be_dead(runs):
     begin(runs, "ckpt_20", 2, "model.pt")
     owner = runs / ".recckpt/owner"
     shutil.copy(owner / "2.json", owner / "3.json")  # whoever made it died before it had listed what is committed
     assert what(repair(str(runs), clean=True))["ckpt_20"][0] is False
-    assert (runs / "ckpt_20/model.pt").exists()
-
-
-def test_with_a_damaged_list_nobody_is_known_to_be_dead(runs):
-    begin(runs, "ckpt_20", 1, "model.pt")
-    flip_bit(runs / ".recckpt/owner/2.list.json")
+    (owner / "3.json").unlink()
+    begin(runs, "ckpt_21", 1, "model.pt")
+    flip_bit(owner / "2.list.json")
     done = repair(str(runs), clean=True)
-    assert what(done)["ckpt_20"][0] is False
+    assert what(done)["ckpt_21"][0] is False
     assert ".recckpt/owner/2.list.json" in done.damaged
     assert (runs / "ckpt_20/model.pt").exists()
+    assert (runs / "ckpt_21/model.pt").exists()
 
 
 def test_late_commits_of_a_writer_that_lost_the_output_dir_go_manifest_first(runs, monkeypatch):
@@ -237,32 +243,30 @@ def test_links_are_never_followed(runs, tmp_path):
     assert sorted(path.name for path in (runs / "ckpt_20").iterdir()) == ["sparse"]
 
 
-def test_files_of_others_in_a_dead_save_stay(runs):
+def test_where_a_newer_recckpt_has_written_or_nothing_may_be_removed_all_stays_and_so_do_files_of_others(
+    runs, monkeypatch
+):
     begin(runs, "ckpt_20", 1, "model.pt", "notes.txt")
-    assert repair(str(runs), clean=True).removed == ("ckpt_20",)
-    assert [path.name for path in (runs / "ckpt_20").iterdir()] == ["notes.txt"]
-
-
-def test_what_could_not_be_removed_is_said(runs, monkeypatch):
-    begin(runs, "ckpt_20", 1, "model.pt")
-    kind = type(open_storage(str(runs)))
 
     def refuse(self, name):
         raise PermissionError(13, "Permission denied", name)
 
-    monkeypatch.setattr(kind, "remove", refuse)
-    done = repair(str(runs), clean=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(open_storage(str(runs))), "remove", refuse)
+        done = repair(str(runs), clean=True)
     assert (done.removed, done.failed) == ((), ("ckpt_20",))
-
-
-def test_where_a_newer_recckpt_has_written_nothing_is_touched(runs):
-    begin(runs, "ckpt_20", 1, "model.pt")
-    Forge(runs / "ckpt_5").edit_manifest(lambda values: values.update(version=99))
-    (runs / "checkpoint").unlink()
+    forge, index = Forge(runs / "ckpt_5"), runs / "checkpoint"
+    whole, names = forge.path("manifest.json").read_bytes(), index.read_bytes()
+    forge.edit_manifest(lambda values: values.update(version=99))
+    index.unlink()
     before = tree(runs)
     with pytest.raises(FormatVersionError):
         repair(str(runs), clean=True)
     assert tree(runs) == before
+    forge.path("manifest.json").write_bytes(whole)
+    index.write_bytes(names)
+    assert repair(str(runs), clean=True).removed == ("ckpt_20",)
+    assert [path.name for path in (runs / "ckpt_20").iterdir()] == ["notes.txt"]
 
 
 @pytest.mark.parametrize("make", [None, "empty", "others", "checkpoint"])
@@ -290,17 +294,6 @@ def test_a_run_goes_on_after_a_repair(runs):
     run.train(5)
     assert verify(str(runs)) == []
     assert repair(str(runs)).leftovers == ()
-
-
-def test_an_object_store_is_repaired(memory_url):
-    storage = open_storage(memory_url)
-    storage.prepare()
-    for number in (1, 2):
-        save_tables(storage, [filled("t", range(5))], ckpt_id=f"ckpt_{number}")
-    storage.remove("checkpoint")
-    done = repair(memory_url, clean=True)
-    assert (done.index_problem, done.checkpoints) == ("missing", ("ckpt_1", "ckpt_2"))
-    assert storage.read("checkpoint", 100) == b"ckpt_1\nckpt_2\n"
 
 
 @pytest.fixture

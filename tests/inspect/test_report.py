@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import sys
 
 import numpy as np
@@ -125,37 +126,27 @@ def test_rows_that_a_delta_has_replaced_or_deleted_count_nowhere(tmp_path):
     assert found.counts.spread.most == 1
 
 
-def test_rows_of_which_only_later_values_are_not_zero_are_trained(tmp_path):
-    table = HashTable(1, name="item")
+def test_only_zeros_are_untrained_and_values_that_float32_cannot_square_are_neither_zero_nor_infinite(tmp_path):
+    table, extreme = HashTable(1, name="item"), empty("extreme")
     for slot in ("sparse_m", "sparse_v"):
         table.add_slot(slot, (2,), torch.float32)
     first = torch.tensor([[0.0, 0.0], [0.0, 1e-30], [0.0, -0.0], [0.0, math.nan]])
     second = torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
     table.insert(torch.arange(4), torch.ones(4, 1), {"sparse_m": first, "sparse_v": second})
-    save_tables(tmp_path, [table])
-    found = recckpt.report(tmp_path).table("item")
-    assert (found.untrained, found.not_finite, found.not_finite_ids) == (1, {"sparse_m": 1}, (3,))
-
-
-def test_values_that_float32_cannot_square_are_no_zeros_and_not_infinite(tmp_path):
-    table = empty("item")
-    table.insert(torch.arange(4), torch.tensor([[1e-30, 0.0], [3e30, 0.0], [0.0, 0.0], [1.0, 1.0]]))
-    save_tables(tmp_path, [table])
+    extreme.insert(torch.arange(4), torch.tensor([[1e-30, 0.0], [3e30, 0.0], [0.0, 0.0], [1.0, 1.0]]))
+    waiting = filled("item.candidates", range(9), shape=1, dtype=torch.int64)
+    save_tables(tmp_path, [table, extreme, waiting, empty("new")])
     report = recckpt.report(tmp_path)
     found = report.table("item")
+    assert (found.untrained, found.not_finite, found.not_finite_ids) == (1, {"sparse_m": 1}, (3,))
+    found = report.table("extreme")
     assert "1 at zero" in report.to_html()
-    assert (found.dead, found.not_finite) == (1, {})
+    assert (found.dead, found.not_finite, found.untrained) == (1, {}, None)
     assert found.norms.spread.most == pytest.approx(3e30)
-    assert found.untrained is None
-
-
-def test_counts_of_ids_that_wait_and_tables_without_rows_have_no_norms(tmp_path):
-    save_tables(tmp_path, [filled("item.candidates", range(9), shape=1, dtype=torch.int64), empty("new")])
-    report = recckpt.report(tmp_path)
     waiting, new = report.table("item.candidates"), report.table("new")
     assert (waiting.norms, waiting.dead, waiting.exploding) == (None, None, None)
     assert (new.norms, new.rows_read, new.damage) == (None, 0, ())
-    assert report.findings == ()
+    assert all("item.candidates" not in finding.what and "new" not in finding.what for finding in report.findings)
 
 
 def test_damaged_batches_are_said_and_left_out_of_the_figures(tmp_path):
@@ -210,11 +201,26 @@ def test_a_run_is_seen_whole_on_a_disk_and_in_a_bucket(tmp_path, memory_url):
     assert "<h1>" in quick.to_html()
 
 
-def test_a_pause_is_that_of_the_rank_that_waited_longest_where_the_timeline_knows_it(tmp_path):
+def test_it_writes_nothing_and_tells_what_a_newer_version_wrote_from_damage(tmp_path):
     Run(tmp_path).train(10)
+    (tmp_path / "ckpt_5").mkdir()
+    (tmp_path / "ckpt_5" / layout.INTENT).write_text("{}")
     lines = [{"ckpt_id": "a", "blocked_sec": 0.5, "max_blocked_sec": 2.5}, {"ckpt_id": "b", "blocked_sec": 0.5}]
     (tmp_path / layout.TIMELINE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert [save.blocked_sec for save in recckpt.report(tmp_path).saves] == [2.5, 0.5]
+
+    def state():
+        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+
+    before = state()
+    report = recckpt.report(tmp_path)
+    assert state() == before
+    assert [save.blocked_sec for save in report.saves] == [2.5, 0.5], "of the rank that waited longest, where known"
+    shutil.rmtree(tmp_path / "ckpt_5")
+    forge = Forge(tmp_path / "ckpt_10")
+    forge.write_manifest({**forge.manifest, "version": 99})
+    report = recckpt.report(tmp_path)
+    assert [left.what for left in report.leftovers] == ["newer"]
+    assert not report.is_healthy
 
 
 def test_of_the_links_below_only_files_with_rows_are_bytes_that_a_restore_reads(tmp_path):
@@ -232,19 +238,6 @@ def test_of_the_links_below_only_files_with_rows_are_bytes_that_a_restore_reads(
     assert not of_chains, "the network, which each delta holds whole, is no reason to compact"
 
 
-def test_it_writes_nothing(tmp_path):
-    Run(tmp_path).train(10)
-    (tmp_path / "ckpt_5").mkdir()
-    (tmp_path / "ckpt_5" / layout.INTENT).write_text("{}")
-
-    def state():
-        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-
-    before = state()
-    recckpt.report(tmp_path)
-    assert state() == before
-
-
 def test_what_crashes_left_and_damaged_checkpoints_come_with_what_to_do(tmp_path):
     Run(tmp_path, max_keep=None).train(30)
     (tmp_path / "ckpt_20/model.pt").unlink()
@@ -259,15 +252,6 @@ def test_what_crashes_left_and_damaged_checkpoints_come_with_what_to_do(tmp_path
     assert (gone.newest, gone.tables) == (None, ())
     assert "No checkpoint here can be used" in gone.findings[0].what
     assert "<h1>" in gone.to_html()
-
-
-def test_what_a_newer_version_wrote_is_told_from_damage(tmp_path):
-    Run(tmp_path).train(10)
-    forge = Forge(tmp_path / "ckpt_10")
-    forge.write_manifest({**forge.manifest, "version": 99})
-    report = recckpt.report(tmp_path)
-    assert [left.what for left in report.leftovers] == ["newer"]
-    assert not report.is_healthy
 
 
 def test_empty_foreign_and_wrong_places_are_a_message(tmp_path, memory_url):

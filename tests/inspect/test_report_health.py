@@ -80,12 +80,9 @@ def test_directories_that_do_not_count_are_named_with_what_to_do(kind, is_dead, 
     assert remedy in found.remedy
 
 
-def test_problems_come_before_warnings_and_nothing_usable_is_one():
+def test_problems_come_before_warnings_and_nothing_usable_or_damage_beside_the_rows_is_one():
     found = said(checkpoints=(), leftovers=[UnusableDirectory("ckpt_8", "unfinished", "reason", True)])
     assert [finding.level for finding in found] == ["problem", "warning"]
-
-
-def test_damage_beside_the_rows_is_a_problem():
     [found] = said(damage=["model.pt: found x", "y"])
     assert found.what == "the newest checkpoint is damaged: model.pt: found x (and 1 more)"
     assert "recckpt verify runs/clicks/ckpt_9" in found.remedy
@@ -141,26 +138,17 @@ def saves(n, every_sec, **fields):
     return [save(time=time.replace("+00:00", "Z"), **fields) for time in times]
 
 
-def test_who_saves_too_rarely_reads_how_often_would_cost_less():
+def test_who_saves_too_rarely_reads_how_often_would_cost_less_where_there_are_figures():
     advice = advice_of(saves(9, 1000, blocked_sec=0.556, total_sec=2.0), 1.0)
     assert round(advice.best_sec) == 310
     assert advice_words(advice) == (
         "at one failure a day, saving every 5 min 10 s would cost 0.36 % of the time; you save every 16 min 40 s, "
         "which costs 0.64 % (a save holds training up for 556 ms and takes 2 s)"
     )
-
-
-def test_an_interval_is_not_shorter_than_a_save():
-    assert advice_of(saves(3, 1000, blocked_sec=0.001, total_sec=60.0), 24.0).best_sec == 60.0
-
-
-def test_of_one_save_it_is_not_known_how_often_there_are_any():
+    assert advice_of(saves(3, 1000, blocked_sec=0.001, total_sec=60.0), 24.0).best_sec == 60.0, "as long as a save"
     advice = advice_of(saves(1, 0, blocked_sec=1.0, total_sec=2.0), 0.5)
     assert (advice.every_sec, advice.every_share) == (None, None)
     assert advice_words(advice).startswith("at 0.5 failures a day, saving every 9 min 48 s would cost 0.34 % of the ")
-
-
-def test_without_figures_of_saves_there_is_no_advice():
     failed = saves(5, 100, blocked_sec=1.0, total_sec=2.0, error="OSError")
     assert advice_of([], 1.0) is None
     assert advice_of([*failed, *saves(5, 100, total_sec=2.0)], 1.0) is None
@@ -188,22 +176,13 @@ def test_near_saves_are_set_beside_deltas_with_what_a_death_costs():
     assert (near.process_steps, near.host_steps) == (22, 22)  # every 20 steps, and 2 until one counts
 
 
-def test_near_saves_that_were_left_out_count_among_what_a_death_costs():
+def test_what_a_death_costs_counts_what_was_left_out_and_with_a_host_goes_what_has_no_copy():
     near = near_health([line(1), line(2, NEAR | NONE_MADE)])
     assert (near.every_steps, near.process_steps) == (20, 1002)
-
-
-def test_what_a_death_costs_is_not_said_where_no_line_says_it():
     without = {name: value for name, value in NEAR.items() if name != "gap_steps"}
-    assert near_health([line(number, without) for number in (1, 2)]).process_steps is None
-
-
-def test_without_copies_a_host_takes_its_near_saves_along():
+    assert near_health([line(number, without) for number in (1, 2)]).process_steps is None, "no line says it"
     near = near_health([line(number, NEAR | {"copies": 0}) for number in range(1, 4)])
     assert (near.process_steps, near.host_steps) == (22, 1030)
-
-
-def test_a_run_without_near_saves_has_none_in_its_report():
     assert near_health([line(1, None), line(2, {"made": 0})]) is None
 
 
@@ -224,13 +203,10 @@ def test_a_report_warns_of_near_saves_that_fell_out(became, what):
     assert all(what in each for each in found)
 
 
-@pytest.mark.parametrize("near", [{"made": "x"}, {"made": -1}, {"made": 2, "steps": ["a"], "skipped": 3}, [], "x", 7])
-def test_a_field_that_somebody_has_edited_breaks_no_report(near):
-    health = near_health([line(1, near)])
-    assert health is None or health.every_steps is None
-
-
-def test_a_reason_that_somebody_has_made_up_stays_in_its_line():
+def test_a_field_that_somebody_has_edited_breaks_no_report_and_a_reason_stays_in_its_line():
+    for edited in ({"made": "x"}, {"made": -1}, {"made": 2, "steps": ["a"], "skipped": 3}, [], "x", 7):
+        health = near_health([line(1, edited)])
+        assert health is None or health.every_steps is None
     near = near_health([line(1, NEAR | {"skipped": {"\x1b[2J\nhealthy": 1}})])
     [said, *_] = near_lines(RunHealth("runs", (), (), (), (), None, (), (), True, near=near))
     assert "1 left out, since" in said
@@ -240,6 +216,8 @@ def test_a_reason_that_somebody_has_made_up_stays_in_its_line():
 def test_a_report_of_a_run_says_what_became_of_its_near_saves_and_what_is_lost_now(tmp_path):
     run = NearRun(tmp_path).put(_1=1.0).step().put(_1=2.0).step().put(_1=3.0).step().save().put(_1=4.0).step()
     path = tmp_path / "runs"
+    with pytest.raises(ValueError, match="path must be a directory of this host"):
+        recckpt.report(path, near="s3://bucket/near")
     without = recckpt.report(path)
     assert without.near.made == 2
     assert without.near_now is None
@@ -263,9 +241,3 @@ def test_the_key_of_a_plot_names_what_is_drawn_in_it_alone(tmp_path):
     page = recckpt.report(tmp_path / "runs").to_html()
     assert "a near save" in page
     assert "the delta after it" not in page
-
-
-def test_a_near_dir_that_is_none_of_a_host_is_refused(tmp_path):
-    NearRun(tmp_path).put(_1=1.0).step()
-    with pytest.raises(ValueError, match="path must be a directory of this host"):
-        recckpt.report(tmp_path / "runs", near="s3://bucket/near")

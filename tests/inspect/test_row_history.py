@@ -65,14 +65,13 @@ def test_a_form_stands_for_its_delta_and_only_values_tell_what_changed(tmp_path,
     }
 
 
-def test_a_row_that_was_written_again_with_the_same_bits_has_not_changed(tmp_path, chain):
-    write_delta(chain[2], "ckpt_4", 6, [({1: (7, 1)}, [])], step=4)
+def test_a_row_that_was_written_again_with_the_same_bits_has_not_changed_and_of_a_replaced_table_nothing_counts(
+    tmp_path, chain
+):
+    fourth = write_delta(chain[2], "ckpt_4", 6, [({1: (7, 1)}, [])], step=4)
     assert changes(tmp_path, 1)[1] == "there changed same same"
-
-
-def test_of_a_table_that_a_delta_replaces_nothing_older_counts(tmp_path, chain):
-    write_delta(chain[2], "ckpt_4", 1, [({3: (3, 3)}, [])], replaced=True, step=4)
-    assert changes(tmp_path, 3, 1) == {3: "there same same same", 1: "there changed same gone"}
+    write_delta(fourth, "ckpt_5", 1, [({3: (3, 3)}, [])], replaced=True, step=5)
+    assert changes(tmp_path, 3, 1) == {3: "there same same same same", 1: "there changed same same gone"}
 
 
 def test_nothing_is_read_but_the_batches_that_may_have_the_ids(tmp_path, monkeypatch):
@@ -88,20 +87,19 @@ def test_nothing_is_read_but_the_batches_that_may_have_the_ids(tmp_path, monkeyp
     assert len(read) == 3
 
 
-def test_counts_and_moments_are_shown_and_other_slots_by_their_norm(tmp_path):
-    table = filled("t", [3, 4], slots={"count": (), "sparse_m": (2, 2)})
-    save_tables(open_storage(str(tmp_path)), [table], step=1)
-    [row] = recckpt.inspect.history(tmp_path, "t", np.array([3])).rows
-    assert row.states[0].slots == {"count": 3.0, "sparse_m": 6.0}
-
-
-def test_a_value_that_is_not_finite_makes_a_norm_of_nan(tmp_path):
-    table = filled("t", [3])
-    table.insert(torch.tensor([4]), torch.tensor([[float("nan"), 1.0]]))
-    save_tables(open_storage(str(tmp_path)), [table])
-    [row] = recckpt.inspect.history(tmp_path, "t", [4]).rows
-    assert np.isnan(row.states[0].norm)
-    assert row.is_known
+def test_counts_and_moments_are_shown_and_other_slots_by_their_norm_on_an_object_store_too(memory_url):
+    odd = filled("t", [3, 4], slots={"count": (), "sparse_m": (2, 2)})
+    narrow = {dtype: HashTable(2, name=str(dtype), dtype=dtype) for dtype in (torch.bfloat16, torch.float16)}
+    odd.insert(torch.tensor([5]), torch.tensor([[float("nan"), 1.0]]))
+    narrow[torch.bfloat16].insert(torch.tensor([1]), torch.tensor([[3.0, 4.0]], dtype=torch.bfloat16))
+    narrow[torch.float16].insert(torch.tensor([1]), torch.tensor([[300.0, 400.0]], dtype=torch.float16))
+    save_tables(open_storage(memory_url), [odd, *narrow.values()], step=1)
+    whole, not_finite = recckpt.inspect.history(memory_url, "t", np.array([3, 5])).rows
+    assert whole.states[0].slots == {"count": 3.0, "sparse_m": 6.0}
+    assert np.isnan(not_finite.states[0].norm)
+    assert not_finite.is_known
+    norms = [recckpt.inspect.history(memory_url, str(dtype), [1]).rows[0].states[0].norm for dtype in narrow]
+    assert norms == [5.0, 500.0]  # squared as the numbers that they are
 
 
 def test_a_forgotten_id_is_nowhere_and_the_audit_says_why(tmp_path):
@@ -158,21 +156,6 @@ def test_the_history_is_what_a_reader_of_each_checkpoint_gives(draw):
                     values, is_there = reader.lookup("t", [row.id])
                 norm = float(np.linalg.norm(values[0].astype(np.float64))) if is_there[0] else None
                 assert state.norm == (None if norm is None else pytest.approx(norm))
-
-
-@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 1), (torch.float16, 100)])
-def test_narrow_floats_are_squared_as_the_numbers_that_they_are(tmp_path, dtype, scale):
-    table = HashTable(2, name="t", dtype=dtype)
-    table.insert(torch.tensor([1]), torch.tensor([[3.0 * scale, 4.0 * scale]], dtype=dtype))
-    save_tables(open_storage(str(tmp_path)), [table], step=1)
-    assert recckpt.inspect.history(tmp_path, "t", [1]).rows[0].states[0].norm == 5.0 * scale
-
-
-def test_rows_of_a_run_on_an_object_store_have_a_history_too(memory_url):
-    storage = open_storage(memory_url)
-    for step in (1, 2):
-        save_tables(storage, [filled("t", range(10 * step))], ckpt_id=f"ckpt_{step}", step=step)
-    assert changes(memory_url, 15) == {15: "absent new"}
 
 
 def test_a_notebook_shows_tables_of_rows_whose_names_do_nothing(tmp_path):

@@ -37,14 +37,14 @@ def only(problems):
 
 @pytest.mark.parametrize("deep", [True, False])
 def test_a_checkpoint_that_is_whole_has_no_problems(url, deep):
+    for name in ("", "/ckpt_1"):
+        with pytest.raises(CheckpointNotFoundError):
+            verify(f"{url}{name}", deep=deep)
     save_tables(url, two_tables(), batch_bytes=700)
     assert verify(url, deep=deep) == []
     assert verify(f"{url}/ckpt_1", deep=deep) == []
-
-
-def test_the_checkpoints_of_a_run_are_whole(url):
-    Run(url, max_keep=3).train(30)
-    assert verify(url) == []
+    Run(f"{url}/run", max_keep=3).train(30)
+    assert verify(f"{url}/run", deep=deep) == []
 
 
 @mostly_slow("change")
@@ -99,13 +99,6 @@ def test_the_problems_come_in_one_order_whatever_the_number_of_threads(tmp_path,
         assert verify(str(tmp_path), threads=threads) == problems
 
 
-@pytest.mark.parametrize("threads", [0, -1, 2.5, "2", True])
-def test_a_number_of_threads_that_is_none_is_refused(tmp_path, threads):
-    saved(tmp_path, two_tables())
-    with pytest.raises(ValueError, match="threads"):
-        verify(str(tmp_path), threads=threads)
-
-
 def test_a_file_that_cannot_be_read_is_a_problem_and_the_others_are_read(tmp_path, monkeypatch):
     Run(tmp_path).train(10)
     flip_bit(tmp_path / "ckpt_10" / "rng_0.pt")
@@ -140,12 +133,19 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_no_problem(tmp_path, monkeypa
     assert not (tmp_path / "ckpt_5").exists()
 
 
-def test_quick_looks_at_sizes_and_not_at_bytes(tmp_path):
+def test_quick_looks_at_sizes_and_not_at_bytes_and_a_problem_says_where_what_was_found_and_expected(tmp_path):
     forge = saved(tmp_path, two_tables())
-    data = forge.path(forge.parts[0]).read_bytes()
-    forge.path(forge.parts[0]).write_bytes(bytes(len(data)))
+    path = forge.path(forge.parts[0])
+    size = path.stat().st_size
+    path.write_bytes(bytes(size))
     assert verify(str(tmp_path), deep=False) == []
     assert verify(str(tmp_path))
+    path.unlink()
+    problem = only(verify(str(tmp_path), deep=False))
+    assert str(problem) == f"ckpt_1/{forge.parts[0]}: found no such file, expected {size} bytes"
+    for threads in (0, -1, 2.5, "2", True):
+        with pytest.raises(ValueError, match="threads"):
+            verify(str(tmp_path), threads=threads)
 
 
 @pytest.mark.parametrize(
@@ -164,14 +164,11 @@ def test_what_manifest_and_catalog_say_that_is_not_so_is_found(tmp_path, file, e
     problems = verify(str(tmp_path))
     assert any(said in str(problem) for problem in problems)
     assert file == "catalog" or len(problems) == 1
-
-
-def test_a_part_in_no_catalog_is_found(tmp_path):
-    forge = saved(tmp_path, two_tables())
+    forge = saved(tmp_path / "other", two_tables())
     lost = layout.part(0, 1, 9, 0)
     forge.path(lost).write_bytes(b"x")
     forge.edit_manifest(lambda values: values["files"].append({"name": lost, "bytes": 1}))
-    problem = only(verify(str(tmp_path)))
+    problem = only(verify(str(tmp_path / "other")))
     assert (problem.where, problem.found) == (f"file {lost!r}", "in 0 catalogs")
 
 
@@ -276,20 +273,6 @@ def test_files_that_nobody_listed_are_no_problem_and_named_to_who_wants_to_know(
     assert named == ["ckpt_1/notes.txt", "ckpt_1/sparse/00000-of-00001.g7.00.arrow"]
 
 
-def test_a_problem_says_where_what_was_found_and_what_was_expected(tmp_path):
-    forge = saved(tmp_path, two_tables())
-    forge.path(forge.parts[0]).unlink()
-    problem = only(verify(str(tmp_path), deep=False))
-    size = next(file["bytes"] for file in forge.manifest["files"] if file["name"] == forge.parts[0])
-    assert str(problem) == f"ckpt_1/{forge.parts[0]}: found no such file, expected {size} bytes"
-
-
-@pytest.mark.parametrize("name", ["", "/ckpt_1"])
-def test_where_there_is_no_checkpoint_none_is_found(url, name):
-    with pytest.raises(CheckpointNotFoundError):
-        verify(f"{url}{name}")
-
-
 @mostly_slow("key")
 @pytest.mark.parametrize("key", ["epoch", "seq", "step"])
 @pytest.mark.parametrize("value", [2**63 - 1, 10**18])
@@ -301,21 +284,16 @@ def test_a_number_that_none_can_follow_is_refused_by_verify_as_by_a_restore(tmp_
         run.manager.restore()
 
 
-@pytest.mark.parametrize("change", [b"", b"{}", b"x"])
-def test_intent_is_verified_too_and_a_copy_may_lack_it(tmp_path, change):
-    Run(tmp_path).train(10)
-    path = tmp_path / "ckpt_10" / "INTENT"
-    path.write_bytes(path.read_bytes() + change if change == b"x" else change)
-    assert only(verify(str(tmp_path))).file == "ckpt_10/INTENT"
-    path.unlink()
-    assert verify(str(tmp_path)) == []
-
-
-def test_every_flipped_bit_of_intent_is_found(tmp_path):
+def test_intent_is_verified_too_and_a_copy_may_lack_it(tmp_path):
     Run(tmp_path).train(10)
     path = tmp_path / "ckpt_10" / "INTENT"
     whole = path.read_bytes()
+    for change in (b"", b"{}", whole + b"x"):
+        path.write_bytes(change)
+        assert only(verify(str(tmp_path))).file == "ckpt_10/INTENT"
     for offset in range(len(whole)):
+        path.write_bytes(whole)
         flip_bit(path, offset)
         assert only(verify(str(tmp_path), deep=False)).file == "ckpt_10/INTENT"
-        path.write_bytes(whole)
+    path.unlink()
+    assert verify(str(tmp_path)) == []

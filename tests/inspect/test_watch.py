@@ -75,16 +75,6 @@ def test_a_look_reads_a_manifest_once_and_lists_no_directory_again(storage, monk
     assert sum(asked.values()) <= 3, asked
 
 
-def test_a_run_that_was_begun_anew_under_the_same_names_is_seen_as_it_is(tmp_path):
-    watcher = Watcher(open_storage(str(tmp_path)))
-    save_tables(open_storage(str(tmp_path)), [filled("t", range(3))])
-    assert watcher.look().last.rows == 3
-    shutil.rmtree(tmp_path)
-    tmp_path.mkdir()
-    save_tables(open_storage(str(tmp_path)), [filled("t", range(5))])
-    assert watcher.look().last.rows == 5
-
-
 def test_a_save_under_way_is_shown_until_it_is_committed_and_one_that_died_until_the_run_has_gone_on(tmp_path, gate):
     run = Run(tmp_path, interval=2, max_keep=None).train(2)
     watcher = Watcher(run.saver.storage)
@@ -123,26 +113,29 @@ def test_damaged_and_foreign_things_are_problems_and_no_errors(tmp_path):
     assert Watcher(open_storage(str(tmp_path))).look().pause is None
 
 
-def test_of_many_problems_the_first_are_shown_and_the_rest_are_counted():
-    assert few(["a\nb"] * 3) == ["a; b"] * 3
-    assert few(["a"] * 1203) == ["a"] * 3 + ["and 1,200 more: `recckpt ls` lists all"]
-
-
 def saved(minutes, **more):
     time = NOW + timedelta(minutes=minutes)
     return {"ckpt_id": f"ckpt_{minutes}", "time": time.isoformat().replace("+00:00", "Z"), "blocked_sec": 0.1, **more}
 
 
-def test_the_last_saves_are_shown_as_bars(tmp_path):
+def test_the_last_saves_are_shown_as_bars_and_of_many_problems_the_first(tmp_path):
     Run(tmp_path, interval=2).train(6)
-    status = Watcher(open_storage(str(tmp_path))).look()
+    watcher = Watcher(open_storage(str(tmp_path)))
+    status = watcher.look()
     assert len(status.pauses) == len(status.sizes) == len(status.to_dict()["pauses_sec"]) == 3
     shown = {fact.name: fact.text for fact in facts(status)}
     assert re.fullmatch("[▁▂▃▄▅▆▇█]{3} of the last 3 saves, the newest last", shown["pauses"])
     assert re.fullmatch(r"[▁▂▃▄▅▆▇█]{3} at most \d.* kB", shown["bytes"])
+    assert few(["a\nb"] * 3) == ["a; b"] * 3
+    assert few(["a"] * 1203) == ["a"] * 3 + ["and 1,200 more: `recckpt ls` lists all"]
+    for n_rows in (3, 5):  # a run that was begun anew under the same names is seen as it is
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+        save_tables(open_storage(str(tmp_path)), [filled("t", range(n_rows))])
+        assert watcher.look().last.rows == n_rows
 
 
-def test_the_pace_is_the_usual_one_whatever_pause_there_was(tmp_path):
+def test_the_pace_is_the_usual_one_whatever_pause_there_was():
     assert history_of([]).every_sec is None
     assert history_of([saved(0)]).every_sec is None
     assert history_of([saved(0), saved(10), saved(20), saved(500), saved(510)]).every_sec == 600
@@ -153,13 +146,10 @@ def test_the_pace_is_the_usual_one_whatever_pause_there_was(tmp_path):
     assert history_of([saved(0), saved(0)]).every_sec is None
     odd = [{"time": None}, {"time": "yesterday"}, *({"blocked_sec": sec} for sec in ("long", True, -1, 10**400))]
     assert (history_of(odd).every_sec, history_of(odd).pause) == (None, None)
-
-
-def test_pauses_are_those_of_the_slowest_rank_and_failures_those_since_the_last_save(tmp_path):
     lines = [saved(0), saved(1, error="x"), saved(2, max_blocked_sec=0.3), saved(3, error="y"), saved(4, error="z")]
     history = history_of(lines)
-    assert (history.pause.last_sec, history.pause.max_sec, history.pause.n_saves) == (0.3, 0.3, 2)
-    assert [each.error for each in history.failed] == ["y", "z"]
+    assert (history.pause.last_sec, history.pause.max_sec, history.pause.n_saves) == (0.3, 0.3, 2), "the slowest rank"
+    assert [each.error for each in history.failed] == ["y", "z"], "since the last save"
 
 
 def test_a_save_that_is_missing_for_three_times_as_long_as_usual_is_overdue(storage):
@@ -184,17 +174,17 @@ def run_saved(url, step, **fields):
     save_tables(url, [filled("item", range(3))], ckpt_id=f"ckpt_{step}", step=step, **fields)
 
 
-def test_each_output_dir_is_a_run_and_nothing_else_is(url):
-    run_saved(f"{url}/clicks", 10)
+def test_each_output_dir_is_a_run_of_any_name_and_nothing_else_is(url):
+    run_saved(f"{url}/line\nbreak ü", 10)
     run_saved(f"{url}/ads", 20)
     with open_storage(url).create("notes/todo.txt") as sink:
         sink.write(b"eggs")
     watcher = RunsWatcher(open_storage(url))
-    assert [(run.name, run.status.last.step) for run in watcher.look().runs] == [("ads", 20), ("clicks", 10)]
-    run_saved(f"{url}/clicks", 11)
+    assert [(run.name, run.status.last.step) for run in watcher.look().runs] == [("ads", 20), ("line\nbreak ü", 10)]
+    run_saved(f"{url}/line\nbreak ü", 11)
     run_saved(f"{url}/new", 1)
     steps = {run.name: run.status.last.step for run in watcher.look().runs}
-    assert steps == {"ads": 20, "clicks": 11, "new": 1}
+    assert steps == {"ads": 20, "line\nbreak ü": 11, "new": 1}
     assert not is_output_dir(open_storage(url))
     assert is_output_dir(open_storage(f"{url}/ads"))
     assert not is_output_dir(open_storage(f"{url}/ads/ckpt_20"))
@@ -237,12 +227,6 @@ def test_a_run_that_cannot_be_looked_at_hides_no_other(tmp_path, monkeypatch):
     assert second.to_dict()["error"] == "[Errno 13] Permission denied"
 
 
-@pytest.mark.parametrize("name", ["line\nbreak", "ü"])
-def test_a_run_may_have_any_name(tmp_path, name):
-    run_saved(tmp_path / name, 1)
-    assert [run.name for run in RunsWatcher(open_storage(str(tmp_path))).look().runs] == [name]
-
-
 def begun(root):
     run = NearRun(root).put(**{f"_{id_}": 0.5 for id_ in range(10)}).step()
     return run.put(_1=1.0).step().put(_2=2.0).step()
@@ -271,31 +255,21 @@ def test_a_look_says_what_is_lost_with_processes_and_with_the_host(newest):
     assert (near.n_saves, near.newest.step, near.newest.age_sec) == (2, 140, 2.0)
     assert (near.with_processes.steps, near.with_host.steps) == (4, 124)
     assert dict(near_facts(near))["lost now"] == "about 4 steps if its processes die, about 124 steps if the host does"
-
-
-def test_what_other_hosts_have_too_outlives_the_host(newest):
     saves = [here(at(newest, 140, 2), 2), here(at(newest, 120, 12), 2, is_elsewhere=True)]
     near = near_now(saves, at(newest, 20, 62), history_of([]), TODAY)
-    assert (near.with_processes.steps, near.with_host.steps) == (4, 24)
+    assert (near.with_processes.steps, near.with_host.steps) == (4, 24), "what other hosts have too outlives the host"
     assert ", 2 of 4 shards here; 2 kept" in dict(near_facts(near))["near"]
-
-
-def test_a_newer_checkpoint_is_what_comes_back_of_either(newest):
     near = near_now([here(at(newest, 140, 20))], at(newest, 150, 5), history_of([]), TODAY)
-    assert near.with_processes == near.with_host
+    assert near.with_processes == near.with_host, "a newer checkpoint is what comes back of either"
     assert near.with_host.sec == 5.0
     assert "5 s of training if its processes die" in dict(near_facts(near))["lost now"], "its pace is not known"
-
-
-def test_without_any_save_all_is_lost():
-    near = near_now([], None, history_of([]), TODAY)
-    assert dict(near_facts(near)) == {
+    assert dict(near_facts(near_now([], None, history_of([]), TODAY))) == {
         "near": "no near save that counts",
         "lost now": "all if its processes die, all if the host does",
     }
 
 
-def test_the_pace_is_that_of_the_last_checkpoints_too(newest):
+def test_the_pace_of_near_saves_is_that_of_the_last_checkpoints_too(newest):
     lines = [
         {"ckpt_id": f"{step}", "step": step, "time": f"2026-11-22T11:{minute}:00Z"}
         for step, minute in ((100, 10), (700, 20), (1300, 30))

@@ -26,37 +26,25 @@ def table():
     return live_tables(model, optimizer, min_rows=1)["0"]
 
 
-def test_it_is_a_table_that_can_be_saved(table):
+def test_it_is_a_table_that_can_be_saved_whose_rows_are_written_where_they_lie_and_not_dropped(table):
     assert is_hashtable(table)
     assert len(table) == 20
     assert table.ids().tolist() == list(range(20))
-    assert torch.equal(table.embeddings(), table.live.weight)
+    weight = table.live.weight
+    assert torch.equal(table.embeddings(), weight)
     assert list(table.slots) == ["sparse_adagrad_sum"]
     assert table.share == RowShare(0, 20, 20)
-
-
-def test_rows_are_written_where_they_lie(table):
-    weight = table.live.weight
     table.insert(torch.tensor([4, 2]), torch.ones(2, 2), {"sparse_adagrad_sum": torch.full((2, 2), 3.0)})
     assert table.live.weight is weight
     assert weight[[2, 4]].tolist() == [[1, 1], [1, 1]]
     assert table.slots["sparse_adagrad_sum"][:5].sum(1).tolist() == [0, 0, 6, 0, 6]
-
-
-@pytest.mark.parametrize("ids", [[20], [3, -1], [1 << 40]])
-def test_an_id_without_a_row_is_refused_and_nothing_is_written(table, ids):
     before = table.embeddings().clone()
-    with pytest.raises(LiveTableError, match=r"found rows .* to .*, expected rows 0 to 19"):
-        table.insert(torch.tensor(ids), torch.ones(len(ids), 2))
-    assert torch.equal(table.embeddings(), before)
-
-
-def test_rows_cannot_be_dropped(table):
+    for ids in ([20], [3, -1], [1 << 40]):
+        with pytest.raises(LiveTableError, match=r"found rows .* to .*, expected rows 0 to 19"):
+            table.insert(torch.tensor(ids), torch.ones(len(ids), 2))
     with pytest.raises(LiveTableError, match="not recckpt's to drop"):
         table.clear()
-
-
-def test_once_closed_it_is_neither_saved_nor_loaded(table):
+    assert torch.equal(table.embeddings(), before)
     table.close()
     table.close()
     with pytest.raises(LiveTableError, match="is closed"):
@@ -107,48 +95,37 @@ def test_rows_of_our_tables_warm_start_a_live_one_and_go_back(tmp_path, rule, ou
     assert rows_of(model["users"]) == rows_of(run.tables["users"])
 
 
-def test_ids_without_a_row_are_refused_before_anything_is_written(tmp_path):
-    path, _ = saved_by_ours(tmp_path, [3, N_ROWS, 10**9])
+def test_ids_without_a_row_are_refused_before_anything_is_written_or_left_out(tmp_path):
+    path, table = saved_by_ours(tmp_path, [3, N_ROWS, 10**9])
     run = Run(tmp_path / "live")
-    state = run.state()
+    state, conf = run.state(), {"path": path, "load": ["users@*"]}
     with pytest.raises(
         LiveTableError,
         match=r"'users': found ids from 3 to 1000000000, expected ids from 0 to 59.*'on_mismatch': 'resize'",
     ):
-        run.saver.load_by_config({"path": path, "load": ["users@*"]})
+        run.saver.load_by_config(conf)
+    with pytest.raises(LoadConfError, match="found 'drop', expected 'error' or 'skip'"):
+        run.saver.load_by_config({**conf, "out_of_range": "drop"})
+    wide, _ = saved_by_ours(tmp_path / "wide", [1], dim=DIM + 1)
+    with pytest.raises(ValueError, match="users@embedding"):
+        run.saver.load_by_config({**conf, "path": wide})
     assert_same(run.state(), state)
-
-
-def test_ids_without_a_row_can_be_left_out(tmp_path):
-    path, table = saved_by_ours(tmp_path, [3, N_ROWS, -4])
-    run = Run(tmp_path / "live")
-    report = run.saver.load_by_config({"path": path, "load": ["users@*"], "out_of_range": "skip"})
+    report = run.saver.load_by_config({**conf, "out_of_range": "skip"})
     assert (report.rows_taken["users"], report.rows_filtered["users"]) == (1, 2)
     assert rows_of(run.tables["users"])[3] == rows_of(table)[3]
 
 
-def test_what_becomes_of_such_ids_is_one_of_two_words(tmp_path):
-    with pytest.raises(LoadConfError, match="found 'drop', expected 'error' or 'skip'"):
-        Run(tmp_path).saver.load_by_config({"path": str(tmp_path), "out_of_range": "drop"})
-
-
-def test_a_load_of_some_rows_makes_no_base_for_deltas(tmp_path):
-    run = Run(tmp_path, "Adagrad", deltas=True, choose=Choose(where={"users": {"ids": list(range(30))}}))
-    run.train()
-    run.saver.save("some")
-    other = Run(tmp_path, "Adagrad", seed=1, deltas=True)
-    other.saver.load()
-    assert other.saver.save("next").kind == "full"
-
-
-def test_after_a_whole_restore_the_next_save_is_a_delta(tmp_path):
-    run = Run(tmp_path, "Adagrad", deltas=True)
+@pytest.mark.parametrize(
+    ("where", "kind"), [(None, "delta"), ({"users": {"ids": list(range(30))}}, "full")], ids=["all", "some"]
+)
+def test_a_whole_restore_makes_a_base_for_deltas_and_one_of_some_rows_none(tmp_path, where, kind):
+    run = Run(tmp_path, "Adagrad", deltas=True, choose=Choose(where=where))
     run.train()
     run.saver.save("a")
     other = Run(tmp_path, "Adagrad", seed=1, deltas=True)
     other.saver.load()
     other.train()
-    assert other.saver.save("b").kind == "delta"
+    assert other.saver.save("b").kind == kind
 
 
 def test_a_restore_that_fails_in_the_middle_says_so_and_another_mends_it(tmp_path):
@@ -196,15 +173,6 @@ def test_single_slots_are_loaded_by_their_names(tmp_path):
     run.saver.load(load_conf={"load": ["users@sparse_adagrad_sum"], "hashtable_clear": False})
     assert_same(run.row_optim.state[run.model.users.weight]["sum"], state["0"]["state"][0]["sum"])
     assert_same(run.state()["model"], trained["model"])
-
-
-def test_a_table_of_other_width_is_refused(tmp_path):
-    path, _ = saved_by_ours(tmp_path, [1], dim=DIM + 1)
-    run = Run(tmp_path / "live")
-    state = run.state()
-    with pytest.raises(ValueError, match="users@embedding"):
-        run.saver.load_by_config({"path": path, "load": ["users@*"]})
-    assert_same(run.state(), state)
 
 
 def test_wider_numbers_are_cast_where_that_is_asked_for(tmp_path):

@@ -179,20 +179,13 @@ def test_the_marks_of_one_rank_alone_would_lose_rows(monkeypatch):
     ranks = three(["a"])
     for rank in ranks:
         rank.begin()
-        rank.parts[0].train([5])
-    ranks[2].parts[0].train([0])  # row 0 is saved by rank 0
-    monkeypatch.setattr(column_exchange, "_joined", lambda pieces, real=column_exchange._joined: real(pieces) * 0)
-    assert (0, "embedding") not in joined(ranks, is_delta=True)[0][0]
-
-
-def test_about_as_many_rows_are_proposed_as_have_changed():
-    ranks = three(["a"])
-    for rank in ranks:
-        rank.begin()
         rank.parts[0].train([1, 2, 3, 4, 5, 6, 7])
     n_changed = [rank.tracker.freeze(rank.tables[0]).n_changed for rank in ranks]
     [staged] = zip(*(rank.staged(is_delta=False) for rank in ranks), strict=True)
-    assert sum(map(ColumnRows.share_of, staged, n_changed)) == 7
+    assert sum(map(ColumnRows.share_of, staged, n_changed)) == 7, "about as many are proposed as have changed"
+    ranks[2].parts[0].train([0])  # row 0 is saved by rank 0
+    monkeypatch.setattr(column_exchange, "_joined", lambda pieces, real=column_exchange._joined: real(pieces) * 0)
+    assert (0, "embedding") not in joined(ranks, is_delta=True)[0][0]
 
 
 def test_a_rank_that_fails_ends_the_exchange_for_all():
@@ -211,21 +204,15 @@ def test_a_rank_that_fails_ends_the_exchange_for_all():
     assert run_all(work, range(3), 3) == [LiveTableError] * 3
 
 
-def test_parts_that_are_not_all_there_are_refused():
+def test_parts_that_are_not_all_there_are_refused_and_windows_hold_what_fits_and_at_least_a_row():
     slots = (SlotSpec("embedding", "float32", (4,)),)
     one, other = (Head(Box((0, 10), columns=COLUMNS[:2], part=part), slots, False) for part in (0, 1))
     assert holders_of("t", 0, [[one], [other]], 0) == {0: one, 1: other}
     for wrong in ([[one]], [[one], [one]], [[one], [Head(other.box, slots, True)]]):
         with pytest.raises(LiveTableError, match=r"table 't': found the parts .* expected each of 2 once"):
             holders_of("t", 0, wrong, 0)
-
-
-def test_windows_hold_what_fits_and_at_least_a_row():
-    assert windows({0: (3, 10), 1: (0, 4), 2: (2, 30)}, 40) == [
-        [Piece(0, 0, 3)],
-        [Piece(2, 0, 1)],
-        [Piece(2, 1, 2)],
-    ]
+    pieces = [[Piece(0, 0, 3)], [Piece(2, 0, 1)], [Piece(2, 1, 2)]]
+    assert windows({0: (3, 10), 1: (0, 4), 2: (2, 30)}, 40) == pieces
     assert windows({5: (4, 10)}, 25) == [[Piece(5, 0, 2)], [Piece(5, 2, 4)]]
     assert windows({5: (2, 10)}, 1) == [[Piece(5, 0, 1)], [Piece(5, 1, 2)]]
     assert windows({}, 10) == []

@@ -40,18 +40,15 @@ def tower():
     return Tower()
 
 
-def test_embeddings_of_enough_rows_are_tables_by_their_paths(tower):
+def test_embeddings_of_enough_rows_are_tables_by_their_paths_or_the_names_that_they_are_given(tower):
     tables = live_tables(tower, optim.SGD(tower.parameters()))
     assert list(tables) == ["users", "tags"]
     assert "not a live table: days: 7 rows, fewer than min_rows=1000" in str(tables)
-
-
-def test_names_may_be_given_also_to_small_ones(tower):
-    tables = live_tables(tower, optim.SGD(tower.parameters()), names={"users": "user/1", "days": "day"})
+    tables.close()
+    names = {"users": "user/1", "days": "day"}  # also to small ones
+    tables = live_tables(tower, optim.SGD(tower.parameters()), names=names)
     assert list(tables) == ["user/1", "tags", "day"]
-
-
-def test_what_is_excluded_stays_dense(tower):
+    tables.close()
     assert list(live_tables(tower, optim.SGD(tower.parameters()), exclude=["users"])) == ["tags"]
 
 
@@ -69,11 +66,21 @@ def test_wrappers_are_not_part_of_a_path(tower, wrap):
     assert path in live_tables(model, optim.SGD(tower.parameters()))
 
 
-def test_a_tied_weight_is_one_table(tower):
+def test_a_tied_weight_is_one_table_and_an_optimizer_within_a_wrapper_is_its(tower):
+    class Wrapper(optim.Optimizer):  # as accelerate's
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+        @property
+        def param_groups(self):
+            return self.optimizer.param_groups
+
     tower.head = nn.Linear(4, 2000, bias=False)
     tower.head.weight = tower.users.weight
-    [table] = (one for one in found(tower, optim.SGD(tower.parameters())).values() if one.path == "users")
-    assert table.keys == ("users.weight", "head.weight")
+    inner = optim.Adagrad(tower.parameters())
+    users = found(tower, [Wrapper(inner)])["users"]
+    assert users.keys == ("users.weight", "head.weight")
+    assert users.optimizer is inner
 
 
 @pytest.mark.parametrize(
@@ -99,28 +106,12 @@ def test_a_table_whose_optimizer_is_not_known_stays_dense_and_says_why(optimizer
     assert f"not a live table: 0: {why}" in text(model, optimizers(model[0].weight))
 
 
-def test_a_weight_that_is_computed_from_others_stays_dense(tower):
+def test_a_weight_that_is_computed_from_others_stays_dense_and_one_without_memory_is_refused_by_name(tower):
     parametrize.register_parametrization(tower.users, "weight", nn.Softplus())
     assert "not a live table: users: its weight is made of other tensors" in text(tower, optim.SGD(tower.parameters()))
-
-
-def test_a_weight_without_memory_is_refused_by_name():
     model = nn.Sequential(nn.Embedding(2000, 4, device="meta"))
     with pytest.raises(LiveTableError, match=r"table '0': embedding is .* on meta, expected memory: materialize it"):
         live_tables(model, optim.SGD(model.parameters()))
-
-
-def test_an_optimizer_within_a_wrapper_is_that_of_its_table(tower):
-    class Wrapper(optim.Optimizer):  # as accelerate's
-        def __init__(self, optimizer):
-            self.optimizer = optimizer
-
-        @property
-        def param_groups(self):
-            return self.optimizer.param_groups
-
-    inner = optim.Adagrad(tower.parameters())
-    assert found(tower, [Wrapper(inner)])["users"].optimizer is inner
 
 
 def test_how_changes_are_known_is_part_of_what_is_shown(tower):

@@ -76,10 +76,14 @@ def state_of(model, sparse_optim, optimizer):
     return copy.deepcopy([rows, dense, optimizer.state_dict(), sparse_optim.state_dict()["state"]])
 
 
-def test_tables_of_ours_and_live_ones_are_saved_together(tmp_path, caplog):
+def test_tables_of_ours_and_live_ones_are_saved_together_and_their_states_once(tmp_path, caplog):
     model, sparse_optim, optimizer, saver = mixed(tmp_path)
     train(model, sparse_optim, optimizer)
     saver.save("a", step=1)
+    names = saver.names()
+    assert not any(name.startswith("theirs.weight") for name in names)
+    assert any(name.startswith("theirs@sparse_adagrad_sum") for name in names)
+    assert any(name.startswith("top.weight@optim") for name in names)
     train(model, sparse_optim, optimizer)
     state, record = state_of(model, sparse_optim, optimizer), saver.save("b", step=2)
     assert record.kind == "delta"
@@ -90,16 +94,6 @@ def test_tables_of_ours_and_live_ones_are_saved_together(tmp_path, caplog):
     other[3].load()
     assert_same(state_of(*other[:3]), state)
     assert warnings_of(caplog) == []
-
-
-def test_the_states_of_a_live_table_are_saved_once(tmp_path):
-    model, sparse_optim, optimizer, saver = mixed(tmp_path)
-    train(model, sparse_optim, optimizer)
-    saver.save("a")
-    names = saver.names()
-    assert not any(name.startswith("theirs.weight") for name in names)
-    assert any(name.startswith("theirs@sparse_adagrad_sum") for name in names)
-    assert any(name.startswith("top.weight@optim") for name in names)
 
 
 @pytest.mark.parametrize("first", [["theirs", "sparse_optim"], ["dense", "extra", "optim"]])
@@ -152,14 +146,11 @@ def warnings_of(caplog):
     return [text for one in caplog.records if "registered optimizer" in (text := one.getMessage())]
 
 
-def test_an_optimizer_that_trains_live_tables_alone_need_not_be_registered(tmp_path, caplog):
-    run = Run(tmp_path)
+def test_an_optimizer_that_trains_other_parameters_than_live_tables_too_has_to_be_registered(tmp_path, caplog):
+    run = Run(tmp_path / "alone")
     run.train(2)
     run.saver.save("a")
     assert warnings_of(caplog) == []
-
-
-def test_an_optimizer_that_trains_other_parameters_too_has_to_be_registered(tmp_path, caplog):
     model = nn.ModuleDict({"theirs": nn.Embedding(20, DIM), "top": nn.Linear(DIM, 1)})
     optimizer = optim.Adam(model.parameters())
     saver = Saver(model, output_dir=str(tmp_path), tables=live_tables(model, optimizer, min_rows=1))
@@ -187,14 +178,17 @@ def test_a_weight_that_another_optimizer_comes_to_train_keeps_its_states_there(t
     assert_same(optimizer.state_dict(), state)
 
 
-def test_settings_of_this_run_are_kept_where_that_is_asked_for(tmp_path):
-    run = Run(tmp_path)
-    run.saver.save("a")
-    run.row_optim.param_groups[0]["lr"] = 0.7
-    CheckpointManager(run.saver, 10).restore(hyper_parameters="keep")
-    assert run.row_optim.param_groups[0]["lr"] == 0.7
-    CheckpointManager(run.saver, 10).restore()
-    assert run.row_optim.param_groups[0]["lr"] == 0.1
+def test_a_run_that_keeps_its_settings_takes_no_state_for_those_of_the_checkpoint(tmp_path):
+    run, other = Run(tmp_path, "SGD", seed=1), Run(tmp_path, "SGD")
+    run.row_optim.param_groups[0]["momentum"] = 0.9
+    run.train(3)
+    run.saver.save("a", step=3)
+    CheckpointManager(other.saver, 10).restore(hyper_parameters="keep")
+    assert other.row_optim.param_groups[0]["momentum"] == 0
+    assert list(other.tables["users"].live.tensors()) == ["embedding"]
+    assert_same(other.state()["model"], run.state()["model"])
+    CheckpointManager(other.saver, 10).restore()
+    assert other.row_optim.param_groups[0]["momentum"] == 0.9
 
 
 @pytest.mark.usefixtures("device")
@@ -246,17 +240,6 @@ def test_settings_bring_the_state_that_they_need(tmp_path, rule, options, key):
         each.random.manual_seed(1)
         each.train(2)
     assert_same(other.state(), run.state())
-
-
-def test_a_run_that_keeps_its_settings_takes_no_state_for_those_of_the_checkpoint(tmp_path):
-    run, other = Run(tmp_path, "SGD", seed=1), Run(tmp_path, "SGD")
-    run.row_optim.param_groups[0]["momentum"] = 0.9
-    run.train(3)
-    run.saver.save("a", step=3)
-    CheckpointManager(other.saver, 10).restore(hyper_parameters="keep")
-    assert other.row_optim.param_groups[0]["momentum"] == 0
-    assert list(other.tables["users"].live.tensors()) == ["embedding"]
-    assert_same(other.state()["model"], run.state()["model"])
 
 
 @pytest.mark.parametrize("of_ours", [SparseAdagrad, SparseSGD])

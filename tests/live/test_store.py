@@ -82,18 +82,42 @@ def test_a_snapshot_stays_as_any_row_changes_once_that_is_announced():
     assert changed(marks) is None
 
 
-def test_memory_that_is_freed_for_now_is_refused():
+@pytest.mark.parametrize(
+    ("name", "tensor", "problem"),
+    [
+        *(
+            ("sparse_sum", tensor, f"table 't': sparse_sum is .*{problem}")
+            for tensor, problem in (
+                (torch.zeros(20, 2, dtype=torch.complex64), "expected one of the dtypes"),
+                (torch.zeros(19, 2), "expected 20 rows"),
+                (torch.zeros(20, 2, device="meta"), "materialize it first"),
+                (torch.zeros(2, 20).T, "not contiguous"),
+                (torch.zeros(20, 0), "values in each row"),
+            )
+        ),
+        ("embedding", None, "expected 'embedding' among them"),
+    ],
+)
+def test_a_tensor_that_cannot_be_saved_is_refused_by_name(name, tensor, problem):
     table, store, _ = made()
-    table.held["embedding"].untyped_storage().resize_(0)
+    if tensor is None:
+        del table.held[name]
+    else:
+        table.held[name] = tensor
+    with pytest.raises(LiveTableError, match=problem):
+        store.snapshot("t")
+    freed, store, _ = made()
+    freed.held["embedding"].untyped_storage().resize_(0)
     with pytest.raises(LiveTableError, match="whose memory is freed for now: save and load where it is there"):
         store.snapshot("t")
 
 
 @pytest.mark.usefixtures("place")
-def test_rows_that_were_announced_are_marked():
+def test_rows_that_were_announced_and_that_the_table_has_are_marked():
     _, store, marks = made()
     store.announce(torch.tensor([3, 3, 9]))
-    assert changed(marks) == [3, 9]
+    store.announce(torch.tensor([-1, 20, 1 << 40, 5]))
+    assert changed(marks) == [3, 5, 9]
 
 
 @pytest.mark.usefixtures("place")
@@ -152,13 +176,6 @@ def test_what_was_noted_before_a_base_is_no_change_since_it_and_what_was_noted_a
 
 
 @pytest.mark.usefixtures("place")
-def test_rows_that_the_table_does_not_have_mark_nothing():
-    _, store, marks = made()
-    store.announce(torch.tensor([-1, 20, 1 << 40, 5]))
-    assert changed(marks) == [5]
-
-
-@pytest.mark.usefixtures("place")
 def test_a_copy_of_several_saves_its_part_of_the_rows_and_has_all_of_them():
     table, store, marks = made(box=Box((0, 20), replica=1, n_replicas=3))
     assert (store.ids.first, len(store)) == (6, 7)
@@ -171,11 +188,6 @@ def test_a_copy_of_several_saves_its_part_of_the_rows_and_has_all_of_them():
     assert changed(marks) == [0, 1, 6]
 
 
-def test_the_copies_of_a_table_save_each_row_once():
-    rows = [row for i in range(7) for row in range(*Box((3, 23), replica=i, n_replicas=7).own_rows)]
-    assert rows == list(range(3, 23))
-
-
 def test_what_is_loaded_is_announced_like_any_change():
     table, store, marks = made()
     before, snapshot = table.held["embedding"].numpy().copy(), store.snapshot("t")
@@ -183,6 +195,11 @@ def test_what_is_loaded_is_announced_like_any_change():
     assert table.held["embedding"][1].tolist() == [9, 9]
     assert np.array_equal(read(snapshot), before)
     assert changed(marks) == [1]
+    before, snapshot = table.held["embedding"].numpy().copy(), store.snapshot("t")
+    table.held["embedding"] = torch.full((20, 2), -1.0)
+    store.announce(torch.tensor([2]))
+    table.held["embedding"][2] = -2
+    assert np.array_equal(read(snapshot), before), "of memory that was replaced"
 
 
 def test_a_replaced_table_has_no_snapshot_to_read_any_more():
@@ -209,15 +226,6 @@ def test_memory_that_is_not_that_of_before_is_a_change_of_all_rows(change):
     assert changed(marks) is None
 
 
-def test_a_snapshot_of_memory_that_was_replaced_stays_as_it_was():
-    table, store, _ = made()
-    before, snapshot = table.held["embedding"].numpy().copy(), store.snapshot("t")
-    table.held["embedding"] = torch.full((20, 2), -1.0)
-    store.announce(torch.tensor([2]))
-    table.held["embedding"][2] = -2
-    assert np.array_equal(read(snapshot), before)
-
-
 def test_a_table_that_nobody_announces_is_copied():
     table = Memory()
     store = LiveStore(table, is_announced=False)
@@ -239,30 +247,6 @@ def test_an_error_of_a_hook_is_logged_and_raised_by_the_next_save_alone(caplog):
     assert store.snapshot("t").n_rows == 20
 
 
-@pytest.mark.parametrize(
-    ("tensor", "problem"),
-    [
-        (torch.zeros(20, 2, dtype=torch.complex64), "expected one of the dtypes"),
-        (torch.zeros(19, 2), "expected 20 rows"),
-        (torch.zeros(20, 2, device="meta"), "materialize it first"),
-        (torch.zeros(2, 20).T, "not contiguous"),
-        (torch.zeros(20, 0), "values in each row"),
-    ],
-)
-def test_a_tensor_that_cannot_be_saved_is_refused_by_name(tensor, problem):
-    table, store, _ = made()
-    table.held["sparse_sum"] = tensor
-    with pytest.raises(LiveTableError, match=f"table 't': sparse_sum is .*{problem}"):
-        store.snapshot("t")
-
-
-def test_a_table_without_an_embedding_is_refused():
-    table, store, _ = made()
-    del table.held["embedding"]
-    with pytest.raises(LiveTableError, match="expected 'embedding' among them"):
-        store.snapshot("t")
-
-
 def test_the_id_of_a_row_is_its_number_from_the_first_on():
     ids = RowRange(100, 5)
     assert ids.to_tensor(3).tolist() == [100, 101, 102]
@@ -270,13 +254,11 @@ def test_the_id_of_a_row_is_its_number_from_the_first_on():
     target = np.zeros(16, np.uint8)
     ids.gather_into(np.array([1, 3], np.uint32), target)
     assert target.view(np.int64).tolist() == [101, 103]
-
-
-def test_pieces_cover_a_range_of_rows_in_order():
-    ids = RowRange(10, 300_000)
-    pieces = list(ids.pieces(5, 300_000))
+    pieces = list(RowRange(10, 300_000).pieces(5, 300_000))
     assert len(pieces) == 3
     assert np.array_equal(np.concatenate([piece.numpy() for piece in pieces]), np.arange(15, 300_010))
+    rows = [row for i in range(7) for row in range(*Box((3, 23), replica=i, n_replicas=7).own_rows)]
+    assert rows == list(range(3, 23)), "the copies of a table save each row once"
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -28,16 +28,12 @@ def n_hooks(model, optimizer):
     return sum(len(some) for pair in hooks for some in pair)
 
 
-def test_a_second_call_gives_the_same_tables():
+@pytest.mark.parametrize("other", ["optimizer", "names"])
+def test_a_second_call_gives_the_same_tables_and_one_that_asks_for_others_is_refused_until_they_are_closed(other):
     model, optimizer, tables = made()
     n_before = n_hooks(model, optimizer)
     assert live_tables(model, [optimizer], min_rows=10) is tables
     assert n_hooks(model, optimizer) == n_before
-
-
-@pytest.mark.parametrize("other", ["optimizer", "names"])
-def test_a_second_call_that_asks_for_others_is_refused_until_the_first_are_closed(other):
-    model, optimizer, tables = made()
     if other == "optimizer":
         optimizer = optim.SGD(model.parameters())
     names = {"users": "u"} if other == "names" else None
@@ -106,15 +102,13 @@ def test_two_savers_of_the_same_tables_count_each_for_itself(tmp_path):
     assert upserts == {"users": 2, "items": 0}
 
 
-def test_tables_of_another_model_are_refused(tmp_path):
-    tables = made()[2]
-    with pytest.raises(ValueError, match="found those of another one: give live_tables and Saver the same"):
-        Saver(Clicks(), output_dir=str(tmp_path), tables=tables)
-    with pytest.raises(TypeError, match="found a dict"):
-        Saver(Clicks(), output_dir=str(tmp_path), tables={})
-
-
-def test_a_live_table_and_one_of_ours_have_different_names(tmp_path):
+def test_tables_of_another_model_and_a_live_one_with_the_name_of_one_of_ours_are_refused(tmp_path):
+    for tables, error, message in (
+        (made()[2], ValueError, "found those of another one: give live_tables and Saver the same"),
+        ({}, TypeError, "found a dict"),
+    ):
+        with pytest.raises(error, match=message):
+            Saver(Clicks(), output_dir=str(tmp_path), tables=tables)
     model = nn.ModuleDict({"a": nn.Embedding(20, 2), "b": HashTable(2, name="a")})
     tables = live_tables(model, optim.SGD(model["a"].parameters()), min_rows=1)
     with pytest.raises(ValueError, match="two tables are named 'a': give the live one another name by names="):
@@ -241,19 +235,16 @@ def test_an_adapter_is_a_table_like_others_and_gets_its_settings_back(tmp_path):
     assert {"lr": 0.5} in memory.settings_taken
 
 
-def test_an_adapter_that_announces_all_rows_has_deltas_by_fingerprints(tmp_path):
+def test_an_adapter_that_announces_all_rows_has_deltas_by_fingerprints_and_an_audit_finds_what_it_does_not(tmp_path):
     memory = Memory()
-    saver, tables = saver_of(tmp_path, memory, marks="fingerprints")
+    saver, tables = saver_of(tmp_path / "prints", memory, marks="fingerprints")
     saver.save("c0")
     memory.door.announce_all()
     memory.values[7] += 1
     assert upserts(saver.save("c1")) == 1
-    assert_saved(tables, tmp_path)
-
-
-def test_an_audit_finds_what_an_adapter_does_not_announce(tmp_path):
+    assert_saved(tables, tmp_path / "prints")
     memory = Memory()
-    saver, _ = saver_of(tmp_path, memory, audit=1)
+    saver, _ = saver_of(tmp_path / "audit", memory, audit=1)
     saver.save("c0")
     memory.values[7] += 1
     with pytest.raises(MissedRowsError, match="7"):
@@ -261,19 +252,20 @@ def test_an_audit_finds_what_an_adapter_does_not_announce(tmp_path):
 
 
 def test_what_is_no_table_is_refused_and_so_are_two_of_one_name():
-    model = nn.Module()
-    with pytest.raises(TypeError, match=r"adapters must be tables as recckpt.types.LiveTable, found a dict$"):
-        live_tables(model, adapters=[{}])
-    with pytest.raises(TypeError, match=r"found a HashTable, a SavableTable: return it from the state dict of the mo"):
-        live_tables(model, adapters=[HashTable(2, name="own")])
+    model, memory = nn.Module(), Memory()
+    for adapters, error, message in (
+        ([{}], TypeError, r"adapters must be tables as recckpt.types.LiveTable, found a dict$"),
+        (
+            [HashTable(2, name="own")],
+            TypeError,
+            r"found a HashTable, a SavableTable: return it from the state dict of the mo",
+        ),
+        ([Memory(), Memory()], LiveTableError, r"'adapters\[0\]' and 'adapters\[1\]' are both named 'own'"),
+    ):
+        with pytest.raises(error, match=message):
+            live_tables(model, adapters=adapters)
     with pytest.raises(AttributeError, match=r"no attribute 'LibraryTable': a hash table of your own is a .*SavableTa"):
         recckpt.live.LibraryTable  # noqa: B018
-    with pytest.raises(LiveTableError, match=r"'adapters\[0\]' and 'adapters\[1\]' are both named 'own'"):
-        live_tables(model, adapters=[Memory(), Memory()])
-
-
-def test_a_second_call_with_another_adapter_of_the_name_is_refused():
-    model, memory = nn.Module(), Memory()
     tables = live_tables(model, adapters=[memory])
     assert live_tables(model, adapters=[memory]) is tables
     with pytest.raises(LiveTableError, match="the model has live tables already, and others are asked for"):

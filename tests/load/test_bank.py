@@ -9,7 +9,7 @@ from torch import nn
 
 from recckpt import Saver
 from recckpt.errors import LoadConfError, StateMismatchError
-from recckpt.sparse import HashTable, SparseAdam
+from recckpt.sparse import HashTable, Normal, SparseAdam
 
 FRESH = {"sparse_adam_exp_avg": [0.0] * 3, "sparse_adam_exp_avg_sq": [0.0] * 3}
 
@@ -71,20 +71,14 @@ def test_optimizer_slots_that_are_left_out_stay_at_their_initial_values(tmp_path
     assert slots_of(everything) == slots_of(source) != FRESH
 
 
-def test_embeddings_bring_their_ids(tmp_path, adam):
+def test_embeddings_bring_their_ids_and_ids_alone_start_with_the_initializer(tmp_path, adam):
     url, source = adam
-    t = table("t")
-    report = run(tmp_path / "own", t, optimizer="adam").load_by_config([{"path": url, "load": ["t@embedding"]}])
-    assert values_of(t) == values_of(source)
-    assert slots_of(t) == FRESH
-    assert report.rows_taken == {"t": 3}
-
-
-def test_ids_alone_start_with_the_initializer(tmp_path, adam):
-    t = table("t", [1], value=9.0)
-    run(tmp_path / "own", t, optimizer="adam").load_by_config([{"path": adam[0], "load": ["t@id"]}])
-    assert values_of(t) == {0: INITIAL, 1: INITIAL, 2: INITIAL}
-    assert slots_of(t) == FRESH
+    for names, expected in (("t@embedding", values_of(source)), ("t@id", dict.fromkeys(range(3), INITIAL))):
+        t = table("t", [1], value=9.0)
+        report = run(tmp_path / "own", t, optimizer="adam").load_by_config([{"path": url, "load": [names]}])
+        assert values_of(t) == expected
+        assert slots_of(t) == FRESH
+        assert report.rows_taken == {"t": 3}
 
 
 def test_without_the_ids_only_rows_that_are_there_are_set(tmp_path, adam):
@@ -237,52 +231,33 @@ def test_a_wider_table_is_padded_by_its_initializer_and_its_slots_by_their_initi
     source = table("t", [1, 2], dim=2)
     url = saved(tmp_path / "a", source, optimizer="adagrad", steps=1)
     sums = source.slots["sparse_adagrad_sum"][0, 0].item()
-    wide = table("t", [9], value=9.0, dim=5)
+    wide, plain = (HashTable(5, name="t", initializer=Normal(0.0, 1.0)) for _ in range(2))
+    wide(torch.tensor([9]))
     conf = {"path": url, "on_mismatch": "resize", "hashtable_clear": clear}
     run(tmp_path / "own", wide, optimizer="adagrad").load_by_config([conf])
-    found = wide.lookup(torch.tensor([1, 2]))[0]
+    plain(torch.tensor([2, 7, 1]))
+    found, expected = (each.lookup(torch.tensor([1, 2]))[0] for each in (wide, plain))
     assert found[:, :2].tolist() == source.embeddings().tolist()
-    assert found[:, 2:].tolist() == [[INITIAL] * 3] * 2
+    assert torch.equal(found[:, 2:], expected[:, 2:]), "what a new row of that id would have"
     of_slots = wide.slots["sparse_adagrad_sum"][-2:]
     assert of_slots[:, :2].tolist() == [[sums] * 2] * 2
     assert of_slots[:, 2:].tolist() == [[pytest.approx(0.1)] * 3] * 2
     assert len(wide) == (2 if clear else 3)
 
 
-def test_the_padding_is_what_a_new_row_of_that_id_would_have(tmp_path):
-    from recckpt.sparse import Normal
-
-    url = saved(tmp_path / "a", table("t", [1, 2], dim=2))
-    wide, plain = (HashTable(5, name="t", initializer=Normal(0.0, 1.0)) for _ in range(2))
-    run(tmp_path / "own", wide).load_by_config([{"path": url, "on_mismatch": "resize"}])
-    plain(torch.tensor([2, 7, 1]))
-    for id_ in (1, 2):
-        expected = plain.lookup(torch.tensor([id_]))[0][0, 2:]
-        assert torch.equal(wide.lookup(torch.tensor([id_]))[0][0, 2:], expected)
-
-
 def test_a_dense_tensor_is_cut_or_padded_by_what_it_was(tmp_path):
-    url = saved(tmp_path / "a", value=1.0, top=nn.Linear(3, 2))
-    for width, expected in ((2, [1.0, 1.0]), (5, [1.0, 1.0, 1.0, -7.0, -7.0])):
-        top = nn.Linear(width, 2).to(torch.float64)
-        saver = run(tmp_path / "own", value=-7.0, top=top)
-        saver.load_by_config([{"path": url, "on_mismatch": "resize"}])
+    url = saved(tmp_path / "a", value=1.0, words=nn.Embedding(10, 3), top=nn.Linear(3, 2))
+    for width, n_rows, expected in ((2, 4, [1.0, 1.0]), (5, 16, [1.0, 1.0, 1.0, -7.0, -7.0])):
+        top, words = nn.Linear(width, 2).to(torch.float64), nn.Embedding(n_rows, width)
+        saver = run(tmp_path / "own", value=-7.0, top=top, words=words)
+        with pytest.raises(StateMismatchError):
+            saver.load_by_config([{"path": url}])
+        report = saver.load_by_config([{"path": url, "on_mismatch": {"*": "resize"}}])
         assert top.weight.tolist() == [expected] * 2
         assert top.weight.dtype == torch.float64
-
-
-def test_rows_that_an_embedding_of_torch_has_more_than_the_checkpoint_stay_those_of_the_model(tmp_path):
-    url = saved(tmp_path / "a", value=1.0, words=nn.Embedding(10, 3))
-    words = nn.Embedding(16, 4)
-    saver = run(tmp_path / "own", value=-7.0, words=words)
-    with pytest.raises(StateMismatchError):
-        saver.load_by_config([{"path": url}])
-    report = saver.load_by_config([{"path": url, "on_mismatch": {"words*": "resize"}}])
-    assert words.weight.tolist() == [[1.0, 1.0, 1.0, -7.0]] * 10 + [[-7.0] * 4] * 6
-    assert [item.conversion for item in report.items if item.name.text == "words.weight"] == ["resize 10x3 -> 16x4"]
-    cut = nn.Embedding(4, 3)
-    run(tmp_path / "own", value=-7.0, words=cut).load_by_config([{"path": url, "on_mismatch": "resize"}])
-    assert cut.weight.tolist() == [[1.0] * 3] * 4
+        assert words.weight.tolist() == [expected] * min(n_rows, 10) + [[-7.0] * width] * (n_rows - 10)
+        noted = [item.conversion for item in report.items if item.name.text == "words.weight"]
+        assert noted == [f"resize 10x3 -> {n_rows}x{width}"]
 
 
 def test_rows_that_a_table_made_of_an_embedding_has_more_stay_where_rows_are_merged(tmp_path):
@@ -372,13 +347,15 @@ def test_adams_table_under_adagrad_keeps_ids_and_embeddings_and_starts_the_slots
 # the bank as a whole
 
 
-def test_priorities_over_three_entries(tmp_path):
+def test_priorities_over_three_entries_and_an_empty_bank_loads_nothing(tmp_path):
     urls = [
         saved(tmp_path / str(n), *(table(name, [n], float(n)) for name in names), value=float(n), top=nn.Linear(1, 1))
         for n, names in enumerate(["abc", "bc", "c"])
     ]
     a, b, c, top = table("a"), table("b"), table("c"), nn.Linear(1, 1)
     saver = run(tmp_path / "own", a, b, c, top=top)
+    report = saver.load_by_config([])
+    assert (len(a), report.sources, report.rows_taken, report.bytes_read) == (0, (), {}, 0)
     bank = [{"path": urls[0]}, {"path": urls[1]}, {"path": urls[2], "exclude": ["dense"]}]
     report = saver.load_by_config(bank)
     assert [values_of(each) for each in (a, b, c)] == [{0: 0.0}, {1: 1.0}, {2: 2.0}]
@@ -401,13 +378,6 @@ def test_the_slots_of_one_table_may_come_from_two_checkpoints(tmp_path, adam):
         assert sums == [*slots_of(trained)[name][1:], 0.0]
     assert report.rows_taken == {"t": 3}
     assert saver.sparse_optim.state_dict()["state"] == {"t": {"step": 2}}
-
-
-def test_an_empty_bank_loads_nothing(tmp_path):
-    t = table("t", [1])
-    report = run(tmp_path / "own", t).load_by_config([])
-    assert values_of(t) == {1: 1.0}
-    assert (report.sources, report.rows_taken, report.bytes_read) == ((), {}, 0)
 
 
 def test_a_plan_changes_nothing_and_says_what_the_load_then_does(tmp_path, adam, caplog):

@@ -110,11 +110,6 @@ def test_step_positions_and_settings_of_optimizers_of_another_run_are_taken_wher
     assert wanted(conf, own=False) == names
 
 
-def test_only_what_was_won_before_is_wanted_again():
-    entry = Entry(only=frozenset({MOMENT}))
-    assert [name for name in NAMES if entry.wants(name)] == [MOMENT]
-
-
 @pytest.mark.parametrize(
     ("conf", "groups"),
     [
@@ -182,9 +177,6 @@ def test_what_is_said_of_one_name_goes_before_what_is_said_of_many(value, action
 def test_what_means_nothing_is_refused_with_what_is_allowed(conf, message):
     with pytest.raises(LoadConfError, match=message):
         parse_load_conf(conf)
-
-
-def test_all_faults_of_an_entry_come_at_once():
     with pytest.raises(LoadConfError, match="3 problems; nothing was loaded") as caught:
         parse_load_conf({"lod": [], "strict": 1, "load": "x"})
     assert len(caught.value.problems) == 3
@@ -203,12 +195,11 @@ def test_an_entry_has_a_path_and_the_defaults_of_the_table():
     assert (entry.hashtable_clear, entry.ignore_error, entry.is_dynamic, entry.strict) == (True, False, False, None)
     assert entry.where == RowFilter()
     assert parsed([{"path": Path("a/b")}])[0][0].path == "a/b"
-
-
-def test_an_entry_to_skip_is_left_out_and_the_others_keep_their_numbers():
     entries, problems = parsed([{"path": "x", "skip": True}, {"path": "y", "skip": False}])
-    assert [(entry.label, entry.path) for entry in entries] == [("bank[1]", "y")]
+    assert [(entry.label, entry.path) for entry in entries] == [("bank[1]", "y")], "the others keep their numbers"
     assert not problems
+    entry = Entry(only=frozenset({MOMENT}))
+    assert [name for name in NAMES if entry.wants(name)] == [MOMENT], "what was won before is wanted again"
 
 
 @pytest.mark.parametrize(
@@ -222,15 +213,12 @@ def test_an_entry_to_skip_is_left_out_and_the_others_keep_their_numbers():
         ("x", "found str, expected a dict"),
     ],
 )
-def test_a_bank_entry_that_means_nothing_is_named_by_its_number(conf, message):
+def test_a_bank_is_a_list_and_an_entry_that_means_nothing_is_named_by_its_number(conf, message):
     _, [problem] = parsed([{"path": "fine"}, conf])
     assert problem.startswith("bank[1]")
     assert message in problem
-
-
-@pytest.mark.parametrize("bank", [None, 3, "x", {"path": "x"}])
-def test_a_bank_is_a_list(bank):
-    assert parsed(bank) == ([], [f"bank: found {type(bank).__name__}, expected a list of dicts"])
+    for bank in (None, 3, "x", {"path": "x"}):
+        assert parsed(bank) == ([], [f"bank: found {type(bank).__name__}, expected a list of dicts"])
 
 
 def frozen(value):

@@ -45,6 +45,10 @@ def test_a_run_goes_on_from_the_dense_tensors_of_before_bit_for_bit(tmp_path, ru
 def test_a_plan_says_which_tensors_become_rows(tmp_path):
     saved_before(tmp_path)
     run = Run(tmp_path / "other")
+    inventory = listed_inventory(run.saver.names())
+    [embedding] = [thing for name, thing in inventory.items() if name.text == "users@embedding"]
+    assert embedding.tied == ("users.weight",), "the names of a model say it too"
+    assert listed_inventory(list_inventory(inventory)) == inventory
     plan = run.saver.plan({"path": str(tmp_path / "run")})
     items = {item.name.text: item for item in plan.items}
     assert items["users@embedding"].conversion == "dense tensor 'users.weight' -> rows of table 'users'"
@@ -54,13 +58,6 @@ def test_a_plan_says_which_tensors_become_rows(tmp_path):
     state = same.saver.plan({"path": str(tmp_path / "run")})
     conversions = {item.name.text: item.conversion for item in state.items}
     assert conversions["users@sparse_adam_exp_avg"].startswith("state in 'row_optim' of dense tensor 'users.weight'")
-
-
-def test_the_names_of_a_model_say_which_tensors_its_tables_were(tmp_path):
-    inventory = listed_inventory(Run(tmp_path).saver.names())
-    [embedding] = [thing for name, thing in inventory.items() if name.text == "users@embedding"]
-    assert embedding.tied == ("users.weight",)
-    assert listed_inventory(list_inventory(inventory)) == inventory
 
 
 def test_state_that_nobody_saved_begins_anew_and_is_named(tmp_path, caplog):
@@ -155,20 +152,17 @@ def test_a_tensor_of_fewer_rows_fills_those_and_one_of_more_can_be_cut(tmp_path)
         assert torch.equal(run.model.users.weight[n:], before[n:])
 
 
-def test_a_damaged_tensor_is_refused_before_anything_changes(tmp_path):
+def test_a_damaged_tensor_is_refused_and_the_next_save_after_such_a_restore_holds_all_rows(tmp_path):
     saved_before(tmp_path)
-    run = Run(tmp_path / "run", "SparseAdam")
+    run = Run(tmp_path / "run", "SparseAdam", deltas=True, max_keep=None)
     path, before = tmp_path / "run" / "ckpt_3" / "model.pt", run.state()
     weights = torch.load(path)["users.weight"].numpy().tobytes()
-    flip_bit(path, path.read_bytes().index(weights) + 5)
+    at = path.read_bytes().index(weights) + 5
+    flip_bit(path, at)
     with pytest.raises(CorruptCheckpointError, match=r"model\.pt"):
         run.saver.load()
     assert_same(run.state(), before)
-
-
-def test_the_next_save_after_such_a_restore_holds_all_rows(tmp_path):
-    saved_before(tmp_path)
-    run = Run(tmp_path / "run", "SparseAdam", deltas=True, max_keep=None)
+    flip_bit(path, at)
     run.saver.load()
     assert run.saver.save("next").kind == "full"
     run.train()
@@ -264,33 +258,28 @@ def test_a_run_without_live_tables_goes_on_from_a_checkpoint_of_them_bit_for_bit
     assert_same(other.state(), run.state())
 
 
-def test_a_plan_says_which_tables_become_tensors(tmp_path):
-    saved(tmp_path)
+def test_plan_and_report_say_which_tables_become_tensors_and_how_many_rows(tmp_path):
+    run = saved(tmp_path)
     plan = Run(tmp_path / "other", "SparseAdam").dense_saver(tmp_path / "b").plan({"path": str(tmp_path / "run")})
     items = {item.name.text: item for item in plan.items}
     assert items["users.weight"].conversion == "rows of table 'users' -> dense tensor"
     assert items["users.weight@row_optim"].conversion == "rows of table 'users' -> state of dense tensor"
     assert "not in the model" not in str(plan)
 
+    def loaded(n_rows, **conf):
+        model = nn.ModuleDict({"users": nn.Embedding(n_rows, DIM)})
+        return load_into(model, tmp_path / "run", load_conf={"strict": False, **conf})
 
-def test_a_report_counts_the_tables_and_rows_that_become_tensors(tmp_path):
-    saved(tmp_path)
-    model = nn.ModuleDict({"users": nn.Embedding(N_ROWS, DIM)})
-    report = load_into(model, tmp_path / "run", load_conf={"strict": False})
-    size = 4 * N_ROWS * DIM
+    report, size = loaded(N_ROWS), 4 * N_ROWS * DIM
     assert f": 1 table, {N_ROWS} rows, 0 tensors, {size} B" in str(report)
-    assert report.rows_taken == {"users.weight": N_ROWS}
+    assert report.rows_taken == loaded(N_ROWS + 2).rows_taken == {"users.weight": N_ROWS}
     assert f"{N_ROWS} rows taken" in str(report)
     assert report.bytes_read > size
-    longer = load_into(
-        nn.ModuleDict({"users": nn.Embedding(N_ROWS + 2, DIM)}), tmp_path / "run", load_conf={"strict": False}
-    )
-    shorter = load_into(
-        nn.ModuleDict({"users": nn.Embedding(2, DIM)}),
-        tmp_path / "run",
-        load_conf={"strict": False, "on_mismatch": {"users.weight": "resize"}},
-    )
-    assert (longer.rows_taken, shorter.rows_taken) == ({"users.weight": N_ROWS}, {"users.weight": 2})
+    assert loaded(2, on_mismatch={"users.weight": "resize"}).rows_taken == {"users.weight": 2}
+    model = nn.ModuleDict({"people": nn.Embedding(N_ROWS, DIM)})
+    saver = Saver(model, output_dir=str(tmp_path / "new"))
+    saver.load_by_config({"path": str(tmp_path / "run"), "oname": {"people.weight": "users"}})
+    assert torch.equal(model["people"].weight, run.model.users.weight)
 
 
 def test_a_live_table_of_no_rows_is_saved_read_and_loaded_as_any_other(tmp_path):
@@ -315,14 +304,6 @@ def test_a_live_table_of_no_rows_is_saved_read_and_loaded_as_any_other(tmp_path)
     assert torch.equal(model["users"].weight, before)
     export_checkpoint(tmp_path / "run", tmp_path / "out", to="parquet")
     assert pyarrow.dataset.dataset(tmp_path / "out", ignore_prefixes=["_"]).count_rows() == 0
-
-
-def test_a_rename_says_which_table_a_tensor_is_of(tmp_path):
-    run = saved(tmp_path)
-    model = nn.ModuleDict({"people": nn.Embedding(N_ROWS, DIM)})
-    saver = Saver(model, output_dir=str(tmp_path / "new"))
-    saver.load_by_config({"path": str(tmp_path / "run"), "oname": {"people.weight": "users"}})
-    assert torch.equal(model["people"].weight, run.model.users.weight)
 
 
 @pytest.mark.parametrize("of", [optim.Adagrad, optim.AdamW])
@@ -388,18 +369,13 @@ def test_a_table_whose_ids_are_not_row_numbers_is_refused_before_anything_change
     assert_same(run.state(), before)
 
 
-def test_a_table_of_another_size_is_not_taken_for_the_tensor(tmp_path):
+def test_a_table_of_another_size_or_a_damaged_one_is_refused_before_anything_changes(tmp_path):
     saved(tmp_path)
     model = nn.ModuleDict({"users": nn.Linear(DIM, N_ROWS + 1, bias=False)})  # of an embedding rows may become more
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
     saver = Saver(model, output_dir=str(tmp_path / "run"))
-    saver.register_for_checkpointing("row_optim", optimizer)
+    saver.register_for_checkpointing("row_optim", optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(StateMismatchError, match=r"(?s)missing.*'users\.weight'.*not in the model.*'users'"):
         saver.load()
-
-
-def test_a_damaged_table_is_refused_before_anything_changes(tmp_path):
-    saved(tmp_path)
     run = Run(tmp_path / "other", "SparseAdam")
     [part] = (tmp_path / "run" / "ckpt_3").rglob("*.arrow")
     flip_bit(part, part.stat().st_size // 2)

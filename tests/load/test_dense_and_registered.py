@@ -75,16 +75,12 @@ def test_what_a_model_refuses_leaves_all_as_it_was(tmp_path, make, n_rows):
 
 
 def test_a_model_that_overrides_its_load_and_refuses_is_as_it_was(tmp_path):
-    def made(refuses, value):
-        model = Overriding(refuses)
-        model.extra = value
-        model.weight.data.fill_(value)
-        return Saver(model, output_dir=str(tmp_path)), model
-
-    made(refuses=False, value=1.0)[0].save("c")
-    saver, model = made(refuses=True, value=2.0)
+    Saver(Overriding(refuses=False), output_dir=str(tmp_path)).save("c")
+    model = Overriding(refuses=True)
+    model.extra = 2.0
+    model.weight.data.fill_(2.0)
     with pytest.raises(StateMismatchError, match="refused it: OSError: not today"):
-        saver.load()
+        Saver(model, output_dir=str(tmp_path)).load()
     assert (model.weight.tolist(), model.extra) == ([2.0, 2.0], 2.0)
 
 

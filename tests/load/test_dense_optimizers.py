@@ -1,7 +1,5 @@
 """The state of a dense optimizer follows its parameters, as slots follow ids."""
 
-import logging
-
 import pytest
 import torch
 from support.bank_runs import run
@@ -168,11 +166,8 @@ def test_the_settings_of_another_run_are_taken_where_the_optimizer_is_named(tmp_
     new = loaded(tmp_path, [entry(old, load=load)])
     assert [group["lr"] for group in new.optim.param_groups] == [rate]
     assert states(new) == states(old)
-
-
-def test_the_settings_come_alone_where_nothing_but_the_optimizer_is_named(tmp_path, old):
     new = loaded(tmp_path, [entry(old, load=["dense_optim"])], layers=("top", "dense1"))
-    assert new.optim.param_groups[0]["lr"] == 0.1
+    assert new.optim.param_groups[0]["lr"] == 0.1, "alone"
     assert set(states(new).values()) == {None}
 
 
@@ -268,6 +263,12 @@ def test_a_pattern_that_means_only_registered_objects_warns_and_takes_no_moments
     caplog.clear()
     loaded(tmp_path, [entry(old, load=["dense*", "h*"], exclude=["*@dense_optim"])])
     assert "registered objects" not in caplog.text
+    caplog.clear()
+    loaded(tmp_path, [entry(old, load=["head.*"])])
+    assert "@dense_optim" not in caplog.text, "of state that stays with its parameter"
+    with pytest.raises(ValueError, match="'@'"):
+        new.register_for_checkpointing("a@b", torch.optim.Adam(new.model.parameters()))
+    new.register_for_checkpointing("a@b", 3)
 
 
 def test_a_plan_says_of_each_parameter_where_its_state_comes_from(tmp_path, old, other):
@@ -343,19 +344,6 @@ def test_a_failure_later_on_gives_the_optimizer_back_what_it_had(tmp_path, old):
     with pytest.raises(StateMismatchError, match="'value'"):
         new.load_by_config([entry(old)])
     assert states(new) == before
-
-
-def test_an_optimizer_is_not_registered_under_a_name_that_could_not_be_told_apart(tmp_path):
-    saver = run(tmp_path, top=nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="'@'"):
-        saver.register_for_checkpointing("a@b", torch.optim.Adam(saver.model.parameters()))
-    saver.register_for_checkpointing("a@b", 3)
-
-
-def test_the_log_says_nothing_of_state_that_stays_with_its_parameter(tmp_path, old, caplog):
-    caplog.set_level(logging.WARNING, "recckpt")
-    loaded(tmp_path, [entry(old, load=["head.*"])])
-    assert "@dense_optim" not in caplog.text
 
 
 def test_names_of_parameters_that_the_manifest_does_not_list_are_damage_and_change_nothing(tmp_path, old):

@@ -64,14 +64,11 @@ def test_a_resume_says_in_one_line_what_it_replaced(tmp_path, infos):
     ]
     Run(tmp_path, 0.1).manager.restore()
     assert len(infos()) == 1, "nothing is said where nothing differs"
-
-
-def test_of_several_groups_the_line_says_which(tmp_path, infos):
-    Run(tmp_path, 0.1, groups=2).step()
-    run = Run(tmp_path, 0.1, groups=2)
+    Run(tmp_path / "groups", 0.1, groups=2).step()
+    run = Run(tmp_path / "groups", 0.1, groups=2)
     run.dense.param_groups[1]["betas"] = (0.5, 0.9)
     run.manager.restore()
-    assert infos()[0].endswith(": dense_optim[1] betas (0.5, 0.9) -> (0.9, 0.999)")
+    assert infos()[1].endswith(": dense_optim[1] betas (0.5, 0.9) -> (0.9, 0.999)")
 
 
 def test_of_several_groups_of_tables_the_line_names_the_tables(tmp_path, infos):
@@ -151,7 +148,7 @@ def test_kept_rates_follow_the_schedule_from_the_place_that_was_loaded(tmp_path,
         straight.step()
 
 
-def test_a_schedule_by_what_was_measured_lowers_the_kept_rate_from_there_on(tmp_path):
+def test_a_schedule_by_what_was_measured_or_made_after_the_restore_begins_at_the_kept_rate(tmp_path):
     plateau = partial(schedules.ReduceLROnPlateau, patience=0, factor=0.5)
     old = Run(tmp_path, 0.1, plateau)
     for _ in range(2):
@@ -162,12 +159,8 @@ def test_a_schedule_by_what_was_measured_lowers_the_kept_rate_from_there_on(tmp_
     assert run.rates == [0.02, 0.02]
     run.step()
     assert run.rates == [0.01, 0.01]
-
-
-def test_a_scheduler_that_is_made_after_the_restore_begins_at_the_kept_rate(tmp_path):
-    old = Run(tmp_path, 0.1, SCHEDULES["exponential"])
-    old.step()
-    run = Run(tmp_path, 0.02)
+    Run(tmp_path / "late", 0.1, SCHEDULES["exponential"]).step()
+    run = Run(tmp_path / "late", 0.02)
     run.manager.restore(hyper_parameters="keep")
     assert "initial_lr" not in run.dense.param_groups[0]
     assert schedules.ExponentialLR(run.dense, 0.5).base_lrs == [0.02]
@@ -187,16 +180,12 @@ def test_a_run_that_resumes_by_its_bank_may_keep_its_own_too_and_once_they_are_r
 
 
 @pytest.mark.parametrize("value", ["Keep", None, True, []])
-def test_what_is_neither_is_refused(tmp_path, value):
-    run = Run(tmp_path)
+def test_what_is_neither_is_refused_and_changes_no_hyper_parameters(tmp_path, value):
+    Run(tmp_path, 0.1).step()
+    run = Run(tmp_path, 0.01)
     for load in (run.manager.restore, partial(run.manager.load_model_bank, [])):
         with pytest.raises(ValueError, match="hyper_parameters must be 'load' or 'keep', found"):
             load(hyper_parameters=value)
-
-
-def test_a_restore_that_is_refused_changes_no_hyper_parameters(tmp_path):
-    Run(tmp_path, 0.1).step()
-    run = Run(tmp_path, 0.01)
     with pytest.raises(LoadConfError):
         run.manager.restore(hyper_parameters="keep", load_conf={"load": ["nothing"]})
     assert run.rates == [0.01, 0.01]
@@ -231,11 +220,16 @@ def test_a_warm_start_leaves_the_schedule_of_the_new_run_and_the_plan_says_so(tm
     assert new.step().rates == pytest.approx([0.2 / 3, 0.2 / 3])
 
 
-def test_a_schedule_that_is_named_comes_and_the_rate_with_it(tmp_path):
+def test_a_schedule_that_is_named_comes_and_the_rate_with_it_and_a_list_of_names_says_which_those_are(tmp_path):
     Run(tmp_path / "old", 0.1, decay).step()
     new, _ = warm_start(tmp_path / "new", [{"path": tmp_path / "old", "load": ["*", "schedule_0"]}])
     assert [schedule.last_epoch for schedule in new.schedules] == [1, 0]
     assert new.rates == pytest.approx([0.2 / 3, 0.1])
+    lines = new.manager.saver.names()
+    assert "schedule_0\textra\tplain data\t\tschedule" in lines
+    listed = listed_inventory(lines)
+    assert [name.text for name, thing in listed.items() if thing.is_schedule] == ["schedule_0", "schedule_1"]
+    assert list_inventory(listed) == lines
 
 
 def test_a_wrapper_of_a_schedule_stays_as_it_does(tmp_path):
@@ -259,16 +253,6 @@ def test_a_load_from_another_output_dir_leaves_it_too_and_a_bank_that_resumes_br
     again, _ = warm_start(tmp_path / "new", [{"path": tmp_path / "old"}])
     assert again.schedules[0].last_epoch == 2
     assert again.rates == other.rates
-
-
-def test_a_list_of_names_says_which_are_schedules(tmp_path):
-    Run(tmp_path / "old", 0.1, decay).step()
-    run = Run(tmp_path / "new", 0.1, decay)
-    lines = run.manager.saver.names()
-    assert "schedule_0\textra\tplain data\t\tschedule" in lines
-    listed = listed_inventory(lines)
-    assert [name.text for name, thing in listed.items() if thing.is_schedule] == ["schedule_0", "schedule_1"]
-    assert list_inventory(listed) == lines
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

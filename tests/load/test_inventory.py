@@ -68,12 +68,7 @@ def test_the_names_of_the_saver_are_those_of_its_checkpoint(tmp_path):
     assert list_inventory(here) == lines
 
 
-def test_a_checkpoint_of_nothing_but_tables_or_tensors_offers_that(tmp_path):
-    assert set(inventory(saved(tmp_path / "a", table("t")))) == {slot_name("t", "id"), slot_name("t", "embedding")}
-    assert {name.group for name in inventory(saved(tmp_path / "b", top=nn.Linear(1, 1)))} == {"dense"}
-
-
-def test_plain_values_among_the_tensors_are_of_no_dtype(tmp_path):
+def test_a_checkpoint_of_nothing_but_tables_tensors_or_plain_values_offers_that_and_damage_is_named(tmp_path):
     class Odd(nn.Module):
         def get_extra_state(self):
             return {"version": 3}
@@ -81,8 +76,13 @@ def test_plain_values_among_the_tensors_are_of_no_dtype(tmp_path):
         def set_extra_state(self, state):
             raise NotImplementedError
 
-    found = inventory(saved(tmp_path, odd=Odd()))
+    assert set(inventory(saved(tmp_path / "a", table("t")))) == {slot_name("t", "id"), slot_name("t", "embedding")}
+    assert {name.group for name in inventory(saved(tmp_path / "b", top=nn.Linear(1, 1)))} == {"dense"}
+    found = inventory(saved(tmp_path / "c", odd=Odd()))
     assert found == {Name("dense", "odd._extra_state"): Thing(PLAIN)}
+    flip_bit(tmp_path / "b" / "c" / "dense/00000-of-00001.json", 0)
+    with pytest.raises(CorruptCheckpointError, match=r"c/dense/00000-of-00001\.json"):
+        inventory(str(tmp_path / "b"))
 
 
 def test_names_are_told_by_the_manifest_and_the_index_and_no_state_is_opened(tmp_path):
@@ -96,13 +96,6 @@ def test_names_are_told_by_the_manifest_and_the_index_and_no_state_is_opened(tmp
         flip_bit(tmp_path / "c" / name, 0)
     assert inventory(str(tmp_path)) == expected
     assert Name("extra", "tensor") in expected
-
-
-def test_a_damaged_file_is_named(tmp_path):
-    saved(tmp_path, top=nn.Linear(1, 1))
-    flip_bit(tmp_path / "c" / "dense/00000-of-00001.json", 0)
-    with pytest.raises(CorruptCheckpointError, match=r"c/dense/00000-of-00001\.json"):
-        inventory(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +124,7 @@ def test_wrappers_that_one_side_alone_had_are_looked_through(found, model, here)
     assert names_here(found, model) == dict(zip(found, here, strict=True))
 
 
-def test_names_may_be_listed_by_hand():
+def test_names_may_be_listed_by_hand_and_lines_that_are_none_are_refused():
     assert listed_inventory(["t@id", "", "t@sparse_m", "top.weight", "lr\textra", "w\tdense\tfloat16\t2,3\n"]) == {
         slot_name("t", "id"): Thing(),
         slot_name("t", "sparse_m"): Thing(),
@@ -139,23 +132,14 @@ def test_names_may_be_listed_by_hand():
         Name("extra", "lr"): Thing(),
         Name("dense", "w"): Thing("float16", (2, 3)),
     }
-
-
-def test_the_lines_of_a_tied_parameter_carry_its_other_names():
     things = {state_name("a", "adam"): Thing(PLAIN, tied=("b", "c\td")), state_name("e", "adam"): Thing(PLAIN)}
     lines = list_inventory(things)
     assert lines == ['a@adam\tdense_opt\tplain data\t\tb\t"c\\td"', "e@adam\tdense_opt\tplain data"]
     assert listed_inventory(lines) == things
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
+    for line, message in (
         ("a\tdens", "'a' is of no group 'dens'; groups are sparse, dense"),
         ("a\tdense\tfloat32\t2x3", "'a' has no shape '2x3'"),
         ('"a\tdense', "is not a JSON string"),
-    ],
-)
-def test_lines_that_are_no_names_are_refused(line, message):
-    with pytest.raises(LoadConfError, match=message):
-        listed_inventory([line])
+    ):
+        with pytest.raises(LoadConfError, match=message):
+            listed_inventory([line])

@@ -33,10 +33,12 @@ def managed(url, *tables, interval=1, **options):
 # what comes from where
 
 
-def test_later_entries_win_over_earlier_ones(tmp_path, bank):
+def test_later_entries_win_over_earlier_ones_and_a_warm_start_is_no_resume(tmp_path, bank):
     first, second = bank
-    new = Run(tmp_path / "own", seed=1)
-    new.manager.load_model_bank(
+    before = [tree(tmp_path / name) for name in ("first", "second")]
+    new = Run(tmp_path / "own", interval=1, seed=1)
+    random = state_of(new)["rng"]
+    report = new.manager.load_model_bank(
         [{"path": first.saver.output_dir}, {"path": second.saver.output_dir, "load": ["sparse", "sparse_opt"]}]
     )
     own = state_of(new)
@@ -44,16 +46,11 @@ def test_later_entries_win_over_earlier_ones(tmp_path, bank):
         assert own[name] == state_of(second)[name] != state_of(first)[name]
     for name in ("dense", "dense optimizer"):
         assert own[name] == state_of(first)[name] != state_of(second)[name]
-
-
-def test_a_warm_start_is_no_resume(tmp_path, bank):
-    new = Run(tmp_path / "own", seed=1)
-    before = state_of(new)
-    report = new.manager.load_model_bank([{"path": bank[1].saver.output_dir}])
-    assert (new.manager.global_step, report.global_step) == (0, None)
-    assert new.stream.position == 0
-    assert state_of(new)["rng"] == before["rng"]
+    assert (new.manager.global_step, report.global_step, new.stream.position) == (0, None, 0)
+    assert own["rng"] == random
     assert new.manager.save().ckpt_id == "ckpt_0"
+    new.train(2)
+    assert [tree(tmp_path / name) for name in ("first", "second")] == before, "a bank is only read"
 
 
 def test_step_and_positions_are_taken_where_they_are_named(tmp_path, bank):
@@ -69,9 +66,13 @@ def test_step_and_positions_are_taken_where_they_are_named(tmp_path, bank):
     assert new.manager.save().ckpt_id == "ckpt_10"
 
 
-def test_the_own_run_wins_over_every_bank(tmp_path, bank):
-    expected = state_of(Run(tmp_path / "own", interval=5).train(5))
+def test_the_own_run_wins_over_every_bank_and_the_bank_stays_where_it_has_nothing(tmp_path, bank):
     every = [{"path": each.saver.output_dir, "load": ["*", "global_step", "io_state", "dense"]} for each in bank]
+    new = Run(tmp_path / "nothing", interval=5, seed=1)
+    new.manager.load_model_bank([{"path": bank[0].saver.output_dir}])
+    assert new.manager.restore() == 0
+    assert table_state(new.model.items) == table_state(bank[0].model.items)
+    expected = state_of(Run(tmp_path / "own", interval=5).train(5))
     for _ in range(2):
         new = Run(tmp_path / "own", interval=5, seed=1)
         report = new.manager.load_model_bank(every)
@@ -81,13 +82,6 @@ def test_the_own_run_wins_over_every_bank(tmp_path, bank):
         assert new.manager.restore() == 5, "which has nothing left to do"
         assert state_of(new) == expected
         assert new.manager.save() is None, "since the checkpoint holds all of it"
-
-
-def test_the_bank_stays_where_the_own_run_has_nothing(tmp_path, bank):
-    new = Run(tmp_path / "own", interval=5, seed=1)
-    new.manager.load_model_bank([{"path": bank[0].saver.output_dir}])
-    assert new.manager.restore() == 0
-    assert table_state(new.model.items) == table_state(bank[0].model.items)
 
 
 def test_what_the_own_checkpoint_lacks_comes_from_the_bank(tmp_path):
@@ -130,14 +124,6 @@ def test_a_restore_after_the_bank_still_goes_back(tmp_path, bank):
     new.model.items.clear()
     assert new.manager.restore() == 5
     assert state_of(new) == expected
-
-
-def test_the_bank_is_read_only(tmp_path, bank):
-    before = tree(tmp_path / "first")
-    new = Run(tmp_path / "own", interval=1)
-    new.manager.load_model_bank([{"path": bank[0].saver.output_dir}])
-    new.train(2)
-    assert tree(tmp_path / "first") == before
 
 
 def test_the_own_output_dir_may_be_in_the_bank_too(tmp_path):
@@ -211,8 +197,8 @@ def test_a_damaged_own_checkpoint_is_passed_over_for_the_one_before(tmp_path, ba
 # extra objects
 
 
-def test_plain_values_and_names_that_nobody_registered_come_as_they_were_loaded(tmp_path):
-    source = run(tmp_path / "a", top=nn.Linear(1, 1))
+def test_plain_values_and_names_that_nobody_registered_come_as_they_were_loaded_unless_damaged(tmp_path):
+    source = run(tmp_path / "a", top=nn.Linear(1, 1), value=3.0)
     for name, value in (("epoch", 3), ("note", {"who": "me"}), ("secret", 4)):
         source.register_for_checkpointing(name, value)
     source.save("c")
@@ -226,6 +212,11 @@ def test_plain_values_and_names_that_nobody_registered_come_as_they_were_loaded(
     other = run(tmp_path / "b", top=nn.Linear(1, 1))
     other.load_by_config([{"path": str(tmp_path / "a"), "load": ["dense"]}])
     assert other.get_extra_data("note") is None
+    flip_bit(tmp_path / "a" / "c" / "extra.pt")
+    saver = run(tmp_path / "b", top=nn.Linear(1, 1))
+    with pytest.raises(CorruptCheckpointError, match=r"extra\.pt"):
+        saver.load_by_config([{"path": str(tmp_path / "a")}])
+    assert saver.model.top.weight.item() == 0.0
 
 
 def test_extra_data_has_the_global_step_of_a_load_and_of_a_manager_that_counts_on(tmp_path):
@@ -246,26 +237,15 @@ def test_extra_data_has_the_global_step_of_a_load_and_of_a_manager_that_counts_o
     assert other.get_extra_data("global_step") == 300
 
 
-def test_a_damaged_file_of_values_that_nobody_registered_is_found_before_anything_changes(tmp_path):
-    source = run(tmp_path / "a", top=nn.Linear(1, 1), value=3.0)
-    source.register_for_checkpointing("note", 1)
-    source.save("c")
-    flip_bit(tmp_path / "a" / "c" / "extra.pt")
-    saver = run(tmp_path / "b", top=nn.Linear(1, 1))
-    with pytest.raises(CorruptCheckpointError, match=r"extra\.pt"):
-        saver.load_by_config([{"path": str(tmp_path / "a")}])
-    assert saver.model.top.weight.item() == 0.0
-
-
 # entries that are looked at again
 
 
-def test_a_dynamic_entry_is_loaded_when_there_is_a_newer_checkpoint(tmp_path):
+def test_a_dynamic_entry_is_loaded_when_there_is_a_newer_checkpoint_also_by_a_step_that_saves(tmp_path):
     source_table = table("hot", [1], 1.0)
     source = managed(tmp_path / "a", source_table, table("cold", [1], 1.0))
     source.step()
     hot, cold = table("hot"), table("cold")
-    manager = managed(tmp_path / "own", hot, cold, interval=3)
+    manager = managed(tmp_path / "own", hot, cold, interval=2)
     manager.load_model_bank([{"path": str(tmp_path / "a"), "load": ["hot"], "is_dynamic": True}])
     assert manager.reload_dynamic() == []
     source_table.insert(torch.tensor([1, 2]), torch.full((2, 4), 2.0))
@@ -276,21 +256,12 @@ def test_a_dynamic_entry_is_loaded_when_there_is_a_newer_checkpoint(tmp_path):
     assert len(cold) == 0
     assert report.sources == (f"{tmp_path}/a/ckpt_2",)
     assert manager.reload_dynamic() == []
-
-
-def test_a_step_that_saves_looks_at_dynamic_entries(tmp_path):
-    source_table = table("t", [1], 1.0)
-    source = managed(tmp_path / "a", source_table)
-    source.step()
-    t = table("t")
-    manager = managed(tmp_path / "own", t, interval=2)
-    manager.load_model_bank([{"path": str(tmp_path / "a"), "is_dynamic": True}])
-    source_table.insert(torch.tensor([1]), torch.full((1, 4), 2.0))
+    source_table.insert(torch.tensor([1]), torch.full((1, 4), 3.0))
     source.step()
     manager.step()
-    assert values_of(t) == {1: 1.0}
+    assert values_of(hot) == {1: 2.0, 2: 2.0}
     manager.step()
-    assert values_of(t) == {1: 2.0}
+    assert values_of(hot) == {1: 3.0, 2: 2.0}
     assert manager.save().ckpt_id == "ckpt_2", "which holds the older rows still"
 
 
@@ -331,7 +302,7 @@ def test_a_resumed_run_goes_on_following(tmp_path):
     assert values_of(t) == {1: 1.0}
 
 
-def test_a_path_that_went_away_or_back_is_not_followed(tmp_path):
+def test_a_path_that_went_away_or_back_is_not_followed_and_what_does_not_fit_changes_nothing(tmp_path):
     source = CheckpointManager(run(tmp_path / "a", table("t", [1], 1.0)), 1)
     source.saver.max_keep = None
     source.step()
@@ -344,15 +315,10 @@ def test_a_path_that_went_away_or_back_is_not_followed(tmp_path):
     assert manager.reload_dynamic() == [], "ckpt_1 is older than the one taken"
     shutil.rmtree(tmp_path / "a")
     assert manager.reload_dynamic() == []
-    assert len(t) == 0
-
-
-def test_a_new_checkpoint_that_does_not_fit_changes_nothing(tmp_path):
-    path = saved(tmp_path / "a", table("t", [1]), ckpt_id="one")
-    t = table("t")
-    manager = managed(tmp_path / "own", t)
+    path, t = saved(tmp_path / "b", table("t", [1]), ckpt_id="one"), table("t")
+    manager = managed(tmp_path / "other", t)
     manager.load_model_bank([{"path": path, "is_dynamic": True}])
-    saved(tmp_path / "a", table("t", [2], dim=6), ckpt_id="two")
+    saved(tmp_path / "b", table("t", [2], dim=6), ckpt_id="two")
     with pytest.raises(StateMismatchError, match="t@embedding"):
         manager.reload_dynamic()
     assert values_of(t) == {1: 1.0}
@@ -415,6 +381,11 @@ def test_each_shard_gets_its_position_back_and_on_another_number_an_object_may_m
     assert rows == 20
 
 
+class Failing(Position):
+    def merge_io_state(self, states, index, count):
+        raise RuntimeError("cannot")
+
+
 @pytest.mark.parametrize("n_ranks", [1, 3])
 def test_where_it_cannot_both_numbers_and_the_two_ways_out_are_named(tmp_path, n_ranks):
     url, dataset = save_on_two_ranks(tmp_path / "a"), Position(5)
@@ -423,18 +394,10 @@ def test_where_it_cannot_both_numbers_and_the_two_ways_out_are_named(tmp_path, n
     for text in ("'io state data'", "of 2 shards", f"expected {n_ranks}:", "merge_io_state", "'exclude': ['io_state']"):
         assert text in str(caught.value)
     assert dataset.position == 5
+    with pytest.raises(StateMismatchError, match=r"Failing\.merge_io_state refused it: RuntimeError: cannot"):
+        loading(url, Failing(), n_ranks)
     assert len(loading(url, dataset, exclude=["io_state"])) == 20
     assert dataset.position == 5
-
-
-def test_a_merge_that_fails_is_named_and_nothing_changes(tmp_path):
-    class Failing(Position):
-        def merge_io_state(self, states, index, count):
-            raise RuntimeError("cannot")
-
-    url = save_on_two_ranks(tmp_path / "a")
-    with pytest.raises(StateMismatchError, match=r"Failing\.merge_io_state refused it: RuntimeError: cannot"):
-        loading(url, Failing())
 
 
 def test_ranks_agree_on_the_checkpoints_of_a_bank_and_rank_0_logs_it(tmp_path, caplog):

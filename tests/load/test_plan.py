@@ -55,11 +55,6 @@ def test_an_entry_that_does_not_ask_leaves_a_name_to_those_before():
     assert found == {"t@id": (2, "t@id"), "t@embedding": (2, "t@embedding"), "a": (1, "a")}
 
 
-def test_the_slots_of_a_table_come_in_order_ids_first():
-    items, _ = planned({**dense("a"), **table("t", "sparse_m", "frequency")})
-    assert list(items) == ["t@id", "t@embedding", "t@frequency", "t@sparse_m", "a"]
-
-
 # renames
 
 
@@ -70,11 +65,8 @@ def test_a_star_renames_dense_names_and_strict_looks_at_their_new_ones():
     assert len(sources(model, ({"load": ["dense"], **rename}, there))) == 2
     _, problems = planned(model, ({"load": ["dense"], **rename}, {**there, **dense("layer.2.weight")}))
     assert problems.unexpected == ["layer.2.weight"]
-
-
-def test_names_of_one_kind_do_not_hide_those_of_another():
     _, problems = planned(others("extra", "x"), ({"strict": True}, {**others("extra", "x"), **dense("x")}))
-    assert problems.unexpected == ["x"]
+    assert problems.unexpected == ["x"], "names of one kind do not hide those of another"
 
 
 def test_an_ambiguous_rename_is_an_error_where_the_name_is_wanted():
@@ -138,16 +130,14 @@ def test_a_name_is_an_error_whatever_the_other_entries_offer():
     assert problems.conf == ["bank[0]: ckpt0 has no 't'"]
 
 
-def test_of_a_table_that_is_named_the_optimizer_slots_may_be_missing():
-    items, problems = planned(table("t", "sparse_m"), ({"load": ["t"]}, table("t")))
+def test_optimizer_slots_of_a_table_that_is_named_may_be_missing_and_what_is_left_out_may_be_there_alone():
+    items, problems = planned({**dense("a"), **table("t", "sparse_m", "frequency")}, ({"load": ["t"]}, table("t")))
     assert not problems.conf
     assert items["t@sparse_m"].reason == "not in ckpt0"
-
-
-def test_what_is_left_out_may_be_in_the_checkpoint_alone():
-    model, there = dense("a"), dense("a", "old.weight")
-    assert sources(model, ({"load": ["dense"], "exclude": ["old.*"]}, there)) == {"a": (0, "a")}
-    assert sources(model, ({"load": ["dense"], "exclude": ["old.weight"]}, there)) == {"a": (0, "a")}
+    assert list(items) == ["t@id", "t@embedding", "t@frequency", "t@sparse_m", "a"]
+    for left_out in ("old.*", "old.weight"):
+        conf = {"load": ["dense"], "exclude": [left_out]}
+        assert sources(dense("a"), (conf, dense("a", "old.weight"))) == {"a": (0, "a")}
 
 
 # strict
@@ -251,14 +241,11 @@ def test_a_table_whose_embeddings_are_skipped_is_skipped_whole():
     assert items["u@id"].offer == 0
 
 
-def test_a_slot_alone_may_be_skipped():
+def test_a_slot_alone_may_be_skipped_and_what_one_entry_skips_an_earlier_one_may_have():
     model, there = table("t", "sparse_m"), {**table("t"), slot_name("t", "sparse_m"): Thing("float64", (4,))}
     items, problems = planned(model, ({"on_mismatch": {"t@sparse_m": "skip"}}, there))
     assert not problems.mismatched
     assert [items[f"t@{slot}"].offer for slot in ("id", "embedding", "sparse_m")] == [0, 0, None]
-
-
-def test_what_one_entry_skips_an_earlier_one_may_have():
     items, _ = planned(table("t"), ({}, table("t")), ({"on_mismatch": "skip"}, table("t", dim=8)))
     assert {item.offer for item in items.values()} == {0}
 
@@ -314,8 +301,19 @@ def regrouped(saved, live, **conf):
     return item
 
 
-def test_the_same_ranges_need_no_conversion():
+def test_the_same_ranges_need_no_conversion_nor_do_states_by_columns():
     assert regrouped(divided(TWO), divided(TWO)).conversion == ""
+    saved = divided(((0, 1), (1, 2)), shape=(2,))
+    assert regrouped(saved, divided((), shape=(2,))).conversion == "", "as many columns as ranges"
+
+
+def test_a_cast_is_asked_for_beside_and_values_of_ranges_that_nobody_has_named_are_refused():
+    with pytest.raises(StateMismatchError):
+        regrouped(divided(TWO), divided((), "float16"), convert=True)
+    item = regrouped(divided(TWO), divided((), "float16"), convert=True, on_mismatch="cast")
+    assert item.conversion.endswith(", cast float32 -> float16")
+    with pytest.raises(StateMismatchError, match="of ranges of columns that are not known"):
+        regrouped(divided((), shape=(2,)), divided(TWO), convert=True)
 
 
 @pytest.mark.parametrize(("saved", "live"), [(TWO, ()), ((), TWO), (TWO, OTHER)])
@@ -328,23 +326,6 @@ def test_others_are_converted_where_that_is_allowed(saved, live):
     skipped = regrouped(divided(saved), divided(live), on_mismatch="skip")
     assert skipped.offer is None
     assert "skipped" in skipped.reason
-
-
-def test_a_cast_is_asked_for_beside():
-    with pytest.raises(StateMismatchError):
-        regrouped(divided(TWO), divided((), "float16"), convert=True)
-    item = regrouped(divided(TWO), divided((), "float16"), convert=True, on_mismatch="cast")
-    assert item.conversion.endswith(", cast float32 -> float16")
-
-
-def test_values_of_ranges_that_nobody_has_named_are_refused():
-    with pytest.raises(StateMismatchError, match="of ranges of columns that are not known"):
-        regrouped(divided((), shape=(2,)), divided(TWO), convert=True)
-
-
-def test_a_state_by_columns_of_as_many_columns_as_ranges_is_no_state_of_ranges():
-    saved = divided(((0, 1), (1, 2)), shape=(2,))
-    assert regrouped(saved, divided((), shape=(2,))).conversion == ""
 
 
 def test_a_list_of_names_has_the_ranges():

@@ -77,13 +77,6 @@ def test_below_it_stands_what_starts_from_scratch():
     ]
 
 
-def test_a_report_says_what_happened():
-    assert str(REPORT).splitlines()[-2:] == [
-        "warning: bank[0]: 'x*' matches nothing in the model",
-        "1,000,000 rows taken, 234,567 filtered, 20.0 MB read in 1.50 s",
-    ]
-
-
 class Texts(html.parser.HTMLParser):
     def __init__(self):
         super().__init__()
@@ -151,13 +144,6 @@ def test_the_log_says_loudly_what_starts_from_scratch(caplog):
     ]
 
 
-def test_many_names_with_one_reason_are_one_line():
-    names = [Planned(Name("dense", f"w{i}"), reason="gone") for i in range(1000)]
-    assert LoadPlan(tuple(names), ())._fresh_lines() == [
-        "from scratch: 'w0', 'w1', 'w2', 'w3', 'w4', 'w5', 'w6', 'w7' and 992 more: gone"
-    ]
-
-
 def test_rows_of_a_report_are_those_that_were_taken(tmp_path):
     """Not those that are stored: by a filter, by the rows that are there, by the slice of a rank, by a delta."""
 
@@ -186,15 +172,20 @@ def test_rows_of_a_report_are_those_that_were_taken(tmp_path):
     assert json.loads(json.dumps(half.to_dict()))["items"][0]["rows"] == half.rows_taken["t"]
 
 
-def test_what_is_taken_and_what_is_not():
+def test_a_report_says_what_happened_and_crosses_ranks():
+    assert str(REPORT).splitlines()[-2:] == [
+        "warning: bank[0]: 'x*' matches nothing in the model",
+        "1,000,000 rows taken, 234,567 filtered, 20.0 MB read in 1.50 s",
+    ]
     assert [item.name.text for item in PLAN.taken] == ["t@id", "t@embedding", "w", "lr"]
     assert len(PLAN.fresh) == 8
     assert [PLAN.source_of(item) for item in PLAN.items[1:3]] == ["/a/c", ""]
-
-
-def test_an_empty_plan_prints():
-    assert str(LoadPlan((), ())).split() == ["name", "from", "rows", "bytes", "note"], "nothing has another name there"
-
-
-def test_a_report_crosses_ranks():
     assert pickle.loads(pickle.dumps(REPORT)) == REPORT
+
+
+def test_an_empty_plan_prints_and_many_names_with_one_reason_are_one_line():
+    assert str(LoadPlan((), ())).split() == ["name", "from", "rows", "bytes", "note"], "nothing has another name there"
+    names = [Planned(Name("dense", f"w{i}"), reason="gone") for i in range(1000)]
+    assert LoadPlan(tuple(names), ())._fresh_lines() == [
+        "from scratch: 'w0', 'w1', 'w2', 'w3', 'w4', 'w5', 'w6', 'w7' and 992 more: gone"
+    ]

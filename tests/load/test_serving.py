@@ -36,24 +36,20 @@ def trained(url, **options):
 
 
 def test_a_loaded_model_gives_what_the_trained_one_gives(url, caplog):
-    run = trained(url, deltas=True)
+    run = Run(url, max_keep=3, deltas=True).train(10)
+    then = scores(run.model.eval())
+    run.model.train()
+    run.train(15).manager.save()
     caplog.clear()
     model = ClickModel()
     report = recckpt.load_into(model, url)
     assert scores(model) == scores(run.model)
     assert report.global_step == 25
-    assert [record.message for record in caplog.records if record.levelno > logging.INFO] == []
-
-
-def test_a_checkpoint_and_latest_are_loaded_as_an_output_dir_is(tmp_path):
-    run = Run(tmp_path, max_keep=3).train(10)
-    then = scores(run.model.eval())
-    run.model.train()
-    run.train(10)
-    for path, expected in ((tmp_path / "ckpt_10", then), (f"{tmp_path}/latest", scores(run.model))):
+    for ckpt_id, expected in (("ckpt_10", then), ("latest", scores(run.model))):
         model = ClickModel()
-        recckpt.load_into(model, path)
+        recckpt.load_into(model, f"{url}/{ckpt_id}")
         assert scores(model) == expected
+    assert [record.message for record in caplog.records if record.levelno > logging.INFO] == []
 
 
 def test_nothing_is_written_where_nothing_may_be():
@@ -110,21 +106,18 @@ def words(tmp_path):
     return model
 
 
-def test_live_tables_are_loaded_into_plain_embeddings(tmp_path, words, caplog):
+def test_live_tables_are_loaded_into_plain_embeddings_and_hashtables_of_the_same_name(tmp_path, words, caplog):
     caplog.clear()
     model = Words()
     recckpt.load_into(model, tmp_path)
     assert {name: bits(value) for name, value in model.state_dict().items()} == {
         name: bits(value) for name, value in words.state_dict().items()
     }
-    assert [record.message for record in caplog.records if record.levelno > logging.INFO] == []
-
-
-def test_live_tables_are_loaded_into_hashtables_of_the_same_name(tmp_path, words):
     model = nn.ModuleDict({"word": HashTable(4, name="word"), "top": nn.Linear(4, 1)})
     report = recckpt.load_into(model, tmp_path)
     assert report.rows_taken == {"word": 50}
     assert torch.equal(model["word"].eval()(torch.arange(50)), words.word.weight)
+    assert [record.message for record in caplog.records if record.levelno > logging.INFO] == []
 
 
 def test_a_part_is_loaded_by_a_load_conf(tmp_path):
@@ -318,20 +311,16 @@ def test_all_is_read_where_the_chain_or_the_rows_are_others(run, standby, tmp_pa
     assert state_of(standby._model) == whole(path)
 
 
-def test_a_row_that_changed_here_is_mended_though_the_checkpoint_is_the_same(run, standby, tmp_path):
+def test_a_row_that_changed_here_is_mended_and_look_ups_in_eval_mode_change_nothing(run, standby, tmp_path):
     standby.load(tmp_path / "run")
     standby._model["t"].clear()
     assert standby.load(tmp_path / "run").rows_taken == {"t": 99, "u": 100}
-
-
-def test_look_ups_in_eval_mode_change_nothing(run, standby, tmp_path):
-    standby.load(tmp_path / "run")
     standby._model.eval()["t"](torch.arange(1000))
     run.train()
     assert standby.load(tmp_path / "run").rows_taken == {"t": 1, "u": 1}
 
 
-def test_a_load_that_breaks_off_is_made_up_for_by_a_whole_one(run, standby, tmp_path, monkeypatch):
+def test_a_load_that_breaks_off_or_is_damaged_is_made_up_for_by_a_whole_one(run, standby, tmp_path, monkeypatch):
     standby.load(tmp_path / "run")
     run.train()
     with monkeypatch.context() as patch:
@@ -340,15 +329,11 @@ def test_a_load_that_breaks_off_is_made_up_for_by_a_whole_one(run, standby, tmp_
             standby.load(tmp_path / "run")
     assert sum(standby.load(tmp_path / "run").rows_taken.values()) > 190
     assert state_of(standby._model) == state_of(run.model)
-
-
-def test_a_damaged_delta_is_an_error_and_the_next_whole_one_mends_all(run, standby, tmp_path):
-    standby.load(tmp_path / "run")
     run.train()
-    flip_bit(next((tmp_path / "run/ckpt_2").rglob("*.arrow")), -600)
+    flip_bit(next((tmp_path / "run/ckpt_3").rglob("*.arrow")), -600)
     with pytest.raises(recckpt.errors.CorruptCheckpointError):
-        standby.load(tmp_path / "run/ckpt_2")
-    assert state_of(standby._model) == whole(tmp_path / "run/ckpt_1")
+        standby.load(tmp_path / "run/ckpt_3")
+    assert state_of(standby._model) == whole(tmp_path / "run/ckpt_2")
 
 
 def test_a_compacted_form_of_what_was_loaded_is_the_same_checkpoint(run, standby, tmp_path):
@@ -435,6 +420,22 @@ def test_dense_tensors_that_the_model_has_already_are_not_read(memory_url, monke
     assert is_equal(model, run.model)
 
 
+def test_damage_in_what_is_read_of_dense_tensors_is_an_error_and_changes_nothing(tmp_path):
+    run, model = Towers(tmp_path), Towers.begin()
+    standby = Standby(model)
+    run.save(1)
+    standby.load(tmp_path)
+    run.save(2)
+    with recckpt.CheckpointReader(tmp_path / "ckpt_2") as reader:
+        expected = reader.read_tensor("top.weight")
+    file = tmp_path / "ckpt_2/model.pt"
+    at = file.read_bytes().index(expected.tobytes())
+    flip_bit(file, at)
+    with pytest.raises(recckpt.errors.CorruptCheckpointError, match=r"top\.weight"):
+        standby.load(tmp_path)
+    assert model["top"].weight[0, 0] == 1
+
+
 @pytest.mark.parametrize("change", ["a value by .data", "a value in the last block", "another layer there"])
 def test_a_dense_tensor_that_is_not_as_stored_is_read(tmp_path, change):
     run, model = Towers(tmp_path), Towers.begin()
@@ -450,19 +451,3 @@ def test_a_dense_tensor_that_is_not_as_stored_is_read(tmp_path, change):
     run.save(2)
     standby.load(tmp_path)
     assert is_equal(model, run.model)
-
-
-def test_damage_in_what_is_read_of_dense_tensors_is_an_error_and_changes_nothing(tmp_path):
-    run, model = Towers(tmp_path), Towers.begin()
-    standby = Standby(model)
-    run.save(1)
-    standby.load(tmp_path)
-    run.save(2)
-    with recckpt.CheckpointReader(tmp_path / "ckpt_2") as reader:
-        expected = reader.read_tensor("top.weight")
-    file = tmp_path / "ckpt_2/model.pt"
-    at = file.read_bytes().index(expected.tobytes())
-    flip_bit(file, at)
-    with pytest.raises(recckpt.errors.CorruptCheckpointError, match=r"top\.weight"):
-        standby.load(tmp_path)
-    assert model["top"].weight[0, 0] == 1

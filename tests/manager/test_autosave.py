@@ -56,20 +56,18 @@ def fail(*args, **kwargs):
 # in the background
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, gate):
-    run = Small(tmp_path, save_interval=2, async_save=True)
+def test_training_goes_on_while_a_checkpoint_is_written_in_the_background_alone(tmp_path, gate):
+    run = Small(tmp_path / "blocking").train(1)
+    assert (run.saver.is_saving, run.committed) == (False, [(1, 1.0)])
+    run = Small(tmp_path / "async", save_interval=2, async_save=True)
     writing = gate(LocalStorage, "create")
     run.train(3)
     writing.wait()
-    assert (run.manager.global_step, run.saver.is_saving, checkpoints(tmp_path)) == (3, True, [])
+    assert (run.manager.global_step, run.saver.is_saving) == (3, True)
+    assert checkpoints(tmp_path / "async") == []
     writing.open()
     run.manager.close()
     assert run.committed == [(2, 2.0)]
-
-
-def test_without_async_save_a_step_that_saves_ends_with_the_checkpoint(tmp_path):
-    run = Small(tmp_path).train(1)
-    assert (run.saver.is_saving, run.committed) == (False, [(1, 1.0)])
 
 
 def test_a_run_that_saves_in_the_background_restores_bit_for_bit(tmp_path):
@@ -126,14 +124,11 @@ def test_so_it_is_a_thousand_times(tmp_path, record_property):
 
 
 def test_a_save_by_hand_waits_whatever_the_steps_do(tmp_path):
-    run = Small(tmp_path, save_interval=100, async_save=True).train(3)
+    run = Small(tmp_path / "a", save_interval=100, async_save=True).train(3)
     assert run.manager.save().step == 3
     assert (run.saver.is_saving, run.committed) == (False, [(3, 3.0)])
     assert run.manager.save() is None
-
-
-def test_a_save_by_hand_on_a_step_that_is_being_saved_waits_for_that_save(tmp_path):
-    run = Small(tmp_path, async_save=True).train(1)
+    run = Small(tmp_path / "b", async_save=True).train(1)  # which is being saved
     assert run.manager.save() is None
     assert (run.saver.is_saving, run.committed) == (False, [(1, 1.0)])
 
@@ -202,24 +197,15 @@ def test_an_error_in_the_background_is_told_once_and_saves_work_again(tmp_path, 
     assert run.manager.counts.failed == 1
 
 
-def test_a_step_whose_save_has_failed_can_be_saved_again(tmp_path):
-    run = failed_in_background(tmp_path)
+@pytest.mark.parametrize("asked", [lambda run: run.manager.save(), lambda run: run.saver.close()])
+def test_a_step_whose_save_has_failed_can_be_saved_again(tmp_path, monkeypatch, asked):
+    run = failed_in_background(tmp_path / "background")
     with pytest.raises(SaveFailedError):
-        run.manager.save()
+        asked(run)
     assert run.manager.save().step == 4
     assert run.committed == [(2, 2.0), (4, 4.0)]
-
-
-def test_also_where_the_saver_was_asked_for_the_error(tmp_path):
-    run = failed_in_background(tmp_path)
-    with pytest.raises(SaveFailedError):
-        run.saver.close()
-    assert run.manager.save().step == 4
     assert run.manager.counts == SaveCounts(begun=3, failed=1)
-
-
-def test_a_blocking_save_that_fails_is_counted_and_can_be_made_again(tmp_path, monkeypatch):
-    run = Small(tmp_path)
+    run = Small(tmp_path / "blocking")
     with monkeypatch.context() as patch:
         patch.setattr(LocalStorage, "create", fail)
         with pytest.raises(SaveFailedError):
@@ -276,36 +262,33 @@ def test_what_a_block_raises_is_not_hidden_by_a_save_that_failed(tmp_path, caplo
     run.manager.close()
 
 
-def test_the_last_step_is_saved_though_the_save_before_has_failed_and_that_is_told(tmp_path):
-    run = failed_in_background(tmp_path)
+def test_the_last_step_is_saved_though_the_save_before_has_failed_and_who_fails_is_reported(tmp_path, monkeypatch):
+    run = failed_in_background(tmp_path / "before")
     with pytest.raises(SaveFailedError, match="'ckpt_4'"), run.manager:
         pass
     assert run.committed == [(2, 2.0), (4, 4.0)]
-
-
-def test_a_last_save_that_fails_is_told(tmp_path, monkeypatch):
-    run = Small(tmp_path, save_interval=100, async_save=True).train(1)
+    run = Small(tmp_path / "last", save_interval=100, async_save=True).train(1)
     monkeypatch.setattr(LocalStorage, "create", fail)
     with pytest.raises(SaveFailedError, match="'ckpt_1'"), run.manager:
         pass
 
 
-def test_before_training_starts_a_save_is_made_where_one_is_asked_for(tmp_path):
-    run = Small(tmp_path, save_interval=100, save_at_start=True)
+def test_before_training_starts_a_save_is_made_where_one_is_asked_for_unless_the_run_goes_on(tmp_path):
+    run = Small(tmp_path / "first", save_interval=100, save_at_start=True)
     run.model.weight.data.zero_()
     with run.manager:
         assert run.committed == [(0, 0.0)]
         run.train(2)
     assert steps_of(run) == [0, 2]
-
-
-def test_but_not_where_the_run_goes_on_from_a_checkpoint(tmp_path):
-    Small(tmp_path).train(3)
-    run = Small(tmp_path, save_interval=100, save_at_start=True)
-    run.manager.restore()
-    with run.manager:
-        assert steps_of(run) == [1, 2, 3]
-    assert run.manager.counts == SaveCounts()
+    again = Small(tmp_path / "first", save_interval=100, save_at_start=True)
+    again.manager.restore()
+    with again.manager:
+        assert steps_of(again) == [0, 2]
+    assert again.manager.counts == SaveCounts()
+    of_bank = Small(tmp_path / "second", save_interval=100, save_at_start=True)
+    of_bank.manager.load_model_bank([{"path": str(tmp_path / "first"), "load": ["weight"]}])
+    with of_bank.manager:
+        assert of_bank.committed == [(0, 2.0)]
 
 
 def test_a_save_before_training_starts_takes_no_place_of_what_is_restored_only_then(tmp_path, caplog):
@@ -325,14 +308,6 @@ def test_a_block_without_a_step_takes_no_place_of_what_was_trained_before(tmp_pa
     with Small(tmp_path, max_keep=1).manager as manager:
         manager.restore(load_conf=load_conf)
     assert Small(tmp_path).committed == [(3, 3.0)]
-
-
-def test_what_was_taken_from_a_bank_is_saved_before_training_starts(tmp_path):
-    Small(tmp_path / "source").train(5)
-    run = Small(tmp_path / "runs", save_interval=100, save_at_start=True)
-    run.manager.load_model_bank([{"path": str(tmp_path / "source"), "load": ["weight"]}])
-    with run.manager:
-        assert run.committed == [(0, 5.0)]
 
 
 # back-pressure
@@ -451,18 +426,15 @@ def test_metrics_state_and_event_time_are_in_the_manifest(tmp_path):
     assert run.train(1).manager.save(metrics={"auc": 0.75}).state == {"event_time": 200.0, "auc": 0.75}
 
 
-def test_metrics_decide_when_to_save(tmp_path):
-    run = Small(tmp_path, save_interval=WhenTrue(lambda now: now.metrics.get("loss", 0.0) > 2))
+def test_metrics_decide_when_to_save_and_the_clock_what_is_due_by_time(tmp_path, monkeypatch):
+    run = Small(tmp_path / "metrics", save_interval=WhenTrue(lambda now: now.metrics.get("loss", 0.0) > 2))
     for loss in (1.0, 3.0, 2.0):
         run.train(1, metrics={"loss": loss})
     run.train(1)
     assert steps_of(run) == [2]
-
-
-def test_what_is_due_by_time_is_saved_as_the_clock_says(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(run_state, "monotonic", lambda: now[0])
-    run = Small(tmp_path, save_interval=EverySeconds(60) | AtSteps([1]))
+    run = Small(tmp_path / "time", save_interval=EverySeconds(60) | AtSteps([1]))
     for seconds in (30, 30, 30, 59.5, 0.5):
         now[0] += seconds
         run.train(1)

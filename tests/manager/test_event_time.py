@@ -149,23 +149,23 @@ def test_event_times_that_lie_ahead_of_the_clock_are_not_taken_for_its_dates(tmp
     again.close()
 
 
-@pytest.mark.parametrize("truth", [True, False, np.True_, torch.tensor(True)])
-def test_a_truth_value_is_no_event_time(tmp_path, truth):
+def test_what_is_no_time_is_refused_or_passed_over(tmp_path):
     manager, table = run_at(tmp_path)
-    with pytest.raises(TypeError, match=r"event_time must be a number .* found .*(True|False)"):
-        manager.step(event_time=truth)
-    with pytest.raises(TypeError, match=r"event_time must be a number .* found .*(True|False)"):
-        manager.event_time = truth
-    with pytest.raises(ValueError, match="event_time is in seconds since 1970, found"):
-        table.event_time = truth
+    for truth in (True, False, np.True_, torch.tensor(True)):
+        with pytest.raises(TypeError, match=r"event_time must be a number .* found .*(True|False)"):
+            manager.step(event_time=truth)
+        with pytest.raises(TypeError, match=r"event_time must be a number .* found .*(True|False)"):
+            manager.event_time = truth
+        with pytest.raises(ValueError, match="event_time is in seconds since 1970, found"):
+            table.event_time = truth
     assert (manager.global_step, table.event_time) == (0, None)
-    manager.close()
-
-
-def test_what_is_no_time_at_all_is_passed_over(tmp_path):
-    manager, table = run_at(tmp_path)
     manager.step(event_time=math.nan)
     assert table.event_time is None
+    manager.event_time = 7.0
+    for value, error in (("now", TypeError), (math.nan, ValueError), (1e15, ValueError)):
+        with pytest.raises(error, match="event_time must be"):
+            manager.event_time = value
+    assert manager.event_time == 7.0
     manager.close()
 
 
@@ -189,22 +189,21 @@ def test_one_record_that_is_years_ahead_changes_nothing_and_is_said_once(tmp_pat
     manager.close()
 
 
-def test_the_first_record_of_a_run_may_be_the_wrong_one(tmp_path):
-    manager, _ = run_at(tmp_path)
-    manager.step(event_time=time.time() + YEAR)
-    assert manager.event_time is None
-    manager.step(event_time=time.time())
-    assert manager.event_time == pytest.approx(time.time(), abs=60)
-    manager.close()
-
-
-def test_data_that_begins_ahead_of_the_clock_goes_on_there(tmp_path, caplog):
+def test_the_first_record_of_a_run_may_be_the_wrong_one_but_data_that_begins_ahead_of_the_clock_goes_on_there(
+    tmp_path, caplog
+):
     begin = time.time() + YEAR
-    manager, table = run_at(tmp_path, event_time=begin)
+    manager, table = run_at(tmp_path / "ahead", event_time=begin)
     for hour in range(3):
         manager.step(event_time=begin + hour * 3600)
     assert table.event_time == manager.event_time == begin + 2 * 3600
     assert caplog.records == []
+    manager.close()
+    manager, _ = run_at(tmp_path / "wrong")
+    manager.step(event_time=time.time() + YEAR)
+    assert manager.event_time is None
+    manager.step(event_time=time.time())
+    assert manager.event_time == pytest.approx(time.time(), abs=60)
     manager.close()
 
 
@@ -225,15 +224,6 @@ def test_a_leap_of_months_is_taken_and_said_and_can_be_set_back(tmp_path, caplog
     again.restore()
     assert table.event_time == again.event_time == 100 * DAY + 3700
     again.close()
-
-
-@pytest.mark.parametrize(("value", "error"), [("now", TypeError), (math.nan, ValueError), (1e15, ValueError)])
-def test_it_is_set_to_a_time_or_refused(tmp_path, value, error):
-    manager, _ = run_at(tmp_path, event_time=7.0)
-    with pytest.raises(error, match="event_time must be"):
-        manager.event_time = value
-    assert manager.event_time == 7.0
-    manager.close()
 
 
 class Run:

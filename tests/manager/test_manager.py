@@ -1,6 +1,7 @@
 """The manager: counts steps, saves at intervals, and takes up a run where its newest checkpoint left it."""
 
 import logging
+import re
 import shutil
 from datetime import datetime
 
@@ -145,23 +146,27 @@ def test_steps_are_counted_and_saved_at_multiples_of_the_interval(tmp_path):
     assert manager.save_interval == 3
 
 
-def test_a_run_may_be_saved_at_any_step(tmp_path):
-    manager, weight = small(tmp_path, interval=100)
-    manager.save()
-    assert checkpoints(tmp_path) == ["ckpt_0"]
+def test_a_run_may_be_saved_at_any_step_with_what_is_to_be_kept_with_it(tmp_path, monkeypatch):
+    manager, weight = small(tmp_path, interval=9, max_keep=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(manager.saver, "save", lambda *a, **k: (_ for _ in ()).throw(OSError("disk")))
+        with pytest.raises(OSError, match="disk"):
+            manager.save()
+    assert manager.save().ckpt_id == "ckpt_0", "a failed save is tried again on the same step"
     advance(manager, weight, 7)
     manifest = manager.save(state={"auc": 0.7})
     assert (manifest.ckpt_id, manifest.step, manifest.state) == ("ckpt_7", 7, {"auc": 0.7})
-
-
-def test_a_step_that_saves_takes_what_is_to_be_kept_with_it(tmp_path):
-    manager, _ = small(tmp_path, interval=2, max_keep=None)
-    for step in range(1, 5):
+    for step in (8, 9):
         manager.step(state={"auc": step / 10, "phase": "warm"})
-    manager.step()
-    manager.step()
+    advance(manager, weight, 9)
     kept = [found.manifest.state for found in list_checkpoints(manager.saver.storage).committed]
-    assert kept == [{"auc": 0.2, "phase": "warm"}, {"auc": 0.4, "phase": "warm"}, {}]
+    assert kept == [{}, {"auc": 0.7}, {"auc": 0.9, "phase": "warm"}, {}]
+    manager.register_for_checkpointing("a", 1)
+    manager.register_io_state("b", ClickModel())
+    with pytest.raises(ValueError, match="registered already"):
+        manager.saver.register_for_checkpointing("a", 1)
+    with pytest.raises(ValueError, match="registered already"):
+        manager.saver.register_io_state("b", ClickModel())
 
 
 def test_saving_twice_on_one_step_is_one_checkpoint(tmp_path, caplog):
@@ -176,25 +181,6 @@ def test_saving_twice_on_one_step_is_one_checkpoint(tmp_path, caplog):
     restored.restore()
     assert restored.save() is None
     assert tree(tmp_path) == before
-
-
-def test_a_failed_save_is_tried_again_on_the_same_step(tmp_path, monkeypatch):
-    manager, _ = small(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(manager.saver, "save", lambda *a, **k: (_ for _ in ()).throw(OSError("disk")))
-        with pytest.raises(OSError, match="disk"):
-            manager.save()
-    assert manager.save().ckpt_id == "ckpt_0"
-
-
-def test_registering_goes_through_to_the_saver(tmp_path):
-    manager, _ = small(tmp_path)
-    manager.register_for_checkpointing("a", 1)
-    manager.register_io_state("b", ClickModel())
-    with pytest.raises(ValueError, match="registered already"):
-        manager.saver.register_for_checkpointing("a", 1)
-    with pytest.raises(ValueError, match="registered already"):
-        manager.saver.register_io_state("b", ClickModel())
 
 
 # rotation
@@ -217,21 +203,16 @@ def test_the_newest_checkpoints_are_kept_also_over_restarts(tmp_path, max_keep):
         )
 
 
-def test_a_smaller_max_keep_after_a_restart_removes_the_surplus(tmp_path):
+def test_a_smaller_max_keep_after_a_restart_removes_the_surplus_in_the_order_they_were_made(tmp_path):
     advance(*small(tmp_path, max_keep=None), 5)
     manager, weight = small(tmp_path, max_keep=2)
     manager.restore()
     advance(manager, weight, 1)
     assert checkpoints(tmp_path) == ["ckpt_5", "ckpt_6"]
-
-
-def test_checkpoints_of_other_names_count_in_the_order_they_were_made(tmp_path):
-    manager, weight = small(tmp_path, max_keep=2)
-    advance(manager, weight, 2)
     manager.saver.save("best")
-    assert checkpoints(tmp_path) == ["best", "ckpt_2"]
+    assert checkpoints(tmp_path) == ["best", "ckpt_6"]
     advance(manager, weight, 1)
-    assert checkpoints(tmp_path) == ["best", "ckpt_3"]
+    assert checkpoints(tmp_path) == ["best", "ckpt_7"]
 
 
 def test_nothing_that_others_wrote_is_removed(tmp_path):
@@ -297,16 +278,12 @@ def test_the_index_file_is_a_hint_that_the_next_save_rebuilds(tmp_path, content)
 # restore
 
 
-def test_where_there_is_nothing_a_run_starts_from_0_and_says_so(tmp_path, caplog):
+def test_where_there_is_nothing_a_run_starts_from_0_and_says_so_unless_there_has_to_be_something(tmp_path, caplog):
     caplog.set_level(logging.INFO, "recckpt")
     manager, _ = small(tmp_path)
     assert manager.restore() == 0
     assert [(r.levelname, "no checkpoint to restore" in r.getMessage()) for r in caplog.records] == [("INFO", True)]
     assert manager.global_step == 0
-
-
-def test_where_there_has_to_be_something_nothing_is_an_error(tmp_path):
-    manager, _ = small(tmp_path)
     with pytest.raises(CheckpointNotFoundError, match="found no committed checkpoint to restore"):
         manager.restore(required=True)
     with pytest.raises(CheckpointNotFoundError, match="'ckpt_7'; there are none"):
@@ -397,24 +374,19 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_an_error_that_names_it(
     assert Run(tmp_path, interval=5, seed=4).manager.restore() == 10
 
 
-def test_where_all_are_damaged_the_restore_raises(tmp_path):
-    advance(*small(tmp_path, max_keep=None), 2)
-    for step in (1, 2):
-        flip_bit(tmp_path / f"ckpt_{step}" / "model.pt")
-    with pytest.raises(CorruptCheckpointError, match=r"model\.pt"):
-        small(tmp_path)[0].restore()
-    for step in (1, 2):
-        flip_bit(tmp_path / f"ckpt_{step}" / "manifest.json")
-    with pytest.raises(CorruptCheckpointError, match=r"manifest\.json"):
-        small(tmp_path)[0].restore()
-
-
-def test_a_damaged_checkpoint_is_neither_removed_nor_counted(tmp_path):
-    manager, weight = small(tmp_path, max_keep=2)
+def test_a_damaged_checkpoint_is_neither_removed_nor_counted_and_where_all_are_the_restore_raises(tmp_path):
+    manager, weight = small(tmp_path / "some", max_keep=2)
     advance(manager, weight, 2)
-    flip_bit(tmp_path / "ckpt_2" / "manifest.json")
+    flip_bit(tmp_path / "some" / "ckpt_2" / "manifest.json")
     advance(manager, weight, 2)
-    assert checkpoints(tmp_path) == ["ckpt_2", "ckpt_3", "ckpt_4"]
+    assert checkpoints(tmp_path / "some") == ["ckpt_2", "ckpt_3", "ckpt_4"]
+    root = tmp_path / "all"
+    advance(*small(root, max_keep=None), 2)
+    for file in ("model.pt", "manifest.json"):
+        for step in (1, 2):
+            flip_bit(root / f"ckpt_{step}" / file)
+        with pytest.raises(CorruptCheckpointError, match=re.escape(file)):
+            small(root)[0].restore()
 
 
 def test_a_checkpoint_that_does_not_fit_the_model_is_no_reason_to_take_an_older_one(tmp_path):
@@ -447,15 +419,6 @@ def test_a_checkpoint_without_a_step_counts_from_0_and_says_so(tmp_path, caplog)
     Saver(nn.Linear(1, 1, bias=False), output_dir=str(tmp_path)).save("final")
     assert small(tmp_path)[0].restore() == 0
     assert "final was saved without a step" in caplog.text
-
-
-def test_one_process_may_restore_as_often_as_it_likes(tmp_path):
-    run = Run(tmp_path, interval=5).train(5)
-    expected = state_of(run)
-    for _ in range(3):
-        run.train(3)
-        assert run.manager.restore() == 5
-        assert state_of(run) == expected
 
 
 def test_random_states_are_left_alone_when_the_number_of_ranks_is_another(tmp_path):

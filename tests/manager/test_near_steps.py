@@ -28,15 +28,20 @@ def warnings(caplog):
     return [record.message for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_near_saves_without_an_interval_are_warned_of(tmp_path, caplog):
-    made(tmp_path)
-    [warning] = warnings(caplog)
-    assert warning.startswith("near= has no interval: no near save will be made; give Near(PATH, interval=20)")
-
-
-def test_one_rank_warns_for_all(tmp_path, caplog):
-    on_ranks(2, lambda rank, connect: made(tmp_path, rank, 2))
-    assert len(warnings(caplog)) == 1
+@pytest.mark.parametrize(
+    ("options", "size", "n_warnings"),
+    [
+        ({}, 1, 1),
+        ({}, 2, 1),  # one rank warns for all
+        ({"interval": 3}, 1, 0),
+        ({"interval": EverySeconds(10)}, 1, 0),
+        ({"interval": 30, "save_interval": EverySeconds(600)}, 1, 0),
+    ],
+)
+def test_near_saves_without_an_interval_are_warned_of(tmp_path, caplog, options, size, n_warnings):
+    on_ranks(size, lambda rank, connect: made(tmp_path, rank, size, **options))
+    said = "near= has no interval: no near save will be made; give Near(PATH, interval=20)"
+    assert [warning.startswith(said) for warning in warnings(caplog)] == [True] * n_warnings
 
 
 @pytest.mark.parametrize(
@@ -53,19 +58,6 @@ def test_an_interval_that_is_not_below_that_of_checkpoints_is_warned_of(tmp_path
     assert (manager.counts.near > 0) == (what != "no near save is made")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"interval": 3},
-        {"interval": EverySeconds(10)},
-        {"interval": 30, "save_interval": EverySeconds(600)},
-    ],
-)
-def test_other_intervals_are_as_they_should_be(tmp_path, caplog, options):
-    made(tmp_path, **options)
-    assert warnings(caplog) == []
-
-
 @pytest.mark.parametrize("is_set", [False, True])
 def test_near_saves_that_are_due_by_event_time_count_from_the_first_that_is_known(tmp_path, is_set):
     manager = made(tmp_path, interval=EveryEventTime(60), save_interval=1000)
@@ -80,25 +72,22 @@ def test_near_saves_that_are_due_by_event_time_count_from_the_first_that_is_know
 
 
 @pytest.mark.parametrize(
-    ("copies", "interval", "said"),
+    ("near", "said"),
     [
-        (None, 20, "every 20 steps, copies=1 where there are several hosts"),
-        (2, EverySeconds(10), f"(interval={EverySeconds(10)!r}), copies=2"),
+        ({"interval": 20}, "every 20 steps, copies=1 where there are several hosts"),
+        ({"copies": 2, "interval": EverySeconds(10)}, f"(interval={EverySeconds(10)!r}), copies=2"),
+        (None, ""),
     ],
 )
-def test_attach_says_where_near_saves_go_and_when(tmp_path, caplog, copies, interval, said):
+def test_attach_says_where_near_saves_go_and_when(tmp_path, caplog, near, said):
     caplog.set_level("INFO", "recckpt")
-    near = Near(tmp_path / "near", interval, copies=copies)
-    model, options = nn.Linear(1, 1), {"save_interval": 100, "near": near}
-    CheckpointManager.attach(model, output_dir=tmp_path / "runs", **options)
+    options = {} if near is None else {"near": Near(tmp_path / "near", **near)}
+    CheckpointManager.attach(nn.Linear(1, 1), output_dir=tmp_path / "runs", save_interval=100, **options)
     assert "; save_interval=100, max_keep=2" in caplog.messages[-1]
-    assert caplog.messages[-1].endswith(f", near={tmp_path / 'near'} {said}")
-
-
-def test_attach_says_nothing_of_near_saves_where_there_are_none(tmp_path, caplog):
-    caplog.set_level("INFO", "recckpt")
-    CheckpointManager.attach(nn.Linear(1, 1), output_dir=tmp_path / "runs", save_interval=100)
-    assert "near" not in caplog.messages[-1].replace(str(tmp_path), "")
+    if said:
+        assert caplog.messages[-1].endswith(f", near={tmp_path / 'near'} {said}")
+    else:
+        assert "near" not in caplog.messages[-1].replace(str(tmp_path), "")
 
 
 def manager_of(tmp_path, interval=5, saver=None, **options):
@@ -171,16 +160,15 @@ def test_a_signal_that_no_update_follows_is_followed_at_the_end(tmp_path):
 
 
 @pytest.mark.parametrize(("steps", "n_warnings"), [(6, 1), (8, 0)])
-def test_a_save_by_hand_that_loses_gradients_warns(tmp_path, caplog, steps, n_warnings):
+def test_a_save_by_hand_that_loses_gradients_warns_and_one_that_is_put_off_is_made_at_the_close(
+    tmp_path, caplog, steps, n_warnings
+):
     made = manager_of(tmp_path, 100)
     train(made, steps)
     made[-1].save()
     assert steps_in(tmp_path) == [steps]
     assert sum("those so far are lost" in record.message for record in caplog.records) == n_warnings
-
-
-def test_a_save_that_is_put_off_is_made_when_the_manager_is_closed(tmp_path):
-    made = manager_of(tmp_path)
+    made = manager_of(tmp_path / "put off")
     train(made, 6)
     made[-1].close()
-    assert steps_in(tmp_path) == [6]
+    assert steps_in(tmp_path / "put off") == [6]

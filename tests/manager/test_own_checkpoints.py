@@ -92,18 +92,15 @@ def test_steps_have_the_prefix_that_was_asked_for_and_are_found_by_their_numbers
     assert Rows(tmp_path / "run").manager.all_steps() == []
 
 
-def test_what_two_managers_named_alike_is_found_by_its_id_alone(tmp_path):
+def test_a_prefix_that_no_directory_can_have_is_refused_and_what_two_named_alike_is_found_by_its_id(tmp_path):
+    for prefix in ("", 3, "x" * 200, "\ud800"):
+        with pytest.raises(ValueError, match=r"step_prefix|a checkpoint id"):
+            Rows(tmp_path, step_prefix=prefix)
     for prefix in ("a", "b"):
         run = Rows(tmp_path / "run", step_prefix=prefix)
         run.manager.save(step=7)
     with pytest.raises(CheckpointNotFoundError, match=r"step 7 is that of 'a_7' and 'b_7'.*by its id"):
         find_checkpoint(str(tmp_path / "run"), 7)
-
-
-@pytest.mark.parametrize("prefix", ["", 3, "x" * 200, "\ud800"])
-def test_a_prefix_that_no_directory_can_have_is_refused(tmp_path, prefix):
-    with pytest.raises(ValueError, match=r"step_prefix|a checkpoint id"):
-        Rows(tmp_path, step_prefix=prefix)
 
 
 # steps of the caller's own count
@@ -143,16 +140,18 @@ def test_a_step_that_the_run_is_past_or_that_is_none_is_refused(run, step, error
     assert (run.manager.global_step, run.manager.all_steps()) == (2, [1, 2])
 
 
-def test_ranks_that_name_other_steps_save_nothing(tmp_path):
+def test_ranks_that_name_other_steps_save_nothing_and_one_that_is_to_end_is_enough_for_all_to_know(tmp_path):
     def work(rank, connect):
-        run = Rows(tmp_path / "run", rank=rank, shard_id=rank, shard_num=2)
+        run = Rows(tmp_path / "run", 100, rank=rank, shard_id=rank, shard_num=2)
         connect(run.saver)
-        try:
+        if rank == 1:
+            run.manager._autosave._signals._has_ended = True
+        known = run.manager.reached_preemption(), run.manager.should_save(step=3)
+        with pytest.raises(RecckptError, match="all ranks save the same"):
             run.manager.save(step=5 + rank)
-        except RecckptError as error:
-            return str(error)
+        return known
 
-    assert all("all ranks save the same" in error for error in on_ranks(2, work))
+    assert on_ranks(2, work) == [(True, True)] * 2
     assert checkpoints(tmp_path / "run") == []
 
 
@@ -171,12 +170,26 @@ def test_a_checkpoint_that_nothing_needs_goes_and_with_it_what_it_superseded(run
     assert run.manager.save().step == 2  # the run is there still, and no checkpoint holds it now
 
 
-def test_what_is_not_there_cannot_be_deleted(run):
-    run.train(1)
+def test_what_is_not_there_cannot_be_deleted_and_deleting_again_ends_a_removal_that_failed(run, monkeypatch):
+    run.train(2)
     with pytest.raises(CheckpointNotFoundError, match="'ckpt_9'; there are 'ckpt_1'"):
         run.manager.delete(9)
     with pytest.raises(TypeError, match="step must be an int"):
         run.manager.delete("1")
+    remove = LocalStorage.remove
+
+    def fail(self, name):
+        if name.startswith("ckpt_1/manifest"):
+            raise PermissionError(13, "Permission denied", name)
+        remove(self, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "remove", fail)
+        with pytest.raises(RecckptError, match="delete it again"):
+            run.manager.delete(1)
+    assert run.manager.all_steps() == [1, 2]
+    run.manager.delete(1)
+    assert run.manager.all_steps() == [2]
 
 
 @pytest.mark.parametrize("why", ["pinned", "only", "moved"])
@@ -243,24 +256,6 @@ def test_ranks_delete_together_and_refuse_together(tmp_path):
     assert all("all ranks name the same step" in errors[1] for errors in (of_first, of_second))
 
 
-def test_a_removal_that_fails_says_so_and_deleting_again_ends_it(run, monkeypatch):
-    run.train(2)
-    remove = LocalStorage.remove
-
-    def fail(self, name):
-        if name.startswith("ckpt_1/manifest"):
-            raise PermissionError(13, "Permission denied", name)
-        remove(self, name)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalStorage, "remove", fail)
-        with pytest.raises(RecckptError, match="delete it again"):
-            run.manager.delete(1)
-    assert run.manager.all_steps() == [1, 2]
-    run.manager.delete(1)
-    assert run.manager.all_steps() == [2]
-
-
 # the end of a run that is to end
 
 
@@ -286,17 +281,6 @@ def test_a_loop_can_ask_whether_it_is_to_end_and_ends_with_its_step_saved(tmp_pa
         assert (manager.reached_preemption(), manager.should_save(), ended) == (True, True, [])
     assert (run.manager.all_steps(), ended) == ([1, 2], [signal.SIGTERM])
     assert run.manager.reached_preemption()
-
-
-def test_one_rank_that_is_to_end_is_enough_for_all_to_know(tmp_path):
-    def work(rank, connect):
-        run = Rows(tmp_path / "run", 100, rank=rank, shard_id=rank, shard_num=2)
-        connect(run.saver)
-        if rank == 1:
-            run.manager._autosave._signals._has_ended = True
-        return run.manager.reached_preemption(), run.manager.should_save(step=3)
-
-    assert on_ranks(2, work) == [(True, True)] * 2
 
 
 def test_waiting_ends_with_the_checkpoint_and_training_may_go_on(tmp_path, gate):

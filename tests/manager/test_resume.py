@@ -227,17 +227,22 @@ class Resumed:
         return dict(zip(self.table.ids().tolist(), map(tuple, self.table.embeddings().tolist()), strict=True))
 
 
-def test_the_newest_delta_is_restored(tmp_path, chain):
+def test_the_newest_delta_or_a_step_in_the_middle_is_a_whole_restore_and_a_load_that_breaks_off_is_none(
+    tmp_path, chain
+):
     run = Resumed(tmp_path)
     assert run.manager.restore() == 5
     assert run.rows == {2: (2.0, 2.0), 4: (4.0, 4.0)}
     assert run.bases == [("ckpt_5", run.table)]
-
-
-def test_a_step_in_the_middle_of_a_chain_is_restored(tmp_path, chain):
-    run = Resumed(tmp_path)
     assert run.manager.restore(3) == 3
     assert run.rows == {1: (9.0, 9.0), 2: (2.0, 2.0)}
+    run = Resumed(tmp_path)
+    run.saver.load(ckpt_id="ckpt_4")
+    run.saver.load(str(tmp_path / "ckpt_3"))
+    flip_bit(part_of(chain["ckpt_5"]), 700)
+    with pytest.raises(CorruptCheckpointError):
+        run.saver.load(ckpt_id="ckpt_5")
+    assert [name for name, _ in run.bases] == ["ckpt_4", "ckpt_3"]
 
 
 @pytest.mark.parametrize(("damaged", "restored"), [("ckpt_5", 4), ("ckpt_4", 3), ("ckpt_3", 2), ("ckpt_2", 1)])
@@ -289,13 +294,6 @@ def test_rows_that_no_rank_alone_can_count_are_counted_by_all(tmp_path, chain, n
     assert {id_: row for _, rows, _ in found for id_, row in rows.items()} == {2: (2.0, 2.0), 4: (4.0, 4.0)}
 
 
-def test_a_load_by_path_of_the_own_output_dir_is_a_whole_restore_too(tmp_path, chain):
-    run = Resumed(tmp_path)
-    run.saver.load(ckpt_id="ckpt_4")
-    run.saver.load(str(tmp_path / "ckpt_3"))
-    assert [name for name, _ in run.bases] == ["ckpt_4", "ckpt_3"]
-
-
 @pytest.mark.parametrize(
     "conf",
     [
@@ -327,11 +325,3 @@ def test_a_warm_start_is_none_and_a_resume_with_a_bank_that_is_not_needed_is_one
     run.manager.load_model_bank([{"path": str(tmp_path), "load": ["*"]}])
     assert run.manager.restore() == 7
     assert run.bases == [("ckpt_7", run.table)]
-
-
-def test_a_load_that_breaks_off_is_none(tmp_path, chain, monkeypatch):
-    run = Resumed(tmp_path)
-    flip_bit(part_of(chain["ckpt_5"]), 700)
-    with pytest.raises(CorruptCheckpointError):
-        run.saver.load(ckpt_id="ckpt_5")
-    assert run.bases == []

@@ -60,19 +60,12 @@ def test_training_goes_on_without_the_saves_that_fail_and_says_so(tmp_path, disk
     train(manager, 3)
     assert caplog.text.count("training goes on; 1 in a row of 3") == 1
     assert "saving 'ckpt_4' failed on rank 0: OSError: [Errno 28] No space left on device" in caplog.text
+    failed = Watcher(open_storage(str(tmp_path))).look().failed
+    assert [(each.ckpt_id, each.step) for each in failed] == [("ckpt_4", 4)]
     disk.is_full = False
     train(manager, 1)
     manager.close()
     assert (manager.global_step, steps_in(manager), manager.counts.failed) == (6, [2, 6], 1)
-
-
-def test_watch_shows_what_has_failed_since(tmp_path, disk):
-    manager = manager_of(tmp_path, on_save_error="warn")
-    train(manager, 1)
-    disk.is_full = True
-    train(manager, 2)
-    failed = Watcher(open_storage(str(tmp_path))).look().failed
-    assert [(each.ckpt_id, each.step) for each in failed] == [("ckpt_2", 2), ("ckpt_3", 3)]
 
 
 @pytest.mark.parametrize("async_save", [False, True])
@@ -136,22 +129,19 @@ def test_calls_that_wait_for_a_save_raise_its_error_all_the_same(tmp_path, disk)
         disk.is_full = False
 
 
-def test_what_no_later_save_mends_is_raised_at_once(tmp_path, disk):
+def test_what_no_later_save_mends_is_raised_at_once_and_each_error_where_nothing_else_was_asked_for(tmp_path, disk):
     manager = manager_of(tmp_path, on_save_error="warn")
     with pytest.raises(ValueError, match="expected a number"):
         manager.step(metrics={"auc": "high"})
     train(manager, 1)
-    train(manager_of(tmp_path, on_save_error="warn"), 1)  # takes the output dir over
+    later = manager_of(tmp_path)
+    train(later, 1)  # takes the output dir over
     with pytest.raises(WriterFencedError):
         train(manager, 1)
-
-
-def test_without_being_asked_for_each_error_is_raised(tmp_path, disk):
-    manager = manager_of(tmp_path)
     disk.is_full = True
     with pytest.raises(SaveFailedError):
-        train(manager, 1)
-    assert manager.counts == SaveCounts(failed=1)
+        train(later, 1)
+    assert later.counts == SaveCounts(begun=1, failed=1)
 
 
 # several ranks

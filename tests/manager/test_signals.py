@@ -46,29 +46,18 @@ def watch(handled):
 # the watch
 
 
-def test_only_sigusr1_and_sigusr2_let_a_process_go_on():
+def test_only_sigusr1_and_sigusr2_let_a_process_go_on_and_one_that_ends_it_goes_before_others():
     assert [goes_on(number) for number in (SIGUSR1, SIGUSR2, SIGTERM, SIGINT)] == [True, True, False, False]
-
-
-def test_a_signal_that_ends_the_process_goes_before_others():
     assert most_urgent([None, SIGUSR1, SIGTERM, SIGINT, None]) == SIGTERM
     assert most_urgent([SIGUSR2, SIGUSR1]) == SIGUSR2
     assert most_urgent([None]) is None
 
 
-def test_a_signal_is_noted_and_taken_once(watch, handled):
+def test_a_signal_is_noted_and_taken_once_and_to_follow_is_to_do_what_it_did_before(watch, handled):
     assert watch.take() is None
-    signal.raise_signal(SIGUSR1)
-    assert (watch.take(), watch.take(), handled) == (SIGUSR1, None, [])
-
-
-def test_of_several_the_one_that_ends_the_process_is_taken(watch):
     for number in (SIGUSR1, SIGTERM, SIGUSR2):
         signal.raise_signal(number)
-    assert (watch.take(), watch.take()) == (SIGTERM, None)
-
-
-def test_to_follow_is_to_do_what_the_signal_did_before(watch, handled):
+    assert (watch.take(), watch.take(), handled) == (SIGTERM, None, []), "of several the one that ends the process"
     watch.follow(SIGUSR1)
     assert (handled, watch.is_watching) == ([], True)
     watch.follow(SIGTERM)
@@ -218,8 +207,13 @@ def manager_of(url, **options):
     return CheckpointManager(Saver(nn.Linear(1, 1), output_dir=str(url)), 10**9, **options)
 
 
-def test_a_manager_saves_in_the_step_after_which_it_follows_the_signal(tmp_path, handled):
-    manager = manager_of(tmp_path, save_on_signal=(SIGTERM, SIGUSR1))
+@pytest.mark.parametrize(
+    "signals", [(SIGTERM, SIGUSR1), ("SIGTERM", SIGUSR1), ("sigterm", "usr1"), "SIGTERM", SIGTERM], ids=str
+)
+def test_a_manager_saves_in_the_step_after_which_it_follows_the_signal_however_that_is_named(
+    tmp_path, handled, signals
+):
+    manager = manager_of(tmp_path, save_on_signal=signals)
     manager.step()
     signal.raise_signal(SIGTERM)
     assert (handled, checkpoints(tmp_path)) == ([], [])
@@ -343,12 +337,3 @@ def test_where_one_rank_is_to_end_all_save_the_same_step_and_end(runs, tmp_path,
 def test_ranks_whose_data_passes_an_hour_at_different_steps_save_it_once(runs, tmp_path):
     codes, said = runs.run("event_times_that_differ", tmp_path / "runs", ranks=2)
     assert (codes, said) == ([0, 0], [["2 saves", "7300.0"]] * 2)
-
-
-@pytest.mark.parametrize("given", [("SIGTERM", SIGUSR1), ("sigterm", "usr1"), "SIGTERM", SIGTERM])
-def test_signals_may_be_named(tmp_path, handled, given):
-    manager = manager_of(tmp_path, save_on_signal=given)
-    manager.step()
-    signal.raise_signal(SIGTERM)
-    manager.step()
-    assert (handled, checkpoints(tmp_path)) == ([SIGTERM], ["ckpt_2"])

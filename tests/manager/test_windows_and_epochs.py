@@ -89,24 +89,18 @@ def test_so_it_does_from_any_point(memory_url, policy, options):
         check_taken_up(f"{memory_url}/{crash_at}", crash_at, policy, options)
 
 
-def test_what_a_step_saved_is_superseded_by_the_end_of_its_window(tmp_path):
-    run = Loop(tmp_path, EverySteps(2) | EveryWindows(1), max_keep=1).run(2)
+def test_what_a_step_saved_is_superseded_by_the_end_of_its_window_unless_that_is_ephemeral(tmp_path):
+    run = Loop(tmp_path / "windows", EverySteps(2) | EveryWindows(1), max_keep=1).run(2)
     assert run.saved == [(2, 0, 0, 2.0)]
     run.run(3)
     assert run.saved == [(2, 1, 0, 3.0)]
     assert run.manager.save() is None
     assert run.manager.counts.begun == 2
-
-
-def test_the_end_of_a_block_saves_an_epoch_that_is_in_no_checkpoint(tmp_path):
-    run = Loop(tmp_path, EverySteps(2))
+    run = Loop(tmp_path / "block", EverySteps(2))
     with run.manager:
         run.run(7)
-    assert run.saved == [(2, 0, 0, 2.0), (4, 2, 1, 7.0)]
-
-
-def test_a_regular_checkpoint_is_not_superseded_by_an_ephemeral_one_of_its_step(tmp_path):
-    run = Loop(tmp_path, EverySteps(2), ephemeral=EveryWindows(1)).run(3)
+    assert run.saved == [(2, 0, 0, 2.0), (4, 2, 1, 7.0)]  # at the end of the block, of an epoch that none has
+    run = Loop(tmp_path / "ephemeral", EverySteps(2), ephemeral=EveryWindows(1)).run(3)
     assert [c.manifest.ephemeral for c in list_checkpoints(run.saver.storage).current] == [False]
     assert run.saved == [(2, 1, 0, 3.0)]
 
@@ -137,20 +131,16 @@ def test_a_save_by_hand_has_what_the_manager_counts(tmp_path):
         run.saver.save("c", state={"epochs": 5})
 
 
-def test_counts_come_with_the_step_and_stay_without_it(tmp_path):
-    Loop(tmp_path, EveryEpochs(1)).run(7)
+def test_counts_come_with_the_step_and_stay_without_it_and_metrics_of_an_epoch_are_kept_with_it(tmp_path):
+    run = Loop(tmp_path, EveryEpochs(1)).run(6)
+    run.manager.epoch(metrics={"auc": 0.75}, state={"note": "validated"})
+    [found] = list_checkpoints(run.saver.storage).current
+    assert found.manifest.state == {"windows": 2, "epochs": 1, "auc": 0.75, "note": "validated"}
     run = Loop(tmp_path)
     run.manager.restore(load_conf={"exclude": ["global_step"]})
     assert (run.manager.global_step, run.manager.windows, run.manager.epochs) == (0, 0, 0)
     run.manager.restore()
     assert (run.manager.global_step, run.manager.windows, run.manager.epochs) == (4, 2, 1)
-
-
-def test_metrics_of_an_epoch_are_kept_with_it(tmp_path):
-    run = Loop(tmp_path, EveryEpochs(1)).run(6)
-    run.manager.epoch(metrics={"auc": 0.75}, state={"note": "validated"})
-    [found] = list_checkpoints(run.saver.storage).current
-    assert found.manifest.state == {"windows": 2, "epochs": 1, "auc": 0.75, "note": "validated"}
 
 
 @pytest.mark.parametrize("name", ["windows", "epochs", "event_time"])

@@ -215,11 +215,12 @@ def test_what_cannot_be_written_fails_its_own_move_alone(tmp_path):
     assert arrived(tmp_path, moves[1]) == sent(tmp_path, moves[1])
 
 
-def test_a_file_takes_the_place_of_a_damaged_one(tmp_path):
+def test_a_file_takes_the_place_of_a_damaged_one_and_nothing_to_move_is_no_meeting(tmp_path):
     of = put(tmp_path, Move("model.pt", 2500, None, 0, 1))
     put(tmp_path, Move("model.pt", 100, None, 1, 0))
     assert moved(tmp_path, [of]) == []
     assert arrived(tmp_path, of) == sent(tmp_path, of)
+    assert move(Meetings(), LocalStorage("/nowhere"), SAVE, []) == []
 
 
 def test_a_rank_that_fails_leaves_no_half_files_anywhere(tmp_path):
@@ -232,10 +233,6 @@ def test_a_rank_that_fails_leaves_no_half_files_anywhere(tmp_path):
         moved(tmp_path, [of], storage=Failing)
     assert arrived(tmp_path, of) is None
     assert not leftovers(tmp_path)
-
-
-def test_nothing_to_move_is_no_meeting():
-    assert move(Meetings(), LocalStorage("/nowhere"), SAVE, []) == []
 
 
 RANKS = st.tuples(st.integers(0, 4), st.integers(0, 4)).filter(lambda pair: pair[0] != pair[1])
@@ -289,17 +286,15 @@ def copied(root, copies):
     return errors, {host: sorted({int(path.name[2:]) for path in (root / host / SAVE).iterdir()}) for host in "abc"}
 
 
-def test_hosts_have_the_files_of_those_before_them_in_the_ring(tmp_path):
-    errors, there = copied(tmp_path, 1)
+@pytest.mark.parametrize(
+    ("copies", "expected"),
+    [(1, {"a": [2, 3], "b": [0, 1, 2], "c": [0, 1, 3]}), (7, {host: [0, 1, 2, 3] for host in "abc"})],
+)
+def test_hosts_have_the_files_of_those_before_them_in_the_ring(tmp_path, copies, expected):
+    errors, there = copied(tmp_path, copies)
     assert errors == [None] * 4
-    assert there == {"a": [2, 3], "b": [0, 1, 2], "c": [0, 1, 3]}
+    assert there == expected
     assert (tmp_path / "c" / SAVE / "y_1").read_bytes() == bytes([1]) * 50
-
-
-def test_all_have_all_where_there_are_fewer_hosts_than_copies(tmp_path):
-    errors, there = copied(tmp_path, 7)
-    assert errors == [None] * 4
-    assert there == {host: [0, 1, 2, 3] for host in "abc"}
 
 
 def test_a_copy_that_does_not_arrive_is_an_error_of_all_ranks(tmp_path):
@@ -331,18 +326,15 @@ def test_each_host_has_the_files_of_two_hosts_before_a_near_save_is_acknowledged
         assert (tmp_path / "a" / name / "near.json").read_bytes() == (tmp_path / "b" / name / "near.json").read_bytes()
 
 
-def test_copies_follow_the_ring_of_more_hosts(tmp_path):
-    assert on_hosts(tmp_path, ["a", "b", "c"], trained) == [(2, 0, 0)] * 3
-    assert [saves_on(tmp_path, host) for host in "abc"] == [[]] * 3
+@pytest.mark.parametrize("copies", [None, 2])
+def test_copies_follow_the_ring_of_more_hosts_or_are_on_each_of_them(tmp_path, copies):
+    options = {} if copies is None else {"copies": copies}
+    assert on_hosts(tmp_path, ["a", "b", "c"], trained, **options) == [(2, 0, 0)] * 3
+    assert [saves_on(tmp_path, host) for host in "abc"] == [[2, 3] if copies else []] * 3
     (name, _) = near_names(tmp_path, "a")
     shards = [{path.name[:5] for path in (tmp_path / host / name / "sparse").iterdir()} for host in "abc"]
-    assert sorted(map(len, shards)) == [2, 2, 2]
+    assert sorted(map(len, shards)) == [3 if copies else 2] * 3
     assert all(f"0000{rank}" in there for rank, there in enumerate(shards))
-
-
-def test_with_as_many_copies_as_there_are_other_hosts_each_has_all(tmp_path):
-    assert on_hosts(tmp_path, ["a", "b", "c"], trained, copies=2) == [(2, 0, 0)] * 3
-    assert [saves_on(tmp_path, host) for host in "abc"] == [[2, 3]] * 3
 
 
 class SpoilingGroup(ThreadGroup):

@@ -54,10 +54,13 @@ def test_a_restore_takes_the_newest_near_save_with_all_that_a_checkpoint_has(tmp
     assert state_of(last) == state_of(other)
 
 
-def test_where_nothing_is_there_to_stand_on_a_checkpoint_is_made_first(tmp_path):
+def test_where_nothing_is_there_to_stand_on_a_checkpoint_is_made_first_and_after_a_restore_it_is_the_same(tmp_path):
     run = begun(tmp_path)
     assert [c.ckpt_id for c in list_checkpoints(output_dir(tmp_path)).committed] == ["ckpt_1"]
     assert run.counts == (1, 0, 0)
+    run = NearRun(tmp_path).restore().put(_3=3.0).step()
+    assert run.counts == (1, 0, 0)
+    assert rows(NearRun(tmp_path).restore()) == {1: 1.0, 2: 2.0, 3: 3.0}
 
 
 def test_a_near_save_keeps_the_marks_for_the_next_checkpoint(tmp_path):
@@ -65,24 +68,14 @@ def test_a_near_save_keeps_the_marks_for_the_next_checkpoint(tmp_path):
     assert rows(NearRun(tmp_path).restore(near=False)) == {1: 1.0, 2: 2.0, 3: 3.0}
 
 
-def test_a_near_save_holds_all_since_its_base(tmp_path):
-    begun(tmp_path).put(_3=3.0).erase(1).step()
-    assert rows(NearRun(tmp_path).restore()) == {2: 2.0, 3: 3.0}
-
-
 def test_what_a_near_save_held_is_in_the_next_checkpoint(tmp_path):
     begun(tmp_path).put(_3=3.0).erase(1).step()
-    NearRun(tmp_path).restore().put(_4=4.0).save()
+    restored = NearRun(tmp_path).restore()
+    assert rows(restored) == {2: 2.0, 3: 3.0}, "all since its base"
+    restored.put(_4=4.0).save()
     last = NearRun(tmp_path).restore(near=False)
     assert rows(last) == {2: 2.0, 3: 3.0, 4: 4.0}
     assert list_checkpoints(output_dir(tmp_path)).committed[-1].manifest.kind == "delta"
-
-
-def test_the_first_near_save_after_a_restore_stands_on_the_same_base(tmp_path):
-    begun(tmp_path)
-    run = NearRun(tmp_path).restore().put(_3=3.0).step()
-    assert run.counts == (1, 0, 0)
-    assert rows(NearRun(tmp_path).restore()) == {1: 1.0, 2: 2.0, 3: 3.0}
 
 
 def test_a_newer_checkpoint_goes_before_an_older_near_save(tmp_path):
@@ -97,16 +90,14 @@ def test_who_goes_back_and_trains_again_counts_by_cut_and_not_by_step(tmp_path):
     assert rows(NearRun(tmp_path).restore()) == {1: 1.0, 5: 5.0}
 
 
-def test_only_the_two_newest_stay(tmp_path):
+def test_only_the_two_newest_stay_and_are_for_their_user_alone(tmp_path):
     run = begun(tmp_path)
     for value in range(5):
         run.put(_9=float(value)).step()
     assert len(run.near_dirs) == 2
-    assert sorted(path.name for path in run.near_dirs[0].parents[1].iterdir()) == [
-        run.near_dirs[0].parent.name,
-        "host",
-        "output_dir",
-    ]
+    place = run.near_dirs[0].parent
+    assert sorted(path.name for path in place.parent.iterdir()) == [place.name, "host", "output_dir"]
+    assert (run.near_path / "recckpt-near").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize(("n_damaged", "left"), [(1, {1: 1.0, 2: 2.0}), (2, {1: 1.0})])
@@ -287,6 +278,9 @@ def test_a_near_dir_that_is_gone_leaves_the_checkpoint_and_is_made_anew(tmp_path
     run.put(_3=3.0).step()
     assert run.counts == (2, 0, 0)
     assert rows(NearRun(tmp_path).restore()) == {1: 1.0, 2: 2.0, 3: 3.0}
+    shutil.rmtree(tmp_path / "runs")  # and an output dir that was made anew sees none of the one before
+    NearRun(tmp_path).put(_7=7.0).step()
+    assert rows(NearRun(tmp_path).restore()) == {7: 7.0}
 
 
 def test_a_copy_of_an_output_dir_sees_no_near_saves_of_the_first(tmp_path):
@@ -294,13 +288,6 @@ def test_a_copy_of_an_output_dir_sees_no_near_saves_of_the_first(tmp_path):
     shutil.copytree(tmp_path / "a/runs", tmp_path / "b/runs")
     assert rows(NearRun(tmp_path / "b", near="../near").restore()) == {1: 1.0}
     assert rows(NearRun(tmp_path / "a", near="../near").restore()) == {1: 1.0, 2: 2.0}
-
-
-def test_an_output_dir_that_was_made_anew_sees_none_of_the_one_before(tmp_path):
-    begun(tmp_path)
-    shutil.rmtree(tmp_path / "runs")
-    NearRun(tmp_path).put(_7=7.0).step()
-    assert rows(NearRun(tmp_path).restore()) == {7: 7.0}
 
 
 def test_without_near_no_byte_says_anything_of_it(tmp_path):
@@ -356,8 +343,3 @@ def test_a_near_dir_that_others_could_change_is_refused_by_name(tmp_path, name, 
     put(tmp_path, name)
     with pytest.raises(PermissionError, match=rf"{what}; give Near\(\.\.\.\) a directory of your own.*{name}"):
         NearRun(tmp_path)
-
-
-def test_what_lies_in_a_near_dir_is_for_its_user_alone(tmp_path):
-    run = begun(tmp_path)
-    assert (run.near_path / "recckpt-near").stat().st_mode & 0o777 == 0o700

@@ -54,37 +54,36 @@ def test_a_run_on_several_hosts_that_forgets_reaches_all_of_them(tmp_path, caplo
     assert "may still have the ids" not in caplog.text
 
 
-def test_a_host_is_noted_again_by_the_next_near_save_after_a_forgetting(tmp_path):
+def test_a_host_is_noted_again_by_the_next_near_save_after_a_forgetting_or_in_an_output_dir_made_anew(tmp_path):
     run = begun(tmp_path)
     run.manager.forget("t", FORGOTTEN)
     assert noted(tmp_path) == []
     run.put(_4=4.0).save().put(_5=5.0).step()
     assert noted(tmp_path) == ["near"]
-
-
-def test_the_audit_names_the_hosts_on_which_near_saves_may_have_the_ids(tmp_path):
-    on_hosts(tmp_path, ["a", "b"], trained)
-    [done] = recckpt.rewrite.forget(tmp_path / "runs", "t", FORGOTTEN)
-    assert sorted(host.path for host in done.near_hosts) == [str(tmp_path / "a"), str(tmp_path / "b")]
-    [line] = audit(output_dir(tmp_path))
-    assert sorted(host["path"] for host in line["near_hosts"]) == [str(tmp_path / "a"), str(tmp_path / "b")]
-
-
-def test_the_audit_of_a_run_without_near_saves_names_no_host(tmp_path):
-    NearRun(tmp_path).put(_3=1.0).save()
-    [done] = recckpt.rewrite.forget(tmp_path / "runs", "t", FORGOTTEN)
-    assert done.near_hosts == ()
-    assert "near_hosts" not in audit(output_dir(tmp_path))[0]
+    shutil.rmtree(tmp_path / "runs/.recckpt")
+    run.put(_4=4.5).save().put(_5=5.5).step()
+    assert len(notes(tmp_path)) == 1
 
 
 def test_near_saves_have_the_ids_after_a_forgetting_from_outside_until_their_host_is_used_again(tmp_path):
     on_hosts(tmp_path, ["a", "b"], trained)
-    recckpt.rewrite.forget(tmp_path / "runs", "t", FORGOTTEN)
+    [done] = recckpt.rewrite.forget(tmp_path / "runs", "t", FORGOTTEN)
+    [line] = audit(output_dir(tmp_path))
+    named = [sorted(host.path for host in done.near_hosts), sorted(host["path"] for host in line["near_hosts"])]
+    assert named == [[str(tmp_path / "a"), str(tmp_path / "b")]] * 2
     assert noted(tmp_path) == ["a", "b"]
     assert [bool(with_rows_of(tmp_path, host, FORGOTTEN)) for host in "ab"] == [True, True]
     on_hosts(tmp_path, ["b"], lambda run: run.restore().put(_9=9.0).save().put(_9=9.5).step())
     assert with_rows_of(tmp_path, "b", FORGOTTEN) == []
     assert len(near_names(tmp_path, "b")) == 1
+
+
+def test_a_run_without_near_saves_notes_no_host_and_its_audit_names_none(tmp_path):
+    NearRun(tmp_path).put(_3=1.0).save()
+    assert not (tmp_path / "runs/.recckpt/near").exists()
+    [done] = recckpt.rewrite.forget(tmp_path / "runs", "t", FORGOTTEN)
+    assert done.near_hosts == ()
+    assert "near_hosts" not in audit(output_dir(tmp_path))[0]
 
 
 def test_a_host_is_named_where_what_it_has_could_not_be_removed(tmp_path, caplog, monkeypatch):
@@ -116,11 +115,6 @@ def test_a_host_to_which_a_restore_brings_files_is_noted(tmp_path):
     assert noted(tmp_path) == ["a", "b", "new"]
 
 
-def test_a_run_without_near_saves_notes_no_host(tmp_path):
-    NearRun(tmp_path).put(_1=1.0).save()
-    assert not (tmp_path / "runs/.recckpt/near").exists()
-
-
 @pytest.mark.parametrize("content", ["", "{}", "no json"])
 def test_a_damaged_note_is_named_and_written_anew_by_the_next_run(tmp_path, content):
     begun(tmp_path)
@@ -146,10 +140,3 @@ def test_a_host_whose_id_is_damaged_makes_no_near_save_and_says_what_to_do(tmp_p
     host.unlink()
     run.put(_5=5.0).step()
     assert run.counts == (2, 1, 0)
-
-
-def test_an_output_dir_that_is_made_anew_is_told_again(tmp_path):
-    run = begun(tmp_path)
-    shutil.rmtree(tmp_path / "runs/.recckpt")
-    run.put(_4=4.0).save().put(_5=5.0).step()
-    assert len(notes(tmp_path)) == 1

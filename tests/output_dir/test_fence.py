@@ -42,46 +42,33 @@ def writer(url, **options) -> Saver:
     return Saver(nn.Linear(1, 1), output_dir=str(url), **options)
 
 
-def test_nothing_is_claimed_before_the_first_save(storage):
+def test_nothing_is_claimed_before_the_first_save_and_a_claim_says_whose_it_is(storage):
     fence = Fence(storage)
     fence.check()
     assert (fence.epoch, storage.list_files("")) == (0, [])
     fence.hold()
     assert fence.epoch == 1
     assert storage.list_files(".recckpt/owner") == ["1.json", "1.list.json"]
-
-
-def test_a_claim_says_whose_it_is(storage):
-    Fence(storage).hold()
     claim = read_claim(storage, 1)
     assert (claim.epoch, claim.pid, claim.host) == (1, os.getpid(), socket.gethostname())
     assert len(claim.nonce) == 32
 
 
-def test_the_earlier_writer_is_told_who_took_over_and_since_when_and_stays_fenced(storage):
-    first, second = Fence(storage), Fence(storage)
-    first.hold()
-    first.check()
-    second.hold()
-    since = read_claim(storage, 2).time
-    for _ in range(2):
-        with pytest.raises(WriterFencedError, match=f"taken over by process {os.getpid()} on .* since .*epoch 2") as e:
-            first.check()
-        assert (e.value.epoch, e.value.since) == (2, since)
-    with pytest.raises(WriterFencedError):
-        first.hold()
-    second.check()
-    assert str(pickle.loads(pickle.dumps(e.value))) == str(e.value)
-
-
-def test_of_writers_that_claim_at_once_one_is_left(storage):
-    fences = [Fence(storage) for _ in range(5)]
-    for fence in fences:
+def test_the_earlier_writers_are_told_who_took_over_and_since_when_and_stay_fenced(storage):
+    *earlier, last = (Fence(storage) for _ in range(5))
+    earlier[0].hold()
+    earlier[0].check()
+    for fence in (*earlier[1:], last):
         fence.hold()
-    for fence in fences[:-1]:
-        with pytest.raises(WriterFencedError):
+    since = read_claim(storage, 5).time
+    for fence in (*earlier, *earlier):
+        with pytest.raises(WriterFencedError, match=f"taken over by process {os.getpid()} on .* since .*epoch 5") as e:
             fence.check()
-    fences[-1].check()
+        assert (e.value.epoch, e.value.since) == (5, since)
+    with pytest.raises(WriterFencedError):
+        earlier[0].hold()
+    last.check()
+    assert str(pickle.loads(pickle.dumps(e.value))) == str(e.value)
 
 
 def test_a_claim_that_another_is_faster_with_takes_the_next_number(storage, monkeypatch):
@@ -200,26 +187,17 @@ def test_a_new_run_in_an_old_output_dir_is_warned_once_unless_it_has_loaded_from
     assert caplog.text.count("found 2 checkpoints of an earlier run, the newest 'b', which this run has not") == 1
 
 
-def test_a_fenced_saver_raises_and_changes_nothing(tmp_path):
-    first, second = writer(tmp_path), writer(tmp_path)
-    first.save("ckpt_1")
-    second.save("ckpt_2")
+def test_a_fenced_saver_or_manager_raises_and_changes_nothing_and_the_other_goes_on(tmp_path):
+    first, second = (CheckpointManager(writer(tmp_path), 1) for _ in range(2))
+    first.step()
+    second.saver.save("ckpt_2")
     before = tree(tmp_path)
-    for _ in range(2):
+    for save in (lambda: first.saver.save("ckpt_3"), lambda: first.saver.save("ckpt_3"), first.step):
         with pytest.raises(WriterFencedError, match="epoch 2"):
-            first.save("ckpt_3")
+            save()
     assert tree(tmp_path) == before
-    second.save("ckpt_4")
-
-
-def test_a_fenced_manager_raises_at_its_next_save_and_the_other_goes_on(tmp_path):
-    managers = [CheckpointManager(writer(tmp_path), 1) for _ in range(2)]
-    for manager in managers:
-        manager.step()
-    with pytest.raises(WriterFencedError):
-        managers[0].step()
-    managers[1].step()
-    assert newest(managers[1].saver.storage).manifest.epoch == 2
+    second.step()
+    assert newest(second.saver.storage).manifest.epoch == 2
 
 
 def test_a_late_commit_is_ignored_by_readers_and_its_writer_is_told(url, caplog):
@@ -248,24 +226,17 @@ def test_a_late_commit_is_ignored_by_readers_and_its_writer_is_told(url, caplog)
         assert "by the writer of epoch 1 after that of epoch 2 had taken over" in caplog.text
 
 
-def test_what_was_committed_before_the_takeover_counts_after_it(storage):
-    for ckpt_id in ("a", "b"):
+def test_what_was_committed_before_the_takeover_counts_after_it_and_what_dead_writers_left_goes(storage):
+    for ckpt_id in ("a", "b", "dead"):
         save_tables(storage, [filled("item", [1])], ckpt_id=ckpt_id)
+    storage.remove("dead/manifest.json")
     Fence(storage).hold()
     assert last_takeover(storage).epoch == 2
+    assert storage.list_files("dead") == []
     assert [c.ckpt_id for c in list_checkpoints(storage).committed] == ["a", "b"]
 
 
-def test_a_checkpoint_that_was_copied_out_of_its_output_dir_counts(tmp_path):
-    saver = writer(tmp_path / "runs")
-    saver.save("a")
-    Fence(saver.storage).hold()
-    (tmp_path / "copy").mkdir()
-    (tmp_path / "runs" / "a").rename(tmp_path / "copy" / "a")
-    assert newest(open_storage(str(tmp_path / "copy"))).ckpt_id == "a"
-
-
-def test_a_copied_in_checkpoint_of_a_higher_epoch_is_taken_over_too(tmp_path):
+def test_a_checkpoint_that_was_copied_out_of_its_output_dir_counts_and_one_copied_in_is_taken_over(tmp_path):
     for _ in range(3):
         elsewhere = writer(tmp_path / "elsewhere")
         elsewhere.save("x", overwrite=True)
@@ -274,6 +245,10 @@ def test_a_copied_in_checkpoint_of_a_higher_epoch_is_taken_over_too(tmp_path):
     saver.save("a")
     assert newest(saver.storage).ckpt_id == "a"
     assert newest(saver.storage).manifest.epoch == 4
+    Fence(saver.storage).hold()
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "runs" / "a").rename(tmp_path / "copy" / "a")
+    assert newest(open_storage(str(tmp_path / "copy"))).ckpt_id == "a"
 
 
 def test_a_damaged_checkpoint_is_still_a_damaged_one_after_a_takeover_and_counts_once_it_is_mended(storage):
@@ -289,15 +264,6 @@ def test_a_damaged_checkpoint_is_still_a_damaged_one_after_a_takeover_and_counts
     with storage.create(f"a/{name}") as sink:
         sink.write(data)
     assert newest(storage).ckpt_id == "a"
-
-
-def test_taking_over_removes_what_dead_writers_left(storage):
-    save_tables(storage, [filled("item", [1])], ckpt_id="a")
-    save_tables(storage, [filled("item", [1])], ckpt_id="b")
-    storage.remove("b/manifest.json")
-    Fence(storage).hold()
-    assert storage.list_files("b") == []
-    assert [c.ckpt_id for c in list_checkpoints(storage).committed] == ["a"]
 
 
 def test_the_highest_step_is_that_of_any_attempt_and_is_handed_on(storage):
@@ -512,26 +478,21 @@ LIST = {"format": "recckpt-owner", "version": 1, "epoch": 0, "nonce": "0" * 32, 
 LIST |= {"highest_step": -1, "directories": []}
 
 
-def test_a_claim_is_above_a_list_whose_claim_is_gone(url):
+def test_a_claim_is_above_a_list_whose_claim_is_gone_and_a_commit_that_a_list_excludes_is_none(url):
     saver = writer(url)
     orphaned_list(saver.storage, 7)
     saver.save("a")
     assert (newest(saver.storage).ckpt_id, newest(saver.storage).manifest.epoch) == ("a", 8)
-
-
-def test_a_commit_that_a_list_excludes_is_not_acknowledged(url):
-    saver = writer(url)
-    saver.save("a")
     real = saver.storage.put_if_absent
 
     def late(name, data):
         real(name, data)
         if name.endswith("manifest.json"):
             saver.storage.put_if_absent = real
-            orphaned_list(saver.storage, 7)
+            orphaned_list(saver.storage, 9)
 
     saver.storage.put_if_absent = late
-    with pytest.raises(WriterFencedError, match="epoch 7"):
+    with pytest.raises(WriterFencedError, match="epoch 9"):
         saver.save("b")
     assert list(list_checkpoints(saver.storage).fenced) == ["a", "b"]
 
@@ -596,17 +557,8 @@ def test_a_closing_list_names_what_it_is_given_and_nothing_else_of_before_counts
     fence.check(is_thorough=True)
 
 
-def test_a_closing_list_whose_number_is_anothers_is_not_published(storage):
+def test_who_could_not_publish_a_closing_list_tries_again_unless_its_number_is_anothers(storage, monkeypatch):
     fence, later = fence_of(storage), Fence(storage)
-    fence.hold()
-    later.hold()
-    with pytest.raises(WriterFencedError):
-        fence.close_list(frozenset())
-    assert last_takeover(storage).epoch == later.epoch
-
-
-def test_who_could_not_publish_a_closing_list_owns_the_output_dir_and_tries_again(storage, monkeypatch):
-    fence = fence_of(storage)
     fence.hold()
     epoch, put = fence.epoch, type(storage).put_if_absent
 
@@ -621,3 +573,7 @@ def test_who_could_not_publish_a_closing_list_owns_the_output_dir_and_tries_agai
     fence.check(is_thorough=True)
     fence.close_list(frozenset())
     assert (fence.epoch, last_takeover(storage).epoch) == (epoch + 2, epoch + 2)
+    later.hold()
+    with pytest.raises(WriterFencedError):
+        fence.close_list(frozenset())
+    assert last_takeover(storage).epoch == later.epoch == epoch + 3

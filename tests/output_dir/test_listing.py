@@ -39,36 +39,37 @@ def test_checkpoints_are_listed_in_order_of_commit_not_of_name(storage):
     assert list_checkpoints(storage).next_seq == 6
 
 
-def test_the_id_is_that_of_the_manifest_whatever_the_directory_is_called(local):
+def test_the_id_is_that_of_the_manifest_wherever_it_lies_and_whatever_its_directory_is_called(local, tmp_path):
     save(local, "täglich/1")
+    copy = shutil.copytree(Path(local.url, "t%C3%A4glich%2F1"), tmp_path / "other" / "place")
+    (copy / "manifest.json").touch()
+    storage, checkpoint = open_checkpoint(str(copy))
+    assert (checkpoint.ckpt_id, checkpoint.directory, storage.url) == ("täglich/1", "place", str(copy.parent))
     Path(local.url, "t%C3%A4glich%2F1").rename(Path(local.url, "copy"))
     assert locate(local, "täglich/1").directory == "copy"
 
 
-def test_the_newest_directory_of_an_id_counts(storage):
-    save(storage, "a", "b")
+def test_the_newest_directory_of_an_id_counts_and_an_id_that_looks_like_an_attempt_is_no_attempt(storage):
+    save(storage, "a.1", "a", "b")
     save(storage, "a", overwrite=True)
     listing = list_checkpoints(storage)
-    assert [c.directory for c in listing.committed] == ["a", "b", "a.1"]
-    assert [c.directory for c in listing.current] == ["b", "a.1"]
-    assert locate(storage, "a").directory == "a.1"
-
-
-def test_an_id_that_looks_like_an_attempt_is_no_attempt(storage):
-    save(storage, "a.1", "a")
-    save(storage, "a", overwrite=True)
+    assert [c.directory for c in listing.committed] == ["a.1", "a", "b", "a.1.1"]
+    assert [c.directory for c in listing.current] == ["a.1", "b", "a.1.1"]
     assert locate(storage, "a").directory == "a.1.1"
     assert locate(storage, "a.1").directory == "a.1"
 
 
-def test_a_directory_without_a_manifest_is_no_checkpoint(local):
+def test_a_directory_without_a_manifest_is_no_checkpoint_and_a_link_to_one_can_be_opened(local):
     save(local, "a", "b")
     Path(local.url, "b", "manifest.json").unlink()
+    Path(local.url, "c", "manifest.json").mkdir(parents=True)
     (Path(local.url) / "notes").mkdir()
     (Path(local.url) / "file").write_text("x")
+    Path(local.url, "latest").symlink_to("a")
     listing = list_checkpoints(local)
-    assert [c.ckpt_id for c in listing.committed] == ["a"]
-    assert listing.damaged == {}
+    assert [c.ckpt_id for c in listing.current] == [c.ckpt_id for c in listing.committed] == ["a"]
+    assert "b" not in listing.damaged
+    assert open_checkpoint(f"{local.url}/latest")[1].ckpt_id == "a"
 
 
 @pytest.mark.parametrize("harm", ["cut", "missing", "grown", "manifest", "link", "loop", "directory"])
@@ -105,29 +106,11 @@ def test_a_damaged_checkpoint_is_passed_over_with_an_error_and_does_not_hide_the
         open_checkpoint(f"{local.url}/b")
 
 
-def test_a_manifest_that_is_no_plain_file_is_none(local):
-    save(local, "a")
-    Path(local.url, "b", "manifest.json").mkdir(parents=True)
-    assert ids(local) == ["a"]
-
-
-def test_a_link_to_a_checkpoint_is_not_listed_but_can_be_opened(local, tmp_path):
-    save(local, "a")
-    Path(local.url, "latest").symlink_to("a")
-    assert len(list_checkpoints(local).committed) == 1
-    assert open_checkpoint(f"{local.url}/latest")[1].ckpt_id == "a"
-
-
-def test_what_is_all_damaged_raises_the_damage(local):
-    save(local, "a")
-    Path(local.url, "a", "manifest.json").write_bytes(b"")
-    with pytest.raises(CorruptCheckpointError):
-        newest(local)
-
-
-def test_damage_is_not_blamed_on_an_id_that_begins_like_that_of_the_damaged(local):
+def test_what_is_all_damaged_raises_the_damage_but_not_of_an_id_that_begins_like_it(local):
     save(local, "a.b")
     Path(local.url, "a.b", "manifest.json").write_bytes(b"")
+    with pytest.raises(CorruptCheckpointError):
+        newest(local)
     with pytest.raises(CorruptCheckpointError):
         locate(local, "a.b")
     with pytest.raises(CheckpointNotFoundError, match="found no committed checkpoint 'a'"):
@@ -151,15 +134,7 @@ def test_a_damaged_checkpoint_keeps_its_number(local):
     assert ids(local) == ["a", "b", "c"]
 
 
-def test_a_copied_checkpoint_is_one_wherever_it_lies(local, tmp_path):
-    save(local, "a")
-    copy = shutil.copytree(Path(local.url, "a"), tmp_path / "other" / "place")
-    (copy / "manifest.json").touch()
-    storage, checkpoint = open_checkpoint(str(copy))
-    assert (checkpoint.ckpt_id, checkpoint.directory, storage.url) == ("a", "place", str(copy.parent))
-
-
-def test_a_path_is_a_checkpoint_or_an_output_dir(storage):
+def test_a_path_is_a_checkpoint_or_an_output_dir_and_a_message_says_which_there_are(storage):
     save(storage, "a", "b")
     assert locate_path(f"{storage.url}/a")[1].ckpt_id == "a"
     assert locate_path(f"{storage.url}/a/")[1].ckpt_id == "a"
@@ -169,6 +144,10 @@ def test_a_path_is_a_checkpoint_or_an_output_dir(storage):
         locate_path(f"{storage.url}/nothing")
     with pytest.raises(CheckpointNotFoundError, match=r"manifest\.json"):
         open_checkpoint(storage.url)
+    with pytest.raises(CheckpointNotFoundError, match="'c'; there are 'a', 'b'"):
+        locate(storage, "c")
+    assert describe([]) == "there are none in this output dir"
+    assert read_checkpoint(storage, "nothing") is None
 
 
 def test_a_relative_path_is_understood(local, monkeypatch):
@@ -177,13 +156,6 @@ def test_a_relative_path_is_understood(local, monkeypatch):
     assert open_checkpoint("a")[1].ckpt_id == "a"
     monkeypatch.chdir("a")
     assert locate_path(".")[1].ckpt_id == "a"
-
-
-def test_the_message_says_which_there_are(storage):
-    save(storage, "a", "b")
-    with pytest.raises(CheckpointNotFoundError, match="'c'; there are 'a', 'b'"):
-        locate(storage, "c")
-    assert describe([]) == "there are none in this output dir"
 
 
 def test_a_reader_that_meets_rotation_finds_what_took_the_place(local, monkeypatch):
@@ -235,10 +207,6 @@ def test_looking_at_a_checkpoint_takes_one_listing_whatever_the_number_of_its_fi
     monkeypatch.setattr(type(local), "size", lambda storage, name: asked.append(name))
     assert len(list_checkpoints(local).committed) == 1
     assert asked == []
-
-
-def test_read_checkpoint_gives_none_where_there_is_none(storage):
-    assert read_checkpoint(storage, "nothing") is None
 
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["there", "not mounted"])

@@ -74,22 +74,14 @@ def refused_for(run, fence, caplog, reason) -> None:
     assert everything(run) == before
 
 
-def test_an_offer_says_all_of_the_manifest_but_the_number(run, fence):
-    delta, directory = locate(run, "ckpt_3").manifest, offered(run)
+def test_an_offer_says_all_of_the_manifest_but_the_number_and_changes_nothing_until_it_is_adopted(run, fence):
+    before, delta, directory = list_checkpoints(run).committed, locate(run, "ckpt_3").manifest, offered(run)
+    assert list_checkpoints(run).committed == before
     record = record_of(run, directory)
     assert (record.kind, record.epoch, record.seq, record.place) == ("full", fence.epoch, 0, delta.place)
     assert (record.name, record.name_xxh3) == (delta.save_id, delta.xxh3)
     adopt(run, fence)
     assert locate(run, "ckpt_3").manifest == replace(record, seq=4)
-
-
-def test_what_is_compacted_is_as_old_as_its_delta_so_that_policies_take_it_for_that(run, fence):
-    top = max(counting(Path(run.url)), key=lambda found: found.place)
-    write_delta(top, "ckpt_4", 150, [({7: [3, 4]}, [])], time="2020-01-01T00:00:00Z", epoch=fence.epoch)
-    offered(run, "ckpt_4")
-    adopt(run, fence)
-    assert locate(run, "ckpt_4").manifest.kind == "full"
-    assert locate(run, "ckpt_4").manifest.time == "2020-01-01T00:00:00Z"
 
 
 def test_an_offer_becomes_what_readers_take(run, fence):
@@ -103,12 +95,6 @@ def test_an_offer_becomes_what_readers_take(run, fence):
         shutil.rmtree(f"{run.url}/{link}")
     assert rows_of(run, "ckpt_3") == expected
     assert locate(run, "ckpt_3").directory == directory
-
-
-def test_an_offer_changes_nothing_for_readers_until_it_is_adopted(run):
-    before = list_checkpoints(run).committed
-    offered(run)
-    assert list_checkpoints(run).committed == before
 
 
 def test_a_delta_may_stand_on_what_was_compacted(run, fence):
@@ -190,15 +176,12 @@ def test_an_offer_that_is_not_whole_is_refused(run, fence, caplog, file):
     assert adopt(run, fence) == [directory]
 
 
-def test_an_offer_that_was_never_finished_is_refused(run, fence, caplog):
-    run.remove(f"{offered(run)}/{layout.OFFER_JSON}")
-    refused_for(run, fence, caplog, "its compactor is at work, or died")
-
-
-def test_a_damaged_offer_is_refused(run, fence, caplog):
+def test_an_offer_that_is_damaged_or_was_never_finished_is_refused(run, fence, caplog):
     path = Path(run.url, offered(run), layout.OFFER_JSON)
     path.write_bytes(path.read_bytes()[:-4])
     refused_for(run, fence, caplog, layout.OFFER_JSON)
+    path.unlink()
+    refused_for(run, fence, caplog, "its compactor is at work, or died")
 
 
 def test_an_offer_of_a_delta_whose_chain_is_broken_is_refused(run, fence, caplog):
@@ -221,11 +204,13 @@ def test_an_offer_of_a_delta_that_was_committed_too_late_is_not_adopted(run, fen
 
 def test_what_is_compacted_of_an_ephemeral_checkpoint_is_ephemeral(run, fence):
     [top] = [found for found in counting(Path(run.url)) if found.directory.name == "ckpt_3"]
-    write_delta(top, "ckpt_4", 150, [({7: [3, 4]}, [])], flags={"ephemeral": True}, epoch=fence.epoch)
+    options = {"flags": {"ephemeral": True}, "time": "2020-01-01T00:00:00Z", "epoch": fence.epoch}
+    write_delta(top, "ckpt_4", 150, [({7: [3, 4]}, [])], **options)
     offered(run, "ckpt_4")
     adopt(run, fence)
     found = locate(run, "ckpt_4").manifest
     assert (found.kind, found.ephemeral) == ("full", True)
+    assert found.time == "2020-01-01T00:00:00Z"  # as old as its delta, so that policies take it for that
 
 
 def test_who_has_lost_the_output_dir_adopts_and_removes_nothing(run, fence):
@@ -267,13 +252,10 @@ def test_a_manifest_that_is_there_already_stays(run, fence):
     assert Path(run.url, directory, "manifest.json").read_text() == "another's"
 
 
-def test_an_output_dir_without_offers_is_not_written_to(run, fence):
+def test_an_output_dir_without_offers_is_not_written_to_and_whether_to_adopt_is_decided_without_a_disk(run, fence):
     times = {path: path.stat().st_mtime_ns for path in Path(run.url).rglob("*")}
     assert adopt(run, fence) == []
     assert {path: path.stat().st_mtime_ns for path in Path(run.url).rglob("*")} == times
-
-
-def test_whether_to_adopt_is_decided_without_a_disk(run, fence):
     directory, listing = offered(run), list_checkpoints(run)
     [found] = offers_in(run, listing)
     assert claimed_epochs(run)[-1] == fence.epoch

@@ -165,46 +165,29 @@ class Looks:
         return found
 
 
-@pytest.mark.parametrize("n_removed", range(4))
-def test_what_was_removed_is_looked_for_again_up_to_three_times(n_removed):
-    looks = Looks(*[REMOVED] * n_removed, "ckpt_2")
-    assert first_whole(looks.find, looks.use) == "ckpt_2"
-    assert len(looks.seen) == n_removed + 1
+DAMAGE, NONE = CorruptCheckpointError("f", "", found=1, expected=2), CheckpointNotFoundError("none")
 
 
-def test_a_fourth_time_it_is_an_error_that_says_what_to_do():
-    looks = Looks(*[REMOVED] * 4, "never")
-    with pytest.raises(CheckpointRemovedError, match=r"pin\(step\)"):
-        first_whole(looks.find, looks.use)
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        *[([REMOVED] * n_removed + ["ckpt_2"], None) for n_removed in range(4)],
+        ([REMOVED] * 4, CheckpointRemovedError),
+        ([NONE], CheckpointNotFoundError),  # what was never there
+        ([REMOVED] + [NONE] * 3, CheckpointRemovedError),  # for good
+        ([REMOVED, NONE, "ckpt_3"], None),
+        ([REMOVED, DAMAGE], CorruptCheckpointError),
+    ],
+)
+def test_what_was_removed_is_looked_for_again_up_to_three_times_and_other_errors_pass(script, error):
+    looks = Looks(*script, "never")
+    if error is None:
+        assert first_whole(looks.find, looks.use) == script[-1]
+    else:
+        with pytest.raises(error, match=r"pin\(step\)" if error is CheckpointRemovedError else "") as caught:
+            first_whole(looks.find, looks.use)
+        assert type(caught.value) is error
     assert looks.script == ["never"]
-
-
-def test_what_was_never_there_is_not_looked_for_again():
-    looks = Looks(CheckpointNotFoundError("none"), "never")
-    with pytest.raises(CheckpointNotFoundError):
-        first_whole(looks.find, looks.use)
-    assert looks.script == ["never"]
-
-
-def test_what_is_gone_for_good_is_said_to_have_been_removed():
-    looks = Looks(REMOVED, *[CheckpointNotFoundError("none")] * 3)
-    with pytest.raises(CheckpointRemovedError):
-        first_whole(looks.find, looks.use)
-
-
-def test_a_moment_without_a_checkpoint_is_passed():
-    looks = Looks(REMOVED, CheckpointNotFoundError("none"), "ckpt_3")
-    assert first_whole(looks.find, looks.use) == "ckpt_3"
-
-
-def test_other_errors_pass():
-    looks = Looks(REMOVED, CorruptCheckpointError("f", "", found=1, expected=2), "never")
-    with pytest.raises(CorruptCheckpointError):
-        first_whole(looks.find, looks.use)
-    assert looks.script == ["never"]
-
-
-DAMAGE = CorruptCheckpointError("f", "", found=1, expected=2)
 
 
 def test_what_is_damaged_is_replaced_as_long_as_there_is_something_to_take_its_place():
@@ -220,22 +203,15 @@ def test_what_is_damaged_is_replaced_as_long_as_there_is_something_to_take_its_p
     assert looks.script == ["never"]
 
 
-def test_damage_that_nothing_takes_the_place_of_is_raised():
-    looks = Looks(DAMAGE, "never")
-    with pytest.raises(CorruptCheckpointError):
-        first_whole(looks.find, looks.use, instead=lambda located, error: None)
-    assert looks.script == ["never"]
-
-
-def test_damage_that_is_met_before_anything_is_located_is_raised():
+def test_damage_that_nothing_takes_the_place_of_or_is_met_at_once_is_raised_and_what_does_may_be_removed():
     def locate():
         raise DAMAGE
 
-    with pytest.raises(CorruptCheckpointError):
-        first_whole(locate, print, instead=lambda located, error: "never")
-
-
-def test_what_takes_the_place_of_damage_may_be_removed_as_well():
+    looks = Looks(DAMAGE, "never")
+    for find, instead in ((looks.find, None), (locate, "never")):
+        with pytest.raises(CorruptCheckpointError):
+            first_whole(find, looks.use, instead=lambda located, error, instead=instead: instead)
+    assert looks.script == ["never"]
     looks = Looks(*[DAMAGE] * 4, "never")
     with pytest.raises(CheckpointRemovedError):
         first_whole(looks.find, looks.use, instead=lambda located, error: REMOVED)
@@ -401,18 +377,15 @@ def test_a_command_reads_what_is_there_by_then(commands, memory_url, args):
     assert "its writer removed this checkpoint" in commands(args[0], memory_url, *args[1:], saves=4)
 
 
-def test_show_describes_what_is_there_by_then(commands, memory_url):
+def test_show_describes_what_is_there_by_then_and_a_plan_is_made_of_it(commands, memory_url, tmp_path):
     shown = commands("show", memory_url, saves=2)
     assert (shown["step"], len(shown["tensors"])) == (3, 2)
     assert "its writer removed this checkpoint" in commands("show", memory_url, saves=4)
-
-
-def test_a_plan_is_made_of_what_is_there_by_then(commands, memory_url, tmp_path):
     names, bank = tmp_path / "names", tmp_path / "bank.json"
     names.write_text("t@embedding\ntop.weight\n")
     bank.write_text(json.dumps([{"path": memory_url, "strict": False}]))
     planned = commands("plan", "--model-names", names, bank, saves=3)
-    assert planned["sources"] == [f"{memory_url}/ckpt_4"]
+    assert planned["sources"] == [f"{memory_url}/ckpt_10"]
     assert "its writer removed this checkpoint" in commands("plan", "--model-names", names, bank, saves=4)
 
 

@@ -61,16 +61,6 @@ def test_rotation_leaves_nothing_of_a_victim(storage):
     assert attempt_dirs(storage) == ["c"]
 
 
-def test_the_manifest_goes_first(storage, monkeypatch):
-    save(storage, "a", "b")
-    written = {f"a/{name}" for name in storage.list_files("a")}
-    remove, removed = type(storage).remove, []
-    monkeypatch.setattr(type(storage), "remove", lambda self, name: (removed.append(name), remove(self, name)))
-    rotate(storage, 1)
-    assert removed[0] == "a/manifest.json"
-    assert set(removed) == written
-
-
 @pytest.mark.parametrize("concurrency", [1, 4])
 def test_the_intent_goes_last_however_many_threads_remove(storage, monkeypatch, concurrency):
     save_tables(storage, *[[filled("item", [shard])] for shard in range(9)], ckpt_id="a")
@@ -153,22 +143,17 @@ def test_damaged_checkpoints_neither_count_nor_go(tmp_path):
     assert attempt_dirs(storage) == ["b", "c"]
 
 
-def test_a_failed_attempt_leaves_its_intent_alone(storage):
+def test_a_failed_attempt_leaves_its_intent_alone_and_what_is_committed_is_never_abandoned(storage):
     save(storage, "a", "b")
     storage.remove("b/manifest.json")
-    rotation.abandon(storage, "b")
-    assert storage.list_files("b") == ["INTENT"]
+    files = storage.list_files("a")
+    for directory in "ab":
+        rotation.abandon(storage, directory)
+    assert (storage.list_files("a"), storage.list_files("b")) == (files, ["INTENT"])
     assert [c.ckpt_id for c in list_checkpoints(storage).committed] == ["a"]
 
 
-def test_what_is_committed_is_never_abandoned(storage):
-    save(storage, "a")
-    files = storage.list_files("a")
-    rotation.abandon(storage, "a")
-    assert storage.list_files("a") == files
-
-
-def test_leftovers_are_attempts_without_a_manifest_of_writers_that_are_through(storage):
+def test_leftovers_are_attempts_without_a_manifest_of_writers_that_are_through(storage, monkeypatch):
     save(storage, "a", "b", "c")
     storage.remove("a/manifest.json")
     storage.remove("b/manifest.json")
@@ -178,17 +163,11 @@ def test_leftovers_are_attempts_without_a_manifest_of_writers_that_are_through(s
     listing = list_checkpoints(storage)
     assert [left.directory for left in rotation.leftovers(storage, listing, epoch=1)] == ["a"]
     assert rotation.leftovers(storage, listing, epoch=0) == []
-    rotation.remove_leftover(storage, "a", 1)
-    assert sorted(attempt_dirs(storage)) == ["b", "c", "mine"]
-
-
-def test_the_intent_of_a_leftover_goes_last(storage, monkeypatch):
-    save(storage, "a")
-    storage.remove("a/manifest.json")
     remove, removed = type(storage).remove, []
     monkeypatch.setattr(type(storage), "remove", lambda self, name: (removed.append(name), remove(self, name)))
     rotation.remove_leftover(storage, "a", 1)
     assert removed[-1] == "a/INTENT"
+    assert sorted(attempt_dirs(storage)) == ["b", "c", "mine"]
 
 
 @pytest.mark.parametrize("n_removed", range(4))
@@ -251,14 +230,11 @@ def test_what_is_superseded_goes_only_after_what_supersedes_it_is_durable(local,
     assert done == [replaced.name, ""]
     rotate(local, 1)
     assert attempt_dirs(local) == [replaced.name]
-    assert [c.ckpt_id for c in list_checkpoints(local).current] == ["b"]
-
-
-def test_the_intent_goes_last_of_what_was_compacted_and_its_manifest_first(local, replaced, monkeypatch):
+    [left] = list_checkpoints(local).current
+    assert left.ckpt_id == "b"
     remove, removed = type(local).remove, []
     monkeypatch.setattr(type(local), "remove", lambda self, name: (removed.append(name), remove(self, name)))
-    found = next(c for c in list_checkpoints(local).committed if c.directory == replaced.name)
-    rotation.remove(local, found, 1)
+    rotation.remove(local, left, 1)
     assert (removed[0], removed[-1]) == (f"{replaced.name}/manifest.json", f"{replaced.name}/INTENT")
     assert not replaced.exists()
 
@@ -352,33 +328,24 @@ def test_a_pinned_checkpoint_stays_until_it_is_unpinned(manager):
     assert kept(manager) == ["ckpt_4"]
 
 
-def test_what_is_not_committed_cannot_be_pinned(manager):
+def test_what_is_not_committed_cannot_be_pinned_nor_an_id_in_place_of_a_step(manager):
     manager.step()
     with pytest.raises(CheckpointNotFoundError, match="'ckpt_7'; there are 'ckpt_1'"):
         manager.pin(7)
-    assert pinned_ids(manager.saver.storage) == set()
-
-
-def test_an_id_in_place_of_a_step_is_not_pinned(manager):
-    manager.step()
     for pin in (manager.pin, manager.unpin):
         with pytest.raises(TypeError, match="step must be an int, found 'ckpt_1': a manager names its own checkpoints"):
             pin("ckpt_1")
+    assert pinned_ids(manager.saver.storage) == set()
 
 
-def test_another_process_may_pin(manager):
+def test_another_process_may_pin_and_that_keeps_the_newest_of_an_id_not_what_it_superseded(manager):
     manager.step()
     reader = CheckpointManager(Saver(nn.Linear(1, 1), output_dir=manager.saver.output_dir), 1)
     reader.pin(1)
-    manager.step()
-    assert kept(manager) == ["ckpt_1", "ckpt_2"]
-
-
-def test_a_pin_keeps_the_newest_of_an_id_not_what_it_superseded(manager):
-    manager.step()
-    manager.pin(1)
     manager.saver.save("ckpt_1", step=1, overwrite=True)
     assert [c.directory for c in list_checkpoints(manager.saver.storage).committed] == ["ckpt_1.1"]
+    manager.step()
+    assert kept(manager) == ["ckpt_1", "ckpt_2"]
 
 
 @pytest.fixture(autouse=True)
@@ -433,7 +400,7 @@ def test_a_dead_save_that_cannot_be_told_is_passed_over_named_and_removed(tmp_pa
     assert verify(str(tmp_path)) == []
 
 
-def test_verify_names_it_apart_from_checkpoints(tmp_path, broken, capsys):
+def test_verify_names_it_apart_from_checkpoints_and_repair_and_a_look_go_on(tmp_path, broken, capsys):
     Run(tmp_path, interval=5).train(5)
     leave(tmp_path, "ckpt_7")
     broken("ckpt_7/INTENT")
@@ -441,6 +408,12 @@ def test_verify_names_it_apart_from_checkpoints(tmp_path, broken, capsys):
     said = capsys.readouterr()
     assert "found 1 problem in 0 of 1 checkpoint and in ckpt_7" in said.err
     assert "ckpt_7/INTENT: found an error: [Errno 5]" in said.out
+    broken("checkpoint")
+    assert repair(str(tmp_path)).index_problem.startswith("not readable")
+    broken("INTENT")
+    broken("owner/1.json")
+    status = Watcher(open_storage(str(tmp_path))).look()
+    assert status.to_dict()["last_save"]
 
 
 @pytest.mark.parametrize("directory", ["ckpt_12", "ckpt_12.1", "ckpt_5.2", "late"])
@@ -475,12 +448,6 @@ def test_an_offer_that_cannot_be_read_is_not_adopted_and_goes_with_the_next_owne
     assert directory not in attempt_dirs(run)
 
 
-def test_the_index_file_is_made_anew_where_it_cannot_be_read(tmp_path, broken):
-    Run(tmp_path, interval=5).train(5)
-    broken("checkpoint")
-    assert repair(str(tmp_path)).index_problem.startswith("not readable")
-
-
 def test_an_overtaken_writer_is_fenced_though_the_claim_of_the_later_one_cannot_be_read(tmp_path, broken):
     storage = open_storage(str(tmp_path))
     storage.prepare()
@@ -490,12 +457,3 @@ def test_an_overtaken_writer_is_fenced_though_the_claim_of_the_later_one_cannot_
     broken("owner/2.json")
     with pytest.raises(WriterFencedError, match="taken over by the writer of epoch 2"):
         first.check()
-
-
-def test_a_look_at_a_run_says_what_is_known_of_it(tmp_path, broken):
-    Run(tmp_path, interval=5).train(5)
-    leave(tmp_path, "ckpt_7")
-    broken("INTENT")
-    broken("owner/1.json")
-    status = Watcher(open_storage(str(tmp_path))).look()
-    assert status.to_dict()["last_save"]

@@ -63,20 +63,21 @@ def ranks_beside(other):
     return Ranks(1, 2, Connection(lambda: Recorded(1, other))).raising(failed)
 
 
-def test_alone_there_is_nobody_to_ask():
+def test_alone_there_is_nobody_to_ask_and_several_shards_need_a_process_group():
     alone = RanksNow(1.0).of(0, 1)
     assert (alone.gather(3), alone.on_first(lambda: 4), this_rank()) == ([3], 4, (0, 1))
-
-
-@pytest.mark.parametrize(
-    ("shard", "shards"), [(1, 1), (-1, 1), (0, 0), (0, -2), (2, 2), (0.0, 1), (False, 1), ("0", 1)]
-)
-def test_numbers_that_do_not_fit_each_other_are_refused(shard, shards):
-    with pytest.raises(ValueError, match="shard_id must be 0 to shard_num - 1, found"):
-        RanksNow(1.0).of(shard, shards)
+    with pytest.raises(ValueError, match="call init_process_group on every rank"):
+        RanksNow(1.0).of(0, 2).gather(None)
+    for shard, shards in ((1, 1), (-1, 1), (0, 0), (0, -2), (2, 2), (0.0, 1), (False, 1), ("0", 1)):
+        with pytest.raises(ValueError, match="shard_id must be 0 to shard_num - 1, found"):
+            RanksNow(1.0).of(shard, shards)
 
 
 def test_without_a_process_group_the_environment_says_which_rank_this_is(monkeypatch):
+    for name, value in (("WORLD_SIZE", "1"), ("RANK", "0")):  # one that speaks of one process is enough
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert this_rank() == (0, 1)
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert this_rank() == (2, 3)
@@ -98,12 +99,6 @@ def test_one_of_several_processes_that_does_not_know_which_saves_nothing(tmp_pat
         ):
             save()
     assert checkpoints(tmp_path) == []
-
-
-@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "1"), ("RANK", "0")])
-def test_one_variable_that_speaks_of_one_process_is_enough(monkeypatch, name, value):
-    monkeypatch.setenv(name, value)
-    assert this_rank() == (0, 1)
 
 
 def test_who_gives_its_numbers_is_not_asked_for_those_of_the_environment(tmp_path, monkeypatch):
@@ -130,34 +125,17 @@ def test_under_torchrun_without_a_process_group_a_save_is_refused_and_a_load_tak
     saver.save("alone", 0, 1)
 
 
-def test_several_shards_need_a_process_group():
-    with pytest.raises(ValueError, match="call init_process_group on every rank"):
-        RanksNow(1.0).of(0, 2).gather(None)
-
-
-def test_all_ranks_get_all_results():
+def test_all_ranks_get_all_results_or_raise_the_first_failure_with_its_rank():
     assert ranks_beside(("theirs", None)).on_all(lambda: "ours") == ["theirs", "ours"]
-
-
-def test_a_failure_here_is_told_with_rank_and_cause():
     cause = OSError("no space")
     with pytest.raises(SaveFailedError, match="rank 1: OSError: no space") as caught:
         ranks_beside(("theirs", None)).on_all(fail(cause))
     assert caught.value.rank == 1
     assert caught.value.__cause__ is cause
-
-
-def test_a_failure_elsewhere_is_raised_here():
     with pytest.raises(SaveFailedError, match="rank 0: OSError: no space"):
         ranks_beside((None, "OSError: no space")).on_all(lambda: "ours")
-
-
-def test_errors_of_recckpt_cross_ranks_as_they_are():
-    with pytest.raises(StateMismatchError, match="'w'"):
+    with pytest.raises(StateMismatchError, match="'w'"):  # errors of recckpt cross as they are
         ranks_beside((None, StateMismatchError("state", missing=["w"]))).on_all(lambda: "ours")
-
-
-def test_of_several_failures_all_ranks_raise_the_first():
     with pytest.raises(SaveFailedError, match="rank 0: theirs"):
         ranks_beside((None, "theirs")).on_all(fail(OSError("ours")))
 
@@ -262,11 +240,8 @@ def results_of(two_ranks, scene):
     return [results[scene] for results in two_ranks[1]]
 
 
-def test_a_saver_that_is_gone_leaves_no_connections(two_ranks):
+def test_a_saver_that_is_gone_leaves_no_connections_and_one_goes_on_where_the_ranks_have_met_again(two_ranks):
     assert results_of(two_ranks, "save_with_many_savers") == [0, 0]
-
-
-def test_a_saver_goes_on_where_the_ranks_have_met_again(two_ranks):
     assert results_of(two_ranks, "meet_again") == ["b", "b"]
 
 
@@ -420,24 +395,16 @@ def restoring(rank, cause):
 def test_each_rank_gets_what_every_other_one_sends_it_and_nothing_from_itself():
     def work(meetings):
         parcels = [np.full(to + 1, 10 * meetings.rank + to, np.uint8) for to in range(meetings.size)]
-        return [parcel.tolist() for parcel in meetings.exchange(parcels)]
+        return [parcel.tolist() for parcel in meetings.exchange(parcels)], meetings.gather({"rank": meetings.rank})
 
+    gathered = [{"rank": rank} for rank in range(SIZE)]
     assert in_meetings(work) == [
-        [[] if sender == rank else [10 * sender + rank] * (rank + 1) for sender in range(SIZE)] for rank in range(SIZE)
+        ([[] if sender == rank else [10 * sender + rank] * (rank + 1) for sender in range(SIZE)], gathered)
+        for rank in range(SIZE)
     ]
-
-
-def test_the_values_of_all_ranks_are_gathered_in_their_order():
-    assert (
-        in_meetings(lambda meetings: meetings.gather({"rank": meetings.rank}))
-        == [[{"rank": rank} for rank in range(SIZE)]] * SIZE
-    )
-
-
-def test_a_rank_alone_meets_itself():
-    meetings = Meetings()
-    assert meetings.gather(7) == [7]
-    assert [parcel.tolist() for parcel in meetings.exchange([np.ones(3, np.uint8)])] == [[]]
+    alone = Meetings()
+    assert alone.gather(7) == [7]
+    assert [parcel.tolist() for parcel in alone.exchange([np.ones(3, np.uint8)])] == [[]]
     assert RanksNow(1.0).of(0, 1).in_meetings(lambda meetings: meetings.size) == 1
 
 
@@ -458,13 +425,20 @@ def test_an_error_of_one_rank_is_raised_on_all_at_whichever_meeting_they_are(n_b
     assert n_met.count(0) == n_met.count(2) == n_before
 
 
-def test_errors_of_several_ranks_at_once_are_those_of_the_first():
-    def work(meetings):
+def test_errors_of_several_ranks_at_once_are_those_of_the_first_and_raised_by_who_is_through_too():
+    def several(meetings):
         if meetings.rank:
             raise damage(meetings.rank)
         meetings.wait()
 
-    assert [error.path for error in in_meetings(work)] == ["file-1"] * SIZE
+    def at_the_end(meetings):
+        meetings.wait()
+        if meetings.rank == 0:
+            raise damage(0)
+        return "through"
+
+    assert [error.path for error in in_meetings(several)] == ["file-1"] * SIZE
+    assert [type(error) for error in in_meetings(at_the_end)] == [CorruptCheckpointError] * SIZE
 
 
 def test_an_error_that_is_not_ours_names_the_rank_that_had_it():
@@ -496,13 +470,3 @@ def test_a_rank_makes_up_for_an_error_only_once_the_others_have_it_as_it_was():
     for error in in_meetings(work):
         assert isinstance(error, PartlyLoadedError)
         assert "file-1" in str(error)
-
-
-def test_a_rank_that_is_through_raises_what_another_one_fails_with_in_the_end():
-    def work(meetings):
-        meetings.wait()
-        if meetings.rank == 0:
-            raise damage(0)
-        return "through"
-
-    assert [type(error) for error in in_meetings(work)] == [CorruptCheckpointError] * SIZE

@@ -59,27 +59,22 @@ def test_so_many_threads_work_at_once_and_no_more(concurrency):
     assert most == [concurrency]
 
 
-def test_an_error_is_raised_and_what_has_not_begun_is_dropped():
-    begun = []
+def test_the_first_error_in_the_order_of_the_items_is_raised_and_what_has_not_begun_is_dropped():
+    begun, both = [], threading.Barrier(2)
 
-    def work(n):
+    def alone(n):
         begun.append(n)
         raise KeyError(n)
 
-    with pytest.raises(KeyError):
-        run_all(work, range(1000), 1)
-    assert begun == [0]
-
-
-def test_the_first_error_in_the_order_of_the_items_is_the_one():
-    both = threading.Barrier(2)
-
-    def work(n):
+    def together(n):
         both.wait(60)
         raise ValueError(f"item {n}")
 
+    with pytest.raises(KeyError):
+        run_all(alone, range(1000), 1)
+    assert begun == [0]
     with pytest.raises(ValueError, match="item 0"):
-        run_all(work, range(2), 2)
+        run_all(together, range(2), 2)
 
 
 def test_nothing_runs_any_more_when_an_error_is_raised():
@@ -145,6 +140,7 @@ def test_a_save_gives_way_to_training_in_the_background_only(memory_url):
 
 def test_a_latch_lets_all_go_that_wait_and_all_that_come_later():
     latch, passed = Latch(), []
+    assert [latch.wait(limit) for limit in (0, -1, 0.001)] == [False] * 3
     threads = [threading.Thread(target=lambda: passed.append(latch.wait(60))) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -154,11 +150,6 @@ def test_a_latch_lets_all_go_that_wait_and_all_that_come_later():
     for thread in threads:
         thread.join()
     assert (passed, latch.wait(), latch.wait(0)) == ([True] * 3, True, True)
-
-
-def test_a_wait_for_a_latch_has_a_limit():
-    latch = Latch()
-    assert [latch.wait(limit) for limit in (0, -1, 0.001)] == [False] * 3
 
 
 def test_work_goes_on_in_its_order_and_is_done_by_who_waits_where_no_thread_could_be_started(monkeypatch):

@@ -34,20 +34,11 @@ def evicted(policy, now=NOW, **columns):
     return np.flatnonzero(policy.evicted(rows, now)).tolist()
 
 
-def test_a_row_goes_when_its_last_look_up_is_more_steps_ago():
+def test_a_row_goes_when_it_was_looked_up_long_ago_or_too_few_times_or_is_short_and_stays_without_a_length():
     assert evicted(Unseen(steps=10), last_step=[0, 89, 90, 91, 100, 200]) == [0, 1]
-
-
-def test_a_row_goes_when_its_last_look_up_is_more_days_ago():
     now = At(0, 10.0 * DAY)
     assert evicted(UnseenFor(days=2.5), now, last_time=[0.0, 7.4 * DAY, 7.5 * DAY, 20.0 * DAY]) == [0, 1]
-
-
-def test_a_row_goes_when_it_was_looked_up_too_few_times():
     assert evicted(LowCount(3), count=[0, 2, 3, 1000]) == [0, 1]
-
-
-def test_a_row_goes_when_its_embedding_is_short_and_stays_when_it_has_no_length():
     assert evicted(SmallNorm(1e-3), **{NORM: [0.0, 9e-4, 1e-3, 2.0, math.nan]}) == [0, 1]
 
 

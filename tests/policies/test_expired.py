@@ -113,20 +113,11 @@ KEEPS = st.one_of(
 PINNED = st.sets(st.sampled_from("abcdefgh"), max_size=2)
 
 
-def test_all_but_the_newest_expire():
-    assert expired(listing_of("a", "b", "c"), 1) == ["0", "1"]
-    assert expired(listing_of("a", "b", "c"), 2) == ["0"]
-    assert expired(listing_of("a", "b", "c"), 3) == []
-    assert expired(listing_of("a", "b", "c"), None) == []
+def test_all_but_the_newest_and_pinned_expire_and_what_is_superseded_whatever_is_kept():
+    assert [expired(listing_of("a", "b", "c"), n) for n in (1, 2, 3, None)] == [["0", "1"], ["0"], [], []]
     assert expired(listing_of(), 1) == []
-
-
-def test_what_is_superseded_expires_whatever_is_kept():
     assert expired(listing_of("a", "b", "a"), None) == ["0"]
     assert expired(listing_of("a", "a", "a"), 5) == ["0", "1"]
-
-
-def test_what_is_pinned_stays_beside_what_the_policy_keeps():
     assert expired(listing_of("a", "b", "c", "d"), 2, pinned={"a"}) == ["1"]
     assert expired(listing_of("a", "b"), 1, pinned={"a", "b"}) == []
     assert expired(listing_of("a", "a"), 1, pinned={"a"}) == ["0"]
@@ -146,17 +137,13 @@ def test_the_newest_stays_where_the_policy_wants_none():
     assert expired(listing_of("a", "b", "c"), Nothing(), pinned={"b"}) == ["0"]
 
 
-def test_an_ephemeral_checkpoint_stays_until_the_next_commit_of_any_kind():
+def test_an_ephemeral_checkpoint_stays_until_the_next_commit_of_any_kind_and_never_counts_with_others():
     assert expired(listing_of("a", "b", ephemeral=(1,)), 1) == []
     assert expired(listing_of("a", "b", "c", ephemeral=(1, 2)), 1) == ["1"]
     assert expired(listing_of("a", "b", "c", ephemeral=(1,)), 9) == ["1"]
     assert expired(listing_of("a", "b", "c", ephemeral=(1,)), None) == ["1"]
     assert expired(listing_of("a", "b", ephemeral=(0, 1)), None) == ["0"]
-
-
-def test_ephemeral_checkpoints_never_count_with_the_others():
     assert expired(listing_of("a", "b", "c", "d", "e", ephemeral=(2, 3, 4)), 2) == ["2", "3"]
-    assert expired(listing_of("a", "b", "c", "d", "e", ephemeral=(1, 3)), 2) == ["0", "1", "3"]
 
 
 def test_a_pinned_ephemeral_checkpoint_stays_and_no_policy_sees_it():
@@ -173,10 +160,11 @@ def test_a_pinned_ephemeral_checkpoint_stays_and_no_policy_sees_it():
     assert seen == ["a", "d"]
 
 
-def test_a_policy_judges_the_newest_of_each_id_and_not_what_that_superseded():
+def test_a_policy_judges_the_newest_of_each_id_and_what_that_superseded_goes_first():
     values = zip("abac", [9, 5, 1, 1], strict=True)
     manifests = [manifest_of(i, n, state={"auc": auc}) for n, (i, auc) in enumerate(values)]
     assert expired(listing_with(manifests), Best(1, "auc")) == ["0", "2"]
+    assert in_order(listing_of("b", "a", "c", "a", "d"), 1) == ["1", "0", "2", "3"]
 
 
 def test_the_age_is_that_of_now():
@@ -201,7 +189,3 @@ def test_a_rotation_that_is_cut_short_is_finished_by_the_next(manifests, keep, p
     for done in range(len(victims) + 1):
         left = tuple(c for c in listing.committed if c.manifest.save_id not in victims[:done])
         assert in_order(Listing(left, {}, {}), keep, pinned) == victims[done:]
-
-
-def test_superseded_ones_go_first_and_then_the_earliest():
-    assert in_order(listing_of("b", "a", "c", "a", "d"), 1) == ["1", "0", "2", "3"]

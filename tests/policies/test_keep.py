@@ -44,45 +44,36 @@ def of_sizes(*sizes: int, on: dict[str, str] | None = None) -> list[Manifest]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("n_bytes", "ids"), [(1, "d"), (30, "d"), (49, "d"), (50, "cd"), (59, "cd"), (60, "bcd"), ("0.1 kB", "abcd")]
-)
-def test_the_newest_that_fit_into_the_bytes_stay_and_the_newest_of_all_in_any_case(n_bytes, ids):
-    assert kept(KeepBytes(n_bytes), of_sizes(40, 10, 20, 30)) == ids
-    assert kept(KeepBytes(n_bytes), []) == ""
-
-
-@pytest.mark.parametrize(("n_bytes", "ids"), [(1, "d"), (103, "d"), (104, "bcd"), (203, "bcd"), (204, "abcd")])
-def test_what_a_delta_stands_on_counts_with_it_and_once(n_bytes, ids):
+def test_the_newest_that_fit_into_the_bytes_stay_with_what_deltas_stand_on_and_the_newest_in_any_case():
+    sizes = {1: "d", 30: "d", 49: "d", 50: "cd", 59: "cd", 60: "bcd", "0.1 kB": "abcd"}
+    assert {n_bytes: kept(KeepBytes(n_bytes), of_sizes(40, 10, 20, 30)) for n_bytes in sizes} == sizes
+    assert kept(KeepBytes(1), []) == ""
     chain = of_sizes(100, 100, 3, 1, on={"c": "b", "d": "cb"})
-    assert kept(KeepBytes(n_bytes), chain) == ids
+    sizes = {1: "d", 103: "d", 104: "bcd", 203: "bcd", 204: "abcd"}
+    assert {n_bytes: kept(KeepBytes(n_bytes), chain) for n_bytes in sizes} == sizes
 
 
-@pytest.mark.parametrize("keep", [All(), Newest(1), EveryNth(1), Best(1, "auc"), YoungerThan(1), All() | Newest(1)])
-def test_nothing_is_kept_of_nothing(keep):
-    assert keep.kept([], NOW) == set()
-
-
-def test_the_newest_are_the_last_to_be_committed_whatever_their_step():
+def test_the_newest_are_the_last_to_be_committed_whatever_their_step_and_every_nth_goes_by_that():
     checkpoints = of_steps(300, 100, None, 200)
     assert [kept(Newest(n), checkpoints) for n in (1, 2, 3, 4, 5)] == ["d", "cd", "bcd", "abcd", "abcd"]
-
-
-def test_every_nth_goes_by_the_step():
     assert kept(EveryNth(100), of_steps(0, 50, 100, 150, None, 200, 1000)) == "acfg"
     assert kept(EveryNth(1), of_steps(0, 7, None)) == "ab"
+    assert kept(All(), of_steps(1, None, 3)) == "abc"
+    assert [as_keep(given) for given in (3, None, EveryNth(3))] == [Newest(3), All(), EveryNth(3)]
+    for keep in (All(), Newest(1), EveryNth(1), Best(1, "auc"), YoungerThan(1), All() | Newest(1)):
+        assert keep.kept([], NOW) == set()
 
 
-def test_the_best_are_the_greatest_or_the_least_of_a_metric():
+def test_the_best_are_the_greatest_or_the_least_of_a_metric_and_of_equally_good_ones_the_newer():
     checkpoints = of_auc(0.5, 0.9, 0.7, 0.8)
     assert [kept(Best(k, "auc"), checkpoints) for k in (1, 2, 3, 9)] == ["b", "bd", "bcd", "abcd"]
     assert [kept(Best(k, "auc", "min"), checkpoints) for k in (1, 2, 3, 9)] == ["a", "ac", "acd", "abcd"]
-
-
-@pytest.mark.parametrize("mode", ["max", "min"])
-def test_of_equally_good_ones_the_newer_is_best(mode):
-    assert kept(Best(1, "auc", mode), of_auc(0.5, 0.5, 0.5)) == "c"
-    assert kept(Best(2, "auc", mode), of_auc(1, 1.0, 1)) == "bc"
+    for mode in ("max", "min"):
+        assert kept(Best(1, "auc", mode), of_auc(0.5, 0.5, 0.5)) == "c"
+        assert kept(Best(2, "auc", mode), of_auc(1, 1.0, 1)) == "bc"
+    assert kept(Best(9, "auc"), [one("a", loss=1.0), one("b", auc=1.0), one("c")]) == "b"
+    assert kept(Best(1, "auc"), of_auc(10**400, 1e300, 10**400 - 1)) == "a"  # of any size
+    assert kept(Best(1, "auc", "min"), of_auc(-(10**400), -1e300, 1 - 10**400)) == "a"
 
 
 @pytest.mark.parametrize("mode", ["max", "min"])
@@ -90,10 +81,6 @@ def test_of_equally_good_ones_the_newer_is_best(mode):
 def test_what_is_no_finite_number_is_never_best(mode, value):
     assert kept(Best(3, "auc", mode), of_auc(value, 0.5, value)) == "b"
     assert kept(Best(3, "auc", mode), of_auc(value)) == ""
-
-
-def test_checkpoints_without_the_metric_are_never_best():
-    assert kept(Best(9, "auc"), [one("a", loss=1.0), one("b", auc=1.0), one("c")]) == "b"
 
 
 def test_a_saver_says_so_once_where_no_checkpoint_that_goes_or_stays_has_the_metric(tmp_path, caplog):
@@ -105,11 +92,6 @@ def test_a_saver_says_so_once_where_no_checkpoint_that_goes_or_stays_has_the_met
         "max_keep: Best(k=1, metric='acu', mode='max') keeps nothing: no checkpoint has the metric 'acu', found ['auc']"
     )
     assert said == [f"{tmp_path}: {text}"]
-
-
-def test_integers_of_any_size_have_a_rank():
-    assert kept(Best(1, "auc"), of_auc(10**400, 1e300, 10**400 - 1)) == "a"
-    assert kept(Best(1, "auc", "min"), of_auc(-(10**400), -1e300, 1 - 10**400)) == "a"
 
 
 @given(st.lists(SCALARS, max_size=9), st.integers(1, 4), st.sampled_from(["max", "min"]))
@@ -126,23 +108,15 @@ def test_nothing_that_is_left_out_is_better_than_what_is_best(values, k, mode):
             assert difference > 0 or (difference == 0 and chosen > left)
 
 
-def test_the_young_are_those_written_less_than_so_long_ago():
+def test_the_young_are_those_written_less_than_so_long_ago_in_any_zone_or_at_a_time_that_cannot_be_read():
     checkpoints = [one("abcd"[age], time=f"2026-11-20T11:59:{59 - age}Z") for age in range(4)]  # 1, 2, 3, 4 s old
-    assert kept(YoungerThan(3), checkpoints) == "ab"
-    assert kept(YoungerThan(3.5), checkpoints) == "abc"
-    assert kept(YoungerThan(1), checkpoints) == ""
-
-
-def test_the_time_to_live_knows_zones_and_clocks_that_run_ahead():
+    assert [kept(YoungerThan(seconds), checkpoints) for seconds in (3, 3.5, 1)] == ["ab", "abc", ""]
     elsewhere = [one("a", time="2026-11-20T14:00:00+02:00"), one("b", time="2026-11-20T12:00:00+02:00")]
     assert kept(YoungerThan(60), elsewhere) == "a"
     assert kept(YoungerThan(60), elsewhere, NOW.astimezone(timezone(timedelta(hours=9)))) == "a"
-    assert kept(YoungerThan(60), [one("a", time="2027-01-01T00:00:00Z")]) == "a"
-
-
-@pytest.mark.parametrize("time", ["", "yesterday", "2026", "2020-01-01", "2020-01-01T00:00:00", "2020-13-01T00:00:00Z"])
-def test_what_was_written_at_a_time_that_cannot_be_read_is_young(time):
-    assert kept(YoungerThan(1), [one("a", time=time), one("b", time="2020-01-01T00:00:00Z")]) == "a"
+    unread = ["", "yesterday", "2026", "2020-01-01", "2020-01-01T00:00:00", "2020-13-01T00:00:00Z"]
+    for time in ("2027-01-01T00:00:00Z", *unread):  # of a clock that runs ahead, and such as cannot be read
+        assert kept(YoungerThan(1), [one("a", time=time), one("b", time="2020-01-01T00:00:00Z")]) == "a"
 
 
 def at_hours(*hours: float) -> list[Manifest]:
@@ -156,6 +130,7 @@ def test_the_first_of_each_interval_stays_whatever_comes_later():
     assert kept(OnePer(3600), checkpoints) == "acdf"
     assert kept(OnePer(86400), checkpoints) == "a"
     assert kept(OnePer(2.5 * 3600) | Newest(1), checkpoints[:5]) == "ade"
+    assert kept(OnePer(3600), [one("a", time="yesterday"), *at_hours(0, 0)[1:], one("c", time="")]) == "abc"
 
 
 @given(st.lists(st.floats(0, 100), max_size=9).map(sorted), st.floats(0.1, 30))
@@ -164,10 +139,6 @@ def test_one_per_interval_is_what_remains_of_a_run_that_rotates_after_each_save(
     for checkpoint in at_hours(*hours):
         there = [each for each in [*there, checkpoint] if each.ckpt_id in keep.kept([*there, checkpoint], NOW)]
     assert "".join(each.ckpt_id for each in there) == kept(keep, at_hours(*hours))
-
-
-def test_what_was_written_at_a_time_that_cannot_be_read_is_in_no_interval():
-    assert kept(OnePer(3600), [one("a", time="yesterday"), *at_hours(0, 0)[1:], one("c", time="")]) == "abc"
 
 
 def test_several_metrics_count_by_their_weighted_sum_where_a_checkpoint_has_them_all():
@@ -196,13 +167,6 @@ def test_joining_is_flat_and_takes_objects_that_are_not_ours():
     assert (first | (newest | nth)).keeps == (first, newest, nth)
     assert kept(first | newest, of_steps(1, 2, 3)) == "ac"
     assert as_keep(first) is first
-
-
-def test_a_number_or_none_still_says_what_to_keep():
-    assert as_keep(3) == Newest(3)
-    assert as_keep(None) == All()
-    assert as_keep(EveryNth(3)) == EveryNth(3)
-    assert kept(All(), of_steps(1, None, 3)) == "abc"
 
 
 def test_they_print_compare_and_pickle_as_they_were_made():

@@ -82,18 +82,18 @@ class Ticks:
         return [self.tick(running) for _ in range(n_steps)]
 
 
-def test_regular_saves_are_due_at_their_steps_and_nobody_is_asked():
+def test_saves_are_due_at_their_steps_ephemeral_ones_give_way_and_nobody_is_asked():
     run = Ticks(EverySteps(3), agreed=never)
     assert run.ticks(7) == [None, None, "regular", None, None, "regular", None]
     assert run.schedule.counts == SaveCounts(begun=2)
-
-
-def test_ephemeral_ones_come_between_and_give_way_where_both_are_due():
     run = Ticks(EverySteps(4), EverySteps(2), agreed=never)
     assert run.ticks(8) == [None, "ephemeral", None, "regular"] * 2
+    run = Ticks(AtSteps([3, 12]))
+    run.start(10)  # by a restore
+    assert run.ticks(3) == [None, "regular", None]
 
 
-def test_seconds_count_from_the_start_and_from_each_save():
+def test_seconds_count_from_the_start_and_from_each_save_by_hand_too():
     run = Ticks(EverySeconds(60))
     run.clock.now += 59
     assert run.tick() is None
@@ -101,7 +101,10 @@ def test_seconds_count_from_the_start_and_from_each_save():
     assert run.tick() == "regular"
     run.clock.now += 59.5
     assert run.tick() is None
-    run.clock.now += 0.5
+    run.schedule.begun("regular", run.moment())
+    run.clock.now += 59
+    assert run.tick() is None
+    run.clock.now += 1
     assert run.tick() == "regular"
 
 
@@ -114,16 +117,6 @@ def test_a_regular_save_counts_for_the_ephemeral_ones_but_not_the_other_way_roun
     assert "".join(saved) == "--e--e--er--e--e--er--e-"
 
 
-def test_a_save_by_hand_counts_too():
-    run = Ticks(EverySeconds(60))
-    run.clock.now += 59
-    run.schedule.begun("regular", run.moment())
-    run.clock.now += 59
-    assert run.tick() is None
-    run.clock.now += 1
-    assert run.tick() == "regular"
-
-
 def test_after_a_restore_everything_counts_from_there():
     run = Ticks(EverySeconds(60), backpressure="latest")
     run.clock.now += 60
@@ -132,12 +125,6 @@ def test_after_a_restore_everything_counts_from_there():
     assert run.tick() is None, "what was put off before the restore is forgotten"
     run.clock.now += 60
     assert run.tick() == "regular"
-
-
-def test_steps_go_on_after_a_restore():
-    run = Ticks(AtSteps([3, 12]))
-    run.start(10)
-    assert run.ticks(3) == [None, "regular", None]
 
 
 # windows and epochs
@@ -166,15 +153,11 @@ def test_back_pressure_treats_the_end_of_a_window_as_that_of_a_step():
 # event time
 
 
-def test_event_time_counts_from_the_first_that_is_known():
+def test_event_time_counts_from_the_first_that_is_known_and_over_a_restart_no_boundary_is_missed_or_comes_twice():
     run = Ticks(EveryEventTime(3600))
     assert [run.tick(event_time=time) for time in (None, 3599.0, 3599.5, 3600.0, 3601.0, 9000.0)] == [
         *(None, None, None, "regular", None, "regular")
     ]
-
-
-def test_over_a_restart_no_boundary_is_missed_and_none_comes_twice():
-    run = Ticks(EveryEventTime(3600))
     run.start(70, 3500.0)  # saved before the hour was full
     assert run.tick(event_time=3700.0) == "regular"
     run.start(80, 3700.0)
@@ -194,7 +177,7 @@ def test_predicates_see_the_step_and_what_was_measured():
 # ranks
 
 
-def test_ranks_are_asked_only_where_they_may_differ():
+def test_ranks_are_asked_only_where_they_may_differ_and_whether_a_save_is_running_where_one_is_due():
     asked = []
 
     def agreed(ask):
@@ -207,14 +190,7 @@ def test_ranks_are_asked_only_where_they_may_differ():
     run.clock.now += 10
     run.ticks(1)
     assert asked == [False, True]
-
-
-def test_what_another_rank_finds_due_is_due_here():
-    run = Ticks(EverySeconds(10), agreed=lambda ask: True)
-    assert run.due() == "regular"
-
-
-def test_whether_a_save_is_running_is_asked_only_where_one_is_due():
+    assert Ticks(EverySeconds(10), agreed=lambda ask: True).due() == "regular", "another rank finds it due"
     run = Ticks(EverySteps(2))
     assert [run.tick(running) for running in (lambda: never(None), idle)] == [None, "regular"]
 
@@ -246,19 +222,14 @@ def test_what_is_due_while_a_save_is_under_way(backpressure, whens, start, while
 # how often: the figures of the papers, and that no other interval costs less
 
 
-@pytest.mark.parametrize(("failure_sec", "minutes"), [(24 * HOUR, 117), (6 * HOUR, 57), (15 * MINUTE, 9.1)])
-def test_the_best_interval_is_that_of_the_figures_in_dalys_paper(failure_sec, minutes):
-    """Figures 3 to 5, for saves of 5 minutes; the paper counts from the end of one to the begin of the next."""
-    between = best_interval(5 * MINUTE, failure_sec) - 5 * MINUTE
-    assert between / MINUTE == pytest.approx(minutes, rel=0.01)
-
-
-def test_short_saves_are_best_made_as_youngs_paper_says():
+def test_the_best_interval_is_that_of_the_figures_in_the_papers_of_daly_and_young():
+    """Daly's 3 to 5, for saves of 5 minutes, which he counts from the end of one to the begin of the next."""
+    for failure_sec, minutes in ((24 * HOUR, 117), (6 * HOUR, 57), (15 * MINUTE, 9.1)):
+        between = best_interval(5 * MINUTE, failure_sec) - 5 * MINUTE
+        assert between / MINUTE == pytest.approx(minutes, rel=0.01)
     assert best_interval(0.5, DAY) == pytest.approx((2 * 0.5 * DAY) ** 0.5, rel=1e-3)
-
-
-def test_where_a_save_takes_longer_than_two_failures_are_apart_one_is_made_between_two_failures():
-    assert best_interval(100.0, 50.0) == 150.0
+    assert best_interval(100.0, 50.0) == 150.0  # one between two failures
+    assert lost_share(10 * DAY, 1.0, 0.0, DAY) == 1.0
 
 
 @pytest.mark.parametrize("pause_sec", [0.001, 0.5, 30.0])
@@ -267,7 +238,3 @@ def test_no_other_interval_costs_less(pause_sec):
     least = lost_share(best, pause_sec, 60.0, DAY)
     for factor in (0.5, 0.8, 1.25, 2.0):
         assert lost_share(factor * best, pause_sec, 60.0, DAY) > least
-
-
-def test_a_share_is_never_more_than_all_of_the_time():
-    assert lost_share(10 * DAY, 1.0, 0.0, DAY) == 1.0

@@ -64,37 +64,25 @@ def test_the_ends_of_windows_and_epochs_are_told_from_the_steps_that_they_follow
     assert [due(EveryWindows(2)), due(EveryEpochs(1)), due(EveryWindows(2) | EveryEpochs(1))] == [[3], [4], [3, 4]]
 
 
-def test_seconds_are_counted_from_the_last_save_whatever_made_it():
+def test_seconds_are_counted_from_the_last_save_whatever_made_it_on_a_clock_that_begins_anywhere():
     assert saved(EverySeconds(10), moments(10, seconds_a_step=4)) == [3, 6, 9]
     assert saved(EverySeconds(10) | AtSteps([4]), moments(10, seconds_a_step=4)) == [3, 4, 7, 10]
     assert saved(EverySeconds(0.5), moments(3)) == [1, 2, 3]
-
-
-def test_seconds_are_counted_from_the_start_on_a_clock_that_begins_anywhere():
     passed = [Moment(step, 1e6 + step) for step in range(1, 8)]
     assert saved(EverySeconds(3), passed, start=Moment(0, 1e6)) == [3, 6]
+    assert saved(EverySteps(4) | AtSteps([3]) | AtSteps([5]), moments(9)) == [3, 4, 5, 8]
 
 
-def test_event_time_is_due_once_it_has_passed_a_boundary():
+def test_event_time_is_due_once_it_has_passed_a_boundary_and_never_where_it_is_not_known_or_goes_back():
     hours = EveryEventTime(3600)
     times = [3599.0, 3600.0, 7199.0, 7200.5, 7300.0, 20_000.0, 20_001.0]
     passed = [Moment(step, 0.0, event_time=time) for step, time in enumerate(times, 1)]
     assert saved(hours, passed, start=Moment(0, 0.0, event_time=100.0)) == [2, 4, 6]
-
-
-def test_event_time_goes_on_over_a_restart():
-    assert EveryEventTime(3600).due(Moment(8, 0.0, event_time=3601.0), Moment(7, 0.0, event_time=3599.0))
-    assert not EveryEventTime(3600).due(Moment(8, 0.0, event_time=3599.5), Moment(7, 0.0, event_time=3599.0))
-
-
-def test_event_time_that_is_not_known_or_goes_back_is_never_due():
-    known, unknown, later = (Moment(1, 0.0, event_time=time) for time in (50.0, None, 5000.0))
-    hours = EveryEventTime(3600)
-    assert hours.due(later, known)
-    assert not hours.due(unknown, known)
-    assert not hours.due(later, unknown)
-    assert not hours.due(known, later)
-    assert not hours.due(Moment(1, 0.0, event_time=float("nan")), known)
+    for now, last, is_due in (
+        *((3601.0, 3599.0, True), (3599.5, 3599.0, False), (5000.0, 50.0, True), (None, 50.0, False)),
+        *((5000.0, None, False), (50.0, 5000.0, False), (float("nan"), 50.0, False)),
+    ):
+        assert hours.due(Moment(8, 0.0, event_time=now), Moment(7, 0.0, event_time=last)) == is_due
 
 
 @given(st.floats(0, 1e9), st.floats(0, 1e5), st.floats(1e-2, 1e5))
@@ -113,10 +101,6 @@ def test_a_predicate_sees_the_moment():
     assert spike.due(Moment(5, 0.0, metrics={"loss": 3.0}), START)
     assert not spike.due(Moment(5, 0.0, metrics={"loss": 1.0}), START)
     assert WhenTrue(lambda now: now.step).due(Moment(5, 0.0), START) is True
-
-
-def test_any_of_is_due_when_one_of_them_is():
-    assert saved(EverySteps(4) | AtSteps([3]) | AtSteps([5]), moments(9)) == [3, 4, 5, 8]
 
 
 def test_joining_is_flat_and_takes_objects_that_are_not_ours():
@@ -150,11 +134,6 @@ def test_what_is_the_same_on_all_ranks_looks_at_nothing_but_the_step(step, value
         assert when.due(here, Moment(0, last_seconds, last_event_time)) == when.due(Moment(step, 0.0), START)
 
 
-def test_a_number_of_steps_still_says_when():
-    assert as_when(100) == EverySteps(100)
-    assert as_when(EverySeconds(3)) == EverySeconds(3)
-
-
 def test_they_print_compare_and_pickle_as_they_were_made():
     when = EverySteps(100) | EverySeconds(2.5) | AtSteps([9, 3, 9]) | EveryEventTime(3600)
     assert repr(when) == (
@@ -165,25 +144,14 @@ def test_they_print_compare_and_pickle_as_they_were_made():
     assert when != EverySteps(100)
 
 
-@pytest.mark.parametrize(
-    ("regular", "ephemeral"),
-    [
-        (10, 10),
-        (10, 20),
-        (EverySteps(10) | EverySeconds(60), 10),
-        (EverySeconds(60), EverySeconds(60)),
-        (EveryWindows(2), EveryWindows(2)),
-        (EveryEpochs(1), EveryEpochs(3)),
+def test_ephemeral_checkpoints_are_taken_where_they_are_between_the_regular_ones():
+    assert (as_when(100), as_when(EverySeconds(3))) == (EverySteps(100), EverySeconds(3))
+    for regular, ephemeral in (
+        *((10, 10), (10, 20), (EverySteps(10) | EverySeconds(60), 10), (EverySeconds(60), EverySeconds(60))),
+        *((EveryWindows(2), EveryWindows(2)), (EveryEpochs(1), EveryEpochs(3))),
         (EveryEventTime(3600), EveryEventTime(7200)),
-    ],
-)
-def test_ephemeral_checkpoints_that_are_not_between_the_regular_ones_are_refused(regular, ephemeral):
-    with pytest.raises(ValueError, match="ephemeral must be below save_interval, found Every"):
+    ):
+        with pytest.raises(ValueError, match="ephemeral must be below save_interval, found Every"):
+            check_ephemeral(as_when(ephemeral), as_when(regular))
+    for regular, ephemeral in ((10, 9), (10, EverySeconds(60)), (AtSteps([5]), 10), (EverySeconds(60), EverySteps(99))):
         check_ephemeral(as_when(ephemeral), as_when(regular))
-
-
-@pytest.mark.parametrize(
-    ("regular", "ephemeral"), [(10, 9), (10, EverySeconds(60)), (AtSteps([5]), 10), (EverySeconds(60), EverySteps(99))]
-)
-def test_ephemeral_checkpoints_between_the_regular_ones_are_taken(regular, ephemeral):
-    check_ephemeral(as_when(ephemeral), as_when(regular))

@@ -160,23 +160,27 @@ def test_what_is_full_needs_no_compaction(run, owner):
     assert "compacted from the delta" in recckpt.rewrite.compact(run.url).reason
 
 
-def test_a_delta_that_has_an_offer_gets_no_second_one(run):
+def test_an_unfinished_offer_does_not_keep_another_from_being_made(run):
     first = recckpt.rewrite.compact(run.url).directory
     again = recckpt.rewrite.compact(run.url)
     assert again.directory is None
-    assert first in again.reason
+    assert first in again.reason, "a delta that has an offer gets no second one"
     assert attempt_dirs(run) == ["ckpt_1", "ckpt_2", "ckpt_3", first]
-
-
-def test_an_unfinished_offer_does_not_keep_another_from_being_made(run):
-    first = recckpt.rewrite.compact(run.url).directory
     run.remove(f"{first}/{layout.OFFER_JSON}")
     assert recckpt.rewrite.compact(run.url).directory
 
 
-def test_a_checkpoint_may_be_named_by_its_own_directory(run):
+def test_a_checkpoint_may_be_named_by_its_own_directory_and_what_is_not_there_is_refused(run, tmp_path):
     done = recckpt.rewrite.compact(f"{run.url}/ckpt_2")
     assert (done.ckpt_id, done.n_links, done.url) == ("ckpt_2", 2, run.url)
+    with pytest.raises(CheckpointNotFoundError, match="ckpt_9"):
+        recckpt.rewrite.compact(run.url, "ckpt_9")
+    for name in ("budget_bytes", "threads"):
+        with pytest.raises(ValueError, match=name):
+            recckpt.rewrite.compact(run.url, **{name: 0})
+    shutil.copytree(f"{run.url}/ckpt_3", tmp_path / "alone" / "ckpt_3")
+    with pytest.raises(CorruptCheckpointError, match="ckpt_2"):
+        recckpt.rewrite.compact(tmp_path / "alone", out=tmp_path / "other")
 
 
 @pytest.mark.parametrize(
@@ -258,7 +262,7 @@ def test_a_compaction_may_be_stopped_and_leaves_nothing(run):
     not_offered(run, "^$", error=StoppedError, is_stopped=lambda: True)
 
 
-def test_out_makes_a_committed_checkpoint_elsewhere(run, tmp_path, many_parts):
+def test_out_makes_a_committed_checkpoint_elsewhere_of_what_is_full_as_well(run, tmp_path, many_parts):
     out = tmp_path / "other"
     done = recckpt.rewrite.compact(run.url, out=out)
     assert (done.url, done.directory, done.n_rows) == (str(out), "ckpt_3", 150)
@@ -270,17 +274,8 @@ def test_out_makes_a_committed_checkpoint_elsewhere(run, tmp_path, many_parts):
     assert recckpt.inspect.verify.verify(str(out)) == []
     with pytest.raises(CheckpointExistsError):
         recckpt.rewrite.compact(run.url, out=out)
-
-
-def test_out_takes_what_is_full_as_well(run, tmp_path):
-    recckpt.rewrite.compact(run.url, "ckpt_1", out=tmp_path / "other")
-    assert rows_of(open_storage(str(tmp_path / "other")), "ckpt_1") == rows_of(run, "ckpt_1")
-
-
-def test_a_delta_alone_names_what_it_lacks(run, tmp_path):
-    shutil.copytree(f"{run.url}/ckpt_3", tmp_path / "alone" / "ckpt_3")
-    with pytest.raises(CorruptCheckpointError, match="ckpt_2"):
-        recckpt.rewrite.compact(tmp_path / "alone", out=tmp_path / "other")
+    recckpt.rewrite.compact(run.url, "ckpt_1", out=out)
+    assert rows_of(there, "ckpt_1") == rows_of(run, "ckpt_1")
 
 
 def test_an_offer_whose_bytes_have_changed_is_adopted_and_replaces_nothing(run, caplog, monkeypatch):
@@ -312,14 +307,6 @@ def test_a_delta_that_could_not_be_removed_stands_on_what_was_compacted(run, mon
     monkeypatch.undo()
     assert "ckpt_3" in attempt_dirs(run)
     assert list_checkpoints(run).damaged == {}
-
-
-def test_what_is_not_there_or_cannot_be_is_refused(run):
-    with pytest.raises(CheckpointNotFoundError, match="ckpt_9"):
-        recckpt.rewrite.compact(run.url, "ckpt_9")
-    for name in ("budget_bytes", "threads"):
-        with pytest.raises(ValueError, match=name):
-            recckpt.rewrite.compact(run.url, **{name: 0})
 
 
 @pytest.fixture(params=["local", "memory", pytest.param("s3", marks=pytest.mark.slow)])

@@ -79,8 +79,9 @@ def check_forgotten(root: Path, before: dict, gone) -> None:
     assert (found.holding, found.unread, found.pending) == ((), {}, {})
 
 
-def test_every_link_of_a_chain_is_written_again_without_the_ids(root):
+def test_every_link_of_a_chain_is_written_again_without_the_ids_and_no_byte_of_them_is_left(root):
     before = rows_in(root)
+    assert set(files_with(root, GONE))
     [done] = forget(str(root), "user", GONE)
     check_forgotten(root, before, GONE)
     assert list(done.rewritten) == list(CHAIN)
@@ -88,12 +89,7 @@ def test_every_link_of_a_chain_is_written_again_without_the_ids(root):
     listing = list_checkpoints(open_storage(str(root)))
     assert [c.manifest.kind for c in listing.committed] == ["full", "delta", "delta", "delta"]
     assert set(listing.directories) == set(done.rewritten.values())
-
-
-def test_no_byte_of_them_is_left_where_no_other_table_has_them(root):
-    assert set(files_with(root, GONE))
-    for table in ("user", "item"):
-        forget(str(root), table, GONE)
+    forget(str(root), "item", GONE)
     assert files_with(root, GONE) == {}
     assert files_with(root, ids_at(8, 9))  # those that stay are found, as deletes too
 
@@ -114,19 +110,6 @@ def test_dense_state_registered_objects_and_parts_without_the_ids_keep_their_byt
     assert files(done.rewritten["ckpt_4"]) != before["ckpt_4"]
 
 
-def test_checkpoints_that_neither_hold_them_nor_stand_on_one_stay_untouched(tmp_path):
-    run = ForgettingRun(tmp_path / "runs", deltas=False)
-    fill(run.user, ids_at(1), 1.0)
-    run.saver.save("ckpt_1", step=1)
-    fill(run.user, ids_at(2), 1.0)
-    run.saver.save("ckpt_2", step=2)
-    before = tree(tmp_path / "runs" / "ckpt_1")
-    [done] = forget(tmp_path / "runs", "user", ids_at(2))
-    assert list(done.rewritten) == ["ckpt_2"]
-    assert tree(tmp_path / "runs" / "ckpt_1") == before
-    assert ids_of(tmp_path / "runs") == ["ckpt_1", "ckpt_2"]
-
-
 def test_an_old_checkpoint_that_is_written_again_stays_older_than_those_after_it(tmp_path):
     run = ForgettingRun(tmp_path / "runs", deltas=False)
     fill(run.user, ids_at(1), 1.0)
@@ -134,9 +117,12 @@ def test_an_old_checkpoint_that_is_written_again_stays_older_than_those_after_it
     run.user.erase(torch.tensor(ids_at(1)))
     fill(run.user, ids_at(2), 1.0)
     run.saver.save("ckpt_2", step=2)
-    [done] = forget(tmp_path / "runs", "user", ids_at(1))
-    assert list(done.rewritten) == ["ckpt_1"]
-    assert ids_of(tmp_path / "runs") == ["ckpt_1", "ckpt_2"]
+    for gone, written, other in ((1, "ckpt_1", "ckpt_2"), (2, "ckpt_2", None)):
+        before = tree(tmp_path / "runs" / other) if other else {}
+        [done] = forget(tmp_path / "runs", "user", ids_at(gone))
+        assert list(done.rewritten) == [written]
+        assert not other or tree(tmp_path / "runs" / other) == before, "it neither holds them nor stands on one"
+        assert ids_of(tmp_path / "runs") == ["ckpt_1", "ckpt_2"]
 
 
 def test_a_restore_gives_the_same_step_and_state_without_the_ids(root):
@@ -205,14 +191,21 @@ def test_what_crashed_saves_and_fenced_writers_left_goes(root):
     check_forgotten(root, before, GONE)
 
 
-def test_files_of_others_stay_though_they_are_called_like_ours(root):
+def test_pins_the_order_of_checkpoints_and_files_of_others_stay_though_they_are_called_like_ours(root):
     for name in ("export/model.pt", "recis/model.pt", "recis/extra.pt", "recis/io_state_0.pt", "recis/sparse/x.json"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(b"mine")
     before = [tree(root / name) for name in ("export", "recis")]
+    pin(open_storage(str(root)), "ckpt_2")
     [done] = forget(str(root), "user", GONE)
     assert [tree(root / name) for name in ("export", "recis")] == before
     assert set(done.removed) == set(CHAIN)
+    assert ids_of(root) == list(CHAIN)
+    assert (root / "checkpoint").read_text().split() == list(CHAIN)
+    run = ForgettingRun(root, max_keep=1)
+    run.saver.load()
+    run.saver.save("ckpt_5", step=5)
+    assert {"ckpt_2", "ckpt_5"} <= set(ids_of(root))
 
 
 def test_superseded_checkpoints_and_copies_by_hand_go(root):
@@ -225,17 +218,6 @@ def test_superseded_checkpoints_and_copies_by_hand_go(root):
     assert not (root / "mine").exists()
     check_forgotten(root, before, GONE)
     assert ids_of(root) == list(CHAIN)
-
-
-def test_pins_and_the_order_of_checkpoints_stay(root):
-    pin(open_storage(str(root)), "ckpt_2")
-    forget(str(root), "user", GONE)
-    assert ids_of(root) == list(CHAIN)
-    assert (root / "checkpoint").read_text().split() == list(CHAIN)
-    run = ForgettingRun(root, max_keep=1)
-    run.saver.load()
-    run.saver.save("ckpt_5", step=5)
-    assert {"ckpt_2", "ckpt_5"} <= set(ids_of(root))
 
 
 def test_counts_of_ids_that_wait_for_a_row_go_too(tmp_path):
@@ -305,14 +287,11 @@ def test_no_digest_is_written_without_a_whole_key(root, damage):
     assert line["digests"] == forget_requests.digests(key, ids_at(2))
 
 
-def test_ids_that_are_nowhere_change_no_checkpoint(root):
+def test_ids_that_are_nowhere_change_no_checkpoint_and_a_trainer_is_told_by_whom_it_was_taken_over(root):
     before = {name: tree(root / name) for name in CHAIN}
     [done] = forget(str(root), "user", ids_at(4000))
     assert (done.rewritten, done.n_rows) == ({}, {})
     assert {name: tree(root / name) for name in CHAIN} == before
-
-
-def test_a_trainer_is_told_by_whom_it_was_taken_over(root):
     run = ForgettingRun(root)
     run.saver.load()
     run.saver.save("ckpt_5", step=5)

@@ -3,7 +3,6 @@
 import errno
 import logging
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -54,8 +53,14 @@ def test_all_checkpoints_are_copied_byte_for_byte_and_a_second_pass_copies_nothi
     assert (again.copied, again.removed, again.n_bytes) == ((), (), 0)
 
 
-def test_only_what_is_new_is_copied(run, to):
+def test_what_readers_and_restores_get_of_a_mirror_is_what_the_run_gives_and_only_what_is_new_is_copied(run, to):
     recckpt.rewrite.mirror(run, to)
+    assert all(read(to, name, "user") == read(run, name, "user") for name in CHAIN)
+    with CheckpointReader(to) as reader:
+        assert reader.manifest.step == 4
+    copied = shutil.copytree(to, to.with_name("copied"))
+    (copied / layout.MIRROR).unlink()
+    assert ForgettingRun(copied).saver.load().global_step == 4
     going_on = ForgettingRun(run)
     going_on.saver.load()
     fill(going_on.user, ids_at(6), 5.0)
@@ -66,21 +71,24 @@ def test_only_what_is_new_is_copied(run, to):
     check_same(run, to)
 
 
-def test_what_readers_and_restores_get_of_a_mirror_is_what_the_run_gives(run, to):
-    recckpt.rewrite.mirror(run, to)
-    assert all(read(to, name, "user") == read(run, name, "user") for name in CHAIN)
-    with CheckpointReader(to) as reader:
-        assert reader.manifest.step == 4
-    copied = shutil.copytree(to, to.with_name("copied"))
-    (copied / layout.MIRROR).unlink()
-    assert ForgettingRun(copied).saver.load().global_step == 4
-
-
-def test_the_newest_comes_first_with_what_it_stands_on(tmp_path, to):
+def test_the_newest_comes_first_an_overwritten_one_is_replaced_and_an_ephemeral_one_goes_with_that_of_the_run(
+    tmp_path, to
+):
     trainer = ForgettingRun(tmp_path / "run", deltas=False)
     for step in (1, 2, 3):
         trainer.saver.save(f"ckpt_{step}", step=step)
     assert recckpt.rewrite.mirror(tmp_path / "run", to).copied == ("ckpt_3", "ckpt_2", "ckpt_1")
+    trainer.saver.save("ckpt_3", step=3, overwrite=True)
+    trainer.saver.save("now", step=4, ephemeral=True)
+    recckpt.rewrite.mirror(tmp_path / "run", to)
+    assert ids_of(to) == ["ckpt_1", "ckpt_2", "ckpt_3", "now"]
+    assert [c.manifest.save_id for c in listing_of(to).committed] == [
+        c.manifest.save_id for c in listing_of(tmp_path / "run").current
+    ]
+    check_same(tmp_path / "run", to)
+    trainer.saver.save("ckpt_5", step=5)
+    recckpt.rewrite.mirror(tmp_path / "run", to)
+    assert ids_of(to) == ["ckpt_1", "ckpt_2", "ckpt_3", "ckpt_5"]
 
 
 def test_what_rotation_removed_goes_and_a_policy_of_its_own_keeps_it(tmp_path):
@@ -98,36 +106,10 @@ def test_what_rotation_removed_goes_and_a_policy_of_its_own_keeps_it(tmp_path):
     assert ids_of(tmp_path / "one") == ["ckpt_5"]
 
 
-def test_of_a_delta_all_links_are_there_whatever_the_policy_says(run, to):
+def test_of_a_delta_all_links_are_there_and_what_was_compacted_comes_in_the_place_of_what_it_supersedes(run, to):
     recckpt.rewrite.mirror(run, to, keep=1)
-    assert directories_of(to) == {*CHAIN}
+    assert directories_of(to) == {*CHAIN}, "whatever the policy says"
     check_same(run, to)
-
-
-def test_an_overwritten_step_takes_the_place_of_the_one_before(tmp_path, to):
-    trainer = ForgettingRun(tmp_path / "run", deltas=False)
-    trainer.saver.save("ckpt_1", step=1)
-    recckpt.rewrite.mirror(tmp_path / "run", to)
-    trainer.saver.save("ckpt_1", step=1, overwrite=True)
-    recckpt.rewrite.mirror(tmp_path / "run", to)
-    [now] = listing_of(to).committed
-    assert now.manifest.save_id == listing_of(tmp_path / "run").current[0].manifest.save_id
-    check_same(tmp_path / "run", to)
-
-
-def test_an_ephemeral_checkpoint_is_there_while_the_run_has_it(tmp_path, to):
-    trainer = ForgettingRun(tmp_path / "run")
-    trainer.saver.save("ckpt_1", step=1)
-    trainer.saver.save("now", step=2, ephemeral=True)
-    recckpt.rewrite.mirror(tmp_path / "run", to)
-    assert ids_of(to) == ["ckpt_1", "now"]
-    trainer.saver.save("ckpt_3", step=3)
-    recckpt.rewrite.mirror(tmp_path / "run", to)
-    assert ids_of(to) == ["ckpt_1", "ckpt_3"]
-
-
-def test_what_was_compacted_comes_in_the_place_of_what_it_supersedes(run, to):
-    recckpt.rewrite.mirror(run, to)
     form = recckpt.rewrite.compact(run, "ckpt_3", adopt=True).directory
     done = recckpt.rewrite.mirror(run, to)
     assert (done.copied, done.removed) == ((form,), ("ckpt_3",))
@@ -178,21 +160,19 @@ def test_every_flipped_byte_of_a_part_is_seen(run, to):
         assert (done.copied, [*done.damaged], directories_of(to)) == ((), ["ckpt_1"], set()), at
 
 
-def test_what_is_damaged_in_the_run_stays_in_the_mirror(run, to):
+def test_what_is_damaged_in_the_run_stays_in_the_mirror_and_what_stands_on_a_form_is_not_left_out(run, to, tmp_path):
     recckpt.rewrite.mirror(run, to)
-    (run / "ckpt_1" / "model.pt").unlink()
+    (run / "ckpt_1" / "model.pt").rename(tmp_path / "model.pt")
     done = recckpt.rewrite.mirror(run, to)
     assert ([*done.damaged], done.left_out) == (["ckpt_1"], {}), "the deltas are whole in the mirror"
     assert (done.removed, ids_of(to)) == ((), list(CHAIN))
     check_whole(to)
-
-
-def test_what_cannot_be_read_in_the_run_is_named_and_the_others_are_copied(run, to, tmp_path):
-    (run / "ckpt_4").rename(tmp_path / "elsewhere")
-    (run / "ckpt_4").symlink_to(tmp_path / "elsewhere")
-    done = recckpt.rewrite.mirror(run, to)
-    assert done.copied == CHAIN[:3]
-    assert "a symbolic link" in done.damaged["ckpt_4"]
+    (tmp_path / "model.pt").rename(run / "ckpt_1" / "model.pt")
+    recckpt.rewrite.compact(run, "ckpt_3", adopt=True)
+    (run / "ckpt_2" / "model.pt").unlink()
+    done = recckpt.rewrite.mirror(run, tmp_path / "other")
+    assert ([*done.damaged], done.left_out) == (["ckpt_2"], {})
+    assert ids_of(tmp_path / "other") == ["ckpt_1", "ckpt_3", "ckpt_4"]
 
 
 def test_what_stands_on_what_cannot_be_read_is_named_and_logged_once(run, to, tmp_path, caplog):
@@ -204,14 +184,6 @@ def test_what_stands_on_what_cannot_be_read_is_named_and_logged_once(run, to, tm
     first, *others = [record.getMessage() for record in caplog.records]
     assert first.startswith(f"{run}: ckpt_2 is damaged, and not copied: ")
     assert others == [f"{run}: {name} stands on ckpt_2, and is not copied" for name in ("ckpt_3", "ckpt_4")]
-
-
-def test_what_stands_on_a_link_that_was_compacted_is_not_left_out(run, to):
-    recckpt.rewrite.compact(run, "ckpt_3", adopt=True)
-    (run / "ckpt_2" / "model.pt").unlink()
-    done = recckpt.rewrite.mirror(run, to)
-    assert ([*done.damaged], done.left_out) == (["ckpt_2"], {})
-    assert ids_of(to) == ["ckpt_1", "ckpt_3", "ckpt_4"]
 
 
 def test_what_is_damaged_in_the_mirror_alone_stays_for_whoever_wants_to_salvage_it(tmp_path, to):
@@ -354,11 +326,14 @@ def test_the_note_of_a_mirror_that_is_damaged_or_newer_is_in_the_way_of_all_who_
     assert recckpt.rewrite.mirror(run, to).copied == ()
 
 
-def test_of_two_mirrors_into_one_place_both_go_on_pass_by_pass(run, to):
+def test_of_two_mirrors_into_one_place_both_go_on_pass_by_pass_and_a_mirror_has_mirrors(run, to, tmp_path):
     first, second = Mirror(run, to), Mirror(run, to)
     for each in (first, second, first, second):
         each.update()
+        done = recckpt.rewrite.mirror(to, tmp_path / "second")
+    assert done.copied == ()
     check_same(run, to)
+    check_same(run, tmp_path / "second")
 
 
 def test_another_run_and_what_is_no_mirror_are_refused_before_anything_changes(run, to, tmp_path):
@@ -415,7 +390,11 @@ def test_a_prefix_of_s3_with_nothing_but_its_marker_is_empty(run, s3_url):
     assert recckpt.rewrite.mirror(run, s3_url).copied == CHAIN
 
 
-def test_a_pass_over_a_mirror_lists_no_files_of_its_root(run, to, monkeypatch):
+def test_a_pass_over_a_mirror_lists_no_files_of_its_root_and_a_run_that_was_begun_anew_is_another(run, to, monkeypatch):
+    for option in ({"keep": 0}, {"threads": 0}):
+        with pytest.raises(ValueError, match="found"):
+            recckpt.rewrite.mirror(run, to, **option)
+    assert not to.exists()
     recckpt.rewrite.mirror(run, to)
     (to / "mine.txt").touch()  # what a person adds later stays
     following, listed = Mirror(run, to), []
@@ -424,27 +403,8 @@ def test_a_pass_over_a_mirror_lists_no_files_of_its_root(run, to, monkeypatch):
     following.update()
     assert "" not in listed
     assert (to / "mine.txt").exists()
-
-
-def test_a_run_that_was_begun_anew_is_another_run(run, to):
-    recckpt.rewrite.mirror(run, to)
     shutil.rmtree(run)
     ForgettingRun(run).saver.save("ckpt_1", step=1)
     with pytest.raises(RecckptError, match="not of the run that is in"):
         recckpt.rewrite.mirror(run, to)
     assert ids_of(to) == list(CHAIN)
-
-
-def test_a_mirror_has_mirrors(run, to, tmp_path):
-    for _ in range(2):
-        recckpt.rewrite.mirror(run, to)
-        done = recckpt.rewrite.mirror(to, tmp_path / "second")
-    assert done.copied == ()
-    check_same(run, tmp_path / "second")
-
-
-@pytest.mark.parametrize("option", [{"keep": 0}, {"threads": 0}])
-def test_bad_options_are_refused(run, to, option):
-    with pytest.raises(ValueError, match="found"):
-        recckpt.rewrite.mirror(run, to, **option)
-    assert not Path(to).exists()

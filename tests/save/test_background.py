@@ -86,46 +86,24 @@ def test_the_buffers_of_one_save_do_not_change_the_one_before(tmp_path):
         assert (table.embeddings() == step).all()
 
 
-def test_wait_has_a_limit_and_the_save_goes_on(tmp_path, gate):
-    _, saver = build(tmp_path)
-    writing = gate(LocalStorage, "create")
-    handle = saver.save_async("c")
-    with pytest.raises(TimeoutError):
-        handle.wait(0.01)
-    assert saver.settle(0.01) is False
-    writing.open()
-    assert handle.wait().ckpt_id == "c"
-    assert saver.settle() is True
-
-
-@pytest.mark.parametrize("timeout_sec", ["x", True, [1]])
-def test_a_wait_for_what_is_no_time_says_what_would_be_one(tmp_path, timeout_sec):
-    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path))
-    handle = saver.save_async("a")
-    for wait in (handle.wait, saver.settle):
-        with pytest.raises(TypeError, match="timeout_sec must be a number of seconds, or None"):
-            wait(timeout_sec)
-    handle.wait()
-
-
-def test_a_save_that_has_begun_cannot_be_cancelled(tmp_path, gate):
+def test_wait_has_a_limit_or_is_interrupted_and_the_save_goes_on(tmp_path, gate, interrupted):
     _, saver = build(tmp_path)
     writing = gate(LocalStorage, "create")
     handle = saver.save_async("c")
     assert (handle.committed.cancel(), handle.done(), saver.is_saving) == (False, False, True)
-    writing.open()
-    assert handle.wait().ckpt_id == "c"
-
-
-def test_a_save_goes_on_after_a_wait_for_it_that_was_interrupted(tmp_path, gate, interrupted):
-    _, saver = build(tmp_path)
-    writing = gate(LocalStorage, "create")
-    saver.save_async("c")
+    for timeout_sec in ("x", True, [1]):
+        for wait in (handle.wait, saver.settle):
+            with pytest.raises(TypeError, match="timeout_sec must be a number of seconds, or None"):
+                wait(timeout_sec)
+    with pytest.raises(TimeoutError):
+        handle.wait(0.01)
+    assert saver.settle(0.01) is False
     with interrupted():
         saver.settle()
     assert (saver.is_saving, saver.settle(0)) == (True, False)
     writing.open()
-    assert saver.settle()
+    assert handle.wait().ckpt_id == "c"
+    assert saver.settle() is True
     assert checkpoints(tmp_path) == ["c"]
 
 
@@ -171,7 +149,9 @@ def test_an_error_in_the_background_is_raised_once_and_the_next_save_lands(tmp_p
     assert table_state(other) == table_state(table)
 
 
-def test_an_error_that_the_handle_has_told_is_not_told_again(tmp_path, monkeypatch):
+def test_an_error_that_the_handle_has_told_is_not_told_again_nor_hides_what_a_block_raised(
+    tmp_path, monkeypatch, caplog
+):
     _, saver = build(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(LocalStorage, "create", lambda *args: (_ for _ in ()).throw(OSError(5, "broken")))
@@ -180,6 +160,11 @@ def test_an_error_that_the_handle_has_told_is_not_told_again(tmp_path, monkeypat
             handle.wait()
     assert isinstance(saver.save_async("d"), SaveHandle)
     saver.close()
+    monkeypatch.setattr(LocalStorage, "create", lambda *args: (_ for _ in ()).throw(OSError(5, "broken")))
+    saver.save_async("e")
+    with pytest.raises(KeyError), saver:
+        raise KeyError
+    assert "saving 'e' failed on rank 0" in caplog.text
 
 
 AT_EXIT = """
@@ -245,42 +230,25 @@ def test_an_error_that_came_after_the_limit_of_a_wait_is_still_told(tmp_path, ga
         saver.settle()
 
 
-def test_a_failed_save_does_not_hide_what_the_block_raised(tmp_path, monkeypatch, caplog):
-    _, saver = build(tmp_path)
-    monkeypatch.setattr(LocalStorage, "create", lambda *args: (_ for _ in ()).throw(OSError(5, "broken")))
-    saver.save_async("c")
-    with pytest.raises(KeyError), saver:
-        raise KeyError
-    assert "saving 'c' failed on rank 0" in caplog.text
-
-
-def test_where_no_thread_can_be_started_the_save_is_over(tmp_path, monkeypatch):
-    table, saver = build(tmp_path)
-    table(torch.arange(10))
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("no new thread")))
-        with pytest.raises(RuntimeError, match="no new thread"):
-            saver.save_async("c")
-    assert saver.is_saving is False
-    assert not any(reference() for reference in table.store._observers._snapshots), "nothing is copied aside any more"
-    assert saver.save_async("c").wait().ckpt_id == "c"
-
-
-def test_a_save_that_is_interrupted_while_its_thread_starts_is_called_off(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_where_no_thread_can_be_started_or_that_is_interrupted_the_save_is_called_off(tmp_path, monkeypatch, error):
     table, saver = build(tmp_path)
     table(torch.arange(10))
     start = threading.Thread.start
 
-    def interrupted(thread):
-        start(thread)
-        raise KeyboardInterrupt
+    def failing(thread):
+        if error is KeyboardInterrupt:
+            start(thread)
+        raise error("no new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        patch.setattr(threading.Thread, "start", failing)
+        with pytest.raises(error, match="no new thread"):
             saver.save_async("c")
     assert saver.is_saving is False
     assert checkpoints(tmp_path) == []
+    if error is RuntimeError:  # else the thread may hold it still
+        assert not any(reference() for reference in table.store._observers._snapshots), "nothing is copied aside"
     assert saver.save_async("c").wait().ckpt_id == "c"
     assert saver.settle()
 
@@ -323,25 +291,26 @@ def test_whoever_wants_to_know_is_told_of_each_save_when_all_of_it_is_over(tmp_p
     assert told == [("a", 7, ["a"], thread), ("b", 7, ["b"], thread)]
 
 
-def test_a_save_ends_after_its_callback_also_one_that_failed(tmp_path, monkeypatch):
-    seen = []
-    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path), on_save=lambda info: seen.append(saver.is_saving))
-    saver.save_async("a").wait()
-    monkeypatch.setattr(LocalStorage, "create", lambda *args: (_ for _ in ()).throw(OSError(5, "broken")))
-    for blocking in (True, False):
-        with pytest.raises(SaveFailedError):
-            saver.save("b") if blocking else saver.save_async("b").wait()
-    assert seen == [True, False, True]
-
-
 @pytest.mark.parametrize("blocking", [True, False])
-def test_a_callback_that_fails_is_logged_and_the_save_counts(tmp_path, caplog, blocking):
-    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path), on_save=lambda info: {}[info.ckpt_id])
-    saver.save("a") if blocking else saver.save_async("a")
-    saver.close()
+def test_a_save_ends_after_its_callback_and_counts_though_that_fails(tmp_path, monkeypatch, caplog, blocking):
+    seen = []
+
+    def on_save(info):
+        seen.append(saver.is_saving)
+        return {}[info.ckpt_id]
+
+    def save(ckpt_id):
+        saver.save(ckpt_id) if blocking else saver.save_async(ckpt_id).wait()
+
+    saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path), on_save=on_save)
+    save("a")
     assert checkpoints(tmp_path) == ["a"]
     assert "a is saved, but on_save=" in caplog.text
     assert "KeyError: 'a'" in caplog.text
+    monkeypatch.setattr(LocalStorage, "create", lambda *args: (_ for _ in ()).throw(OSError(5, "broken")))
+    with pytest.raises(SaveFailedError):
+        save("b")
+    assert seen == [not blocking] * 2
 
 
 def test_a_save_that_would_not_fit_is_refused_before_it_begins(tmp_path, monkeypatch):
@@ -439,20 +408,19 @@ def test_a_chain_that_is_compacted_needs_no_further_full_save(tmp_path):
     assert len(committed) < 9
 
 
-def test_where_no_offer_is_adopted_a_save_is_full_in_the_end(tmp_path, monkeypatch):
+def test_where_no_offer_is_adopted_a_save_is_full_in_the_end_and_without_the_option_nothing_is_compacted(
+    tmp_path, monkeypatch
+):
+    Run(tmp_path / "without", deltas=Deltas(full_every=2, max_chain_bytes=1e9, max_dirty=1.0), max_keep=None).train(60)
+    assert (offers(tmp_path / "without"), compaction()) == ([], [])
     monkeypatch.setattr("recckpt.save.commit.adopt_offers", lambda *args: [])
-    run = Run(tmp_path, deltas=deltas(), max_keep=None)
+    run = Run(tmp_path / "with", deltas=deltas(), max_keep=None)
     for _ in range(6):
         run.train(10)
         join()
-    kinds = [c.manifest.kind for c in list_checkpoints(open_storage(str(tmp_path))).committed]
+    kinds = [c.manifest.kind for c in list_checkpoints(open_storage(str(tmp_path / "with"))).committed]
     assert kinds == ["full", "delta", "delta", "delta", "delta", "full"]
-    assert len(offers(tmp_path)) == 1  # one that waits is enough
-
-
-def test_without_the_option_nothing_is_compacted(tmp_path):
-    Run(tmp_path, deltas=Deltas(full_every=2, max_chain_bytes=1e9, max_dirty=1.0), max_keep=None).train(60)
-    assert (offers(tmp_path), compaction()) == ([], [])
+    assert len(offers(tmp_path / "with")) == 1  # one that waits is enough
 
 
 def test_a_failed_compaction_is_logged_and_fails_no_save(tmp_path, monkeypatch, caplog):

@@ -147,18 +147,19 @@ def room(storage, min_free_bytes=0):
 
 
 @pytest.mark.parametrize(("n_bytes", "min_free_bytes"), [(1000, 0), (0, 1000), (400, 600)])
-def test_what_fits_exactly_fits(storage, n_bytes, min_free_bytes):
+def test_what_fits_exactly_fits_and_one_byte_more_does_not(storage, memory_url, n_bytes, min_free_bytes):
     assert shortage([room(storage, min_free_bytes)], [n_bytes]) is None
-
-
-@pytest.mark.parametrize(("n_bytes", "min_free_bytes"), [(1001, 0), (0, 1001), (401, 600)])
-def test_one_byte_more_does_not(storage, n_bytes, min_free_bytes):
+    if n_bytes:
+        n_bytes += 1
+    else:
+        min_free_bytes += 1
     failure = shortage([room(storage, min_free_bytes)], [n_bytes])
     refused = failure.reason
     assert (failure.rank, failure.phase) == (0, Phase.ROOM)
     assert "found 1.0 kB free, expected" in str(refused)
     assert (refused.errno, refused.filename) == (errno.ENOSPC, storage.url)
     assert ("and leave" in str(refused)) == (min_free_bytes > 0)
+    assert shortage([room(open_storage(memory_url), 10**30)], [10**30]) is None, "a storage that knows no room"
 
 
 def test_what_all_ranks_write_has_to_fit_where_any_of_them_looks(storage):
@@ -186,27 +187,15 @@ def test_ranks_of_one_host_share_the_room_of_their_work_dirs():
     assert shortage(rooms, [0, 0, 1001]).rank == 2
 
 
-def test_a_storage_that_does_not_know_its_room_refuses_nothing(memory_url):
-    assert shortage([room(open_storage(memory_url), 10**30)], [10**30]) is None
-
-
-def test_what_a_save_needs_is_estimated_from_rows_and_dense_state():
+def test_what_a_save_needs_is_estimated_from_the_rows_of_each_rank_and_the_dense_state_once():
     table = HashTable(2, name="t")
     table(torch.arange(100))
     model = nn.ModuleDict({"t": table, "top": nn.Linear(3, 1, bias=False)})
     assert estimated_bytes(*state_of(model), 0, Choice()) == 100 * (8 + 2 * 4) + 3 * 4
-
-
-def test_ranks_write_their_own_rows_each_but_the_dense_state_once():
-    table = HashTable(2, name="t")
-    table(torch.arange(100))
-    model = nn.ModuleDict({"t": table, "top": nn.Linear(3, 1)})
     assert estimated_bytes(*state_of(model), 1, Choice()) == 100 * (8 + 2 * 4)
-
-
-def test_of_a_state_that_staging_refuses_nothing_is_estimated():
     ids, of_no_slot = torch.arange(3), torch.ones(3, 2, dtype=torch.complex64)
-    assert estimated_bytes({"foreign": ForeignTable("foreign", ids, of_no_slot)}, {}, 0, Choice()) == 0
+    refused = {"foreign": ForeignTable("foreign", ids, of_no_slot)}
+    assert estimated_bytes(refused, {}, 0, Choice()) == 0, "of what staging refuses"
 
 
 def test_a_save_that_does_not_fit_writes_nothing_and_the_next_that_does_lands(storage, monkeypatch, tmp_path):
@@ -268,18 +257,16 @@ def test_a_delta_stands_in_for_the_full_save_that_is_due_and_the_next_with_room_
 @pytest.mark.parametrize("room", [100, ROOM])
 def test_what_fits_in_no_form_fails_and_the_next_save_has_all_that_changed(tmp_path, monkeypatch, room):
     run = Run(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "free_bytes", lambda self: room)
+        with pytest.raises(SaveFailedError, match="free, expected"):
+            run.save(0, N_ROWS)  # the first one has no delta to stand in for it
     assert [run.save(0, N_ROWS), run.save(1)] == ["full", "delta"]
     with monkeypatch.context() as patch:
         patch.setattr(LocalStorage, "free_bytes", lambda self: room)
         with pytest.raises(SaveFailedError, match="free, expected"):
             run.save(2, 5 if room == 100 else N_ROWS)
     assert run.save(3) == "full"
-
-
-def test_the_first_save_of_a_run_has_no_delta_to_stand_in_for_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: ROOM)
-    with pytest.raises(SaveFailedError, match="free, expected"):
-        Run(tmp_path).save(0, N_ROWS)
 
 
 def test_all_ranks_write_the_delta_where_one_of_them_finds_no_room(tmp_path):

@@ -6,7 +6,7 @@ from support import spec_reader
 from support.builders import Run, state_of
 
 import recckpt
-from recckpt import Deltas, Saver
+from recckpt import Deltas
 from recckpt.errors import SaveFailedError, WriterFencedError
 from recckpt.output_dir.listing import list_checkpoints
 
@@ -53,11 +53,30 @@ def test_a_restored_run_goes_on_with_deltas(tmp_path):
     assert save(later.train(1)).parent.ckpt_id == record.ckpt_id
 
 
-def test_a_saver_that_loads_all_of_the_newest_goes_on_with_deltas_too(tmp_path):
-    save(start(tmp_path).train(5))
-    run = start(tmp_path, seed=1)
-    run.saver.load()
-    assert save(run.train(1)).kind == "delta"
+@pytest.mark.parametrize(
+    ("resume", "kind"),
+    [
+        (lambda run, other: run.saver.load(), "delta"),
+        (lambda run, other: run.manager.restore(5), "full"),  # which is not the newest
+        (lambda run, other: run.manager.restore(load_conf={"exclude": ["item"]}), "full"),
+        (lambda run, other: run.manager.load_model_bank([{"path": other}]), "delta"),  # it resumes the own run
+        (lambda run, other: run.saver.load(other), "full"),
+        (lambda run, other: run.model.users(torch.arange(3)), "full"),
+    ],
+    ids=["a load of all", "an older one", "a part", "a bank", "another output dir", "nothing"],
+)
+def test_only_what_was_loaded_whole_of_the_newest_of_the_own_output_dir_is_a_base(tmp_path, resume, kind):
+    other = str(tmp_path / "other")
+    save(start(tmp_path / "other").train(3))
+    run = start(tmp_path / "own").train(5)
+    save(run)
+    save(run.train(1))
+    later = start(tmp_path / "own", seed=1)
+    resume(later, other)
+    assert later.saver.save("next", step=9).kind == kind
+    without = resumed(tmp_path / "own", deltas=False)
+    assert save(without.train(1), overwrite=True).kind == "full"
+    assert all(table.store._observers.mark_sets() == [] for table in without.model.tables)
 
 
 def test_a_restored_ephemeral_checkpoint_is_a_base_and_stays_while_it_is(tmp_path):
@@ -88,13 +107,6 @@ def test_a_delta_on_what_was_compacted_names_the_delta(tmp_path):
     assert save(later.train(1)).parent.save_id == last.save_id
 
 
-def test_what_is_not_the_newest_is_no_base(tmp_path):
-    run = start(tmp_path).train(5)
-    save(run)
-    save(run.train(2))
-    assert save(resumed(tmp_path, 5).train(1)).kind == "full"
-
-
 def test_what_another_writer_has_gone_on_from_is_no_base(tmp_path):
     save(start(tmp_path).train(5))
     mine, other = resumed(tmp_path), resumed(tmp_path)
@@ -112,37 +124,16 @@ def test_what_is_older_than_a_damaged_checkpoint_is_no_base(tmp_path):
     assert save(resumed(tmp_path).train(1)).kind == "full"
 
 
-def test_a_part_of_a_checkpoint_is_no_base(tmp_path):
-    save(start(tmp_path).train(5))
-    run = start(tmp_path, seed=1)
-    run.manager.restore(load_conf={"exclude": ["item"]})
-    assert save(run.train(1)).kind == "full"
-
-
-def test_a_checkpoint_of_another_output_dir_is_no_base(tmp_path):
-    save(start(tmp_path / "a").train(5))
-    run = start(tmp_path / "b", seed=1)
-    run.manager.load_model_bank([{"path": str(tmp_path / "a")}])
-    assert save(run.train(1)).kind == "full"
-
-
-def test_a_run_that_restores_its_own_last_save_goes_on_from_it(tmp_path):
+def test_a_run_that_restores_its_own_last_save_goes_on_from_it_and_writes_full_after_one_before(tmp_path):
     run = start(tmp_path).train(5)
     save(run)
     last = save(run.train(2))
     run.train(3)
     run.manager.restore()
-    record = save(run.train(1))
-    assert record.parent.save_id == last.save_id
-
-
-def test_a_run_that_restores_what_it_saved_before_the_last_writes_full(tmp_path):
-    run = start(tmp_path).train(5)
-    save(run)
-    save(run.train(2))
-    run.manager.restore(5)
-    assert save(run.train(1)).kind == "full"
-    assert save(run.train(1), overwrite=True).kind == "delta"
+    assert save(run.train(1)).parent.save_id == last.save_id
+    run.manager.restore(7)
+    assert save(run.train(1), overwrite=True).kind == "full"
+    assert save(run.train(1)).kind == "delta"
 
 
 def test_what_a_load_brings_in_after_a_base_is_in_the_delta(tmp_path):
@@ -191,18 +182,3 @@ def test_a_base_that_is_gone_when_the_run_goes_on_is_none(tmp_path):
     (tmp_path / "ckpt_5" / "manifest.json").unlink()
     assert save(later.train(1)).kind == "full"
     assert list_checkpoints(later.saver.storage).ckpt_ids == ["ckpt_7"]
-
-
-def test_a_saver_without_deltas_is_told_nothing(tmp_path):
-    save(start(tmp_path).train(5))
-    run = resumed(tmp_path, deltas=False)
-    assert save(run.train(1)).kind == "full"
-    assert all(table.store._observers.mark_sets() == [] for table in run.model.tables)
-
-
-def test_a_save_before_anything_was_restored_is_full(tmp_path):
-    save(start(tmp_path).train(5))
-    fresh = start(tmp_path, seed=1)
-    fresh.model.users(torch.arange(3))
-    assert fresh.saver.save("fresh").kind == "full"
-    assert isinstance(fresh.saver, Saver)

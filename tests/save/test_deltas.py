@@ -76,19 +76,25 @@ def held(record, table="item"):
     return delta.upserts, delta.deletes, delta.replaced
 
 
-def test_the_first_save_is_full_and_the_next_holds_what_has_changed(training):
-    assert training.save("a").kind == "full"
-    record = training.train(range(390, 410)).save("b")
-    assert (record.kind, record.table("item").rows, held(record)) == ("delta", 410, (20, 0, False))
-    assert held(training.save("c")) == (0, 0, False)
-
-
-def test_a_delta_names_what_it_stands_on(training):
-    first, second = training.save("a"), training.save("b")
+def test_the_first_save_is_full_and_the_next_holds_what_has_changed_and_names_what_it_stands_on(training, caplog):
+    caplog.set_level(logging.INFO, "recckpt")
+    first = training.save("a")
+    second = training.train(range(390, 410)).save("b")
+    assert (first.kind, second.kind, second.table("item").rows, held(second)) == ("full", "delta", 410, (20, 0, False))
+    training.model.items.erase(torch.arange(50, 55))
     third = training.save("c")
+    assert held(third) == (0, 5, False)
     assert (third.parent.ckpt_id, third.parent.save_id, third.parent.directory) == ("b", second.save_id, "b")
     assert third.parent.manifest == second.xxh3
     assert [(link.ckpt_id, link.save_id) for link in third.chain] == [("b", second.save_id), ("a", first.save_id)]
+    one, two, three = training.infos
+    assert (one.kind, one.why_full, one.n_links) == ("full", "there is no checkpoint to count changes from", 1)
+    assert (one.n_rows, one.n_upserts, one.n_deletes) == (800, 800, 0)
+    assert (two.kind, two.why_full, two.n_links, two.n_bytes) == ("delta", None, 2, second.n_bytes)
+    assert (two.n_rows, two.n_upserts, three.n_rows, three.n_upserts, three.n_deletes) == (820, 40, 815, 0, 5)
+    assert "a is saved in full: there is no checkpoint to count changes from" in caplog.messages
+    said = [text.partition(":")[0] for text in caplog.messages if text.startswith(("saving a", "saving b"))]
+    assert said == ["saving a", "saving b as a delta"]
 
 
 def test_erased_ids_are_deleted_and_those_that_are_back_are_rows(training):
@@ -236,30 +242,14 @@ def test_what_goes_while_a_delta_is_written_is_seen_before_it_is_committed(train
     assert training.save("c").kind == "full"
 
 
-def test_a_save_says_what_it_is(training):
-    training.save("a")
-    training.train(range(10))
-    training.model.items.erase(torch.arange(50, 55))
-    record = training.save("b")
-    first, second = training.infos
-    assert (first.kind, first.why_full, first.n_links) == ("full", "there is no checkpoint to count changes from", 1)
-    assert (first.n_rows, first.n_upserts, first.n_deletes) == (800, 800, 0)
-    assert (second.kind, second.why_full, second.n_links) == ("delta", None, 2)
-    assert (second.n_rows, second.n_upserts, second.n_deletes) == (795, 20, 5)
-    assert second.n_bytes == record.n_bytes
-
-
-def test_where_no_deltas_are_asked_for_nothing_is_marked(tmp_path):
+def test_where_no_deltas_are_asked_for_nothing_is_marked_and_what_is_no_policy_is_refused(tmp_path):
     training = Training(tmp_path, deltas=False)
     assert [training.save(str(number)).kind for number in range(2)] == ["full", "full"]
     assert training.model.items.store._observers.mark_sets() == []
     assert training.infos[1].why_full is None
-
-
-@pytest.mark.parametrize("deltas", [None, 1, "yes", 0])
-def test_what_is_no_policy_is_refused(tmp_path, deltas):
-    with pytest.raises(ValueError, match="deltas must be True, False or Deltas"):
-        Saver(nn.Linear(1, 1), output_dir=str(tmp_path / "new"), deltas=deltas)
+    for deltas in (None, 1, "yes", 0):
+        with pytest.raises(ValueError, match="deltas must be True, False or Deltas"):
+            Saver(nn.Linear(1, 1), output_dir=str(tmp_path / "new"), deltas=deltas)
     assert not (tmp_path / "new").exists()
 
 
@@ -301,17 +291,6 @@ def test_a_link_whose_id_an_ephemeral_checkpoint_had_for_a_while_has_it_again_an
     assert list_checkpoints(storage).ckpt_ids == ["a", "b", "c"]
     assert newest(storage).ckpt_id == "c"
     assert not list_checkpoints(storage).find("a").manifest.ephemeral
-
-
-def test_the_log_says_what_a_save_is_and_why_it_is_full(training, caplog):
-    caplog.set_level(logging.INFO, "recckpt")
-    training.saver.save("a")
-    training.saver.save("b")
-    assert "a is saved in full: there is no checkpoint to count changes from" in caplog.messages
-    assert [text.partition(":")[0] for text in caplog.messages if text.startswith("saving")] == [
-        "saving a",
-        "saving b as a delta",
-    ]
 
 
 def test_a_delta_needs_room_for_what_has_changed_and_not_for_all(tmp_path, monkeypatch):
@@ -374,16 +353,15 @@ def test_a_table_that_is_replaced_on_one_rank_is_on_all():
     assert [spared_bytes(agreed_kind(ranks), rank) for rank in ranks] == [1000, 1000]
 
 
-def test_a_table_that_some_ranks_do_not_have_may_be_in_a_delta():
-    assert agreed_kind([proposal(chain=CHAIN, t=(0, 10)), proposal(u=(0, 5))]).name == "delta"
-
-
 def test_rows_are_counted_over_all_ranks_those_of_replaced_tables_as_changed():
+    assert agreed_kind([proposal(chain=CHAIN, t=(0, 10)), proposal(u=(0, 5))]).name == "delta"
     assert agreed_kind([proposal(chain=CHAIN, t=(5, 10)), proposal(t=(5, 10))]).name == "delta"
     assert "11 of 20 rows have changed" in agreed_kind([proposal(chain=CHAIN, t=(5, 10)), proposal(t=(6, 10))]).why_full
     ranks = [proposal(chain=CHAIN, t=(0, 8)), proposal(t=(1, 7, True))]
     assert "15 of 15 rows have changed" in agreed_kind(ranks).why_full
     assert [spared_bytes(agreed_kind(ranks), rank) for rank in ranks] == [0, 0]
+    long_enough = agreed_kind([proposal(chain=Chain(3, 3, 100), t=(0, 5))])
+    assert long_enough.why_full.startswith("3 deltas since the last full one")
 
 
 def test_where_a_rank_has_another_base_or_none_the_save_is_full():
@@ -391,11 +369,8 @@ def test_where_a_rank_has_another_base_or_none_the_save_is_full():
         kind = agreed_kind([proposal(chain=CHAIN, t=(0, 5)), other])
         assert (kind.name, kind.n_links) == ("full", 1)
         assert kind.why_full == "rank 1 counts changes from another checkpoint, or none"
-
-
-def test_where_rank_0_has_no_base_the_save_is_full_and_where_it_writes_no_deltas_nothing_is_said():
     assert agreed_kind([proposal(None, t=(0, 5))] * 2).why_full == "there is no checkpoint to count changes from"
-    assert agreed_kind([None, proposal(t=(0, 5))]) == FULL
+    assert agreed_kind([None, proposal(t=(0, 5))]) == FULL, "rank 0 writes no deltas"
     assert FULL.why_full is None
 
 
@@ -409,9 +384,3 @@ def test_a_full_save_that_the_policy_asks_for_has_a_delta_to_stand_in_for_it_and
         [proposal(chain=CHAIN, t=(0, 5)), None],
     ]
     assert [agreed_kind(ranks).stand_in for ranks in must] == [None] * 3
-
-
-def test_a_chain_that_is_long_enough_is_ended():
-    assert agreed_kind([proposal(chain=Chain(3, 3, 100), t=(0, 5))]).why_full.startswith(
-        "3 deltas since the last full one"
-    )

@@ -57,14 +57,21 @@ def test_a_save_leaves_a_line_that_says_what_it_was_and_where_its_time_went(url)
     assert line["gb_per_sec"] == pytest.approx(manifest.n_bytes / 1e9 / line["total_sec"], abs=1e-5)
 
 
-def test_a_blocking_save_blocks_to_its_end_and_one_in_the_background_does_not(url):
-    _, saver = build(url)
+def test_a_blocking_save_blocks_to_its_end_and_one_in_the_background_counts_rows_that_training_changed(url, gate):
+    build(url)[1].save("of an earlier run", step=3)
+    table, saver = build(url)
     saver.save("a")
-    saver.save_async("b", ephemeral=True).wait()
-    first, second = lines(url)
+    writing = gate(type(saver.storage), "threads")
+    handle = saver.save_async("b", ephemeral=True)
+    writing.wait()
+    table.insert(torch.arange(20), torch.zeros(20, 2))
+    writing.open()
+    handle.wait()
+    earlier, first, second = lines(url)
+    assert earlier["step"] == 3
     assert first["blocked_sec"] == first["total_sec"]
     assert 0 < second["blocked_sec"] < second["total_sec"]
-    assert (second["background"], second["ephemeral"]) == (True, True)
+    assert (second["background"], second["ephemeral"], second["kept_rows"]) == (True, True, 20)
 
 
 def test_the_time_that_a_save_waits_for_the_one_before_is_time_that_training_stood_still(url, gate, monkeypatch):
@@ -86,33 +93,26 @@ def test_the_time_that_a_save_waits_for_the_one_before_is_time_that_training_sto
     assert second.info.blocked_sec == blocked_sec
 
 
-def test_rows_that_training_changed_meanwhile_are_counted(url, gate):
-    table, saver = build(url)
-    writing = gate(type(saver.storage), "threads")
-    handle = saver.save_async("c")
-    writing.wait()
-    table.insert(torch.arange(20), torch.zeros(20, 2))
-    writing.open()
-    handle.wait()
-    assert [line["kept_rows"] for line in lines(url)] == [20]
-
-
 def broken(self, *args):
     raise OSError(5, "broken")
 
 
-def test_a_save_that_fails_leaves_a_line_that_says_why(url, monkeypatch):
-    _, saver = build(url)
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_fails_leaves_a_line_and_is_reported_with_its_error(url, monkeypatch, background):
+    told = []
+    _, saver = build(url, on_save=told.append)
     saver.save("a")
     with monkeypatch.context() as patch:
         patch.setattr("recckpt.save.save.write", broken)
-        with pytest.raises(SaveFailedError):
-            saver.save_async("b", step=7).wait()
+        with pytest.raises(SaveFailedError, match=r"rank 0: OSError: .*broken"):
+            saver.save_async("b", step=7).wait() if background else saver.save("b", step=7)
     [before, failed] = lines(url)
     assert (failed["ckpt_id"], failed["step"], failed["n_bytes"]) == ("b", 7, 0)
     assert "failed on rank 0: OSError: [Errno 5] broken; nothing was committed" in failed["error"]
     assert failed["time"] >= before["time"]
     assert "error" not in before
+    assert "broken" in str(told[1].error)
+    assert (told[1].path, told[1].n_bytes) == ("", 0)
     saver.save("c")
     assert ["error" in line for line in lines(url)] == [False, True, False]
 
@@ -176,13 +176,6 @@ def test_a_timeline_that_cannot_be_written_fails_no_save_and_its_line_comes_late
     assert [line["ckpt_id"] for line in lines(url)] == ["a", "b", "c"], "no line is there twice"
 
 
-def test_lines_of_earlier_runs_stay(url):
-    for step in range(3):
-        _, saver = build(url)
-        saver.save(f"ckpt_{step}", step=step)
-    assert [line["step"] for line in lines(url)] == [0, 1, 2]
-
-
 def test_the_file_is_bounded_and_the_oldest_lines_go(url, monkeypatch):
     storage = open_storage(url)
     storage.prepare()
@@ -235,38 +228,27 @@ class Breaks:
         pass
 
 
-def saver_of(url, told):
-    table = HashTable(2, name="t")
-    table(torch.arange(5))
-    return Saver(nn.ModuleDict({"t": table}), output_dir=str(url), max_keep=None, on_save=told.append)
-
-
-def test_a_save_is_told_with_its_path_and_metrics(url):
-    told = []
-    saver = saver_of(url, told)
+def test_a_save_is_reported_with_its_path_and_metrics_or_its_error(url):
+    told, part = [], Breaks()
+    _, saver = build(url, max_keep=None, on_save=told.append)
+    saver.register_for_checkpointing("part", part)
     CheckpointManager(saver, 1, async_save=True).step(metrics={"auc": 0.5}, state={"note": "x"})
     saver.settle()
     [info] = told
     assert (info.error, info.metrics, info.step) == (None, {"auc": 0.5}, 1)
     assert is_checkpoint(info.path)
-
-
-def test_a_save_whose_state_cannot_be_taken_is_told_with_its_error(tmp_path):
-    told = []
-    saver, part = saver_of(tmp_path, told), Breaks()
-    saver.register_for_checkpointing("part", part)
     part.broken = True
     with pytest.raises(RuntimeError, match="out of order") as caught:
         saver.save("a", step=3)
-    assert [(info.ckpt_id, info.step, info.error, info.path) for info in told] == [("a", 3, caught.value, "")]
+    assert [(info.ckpt_id, info.step, info.error, info.path) for info in told[1:]] == [("a", 3, caught.value, "")]
     part.broken = False
     saver.save("b")
-    assert [(info.ckpt_id, info.error) for info in told[1:]] == [("b", None)]
+    assert [(info.ckpt_id, info.error) for info in told[2:]] == [("b", None)]
 
 
-def test_a_save_that_is_in_place_is_told_with_its_path_though_it_may_be_lost(tmp_path, monkeypatch):
+def test_a_save_that_is_in_place_is_reported_with_its_path_though_it_may_be_lost(tmp_path, monkeypatch):
     told = []
-    saver = saver_of(tmp_path, told)
+    _, saver = build(str(tmp_path), on_save=told.append)
 
     def fail(storage, name):
         if not name and (tmp_path / "a/manifest.json").exists():
@@ -278,19 +260,3 @@ def test_a_save_that_is_in_place_is_told_with_its_path_though_it_may_be_lost(tmp
             saver.save("a")
     assert [(info.error, info.path) for info in told] == [(caught.value, str(tmp_path / "a"))]
     assert is_checkpoint(told[0].path)
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_a_save_that_cannot_be_written_is_told_with_its_error(tmp_path, background, monkeypatch):
-    told = []
-    saver = saver_of(tmp_path, told)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("recckpt.save.save.write", full)
-    with pytest.raises(SaveFailedError, match=r"rank 0: OSError: .*No space left"):
-        (saver.save_async if background else saver.save)("a").wait()  # type: ignore[union-attr]
-    [info] = told
-    assert "No space left" in str(info.error)
-    assert (info.path, info.n_bytes) == ("", 0)

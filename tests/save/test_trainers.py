@@ -191,34 +191,28 @@ def test_an_optimizer_that_is_registered_beside_the_one_that_rests_is_saved(tmp_
     only(said(), "registered optimizer 'first' has not stepped")
 
 
-def test_a_sparse_optimizer_that_the_saver_was_not_given_is_said_at_the_first_save(tmp_path, model, said):
-    sparse = SparseSGD([model.user])
-    saver = Saver(model, output_dir=tmp_path)
-    step(model, sparse)
-    record = saver.save("a")
-    saver.save("b")
-    only(said(), SPARSE)
-    assert "Saver(model, sparse_optim)" in said()[0]
-    assert record.training.unsaved == Unsaved(tables=("user",))
-
-
-@pytest.mark.parametrize("resume", [lambda manager: manager.restore(), lambda manager: manager.load_model_bank([])])
-def test_a_sparse_optimizer_that_the_saver_was_not_given_is_said_at_a_restore(tmp_path, model, said, resume):
+@pytest.mark.parametrize(
+    "resume",
+    [lambda manager: manager.restore(), lambda manager: manager.load_model_bank([]), lambda manager: None],
+    ids=["restore", "bank", "first save"],
+)
+def test_a_sparse_optimizer_that_the_saver_was_not_given_is_said_at_a_restore_or_the_first_save(
+    tmp_path, model, said, resume
+):
     sparse = SparseSGD([model.user])
     manager = CheckpointManager(Saver(model, output_dir=tmp_path), 1)
     resume(manager)
-    only(said(), SPARSE)
     step(model, sparse)
     manager.step()
     only(said(), SPARSE)
-
-
-def test_a_second_sparse_optimizer_is_one_too(tmp_path, said):
-    first, second = HashTable(2, name="first"), HashTable(2, name="second")
-    one, two = SparseAdam([first]), SparseAdam([second])
-    Saver(nn.ModuleList([first, second]), one, tmp_path).save("a")
-    only(said(), "a sparse optimizer trains 'second', and")
-    assert two.tables
+    assert "Saver(model, sparse_optim)" in said()[0]
+    assert manager.saver.save("a").training.unsaved == Unsaved(tables=("user",))
+    only(said(), SPARSE)
+    model.second = HashTable(2, name="second")
+    another = SparseAdam([model.second])
+    Saver(model, sparse, tmp_path / "other").save("a")
+    only(said(), SPARSE, "a sparse optimizer trains 'second', and")
+    assert another.tables
 
 
 def test_of_two_models_in_one_saver_each_optimizer_counts(tmp_path, said):
@@ -232,6 +226,19 @@ def test_of_two_models_in_one_saver_each_optimizer_counts(tmp_path, said):
             optimizer.step()
         saver.save("a", overwrite=True)
     only(said(), "2 parameters of the model ('critic.weight', 'critic.bias') train, and no registered")
+
+
+def test_an_object_that_saves_one_of_two_optimizers_does_not_save_the_other(tmp_path, model, said):
+    model.top = nn.Linear(1, 1)
+    optimizers = [torch.optim.Adam(module.parameters()) for module in (model.dense, model.top)]
+    saver = Saver(model, output_dir=tmp_path)
+    saver.register_for_checkpointing("trainer", Trainer(optimizers[0]))
+    for _ in range(2):
+        model.top(model.dense(torch.ones(2))).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    saver.save("a")
+    only(said(), "4 parameters of the model ('dense.weight', 'dense.bias', 'top.weight' and 1 more) train, and no")
 
 
 def test_a_scheduler_that_is_registered_holds_no_state_of_its_optimizer(tmp_path, model, said):
@@ -416,9 +423,7 @@ def test_of_a_wrapper_without_groups_the_copies_that_it_trains_are_said_until_th
     assert len(said()) == 1
     run("resumed", 2, is_whole=True)
     assert torch.equal(run("resumed", 2, is_whole=True)[0], straight)
-
-
-def test_attach_refuses_a_wrapper_of_copies_by_name(tmp_path, model):
+    model = Clicks()
     wrapper = HalfPrecision(torch.optim.Adam(model.dense.parameters()))
     with pytest.raises(ValueError, match="Adam trains 2 parameters that the model does not have"):
         CheckpointManager.attach(model, [wrapper, SparseAdam([model.user])], output_dir=tmp_path, save_interval=1)
@@ -480,20 +485,24 @@ def test_a_scheduler_of_a_joint_optimizer_is_that_of_its_parts(tmp_path, model, 
         manager.step()
 
 
-def test_a_mark_of_a_schedule_of_before_is_no_scheduler_unless_the_rate_moves(tmp_path, model, silent):
+@pytest.mark.parametrize(
+    ("mark", "rates", "join"),
+    [
+        ({"initial_lr": 0.1}, (0.1, 0.1, 0.1), lambda *all_: all_),  # as a load leaves it of a run that had one
+        ({}, (0.1, 0.05, 0.025), lambda *all_: all_),
+        ({}, (0.1, 0.1, 0.1), lambda *all_: [JointOptimizer(*all_)]),
+    ],
+    ids=["a mark of a schedule of before", "a rate by hand", "a joint optimizer"],
+)
+def test_a_rate_without_a_scheduler_needs_none_and_a_joint_optimizer_steps_those_that_are_registered(
+    tmp_path, model, silent, mark, rates, join
+):
     dense, sparse, saver = saver_of(model, tmp_path)
-    dense.param_groups[0]["initial_lr"] = 0.1  # as a load leaves it of a run that had one
-    for name in "abc":
-        step(model, dense, sparse)
-        saver.save(name)
-
-
-def test_a_rate_that_is_set_by_hand_needs_no_scheduler(tmp_path, model, silent):
-    dense, sparse, saver = saver_of(model, tmp_path)
-    for number, name in enumerate("abc"):
-        dense.param_groups[0]["lr"] = 0.1 / (1 + number)
-        step(model, dense, sparse)
-        saver.save(name)
+    dense.param_groups[0].update(mark)
+    for number, rate in enumerate(rates):
+        dense.param_groups[0]["lr"] = rate
+        step(model, *join(dense, sparse))
+        assert saver.save(f"{number}").training.unsaved == Unsaved()
 
 
 def test_nothing_is_said_where_all_is_saved(tmp_path, model, said):
@@ -556,72 +565,39 @@ def test_an_optimizer_inside_of_a_registered_object_is_saved(tmp_path, model, sa
     saver.register_for_checkpointing("holder", holder(dense))
     for name in "abc":
         step_dense(model, dense)
-        assert saver.save(name).training.unsaved == Unsaved()
+        training = saver.save(name).training
+        assert training.unsaved == Unsaved()
     assert said() == []
+    assert holder is not Wrapper or training.optimizers == {"holder": ("Adam",)}
     assert not dense._optimizer_state_dict_pre_hooks
 
 
-def test_an_object_that_saves_one_of_two_optimizers_does_not_save_the_other(tmp_path, model, said):
-    model.top = nn.Linear(1, 1)
-    optimizers = [torch.optim.Adam(module.parameters()) for module in (model.dense, model.top)]
-    saver = Saver(model, output_dir=tmp_path)
-    saver.register_for_checkpointing("trainer", Trainer(optimizers[0]))
-    for _ in range(2):
-        model.top(model.dense(torch.ones(2))).sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    saver.save("a")
-    only(said(), "4 parameters of the model ('dense.weight', 'dense.bias', 'top.weight' and 1 more) train, and no")
-
-
-def test_a_joint_optimizer_steps_those_that_are_registered(tmp_path, model, silent):
-    dense, sparse, saver = saver_of(model, tmp_path)
-    for name in "ab":
-        step(model, JointOptimizer(dense, sparse))
-        assert saver.save(name).training.unsaved == Unsaved()
-
-
-def test_two_savers_of_one_model_need_its_optimizers_once(tmp_path, model, silent):
-    dense, sparse = torch.optim.Adam(model.dense.parameters()), SparseAdam([model.user])
-    run, export = Saver(model, sparse, tmp_path / "run"), Saver(model, output_dir=tmp_path / "export")
-    run.register_for_checkpointing("dense_optim", dense)
+def test_savers_that_export_or_serve_need_no_optimizer_beside_the_one_that_has_it(tmp_path, model, silent):
+    dense, sparse, run = saver_of(model, tmp_path / "run")
+    export = Saver(model, output_dir=tmp_path / "export")
+    serving = Saver(model, output_dir=tmp_path / "serving", choose=Choose(slots=[]))
     step(model, dense, sparse)
-    for saver in (export, run):
+    for saver in (export, serving, run, Saver(model, output_dir=tmp_path / "made after it was trained")):
         saver.save("a")
-
-
-def test_a_saver_for_serving_needs_no_optimizer(tmp_path, model, silent):
-    dense, sparse = torch.optim.Adam(model.dense.parameters()), SparseAdam([model.user])
-    saver = Saver(model, output_dir=tmp_path, choose=Choose(slots=[]))
-    step(model, dense, sparse)
+    alone = Clicks()
+    dense, sparse = torch.optim.Adam(alone.dense.parameters()), SparseAdam([alone.user])
+    saver = Saver(alone, output_dir=tmp_path / "alone", choose=Choose(slots=[]))
+    step(alone, dense, sparse)
     assert saver.save("a").training.unsaved == Unsaved()
 
 
-def test_a_model_that_was_trained_before_its_saver_was_made_is_an_export(tmp_path, model, silent):
-    dense = torch.optim.Adam(model.dense.parameters())
-    step(model, dense)
-    Saver(model, output_dir=tmp_path).save("a")
-
-
-def test_frozen_towers_need_no_optimizer(tmp_path, model, silent):
-    model.dense.requires_grad_(False)
-    sparse = SparseAdam([model.user])
-    saver = Saver(model, sparse, tmp_path)
-    for name in "ab":
-        step(model, sparse)
-        with torch.no_grad():
-            model.dense.weight.mul_(0.9).add_(0.1)  # as a target that follows another tower
-        saver.save(name)
-
-
-def test_tables_that_are_trained_alone_need_no_dense_optimizer_though_there_are_dense_gradients(
-    tmp_path, model, silent
-):
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_towers_that_are_frozen_or_not_trained_need_no_optimizer(tmp_path, model, silent, is_frozen):
+    model.dense.requires_grad_(not is_frozen)
     sparse = SparseAdam([model.user])
     saver = Saver(model, sparse, tmp_path)
     for name in "abc":
         step(model, sparse)
-        assert model.dense.weight.grad is not None
+        if is_frozen:
+            with torch.no_grad():
+                model.dense.weight.mul_(0.9).add_(0.1)  # as a target that follows another tower
+        else:
+            assert model.dense.weight.grad is not None
         saver.save(name)
 
 
@@ -694,27 +670,14 @@ def test_a_registered_optimizer_that_steps_is_not_stale_though_it_keeps_no_state
         assert saver.save(name).training.unsaved == Unsaved()
 
 
-def test_an_optimizer_of_another_model_is_none_of_this_one(tmp_path, model, silent):
-    other = nn.Linear(2, 1)
+def test_an_optimizer_of_another_model_and_gradients_that_are_taken_by_hand_are_none_of_this_one(
+    tmp_path, model, silent
+):
+    other, saver = nn.Linear(2, 1), Saver(model, output_dir=tmp_path)
     optimizer = torch.optim.Adam(other.parameters())
-    saver = Saver(model, output_dir=tmp_path)
-    other(torch.ones(2)).sum().backward()
-    optimizer.step()
-    saver.save("a")
-
-
-def test_a_copy_of_a_model_is_trained_by_nobody(tmp_path, model, said):
-    sparse = SparseAdam([model.user])
-    step(model, sparse)
-    manager = CheckpointManager(Saver(copy.deepcopy(model), output_dir=tmp_path), 1)
-    manager.restore()
-    manager.step()
-    only(said(), "table 'user': was copied")
-
-
-def test_gradients_that_are_taken_by_hand_do_not_pile_up(tmp_path, model, silent):
-    saver = Saver(model, output_dir=tmp_path)
     for number in range(5):
+        other(torch.ones(2)).sum().backward()
+        optimizer.step()
         model.backward()
         model.user.take_gradients()
         saver.save(f"{number}")
@@ -728,6 +691,15 @@ def test_what_torch_does_not_count_is_not_seen(tmp_path, model, silent):
         dense.step()
         model.dense.weight.data.add_(1)
         saver.save(name)
+
+
+def test_a_copy_of_a_model_is_trained_by_nobody(tmp_path, model, said):
+    sparse = SparseAdam([model.user])
+    step(model, sparse)
+    manager = CheckpointManager(Saver(copy.deepcopy(model), output_dir=tmp_path), 1)
+    manager.restore()
+    manager.step()
+    only(said(), "table 'user': was copied")
 
 
 def test_optimizers_get_no_hooks_and_hear_nothing_of_savers(tmp_path, model):
@@ -756,12 +728,6 @@ def test_a_registered_optimizer_that_rests_is_not_stale_while_no_other_one_train
         with torch.no_grad():
             model.dense.weight.add_(1)  # by hand, as where averages are swapped in
         assert saver.save(f"{number}").training.unsaved == Unsaved()
-
-
-def test_the_class_is_that_of_the_optimizer_inside_of_a_wrapper(tmp_path, model):
-    saver = Saver(model, output_dir=tmp_path)
-    saver.register_for_checkpointing("wrapped", Wrapper(torch.optim.Adam(model.dense.parameters())))
-    assert saver.save("a").training.optimizers == {"wrapped": ("Adam",)}
 
 
 def test_one_object_is_not_registered_as_an_object_and_as_a_position(tmp_path, model):

@@ -104,7 +104,13 @@ def test_a_model_goes_on_with_tables_in_place_of_its_embeddings(tmp_path):
     assert torch.equal(model(*BATCH), expected)
 
 
-def test_a_model_goes_on_with_ids_of_32_bits():
+def test_some_are_replaced_with_ids_of_their_own_and_of_32_bits():
+    model = Model()
+    weight = model.user.weight.detach().clone()
+    tables = replace_embeddings(model, ["user"], ids={"user": IDS})
+    assert torch.equal(tables["user"].lookup(IDS)[0], weight)
+    assert isinstance(model.deep["tags"], nn.EmbeddingBag)
+    assert model.user.padding_id == -5
     model = nn.Sequential(nn.Embedding(N, DIM))
     ids = torch.tensor([[3, 1], [3, 0]], dtype=torch.int32)
     expected = model(ids)
@@ -112,15 +118,6 @@ def test_a_model_goes_on_with_ids_of_32_bits():
     assert torch.equal(model(ids), expected)
     model(ids).sum().backward()
     assert len(table) == N
-
-
-def test_some_are_replaced_with_ids_of_their_own():
-    model = Model()
-    weight = model.user.weight.detach().clone()
-    tables = replace_embeddings(model, ["user"], ids={"user": IDS})
-    assert torch.equal(tables["user"].lookup(IDS)[0], weight)
-    assert isinstance(model.deep["tags"], nn.EmbeddingBag)
-    assert model.user.padding_id == -5
 
 
 class Tied(nn.Module):
@@ -215,10 +212,7 @@ class Named(nn.Embedding):
     """Another name, and the same behaviour."""
 
 
-def test_a_subclass_that_behaves_alike_is_replaced():
+def test_a_subclass_that_behaves_alike_is_replaced_and_what_is_no_embedding_is_refused():
     assert len(HashTable.from_embedding(Named(2, 2), name="t")) == 2
-
-
-def test_a_module_that_is_no_embedding_is_refused():
     with pytest.raises(TypeError, match=r"table 't': found a Linear, expected an nn.Embedding or nn.EmbeddingBag"):
         HashTable.from_embedding(nn.Linear(2, 2), name="t")

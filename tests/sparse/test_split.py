@@ -22,34 +22,23 @@ def test_tables_and_tensors_part_ways():
         f"norm.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
     }
     assert filter_out_sparse_param(model) == sparse
-
-
-def test_a_model_without_tables_is_all_dense():
     assert split_sparse_dense_state_dict(nn.Linear(2, 1).state_dict())[0] == {}
     assert split_sparse_dense_state_dict({}) == ({}, {})
+    at_two_places = nn.ModuleDict({"a": model.items, "b": model.items})
+    assert split_sparse_dense_state_dict(at_two_places.state_dict())[0] == {"item": model.items}
 
 
-def test_two_tables_of_one_name_are_refused_by_both_keys():
-    model = nn.ModuleDict({"a": HashTable(2, name="t"), "b": HashTable(2, name="t")})
-    with pytest.raises(ValueError, match=r"'t', at 'a\.t' and 'b\.t'"):
-        split_sparse_dense_state_dict(model.state_dict())
-
-
-def test_one_table_at_two_places_is_one_table():
-    table = HashTable(2, name="t")
-    sparse, _ = split_sparse_dense_state_dict(nn.ModuleDict({"a": table, "b": table}).state_dict())
-    assert sparse == {"t": table}
-
-
-def test_a_table_and_a_tensor_of_one_name_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"'w' is a table, at 'x\.w', and a dense tensor too"):
-        split_sparse_dense_state_dict({"x.w": HashTable(2, name="w"), "w": torch.zeros(1)})
-
-
-@pytest.mark.parametrize("key", [0, None, b"w"])
-def test_a_key_that_is_no_name_is_refused(key):
-    with pytest.raises(ValueError, match="keys of a state dict are names"):
-        split_sparse_dense_state_dict({"w": torch.zeros(1), key: torch.zeros(1)})
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"a.t": HashTable(2, name="t"), "b.t": HashTable(2, name="t")}, r"'t', at 'a\.t' and 'b\.t'"),
+        ({"x.w": HashTable(2, name="w"), "w": torch.zeros(1)}, r"'w' is a table, at 'x\.w', and a dense tensor too"),
+        *(({"w": torch.zeros(1), key: torch.zeros(1)}, "keys of a state dict are names") for key in (0, None, b"w")),
+    ],
+)
+def test_two_things_of_one_name_and_keys_that_are_no_names_are_refused(state, message):
+    with pytest.raises(ValueError, match=message):
+        split_sparse_dense_state_dict(state)
 
 
 class Deep(nn.Module):

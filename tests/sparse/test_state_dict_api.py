@@ -33,13 +33,15 @@ def trained():
     return model, optim
 
 
-def test_the_tables_stand_in_the_state_of_the_model_as_themselves():
+def test_the_tables_stand_in_the_state_of_the_model_as_themselves_wrapped_or_not():
     model, _ = trained()
     state = get_model_state_dict(model)
     assert state.keys() == model.state_dict().keys()
     assert state["user.user"] is model.user
     assert state["deep.0.a.dotted/name"] is model.deep[0]
     assert state["more.tables.0.weight"] is model.more.tables[0]
+    for wrapped in (torch.compile(model, backend="eager"), nn.Sequential(model)):
+        assert any(value is model.user for value in get_model_state_dict(wrapped).values())
 
 
 def test_counts_of_ids_that_wait_stand_there_too():
@@ -50,12 +52,6 @@ def test_counts_of_ids_that_wait_stand_there_too():
     assert state["a.x.user.candidates"] is model["a"].candidates
     assert state["c.item.candidates_1x1"] is model["c"].candidates
     set_model_state_dict(model, state)
-
-
-@pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), nn.Sequential])
-def test_wrapped_models_too(wrap):
-    model, _ = trained()
-    assert any(value is model.user for value in get_model_state_dict(wrap(model)).values())
 
 
 def test_model_and_dense_optimizer_go_out_and_in_again():
@@ -77,9 +73,6 @@ def test_model_and_dense_optimizer_go_out_and_in_again():
 def test_a_table_has_no_attribute_for_its_name(name):
     table = HashTable(2, name=name)
     assert not [part for part in name.split(".") if hasattr(table, part)]
+    assert not hasattr(HashTable(2, name="a.b")._by_key, "b")
     with pytest.raises(AttributeError, match="no attribute 'item'"):
         table.item  # noqa: B018
-
-
-def test_a_key_of_another_table_leads_nowhere():
-    assert not hasattr(HashTable(2, name="a.b")._by_key, "b")

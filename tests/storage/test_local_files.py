@@ -28,14 +28,16 @@ def test_a_map_holds_the_bytes_after_file_and_name_are_gone(tmp_path):
     assert not [target for target in descriptors if target.startswith(str(tmp_path))]
 
 
-def test_an_empty_file_is_no_bytes(tmp_path):
-    assert mapped(tmp_path / "x", b"") == b""
-
-
-def test_nobody_writes_to_a_map(tmp_path):
-    found = mapped(tmp_path / "x")
+def test_nobody_writes_to_a_map_an_empty_file_is_no_bytes_and_what_is_none_is_named(tmp_path):
     with pytest.raises(TypeError, match="read-only"):
-        found[0] = 1
+        mapped(tmp_path / "x")[0] = 1
+    assert mapped(tmp_path / "x", b"") == b""
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    try:
+        with pytest.raises(OSError, match="/that/place"):
+            map_file(descriptor, "/that/place")
+    finally:
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize(
@@ -49,12 +51,3 @@ def test_a_map_lives_as_long_as_the_last_view_of_it_and_no_longer(tmp_path, view
     del some
     gc.collect()
     assert n_maps(tmp_path / "x") == 0
-
-
-def test_what_cannot_be_mapped_is_an_error_with_its_path(tmp_path):
-    descriptor = os.open(tmp_path, os.O_RDONLY)
-    try:
-        with pytest.raises(OSError, match="/that/place"):
-            map_file(descriptor, "/that/place")
-    finally:
-        os.close(descriptor)

@@ -77,36 +77,35 @@ def test_a_put_that_never_arrived_is_made_again(storage, monkeypatch, clock, err
     assert (storage.read("x", 10), answers.n_calls, len(clock.waits)) == (b"ours", 3, 2)
 
 
-def test_a_put_that_is_refused_raises_at_once(storage, monkeypatch, clock):
-    spoil(monkeypatch, storage, "pipe_file", PermissionError(13, "Forbidden"))
+def test_a_put_that_is_refused_raises_at_once_with_its_reason(storage, monkeypatch, clock):
+    answers = spoil(monkeypatch, storage, "pipe_file", PermissionError(13, "Forbidden"))
     with pytest.raises(PermissionError, match=f"putting failed: Forbidden.*{storage.url}/x"):
         storage.put_if_absent("x", b"ours")
     assert clock.waits == []
     assert storage.list_files("") == []
-
-
-def test_of_a_put_and_a_look_up_that_are_refused_the_put_is_told_of_since_a_look_up_gives_no_reason(
-    storage, monkeypatch
-):
-    spoil(monkeypatch, storage, "pipe_file", PermissionError("the token has expired"))
-    spoil(monkeypatch, storage, "cat_file", OSError(22, "Bad Request"))
+    answers.errors.append(PermissionError("the token has expired"))
+    spoil(monkeypatch, storage, "cat_file", OSError(22, "Bad Request"))  # a look-up gives no reason
     with pytest.raises(PermissionError, match="the token has expired"):
         storage.put_if_absent("a", b"x")
 
 
-def test_a_put_that_never_gets_an_answer_ends_with_the_deadline(storage, monkeypatch, clock):
-    spoil(monkeypatch, storage, "pipe_file", *[TimeoutError("no answer")] * 1000)
-    with pytest.raises(TimeoutError, match=r"putting failed.*no answer"):
-        storage.put_if_absent("x", b"ours")
+def test_what_never_gets_an_answer_ends_with_the_deadline(storage, monkeypatch, clock):
+    with monkeypatch.context() as patch:
+        spoil(patch, storage, "pipe_file", *[TimeoutError("no answer")] * 1000)
+        with pytest.raises(TimeoutError, match=r"putting failed.*no answer"):
+            storage.put_if_absent("x", b"ours")
     assert 560 < clock.now <= 600
     assert storage.list_files("") == []
-
-
-def test_who_looks_again_anyway_gives_up_sooner(storage, monkeypatch, clock):
-    policy = storage.policy
-    storage.give_up_after(5)
-    assert storage.policy.sleep is policy.sleep
+    clock.now, policy = 0, storage.policy
+    spoil(monkeypatch, storage, "pipe_file", *[ConnectionRefusedError(111, "Connection refused")] * 1000)
+    with pytest.raises(ConnectionRefusedError, match="Connection refused"):
+        storage.prepare()  # which does not wait long for a wrong address
+    assert 30 < clock.now <= 60
+    assert storage.policy.deadline_sec == 600
+    clock.now = 0
     spoil(monkeypatch, storage, "cat_file", *[TimeoutError("no answer")] * 1000)
+    storage.give_up_after(5)  # as who looks again anyway
+    assert storage.policy.sleep is policy.sleep
     with pytest.raises(TimeoutError, match="no answer"):
         storage.read("x", 10)
     assert clock.now <= 5
@@ -126,13 +125,16 @@ def test_a_store_that_keeps_conditions_is_ready_without_a_word(storage, caplog):
     assert storage.list_files("") == []
 
 
-def ignores_conditions(storage, monkeypatch):
+@pytest.mark.parametrize("answer", [None, OSError(38, "A header you provided implies functionality ...")])
+def test_a_store_without_conditions_is_told_of_once_and_checked_as_well_as_can_be(storage, monkeypatch, caplog, answer):
     put = storage._fs.pipe_file
-    monkeypatch.setattr(storage._fs, "pipe_file", lambda path, data, mode="overwrite": put(path, data))
 
+    def without_conditions(path, data, mode="overwrite"):
+        if mode == "create" and answer:
+            raise answer
+        put(path, data)
 
-def test_a_store_that_ignores_conditions_is_told_of_once_and_checked_as_well_as_can_be(storage, monkeypatch, caplog):
-    ignores_conditions(storage, monkeypatch)
+    monkeypatch.setattr(storage._fs, "pipe_file", without_conditions)
     with caplog.at_level(logging.WARNING, "recckpt"):
         storage.prepare()
         storage.put_if_absent("x", b"first")
@@ -146,29 +148,6 @@ def test_a_store_that_ignores_conditions_is_told_of_once_and_checked_as_well_as_
     assert storage.list_files("") == ["x"]
 
 
-def test_a_store_that_does_not_know_conditions_is_used_without_them(storage, monkeypatch, caplog):
-    put = storage._fs.pipe_file
-
-    def old(path, data, mode="overwrite"):
-        if mode == "create":
-            raise OSError(38, "A header you provided implies functionality that is not implemented")
-        put(path, data)
-
-    monkeypatch.setattr(storage._fs, "pipe_file", old)
-    storage.prepare()
-    storage.put_if_absent("x", b"first")
-    assert "no conditional put" in caplog.text
-    assert storage.list_files("") == ["x"]
-
-
-def test_preparing_does_not_wait_long_for_a_wrong_address(storage, monkeypatch, clock):
-    spoil(monkeypatch, storage, "pipe_file", *[ConnectionRefusedError(111, "Connection refused")] * 1000)
-    with pytest.raises(ConnectionRefusedError, match="Connection refused"):
-        storage.prepare()
-    assert 30 < clock.now <= 60
-    assert storage.policy.deadline_sec == 600
-
-
 @pytest.mark.parametrize("host", ["127.0.0.1:1", "no-such-host.invalid"])
 def test_an_address_at_which_nobody_has_ever_answered_is_given_up_at_once(host):
     storage = open_storage(f"http://{host}/runs")
@@ -179,27 +158,18 @@ def test_an_address_at_which_nobody_has_ever_answered_is_given_up_at_once(host):
         storage.open("x")
 
 
-def test_a_name_server_that_fails_for_a_moment_is_asked_again(storage, monkeypatch):
-    storage._fs.pipe_file(storage._path("x"), b"data")
-    spoil(monkeypatch, storage, "cat_file", socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"))
-    assert storage.read("x", 10) == b"data"
-
-
-def test_a_server_that_has_answered_before_is_waited_for(storage, monkeypatch):
-    storage.put_if_absent("x", b"data")
-    spoil(monkeypatch, storage, "cat_file", ConnectionRefusedError(111, "Connection refused"))
-    assert storage.read("x", 10) == b"data"
-
-
 @pytest.mark.parametrize(
-    "answer", [FileNotFoundError(2, "Not Found"), FileExistsError("conflict"), PermissionError(13, "Forbidden")]
+    "answer", [None, FileNotFoundError(2, "Not Found"), FileExistsError("conflict"), PermissionError(13, "Forbidden")]
 )
-def test_a_server_whose_only_answer_was_a_refusal_is_waited_for_too(storage, monkeypatch, answer):
+def test_a_server_that_has_answered_before_though_with_a_refusal_is_waited_for(storage, monkeypatch, answer):
     storage._fs.pipe_file(storage._path("x"), b"data")
-    spoil(monkeypatch, storage, "info", answer)
-    with pytest.raises(type(answer)):
-        storage.size("x")
-    spoil(monkeypatch, storage, "cat_file", ConnectionRefusedError(111, "Connection refused"))
+    failure = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")  # this needs no answer before
+    if answer:
+        failure = ConnectionRefusedError(111, "Connection refused")
+        spoil(monkeypatch, storage, "info", answer)
+        with pytest.raises(type(answer)):
+            storage.size("x")
+    spoil(monkeypatch, storage, "cat_file", failure)
     assert storage.read("x", 10) == b"data"
 
 
@@ -212,21 +182,18 @@ def test_an_answer_counts_while_a_refused_connection_is_being_handled(storage):
     assert storage.is_reached
 
 
-def test_a_write_that_the_network_spoils_is_made_again(storage, monkeypatch):
+def test_a_write_that_the_network_spoils_is_made_again_and_of_another_size_it_is_an_error(storage, monkeypatch):
     spoil(monkeypatch, storage, "pipe_file", ConnectionResetError("reset"))
-    with storage.create("d/x") as sink:
-        sink.write(b"data")
-    assert storage.read("d/x", 10) == b"data"
-
-
-def test_a_file_that_has_not_the_size_that_was_written_is_an_error_and_is_removed(storage, monkeypatch):
-    put = storage._fs.pipe_file
-    monkeypatch.setattr(storage._fs, "pipe_file", lambda path, data, mode: put(path, data[:-1], mode=mode))
 
     def write():
         with storage.create("d/x") as sink:
             sink.write(b"data")
 
+    write()
+    assert storage.read("d/x", 10) == b"data"
+    storage.remove("d/x")
+    put = storage._fs.pipe_file
+    monkeypatch.setattr(storage._fs, "pipe_file", lambda path, data, mode: put(path, data[:-1], mode=mode))
     with pytest.raises(OSError, match=f"{storage.url}/d/x: found 3 bytes after writing 4"):
         write()
     assert storage.list_files("") == []
@@ -282,26 +249,15 @@ def test_a_read_of_a_file_that_has_changed_is_an_error(storage):
         file.read()
 
 
-def test_a_missing_extra_is_named(monkeypatch):
-    def lacks(*args, **kwargs):
-        raise ImportError("Install s3fs to access S3")
-
-    monkeypatch.setattr("fsspec.core.url_to_fs", lacks)
-    with pytest.raises(ValueError, match=r"Install s3fs.*recckpt\[s3\]"):
-        open_storage("s3://bucket/x")
-
-
 def test_a_backend_that_cannot_connect_is_an_os_error(monkeypatch):
+    assert open_storage("memory://").url == "memory://"  # the root of a store
+
     def fails(*args, **kwargs):
         raise EOFError
 
     monkeypatch.setattr("fsspec.core.url_to_fs", fails)
     with pytest.raises(OSError, match=r"connecting failed: EOFError.*s3://bucket/x"):
         open_storage("s3://bucket/x")
-
-
-def test_the_root_of_a_store_is_an_output_dir_too():
-    assert open_storage("memory://").url == "memory://"
 
 
 @pytest.mark.parametrize(

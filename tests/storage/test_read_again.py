@@ -135,15 +135,11 @@ def test_whatever_a_query_or_verify_reads_in_ranges_is_read_once_more_too(memory
         assert query(memory_url) == expected, at
 
 
-def test_a_local_file_is_read_once(tmp_path, caplog):
-    Run(tmp_path, max_keep=3).train(20)
+def test_a_local_file_is_read_once_and_one_that_is_missing_is_not_looked_for_twice(tmp_path, memory_url, caplog):
+    for url in (tmp_path, memory_url):
+        Run(url, max_keep=3).train(20)
     flip_bit(tmp_path / "ckpt_20/model.pt")
     assert Run(tmp_path, max_keep=3, seed=1).manager.restore() == 10
-    assert not said(caplog, "read twice")
-
-
-def test_a_file_that_is_missing_is_not_looked_for_twice(memory_url, caplog):
-    Run(memory_url, max_keep=3).train(20)
     storage = open_storage(memory_url)
     storage.remove("ckpt_20/manifest.json")
     assert [found.ckpt_id for found in newest_first(storage)] == ["ckpt_10"]

@@ -137,21 +137,6 @@ def test_what_was_being_handled_before_is_no_cause():
 
 
 @pytest.mark.parametrize(
-    ("error", "conflict"),
-    [
-        (FileExistsError("x"), True),
-        (led_by(OSError(errno.EINVAL, "x"), ClientError(412)), True),
-        (ClientError(409), True),
-        (OSError(errno.EINVAL, "x"), False),
-        (ClientError(403), False),
-    ],
-    ids=repr,
-)
-def test_a_condition_that_was_not_met_is_told_from_other_answers(error, conflict):
-    assert is_conflict(error) == conflict
-
-
-@pytest.mark.parametrize(
     ("error", "kind", "code"),
     [
         (FileNotFoundError("b/x"), FileNotFoundError, errno.ENOENT),
@@ -165,11 +150,15 @@ def test_a_condition_that_was_not_met_is_told_from_other_answers(error, conflict
     ],
     ids=repr,
 )
-def test_an_error_says_what_was_done_where(error, kind, code):
+def test_an_error_says_what_was_done_where_and_whether_a_condition_was_not_met(error, kind, code):
     said = os_error(error, "writing", "s3://b/x")
     assert (type(said), said.errno, said.filename) == (kind, code, "s3://b/x")
     assert str(said).startswith(f"[Errno {code}] writing failed: ")
     assert "s3://b/x" in str(said)
+    assert not is_conflict(error)
+    for met in (FileExistsError("x"), led_by(OSError(errno.EINVAL, "x"), ClientError(412)), ClientError(409)):
+        assert is_conflict(met)
+    assert not is_conflict(OSError(errno.EINVAL, "x"))
 
 
 def test_waits_double_up_to_the_cap_and_are_spread_over_their_whole_range():

@@ -72,10 +72,14 @@ def test_the_files_are_those_of_a_save_without_a_work_dir(tmp_path, work_dir):
         _, saver = table_saver(str(url), **options)
         sizes.append({file.name: (file.n_bytes, file.xxh3) for file in saver.save("c").files if "rng" not in file.name})
     assert sizes[0].keys() == sizes[1].keys()
-    parts = [
-        (tmp_path / url / "c" / "sparse" / "00000-of-00001.g0.00.arrow").read_bytes() for url in ("plain", "staged")
-    ]
-    assert parts[0] == parts[1]
+    plain, staged = (
+        (tmp_path / url / "c/sparse/00000-of-00001.g0.00.arrow").read_bytes() for url in ("plain", "staged")
+    )
+    assert plain == staged
+    one, other = WorkDir(str(work_dir)), WorkDir(str(tmp_path / "other"))
+    for found in (one, other):
+        found.prepare()
+    assert one.device == other.device is not None  # which tells who shares its room
 
 
 def test_nothing_is_in_the_storage_before_all_copies_are_there(memory_url, work_dir):
@@ -93,33 +97,24 @@ def test_nothing_is_in_the_storage_before_all_copies_are_there(memory_url, work_
     assert {name: file.n_bytes for name, file in storage.listed("d").items()} == {"x": 3 << 20, "y": 3 << 20}
 
 
-def test_training_copies_nothing_aside_while_files_go_up(memory_url, work_dir, gate):
-    table, saver = table_saver(memory_url, transfers=Transfers(work_dir=work_dir))
+@pytest.mark.parametrize("staged", [True, False])
+def test_training_copies_nothing_aside_while_files_go_up_from_a_work_dir(memory_url, work_dir, gate, staged):
+    table, saver = table_saver(memory_url, **({"transfers": Transfers(work_dir=work_dir)} if staged else {}))
     held = gate(ObjectStorage, "create")
     handle = saver.save_async("c")
     held.wait()
-    assert len(copies_in(work_dir)) > 1
-    [snapshot] = [reference() for reference in table.store._observers._snapshots]
-    with pytest.raises(RuntimeError, match="closed"):
-        snapshot.ids.gather(np.arange(1))
+    if staged:
+        assert len(copies_in(work_dir)) > 1
+        [snapshot] = [reference() for reference in table.store._observers._snapshots]
+        with pytest.raises(RuntimeError, match="closed"):
+            snapshot.ids.gather(np.arange(1))
     table.insert(torch.arange(1000), torch.ones(1000, 2))
     held.open()
     handle.wait()
-    assert handle.info.kept_rows == 0
+    assert handle.info.kept_rows == (0 if staged else 1000)
     other, loader = table_saver(memory_url)
     loader.load()
     assert torch.equal(other.embeddings(), torch.zeros(1000, 2))
-
-
-def test_without_a_work_dir_it_does(memory_url, gate):
-    table, saver = table_saver(memory_url)
-    held = gate(ObjectStorage, "create")
-    handle = saver.save_async("c")
-    held.wait()
-    table.insert(torch.arange(1000), torch.ones(1000, 2))
-    held.open()
-    handle.wait()
-    assert handle.info.kept_rows == 1000
 
 
 @pytest.mark.parametrize("blocking", [True, False])
@@ -201,16 +196,9 @@ def test_an_option_that_is_none_is_refused_before_anything_is_made(tmp_path, opt
     with pytest.raises(ValueError, match=f"{option} must be"):
         Saver(torch.nn.Linear(1, 1), output_dir=str(tmp_path / "runs"), transfers=Transfers(**{option: value}))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_work_dir_that_cannot_be_written_is_known_at_once(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="file"):
-        Saver(
-            torch.nn.Linear(1, 1),
-            output_dir=str(tmp_path / "runs"),
-            transfers=Transfers(work_dir=tmp_path / "file" / "work"),
-        )
+    with pytest.raises(OSError, match="file"):  # a work dir that cannot be written is known at once
+        Saver(torch.nn.Linear(1, 1), output_dir=tmp_path / "runs", transfers=Transfers(work_dir=tmp_path / "file/work"))
 
 
 SAVE = """
@@ -247,10 +235,3 @@ def test_a_process_that_is_killed_while_it_sends_leaves_nothing_behind(s3_url, s
     _, saver = table_saver(s3_url, transfers=Transfers(work_dir=work_dir))
     saver.save("c")
     assert verify(s3_url, threads=1) == []
-
-
-def test_a_work_dir_tells_who_shares_its_room(tmp_path):
-    one, other = WorkDir(str(tmp_path / "one")), WorkDir(str(tmp_path / "other"))
-    for found in (one, other):
-        found.prepare()
-    assert one.device == other.device is not None

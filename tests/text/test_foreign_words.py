@@ -17,15 +17,6 @@ from recckpt.sparse import HashTable, ShardedHashTable
 from recckpt.text.foreign_words import write_instead
 
 
-def test_an_unknown_word_has_no_answer():
-    assert write_instead("anything") == ""
-
-
-def test_a_name_that_is_gone_says_what_to_use_instead():
-    with pytest.raises(AttributeError, match="no attribute 'ReadOnlyManager': CheckpointReader and follow read rows"):
-        _ = recckpt.ReadOnlyManager
-
-
 @pytest.mark.parametrize(
     ("line", "answer"),
     [
@@ -129,15 +120,15 @@ def test_attach_answers_all_at_once_what_other_libraries_call_otherwise(tmp_path
         assert part in str(refused.value)
 
 
-def test_a_saver_answers_too_and_several_optimizers_are_for_attach(tmp_path):
+def test_a_saver_answers_too_and_an_error_of_a_call_that_fits_is_left_as_it_is(tmp_path):
+    assert write_instead("anything") == ""
+    with pytest.raises(AttributeError, match="no attribute 'ReadOnlyManager': CheckpointReader and follow read rows"):
+        _ = recckpt.ReadOnlyManager
     model = nn.Linear(1, 1)
     with pytest.raises(TypeError, match=r"Saver\(\) got .*'dirpath': write output_dir=.* would do is Saver\("):
         Saver(model, dirpath=tmp_path)
     with pytest.raises(TypeError, match=r"found a list: CheckpointManager\.attach takes several"):
         Saver(model, [torch.optim.Adam(model.parameters())], str(tmp_path))
-
-
-def test_an_error_of_a_call_that_fits_is_left_as_it_is(tmp_path):
     with pytest.raises(TypeError, match=r"^metrics must be a mapping [^;]*$"):
         Run(tmp_path).manager.step(metrics=0.7)
 

@@ -13,24 +13,18 @@ from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, Partl
 from recckpt.output_dir import open_files
 from recckpt.output_dir.listing import locate
 from recckpt.output_dir.rotation import remove
-from recckpt.sparse import HashTable, gen_slice
+from recckpt.sparse import gen_slice
 from recckpt.sparse.files import link_pass, part_reader
 from recckpt.sparse.files.link_pass import LinkLoad
 from recckpt.text import Progress
 
 
-def test_the_rows_of_the_checkpoint_replace_those_of_the_table(storage):
-    save_tables(storage, [filled("t", [1, 2, 3])])
-    table = filled("t", [3, 4, 5, 6, 7])
-    table.insert(torch.tensor([3]), torch.full((1, 2), -1.0))
-    assert load(storage, [table]) == 3
-    assert rows_of(table) == rows_of(filled("t", [1, 2, 3]))
-
-
-def test_a_loaded_table_goes_on_as_any_other(storage):
+def test_the_rows_of_the_checkpoint_replace_those_of_the_table_which_goes_on_as_any_other(storage):
     save_tables(storage, [filled("t", range(100))])
-    table = empty("t")
-    load(storage, [table])
+    table = filled("t", [3, 400, 500])
+    table.insert(torch.tensor([3]), torch.full((1, 2), -1.0))
+    assert load(storage, [table]) == 100
+    assert rows_of(table) == rows_of(filled("t", range(100)))
     table.insert(torch.tensor([5, 1000]), torch.full((2, 2), 7.0))
     assert len(table) == 101
     assert table.lookup(torch.tensor([5, 6, 1000]))[0][:, 0].tolist() == [7, 6, 7]
@@ -74,7 +68,7 @@ def test_a_rank_reads_only_the_batches_that_may_hold_its_rows(storage, monkeypat
     assert len(seen) <= len(batches) / 10 + 2
 
 
-def test_only_wanted_columns_are_read(storage):
+def test_only_wanted_columns_are_read_and_the_optimizer_alone_goes_to_the_rows_that_are_there(storage):
     slots = {"sparse_m": (4,), "kept": ()}
     save_tables(storage, [filled("t", range(10), slots=slots)])
     table = filled("t", [99], slots=slots)
@@ -82,11 +76,7 @@ def test_only_wanted_columns_are_read(storage):
     assert table.slots["kept"].sum() == 45
     assert table.slots["sparse_m"].abs().sum() == 0
     assert torch.equal(table.embeddings()[:, 0], table.ids().float())
-
-
-def test_the_optimizer_alone_goes_to_the_rows_that_are_there(storage):
-    save_tables(storage, [filled("t", range(10), slots={"sparse_m": (4,), "kept": ()})])
-    table = filled("t", [3, 99, 5], slots={"sparse_m": (4,), "kept": ()})
+    table = filled("t", [3, 99, 5], slots=slots)
     table.insert(table.ids(), torch.full((3, 2), -1.0), {"sparse_m": torch.full((3, 4), -1.0)})
     before = table.slots["kept"].clone()
     assert load(storage, [table], load=["sparse_opt"]) == 2
@@ -117,25 +107,21 @@ def test_what_does_not_fit_is_named_all_at_once_before_anything_changes(storage)
     assert [rows_of(table) for table in tables] == before
 
 
-def test_without_strict_what_has_no_partner_is_left_alone_and_said(storage, caplog):
-    save_tables(storage, [filled("a", range(3)), filled("other", [1])])
+def test_without_strict_what_has_no_partner_is_left_alone_and_said_as_are_slots_of_one_side(storage, caplog):
+    save_tables(storage, [filled("a", range(3), slots={"sparse_old": ()}), filled("other", [1])])
     tables = [empty("a"), filled("missing", [9])]
+    tables[0].add_slot("sparse_new", (), initial=0.5)
     with caplog.at_level(logging.WARNING, "recckpt"):
         assert load(storage, tables, strict=False) == 3
     assert len(tables[1]) == 1
-    assert "'missing'" in caplog.text
-    assert "'other'" in caplog.text
-
-
-def test_slots_of_one_side_are_said_and_start_at_their_initial_value(storage, caplog):
-    save_tables(storage, [filled("t", range(3), slots={"sparse_old": ()})])
-    table = HashTable(2, name="t")
-    table.add_slot("sparse_new", (), initial=0.5)
-    with caplog.at_level(logging.WARNING, "recckpt"):
-        load(storage, [table])
-    assert table.slots["sparse_new"].tolist() == [0.5] * 3
-    assert "from scratch: 't@sparse_new'" in caplog.text
-    assert "has what is not in the model: 't@sparse_old'" in caplog.text
+    assert tables[0].slots["sparse_new"].tolist() == [0.5] * 3
+    for said in (
+        "'missing'",
+        "'other'",
+        "from scratch: 'a@sparse_new'",
+        "has what is not in the model: 'other', 'a@sparse_old'",
+    ):
+        assert said in caplog.text
 
 
 @pytest.mark.parametrize("rows", [[], [1, 99]])
@@ -247,14 +233,26 @@ def test_a_line_that_breaks_in_the_middle_is_said_and_the_next_load_mends_it(man
     assert [rows_of(table) for table in tables] == [rows_of(table) for table in two(range(2000))]
 
 
-def test_before_the_first_row_is_changed_an_error_is_all_there_is(many_runs):
-    tables = two([1, 99])
-    before = [rows_of(table) for table in tables]
+def test_before_the_first_row_is_changed_an_error_is_all_there_is_and_an_interrupt_later_says_what_it_left(
+    many_runs, caplog
+):
+    tables = two([1, 99], [])
+    before, last = [rows_of(table) for table in tables], n_reads(many_runs, two([1, 99], [])) - 1
     with pytest.MonkeyPatch.context() as patch:
         Line(many_runs, patch, reset, after=3)
         with pytest.raises(ConnectionResetError):
             load(many_runs, tables, concurrency=1)
     assert [rows_of(table) for table in tables] == before
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        Line(many_runs, patch, interrupt, after=last)
+        with pytest.raises(KeyboardInterrupt):
+            load(many_runs, tables, concurrency=1)
+    assert "tables 'a' are empty now" in caplog.text
+    assert [len(table) for table in tables] == [0, 0]
 
 
 @mostly_slow()
@@ -272,21 +270,6 @@ def test_rows_that_a_broken_load_has_merged_are_said_to_be_mixed(many_runs, conf
     assert len(merged[1]) == 0
 
 
-def test_an_interrupt_stays_one_and_says_what_it_left(many_runs, caplog):
-    tables = two([1, 99], [])
-    last = n_reads(many_runs, two([1, 99], [])) - 1
-
-    def interrupt():
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        Line(many_runs, patch, interrupt, after=last)
-        with pytest.raises(KeyboardInterrupt):
-            load(many_runs, tables, concurrency=1)
-    assert "tables 'a' are empty now" in caplog.text
-    assert [len(table) for table in tables] == [0, 0]
-
-
 @mostly_slow()
 @pytest.mark.parametrize("rows", [[], [1, 99]])
 def test_a_checkpoint_that_goes_in_the_middle_is_said_to_be_removed(many_runs, rows, monkeypatch):
@@ -299,15 +282,26 @@ def test_a_checkpoint_that_goes_in_the_middle_is_said_to_be_removed(many_runs, r
 
 
 @pytest.mark.parametrize("rows", [[], [1, 99]])
-def test_an_id_of_another_bucket_than_the_catalog_says_is_corrupt(local, rows):
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda forge: forge.edit_catalog(narrow),
+            r"batch 3 \(table 't'\): found id -?\d+ of bucket \d+, expected ids of",
+        ),
+        (
+            lambda forge: forge.edit_manifest(lambda values: values["tables"][0].update(rows=501)),
+            r"table 't': found 501 rows, expected 500",
+        ),
+    ],
+    ids=["a bucket of the catalog", "rows of the manifest"],
+)
+def test_rows_that_are_not_those_of_catalog_and_manifest_are_corrupt(local, rows, damage, message):
     save_tables(local, [filled("t", range(500))], batch_bytes=1000)
-
-    Forge(f"{local.url}/ckpt_1").edit_catalog(narrow)
+    damage(Forge(f"{local.url}/ckpt_1"))
     table = filled("t", rows)
     before = rows_of(table)
-    with pytest.raises(
-        CorruptCheckpointError, match=r"batch 3 \(table 't'\): found id -?\d+ of bucket \d+, expected ids of"
-    ):
+    with pytest.raises(CorruptCheckpointError, match=message):
         load(local, [table])
     assert rows_of(table) == before
 
@@ -316,13 +310,6 @@ def narrow(values):
     """Let a batch begin a bucket later than it does."""
     buckets = values["parts"][0]["batches"][3]["buckets"]
     buckets[0] += 1
-
-
-def test_rows_that_are_not_those_of_the_manifest_are_corrupt(local):
-    save_tables(local, [filled("t", range(5))])
-    Forge(f"{local.url}/ckpt_1").edit_manifest(lambda values: values["tables"][0].update(rows=6))
-    with pytest.raises(CorruptCheckpointError, match=r"table 't': found 6 rows, expected 5"):
-        load(local, [empty("t")])
 
 
 def test_loading_needs_little_memory_beyond_the_table(local):

@@ -10,16 +10,13 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.forge import filled, save_tables
 from support.sweeps import mostly_slow
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.format.catalog import Catalog, Part
 from recckpt.format.tables import DeltaRows, TableEntry
-from recckpt.output_dir.listing import locate
 from recckpt.sparse.files.arrow_format import column_values
-from recckpt.sparse.files.catalogs import read_catalogs
 from recckpt.sparse.files.merged_rows import merged_range, merged_rows
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.part_writer import ColumnBytes, PartWriter, RowBatch
@@ -144,22 +141,6 @@ def test_the_rows_of_a_chain_are_those_of_a_dict_in_one_go_and_range_by_range(
         assert rows_in([batch for batches in found for batch in batches]) == model
 
 
-def test_a_full_checkpoint_is_a_chain_of_one(local):
-    save_tables(local, [filled("t", range(0, 500)), filled("u", range(9))], [filled("t", range(500, 900))])
-    checkpoint = locate(local, "ckpt_1")
-    entry = next(entry for entry in checkpoint.manifest.tables if entry.name == "t")
-    link = TableReader(local, checkpoint.directory, read_catalogs(checkpoint, local), entry, ["embedding"])
-    found = pa.Table.from_batches(merged_rows([link], 4000))
-    assert sorted(found["id"].to_pylist()) == list(range(900))
-    assert found["embedding"].to_pylist() == [[float(id_)] * 2 for id_ in found["id"].to_pylist()]
-
-
-def test_a_row_in_any_shard_of_a_link_beats_a_delete_in_any(writer):
-    full = writer.link(3, [{1: 0, 2: 0, 3: 0}], is_whole=True)
-    delta = writer.link(2, [{}, {1: 1}], [[1, 2], []])
-    assert rows_in(list(merged_rows([delta, full], 1 << 20))) == {1: 1, 3: 0}
-
-
 def test_what_is_older_than_a_replaced_table_is_not_even_read(writer):
     gone = writer.link(2, [{1: 0, 2: 0}], is_whole=True)
     for part in gone.catalogs[0].parts:
@@ -175,15 +156,23 @@ def refusal(*chain) -> CorruptCheckpointError:
     return caught.value
 
 
-def test_an_id_in_two_shards_of_one_link_is_damage(writer):
-    error = refusal(writer.link(3, [{1: 0, 2: 0}, {2: 0}], is_whole=True))
-    assert (error.where, error.found) == ("table 't', between shards", "id 2 twice")
-
-
-def test_an_id_that_one_shard_has_as_a_row_and_as_a_delete_is_damage(writer):
+def test_links_that_contradict_themselves_or_each_other_are_damage(writer):
     full = writer.link(2, [{1: 0, 2: 0}], is_whole=True)
-    error = refusal(writer.link(2, [{1: 1}, {2: 1}], [[2], [2]]), full)
-    assert (error.where, error.found) == ("table 't', in one shard", "id 2 twice")
+    for chain, where, found in (
+        ([writer.link(3, [{1: 0, 2: 0}, {2: 0}], is_whole=True)], "table 't', between shards", "id 2 twice"),
+        ([writer.link(2, [{1: 1}, {2: 1}], [[2], [2]]), full], "table 't', in one shard", "id 2 twice"),
+        ([writer.link(3, [{2: 1}]), full], "table 't'", "2 rows in the chain"),
+        ([writer.link(2, [{2: 1}])], "table 't'", "1 rows in the chain"),  # its base is missing
+    ):
+        error = refusal(*chain)
+        assert (error.where, error.found) == (where, found)
+    other = writer.link(1, [{1: 0}], is_whole=True, slots=SLOTS[::2])
+    assert refusal(writer.link(2, [{2: 1}]), other).where == "table 't', its slots"
+    assert rows_in(list(merged_rows([writer.link(1, [{2: 1}], is_whole=True), other], 1 << 20))) == {2: 1}
+    link = writer.link(9, [dict.fromkeys(range(9), 0)], is_whole=True, part_batches=1)
+    (catalog,) = link.catalogs
+    backwards = Catalog("save", 0, 1, catalog.parts[::-1])
+    assert "behind one of" in refusal(replace(link, catalogs=[backwards])).found
 
 
 def test_slots_that_nobody_asks_for_are_not_read(writer, monkeypatch):
@@ -193,25 +182,6 @@ def test_slots_that_nobody_asks_for_are_not_read(writer, monkeypatch):
     batches = list(merged_rows([writer.link(1, [{2: 1}], [[1]], columns=["step"]), full], 1 << 20))
     assert pa.Table.from_batches(batches).to_pydict() == {"id": [2], "step": [1]}
     assert columns == [["step"], [], ["step"]]
-
-
-def test_rows_that_are_not_as_many_as_the_newest_link_says_are_damage(writer):
-    full = writer.link(2, [{1: 0, 2: 0}], is_whole=True)
-    assert refusal(writer.link(3, [{2: 1}]), full).found == "2 rows in the chain"
-    assert refusal(writer.link(2, [{2: 1}])).found == "1 rows in the chain", "its base is missing"
-
-
-def test_links_of_other_slots_are_damage_but_behind_a_replaced_table(writer):
-    other = writer.link(1, [{1: 0}], is_whole=True, slots=SLOTS[::2])
-    assert refusal(writer.link(2, [{2: 1}]), other).where == "table 't', its slots"
-    assert rows_in(list(merged_rows([writer.link(1, [{2: 1}], is_whole=True), other], 1 << 20))) == {2: 1}
-
-
-def test_batches_out_of_their_order_are_damage(writer):
-    link = writer.link(9, [dict.fromkeys(range(9), 0)], is_whole=True, part_batches=1)
-    (catalog,) = link.catalogs
-    backwards = Catalog("save", 0, 1, catalog.parts[::-1])
-    assert "behind one of" in refusal(replace(link, catalogs=[backwards])).found
 
 
 def test_a_flipped_bit_in_any_part_is_damage(writer):

@@ -77,14 +77,11 @@ def test_each_rank_reads_of_a_shard_what_it_owns_give_or_take_the_largest_batche
     assert all(abs(read[rank] - owned) <= 2 * largest + n_ranks for rank in range(n_ranks))
 
 
-def test_small_tables_of_one_batch_each_are_spread_over_the_ranks():
+def test_small_tables_of_one_batch_each_are_spread_over_the_ranks_and_shards_begin_with_different_ones():
     names = [f"t{number}" for number in range(200)]
     parts = [part_of(1, table=name, file=name) for name in names]
     turns = evenly(4, names).deal(parts, 0)
     assert Counter(turn.reader for turn in turns.values()) == dict.fromkeys(range(4), 50)
-
-
-def test_shards_begin_with_different_ranks():
     readers = [evenly(4).deal([part_of(1)], shard)["p", 0].reader for shard in range(4)]
     assert sorted(readers) == [0, 1, 2, 3]
 

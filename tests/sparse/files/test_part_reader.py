@@ -148,13 +148,14 @@ def found(storage, part, mapped: memoryview) -> bool:
     return False
 
 
-@pytest.mark.parametrize("cut", ["empty", "magic", "one byte", "half", "trailing", "text"])
-def test_a_file_that_is_cut_or_no_arrow_is_corrupt(storage, cut):
+@pytest.mark.parametrize("cut", ["missing", "empty", "magic", "one byte", "half", "trailing", "text"])
+def test_a_file_that_is_missing_cut_or_no_arrow_is_corrupt(storage, cut):
     save_tables(storage, [filled("item", range(50))], concurrency=1)
     part, slots = parts_of(storage)[0], manifest_of(storage).tables[0].slots
     path = Path(storage.url, "ckpt_1", part.file)
     data = path.read_bytes()
     bad = {
+        "missing": None,
         "empty": b"",
         "magic": b"ARROW1\0\0",
         "one byte": data[:-1],
@@ -162,20 +163,12 @@ def test_a_file_that_is_cut_or_no_arrow_is_corrupt(storage, cut):
         "trailing": data + b"garbage",
         "text": b"hello" * 100,
     }[cut]
-    path.write_bytes(bad)
-    with pytest.raises(CorruptCheckpointError, match="its size"):
+    path.unlink() if bad is None else path.write_bytes(bad)
+    with pytest.raises(CorruptCheckpointError, match="no such file" if bad is None else "its size"):
         PartReader(storage, "ckpt_1", part, slots)
-    lying = part.but(n_bytes=len(bad))  # and where the catalog agrees with the size
-    assert found(storage, lying, memoryview(bad))
-
-
-def test_a_missing_part_is_corrupt(storage):
-    save_tables(storage, [filled("item", range(5))], concurrency=1)
-    part = parts_of(storage)[0]
-    slots = manifest_of(storage).tables[0].slots
-    storage.remove(f"ckpt_1/{part.file}")
-    with pytest.raises(CorruptCheckpointError, match="no such file"):
-        PartReader(storage, "ckpt_1", part, slots)
+    if bad is not None:
+        lying = part.but(n_bytes=len(bad))  # and where the catalog agrees with the size
+        assert found(storage, lying, memoryview(bad))
 
 
 def batch_edit(change):
@@ -280,20 +273,25 @@ def test_columns_in_another_order_are_fine(storage):
     assert torch.equal(table.lookup(torch.arange(5))[0][:, 0], torch.arange(5.0))
 
 
-def test_the_table_column_is_held_against_the_catalog(storage):
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (
+            lambda forge: forge.edit_part(batch_edit(table_column([0, 0, 1, 0, 0], ["item", "user"])), rows=False),
+            "row 2 of another table",
+        ),
+        (
+            lambda forge: forge.edit_catalog(lambda all: all["parts"][0]["batches"][0]["xxh3"].update(table="0" * 16)),
+            "checksum",
+        ),
+    ],
+    ids=["names", "checksum"],
+)
+def test_the_table_column_is_held_against_the_catalog_and_its_checksum(storage, damage, found):
     save_tables(storage, [filled("item", range(5)), filled("user", range(5))], concurrency=1)
-    change = table_column([0, 0, 1, 0, 0], ["item", "user"])
-    Forge(f"{storage.url}/ckpt_1").edit_part(batch_edit(change), rows=False)
-    with pytest.raises(CorruptCheckpointError, match="column 'table': found row 2 of another table"):
+    damage(Forge(f"{storage.url}/ckpt_1"))
+    with pytest.raises(CorruptCheckpointError, match=f"column 'table': found {found}"):
         load(storage, [empty("item"), empty("user")])
-
-
-def test_the_checksum_of_the_table_column_is_held_too(storage):
-    save_tables(storage, [filled("item", range(5))], concurrency=1)
-    forge = Forge(f"{storage.url}/ckpt_1")
-    forge.edit_catalog(lambda values: values["parts"][0]["batches"][0]["xxh3"].update(table="0" * 16))
-    with pytest.raises(CorruptCheckpointError, match="column 'table': found checksum"):
-        load(storage, [empty("item")])
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), CheckpointRemovedError("runs/ckpt_1")])

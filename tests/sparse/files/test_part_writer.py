@@ -139,9 +139,17 @@ def test_rows_that_crowd_in_a_few_buckets_are_cut_between_those(buckets, n_write
         assert size < 1.5 * target + largest
 
 
-def test_no_tables_and_no_rows_make_no_parts():
+def test_parts_roll_at_their_size_and_are_cut_between_buckets_only():
     assert check([], 4) == []
     assert check([(0, GROUPS[0]), (0, GROUPS[1])], 4) == []
+    counts = spread(1000)
+    rows = sizes_of(check([(counts, GROUPS[0])], 1, part_bytes=100 * row_bytes(GROUPS[0])), counts)
+    assert len(rows) == 10
+    assert all(abs(n_rows - 100) <= 2 for n_rows in rows)
+    assert len(check([(3, GROUPS[0])], 8, least_bytes=8 << 20)) == 1, "too small to be worth a file"
+    parts = check([(crowded([7, 70, 65_535]), GROUPS[1])], 1, part_bytes=1)
+    assert [(cut.begin, cut.end) for part in parts for cut in part.ranges] == [(7, 8), (70, 71), (65_535, N_BUCKETS)]
+    assert len(check([(crowded([9] * 1000), GROUPS[0])], 8)) == 1, "a bucket is never cut"
 
 
 @pytest.mark.parametrize("n_writers", [1, 2, 3, 8])
@@ -160,13 +168,6 @@ def test_a_table_that_is_not_cut_is_not_counted():
     assert len(plan_parts(tables, 8, least_bytes=1 << 20)) == 3
 
 
-def test_parts_roll_at_their_size():
-    counts = spread(1000)
-    rows = sizes_of(check([(counts, GROUPS[0])], 1, part_bytes=100 * row_bytes(GROUPS[0])), counts)
-    assert len(rows) == 10
-    assert all(abs(n_rows - 100) <= 2 for n_rows in rows)
-
-
 @pytest.mark.slow
 def test_a_thousand_small_tables_make_few_parts():
     tables = [(100 + n % 50, GROUPS[n % 3]) for n in range(1000)]
@@ -174,42 +175,22 @@ def test_a_thousand_small_tables_make_few_parts():
     assert len(check(tables, 8, least_bytes=64 << 20)) == 3
 
 
-def test_parts_too_small_to_be_worth_a_file_are_not_cut():
-    assert len(check([(3, GROUPS[0])], 8, least_bytes=8 << 20)) == 1
-
-
-def test_a_row_larger_than_a_part_has_one_of_its_own():
-    parts = check([(crowded([7, 70, 65_535]), GROUPS[1])], 1, part_bytes=1)
-    assert [(cut.begin, cut.end) for part in parts for cut in part.ranges] == [(7, 8), (70, 71), (65_535, N_BUCKETS)]
-
-
-def test_a_bucket_is_never_cut():
-    assert len(check([(crowded([9] * 1000), GROUPS[0])], 8)) == 1
-
-
 def test_40_000_tables_of_one_group_are_more_than_a_part_can_name():
     tables = [TableBytes(str(n), GROUPS[0], 42, lambda: crowded([1]).cumsum() * 42) for n in range(40_000)]
     assert [len(part.ranges) for part in plan_parts(tables, 1, least_bytes=1)] == [32_767, 7_233]
 
 
-def test_tables_of_the_same_slots_share_a_group_and_others_do_not():
+def test_groups_are_numbered_in_the_order_of_their_slots_whether_the_tables_of_others_have_rows_or_not():
     parts = check([(10, GROUPS[0]), (10, GROUPS[3]), (10, GROUPS[0])], 1)
-    assert [part.tables for part in parts] in ([["0", "2"], ["1"]], [["1"], ["0", "2"]])
-
-
-def test_a_group_has_its_number_whether_the_tables_of_others_have_rows_or_not():
-    tables = [(5, slots) for slots in GROUPS]
-    numbers = {part.slots: part.group for part in check(tables, 1)}
-    for emptied in range(len(tables)):
-        rest = [(0 if n == emptied else rows, slots) for n, (rows, slots) in enumerate(tables)]
-        assert {part.slots: part.group for part in check(rest, 1)} == {
-            slots: number for slots, number in numbers.items() if slots != GROUPS[emptied]
-        }
-
-
-def test_groups_are_numbered_in_the_order_of_their_slots_whatever_the_order_of_the_tables():
+    assert [part.tables for part in parts] in ([["0", "2"], ["1"]], [["1"], ["0", "2"]]), "tables of the same slots"
     forth, back = (check([(5, slots) for slots in order], 1) for order in (GROUPS, GROUPS[::-1]))
     assert [part.slots for part in forth] == [part.slots for part in back] == sorted(GROUPS)
+    numbers = {part.slots: part.group for part in forth}
+    for emptied in GROUPS:
+        rest = [(0 if slots == emptied else 5, slots) for slots in GROUPS]
+        assert {part.slots: part.group for part in check(rest, 1)} == {
+            slots: number for slots, number in numbers.items() if slots != emptied
+        }
 
 
 def batch(table: str, ids: list[int]) -> RowBatch:

@@ -47,7 +47,7 @@ def test_what_was_empty_is_empty_again_after_an_error_and_what_had_rows_keeps_th
     assert len(table) == 0
 
 
-def test_a_table_of_ours_gets_what_was_gathered_aside_when_the_load_is_over():
+def test_a_table_of_ours_gets_what_was_gathered_aside_when_the_load_is_over_and_one_of_others_refuses():
     table = HashTable(2, name="t")
     target = target_of(table)
     target.begin()
@@ -56,9 +56,6 @@ def test_a_table_of_ours_gets_what_was_gathered_aside_when_the_load_is_over():
     assert (len(target), len(table)) == (2, 0)
     target.finish()
     assert (target.aside, rows_of(table)) == (None, {3: (1.0, 1.0), 5: (1.0, 1.0)})
-
-
-def test_a_table_of_others_refuses_single_slots_and_rows_that_go():
     target = target_of(ForeignTable("t", torch.tensor([3]), torch.zeros(1, 2)))
     for refused in (lambda: target.write_present(IDS, {}), lambda: target.erase(IDS)):
         with pytest.raises(TypeError, match="'t' is not a recckpt HashTable"):
@@ -115,20 +112,14 @@ def test_rows_of_a_checkpoint_that_tracks_nothing_are_as_old_as_it_and_not_as_th
 def test_rows_of_a_checkpoint_that_counted_nothing_are_not_taken_for_rows_that_were_seen_too_few_times(tmp_path):
     saved(tmp_path, 50)
     evict = [LowCount(2), LowCount(3) & Unseen(steps=10)]
-    manager, table = run_at(tmp_path, track=("count", "step"), evict=evict, evict_every=1)
+    manager, table = run_at(tmp_path, track=("count", "step", "time"), evict=evict, evict_every=1)
     manager.restore()
     assert dates(table, "count") == {0: 3, 1: 3, 2: 3}
+    assert dates(table, "last_time") == dict.fromkeys([0, 1, 2], 1049.0), "that of the checkpoint"
     train(manager, table, [7], 1)
     assert dates(table, "count") == {0: 3, 1: 3, 2: 3, 7: 1}
     train(manager, table, [0], 1)
     assert dates(table, "count") == {0: 4, 1: 3, 2: 3}
-
-
-def test_event_times_that_a_checkpoint_lacks_are_its_own(tmp_path):
-    saved(tmp_path, 50)
-    manager, table = run_at(tmp_path, track=("time",))
-    manager.restore()
-    assert dates(table, "last_time") == dict.fromkeys([0, 1, 2], 1049.0)
 
 
 @pytest.mark.parametrize(("there", "here"), [(50, 0), (6, 300), (50, 300)])

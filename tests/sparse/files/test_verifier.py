@@ -57,16 +57,15 @@ def only(problems):
     return problems[0]
 
 
-def test_shards_that_tile_the_ids_are_whole(tmp_path):
+def test_shards_that_tile_the_ids_or_share_buckets_and_columns_in_another_order_are_whole(tmp_path):
     slices = [gen_slice(i, 3) for i in range(3)]
     ids = np.arange(-500, 500)
-    saved(tmp_path, *([filled("item", ids[slice_.owns(ids)], slice=slice_)] for slice_ in slices))
-    assert verify(str(tmp_path)) == []
-
-
-def test_columns_in_another_order_are_whole(tmp_path):
-    saved(tmp_path, two_tables()).edit_part(lambda batch: batch.select(batch.schema.names[::-1]), rows=False)
-    assert verify(str(tmp_path)) == []
+    saved(tmp_path / "tile", *([filled("item", ids[slice_.owns(ids)], slice=slice_)] for slice_ in slices))
+    saved(tmp_path / "share", [filled("item", range(100))], [filled("item", range(100, 200))])
+    forge = saved(tmp_path / "other order", two_tables())
+    forge.edit_part(lambda batch: batch.select(batch.schema.names[::-1]), rows=False)
+    for name in ("tile", "share", "other order"):
+        assert verify(str(tmp_path / name)) == []
 
 
 @pytest.mark.slow
@@ -140,11 +139,6 @@ def test_an_id_in_two_shards_is_found_whatever_their_buckets(tmp_path, monkeypat
     saved(tmp_path, [filled("item", range(100)), filled("other", [1])], [filled("item", [77, *range(200, 300)])])
     problem = only(verify(str(tmp_path)))
     assert (problem.found, problem.where) == ("id 77 twice", "table 'item', between shards")
-
-
-def test_shards_may_share_buckets_where_they_share_no_id(tmp_path):
-    saved(tmp_path, [filled("item", range(100))], [filled("item", range(100, 200))])
-    assert verify(str(tmp_path)) == []
 
 
 def test_an_id_of_another_bucket_than_the_catalog_says_is_found(tmp_path):
@@ -259,20 +253,13 @@ def test_rows_of_which_every_number_has_the_other_sign_are_others(dtype):
         assert summed([ids, changed.view(row).reshape(-1)]) != expected
 
 
-def test_values_of_another_id_or_column_or_table_are_other_rows():
+def test_values_of_another_id_or_column_or_table_and_rows_that_are_missing_or_there_twice_count():
     ids, one, two = columns([12, 12])
     expected = summed([ids, one, two])
     assert summed([ids, np.roll(one, 1), two]) != expected
     assert summed([ids, np.roll(one, 1), np.roll(two, 1)]) != expected
     assert summed([ids, two, one]) != expected
     assert summed([ids, one, two], table="other") != expected
-
-
-def test_rows_that_are_missing_or_there_twice_count():
-    found = columns([8])
-    assert summed(found, np.arange(N_ROWS - 1)) != summed(found)
-    assert summed(found, np.array([0, *range(N_ROWS)])) != summed(found)
-
-
-def test_no_rows_are_as_good_as_no_table():
-    assert summed(columns([8]), np.arange(0)) == RowSums()
+    assert summed([ids, one, two], np.arange(N_ROWS - 1)) != expected
+    assert summed([ids, one, two], np.array([0, *range(N_ROWS)])) != expected
+    assert summed([ids, one, two], np.arange(0)) == RowSums(), "no rows are as good as no table"

@@ -131,8 +131,5 @@ def test_what_cannot_be_summed_is_refused(rule):
         rule([{"tables": [table_of()], "weight_decay": 0.1}])
     with pytest.raises(ValueError, match=r"gradients='mean', expected 'sum' for a Sparse\w+Sum"):
         rule([ShardedHashTable(DIM, name="t")])
-
-
-def test_the_slot_is_that_of_adagrad_and_row_wise_one_of_its_own():
     assert SparseAdagradSum.slot_names == SparseAdagrad.slot_names
     assert SparseRowWiseAdagradSum.slot_names == ("sparse_rowwise_adagrad_sum_by_rank",)

@@ -105,9 +105,10 @@ def test_an_overflow_is_shared_by_a_table_without_gradients():
     assert twin.shift.item() == pytest.approx(-0.1)
 
 
-def test_its_closure_is_called_once_and_all_step_after_it():
+def test_its_closure_is_called_once_and_a_schedule_over_it_sets_the_rates_of_all():
     twin = twins.with_table()
     optim, calls = JointOptimizer(*twins.optimizers(twin)), []
+    schedule = torch.optim.lr_scheduler.StepLR(optim, 1, 0.5)
 
     def closure():
         calls.append(1)
@@ -120,12 +121,6 @@ def test_its_closure_is_called_once_and_all_step_after_it():
     assert optim.step(closure).item() > 0
     assert len(calls) == 1
     assert not torch.equal(twins.trained(twin)["rows"], before)
-
-
-def test_a_schedule_over_it_sets_the_rates_of_all():
-    optim = JointOptimizer(*twins.optimizers(twins.with_table()))
-    schedule = torch.optim.lr_scheduler.StepLR(optim, 1, 0.5)
-    optim.step()
     schedule.step()
     assert [group["lr"] for part in optim.optimizers for group in part.param_groups] == [0.05, 0.05]
 
@@ -155,19 +150,30 @@ def test_its_state_is_that_of_its_optimizers_and_is_copied_with_the_model():
 def test_what_cannot_step_together_is_refused():
     twin = twins.with_table()
     dense, sparse = twins.optimizers(twin)
-    with pytest.raises(ValueError, match="needs optimizers, found none"):
-        JointOptimizer()
-    with pytest.raises(TypeError, match="found a Linear"):
-        JointOptimizer(dense, twin.top)
-    with pytest.raises(ValueError, match="SGD has a parameter or table of another"):
-        JointOptimizer(dense, torch.optim.SGD([twin.shift]))
-    with pytest.raises(ValueError, match="SparseSGD has a parameter or table of another"):
-        JointOptimizer(dense, sparse, SparseSGD([twin.rows]))
-    with pytest.raises(TypeError, match="add the group to one of its optimizers"):
-        JointOptimizer(dense).add_param_group({"params": []})
+    for error, message, call in (
+        (ValueError, "needs optimizers, found none", JointOptimizer),
+        (TypeError, "found a Linear", lambda: JointOptimizer(dense, twin.top)),
+        (
+            ValueError,
+            "SGD has a parameter or table of another",
+            lambda: JointOptimizer(dense, torch.optim.SGD([twin.shift])),
+        ),
+        (
+            ValueError,
+            "SparseSGD has a parameter or table of another",
+            lambda: JointOptimizer(dense, sparse, SparseSGD([twin.rows])),
+        ),
+        (
+            TypeError,
+            "add the group to one of its optimizers",
+            lambda: JointOptimizer(dense).add_param_group({"params": []}),
+        ),
+    ):
+        with pytest.raises(error, match=message):
+            call()
 
 
-def test_tables_that_count_steps_by_themselves_are_refused_though_set_later():
+def test_tables_that_count_steps_by_themselves_are_refused_though_set_later_and_not_clipped_half_way():
     twin = twins.with_table()
     dense, sparse = twins.optimizers(twin)
     optim = JointOptimizer(dense, sparse)
@@ -179,6 +185,10 @@ def test_tables_that_count_steps_by_themselves_are_refused_though_set_later():
     with pytest.raises(ValueError, match=r"set_grad_accum_steps\(2\) of SparseSGD"):
         optim.step()
     assert torch.equal(twin.shift, before)
+    with pytest.raises(ValueError, match="clip before the call of step"):
+        clip_grad_norm_(twin, sparse, 1.0)
+    sparse.step()
+    assert clip_grad_norm_(twin, sparse, 1.0) > 0
 
 
 def test_an_overflow_in_the_rows_of_one_rank_skips_the_dense_step_of_all():
@@ -227,17 +237,6 @@ def test_a_table_without_its_optimizer_is_refused_before_anything_is_clipped():
     with pytest.raises(ValueError, match=r"the tables \['t'\] of the model have gradients.*give the sparse optimizer"):
         clip_grad_norm_(twin, dense, 1e-3)
     assert torch.equal(twin.shift.grad, before)
-
-
-def test_clipping_a_sum_that_is_not_complete_is_refused():
-    twin = twins.with_table()
-    _, sparse = twins.optimizers(twin)
-    sparse.set_grad_accum_steps(2)
-    twin(*twins.batches()[0]).backward()
-    with pytest.raises(ValueError, match="clip before the call of step"):
-        clip_grad_norm_(twin, sparse, 1.0)
-    sparse.step()
-    assert clip_grad_norm_(twin, sparse, 1.0) > 0
 
 
 def test_ranks_clip_a_sharded_table_and_dense_parameters_by_one_norm():

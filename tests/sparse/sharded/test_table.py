@@ -153,14 +153,6 @@ def test_any_number_of_ranks_admits_and_counts_the_same(size, policy):
     assert 0 < len(plain) < 18
 
 
-def test_ranks_that_admit_otherwise_are_told():
-    def look_up(exchange):
-        sharded(exchange, admit=MinCount(2 + exchange.rank))(ids_of(1))
-
-    with pytest.raises(LookupFailedError, match=r"admit=MinCount\(n=3"):
-        on_ranks(2, look_up)
-
-
 def test_with_one_rank_it_is_a_plain_table_bit_for_bit():
     torch.manual_seed(0)
     found = []
@@ -200,18 +192,6 @@ def test_rows_of_any_dtype_travel_unchanged(dtype):
         assert torch.equal(rows, plain(ids_of(1, 2, 3, 4)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_gradients_of_16_bit_tables_are_sent_and_added_up_in_float32(dtype):
-    def train(exchange):
-        table = sharded(exchange, dtype=dtype, gradients="sum")
-        table(torch.ones(3000, dtype=torch.int64)).sum().backward()
-        return table.take_gradients()
-
-    taken = on_ranks(2, train)
-    (grads,) = (grads for rows, grads in taken if len(rows))
-    assert grads.tolist() == [[6000] * 3]
-
-
 # gradients
 
 
@@ -231,79 +211,72 @@ def all_gradients(size, backward, dim=1, gradients="sum"):
     return union(on_ranks(size, train))
 
 
-def test_gradients_are_summed_or_divided_by_the_number_of_ranks():
-    def backward(table, rank):
-        (table(ids_of(7, 8, 7)) * ids_of(1, 10, 100).view(3, 1)).sum().backward()
-
-    assert all_gradients(4, backward) == {7: [404], 8: [40]}
-    assert all_gradients(4, backward, gradients="mean") == {7: [101], 8: [10]}
+def of_positions(table, rank):
+    (table(ids_of(7, 8, 7)) * ids_of(1, 10, 100).view(3, 1)).sum().backward()
 
 
-def test_backward_passes_of_several_batches_accumulate():
-    def backward(table, rank):
-        for factor in (1, 10):
-            (factor * table(ids_of(1, 2 + rank))).sum().backward()
-
-    assert all_gradients(2, backward) == {1: [22], 2: [11], 3: [11]}
+def of_several_batches(table, rank):
+    for factor in (1, 10):
+        (factor * table(ids_of(1, 2 + rank))).sum().backward()
 
 
-def test_a_table_may_be_called_twice_in_one_forward_pass():
-    def backward(table, rank):
-        (table(ids_of(1, 2)) + 10 * table(ids_of(2, 3))).sum().backward()
-
-    assert all_gradients(3, backward) == {1: [3], 2: [33], 3: [30]}
+def of_two_look_ups_in_one_pass(table, rank):
+    (table(ids_of(1, 2)) + 10 * table(ids_of(2, 3))).sum().backward()
 
 
-def test_a_graph_may_be_gone_through_twice():
-    def backward(table, rank):
-        loss = table(ids_of(1)).sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-
-    assert all_gradients(2, backward) == {1: [4]}
+def of_a_graph_gone_through_twice(table, rank):
+    loss = table(ids_of(1)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
 
 
-def test_rows_may_be_changed_in_place_and_ids_overwritten_before_the_backward_pass():
-    def backward(table, rank):
-        ids = ids_of(1, 2)
-        rows = table(ids)
-        ids.fill_(3)
-        rows.mul_(5)
-        rows.sum().backward()
-
-    assert all_gradients(2, backward) == {1: [10], 2: [10]}
+def of_rows_changed_in_place_and_ids_overwritten(table, rank):
+    ids = ids_of(1, 2)
+    rows = table(ids)
+    ids.fill_(3)
+    rows.mul_(5)
+    rows.sum().backward()
 
 
-def test_rows_that_were_erased_between_forward_and_backward_drop_out():
-    def backward(table, rank):
-        rows = table(ids_of(1, 2, 3))
-        table.erase(ids_of(2))
-        rows.sum().backward()
-
-    assert all_gradients(2, backward) == {1: [2], 3: [2]}
+def of_rows_erased_before_the_backward_pass(table, rank):
+    rows = table(ids_of(1, 2, 3))
+    table.erase(ids_of(2))
+    rows.sum().backward()
 
 
-def test_without_grad_nothing_is_recorded_and_rows_are_inserted_all_the_same():
-    def look_up(exchange):
-        table = sharded(exchange)
-        with torch.no_grad():
-            rows = table(ids_of(1, 2, 3))
-        return rows.requires_grad, table.take_gradients(), len(table)
+@pytest.mark.parametrize(
+    ("backward", "size", "expected"),
+    [
+        (of_positions, 4, {7: [404], 8: [40]}),
+        (of_several_batches, 2, {1: [22], 2: [11], 3: [11]}),
+        (of_two_look_ups_in_one_pass, 3, {1: [3], 2: [33], 3: [30]}),
+        (of_a_graph_gone_through_twice, 2, {1: [4]}),
+        (of_rows_changed_in_place_and_ids_overwritten, 2, {1: [10], 2: [10]}),
+        (of_rows_erased_before_the_backward_pass, 2, {1: [2], 3: [2]}),
+    ],
+)
+def test_gradients_are_summed_or_divided_by_the_number_of_ranks(backward, size, expected):
+    assert all_gradients(size, backward) == expected
+    means = {id_: [total / size for total in totals] for id_, totals in expected.items()}
+    assert all_gradients(size, backward, gradients="mean") == means
 
-    grads, taken, lengths = zip(*on_ranks(2, look_up), strict=True)
-    assert (grads, taken, sum(lengths)) == ((False, False), (None, None), 3)
 
-
-def test_in_eval_mode_nothing_is_inserted_and_unseen_ids_read_the_constant():
+def test_without_grad_nothing_is_recorded_and_in_eval_mode_nothing_is_inserted():
     def look_up(exchange):
         table = sharded(exchange, 1, initializer=Constant(5.0))
-        table(ids_of(1, 2))
-        table.eval()
-        return table(ids_of(2, 99)).tolist(), len(table)
+        with torch.no_grad():
+            rows = table(ids_of(1, 2, 3))
+        read = table.eval()(ids_of(2, 99)).tolist()
+        sums = []  # of tables of 16 bits are added up in float32
+        for dtype in (torch.float16, torch.bfloat16):
+            narrow = sharded(exchange, name=str(dtype), dtype=dtype, gradients="sum")
+            narrow(torch.ones(3000, dtype=torch.int64)).sum().backward()
+            sums.append(narrow.take_gradients()[1].tolist())
+        return rows.requires_grad, table.take_gradients(), read, len(table), sums
 
-    rows, lengths = zip(*on_ranks(3, look_up), strict=True)
-    assert rows == ([[5], [5]],) * 3
-    assert sum(lengths) == 2
+    grads, taken, read, lengths, sums = zip(*on_ranks(3, look_up), strict=True)
+    assert (grads, taken, read, sum(lengths)) == ((False,) * 3, (None,) * 3, ([[5], [5]],) * 3, 3)
+    assert sorted(sums) == [[[], []], [[], []], [[[9000] * 3]] * 2]
 
 
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
@@ -311,24 +284,17 @@ def test_a_rank_without_ids_counts_the_step_all_the_same(optimizer):
     def train(exchange):
         table = sharded(exchange)
         optim = OPTIMIZERS[optimizer]([table])
-        table(ids_of(1)).sum().backward()
-        optim.step()
-        return len(table), optim.state_dict()["state"]
-
-    lengths, states = zip(*on_ranks(4, train), strict=True)
-    assert sorted(lengths) == [0, 0, 0, 1]
-    assert states == ({"t": {"step": 1}},) * 4
-
-
-def test_no_ids_on_any_rank_are_a_step_without_rows():
-    def train(exchange):
-        table = sharded(exchange)
         rows = table(ids_of())
         rows.sum().backward()
-        taken = table.take_gradients()
-        return rows.shape, len(table), [len(part) for part in taken]
+        found = rows.shape, len(table), [len(part) for part in table.take_gradients()]
+        table(ids_of(1)).sum().backward()
+        optim.step()
+        return found, len(table), optim.state_dict()["state"]
 
-    assert on_ranks(3, train) == [((0, 3), 0, [0, 0])] * 3
+    found, lengths, states = zip(*on_ranks(4, train), strict=True)
+    assert found == (((0, 3), 0, [0, 0]),) * 4, "of no ids on any rank"
+    assert sorted(lengths) == [0, 0, 0, 1]
+    assert states == ({"t": {"step": 1}},) * 4
 
 
 # several tables
@@ -398,24 +364,48 @@ def test_a_table_that_no_loss_depends_on_has_no_gradients_and_one_of_a_single_ra
         assert len(used_by_1[0]) == len(used[0])
 
 
-def test_a_collection_needs_names_of_their_own():
-    with pytest.raises(ValueError, match=r"names of their own, found \['a', 'a'\]"):
-        EmbeddingCollection([ShardedHashTable(2, name="a"), ShardedHashTable(3, name="a")])
-
-
-@pytest.mark.parametrize("tables", [[HashTable(2, name="t")], {"t": ShardedHashTable(2, name="t")}, [None]])
-def test_a_collection_of_something_else_than_sharded_tables_is_refused_by_name(tables):
-    with pytest.raises(
-        TypeError, match=r"ShardedHashTable, found the (HashTable 't'|str 't'|NoneType None): make it one"
-    ):
-        EmbeddingCollection(tables)
-
-
-def test_a_collection_on_one_rank_checks_the_names_too():
-    tables = EmbeddingCollection([ShardedHashTable(2, name="a"), ShardedHashTable(2, name="b")])
-    assert tables({"b": ids_of(1), "a": ids_of()})["b"].shape == (1, 2)
-    with pytest.raises(ValueError, match=r"found ids for \[.*\], expected for \['b'\]"):
-        tables({"a": ids_of()})
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: EmbeddingCollection([ShardedHashTable(2, name="a"), ShardedHashTable(3, name="a")]),
+            ValueError,
+            r"names of their own, found \['a', 'a'\]",
+        ),
+        *(
+            (
+                lambda some=some: EmbeddingCollection(some),
+                TypeError,
+                f"ShardedHashTable, found the {found}: make it one",
+            )
+            for some, found in (
+                ([HashTable(2, name="t")], "HashTable 't'"),
+                ({"t": ShardedHashTable(2, name="t")}, "str 't'"),
+                ([None], "NoneType None"),
+            )
+        ),
+        (
+            lambda: EmbeddingCollection([ShardedHashTable(2, name="a"), ShardedHashTable(2, name="b")])(
+                {"a": ids_of()}
+            ),
+            ValueError,
+            r"found ids for \[.*\], expected for \[.*'b'\]",
+        ),
+        (lambda: sharded(None, gradients="average"), ValueError, "found gradients='average', expected 'mean' or 'sum'"),
+        (
+            lambda: sharded(-100),
+            ValueError,
+            "found group=-100, expected a process group that this process belongs to",
+        ),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(make, error, message, monkeypatch):
+    with pytest.raises(error, match=message):
+        make()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"one of 2 processes .* no process group: call .*init_process_group"):
+        ShardedHashTable(2, name="t")
 
 
 # errors: all ranks raise alike, and go on together
@@ -536,25 +526,6 @@ def test_an_owner_that_cannot_make_a_row_raises_on_all():
     for error, _ in failures(2, look_up):
         assert "failed on rank 0: MemoryError: no room for new rows" in str(error)
         assert str(error).endswith("rows may have been inserted already: mend the cause on that rank")
-
-
-def test_processes_without_a_process_group_are_refused(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"one of 2 processes .* no process group: call .*init_process_group"):
-        ShardedHashTable(2, name="t")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"gradients": "average"}, "found gradients='average', expected 'mean' or 'sum'"),
-        ({"group": -100}, "found group=-100, expected a process group that this process belongs to"),
-    ],
-)
-def test_arguments_that_mean_nothing_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        ShardedHashTable(2, name="t", **options)
 
 
 @pytest.mark.parametrize(

@@ -93,40 +93,27 @@ def test_every_bit_of_a_nan_survives():
     assert torch.equal(read, bits.flip(0))
 
 
-def test_a_tensor_is_wrapped_without_a_copy():
+def test_a_tensor_is_wrapped_without_a_copy_and_pieces_cover_a_range_once():
     values = counting(500, 4)
     column = Column.over(SlotSpec("x", "float32", (4,)), values)
     assert column.blocks[0].data_ptr() == values.data_ptr()
     assert torch.equal(column.gather(np.array([499, 1])), values[[499, 1]])
-    assert torch.equal(torch.cat(list(column.pieces(100, 450))), values[100:450])
+    for some in (column, column_of(values)):
+        assert torch.equal(torch.cat(list(some.pieces(50, 333))), values[50:333])
+    empty = Column(SlotSpec("x", "float32", (4,)), CPU)
+    assert empty.to_tensor(0).shape == empty.gather(np.empty(0, np.int64)).shape == (0, 4)
+    assert empty.nbytes == 0
 
 
-def test_pieces_cover_a_range_once():
-    values = counting(500, 4)
-    pieces = list(column_of(values).pieces(50, 333))
-    assert torch.equal(torch.cat(pieces), values[50:333])
-
-
-def test_an_empty_column_reads_as_no_rows():
-    column = Column(SlotSpec("x", "float32", (4,)), CPU)
-    assert column.to_tensor(0).shape == (0, 4)
-    assert column.gather(np.empty(0, np.int64)).shape == (0, 4)
-    assert column.nbytes == 0
-
-
-def test_values_with_a_graph_leave_it_behind():
-    column = column_of(torch.ones(100, 2, requires_grad=True) * 2)
-    column.scatter(np.array([3]), torch.ones(1, 2, requires_grad=True))
-    assert not any(block.requires_grad for block in column.blocks)
-
-
-def test_blocks_made_in_inference_mode_can_be_written_outside_of_it():
+def test_blocks_made_in_inference_mode_can_be_written_outside_of_it_and_leave_graphs_behind():
     with torch.inference_mode():
         column = column_of(torch.zeros(10, 2))
-    column.write(0, torch.ones(10, 2))
+    column.write(0, torch.ones(10, 2, requires_grad=True) * 2)
+    column.scatter(np.array([3]), torch.ones(1, 2, requires_grad=True) * 2)
+    assert not any(block.requires_grad for block in column.blocks)
     twin = column.to(CPU)
     column.write(0, torch.zeros(10, 2))
-    assert torch.equal(twin.to_tensor(10), torch.ones(10, 2))
+    assert torch.equal(twin.to_tensor(10), torch.full((10, 2), 2.0))
 
 
 def test_memory_that_is_freed_or_moved_under_a_column_is_noticed():

@@ -43,7 +43,7 @@ class Tracked(torch.nn.Module):
         self.table = HashTable(2, name=name, track=track)
 
 
-def test_a_training_look_up_counts_and_dates_every_occurrence():
+def test_a_training_look_up_counts_and_dates_every_occurrence_and_nothing_else_does():
     table = HashTable(2, name="t", track=ALL)
     at(table, 3, 1.5)
     table(torch.tensor([[7, 8], [7, 7]]))
@@ -52,28 +52,25 @@ def test_a_training_look_up_counts_and_dates_every_occurrence():
     table(torch.tensor([8]))
     with torch.no_grad():
         table(torch.tensor([9]))
-    assert counters(table) == {7: (3, 3, 1.5), 8: (2, 4, 2.5), 9: (1, 4, 2.5)}
-
-
-def test_nothing_else_counts():
-    table = HashTable(2, name="t", track=ALL)
-    at(table, 3, 1.5)
-    table(torch.tensor([7]))
-    before = counters(table)
+    assert counters(table) == (before := {7: (3, 3, 1.5), 8: (2, 4, 2.5), 9: (1, 4, 2.5)})
     at(table, 5, 9.5)
-    table.lookup(torch.tensor([7, 8]))
-    table.eval()(torch.tensor([7, 8]))
+    table.lookup(torch.tensor([7, 10]))
+    table.eval()(torch.tensor([7, 10]))
     table.train().insert(torch.tensor([7]), torch.ones(1, 2))
     assert counters(table) == before
 
 
-def test_a_row_that_is_inserted_was_never_looked_up_and_is_as_old_as_its_insertion():
+def test_a_row_that_is_inserted_is_as_old_as_its_insertion_and_one_that_comes_back_starts_anew():
     table = HashTable(2, name="t", track=ALL)
     at(table, 5, 9.5)
     table.insert(torch.tensor([7]), torch.ones(1, 2))
-    assert counters(table) == {7: (0, 5, 9.5)}
+    assert counters(table) == {7: (0, 5, 9.5)}, "never looked up"
     given = HashTable.from_embedding(torch.nn.Embedding(2, 2), name="t", track=("count",))
     assert given.slots["count"].tolist() == [0, 0]
+    table(torch.tensor([7, 7, 8]))
+    table.erase(torch.tensor([7]))
+    table(torch.tensor([7]))
+    assert counters(table) == {8: (1, 5, 9.5), 7: (1, 5, 9.5)}
 
 
 def test_without_an_event_time_the_clock_counts():
@@ -91,15 +88,6 @@ def test_bags_count_their_ids_and_a_padding_id_is_none():
     at(table, 1, 1.0)
     table.bag(torch.tensor([[7, 8, 0], [7, 0, 0]]), padding_id=0)
     assert counters(table) == {7: (2, 1, 1.0), 8: (1, 1, 1.0)}
-
-
-def test_an_id_that_comes_back_after_it_was_erased_starts_anew():
-    table = HashTable(2, name="t", track=ALL)
-    at(table, 1, 1.0)
-    table(torch.tensor([7, 7, 8]))
-    table.erase(torch.tensor([7]))
-    table(torch.tensor([7]))
-    assert counters(table) == {8: (1, 1, 1.0), 7: (1, 1, 1.0)}
 
 
 def test_copies_take_the_counters_and_the_moment_along():
@@ -397,14 +385,11 @@ def test_in_as_many_steps_as_evict_every_says_all_rows_are_looked_at_a_part_at_e
     gone = -np.diff(left)
     assert gone.min() > 50
     assert gone.max() < 160
-
-
-def test_steps_that_are_not_counted_one_by_one_leave_nothing_out():
     table = table_of(1000, evict=Unseen(steps=5), evict_every=100)
     for step in range(0, 130, 10):
         table.step = step
         table(torch.tensor([-1]))
-    assert ids_of(table) == [-1]
+    assert ids_of(table) == [-1], "steps that are not counted one by one leave nothing out"
 
 
 @pytest.mark.parametrize(("every", "n"), [(1, 0), (7, 0), (20_000, 0), (1000, 50_000), (10, 10)])
@@ -467,18 +452,6 @@ def test_the_row_of_padding_stays():
     assert ids_of(table) == [3, 7]
     assert table.evict(Capacity(1)) == 1
     assert ids_of(table) == [3]
-
-
-def test_the_gradients_of_a_row_that_is_evicted_go_with_it_and_those_of_others_stay():
-    table = table_of(4)
-    optim = SparseSGD([table], lr=1.0)
-    table(torch.arange(4)).sum().backward()
-    table(torch.tensor([2]))
-    before = table.lookup(torch.tensor([2]))[0]
-    table.evict(LowCount(3))
-    optim.step()
-    assert ids_of(table) == [2]
-    assert torch.equal(table.embeddings(), before - 1)
 
 
 @pytest.mark.parametrize("drop", [lambda table: table.evict(LowCount(3)), lambda table: table.erase(torch.arange(3))])
@@ -611,14 +584,17 @@ def test_policies_by_what_is_not_tracked_are_refused(policy, track, remedy):
 def test_what_a_table_cannot_evict_by_is_refused_where_it_is_made(options, message):
     with pytest.raises(ValueError, match=f"table 't': .*{message}"):
         table_of(**options)
-
-
-def test_to_evict_by_nothing_is_refused():
     with pytest.raises(ValueError, match="found none"):
         table_of(3).evict()
 
 
 def test_a_pass_that_evicts_more_than_half_of_a_table_says_so_once_with_what_it_goes_by(caplog):
+    table = table_of(200, evict=Unseen(steps=5), evict_every=2)
+    for step in range(1, 20):
+        table.step = step
+        table(torch.arange(100))
+    assert len(table) == 100
+    assert caplog.records == [], "half of it stays"
     table = table_of(evict=UnseenFor(days=30), evict_every=4)
     table.step, table.event_time = 1, 100.0 * DAY
     table(torch.arange(200))
@@ -629,12 +605,3 @@ def test_a_pass_that_evicts_more_than_half_of_a_table_says_so_once_with_what_it_
     [message] = [record.message for record in caplog.records]
     assert "of the 200 rows that were there at step 4, by UnseenFor(days=30); now is step" in message
     assert "set it back by manager.event_time or table.step" in message
-
-
-def test_a_pass_that_leaves_half_of_a_table_is_not_worth_a_word(caplog):
-    table = table_of(200, evict=Unseen(steps=5), evict_every=2)
-    for step in range(1, 20):
-        table.step = step
-        table(torch.arange(100))
-    assert len(table) == 100
-    assert caplog.records == []

@@ -148,19 +148,13 @@ def test_bounds_hold_after_rounding(dtype):
         assert values(initializer, dtype=dtype).abs().max() <= bound
 
 
-def test_a_far_tail_of_the_normal_distribution_is_reached():
+def test_the_quantile_is_that_of_the_standard_library_and_a_far_tail_is_reached():
+    for p in (1e-300, 1e-20, 1e-9, 0.01, 0.0749, 0.0751, 0.3, 0.5, 0.9249, 0.9251, 1 - 1e-12):
+        assert normal_quantile(p) == pytest.approx(NormalDist().inv_cdf(p), rel=2e-7, abs=1e-15)
     far = values(TruncatedNormal(0.0, 1.0, 8.0, 9.0), dtype="float64")
     assert 8 <= far.min() <= far.max() <= 9
     assert far.mean() == pytest.approx(8.1214, abs=0.002)
-
-
-def test_the_quantile_is_that_of_the_standard_library():
-    for p in (1e-300, 1e-20, 1e-9, 0.01, 0.0749, 0.0751, 0.3, 0.5, 0.9249, 0.9251, 1 - 1e-12):
-        assert normal_quantile(p) == pytest.approx(NormalDist().inv_cdf(p), rel=2e-7, abs=1e-15)
-
-
-def test_a_normal_without_spread_is_its_mean():
-    assert values(Normal(3.0, 0.0)).unique().tolist() == [3.0]
+    assert values(Normal(3.0, 0.0)).unique().tolist() == [3.0], "without spread"
 
 
 def test_no_ids_and_matrix_rows_have_the_right_shape():
@@ -169,32 +163,24 @@ def test_no_ids_and_matrix_rows_have_the_right_shape():
     assert values(Constant(1), [5], shape=()).tolist() == [1]
 
 
-def test_tables_with_other_names_start_differently_and_twins_alike():
-    tables = [HashTable(4, name=name, initializer=Normal()) for name in ("a", "a", "b")]
-    first, twin, other = (table(torch.arange(100)).detach() for table in tables)
-    assert torch.equal(first, twin)
-    assert not torch.isclose(first, other).any()
+@pytest.mark.parametrize("initializer", [None, Normal()])
+def test_rows_start_by_the_id_and_the_name_of_the_table(initializer):
+    first, again, other = (HashTable(4, name=name, initializer=initializer) for name in ("t", "t", "u"))
+    ids = torch.arange(100)
+    assert torch.equal(first(ids), again(ids.flip(0)).flip(0))
+    assert not torch.isclose(first(ids), other(ids)).any()
+    assert first.eval()(torch.tensor([1000])).tolist() == [[0] * 4], "the mean, of an id without a row"
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64])
 def test_integer_tables_start_at_constants_only(dtype):
-    assert HashTable(2, name="t", dtype=dtype, initializer=Constant(-3))(torch.tensor([1])).tolist() == [[-3, -3]]
+    assert HashTable(2, name="t", dtype=dtype)(torch.tensor([5])).tolist() == [[0, 0]]
+    for constant in (-3, 0, torch.iinfo(dtype).max - 1):
+        table = HashTable(2, name="t", dtype=dtype, initializer=Constant(constant))
+        assert table(torch.tensor([1])).tolist() == table.eval()(torch.tensor([2])).tolist() == [[constant] * 2]
     for initializer in (*RANDOM, torch.nn.init.normal_):
         with pytest.raises(ValueError, match="Constant"):
             HashTable(2, name="t", dtype=dtype, initializer=initializer)
-
-
-@pytest.mark.parametrize("value", [1.5, 128, -129, math.inf, math.nan])
-def test_a_constant_that_does_not_fit_an_integer_table_is_refused(value):
-    with pytest.raises(ValueError, match="int8"):
-        as_initializer(Constant(value), torch.int8, (2,))
-
-
-def test_a_large_integer_constant_is_exact():
-    big = 2**62 + 1
-    table = HashTable(1, name="t", dtype=torch.int64, initializer=Constant(big))
-    assert table(torch.tensor([1])).item() == big
-    assert table.eval()(torch.tensor([2])).item() == big
 
 
 def test_torch_initializers_use_the_random_numbers_of_torch():
@@ -205,33 +191,32 @@ def test_torch_initializers_use_the_random_numbers_of_torch():
     assert torch.equal(found, torch.nn.init.xavier_uniform_(torch.empty(10, 4, 4)))
 
 
-@pytest.mark.parametrize("initializer", [Normal, 0.5, "normal", object()])
-def test_what_is_no_initializer_is_refused(initializer):
-    with pytest.raises(TypeError, match=r"instance|expected"):
-        HashTable(2, name="t", initializer=initializer)
-
-
 @pytest.mark.parametrize(
-    "make",
+    ("make", "error", "message"),
     [
-        lambda: Normal(std=-1),
-        lambda: Normal(mean=math.nan),
-        lambda: Uniform(1, 1),
-        lambda: Uniform(2, 1),
-        lambda: Uniform(0, math.inf),
-        lambda: TruncatedNormal(std=0),
-        lambda: TruncatedNormal(a=1, b=1),
-        lambda: TruncatedNormal(a=100, b=101),
+        *(
+            (lambda value=value: as_initializer(Constant(value), torch.int8, (2,)), ValueError, "int8")
+            for value in (1.5, 128, -129, math.inf, math.nan)
+        ),
+        *(
+            (lambda some=some: HashTable(2, name="t", initializer=some), TypeError, r"instance|expected")
+            for some in (Normal, 0.5, "normal", object())
+        ),
+        (lambda: Normal(std=-1), ValueError, "expected"),
+        (lambda: Normal(mean=math.nan), ValueError, "expected"),
+        (lambda: Uniform(1, 1), ValueError, "expected"),
+        (lambda: Uniform(2, 1), ValueError, "expected"),
+        (lambda: Uniform(0, math.inf), ValueError, "expected"),
+        (lambda: TruncatedNormal(std=0), ValueError, "expected"),
+        (lambda: TruncatedNormal(a=1, b=1), ValueError, "expected"),
+        (lambda: TruncatedNormal(a=100, b=101), ValueError, "expected"),
+        (lambda: Normal("0"), TypeError, "expected"),
+        (lambda: Uniform(seed=0.5), TypeError, "expected"),
+        (lambda: Constant(None), TypeError, "expected"),
     ],
 )
-def test_parameters_out_of_range_are_refused(make):
-    with pytest.raises(ValueError, match="expected"):
-        make()
-
-
-@pytest.mark.parametrize("make", [lambda: Normal("0"), lambda: Uniform(seed=0.5), lambda: Constant(None)])
-def test_parameters_of_another_type_are_refused(make):
-    with pytest.raises(TypeError, match="expected"):
+def test_what_is_no_initializer_and_parameters_out_of_range_are_refused(make, error, message):
+    with pytest.raises(error, match=message):
         make()
 
 
@@ -250,28 +235,6 @@ def test_a_table_without_an_initializer_starts_ids_at_random_rows_of_length_abou
     assert len(rows.flatten(1).unique(dim=0)) == 5000
     lengths = rows.detach().flatten(1).norm(dim=1)
     torch.testing.assert_close(lengths.square().mean().item(), 1.0, atol=0.02, rtol=0)
-
-
-def test_the_default_is_a_function_of_the_id_and_the_name_of_the_table():
-    first, again, other = (HashTable(4, name=name)(torch.tensor(ids)) for name, ids in DEFAULT_CASES)
-    assert torch.equal(first.flip(0), again)
-    assert not torch.isclose(first, other).any()
-
-
-DEFAULT_CASES = [("t", [3, -9]), ("t", [-9, 3]), ("u", [3, -9])]
-
-
-def test_an_id_without_a_row_reads_the_mean_of_the_default_which_is_0():
-    assert HashTable(3, name="t").eval()(torch.tensor([5])).tolist() == [[0, 0, 0]]
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int64])
-def test_a_table_of_integers_starts_at_zero(dtype):
-    assert HashTable(2, name="t", dtype=dtype)(torch.tensor([5])).tolist() == [[0, 0]]
-
-
-def test_zeros_are_there_for_the_asking():
-    assert HashTable(2, name="t", initializer=Constant(0))(torch.tensor([5])).tolist() == [[0, 0]]
 
 
 def test_a_product_of_two_tables_trains_as_they_are_made():

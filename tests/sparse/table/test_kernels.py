@@ -21,30 +21,25 @@ def blocks_of(n_blocks: int, rows: int, row_bytes: int):
     return memory, np.array([block.ctypes.data for block in memory], np.int64)
 
 
-def test_gather_copies_rows_of_any_width_from_all_blocks():
-    for row_bytes in (1, 2, 3, 8, 13, 256):
+def test_gather_copies_rows_of_any_width_from_all_blocks_and_scatter_is_its_reverse():
+    for row_bytes, dtype in (
+        (1, np.int64),
+        (2, np.uint32),
+        (3, np.int64),
+        (8, np.int64),
+        (13, np.uint32),
+        (256, np.int64),
+    ):
         memory, addresses = blocks_of(3, 8, row_bytes)
-        rows = np.array([23, 0, 7, 8, 8, 15], np.int64)
+        rows = np.array([23, 0, 7, 8, 8, 15], dtype)
         target = np.zeros((len(rows), row_bytes), np.uint8)
         gather_rows(addresses, 3, row_bytes, rows, target.ctypes.data)
-        assert (target == np.concatenate(memory)[rows]).all()
-
-
-def test_scatter_is_the_reverse_of_gather():
-    memory, addresses = blocks_of(3, 8, 12)
-    expected = np.concatenate(memory)
-    rows = np.array([5, 23, 8], np.int64)
-    source = RNG.integers(0, 256, (3, 12), np.uint8)
-    scatter_rows(addresses, 3, 12, rows, source.ctypes.data)
-    expected[rows] = source
-    assert (np.concatenate(memory) == expected).all()
-
-
-def test_row_numbers_may_be_unsigned():
-    memory, addresses = blocks_of(2, 4, 4)
-    target = np.zeros((2, 4), np.uint8)
-    gather_rows(addresses, 2, 4, np.array([7, 2], np.uint32), target.ctypes.data)
-    assert (target == np.concatenate(memory)[[7, 2]]).all()
+        expected = np.concatenate(memory)
+        assert (target == expected[rows]).all()
+        rows, source = np.array([5, 23, 8], np.int64), RNG.integers(0, 256, (3, row_bytes), np.uint8)
+        scatter_rows(addresses, 3, row_bytes, rows, source.ctypes.data)
+        expected[rows] = source
+        assert (np.concatenate(memory) == expected).all()
 
 
 def test_add_rows_sums_by_group_in_order():

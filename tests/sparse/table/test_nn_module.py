@@ -11,7 +11,7 @@ from support.rooms import on_ranks
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from recckpt import Saver, sparse
+from recckpt import Saver
 from recckpt.averages import RowAverage
 from recckpt.errors import LookupFailedError
 from recckpt.policies.admit import MinCount
@@ -156,7 +156,7 @@ def test_what_a_frozen_table_reads_is_what_it_reads_in_eval_mode(freeze):
     assert table.candidates.embeddings().tolist() == [[1]]
 
 
-def test_a_frozen_table_grows_and_counts_where_it_is_asked_to():
+def test_a_frozen_table_grows_and_counts_only_where_it_is_asked_to():
     table = HashTable(2, name="t", initializer=Normal(), track="count", admit=MinCount(2)).requires_grad_(False)
     rows = table(torch.tensor([1, 1, 2]), admit=True)
     assert not rows.requires_grad
@@ -165,6 +165,11 @@ def test_a_frozen_table_grows_and_counts_where_it_is_asked_to():
     assert torch.equal(rows[0], table.embeddings()[0])
     assert table.bag(torch.tensor([[2]]), admit=True).shape == (1, 2)
     assert table.ids().tolist() == [1, 2]
+    integers = HashTable(2, name="t", dtype=torch.int64)
+    integers(torch.tensor([1]))
+    integers.requires_grad_(False)
+    assert integers(torch.tensor([2])).tolist() == [[0, 0]]
+    assert len(integers) == 1
 
 
 def test_a_frozen_table_evicts_nothing_until_it_is_thawed():
@@ -199,18 +204,6 @@ def test_gradients_follow_a_freeze_as_those_of_a_parameter_do():
     assert table.grad is None
 
 
-def test_another_table_of_the_same_loss_goes_on():
-    frozen, trained = (HashTable(2, name=name, initializer=Normal()) for name in "ab")
-    optimizer = SparseSGD([frozen, trained], lr=1.0)
-    frozen.requires_grad_(False)
-    ids = torch.tensor([1, 2])
-    before = trained(ids)
-    (frozen(ids) + before).sum().backward()
-    optimizer.step()
-    assert len(frozen) == 0
-    assert torch.equal(trained(ids), before - 1)
-
-
 @pytest.mark.parametrize("bag", [False, True])
 def test_of_tables_that_are_looked_up_together_only_the_frozen_one_stays(bag):
     def on_rank(exchange):
@@ -234,24 +227,18 @@ def test_of_tables_that_are_looked_up_together_only_the_frozen_one_stays(bag):
     assert [sum(rows) for rows in zip(*on_ranks(2, on_rank), strict=True)] == [4, 4]
 
 
-def test_ranks_of_which_one_is_frozen_raise_alike():
+def test_ranks_of_which_one_is_frozen_or_has_a_wrong_argument_raise_alike():
     def on_rank(exchange):
         table = ShardedHashTable(2, name="t", group=exchange)
         table.requires_grad_(exchange.rank == 0)
         with pytest.raises(LookupFailedError, match="same order and mode"):
             table(torch.tensor([1]))
+        with_a_policy = ShardedHashTable(2, name="p", group=exchange, **OPTIONS).requires_grad_(False)
+        with pytest.raises(LookupFailedError, match="found mode='add'"):
+            with_a_policy.bag(torch.tensor([[1]]), mode="add" if exchange.rank else "sum")
         return len(table)
 
     assert on_ranks(2, on_rank) == [0, 0]
-
-
-def test_a_wrong_argument_on_one_rank_of_a_frozen_table_with_a_policy_raises_on_all():
-    def on_rank(exchange):
-        table = ShardedHashTable(2, name="t", group=exchange, **OPTIONS).requires_grad_(False)
-        with pytest.raises(LookupFailedError, match="found mode='add'"):
-            table.bag(torch.tensor([[1]]), mode="add" if exchange.rank else "sum")
-
-    on_ranks(2, on_rank)
 
 
 @pytest.mark.slow
@@ -267,18 +254,14 @@ def test_a_compiled_model_follows_each_change():
         assert (state_of(model.table) != before) == requires_grad
 
 
-def test_a_deep_copy_is_frozen_apart():
-    model = plain(None).requires_grad_(False)
+def test_a_deep_copy_is_frozen_apart_and_a_checkpoint_does_not_say_what_is_frozen(tmp_path):
+    model, other = plain(None), plain(None)
+    model(ids_of(1, 2))
+    model.requires_grad_(False)
     twin = copy.deepcopy(model)
     assert not twin.table.requires_grad
     twin.requires_grad_(True)
     assert not model.table.requires_grad
-
-
-def test_it_is_not_saved_as_requires_grad_is_not(tmp_path):
-    model, other = plain(None), plain(None)
-    model(ids_of(1, 2))
-    model.requires_grad_(False)
     assert list(model.state_dict()) == ["inner.user.user", "top.weight", "top.bias"]
     saver = Saver(model, None, str(tmp_path / "run"))
     saver.save("ckpt")
@@ -309,14 +292,6 @@ def test_a_table_that_is_made_in_inference_mode_is_frozen_and_trained_too():
     table(torch.tensor([1])).sum().backward()
     assert table.requires_grad_(False).grad is not None
     assert not table(torch.tensor([1])).requires_grad
-
-
-def test_a_table_of_integers_has_an_anchor_that_freezes_it():
-    table = HashTable(2, name="t", dtype=torch.int64)
-    table(torch.tensor([1]))
-    table.requires_grad_(False)
-    assert table(torch.tensor([2])).tolist() == [[0, 0]]
-    assert len(table) == 1
 
 
 def test_the_anchor_is_empty_has_no_gradient_and_leaves_sums_over_parameters_as_they_were():
@@ -476,8 +451,3 @@ def test_a_copy_of_a_model_in_training_warns_once(caplog):
     assert len(caplog.records) == 1
     assert "recckpt.averages.RowAverage(model, decay)" in caplog.text
     assert "copy.load_state_dict(model.state_dict())" in caplog.text
-
-
-def test_the_name_that_has_moved_says_where_to():
-    with pytest.raises(AttributeError, match=r"no attribute 'RowAverage': write recckpt\.averages\.RowAverage"):
-        _ = sparse.RowAverage

@@ -34,13 +34,14 @@ def test_padding_reads_zeros_and_gets_no_row_no_gradient_and_no_count():
     assert counts_of(table) == {7: 2, 8: 1}
     assert table.grad.tolist() == [[2, 2], [1, 1]]
     assert "padding_id=0" in repr(table)
-
-
-def test_a_batch_of_nothing_but_padding_is_one_without_ids():
-    table = HashTable(2, name="t", padding_id=0)
+    table = HashTable(2, name="t", padding_id=0, admit=MinCount(2))
     out = table(torch.zeros(2, 3, dtype=torch.int32))
     out.sum().backward()
     assert (out.tolist(), len(table), table.grad.tolist()) == ([[[0, 0]] * 3] * 2, 0, [[0, 0]])
+    for _ in range(3):
+        table(torch.tensor([[5, 0, 0]]))
+    assert table.ids().tolist() == [5]
+    assert len(table.candidates) == 0, "it waits for no admission"
 
 
 @pytest.mark.parametrize("mode", ["eval", "frozen", "no_grad", "lookup"])
@@ -90,14 +91,6 @@ def test_a_row_that_padding_was_given_is_read_and_left_as_it_is():
     assert table(BATCH)[BATCH == 0].eq(0).all()
 
 
-def test_padding_waits_for_no_admission():
-    table = HashTable(2, name="t", padding_id=0, admit=MinCount(2))
-    for _ in range(3):
-        table(torch.tensor([[5, 0, 0]]))
-    assert table.ids().tolist() == [5]
-    assert len(table.candidates) == 0
-
-
 def test_padding_in_a_recomputed_look_up_is_padding_again():
     table = HashTable(2, name="t", padding_id=0, admit=MinCount(2), track="count")
     weight = torch.ones(2, requires_grad=True)
@@ -113,18 +106,16 @@ def test_padding_outside_the_slice_of_a_table_is_padding():
         assert table(torch.tensor([0, 0])).tolist() == [[0, 0]] * 2
 
 
-def test_padding_is_left_out_of_bags_and_another_one_can_be_named_there():
+def test_padding_is_left_out_of_bags_and_compiled_functions_and_another_one_can_be_named():
     table = HashTable(2, name="t", padding_id=0, initializer=Constant(3.0))
     assert table.bag(BATCH, mode="mean").tolist() == [[3, 3], [3, 3]]
     assert table.bag(BATCH, padding_id=7).tolist() == [[3, 3], [0, 0]]
-    assert table.ids().tolist() == [7, 8]
-
-
-def test_in_a_compiled_function_padding_is_padding():
-    table = HashTable(2, name="t", padding_id=0, initializer=Constant(3.0))
     out = torch.compile(lambda ids: table(ids) * 2, backend="eager")(BATCH)
     assert out[:, :, 0].tolist() == [[6, 6, 0], [6, 0, 0]]
     assert table.ids().tolist() == [7, 8]
+    module = nn.Embedding(N, 2, padding_idx=1)
+    assert HashTable.from_embedding(module, name="t").padding_id == 1
+    assert HashTable.from_embedding(module, name="t", padding_id=2).padding_id == 2
 
 
 def test_an_average_has_the_padding_of_its_table():
@@ -146,12 +137,6 @@ def test_padding_is_of_the_table_and_not_of_its_checkpoint(tmp_path):
         Saver(nn.ModuleDict({"t": again}), output_dir=tmp_path).load("1")
         again(BATCH)
         assert sorted(again.ids().tolist()) == expected
-
-
-def test_an_embedding_hands_its_padding_over_unless_another_is_named():
-    module = nn.Embedding(N, 2, padding_idx=1)
-    assert HashTable.from_embedding(module, name="t").padding_id == 1
-    assert HashTable.from_embedding(module, name="t", padding_id=2).padding_id == 2
 
 
 # on ranks
@@ -178,24 +163,18 @@ def test_over_ranks_padding_is_what_it_is_in_one_table():
     assert all(0 not in of_rank for of_rank in grads)
 
 
-def test_a_collection_has_the_padding_of_each_table():
+def test_a_collection_has_the_padding_of_each_table_and_ranks_with_another_one_are_refused():
     def look(exchange):
         tables = [
             ShardedHashTable(2, name=name, group=exchange, initializer=Constant(3.0), padding_id=padding)
             for name, padding in (("a", 0), ("b", 7), ("c", None))
         ]
         out = EmbeddingCollection(tables)(dict.fromkeys("abc", BATCH))
+        with pytest.raises(LookupFailedError, match="padding_id=1"):
+            sharded(exchange, padding_id=exchange.rank)(BATCH)
         return {name: rows[:, :, 0].tolist() for name, rows in out.items()}, [len(table) for table in tables]
 
     answers = on_ranks(2, look)
     for rows, _ in answers:
         assert rows == {"a": [[3, 3, 0], [3, 0, 0]], "b": [[0, 3, 3], [0, 3, 3]], "c": [[3, 3, 3], [3, 3, 3]]}
     assert [sum(sizes) for sizes in zip(*(sizes for _, sizes in answers), strict=True)] == [2, 2, 3]
-
-
-def test_ranks_with_another_padding_are_refused():
-    def look(exchange):
-        with pytest.raises(LookupFailedError, match="padding_id=1"):
-            sharded(exchange, padding_id=exchange.rank)(BATCH)
-
-    on_ranks(2, look)

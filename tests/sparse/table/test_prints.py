@@ -53,11 +53,17 @@ def test_a_bit_of_a_row_changes_its_print_and_no_other(dim, dtype):
     assert (prints_of(table) == before).all()
 
 
-def test_zeros_and_negative_zeros_and_two_nans_differ():
+def test_zeros_and_negative_zeros_and_two_nans_and_rows_that_swap_their_values_have_other_prints():
     table = HashTable(1, name="t")
     table.insert(torch.arange(4), torch.tensor([[0.0], [-0.0], [float("nan")], [float("nan")]]))
     table.store.columns["embedding"].blocks[0][3].view(torch.int32)[0] += 1
     assert len({*prints_of(table).tolist()}) == 4
+    table = table_of(2, 8, sparse_x=(8,))
+    table.store.columns["sparse_x"].blocks[0][:2] = torch.randn(2, 8)
+    before = prints_of(table)
+    rows = table.store.columns["embedding"].blocks[0]
+    rows[:2] = rows[[1, 0]].clone()
+    assert (prints_of(table) != before).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
@@ -71,15 +77,6 @@ def test_rows_of_which_any_two_signs_flip_have_other_prints(dtype):
             assert (prints_of(table) != before).all(), (one, other)
             rows[:, [one, other]] *= -1
     assert (prints_of(table) == before).all()
-
-
-def test_rows_that_swap_their_values_or_slots_have_other_prints():
-    table = table_of(2, 8, sparse_x=(8,))
-    table.store.columns["sparse_x"].blocks[0][:2] = torch.randn(2, 8)
-    before = prints_of(table)
-    rows = table.store.columns["embedding"].blocks[0]
-    rows[:2] = rows[[1, 0]].clone()
-    assert (prints_of(table) != before).all()
 
 
 @given(
@@ -199,12 +196,16 @@ def test_a_delta_holds_the_rows_that_changed_whoever_wrote_them():
     assert ids == [3, 7, 9]
     assert np.array_equal(values, live.weight[[3, 7, 9]])
     assert save(tracker, table, "b", "c")[0] == []
+    before = live.weight[3].clone()
+    live.write(3)
+    live.weight[3] = before
+    assert save(tracker, table, "c", "d")[0] == [], "it has changed back"
 
 
-def test_rows_that_change_after_the_moment_are_in_the_next_delta():
+def test_rows_that_change_after_the_moment_and_those_of_a_failed_save_are_in_the_next_delta():
     live, table = printed()
     tracker = Tracker()
-    save(tracker, table, None, "a")
+    tracker.begin(table, "a")  # as a restore does
     live.write(3)
     before = live.weight.clone()
     frozen = tracker.freeze(table)
@@ -215,46 +216,11 @@ def test_rows_that_change_after_the_moment_are_in_the_next_delta():
     assert np.array_equal(values, before[[3]])
     source.close()
     frozen.committed("b")
-    assert save(tracker, table, "b", "c")[0] == [3, 5]
-
-
-def test_after_a_failed_save_the_base_stays():
-    live, table = printed()
-    tracker = Tracker()
-    save(tracker, table, None, "a")
-    live.write(3)
     frozen = tracker.freeze(table)
-    written_rows(frozen.delta("a"))
+    written_rows(frozen.delta("b"))
     frozen.failed()
     live.write(4)
-    assert save(tracker, table, "a", "b")[0] == [3, 4]
-
-
-def test_a_restore_is_a_base():
-    live, table = printed()
-    tracker = Tracker()
-    tracker.begin(table, "a")
-    live.write(5, is_announced=False)
-    assert save(tracker, table, "a", "b")[0] == [5]
-
-
-def test_a_row_that_changes_back_is_not_in_the_delta():
-    live, table = printed()
-    tracker = Tracker()
-    save(tracker, table, None, "a")
-    before = live.weight[3].clone()
-    live.write(3)
-    live.weight[3] = before
-    assert save(tracker, table, "a", "b")[0] == []
-
-
-def test_a_rank_without_rows_expects_no_changes():
-    live, _ = printed()
-    live.weight, live.box = live.weight[:0], lambda: Box((0, 0))
-    tracker, table = Tracker(), AttachedTable(live, says_what_changes=False)
-    for base, name in ((None, "a"), ("a", "b")):
-        save(tracker, table, base, name)
-    assert tracker.freeze(table).n_changed == 0
+    assert save(tracker, table, "b", "c")[0] == [3, 4, 5]
 
 
 def test_the_choice_of_a_full_goes_by_what_had_changed_before():
@@ -265,6 +231,11 @@ def test_the_choice_of_a_full_goes_by_what_had_changed_before():
     live.write(*range(150))
     save(tracker, table, "a", "b")
     assert tracker.freeze(table).n_changed == 150
+    live.weight, live.box = live.weight[:0], lambda: Box((0, 0))
+    tracker, table = Tracker(), AttachedTable(live, says_what_changes=False)
+    for base, name in ((None, "a"), ("a", "b")):
+        save(tracker, table, base, name)
+    assert tracker.freeze(table).n_changed == 0, "a rank without rows"
 
 
 def test_a_save_that_read_nothing_is_no_base():
@@ -384,15 +355,6 @@ def test_a_table_whose_rows_are_replaced_again_and_again_is_not_looked_at(monkey
         frozen.committed(str(number))
 
 
-def test_an_audit_sees_what_is_missed_after_a_restore():
-    live = Plain()
-    table, tracker = AttachedTable(live, audit=1), Tracker()
-    tracker.begin(table, "a")
-    live.write(7, is_announced=False)
-    with pytest.raises(MissedRowsError):
-        written_rows(tracker.freeze(table).delta("a"))
-
-
 def audited():
     live = Plain()
     return live, AttachedTable(live, audit=1)
@@ -411,20 +373,12 @@ def test_a_peek_changes_neither_prints_nor_marks(audit):
     assert save(tracker, table, "a", "c")[0] == [3, 5]
 
 
-def test_rows_that_are_others_since_a_base_have_other_prints_there():
-    live, table = printed()
-    tracker = Tracker()
-    tracker.resume(table, "a", np.array([3, N_ROWS + 1]), np.empty(0, np.int64))
-    live.write(5)
-    assert save(tracker, table, "a", "b")[0] == [3, 5]
-
-
-def test_marks_that_are_audited_go_on_from_a_base_of_which_rows_are_others():
-    live, table = audited()
-    tracker = Tracker()
-    tracker.resume(table, "a", np.array([3]), np.empty(0, np.int64))
-    live.write(5)
-    assert save(tracker, table, "a", "b")[0] == [3, 5]
+def test_prints_and_marks_that_are_audited_go_on_from_a_base_of_which_rows_are_others():
+    for (live, table), others in ((printed(), [3, N_ROWS + 1]), (audited(), [3])):
+        tracker = Tracker()
+        tracker.resume(table, "a", np.array(others), np.empty(0, np.int64))
+        live.write(5)
+        assert save(tracker, table, "a", "b")[0] == [3, 5]
     live.write(7, is_announced=False)
     with pytest.raises(MissedRowsError):
         save(tracker, table, "b", "c")

@@ -91,7 +91,7 @@ def test_a_snapshot_is_of_its_moment(change, when):
     assert seen == expected
 
 
-def test_rows_are_copied_aside_once_and_only_those_that_change():
+def test_rows_are_copied_aside_once_and_only_those_that_change_while_somebody_wants_them():
     table = table_of(100)
     snapshot = table.store.snapshot("t")
     for _ in range(3):
@@ -102,30 +102,22 @@ def test_rows_are_copied_aside_once_and_only_those_that_change():
     assert snapshot.n_kept == 10, "what is written already is nobody's any more"
     table(torch.arange(1000, 1100))
     assert snapshot.n_kept == 10, "new rows are not of the snapshot"
-
-
-def test_a_closed_or_forgotten_snapshot_costs_nothing():
-    table = table_of(100)
-    snapshot = table.store.snapshot("t")
-    snapshot.close()
-    table.insert(torch.arange(100), torch.zeros(100, 3))
-    assert snapshot.n_kept == 0
+    ids = snapshot.ids
     del snapshot
     gc.collect()
-    table.insert(torch.arange(100), torch.zeros(100, 3))
+    table.erase(torch.arange(50))
+    assert ids.to_tensor(100).tolist() == list(range(100)), "its ids keep it alive"
+    del ids
     other = table.store.snapshot("t")
+    other.close()
+    table.insert(torch.arange(100), torch.zeros(100, 3))
+    assert other.n_kept == 0, "it is closed"
+    del other
+    gc.collect()
+    table.insert(torch.arange(100), torch.zeros(100, 3))
+    last = table.store.snapshot("t")
     assert len(table.store._observers._snapshots) == 1
-    assert other.n_kept == 0
-
-
-def test_two_snapshots_each_have_their_moment():
-    table = table_of(50)
-    first, expected = table.store.snapshot("t"), state_of(table)
-    table.insert(torch.arange(20), torch.ones(20, 3))
-    second, expected_then = table.store.snapshot("t"), state_of(table)
-    table.insert(torch.arange(10, 40), torch.zeros(30, 3))
-    assert read(first, np.arange(50)) == expected
-    assert read(second, np.arange(50)) == expected_then
+    assert last.n_kept == 0
 
 
 def test_the_memory_of_a_snapshot_serves_the_next():
@@ -154,24 +146,12 @@ def test_memory_beyond_a_limit_goes_back_when_a_snapshot_is_over(monkeypatch):
     assert log.places.nbytes < 5000 * 16
 
 
-def test_the_ids_of_a_snapshot_keep_it_alive():
-    table = table_of(100)
-    ids = table.store.snapshot("t").ids
-    gc.collect()
-    table.erase(torch.arange(50))
-    assert ids.to_tensor(100).tolist() == list(range(100))
-
-
-def test_a_row_cannot_be_read_for_the_second_time_since_it_may_have_changed():
+def test_a_row_cannot_be_read_for_the_second_time_and_a_closed_snapshot_not_at_all():
     table = table_of(100)
     snapshot = table.store.snapshot("t")
     read(snapshot, np.arange(50))
     with pytest.raises(RuntimeError, match="row 49 of a snapshot is read for the second time"):
         read(snapshot, np.arange(49, 60))
-
-
-def test_a_closed_snapshot_cannot_be_read():
-    snapshot = table_of(100).store.snapshot("t")
     snapshot.close()
     snapshot.close()
     for attempt in (lambda: read(snapshot, np.arange(5)), lambda: snapshot.ids.to_tensor(5)):
@@ -244,16 +224,6 @@ def test_tables_of_any_size_and_dtype_have_snapshots(n_rows, dtype):
     snapshot.read(1, np.arange(n_rows), values.view(torch.uint8).numpy().reshape(-1), is_last=True)
     assert ids.tolist() == list(range(n_rows))
     assert (values == 5).all()
-
-
-def test_a_store_that_goes_to_another_device_leaves_its_snapshots_whole():
-    table = table_of(100)
-    expected = state_of(table)
-    snapshot = table.store.snapshot("t")
-    table.store = table.store.to(torch.device("cpu"))
-    table.insert(torch.arange(100), torch.zeros(100, 3))
-    gc.collect()
-    assert read(snapshot, np.arange(100)) == expected
 
 
 def test_a_copy_of_a_table_is_no_concern_of_its_snapshots():
