@@ -98,13 +98,13 @@ class Catalog(JsonRecord, frozen=True, dict=True):
         """The range of the ids of its rows by table, of the tables that have any."""
         return id_ranges(self.parts)
 
-    @property
-    def rows(self) -> dict[str, int]:
-        return self._counted("rows")
-
-    @property
-    def deletes(self) -> dict[str, int]:
-        return self._counted("deletes")
+    def counts(self, kind: PartKind) -> dict[str, int]:
+        """Return how many rows, or deleted ids, it has by table."""
+        counts: dict[str, int] = {}
+        for part in self.parts:
+            for batch in part.batches if part.holds == kind else ():
+                counts[batch.table] = counts.get(batch.table, 0) + batch.rows
+        return counts
 
     def parts_of(self, table: str, kind: PartKind) -> Iterator[tuple[Part, list[int]]]:
         """Yield the parts that hold rows, or deleted ids, of a table, each with the numbers of its batches of them."""
@@ -125,13 +125,6 @@ class Catalog(JsonRecord, frozen=True, dict=True):
             for table, some in numbers.items():
                 tables.setdefault(table, []).append((part, some))
         return tables
-
-    def _counted(self, kind: PartKind) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for part in self.parts:
-            for batch in part.batches if part.holds == kind else ():
-                counts[batch.table] = counts.get(batch.table, 0) + batch.rows
-        return counts
 
 
 def joined(names: Sequence[str]) -> tuple[bytes, bytes]:
@@ -217,7 +210,10 @@ def _part(document: Document, where: str, part: _PartFields, manifest: Manifest)
     if listed is None or listed.n_bytes != part.n_bytes:
         found = f"{part.file} of {part.n_bytes} bytes"
         raise document.wrong(f"{where}.file", found, "a file that the manifest lists with this size")
-    holds = _holds(document, where, part, manifest)
+    holds: PartKind = "rows" if part.holds == "rows" else "deletes"
+    if part.holds != holds or (holds == "deletes" and manifest.kind != "delta"):
+        allowed = "'rows' or 'deletes'" if manifest.kind == "delta" else "'rows', in a full checkpoint"
+        raise document.wrong(f"{where}.holds", repr(part.holds), allowed)
     entries = {table: manifest.table(table) for table in part.tables}
     slots = None
     for table, entry in entries.items():
@@ -233,15 +229,6 @@ def _part(document: Document, where: str, part: _PartFields, manifest: Manifest)
         found = f"rows of {value_bytes} bytes"
         raise document.wrong(f"{where}.batches", found, f"less than the {part.n_bytes} of the file")
     return Part(part.file, part.n_bytes, part.frame, part.tables, batches, holds)
-
-
-def _holds(document: Document, where: str, part: _PartFields, manifest: Manifest) -> PartKind:
-    if part.holds == "rows":
-        return "rows"
-    if part.holds != "deletes" or manifest.kind != "delta":
-        allowed = "'rows' or 'deletes'" if manifest.kind == "delta" else "'rows', in a full checkpoint"
-        raise document.wrong(f"{where}.holds", repr(part.holds), allowed)
-    return "deletes"
 
 
 def _batch(document: Document, where: str, batch: _BatchFields, part: _PartFields, columns: set[str]) -> Batch:

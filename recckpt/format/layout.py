@@ -80,10 +80,6 @@ def encode_name(name: str) -> str:
     return f"%{ord(encoded[0]):02X}{encoded[1:]}" if encoded[0] in ".-" else encoded
 
 
-def decode_id(encoded: str) -> str:
-    return unquote(encoded)
-
-
 def encode_index(ckpt_ids: Iterable[str]) -> bytes:
     """Return the index file of checkpoints, oldest first: their encoded ids, one a line."""
     return "".join(f"{encode_id(ckpt_id)}\n" for ckpt_id in ckpt_ids).encode()
@@ -157,7 +153,7 @@ def pin(ckpt_id: str) -> str:
 
 def parse_pin(name: str) -> str | None:
     """Return the checkpoint id that a file in the pins' directory pins, None for any other name."""
-    return decode_id(name.removesuffix(".json")) if name.endswith(".json") else None
+    return unquote(name.removesuffix(".json")) if name.endswith(".json") else None
 
 
 def forget_request(request: str, *, is_done: bool = False) -> str:
@@ -193,22 +189,15 @@ def parse_step_epoch(directory: str) -> int | None:
     return int(match[2]) if match and match[2] else None
 
 
-def io_state(shard: int) -> str:
-    return f"io_state_{shard}.pt"
+def of_rank(content: str, rank: int) -> str:
+    """Return the name of what one rank, or shard, has of its own.
 
-
-def extra_of(shard: int) -> str:
-    """Return the name of the states that registered objects have on one shard."""
-    return f"extra_{shard}.pt"
-
-
-def rng(shard: int) -> str:
-    return f"rng_{shard}.pt"
-
-
-def state_of_rank(rank: int) -> str:
-    """Return the name of the file of one rank in a checkpoint of the state-dict API."""
-    return f"checkpoint_{rank}.pt"
+    Args:
+        content: ``"io_state"``, ``"rng"``, or ``"extra"`` for the states of registered objects; ``"checkpoint"`` in a
+            checkpoint of the state-dict API.
+        rank: its number.
+    """
+    return f"{content}_{rank}.pt"
 
 
 def content_of_rank(name: str) -> str | None:

@@ -139,11 +139,7 @@ def wildcard_regex(text: str, *, lazy: bool = False) -> re.Pattern[str]:
     With ``lazy`` the first stars match as little as they can, else as much.
     """
     run = "(.*?)" if lazy else "(.*)"
-    groups = [run if sign == "*" else "(.)" if sign == "?" else _class_regex(sign) for sign in wildcards(text)]
+    simple = {"*": run, "?": "(.)"}  # of [...] with an end before its begin, fnmatch makes what matches nothing
+    groups = [simple.get(sign) or f"({translate(sign).removesuffix(_END)})" for sign in wildcards(text)]
     names = [re.escape(piece) for piece in WILDCARD.split(text)]
     return re.compile("".join(map("".join, zip_longest(names, groups, fillvalue=""))), re.DOTALL)
-
-
-def _class_regex(wildcard: str) -> str:
-    """Return a group for ``[...]``; a range whose end lies before its begin means nothing."""
-    return f"({translate(wildcard).removesuffix(_END)})"

@@ -69,8 +69,9 @@ def read_intent(storage: Storage, directory: str, file: str = layout.INTENT) -> 
 
     def read() -> Intent:
         fields = parse(storage.read(name, _INTENT_BYTES), name)
+        step = None if fields.values.get("step") is None else fields.count("step")
         is_offer = fields.values.get("offer") is True
-        return Intent(directory, fields.count("epoch"), fields.text("save_id"), fields.maybe_count("step"), is_offer)
+        return Intent(directory, fields.count("epoch"), fields.text("save_id"), step, is_offer)
 
     try:
         return read_twice(storage, name, read)

@@ -75,6 +75,7 @@ class Meetings:
     def __init__(self, group: Group | None = None, failed: Failed | None = None) -> None:
         self.rank, self.size = (group.rank, group.size) if group is not None else (0, 1)
         self._group, self._failed = group, failed
+        self._nothing: list[Parcel] = [np.empty(0, np.uint8)] * self.size  # for each rank
         self._is_over = False
 
     def exchange(self, parcels: Sequence[Parcel], into: ReusedBuffer | None = None) -> list[Parcel]:
@@ -144,10 +145,6 @@ class Meetings:
     def _first_failure(self, own: Exception | None) -> RecckptError:
         reasons = [sendable(own)] if self._group is None else self._group.all_gather(sendable(own))
         return next(error_of(rank, reason, self._failed) for rank, reason in enumerate(reasons) if reason is not None)
-
-    @property
-    def _nothing(self) -> list[Parcel]:
-        return [np.empty(0, np.uint8)] * self.size
 
 
 class Connection:

@@ -90,7 +90,8 @@ class Best(KeepOperators):
 
     def __post_init__(self) -> None:
         positive_int("Best: k", self.k)
-        if not self.weights or not all(map(_is_weight, self.weights.items())):
+        are_named = all(isinstance(name, str) and name for name in self.weights)
+        if not self.weights or not are_named or not all(_is_number(w) and w != 0 for w in self.weights.values()):
             raise ValueError(
                 "Best: metric must be the name of a metric, or several names with their weights, found "
                 f"{self.metric!r:.200}"
@@ -183,11 +184,6 @@ def best_id(checkpoints: Sequence[Manifest], best: Best, place: str) -> str:
     return ids.pop()
 
 
-def _is_weight(item: tuple[Any, Any]) -> bool:
-    name, weight = item
-    return isinstance(name, str) and bool(name) and _is_number(weight) and weight != 0
-
-
 def _is_number(value: Any) -> TypeGuard[int | float]:
     return type(value) is int or (type(value) is float and math.isfinite(value))
 
@@ -252,7 +248,8 @@ class YoungerThan(KeepOperators):
 
     def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
         """Return the ids of the young."""
-        return {each.ckpt_id for each in checkpoints if _age_sec(each.time, now) < self.seconds}
+        times = ((each.ckpt_id, _moment(each.time)) for each in checkpoints)
+        return {ckpt_id for ckpt_id, time in times if time is None or (now - time).total_seconds() < self.seconds}
 
 
 @dataclass(frozen=True)
@@ -324,12 +321,6 @@ def as_keep(max_keep: int | Keep | None) -> Keep:
         f"max_keep must be an int of at least 1, found {max_keep!r}; or None for all, or an object with kept(), such "
         "as recckpt.policies.keep.Newest(3)"
     )
-
-
-def _age_sec(written: str, now: datetime) -> float:
-    """Return the age of what was written then; less than any where the time or its zone cannot be read."""
-    time = _moment(written)
-    return -math.inf if time is None else (now - time).total_seconds()
 
 
 def _moment(written: str) -> datetime | None:

@@ -12,9 +12,9 @@ from recckpt.format.tables import FLOATS, Narrowed, Reduced, is_narrower
 from recckpt.live.attached import AttachedTable
 from recckpt.policies.options import Choose
 from recckpt.policies.row_filter import RowFilter
-from recckpt.sparse.files.reduced_rows import TableChoice, file_order
+from recckpt.sparse.files.reduced_rows import TableChoice
 from recckpt.sparse.files.table_rows import source_of
-from recckpt.sparse.table.store import is_stored
+from recckpt.sparse.table.store import in_order, is_stored
 from recckpt.text import nearest
 from recckpt.types import EMBEDDING, SavableTable, SlotSpec
 
@@ -69,7 +69,7 @@ class Choice:
             return None
         stored = [SlotSpec(slot.name, dtypes[slot.name], slot.shape) for slot in kept]
         record = None if where is None else where.record
-        return TableChoice(file_order(stored), where, Reduced(left_out, record, 0, tuple(sorted(narrowed, key=str))))
+        return TableChoice(in_order(stored), where, Reduced(left_out, record, 0, tuple(sorted(narrowed, key=str))))
 
     def check(self, tables: Mapping[str, SavableTable], *, of_store: bool = False) -> None:
         """Refuse what tables cannot be saved as; ``of_store`` looks at dtypes alone, of slots that are there already.

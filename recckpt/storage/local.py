@@ -21,7 +21,6 @@ from recckpt.storage.local_files import (
     plain_file,
     real_directory,
     sync_entries,
-    temporary_beside,
 )
 
 
@@ -186,7 +185,7 @@ class LocalStorage(Storage):
 
 def _write_beside(path: Path, data: bytes) -> Path:
     """Write a synced temporary file in the directory of ``path``."""
-    temporary = temporary_beside(path)
+    temporary = path.with_name(layout.temporary(path.name))
     with LocalSink(temporary) as sink:
         sink.write(data)
     return temporary

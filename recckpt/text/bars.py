@@ -113,7 +113,10 @@ class _Bar:
     def __init__(self, **options: Any) -> None:
         self._bar: Any = None
         try:
-            self._bar = _library()(leave=False, dynamic_ncols=True, **{"delay": DELAY_SEC, **options})
+            from recckpt.text.drawn_bar import NotebookBar, TerminalBar  # which takes long to import
+
+            kind = NotebookBar if _is_notebook() else TerminalBar
+            self._bar = kind(leave=False, dynamic_ncols=True, **{"delay": DELAY_SEC, **options})
         except Exception as error:
             log.debug("no bar can be drawn: %s", error)
 
@@ -163,10 +166,3 @@ def _is_notebook() -> bool:
         return "IPKernelApp" in shell.config
     except (KeyError, AttributeError):
         return False
-
-
-def _library() -> Any:
-    """Return what draws bars, which takes long to import."""
-    from recckpt.text.drawn_bar import NotebookBar, TerminalBar
-
-    return NotebookBar if _is_notebook() else TerminalBar

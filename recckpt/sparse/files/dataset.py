@@ -81,7 +81,7 @@ class CheckedColumns:
             part, number = at
             reader = readers.reader(part, table.entry.slots, slots)
             new = [name for name in columns_of_file if (part.file, number, name) not in self._checked]
-            columns = reader.checked(number, new)
+            columns = reader.read(number, names=new)
             for found, expected in check_range(ids_in(columns), part.batches[number]) if ID in new else ():
                 raise reader.damage(number, found, expected)
             if reader.mapped is not None:

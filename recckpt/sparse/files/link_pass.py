@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from recckpt.format.buckets import bucket_of, is_among, repeated
 from recckpt.format.catalog import Batch, Part, PartKind, id_ranges
 from recckpt.parallel.ranks import Meetings
 from recckpt.parallel.threads import run_all
+from recckpt.sparse.files.arrow_format import ID, column_buffer, ids_in
 from recckpt.sparse.files.filler import BatchRows, TableFiller, TableLoad, packed, unpacked
 from recckpt.sparse.files.owners import LinkRequests, Window
 from recckpt.sparse.files.part_reader import READ_BYTES, LinkBatches, PartReader, runs_of
@@ -52,13 +53,14 @@ class LinkLoad:
     @property
     def n_bytes(self) -> int:
         """Bytes of the rows that the tables own, about, in the columns that are read."""
-        return sum(
-            round(batch.rows * share) * load.row_bytes
-            for part in self.batches.every_part
-            for batch in part.batches
-            for load in self._by_table.get(batch.table, ())
-            if part.holds == "rows" and (share := load.share(batch)) > 0
-        )
+        loads, n_bytes = defaultdict[str, list[TableLoad]](list), 0
+        for load in self.tables:
+            loads[load.entry.name].append(load)
+        for part in (part for part in self.batches.every_part if part.holds == "rows"):
+            for batch in part.batches:
+                takers = loads.get(batch.table, ())
+                n_bytes += sum(round(batch.rows * load.share(batch)) * load.row_bytes for load in takers)
+        return n_bytes
 
     def check_ids(self) -> None:
         """Refuse ids that a table cannot have a row of: alike on all ranks, from the catalogs alone.
@@ -70,13 +72,6 @@ class LinkLoad:
         for load in self.tables:
             if load.entry.name in ranges:
                 load.check_ids(*ranges[load.entry.name])
-
-    @cached_property
-    def _by_table(self) -> Mapping[str, Sequence[TableLoad]]:
-        loads: dict[str, list[TableLoad]] = {}
-        for load in self.tables:
-            loads.setdefault(load.entry.name, []).append(load)
-        return loads
 
 
 class DealtBatch(NamedTuple):
@@ -151,6 +146,7 @@ class LinkPass:
         meetings: Meetings,
     ) -> None:
         self._fetch, self._batches, self._fillers = link.fetch, link.batches, fillers
+        self._every = [filler for some in fillers.values() for filler in some]
         self._requests, self._meetings = requests, meetings
         self._own_files: list[str] = []  # of which no other rank reads a batch
         self._whole_parts: list[Part] = []  # of which this rank reads all batches
@@ -200,10 +196,6 @@ class LinkPass:
 
     def _takers(self, batch: Batch) -> list[TableLoad]:
         return [filler.load for filler in self._fillers.get(batch.table, ()) if filler.load.share(batch) > 0]
-
-    @property
-    def _every(self) -> list[TableFiller]:
-        return [filler for some in self._fillers.values() for filler in some]
 
     def fetch(self) -> None:
         """Copy the files that this rank alone reads, where they are to be copied first."""
@@ -268,9 +260,12 @@ class LinkPass:
         """Read batches, check them and take their rows; return the bytes, and what goes to which rank."""
         n_bytes, pieces, part = 0, [], run[0].part
         sent = {batch.number: batch.sent for batch in run}
-        for number, columns, reader in self._batches.read(part, sent, self._slots(part), run[0].columns):
+        reader = self._batches.reader(part, self._slots(part), run[0].columns)
+        for number, columns in reader.batches(sent):
             table = part.batches[number].table
-            rows = BatchRows.of_columns(table, run[0].shard, reader.path, columns)
+            slots = {name: array for name, array in columns.items() if name != ID}
+            values = {name: np.frombuffer(column_buffer(array), np.uint8) for name, array in slots.items()}
+            rows = BatchRows(table, run[0].shard, reader.path, ids_in(columns), values)
             _check_ids(rows.ids, reader, number)
             take(rows)
             n_bytes += rows.n_bytes

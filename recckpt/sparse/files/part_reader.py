@@ -122,6 +122,7 @@ class PartReader:
         chosen = None if columns is None else set(columns)
         self._specs = {spec.name: spec for spec in slots if chosen is None or spec.name in chosen}
         self._storage, self._slots, self._own_map = storage, slots, mapped
+        self._read_names = {TABLE, ID, *self._specs}
         self._names_checked = False
         self._twice(self._open)
 
@@ -165,18 +166,20 @@ class PartReader:
             for number in some:
                 yield number, self.read(number, span)
 
-    def read(self, number: int, span: Read | None = None) -> Mapping[str, pa.Array]:
-        """Return id and slots of a batch, each checked: name -> Arrow array; ``span`` has its bytes already."""
-        return self.checked(number, (TABLE, ID, *self._specs), span)
+    def read(self, number: int, span: Read | None = None, *, names: Iterable[str] | None = None) -> dict[str, pa.Array]:
+        """Return id and slots of a batch: name -> Arrow array.
+
+        Args:
+            number: of the batch.
+            span: has its bytes already.
+            names: of the columns that are checked; None for all.
+        """
+        return self.arrays(number, self.values(number, (TABLE, ID, *self._specs) if names is None else names, span))
 
     @property
     def specs(self) -> tuple[SlotSpec, ...]:
         """The slots that are read."""
         return tuple(self._specs.values())
-
-    def checked(self, number: int, names: Iterable[str], span: Read | None = None) -> dict[str, pa.Array]:
-        """Return id and slots of a batch; the columns in ``names`` are checked."""
-        return self.arrays(number, self.values(number, names, span))
 
     def values(self, number: int, names: Iterable[str], span: Read | None = None) -> Mapping[str, Values]:
         """Return the values of all columns that are read of a batch; those in ``names`` are checked."""
@@ -195,7 +198,9 @@ class PartReader:
         """Return the values of all columns to be read of a batch, which are not checked yet."""
         columns, bytes_in = dict[str, Values](), span or self._span([number])
         self._check_length(number, bytes_in)
-        for name, begin, end in self._columns_of(number):
+        for name, begin, end in self._layout.columns(number):
+            if name not in self._read_names:
+                continue
             columns[name] = values = bytes_in(begin, end)
             if len(values) != end - begin:
                 raise self.damage(number, f"{len(values)} bytes of {name!r}", f"{end - begin} bytes")
@@ -203,13 +208,10 @@ class PartReader:
 
     def _span(self, numbers: Iterable[int]) -> Read:
         """Return what has all that is read of some batches: columns, and what follows each batch."""
-        every = [(begin, end) for number in numbers for _, begin, end in self._columns_of(number)]
+        columns = (column for number in numbers for column in self._layout.columns(number))
+        every = [(begin, end) for name, begin, end in columns if name in self._read_names]
         ends = [self._layout.end(number) for number in numbers]
         return self._bytes.spanning([*every, *((end, end + PREFIX.size) for end in ends)])
-
-    def _columns_of(self, number: int) -> Iterator[tuple[str, int, int]]:
-        names = {TABLE, ID, *self._specs}
-        return (column for column in self._layout.columns(number) if column[0] in names)
 
     def arrays(self, number: int, columns: Mapping[str, Values]) -> dict[str, pa.Array]:
         """Return id and slots of a batch as Arrow has them, without a copy."""
@@ -352,18 +354,6 @@ class LinkBatches:
     @property
     def every_part(self) -> Iterator[Part]:
         return (part for parts in self.parts.values() for part in parts)
-
-    def read(
-        self, part: Part, numbers: Iterable[int], slots: Sequence[SlotSpec], columns: frozenset[str]
-    ) -> Iterator[tuple[int, Mapping[str, pa.Array], PartReader]]:
-        """Yield (number, checked columns, reader) of some batches of a part, whose tables have these slots.
-
-        Raises:
-            CorruptCheckpointError: a file is damaged.
-        """
-        reader = self.reader(part, slots, columns)
-        for number, rows in reader.batches(numbers):
-            yield number, rows, reader
 
     def reader(self, part: Part, slots: Sequence[SlotSpec], columns: frozenset[str]) -> PartReader:
         """Return the one reader of these columns of a part."""

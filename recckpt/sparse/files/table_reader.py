@@ -203,7 +203,7 @@ class TableReader:
         """
         if not self.may_repeat:
             return
-        n_rows = sum(catalog.rows.get(self.entry.name, 0) for catalog in self.catalogs)
+        n_rows = sum(catalog.counts("rows").get(self.entry.name, 0) for catalog in self.catalogs)
         width = max(1, N_BUCKETS * _WINDOW_ROWS // max(n_rows, _WINDOW_ROWS))  # that may be compared at once
         for begin in range(0, N_BUCKETS, width):
             shards = [distinct(self._ids_in(catalog, begin, begin + width)) for catalog in self.catalogs]

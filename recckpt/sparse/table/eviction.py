@@ -114,11 +114,6 @@ class Tracking:
         self.counts = COUNT in self._slots  # whether occurrences are counted
         self._table_time = table_time
 
-    def add_slots(self, store: RowStore) -> None:
-        for name in self.names:
-            store.add_column(TRACKED[name])
-        self.date_new_rows(store)
-
     def set_step(self, store: RowStore, step: int) -> None:
         self._table_time.reach(step)
         self.date_new_rows(store)
@@ -141,8 +136,7 @@ class Tracking:
     def date_new_rows(self, store: RowStore) -> None:
         """Date new rows as of now, looked up or not: the age of a row counts from when it was added."""
         with store.lock:  # an event time may come meanwhile
-            for name, value in self._stamps().items():
-                store.set_initial(name, value)
+            store.rows.initial.update(self._stamps())
 
     def visit(self, occurrences: Int64s) -> Visit:
         """Return what a look-up of ids that occur so often leaves behind; under the lock of the store."""
@@ -169,12 +163,6 @@ class Tracking:
         return {name: value for name, value in ((LAST_STEP, now.step), (LAST_TIME, now.time)) if name in self._slots}
 
 
-def checked_step(table: str, step: Any) -> int:
-    if not isinstance(step, int | np.integer) or isinstance(step, bool) or not 0 <= step < 1 << 53:
-        raise ValueError(f"table {table!r}: step must be an int of at least 0, found {step!r}")
-    return int(step)
-
-
 def checked_event_time(table: str, event_time: Any) -> float | None:
     """Return a time in seconds since 1970, or None; or raise ValueError where it is in other units."""
     is_number = isinstance(event_time, int | float) and not isinstance(event_time, bool)
@@ -194,14 +182,8 @@ def checked_track(table: str, track: Any) -> tuple[str, ...]:
     return tuple(name for name in TRACKED if name in names)
 
 
-class HashRange(NamedTuple):
-    """The ids whose hashes end on 16 bits in [begin, end)."""
-
-    begin: int
-    end: int
-
-
-ALL = HashRange(0, N_PARTS)
+HashRange = tuple[int, int]  # the ids whose hashes end on 16 bits in [begin, end)
+ALL: HashRange = (0, N_PARTS)
 
 
 @dataclass(frozen=True)
@@ -236,7 +218,7 @@ class Plan:
         numbers = range(max(first, last - n_parts) + 1, last + 1)
         # Parts scanned in one step are n_parts / pace apart, so each was last scanned equally long ago.
         due = {(number + n * n_parts // pace) % n_parts: None for number in numbers for n in range(pace)}
-        return [HashRange(part * N_PARTS // n_parts, (part + 1) * N_PARTS // n_parts) for part in due]
+        return [(part * N_PARTS // n_parts, (part + 1) * N_PARTS // n_parts) for part in due]
 
 
 def plan_of(table: str, policies: Sequence[Any], slots: set[str], *, every: Any, budget_ms: Any) -> Plan:
@@ -383,7 +365,7 @@ class Eviction:
             if capacity is not None:
                 n_left, n_in_part = scan.n_rows - n_gone - len(scan.gone), len(scan.ids)
                 n_left, n_in_part = (sum(table.sharing.numbers(what, n, problem)) for n in (n_left, n_in_part))
-                share = (part.end - part.begin) / N_PARTS
+                share = (part[1] - part[0]) / N_PARTS
                 excess = capacity.excess(n_left, n_in_part, share) if target is None else n_left - target
                 gone.append(scan.ids[table.sharing.first_rows(scan.by, scan.ids, excess)])
             elif problem is not None:

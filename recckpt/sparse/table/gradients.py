@@ -166,9 +166,6 @@ class Gradients:
         """Keep the sums of the squares of entries from now on, for an optimizer that needs them."""
         self.keeps_squares = True
 
-    def twin(self) -> Gradients:
-        return Gradients(keeps_squares=self.keeps_squares)
-
     def forget(self, ids: Int64s, store: RowStore) -> None:
         """Forget those of ids whose rows have been erased; the caller has the lock of the store."""
         with self._lock:

@@ -263,7 +263,7 @@ class TableModule(nn.Module):
         memo[id(self)] = twin
         own = {
             "store": self.store.to(self.device),
-            "pending_gradients": self.pending_gradients.twin(),
+            "pending_gradients": Gradients(keeps_squares=self.pending_gradients.keeps_squares),
             "initializer": self.initializer,
         }
         rest = {name: value for name, value in self.__dict__.items() if name not in own}

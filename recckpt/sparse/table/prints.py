@@ -36,6 +36,7 @@ _PIECE_BYTES, _DEVICE_PIECE_BYTES = 8 << 20, 64 << 20
 _MIX = np.uint64(0x9E3779B185EBCA87)  # 2 ** 64 over the golden ratio, as a prime: the bits of a word are mixed by it
 _S29, _S32 = np.uint64(29), np.uint64(32)
 _WORDS = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
+_SIGNED_MIX, _SIGNED_M1, _SIGNED_M2 = (int(word.astype(np.int64)) for word in (_MIX, M1, M2))
 _TORCH_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -77,7 +78,7 @@ def _prints_of(rows: Snapshot, some: npt.NDArray[np.int64]) -> Prints:
     """Return the prints of some rows, from a copy of them."""
     prints = np.zeros(len(some), np.uint64)
     read = {spec.name: np.empty(len(some) * spec.row_bytes, np.uint8) for spec in rows.slots}
-    rows.peek(some, read)
+    rows.read_slots(some, read, is_last=False)
     for spec in rows.slots:
         _mix(read[spec.name], spec, prints)
     return prints
@@ -139,22 +140,18 @@ def _mixed(memory: Tensor, spec: SlotSpec, prints: Tensor) -> Tensor:
     if n_bytes < 8:
         words &= (1 << 8 * n_bytes) - 1
     words = words ^ _shifted(words, 32)  # not in place: words of 8 bytes are the rows themselves
-    words *= _signed(_MIX)
+    words *= _SIGNED_MIX
     words ^= _shifted(words, 29)
     factors = torch.from_numpy(_factors_of(words.shape[1]).view(np.int64)).to(memory.device)
     z = words.mul_(factors).sum(1) + prints
-    z = (z ^ _shifted(z, 30)) * _signed(M1)  # as recckpt.format.buckets.mix64
-    z = (z ^ _shifted(z, 27)) * _signed(M2)
+    z = (z ^ _shifted(z, 30)) * _SIGNED_M1  # as recckpt.format.buckets.mix64
+    z = (z ^ _shifted(z, 27)) * _SIGNED_M2
     return z ^ _shifted(z, 31)
 
 
 def _shifted(words: Tensor, n_bits: int) -> Tensor:
     """Shift unsigned words to the right: torch shifts the sign in."""
     return (words >> n_bits).bitwise_and_((1 << 64 - n_bits) - 1)
-
-
-def _signed(word: np.uint64) -> int:
-    return int(word.astype(np.int64))
 
 
 class _Base(NamedTuple):
@@ -211,6 +208,9 @@ class PrintMarks(SaverMarks):
 class PrintedRows(SnapshotOver):
     """A snapshot whose prints are taken before its rows are read for the last time. Thread-safe.
 
+    Attributes:
+        known_prints: those of the rows that have some; None where they were not taken.
+
     Args:
         rows: the snapshot.
         check: may refuse the prints.
@@ -225,22 +225,17 @@ class PrintedRows(SnapshotOver):
     ) -> None:
         super().__init__(rows)
         self._check, self._lock, self._some = check, threading.Lock(), some or (0, rows.n_rows)
-        self._prints: Prints | None = None
+        self.known_prints: Prints | None = None
 
     @property
     def prints(self) -> Prints:
         """The prints of the rows that have some."""
         with self._lock:
-            if self._prints is None:
+            if self.known_prints is None:
                 prints = fingerprints(self._rows, *self._some)
                 self._check(prints)
-                self._prints = prints
-            return self._prints
-
-    @property
-    def known_prints(self) -> Prints | None:
-        """The same, None where they were not taken."""
-        return self._prints
+                self.known_prints = prints
+            return self.known_prints
 
     def read_slots(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
         """Copy rows of some slots into a target each; after ``is_last`` they are not read again."""

@@ -19,7 +19,6 @@ from recckpt.sparse.table.checks import (
     check_owned,
     check_slot_name,
     check_values,
-    checked_count,
     checked_initial,
     checked_shape,
     dtype_name,
@@ -27,12 +26,12 @@ from recckpt.sparse.table.checks import (
     opaque,
 )
 from recckpt.sparse.table.eviction import (
+    TRACKED,
     Eviction,
     Now,
     TableTime,
     Tracking,
     checked_event_time,
-    checked_step,
     checked_track,
 )
 from recckpt.sparse.table.initializers import InitializerLike, default_initializer
@@ -105,7 +104,9 @@ class RowTable(TableModule):
         super().__init__(embedding_shape, name=name, dtype=dtype, device=device, initializer=initializer, slice=slice)
         self.time = TableTime()
         self.tracking = Tracking(checked_track(name, track), self.time)
-        self.tracking.add_slots(self.store)
+        for track_name in self.track:
+            self.store.add_column(TRACKED[track_name])
+        self.tracking.date_new_rows(self.store)
         self.eviction = Eviction(self.time)
         self.companions: list[TableModule] = []
         self.followers: list[weakref.ref[NotesInserts]] = []
@@ -133,7 +134,9 @@ class RowTable(TableModule):
 
     @step.setter
     def step(self, step: int) -> None:
-        self.tracking.set_step(self.store, checked_step(self.name, step))
+        if not isinstance(step, int | np.integer) or isinstance(step, bool) or not 0 <= step < 1 << 53:
+            raise ValueError(f"table {self.name!r}: step must be an int of at least 0, found {step!r}")
+        self.tracking.set_step(self.store, int(step))
 
     @property
     def event_time(self) -> float | None:
@@ -222,7 +225,9 @@ class RowTable(TableModule):
     @opaque
     def reserve(self, n_rows: int) -> None:
         """Make room for ``n_rows`` rows in all, 0 or more, so that inserting them allocates nothing."""
-        self.store.reserve(checked_count(self.name, n_rows))
+        if not isinstance(n_rows, int | np.integer) or isinstance(n_rows, bool) or n_rows < 0:
+            raise ValueError(f"table {self.name!r}: n_rows must be an int of at least 0, found {n_rows!r}")
+        self.store.reserve(int(n_rows))
 
     @opaque
     def ids(self) -> Tensor:
@@ -271,7 +276,7 @@ class RowTable(TableModule):
             if name not in self.store.columns:
                 self.store.add_column(spec, value or 0.0)
             elif value is not None:
-                self.store.set_initial(name, value)
+                self.store.rows.initial[name] = value
 
     @opaque
     def set_slot(self, name: str, ids: Tensor, values: Tensor) -> None:

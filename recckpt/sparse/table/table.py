@@ -14,7 +14,7 @@ from torch import Tensor
 from recckpt.format.buckets import Slice
 from recckpt.policies.admit import Admit, AdmitFunction, as_admit
 from recckpt.sparse.table.admission import Admission, Fetched
-from recckpt.sparse.table.bags import Embedding, Ends, Mode, bags_of, check_mode, ids_of_embedding, pool
+from recckpt.sparse.table.bags import Embedding, Mode, bags_of, check_mode, ids_of_embedding, pool
 from recckpt.sparse.table.checks import checked_padding, flat_ids, opaque
 from recckpt.sparse.table.eviction import Policy, eviction_of
 from recckpt.sparse.table.gradients import Lookup, is_in_backward
@@ -220,8 +220,8 @@ class HashTable(RowTable):
             TypeError, ValueError: the ids, bags, weights or mode are not such.
         """
         try:
-            ends = Ends(offsets, lengths, include_last_offset)
-            bags = bags_of(self, ids, ends, weights, padding_id)
+            ends: dict[str, Any] = {"offsets": offsets, "lengths": lengths, "include_last_offset": include_last_offset}
+            bags = bags_of(self, ids, weights, padding_id, **ends)
             check_mode(self, mode, bags.weights)
         except (TypeError, ValueError) as error:
             self.sharing.refuse(self, error, admit)

@@ -404,7 +404,7 @@ def test_a_peek_changes_neither_prints_nor_marks(audit):
     tracker = Tracker()
     save(tracker, table, None, "a")
     live.write(3)
-    peeked = tracker.peek(table)
+    peeked = tracker.freeze(table, keeps_marks=True)
     assert written_rows(peeked.delta("a"))[0] == [3]
     peeked.committed("b")
     live.write(5)

@@ -87,7 +87,7 @@ def test_new_rows_get_the_embeddings_that_are_made_for_them():
         asked.append(ids.tolist())
         return torch.from_numpy(ids).float()[:, None].expand(-1, 2)
 
-    rows = store.add(np.array([5, 1, 5, 7]), embeddings)
+    rows = store.insert(np.array([5, 1, 5, 7]), {}, embeddings)
     assert rows.tolist() == [1, 0, 1, 2]
     assert asked == [[5, 7]]
     assert store.columns["embedding"].to_tensor(3)[:, 0].tolist() == [1, 5, 7]
@@ -170,7 +170,7 @@ def test_a_copy_is_independent():
     store.erase(np.array([1]))
     store.write(np.array([0]), {"embedding": torch.zeros(1, 2)})
     assert check(twin) == {1, 2, 3}
-    assert twin.initial("twice") == 0.5
+    assert twin.rows.initial["twice"] == 0.5
 
 
 def test_on_another_device_rows_move_only_while_look_ups_know_that_they_may(monkeypatch):

@@ -226,7 +226,7 @@ def test_who_is_interrupted_while_copying_aside_leaves_a_whole_snapshot(monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(owner, place, interrupt)
         with pytest.raises(KeyboardInterrupt):
-            snapshot.keep_rows(np.arange(10))
+            snapshot.keep(np.arange(10), with_ids=False)
     table.store.write(np.arange(5, 30), {"moment": torch.zeros(25)})
     assert read(snapshot, np.arange(100)) == expected
 
