@@ -106,13 +106,13 @@ class Catalog(JsonRecord, frozen=True, dict=True):
                 counts[batch.table] = counts.get(batch.table, 0) + batch.rows
         return counts
 
-    def parts_of(self, table: str, kind: PartKind) -> Iterator[tuple[Part, list[int]]]:
-        """Yield the parts that hold rows, or deleted ids, of a table, each with the numbers of its batches of them."""
-        return ((part, numbers) for part, numbers in self.batches_of(table) if part.holds == kind)
+    def parts_of(self, table: str, kind: PartKind | None = None) -> Iterator[tuple[Part, list[int]]]:
+        """Yield the parts that hold rows, or deleted ids, of a table, each with the numbers of its batches of them.
 
-    def batches_of(self, table: str) -> Sequence[tuple[Part, list[int]]]:
-        """Return the parts that hold rows or deleted ids of a table, each with the numbers of its batches of them."""
-        return self._by_table.get(table, ())
+        ``kind`` is None for those that hold either.
+        """
+        parts = self._by_table.get(table, ())
+        return ((part, numbers) for part, numbers in parts if kind in (None, part.holds))
 
     @cached_property
     def _by_table(self) -> Mapping[str, Sequence[tuple[Part, list[int]]]]:

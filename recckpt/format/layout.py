@@ -24,7 +24,7 @@ SPARSE_LR = "sparse_lr_"  # and the number of a group of that optimizer: in the 
 STEP_PREFIX = "ckpt"  # of the ids that a manager gives, unless it is asked for another
 SPARSE_DIR = "sparse"
 DENSE_DIR = "dense"
-OWN_DIR = ".recckpt"  # encode_id never gives a name with a leading dot
+OWN_DIR = ".recckpt"  # recckpt's own, which holds no checkpoint: encode_id never gives a name with a leading dot
 OWNER_DIR = f"{OWN_DIR}/owner"
 PINS_DIR = f"{OWN_DIR}/pins"
 FORGET_DIR = f"{OWN_DIR}/forget"
@@ -116,11 +116,6 @@ def is_offer_dir(directory: str) -> bool:
     return _OFFER_DIR.fullmatch(directory) is not None
 
 
-def is_own(directory: str) -> bool:
-    """Say whether a directory of the output dir is recckpt's own, which holds no checkpoint."""
-    return directory == OWN_DIR
-
-
 def claim(epoch: int) -> str:
     return f"{OWNER_DIR}/{epoch}.json"
 
@@ -210,12 +205,10 @@ def catalog(shard: int, shards: int) -> str:
     return f"{SPARSE_DIR}/{shard:05d}-of-{shards:05d}.json"
 
 
-def part(shard: int, shards: int, group: int, number: int) -> str:
-    return f"{SPARSE_DIR}/{shard:05d}-of-{shards:05d}.g{group}.{number:02d}.arrow"
-
-
-def deletes_part(shard: int, shards: int, number: int) -> str:
-    return f"{SPARSE_DIR}/{shard:05d}-of-{shards:05d}.deletes.{number:02d}.arrow"
+def part(shard: int, shards: int, group: int | None, number: int) -> str:
+    """Return the name of a part with rows of a group of tables; None for one with deletes."""
+    holds = "deletes" if group is None else f"g{group}"
+    return f"{SPARSE_DIR}/{shard:05d}-of-{shards:05d}.{holds}.{number:02d}.arrow"
 
 
 def holds_deletes(name: str) -> bool:

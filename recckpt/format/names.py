@@ -108,7 +108,7 @@ class Pattern:
     @property
     def is_explicit(self) -> bool:
         """Whether this names one thing, so that its absence is an error."""
-        return not wildcards(self.text) and not self.is_group
+        return not WILDCARD.search(self.text) and not self.is_group
 
     @property
     def is_everything(self) -> bool:
@@ -127,11 +127,6 @@ class Pattern:
         return (name.slot != ID or "@" in self.text) and bool(regex.fullmatch(name.text))
 
 
-def wildcards(text: str) -> list[str]:
-    """Return the wildcards of a pattern: ``*``, ``?`` and ``[...]``."""
-    return WILDCARD.findall(text)
-
-
 @lru_cache(maxsize=4096)
 def wildcard_regex(text: str, *, lazy: bool = False) -> re.Pattern[str]:
     """Return a regular expression that matches what :mod:`fnmatch` does, with a group for each wildcard.
@@ -140,6 +135,6 @@ def wildcard_regex(text: str, *, lazy: bool = False) -> re.Pattern[str]:
     """
     run = "(.*?)" if lazy else "(.*)"
     simple = {"*": run, "?": "(.)"}  # of [...] with an end before its begin, fnmatch makes what matches nothing
-    groups = [simple.get(sign) or f"({translate(sign).removesuffix(_END)})" for sign in wildcards(text)]
+    groups = [simple.get(sign) or f"({translate(sign).removesuffix(_END)})" for sign in WILDCARD.findall(text)]
     names = [re.escape(piece) for piece in WILDCARD.split(text)]
     return re.compile("".join(map("".join, zip_longest(names, groups, fillvalue=""))), re.DOTALL)

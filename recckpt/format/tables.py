@@ -109,14 +109,12 @@ def descriptions_of(tables: Mapping[str, Reduced]) -> list[str]:
         names, alike = groups.setdefault((reduced.slots, repr(reduced.where), reduced.narrowed), ([], []))
         names.append(name)
         alike.append(reduced)
-    sums = [(names, reduce(Reduced.plus, alike)) for names, alike in groups.values()]
-    return [f"{_names(names)} {text}" for names, total in sums if (text := str(total))]
-
-
-def _names(names: list[str]) -> str:
-    some = ", ".join(map(repr, names[:3]))
-    more = f" and {count(len(names) - 3)} more" if len(names) > 3 else ""
-    return f"table{'s' if len(names) > 1 else ''} {some}{more}"
+    lines = []
+    for names, alike in groups.values():
+        if text := str(reduce(Reduced.plus, alike)):
+            more = f" and {count(len(names) - 3)} more" if len(names) > 3 else ""
+            lines.append(f"table{'s' if len(names) > 1 else ''} {', '.join(map(repr, names[:3]))}{more} {text}")
+    return lines
 
 
 def counted_table(name: str) -> str:

@@ -174,7 +174,7 @@ def _look_deep(storage: Storage, looks: Sequence[Checkup], threads: int, executo
                 executor,
                 check_part_anywhere,
                 every,
-                on_done=lambda task: progress.advance(task.n_bytes),
+                on_done=lambda task: progress.advance(task.part.n_bytes),
                 is_stopped=lambda: False,
             )
         in_order = iter(checks)

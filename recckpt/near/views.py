@@ -181,9 +181,7 @@ def _shards_of(names: Sequence[str], n_shards: int) -> dict[str, int]:
     """Return the shard that wrote each file, by its name; the first shard wrote all files that name no shard."""
     named, begins = dict[str, int](), dict[str, int]()
     for number in range(n_shards):
-        named |= dict.fromkeys(
-            (layout.of_rank("io_state", number), layout.of_rank("extra", number), layout.of_rank("rng", number)), number
-        )
+        named |= {layout.of_rank(content, number): number for content in ("io_state", "extra", "rng")}
         indexes = layout.catalog(number, n_shards), layout.dense_index(number, n_shards)
         begins |= dict.fromkeys(map(_begin, indexes), number)  # rows and tensors are named as what lists them
     return {name: named.get(name, begins.get(_begin(name), 0)) for name in names}

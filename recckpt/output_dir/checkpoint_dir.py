@@ -196,7 +196,7 @@ def look_at_all(storage: Storage, directories: Iterable[str], known: Manifests |
 
 def attempt_dirs(storage: Storage) -> list[str]:
     """Return the directories of an output dir, committed or not, but for recckpt's own."""
-    return [name for name in storage.list_dirs() if not layout.is_own(name)]
+    return [name for name in storage.list_dirs() if name != layout.OWN_DIR]
 
 
 def looks_at_once(storage: Storage) -> int:

@@ -158,7 +158,6 @@ class ProcessGroup:
         self._close = weakref.finalize(self, self._group.close)  # torch would keep the group, its threads and files
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the value of every rank."""
         values: list[Any] = [None] * self.size
         self._collective(lambda group: self._dist.all_gather_object(values, value, group=group))
         return values
@@ -185,7 +184,6 @@ class ProcessGroup:
         return [value, *(pickle.loads(each.numpy()) for each in received[1:])]  # pickles end before the padding
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value."""
         values = [value]
         self._collective(lambda group: self._dist.broadcast_object_list(values, src=0, group=group))
         return values[0]
@@ -193,7 +191,6 @@ class ProcessGroup:
     def exchange(
         self, mark: int, parcels: Sequence[Parcel], into: ReusedBuffer | None = None
     ) -> tuple[list[int], list[Parcel]]:
-        """Return the marks of all ranks, and what each has sent to this one."""
         import torch
 
         sent = [parcel if to != self.rank else parcel[:0] for to, parcel in enumerate(parcels)]
@@ -212,7 +209,6 @@ class ProcessGroup:
         return self._collective(exchange)
 
     def twin(self) -> ProcessGroup:
-        """Return another group of the same ranks, for another thread. Collective."""
         return ProcessGroup(self.timeout_sec, self.call)
 
     def _collective(self, work: Callable[[Any], _T]) -> _T:
@@ -234,12 +230,10 @@ class ProcessGroup:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a rank is known to be missing."""
         return self.call.is_lost
 
     @property
     def is_over(self) -> bool:
-        """Whether the process group that it was made for is no longer the one of this process."""
         return self._world is not self._dist.group.WORLD
 
 

@@ -27,7 +27,6 @@ class Attendance:
         self._store, self._rank, self._size, self._prefix = store, rank, size, prefix
 
     def come(self) -> None:
-        """Say that this rank is here."""
         self._store.set(f"{self._prefix}here/{self._rank}", "1")
 
     def all_here(self) -> bool:
@@ -52,7 +51,6 @@ class Attendance:
         return self._rank != 0 or any(self._store.check(gone) for _ in moments(timeout_sec))
 
     def forget(self) -> None:
-        """Remove the keys of this rank."""
         self._store.delete_key(f"{self._prefix}here/{self._rank}")
         self._store.delete_key(f"{self._prefix}gone/{self._rank}")
 
@@ -83,7 +81,6 @@ class RollCall:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a rank is missing."""
         return self._lost is not None
 
     def check(self) -> None:

@@ -42,7 +42,6 @@ class Latch:
         self._waiters: list[threading.Lock] = []
 
     def is_set(self) -> bool:
-        """Say whether it has happened."""
         return self._is_set
 
     def set(self) -> None:
@@ -116,7 +115,6 @@ class Errand(Generic[_T]):
         self._results, self._errors = list[_T](), list[BaseException]()
 
     def run(self) -> None:
-        """Do it, as the target of a thread."""
         try:
             self._results.append(self._work())
         except BaseException as error:  # raised by who waits
@@ -167,7 +165,6 @@ class Worker(Generic[_T]):
 
     @property
     def is_at_work(self) -> bool:
-        """Whether a task is under way."""
         return not self._over.is_set()
 
     @property
@@ -218,7 +215,6 @@ class Worker(Generic[_T]):
         return True
 
     def drop(self) -> None:
-        """Forget a task that is over."""
         self.task = self._thread = None
 
 

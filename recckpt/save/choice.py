@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recckpt.format.names import Pattern, slot_name, wildcards
+from recckpt.format.names import WILDCARD, Pattern, slot_name
 from recckpt.format.tables import FLOATS, Narrowed, Reduced, is_narrower
 from recckpt.live.attached import AttachedTable
 from recckpt.policies.options import Choose
@@ -165,4 +165,4 @@ def _hint(text: str, known: Sequence[str]) -> str:
     slots = {name.rpartition("@")[2] for name in known if "@" in name}
     if text in slots:
         return f"; '*@{text}' is that slot of all tables"
-    return "" if wildcards(text) else nearest(text, known)
+    return "" if WILDCARD.findall(text) else nearest(text, known)

@@ -37,7 +37,6 @@ class Progress:
         self._bar: _Bar | None = None
 
     def advance(self, n_bytes: int) -> None:
-        """Count ``n_bytes`` more."""
         with self._lock:
             self.n_bytes += n_bytes
             if self._bar is not None:
@@ -50,7 +49,6 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the beginning."""
         return time.perf_counter() - self._begin
 
     def __enter__(self) -> Progress:
@@ -121,7 +119,6 @@ class _Bar:
             log.debug("no bar can be drawn: %s", error)
 
     def call(self, method: str, *args: object) -> None:
-        """Call a method of the bar, if there is one still."""
         if self._bar is None:
             return
         try:

@@ -22,7 +22,6 @@ def escaped(name: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a message as one line."""
     joined = "; ".join(line.strip() for line in text.splitlines() if line.strip())
     return joined if joined.isprintable() else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in joined)
 
@@ -48,12 +47,10 @@ def duration(seconds: float) -> str:
 
 
 def count(number: int) -> str:
-    """Return a count with separators."""
     return f"{number:,}"
 
 
 def plural(number: int, what: str) -> str:
-    """Return a count and what is counted."""
     return f"{count(number)} {what}{'' if number == 1 else 's'}"
 
 

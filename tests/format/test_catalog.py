@@ -177,7 +177,7 @@ def test_a_catalog_that_no_reader_would_take_is_not_written(monkeypatch):
         encode(catalog())
 
 
-DELETES = layout.deletes_part(0, 2, 0)
+DELETES = layout.part(0, 2, None, 0)
 DELETE_SUMS = {"table": 5, "id": 6}
 
 

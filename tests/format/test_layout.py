@@ -121,7 +121,7 @@ def test_what_others_put_there_is_not(name):
 
 
 def test_what_a_file_holds_is_told_from_its_name():
-    parts = layout.part(3, 4, 0, 1), layout.deletes_part(3, 4, 0)
+    parts = layout.part(3, 4, 0, 1), layout.part(3, 4, None, 0)
     assert [layout.holds_deletes(name) for name in parts] == [False, True]
     assert all(layout.is_part_of(name, layout.catalog(3, 4)) for name in parts)
     assert not layout.is_part_of(layout.catalog(3, 4), layout.catalog(3, 4))

@@ -126,7 +126,7 @@ class LinkDeletes:
 
 
 class LinkPass:
-    """The tables that one link fills at one go. Collective, but for :meth:`start`.
+    """The tables that one link fills at one go. Collective.
 
     Attributes:
         windows: what this rank sends to others of the rows and the deletes.
@@ -202,20 +202,17 @@ class LinkPass:
         if self._fetch is not None:
             self._fetch(layout.join(self._batches.directory, file) for file in self._own_files)
 
-    def start(self) -> None:
-        """Make room in the tables."""
-        for filler in self._every:
-            filler.start()
-
-    def run(self, take: Take, concurrency: int, rounds: Rounds, *, with_values: bool) -> int:
+    def run(self, take: Take, concurrency: int, rounds: Rounds, *, fills: bool) -> int:
         """Have each filler take what its table owns; return the bytes that this rank has read.
 
         Args:
             take: gives a filler rows of a batch; from several threads.
             concurrency: number of threads.
             rounds: in which the ranks send rows and deletes to each other.
-            with_values: whether they send rows as a whole; otherwise their ids.
+            fills: whether the tables make room, and ranks send rows as a whole; otherwise their ids.
         """
+        for filler in self._every if fills else ():
+            filler.start()
         deletes, threads = LinkDeletes(), self._batches.files.threads(concurrency)
         for filler in self._every:
             filler.begin_link()
@@ -229,7 +226,7 @@ class LinkPass:
                 take(filler, rows)
 
         n_bytes = self._read_kind("deletes", take_deletes, rounds, threads, with_values=False)
-        n_bytes += self._read_kind("rows", take_rows, rounds, threads, with_values=with_values)
+        n_bytes += self._read_kind("rows", take_rows, rounds, threads, with_values=fills)
         # Last, what lies between the values of parts that are read as a whole: it says less of what is wrong.
         run_all(lambda part: self._batches.check_frame(part, self._slots(part)), self._whole_parts, threads)
         for table, fillers in self._fillers.items():

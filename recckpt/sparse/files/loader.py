@@ -157,9 +157,7 @@ class AgreedPasses:
                 for _ in range(sum(map(len, rounds.values()))):
                     self._meetings.wait()
                 continue
-            if fills:
-                one.start()
-            n_bytes += one.run(take, concurrency, rounds, with_values=fills)
+            n_bytes += one.run(take, concurrency, rounds, fills=fills)
         return n_bytes
 
 

@@ -57,7 +57,7 @@ def bytes_up_to(links: Iterable[TableReader], extra_bytes: int) -> npt.NDArray[n
     steps = np.zeros(N_BUCKETS + 1, np.int64)
     for link in links:
         row_bytes = 8 + sum(slot.row_bytes for slot in link.specs)
-        for part, numbers in (some for catalog in link.catalogs for some in catalog.batches_of(link.entry.name)):
+        for part, numbers in (some for catalog in link.catalogs for some in catalog.parts_of(link.entry.name)):
             n_bytes = extra_bytes + (row_bytes if part.holds == "rows" else 8)
             for batch in (part.batches[number] for number in numbers):
                 begin, end = batch.buckets

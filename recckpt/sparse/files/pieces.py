@@ -155,14 +155,14 @@ class IdCheck:
 
     def read(self, reader: PartReader, number: int) -> Mapping[str, pa.Array]:
         """Return the columns of the next batch; CorruptCheckpointError where they are damaged, or its ids wrong."""
-        values = reader.values(number, (TABLE, ID, *(spec.name for spec in reader.specs)))
+        values = reader.values(number)
         self._refuse(reader, number, np.frombuffer(values[ID], np.int64))
         return reader.arrays(number, values)
 
     def piece(self, reader: PartReader, number: int) -> RowPiece:
         """Return the next batch; errors as of :meth:`read`, of slots that lie in a map as they are passed."""
         is_mapped = reader.mapped is not None
-        values = reader.values(number, (TABLE, ID, *(() if is_mapped else (spec.name for spec in reader.specs))))
+        values = reader.values(number, (TABLE, ID) if is_mapped else None)
         piece = RowPiece.of(reader, number, values, is_checked=not is_mapped)
         self._refuse(reader, number, piece.ids, piece.hashes)
         return piece

@@ -124,7 +124,7 @@ class ReducedSource:
 
     @property
     def ids(self) -> SnapshotIds:
-        return SnapshotIds(self._read_ids)
+        return SnapshotIds(lambda rows, target: self._source.ids.gather_into(self._of_source(rows), target))
 
     @property
     def n_kept(self) -> int:
@@ -173,9 +173,6 @@ class ReducedSource:
 
     def _of_source(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return rows if self._rows is None else self._rows.kept[rows]
-
-    def _read_ids(self, rows: npt.NDArray[Any], target: Bytes) -> None:
-        target[:] = self._source.ids.gather(self._of_source(rows).astype(np.int64)).numpy().view(np.uint8)
 
 
 class _Rows(NamedTuple):

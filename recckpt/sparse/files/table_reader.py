@@ -146,7 +146,7 @@ class TableReader:
     @property
     def is_mapped(self) -> bool:
         """Whether its files lie in memory maps, so that rows of them may be kept at no cost."""
-        parts = (part for catalog in self.catalogs for part, _ in catalog.batches_of(self.entry.name))
+        parts = (part for catalog in self.catalogs for part, _ in catalog.parts_of(self.entry.name))
         return all(self.storage.map(layout.join(self.directory, part.file)) is not None for part in parts)
 
     @property

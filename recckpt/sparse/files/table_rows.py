@@ -19,7 +19,7 @@ from recckpt.sparse.files.part_writer import ColumnBytes, RowBatch, TableBytes, 
 from recckpt.sparse.table.checks import check_slot_name, spec_of
 from recckpt.sparse.table.column import BLOCK_BYTES, Column, aligned_bytes
 from recckpt.sparse.table.kernels import count_buckets, first_repeat, place_rows
-from recckpt.sparse.table.store import Ids, StoredIds, is_stored
+from recckpt.sparse.table.store import Ids, is_stored
 from recckpt.types import EMBEDDING, ITEM_BYTES, SavableTable, SlotSpec, check_table_name
 
 _UINT32_ROWS = 1 << 32
@@ -132,7 +132,7 @@ class StillTable:
 
     name: str
     n_rows: int
-    ids: StoredIds
+    ids: Ids
     columns: dict[str, Column]
     n_all: int
     n_kept = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from math import gcd
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy.typing as npt
 
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError
 from recckpt.format import layout
-from recckpt.format.buckets import N_BUCKETS, mix64
+from recckpt.format.buckets import N_BUCKETS, mix64, random_odds
 from recckpt.format.catalog import Batch, Part, PartKind
 from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ID, TABLE
@@ -29,7 +28,6 @@ from recckpt.storage.retry import check_twice
 
 Visit = Callable[[Batch, RowPiece], Callable[[], object]]  # looks at rows as they pass, and returns what counts them
 Unreadable = CorruptCheckpointError | CheckpointRemovedError | OSError
-_Words = npt.NDArray[np.uint64]
 _LARGEST = 1 << 64
 _WORD_BYTES = 4
 
@@ -51,10 +49,6 @@ class VerifyTask:
     directory: str
     tables: tuple[TableEntry, ...]  # those that the part names, as far as the manifest lists them
     part: Part
-
-    @property
-    def n_bytes(self) -> int:
-        return self.part.n_bytes
 
 
 def check_part_anywhere(task: VerifyTask) -> PartCheck:
@@ -205,17 +199,10 @@ class RowSums(Counter[str]):
             # the factor is, and two of them nothing.
             word = gcd(column.dtype.itemsize, _WORD_BYTES)
             words = column.view(f"u{word}").reshape(len(column), column.dtype.itemsize // word)
-            hashes += np.einsum("ij,j->i", words, _factors(first, words.shape[1]))
+            hashes += np.einsum("ij,j->i", words, random_odds(first, words.shape[1]))
             first += words.shape[1]
         self[table] = (self[table] + int(mix64(hashes)[rows].sum())) % _LARGEST
 
     def visit(self, batch: Batch, piece: RowPiece) -> Callable[[], object]:
         """Add all rows of a batch of a part, once it is known to be whole."""
         return lambda: self.add(batch.table, piece.columns, slice(None))
-
-
-@lru_cache(maxsize=64)
-def _factors(first: int, n: int) -> _Words:
-    """Return random odd numbers of 64 bits: an odd one loses no bit of what it multiplies."""
-    factors: _Words = mix64(np.arange(first + 1, first + n + 1, dtype=np.uint64)) | np.uint64(1)
-    return factors

@@ -429,8 +429,9 @@ class SparseOptimizer(Optimizer):
 
     def _add_slots(self, table: HashTable, group: Group) -> None:
         """Declare the slots of this optimizer, by default of the shape of an embedding and from zero on."""
+        dtype = torch.promote_types(table.dtype, torch.float32)  # of moments and arithmetic
         for name in self.slot_names:
-            table.add_slot(name, table.embedding_shape, slot_dtype(table))
+            table.add_slot(name, table.embedding_shape, dtype)
 
     def _check(self, group: Group) -> None:
         """Raise ValueError where a hyper-parameter is out of range: by default the numbers, and betas."""
@@ -449,11 +450,6 @@ class SparseOptimizer(Optimizer):
     def _update(self, weights: Tensor, grads: Tensor, slots: list[Tensor], step: int, group: Group) -> None:
         """Apply the rule in place to the rows of one table; all tensors have one row an id."""
         raise NotImplementedError
-
-
-def slot_dtype(table: HashTable) -> torch.dtype:
-    """Return the dtype of moments and arithmetic: float32, or float64 for a table of it."""
-    return torch.promote_types(table.dtype, torch.float32)
 
 
 def is_stepped_by_accelerate() -> bool:

@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from recckpt.sparse.optim.optimizer import Group, SparseOptimizer, Tables, slot_dtype
+from recckpt.sparse.optim.optimizer import Group, SparseOptimizer, Tables
 from recckpt.sparse.table.gradients import RowGradients
 from recckpt.sparse.table.table import HashTable
 from recckpt.types import flag
@@ -177,7 +178,8 @@ class _Adagrad(SparseOptimizer):
 
     def _add_slots(self, table: HashTable, group: Group) -> None:
         shape = () if self._is_row_wise else table.embedding_shape
-        table.add_slot(self.slot_names[0], shape, slot_dtype(table), group["initial_accumulator_value"])
+        dtype = torch.promote_types(table.dtype, torch.float32)
+        table.add_slot(self.slot_names[0], shape, dtype, group["initial_accumulator_value"])
         if self._squares_by_rank:
             table.pending_gradients.keep_squares()
 

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from recckpt.format.buckets import distinct
 from recckpt.format.tables import ClockDates
 from recckpt.policies.evict import NORM, Capacity, Evict, Mask, is_evict
 from recckpt.sparse.table.gradients import is_in_backward
@@ -101,7 +100,7 @@ class Tracking:
 
     Args:
         names: of what is tracked, keys of ``TRACKED``; none of a table that tracks nothing.
-        table_time: that of the table, which :meth:`set_step` and :meth:`set_event_time` change.
+        table_time: that of the table, which :meth:`set_event_time` changes.
 
     Attributes:
         clock_dates: when the clock has dated rows, which stay so until an event time comes; saved with them.
@@ -113,10 +112,6 @@ class Tracking:
         self._slots = frozenset(TRACKED[name].name for name in names)
         self.counts = COUNT in self._slots  # whether occurrences are counted
         self._table_time = table_time
-
-    def set_step(self, store: RowStore, step: int) -> None:
-        self._table_time.reach(step)
-        self.date_new_rows(store)
 
     def set_event_time(self, store: RowStore, event_time: float | None) -> None:
         """Date rows with a time from now on, those too that the clock has dated so far; None for the clock."""
@@ -172,14 +167,6 @@ def checked_event_time(table: str, event_time: Any) -> float | None:
             "milliseconds by 1000, nanoseconds by 1e9"
         )
     return None if event_time is None else float(event_time)
-
-
-def checked_track(table: str, track: Any) -> tuple[str, ...]:
-    names = [track] if isinstance(track, str) else list(track)
-    unknown = [name for name in names if name not in TRACKED]
-    if unknown or len({*names}) < len(names):
-        raise ValueError(f"table {table!r}: found track={track!r}, expected some of {tuple(TRACKED)}, each once")
-    return tuple(name for name in TRACKED if name in names)
 
 
 HashRange = tuple[int, int]  # the ids whose hashes end on 16 bits in [begin, end)
@@ -242,13 +229,8 @@ def plan_of(table: str, policies: Sequence[Any], slots: set[str], *, every: Any,
     return Plan(tuple(rules), next(iter(capacities), None), every, budget)
 
 
-class _Scan(NamedTuple):
-    """The ids of a part that the rules evict; the other ids, and the values by which a capacity orders them."""
-
-    gone: Int64s = _NONE
-    ids: Int64s = _NONE
-    by: npt.NDArray[Any] = _NONE
-    n_rows: int = 0  # of the table
+# The ids of a part that the rules evict; the other ids, the values by which a capacity orders them, and all rows.
+_Scan = tuple[Int64s, Int64s, npt.NDArray[Any], int]
 
 
 class _Pass(NamedTuple):
@@ -289,20 +271,11 @@ class Eviction:
     def evicted_to(self, store: RowStore) -> int | None:
         """Return the step up to which eviction is done; None where it has not begun with these rows."""
         era, step = self._evicted_to
-        return step if era is store.era else None
+        return step if era is store.rows.era else None
 
     def set_evicted_to(self, store: RowStore, step: int | None) -> None:
         """Take the rows for ones in which eviction is done up to a step."""
-        self._evicted_to = (store.era, step)
-
-    def check_batch(self, table: TableModule, ids: Int64s) -> None:
-        """Raise ValueError where a look-up has more different ids than the table may have rows."""
-        capacity = self.plan.capacity
-        if capacity is not None and len(ids) > capacity.n and (n_ids := len(distinct(ids))) > capacity.n:
-            raise ValueError(
-                f"table {table.name!r}: found a look-up of {n_ids} different ids, expected at most those that "
-                f"{capacity} holds: give a larger n, or smaller batches"
-            )
+        self._evicted_to = (store.rows.era, step)
 
     def evict_due(self, table: TableModule) -> None:
         """Evict what is due before the first training look-up of a step. Collective among ranks with a capacity."""
@@ -358,16 +331,16 @@ class Eviction:
         for part in parts:
             problem: Exception | None = None
             try:
-                scan = _scan(table, plan, part, self._table_time.now)
+                goes, ids, by, n_rows = _scan(table, plan, part, self._table_time.now)
             except Exception as error:
-                scan, problem = _Scan(), error
-            gone.append(scan.gone)
+                goes, ids, by, n_rows, problem = _NONE, _NONE, _NONE, 0, error
+            gone.append(goes)
             if capacity is not None:
-                n_left, n_in_part = scan.n_rows - n_gone - len(scan.gone), len(scan.ids)
+                n_left, n_in_part = n_rows - n_gone - len(goes), len(ids)
                 n_left, n_in_part = (sum(table.sharing.numbers(what, n, problem)) for n in (n_left, n_in_part))
                 share = (part[1] - part[0]) / N_PARTS
                 excess = capacity.excess(n_left, n_in_part, share) if target is None else n_left - target
-                gone.append(scan.ids[table.sharing.first_rows(scan.by, scan.ids, excess)])
+                gone.append(ids[table.sharing.first_rows(by, ids, excess)])
             elif problem is not None:
                 raise problem
             n_gone = sum(map(len, gone))
@@ -411,7 +384,7 @@ def _scan(table: TableModule, plan: Plan, part: HashRange, now: Now) -> _Scan:
             if capacity is not None:
                 left.append(ids[~goes])
                 by.append(columns[capacity.by][~goes])
-        return _Scan(np.concatenate(gone), np.concatenate(left), np.concatenate(by), len(store))
+        return np.concatenate(gone), np.concatenate(left), np.concatenate(by), len(store)
 
 
 def _pieces(store: RowStore, part: HashRange, padding_id: int | None) -> Iterator[tuple[Int64s, Int64s]]:

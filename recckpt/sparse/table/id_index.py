@@ -53,10 +53,6 @@ class IdIndex:
         """Goes up before and after rows are renumbered: odd meanwhile."""
         return int(self.counts[VERSION])
 
-    @property
-    def nbytes(self) -> int:
-        return self.cells.nbytes
-
     def reserve(self, n_rows: int) -> None:
         capacity = len(self.cells)
         while capacity * 7 < n_rows * 10:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,18 +42,18 @@ class FrozenRows(ABC):
     def n_changed(self) -> int:
         """About how many rows and erased ids a delta would hold: for the choice of a full."""
 
-    def changes(self, base: str) -> DeltaSource:
-        """Return what has changed since this base; all other rows can be read until :meth:`DeltaSource.narrow`."""
-        self.check_base(base)
-        return DeltaSource(self.snapshot, partial(self.changed_since, base), self.erased)
+    def delta(self, base: str, *, narrows: bool = True) -> DeltaSource:
+        """Return what has changed since this base.
 
-    def delta(self, base: str) -> DeltaSource:
-        """Return the same, of a snapshot that releases the other rows once it is known which those are."""
+        Where it ``narrows``, the snapshot releases the other rows once it is known which those are; otherwise all can
+        be read until :meth:`DeltaSource.narrow`.
+        """
         self.check_base(base)
 
         def bits() -> Bytes:
             bits = self.changed_since(base)
-            self.snapshot.narrow(bits)
+            if narrows:
+                self.snapshot.narrow(bits)
             return bits
 
         return DeltaSource(self.snapshot, bits, self.erased)
@@ -71,8 +71,7 @@ class FrozenRows(ABC):
     def committed(self, save_id: str) -> None:
         """Make this checkpoint the base."""
 
-    @abstractmethod
-    def failed(self) -> None:
+    def failed(self) -> None:  # noqa: B027  # where nothing was begun, nothing ends
         """Keep the base, and all that has changed since."""
 
 
@@ -85,9 +84,9 @@ class SaverMarks(ABC):
     def begin(self, base: str) -> None:
         """Count from now on what changes: the rows are exactly those of the checkpoint with this save id."""
 
-    @abstractmethod
     def is_unchanged(self, base: str) -> bool:
         """Say whether nothing has changed since this base; never wrongly so."""
+        return False
 
     @abstractmethod
     def freeze(
@@ -186,10 +185,11 @@ class Frozen(FrozenRows):
         """Rows and erased ids that a delta would hold, ids that are there again included."""
         return self.snapshot.n_rows if self.base is None else self._n_marked + sum(map(len, self.erased))
 
-    def delta(self, base: str) -> DeltaSource:
-        """Return what has changed since this base; the other rows are protected no longer, and cannot be read."""
-        source = self.changes(base)
-        source.narrow()
+    def delta(self, base: str, *, narrows: bool = True) -> DeltaSource:
+        """Return what has changed since this base; where it ``narrows``, the other rows are released at once."""
+        source = super().delta(base, narrows=False)
+        if narrows:
+            source.narrow()
         return source
 
     def changed_since(self, base: str) -> Bytes:

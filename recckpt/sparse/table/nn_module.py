@@ -197,7 +197,9 @@ class TableModule(nn.Module):
         dtype = str(self.dtype).removeprefix("torch.")
         rows = f"rows={len(self.store)}, shape={self.embedding_shape}, dtype={dtype}"
         padding = "" if self.padding_id is None else f", padding_id={self.padding_id}"
-        return f"{quoted(self.name)}, {rows}{padding}, slots={len(self.store.columns) - 1}, {size(self.store.nbytes)}"
+        return (
+            f"{quoted(self.name)}, {rows}{padding}, slots={len(self.store.columns) - 1}, {size(self.store.rows.nbytes)}"
+        )
 
     def __repr__(self) -> str:
         return super().__repr__() if "store" in vars(self) else object.__repr__(self)  # half made

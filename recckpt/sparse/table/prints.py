@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from recckpt.format.buckets import M1, M2, mix64
+from recckpt.format.buckets import M1, M2, random_odds
 from recckpt.sparse.table.kernels import compiled
 from recckpt.sparse.table.kernels import mix64 as mix64_of_one
 from recckpt.sparse.table.marks import FrozenRows, SaverMarks
@@ -88,7 +87,7 @@ def _mix(memory: npt.NDArray[np.uint8], spec: SlotSpec, prints: Prints) -> int:
     """Mix rows of a slot into their prints, and return how many they are."""
     n_rows = len(memory) // spec.row_bytes
     words = memory.view(_WORDS[_word_bytes(spec.row_bytes)]).reshape(n_rows, -1)
-    _mix_rows(words, _factors_of(words.shape[1]), prints[:n_rows])
+    _mix_rows(words, random_odds(0, words.shape[1]), prints[:n_rows])
     return n_rows
 
 
@@ -107,13 +106,6 @@ def _mix_rows(words: Any, factors: Any, prints: Any) -> None:
 def _word_bytes(row_bytes: int) -> int:
     """Return the size of the longest words of which a row is made."""
     return next(n_bytes for n_bytes in (8, 4, 2, 1) if row_bytes % n_bytes == 0)
-
-
-@lru_cache(maxsize=64)
-def _factors_of(n_words: int) -> npt.NDArray[np.uint64]:
-    """Return random odd numbers, a position in a row each: an odd one loses no bit of what it multiplies."""
-    factors: npt.NDArray[np.uint64] = mix64(np.arange(1, n_words + 1, dtype=np.uint64)) | np.uint64(1)
-    return factors
 
 
 @torch.no_grad()
@@ -142,7 +134,7 @@ def _mixed(memory: Tensor, spec: SlotSpec, prints: Tensor) -> Tensor:
     words = words ^ _shifted(words, 32)  # not in place: words of 8 bytes are the rows themselves
     words *= _SIGNED_MIX
     words ^= _shifted(words, 29)
-    factors = torch.from_numpy(_factors_of(words.shape[1]).view(np.int64)).to(memory.device)
+    factors = torch.from_numpy(random_odds(0, words.shape[1]).view(np.int64)).to(memory.device)
     z = words.mul_(factors).sum(1) + prints
     z = (z ^ _shifted(z, 30)) * _SIGNED_M1  # as recckpt.format.buckets.mix64
     z = (z ^ _shifted(z, 27)) * _SIGNED_M2
@@ -189,10 +181,6 @@ class PrintMarks(SaverMarks):
         if self._base is not None:
             self._base.prints[rows[rows >= 0]] ^= 1
         return True
-
-    def is_unchanged(self, base: str) -> bool:
-        """Say that rows may have changed."""
-        return False
 
     def freeze(
         self, store: Store, name: str, slots: Collection[str] | None, *, keeps_marks: bool = False
@@ -275,6 +263,3 @@ class FrozenPrints(FrozenRows):
         prints, before = self.snapshot.known_prints, self._then
         share = 0.0 if prints is None or before is None or not len(prints) else float(np.mean(prints != before.prints))
         self._committed(None if prints is None else _Base(save_id, self.snapshot.slots, prints, share))
-
-    def failed(self) -> None:
-        """Keep the base."""

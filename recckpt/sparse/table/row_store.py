@@ -64,15 +64,6 @@ class RowStore(Store):
     def ids(self) -> Column:
         return self.rows.ids
 
-    @property
-    def nbytes(self) -> int:
-        return self.rows.nbytes
-
-    @property
-    def era(self) -> object:
-        """Another object once all rows have been dropped or replaced; gradients end with it."""
-        return self.rows.era
-
     def snapshot(self, name: str, slots: Collection[str] | None = None) -> Snapshot:
         with self.lock:
             rows = self.rows

@@ -32,7 +32,6 @@ from recckpt.sparse.table.eviction import (
     TableTime,
     Tracking,
     checked_event_time,
-    checked_track,
 )
 from recckpt.sparse.table.initializers import InitializerLike, default_initializer
 from recckpt.sparse.table.nn_module import (
@@ -103,7 +102,10 @@ class RowTable(TableModule):
     ) -> None:
         super().__init__(embedding_shape, name=name, dtype=dtype, device=device, initializer=initializer, slice=slice)
         self.time = TableTime()
-        self.tracking = Tracking(checked_track(name, track), self.time)
+        tracked = [track] if isinstance(track, str) else list(track)
+        if not TRACKED.keys() >= {*tracked} or len({*tracked}) < len(tracked):
+            raise ValueError(f"table {name!r}: found track={track!r}, expected some of {tuple(TRACKED)}, each once")
+        self.tracking = Tracking(tuple(each for each in TRACKED if each in tracked), self.time)
         for track_name in self.track:
             self.store.add_column(TRACKED[track_name])
         self.tracking.date_new_rows(self.store)
@@ -114,7 +116,7 @@ class RowTable(TableModule):
     @property
     def nbytes(self) -> int:
         """Bytes that the table holds: index, ids and slots, room for growth included."""
-        return self.store.nbytes
+        return self.store.rows.nbytes
 
     def __len__(self) -> int:
         return len(self.store)
@@ -136,7 +138,8 @@ class RowTable(TableModule):
     def step(self, step: int) -> None:
         if not isinstance(step, int | np.integer) or isinstance(step, bool) or not 0 <= step < 1 << 53:
             raise ValueError(f"table {self.name!r}: step must be an int of at least 0, found {step!r}")
-        self.tracking.set_step(self.store, int(step))
+        self.time.reach(int(step))
+        self.tracking.date_new_rows(self.store)
 
     @property
     def event_time(self) -> float | None:

@@ -102,7 +102,7 @@ class Rows:
         self.initial: dict[str, float] = dict(initial or {})
         self.ids = Column(_ID_SPEC, _CPU)
         self.index = IdIndex()
-        self.era = object()
+        self.era = object()  # another one once all rows have been dropped or replaced: gradients end with it
         self.most = 0  # rows there were before an erase, since they moved into the memory of now
 
     def __len__(self) -> int:
@@ -110,7 +110,7 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        return self.index.nbytes + self.ids.nbytes + sum(c.nbytes for c in self.columns.values())
+        return self.index.cells.nbytes + self.ids.nbytes + sum(c.nbytes for c in self.columns.values())
 
     def is_still(self, version: int) -> bool:
         """Return whether no row has been renumbered since the index had this version."""

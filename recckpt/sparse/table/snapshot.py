@@ -272,7 +272,7 @@ class SnapshotIds:
     """Ids that ``read_ids`` copies into bytes, read like a column."""
 
     def __init__(self, read_ids: Callable[[npt.NDArray[Any], Bytes], None]) -> None:
-        self._read_ids = read_ids
+        self.gather_into = read_ids
 
     def pieces(self, begin: int, end: int) -> Iterator[Tensor]:
         for first in range(begin, end, _PIECE_ROWS):
@@ -280,7 +280,7 @@ class SnapshotIds:
 
     def gather(self, rows: Int64s) -> Tensor:
         ids = np.empty(len(rows), np.int64)
-        self._read_ids(rows, ids.view(np.uint8))
+        self.gather_into(rows, ids.view(np.uint8))
         return torch.from_numpy(ids)
 
     def to_tensor(self, n_rows: int) -> Tensor:

@@ -169,10 +169,6 @@ class Ids(Protocol):
     def to_tensor(self, n_rows: int) -> Tensor:
         """Return the ids of the first rows."""
 
-
-class StoredIds(Ids, Protocol):
-    """The ids of the rows of a store."""
-
     def gather_into(self, rows: npt.NDArray[Any], target: npt.NDArray[np.uint8]) -> None:
         """Copy the bytes of the ids of ``rows`` into ``target``."""
 
@@ -197,7 +193,7 @@ class Store(ABC):
 
     @property
     @abstractmethod
-    def ids(self) -> StoredIds:
+    def ids(self) -> Ids:
         """The ids in row order, on the CPU."""
 
     @property

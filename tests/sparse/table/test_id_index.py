@@ -159,21 +159,21 @@ def test_growing_keeps_all_rows_whatever_the_sizes_of_the_batches():
 def test_a_reserved_index_does_not_grow():
     index = IdIndex()
     index.reserve(10_000)
-    before = index.nbytes
+    before = index.cells.nbytes
     index.find_or_add(np.arange(10_000))
-    assert index.nbytes == before
+    assert index.cells.nbytes == before
 
 
 def test_filling_and_erasing_again_and_again_never_grows():
     index = IdIndex()
     ids = np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 1000)
     index.find_or_add(ids)
-    before = index.nbytes
+    before = index.cells.nbytes
     for _ in range(50):
         erase(index, ids.tolist(), ids)
         assert len(index) == 0
         index.find_or_add(ids)
-    assert index.nbytes == before
+    assert index.cells.nbytes == before
     assert (index.find(ids) == np.arange(1000)).all()
 
 

@@ -103,10 +103,10 @@ def test_rows_in_sequence_and_rows_at_random_are_written_alike():
 
 def test_clear_drops_rows_and_memory():
     store = store_of(list(range(1000)))
-    before = store.nbytes
+    before = store.rows.nbytes
     store.clear()
     assert len(store) == 0
-    assert store.nbytes < before / 4
+    assert store.rows.nbytes < before / 4
     assert store.find(np.array([1])).tolist() == [-1]
     store.insert(np.array([1]), {})
     assert len(store) == 1
@@ -115,13 +115,13 @@ def test_clear_drops_rows_and_memory():
 @pytest.mark.parametrize("device", [None, ELSEWHERE], ids=["cpu", "elsewhere"])
 def test_memory_goes_back_when_half_of_the_rows_are_gone_and_not_before(device):
     store = store_of(list(range(1000)), device)
-    before, era = store.nbytes, store.era
+    before, era = store.rows.nbytes, store.rows.era
     store.erase(np.arange(499))
-    assert store.nbytes == before
+    assert store.rows.nbytes == before
     store.erase(np.array([600]))
-    assert store.nbytes <= before / 2 + 2 * 512
+    assert store.rows.nbytes <= before / 2 + 2 * 512
     assert check(store) == {*range(499, 1000)} - {600}
-    assert store.era is era, "what waits for rows is not forgotten"
+    assert store.rows.era is era, "what waits for rows is not forgotten"
     insert(store, np.arange(2000))
     assert check(store) == {*range(2000)}
 
@@ -131,15 +131,15 @@ def test_a_store_that_is_emptied_row_by_row_ends_as_small_as_a_new_one():
     for first in range(0, 3000, 30):
         store.erase(np.arange(first, first + 30))
         check(store)
-    assert store.nbytes <= store_of(list(range(64))).nbytes
+    assert store.rows.nbytes <= store_of(list(range(64))).rows.nbytes
 
 
 def test_room_that_was_reserved_stays_while_the_table_has_not_shrunk():
     store = store_of(list(range(100)))
     store.reserve(10_000)
-    before = store.nbytes
+    before = store.rows.nbytes
     store.erase(np.arange(30))
-    assert store.nbytes == before
+    assert store.rows.nbytes == before
 
 
 def test_a_snapshot_is_of_its_moment_though_the_memory_of_its_rows_has_gone_back():
@@ -159,9 +159,9 @@ def test_a_snapshot_is_of_its_moment_though_the_memory_of_its_rows_has_gone_back
 def test_reserve_makes_room_for_all_columns_once():
     store = store_of([1])
     store.reserve(10_000)
-    before = store.nbytes
+    before = store.rows.nbytes
     store.insert(np.arange(10_000), {})
-    assert store.nbytes == before
+    assert store.rows.nbytes == before
 
 
 def test_a_copy_is_independent():

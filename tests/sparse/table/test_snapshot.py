@@ -151,7 +151,7 @@ def test_memory_beyond_a_limit_goes_back_when_a_snapshot_is_over(monkeypatch):
     used = sum(column.nbytes for column in log.columns.values())
     snapshot.close()
     assert sum(column.nbytes for column in log.columns.values()) <= 5000 + 2 * 1024 < used
-    assert log.places.nbytes < 5000 * 16
+    assert log.places.cells.nbytes < 5000 * 16
 
 
 def test_the_ids_of_a_snapshot_keep_it_alive():
