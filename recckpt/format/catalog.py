@@ -59,7 +59,6 @@ class Part(JsonRecord, frozen=True, dict=True):
 
     @cached_property
     def numbers(self) -> Mapping[str, int]:
-        """The number of each table in the dictionary."""
         return {table: number for number, table in enumerate(self.tables)}
 
     @cached_property

@@ -56,7 +56,6 @@ class KeptByAny(KeepOperators):
         object.__setattr__(self, "keeps", tuple(flat))
 
     def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
-        """Return all that they keep."""
         return {ckpt_id for keep in self.keeps for ckpt_id in keep.kept(checkpoints, now)}
 
     def __repr__(self) -> str:
@@ -100,7 +99,6 @@ class Best(KeepOperators):
             raise ValueError(f"Best: mode must be 'max' or 'min', found {self.mode!r}")
 
     def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
-        """Return the ids of the best."""
         sign = 1 if self.mode == "max" else -1
         values = ((self._value(each), place) for place, each in enumerate(checkpoints))
         ranked = sorted((sign * value, place) for value, place in values if _is_number(value))
@@ -193,7 +191,6 @@ class All(KeepOperators):
     """Every checkpoint; what ``max_keep=None`` stands for."""
 
     def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
-        """Return all ids."""
         return {checkpoint.ckpt_id for checkpoint in checkpoints}
 
 
@@ -211,7 +208,6 @@ class Newest(KeepOperators):
         positive_int("Newest: n", self.n)
 
     def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
-        """Return the last ids."""
         return {checkpoint.ckpt_id for checkpoint in checkpoints[-self.n :]}
 
 
@@ -247,7 +243,6 @@ class YoungerThan(KeepOperators):
         positive_number("YoungerThan: seconds", self.seconds)
 
     def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
-        """Return the ids of the young."""
         times = ((each.ckpt_id, _moment(each.time)) for each in checkpoints)
         return {ckpt_id for ckpt_id, time in times if time is None or (now - time).total_seconds() < self.seconds}
 
@@ -268,7 +263,6 @@ class OnePer(KeepOperators):
         positive_number("OnePer: seconds", self.seconds)
 
     def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
-        """Return the ids of the first in each interval."""
         first: dict[object, str] = {}
         for checkpoint in checkpoints:
             time = _moment(checkpoint.time)

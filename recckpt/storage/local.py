@@ -34,7 +34,6 @@ class LocalStorage(Storage):
         super().__init__(str(self._root))
 
     def prepare(self) -> None:
-        """Make the root and check that files can be written to it."""
         with doing("making a directory", self._root):
             self._root.mkdir(parents=True, exist_ok=True)
         probe = layout.probe()

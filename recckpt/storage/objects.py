@@ -119,7 +119,6 @@ class ObjectStorage(Storage):
         self._call("putting", name, lambda: self._put(name, data))
 
     def replace(self, name: str, data: bytes) -> None:
-        """Put one small object."""
         self._call("replacing", name, lambda: self._write(self._path(name), data))
 
     def sync_dir(self, name: str) -> None:

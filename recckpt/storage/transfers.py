@@ -199,7 +199,6 @@ class Outbox:
         return copy
 
     def threads(self, requested: int) -> int:
-        """Return how many of the ``requested`` threads make it faster."""
         return (self._work_dir or self._storage).threads(requested)
 
     def publish(self, concurrency: int) -> None:

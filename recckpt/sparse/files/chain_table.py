@@ -109,9 +109,7 @@ class RowIndex:
         self._table, self._readers = table, LinkBatches(table.storage, table.directory)
         # Batches of rows, each with the columns of it that have been checked, as far as they can be kept.
         self._batches: list[tuple[Part, int, dict[str, npt.NDArray[Any]]]] = []
-        shards = list[
-            tuple[Int64s, Int64s]
-        ]()  # the ids of the rows of each, in the order of its batches, and its deletes
+        shards = []  # the ids of the rows of each, in the order of its batches, and its deletes
         only_ids = replace(table, slots=())
         for catalog in table.catalogs:
             rows = [_NOTHING]

@@ -46,12 +46,6 @@ def shards_that_meet(
         return shards
 
 
-def columns_schema(slots: Sequence[SlotSpec], names: Iterable[str]) -> pa.Schema:
-    """Return the schema of some columns of parts."""
-    schema = part_schema(slots)
-    return pa.schema([schema.field(name) for name in names])
-
-
 def table_column(table: str, n_rows: int) -> pa.Array:
     """Return the column by which readers tell tables apart, for rows of one table."""
     return pa.DictionaryArray.from_arrays(np.zeros(n_rows, np.int16), names_array(*joined([table])))
@@ -139,7 +133,6 @@ class CheckedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has n
         return int(self.scanner(columns=[], filter=filter, **options).count_rows())
 
     def filter(self, expression: ds.Expression) -> CheckedDataset:
-        """Return the dataset of those rows for which this holds."""
         return CheckedDataset(self._table, _both(self._condition, expression), as_numbers=self._as_numbers)
 
     def __reduce__(self) -> NoReturn:
@@ -148,7 +141,8 @@ class CheckedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has n
     def _batches(self, schema: pa.Schema, shards: Sequence[Catalog]) -> Iterator[pa.RecordBatch]:
         specs = {spec.name: spec for spec in self._table.links[0].specs if self._as_numbers}
         try:
-            for batch in self._read(schema.names, shards):
+            in_files = part_schema(self._table.links[0].specs)
+            for batch in self._read(pa.schema([in_files.field(name) for name in schema.names]), shards):
                 columns = zip(schema.names, batch.columns, strict=True)
                 numbers = [_numbers(array, specs.get(name)) for name, array in columns]
                 yield pa.RecordBatch.from_arrays(numbers, schema=schema) if specs else batch
@@ -156,27 +150,21 @@ class CheckedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has n
             self.problem = error.with_traceback(None)
             raise
 
-    def _read(self, names: Sequence[str], shards: Sequence[Catalog]) -> Iterator[pa.RecordBatch]:
+    def _read(self, schema: pa.Schema, shards: Sequence[Catalog]) -> Iterator[pa.RecordBatch]:
         """Yield columns as the files have them, where one link holds all rows of these shards, else of all."""
         link = self._table.links[0]
         if len(self._table.links) == 1:
-            yield from self._columns_of(link, names, shards)
+            yield from self._columns_of(link, schema, shards)
             return
-        schema = columns_schema([spec for spec in link.specs if spec.name in names], names)
-        for batch in self._table.all_rows([slot for slot in link.slots if slot in names]):
+        for batch in self._table.all_rows([slot for slot in link.slots if slot in schema.names]):
             columns = dict(zip(batch.schema.names, batch.columns, strict=True))
             columns[TABLE] = table_column(link.entry.name, len(batch))
-            yield pa.RecordBatch.from_arrays([columns[name] for name in names], schema=schema)
+            yield pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
 
-    def _columns_of(
-        self, table: TableReader, names: Sequence[str], shards: Sequence[Catalog]
-    ) -> Iterator[pa.RecordBatch]:
+    def _columns_of(self, table: TableReader, schema: pa.Schema, shards: Sequence[Catalog]) -> Iterator[pa.RecordBatch]:
         """Yield columns of some shards, of which ``table`` may be one, batch by batch in the order of the files."""
-        readers, columns_of_file = (
-            LinkBatches(table.storage, table.directory),
-            [name for name in names if name != TABLE],
-        )
-        schema, slots = columns_schema(table.entry.slots, names), frozenset(columns_of_file) - {ID}
+        columns_of_file = [name for name in schema.names if name != TABLE]
+        readers, slots = LinkBatches(table.storage, table.directory), frozenset(columns_of_file) - {ID}
 
         def read(at: tuple[Part, int]) -> pa.RecordBatch:
             part, number = at
@@ -187,9 +175,9 @@ class CheckedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has n
                 raise reader.damage(number, found, expected)
             if reader.mapped is not None:
                 self._checked.update((part.file, number, name) for name in new)
-            if TABLE in names:  # the catalog, which is checked, says whose rows these are
+            if TABLE in schema.names:  # the catalog, which is checked, says whose rows these are
                 columns[TABLE] = table_column(table.entry.name, part.batches[number].rows)
-            return pa.RecordBatch.from_arrays([columns[each] for each in names], schema=schema)
+            return pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
 
         parts = (each for shard in shards for each in shard.parts_of(table.entry.name, "rows"))
         every = [(part, number) for part, numbers in parts for number in numbers]

@@ -325,7 +325,6 @@ class TableFiller:
         self._is_set = is_aside and len(self._target) == 0 and (self._takes_all or self._n_links == 1)
 
     def begin_link(self) -> None:
-        """Take all ids so far for those of newer links."""
         self._known.begin_link()
         self._of_link = LinkRows(self._name, len(self._target))
 
@@ -396,12 +395,10 @@ class TableFiller:
         return n_own
 
     def _owned(self, rows: BatchRows, specs: Mapping[str, SlotSpec]) -> tuple[Int64s, dict[str, Tensor]]:
-        """Return the rows that the table owns."""
         values, owned = {name: rows.tensor(spec) for name, spec in specs.items()}, self._target.owned(rows.ids)
         return (rows.ids, values) if owned is None else _rows_of(rows.ids, values, owned)
 
     def _new_rows(self, ids: Int64s, rows: dict[str, Tensor], path: str) -> tuple[Int64s, dict[str, Tensor]]:
-        """Return the rows that no newer link has named."""
         with self._lock:
             new = self._known.new_rows(ids, path)
         return _rows_of(ids, rows, new)

@@ -229,7 +229,7 @@ def current_rows(chain: Sequence[LinkCursor], buckets: tuple[int, int]) -> Itera
         if not is_oldest and len(pieces) > 1:  # small and many where little has changed
             pieces = [RowPiece.joined(pieces)]
         for piece in pieces:
-            yield piece, newer.new(piece.hashes)
+            yield piece, np.flatnonzero(newer.is_new(piece.hashes))
         if not is_oldest:
             newer.add(*(piece.hashes for piece in (*pieces, *deleted)))
 

@@ -83,7 +83,6 @@ class RowPiece:
 
     @property
     def ids(self) -> Int64s:
-        """The ids of the rows."""
         ids: Int64s = self.columns[0].view(np.int64)
         return ids
 
@@ -135,7 +134,6 @@ class RowPiece:
 
     @classmethod
     def joined(cls, pieces: Sequence[RowPiece]) -> RowPiece:
-        """Return one piece with the rows of several."""
         columns = [np.concatenate(parts) for parts in zip(*(piece.check().columns for piece in pieces), strict=True)]
         return cls(columns, np.concatenate([piece.hashes for piece in pieces]))
 

@@ -102,10 +102,6 @@ class NamedIds:
     def __init__(self) -> None:
         self._ordered: npt.NDArray[Any] | None = None
 
-    def new(self, ids: npt.NDArray[Any]) -> Int64s:
-        """Return the positions of the ids that are not named yet."""
-        return np.arange(len(ids)) if self._ordered is None else np.flatnonzero(self.is_new(ids))
-
     def is_new(self, ids: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
         """Return a mask of the ids that are not named yet."""
         return np.ones(len(ids), np.bool_) if self._ordered is None else ~is_among(ids, self._ordered)

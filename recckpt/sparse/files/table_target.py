@@ -191,7 +191,6 @@ class LoadTarget:
         """Refuse a checkpoint with ids in this range if the table cannot have a row of the first or the last."""
 
     def clear(self) -> None:
-        """Drop all rows."""
         if len(self.table):
             self.table.clear()
 
@@ -228,7 +227,6 @@ class LoadTarget:
         raise TypeError(f"table {self.table.name!r} is not a recckpt HashTable: its slots load with its rows only")
 
     def erase(self, ids: Int64s) -> None:
-        """Drop the rows of ids."""
         raise TypeError(f"table {self.table.name!r} is not a recckpt HashTable: it is loaded as a whole")
 
     def check_room(self, *, drops: bool) -> None:

@@ -130,17 +130,9 @@ def between_parts(parts: Iterable[PartCheck]) -> Iterator[CorruptCheckpointError
             before[key] = ids
 
 
-@dataclass(frozen=True)
-class Node:
-    """A link of one chain or of several: what it holds of the table, and what it stands on."""
-
-    link: TableReader
-    below: int | None  # number of that node, which comes before this one; None where the link holds all rows
-
-
 @dataclass
 class Counted:
-    """What the ids of a node, and of those below, come to."""
+    """What the ids of a link, and of those below, come to."""
 
     rows: int = 0
     absent: int = 0  # deletes of ids that are in no row at that link or below
@@ -157,14 +149,18 @@ class Counted:
         self.absent += absent
 
 
-def count_rows(nodes: Sequence[Node], budget_bytes: int) -> list[Counted]:
-    """Return what each node comes to; ids are read once for all of them, so many bytes at a time."""
-    counted = [Counted() for _ in nodes]
-    cursors = [LinkCursor(node.link, (0, N_BUCKETS)) for node in nodes]
-    for buckets in bucket_ranges([node.link for node in nodes], (0, N_BUCKETS), budget_bytes):
-        named: list[list[LinkIds]] = []  # by each node and those below, newest first
-        for node, count, cursor in zip(nodes, counted, cursors, strict=True):
-            if count.is_known and node.below is not None and not counted[node.below].is_known:
+def count_rows(links: Sequence[tuple[TableReader, int | None]], budget_bytes: int) -> list[Counted]:
+    """Return what each link comes to; ids are read once for all of them, so many bytes at a time.
+
+    Each of them, of one chain or of several, comes with the number of the one before it on which it stands; None where
+    it holds all rows.
+    """
+    counted = [Counted() for _ in links]
+    cursors = [LinkCursor(link, (0, N_BUCKETS)) for link, _ in links]
+    for buckets in bucket_ranges([link for link, _ in links], (0, N_BUCKETS), budget_bytes):
+        named: list[list[LinkIds]] = []  # by each link and those below, newest first
+        for (_, base), count, cursor in zip(links, counted, cursors, strict=True):
+            if count.is_known and base is not None and not counted[base].is_known:
                 count.fail(None)
             rows, deletes = list[RowPiece](), list[RowPiece]()
             if count.is_known:
@@ -173,13 +169,13 @@ def count_rows(nodes: Sequence[Node], budget_bytes: int) -> list[Counted]:
                 except (CorruptCheckpointError, CheckpointRemovedError, OSError) as error:
                     count.fail(error)
             own = LinkIds(np.sort(ids_of(rows)), [ids_of(deletes)])
-            below = [] if node.below is None else named[node.below]
+            below = [] if base is None else named[base]
             named.append([own, *below])
             n_replaced = sum(len(here) for _, here, _ in newest(below, own.rows))
             n_deleted = sum(len(here) for _, here, _ in newest(below, own.deletes))
             count.add(len(own.rows) - n_replaced - n_deleted, len(own.deletes) - n_deleted)
-    for node, count in zip(nodes, counted, strict=True):
-        count.add(0 if node.below is None else counted[node.below].rows)
+    for (_, base), count in zip(links, counted, strict=True):
+        count.add(0 if base is None else counted[base].rows)
     return counted
 
 

@@ -57,7 +57,6 @@ class IdPlaces:
         return before.ids[~np.isin(before.ids, self.ids, assume_unique=True)]
 
     def is_same(self, other: IdPlaces) -> bool:
-        """Say whether nothing is different."""
         return len(self.ids) == len(other.ids) and not self.moved(other).any()
 
 

@@ -226,7 +226,6 @@ class PrintedRows(SnapshotOver):
             return self.known_prints
 
     def read_slots(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
-        """Copy rows of some slots into a target each; after ``is_last`` they are not read again."""
         if is_last:
             _ = self.prints  # of all rows, before the first may change
         self._rows.read_slots(rows, targets, is_last=is_last)

@@ -80,7 +80,7 @@ class RowStore(Store):
 
     def add_column(self, spec: SlotSpec, initial: float = 0.0) -> None:
         with self.lock:
-            self._replaced()
+            self._observers.replaced()
             self._settled().add_column(spec, initial)
 
     def reserve(self, n_rows: int) -> None:
@@ -202,7 +202,7 @@ class RowStore(Store):
     def adopt(self, other: RowStore) -> None:
         """Replace all rows and slots by those of a store that is no longer used."""
         with self.lock:
-            self._replaced()
+            self._observers.replaced()
             self.rows = other.rows
             self._observers.forget_snapshots()  # nothing changes any more what they read
 
@@ -265,6 +265,3 @@ class RowStore(Store):
     def _announce(self, rows: Int64s, *, with_ids: bool) -> None:
         """Let snapshots copy, and marks mark, rows that are about to change."""
         self._observers.announce(rows, self.rows.index.n_claimed, with_ids=with_ids)
-
-    def _replaced(self) -> None:
-        self._observers.replaced()
