@@ -64,7 +64,7 @@ class Follower:
                 frozen.snapshot.close()
             average.advance(kept)
             frozen.committed(_BASE)
-            self._inserted, self._eras = [], (table.store.era, average.era)
+            self._inserted, self._eras = [], (table.store.rows.era, average.rows.era)
 
     def _take(self, table: RowTable, average: AverageStore, frozen: FrozenRows, kept: float) -> None:
         store = table.store
@@ -72,13 +72,13 @@ class Follower:
             rows, own = np.arange(len(store)), average.ids.to_tensor(len(average)).numpy()
             gone = own[store.find(own) < 0]
         else:
-            changes = frozen.changes(_BASE)
+            changes = frozen.delta(_BASE, narrows=False)
             rows, gone = changes.rows, changes.erased  # one that is there again begins anew
         average.drop(gone)
         # The ids whose rows do not begin at their first embeddings. None for all, where the table was loaded or cleared
         # and the average was not: what that has is not resumed.
         inserted: Int64s | None = distinct(_NO_IDS, *self._inserted)
-        if self._eras is not None and table.store.era is not self._eras[0] and average.era is self._eras[1]:
+        if self._eras is not None and table.store.rows.era is not self._eras[0] and average.rows.era is self._eras[1]:
             inserted = None
         for begin in range(0, len(rows), _PIECE):
             some = rows[begin : begin + _PIECE]

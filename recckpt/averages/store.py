@@ -203,7 +203,7 @@ class AverageStore(RowStore):
             self.clock += ticks(kept)
             self.is_given = False
             if ticks(kept):
-                self._replaced()  # each row has moved: a delta holds them all
+                self._observers.replaced()  # each row has moved: a delta holds them all
 
     def _averages(self, columns: Mapping[str, Column], rows: Int64s, dtype: torch.dtype) -> Tensor:
         with self.lock:  # a row and its time are read together

@@ -106,7 +106,7 @@ class ShardWriter:
             if holds == "rows":
                 file = layout.part(self.number, self.count, plan.group, plan.number)
             else:
-                file = layout.deletes_part(self.number, self.count, plan.number)
+                file = layout.part(self.number, self.count, None, plan.number)
             return file, self._to.create(layout.join(self.directory, file))
 
         def write(plan: PartPlan) -> Part | None:

@@ -20,13 +20,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recckpt.dense.torch_archive import ArchiveContents, write_archive
 from recckpt.errors import SaveFailedError
 from recckpt.format import layout
-from recckpt.parallel.roll_call import Attendance, KeyValueStore, moments
+from recckpt.parallel.roll_call import Attendance, moments
 from recckpt.storage import SinkFile, Storage, open_storage
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 _log = logging.getLogger(__name__)
 _GOOD = b"good"
@@ -54,7 +57,7 @@ class RankInfo:
     @property
     def file_name(self) -> str:
         """Name of the file of this rank."""
-        return layout.state_of_rank(self.global_rank)
+        return layout.of_rank("checkpoint", self.global_rank)
 
 
 class WriterHook(ABC):
@@ -135,7 +138,7 @@ class StoreBarrier(Barrier):
         timeout_sec: how long a rank waits for the others each time.
     """
 
-    def __init__(self, store: KeyValueStore, rank: int, size: int, timeout_sec: float) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout_sec: float) -> None:
         self._store, self._rank, self._size, self._timeout_sec = store, rank, size, timeout_sec
         self._save = self._question = 0
         self._before: str | None = None

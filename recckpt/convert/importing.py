@@ -191,7 +191,7 @@ def _write(to: Attempt, plan: ImportPlan, tables: Sequence[RowRuns], advance: Ca
         shard.rows(tables, 1, advance, buckets=(own.begin, own.end))
         _write_state(shard, contents, number)
         records.append(shard.record())
-        rows.update(shard.catalog.rows)
+        rows.update(shard.catalog.counts("rows"))
     names = Names(
         dense=(*(tensor.name for tensor in contents.dense), *contents.values),
         extra=tuple(contents.extra),
@@ -210,7 +210,7 @@ def _write_state(shard: ShardWriter, contents: SourceContents, number: int) -> N
     if number == 0 and contents.extra:
         states[layout.EXTRA] = "extra", contents.extra
     if contents.io_state:
-        states[layout.io_state(number)] = "io_state", contents.io_state[number]
+        states[layout.of_rank("io_state", number)] = "io_state", contents.io_state[number]
     has_dense = number == 0 and bool(contents.dense or contents.values)
     if not states and not has_dense:
         return

@@ -320,7 +320,7 @@ def _write_states(export: Export, files: TargetFiles, directory: str, extra: dic
     model |= {name: value for name, value in values.items() if name not in model}
     extra = {"global_step": torch.tensor(export.checkpoint["step"] or 0, device="cpu"), **extra}
     states = {_MODEL: model, _EXTRA: extra}
-    positions = [export.state(layout.io_state(shard)) for shard in range(export.n_shards)]
+    positions = [export.state(layout.of_rank("io_state", shard)) for shard in range(export.n_shards)]
     if any(positions):
         states |= {_POSITION.format(rank): position for rank, position in enumerate(positions)}
         files.put(str(len(positions)).encode(), directory, _N_POSITIONS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -31,6 +32,13 @@ def bucket_of(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return the bucket, 0 to 65535, of each id: the upper 16 bits of its hash. Part of the format."""
     buckets: npt.NDArray[np.int64] = (mix64(ids.view(np.uint64)) >> np.uint64(48)).astype(np.int64)
     return buckets
+
+
+@lru_cache(maxsize=64)
+def random_odds(first: int, n: int) -> npt.NDArray[np.uint64]:
+    """Return random odd numbers of 64 bits by their places from ``first`` on: an odd factor loses no bit."""
+    odds: npt.NDArray[np.uint64] = mix64(np.arange(first + 1, first + n + 1, dtype=np.uint64)) | np.uint64(1)
+    return odds
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,6 @@ class Part(JsonRecord, frozen=True, dict=True):
 
     @cached_property
     def numbers(self) -> Mapping[str, int]:
-        """The number of each table in the dictionary."""
         return {table: number for number, table in enumerate(self.tables)}
 
     @cached_property
@@ -98,21 +97,21 @@ class Catalog(JsonRecord, frozen=True, dict=True):
         """The range of the ids of its rows by table, of the tables that have any."""
         return id_ranges(self.parts)
 
-    @property
-    def rows(self) -> dict[str, int]:
-        return self._counted("rows")
+    def counts(self, kind: PartKind) -> dict[str, int]:
+        """Return how many rows, or deleted ids, it has by table."""
+        counts: dict[str, int] = {}
+        for part in self.parts:
+            for batch in part.batches if part.holds == kind else ():
+                counts[batch.table] = counts.get(batch.table, 0) + batch.rows
+        return counts
 
-    @property
-    def deletes(self) -> dict[str, int]:
-        return self._counted("deletes")
+    def parts_of(self, table: str, kind: PartKind | None = None) -> Iterator[tuple[Part, list[int]]]:
+        """Yield the parts that hold rows, or deleted ids, of a table, each with the numbers of its batches of them.
 
-    def parts_of(self, table: str, kind: PartKind) -> Iterator[tuple[Part, list[int]]]:
-        """Yield the parts that hold rows, or deleted ids, of a table, each with the numbers of its batches of them."""
-        return ((part, numbers) for part, numbers in self.batches_of(table) if part.holds == kind)
-
-    def batches_of(self, table: str) -> Sequence[tuple[Part, list[int]]]:
-        """Return the parts that hold rows or deleted ids of a table, each with the numbers of its batches of them."""
-        return self._by_table.get(table, ())
+        ``kind`` is None for those that hold either.
+        """
+        parts = self._by_table.get(table, ())
+        return ((part, numbers) for part, numbers in parts if kind in (None, part.holds))
 
     @cached_property
     def _by_table(self) -> Mapping[str, Sequence[tuple[Part, list[int]]]]:
@@ -125,13 +124,6 @@ class Catalog(JsonRecord, frozen=True, dict=True):
             for table, some in numbers.items():
                 tables.setdefault(table, []).append((part, some))
         return tables
-
-    def _counted(self, kind: PartKind) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for part in self.parts:
-            for batch in part.batches if part.holds == kind else ():
-                counts[batch.table] = counts.get(batch.table, 0) + batch.rows
-        return counts
 
 
 def joined(names: Sequence[str]) -> tuple[bytes, bytes]:
@@ -217,7 +209,10 @@ def _part(document: Document, where: str, part: _PartFields, manifest: Manifest)
     if listed is None or listed.n_bytes != part.n_bytes:
         found = f"{part.file} of {part.n_bytes} bytes"
         raise document.wrong(f"{where}.file", found, "a file that the manifest lists with this size")
-    holds = _holds(document, where, part, manifest)
+    holds: PartKind = "rows" if part.holds == "rows" else "deletes"
+    if part.holds != holds or (holds == "deletes" and manifest.kind != "delta"):
+        allowed = "'rows' or 'deletes'" if manifest.kind == "delta" else "'rows', in a full checkpoint"
+        raise document.wrong(f"{where}.holds", repr(part.holds), allowed)
     entries = {table: manifest.table(table) for table in part.tables}
     slots = None
     for table, entry in entries.items():
@@ -233,15 +228,6 @@ def _part(document: Document, where: str, part: _PartFields, manifest: Manifest)
         found = f"rows of {value_bytes} bytes"
         raise document.wrong(f"{where}.batches", found, f"less than the {part.n_bytes} of the file")
     return Part(part.file, part.n_bytes, part.frame, part.tables, batches, holds)
-
-
-def _holds(document: Document, where: str, part: _PartFields, manifest: Manifest) -> PartKind:
-    if part.holds == "rows":
-        return "rows"
-    if part.holds != "deletes" or manifest.kind != "delta":
-        allowed = "'rows' or 'deletes'" if manifest.kind == "delta" else "'rows', in a full checkpoint"
-        raise document.wrong(f"{where}.holds", repr(part.holds), allowed)
-    return "deletes"
 
 
 def _batch(document: Document, where: str, batch: _BatchFields, part: _PartFields, columns: set[str]) -> Batch:

@@ -32,6 +32,7 @@ _SEAL = re.compile(rb',\n  "(\w+)": "([0-9a-f]{16})"\n}\n')  # part of the forma
 _SEAL_BYTES = len(b',\n  "": "0123456789abcdef"\n}\n')
 _STEPS = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")  # of a path of msgspec, which has no names of keys
 _OF_SHARD = ("save_id", "shard", "shards")
+_dumps = json.JSONEncoder(allow_nan=False).encode
 _T = TypeVar("_T")
 _R = TypeVar("_R", bound="JsonRecord")
 
@@ -136,8 +137,12 @@ def parse(data: bytes, path: str) -> Document:
     Raises CorruptCheckpointError for other JSON and other bytes, NaN, a duplicate key, and deep nesting.
     """
     try:
-        text = data.decode("utf-8")
-        _check_depth(data)
+        text, framing = data.decode("utf-8"), data
+        if b"\\" not in data:  # no string has a quote in it, so that quotes come in pairs
+            framing = data.translate(None, _NO_FRAMING).replace(b'""', b"")
+        steps = (1 if bracket in b"[{" else -1 for bracket in _NO_BRACKETS.sub(b"", framing))
+        if any(depth > MAX_DEPTH for depth in accumulate(steps)):  # before the parser recurses into it
+            raise ValueError(f"nested deeper than {MAX_DEPTH}")
         value = json.loads(
             text,
             object_pairs_hook=_without_duplicates,
@@ -184,28 +189,21 @@ class Document:
     def count(self, key: str) -> int:
         return self.read(Count, key)
 
-    def maybe_count(self, key: str) -> int | None:
-        return None if self.values.get(key) is None else self.count(key)
-
     def wrong(self, where: str, found: object, expected: object) -> CorruptCheckpointError:
         return CorruptCheckpointError(self.path, where, found=str(found)[:200], expected=expected)
 
     def absent(self, where: str) -> CorruptCheckpointError | FormatVersionError:
-        if "." not in where and self._is_sealed:
-            return FormatVersionError(self.path, found=0, supported=1, missing=where)
+        if "." not in where and {"format", "version"} <= self.values.keys():
+            match = _SEAL.fullmatch(self._data, max(0, self._data.rfind(b",\n")))
+            # A whole file of ours, whose checksum holds: no damage has taken the field from it.
+            if match is not None and xxhash.xxh3_64_intdigest(self._data[: match.start()]) == self.xxh3:
+                return FormatVersionError(self.path, found=0, supported=1, missing=where)
         return self.wrong(where, "no such field", "one")
 
     @property
     def xxh3(self) -> int:
         """The checksum at its end, of a file that is sealed."""
         return int(self._data[-20:-4], 16)
-
-    @property
-    def _is_sealed(self) -> bool:
-        """Whether this is a whole file of ours, whose checksum holds, so that no damage has taken a field from it."""
-        match = _SEAL.fullmatch(self._data, max(0, self._data.rfind(b",\n")))
-        has_head = {"format", "version"} <= self.values.keys()
-        return has_head and match is not None and xxhash.xxh3_64_intdigest(self._data[: match.start()]) == self.xxh3
 
     def _parsed(self, kind: type, value: object) -> object:
         if kind is Checksum:
@@ -360,21 +358,8 @@ def _finite(text: str) -> float:
     return value
 
 
-def _check_depth(data: bytes) -> None:
-    """Refuse deep nesting before the parser recurses into it."""
-    if b"\\" not in data:  # no string has a quote in it, so that quotes come in pairs
-        data = data.translate(None, _NO_FRAMING).replace(b'""', b"")
-    steps = (1 if bracket in b"[{" else -1 for bracket in _NO_BRACKETS.sub(b"", data))
-    if any(depth > MAX_DEPTH for depth in accumulate(steps)):
-        raise ValueError(f"nested deeper than {MAX_DEPTH}")
-
-
 def _lines(value: Any) -> str:
     """Put each list item on a line of its own, for people."""
     if isinstance(value, list) and value:
         return "[\n    " + ",\n    ".join(_dumps(item) for item in value) + "\n  ]"
     return _dumps(value)
-
-
-def _dumps(value: Any) -> str:
-    return json.dumps(value, allow_nan=False, ensure_ascii=True)

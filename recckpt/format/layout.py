@@ -24,7 +24,7 @@ SPARSE_LR = "sparse_lr_"  # and the number of a group of that optimizer: in the 
 STEP_PREFIX = "ckpt"  # of the ids that a manager gives, unless it is asked for another
 SPARSE_DIR = "sparse"
 DENSE_DIR = "dense"
-OWN_DIR = ".recckpt"  # encode_id never gives a name with a leading dot
+OWN_DIR = ".recckpt"  # recckpt's own, which holds no checkpoint: encode_id never gives a name with a leading dot
 OWNER_DIR = f"{OWN_DIR}/owner"
 PINS_DIR = f"{OWN_DIR}/pins"
 FORGET_DIR = f"{OWN_DIR}/forget"
@@ -80,10 +80,6 @@ def encode_name(name: str) -> str:
     return f"%{ord(encoded[0]):02X}{encoded[1:]}" if encoded[0] in ".-" else encoded
 
 
-def decode_id(encoded: str) -> str:
-    return unquote(encoded)
-
-
 def encode_index(ckpt_ids: Iterable[str]) -> bytes:
     """Return the index file of checkpoints, oldest first: their encoded ids, one a line."""
     return "".join(f"{encode_id(ckpt_id)}\n" for ckpt_id in ckpt_ids).encode()
@@ -120,11 +116,6 @@ def is_offer_dir(directory: str) -> bool:
     return _OFFER_DIR.fullmatch(directory) is not None
 
 
-def is_own(directory: str) -> bool:
-    """Say whether a directory of the output dir is recckpt's own, which holds no checkpoint."""
-    return directory == OWN_DIR
-
-
 def claim(epoch: int) -> str:
     return f"{OWNER_DIR}/{epoch}.json"
 
@@ -157,7 +148,7 @@ def pin(ckpt_id: str) -> str:
 
 def parse_pin(name: str) -> str | None:
     """Return the checkpoint id that a file in the pins' directory pins, None for any other name."""
-    return decode_id(name.removesuffix(".json")) if name.endswith(".json") else None
+    return unquote(name.removesuffix(".json")) if name.endswith(".json") else None
 
 
 def forget_request(request: str, *, is_done: bool = False) -> str:
@@ -193,22 +184,15 @@ def parse_step_epoch(directory: str) -> int | None:
     return int(match[2]) if match and match[2] else None
 
 
-def io_state(shard: int) -> str:
-    return f"io_state_{shard}.pt"
+def of_rank(content: str, rank: int) -> str:
+    """Return the name of what one rank, or shard, has of its own.
 
-
-def extra_of(shard: int) -> str:
-    """Return the name of the states that registered objects have on one shard."""
-    return f"extra_{shard}.pt"
-
-
-def rng(shard: int) -> str:
-    return f"rng_{shard}.pt"
-
-
-def state_of_rank(rank: int) -> str:
-    """Return the name of the file of one rank in a checkpoint of the state-dict API."""
-    return f"checkpoint_{rank}.pt"
+    Args:
+        content: ``"io_state"``, ``"rng"``, or ``"extra"`` for the states of registered objects; ``"checkpoint"`` in a
+            checkpoint of the state-dict API.
+        rank: its number.
+    """
+    return f"{content}_{rank}.pt"
 
 
 def content_of_rank(name: str) -> str | None:
@@ -221,12 +205,10 @@ def catalog(shard: int, shards: int) -> str:
     return f"{SPARSE_DIR}/{shard:05d}-of-{shards:05d}.json"
 
 
-def part(shard: int, shards: int, group: int, number: int) -> str:
-    return f"{SPARSE_DIR}/{shard:05d}-of-{shards:05d}.g{group}.{number:02d}.arrow"
-
-
-def deletes_part(shard: int, shards: int, number: int) -> str:
-    return f"{SPARSE_DIR}/{shard:05d}-of-{shards:05d}.deletes.{number:02d}.arrow"
+def part(shard: int, shards: int, group: int | None, number: int) -> str:
+    """Return the name of a part with rows of a group of tables; None for one with deletes."""
+    holds = "deletes" if group is None else f"g{group}"
+    return f"{SPARSE_DIR}/{shard:05d}-of-{shards:05d}.{holds}.{number:02d}.arrow"
 
 
 def holds_deletes(name: str) -> bool:

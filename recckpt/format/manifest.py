@@ -282,6 +282,7 @@ def decode(data: bytes, path: str) -> Manifest:
 
 def record_json(manifest: Manifest) -> dict[str, Any]:
     """Return the JSON fields of a manifest but for its head, which the seal of a near save has, too."""
+    training = {key: value for key, value in plain(manifest.training).items() if value}
     return {
         "ckpt_id": manifest.ckpt_id,
         "save_id": manifest.save_id,
@@ -294,21 +295,14 @@ def record_json(manifest: Manifest) -> dict[str, Any]:
         **({} if manifest.cut is None else {"cut": manifest.cut}),
         "step": manifest.step,
         "time": manifest.time,
-        **content_json(manifest),
-    }
-
-
-def content_json(of: Content) -> dict[str, Any]:
-    training = {key: value for key, value in plain(of.training).items() if value}
-    return {
-        "shards": plain(of.shards),
-        "tables": plain(of.tables),
-        "files": plain(of.files),
-        "names": {**plain(of.names), "dense_opt": list(of.names.dense_opt)},
+        "shards": plain(manifest.shards),
+        "tables": plain(manifest.tables),
+        "files": plain(manifest.files),
+        "names": {**plain(manifest.names), "dense_opt": list(manifest.names.dense_opt)},
         **({"training": training} if training else {}),
-        "state": dict(of.state),
-        "flags": {"ephemeral": of.ephemeral},
-        "writer": dict(of.writer),
+        "state": dict(manifest.state),
+        "flags": {"ephemeral": manifest.ephemeral},
+        "writer": dict(manifest.writer),
     }
 
 

@@ -108,7 +108,7 @@ class Pattern:
     @property
     def is_explicit(self) -> bool:
         """Whether this names one thing, so that its absence is an error."""
-        return not wildcards(self.text) and not self.is_group
+        return not WILDCARD.search(self.text) and not self.is_group
 
     @property
     def is_everything(self) -> bool:
@@ -127,11 +127,6 @@ class Pattern:
         return (name.slot != ID or "@" in self.text) and bool(regex.fullmatch(name.text))
 
 
-def wildcards(text: str) -> list[str]:
-    """Return the wildcards of a pattern: ``*``, ``?`` and ``[...]``."""
-    return WILDCARD.findall(text)
-
-
 @lru_cache(maxsize=4096)
 def wildcard_regex(text: str, *, lazy: bool = False) -> re.Pattern[str]:
     """Return a regular expression that matches what :mod:`fnmatch` does, with a group for each wildcard.
@@ -139,11 +134,7 @@ def wildcard_regex(text: str, *, lazy: bool = False) -> re.Pattern[str]:
     With ``lazy`` the first stars match as little as they can, else as much.
     """
     run = "(.*?)" if lazy else "(.*)"
-    groups = [run if sign == "*" else "(.)" if sign == "?" else _class_regex(sign) for sign in wildcards(text)]
+    simple = {"*": run, "?": "(.)"}  # of [...] with an end before its begin, fnmatch makes what matches nothing
+    groups = [simple.get(sign) or f"({translate(sign).removesuffix(_END)})" for sign in WILDCARD.findall(text)]
     names = [re.escape(piece) for piece in WILDCARD.split(text)]
     return re.compile("".join(map("".join, zip_longest(names, groups, fillvalue=""))), re.DOTALL)
-
-
-def _class_regex(wildcard: str) -> str:
-    """Return a group for ``[...]``; a range whose end lies before its begin means nothing."""
-    return f"({translate(wildcard).removesuffix(_END)})"

@@ -109,14 +109,12 @@ def descriptions_of(tables: Mapping[str, Reduced]) -> list[str]:
         names, alike = groups.setdefault((reduced.slots, repr(reduced.where), reduced.narrowed), ([], []))
         names.append(name)
         alike.append(reduced)
-    sums = [(names, reduce(Reduced.plus, alike)) for names, alike in groups.values()]
-    return [f"{_names(names)} {text}" for names, total in sums if (text := str(total))]
-
-
-def _names(names: list[str]) -> str:
-    some = ", ".join(map(repr, names[:3]))
-    more = f" and {count(len(names) - 3)} more" if len(names) > 3 else ""
-    return f"table{'s' if len(names) > 1 else ''} {some}{more}"
+    lines = []
+    for names, alike in groups.values():
+        if text := str(reduce(Reduced.plus, alike)):
+            more = f" and {count(len(names) - 3)} more" if len(names) > 3 else ""
+            lines.append(f"table{'s' if len(names) > 1 else ''} {', '.join(map(repr, names[:3]))}{more} {text}")
+    return lines
 
 
 def counted_table(name: str) -> str:
@@ -194,8 +192,11 @@ def table_problems(table: TableEntry, *, of_delta: bool) -> Iterator[Problem]:
         where = "no such field in a full checkpoint" if table.delta else "one, in a delta"
         yield "delta", "rows of a delta" if table.delta else "no such field", where
     if table.delta is not None:
-        for key, found, expected in _delta_problems(table.delta, table.rows):
-            yield f"delta.{key}", found, expected
+        delta, n_rows = table.delta, table.rows
+        if delta.replaced and delta.deletes:
+            yield "delta.deletes", delta.deletes, "0, since the table is replaced"
+        if delta.upserts > n_rows or (delta.replaced and delta.upserts < n_rows):
+            yield "delta.upserts", delta.upserts, f"{'' if delta.replaced else 'at most '}the {n_rows} rows"
     if table.reduced is not None:
         yield from _reduced_problems(table.reduced, {slot.name: slot.dtype for slot in table.slots})
     if table.clock is not None and table.clock.last < table.clock.first:
@@ -214,13 +215,6 @@ def _slot_problems(slot: SlotSpec) -> Iterator[Problem]:
             yield f"shape[{axis}]", n_values, "an int of at least 1, below 10^18"
     if slot.row_bytes >= 2**31:
         yield "shape", slot.shape, "a row of less than 2 GiB"
-
-
-def _delta_problems(delta: DeltaRows, rows: int) -> Iterator[Problem]:
-    if delta.replaced and delta.deletes:
-        yield "deletes", delta.deletes, "0, since the table is replaced"
-    if delta.upserts > rows or (delta.replaced and delta.upserts < rows):
-        yield "upserts", delta.upserts, f"{'' if delta.replaced else 'at most '}the {rows} rows"
 
 
 def _reduced_problems(reduced: Reduced, saved: Mapping[str, str]) -> Iterator[Problem]:

@@ -72,7 +72,7 @@ def read_parts(look: Checkup, files: Files, clock: Clock, threads: int, advance:
             counts[name].merge(each)
     tables = []
     for table in look.record.tables:
-        parts = (part for catalog in look.catalogs for part, _ in catalog.batches_of(table.name))
+        parts = (part for catalog in look.catalogs for part, _ in catalog.parts_of(table.name))
         paths = {layout.join(look.directory, part.file) for part in parts}
         errors = [error for error in look.errors if error.path in paths]
         errors = errors or list(TableReader(files, look.directory, look.catalogs, table, ()).repeats())
@@ -127,7 +127,7 @@ def _frame_damage(chain: Sequence[TableReader], known: dict[str, tuple[str, ...]
     """
     found: list[str] = []
     for link in chain:
-        for part in (part for catalog in link.catalogs for part, _ in catalog.batches_of(link.entry.name)):
+        for part in (part for catalog in link.catalogs for part, _ in catalog.parts_of(link.entry.name)):
             path = layout.join(link.directory, part.file)
             if path not in known:
                 known[path] = ()

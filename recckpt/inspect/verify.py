@@ -22,7 +22,8 @@ from recckpt.output_dir.listing import look_around
 from recckpt.parallel.threads import run_all, run_on
 from recckpt.sparse.files.catalogs import count_error
 from recckpt.sparse.files.pieces import RowPiece
-from recckpt.sparse.files.verifier import Node, check_part, check_part_anywhere, count_rows
+from recckpt.sparse.files.table_reader import TableReader
+from recckpt.sparse.files.verifier import check_part, check_part_anywhere, count_rows
 from recckpt.storage import Storage, open_parent, open_storage
 from recckpt.text import Progress
 
@@ -177,7 +178,7 @@ def _look_deep(storage: Storage, looks: Sequence[Checkup], threads: int, executo
                 executor,
                 check_part_anywhere,
                 every,
-                on_done=lambda task: progress.advance(task.n_bytes),
+                on_done=lambda task: progress.advance(task.part.n_bytes),
                 is_stopped=lambda: False,
             )
         in_order = iter(checks)
@@ -196,11 +197,11 @@ def _check_counts(looks: Sequence[Checkup], chains: Mapping[str, Sequence[str]],
     whole = {look.directory: look for look in looks if look.manifest and not _has_bad_rows(look)}
     countable = [links for links in chains.values() if len(links) > 1 and whole.keys() >= set(links)]
     names = {table.name for links in countable for table in whole[links[0]].record.tables if not table.is_whole}
-    counted = [_nodes_of(name, whole, countable) for name in sorted(names)]
-    counts = run_all(lambda pairs: count_rows([node for _, node in pairs], _COUNT_BYTES), counted, threads)
+    counted = [_links_of(name, whole, countable) for name in sorted(names)]
+    counts = run_all(lambda pairs: count_rows([link for _, link in pairs], _COUNT_BYTES), counted, threads)
     for pairs, of_pairs in zip(counted, counts, strict=True):
-        for (look, node), count in zip(pairs, of_pairs, strict=True):
-            entry = node.link.entry
+        for (look, (link, _)), count in zip(pairs, of_pairs, strict=True):
+            entry = link.entry
             if count.error is not None:
                 look.errors.append(as_damage(count.error, layout.join(look.directory, layout.MANIFEST), "a manifest"))
             elif count.is_known:
@@ -210,7 +211,9 @@ def _check_counts(looks: Sequence[Checkup], chains: Mapping[str, Sequence[str]],
     return absent
 
 
-def _nodes_of(name: str, whole: Mapping[str, Checkup], chains: Sequence[Sequence[str]]) -> list[tuple[Checkup, Node]]:
+def _links_of(
+    name: str, whole: Mapping[str, Checkup], chains: Sequence[Sequence[str]]
+) -> list[tuple[Checkup, tuple[TableReader, int | None]]]:
     """Return the links that hold rows or deletes of a table, older ones first, each with what it stands on."""
     below: dict[str, str | None] = {}
     for links in chains:
@@ -223,7 +226,7 @@ def _nodes_of(name: str, whole: Mapping[str, Checkup], chains: Sequence[Sequence
                 break
     looks = sorted((whole[link] for link in below), key=lambda look: look.record.place)
     numbers: dict[str | None, int] = {look.directory: number for number, look in enumerate(looks)}
-    return [(look, Node(look.link().reader(name, ()), numbers.get(below[look.directory]))) for look in looks]
+    return [(look, (look.link().reader(name, ()), numbers.get(below[look.directory]))) for look in looks]
 
 
 def _check_links(looks: Sequence[Checkup], checkpoints: CheckpointsToVerify) -> None:

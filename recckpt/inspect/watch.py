@@ -200,7 +200,7 @@ class RunsWatcher:
         Raises:
             OSError: the directory itself cannot be listed; the next look may work.
         """
-        names = sorted(name for name in self._storage.list_dirs() if not layout.is_own(name))
+        names = sorted(name for name in self._storage.list_dirs() if name != layout.OWN_DIR)
         known = run_all(self._watcher, names, self._storage.threads(_THREADS))
         self._watchers = {name: watcher for name, watcher in zip(names, known, strict=True) if watcher is not None}
         looks = run_all(self._look, self._watchers, self._storage.threads(_THREADS))

@@ -16,9 +16,8 @@ from recckpt.errors import LiveTableError
 from recckpt.live.boxes import whole_spec
 from recckpt.live.store import LiveStore
 from recckpt.sparse.files.owners import IdSpan, OwnedIds
-from recckpt.sparse.files.reduced_rows import file_order
 from recckpt.sparse.files.table_target import LoadTarget, Values, fitted_to
-from recckpt.sparse.table.store import Store
+from recckpt.sparse.table.store import Store, in_order
 from recckpt.text import nearest
 from recckpt.types import EMBEDDING, LiveTable, RowShare, SlotSpec, WatchedTable, check_table_name
 
@@ -256,7 +255,7 @@ class AttachedTable:
     def specs(self) -> tuple[SlotSpec, ...]:
         """The slots of a row in a checkpoint, which has all its columns; as they stand there."""
         specs = [whole_spec(column.spec, self.rows.box) for column in self.rows.saved_columns.values()]
-        return file_order(specs)
+        return in_order(specs)
 
     def __len__(self) -> int:
         return len(self.store)

@@ -184,7 +184,7 @@ class KeyedTarget(OwnTarget):
         """Let slots of the optimizer have the values of its first step in the rows that come."""
         first = float(self._attached.live.settings().get("initial_accumulator_value", 0.0))
         for name in sorted((self._attached.rows.columns.keys() & slots) - {EMBEDDING}):
-            self._store.set_initial(name, first)
+            self._store.rows.initial[name] = first
 
     def start(self, initial: Mapping[str, float], n_rows: int | None) -> Mapping[str, float]:
         """Prepare for rows, which go among those of now, unless these were cleared."""

@@ -9,7 +9,7 @@ from os import PathLike
 from typing import Any
 
 from recckpt.errors import LoadConfError
-from recckpt.format.names import GLOBAL_STEP, ID, WILDCARD, Name, Pattern, slot_name, wildcard_regex, wildcards
+from recckpt.format.names import GLOBAL_STEP, ID, WILDCARD, Name, Pattern, slot_name, wildcard_regex
 from recckpt.format.tables import counted_table
 from recckpt.policies.row_filter import RowFilter, parse_row_filter
 from recckpt.text import nearest
@@ -57,9 +57,9 @@ class Renames:
         """The rules without wildcards, by the name in the model, and those with."""
         explicit: dict[str, list[str]] = {}
         for model_side, checkpoint_side in self.rules:
-            if not wildcards(model_side):
+            if not WILDCARD.findall(model_side):
                 explicit.setdefault(model_side, []).append(checkpoint_side)
-        return explicit, [rule for rule in self.rules if wildcards(rule[0])]
+        return explicit, [rule for rule in self.rules if WILDCARD.findall(rule[0])]
 
     def _matches(self, text: str, *, of_slots: bool = False) -> _Matches:
         """Return the names that rules give to a text, each with its rule; several where stars share it out so."""
@@ -84,7 +84,7 @@ def parse_renames(value: Any) -> Renames:
     for rule in rules:
         if not all(isinstance(side, str) and side for side in rule):
             raise ValueError(f"found {rule[0]!r}: {rule[1]!r}, expected two names")
-        if wildcards(rule[0]) != wildcards(rule[1]):
+        if WILDCARD.findall(rule[0]) != WILDCARD.findall(rule[1]):
             raise ValueError(f"{rule[0]!r}: {rule[1]!r}: the two sides need the same wildcards in the same order")
     return Renames(tuple(rules))
 

@@ -152,7 +152,7 @@ class TensorRows:
     def read(self, load: TableLoad) -> Iterator[BatchRows]:
         """Yield the rows of a tensor that this rank has in a table, and those that no rank has, some at a time."""
         tensor, n_rows = load.entry.name, load.entry.rows
-        table = self._live.live_tables[load.table.name]
+        table = self._live.live_tables[load.target.table.name]
         (first, end), size = table.rows.box.rows, table.live.n_rows
         columns = {slot: value for slot, value in self._columns[tensor].items() if slot in load.columns}
         path = layout.join(self.source.at.checkpoint.directory, layout.MODEL)

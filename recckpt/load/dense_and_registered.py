@@ -142,14 +142,14 @@ def _unclaimed_extra(live: LiveState, sources: Sequence[OpenSource]) -> dict[str
 def _position(live: LiveState, item: Planned, source: OpenSource) -> Any:
     """Return this rank's position in the data, made from those of all where another number of ranks saved."""
     if source.at.shards == live.shards:
-        return source.own_state(layout.io_state, item.source, live.shard)
-    files = [source.state(layout.io_state(shard)) for shard in range(source.at.shards)]
+        return source.own_state("io_state", item.source, live.shard)
+    files = [source.state(layout.of_rank("io_state", shard)) for shard in range(source.at.shards)]
     of_all = [states[item.source] for states in files if item.source in states]
     return live.io_state.merged(item.name.text, of_all, live.shard, live.shards)
 
 
 def _generators(live: LiveState, source: OpenSource) -> Mapping[str, Any]:
-    name = layout.rng(live.shard)
+    name = layout.of_rank("rng", live.shard)
     if source.at.shards != live.shards or source.at.checkpoint.manifest.file(name) is None:
         return {}
     states = source.state(name)

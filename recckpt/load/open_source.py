@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -81,9 +81,11 @@ class OpenSource:
         """Open the files of ranks that are needed, and in all links those that may have rows for this rank."""
         everyone, own = range(self.at.shards), (0, needs.shard)
         is_resharded = self.at.shards != needs.shards
-        of_ranks = [layout.rng(needs.shard)]
-        of_ranks += [layout.io_state(shard) for shard in (everyone if needs.positions and is_resharded else own)]
-        of_ranks += [layout.extra_of(shard) for shard in (everyone if needs.gathers and is_resharded else own)]
+        of_ranks = [layout.of_rank("rng", needs.shard)]
+        of_ranks += [
+            layout.of_rank("io_state", shard) for shard in (everyone if needs.positions and is_resharded else own)
+        ]
+        of_ranks += [layout.of_rank("extra", shard) for shard in (everyone if needs.gathers and is_resharded else own)]
         self._chain.files.keep_open(name for name in of_ranks if self._manifest.file(name))
         slices = {owned for name, owned in needs.slices.items() if self.at.entry.wants(name)}
         of_tensors = set[str]()  # tables that may have the rows of dense tensors here, which are read whole each time
@@ -152,7 +154,7 @@ class OpenSource:
         """Return the state of a registered object; of a rank, as :meth:`own_state`, where each saved its own."""
         if name not in self.at.extras_of_ranks:
             return self.value(layout.EXTRA, name)
-        return self.own_state(layout.extra_of, name, shard)
+        return self.own_state("extra", name, shard)
 
     def registered_on_all(self, name: str, first: int) -> Iterator[Any]:
         """Yield the states that ranks have saved of an object, that of one rank first; or the one for all."""
@@ -160,22 +162,22 @@ class OpenSource:
             yield self.value(layout.EXTRA, name)
             return
         for shard in sorted(range(self.at.shards), key=lambda shard: shard != first):
-            states = self.state(layout.extra_of(shard), is_kept=False)
+            states = self.state(layout.of_rank("extra", shard), is_kept=False)
             if name in states:
                 yield states[name]
 
-    def own_state(self, file_of: Callable[[int], str], name: str, shard: int) -> Any:
+    def own_state(self, content: str, name: str, shard: int) -> Any:
         """Return the state of a rank; where it had none, that of rank 0, or of the first that had one."""
-        own = self.state(file_of(shard))
+        own = self.state(layout.of_rank(content, shard))
         if name in own:
             return own[name]
         for other in range(self.at.shards):
-            states = self.state(file_of(other))
+            states = self.state(layout.of_rank(content, other))
             if name in states:
                 label = self.at.label
                 log.warning("%s: rank %d had no state of %r, it takes that of rank %d", label, shard, name, other)
                 return states[name]
-        return self.value(file_of(shard), name)  # an error: the manifest says that a rank has one
+        return self.value(layout.of_rank(content, shard), name)  # an error: the manifest says that a rank has one
 
     def row_scalars(self) -> dict[str, Any]:
         """Return the scalars of the optimizers of rows, of the shape that these give; {} where there are none."""

@@ -16,7 +16,7 @@ from recckpt.format.codec import COUNT_LIMIT
 from recckpt.format.manifest import StateValue
 from recckpt.manager.run_state import EPOCHS, WINDOWS
 from recckpt.policies.evict import EVENT_TIME
-from recckpt.policies.options import OnSaveError, OnSignal, Signals, Tolerate, as_on_signal, as_tolerate
+from recckpt.policies.options import OnSaveError, OnSignal, Signals, Tolerate, as_tolerate
 from recckpt.policies.schedule import Backpressure
 from recckpt.policies.when import When, as_when, check_ephemeral
 from recckpt.save.arguments import as_numbers, as_state_values, check_state
@@ -72,7 +72,7 @@ class ManagerOptions:
 
     @cached_property
     def on_signal(self) -> OnSignal:
-        return as_on_signal(self.save_on_signal)
+        return self.save_on_signal if isinstance(self.save_on_signal, OnSignal) else OnSignal(self.save_on_signal)
 
     @cached_property
     def tolerate(self) -> Tolerate | None:

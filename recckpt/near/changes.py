@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 from recckpt.errors import RecckptError
 from recckpt.near.payload import Payload
@@ -29,7 +30,7 @@ class PeekedChanges(Changes):
     def __init__(self, changes: Changes) -> None:
         super().__init__(Deltas(full_every=MAX_DELTAS, max_chain_bytes=_ANY, max_dirty=changes.policy.max_dirty))
         self.base = None if changes.base is None else replace(changes.base, is_candidate=False)
-        self.freeze = changes.tracker.peek
+        self.freeze = partial(changes.tracker.freeze, keeps_marks=True)
 
     def is_in_doubt(self, storage: Storage, fence: Fence) -> bool:
         """Say no: rank 0 has looked before."""

@@ -160,7 +160,7 @@ def _shards_of(names: Sequence[str], n_shards: int) -> dict[str, int]:
     """Return the shard that wrote each file, by its name; the first shard wrote all files that name no shard."""
     named, begins = dict[str, int](), dict[str, int]()
     for number in range(n_shards):
-        named |= dict.fromkeys((layout.io_state(number), layout.extra_of(number), layout.rng(number)), number)
+        named |= {layout.of_rank(content, number): number for content in ("io_state", "extra", "rng")}
         indexes = layout.catalog(number, n_shards), layout.dense_index(number, n_shards)
         # Rows and tensors are named as what lists them, up to the first point.
         begins |= dict.fromkeys((index.partition(".")[0] for index in indexes), number)

@@ -66,8 +66,9 @@ def read_intent(storage: Storage, directory: str, file: str = layout.INTENT) -> 
 
     def read() -> Intent:
         fields = parse(storage.read(name, _INTENT_BYTES), name)
+        step = None if fields.values.get("step") is None else fields.count("step")
         is_offer = fields.values.get("offer") is True
-        return Intent(directory, fields.count("epoch"), fields.text("save_id"), fields.maybe_count("step"), is_offer)
+        return Intent(directory, fields.count("epoch"), fields.text("save_id"), step, is_offer)
 
     try:
         return read_twice(storage, name, read)
@@ -178,7 +179,7 @@ class Look:
 
 def attempt_dirs(storage: Storage) -> list[str]:
     """Return the directories of an output dir, committed or not, but for recckpt's own."""
-    return [name for name in storage.list_dirs() if not layout.is_own(name)]
+    return [name for name in storage.list_dirs() if name != layout.OWN_DIR]
 
 
 def listed_files(storage: Storage, directory: str) -> dict[str, Listed]:

@@ -99,12 +99,10 @@ class OwnFuture(Future[_T]):
             raise ForkedError("this save", self._made_by)
 
     def set_result(self, result: _T) -> None:
-        """End the work."""
         super().set_result(result)
         self._ended.set()
 
     def set_exception(self, exception: BaseException | None) -> None:
-        """End the work by an error."""
         super().set_exception(exception)
         self._ended.set()
 
@@ -118,16 +116,13 @@ class OwnFuture(Future[_T]):
             self.set_result(result)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the work has ended, and say whether it has."""
         return self.done() or self._ended.wait(timeout)
 
     def done(self) -> bool:
-        """Say whether the work has ended."""
         self.check_process()
         return super().done()
 
     def result(self, timeout: float | None = None) -> _T:
-        """Wait for the result, or raise the error."""
         if not self.wait(timeout):
             raise futures.TimeoutError
         return super().result()

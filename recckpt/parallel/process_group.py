@@ -40,7 +40,7 @@ class ReusedBuffer:
 
 
 class GlooGroup:
-    """A gloo group, closed when nothing holds this any more, and at the end of the interpreter.
+    """A gloo group, closed by a finalizer: once its :class:`ProcessGroup` is gone, and at the end of the interpreter.
 
     A thread of gloo drops the tensors of a collective after the collective has returned, and needs the interpreter to
     do so. If the interpreter is ending, CPython ends the thread inside a destructor, and the process aborts
@@ -50,16 +50,12 @@ class GlooGroup:
     be under way in it, as in a daemon thread or after an interrupt, or if it was made before this process was forked:
     its threads do not exist here.
 
-    Attributes:
-        close: closes it now.
-
     Args:
         group: of ``torch.distributed``; nothing else may hold it.
     """
 
     def __init__(self, group: Any) -> None:
-        self._open = _OpenGroup(group)
-        self.close = weakref.finalize(self, self._open.close)  # torch would keep the group, with its threads and files
+        self._group, self._is_idle, self._made_by = group, True, os.getpid()
 
     def run(self, work: Callable[[Any], _T]) -> _T:
         """Return what work makes of the group. One thread at a time.
@@ -67,16 +63,6 @@ class GlooGroup:
         Raises:
             RecckptError: the interpreter is ending, and the group is closed.
         """
-        return self._open.run(work)
-
-
-class _OpenGroup:
-    """The group as its finalizer knows it, which must not hold what it is for."""
-
-    def __init__(self, group: Any) -> None:
-        self._group, self._is_idle, self._made_by = group, True, os.getpid()
-
-    def run(self, work: Callable[[Any], _T]) -> _T:
         if self._group is None:
             raise RecckptError("the interpreter is ending, and ranks no longer reach each other: save before it ends")
         self._is_idle = False
@@ -89,6 +75,7 @@ class _OpenGroup:
         return result
 
     def close(self) -> None:
+        """Close it; not to be called twice."""
         import torch.distributed as dist
 
         if not self._is_idle or os.getpid() != self._made_by:
@@ -159,10 +146,18 @@ class ProcessGroup:
         self._dist, self.timeout_sec, self._world = dist, timeout_sec, dist.group.WORLD
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.call = call or RollCall(shared_store(f"recckpt/ranks/{next(_made)}"), self.rank, self.size, timeout_sec)
-        self._group = GlooGroup(self._found_out(self._formed))
+
+        def formed() -> Any:
+            timeout = timedelta(seconds=timeout_sec)
+            group = within(timeout_sec, lambda: dist.new_group(backend="gloo", timeout=timeout))
+            if group is None:  # a store whose host was stopped would never answer
+                raise RuntimeError("Timed out while the ranks formed a group")
+            return group
+
+        self._group = GlooGroup(self._found_out(formed))
+        self._close = weakref.finalize(self, self._group.close)  # torch would keep the group, its threads and files
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the value of every rank."""
         values: list[Any] = [None] * self.size
         self._collective(lambda group: self._dist.all_gather_object(values, value, group=group))
         return values
@@ -189,7 +184,6 @@ class ProcessGroup:
         return [value, *(pickle.loads(each.numpy()) for each in received[1:])]  # pickles end before the padding
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value."""
         values = [value]
         self._collective(lambda group: self._dist.broadcast_object_list(values, src=0, group=group))
         return values[0]
@@ -197,7 +191,6 @@ class ProcessGroup:
     def exchange(
         self, mark: int, parcels: Sequence[Parcel], into: ReusedBuffer | None = None
     ) -> tuple[list[int], list[Parcel]]:
-        """Return the marks of all ranks, and what each has sent to this one."""
         import torch
 
         sent = [parcel if to != self.rank else parcel[:0] for to, parcel in enumerate(parcels)]
@@ -216,21 +209,11 @@ class ProcessGroup:
         return self._collective(exchange)
 
     def twin(self) -> ProcessGroup:
-        """Return another group of the same ranks, for another thread. Collective."""
         return ProcessGroup(self.timeout_sec, self.call)
-
-    def _formed(self) -> Any:
-        def form() -> Any:
-            return self._dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_sec))
-
-        group = within(self.timeout_sec, form)  # a store whose host was stopped would never answer
-        if group is None:
-            raise RuntimeError("Timed out while the ranks formed a group")
-        return group
 
     def _collective(self, work: Callable[[Any], _T]) -> _T:
         """Do with the group what all ranks do together, or find out which of them does not."""
-        return self._found_out(lambda: self._group.run(work), self._group.close)
+        return self._found_out(lambda: self._group.run(work), self._close)
 
     def _found_out(self, work: Callable[[], _T], close: Callable[[], object] = lambda: None) -> _T:
         """Do work, or find out which rank does not, once this one is closed to those that still wait for it."""
@@ -247,12 +230,10 @@ class ProcessGroup:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a rank is known to be missing."""
         return self.call.is_lost
 
     @property
     def is_over(self) -> bool:
-        """Whether the process group that it was made for is no longer the one of this process."""
         return self._world is not self._dist.group.WORLD
 
 

@@ -27,7 +27,6 @@ Lost = Callable[[RankLostError], RecckptError]
 
 
 def outcome_of(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
-    """Return what work returns, or what it raises."""
     try:
         return work(), None
     except Exception as error:
@@ -76,6 +75,7 @@ class Meetings:
     def __init__(self, group: Group | None = None, failed: Failed | None = None) -> None:
         self.rank, self.size = (group.rank, group.size) if group is not None else (0, 1)
         self._group, self._failed = group, failed
+        self._nothing: list[Parcel] = [np.empty(0, np.uint8)] * self.size  # for each rank
         self._is_over = False
 
     def exchange(self, parcels: Sequence[Parcel], into: ReusedBuffer | None = None) -> list[Parcel]:
@@ -146,10 +146,6 @@ class Meetings:
         reasons = [sendable(own)] if self._group is None else self._group.all_gather(sendable(own))
         return next(error_of(rank, reason, self._failed) for rank, reason in enumerate(reasons) if reason is not None)
 
-    @property
-    def _nothing(self) -> list[Parcel]:
-        return [np.empty(0, np.uint8)] * self.size
-
 
 class Connection:
     """Two ways for ranks to reach each other, made when first used: for the caller and for a thread. Thread-safe.
@@ -173,12 +169,10 @@ class Connection:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a rank is known to be missing."""
         return self._groups is not None and self._groups[0].is_lost
 
     @property
     def is_over(self) -> bool:
-        """Whether it belongs to a process group that has been destroyed."""
         return self._groups is not None and self._groups[0].is_over
 
 
@@ -230,7 +224,8 @@ class Ranks:
         """
         if self.connection is None:
             return [own]
-        return self._act(self.connection, lambda group: group.all_gather(own))
+        with self._group(self.connection) as group:
+            return group.all_gather(own)
 
     def on_all(self, work: Callable[[], _T]) -> list[_T]:
         """Do work on every rank and return all results, in order of rank. Collective.
@@ -241,14 +236,12 @@ class Ranks:
         if self.connection is None:
             return [self._alone(work)]
 
-        def act(group: Group) -> list[_T]:
+        with self._group(self.connection) as group:
             result, failure = outcome_of(work)
             outcomes = group.all_gather((result, sendable(failure)))
             for rank, (_, reason) in enumerate(outcomes):
                 self._raise_alike(rank, reason, failure if rank == group.rank else None)
             return [result for result, _ in outcomes]
-
-        return self._act(self.connection, act)
 
     def on_each(self, work: Callable[[], _T]) -> _T:
         """Do work on every rank and return what it gave here; no rank is sent the result of another. Collective.
@@ -269,13 +262,11 @@ class Ranks:
         if self.connection is None:
             return self._alone(work)
 
-        def act(group: Group) -> _T:
+        with self._group(self.connection) as group:
             own, failure = outcome_of(work) if group.rank == 0 else (None, None)
             result, reason = group.broadcast((own, sendable(failure)))
             self._raise_alike(0, reason, failure)
             return cast(_T, result)
-
-        return self._act(self.connection, act)
 
     def concluded(self, work: Callable[[], _T], conclude: Callable[[list[_T]], _R]) -> _R:
         """Do work on every rank, send the results to rank 0, and return on all what it concludes from them. Collective.
@@ -293,7 +284,7 @@ class Ranks:
         if self.connection is None:
             return self._alone(lambda: conclude([work()]))
 
-        def act(group: Group) -> _R:
+        with self._group(self.connection) as group:
             result, failure = outcome_of(work)
             outcomes = group.gather_to_first((result, sendable(failure)))
             rank, own, conclusion = 0, failure, None
@@ -308,8 +299,6 @@ class Ranks:
             self._raise_alike(rank, reason, own if rank == group.rank else None)
             return cast(_R, conclusion)
 
-        return self._act(self.connection, act)
-
     def in_meetings(self, work: Callable[[Meetings], _T]) -> _T:
         """Do work on every rank, in which all come to the same meetings, and return what it gave here. Collective.
 
@@ -320,7 +309,7 @@ class Ranks:
         if self.connection is None:
             return self._alone(lambda: work(Meetings()))
 
-        def act(group: Group) -> _T:
+        with self._group(self.connection) as group:
             meetings = Meetings(group, self.failed)
             result, failure = outcome_of(lambda: work(meetings))
             _, failure_elsewhere = outcome_of(lambda: meetings.end(failure))
@@ -335,8 +324,6 @@ class Ranks:
             own = None if isinstance(failure, RecckptError) else failure
             raise error_of(rank, reasons[rank], self.failed) from own
 
-        return self._act(self.connection, act)
-
     def _alone(self, work: Callable[[], _T]) -> _T:
         """Do work as the only rank; what goes wrong is raised as where there are several."""
         try:
@@ -348,9 +335,11 @@ class Ranks:
                 raise
             raise self.failed(0, f"{type(error).__name__}: {error}") from error
 
-    def _act(self, connection: Connection, act: Callable[[Group], _T]) -> _T:
+    @contextmanager
+    def _group(self, connection: Connection) -> Iterator[Group]:
+        """Give the group to act with; where a rank is missing, raise what says so here."""
         try:
-            return act(connection.groups[self.is_background])
+            yield connection.groups[self.is_background]
         except RankLostError as error:
             if self.lost is None:
                 raise

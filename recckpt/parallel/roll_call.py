@@ -7,52 +7,39 @@ import json
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from recckpt.errors import RankLostError
 from recckpt.parallel.threads import Errand, start
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 _SHORTEST_SLEEP_SEC, _LONGEST_SLEEP_SEC = 0.001, 0.05
 GRACE_SEC = 2.0  # twice of it, for those who answer and for the store, is less than the 5 s that a timeout may be late
 _T = TypeVar("_T")
 
 
-class KeyValueStore(Protocol):
-    """A key-value store that all ranks share, such as one of ``torch.distributed``."""
-
-    def set(self, key: str, value: str) -> None:
-        """Set a key."""
-
-    def get(self, key: str) -> bytes:
-        """Return the value of a key that is there."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Say whether all of the keys are there."""
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set a key if it is not there, where ``expected`` is empty; return its value."""
-
-    def delete_key(self, key: str) -> bool:
-        """Remove a key."""
-
-
 class Attendance:
-    """One place where ranks meet; its keys in the store begin with ``prefix``."""
+    """One place where ranks meet; its keys in the store, which all of them share, begin with ``prefix``."""
 
-    def __init__(self, store: KeyValueStore, rank: int, size: int, prefix: str = "") -> None:
+    def __init__(self, store: Store, rank: int, size: int, prefix: str = "") -> None:
         self._store, self._rank, self._size, self._prefix = store, rank, size, prefix
 
     def come(self) -> None:
-        """Say that this rank is here."""
         self._store.set(f"{self._prefix}here/{self._rank}", "1")
 
     def all_here(self) -> bool:
         """Say whether all ranks have come, by one request."""
         return self._store.check([f"{self._prefix}here/{rank}" for rank in range(self._size)])
 
-    def missing(self) -> list[int]:
-        """Return the ranks that have not come."""
-        return self._missing(range(self._size))
+    def missing(self, ranks: range | None = None) -> list[int]:
+        """Return the ranks, of some or of all, that have not come; by few requests where few are missing."""
+        ranks = range(self._size) if ranks is None else ranks
+        if self._store.check([f"{self._prefix}here/{rank}" for rank in ranks]):
+            return []
+        half = len(ranks) // 2
+        return [*self.missing(ranks[:half]), *self.missing(ranks[half:])] if half else list(ranks)
 
     def leave(self, timeout_sec: float, lost: Collection[int] = ()) -> bool:
         """Say that this rank leaves; rank 0 waits until all but the lost ones have, and says whether they did.
@@ -64,18 +51,8 @@ class Attendance:
         return self._rank != 0 or any(self._store.check(gone) for _ in moments(timeout_sec))
 
     def forget(self) -> None:
-        """Remove the keys of this rank."""
         self._store.delete_key(f"{self._prefix}here/{self._rank}")
         self._store.delete_key(f"{self._prefix}gone/{self._rank}")
-
-    def _missing(self, ranks: range) -> list[int]:
-        """Halve the ranks until the missing ones are found: few requests where few are missing."""
-        if self._store.check([f"{self._prefix}here/{rank}" for rank in ranks]):
-            return []
-        if len(ranks) == 1:
-            return list(ranks)
-        half = len(ranks) // 2
-        return [*self._missing(ranks[:half]), *self._missing(ranks[half:])]
 
 
 def moments(timeout_sec: float) -> Iterator[None]:
@@ -96,7 +73,7 @@ class RollCall:
     Its keys need a part of the store of their own; a rank waits ``timeout_sec`` for the others.
     """
 
-    def __init__(self, store: KeyValueStore, rank: int, size: int, timeout_sec: float) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout_sec: float) -> None:
         self._store, self._rank, self._timeout_sec = store, rank, timeout_sec
         self._ranks = Attendance(store, rank, size)
         self._lock = threading.Lock()
@@ -104,7 +81,6 @@ class RollCall:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a rank is missing."""
         return self._lost is not None
 
     def check(self) -> None:

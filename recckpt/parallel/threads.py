@@ -33,19 +33,6 @@ _TRIES = 3
 _NEW_OBJECTS = 100_000  # between two runs of the garbage collector, where it is to run rarely
 
 
-def renew_torch_pool() -> None:
-    """Make torch's pool of threads anew, once in a fork; to be called before a thread is started.
-
-    Torch gives up the pool of the parent when a thread first computes in the fork. Where two do so at once, the second
-    may find no pool: "pool INTERNAL ASSERT FAILED ... Invalid thread pool!" (caffe2/utils/threadpool/pthreadpool-cpp.cc
-    takes no lock).
-    """
-    if _pools_of_parents:
-        _pools_of_parents.clear()
-        if (torch := sys.modules.get("torch")) is not None:
-            torch.set_num_threads(torch.get_num_threads())
-
-
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: _pools_of_parents.append(True))
 
@@ -58,7 +45,6 @@ class Latch:
         self._waiters: list[threading.Lock] = []
 
     def is_set(self) -> bool:
-        """Say whether it has happened."""
         return self._is_set
 
     def set(self) -> None:
@@ -90,7 +76,13 @@ class Starting:
     def __init__(self, threads: Sequence[threading.Thread]) -> None:
         self.started: list[threading.Thread] = []
         self._threads, self._over, self._errors = threads, Latch(), list[BaseException]()
-        renew_torch_pool()
+        if _pools_of_parents:
+            # Torch gives up the pool of the parent when a thread first computes in a fork. Where two do so at once, the
+            # second may find no pool: "pool INTERNAL ASSERT FAILED ... Invalid thread pool!"
+            # (caffe2/utils/threadpool/pthreadpool-cpp.cc takes no lock). So it is made anew before there are two.
+            _pools_of_parents.clear()
+            if (torch := sys.modules.get("torch")) is not None:
+                torch.set_num_threads(torch.get_num_threads())
         if threading.current_thread() is threading.main_thread():
             _thread.start_new_thread(self._run, ())  # which waits for nothing
         else:
@@ -126,7 +118,6 @@ class Errand(Generic[_T]):
         self._results, self._errors = list[_T](), list[BaseException]()
 
     def run(self) -> None:
-        """Do it, as the target of a thread."""
         try:
             self._results.append(self._work())
         except BaseException as error:  # raised by who waits
@@ -177,7 +168,6 @@ class Worker(Generic[_T]):
 
     @property
     def is_at_work(self) -> bool:
-        """Whether a task is under way."""
         return not self._over.is_set()
 
     @property
@@ -228,7 +218,6 @@ class Worker(Generic[_T]):
         return True
 
     def drop(self) -> None:
-        """Forget a task that is over."""
         self.task = self._thread = None
 
 
@@ -277,10 +266,10 @@ def run_all(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int) -> 
     try:
         starting = Starting(threads)
         starting.wait()
-        crew.wait()
+        crew.over.wait()
     except BaseException:  # an interrupt, or no room for a thread
         crew.stop()
-        crew.wait()
+        crew.over.wait()
         raise
     finally:
         # Only now that their work is over: when Thread.join is interrupted, CPython marks a running thread as ended.
@@ -290,17 +279,25 @@ def run_all(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int) -> 
 
 
 class _Crew(Generic[_T, _R]):
-    """Threads that take items one after another until all are taken, or one has failed."""
+    """Threads that take items one after another until all are taken, or one has failed.
+
+    Attributes:
+        over: happens once all items are done, or one has failed and nothing runs.
+    """
 
     def __init__(self, work: Callable[[_T], _R], items: list[_T]) -> None:
         self._work, self._items = work, items
         self._results: dict[int, _R] = {}
         self._errors: dict[int, BaseException] = {}
-        self._lock, self._over = threading.Lock(), Latch()
+        self._lock, self.over = threading.Lock(), Latch()
         self._next = self._n_running = 0
 
     def run(self) -> None:
-        while (number := self._take()) is not None:
+        while True:
+            with self._lock:
+                if self._next >= len(self._items):
+                    return
+                number, self._next, self._n_running = self._next, self._next + 1, self._n_running + 1
             try:
                 self._results[number] = self._work(self._items[number])
             except BaseException as error:
@@ -315,10 +312,6 @@ class _Crew(Generic[_T, _R]):
             self._next = len(self._items)
             self._end_if_over()
 
-    def wait(self) -> None:
-        """Wait until all items are done, or one has failed and nothing runs."""
-        self._over.wait()
-
     def results(self) -> list[_R]:
         if self._errors:
             raise self._errors[min(self._errors)]
@@ -326,14 +319,7 @@ class _Crew(Generic[_T, _R]):
 
     def _end_if_over(self) -> None:
         if self._next >= len(self._items) and not self._n_running:
-            self._over.set()
-
-    def _take(self) -> int | None:
-        with self._lock:
-            if self._next >= len(self._items):
-                return None
-            self._next, self._n_running = self._next + 1, self._n_running + 1
-            return self._next - 1
+            self.over.set()
 
 
 def made_ahead(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int) -> Iterator[_R]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -57,25 +57,21 @@ class Bloom:
         if self.capacity > _MAX_CELLS or false_positives(self.capacity, _MAX_BLOCKS) > self.error:
             raise ValueError(f"Bloom: no filter has room for capacity={self.capacity} at error={self.error}")
 
-    @property
+    @cached_property
     def geometry(self) -> Geometry:
         """The smallest that does."""
-        return _smallest(self.capacity, self.error)
+        low, high = 1, _MAX_BLOCKS  # the first number of blocks that will do is in [low, high]
+        while low < high:
+            middle = (low + high) // 2
+            is_enough = false_positives(self.capacity, middle) <= self.error
+            low, high = (low, middle) if is_enough else (middle + 1, high)
+        hashes = (n for n in range(1, _MAX_HASHES + 1) if _error(self.capacity, Geometry(low, n)) <= self.error)
+        return Geometry(low, next(hashes))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all cells; a table of blocks takes a sixth more, for the index."""
         return N_BUCKETS * self.geometry.blocks * CELLS
-
-
-@lru_cache
-def _smallest(capacity: int, error: float) -> Geometry:
-    low, high = 1, _MAX_BLOCKS  # the first number of blocks that will do is in [low, high]
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if false_positives(capacity, middle) <= error else (middle + 1, high)
-    hashes = (n for n in range(1, _MAX_HASHES + 1) if _error(capacity, Geometry(low, n)) <= error)
-    return Geometry(low, next(hashes))
 
 
 def false_positives(capacity: int, blocks: int) -> float:

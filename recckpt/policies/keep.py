@@ -56,7 +56,6 @@ class KeptByAny(KeepOperators):
         object.__setattr__(self, "keeps", tuple(flat))
 
     def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
-        """Return all that they keep."""
         return {ckpt_id for keep in self.keeps for ckpt_id in keep.kept(checkpoints, now)}
 
     def __repr__(self) -> str:
@@ -90,7 +89,8 @@ class Best(KeepOperators):
 
     def __post_init__(self) -> None:
         positive_int("Best: k", self.k)
-        if not self.weights or not all(map(_is_weight, self.weights.items())):
+        are_named = all(isinstance(name, str) and name for name in self.weights)
+        if not self.weights or not are_named or not all(_is_number(w) and w != 0 for w in self.weights.values()):
             raise ValueError(
                 "Best: metric must be the name of a metric, or several names with their weights, found "
                 f"{self.metric!r:.200}"
@@ -99,7 +99,6 @@ class Best(KeepOperators):
             raise ValueError(f"Best: mode must be 'max' or 'min', found {self.mode!r}")
 
     def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
-        """Return the ids of the best."""
         sign = 1 if self.mode == "max" else -1
         values = ((self._value(each), place) for place, each in enumerate(checkpoints))
         ranked = sorted((sign * value, place) for value, place in values if _is_number(value))
@@ -183,11 +182,6 @@ def best_id(checkpoints: Sequence[Manifest], best: Best, place: str) -> str:
     return ids.pop()
 
 
-def _is_weight(item: tuple[Any, Any]) -> bool:
-    name, weight = item
-    return isinstance(name, str) and bool(name) and _is_number(weight) and weight != 0
-
-
 def _is_number(value: Any) -> TypeGuard[int | float]:
     return type(value) is int or (type(value) is float and math.isfinite(value))
 
@@ -197,7 +191,6 @@ class All(KeepOperators):
     """Every checkpoint; what ``max_keep=None`` stands for."""
 
     def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
-        """Return all ids."""
         return {checkpoint.ckpt_id for checkpoint in checkpoints}
 
 
@@ -215,7 +208,6 @@ class Newest(KeepOperators):
         positive_int("Newest: n", self.n)
 
     def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
-        """Return the last ids."""
         return {checkpoint.ckpt_id for checkpoint in checkpoints[-self.n :]}
 
 
@@ -251,8 +243,8 @@ class YoungerThan(KeepOperators):
         positive_number("YoungerThan: seconds", self.seconds)
 
     def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
-        """Return the ids of the young."""
-        return {each.ckpt_id for each in checkpoints if _age_sec(each.time, now) < self.seconds}
+        times = ((each.ckpt_id, _moment(each.time)) for each in checkpoints)
+        return {ckpt_id for ckpt_id, time in times if time is None or (now - time).total_seconds() < self.seconds}
 
 
 @dataclass(frozen=True)
@@ -271,7 +263,6 @@ class OnePer(KeepOperators):
         positive_number("OnePer: seconds", self.seconds)
 
     def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
-        """Return the ids of the first in each interval."""
         first: dict[object, str] = {}
         for checkpoint in checkpoints:
             time = _moment(checkpoint.time)
@@ -324,12 +315,6 @@ def as_keep(max_keep: int | Keep | None) -> Keep:
         f"max_keep must be an int of at least 1, found {max_keep!r}; or None for all, or an object with kept(), such "
         "as recckpt.policies.keep.Newest(3)"
     )
-
-
-def _age_sec(written: str, now: datetime) -> float:
-    """Return the age of what was written then; less than any where the time or its zone cannot be read."""
-    time = _moment(written)
-    return -math.inf if time is None else (now - time).total_seconds()
 
 
 def _moment(written: str) -> datetime | None:

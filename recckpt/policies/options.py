@@ -62,13 +62,26 @@ class Choose:
     @cached_property
     def row_filters(self) -> tuple[tuple[Pattern, RowFilter], ...]:
         """The conditions of rows, by tables."""
-        named = _pairs("where", self.where)
-        return tuple((_pattern("where", name), _row_filter(name, value)) for name, value in named)
+        filters = []
+        for name, value in _pairs("where", self.where):
+            pattern = _pattern("where", name)
+            try:
+                filters.append((pattern, parse_row_filter(value)))
+            except ValueError as error:
+                raise ValueError(f"Choose: where[{name!r}]: {error}") from error
+        return tuple(filters)
 
     @cached_property
     def dtypes(self) -> tuple[tuple[Pattern, str], ...]:
         """The names of dtypes, by slots."""
-        return tuple((_pattern("store", name), _dtype(name, value)) for name, value in _pairs("store", self.store))
+        dtypes = []
+        for name, dtype in _pairs("store", self.store):
+            pattern, text = _pattern("store", name), str(dtype).removeprefix("torch.")
+            if text not in FLOATS:
+                expected = f"one of {', '.join(FLOATS)}{nearest(text, FLOATS)}"
+                raise ValueError(f"Choose: store[{name!r}]: found {dtype!r:.100}, expected {expected}")
+            dtypes.append((pattern, text))
+        return tuple(dtypes)
 
 
 def _pairs(what: str, value: Any) -> list[tuple[str, Any]]:
@@ -85,21 +98,6 @@ def _pattern(what: str, text: str) -> Pattern:
             f"Choose: {what}: found the group {text!r}, expected {' or '.join(_GROUPS)}, or names of slots"
         )
     return Pattern(text)
-
-
-def _row_filter(name: str, value: Any) -> RowFilter:
-    try:
-        return parse_row_filter(value)
-    except ValueError as error:
-        raise ValueError(f"Choose: where[{name!r}]: {error}") from error
-
-
-def _dtype(name: str, dtype: Any) -> str:
-    text = str(dtype).removeprefix("torch.")
-    if text not in FLOATS:
-        expected = f"one of {', '.join(FLOATS)}{nearest(text, FLOATS)}"
-        raise ValueError(f"Choose: store[{name!r}]: found {dtype!r:.100}, expected {expected}")
-    return text
 
 
 @dataclass(frozen=True)
@@ -234,11 +232,6 @@ def _number(value: int | str) -> int:
     if not isinstance(number, signal.Signals):
         raise ValueError(f"{value!r} is not the name of a signal{nearest(name, signal.Signals.__members__)}")
     return number
-
-
-def as_on_signal(save_on_signal: Signals | OnSignal) -> OnSignal:
-    """Return what signals alone stand for, which let a save take as long as it does."""
-    return save_on_signal if isinstance(save_on_signal, OnSignal) else OnSignal(save_on_signal)
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,10 @@ class Schedule:
         ephemeral: when those are due of which only the newest stays; None for never.
         backpressure: what to do when a save is due while one is under way.
         start: where the run begins.
+
+    Attributes:
+        pending: the kind of save that was put off.
+        counts: what became of the saves.
     """
 
     def __init__(self, regular: When, ephemeral: When | None, backpressure: Backpressure, start: Moment) -> None:
@@ -87,7 +91,7 @@ class Schedule:
         self._triggers: dict[Kind, Trigger] = {"regular": Trigger(regular, start)}
         if ephemeral is not None:
             self._triggers["ephemeral"] = Trigger(ephemeral, start)
-        self._pending: Kind | None = None
+        self.pending: Kind | None = None
         self.counts = SaveCounts()
 
     def count(self, **more: int) -> None:
@@ -98,7 +102,7 @@ class Schedule:
         """Begin to count from here, as after a restore."""
         for trigger in self._triggers.values():
             trigger.restart(now)
-        self._pending = None
+        self.pending = None
 
     def see(self, now: Moment) -> None:
         """Take note of the first event time that is known, and of one that was set back."""
@@ -130,15 +134,15 @@ class Schedule:
             due: the kind that is due now.
             is_running: whether a save is under way, the same on all ranks.
         """
-        if due is None and self._pending is None:
+        if due is None and self.pending is None:
             return None
-        self.count(dropped=due is not None and self._pending is not None)
-        kind: Kind = "regular" if "regular" in (due, self._pending) else "ephemeral"
+        self.count(dropped=due is not None and self.pending is not None)
+        kind: Kind = "regular" if "regular" in (due, self.pending) else "ephemeral"
         if not is_running():
-            self._pending = None
+            self.pending = None
             return kind
         if self._backpressure == "latest":
-            self._pending = kind
+            self.pending = kind
         elif self._backpressure == "skip":
             self.count(skipped=1)
         else:
@@ -146,14 +150,9 @@ class Schedule:
             return kind
         return None
 
-    @property
-    def pending(self) -> Kind | None:
-        """The kind of save that was put off."""
-        return self._pending
-
     def forget(self) -> bool:
         """Drop a save that was put off, and say whether there was one."""
-        had_pending, self._pending = self._pending is not None, None
+        had_pending, self.pending = self.pending is not None, None
         self.count(dropped=had_pending)
         return had_pending
 
@@ -164,7 +163,7 @@ class Schedule:
 
     def missed(self, kind: Kind, now: Moment) -> None:
         """Count from a save that could not begin, too: it is tried again when the next is due, not at each step."""
-        self._pending = None
+        self.pending = None
         for made in self._triggers if kind == "regular" else [kind]:
             self._triggers[made].restart(now)
 

@@ -94,7 +94,6 @@ class EverySteps(_Counted):
     """
 
     def due(self, now: Moment, last: Moment) -> bool:
-        """Use the step alone."""
         return now.ends == "step" and now.step % self.n == 0
 
 
@@ -119,7 +118,6 @@ class AtSteps(_WhenOperators):
         object.__setattr__(self, "steps", tuple(sorted(steps)))
 
     def due(self, now: Moment, last: Moment) -> bool:
-        """Use the step alone."""
         place = bisect_left(self.steps, now.step)
         return now.ends == "step" and now.step in self.steps[place : place + 1]
 
@@ -133,7 +131,6 @@ class EveryWindows(_Counted):
     """
 
     def due(self, now: Moment, last: Moment) -> bool:
-        """Use the number of windows alone."""
         return now.ends == "window" and now.windows % self.n == 0
 
 
@@ -146,7 +143,6 @@ class EveryEpochs(_Counted):
     """
 
     def due(self, now: Moment, last: Moment) -> bool:
-        """Use the number of epochs alone."""
         return now.ends == "epoch" and now.epochs % self.n == 0
 
 
@@ -159,7 +155,6 @@ class EverySeconds(_Timed):
     """
 
     def due(self, now: Moment, last: Moment) -> bool:
-        """Use the clock alone."""
         return now.seconds - last.seconds >= self.seconds
 
 
@@ -174,7 +169,6 @@ class EveryEventTime(_Timed):
     """
 
     def due(self, now: Moment, last: Moment) -> bool:
-        """Use the event times alone."""
         if now.event_time is None or last.event_time is None:
             return False
         return now.event_time // self.seconds > last.event_time // self.seconds
@@ -196,7 +190,6 @@ class WhenTrue(_WhenOperators):
             raise ValueError(f"WhenTrue: predicate must be a callable Moment -> bool, found {self.predicate!r}")
 
     def due(self, now: Moment, last: Moment) -> bool:
-        """Ask the predicate."""
         return bool(self.predicate(now))
 
 
@@ -218,11 +211,9 @@ class AnyOf(_WhenOperators):
 
     @property
     def same_on_all_ranks(self) -> bool:
-        """Whether that is so for each of them."""
         return all(when.same_on_all_ranks for when in self.whens)
 
     def due(self, now: Moment, last: Moment) -> bool:
-        """Ask each of them until one is due."""
         return any(when.due(now, last) for when in self.whens)
 
     def __repr__(self) -> str:

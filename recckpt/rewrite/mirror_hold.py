@@ -90,7 +90,7 @@ class MirrorHold:
 
         Directories are known: only where there are none are files listed, of which there are few then.
         """
-        directories = [name for name in self._to.list_dirs() if not layout.is_own(name)]
+        directories = [name for name in self._to.list_dirs() if name != layout.OWN_DIR]
         if directories:
             return f"{directories[0]}/"
         names = (name for name in self._to.list_files("") if not layout.is_temporary(name))

@@ -258,7 +258,7 @@ def _finished(
         shard = to.shard(number, count)
         shard.add(part for planned, part in written if planned.shard == number)
         records.append(shard.record())
-        rows.update(shard.catalog.rows)
+        rows.update(shard.catalog.counts("rows"))
     for table in tables:
         if rows[table.name] != table.rows:
             raise count_error(checkpoint.directory, table.name, table.rows, rows[table.name])

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recckpt.format.names import Pattern, slot_name, wildcards
+from recckpt.format.names import WILDCARD, Pattern, slot_name
 from recckpt.format.tables import FLOATS, Narrowed, Reduced, is_narrower
 from recckpt.live.attached import AttachedTable
 from recckpt.policies.options import Choose
 from recckpt.policies.row_filter import RowFilter
-from recckpt.sparse.files.reduced_rows import TableChoice, file_order
+from recckpt.sparse.files.reduced_rows import TableChoice
 from recckpt.sparse.files.table_rows import source_of
-from recckpt.sparse.table.store import is_stored
+from recckpt.sparse.table.store import in_order, is_stored
 from recckpt.text import nearest
 from recckpt.types import EMBEDDING, SavableTable, SlotSpec
 
@@ -69,7 +69,7 @@ class Choice:
             return None
         stored = [SlotSpec(slot.name, dtypes[slot.name], slot.shape) for slot in kept]
         record = None if where is None else where.record
-        return TableChoice(file_order(stored), where, Reduced(left_out, record, 0, tuple(sorted(narrowed, key=str))))
+        return TableChoice(in_order(stored), where, Reduced(left_out, record, 0, tuple(sorted(narrowed, key=str))))
 
     def check(self, tables: Mapping[str, SavableTable], *, of_store: bool = False) -> None:
         """Refuse what tables cannot be saved as; ``of_store`` looks at dtypes alone, of slots that are there already.
@@ -165,4 +165,4 @@ def _hint(text: str, known: Sequence[str]) -> str:
     slots = {name.rpartition("@")[2] for name in known if "@" in name}
     if text in slots:
         return f"; '*@{text}' is that slot of all tables"
-    return "" if wildcards(text) else nearest(text, known)
+    return "" if WILDCARD.findall(text) else nearest(text, known)

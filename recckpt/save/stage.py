@@ -130,7 +130,7 @@ class Staged:
         if isinstance(table, ColumnRows):
             return table.since(partial(frozen.changed_since, kind.base))
         is_filtered = chosen is not None and chosen.where is not None  # then it counts all rows first
-        return frozen.changes(kind.base) if is_filtered else frozen.delta(kind.base)
+        return frozen.delta(kind.base, narrows=not is_filtered)
 
     def release(self) -> None:
         """Release the tables: training need not copy rows aside for them."""

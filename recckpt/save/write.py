@@ -164,11 +164,11 @@ def write(staged: Staged, intent: Intent, job: Job, to: Destination, progress: P
         with Outbox(to.storage, to.transport) as outbox:
             shard = Attempt(to.storage, intent).shard(rank, job.ranks.size, outbox)
             states: dict[str, Mapping[str, Any]] = {
-                layout.io_state(rank): staged.io_state,
-                layout.rng(rank): staged.rng,
+                layout.of_rank("io_state", rank): staged.io_state,
+                layout.of_rank("rng", rank): staged.rng,
             }
             if staged.own_extra:
-                states[layout.extra_of(rank)] = staged.own_extra
+                states[layout.of_rank("extra", rank)] = staged.own_extra
             if rank == 0:
                 states[layout.EXTRA] = staged.extra
             pieces: list[Callable[[], None]] = [
@@ -191,7 +191,7 @@ def write(staged: Staged, intent: Intent, job: Job, to: Destination, progress: P
 
 def _written_tables(staged: Staged, catalog: Catalog) -> WrittenTables:
     """Return what this rank has of each table."""
-    tables, deletes = staged.tables, catalog.deletes
+    tables, deletes = staged.tables, catalog.counts("deletes")
     counts = [[table.n_all for table in tables]]
     if staged.kind.base is not None:
         counts += [[table.n_rows for table in tables], [deletes.get(table.name, 0) for table in tables]]

@@ -65,27 +65,21 @@ def replace_embeddings(
             hint = nearest(name, found)
             raise ValueError(f"found the name {name!r}, expected one of the embeddings to replace, {chosen}{hint}")
     _check_ties(model, {name: found[name] for name in chosen})
-    made = {name: _in_place_of(found[name], name, (ids or {}).get(name), options) for name in chosen}
-    places = [(path, made[name]) for name in chosen for path in _paths(model, found[name])]
+    made: dict[str, HashTable | TableBag] = {}
+    for name in chosen:
+        replaced = found[name]
+        table = HashTable.from_embedding(replaced, name=name, ids=(ids or {}).get(name), **options)
+        table.train(replaced.training)
+        made[name] = table
+        if isinstance(replaced, nn.EmbeddingBag):
+            bag = TableBag(table, replaced.mode, bool(replaced.include_last_offset))  # type: ignore[arg-type]
+            made[name] = bag.train(replaced.training)
+    everywhere = list(model.named_modules(remove_duplicate=False))  # a module may stand in several places
+    places = [(path, made[name]) for name in chosen for path, other in everywhere if other is found[name]]
     for path, module in places:
         parent, _, last = path.rpartition(".")
         setattr(model.get_submodule(parent), last, module)
     return {name: module.table if isinstance(module, TableBag) else module for name, module in made.items()}
-
-
-def _in_place_of(
-    module: nn.Embedding | nn.EmbeddingBag, name: str, ids: Tensor | None, options: TableOptions
-) -> HashTable | TableBag:
-    table = HashTable.from_embedding(module, name=name, ids=ids, **options)
-    table.train(module.training)
-    if isinstance(module, nn.EmbeddingBag):
-        return TableBag(table, module.mode, bool(module.include_last_offset)).train(module.training)  # type: ignore[arg-type]
-    return table
-
-
-def _paths(model: nn.Module, module: nn.Module) -> list[str]:
-    """Return all places where a module stands."""
-    return [path for path, other in model.named_modules(remove_duplicate=False) if other is module]
 
 
 def _check_ties(model: nn.Module, replaced: Mapping[str, nn.Module]) -> None:

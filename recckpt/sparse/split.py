@@ -74,7 +74,12 @@ def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def load_dense(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Load dense state by the names that it has without wrappers; the rest of the model stays as it is."""
     wrappers = wrappers_in(model)
-    named = {_wrapped(name, wrappers): value for name, value in state.items()}
+    named: dict[str, Any] = {}
+    for name, value in state.items():
+        full = name
+        for before, inner in wrappers:
+            full = before + inner + full[len(before) :] if full.startswith(before) else full
+        named[full] = value
     if getattr(model.load_state_dict, "__func__", None) is not nn.Module.load_state_dict:
         model.load_state_dict(named, strict=False)
         return
@@ -130,10 +135,3 @@ def unwrapped(name: Any, wrappers: list[tuple[str, str]]) -> Any:
 
 def _without_checkpoints(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != _CHECKPOINTED) if _CHECKPOINTED in name else name
-
-
-def _wrapped(name: str, wrappers: list[tuple[str, str]]) -> str:
-    for before, inner in wrappers:
-        if name.startswith(before):
-            name = before + inner + name[len(before) :]
-    return name

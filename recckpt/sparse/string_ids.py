@@ -29,7 +29,14 @@ def hash_ids(strings: Any) -> npt.NDArray[np.int64]:
     if isinstance(strings, str | bytes):
         raise TypeError(f"strings must be a sequence of str, found the single {strings!r:.80}: pass [{strings!r:.80}]")
     if hasattr(strings, "dictionary_encode"):
-        return _of_arrow(strings)
+        encoded = strings.dictionary_encode()
+        chunks = encoded.chunks if hasattr(encoded, "chunks") else [encoded]
+        hashes = [np.empty(0, np.int64)]
+        for chunk in chunks:
+            if chunk.null_count:
+                raise TypeError(f"strings must be str or bytes, found {chunk.null_count} nulls: fill or drop them")
+            hashes.append(_hashed(chunk.dictionary.to_pylist())[chunk.indices.to_numpy()])
+        return np.concatenate(hashes)
     values = strings if isinstance(strings, np.ndarray) else np.asarray(strings, object)  # or numpy makes a "5" of 5
     flat = values.ravel().tolist() if values.dtype.kind in "OUS" else None
     if flat is None:
@@ -37,17 +44,6 @@ def hash_ids(strings: Any) -> npt.NDArray[np.int64]:
             raise TypeError(f"strings must be str or bytes, found an array of {values.dtype}")
         flat = []
     return _hashed(flat).reshape(values.shape)
-
-
-def _of_arrow(column: Any) -> npt.NDArray[np.int64]:
-    encoded = column.dictionary_encode()
-    chunks = encoded.chunks if hasattr(encoded, "chunks") else [encoded]
-    hashes = [np.empty(0, np.int64)]
-    for chunk in chunks:
-        if chunk.null_count:
-            raise TypeError(f"strings must be str or bytes, found {chunk.null_count} nulls: fill or drop them")
-        hashes.append(_hashed(chunk.dictionary.to_pylist())[chunk.indices.to_numpy()])
-    return np.concatenate(hashes)
 
 
 def _hashed(strings: list[Any]) -> npt.NDArray[np.int64]:

@@ -59,14 +59,18 @@ def open_storage(url: str) -> Storage:
     if _is_local(url):
         return LocalStorage(url.split("://", 1)[-1])
     # fsspec takes as long to import as a small look-up
-    from recckpt.storage.file_server import FileServer, has_own_put
+    from fsspec import AbstractFileSystem
+
+    from recckpt.storage.file_server import FileServer
     from recckpt.storage.objects import ObjectStorage
     from recckpt.storage.remote import connect
 
     protocol, separator, path = url.partition("://")
     url = f"{protocol}{separator}{path.rstrip('/')}"
     fs, root = connect(url)
-    return (ObjectStorage if has_own_put(fs) else FileServer)(url, fs, root)
+    # fsspec's default puts a small file by opening, writing and closing it: that is no one request.
+    has_own_put = getattr(fs.pipe_file, "__func__", None) is not AbstractFileSystem.pipe_file
+    return (ObjectStorage if has_own_put else FileServer)(url, fs, root)
 
 
 def _check_url(url: object) -> None:

@@ -127,28 +127,42 @@ class Files(Protocol):
 
     url: str
 
+    @abstractmethod
     def open(self, name: str) -> BinaryIO:
-        """Open a file for seeking and reading."""
+        """Open a file for seeking and reading.
 
+        Raises:
+            FileNotFoundError: it does not exist.
+            NotPlainError: it is not a file, or a link leads out of its directory.
+        """
+
+    @abstractmethod
     def map(self, name: str) -> memoryview | None:
         """Return a file's bytes as a memory map, None if the storage has no maps."""
 
+    @abstractmethod
     def size(self, name: str) -> int:
-        """Return the bytes of a file."""
+        """Return the bytes of a file; errors as of :meth:`open`."""
 
     def read(self, name: str, max_bytes: int, begin: int = 0) -> bytes:
-        """Return at most ``max_bytes`` of a file, from ``begin`` on."""
+        """Return at most ``max_bytes`` of a file, from ``begin`` on; of an object store, by one request."""
+        with self.open(name) as file:
+            file.seek(begin)
+            return file.read(max_bytes)
 
     def drop_cached(self, name: str) -> bool:
         """Drop what is kept of a file; say whether it is not local, so that another read may give other bytes."""
+        return False
 
     def threads(self, requested: int) -> int:
         """Return how many of the ``requested`` threads make it faster."""
+        return requested
 
 
 class NewFiles(Protocol):
     """What writing needs; a storage offers it, and so does the outbox of a save."""
 
+    @abstractmethod
     def create(self, name: str) -> Sink:
         """Open a new file; FileExistsError if the name is taken."""
 
@@ -156,7 +170,7 @@ class NewFiles(Protocol):
         """Return how many of the ``requested`` threads make it faster."""
 
 
-class Storage(ABC):
+class Storage(Files, NewFiles, ABC):
     """A tree of files below one root. Names are relative, with ``/``; OSErrors pass through with the path.
 
     Files appear whole or not at all; only ``replace`` and ``draft`` overwrite one. Thread-safe.
@@ -180,19 +194,15 @@ class Storage(ABC):
     def prepare(self) -> None:
         """Make the root where it can be made, and raise OSError where files cannot be written to it."""
 
-    def check_there(self) -> None:  # noqa: B027  # many storages have no root beside the files in it
+    def check_there(self) -> None:  # many storages have no root beside the files in it
         """Raise FileNotFoundError where the root is gone."""
 
-    def give_up_after(self, seconds: float) -> None:  # noqa: B027  # a disk is not tried again
+    def give_up_after(self, seconds: float) -> None:  # a disk is not tried again
         """Limit how long a file is tried again after the network failed."""
 
     @abstractmethod
     def make_dir(self, name: str) -> None:
         """Make a new directory; FileExistsError if the name is taken."""
-
-    @abstractmethod
-    def create(self, name: str) -> Sink:
-        """Open a new file; FileExistsError if the name is taken."""
 
     @abstractmethod
     def put_if_absent(self, name: str, data: bytes) -> None:
@@ -209,23 +219,6 @@ class Storage(ABC):
     @abstractmethod
     def sync_dir(self, name: str) -> None:
         """Make the entries of a directory durable."""
-
-    @abstractmethod
-    def open(self, name: str) -> BinaryIO:
-        """Open a file for seeking and reading.
-
-        Raises:
-            FileNotFoundError: it does not exist.
-            NotPlainError: it is not a file, or a link leads out of its directory.
-        """
-
-    @abstractmethod
-    def map(self, name: str) -> memoryview | None:
-        """Return a file's bytes as a memory map, None if this storage has no maps."""
-
-    @abstractmethod
-    def size(self, name: str) -> int:
-        """Return the bytes of a file; errors as of :meth:`open`."""
 
     @abstractmethod
     def modified(self, name: str) -> float | None:
@@ -258,10 +251,6 @@ class Storage(ABC):
     def remove_empty_dirs(self, name: str) -> None:
         """Remove a directory and those below it; OSError where files are left in it."""
 
-    def drop_cached(self, name: str) -> bool:
-        """Drop what is kept of a file; say whether it is not local, so that another read may give other bytes."""
-        return False
-
     def why_empty(self) -> str:
         """Say why nothing is found here, "" if there is nothing to add."""
         return ""
@@ -269,16 +258,6 @@ class Storage(ABC):
     def free_bytes(self) -> int | None:
         """Return how many bytes may still be written, None if unknown."""
         return None
-
-    def threads(self, requested: int) -> int:
-        """Return how many of the ``requested`` threads make it faster."""
-        return requested
-
-    def read(self, name: str, max_bytes: int, begin: int = 0) -> bytes:
-        """Return at most ``max_bytes`` of a file, from ``begin`` on; of an object store, by one request."""
-        with self.open(name) as file:
-            file.seek(begin)
-            return file.read(max_bytes)
 
 
 class SinkFile(io.RawIOBase):

@@ -10,23 +10,14 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from threading import RLock
-from typing import Any, BinaryIO, ClassVar, TypeVar
+from typing import Any, BinaryIO, ClassVar
 from weakref import finalize
-
-from fsspec import AbstractFileSystem
 
 from recckpt.format import layout
 from recckpt.storage.base import Draft, Sink
 from recckpt.storage.objects import ObjectStorage
 from recckpt.storage.remote import connect
 from recckpt.storage.retry import Retries, is_transient
-
-_T = TypeVar("_T")
-
-
-def has_own_put(fs: Any) -> bool:
-    """Say whether a backend puts a small file by a request of its own; fsspec's default opens, writes and closes it."""
-    return getattr(fs.pipe_file, "__func__", None) is not AbstractFileSystem.pipe_file
 
 
 class FileServer(ObjectStorage):
@@ -36,7 +27,7 @@ class FileServer(ObjectStorage):
 
     def __init__(self, url: str, fs: Any, root: str) -> None:
         super().__init__(url, fs, root)
-        self.lock = RLock()
+        self._lock = RLock()
         self._keep(fs)
 
     def prepare(self) -> None:
@@ -82,7 +73,7 @@ class FileServer(ObjectStorage):
         """Return 1: there is one connection."""
         return 1
 
-    def revive(self) -> None:
+    def _revive(self) -> None:
         """Connect anew if the server does not answer over this connection any more."""
         try:
             self.fs.info(self._root)
@@ -97,7 +88,9 @@ class FileServer(ObjectStorage):
     def _keep(self, fs: Any) -> None:
         """Use a connection from now on, and end it with this storage."""
         self._fs = fs
-        _send_at_once(fs)
+        # SSH is to send each request at once, which waits for an answer anyway: Nagle's algorithm adds 40 ms to each.
+        with suppress(AttributeError):  # no SSH, or over a proxy command, which is not a socket
+            fs.client.get_transport().sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._end = finalize(self, _disconnect, fs)
 
     @property
@@ -105,8 +98,15 @@ class FileServer(ObjectStorage):
         """The backend, as long as its connection lasts."""
         return self._fs
 
-    def _retries(self, name: str) -> Retries:
-        return _OneAtATime(self, self.url_of(name))
+    def _attempt(self, work: Callable[[], Any], handled: BaseException | None) -> Any:
+        """Do work in turn with others, and leave behind a connection that answers."""
+        with self._lock:
+            try:
+                return work()
+            except Exception as error:
+                if is_transient(error):
+                    self._revive()
+                raise
 
     def _read(self, name: str, begin: int, end: int) -> bytes:
         with self._open(name) as file:
@@ -187,32 +187,6 @@ class _NewFile(Draft):
             raise FileExistsError(errno.EEXIST, "exists already", self._retries.url)
         self._storage.make_dirs(self._path.rpartition("/")[0])
         return fs.open(self._beside, "wb")
-
-
-class _OneAtATime(Retries):
-    """Attempts that take turns, and leave behind a connection that answers."""
-
-    def __init__(self, storage: FileServer, url: str) -> None:
-        super().__init__(storage.policy, url, storage.count_retry)
-        self._storage = storage
-
-    def call(self, operation: str, work: Callable[[], _T], *, again: bool = True, url: str | None = None) -> _T:
-        def locked() -> _T:
-            with self._storage.lock:
-                try:
-                    return work()
-                except Exception as error:
-                    if is_transient(error):
-                        self._storage.revive()
-                    raise
-
-        return super().call(operation, locked, again=again, url=url)
-
-
-def _send_at_once(fs: Any) -> None:
-    """Have SSH send each request at once, which waits for an answer anyway: Nagle's algorithm adds 40 ms to each."""
-    with suppress(AttributeError):  # no SSH, or over a proxy command, which is not a socket
-        fs.client.get_transport().sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _disconnect(fs: Any) -> None:

@@ -21,7 +21,6 @@ from recckpt.storage.local_files import (
     plain_file,
     real_directory,
     sync_entries,
-    temporary_beside,
 )
 
 
@@ -35,7 +34,6 @@ class LocalStorage(Storage):
         super().__init__(str(self._root))
 
     def prepare(self) -> None:
-        """Make the root and check that files can be written to it."""
         with doing("making a directory", self._root):
             self._root.mkdir(parents=True, exist_ok=True)
         probe = layout.probe()
@@ -186,7 +184,7 @@ class LocalStorage(Storage):
 
 def _write_beside(path: Path, data: bytes) -> Path:
     """Write a synced temporary file in the directory of ``path``."""
-    temporary = temporary_beside(path)
+    temporary = path.with_name(layout.temporary(path.name))
     with LocalSink(temporary) as sink:
         sink.write(data)
     return temporary

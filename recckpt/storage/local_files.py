@@ -188,7 +188,7 @@ class LocalDraft(LocalSink, Draft):
     """A synced temporary file that is renamed over the older one."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(temporary_beside(path))
+        super().__init__(path.with_name(layout.temporary(path.name)))
         self._target = path
 
     def seal(self) -> None:
@@ -200,11 +200,6 @@ class LocalDraft(LocalSink, Draft):
         with doing("renaming", self._target):
             self._path.replace(self._target)
         sync_entries(self._target.parent)
-
-
-def temporary_beside(path: Path) -> Path:
-    """Return a unique name beside a file."""
-    return path.with_name(layout.temporary(path.name))
 
 
 def sync_entries(path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -14,8 +13,8 @@ from typing import Any, BinaryIO, ClassVar, TypeVar, cast
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from recckpt.format import layout
-from recckpt.storage.base import Draft, Listed, Sink
-from recckpt.storage.remote import RemoteStorage
+from recckpt.storage.base import Draft, Listed, Sink, Storage
+from recckpt.storage.remote import RangedFile
 from recckpt.storage.retry import (
     NobodyAnswersError,
     Retries,
@@ -25,21 +24,23 @@ from recckpt.storage.retry import (
     is_conflict,
     is_transient,
     is_unreachable,
+    status_of,
 )
-from recckpt.storage.upload import Put, Upload, UploadDraft
+from recckpt.storage.upload import Put, Upload
 
 log = logging.getLogger("recckpt")
 _T = TypeVar("_T")
-_UploadT = TypeVar("_UploadT", bound=Upload)
 
 _STAMPS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "updated", "created")  # as backends call them
+_READ_AHEAD_BYTES = 4 << 20
 _PREPARE_SEC = 60.0  # a wrong address is better known soon
 
 
-class ObjectStorage(RemoteStorage):
+class ObjectStorage(Storage):
     """Objects below a URL. Follows "Object stores" of the commit protocol.
 
     Attributes:
+        policy: how often, and for how long, a request is tried again.
         may_be_conditional: whether a put can be asked to fail where the name is taken; if so, this is tried.
         is_reached: whether its server has ever answered.
     """
@@ -47,7 +48,9 @@ class ObjectStorage(RemoteStorage):
     may_be_conditional: ClassVar[bool] = True
 
     def __init__(self, url: str, fs: Any, root: str) -> None:
-        super().__init__(url, fs, root)
+        super().__init__(url)
+        self.policy = RetryPolicy()
+        self._fs, self._root = fs, root
         self._is_conditional = self.may_be_conditional
         self.is_reached = False
         protocols = self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,)
@@ -56,10 +59,13 @@ class ObjectStorage(RemoteStorage):
             self._fs.retries = 1
             self._fs.config_kwargs.setdefault("retries", {"total_max_attempts": 1})
 
+    def give_up_after(self, seconds: float) -> None:
+        self.policy = replace(self.policy, deadline_sec=seconds)
+
     def prepare(self) -> None:
         """Check that objects can be written and removed; warn if a second writer can overwrite a new one."""
         policy = self.policy
-        self.note_answer()  # a server that starts together with a job gets its minute
+        self.is_reached = True  # take the address for right: a server that starts together with a job gets its minute
         self.policy = replace(policy, deadline_sec=min(_PREPARE_SEC, policy.deadline_sec))
         probe = layout.probe()
         try:
@@ -74,9 +80,27 @@ class ObjectStorage(RemoteStorage):
         finally:
             self.policy = policy
 
-    def note_answer(self) -> None:
-        """Take the address for right from now on: a server that does not answer is down for a while."""
-        self.is_reached = True
+    def open(self, name: str) -> BinaryIO:
+        return cast(BinaryIO, RangedFile(lambda: self._open(name), self._retries(name)))
+
+    def map(self, name: str) -> memoryview | None:
+        return None
+
+    def read(self, name: str, max_bytes: int, begin: int = 0) -> bytes:
+        return self._call("reading", name, lambda: self._read(name, begin, begin + max_bytes))
+
+    def size(self, name: str) -> int:
+        info = self._call("looking up", name, lambda: self._fs.info(self._path(name)))
+        if info["type"] != "file":
+            raise FileNotFoundError(errno.ENOENT, "looking up failed: a directory, no file", self.url_of(name))
+        return int(info["size"])
+
+    def drop_cached(self, name: str) -> bool:
+        drop = getattr(self._fs, "pop_from_cache", None)  # of fsspec's caches on this host, such as filecache::
+        if drop is not None:
+            with suppress(Exception):  # it is not there
+                drop(self._path(name))
+        return True
 
     def make_dir(self, name: str) -> None:
         """Refuse a prefix under which there are objects; stores have no directories to make."""
@@ -84,18 +108,17 @@ class ObjectStorage(RemoteStorage):
             raise FileExistsError(errno.EEXIST, "making a directory failed: exists already", self.url_of(name))
 
     def create(self, name: str) -> Sink:
-        return self._upload(Upload, name, lambda data: self._put(name, data))
+        return self._upload(name, lambda data: self._put(name, data), replaces=False)
 
     def draft(self, name: str) -> Draft:
         """Open an upload that is published when it closes."""
-        return self._upload(UploadDraft, name, lambda data: self._fs.pipe_file(self._path(name), data))
+        return self._upload(name, lambda data: self._fs.pipe_file(self._path(name), data), replaces=True)
 
     def put_if_absent(self, name: str, data: bytes) -> None:
         """Put one small object. Reading it back decides a race, so writers must put different bytes."""
         self._call("putting", name, lambda: self._put(name, data))
 
     def replace(self, name: str, data: bytes) -> None:
-        """Put one small object."""
         self._call("replacing", name, lambda: self._write(self._path(name), data))
 
     def sync_dir(self, name: str) -> None:
@@ -118,7 +141,8 @@ class ObjectStorage(RemoteStorage):
         """Return all objects below a prefix: one request for a thousand of them."""
         files = self._find(directory).items()
         sized = {n: e for n, e in files if e.get("type") == "file" and isinstance(e.get("size"), int)}
-        return {name: Listed(entry["size"], _stamp(entry)) for name, entry in sized.items()}
+        stamps = {name: [str(entry[key]) for key in _STAMPS if entry.get(key)] for name, entry in sized.items()}
+        return {name: Listed(entry["size"], " ".join(stamps[name])) for name, entry in sized.items()}
 
     def listed_by_dir(self) -> Mapping[str, Mapping[str, Listed]] | None:
         by_dir: dict[str, dict[str, Listed]] = {}
@@ -128,6 +152,10 @@ class ObjectStorage(RemoteStorage):
                 by_dir.setdefault(directory, {})[name] = entry
         return by_dir
 
+    def remove(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._call("removing", name, lambda: self._fs.rm_file(self._path(name)))
+
     def remove_empty_dirs(self, name: str) -> None:
         """Raise OSError if objects are left; a prefix vanishes with its last object."""
         left = self.list_files(name)
@@ -135,7 +163,39 @@ class ObjectStorage(RemoteStorage):
             raise OSError(errno.ENOTEMPTY, f"removing failed: it still holds {left[0]}", self.url_of(name))
 
     def _retries(self, name: str) -> Retries:
-        return _FirstAnswer(self.policy, self.url_of(name), self)
+        return Retries(self.policy, self.url_of(name), self.count_retry, self._attempt)
+
+    def _attempt(self, work: Callable[[], Any], handled: BaseException | None) -> Any:
+        """Do work; it is not tried again where an address that has never answered refuses the connection."""
+        try:
+            result = work()
+        except Exception as error:
+            if not self.is_reached and is_unreachable(error, handled):
+                problem = f"nobody answers there ({error}); check the URL"
+                raise NobodyAnswersError(errno.ECONNREFUSED, problem) from error
+            self.is_reached = self.is_reached or is_answer(error, handled)
+            raise
+        self.is_reached = True
+        return result
+
+    def _call(self, operation: str, name: str, work: Callable[[], _T]) -> _T:
+        return self._retries(name).call(operation, work)
+
+    def count_retry(self) -> None:
+        """Count a request that is tried again; of several threads at once, one may be lost: it is for metrics."""
+        self.n_retries += 1
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    def _read(self, name: str, begin: int, end: int) -> bytes:
+        try:
+            data = bytes(self._fs.cat_file(self._path(name), start=begin, end=end))
+        except Exception as error:
+            if status_of(error) == 416:  # an empty file has no ranges
+                return b""
+            raise
+        return data if len(data) <= end - begin else data[begin:end]  # of a server that knows no ranges
 
     def _modified(self, name: str) -> float | None:
         with suppress(NotImplementedError):  # by its backend
@@ -162,15 +222,18 @@ class ObjectStorage(RemoteStorage):
 
         return self._call("listing", directory, look)
 
-    def _upload(self, kind: type[_UploadT], name: str, put: Put) -> _UploadT:
+    def _upload(self, name: str, put: Put, *, replaces: bool) -> Upload:
         in_one = isinstance(self._fs, MemoryFileSystem)  # a file of it is published when it is opened
-        return kind(self._fs, self._path(name), self._retries(name), put, in_one=in_one, repeats=self._is_s3)
+        path, retries = self._path(name), self._retries(name)
+        return Upload(self._fs, path, retries, put, in_one=in_one, repeats=self._is_s3, replaces=replaces)
 
     def _open(self, name: str) -> BinaryIO:
-        file = super()._open(name)
+        file: Any = self._fs.open(self._path(name), "rb", block_size=_READ_AHEAD_BYTES)
+        if (getattr(file, "details", None) or {}).get("type") == "directory":
+            raise FileNotFoundError(errno.ENOENT, "a directory, no file", self.url_of(name))
         if isinstance(file, MemoryFile):  # the one and only, whose position all readers would share
-            file = cast(Any, BytesIO(file.getvalue()))
-        return file
+            file = BytesIO(file.getvalue())
+        return cast(BinaryIO, file)
 
     def _takes_conditions(self, probe: str) -> bool:
         self._is_conditional = self.may_be_conditional
@@ -219,34 +282,3 @@ class ObjectStorage(RemoteStorage):
             return bytes(self._fs.cat_file(path))
         except FileNotFoundError:
             return None
-
-
-class _FirstAnswer(Retries):
-    """Attempts that end at once where an address that has never answered refuses the connection."""
-
-    def __init__(self, policy: RetryPolicy, url: str, storage: ObjectStorage) -> None:
-        super().__init__(policy, url, storage.count_retry)
-        self._storage = storage
-
-    def call(self, operation: str, work: Callable[[], _T], *, again: bool = True, url: str | None = None) -> _T:
-        handled = sys.exc_info()[1]
-
-        def reached() -> _T:
-            try:
-                result = work()
-            except Exception as error:
-                if not self._storage.is_reached and is_unreachable(error, handled):
-                    problem = f"nobody answers there ({error}); check the URL"
-                    raise NobodyAnswersError(errno.ECONNREFUSED, problem) from error
-                if is_answer(error, handled):
-                    self._storage.note_answer()
-                raise
-            self._storage.note_answer()
-            return result
-
-        return super().call(operation, reached, again=again, url=url)
-
-
-def _stamp(entry: dict[str, Any]) -> str:
-    """Return what changes with the content of an object, "" if the store gives nothing of the kind."""
-    return " ".join(str(entry[key]) for key in _STAMPS if entry.get(key))

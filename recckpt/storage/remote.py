@@ -1,20 +1,16 @@
-"""What all storages behind fsspec share: reading, and errors that name the URL and the operation."""
+"""What fsspec has behind a URL, and a file of it that is read though connections are lost."""
 
 from __future__ import annotations
 
-import errno
 import io
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar
 
 import fsspec
 
-from recckpt.storage.base import Storage
-from recckpt.storage.retry import Retries, RetryPolicy, os_error, status_of
+from recckpt.storage.retry import Retries, os_error
 
-_READ_AHEAD_BYTES = 4 << 20
 _T = TypeVar("_T")
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
@@ -41,72 +37,6 @@ def connect(url: str) -> tuple[Any, str]:
     except Exception as error:
         raise os_error(error, "connecting", url) from error
     return fs, root
-
-
-class RemoteStorage(Storage):
-    """Files below a URL; ``policy`` says how often to try again."""
-
-    def __init__(self, url: str, fs: Any, root: str) -> None:
-        super().__init__(url)
-        self.policy = RetryPolicy()
-        self._fs, self._root = fs, root
-
-    def give_up_after(self, seconds: float) -> None:
-        self.policy = replace(self.policy, deadline_sec=seconds)
-
-    def open(self, name: str) -> BinaryIO:
-        return cast(BinaryIO, RangedFile(lambda: self._open(name), self._retries(name)))
-
-    def map(self, name: str) -> memoryview | None:
-        return None
-
-    def read(self, name: str, max_bytes: int, begin: int = 0) -> bytes:
-        return self._call("reading", name, lambda: self._read(name, begin, begin + max_bytes))
-
-    def size(self, name: str) -> int:
-        info = self._call("looking up", name, lambda: self._fs.info(self._path(name)))
-        if info["type"] != "file":
-            raise FileNotFoundError(errno.ENOENT, "looking up failed: a directory, no file", self.url_of(name))
-        return int(info["size"])
-
-    def drop_cached(self, name: str) -> bool:
-        drop = getattr(self._fs, "pop_from_cache", None)  # of fsspec's caches on this host, such as filecache::
-        if drop is not None:
-            with suppress(Exception):  # it is not there
-                drop(self._path(name))
-        return True
-
-    def remove(self, name: str) -> None:
-        with suppress(FileNotFoundError):
-            self._call("removing", name, lambda: self._fs.rm_file(self._path(name)))
-
-    def _read(self, name: str, begin: int, end: int) -> bytes:
-        try:
-            data = bytes(self._fs.cat_file(self._path(name), start=begin, end=end))
-        except Exception as error:
-            if status_of(error) == 416:  # an empty file has no ranges
-                return b""
-            raise
-        return data if len(data) <= end - begin else data[begin:end]  # of a server that knows no ranges
-
-    def _open(self, name: str) -> BinaryIO:
-        file: Any = self._fs.open(self._path(name), "rb", block_size=_READ_AHEAD_BYTES)
-        if (getattr(file, "details", None) or {}).get("type") == "directory":
-            raise FileNotFoundError(errno.ENOENT, "a directory, no file", self.url_of(name))
-        return cast(BinaryIO, file)
-
-    def _call(self, operation: str, name: str, work: Callable[[], _T]) -> _T:
-        return self._retries(name).call(operation, work)
-
-    def _retries(self, name: str) -> Retries:
-        return Retries(self.policy, self.url_of(name), self.count_retry)
-
-    def count_retry(self) -> None:
-        """Count a request that is tried again; of several threads at once, one may be lost: it is for metrics."""
-        self.n_retries += 1
-
-    def _path(self, name: str) -> str:
-        return f"{self._root}/{name}" if name else self._root
 
 
 class RangedFile(io.RawIOBase):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from recckpt.errors import CorruptCheckpointError, FormatVersionError, RecckptError
 from recckpt.storage.base import NOT_READABLE, Files, NotPlainError
@@ -78,14 +78,24 @@ class RetryPolicy:
 
 
 class Retries:
-    """The attempts at one file, which share a deadline; ``on_retry`` is called before each but the first.
+    """The attempts at one file, which share a deadline. Not thread-safe.
 
-    Not thread-safe.
+    Args:
+        policy: how long to wait, and when to give up.
+        url: of the file.
+        on_retry: called before each attempt but the first.
+        attempt: makes one of (work, what was being handled when the call began); None to do the work alone.
     """
 
-    def __init__(self, policy: RetryPolicy, url: str, on_retry: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self,
+        policy: RetryPolicy,
+        url: str,
+        on_retry: Callable[[], object] = lambda: None,
+        attempt: Callable[[Callable[[], Any], BaseException | None], Any] | None = None,
+    ) -> None:
         self.url = url
-        self._policy, self._left_sec, self._on_retry = policy, policy.deadline_sec, on_retry
+        self._policy, self._left_sec, self._on_retry, self._attempt = policy, policy.deadline_sec, on_retry, attempt
 
     def call(self, operation: str, work: Callable[[], _T], *, again: bool = True, url: str | None = None) -> _T:
         """Return what ``work`` returns; try it again after a failure that may pass, if ``again``.
@@ -98,7 +108,8 @@ class Retries:
         while True:
             began = self._policy.clock()
             try:
-                return work()
+                result: _T = work() if self._attempt is None else self._attempt(work, handled)
+                return result
             except (MemoryError, NotPlainError, RecckptError):
                 raise
             except Exception as error:
@@ -179,19 +190,14 @@ def os_error(error: BaseException, operation: str, url: str) -> OSError:
     reason = error.strerror if isinstance(error, OSError) else None
     if not reason:
         reason = ": ".join(filter(None, (type(error).__name__, str(error))))
-    return OSError(_errno(error), f"{operation} failed: {reason}", url)
-
-
-def _errno(error: BaseException) -> int:
-    if isinstance(error, OSError) and isinstance(error.errno, int) and error.errno > 0:
-        return error.errno
-    for kind, number in _ERRNO_OF_TYPE:
-        if isinstance(error, kind):
-            return number
-    status = status_of(error)
-    if status is None and "Timeout" in type(error).__name__:
-        return errno.ETIMEDOUT
-    return _ERRNO_OF_STATUS.get(status or 0, errno.EIO)
+    number = error.errno if isinstance(error, OSError) else None
+    if not isinstance(number, int) or number <= 0:
+        number = next((number for kind, number in _ERRNO_OF_TYPE if isinstance(error, kind)), None)
+    if number is None:
+        status = status_of(error)
+        is_late = status is None and "Timeout" in type(error).__name__
+        number = errno.ETIMEDOUT if is_late else _ERRNO_OF_STATUS.get(status or 0, errno.EIO)
+    return OSError(number, f"{operation} failed: {reason}", url)
 
 
 def _chain(error: BaseException, handled: BaseException | None = None) -> Iterator[BaseException]:

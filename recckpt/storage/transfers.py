@@ -72,20 +72,16 @@ class UploadSlots:
                     if _is_at(slot, path):
                         path.unlink()
                     else:
-                        self._remove_unlocked(path)
+                        left = self._try(path)
+                        if left is not None:  # by a process that was killed
+                            path.unlink()
+                            os.close(left)
                 self.directory.rmdir()
         finally:
             try:
                 fcntl.flock(slot, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor too
             finally:
                 os.close(slot)
-
-    def _remove_unlocked(self, path: Path) -> None:
-        """Remove a slot of a process that was killed."""
-        left = self._try(path)
-        if left is not None:
-            path.unlink()
-            os.close(left)
 
     def _try(self, path: Path) -> int | None:
         slot = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -203,7 +199,6 @@ class Outbox:
         return copy
 
     def threads(self, requested: int) -> int:
-        """Return how many of the ``requested`` threads make it faster."""
         return (self._work_dir or self._storage).threads(requested)
 
     def publish(self, concurrency: int) -> None:

@@ -9,15 +9,15 @@ from typing import Any
 
 from fsspec.spec import AbstractBufferedFile
 
-from recckpt.storage.base import Draft, Sink
+from recckpt.storage.base import Draft
 from recckpt.storage.retry import Retries
 
 Put = Callable[[bytes], None]
 BLOCK_BYTES = 16 << 20  # S3 takes 10,000 parts of 5 MiB or more
 
 
-class Upload(Sink):
-    """A new object that only :meth:`close` publishes: not an error, ``discard`` or garbage collection.
+class Upload(Draft):
+    """An object that only :meth:`close` publishes: not an error, ``discard`` or garbage collection.
 
     Args:
         fs: the fsspec file system.
@@ -26,11 +26,14 @@ class Upload(Sink):
         put: sends a small object in one request; FileExistsError where there is another one.
         in_one: send even a large object in one request, since ``fs`` cannot hold back a file that it has opened.
         repeats: whether a part may be sent again, and nothing is published before ``commit``.
+        replaces: whether it takes the place of an older one; else it is refused where there is one.
     """
 
-    def __init__(self, fs: Any, path: str, retries: Retries, put: Put, *, in_one: bool, repeats: bool) -> None:
+    def __init__(
+        self, fs: Any, path: str, retries: Retries, put: Put, *, in_one: bool, repeats: bool, replaces: bool
+    ) -> None:
         self._fs, self._path, self._retries, self._put = fs, path, retries, put
-        self._in_one, self._repeats = in_one, repeats
+        self._in_one, self._repeats, self._replaces = in_one, repeats, replaces
         self._waiting = bytearray()  # what is not yet in a part
         self._file: Any = None
         self._is_sent = self._may_be_seen = False
@@ -47,6 +50,11 @@ class Upload(Sink):
             self._pass_on(memoryview(waiting))
         self._pass_on(view)
         return len(view)
+
+    def seal(self) -> None:
+        """Send all parts of a large object; a small one is sent when it closes."""
+        if self._file is not None and self._repeats:
+            self._retries.call("writing", self._send_rest)
 
     def close(self) -> None:
         if self._file is None:
@@ -70,7 +78,7 @@ class Upload(Sink):
             with suppress(Exception):  # the error that led here is the one to report
                 self._file.discard()
         self._drop()
-        if self._may_be_seen:
+        if self._may_be_seen and not self._replaces:
             with suppress(Exception):  # a leftover has no manifest
                 self._fs.rm_file(self._path)
 
@@ -85,7 +93,7 @@ class Upload(Sink):
                 file.close()
 
     def _open(self) -> Any:
-        if self._is_taken():
+        if not self._replaces and self._has_size(None):
             raise FileExistsError(errno.EEXIST, "exists already", self._retries.url)
         file = self._fs.open(self._path, "wb", block_size=BLOCK_BYTES, autocommit=False)
         with suppress(AttributeError, ValueError):
@@ -129,39 +137,16 @@ class Upload(Sink):
             self._send_rest()
             self._file.commit()
         except Exception:
-            if not self._is_there():  # an answer that got lost, and then "no such upload" for the second try
+            # An answer that got lost, and then "no such upload" for the second try; an older object may have this size.
+            if self._replaces or not self._has_size(self.n_bytes):
                 raise
 
-    def _is_taken(self) -> bool:
+    def _has_size(self, n_bytes: int | None) -> bool:
+        """Say whether there is an object of this size, or of any."""
         try:
-            return self._size() >= 0
-        except FileNotFoundError:
-            return False
-
-    def _is_there(self) -> bool:
-        try:
-            return self._size() == self.n_bytes
+            return self._size() == n_bytes or n_bytes is None
         except FileNotFoundError:
             return False
 
     def _size(self) -> int:
         return int(self._fs.info(self._path)["size"])
-
-
-class UploadDraft(Upload, Draft):
-    """An object that replaces an older one."""
-
-    def seal(self) -> None:
-        """Send all parts of a large object; a small one is sent when it closes."""
-        if self._file is not None and self._repeats:
-            self._retries.call("writing", self._send_rest)
-
-    def discard(self) -> None:
-        self._may_be_seen = False
-        super().discard()
-
-    def _is_taken(self) -> bool:
-        return False
-
-    def _is_there(self) -> bool:
-        return False  # what has this size may be the older object

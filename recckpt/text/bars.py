@@ -37,7 +37,6 @@ class Progress:
         self._bar: _Bar | None = None
 
     def advance(self, n_bytes: int) -> None:
-        """Count ``n_bytes`` more."""
         with self._lock:
             self.n_bytes += n_bytes
             if self._bar is not None:
@@ -50,7 +49,6 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the beginning."""
         return time.perf_counter() - self._begin
 
     def __enter__(self) -> Progress:
@@ -113,12 +111,14 @@ class _Bar:
     def __init__(self, **options: Any) -> None:
         self._bar: Any = None
         try:
-            self._bar = _library()(leave=False, dynamic_ncols=True, **{"delay": DELAY_SEC, **options})
+            from recckpt.text.drawn_bar import NotebookBar, TerminalBar  # which takes long to import
+
+            kind = NotebookBar if _is_notebook() else TerminalBar
+            self._bar = kind(leave=False, dynamic_ncols=True, **{"delay": DELAY_SEC, **options})
         except Exception as error:
             log.debug("no bar can be drawn: %s", error)
 
     def call(self, method: str, *args: object) -> None:
-        """Call a method of the bar, if there is one still."""
         if self._bar is None:
             return
         try:
@@ -163,10 +163,3 @@ def _is_notebook() -> bool:
         return "IPKernelApp" in shell.config
     except (KeyError, AttributeError):
         return False
-
-
-def _library() -> Any:
-    """Return what draws bars, which takes long to import."""
-    from recckpt.text.drawn_bar import NotebookBar, TerminalBar
-
-    return NotebookBar if _is_notebook() else TerminalBar

@@ -40,7 +40,6 @@ class Table:
     whole: Collection[str] = ()
 
     def lines(self) -> list[str]:
-        """Return the table as plain text."""
         return [" " * self.indent + line for line in grid(self.head, self.rows, self.right)]
 
 

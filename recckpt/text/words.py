@@ -22,7 +22,6 @@ def escaped(name: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a message as one line."""
     joined = "; ".join(line.strip() for line in text.splitlines() if line.strip())
     return joined if joined.isprintable() else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in joined)
 
@@ -48,12 +47,10 @@ def duration(seconds: float) -> str:
 
 
 def count(number: int) -> str:
-    """Return a count with separators."""
     return f"{number:,}"
 
 
 def plural(number: int, what: str) -> str:
-    """Return a count and what is counted."""
     return f"{count(number)} {what}{'' if number == 1 else 's'}"
 
 
@@ -114,8 +111,5 @@ def quoted(name: str) -> str:
 def sparkline(values: Sequence[float | None]) -> str:
     """Return a bar for each number, as high as its share of the largest; a dot where there is no number."""
     most = max((value for value in values if value is not None), default=0.0)
-    return "".join("·" if value is None else _BARS[_height(value, most)] for value in values)
-
-
-def _height(value: float, most: float) -> int:
-    return min(len(_BARS) - 1, int(len(_BARS) * value / most)) if most > 0 else 0
+    heights = (None if value is None else int(len(_BARS) * value / most) if most > 0 else 0 for value in values)
+    return "".join("·" if height is None else _BARS[min(len(_BARS) - 1, height)] for height in heights)

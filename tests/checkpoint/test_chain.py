@@ -98,7 +98,7 @@ def test_a_load_reads_of_each_link_what_its_slices_meet_down_to_the_link_that_it
     bucket = int(bucket_of(np.array([9]))[0])
     delta, _ = chain.batches([Slice(bucket, bucket + 1)])[0]
     [part] = [part for parts in delta.parts.values() for part in parts if part.holds == "rows"]
-    [(number, columns, _)] = delta.read(part, [0], delta_slots(chain), frozenset(["embedding"]))
+    [(number, columns)] = delta.reader(part, delta_slots(chain), frozenset(["embedding"])).batches([0])
     assert number == 0
     assert columns["id"].to_pylist() == [9]
     assert part.file in open_files(chain.links[0])

@@ -167,7 +167,7 @@ OF_MARKS = {
     "replaced_in_both": Plant(f"{OBSERVERS}.replaced", "in self.mark_sets():", "in self.mark_sets()[:1]:"),
     "present_are_not_deleted": Plant(f"{MARKS}:DeltaSource.deletes", "erased[upserts.find(erased) < 0]", "erased"),
     "new_slot_replaces": (
-        Plant(f"{STORE}.add_column", "self._replaced()", "pass"),
+        Plant(f"{STORE}.add_column", "self._observers.replaced()", "pass"),
         Plant(f"{SAVE}.deltas:delta_proposal", " or base.slots.get(table.name) != slots", ""),
     ),
     "new_store_replaces": Plant(

@@ -53,11 +53,11 @@ def test_a_catalog_comes_back_as_it_was():
     nothing = Catalog("ab" * 16, 1, 2, ())
     assert decode(encode(nothing), PATH, manifest(), 1) == nothing
     assert nothing.buckets == (0, 0)
-    assert nothing.rows == nothing.ids == {}
+    assert nothing.counts("rows") == nothing.ids == {}
 
 
 def test_rows_buckets_and_ids_are_those_of_all_batches():
-    assert catalog().rows == {"item": 30, "ü/1": 5}
+    assert catalog().counts("rows") == {"item": 30, "ü/1": 5}
     assert catalog().ids == {"item": (-(2**63), 90), "ü/1": (2**63 - 5, 2**63 - 1)}
     assert catalog().buckets == (0, 65536)
     assert catalog(Batch("item", 1, (7, 9), (3, 3), SUMS), Batch("item", 1, (8, 12), (2, 2), SUMS)).buckets == (7, 12)
@@ -171,7 +171,7 @@ def test_a_catalog_that_no_reader_would_take_is_not_written(monkeypatch):
         encode(catalog())
 
 
-DELETES = layout.deletes_part(0, 2, 0)
+DELETES = layout.part(0, 2, None, 0)
 DELETE_SUMS = {"table": 5, "id": 6}
 
 
@@ -192,9 +192,9 @@ def delta_catalog() -> Catalog:
 def test_a_catalog_of_a_delta_comes_back_as_it_was_and_counts_deletes_beside_rows():
     found = decode(encode(delta_catalog()), PATH, delta_manifest(), 0)
     assert found == delta_catalog()
-    assert found.rows == {"item": 30, "ü/1": 5}
+    assert found.counts("rows") == {"item": 30, "ü/1": 5}
     assert found.ids == catalog().ids  # of rows alone
-    assert found.deletes == {"item": 3, "other": 3}
+    assert found.counts("deletes") == {"item": 3, "other": 3}
     assert [(part.file, numbers) for part, numbers in found.parts_of("item", "rows")] == [(PART, [0, 1])]
     assert [(part.file, numbers) for part, numbers in found.parts_of("item", "deletes")] == [(DELETES, [0])]
 

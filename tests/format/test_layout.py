@@ -19,7 +19,7 @@ def test_every_id_has_a_directory_name_that_decodes_to_it(ckpt_id):
     except ValueError:
         assert len(ckpt_id.encode("utf-8", "replace")) * 3 > layout.MAX_ID_BYTES or not ckpt_id.isprintable()
         return
-    assert layout.decode_id(encoded) == ckpt_id
+    assert layout.parse_pin(f"{encoded}.json") == ckpt_id
     assert encoded.isascii()
     assert "/" not in encoded
     assert encoded[0] not in ".-"
@@ -81,12 +81,19 @@ def test_the_names_of_files_are_those_of_the_specification():
     assert layout.part(100_000, 100_001, 0, 123) == "sparse/100000-of-100001.g0.123.arrow"
     assert layout.dense_index(3, 4) == "dense/00003-of-00004.json"
     assert layout.dense_data(3, 4) == "dense/00003-of-00004.bin"
-    assert (layout.io_state(7), layout.rng(7)) == ("io_state_7.pt", "rng_7.pt")
+    assert (layout.of_rank("io_state", 7), layout.of_rank("rng", 7)) == ("io_state_7.pt", "rng_7.pt")
     assert layout.step_id(1000) == "ckpt_1000"
 
 
 def test_what_recckpt_writes_is_known_as_its_own_and_what_others_put_there_is_not():
-    names = ["manifest.json", "INTENT", "model.pt", "extra.pt", layout.io_state(0), layout.rng(12)]
+    names = [
+        "manifest.json",
+        "INTENT",
+        "model.pt",
+        "extra.pt",
+        layout.of_rank("io_state", 0),
+        layout.of_rank("rng", 12),
+    ]
     names += [layout.catalog(0, 1), layout.part(0, 1, 0, 0), layout.part(123_456, 200_000, 3, 100)]
     names += [layout.dense_index(0, 2), layout.dense_data(123_456, 200_000)]
     names += [f"{name}.0123456789abcdef.tmp" for name in ("manifest.json", "INTENT", "offer.json")]
@@ -98,14 +105,24 @@ def test_what_recckpt_writes_is_known_as_its_own_and_what_others_put_there_is_no
 
 
 def test_what_a_file_holds_is_told_from_its_name():
-    parts = layout.part(3, 4, 0, 1), layout.deletes_part(3, 4, 0)
+    parts = layout.part(3, 4, 0, 1), layout.part(3, 4, None, 0)
     assert [layout.holds_deletes(name) for name in parts] == [False, True]
     assert all(layout.is_part_of(name, layout.catalog(3, 4)) for name in parts)
     assert not layout.is_part_of(layout.catalog(3, 4), layout.catalog(3, 4))
     assert not layout.is_part_of(layout.part(13, 14, 0, 1), layout.catalog(3, 4))
-    names = [layout.io_state(7), layout.rng(0), layout.extra_of(12), "extra.pt", "io_state_x.pt"]
+    names = [
+        layout.of_rank("io_state", 7),
+        layout.of_rank("rng", 0),
+        layout.of_rank("extra", 12),
+        "extra.pt",
+        "io_state_x.pt",
+    ]
     assert [layout.content_of_rank(name) for name in names] == ["io_state", "rng", "extra", None, None]
-    assert [layout.is_torch_file(name) for name in ("model.pt", layout.rng(0), layout.dense_data(0, 1))] == [1, 1, 0]
+    assert [layout.is_torch_file(name) for name in ("model.pt", layout.of_rank("rng", 0), layout.dense_data(0, 1))] == [
+        1,
+        1,
+        0,
+    ]
     assert layout.subdirectories(["model.pt", *parts, layout.dense_index(0, 1)]) == {"", "sparse", "dense"}
 
 

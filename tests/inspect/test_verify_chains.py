@@ -86,7 +86,7 @@ def test_each_link_is_read_once_for_all_that_stand_on_it_but_for_its_ids(tmp_pat
     reads, unchecked = Counter(), PartReader.unchecked
 
     def seen(self, number, span=None):
-        reads[self.path, "embedding" in self._specs] += 1
+        reads[self.path, "embedding" in self._read_names] += 1
         return unchecked(self, number, span)
 
     monkeypatch.setattr(PartReader, "unchecked", seen)

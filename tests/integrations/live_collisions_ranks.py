@@ -196,7 +196,7 @@ def is_of_its_moment(size, case):
     train(model, top, 20, 28)
     rows = np.arange(snapshot.n_rows)
     read = {slot.name: np.zeros((len(rows), slot.row_bytes), np.uint8) for slot in snapshot.slots}
-    snapshot.peek(rows, {name: values.reshape(-1) for name, values in read.items()})
+    snapshot.read_slots(rows, {name: values.reshape(-1) for name, values in read.items()}, is_last=False)
     ids = snapshot.ids.to_tensor(snapshot.n_rows).tolist()
     own = {id_: {name: values[at].tobytes() for name, values in read.items()} for at, id_ in enumerate(ids)}
     of_ranks = [None] * size

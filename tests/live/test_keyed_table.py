@@ -129,7 +129,7 @@ def test_rows_that_a_filter_looks_at_can_be_read_until_they_are_released():
         tracker = Tracker()
         tracker.begin(table, "base")
         frozen, truth = tracker.freeze(table), live.truth()
-        changes = frozen.changes("base")
+        changes = frozen.delta("base", narrows=False)
         assert changes.n_rows == 0
         live.change(draw)
         assert read(frozen.snapshot) == truth

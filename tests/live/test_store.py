@@ -47,7 +47,7 @@ def made(**options):
 
 def read(snapshot, slot="embedding"):
     target = np.zeros((snapshot.n_rows, 2), np.float32)
-    snapshot.peek(np.arange(snapshot.n_rows), {slot: target.view(np.uint8).reshape(-1)})
+    snapshot.read_slots(np.arange(snapshot.n_rows), {slot: target.view(np.uint8).reshape(-1)}, is_last=False)
     return target
 
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.names import (
     GROUPS,
+    WILDCARD,
     Name,
     Pattern,
     slot_name,
     state_name,
     wildcard_regex,
-    wildcards,
 )
 from recckpt.load.conf import parse_renames
 
@@ -128,8 +128,8 @@ def test_nothing_but_the_wildcards_is_special(table):
 @given(st.text("ab[]!-*?\\", min_size=1, max_size=8), st.text("ab[]!-", max_size=6))
 def test_patterns_are_those_of_fnmatch(pattern, name):
     assert bool(wildcard_regex(pattern).fullmatch(name)) == fnmatchcase(name, pattern)
-    assert len(wildcards(pattern)) == wildcard_regex(pattern).groups
-    assert bool(wildcards(pattern)) == (not Pattern(pattern).is_explicit)
+    assert len(WILDCARD.findall(pattern)) == wildcard_regex(pattern).groups
+    assert bool(WILDCARD.findall(pattern)) == (not Pattern(pattern).is_explicit)
     if name:
         meant = name == pattern or fnmatchcase(name, pattern)
         assert Pattern(pattern).matches(Name("dense", name)) == meant

@@ -13,7 +13,7 @@ from support.killed import CALLS, kill_at
 
 from recckpt.rewrite.mirroring import Mirror
 from recckpt.storage.objects import ObjectStorage
-from recckpt.storage.upload import Upload, UploadDraft
+from recckpt.storage.upload import Upload
 
 STORE_CALLS = [
     *(
@@ -21,7 +21,7 @@ STORE_CALLS = [
         for name in ("put_if_absent", "replace", "draft", "list_files", "listed", "remove", "size")
     ),
     (Upload, "write"),
-    (UploadDraft, "close"),
+    (Upload, "close"),
 ]
 
 

@@ -225,7 +225,7 @@ def test_a_saver_goes_on_after_a_failure(local):
 
     with pytest.raises(OSError, match="broken"):
         save("a", fails)
-    assert save("b", lambda n: None).rows == {"t": 1000}
+    assert save("b", lambda n: None).counts("rows") == {"t": 1000}
 
 
 def test_saving_needs_little_memory_beyond_the_table(local):

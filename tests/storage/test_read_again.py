@@ -13,7 +13,8 @@ from recckpt.inspect.verify import verify
 from recckpt.output_dir.listing import newest_first
 from recckpt.policies import Transfers
 from recckpt.storage import open_storage
-from recckpt.storage.remote import RangedFile, RemoteStorage
+from recckpt.storage.objects import ObjectStorage
+from recckpt.storage.remote import RangedFile
 from recckpt.storage.retry import Retries, RetryPolicy, is_transient
 
 FILES = ["manifest.json", "model.pt", "extra.pt", "rng_0.pt", "io_state_0.pt", "dense/00000-of-00001.json"]
@@ -24,7 +25,7 @@ FILES += ["sparse/00000-of-00001.json", "sparse/00000-of-00001.g0.00.arrow", "1.
 def flips(monkeypatch):
     """Flip a bit in the middle of what is read of files, by the ends of their names, so many times."""
     left: dict[str, int] = {}
-    read, open_, read_range = RemoteStorage._read, RemoteStorage.open, RangedFile._read
+    read, open_, read_range = ObjectStorage._read, ObjectStorage.open, RangedFile._read
 
     def flipped(name, data):
         end = next((end for end in left if name.endswith(end) and left[end] and data), None)
@@ -39,8 +40,8 @@ def flips(monkeypatch):
         file.named = name
         return file
 
-    monkeypatch.setattr(RemoteStorage, "_read", lambda storage, name, *span: flipped(name, read(storage, name, *span)))
-    monkeypatch.setattr(RemoteStorage, "open", opened)
+    monkeypatch.setattr(ObjectStorage, "_read", lambda storage, name, *span: flipped(name, read(storage, name, *span)))
+    monkeypatch.setattr(ObjectStorage, "open", opened)
     monkeypatch.setattr(RangedFile, "_read", lambda file, size: flipped(file.named, read_range(file, size)))
     return left
 

@@ -151,7 +151,6 @@ class PartLayout:
             raise ValueError(f"a body of other than {n_bytes} bytes: compressed, with nulls, or of other rows")
 
     def end(self, number: int) -> int:
-        """Return where a batch ends."""
         return self._first + int(self._ends[number])
 
 
@@ -170,7 +169,7 @@ def unlisted_batches(data: memoryview) -> Iterator[tuple[list[str], dict[str, me
         message = pa.ipc.read_message(source)  # which does not look into the body
         body = memoryview(message.body)
         if message.type == "dictionary":
-            names = names_in(body, _count_of_names(body))
+            names = names_in(body)
         elif message.type == "record batch":
             n_left -= 1
             yield names, {name: body[begin:end] for name, begin, end in _places(widths, _count_of_rows(body, widths))}
@@ -183,15 +182,6 @@ def _count_of_rows(body: memoryview, widths: Mapping[str, int]) -> int:
         if _body_bytes(widths, n_rows) == len(body):
             return n_rows
     raise ValueError(f"a body of {len(body)} bytes, which no number of rows has: compressed, or with nulls")
-
-
-def _count_of_names(body: memoryview) -> int:
-    """Return the number of names that make the body of a dictionary so long: each name more makes it longer."""
-    ends = np.frombuffer(body, "<i4", len(body) // 4).tolist()
-    for count, end in enumerate(ends):
-        if padded(4 * (count + 1)) + padded(end) == len(body):
-            return count
-    raise ValueError(f"names of tables in {len(body)} bytes: compressed, or torn")
 
 
 def _places(widths: Mapping[str, int], n_rows: int) -> Iterator[tuple[str, int, int]]:
@@ -214,9 +204,18 @@ def _width(kind: pa.DataType) -> int:
     return int(kind.bit_width) // 8
 
 
-def names_in(body: bytes | memoryview, count: int) -> list[str]:
-    """Return so many names from the body of a dictionary; what is no UTF-8 is replaced."""
-    ends, names = np.frombuffer(body, "<i4", count + 1).tolist(), bytes(body[padded(4 * (count + 1)) :])
+def names_in(body: bytes | memoryview, count: int | None = None) -> list[str]:
+    """Return so many names from the body of a dictionary; by default as many as make it so long: each makes it longer.
+
+    What is no UTF-8 is replaced.
+    """
+    ends = np.frombuffer(body, "<i4", len(body) // 4 if count is None else count + 1).tolist()
+    if count is None:
+        fits = (n for n, end in enumerate(ends) if padded(4 * (n + 1)) + padded(end) == len(body))
+        count = next(fits, None)
+        if count is None:
+            raise ValueError(f"names of tables in {len(body)} bytes: compressed, or torn")
+    ends, names = ends[: count + 1], bytes(body[padded(4 * (count + 1)) :])
     return [names[begin:end].decode(errors="replace") for begin, end in pairwise(ends)]
 
 

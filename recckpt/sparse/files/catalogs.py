@@ -57,13 +57,13 @@ def met_shards(manifest: Manifest, slices: Collection[Slice | None]) -> list[int
 def shards_with(manifest: Manifest, table: TableEntry, ids: IdSet) -> list[int]:
     """Return the shards that may have rows, or deletes, of ids in a table."""
     has_deletes = table.delta is not None and table.delta.deletes > 0  # of which manifests have no ranges
-
-    def may_have(shard: ShardEntry) -> bool:
-        if shard.ids is None or has_deletes:
-            return ids.meets(shard.buckets, None)
-        return table.name in shard.ids and ids.meets(shard.buckets, shard.ids[table.name])
-
-    return [number for number, shard in enumerate(manifest.shards) if may_have(shard)]
+    met = []
+    for number, shard in enumerate(manifest.shards):
+        ranges = None if has_deletes else shard.ids
+        if ranges is None or table.name in ranges:
+            span = None if ranges is None else ranges[table.name]
+            met += [number] if ids.meets(shard.buckets, span) else []
+    return met
 
 
 def read_parts(checkpoint: Checkpoint, storage: Files, slices: Collection[Slice | None] = (None,)) -> list[Part]:
@@ -124,8 +124,8 @@ def count_errors(directory: str, manifest: Manifest, catalogs: Iterable[Catalog]
     rows: Counter[str] = Counter()
     deletes: Counter[str] = Counter()
     for catalog in catalogs:
-        rows.update(catalog.rows)
-        deletes.update(catalog.deletes)
+        rows.update(catalog.counts("rows"))
+        deletes.update(catalog.counts("deletes"))
     path = layout.join(directory, layout.MANIFEST)
     for table in manifest.tables:
         counts = [("rows", table.own_rows, rows)]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from recckpt.format.buckets import N_BUCKETS, is_among
-from recckpt.format.catalog import Catalog, Part
+from recckpt.format.catalog import Part
 from recckpt.format.tensor_index import widened
 from recckpt.sparse.files.arrow_format import column_buffer, ids_in, stored_dtype
 from recckpt.sparse.files.catalogs import IdSet
@@ -109,12 +109,20 @@ class RowIndex:
         self._table, self._readers = table, LinkBatches(table.storage, table.directory)
         # Batches of rows, each with the columns of it that have been checked, as far as they can be kept.
         self._batches: list[tuple[Part, int, dict[str, npt.NDArray[Any]]]] = []
-        shards = [self._ids_of(catalog) for catalog in table.catalogs]
+        shards = []  # the ids of the rows of each, in the order of its batches, and its deletes
+        only_ids = replace(table, slots=())
+        for catalog in table.catalogs:
+            rows = [_NOTHING]
+            for part, number, batch in only_ids.batches(catalog, "rows", None):
+                self._batches.append((part, number, {}))
+                rows.append(ids_in(batch))
+            deletes = [ids_in(batch) for _, _, batch in only_ids.batches(catalog, "deletes", None)]
+            shards.append((np.concatenate(rows), np.concatenate([_NOTHING, *deletes])))
         check_once(shards, partial(table_damage, table), between=table.may_repeat)
         self._firsts = np.cumsum([0, *(part.batches[number].rows for part, number, _ in self._batches)])
-        ids = np.concatenate([_NOTHING, *(rows for rows, _ in shards)])
+        ids = np.concatenate([_NOTHING, *(some for some, _ in shards)])
         self._places = np.argsort(ids)
-        self._named = LinkIds(ids[self._places], (deletes for _, deletes in shards))
+        self._named = LinkIds(ids[self._places], (some for _, some in shards))
 
     def find(self, ids: Int64s) -> Int64s:
         """Return the row of each id; ABSENT where the link says nothing of it, DELETED where it deletes it."""
@@ -138,15 +146,6 @@ class RowIndex:
             some = slice(bounds[number], bounds[number + 1])
             out[order[some]] = self._column(number, slot)[ordered[some] - self._firsts[number]]
         return out
-
-    def _ids_of(self, catalog: Catalog) -> tuple[Int64s, Int64s]:
-        """Return the ids of the rows of one shard, in the order of its batches, and those that it deletes."""
-        shard, rows = replace(self._table, catalogs=[catalog], slots=()), [_NOTHING]
-        for part, number, batch in shard.batches(catalog, "rows", None):
-            self._batches.append((part, number, {}))
-            rows.append(ids_in(batch))
-        deletes = [ids_in(batch) for _, _, batch in shard.batches(catalog, "deletes", None)]
-        return np.concatenate(rows), np.concatenate([_NOTHING, *deletes])
 
     def _column(self, at: int, slot: SlotSpec) -> npt.NDArray[Any]:
         part, number, checked = self._batches[at]

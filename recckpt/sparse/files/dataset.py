@@ -46,64 +46,6 @@ def shards_that_meet(
         return shards
 
 
-class CheckedColumns:
-    """Reads columns of one table. Thread-safe.
-
-    A column of a batch that lies in a memory map is checked once, when it is first read, and on a storage without maps
-    whenever it is read. Opening it looks at the ends of all parts.
-
-    Raises:
-        CorruptCheckpointError: a part is missing, cut, of another schema or length, or an id is in two shards.
-    """
-
-    def __init__(self, table: TableReader) -> None:
-        table.check_shards()
-        self._table = table
-        self._checked = set[tuple[str, int, str]]()  # file, batch, column
-        for part, _ in self._batches():
-            table.part(part).check_lengths()
-
-    def batches(self, names: Sequence[str], shards: Sequence[Catalog] | None = None) -> Iterator[pa.RecordBatch]:
-        """Yield these columns, of which ``table`` may be one, batch by batch in the order of the files.
-
-        Args:
-            names: of the columns.
-            shards: those that are read; None for all.
-
-        Raises:
-            CorruptCheckpointError: bytes of these columns are not those that were written.
-        """
-        table, readers = self._table, LinkBatches(self._table.storage, self._table.directory)
-        schema, columns_of_file = columns_schema(table.entry.slots, names), [name for name in names if name != TABLE]
-        slots = frozenset(columns_of_file) - {ID}
-
-        def read(at: tuple[Part, int]) -> pa.RecordBatch:
-            part, number = at
-            reader = readers.reader(part, table.entry.slots, slots)
-            new = [name for name in columns_of_file if (part.file, number, name) not in self._checked]
-            columns = reader.checked(number, new)
-            for found, expected in check_range(ids_in(columns), part.batches[number]) if ID in new else ():
-                raise reader.damage(number, found, expected)
-            if reader.mapped is not None:
-                self._checked.update((part.file, number, name) for name in new)
-            if TABLE in names:  # the catalog, which is checked, says whose rows these are
-                columns[TABLE] = table_column(table.entry.name, part.batches[number].rows)
-            return pa.RecordBatch.from_arrays([columns[each] for each in names], schema=schema)
-
-        every = [(part, number) for part, numbers in self._batches(shards) for number in numbers]
-        return made_ahead(read, every, min(table.storage.threads(_THREADS), len(every)))
-
-    def _batches(self, shards: Sequence[Catalog] | None = None) -> Iterator[tuple[Part, list[int]]]:
-        for catalog in self._table.catalogs if shards is None else shards:
-            yield from catalog.parts_of(self._table.entry.name, "rows")
-
-
-def columns_schema(slots: Sequence[SlotSpec], names: Iterable[str]) -> pa.Schema:
-    """Return the schema of some columns of parts."""
-    schema = part_schema(slots)
-    return pa.schema([schema.field(name) for name in names])
-
-
 def table_column(table: str, n_rows: int) -> pa.Array:
     """Return the column by which readers tell tables apart, for rows of one table."""
     return pa.DictionaryArray.from_arrays(np.zeros(n_rows, np.int16), names_array(*joined([table])))
@@ -139,12 +81,19 @@ def dataset_of(table: ChainTable, *, checked: bool = True) -> ds.Dataset:
 class CheckedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has no types
     """Rows that are checked for each query, those of a chain merged; polars, duckdb and pandas use its ``scanner``.
 
+    A column of a batch that lies in a memory map is checked once, when it is first read, and on a storage without maps
+    whenever it is read. Opening a single link looks at the ends of all parts.
+
     What goes past that, such as joins of pyarrow, asks the one fragment for rows, which says what to do instead. With
     ``as_numbers`` float16 and bfloat16 come as float32, and no column has the name of the table: for those that know
     neither dtype, and would take one for an error and the other for whole numbers.
 
     Attributes:
         problem: the error that a query has met last, of which others may make one of their own.
+
+    Raises:
+        CorruptCheckpointError: a part of a single link is missing, cut, of another schema or length, or an id is in two
+            of its shards.
     """
 
     problem: Exception | None = None
@@ -155,7 +104,13 @@ class CheckedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has n
         schema = table_schema(map(_as_number, specs)) if as_numbers else part_schema(specs)
         super().__init__([fragment], schema, file_format)
         self._table, self._condition, self._as_numbers = table, condition, as_numbers
-        self._columns = CheckedColumns(table.links[0]) if len(table.links) == 1 else None
+        self._checked = set[tuple[str, int, str]]()  # file, batch, column
+        if len(table.links) == 1:
+            [link] = table.links
+            link.check_shards()
+            for catalog in link.catalogs:
+                for part, _ in catalog.parts_of(link.entry.name, "rows"):
+                    link.part(part).check_lengths()
 
     def scanner(
         self, columns: Any = None, filter: ds.Expression | None = None, *, cache_metadata: bool = True, **options: Any
@@ -178,7 +133,6 @@ class CheckedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has n
         return int(self.scanner(columns=[], filter=filter, **options).count_rows())
 
     def filter(self, expression: ds.Expression) -> CheckedDataset:
-        """Return the dataset of those rows for which this holds."""
         return CheckedDataset(self._table, _both(self._condition, expression), as_numbers=self._as_numbers)
 
     def __reduce__(self) -> NoReturn:
@@ -187,7 +141,8 @@ class CheckedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has n
     def _batches(self, schema: pa.Schema, shards: Sequence[Catalog]) -> Iterator[pa.RecordBatch]:
         specs = {spec.name: spec for spec in self._table.links[0].specs if self._as_numbers}
         try:
-            for batch in self._read(schema.names, shards):
+            in_files = part_schema(self._table.links[0].specs)
+            for batch in self._read(pa.schema([in_files.field(name) for name in schema.names]), shards):
                 columns = zip(schema.names, batch.columns, strict=True)
                 numbers = [_numbers(array, specs.get(name)) for name, array in columns]
                 yield pa.RecordBatch.from_arrays(numbers, schema=schema) if specs else batch
@@ -195,17 +150,38 @@ class CheckedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has n
             self.problem = error.with_traceback(None)
             raise
 
-    def _read(self, names: Sequence[str], shards: Sequence[Catalog]) -> Iterator[pa.RecordBatch]:
+    def _read(self, schema: pa.Schema, shards: Sequence[Catalog]) -> Iterator[pa.RecordBatch]:
         """Yield columns as the files have them, where one link holds all rows of these shards, else of all."""
-        if self._columns is not None:
-            yield from self._columns.batches(names, shards)
-            return
         link = self._table.links[0]
-        schema = columns_schema([spec for spec in link.specs if spec.name in names], names)
-        for batch in self._table.all_rows([slot for slot in link.slots if slot in names]):
+        if len(self._table.links) == 1:
+            yield from self._columns_of(link, schema, shards)
+            return
+        for batch in self._table.all_rows([slot for slot in link.slots if slot in schema.names]):
             columns = dict(zip(batch.schema.names, batch.columns, strict=True))
             columns[TABLE] = table_column(link.entry.name, len(batch))
-            yield pa.RecordBatch.from_arrays([columns[name] for name in names], schema=schema)
+            yield pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
+
+    def _columns_of(self, table: TableReader, schema: pa.Schema, shards: Sequence[Catalog]) -> Iterator[pa.RecordBatch]:
+        """Yield columns of some shards, of which ``table`` may be one, batch by batch in the order of the files."""
+        columns_of_file = [name for name in schema.names if name != TABLE]
+        readers, slots = LinkBatches(table.storage, table.directory), frozenset(columns_of_file) - {ID}
+
+        def read(at: tuple[Part, int]) -> pa.RecordBatch:
+            part, number = at
+            reader = readers.reader(part, table.entry.slots, slots)
+            new = [name for name in columns_of_file if (part.file, number, name) not in self._checked]
+            columns = reader.read(number, names=new)
+            for found, expected in check_range(ids_in(columns), part.batches[number]) if ID in new else ():
+                raise reader.damage(number, found, expected)
+            if reader.mapped is not None:
+                self._checked.update((part.file, number, name) for name in new)
+            if TABLE in schema.names:  # the catalog, which is checked, says whose rows these are
+                columns[TABLE] = table_column(table.entry.name, part.batches[number].rows)
+            return pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
+
+        parts = (each for shard in shards for each in shard.parts_of(table.entry.name, "rows"))
+        every = [(part, number) for part, numbers in parts for number in numbers]
+        return made_ahead(read, every, min(table.storage.threads(_THREADS), len(every)))
 
 
 def _numbers(array: pa.Array, spec: SlotSpec | None) -> pa.Array:

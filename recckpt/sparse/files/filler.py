@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -21,13 +20,12 @@ from recckpt.format.catalog import Batch
 from recckpt.format.tables import TableEntry
 from recckpt.policies.evict import LAST_TIME
 from recckpt.policies.row_filter import RowFilter, numbers
-from recckpt.sparse.files.arrow_format import ID, column_buffer, ids_in
 from recckpt.sparse.files.catalogs import count_error
-from recckpt.sparse.files.owners import Owners, TableRequest
+from recckpt.sparse.files.owners import Owners
 from recckpt.sparse.files.table_target import Ages, LoadTarget, RowsAside, chosen
 from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.kernels import compiled
-from recckpt.types import SavableTable, SlotSpec
+from recckpt.types import SlotSpec
 
 Int64s = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -52,12 +50,6 @@ class BatchRows:
     path: str
     ids: Int64s
     values: Mapping[str, Bytes]
-
-    @classmethod
-    def of_columns(cls, table: str, shard: int, path: str, columns: Mapping[str, pa.Array]) -> BatchRows:
-        """Return the rows in Arrow columns, without a copy."""
-        values = {name: np.frombuffer(column_buffer(array), np.uint8) for name, array in columns.items() if name != ID}
-        return cls(table, shard, path, ids_in(columns), values)
 
     @property
     def n_bytes(self) -> int:
@@ -137,11 +129,6 @@ class TableLoad:
     drops: bool = False  # whether a table with fewer rows than ids keeps those that count most; otherwise refused
 
     @property
-    def table(self) -> SavableTable:
-        """The table to fill."""
-        return self.target.table
-
-    @property
     def empties(self) -> bool:
         """Whether the table is emptied first."""
         return self.with_rows and self.clear and not self.is_update
@@ -155,11 +142,6 @@ class TableLoad:
     def row_bytes(self) -> int:
         """Bytes of one row in the columns that are read, the id included."""
         return 8 + sum(slot.row_bytes for slot in self.entry.slots if slot.name in self.columns)
-
-    @cached_property
-    def request(self) -> TableRequest:
-        """What the rank takes of the table of the checkpoint, as other ranks get it."""
-        return TableRequest(self.columns, self.row_bytes, (self.target.owned_ids,))
 
     @cached_property
     def _owners(self) -> Owners:
@@ -343,7 +325,6 @@ class TableFiller:
         self._is_set = is_aside and len(self._target) == 0 and (self._takes_all or self._n_links == 1)
 
     def begin_link(self) -> None:
-        """Take all ids so far for those of newer links."""
         self._known.begin_link()
         self._of_link = LinkRows(self._name, len(self._target))
 
@@ -414,12 +395,10 @@ class TableFiller:
         return n_own
 
     def _owned(self, rows: BatchRows, specs: Mapping[str, SlotSpec]) -> tuple[Int64s, dict[str, Tensor]]:
-        """Return the rows that the table owns."""
         values, owned = {name: rows.tensor(spec) for name, spec in specs.items()}, self._target.owned(rows.ids)
         return (rows.ids, values) if owned is None else _rows_of(rows.ids, values, owned)
 
     def _new_rows(self, ids: Int64s, rows: dict[str, Tensor], path: str) -> tuple[Int64s, dict[str, Tensor]]:
-        """Return the rows that no newer link has named."""
         with self._lock:
             new = self._known.new_rows(ids, path)
         return _rows_of(ids, rows, new)
@@ -445,10 +424,9 @@ class TableFiller:
         with self._lock:
             if self._is_set:
                 taken = self._known.without(ids, path)  # deleted in newer links
-            claimed = aside.claim(ids if len(taken) == len(ids) else ids[taken])
-            rows = claimed.of_batch
+            rows, claimed = aside.claim(ids if len(taken) == len(ids) else ids[taken])
             if self._is_set:
-                new = self._of_link.new(ids[taken], rows, len(claimed.ids), path)
+                new = self._of_link.new(ids[taken], rows, len(claimed[1]), path)
                 rows, taken = rows[new], taken[new]
         aside.put(claimed, rows, values, None if len(taken) == len(ids) else taken)
         return len(rows)

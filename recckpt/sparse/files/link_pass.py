@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from recckpt.format.buckets import bucket_of, is_among, repeated
 from recckpt.format.catalog import Batch, Part, PartKind, id_ranges
 from recckpt.parallel.ranks import Meetings
 from recckpt.parallel.threads import run_all
+from recckpt.sparse.files.arrow_format import ID, column_buffer, ids_in
 from recckpt.sparse.files.filler import BatchRows, TableFiller, TableLoad, packed, unpacked
 from recckpt.sparse.files.owners import LinkRequests, Window
 from recckpt.sparse.files.part_reader import READ_BYTES, LinkBatches, PartReader, runs_of
@@ -52,13 +53,14 @@ class LinkLoad:
     @property
     def n_bytes(self) -> int:
         """Bytes of the rows that the tables own, about, in the columns that are read."""
-        return sum(
-            round(batch.rows * share) * load.row_bytes
-            for part in self.batches.every_part
-            for batch in part.batches
-            for load in self._by_table.get(batch.table, ())
-            if part.holds == "rows" and (share := load.share(batch)) > 0
-        )
+        loads, n_bytes = defaultdict[str, list[TableLoad]](list), 0
+        for load in self.tables:
+            loads[load.entry.name].append(load)
+        for part in (part for part in self.batches.every_part if part.holds == "rows"):
+            for batch in part.batches:
+                takers = loads.get(batch.table, ())
+                n_bytes += sum(round(batch.rows * load.share(batch)) * load.row_bytes for load in takers)
+        return n_bytes
 
     def check_ids(self) -> None:
         """Refuse ids that a table cannot have a row of: alike on all ranks, from the catalogs alone.
@@ -70,13 +72,6 @@ class LinkLoad:
         for load in self.tables:
             if load.entry.name in ranges:
                 load.check_ids(*ranges[load.entry.name])
-
-    @cached_property
-    def _by_table(self) -> Mapping[str, Sequence[TableLoad]]:
-        loads: dict[str, list[TableLoad]] = {}
-        for load in self.tables:
-            loads.setdefault(load.entry.name, []).append(load)
-        return loads
 
 
 class DealtBatch(NamedTuple):
@@ -131,7 +126,7 @@ class LinkDeletes:
 
 
 class LinkPass:
-    """The tables that one link fills at one go. Collective, but for :meth:`start`.
+    """The tables that one link fills at one go. Collective.
 
     Attributes:
         windows: what this rank sends to others of the rows and the deletes.
@@ -151,6 +146,7 @@ class LinkPass:
         meetings: Meetings,
     ) -> None:
         self._fetch, self._batches, self._fillers = link.fetch, link.batches, fillers
+        self._every = [filler for some in fillers.values() for filler in some]
         self._requests, self._meetings = requests, meetings
         self._own_files: list[str] = []  # of which no other rank reads a batch
         self._whole_parts: list[Part] = []  # of which this rank reads all batches
@@ -201,29 +197,22 @@ class LinkPass:
     def _takers(self, batch: Batch) -> list[TableLoad]:
         return [filler.load for filler in self._fillers.get(batch.table, ()) if filler.load.share(batch) > 0]
 
-    @property
-    def _every(self) -> list[TableFiller]:
-        return [filler for some in self._fillers.values() for filler in some]
-
     def fetch(self) -> None:
         """Copy the files that this rank alone reads, where they are to be copied first."""
         if self._fetch is not None:
             self._fetch(layout.join(self._batches.directory, file) for file in self._own_files)
 
-    def start(self) -> None:
-        """Make room in the tables."""
-        for filler in self._every:
-            filler.start()
-
-    def run(self, take: Take, concurrency: int, rounds: Rounds, *, with_values: bool) -> int:
+    def run(self, take: Take, concurrency: int, rounds: Rounds, *, fills: bool) -> int:
         """Have each filler take what its table owns; return the bytes that this rank has read.
 
         Args:
             take: gives a filler rows of a batch; from several threads.
             concurrency: number of threads.
             rounds: in which the ranks send rows and deletes to each other.
-            with_values: whether they send rows as a whole; otherwise their ids.
+            fills: whether the tables make room, and ranks send rows as a whole; otherwise their ids.
         """
+        for filler in self._every if fills else ():
+            filler.start()
         deletes, threads = LinkDeletes(), self._batches.files.threads(concurrency)
         for filler in self._every:
             filler.begin_link()
@@ -237,7 +226,7 @@ class LinkPass:
                 take(filler, rows)
 
         n_bytes = self._read_kind("deletes", take_deletes, rounds, threads, with_values=False)
-        n_bytes += self._read_kind("rows", take_rows, rounds, threads, with_values=with_values)
+        n_bytes += self._read_kind("rows", take_rows, rounds, threads, with_values=fills)
         # Last, what lies between the values of parts that are read as a whole: it says less of what is wrong.
         run_all(lambda part: self._batches.check_frame(part, self._slots(part)), self._whole_parts, threads)
         for table, fillers in self._fillers.items():
@@ -268,9 +257,12 @@ class LinkPass:
         """Read batches, check them and take their rows; return the bytes, and what goes to which rank."""
         n_bytes, pieces, part = 0, [], run[0].part
         sent = {batch.number: batch.sent for batch in run}
-        for number, columns, reader in self._batches.read(part, sent, self._slots(part), run[0].columns):
+        reader = self._batches.reader(part, self._slots(part), run[0].columns)
+        for number, columns in reader.batches(sent):
             table = part.batches[number].table
-            rows = BatchRows.of_columns(table, run[0].shard, reader.path, columns)
+            slots = {name: array for name, array in columns.items() if name != ID}
+            values = {name: np.frombuffer(column_buffer(array), np.uint8) for name, array in slots.items()}
+            rows = BatchRows(table, run[0].shard, reader.path, ids_in(columns), values)
             _check_ids(rows.ids, reader, number)
             take(rows)
             n_bytes += rows.n_bytes

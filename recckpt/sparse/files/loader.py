@@ -124,19 +124,21 @@ class AgreedPasses:
                 of_link = fillers.setdefault((not with_rows, *link.number), {})
                 for load in (load for load in link.tables if load.with_rows == with_rows):
                     of_link.setdefault(load.entry.name, []).append(by_load[id(load)])
-        own: dict[tuple[bool, int, int], dict[str, TableRequest]] = {
-            key: {table: reduce(or_, (filler.load.request for filler in some)) for table, some in tables.items()}
-            for key, tables in fillers.items()
-        }
-        of_ranks = meetings.gather((own, any(len(filler.load.table) for filler in by_load.values())))
+        own: dict[tuple[bool, int, int], dict[str, TableRequest]] = {key: {} for key in fillers}
+        for key, tables in fillers.items():
+            for table, some in tables.items():
+                loads = [filler.load for filler in some]
+                requests = [TableRequest(load.columns, load.row_bytes, (load.target.owned_ids,)) for load in loads]
+                own[key][table] = reduce(or_, requests)
+        of_ranks = meetings.gather((own, any(len(filler.load.target.table) for filler in by_load.values())))
         self.has_rows = any(has_rows for _, has_rows in of_ranks)
         by_number = {link.number: link for link in links}
         self._passes: list[LinkPass | None] = []  # None: this rank takes nothing, while others exchange rows
-        for key in sorted({key for requests, _ in of_ranks for key in requests}):
+        for key in sorted({key for of_rank, _ in of_ranks for key in of_rank}):
             one = None
             if key in own:
-                requests = LinkRequests([requests.get(key, {}) for requests, _ in of_ranks])
-                one = LinkPass(by_number[key[1:]], fillers[key], requests, meetings)
+                all_requests = LinkRequests([of_rank.get(key, {}) for of_rank, _ in of_ranks])
+                one = LinkPass(by_number[key[1:]], fillers[key], all_requests, meetings)
             self._passes.append(one)
         for one in filter(None, self._passes):
             one.fetch()
@@ -155,9 +157,7 @@ class AgreedPasses:
                 for _ in range(sum(map(len, rounds.values()))):
                     self._meetings.wait()
                 continue
-            if fills:
-                one.start()
-            n_bytes += one.run(take, concurrency, rounds, with_values=fills)
+            n_bytes += one.run(take, concurrency, rounds, fills=fills)
         return n_bytes
 
 
@@ -187,7 +187,7 @@ def _undone_on_error(fillers: Iterable[TableFiller]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        changed = [filler.load.table for filler in fillers if filler.undo()]
+        changed = [filler.load.target.table for filler in fillers if filler.undo()]
         emptied = sorted({table.name for table in changed if not len(table)})
         mixed = sorted({table.name for table in changed if len(table)})
         if not changed:
@@ -205,7 +205,7 @@ def _counted(fillers: Iterable[TableFiller], dropped: Mapping[str, int], bytes_r
     taken, filtered = Counter[str](), Counter[str]()
     slot_rows: dict[tuple[str, str], int] = {}
     for filler in fillers:  # rows whose slots come from several checkpoints count once
-        name = filler.load.table.name
+        name = filler.load.target.table.name
         taken[name] = max(taken[name], filler.n_rows)
         filtered[name] = max(filtered[name], filler.n_filtered)
         slots = (*filler.load.slots, *([ID] if filler.load.with_rows else []))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain as chained
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -57,7 +57,7 @@ def bytes_up_to(links: Iterable[TableReader], extra_bytes: int) -> npt.NDArray[n
     steps = np.zeros(N_BUCKETS + 1, np.int64)
     for link in links:
         row_bytes = 8 + sum(slot.row_bytes for slot in link.specs)
-        for part, numbers in (some for catalog in link.catalogs for some in catalog.batches_of(link.entry.name)):
+        for part, numbers in (some for catalog in link.catalogs for some in catalog.parts_of(link.entry.name)):
             n_bytes = extra_bytes + (row_bytes if part.holds == "rows" else 8)
             for batch in (part.batches[number] for number in numbers):
                 begin, end = batch.buckets
@@ -229,7 +229,7 @@ def current_rows(chain: Sequence[LinkCursor], buckets: tuple[int, int]) -> Itera
         if not is_oldest and len(pieces) > 1:  # small and many where little has changed
             pieces = [RowPiece.joined(pieces)]
         for piece in pieces:
-            yield piece, newer.new(piece.hashes)
+            yield piece, np.flatnonzero(newer.is_new(piece.hashes))
         if not is_oldest:
             newer.add(*(piece.hashes for piece in (*pieces, *deleted)))
 
@@ -288,7 +288,7 @@ class RangeRows:
         rows, of_piece = self._rows[places], self._of_piece[places]
         first = int(of_piece[0])
         is_one_piece = bool((of_piece == of_piece[0]).all())
-        copies = [_RowCopy(first, rows, slice(0, len(rows)))] if is_one_piece else list(_copies(rows, of_piece))
+        copies = [(first, rows, slice(0, len(rows)))] if is_one_piece else list(_copies(rows, of_piece))
         end = int(rows.max()) + 1 if is_one_piece else 0
         is_view = is_one_piece and end - int(rows[0]) == len(rows) and bool((rows[1:] > rows[:-1]).all())
 
@@ -314,16 +314,13 @@ class RangeRows:
         return np.flatnonzero(of_piece[1:] != of_piece[:-1]) + 1
 
 
-class _RowCopy(NamedTuple):
-    """Rows of a piece, and where in a batch they belong: positions, or a slice of which others fill the gaps later."""
+def _copies(rows: Int64s, of_piece: npt.NDArray[Any]) -> Iterator[tuple[int, Int64s, Int64s | slice]]:
+    """Yield what fills a batch, first the pieces that have most of the rows where they are: they go in one by one.
 
-    piece: int
-    rows: Int64s
-    to: Int64s | slice
-
-
-def _copies(rows: Int64s, of_piece: npt.NDArray[Any]) -> Iterator[_RowCopy]:
-    """Yield what fills a batch, first the pieces that have most of the rows where they are: they go in one by one."""
+    Yields:
+        The number of a piece, rows of it, and where in the batch they belong: positions, or a slice of which others
+        fill the gaps later.
+    """
     by_piece = np.argsort(of_piece, kind="stable")
     places = np.split(by_piece, np.flatnonzero(np.diff(of_piece[by_piece])) + 1)
     few, end = [], 0
@@ -332,9 +329,9 @@ def _copies(rows: Int64s, of_piece: npt.NDArray[Any]) -> Iterator[_RowCopy]:
         if first >= end and 2 * len(at) > last - first:
             every = np.full(last - first, rows[first])
             every[at - first] = rows[at]
-            yield _RowCopy(int(of_piece[first]), every, slice(first, last))
+            yield int(of_piece[first]), every, slice(first, last)
             end = last
         else:
             few.append(at)
     for at in few:
-        yield _RowCopy(int(of_piece[at[0]]), rows[at], at)
+        yield int(of_piece[at[0]]), rows[at], at

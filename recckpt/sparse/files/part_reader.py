@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from typing import TypeVar
 
@@ -97,6 +98,9 @@ class PartReader:
 
     Where the file is not mapped, its head is read once, and batches by as few requests as their bytes need.
 
+    Attributes:
+        specs: the slots that are read.
+
     Args:
         storage, directory: where the checkpoint lies.
         part: catalog entry of the file.
@@ -120,8 +124,9 @@ class PartReader:
     ) -> None:
         self.path, self.part = f"{directory}/{part.file}", part
         chosen = None if columns is None else set(columns)
-        self._specs = {spec.name: spec for spec in slots if chosen is None or spec.name in chosen}
+        self.specs = tuple(spec for spec in slots if chosen is None or spec.name in chosen)
         self._storage, self._slots, self._own_map = storage, slots, mapped
+        self._read_names = (TABLE, ID, *(spec.name for spec in self.specs))
         self._names_checked = False
         self._twice(self._open)
 
@@ -159,32 +164,30 @@ class PartReader:
 
     def batches(self, numbers: Iterable[int]) -> Iterator[tuple[int, Mapping[str, pa.Array]]]:
         """Yield some batches, each with its number, as :meth:`read` does; many small ones come together."""
-        row_bytes = 10 + sum(spec.row_bytes for spec in self._specs.values())
+        row_bytes = 10 + sum(spec.row_bytes for spec in self.specs)
         for some in runs_of(numbers, READ_BYTES, lambda number: self.part.batches[number].rows * row_bytes):
             span = self._span(some)
             for number in some:
                 yield number, self.read(number, span)
 
-    def read(self, number: int, span: Read | None = None) -> Mapping[str, pa.Array]:
-        """Return id and slots of a batch, each checked: name -> Arrow array; ``span`` has its bytes already."""
-        return self.checked(number, (TABLE, ID, *self._specs), span)
+    def read(self, number: int, span: Read | None = None, *, names: Iterable[str] | None = None) -> dict[str, pa.Array]:
+        """Return id and slots of a batch: name -> Arrow array.
 
-    @property
-    def specs(self) -> tuple[SlotSpec, ...]:
-        """The slots that are read."""
-        return tuple(self._specs.values())
-
-    def checked(self, number: int, names: Iterable[str], span: Read | None = None) -> dict[str, pa.Array]:
-        """Return id and slots of a batch; the columns in ``names`` are checked."""
+        Args:
+            number: of the batch.
+            span: has its bytes already.
+            names: of the columns that are checked; None for all.
+        """
         return self.arrays(number, self.values(number, names, span))
 
-    def values(self, number: int, names: Iterable[str], span: Read | None = None) -> Mapping[str, Values]:
-        """Return the values of all columns that are read of a batch; those in ``names`` are checked."""
+    def values(self, number: int, names: Iterable[str] | None = None, span: Read | None = None) -> Mapping[str, Values]:
+        """Return the values of all columns that are read of a batch; those in ``names`` are checked, None for all."""
+        checked = self._read_names if names is None else tuple(names)
         first = [span] if span is not None else []
 
         def read() -> Mapping[str, Values]:
             columns = self.unchecked(number, first.pop() if first else None)
-            for name in names:
+            for name in checked:
                 if problem := self.column_problem(number, columns[name], name):
                     raise problem
             return columns
@@ -195,7 +198,9 @@ class PartReader:
         """Return the values of all columns to be read of a batch, which are not checked yet."""
         columns, bytes_in = dict[str, Values](), span or self._span([number])
         self._check_length(number, bytes_in)
-        for name, begin, end in self._columns_of(number):
+        for name, begin, end in self._layout.columns(number):
+            if name not in self._read_names:
+                continue
             columns[name] = values = bytes_in(begin, end)
             if len(values) != end - begin:
                 raise self.damage(number, f"{len(values)} bytes of {name!r}", f"{end - begin} bytes")
@@ -203,17 +208,14 @@ class PartReader:
 
     def _span(self, numbers: Iterable[int]) -> Read:
         """Return what has all that is read of some batches: columns, and what follows each batch."""
-        every = [(begin, end) for number in numbers for _, begin, end in self._columns_of(number)]
+        columns = (column for number in numbers for column in self._layout.columns(number))
+        every = [(begin, end) for name, begin, end in columns if name in self._read_names]
         ends = [self._layout.end(number) for number in numbers]
         return self._bytes.spanning([*every, *((end, end + PREFIX.size) for end in ends)])
 
-    def _columns_of(self, number: int) -> Iterator[tuple[str, int, int]]:
-        names = {TABLE, ID, *self._specs}
-        return (column for column in self._layout.columns(number) if column[0] in names)
-
     def arrays(self, number: int, columns: Mapping[str, Values]) -> dict[str, pa.Array]:
         """Return id and slots of a batch as Arrow has them, without a copy."""
-        n_rows, specs = self.part.batches[number].rows, (ID_SPEC, *self._specs.values())
+        n_rows, specs = self.part.batches[number].rows, (ID_SPEC, *self.specs)
         return {spec.name: column_array(spec, pa.py_buffer(columns[spec.name]), n_rows) for spec in specs}
 
     def _check_length(self, number: int, bytes_in: Read) -> None:
@@ -353,18 +355,6 @@ class LinkBatches:
     def every_part(self) -> Iterator[Part]:
         return (part for parts in self.parts.values() for part in parts)
 
-    def read(
-        self, part: Part, numbers: Iterable[int], slots: Sequence[SlotSpec], columns: frozenset[str]
-    ) -> Iterator[tuple[int, Mapping[str, pa.Array], PartReader]]:
-        """Yield (number, checked columns, reader) of some batches of a part, whose tables have these slots.
-
-        Raises:
-            CorruptCheckpointError: a file is damaged.
-        """
-        reader = self.reader(part, slots, columns)
-        for number, rows in reader.batches(numbers):
-            yield number, rows, reader
-
     def reader(self, part: Part, slots: Sequence[SlotSpec], columns: frozenset[str]) -> PartReader:
         """Return the one reader of these columns of a part."""
         key = part.file, columns
@@ -376,9 +366,6 @@ class LinkBatches:
     def check_frame(self, part: Part, slots: Sequence[SlotSpec]) -> None:
         """Check what lies between the values of a part, if it is mapped: else it would all have to be read again."""
         path = layout.join(self.directory, part.file)
-
-        def check() -> None:
-            PartReader(self.files, self.directory, part, slots, mapped=mapped(self.files, path)).check_frame()
-
         if self.files.map(path) is not None:
-            read_twice(self.files, path, check)
+            read = partial(PartReader, self.files, self.directory, part, slots)
+            read_twice(self.files, path, lambda: read(mapped=mapped(self.files, path)).check_frame())

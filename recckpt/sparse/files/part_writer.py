@@ -69,12 +69,10 @@ class PartPlan:
 
     @property
     def tables(self) -> list[str]:
-        """The tables that it has rows of."""
         return [cut.table for cut in self.ranges]
 
 
 def row_bytes(slots: Sequence[SlotSpec]) -> int:
-    """Return the bytes of one row in all columns."""
     return _ID_BYTES + sum(slot.row_bytes for slot in slots)
 
 

@@ -83,7 +83,6 @@ class RowPiece:
 
     @property
     def ids(self) -> Int64s:
-        """The ids of the rows."""
         ids: Int64s = self.columns[0].view(np.int64)
         return ids
 
@@ -135,7 +134,6 @@ class RowPiece:
 
     @classmethod
     def joined(cls, pieces: Sequence[RowPiece]) -> RowPiece:
-        """Return one piece with the rows of several."""
         columns = [np.concatenate(parts) for parts in zip(*(piece.check().columns for piece in pieces), strict=True)]
         return cls(columns, np.concatenate([piece.hashes for piece in pieces]))
 
@@ -155,14 +153,14 @@ class IdCheck:
 
     def read(self, reader: PartReader, number: int) -> Mapping[str, pa.Array]:
         """Return the columns of the next batch; CorruptCheckpointError where they are damaged, or its ids wrong."""
-        values = reader.values(number, (TABLE, ID, *(spec.name for spec in reader.specs)))
+        values = reader.values(number)
         self._refuse(reader, number, np.frombuffer(values[ID], np.int64))
         return reader.arrays(number, values)
 
     def piece(self, reader: PartReader, number: int) -> RowPiece:
         """Return the next batch; errors as of :meth:`read`, of slots that lie in a map as they are passed."""
         is_mapped = reader.mapped is not None
-        values = reader.values(number, (TABLE, ID, *(() if is_mapped else (spec.name for spec in reader.specs))))
+        values = reader.values(number, (TABLE, ID) if is_mapped else None)
         piece = RowPiece.of(reader, number, values, is_checked=not is_mapped)
         self._refuse(reader, number, piece.ids, piece.hashes)
         return piece

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from recckpt.policies.row_filter import RowFilter, numbers
 from recckpt.sparse.files.table_rows import StillTable, TableSource
 from recckpt.sparse.table.marks import DeltaSource
 from recckpt.sparse.table.snapshot import Snapshot, SnapshotIds
-from recckpt.types import EMBEDDING, SlotSpec
+from recckpt.types import SlotSpec
 
 Bytes = npt.NDArray[np.uint8]
 _PIECE = 1 << 15  # values: they stay in the cache, and torch makes no threads for them
@@ -125,7 +124,7 @@ class ReducedSource:
 
     @property
     def ids(self) -> SnapshotIds:
-        return SnapshotIds(self._read_ids)
+        return SnapshotIds(lambda rows, target: self._source.ids.gather_into(self._of_source(rows), target))
 
     @property
     def n_kept(self) -> int:
@@ -175,9 +174,6 @@ class ReducedSource:
     def _of_source(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return rows if self._rows is None else self._rows.kept[rows]
 
-    def _read_ids(self, rows: npt.NDArray[Any], target: Bytes) -> None:
-        target[:] = self._source.ids.gather(self._of_source(rows).astype(np.int64)).numpy().view(np.uint8)
-
 
 class _Rows(NamedTuple):
     """Rows of a source that meet the conditions, the ids of changed ones that do not, and what that makes in all."""
@@ -195,13 +191,8 @@ def _mask(table: Snapshot | StillTable, where: RowFilter) -> npt.NDArray[np.bool
     for begin in range(0, table.n_rows, _PIECE_ROWS):
         rows = np.arange(begin, min(table.n_rows, begin + _PIECE_ROWS))
         read = {slot.name: np.empty(len(rows) * slot.row_bytes, np.uint8) for slot in specs}
-        table.peek(rows, read)
+        table.read_slots(rows, read, is_last=False)
         tensors = {slot.name: torch.from_numpy(read[slot.name]).view(getattr(torch, slot.dtype)) for slot in specs}
         values = {name: numbers(tensor) for name, tensor in tensors.items()}
         mask[begin : begin + len(rows)] = where.keeps(table.ids.gather(rows).numpy(), values)
     return mask
-
-
-def file_order(slots: Sequence[SlotSpec]) -> tuple[SlotSpec, ...]:
-    """Return slots in the order of their columns in the file: ``embedding`` first, the others by name."""
-    return tuple(sorted(slots, key=lambda slot: (slot.name != EMBEDDING, slot.name)))

@@ -102,10 +102,6 @@ class NamedIds:
     def __init__(self) -> None:
         self._ordered: npt.NDArray[Any] | None = None
 
-    def new(self, ids: npt.NDArray[Any]) -> Int64s:
-        """Return the positions of the ids that are not named yet."""
-        return np.arange(len(ids)) if self._ordered is None else np.flatnonzero(self.is_new(ids))
-
     def is_new(self, ids: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
         """Return a mask of the ids that are not named yet."""
         return np.ones(len(ids), np.bool_) if self._ordered is None else ~is_among(ids, self._ordered)
@@ -146,7 +142,7 @@ class TableReader:
     @property
     def is_mapped(self) -> bool:
         """Whether its files lie in memory maps, so that rows of them may be kept at no cost."""
-        parts = (part for catalog in self.catalogs for part, _ in catalog.batches_of(self.entry.name))
+        parts = (part for catalog in self.catalogs for part, _ in catalog.parts_of(self.entry.name))
         return all(self.storage.map(layout.join(self.directory, part.file)) is not None for part in parts)
 
     @property
@@ -203,7 +199,7 @@ class TableReader:
         """
         if not self.may_repeat:
             return
-        n_rows = sum(catalog.rows.get(self.entry.name, 0) for catalog in self.catalogs)
+        n_rows = sum(catalog.counts("rows").get(self.entry.name, 0) for catalog in self.catalogs)
         width = max(1, N_BUCKETS * _WINDOW_ROWS // max(n_rows, _WINDOW_ROWS))  # that may be compared at once
         for begin in range(0, N_BUCKETS, width):
             shards = [distinct(self._ids_in(catalog, begin, begin + width)) for catalog in self.catalogs]

@@ -19,7 +19,7 @@ from recckpt.sparse.files.part_writer import ColumnBytes, RowBatch, TableBytes, 
 from recckpt.sparse.table.checks import check_slot_name, spec_of
 from recckpt.sparse.table.column import BLOCK_BYTES, Column, aligned_bytes
 from recckpt.sparse.table.kernels import count_buckets, first_repeat, place_rows
-from recckpt.sparse.table.store import Ids, StoredIds, is_stored
+from recckpt.sparse.table.store import Ids, is_stored
 from recckpt.types import EMBEDDING, ITEM_BYTES, SavableTable, SlotSpec, check_table_name
 
 _UINT32_ROWS = 1 << 32
@@ -45,7 +45,14 @@ class BucketOrder:
     def rows(self, begin: int, end: int) -> Iterator[npt.NDArray[Any]]:
         """Yield the rows in buckets [begin, end), in the order of the buckets, at most ``budget_rows`` at a time."""
         if self._n_rows <= self._budget_rows:
-            rows = self._all_rows()
+            with self._lock:  # threads that need it now share the whole order, which is kept no longer
+                rows = self._whole() if self._whole else None
+                if rows is None and self._is_small:
+                    buckets = bucket_of(self._ids.to_tensor(self._n_rows).numpy())
+                    rows = np.argsort(buckets.astype(np.uint16), kind="stable").astype(np.uint32)
+                elif rows is None:
+                    rows = self._ordered(0, N_BUCKETS)
+                self._whole = weakref.ref(rows)
             yield rows if (begin, end) == (0, N_BUCKETS) else rows[slice(*self.starts()[[begin, end]])]
             return
         starts = self.starts()
@@ -64,18 +71,6 @@ class BucketOrder:
                     count_buckets(piece.numpy(), counts)
                 self._starts = np.concatenate([[0], np.cumsum(counts)])
             return self._starts
-
-    def _all_rows(self) -> npt.NDArray[Any]:
-        """Share the whole order between the threads that need it now, and keep it no longer."""
-        with self._lock:
-            whole = self._whole() if self._whole else None
-            if whole is None and self._is_small:
-                buckets = bucket_of(self._ids.to_tensor(self._n_rows).numpy())
-                whole = np.argsort(buckets.astype(np.uint16), kind="stable").astype(np.uint32)
-            elif whole is None:
-                whole = self._ordered(0, N_BUCKETS)
-            self._whole = weakref.ref(whole)
-            return whole
 
     def _ordered(self, first: int, last: int) -> npt.NDArray[Any]:
         starts = self.starts()
@@ -137,7 +132,7 @@ class StillTable:
 
     name: str
     n_rows: int
-    ids: StoredIds
+    ids: Ids
     columns: dict[str, Column]
     n_all: int
     n_kept = 0
@@ -154,7 +149,9 @@ class StillTable:
         source = [self.ids, *self.columns.values()][column]
         source.gather_into(rows, target)
 
-    def peek(self, rows: npt.NDArray[Any], targets: Mapping[str, npt.NDArray[np.uint8]]) -> None:
+    def read_slots(
+        self, rows: npt.NDArray[Any], targets: Mapping[str, npt.NDArray[np.uint8]], *, is_last: bool
+    ) -> None:
         for name, target in targets.items():
             self.columns[name].gather_into(rows, target)
 

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -58,46 +57,42 @@ class Ages:
         return values
 
 
-class NewRows(NamedTuple):
-    """Rows that a batch has claimed: the first of them, and their ids; and the row of each id of the batch."""
-
-    first: int
-    ids: Int64s
-    of_batch: Int64s
-
-
 class RowsAside:
     """Rows of one of our tables that it does not have yet, in a store of their own."""
 
     def __init__(self, table: HashTable) -> None:
         self.store, self._first_embeddings = table.store.emptied(), partial(first_embeddings, table)
 
-    def claim(self, ids: Int64s) -> NewRows:
-        """Find the rows of ids, adding those that are new, whose slots are still to be put. One thread at a time."""
+    def claim(self, ids: Int64s) -> tuple[Int64s, tuple[int, Int64s]]:
+        """Find the rows of ids, adding those that are new, whose slots are still to be put. One thread at a time.
+
+        Returns:
+            The row of each id; and of those that are new the first row, and the ids.
+        """
         rows = self.store.rows
         first = len(rows)
         of_batch, new_ids = rows.claim(ids)
         rows.ids.write(first, torch.from_numpy(new_ids))
-        rows.publish()
-        return NewRows(first, new_ids, of_batch)
+        rows.index.publish()
+        return of_batch, (first, new_ids)
 
-    def put(self, new: NewRows, rows: Int64s, values: Values, taken: Int64s | None) -> None:
+    def put(self, new: tuple[int, Int64s], rows: Int64s, values: Values, taken: Int64s | None) -> None:
         """Set slots of the rows of a batch.
 
         Args:
-            new: those that the batch has claimed.
+            new: the first row that the batch has claimed, and the ids of all.
             rows: where its values go.
             values: of the batch.
             taken: their positions in the batch, whose rows are all new; None where all are taken.
         """
-        all_rows, columns = self.store.rows, self.store.columns
+        all_rows, columns, (first, new_ids) = self.store.rows, self.store.columns, new
         whole = _whole(columns, values)
-        all_rows.initialize(new.first, new.first + len(new.ids), without=whole | {EMBEDDING})
-        if EMBEDDING not in whole and len(new.ids):
-            columns[EMBEDDING].write(new.first, self._first_embeddings(new.ids))
+        all_rows.initialize(first, first + len(new_ids), without=whole | {EMBEDDING})
+        if EMBEDDING not in whole and len(new_ids):
+            columns[EMBEDDING].write(first, self._first_embeddings(new_ids))
         if taken is not None:
             for name in whole:  # no copy of the values in between
-                columns[name].write_some(new.first, values[name], taken)
+                columns[name].write_some(first, values[name], taken)
             at = torch.from_numpy(taken)
             values = {name: value[at] for name, value in values.items() if name not in whole}
         all_rows.put(rows, fitted_to(columns, rows, values))
@@ -196,7 +191,6 @@ class LoadTarget:
         """Refuse a checkpoint with ids in this range if the table cannot have a row of the first or the last."""
 
     def clear(self) -> None:
-        """Drop all rows."""
         if len(self.table):
             self.table.clear()
 
@@ -233,7 +227,6 @@ class LoadTarget:
         raise TypeError(f"table {self.table.name!r} is not a recckpt HashTable: its slots load with its rows only")
 
     def erase(self, ids: Int64s) -> None:
-        """Drop the rows of ids."""
         raise TypeError(f"table {self.table.name!r} is not a recckpt HashTable: it is loaded as a whole")
 
     def check_room(self, *, drops: bool) -> None:
@@ -307,22 +300,20 @@ class OwnTarget(LoadTarget):
             self.aside = RowsAside(self._table)
 
     def start(self, initial: Mapping[str, float], n_rows: int | None) -> Mapping[str, float]:
-        before = {slot: self._store.initial(slot) for slot in initial}
-        for slot, value in initial.items():
-            self._store.set_initial(slot, value)
+        before = {slot: self._store.rows.initial[slot] for slot in initial}
+        self._store.rows.initial.update(initial)
         if n_rows is not None:
             self._store.reserve(n_rows)
         return before
 
     def end(self, initial: Mapping[str, float]) -> None:
-        for slot, value in initial.items():
-            self._table.store.set_initial(slot, value)
+        self._table.store.rows.initial.update(initial)
 
     def merge(self, ids: Int64s, values: Values, dtypes: Mapping[str, str]) -> int:
         """Set rows of a table that others may use meanwhile."""
         store = self._store
         with store.lock:
-            rows = store.add(ids, partial(first_embeddings, self._table))
+            rows = store.insert(ids, {}, partial(first_embeddings, self._table))
             store.write(rows, fitted_to(store.columns, rows, values))
         return len(rows)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from math import gcd
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy.typing as npt
 
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError
 from recckpt.format import layout
-from recckpt.format.buckets import N_BUCKETS, mix64
+from recckpt.format.buckets import N_BUCKETS, mix64, random_odds
 from recckpt.format.catalog import Batch, Part, PartKind
 from recckpt.format.tables import TableEntry
 from recckpt.sparse.files.arrow_format import ID, TABLE
@@ -29,7 +28,6 @@ from recckpt.storage.retry import check_twice
 
 Visit = Callable[[Batch, RowPiece], Callable[[], object]]  # looks at rows as they pass, and returns what counts them
 Unreadable = CorruptCheckpointError | CheckpointRemovedError | OSError
-_Words = npt.NDArray[np.uint64]
 _LARGEST = 1 << 64
 _WORD_BYTES = 4
 
@@ -51,10 +49,6 @@ class VerifyTask:
     directory: str
     tables: tuple[TableEntry, ...]  # those that the part names, as far as the manifest lists them
     part: Part
-
-    @property
-    def n_bytes(self) -> int:
-        return self.part.n_bytes
 
 
 def check_part_anywhere(task: VerifyTask) -> PartCheck:
@@ -136,17 +130,9 @@ def between_parts(parts: Iterable[PartCheck]) -> Iterator[CorruptCheckpointError
             before[key] = ids
 
 
-@dataclass(frozen=True)
-class Node:
-    """A link of one chain or of several: what it holds of the table, and what it stands on."""
-
-    link: TableReader
-    below: int | None  # number of that node, which comes before this one; None where the link holds all rows
-
-
 @dataclass
 class Counted:
-    """What the ids of a node, and of those below, come to."""
+    """What the ids of a link, and of those below, come to."""
 
     rows: int = 0
     absent: int = 0  # deletes of ids that are in no row at that link or below
@@ -163,14 +149,18 @@ class Counted:
         self.absent += absent
 
 
-def count_rows(nodes: Sequence[Node], budget_bytes: int) -> list[Counted]:
-    """Return what each node comes to; ids are read once for all of them, so many bytes at a time."""
-    counted = [Counted() for _ in nodes]
-    cursors = [LinkCursor(node.link, (0, N_BUCKETS)) for node in nodes]
-    for buckets in bucket_ranges([node.link for node in nodes], (0, N_BUCKETS), budget_bytes):
-        named: list[list[LinkIds]] = []  # by each node and those below, newest first
-        for node, count, cursor in zip(nodes, counted, cursors, strict=True):
-            if count.is_known and node.below is not None and not counted[node.below].is_known:
+def count_rows(links: Sequence[tuple[TableReader, int | None]], budget_bytes: int) -> list[Counted]:
+    """Return what each link comes to; ids are read once for all of them, so many bytes at a time.
+
+    Each of them, of one chain or of several, comes with the number of the one before it on which it stands; None where
+    it holds all rows.
+    """
+    counted = [Counted() for _ in links]
+    cursors = [LinkCursor(link, (0, N_BUCKETS)) for link, _ in links]
+    for buckets in bucket_ranges([link for link, _ in links], (0, N_BUCKETS), budget_bytes):
+        named: list[list[LinkIds]] = []  # by each link and those below, newest first
+        for (_, base), count, cursor in zip(links, counted, cursors, strict=True):
+            if count.is_known and base is not None and not counted[base].is_known:
                 count.fail(None)
             rows, deletes = list[RowPiece](), list[RowPiece]()
             if count.is_known:
@@ -179,13 +169,13 @@ def count_rows(nodes: Sequence[Node], budget_bytes: int) -> list[Counted]:
                 except (CorruptCheckpointError, CheckpointRemovedError, OSError) as error:
                     count.fail(error)
             own = LinkIds(np.sort(ids_of(rows)), [ids_of(deletes)])
-            below = [] if node.below is None else named[node.below]
+            below = [] if base is None else named[base]
             named.append([own, *below])
             n_replaced = sum(len(here) for _, here, _ in newest(below, own.rows))
             n_deleted = sum(len(here) for _, here, _ in newest(below, own.deletes))
             count.add(len(own.rows) - n_replaced - n_deleted, len(own.deletes) - n_deleted)
-    for node, count in zip(nodes, counted, strict=True):
-        count.add(0 if node.below is None else counted[node.below].rows)
+    for (_, base), count in zip(links, counted, strict=True):
+        count.add(0 if base is None else counted[base].rows)
     return counted
 
 
@@ -205,17 +195,10 @@ class RowSums(Counter[str]):
             # the factor is, and two of them nothing.
             word = gcd(column.dtype.itemsize, _WORD_BYTES)
             words = column.view(f"u{word}").reshape(len(column), column.dtype.itemsize // word)
-            hashes += np.einsum("ij,j->i", words, _factors(first, words.shape[1]))
+            hashes += np.einsum("ij,j->i", words, random_odds(first, words.shape[1]))
             first += words.shape[1]
         self[table] = (self[table] + int(mix64(hashes)[rows].sum())) % _LARGEST
 
     def visit(self, batch: Batch, piece: RowPiece) -> Callable[[], object]:
         """Add all rows of a batch of a part, once it is known to be whole."""
         return lambda: self.add(batch.table, piece.columns, slice(None))
-
-
-@lru_cache(maxsize=64)
-def _factors(first: int, n: int) -> _Words:
-    """Return random odd numbers of 64 bits: an odd one loses no bit of what it multiplies."""
-    factors: _Words = mix64(np.arange(first + 1, first + n + 1, dtype=np.uint64)) | np.uint64(1)
-    return factors

@@ -99,15 +99,6 @@ def check_number(group: Group, name: str, below: float = float("inf")) -> None:
         raise ValueError(f"found {name}={value!r}, expected a number of [0, {below})")
 
 
-def check_betas(group: Group) -> None:
-    """Raise ValueError unless ``betas`` are two numbers of [0, 1)."""
-    betas = group["betas"]
-    if not isinstance(betas, (list, tuple)) or len(betas) != 2:
-        raise ValueError(f"found betas={betas!r}, expected two numbers of [0, 1)")
-    for number, beta in enumerate(betas):
-        check_number({f"betas[{number}]": beta}, f"betas[{number}]", below=1.0)
-
-
 def match(saved: Mapping[str, Any], live: Sequence[Group], slots: Sequence[str], keys: Iterable[str]) -> list[Group]:
     """Return the groups of a saved ``state_dict()`` in the order of the live ones, and their tables likewise.
 
@@ -181,6 +172,7 @@ class SparseOptimizer(Optimizer):
     """
 
     slot_names: ClassVar[tuple[str, ...]] = ()
+    _numbers: ClassVar[tuple[str, ...]] = ("lr",)  # hyper-parameters of at least 0
 
     def __init__(self, tables: Tables, defaults: Group) -> None:
         self._tables: dict[str, HashTable] = {}
@@ -437,12 +429,19 @@ class SparseOptimizer(Optimizer):
 
     def _add_slots(self, table: HashTable, group: Group) -> None:
         """Declare the slots of this optimizer, by default of the shape of an embedding and from zero on."""
+        dtype = torch.promote_types(table.dtype, torch.float32)  # of moments and arithmetic
         for name in self.slot_names:
-            table.add_slot(name, table.embedding_shape, slot_dtype(table))
+            table.add_slot(name, table.embedding_shape, dtype)
 
     def _check(self, group: Group) -> None:
-        """Raise ValueError where a hyper-parameter is out of range."""
-        raise NotImplementedError
+        """Raise ValueError where a hyper-parameter is out of range: by default the numbers, and betas."""
+        for name in self._numbers:
+            check_number(group, name)
+        betas = group.get("betas", (0.0, 0.0))
+        if not isinstance(betas, (list, tuple)) or len(betas) != 2:
+            raise ValueError(f"found betas={betas!r}, expected two numbers of [0, 1)")
+        for number, beta in enumerate(betas):
+            check_number({f"betas[{number}]": beta}, f"betas[{number}]", below=1.0)
 
     def _apply(self, weights: Tensor, taken: RowGradients, slots: list[Tensor], step: int, group: Group) -> None:
         """Apply the rule to what the gradients of a table are; most rules need no more of them than their sums."""
@@ -451,11 +450,6 @@ class SparseOptimizer(Optimizer):
     def _update(self, weights: Tensor, grads: Tensor, slots: list[Tensor], step: int, group: Group) -> None:
         """Apply the rule in place to the rows of one table; all tensors have one row an id."""
         raise NotImplementedError
-
-
-def slot_dtype(table: HashTable) -> torch.dtype:
-    """Return the dtype of moments and arithmetic: float32, or float64 for a table of it."""
-    return torch.promote_types(table.dtype, torch.float32)
 
 
 def is_stepped_by_accelerate() -> bool:

@@ -6,14 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from recckpt.sparse.optim.optimizer import Group, SparseOptimizer, Tables, check_betas, check_number, slot_dtype
+from recckpt.sparse.optim.optimizer import Group, SparseOptimizer, Tables
 from recckpt.sparse.table.gradients import RowGradients
 from recckpt.sparse.table.table import HashTable
 from recckpt.types import flag
-
-_NUMBERS = ("lr", "lr_decay", "eps", "initial_accumulator_value", "weight_decay")
 
 
 class SparseSGD(SparseOptimizer):
@@ -26,9 +25,6 @@ class SparseSGD(SparseOptimizer):
 
     def __init__(self, tables: Tables, lr: float | Tensor = 1e-3) -> None:
         super().__init__(tables, {"lr": lr})
-
-    def _check(self, group: Group) -> None:
-        check_number(group, "lr")
 
     def _update(self, weights: Tensor, grads: Tensor, slots: list[Tensor], step: int, group: Group) -> None:
         weights.add_(grads, alpha=-group["lr"])
@@ -51,6 +47,7 @@ class SparseAdam(SparseOptimizer):
     """
 
     slot_names = ("sparse_adam_exp_avg", "sparse_adam_exp_avg_sq")
+    _numbers = ("lr", "eps")
 
     def __init__(
         self,
@@ -60,11 +57,6 @@ class SparseAdam(SparseOptimizer):
         eps: float = 1e-8,
     ) -> None:
         super().__init__(tables, {"lr": lr, "betas": betas, "eps": eps})
-
-    def _check(self, group: Group) -> None:
-        check_number(group, "lr")
-        check_number(group, "eps")
-        check_betas(group)
 
     def _update(self, weights: Tensor, grads: Tensor, slots: list[Tensor], step: int, group: Group) -> None:
         adam_update(weights, grads, slots, step, group)
@@ -91,6 +83,7 @@ class SparseAdamW(SparseOptimizer):
     """
 
     slot_names = ("sparse_adamw_exp_avg", "sparse_adamw_exp_avg_sq")
+    _numbers = ("lr", "eps", "weight_decay")
 
     def __init__(
         self,
@@ -101,11 +94,6 @@ class SparseAdamW(SparseOptimizer):
         weight_decay: float = 1e-2,
     ) -> None:
         super().__init__(tables, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    def _check(self, group: Group) -> None:
-        for name in ("lr", "eps", "weight_decay"):
-            check_number(group, name)
-        check_betas(group)
 
     def _update(self, weights: Tensor, grads: Tensor, slots: list[Tensor], step: int, group: Group) -> None:
         correction1, correction2 = _follow(grads, slots, step, group)
@@ -165,18 +153,18 @@ class SparseAdamWTF(SparseAdamW):
 
 
 class _Adagrad(SparseOptimizer):
-    """A rule of Adagrad, whose ``numbers`` are the hyper-parameters in the order of ``_NUMBERS``."""
+    """A rule of Adagrad, whose ``numbers`` are the hyper-parameters in the order of ``_numbers``."""
 
+    _numbers = ("lr", "lr_decay", "eps", "initial_accumulator_value", "weight_decay")
     _is_row_wise = False  # one sum a row, not one a value
     _squares_by_rank = False  # the gradients of each rank are squared, not their sum
 
     def __init__(self, tables: Tables, numbers: Sequence[float | Tensor], maximize: bool) -> None:
-        defaults = dict(zip(_NUMBERS, numbers, strict=True))
+        defaults = dict(zip(self._numbers, numbers, strict=True))
         super().__init__(tables, {**defaults, "maximize": flag("maximize", maximize)})
 
     def _check(self, group: Group) -> None:
-        for name in _NUMBERS:
-            check_number(group, name)
+        super()._check(group)
         if self._squares_by_rank and group["weight_decay"]:
             raise ValueError(f"found weight_decay={group['weight_decay']!r}, expected 0: a decay is of no one rank")
 
@@ -190,7 +178,8 @@ class _Adagrad(SparseOptimizer):
 
     def _add_slots(self, table: HashTable, group: Group) -> None:
         shape = () if self._is_row_wise else table.embedding_shape
-        table.add_slot(self.slot_names[0], shape, slot_dtype(table), group["initial_accumulator_value"])
+        dtype = torch.promote_types(table.dtype, torch.float32)
+        table.add_slot(self.slot_names[0], shape, dtype, group["initial_accumulator_value"])
         if self._squares_by_rank:
             table.pending_gradients.keep_squares()
 

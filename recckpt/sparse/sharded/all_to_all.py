@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
 import torch
@@ -188,10 +189,6 @@ def _norm(local: Tensor, grads: Tensor, ord: float = 2, *_: Any, **__: Any) -> T
     return total.to(local.dtype)
 
 
-def _norms(local: Sequence[Tensor], grads: Sequence[Tensor], ord: float = 2, *_: Any, **__: Any) -> list[Tensor]:
-    return [_norm(own, some, ord) for own, some in zip(local, grads, strict=True)]
-
-
 def _unscaled(result: None, grads: Sequence[Tensor], found_inf: Tensor, *_: Any) -> None:
     shared = {some.exchange: some.table for some in grads if isinstance(some, SharedGradients)}
     for exchange, table in shared.items():
@@ -201,7 +198,7 @@ def _unscaled(result: None, grads: Sequence[Tensor], found_inf: Tensor, *_: Any)
 
 _COLLECTIVE: Mapping[Callable[..., Any], Callable[..., Any]] = {
     torch.linalg.vector_norm: _norm,
-    torch._foreach_norm: _norms,
+    torch._foreach_norm: lambda local, grads, ord=2, *_, **__: list(map(partial(_norm, ord=ord), local, grads)),
     torch._amp_foreach_non_finite_check_and_unscale_: _unscaled,
 }
 

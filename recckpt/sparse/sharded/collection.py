@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from recckpt.sparse.sharded.table import ShardedHashTable, look_up_together
-from recckpt.sparse.table.bags import Bags, Ends, Mode, bags_of, check_mode, pool
+from recckpt.sparse.table.bags import Bags, Mode, bags_of, check_mode, pool
 from recckpt.sparse.table.checks import opaque
 
 
@@ -103,7 +103,7 @@ class EmbeddingCollection(nn.Module):
         for table in (table for table in self._sharded if table.name in names):
             try:
                 weights_of_table = own_weights.pop(table.name, None)
-                of_table = bags_of(table, batches[table.name], Ends(), weights_of_table, padding_id)
+                of_table = bags_of(table, batches[table.name], weights_of_table, padding_id)
                 check_mode(table, mode, of_table.weights)
                 bags[table.name], batches[table.name] = of_table, of_table.ids
             except (TypeError, ValueError) as error:

@@ -205,7 +205,7 @@ class RoundTrip:
         try:
             batches = zip(self._tables, self._requests.ids, self._requests.occurrences, self._inserts, strict=True)
             fetched = [fetch(table, ids, occurrences, admit=inserts) for table, ids, occurrences, inserts in batches]
-            rows, self._present = [some.rows for some in fetched], [some.present for some in fetched]
+            rows, self._present = [some for some, _ in fetched], [present for _, present in fetched]
         except Exception as error:
             problem = error
             rows = [torch.zeros((len(ids), *self._shape), **self._like) for ids in self._requests.ids]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -199,21 +199,15 @@ def look_up_together(tables: Sequence[ShardedHashTable], ids: Mapping[str, Any],
 
 def _described(tables: Sequence[ShardedHashTable], has_grad: bool, is_inserting: Sequence[bool]) -> str:
     """Return a lookup in words that are equal on two ranks if it is."""
-    modes = (
-        f"{table.name!r} ({', '.join(_mode(table, does))})" for table, does in zip(tables, is_inserting, strict=True)
-    )
+    lookups = []
+    for table, does_insert in zip(tables, is_inserting, strict=True):
+        words = ["training" if table.training else "eval"]
+        words += [] if table.requires_grad else ["frozen"]
+        words += [table.gradients]
+        words += [f"track={'+'.join(table.track)}"] if table.track else []
+        words += [] if table.padding_id is None else [f"padding_id={table.padding_id}"]
+        if not does_insert or table.admit is not None:
+            words.append(f"admit={table.admit if does_insert else False}")
+        lookups.append(f"{table.name!r} ({', '.join(words)})")
     shape = f"{str(tables[0].dtype).removeprefix('torch.')} {tables[0].embedding_shape}"
-    return f"{', '.join(modes)} of {shape} {'with' if has_grad else 'without'} gradients"
-
-
-def _mode(table: ShardedHashTable, is_inserting: bool) -> Iterator[str]:
-    yield "training" if table.training else "eval"
-    if not table.requires_grad:
-        yield "frozen"
-    yield table.gradients
-    if table.track:
-        yield f"track={'+'.join(table.track)}"
-    if table.padding_id is not None:
-        yield f"padding_id={table.padding_id}"
-    if not is_inserting or table.admit is not None:
-        yield f"admit={table.admit if is_inserting else False}"
+    return f"{', '.join(lookups)} of {shape} {'with' if has_grad else 'without'} gradients"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,8 @@ from recckpt.sparse.table.row_store import RowStore
 from recckpt.types import EMBEDDING
 
 Int64s = npt.NDArray[np.int64]
+# Embeddings of ids, and where among them those are that have rows, which alone get gradients; None for all.
+Fetched = tuple[Tensor, Int64s | None]
 MakeTable = Callable[[int, torch.dtype, str], TableModule]
 _INVERSE_1, _INVERSE_2 = np.uint64(0x96DE1B173F119089), np.uint64(0x319642B2D24D8EC3)  # of the factors of mix64
 _S16, _S27, _S30, _S31, _S48, _S54, _S60, _S62 = (np.uint64(n) for n in (16, 27, 30, 31, 48, 54, 60, 62))
@@ -190,13 +192,6 @@ class Refusals:
         return np.unpackbits(bits, count=len(ids)).view(np.bool_)
 
 
-class Fetched(NamedTuple):
-    """Embeddings of ids, and where among them those are that have rows, which alone get gradients; None for all."""
-
-    rows: Tensor
-    present: Int64s | None
-
-
 class Admission:
     """A policy, and the counts of those that wait for a row, if the policy goes by them.
 
@@ -224,7 +219,7 @@ class Admission:
             absent = np.flatnonzero(table.store.find(ids) < 0)
             if len(absent) == 0:
                 self.refusals.note(ids, None)
-                return Fetched(fetch_rows(ids, occurrences), None)
+                return fetch_rows(ids, occurrences), None
             index = IdIndex()
             index.reserve(len(absent))
             groups, new_ids = index.find_or_add(ids[absent])
@@ -249,7 +244,7 @@ class Admission:
                 self.candidates.add(new_ids[is_out], occurred[is_out])
             self.forget(new_ids[is_in])
             self.refusals.note(ids, ~is_present if len(refused) else None)
-        return Fetched(rows, present if len(refused) else None)
+        return rows, present if len(refused) else None
 
     def forget(self, ids: Int64s) -> None:
         """Drop what was counted of ids, which have rows now or are gone, where it is counted by id."""

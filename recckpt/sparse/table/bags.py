@@ -114,22 +114,22 @@ class Bags:
     weights: Tensor | None
 
 
-@dataclass(frozen=True)
-class Ends:
-    """The ways to say where bags end, of which at most one is used; ragged ids need none."""
-
-    offsets: Tensor | None = None
-    lengths: Tensor | None = None
-    include_last_offset: bool = False
-
-
-def bags_of(table: TableModule, ids: Any, ends: Ends, weights: Any, padding_id: int | None) -> Bags:
-    """Return bags of ids by one of the ways to say where they end, without those of padding; a bag may be empty then.
+def bags_of(
+    table: TableModule,
+    ids: Any,
+    weights: Any,
+    padding_id: int | None,
+    *,
+    offsets: Tensor | None = None,
+    lengths: Tensor | None = None,
+    include_last_offset: bool = False,
+) -> Bags:
+    """Return bags of ids, which end by at most one of offsets and lengths, without padding; a bag may be empty then.
 
     Raises:
         TypeError, ValueError: the ids, the ends, the weights or the padding are not such.
     """
-    bags = _bags_of(table.name, ids, ends, weights)
+    bags = _bags_of(table.name, ids, weights, offsets, lengths, include_last_offset=include_last_offset)
     padding_id = table.padding_id if padding_id is None else checked_padding(table.name, padding_id)
     if padding_id is None:
         return bags
@@ -164,9 +164,11 @@ def pool(rows: Tensor, bags: Bags, mode: Mode) -> Tensor:
     return out.view(-1, *rows.shape[1:])
 
 
-def _bags_of(table: str, ids: Any, ends: Ends, weights: Any) -> Bags:
-    named = [name for name in ("offsets", "lengths") if getattr(ends, name) is not None]
-    if ends.include_last_offset and ends.offsets is None:
+def _bags_of(
+    table: str, ids: Any, weights: Any, offsets: Tensor | None, lengths: Tensor | None, *, include_last_offset: bool
+) -> Bags:
+    named = [name for name, values in (("offsets", offsets), ("lengths", lengths)) if values is not None]
+    if include_last_offset and offsets is None:
         raise ValueError(f"table {table!r}: found include_last_offset without offsets, expected it with them only")
     if not isinstance(ids, Tensor) or ids.is_nested:
         if named:
@@ -178,10 +180,10 @@ def _bags_of(table: str, ids: Any, ends: Ends, weights: Any) -> Bags:
     elif ids.dim() != 1 or len(named) != 1:
         kind = f"ids of shape {tuple(ids.shape)} with {' and '.join(named) or 'neither offsets nor lengths'}"
         raise ValueError(f"table {table!r}: found {kind}, expected two dimensions alone, or one with either of them")
-    elif ends.lengths is not None:
-        starts = _starts(table, ends.lengths, len(flat))
+    elif lengths is not None:
+        starts = _starts(table, lengths, len(flat))
     else:
-        starts = _checked_offsets(table, ends, len(flat))
+        starts = _checked_offsets(table, offsets, len(flat), include_last_offset=include_last_offset)
     return Bags(flat, starts.to(flat.device), _checked_weights(table, weights, tuple(ids.shape)))
 
 
@@ -228,17 +230,17 @@ def _starts(table: str, values: Any, n_ids: int) -> Tensor:
     return lengths.cumsum(0) - lengths
 
 
-def _checked_offsets(table: str, ends: Ends, n_ids: int) -> Tensor:
-    starts = _counts(table, "offsets", ends.offsets)
+def _checked_offsets(table: str, offsets: Tensor | None, n_ids: int, *, include_last_offset: bool) -> Tensor:
+    starts = _counts(table, "offsets", offsets)
     bounds = torch.cat([starts, starts.new_full((1,), n_ids)])
     good = bool((bounds.diff() >= 0).all()) and int(bounds[0]) == 0
-    if not good or (ends.include_last_offset and int(starts[-1:].sum()) != n_ids):
-        last = f"; the last {n_ids}" if ends.include_last_offset else ""
+    if not good or (include_last_offset and int(starts[-1:].sum()) != n_ids):
+        last = f"; the last {n_ids}" if include_last_offset else ""
         raise ValueError(
             f"table {table!r}: found offsets {starts[:3].tolist()}...{starts[-3:].tolist()}, expected the first 0, "
             f"each at least the one before, and at most {n_ids}, as many as there are ids{last}"
         )
-    return starts[:-1] if ends.include_last_offset else starts
+    return starts[:-1] if include_last_offset else starts
 
 
 def _counts(table: str, name: str, values: Any) -> Tensor:

@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from itertools import count
-from types import TracebackType
 from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 import numpy as np
@@ -104,19 +103,15 @@ def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
         try:  # which no compiler sees: it does not break graphs inside
             return uncompiled[0](*args, **kwargs)
         except Exception as error:
-            raise error.with_traceback(_from(function, error.__traceback__))  # noqa: B904  # it is the same error
+            # What compilers have put around the function says nothing: the traceback is to begin in it.
+            code, part = getattr(function, "__code__", None), error.__traceback__
+            while part is not None and part.tb_frame.f_code is not code:
+                part = part.tb_next
+            raise error.with_traceback(part or error.__traceback__)  # noqa: B904  # it is the same error
 
     code: Any = call
     code.__code__ = code.__code__.replace(co_name=function.__name__)  # its own: the compiler keeps its books by code
     return call
-
-
-def _from(function: Callable[..., Any], trace: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback that begins in a function: what compilers have put around it says nothing."""
-    code, part = getattr(function, "__code__", None), trace
-    while part is not None and part.tb_frame.f_code is not code:
-        part = part.tb_next
-    return part or trace
 
 
 def check_has_values(ids: Tensor) -> None:
@@ -128,16 +123,16 @@ def check_has_values(ids: Tensor) -> None:
         )
 
 
-def check_proxy(ids: object) -> None:
-    """Raise RuntimeError for what ``torch.fx.symbolic_trace`` gives in place of ids."""
-    if isinstance(ids, torch.fx.Proxy):
-        _refuse_program("torch.fx.symbolic_trace")
-
-
 def refuse_export() -> None:
     """Raise RuntimeError where the old ``torch.onnx.export`` asks for the state of a model."""
     if torch.onnx.is_in_onnx_export():
         _refuse_program("torch.onnx.export")
+
+
+def check_proxy(ids: object) -> None:
+    """Raise RuntimeError for what ``torch.fx.symbolic_trace`` gives in place of ids."""
+    if isinstance(ids, torch.fx.Proxy):
+        _refuse_program("torch.fx.symbolic_trace")
 
 
 def _check_modes() -> None:
@@ -272,12 +267,6 @@ def checked_move(table: str, dtype: torch.dtype, device: torch.device, fn: Calla
             "recckpt.CheckpointReader gives them to others"
         )
     return moved.device
-
-
-def checked_count(table: str, n_rows: Any) -> int:
-    if not isinstance(n_rows, int | np.integer) or isinstance(n_rows, bool) or n_rows < 0:
-        raise ValueError(f"table {table!r}: n_rows must be an int of at least 0, found {n_rows!r}")
-    return int(n_rows)
 
 
 def checked_padding(table: str, padding_id: Any) -> int | None:

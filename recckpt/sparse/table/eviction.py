@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from recckpt.format.buckets import distinct
 from recckpt.format.tables import ClockDates
 from recckpt.policies.evict import NORM, Capacity, Evict, Mask, is_evict
 from recckpt.sparse.table.gradients import is_in_backward
@@ -101,7 +100,7 @@ class Tracking:
 
     Args:
         names: of what is tracked, keys of ``TRACKED``; none of a table that tracks nothing.
-        table_time: that of the table, which :meth:`set_step` and :meth:`set_event_time` change.
+        table_time: that of the table, which :meth:`set_event_time` changes.
 
     Attributes:
         clock_dates: when the clock has dated rows, which stay so until an event time comes; saved with them.
@@ -113,15 +112,6 @@ class Tracking:
         self._slots = frozenset(TRACKED[name].name for name in names)
         self.counts = COUNT in self._slots  # whether occurrences are counted
         self._table_time = table_time
-
-    def add_slots(self, store: RowStore) -> None:
-        for name in self.names:
-            store.add_column(TRACKED[name])
-        self.date_new_rows(store)
-
-    def set_step(self, store: RowStore, step: int) -> None:
-        self._table_time.reach(step)
-        self.date_new_rows(store)
 
     def set_event_time(self, store: RowStore, event_time: float | None) -> None:
         """Date rows with a time from now on, those too that the clock has dated so far; None for the clock."""
@@ -141,8 +131,7 @@ class Tracking:
     def date_new_rows(self, store: RowStore) -> None:
         """Date new rows as of now, looked up or not: the age of a row counts from when it was added."""
         with store.lock:  # an event time may come meanwhile
-            for name, value in self._stamps().items():
-                store.set_initial(name, value)
+            store.rows.initial.update(self._stamps())
 
     def visit(self, occurrences: Int64s) -> Visit:
         """Return what a look-up of ids that occur so often leaves behind; under the lock of the store."""
@@ -169,12 +158,6 @@ class Tracking:
         return {name: value for name, value in ((LAST_STEP, now.step), (LAST_TIME, now.time)) if name in self._slots}
 
 
-def checked_step(table: str, step: Any) -> int:
-    if not isinstance(step, int | np.integer) or isinstance(step, bool) or not 0 <= step < 1 << 53:
-        raise ValueError(f"table {table!r}: step must be an int of at least 0, found {step!r}")
-    return int(step)
-
-
 def checked_event_time(table: str, event_time: Any) -> float | None:
     """Return a time in seconds since 1970, or None; or raise ValueError where it is in other units."""
     is_number = isinstance(event_time, int | float) and not isinstance(event_time, bool)
@@ -186,22 +169,8 @@ def checked_event_time(table: str, event_time: Any) -> float | None:
     return None if event_time is None else float(event_time)
 
 
-def checked_track(table: str, track: Any) -> tuple[str, ...]:
-    names = [track] if isinstance(track, str) else list(track)
-    unknown = [name for name in names if name not in TRACKED]
-    if unknown or len({*names}) < len(names):
-        raise ValueError(f"table {table!r}: found track={track!r}, expected some of {tuple(TRACKED)}, each once")
-    return tuple(name for name in TRACKED if name in names)
-
-
-class HashRange(NamedTuple):
-    """The ids whose hashes end on 16 bits in [begin, end)."""
-
-    begin: int
-    end: int
-
-
-ALL = HashRange(0, N_PARTS)
+HashRange = tuple[int, int]  # the ids whose hashes end on 16 bits in [begin, end)
+ALL: HashRange = (0, N_PARTS)
 
 
 @dataclass(frozen=True)
@@ -236,7 +205,7 @@ class Plan:
         numbers = range(max(first, last - n_parts) + 1, last + 1)
         # Parts scanned in one step are n_parts / pace apart, so each was last scanned equally long ago.
         due = {(number + n * n_parts // pace) % n_parts: None for number in numbers for n in range(pace)}
-        return [HashRange(part * N_PARTS // n_parts, (part + 1) * N_PARTS // n_parts) for part in due]
+        return [(part * N_PARTS // n_parts, (part + 1) * N_PARTS // n_parts) for part in due]
 
 
 def plan_of(table: str, policies: Sequence[Any], slots: set[str], *, every: Any, budget_ms: Any) -> Plan:
@@ -260,13 +229,8 @@ def plan_of(table: str, policies: Sequence[Any], slots: set[str], *, every: Any,
     return Plan(tuple(rules), next(iter(capacities), None), every, budget)
 
 
-class _Scan(NamedTuple):
-    """The ids of a part that the rules evict; the other ids, and the values by which a capacity orders them."""
-
-    gone: Int64s = _NONE
-    ids: Int64s = _NONE
-    by: npt.NDArray[Any] = _NONE
-    n_rows: int = 0  # of the table
+# The ids of a part that the rules evict; the other ids, the values by which a capacity orders them, and all rows.
+_Scan = tuple[Int64s, Int64s, npt.NDArray[Any], int]
 
 
 class _Pass(NamedTuple):
@@ -307,20 +271,11 @@ class Eviction:
     def evicted_to(self, store: RowStore) -> int | None:
         """Return the step up to which eviction is done; None where it has not begun with these rows."""
         era, step = self._evicted_to
-        return step if era is store.era else None
+        return step if era is store.rows.era else None
 
     def set_evicted_to(self, store: RowStore, step: int | None) -> None:
         """Take the rows for ones in which eviction is done up to a step."""
-        self._evicted_to = (store.era, step)
-
-    def check_batch(self, table: TableModule, ids: Int64s) -> None:
-        """Raise ValueError where a look-up has more different ids than the table may have rows."""
-        capacity = self.plan.capacity
-        if capacity is not None and len(ids) > capacity.n and (n_ids := len(distinct(ids))) > capacity.n:
-            raise ValueError(
-                f"table {table.name!r}: found a look-up of {n_ids} different ids, expected at most those that "
-                f"{capacity} holds: give a larger n, or smaller batches"
-            )
+        self._evicted_to = (store.rows.era, step)
 
     def evict_due(self, table: TableModule) -> None:
         """Evict what is due before the first training look-up of a step. Collective among ranks with a capacity."""
@@ -376,16 +331,16 @@ class Eviction:
         for part in parts:
             problem: Exception | None = None
             try:
-                scan = _scan(table, plan, part, self._table_time.now)
+                goes, ids, by, n_rows = _scan(table, plan, part, self._table_time.now)
             except Exception as error:
-                scan, problem = _Scan(), error
-            gone.append(scan.gone)
+                goes, ids, by, n_rows, problem = _NONE, _NONE, _NONE, 0, error
+            gone.append(goes)
             if capacity is not None:
-                n_left, n_in_part = scan.n_rows - n_gone - len(scan.gone), len(scan.ids)
+                n_left, n_in_part = n_rows - n_gone - len(goes), len(ids)
                 n_left, n_in_part = (sum(table.sharing.numbers(what, n, problem)) for n in (n_left, n_in_part))
-                share = (part.end - part.begin) / N_PARTS
+                share = (part[1] - part[0]) / N_PARTS
                 excess = capacity.excess(n_left, n_in_part, share) if target is None else n_left - target
-                gone.append(scan.ids[table.sharing.first_rows(scan.by, scan.ids, excess)])
+                gone.append(ids[table.sharing.first_rows(by, ids, excess)])
             elif problem is not None:
                 raise problem
             n_gone = sum(map(len, gone))
@@ -429,7 +384,7 @@ def _scan(table: TableModule, plan: Plan, part: HashRange, now: Now) -> _Scan:
             if capacity is not None:
                 left.append(ids[~goes])
                 by.append(columns[capacity.by][~goes])
-        return _Scan(np.concatenate(gone), np.concatenate(left), np.concatenate(by), len(store))
+        return np.concatenate(gone), np.concatenate(left), np.concatenate(by), len(store)
 
 
 def _pieces(store: RowStore, part: HashRange, padding_id: int | None) -> Iterator[tuple[Int64s, Int64s]]:

@@ -146,7 +146,7 @@ class Gradients:
     def add(self, ids: Int64s, grads: Tensor, store: RowStore) -> None:
         """Remember the gradients of ``ids``, of which some may be equal."""
         # Summed now and not when used: the memory of ``grads`` is autograd's, which may reuse it.
-        entry = _Entry(*_sum_by_id(ids, grads), store.era)
+        entry = _Entry(*_sum_by_id(ids, grads), store.rows.era)
         with self._lock:
             waiting = self._pending(store)
             self._n_passes = self._n_passes + 1 if waiting else 1
@@ -165,9 +165,6 @@ class Gradients:
     def keep_squares(self) -> None:
         """Keep the sums of the squares of entries from now on, for an optimizer that needs them."""
         self.keeps_squares = True
-
-    def twin(self) -> Gradients:
-        return Gradients(keeps_squares=self.keeps_squares)
 
     def forget(self, ids: Int64s, store: RowStore) -> None:
         """Forget those of ids whose rows have been erased; the caller has the lock of the store."""
@@ -207,7 +204,7 @@ class Gradients:
         return RowGradients(rows, entry.grads.to(device), entry.used, lambda: entry.squares.to(device), n_lost)
 
     def _pending(self, store: RowStore) -> list[_Entry]:
-        era = store.era
+        era = store.rows.era
         return [entry for entry in self._entries if entry.era is era and not entry.used[0]]
 
     def _merged(self, store: RowStore) -> _Entry | None:
@@ -219,7 +216,7 @@ class Gradients:
             merged = None
             if self.keeps_squares:
                 merged = sums.clone(), _sum_by_id(ids, torch.cat([e.squares for e in entries]))[1]
-            entries = [_Entry(different, sums, store.era, merged=merged)]
+            entries = [_Entry(different, sums, store.rows.era, merged=merged)]
         self._entries = entries
         return entries[0] if entries else None
 

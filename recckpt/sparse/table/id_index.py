@@ -53,10 +53,6 @@ class IdIndex:
         """Goes up before and after rows are renumbered: odd meanwhile."""
         return int(self.counts[VERSION])
 
-    @property
-    def nbytes(self) -> int:
-        return self.cells.nbytes
-
     def reserve(self, n_rows: int) -> None:
         capacity = len(self.cells)
         while capacity * 7 < n_rows * 10:
@@ -113,10 +109,6 @@ class IdIndex:
             done, n_new = done + n_done, n_new + n_added
         return rows, new_ids[:n_new]
 
-    def begin_renumbering(self) -> None:
-        """Let look-ups be repeated until rows have been renumbered by :meth:`erase`, or not, by :meth:`settle`."""
-        _begin_renumbering(self.counts)
-
     def publish(self) -> None:
         """Let all see what is claimed."""
         self.counts[N_ROWS] = self.counts[N_CLAIMED]
@@ -125,10 +117,6 @@ class IdIndex:
         rows, new_ids = self.claim(ids)
         self.counts[N_ROWS] = self.counts[N_CLAIMED]
         return rows, new_ids
-
-    def erase(self, ids: Int64s, moved_ids: Int64s, rows: Int64s) -> None:
-        """Forget ``ids``, all present and different, and give ``moved_ids`` their ``rows``, which closes the gaps."""
-        erase_ids(self.cells, self.counts, ids, moved_ids, rows)
 
     def settle(self) -> None:
         """Take back what a failed change has claimed and not published, or begun to renumber."""
@@ -242,14 +230,15 @@ def _empty_cell(cells: Any, hole: Any) -> None:
 
 
 @compiled
-def _begin_renumbering(counts: Any) -> None:
+def begin_renumbering(counts: Any) -> None:
+    """Let look-ups be repeated until rows have been renumbered by :func:`erase_ids`, or not, by ``settle``."""
     counts[VERSION] |= 1
     fence()
 
 
 @compiled
 def _drop_claims(cells: Any, counts: Any) -> None:
-    _begin_renumbering(counts)
+    begin_renumbering(counts)
     for cell in range(len(cells)):
         while cells[cell, 1] > counts[N_ROWS]:
             _empty_cell(cells, cell)
@@ -260,7 +249,7 @@ def _drop_claims(cells: Any, counts: Any) -> None:
 
 @compiled
 def erase_ids(cells: Any, counts: Any, ids: Any, moved_ids: Any, rows: Any) -> None:
-    """Forget ``ids`` and give ``moved_ids`` other ``rows``."""
+    """Forget ``ids``, all present and different, and give ``moved_ids`` their ``rows``, which closes the gaps."""
     counts[VERSION] |= 1
     fence()
     for i in range(len(ids)):

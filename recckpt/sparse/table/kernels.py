@@ -17,7 +17,7 @@ from numba.core.caching import FunctionCache, NullCache
 from numba.extending import intrinsic
 
 from recckpt.format.buckets import mix64 as _mix64
-from recckpt.parallel.threads import Latch, start
+from recckpt.parallel.threads import Errand, start
 
 log = logging.getLogger("recckpt")
 
@@ -40,26 +40,13 @@ def compiled(function: _Loop) -> _Loop:
     def compile_aside(*args: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():  # handlers run in that one only
             return compile_for(*args)
-        results: list[Any] = []
-        errors: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                results.append(compile_for(*args))
-            except BaseException as error:
-                errors.append(error)
-            finally:
-                over.set()
-
-        over = Latch()
+        compiling = Errand(lambda: compile_for(*args))
         try:
-            start(threading.Thread(target=work, name="recckpt-compile"))
+            start(threading.Thread(target=compiling.run, name="recckpt-compile"))
         except RuntimeError:  # at the end of the interpreter, where a last save may still be made
             return compile_for(*args)
-        over.wait()  # left by an exception, the thread goes on to its end
-        if errors:
-            raise errors[0]
-        return results[0]
+        compiling.over.wait()  # left by an exception, the thread goes on to its end
+        return compiling.result()
 
     loop._compile_for_args = compile_aside
     return loop

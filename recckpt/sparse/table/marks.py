@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,10 +26,12 @@ class FrozenRows(ABC):
     Attributes:
         snapshot: all rows.
         base: save id of the checkpoint since which it is known what has changed; None where it is not known.
+        erased: the ids that were erased since the base, in pieces; some may be there again.
     """
 
     snapshot: Snapshot
     base: str | None
+    erased: Sequence[Int64s] = ()
 
     def is_replaced(self, base: str) -> bool:
         """Say whether a delta on the checkpoint with this save id has to hold all rows, for want of marks since."""
@@ -40,23 +42,18 @@ class FrozenRows(ABC):
     def n_changed(self) -> int:
         """About how many rows and erased ids a delta would hold: for the choice of a full."""
 
-    @property
-    def erased(self) -> Sequence[Int64s]:
-        """The ids that were erased since the base, in pieces; some may be there again."""
-        return ()
+    def delta(self, base: str, *, narrows: bool = True) -> DeltaSource:
+        """Return what has changed since this base.
 
-    def changes(self, base: str) -> DeltaSource:
-        """Return what has changed since this base; all other rows can be read until :meth:`DeltaSource.narrow`."""
-        self.check_base(base)
-        return DeltaSource(self.snapshot, partial(self.changed_since, base), self.erased)
-
-    def delta(self, base: str) -> DeltaSource:
-        """Return the same, of a snapshot that releases the other rows once it is known which those are."""
+        Where it ``narrows``, the snapshot releases the other rows once it is known which those are; otherwise all can
+        be read until :meth:`DeltaSource.narrow`.
+        """
         self.check_base(base)
 
         def bits() -> Bytes:
             bits = self.changed_since(base)
-            self.snapshot.narrow(bits)
+            if narrows:
+                self.snapshot.narrow(bits)
             return bits
 
         return DeltaSource(self.snapshot, bits, self.erased)
@@ -74,8 +71,7 @@ class FrozenRows(ABC):
     def committed(self, save_id: str) -> None:
         """Make this checkpoint the base."""
 
-    @abstractmethod
-    def failed(self) -> None:
+    def failed(self) -> None:  # noqa: B027  # where nothing was begun, nothing ends
         """Keep the base, and all that has changed since."""
 
 
@@ -88,9 +84,9 @@ class SaverMarks(ABC):
     def begin(self, base: str) -> None:
         """Count from now on what changes: the rows are exactly those of the checkpoint with this save id."""
 
-    @abstractmethod
     def is_unchanged(self, base: str) -> bool:
         """Say whether nothing has changed since this base; never wrongly so."""
+        return False
 
     @abstractmethod
     def freeze(
@@ -136,7 +132,8 @@ class Marks(SaverMarks):
         with self._lock:
             if (store := self.store()) is not None:
                 store.mark_noted()
-            return self._since.base == base and not any(some.has_changes for some in self.sets)
+            has_changes = any(some.is_replaced or some.n_erased or some.n_marked for some in self.sets)
+            return self._since.base == base and not has_changes
 
     def freeze(self, store: Store, name: str, slots: Collection[str] | None, *, keeps_marks: bool = False) -> Frozen:
         """Return what has changed since the base, all of it in the first set; a save begins a second one."""
@@ -181,21 +178,18 @@ class Frozen(FrozenRows):
         self.snapshot, self.second = snapshot, second
         self._marks, self.base = marks, None if first.is_replaced else base
         self.bits, self._n_marked = first.share(snapshot.n_rows), first.n_marked
-        self._erased = tuple(first.erased)
-
-    @property
-    def erased(self) -> Sequence[Int64s]:
-        return self._erased
+        self.erased = tuple(first.erased)
 
     @property
     def n_changed(self) -> int:
         """Rows and erased ids that a delta would hold, ids that are there again included."""
-        return self.snapshot.n_rows if self.base is None else self._n_marked + sum(map(len, self._erased))
+        return self.snapshot.n_rows if self.base is None else self._n_marked + sum(map(len, self.erased))
 
-    def delta(self, base: str) -> DeltaSource:
-        """Return what has changed since this base; the other rows are protected no longer, and cannot be read."""
-        source = self.changes(base)
-        source.narrow()
+    def delta(self, base: str, *, narrows: bool = True) -> DeltaSource:
+        """Return what has changed since this base; where it ``narrows``, the other rows are released at once."""
+        source = super().delta(base, narrows=False)
+        if narrows:
+            source.narrow()
         return source
 
     def changed_since(self, base: str) -> Bytes:

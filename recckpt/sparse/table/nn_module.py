@@ -199,7 +199,9 @@ class TableModule(nn.Module):
         dtype = str(self.dtype).removeprefix("torch.")
         rows = f"rows={len(self.store)}, shape={self.embedding_shape}, dtype={dtype}"
         padding = "" if self.padding_id is None else f", padding_id={self.padding_id}"
-        return f"{quoted(self.name)}, {rows}{padding}, slots={len(self.store.columns) - 1}, {size(self.store.nbytes)}"
+        return (
+            f"{quoted(self.name)}, {rows}{padding}, slots={len(self.store.columns) - 1}, {size(self.store.rows.nbytes)}"
+        )
 
     def __repr__(self) -> str:
         return super().__repr__() if "store" in vars(self) else object.__repr__(self)  # half made
@@ -265,7 +267,7 @@ class TableModule(nn.Module):
         memo[id(self)] = twin
         own = {
             "store": self.store.to(self.device),
-            "pending_gradients": self.pending_gradients.twin(),
+            "pending_gradients": Gradients(keeps_squares=self.pending_gradients.keeps_squares),
             "initializer": self.initializer,
         }
         rest = {name: value for name, value in self.__dict__.items() if name not in own}

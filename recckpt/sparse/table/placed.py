@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -57,7 +57,6 @@ class IdPlaces:
         return before.ids[~np.isin(before.ids, self.ids, assume_unique=True)]
 
     def is_same(self, other: IdPlaces) -> bool:
-        """Say whether nothing is different."""
         return len(self.ids) == len(other.ids) and not self.moved(other).any()
 
 
@@ -87,10 +86,9 @@ class PlacedStore(Store):
 class PlacedRows(SnapshotOver):
     """A snapshot of places as one of the ids that had them. Thread-safe, as that one is."""
 
-    in_place = None
-
     def __init__(self, rows: Snapshot, placed: IdPlaces, slots: tuple[SlotSpec, ...]) -> None:
         super().__init__(rows)
+        self.in_place = None
         self.n_rows, self.slots, self._placed = len(placed.ids), in_order((*rows.slots, *slots)), placed
 
     def read_ids(self, rows: npt.NDArray[Any], target: Bytes) -> None:
@@ -114,11 +112,7 @@ class PlacedRows(SnapshotOver):
         self._rows.narrow(np.packbits(is_kept, bitorder="little"))
 
 
-class _MapBase(NamedTuple):
-    """A checkpoint, and which ids it has where: 16 bytes an id, and 8 for each value of its meta."""
-
-    save_id: str
-    placed: IdPlaces
+_MapBase = tuple[str, IdPlaces]  # a checkpoint, and which ids it has where: 16 bytes an id, 8 for each value of meta
 
 
 class PlacedMarks(SaverMarks):
@@ -137,13 +131,13 @@ class PlacedMarks(SaverMarks):
         store = self._store()
         if store is not None:
             self._marks.begin(base)
-            self._base = _MapBase(base, store.placed())
+            self._base = base, store.placed()
 
     def is_unchanged(self, base: str) -> bool:
         store, then = self._store(), self._base
-        if store is None or then is None or then.save_id != base:
+        if store is None or then is None or then[0] != base:
             return False
-        return self._marks.is_unchanged(base) and store.placed().is_same(then.placed)
+        return self._marks.is_unchanged(base) and store.placed().is_same(then[1])
 
     def freeze(
         self, store: Store, name: str, slots: Collection[str] | None, *, keeps_marks: bool = False
@@ -170,8 +164,10 @@ class PlacedFrozen(FrozenRows):
         slots: Collection[str] | None,
         committed: Callable[[_MapBase], None],
     ) -> None:
-        self._frozen, self._placed, self._then, self._committed = frozen, placed, then, committed
-        self.base = None if then is None or frozen.is_replaced(then.save_id) else then.save_id
+        self._then: IdPlaces | None
+        save_id, self._then = then or (None, None)
+        self._frozen, self._placed, self._committed = frozen, placed, committed
+        self.base = None if save_id is None or frozen.is_replaced(save_id) else save_id
         read = tuple(slot for slot in placed.slots if slots is None or slot.name in slots)
         self.snapshot: PlacedRows = PlacedRows(frozen.snapshot, placed, read)
         if isinstance(frozen, Frozen):  # others look at all places before any is released
@@ -195,7 +191,7 @@ class PlacedFrozen(FrozenRows):
 
     def committed(self, save_id: str) -> None:
         self._frozen.committed(save_id)
-        self._committed(_MapBase(save_id, self._placed))
+        self._committed((save_id, self._placed))
 
     def failed(self) -> None:
         self._frozen.failed()
@@ -203,10 +199,10 @@ class PlacedFrozen(FrozenRows):
     @cached_property
     def _moved(self) -> Bits:
         assert self._then is not None
-        return self._placed.moved(self._then.placed)
+        return self._placed.moved(self._then)
 
     @cached_property
-    def erased(self) -> Sequence[Int64s]:
+    def erased(self) -> Sequence[Int64s]:  # type: ignore[override]  # looked for once it is asked for
         """The ids that were in the map of the base and are not now."""
         assert self._then is not None
-        return (self._placed.gone(self._then.placed),)
+        return (self._placed.gone(self._then),)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from recckpt.format.buckets import M1, M2, mix64
+from recckpt.format.buckets import M1, M2, random_odds
 from recckpt.sparse.table.kernels import compiled
 from recckpt.sparse.table.kernels import mix64 as mix64_of_one
 from recckpt.sparse.table.marks import FrozenRows, SaverMarks
@@ -36,6 +35,7 @@ _PIECE_BYTES, _DEVICE_PIECE_BYTES = 8 << 20, 64 << 20
 _MIX = np.uint64(0x9E3779B185EBCA87)  # 2 ** 64 over the golden ratio, as a prime: the bits of a word are mixed by it
 _S29, _S32 = np.uint64(29), np.uint64(32)
 _WORDS = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
+_SIGNED_MIX, _SIGNED_M1, _SIGNED_M2 = (int(word.astype(np.int64)) for word in (_MIX, M1, M2))
 _TORCH_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -77,7 +77,7 @@ def _prints_of(rows: Snapshot, some: npt.NDArray[np.int64]) -> Prints:
     """Return the prints of some rows, from a copy of them."""
     prints = np.zeros(len(some), np.uint64)
     read = {spec.name: np.empty(len(some) * spec.row_bytes, np.uint8) for spec in rows.slots}
-    rows.peek(some, read)
+    rows.read_slots(some, read, is_last=False)
     for spec in rows.slots:
         _mix(read[spec.name], spec, prints)
     return prints
@@ -87,7 +87,7 @@ def _mix(memory: npt.NDArray[np.uint8], spec: SlotSpec, prints: Prints) -> int:
     """Mix rows of a slot into their prints, and return how many they are."""
     n_rows = len(memory) // spec.row_bytes
     words = memory.view(_WORDS[_word_bytes(spec.row_bytes)]).reshape(n_rows, -1)
-    _mix_rows(words, _factors_of(words.shape[1]), prints[:n_rows])
+    _mix_rows(words, random_odds(0, words.shape[1]), prints[:n_rows])
     return n_rows
 
 
@@ -106,13 +106,6 @@ def _mix_rows(words: Any, factors: Any, prints: Any) -> None:
 def _word_bytes(row_bytes: int) -> int:
     """Return the size of the longest words of which a row is made."""
     return next(n_bytes for n_bytes in (8, 4, 2, 1) if row_bytes % n_bytes == 0)
-
-
-@lru_cache(maxsize=64)
-def _factors_of(n_words: int) -> npt.NDArray[np.uint64]:
-    """Return random odd numbers, a position in a row each: an odd one loses no bit of what it multiplies."""
-    factors: npt.NDArray[np.uint64] = mix64(np.arange(1, n_words + 1, dtype=np.uint64)) | np.uint64(1)
-    return factors
 
 
 @torch.no_grad()
@@ -139,22 +132,18 @@ def _mixed(memory: Tensor, spec: SlotSpec, prints: Tensor) -> Tensor:
     if n_bytes < 8:
         words &= (1 << 8 * n_bytes) - 1
     words = words ^ _shifted(words, 32)  # not in place: words of 8 bytes are the rows themselves
-    words *= _signed(_MIX)
+    words *= _SIGNED_MIX
     words ^= _shifted(words, 29)
-    factors = torch.from_numpy(_factors_of(words.shape[1]).view(np.int64)).to(memory.device)
+    factors = torch.from_numpy(random_odds(0, words.shape[1]).view(np.int64)).to(memory.device)
     z = words.mul_(factors).sum(1) + prints
-    z = (z ^ _shifted(z, 30)) * _signed(M1)  # as recckpt.format.buckets.mix64
-    z = (z ^ _shifted(z, 27)) * _signed(M2)
+    z = (z ^ _shifted(z, 30)) * _SIGNED_M1  # as recckpt.format.buckets.mix64
+    z = (z ^ _shifted(z, 27)) * _SIGNED_M2
     return z ^ _shifted(z, 31)
 
 
 def _shifted(words: Tensor, n_bits: int) -> Tensor:
     """Shift unsigned words to the right: torch shifts the sign in."""
     return (words >> n_bits).bitwise_and_((1 << 64 - n_bits) - 1)
-
-
-def _signed(word: np.uint64) -> int:
-    return int(word.astype(np.int64))
 
 
 class _Base(NamedTuple):
@@ -193,10 +182,6 @@ class PrintMarks(SaverMarks):
             self._base.prints[rows[rows >= 0]] ^= 1
         return True
 
-    def is_unchanged(self, base: str) -> bool:
-        """Say that rows may have changed."""
-        return False
-
     def freeze(
         self, store: Store, name: str, slots: Collection[str] | None, *, keeps_marks: bool = False
     ) -> FrozenRows:
@@ -210,6 +195,9 @@ class PrintMarks(SaverMarks):
 
 class PrintedRows(SnapshotOver):
     """A snapshot whose prints are taken before its rows are read for the last time. Thread-safe.
+
+    Attributes:
+        known_prints: those of the rows that have some; None where they were not taken.
 
     Args:
         rows: the snapshot.
@@ -225,25 +213,19 @@ class PrintedRows(SnapshotOver):
     ) -> None:
         super().__init__(rows)
         self._check, self._lock, self._some = check, threading.Lock(), some or (0, rows.n_rows)
-        self._prints: Prints | None = None
+        self.known_prints: Prints | None = None
 
     @property
     def prints(self) -> Prints:
         """The prints of the rows that have some."""
         with self._lock:
-            if self._prints is None:
+            if self.known_prints is None:
                 prints = fingerprints(self._rows, *self._some)
                 self._check(prints)
-                self._prints = prints
-            return self._prints
-
-    @property
-    def known_prints(self) -> Prints | None:
-        """The same, None where they were not taken."""
-        return self._prints
+                self.known_prints = prints
+            return self.known_prints
 
     def read_slots(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
-        """Copy rows of some slots into a target each; after ``is_last`` they are not read again."""
         if is_last:
             _ = self.prints  # of all rows, before the first may change
         self._rows.read_slots(rows, targets, is_last=is_last)
@@ -280,6 +262,3 @@ class FrozenPrints(FrozenRows):
         prints, before = self.snapshot.known_prints, self._then
         share = 0.0 if prints is None or before is None or not len(prints) else float(np.mean(prints != before.prints))
         self._committed(None if prints is None else _Base(save_id, self.snapshot.slots, prints, share))
-
-    def failed(self) -> None:
-        """Keep the base."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from recckpt.format.buckets import distinct
 from recckpt.sparse.table.column import BLOCK_BYTES, Column
+from recckpt.sparse.table.id_index import begin_renumbering
 from recckpt.sparse.table.rows import Rows, Visit, last_occurrence
 from recckpt.sparse.table.snapshot import Snapshot
 from recckpt.sparse.table.store import HasMarkSets, Observers, Store
@@ -29,32 +30,30 @@ _TRIES = 3  # of a look-up without the lock
 class RowStore(Store):
     """The rows of a table, which any number of threads look up and change.
 
-    The door: ``visit``, ``add``, ``insert``, ``write``, ``erase``, ``clear`` and ``adopt`` are the only ways in which
+    The door: ``visit``, ``insert``, ``write``, ``erase``, ``clear`` and ``adopt`` are the only ways in which
     a row changes. Each holds the lock, calls snapshots and marks before it changes a row, and is done or not begun
     whenever an exception ends it. Look-ups never wait; they are repeated when an erase has renumbered rows meanwhile,
     and take the lock when that happens again and again. For a change that depends on what was read take the ``lock``.
+
+    Attributes:
+        rows: the rows themselves, to be changed only where nothing else uses this store.
     """
 
     def __init__(self, device: torch.device, rows: Rows | None = None) -> None:
         self.lock = threading.RLock()
-        self._rows = Rows(device) if rows is None else rows
+        self.rows = Rows(device) if rows is None else rows
         self._observers = Observers()
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     @property
     def device(self) -> torch.device:
-        return self._rows.device
-
-    @property
-    def rows(self) -> Rows:
-        """The rows themselves, to be changed only where nothing else uses this store."""
-        return self._rows
+        return self.rows.device
 
     @property
     def columns(self) -> Mapping[str, Column]:
-        return self._rows.columns
+        return self.rows.columns
 
     @property
     def further_columns(self) -> Mapping[str, Column]:
@@ -62,25 +61,12 @@ class RowStore(Store):
         return {name: column for name, column in self.columns.items() if name != EMBEDDING}
 
     @property
-    def saved_columns(self) -> Mapping[str, Column]:
-        return self._rows.columns
-
-    @property
     def ids(self) -> Column:
-        return self._rows.ids
-
-    @property
-    def nbytes(self) -> int:
-        return self._rows.nbytes
-
-    @property
-    def era(self) -> object:
-        """Another object once all rows have been dropped or replaced; gradients end with it."""
-        return self._rows.era
+        return self.rows.ids
 
     def snapshot(self, name: str, slots: Collection[str] | None = None) -> Snapshot:
         with self.lock:
-            rows = self._rows
+            rows = self.rows
             return self._observers.snapshot(name, len(rows), rows.ids, rows.columns, slots)
 
     def track(self, marks: HasMarkSets) -> None:
@@ -94,14 +80,8 @@ class RowStore(Store):
 
     def add_column(self, spec: SlotSpec, initial: float = 0.0) -> None:
         with self.lock:
-            self._replaced()
+            self._observers.replaced()
             self._settled().add_column(spec, initial)
-
-    def initial(self, name: str) -> float:
-        return self._rows.initial[name]
-
-    def set_initial(self, name: str, value: float) -> None:
-        self._rows.initial[name] = value
 
     def reserve(self, n_rows: int) -> None:
         with self.lock:
@@ -125,18 +105,18 @@ class RowStore(Store):
     def look_up(self, ids: Int64s, take: Take[T]) -> T:
         """Return what ``take`` makes of the columns and the row of each id, -1 where it is absent."""
         for _ in range(_TRIES):
-            rows = self._rows
+            rows = self.rows
             version = rows.index.version
             taken = take(rows.columns, rows.index.find(ids))
             if rows.is_still(version):
                 return taken
         with self.lock:
-            rows = self._rows
+            rows = self.rows
             return take(rows.columns, rows.index.find(ids))
 
     def look_up_or_add(self, ids: Int64s, take: Take[T], embeddings: FirstValues) -> T:
         """Return the same of ids that all have rows: new ones get theirs, under the lock, with these embeddings."""
-        rows = self._rows
+        rows = self.rows
         version = rows.index.version
         at = rows.index.find(ids)
         new = np.flatnonzero(at < 0)
@@ -146,23 +126,19 @@ class RowStore(Store):
                 return taken
         with self.lock:
             self._settled()
-            if self._rows is rows and rows.is_still(version):
+            if self.rows is rows and rows.is_still(version):
                 at[new] = self.insert(ids[new], {}, embeddings)
             else:
                 at = self.insert(ids, {}, embeddings)
-            return take(self._rows.columns, at)
+            return take(self.rows.columns, at)
 
     def visit(self, ids: Int64s, visit: Visit, take: Take[T], embeddings: FirstValues) -> T:
         """Count and stamp the rows of ``ids``, adding missing ones; return what ``take`` makes of them."""
         with self.lock:
             at, _ = self._claim(ids, frozenset(), embeddings)
             self._announce(distinct(at) if self._observers.has_snapshot else at, with_ids=False)  # each row once
-            self._rows.visit(at, visit)
-            return take(self._rows.columns, at)
-
-    def add(self, ids: Int64s, embeddings: FirstValues) -> Int64s:
-        """Return the row of each id; those that are new start with these embeddings, and all initial values else."""
-        return self.insert(ids, {}, embeddings)
+            self.rows.visit(at, visit)
+            return take(self.rows.columns, at)
 
     def insert(self, ids: Int64s, values: Mapping[str, Tensor], embeddings: FirstValues | None = None) -> Int64s:
         """Set the rows of ``ids`` to values, a tensor a slot, the last of equal ids wins; return the row of each id.
@@ -171,7 +147,7 @@ class RowStore(Store):
         """
         with self.lock:
             at, n_new = self._claim(ids, frozenset(values), embeddings)
-            rows = self._rows
+            rows = self.rows
             written = at
             if n_new == len(ids):
                 rows.put(at, values)
@@ -210,8 +186,8 @@ class RowStore(Store):
                 marks.move(erasure)
             if rows.is_half_empty:
                 fitted = rows.fitted()
-                rows.index.begin_renumbering()  # look-ups that still read these rows are repeated
-                self._rows = fitted
+                begin_renumbering(rows.index.counts)  # look-ups that still read these rows are repeated
+                self.rows = fitted
             return len(erasure.ids)
 
     def clear(self) -> None:
@@ -221,19 +197,19 @@ class RowStore(Store):
 
     def emptied(self) -> RowStore:
         """Return a store without rows and with the same slots, to be filled and adopted."""
-        return RowStore(self.device, self._rows.emptied())
+        return RowStore(self.device, self.rows.emptied())
 
     def adopt(self, other: RowStore) -> None:
         """Replace all rows and slots by those of a store that is no longer used."""
         with self.lock:
-            self._replaced()
-            self._rows = other._rows
+            self._observers.replaced()
+            self.rows = other.rows
             self._observers.forget_snapshots()  # nothing changes any more what they read
 
     def to(self, device: torch.device) -> RowStore:
         """Return a copy with the slots on ``device``; ids and index stay on the CPU."""
         with self.lock:
-            return RowStore(device, self._rows.to(device))
+            return RowStore(device, self.rows.to(device))
 
     def resized(self, dim: int, first_embeddings: Callable[[Int64s, SlotSpec], Tensor]) -> RowStore:
         """Return a copy whose embeddings, and slots of their shape, have another last dimension.
@@ -241,7 +217,7 @@ class RowStore(Store):
         What is too long is cut. New columns of the embedding hold what ``first_embeddings`` makes of the ids, those of
         slots their initial value. Gradients that wait for the optimizer are of the old rows. Under the lock.
         """
-        rows, columns = self._rows, {}
+        rows, columns = self.rows, {}
         shape = rows.columns[EMBEDDING].spec.shape
         for name, column in rows.columns.items():
             if column.spec.shape != shape:
@@ -266,8 +242,8 @@ class RowStore(Store):
     def _settled(self) -> Rows:
         """Return the rows without what an exception has left behind; under the lock, to change them."""
         # Not to read them: that may be a signal handler, in the middle of a change of the same thread.
-        self._rows.index.settle()
-        return self._rows
+        self.rows.index.settle()
+        return self.rows
 
     def _claim(self, ids: Int64s, preset: frozenset[str], embeddings: FirstValues | None) -> tuple[Int64s, int]:
         """Return the row of each id, and how many are new: at initial values but for ``preset`` slots, unpublished."""
@@ -276,7 +252,7 @@ class RowStore(Store):
         at, new_ids = rows.claim(ids)
         end = first + len(new_ids)
         made = embeddings(new_ids) if embeddings is not None and len(new_ids) else None  # code of users
-        if rows.index.n_claimed != end or len(rows) != first or self._rows is not rows:
+        if rows.index.n_claimed != end or len(rows) != first or self.rows is not rows:
             raise RuntimeError("an initializer has changed the table that it was to give values")
         # A snapshot may still need the erased rows whose places these new rows take.
         self._announce(np.arange(first, end), with_ids=True)
@@ -288,7 +264,4 @@ class RowStore(Store):
 
     def _announce(self, rows: Int64s, *, with_ids: bool) -> None:
         """Let snapshots copy, and marks mark, rows that are about to change."""
-        self._observers.announce(rows, self._rows.index.n_claimed, with_ids=with_ids)
-
-    def _replaced(self) -> None:
-        self._observers.replaced()
+        self._observers.announce(rows, self.rows.index.n_claimed, with_ids=with_ids)

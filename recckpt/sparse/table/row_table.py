@@ -19,7 +19,6 @@ from recckpt.sparse.table.checks import (
     check_owned,
     check_slot_name,
     check_values,
-    checked_count,
     checked_initial,
     checked_shape,
     dtype_name,
@@ -27,13 +26,12 @@ from recckpt.sparse.table.checks import (
     opaque,
 )
 from recckpt.sparse.table.eviction import (
+    TRACKED,
     Eviction,
     Now,
     TableTime,
     Tracking,
     checked_event_time,
-    checked_step,
-    checked_track,
 )
 from recckpt.sparse.table.initializers import InitializerLike, default_initializer
 from recckpt.sparse.table.nn_module import (
@@ -104,8 +102,13 @@ class RowTable(TableModule):
     ) -> None:
         super().__init__(embedding_shape, name=name, dtype=dtype, device=device, initializer=initializer, slice=slice)
         self.time = TableTime()
-        self.tracking = Tracking(checked_track(name, track), self.time)
-        self.tracking.add_slots(self.store)
+        tracked = [track] if isinstance(track, str) else list(track)
+        if not TRACKED.keys() >= {*tracked} or len({*tracked}) < len(tracked):
+            raise ValueError(f"table {name!r}: found track={track!r}, expected some of {tuple(TRACKED)}, each once")
+        self.tracking = Tracking(tuple(each for each in TRACKED if each in tracked), self.time)
+        for track_name in self.track:
+            self.store.add_column(TRACKED[track_name])
+        self.tracking.date_new_rows(self.store)
         self.eviction = Eviction(self.time)
         self.companions: list[TableModule] = []
         self.followers: list[weakref.ref[NotesInserts]] = []
@@ -113,7 +116,7 @@ class RowTable(TableModule):
     @property
     def nbytes(self) -> int:
         """Bytes that the table holds: index, ids and slots, room for growth included."""
-        return self.store.nbytes
+        return self.store.rows.nbytes
 
     def __len__(self) -> int:
         return len(self.store)
@@ -133,7 +136,10 @@ class RowTable(TableModule):
 
     @step.setter
     def step(self, step: int) -> None:
-        self.tracking.set_step(self.store, checked_step(self.name, step))
+        if not isinstance(step, int | np.integer) or isinstance(step, bool) or not 0 <= step < 1 << 53:
+            raise ValueError(f"table {self.name!r}: step must be an int of at least 0, found {step!r}")
+        self.time.reach(int(step))
+        self.tracking.date_new_rows(self.store)
 
     @property
     def event_time(self) -> float | None:
@@ -222,7 +228,9 @@ class RowTable(TableModule):
     @opaque
     def reserve(self, n_rows: int) -> None:
         """Make room for ``n_rows`` rows in all, 0 or more, so that inserting them allocates nothing."""
-        self.store.reserve(checked_count(self.name, n_rows))
+        if not isinstance(n_rows, int | np.integer) or isinstance(n_rows, bool) or n_rows < 0:
+            raise ValueError(f"table {self.name!r}: n_rows must be an int of at least 0, found {n_rows!r}")
+        self.store.reserve(int(n_rows))
 
     @opaque
     def ids(self) -> Tensor:
@@ -271,7 +279,7 @@ class RowTable(TableModule):
             if name not in self.store.columns:
                 self.store.add_column(spec, value or 0.0)
             elif value is not None:
-                self.store.set_initial(name, value)
+                self.store.rows.initial[name] = value
 
     @opaque
     def set_slot(self, name: str, ids: Tensor, values: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recckpt.format.buckets import distinct
 from recckpt.sparse.table.column import Addresses, Column
-from recckpt.sparse.table.id_index import N_CLAIMED, N_ROWS, VERSION, IdIndex, erase_ids
+from recckpt.sparse.table.id_index import N_CLAIMED, N_ROWS, VERSION, IdIndex, begin_renumbering, erase_ids
 from recckpt.sparse.table.kernels import compiled, copy_rows_within, fence, mark_rows, prefetch, scatter_rows
 from recckpt.types import SlotSpec
 
@@ -102,7 +102,7 @@ class Rows:
         self.initial: dict[str, float] = dict(initial or {})
         self.ids = Column(_ID_SPEC, _CPU)
         self.index = IdIndex()
-        self.era = object()
+        self.era = object()  # another one once all rows have been dropped or replaced: gradients end with it
         self.most = 0  # rows there were before an erase, since they moved into the memory of now
 
     def __len__(self) -> int:
@@ -110,7 +110,7 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        return self.index.nbytes + self.ids.nbytes + sum(c.nbytes for c in self.columns.values())
+        return self.index.cells.nbytes + self.ids.nbytes + sum(c.nbytes for c in self.columns.values())
 
     def is_still(self, version: int) -> bool:
         """Return whether no row has been renumbered since the index had this version."""
@@ -163,16 +163,13 @@ class Rows:
     def claim(self, ids: Int64s) -> tuple[Int64s, Int64s]:
         """Return the row of each id and the ids that are new, whose rows come last, in this order.
 
-        The new rows are not seen until :meth:`write` or :meth:`publish`; their slots hold nothing defined.
+        The new rows are not seen until :meth:`write`, or the index, publishes them; their slots hold nothing defined.
         """
         at, new_ids = self.index.claim(ids)
         if len(new_ids):
             for column in (self.ids, *self.columns.values()):
                 column.reserve(len(self) + len(new_ids))
         return at, new_ids
-
-    def publish(self) -> None:
-        self.index.publish()
 
     def initialize(self, begin: int, end: int, without: frozenset[str] = frozenset()) -> None:
         """Give the rows [begin, end), not published yet, the initial value in every slot not named in ``without``."""
@@ -232,7 +229,13 @@ class Rows:
     def find_erasure(self, ids: Int64s) -> Erasure:
         """Return what has to be done to drop those of ``ids`` that are present; the last rows move into the gaps."""
         at = self.index.find(ids)
-        rows = _ascending(at[at >= 0], len(self))
+        rows = at[at >= 0]
+        if 32 * len(rows) < len(self):
+            rows = distinct(rows)
+        else:  # sorting many takes longer
+            is_one = np.zeros(len(self), np.bool_)
+            is_one[rows] = True
+            rows = np.flatnonzero(is_one)
         n_left = len(self) - len(rows)
         n_holes = int(np.searchsorted(rows, n_left))
         stays = np.ones(len(rows), np.bool_)  # of the last rows, as many as go
@@ -250,7 +253,7 @@ class Rows:
             return
         before = [column.gather(erasure.holes) for column in slots]
         try:
-            self.index.begin_renumbering()  # before the first row moves: else a look-up reads a row of another id
+            begin_renumbering(self.index.counts)  # before the first row moves: else a look-up reads a row of another id
             for column in slots:
                 column.scatter(erasure.holes, column.gather(erasure.movers))
             erase_rows(self.index, erasure, [self.ids])
@@ -260,15 +263,6 @@ class Rows:
                     column.scatter(erasure.holes, old)
                 self.index.settle()
             raise
-
-
-def _ascending(rows: Int64s, n_rows: int) -> Int64s:
-    """Return the different ones of ``rows``, of so many, in order."""
-    if 32 * len(rows) < n_rows:
-        return distinct(rows)
-    is_one = np.zeros(n_rows, np.bool_)  # sorting many takes longer
-    is_one[rows] = True
-    return np.flatnonzero(is_one)
 
 
 def last_occurrence(rows: Int64s) -> Int64s | None:

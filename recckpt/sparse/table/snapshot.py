@@ -180,9 +180,12 @@ class RowIds(Protocol):
 class Snapshot:
     """Rows 0 to ``n_rows - 1`` of a table at the moment this is made.
 
-    Reading is thread-safe, also beside the one thread that changes the table; that one calls :meth:`keep_rows` and
-    :meth:`keep_ids` before it writes. Columns are read in their order. ``on_close`` is called once, by :meth:`close`,
-    when the log serves no longer.
+    Reading is thread-safe, also beside the one thread that changes the table; that one calls :meth:`keep` before
+    it writes. Columns are read in their order. ``on_close`` is called once, by :meth:`close`, when the log serves no
+    longer.
+
+    Attributes:
+        in_place: the slots where they lie, as they are now; None where rows do not lie as they are read.
     """
 
     def __init__(
@@ -198,6 +201,7 @@ class Snapshot:
         self.name, self.n_rows = name, n_rows
         self.slots: tuple[SlotSpec, ...] = tuple(column.spec for column in columns.values())
         self._slots, self._ids = PreImages(n_rows, columns, log), ids
+        self.in_place: PreImages | None = self._slots
         self._on_close = on_close
 
     @property
@@ -217,13 +221,11 @@ class Snapshot:
         """Return nothing: who has all rows knows what is not there."""
         return np.empty(0, np.int64)
 
-    def keep_rows(self, rows: Int64s) -> None:
-        """Copy aside the slots of ``rows``, all different, which are about to change."""
+    def keep(self, rows: Int64s, *, with_ids: bool) -> None:
+        """Copy aside the slots of ``rows``, all different, which are about to change, or to belong to other ids."""
         self._slots.keep(rows)
-
-    def keep_ids(self, rows: Int64s) -> None:
-        """Copy aside the ids of ``rows``, all different, which are about to belong to others."""
-        self._ids.keep(rows)
+        if with_ids:
+            self._ids.keep(rows)
 
     def read(self, column: int, rows: npt.NDArray[Any], target: Bytes, *, is_last: bool) -> None:
         """Copy rows of the id, column 0, or of a slot; after ``is_last`` they are not read again, in any slot."""
@@ -236,18 +238,9 @@ class Snapshot:
         """Copy the ids of rows; as often as one likes."""
         self._ids.gather_into(rows, target)
 
-    def peek(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes]) -> None:
-        """Copy rows of some slots into a target each; as often as one likes, before they are read for the last time."""
-        self.read_slots(rows, targets, is_last=False)
-
     def read_slots(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
         """Copy rows of some slots into a target each; after ``is_last`` they are not read again."""
         self._slots.read(rows, targets, is_last=is_last)
-
-    @property
-    def in_place(self) -> PreImages | None:
-        """The slots where they lie, as they are now; None where rows do not lie as they are read."""
-        return self._slots
 
     def narrow(self, bits: Bytes) -> None:
         self._slots.narrow(bits)
@@ -272,14 +265,14 @@ class SnapshotOver(Snapshot):
 
     def __init__(self, rows: Snapshot) -> None:
         self.name, self.n_rows, self.slots, self._rows = rows.name, rows.n_rows, rows.slots, rows
-        self._slots, self._ids, self._on_close = rows._slots, rows._ids, rows._on_close
+        self._slots, self._ids, self._on_close, self.in_place = rows._slots, rows._ids, rows._on_close, rows.in_place
 
 
 class SnapshotIds:
     """Ids that ``read_ids`` copies into bytes, read like a column."""
 
     def __init__(self, read_ids: Callable[[npt.NDArray[Any], Bytes], None]) -> None:
-        self._read_ids = read_ids
+        self.gather_into = read_ids
 
     def pieces(self, begin: int, end: int) -> Iterator[Tensor]:
         for first in range(begin, end, _PIECE_ROWS):
@@ -287,7 +280,7 @@ class SnapshotIds:
 
     def gather(self, rows: Int64s) -> Tensor:
         ids = np.empty(len(rows), np.int64)
-        self._read_ids(rows, ids.view(np.uint8))
+        self.gather_into(rows, ids.view(np.uint8))
         return torch.from_numpy(ids)
 
     def to_tensor(self, n_rows: int) -> Tensor:

@@ -36,10 +36,6 @@ class MarkSet:
         self.n_erased = 0
 
     @property
-    def has_changes(self) -> bool:
-        return self.is_replaced or self.n_erased > 0 or self.n_marked > 0
-
-    @property
     def n_marked(self) -> int:
         return int(self._count[0])
 
@@ -173,10 +169,6 @@ class Ids(Protocol):
     def to_tensor(self, n_rows: int) -> Tensor:
         """Return the ids of the first rows."""
 
-
-class StoredIds(Ids, Protocol):
-    """The ids of the rows of a store."""
-
     def gather_into(self, rows: npt.NDArray[Any], target: npt.NDArray[np.uint8]) -> None:
         """Copy the bytes of the ids of ``rows`` into ``target``."""
 
@@ -201,7 +193,7 @@ class Store(ABC):
 
     @property
     @abstractmethod
-    def ids(self) -> StoredIds:
+    def ids(self) -> Ids:
         """The ids in row order, on the CPU."""
 
     @property
@@ -210,13 +202,13 @@ class Store(ABC):
         """The slots by name."""
 
     @property
-    @abstractmethod
     def saved_columns(self) -> Mapping[str, Column]:
-        """The columns that a checkpoint has of these rows, by the names of slots."""
+        """The columns that a checkpoint has of these rows, by the names of slots: by default all."""
+        return self.columns
 
     @property
     def slots(self) -> tuple[SlotSpec, ...]:
-        """The slots of :attr:`saved_columns`, in the order of a file: ``embedding`` first, the others by name."""
+        """The slots of :attr:`saved_columns`, in the order of a file."""
         return in_order(column.spec for column in self.saved_columns.values())
 
     def find(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -245,6 +237,7 @@ class Store(ABC):
 
 
 def in_order(slots: Iterable[SlotSpec]) -> tuple[SlotSpec, ...]:
+    """Return slots in the order of their columns in the file: ``embedding`` first, the others by name."""
     return tuple(sorted(slots, key=lambda slot: (slot.name != EMBEDDING, slot.name)))
 
 
@@ -326,9 +319,7 @@ class Observers:
         for reference in self._snapshots:
             snapshot = reference()
             if snapshot is not None and len(rows):
-                snapshot.keep_rows(rows)
-                if with_ids:
-                    snapshot.keep_ids(rows)
+                snapshot.keep(rows, with_ids=with_ids)
 
     def replaced(self) -> None:
         for marks in self.mark_sets():

@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from recckpt.format.buckets import Slice
+from recckpt.format.buckets import Slice, distinct
 from recckpt.policies.admit import Admit, AdmitFunction, as_admit
 from recckpt.sparse.table.admission import Admission, Fetched
-from recckpt.sparse.table.bags import Embedding, Ends, Mode, bags_of, check_mode, ids_of_embedding, pool
+from recckpt.sparse.table.bags import Embedding, Mode, bags_of, check_mode, ids_of_embedding, pool
 from recckpt.sparse.table.checks import checked_padding, flat_ids, opaque
 from recckpt.sparse.table.eviction import Policy, eviction_of
 from recckpt.sparse.table.gradients import Lookup, is_in_backward
@@ -177,7 +177,7 @@ class HashTable(RowTable):
             anchor = self._parameters["anchor"]  # faster than self.anchor
             out: Tensor = Lookup.apply(anchor, read, partial(add_gradients, self), owned)  # type: ignore[no-untyped-call]
         else:
-            out = fetch(self, flat, admit=is_inserting).rows
+            out, _ = fetch(self, flat, admit=is_inserting)
         return out.view(*ids.shape, *out.shape[1:])
 
     @opaque
@@ -220,8 +220,8 @@ class HashTable(RowTable):
             TypeError, ValueError: the ids, bags, weights or mode are not such.
         """
         try:
-            ends = Ends(offsets, lengths, include_last_offset)
-            bags = bags_of(self, ids, ends, weights, padding_id)
+            ends: dict[str, Any] = {"offsets": offsets, "lengths": lengths, "include_last_offset": include_last_offset}
+            bags = bags_of(self, ids, weights, padding_id, **ends)
             check_mode(self, mode, bags.weights)
         except (TypeError, ValueError) as error:
             self.sharing.refuse(self, error, admit)
@@ -288,16 +288,17 @@ def fetch(table: RowTable, ids: Int64s, occurrences: Int64s | None = None, *, ad
     among those that have rows, which alone get gradients.
     """
     if table.padding_id is not None and len(places := np.flatnonzero(ids != table.padding_id)) < len(ids):
-        others = fetch(table, ids[places], None if occurrences is None else occurrences[places], admit=admit)
+        of_others = None if occurrences is None else occurrences[places]
+        others, present = fetch(table, ids[places], of_others, admit=admit)
         padding = padding_row(table)
         rows = padding.expand(len(ids), *padding.shape[1:]).contiguous()
-        rows.index_copy_(0, torch.from_numpy(places).to(rows.device), others.rows)
-        return Fetched(rows, places if others.present is None else places[others.present])
+        rows.index_copy_(0, torch.from_numpy(places).to(rows.device), others)
+        return rows, places if present is None else places[present]
     if not table.training:
-        return Fetched(table.store.look_up(ids, embedding_reader(table)), None)
+        return table.store.look_up(ids, embedding_reader(table)), None
     if not admit:
         read = embedding_reader(table)
-        return Fetched(*table.store.look_up(ids, lambda some, at: (read(some, at), np.flatnonzero(at >= 0))))
+        return table.store.look_up(ids, lambda some, at: (read(some, at), np.flatnonzero(at >= 0)))
     if is_in_backward() and (again := _fetched_again(table, ids)) is not None:
         return again
     admission = table.admission
@@ -305,13 +306,17 @@ def fetch(table: RowTable, ids: Int64s, occurrences: Int64s | None = None, *, ad
         occurrences = np.ones(len(ids), np.int64)
     if admission is not None and occurrences is not None:
         return admission.fetch(table, ids, occurrences, partial(_fetch_rows, table))
-    return Fetched(_fetch_rows(table, ids, occurrences), None)
+    return _fetch_rows(table, ids, occurrences), None
 
 
 def _fetch_rows(table: RowTable, ids: Int64s, occurrences: Int64s | None) -> Tensor:
     """Return the embeddings of ``ids``, which all get rows, counted and dated if that is tracked."""
-    if table.eviction.plan.capacity is not None:
-        table.eviction.check_batch(table, ids)
+    capacity = table.eviction.plan.capacity
+    if capacity is not None and len(ids) > capacity.n and (n_ids := len(distinct(ids))) > capacity.n:
+        raise ValueError(
+            f"table {table.name!r}: found a look-up of {n_ids} different ids, expected at most those that "
+            f"{capacity} holds: give a larger n, or smaller batches"
+        )
     read, first = embedding_reader(table), partial(first_embeddings, table)
     if table.tracking.names and occurrences is not None:
         with table.store.lock:  # an event time may come meanwhile
@@ -332,7 +337,7 @@ def _fetched_again(table: RowTable, ids: Int64s) -> Fetched | None:
     is_present = (rows >= 0) if admission is None else (rows >= 0) & ~admission.refusals.of(ids)
     refused = np.flatnonzero(~is_present)
     if len(refused) == 0:
-        return Fetched(embeddings, None)
+        return embeddings, None
     if admission is None:
         return None
     index = IdIndex()
@@ -340,4 +345,4 @@ def _fetched_again(table: RowTable, ids: Int64s) -> Fetched | None:
     groups, different = index.find_or_add(ids[refused])
     first = first_embeddings(table, different).index_select(0, torch.from_numpy(groups))
     embeddings[torch.from_numpy(refused).to(embeddings.device)] = first.to(embeddings.device)
-    return Fetched(embeddings, np.flatnonzero(is_present))
+    return embeddings, np.flatnonzero(is_present)

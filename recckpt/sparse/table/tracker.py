@@ -228,13 +228,14 @@ class Tracker:
     def begin(self, table: StoredTable, base: str) -> None:
         self._of(table).begin(base)
 
-    def freeze(self, table: StoredTable, slots: Collection[str] | None = None) -> FrozenRows:
-        """Return the rows as they are now, and which of them have changed; of some slots, or of all."""
-        return self._of(table).freeze(table.store, table.name, slots)
+    def freeze(
+        self, table: StoredTable, slots: Collection[str] | None = None, *, keeps_marks: bool = False
+    ) -> FrozenRows:
+        """Return the rows as they are now, and which of them have changed; of some slots, or of all.
 
-    def peek(self, table: StoredTable, slots: Collection[str] | None = None) -> FrozenRows:
-        """Return the same for a near save: the marks stay as they are, however it ends."""
-        return self._of(table).freeze(table.store, table.name, slots, keeps_marks=True)
+        For a near save, which ``keeps_marks``, these stay as they are, however it ends.
+        """
+        return self._of(table).freeze(table.store, table.name, slots, keeps_marks=keeps_marks)
 
     def resume(self, table: StoredTable, base: str, changed: Int64s, deleted: Int64s) -> None:
         """Count from the checkpoint with this save id, of which the rows of some ids are others by now.

@@ -35,8 +35,8 @@ def catalogs(storage):
 def test_the_catalogs_of_a_delta_hold_its_rows_and_its_deletes(local, base):
     write_delta(base, "ckpt_2", 4, [(ROWS, [0]), ({}, [1, 4])])
     one, other = catalogs(local)
-    assert (one.rows, one.deletes) == ({"t": 2}, {"t": 1})
-    assert (other.rows, other.deletes) == ({}, {"t": 2})
+    assert (one.counts("rows"), one.counts("deletes")) == ({"t": 2}, {"t": 1})
+    assert (other.counts("rows"), other.counts("deletes")) == ({}, {"t": 2})
     found = [(part.holds, numbers) for part, numbers in [*one.parts_of("t", "rows"), *one.parts_of("t", "deletes")]]
     assert found == [("rows", [0]), ("deletes", [0])]
     assert list(one.parts_of("u", "rows")) == []

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from support.sweeps import SWEEP_STRIDE
 
 from recckpt.format.buckets import mix64
-from recckpt.sparse.table.id_index import IdIndex
+from recckpt.sparse.table.id_index import IdIndex, erase_ids
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
@@ -37,7 +37,7 @@ def erase(index: IdIndex, live: list[int], ids) -> None:
         sorted(row for row in rows if row < n_left),
         [row for row in range(n_left, len(live)) if row not in rows],
     )
-    index.erase(array(ids), array([live[row] for row in movers]), array(holes))
+    erase_ids(index.cells, index.counts, array(ids), array([live[row] for row in movers]), array(holes))
     for hole, mover in zip(holes, movers, strict=True):
         live[hole] = live[mover]
     del live[n_left:]
@@ -70,7 +70,7 @@ class IndexAgainstDict(RuleBasedStateMachine):
         erased = [self.rows.pop(i) for i in present]
         holes = sorted(row for row in erased if row < len(self.rows))
         movers = [i for i, row in self.rows.items() if row >= len(self.rows)]
-        self.index.erase(array(present), array(movers), array(holes))
+        erase_ids(self.index.cells, self.index.counts, array(present), array(movers), array(holes))
         self.rows.update(zip(movers, holes, strict=True))
 
     @rule(ids=IDS)
@@ -87,7 +87,7 @@ class IndexAgainstDict(RuleBasedStateMachine):
     @rule(fitted=st.booleans())
     def copy(self, fitted):
         self.index, old = self.index.fitted() if fitted else self.index.copy(), self.index
-        old.erase(array(list(self.rows)), array([]), array([]))  # of no consequence to the copy
+        erase_ids(old.cells, old.counts, array(list(self.rows)), array([]), array([]))  # of no consequence to the copy
 
     @rule(begin=st.integers(0, 65535), n=st.sampled_from([1, 40, 5000, 65536]))
     def part(self, begin, n):
@@ -160,13 +160,13 @@ def test_a_reserved_index_and_one_that_is_filled_and_erased_again_and_again_neve
     index = IdIndex()
     ids = np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 1000)
     index.reserve(1000)
-    before = index.nbytes
+    before = index.cells.nbytes
     index.find_or_add(ids)
     for _ in range(50):
         erase(index, ids.tolist(), ids)
         assert len(index) == 0
         index.find_or_add(ids)
-    assert index.nbytes == before
+    assert index.cells.nbytes == before
     assert (index.find(ids) == np.arange(1000)).all()
 
 

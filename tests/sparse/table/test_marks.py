@@ -312,7 +312,7 @@ def test_a_peek_shows_all_since_the_base_and_changes_no_marks():
     write(table, 1)
     frozen = tracker.freeze(table)
     write(table, 2)
-    peeked = tracker.peek(table)
+    peeked = tracker.freeze(table, keeps_marks=True)
     assert ids_of(peeked.delta("base")) == {1, 2}, "a save is under way, whose marks are not lost"
     peeked.committed("another")
     frozen.failed()
@@ -320,7 +320,7 @@ def test_a_peek_shows_all_since_the_base_and_changes_no_marks():
     assert ids_of(tracker.freeze(table).delta("base")) == {1, 2, 3}
     tracker.freeze(table).committed("next")
     write(table, 4)
-    peeked = tracker.peek(table)
+    peeked = tracker.freeze(table, keeps_marks=True)
     assert peeked.is_replaced("base")
     assert ids_of(peeked.delta("next")) == {4}
 

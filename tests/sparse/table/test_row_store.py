@@ -78,7 +78,7 @@ def test_new_rows_get_the_embeddings_that_are_made_for_them():
         asked.append(ids.tolist())
         return torch.from_numpy(ids).float()[:, None].expand(-1, 2)
 
-    rows = store.add(np.array([5, 1, 5, 7]), embeddings)
+    rows = store.insert(np.array([5, 1, 5, 7]), {}, embeddings)
     assert rows.tolist() == [1, 0, 1, 2]
     assert asked == [[5, 7]]
     assert store.columns["embedding"].to_tensor(3)[:, 0].tolist() == [1, 5, 7]
@@ -94,10 +94,10 @@ def test_rows_in_sequence_and_rows_at_random_are_written_alike():
 
 def test_clear_drops_rows_and_memory():
     store = store_of(list(range(1000)))
-    before = store.nbytes
+    before = store.rows.nbytes
     store.clear()
     assert len(store) == 0
-    assert store.nbytes < before / 4
+    assert store.rows.nbytes < before / 4
     assert store.find(np.array([1])).tolist() == [-1]
     store.insert(np.array([1]), {})
     assert len(store) == 1
@@ -106,13 +106,13 @@ def test_clear_drops_rows_and_memory():
 @pytest.mark.parametrize("device", [None, ELSEWHERE], ids=["cpu", "elsewhere"])
 def test_memory_goes_back_when_half_of_the_rows_are_gone_and_not_before(device):
     store = store_of(list(range(1000)), device)
-    before, era = store.nbytes, store.era
+    before, era = store.rows.nbytes, store.rows.era
     store.erase(np.arange(499))
-    assert store.nbytes == before
+    assert store.rows.nbytes == before
     store.erase(np.array([600]))
-    assert store.nbytes <= before / 2 + 2 * 512
+    assert store.rows.nbytes <= before / 2 + 2 * 512
     assert check(store) == {*range(499, 1000)} - {600}
-    assert store.era is era, "what waits for rows is not forgotten"
+    assert store.rows.era is era, "what waits for rows is not forgotten"
     insert(store, np.arange(2000))
     assert check(store) == {*range(2000)}
 
@@ -122,17 +122,17 @@ def test_a_store_that_is_emptied_row_by_row_ends_as_small_as_a_new_one():
     for first in range(0, 3000, 30):
         store.erase(np.arange(first, first + 30))
         check(store)
-    assert store.nbytes <= store_of(list(range(64))).nbytes
+    assert store.rows.nbytes <= store_of(list(range(64))).rows.nbytes
 
 
 def test_reserve_makes_room_for_all_columns_once_and_it_stays_while_the_table_has_not_shrunk():
     store = store_of(list(range(100)))
     store.reserve(10_000)
-    before = store.nbytes
+    before = store.rows.nbytes
     store.erase(np.arange(30))
-    assert store.nbytes == before
+    assert store.rows.nbytes == before
     store.insert(np.arange(10_000), {})
-    assert store.nbytes == before
+    assert store.rows.nbytes == before
 
 
 def test_a_snapshot_is_of_its_moment_though_the_memory_of_its_rows_has_gone_back():
@@ -155,7 +155,7 @@ def test_a_copy_is_independent():
     store.erase(np.array([1]))
     store.write(np.array([0]), {"embedding": torch.zeros(1, 2)})
     assert check(twin) == {1, 2, 3}
-    assert twin.initial("twice") == 0.5
+    assert twin.rows.initial["twice"] == 0.5
 
 
 def test_on_another_device_rows_move_only_while_look_ups_know_that_they_may(monkeypatch):

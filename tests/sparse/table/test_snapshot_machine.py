@@ -328,11 +328,15 @@ def shared_log(store, name, slots=None):
 
 WRITE, SNAPSHOT = RowStore.write, RowStore.snapshot
 BUGS = {
-    "ids are not copied aside": (Snapshot, "keep_ids", lambda snapshot, rows: None),
+    "ids are not copied aside": (Snapshot, "keep", lambda snapshot, rows, with_ids: snapshot._slots.keep(rows)),
     "rows are marked as read before they are": (PreImages, "read", marked_before_gathered),
     "rows are laid over before they are read": (PreImages, "read", laid_over_before_gathered),
     "adding a row tells nobody": (RowStore, "insert", without_telling(RowStore.insert)),
-    "slots are not copied aside": (Snapshot, "keep_rows", lambda snapshot, rows: None),
+    "slots are not copied aside": (
+        Snapshot,
+        "keep",
+        lambda snapshot, rows, with_ids: with_ids and snapshot._ids.keep(rows),
+    ),
     "what is copied aside is not laid over": (Column, "lay_over", lambda *args: None),
     "rows are copied aside again": (pre_images_module, "keep_rows", lambda places, rows, marks: places.publish()),
     "writing a row tells nobody": (RowStore, "write", without_telling(RowStore.write)),
