@@ -20,7 +20,7 @@ from recckpt.sparse.table import column as column_module
 from recckpt.sparse.table.marks import DeltaSource, Frozen, Marks
 from recckpt.sparse.table.row_store import RowStore
 from recckpt.sparse.table.snapshot import PreImages
-from recckpt.sparse.table.store import MarkSet
+from recckpt.sparse.table.store import MarkSet, Observers
 from recckpt.sparse.table.tracker import Tracker
 
 Content = dict[int, tuple[float, ...]]  # id -> the values of its slots
@@ -368,16 +368,16 @@ class RemembersNoIds(MarkSet):
 
 
 def with_second_set(kind):
-    def freeze(marks, store, name, slots):
-        frozen = FREEZE(marks, store, name, slots)
+    def freeze(marks, store, name, slots, **how):
+        frozen = FREEZE(marks, store, name, slots, **how)
         frozen.second.__class__ = kind
         return frozen
 
     return freeze
 
 
-def cleared_at_staging(marks, store, name, slots):
-    frozen = FREEZE(marks, store, name, slots)
+def cleared_at_staging(marks, store, name, slots, **how):
+    frozen = FREEZE(marks, store, name, slots, **how)
     if not marks._since.sets[0].is_replaced:
         marks._since = marks._since._replace(sets=(MarkSet(is_replaced=False), frozen.second))
     return frozen
@@ -411,7 +411,7 @@ def store_taken_over(tracker, table):
 
 def slot_added_silently(store, *args, **more):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RowStore, "_replaced", lambda store: None)
+        patch.setattr(Observers, "replaced", lambda observers: None)
         ADD_COLUMN(store, *args, **more)
 
 
@@ -445,8 +445,8 @@ BUGS = {
         lambda source: np.unique(np.concatenate([np.empty(0, np.int64), *source._erased])),
     ),
     "replaced is forgotten on failure": (Marks, "end", forgetting_replaced),
-    "replaced since staging is not marked": (RowStore, "_replaced", in_first_set_only(RowStore._replaced)),
-    "replaced is not marked": (RowStore, "_replaced", lambda store: None),
+    "replaced since staging is not marked": (Observers, "replaced", in_first_set_only(Observers.replaced)),
+    "replaced is not marked": (Observers, "replaced", lambda observers: None),
     "a new slot replaces nothing": (RowStore, "add_column", slot_added_silently),
     "failures and ephemeral checkpoints clear the marks": (
         Frozen,
