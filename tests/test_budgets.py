@@ -21,25 +21,26 @@ from recckpt.sparse import HashTable, Normal, SparseAdamW
 
 SLACK = 1.01
 PACKAGE = str(parsed.ROOT)
+# Positions, changes, checkpoints of other programs and FromRow took 6 files, 900 lines and 60 functions of the product.
 HOUSE = {  # figure -> limit, goal
-    "lines": (64_220, 56_000),
-    "code lines": (43_450, 40_500),
-    "files": (293, 290),
-    "classes": (733, 550),
-    "dataclasses": (273, 230),
-    "functions": (4_801, 3_850),
-    "functions that are one return": (940, 650),
-    "lines of tests": (90_418, 70_000),
-    "test functions": (3_596, 3_200),
+    "lines": (64_400, 56_000),
+    "code lines": (43_918, 40_500),
+    "files": (299, 290),
+    "classes": (722, 550),
+    "dataclasses": (269, 230),
+    "functions": (4_693, 3_850),
+    "functions that are one return": (878, 650),
+    "lines of tests": (91_577, 70_000),
+    "test functions": (3_664, 3_200),
     "names on top": (14, 14),
     "arguments of Saver": (12, 12),
     "arguments of CheckpointManager": (10, 10),
 }
 ENTERED = {  # way -> named functions and files: limit, goal
-    "a training step": ((96, 80), (18, 18)),
-    "a save": ((535, 430), (73, 60)),
-    "a load": ((676, 520), (80, 70)),
-    "a restore": ((732, 580), (89, 80)),
+    "a training step": ((95, 80), (18, 18)),
+    "a save": ((524, 430), (73, 60)),
+    "a load": ((651, 520), (79, 70)),
+    "a restore": ((703, 580), (88, 80)),
 }
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 

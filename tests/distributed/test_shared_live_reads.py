@@ -150,7 +150,7 @@ def test_a_copy_gets_from_others_what_it_has_not_read(chain_of, sent):
 @pytest.mark.parametrize("load", [by_manager, by_saver])
 def test_an_id_without_a_row_is_refused_by_all_ranks_alike_before_rows_are_read(chain_of, monkeypatch, load):
     url, shapes = chain_of("ours", 2), {**TABLES, "wide": (1499, 12)}
-    monkeypatch.setattr(LinkBatches, "read", None)
+    monkeypatch.setattr(LinkBatches, "reader", None)
 
     def work(rank, connect):
         job = LiveJob(url, rank, 3, "tables", connect=connect, tables=shapes)

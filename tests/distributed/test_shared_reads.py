@@ -168,7 +168,7 @@ def test_damage_without_anything_older_leaves_the_tables_of_all_ranks_as_they_we
 
 @pytest.mark.parametrize("n_reads", [0, 2])
 def test_a_rank_that_cannot_read_is_named_by_all(chain_of, monkeypatch, n_reads):
-    read, of_victim = LinkBatches.read, threading.local()
+    reader, of_victim = LinkBatches.reader, threading.local()
     monkeypatch.setattr(link_pass, "WINDOW_BYTES", 3000)
     monkeypatch.setattr("recckpt.sparse.files.link_pass.run_all", lambda work, items, n: [work(item) for item in items])
 
@@ -176,9 +176,9 @@ def test_a_rank_that_cannot_read_is_named_by_all(chain_of, monkeypatch, n_reads)
         of_victim.left = getattr(of_victim, "left", n_reads) - 1
         if threading.current_thread().name == "recckpt-1" and of_victim.left < 0:
             raise OSError("no such bucket")
-        return read(batches, *args)
+        return reader(batches, *args)
 
-    monkeypatch.setattr(LinkBatches, "read", read_or_fail)
+    monkeypatch.setattr(LinkBatches, "reader", read_or_fail)
     ranks = restored(chain_of(1), 3)
     assert len({str(error) for error, _ in ranks}) == 1
     assert "OSError: no such bucket" in str(ranks[0][0])

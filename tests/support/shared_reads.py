@@ -129,7 +129,7 @@ def be_killed(rank, size, root):
     """Restore on a rank that is killed, or on one that says what it has raised then."""
     job = ChainJob(root / "runs", rank, size, transfers=Transfers(timeout_sec=30.0))
     if rank == 1:
-        LinkBatches.read = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+        LinkBatches.reader = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     try:
         job.manager.restore()
     except RecckptError as error:

@@ -1,4 +1,4 @@
-"""What real ranks do for test_positions.py: run it as ``positions_ranks.py ROOT SIZE``.
+"""What real ranks do for test_epochs.py: run it as ``epochs_ranks.py ROOT SIZE``.
 
 Two ranks use a part of an epoch and save; any other number restores that, and uses the rest of it.
 """

@@ -4,6 +4,7 @@ import logging
 import subprocess
 import sys
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -12,12 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
+from support.rank_processes import results, run_script
 from torch import nn
 from torch.utils.data import DataLoader
 
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import StateMismatchError
-from recckpt.positions import ElasticFiles, ElasticLoader
+from recckpt.positions.epochs import ElasticLoader
+from recckpt.positions.files import ElasticFiles
 
 ROWS = (5, 0, 7, 3, 4)  # of each row group
 
@@ -336,10 +339,7 @@ def test_a_saver_refuses_a_position_in_other_data_by_its_name(tmp_path):
 
 
 def test_two_ranks_save_and_three_restore_and_use_the_rest_of_the_epoch_once(tmp_path):
-    from support.paths import ROOT
-    from support.rank_processes import results, run_script
-
-    script = ROOT / "tests" / "positions_ranks.py"
+    script = Path(__file__).with_name("epochs_ranks.py")
     run_script(script, tmp_path, 2)
     run_script(script, tmp_path, 3)
     used = [number for of_rank in (*results(tmp_path, 2), *results(tmp_path, 3)) for number in of_rank]
