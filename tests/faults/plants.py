@@ -46,7 +46,7 @@ class Plant:
         found = importlib.import_module(module)
         for name in path.split("."):
             found = getattr(found, name)
-        return getattr(found, "fget", found)  # of a property
+        return _plain(found)
 
     @property
     def code(self):
@@ -61,7 +61,13 @@ class Plant:
         flags = __future__.annotations.compiler_flag
         exec(compile(changed, f"<planted in {self.where}>", "exec", flags, dont_inherit=True), names)
         made = names[function.__name__]
-        return getattr(made, "fget", made).__code__
+        return _plain(made).__code__
+
+
+def _plain(found):
+    """Return the function of a property or a class method."""
+    found = getattr(found, "fget", found)
+    return getattr(found, "__func__", found)
 
 
 # of the protocol

@@ -191,7 +191,7 @@ BUGS = {
         "recckpt.near.views:seen", "if sealed.directory in saves:", "if save is not None:"
     ),
     "a host is brought what its last rank reads": Plant(
-        "recckpt.near.bringing:_lacks", "lacks.get(to, frozenset()) | place.needed", "place.needed"
+        "recckpt.near.bringing:Bringing.of", "lacks.get(receiver, frozenset()) | place.needed", "place.needed"
     ),
     "no near save is named at a takeover": Plant(f"{TIER}.near_list", "[] if is_forgetting else", "[] if True else"),
     "cuts are used twice": Plant(f"{TIER}.next_cut", "self._cut += 1", "self._cut = 2"),
