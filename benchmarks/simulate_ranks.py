@@ -328,9 +328,7 @@ def planned(job: Job, storage: CountedStorage, rank: int, ranks: int) -> dict[st
 @contextmanager
 def without_rows() -> Iterator[None]:
     """Let a load decide what it would read, and read nothing."""
-    with (
-        mock.patch.object(row_loading.LinkPass, "run", return_value=0),
-    ):
+    with mock.patch.object(row_loading.LinkPass, "run", return_value=0):
         yield
 
 
