@@ -28,6 +28,7 @@ _SUM = re.compile(r"[0-9a-f]{16}")
 _SUMS = re.compile(r"[0-9a-f]{16}(?:,[0-9a-f]{16})*")
 _NO_BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[^"\[\]{}]+', re.DOTALL)  # a string, open it may be, or text
 _NO_FRAMING = bytes(set(range(256)) - set(b'"[]{}'))
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SEAL = re.compile(rb',\n  "(\w+)": "([0-9a-f]{16})"\n}\n')  # part of the format
 _SEAL_BYTES = len(b',\n  "": "0123456789abcdef"\n}\n')
 _STEPS = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")  # of a path of msgspec, which has no names of keys
@@ -134,7 +135,8 @@ def check_seal(data: bytes, key: str, path: str) -> None:
 def parse(data: bytes, path: str) -> Document:
     """Return the JSON object in ``data``.
 
-    Raises CorruptCheckpointError for other JSON and other bytes, NaN, a duplicate key, and deep nesting.
+    Raises CorruptCheckpointError for other JSON and other bytes, NaN, a duplicate key, deep nesting, and text that
+    UTF-8 cannot encode.
     """
     try:
         text, framing = data.decode("utf-8"), data
@@ -150,6 +152,8 @@ def parse(data: bytes, path: str) -> Document:
             parse_float=_finite,
             parse_int=_short,
         )
+        if _SURROGATE.search(data):  # an emoji has two; half of one cannot be written as UTF-8 again
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         found = f"invalid JSON ({error!s:.200})"
         raise CorruptCheckpointError(path, "", found=found, expected="a JSON object") from error

@@ -13,6 +13,7 @@ from recckpt.dense.sharded import is_sharded, local_bytes
 from recckpt.dense.state_copy import RankDigest
 from recckpt.errors import RecckptError
 from recckpt.format.buckets import Slice
+from recckpt.format.layout import is_encodable
 from recckpt.live.attached import AttachedTable
 from recckpt.save.arguments import check_trained
 from recckpt.save.choice import Choice, slots_of_table
@@ -114,8 +115,12 @@ def check(
     this rank writes in a full save.
 
     Raises:
-        ValueError: the optimizer trains other tables, or an option cannot apply to what it matches.
+        ValueError: the optimizer trains other tables, an option cannot apply to what it matches, or UTF-8 cannot encode
+            the name of a tensor.
     """
+    if not is_encodable("".join(dense)):
+        name = next(name for name in dense if not is_encodable(name))
+        raise ValueError(f"{name!r} of the model cannot be saved: expected a name encodable as UTF-8; rename it")
     check_trained(live.sparse_optim, tables)  # tables may be others than when the saver was made
     live.choice.check(tables)
     names: dict[Slice | RowShare | None, list[str]] = {}

@@ -20,7 +20,7 @@ from support.builders import Run, state_of
 from support.forge import Forge, filled, save_tables, sealed
 from support.forked import outcomes
 from support.live_runs import LiveRun
-from support.mutations import mutated, mutated_json
+from support.mutations import mutated, mutated_json, places
 from support.sweeps import SWEEP_STRIDE, mostly_slow
 
 from recckpt import CheckpointReader
@@ -298,6 +298,25 @@ TABLE_KINDS = [
     (sizes_resealed, "sparse/00000-of-00002.g0.00.arrow", 20),
     (sizes_resealed, "sparse/00001-of-00002.g1.00.arrow", 20),
 ]
+
+
+def halves(values):
+    """Yield JSON with half a surrogate pair in the place of each value, and as a key there."""
+    for holder, key in list(places(values)):
+        value = holder[key]
+        for half in ("\ud800", {"\ud800": value}):
+            holder[key] = half
+            yield json.dumps(values).encode()
+        holder[key] = value
+
+
+@pytest.mark.slow
+def test_half_a_surrogate_pair_anywhere_in_a_file_of_json_is_refused_or_changes_nothing(figures, tables_target):
+    catalog = "sparse/00001-of-00002.json"
+    manifest = "manifest.json"
+    cases = [{tables_target.path(manifest): sealed(text)} for text in halves(tables_target.values(manifest))]
+    cases += [tables_target.resealed(catalog, text) for text in halves(tables_target.values(catalog))]
+    fuzz(figures, tables_target, cases, SEALED)
 
 
 def cases_of(kinds, target, times, seed):

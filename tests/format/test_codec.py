@@ -56,6 +56,9 @@ def fields(**values):
         b'{"a": "x\ny"}',
         b'{"a": ' + b"9" * 5000 + b"}",
         b"{'a': 1}",
+        b'{"a": ["\\ud800"]}',
+        b'{"a": {"\\uDFFF": 1}}',
+        b'{"a": "\\ude00\\ud83d"}',
     ],
 )
 def test_what_is_not_strict_json_is_corrupt(data):

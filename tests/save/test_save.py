@@ -72,6 +72,16 @@ def test_the_state_of_a_model_is_asked_for_once(tmp_path, monkeypatch, save):
     assert len(calls) == 1
 
 
+def test_a_tensor_whose_name_is_half_a_surrogate_pair_is_refused_before_anything_is_written(tmp_path):
+    saver = Saver(nn.ModuleDict({"tower\ud83d": nn.Linear(2, 2)}), None, str(tmp_path))
+    with pytest.raises(ValueError, match=r"'tower\\ud83d.weight' of the model cannot be saved: expected a name"):
+        saver.save("ckpt_1")
+    assert not list(tmp_path.glob("ckpt_*"))
+    whole = Saver(nn.ModuleDict({"tower😀": nn.Linear(2, 2)}), None, str(tmp_path))
+    whole.save("ckpt_2")
+    whole.load("ckpt_2")
+
+
 def test_checkpoints_are_numbered_in_the_order_of_their_commits(tmp_path):
     saver = Saver(nn.Linear(1, 1), output_dir=str(tmp_path), max_keep=2)
     assert [saver.save(ckpt_id).seq for ckpt_id in ("b", "a", "c")] == [1, 2, 3]

@@ -92,14 +92,14 @@ def mutated_json(value: Any, rng: random.Random) -> bytes:
     """Return the text of a JSON value with a few faults in its structure."""
     value = deepcopy(value)
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
-        holder, key = rng.choice(list(_places(value)))
+        holder, key = rng.choice(list(places(value)))
         kind = rng.randrange(6)
         if kind == 0:
             del holder[key]
             if not value:
                 break
         elif kind == 1:
-            other, other_key = rng.choice(list(_places(value)))
+            other, other_key = rng.choice(list(places(value)))
             holder[key] = deepcopy(other[other_key])
         elif kind == 2 and isinstance(holder, list):
             holder.insert(rng.randint(0, len(holder)), deepcopy(holder[key]))
@@ -115,9 +115,9 @@ def mutated_json(value: Any, rng: random.Random) -> bytes:
     return text.encode()
 
 
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
     """Yield (container, key) of everything in a JSON value."""
     for key, item in value.items() if isinstance(value, dict) else enumerate(value):
         yield value, key
         if isinstance(item, dict | list):
-            yield from _places(item)
+            yield from places(item)
