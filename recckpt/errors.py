@@ -116,13 +116,15 @@ class FormatVersionError(RecckptError):
 
     Attributes:
         state: ``"newer"`` or ``"older"``.
+        needed: what reads the file, such as ``"recckpt 1.3"``, as far as the file says it.
     """
 
-    def __init__(self, path: str, *, found: object, supported: int, missing: str = "") -> None:
+    def __init__(self, path: str, *, found: object, supported: int, missing: str = "", reader: str = "") -> None:
         self.path, self.found, self.supported, self.state = path, found, supported, "older" if missing else "newer"
-        self.what = (
-            f"found format version {found}, this recckpt reads versions up to {supported}: it needs a newer recckpt"
-        )
+        self.needed = f"recckpt {reader}" if reader else "a newer recckpt"
+        version = import_module(__name__.partition(".")[0]).__version__
+        reads = f"this recckpt, {version}, reads versions up to {supported}"
+        self.what = f"found format version {found}, {reads}: it needs {self.needed}"
         if missing:
             self.what = f"is of an older, unreleased form: it is whole, and has no {missing!r}; begin a new run"
         super().__init__(f"{path}: {self.what}")

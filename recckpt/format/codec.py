@@ -23,12 +23,14 @@ from recckpt.format import layout
 MAX_DEPTH = 16  # part of the format
 COUNT_LIMIT = 10**18  # part of the format: all counts are below it, so that what comes next to one is a number, too
 CHECKSUM = "xxh3_64"  # part of the format
+READER = "1.0"  # part of the format: the least version of recckpt that reads what this one writes
 _MAX_DIGITS = 40  # counts have at most 18; Python may take a day for a million of them
 _SUM = re.compile(r"[0-9a-f]{16}")
 _SUMS = re.compile(r"[0-9a-f]{16}(?:,[0-9a-f]{16})*")
 _NO_BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[^"\[\]{}]+', re.DOTALL)  # a string, open it may be, or text
 _NO_FRAMING = bytes(set(range(256)) - set(b'"[]{}'))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_RELEASE = re.compile(r"\d{1,4}(?:\.\d{1,4}){1,3}")
 _SEAL = re.compile(rb',\n  "(\w+)": "([0-9a-f]{16})"\n}\n')  # part of the format
 _SEAL_BYTES = len(b',\n  "": "0123456789abcdef"\n}\n')
 _STEPS = re.compile(r"\.(\w+)|\[(\d+|\.\.\.)\]")  # of a path of msgspec, which has no names of keys
@@ -92,7 +94,7 @@ class FileKind:
 
     def encode(self, fields: Mapping[str, Any]) -> bytes:
         """Return a file with these fields, one a line, whose last one is the checksum of all before it."""
-        return seal({"format": self.format, "version": self.version, **fields}, self.seal)
+        return seal({"format": self.format, "version": self.version, "reader": READER, **fields}, self.seal)
 
     def open(self, data: bytes, path: str) -> Document:
         """Return the JSON object of a file.
@@ -106,7 +108,7 @@ class FileKind:
         if (name := document.text("format")) != self.format:
             raise document.wrong("format", name, self.format)
         if (version := document.count("version")) > self.version:
-            raise FormatVersionError(path, found=version, supported=self.version)
+            raise document.newer(version, self.version)
         if (algorithm := document.values.get("checksum", CHECKSUM)) != CHECKSUM:
             raise document.wrong("checksum", f"unknown algorithm {algorithm!r}", CHECKSUM)
         if self.seal:
@@ -195,6 +197,10 @@ class Document:
 
     def wrong(self, where: str, found: object, expected: object) -> CorruptCheckpointError:
         return CorruptCheckpointError(self.path, where, found=str(found)[:200], expected=expected)
+
+    def newer(self, found: object, supported: int) -> FormatVersionError:
+        least = _RELEASE.fullmatch(str(self.values.get("reader")))
+        return FormatVersionError(self.path, found=found, supported=supported, reader=least[0] if least else "")
 
     def absent(self, where: str) -> CorruptCheckpointError | FormatVersionError:
         if "." not in where and {"format", "version"} <= self.values.keys():
@@ -301,7 +307,13 @@ Shard = tuple[str, int, int]  # of what: its save id, its number, how many shard
 
 def encode_of_shard(kind: FileKind, shard: Shard, key: str, entries: Iterable[str], **more: object) -> bytes:
     """Return a file of one shard: a head, and the list ``key`` with an entry of JSON a line."""
-    head = {"format": kind.format, "version": kind.version, **dict(zip(_OF_SHARD, shard, strict=True)), **more}
+    head = {
+        "format": kind.format,
+        "version": kind.version,
+        "reader": READER,
+        **dict(zip(_OF_SHARD, shard, strict=True)),
+        **more,
+    }
     lines = ",\n".join(entries)
     return f'{json.dumps(head)[:-1]}, "{key}": [\n{lines}\n]}}\n'.encode()
 

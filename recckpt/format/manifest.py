@@ -9,7 +9,6 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from recckpt.errors import FormatVersionError
 from recckpt.format import layout
 from recckpt.format.codec import (
     CHECKSUM,
@@ -275,7 +274,7 @@ def decode(data: bytes, path: str) -> Manifest:
     """
     document = KIND.open(data, path)
     if (kind := document.text("kind")) not in ("full", "delta"):
-        raise FormatVersionError(path, found=f"a {kind} checkpoint", supported=KIND.version)
+        raise document.newer(f"a {kind} checkpoint", KIND.version)
     document.text("checksum")
     return manifest_of(document)
 
@@ -313,7 +312,7 @@ def manifest_of(document: Document) -> Manifest:
         raise document.absent("supersedes")
     if fields.supersedes is not None and fields.supersedes.rows not in ("same", "fewer"):
         found = f"a checkpoint with rows that are {fields.supersedes.rows!r} beside those of another"
-        raise FormatVersionError(document.path, found=found, supported=KIND.version)
+        raise document.newer(found, KIND.version)
     if fields.kind == "delta" and (fields.parent is None or fields.chain is None):
         key = "parent" if fields.parent is None else "chain"
         raise document.wrong(key, "null", "one") if key in document.values else document.absent(key)

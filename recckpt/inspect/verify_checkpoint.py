@@ -242,7 +242,7 @@ def as_damage(error: Exception, path: str, expected: str) -> CorruptCheckpointEr
         return error
     if isinstance(error, FormatVersionError):
         found = (
-            f"{error.found}, which needs a newer recckpt"
+            f"{error.found}, which needs {error.needed}"
             if error.state == "newer"
             else "one of an older, unreleased form"
         )

@@ -55,7 +55,7 @@ FILES = {  # file -> a field of it
     ".recckpt/owner/1.list.json": "run",
     "c2/manifest.json": "names",
 }
-FORMS = {"newer": "needs a newer recckpt", "older": "of an older, unreleased form"}
+FORMS = {"newer": "needs recckpt 1.3", "older": "of an older, unreleased form"}
 OF_BYTES = {"verify {at} --absent {ids}", "import {at} {new}"}  # which ask for none of these files, or refuse before
 # {run} is an output dir, {name} a checkpoint of it, {new} a place for what is written
 OF_CHECKPOINTS = {
@@ -275,7 +275,7 @@ def of_another_format(path, form, field):
     key = list(values)[-1]
     del values[key]
     if form == "newer":
-        values["version"] = 9
+        values |= {"version": 9, "reader": "1.3"}
     else:
         del values[field]
     path.write_bytes(seal(values, key))

@@ -242,7 +242,7 @@ def test_an_index_that_is_no_json_of_a_newer_version_or_left_out_is_refused(two_
     with pytest.raises(FormatVersionError):
         reader_of(two_shards)
     [problem] = verify(str(two_shards))
-    assert (problem.where, problem.found) == ("version", "99, which needs a newer recckpt")
+    assert (problem.where, problem.found) == ("version", "99, which needs recckpt 1.0")
 
 
 def test_bytes_that_are_as_the_manifest_says_and_not_as_the_index_says_are_damage(two_shards, forge):

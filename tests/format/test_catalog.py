@@ -65,7 +65,7 @@ def test_rows_buckets_and_ids_are_those_of_all_batches():
 
 def test_the_file_is_as_specified():
     values = json.loads(encode(catalog()))
-    assert list(values) == ["format", "version", "save_id", "shard", "shards", "parts"]
+    assert list(values) == ["format", "version", "reader", "save_id", "shard", "shards", "parts"]
     assert list(values["parts"][0]) == ["file", "bytes", "frame", "tables", "batches"]
     assert values["parts"][0]["batches"][2] == {
         "table": 1,

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.forge import sealed
 
+from recckpt import __version__
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout, manifest
 from recckpt.format.manifest import (
@@ -84,8 +85,8 @@ def test_a_manifest_comes_back_as_it_was_from_the_bytes_of_the_specification():
     values = json.loads(data)
     assert data.endswith(b',\n  "manifest_xxh3": "%s"\n}\n' % values["manifest_xxh3"].encode())
     assert list(values) == [
-        *("format", "version", "checksum", "ckpt_id", "save_id", "kind", "parent", "epoch", "seq", "step", "time"),
-        *("shards", "tables", "files", "names", "state", "flags", "writer", "manifest_xxh3"),
+        *("format", "version", "reader", "checksum", "ckpt_id", "save_id", "kind", "parent", "epoch", "seq", "step"),
+        *("time", "shards", "tables", "files", "names", "state", "flags", "writer", "manifest_xxh3"),
     ]
     assert values["files"][1] == {"name": "sparse/00000-of-00002.g0.00.arrow", "bytes": 2**50}
     assert values["files"][0]["xxh3"] == "f" * 16
@@ -210,10 +211,14 @@ def test_any_bytes_are_refused_and_nothing_else_is_raised(data):
 
 
 def test_versions_kinds_and_checksums_that_nobody_knows_are_refused_by_name_whatever_the_seal():
-    for data in (edited(version=99), edited(version=99).replace(b"manifest_xxh3", b"signature")):
-        with pytest.raises(FormatVersionError, match=r"version 99.*up to 1.*newer recckpt") as caught:
+    newer = edited(version=99, reader="1.3")
+    for data in (newer, newer.replace(b"manifest_xxh3", b"signature")):
+        with pytest.raises(FormatVersionError, match=rf"version 99.*{__version__}.*up to 1.*recckpt 1\.3$") as caught:
             decode(data, PATH)
-        assert caught.value.supported == 1
+        assert (caught.value.supported, caught.value.needed) == (1, "recckpt 1.3")
+    for reader in (None, 5, "", "1.3\n", "1." * 9 + "1", ["1.3"]):
+        with pytest.raises(FormatVersionError, match=r"needs a newer recckpt$"):
+            decode(edited(version=99, reader=reader), PATH)
     with pytest.raises(FormatVersionError, match="a patch checkpoint"):
         decode(edited(kind="patch"), PATH)
     for data in (edited(checksum="crc32"), edited(checksum="crc32").replace(b"manifest_xxh3", b"manifest_crc3")):
@@ -290,7 +295,7 @@ def shard(**changes):
         (table(name=""), "tables[0].name"),
         (table(name="a\0b"), "tables[0].name"),
         (table(name="x" * 1025), "tables[0].name"),
-        (table(name="\ud800"), "tables[0].name"),
+        (table(name="\ud800"), ""),
         (table(slots=[]), "tables[0].slots"),
         ({"tables": table()["tables"] * 2}, "tables"),
         (slot(name="other"), "tables[0].slots"),
@@ -333,7 +338,7 @@ def test_a_field_that_cannot_be_is_corrupt_and_named(changes, where):
     assert caught.value.where == where
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "http://h/x", "\ud800", "a" * 300])
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "http://h/x", "a" * 300])
 def test_an_unsafe_name_is_refused(name):
     for changes in (file(name=name), shard(catalog=name)):
         with pytest.raises(CorruptCheckpointError, match="unsafe path"):
@@ -344,7 +349,7 @@ def test_an_unsafe_name_is_refused(name):
 def test_a_whole_manifest_without_a_field_is_of_an_older_form(field):
     values = json.loads(encode(example()))
     del values["manifest_xxh3"]
-    if values.pop(field, None) is None or field in ("step", "parent", "names"):
+    if values.pop(field, None) is None or field in ("reader", "step", "parent", "names"):
         return  # may be null, or absent
     is_ours = field not in ("format", "version")
     with pytest.raises(FormatVersionError if is_ours else CorruptCheckpointError):

@@ -173,7 +173,8 @@ def _(log: Log) -> Exception:
 def _(log: Log) -> Exception:
     trained()
     manifest = Path("runs/clicks/ckpt_200/manifest.json")
-    manifest.write_bytes(manifest.read_bytes().replace(b'"version": 1', b'"version": 2'))
+    text = manifest.read_bytes().replace(b'"version": 1', b'"version": 2')
+    manifest.write_bytes(text.replace(b'"reader": "1.0"', b'"reader": "1.3"'))
     return raised(made().restore)
 
 
