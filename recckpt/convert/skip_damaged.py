@@ -15,7 +15,7 @@ from recckpt.dense.tensors import DenseTensors
 from recckpt.errors import CorruptCheckpointError, FormatVersionError
 from recckpt.format import layout
 from recckpt.format.buckets import N_BUCKETS, bucket_of
-from recckpt.format.catalog import Catalog, Part
+from recckpt.format.catalog import Catalog, Part, PartKind
 from recckpt.output_dir.at_path import links_there
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import OpenFiles
@@ -151,6 +151,20 @@ class WholeRows:
             reason = "may have changed or been deleted in newer links, which lack rows of some of these buckets"
             self._doubtful.append(Skipped(link.directory, reason, self._entry.name, buckets=buckets, rows=n_doubtful))
         self._newer.add(*named)
+        if len(catalogs) == len(link.manifest.shards):  # else what is unknown is skipped already
+            self._compare_counts(link, catalogs)
+
+    def _compare_counts(self, link: Checkpoint, catalogs: Sequence[Catalog]) -> None:
+        """Skip the rows and deletes that the manifest counts and no catalog has: which ids they name is unknown."""
+        entry = link.manifest.named_table(self._entry.name)
+        path = layout.join(link.directory, layout.MANIFEST)
+        deletes = entry.delta.deletes if entry.delta else 0
+        expected: dict[PartKind, int] = {"rows": entry.own_rows, "deletes": deletes}
+        for kind, recorded in expected.items():
+            counted = sum(catalog.counts(kind).get(entry.name, 0) for catalog in catalogs)
+            if counted != recorded:
+                n_rows = max(0, recorded - counted) if kind == "rows" else 0
+                self._skip(path, f"{recorded} {kind}, where its catalogs have {counted}", _EVERYWHERE, n_rows)
 
     def _catalogs(self, link: Checkpoint) -> Iterator[Catalog]:
         files = files_of(self._storage, link)

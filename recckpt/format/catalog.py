@@ -239,7 +239,8 @@ def _batch(document: Document, where: str, batch: _BatchFields, part: _PartField
     if sums is None:
         column = next(column for column, text in batch.xxh3.items() if sums_of({column: text}) is None)
         raise document.wrong(f"{where}.xxh3.{column}", repr(batch.xxh3[column]), "16 hex digits")
-    for key, (begin, end) in (("buckets", batch.buckets), ("ids", batch.ids)):
-        if begin > end:
-            raise document.wrong(f"{where}.{key}", [begin, end], "a range that does not end before it begins")
+    for key, (begin, last) in (("buckets", (batch.buckets[0], batch.buckets[1] - 1)), ("ids", batch.ids)):
+        if begin > last:
+            found = list(batch.buckets if key == "buckets" else batch.ids)
+            raise document.wrong(f"{where}.{key}", found, "a range that something is in")
     return Batch(part.tables[batch.table], batch.rows, batch.buckets, batch.ids, sums)

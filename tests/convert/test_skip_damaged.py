@@ -502,6 +502,25 @@ def test_an_id_whose_delete_is_lost_does_not_come_back(delta, top, tmp_path):
     assert rows(done, "t") == {n: value for n, value in WHOLE.items() if n not in in_buckets({5}, lost.buckets)}
 
 
+@pytest.mark.parametrize(("lacks", "n_rows"), [("rows", 2), ("deletes", 0)])
+def test_nothing_older_comes_out_below_a_link_whose_catalog_lacks_what_its_manifest_counts(
+    base, tmp_path, lacks, n_rows
+):
+    first, *inner, last = np.argsort(bucket_of(np.arange(6))).tolist()
+    ends, inner = (inner[:2], [first, last]) if lacks == "rows" else ([first, last], inner[:2])
+    delta = write_delta(base, "ckpt_2", 4, [(dict.fromkeys(ends, (7, 7)), inner)])
+    forge = Forge(delta.directory)
+    forge.edit_catalog(
+        lambda values: values.update(parts=[part for part in values["parts"] if part.get("holds", "rows") != lacks])
+    )
+    forge.edit_manifest(lambda values: values["shards"][0].pop("ids", None))  # which would give it away
+    done = exported(delta.directory, tmp_path)
+    assert rows(done, "t") == ({} if lacks == "rows" else dict.fromkeys(ends, 7.0))
+    lost, _ = done.skipped
+    assert (lost.file, lost.rows, lost.buckets) == ("ckpt_2/manifest.json", n_rows, (0, 65536))
+    assert lost.reason == f"2 {lacks}, where its catalogs have 0"
+
+
 @pytest.mark.parametrize("harm", ["removed", "damaged", "of another save", "not to be read"])
 def test_below_a_link_without_its_manifest_nothing_comes_out(delta, top, tmp_path, broken, harm):
     path = delta.directory / "manifest.json"

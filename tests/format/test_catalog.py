@@ -109,6 +109,7 @@ def batch(**changes):
         (batch(rows=5000 // ROW_BYTES), "parts[0].batches"),
         (batch(buckets=[3]), "parts[0].batches[0].buckets"),
         (batch(buckets=[3, 65537]), "parts[0].batches[0].buckets[1]"),
+        (batch(buckets=[3, 3]), "parts[0].batches[0].buckets"),
         (batch(ids=None), "parts[0].batches[0].ids"),
         (batch(ids=[1]), "parts[0].batches[0].ids"),
         (batch(ids=[90, -4]), "parts[0].batches[0].ids"),
