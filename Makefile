@@ -12,7 +12,7 @@ WORKERS := $(shell echo $$(($(TESTERS) + 1)))
 unexport PYTHONDONTWRITEBYTECODE  # the tests start many interpreters: each would compile all of recckpt again
 
 .PHONY: docs demo test test-of test-entered test-integrations test-slow test-faults test-hosts test-cuda lint bench bench-toy clean \
-	api build-dist dist test-matrix lint-workflows release-check
+	golden golden-check api build-dist dist test-matrix lint-workflows release-check
 
 # What a user has: torch and the package, and what these ask for.
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --no-build-isolation
@@ -75,6 +75,13 @@ CUDA_PYTHON ?= $(PY)
 CUDA_TESTS = $(shell grep -rlE 'mark\.cuda|support\.devices|fixtures..device' tests --include='test_*.py')
 test-cuda: $(if $(filter $(PY),$(CUDA_PYTHON)),$(STAMP))
 	PYTHONPATH=. $(CUDA_PYTHON) -m pytest -m cuda -p no:cacheprovider --durations=10 $(CUDA_TESTS)
+
+# Checkpoints that every later version reads to the bit: EDITION=2 writes a new set once, and golden-check reads all of them.
+golden: $(INTEGRATIONS)/.installed
+	$(INTEGRATIONS)/bin/python tests/golden/write.py $(EDITION)
+
+golden-check: $(STAMP)
+	$(PY) -m pytest -n $(TESTERS) -m "" tests/golden
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
