@@ -1,7 +1,8 @@
 """Try the versions that setup.py claims: `make test-matrix`, of the wheel in dist/.
 
 ``reading``: on each Python of this machine a bare environment with the wheel and no torch, which reads, queries,
-converts and rewrites a run that a Python with torch has trained, and answers the commands of the README.
+converts and rewrites a run that a Python with torch has trained, answers the commands of the README, and reads the
+golden files of each edition to the bit.
 ``lowest`` and ``newest``: the default suite with the lowest versions that setup.py allows, and with the newest that the
 registry has, on the Python that ``--writer`` has, since torch is installed for that one.
 """
@@ -53,6 +54,8 @@ def try_reading(writer: Path) -> None:
         install(bare, "--no-deps", wheel)
         copy = shutil.copytree(folder, WORK / f"run{version}", dirs_exist_ok=True)
         run(bare, ROOT / "packaging/try_reading.py", cwd=copy)
+        for edition in (ROOT / "tests/golden").glob("[0-9]*"):
+            run(bare, ROOT / "tests/golden/read.py", edition, cwd=copy)
         for command in readme_commands():
             run(bare.parent / command[0], *command[1:], cwd=copy)
         print(f"PYTHON {version}: reads without torch", flush=True)

@@ -1,6 +1,7 @@
 """Reads an edition without torch: ``python tests/golden/read.py EDITION_DIR`` says where it is not what was written.
 
-Prints a line of JSON: family -> what differs there. Knows recckpt as a reader does who never had torch.
+Prints a line of JSON, family -> what differs there, and ends with 1 where something does. Knows recckpt as a reader
+does who never had torch.
 """
 
 import json
@@ -77,4 +78,6 @@ def _tensor(reader: CheckpointReader, name: str) -> dict[str, Any]:
 if __name__ == "__main__":
     sys.modules["torch"] = None  # type: ignore[assignment]  # whoever imports it fails
     families = sorted(path.parent for path in Path(sys.argv[1]).glob("*/expected.json"))
-    print(json.dumps({family.name: differing(family) for family in families}))
+    found = {family.name: differing(family) for family in families}
+    print(json.dumps(found))
+    sys.exit(1 if any(found.values()) else 0)
