@@ -59,9 +59,10 @@ def connect(path: str | os.PathLike[str], *, checked: bool = True) -> duckdb.Duc
     """Return a duckdb connection, in memory, with a view of each table of a checkpoint.
 
     A view has ``id`` and the slots, float16 and bfloat16 as float32. Beside them are two tables: ``checkpoints``, those
-    of the output dir, oldest first, and ``timeline``, how its last saves went, those that failed, by their ``error``,
-    too. Where a table has one of these names, or one that differs from another's only in case, which SQL does not tell
-    apart, its view ends in ``_2``, and a warning says so; so it is with slots of one table.
+    of the output dir, oldest first, with a column for each metric, rate and label in their states, and ``timeline``,
+    how its last saves went, those that failed, by their ``error``, too. Where a table has one of these names, or one
+    that differs from another's only in case, which SQL does not tell apart, its view ends in ``_2``, and a warning says
+    so; so it is with slots of one table.
 
     A query reads the columns that it names, of a delta with those of the links below it, merged anew for each query.
     What it reads is checked, and a query that meets damage ends in a ``duckdb.Error`` which says where that is. Files
@@ -162,6 +163,8 @@ def _free_names(names: Iterable[str], taken: Collection[str] = ()) -> dict[str, 
 
 
 def _checkpoints(storage: Storage) -> pa.Table:
+    """Return the checkpoints of an output dir, oldest first, with a column for each name in their states."""
+    found = look_around(storage).current
     rows = [
         {
             "id": each.ckpt_id,
@@ -174,20 +177,32 @@ def _checkpoints(storage: Storage) -> pa.Table:
             "path": storage.url_of(each.directory),
             "state": json.dumps(dict(each.manifest.state)),
         }
-        for each in look_around(storage).current
+        for each in found
     ]
-    return pa.Table.from_pylist(rows, _CHECKPOINTS)
+    table = pa.Table.from_pylist(rows, _CHECKPOINTS)
+    names = dict.fromkeys(name for each in found for name in each.manifest.state)
+    for name, free in _free_names(names, _CHECKPOINTS.names).items():
+        table = table.append_column(free, _column(_numbers([each.manifest.state.get(name) for each in found])))
+    return table
+
+
+def _numbers(values: list[Any]) -> list[Any]:
+    """Return numbers for the names that checkpoints have for those that are not finite, unless there is other text."""
+    texts = {value for value in values if isinstance(value, str)}
+    if not texts or not texts <= {"nan", "inf", "-inf"}:
+        return values
+    return [float(value) if isinstance(value, str) else value for value in values]
 
 
 def _timeline(storage: Storage) -> pa.Table:
     lines = read_timeline(storage)
     names = dict.fromkeys([*_TIMELINE.names, *(name for line in lines for name in line)])
-    columns = {name: _column(name, [line.get(name) for line in lines]) for name in names}
-    return pa.table(columns)
+    kinds = {field.name: field.type for field in _TIMELINE}
+    return pa.table({name: _column([line.get(name) for line in lines], kinds.get(name)) for name in names})
 
 
-def _column(name: str, values: list[Any]) -> pa.Array:
-    kind = _TIMELINE.field(name).type if name in _TIMELINE.names else None
+def _column(values: list[Any], kind: pa.DataType | None = None) -> pa.Array:
+    """Return a column of values of any JSON: of one type where they all fit it, else as text."""
     try:
         column = pa.array(values, kind)
         is_known = "struct<>" not in str(column.type)  # as {} alone would be, which duckdb before 2 refuses

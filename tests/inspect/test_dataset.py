@@ -304,6 +304,25 @@ def test_slots_that_sql_does_not_tell_apart_are_columns_of_their_own(tmp_path, c
     assert "slot 's_2' of table 'item' is the column 's_2_2'" in caplog.text
 
 
+def test_metrics_and_labels_of_checkpoints_are_columns_of_what_they_are(tmp_path):
+    saver = recckpt.Saver(torch.nn.Linear(2, 2), output_dir=str(tmp_path), max_keep=None)
+    states = (
+        {"loss": 0.5, "step": 3},
+        {"loss": float("nan"), "run": {"by": "ann", "tags": ["a"]}},
+        {"loss": 0.25, "Loss": "x"},
+    )
+    for number, state in enumerate(states, 1):
+        saver.save(f"c{number}", step=number, state=state)
+    with recckpt.inspect.connect(tmp_path) as connection:
+        assert connection.sql("select step, loss from checkpoints order by loss limit 1").fetchall() == [(3, 0.25)]
+        assert connection.sql("select isnan(loss) from checkpoints").fetchall() == [(False,), (True,), (False,)]
+        assert connection.sql("select step_2, loss_2, run.by, run.tags from checkpoints order by step").fetchall() == [
+            (3, None, None, None),
+            (None, None, "ann", ["a"]),
+            (None, "x", None, None),
+        ]
+
+
 def test_checkpoints_and_timeline_are_tables(tmp_path):
     Run(tmp_path, max_keep=None).train(20)
     with (tmp_path / "timeline.jsonl").open("a") as timeline:
