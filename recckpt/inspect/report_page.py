@@ -32,6 +32,7 @@ _STYLE = """
 _MOST_CHECKPOINTS = 100  # newest ones that are listed
 _MOST_FAILED = 10  # last ones that are listed
 _MOST_PLOTTED = 20  # tables with plots of their own, those with most rows
+_MOST_METRICS = 8  # that are drawn
 _MOST_GROWN = 6  # tables whose growth is drawn
 _LOOKED_AT = {
     True: "Every byte of the newest checkpoint was read and checked; of older ones, that their files are there.",
@@ -84,7 +85,7 @@ class RunReport(RunHealth):
 
 def _body_of(run: RunHealth) -> str:
     parts = [f"<h1>{html.text(one_line(run.url))}</h1><p>{html.text(text.verdict(run))}</p>"]
-    parts.append("<h2>What needs attention</h2>")
+    parts += [*_metrics(run), "<h2>What needs attention</h2>"]
     for finding in run.findings:
         prose = f"<p>{_prose(finding.what)}</p><p>{_prose(finding.remedy)}</p>"
         parts.append(f'<div class="finding {finding.level}">{prose}</div>')
@@ -101,6 +102,16 @@ def _prose(words: str) -> str:
 
 def _note(words: str) -> str:
     return f'<p class="note">{_prose(words)}</p>'
+
+
+def _metrics(run: RunHealth) -> Iterator[str]:
+    """Yield the metrics and learning rates of the last saves, drawn by step."""
+    found = text.metrics_by_save(run.saves)
+    yield from html.section("Metrics", text.METRIC_HEAD, text.metric_rows(run.saves), text.NUMBERS)
+    if found:
+        x, along = _along([save.step for save in run.saves if save.error is None], "save")
+        drawn = list(found.items())[:_MOST_METRICS]
+        yield _plots(*(_chart(f"{_short(n)}, by {along}", x, [("", v)], short, from_zero=False) for n, v in drawn))
 
 
 def _checkpoints(run: RunHealth) -> Iterator[str]:
@@ -234,7 +245,12 @@ def _distribution(what: str, column: Distribution, colour: str) -> tuple[str, st
 
 
 def _chart(
-    caption: str, x: Sequence[float], series: Sequence[tuple[str, Line]], unit: Callable[[float, Any], str]
+    caption: str,
+    x: Sequence[float],
+    series: Sequence[tuple[str, Line]],
+    unit: Callable[[float, Any], str],
+    *,
+    from_zero: bool = True,
 ) -> tuple[str, str]:
     """Return lines with a key of their names, if they have any."""
     items = (
@@ -243,7 +259,9 @@ def _chart(
         if name
     )
     key = " ".join(items)
-    return caption, lines(x, [line for _, line in series], unit) + (f'<p class="key">{key}</p>' if key else "")
+    return caption, lines(x, [line for _, line in series], unit, from_zero=from_zero) + (
+        f'<p class="key">{key}</p>' if key else ""
+    )
 
 
 def _plots(*plots: tuple[str, str]) -> str:
@@ -257,15 +275,18 @@ def _short(name: str) -> str:
     return shown if len(shown) <= _NAME else f"{shown[:_NAME]}…"
 
 
-def lines(x: Sequence[float], series: Sequence[Line], unit: Callable[[float, Any], str]) -> str:
-    """Return lines from zero up, one a colour; None is a gap."""
+def lines(
+    x: Sequence[float], series: Sequence[Line], unit: Callable[[float, Any], str], *, from_zero: bool = True
+) -> str:
+    """Return lines, from zero up or where they lie, one a colour; None is a gap."""
 
     def draw(axes: Any) -> None:
         marker = "o" if len(x) <= 40 else None
         for values, colour in zip(series, COLOURS, strict=False):
             known = [np.nan if value is None else value for value in values]
             axes.plot(x, known, color=colour, linewidth=1.4, marker=marker, markersize=3)
-        axes.set_ylim(0, 1.05 * axes.dataLim.ymax if axes.dataLim.ymax > 0 else 1)  # points at the top are whole
+        if from_zero:
+            axes.set_ylim(0, 1.05 * axes.dataLim.ymax if axes.dataLim.ymax > 0 else 1)  # points at the top are whole
         axes.margins(x=0.03)
         axes.yaxis.set_major_formatter(unit)
         axes.xaxis.set_major_formatter(short)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from recckpt.inspect.report_result import ChainCost, CheckpointSize, IntervalAdvice, NearHealth, RunHealth, TableHealth
+from recckpt.inspect.save_times import SaveTimes
 from recckpt.inspect.watch_text import near_facts
-from recckpt.text import Line, Table, count, duration, escaped, plural, size
+from recckpt.text import Line, Table, count, duration, escaped, plural, size, sparkline
 
 CHECKPOINT_HEAD = ("CHECKPOINT", "STEP", "KIND", "TIME", "ROWS", "SIZE", "LINKS", "TO READ", "MARKS")
 TABLE_HEAD = (
@@ -14,9 +15,12 @@ TABLE_HEAD = (
     "80 % OF LOOK-UPS",
 )
 CHAIN_HEAD = ("FULL CHECKPOINT", "NEWEST ON IT", "DELTAS", "KEPT", "KEPT IN DELTAS", "LINKS", "TO READ", "OVER FULL")
+METRIC_HEAD = ("METRIC", "NEWEST", "BEFORE", "LEAST", "GREATEST", "LAST SAVES")
 FAILED_HEAD = ("SAVE", "STEP", "TIME", "ERROR")
 NEAR_HEAD = ("SAVE", "PAUSE", "UNTIL IT COUNTS", "SIZE")
-NUMBERS = frozenset({*TABLE_HEAD[1:], *CHAIN_HEAD[2:], *NEAR_HEAD[1:], "STEP", "ROWS", "SIZE", "LINKS", "TO READ"})
+NUMBERS = frozenset(
+    {*METRIC_HEAD[1:5], *TABLE_HEAD[1:], *CHAIN_HEAD[2:], *NEAR_HEAD[1:], "STEP", "ROWS", "SIZE", "LINKS", "TO READ"}
+)
 WHY_SKIPPED = {  # why a near save was left out, as the timeline says it -> as people read it
     "under_way": "one was under way",
     "too_much_changed": "too much had changed",
@@ -29,7 +33,9 @@ def lines_of(run: RunHealth) -> list[Line]:
     near: list[Line] = [*near_lines(run)]
     if run.near is not None and run.near.made:
         near.append(Table(NEAR_HEAD, list(near_rows(run.near)), NUMBERS))
+    metrics = list(metric_rows(run.saves))
     blocks: list[list[Line]] = [
+        [Table(METRIC_HEAD, metrics, NUMBERS)] if metrics else [],
         [line for each in run.findings for line in (f"{each.level}: {each.what}", f"  {each.remedy}")],
         [Table(TABLE_HEAD, [table_row(table) for table in run.tables], NUMBERS)] if run.tables else [],
         near,
@@ -45,6 +51,22 @@ def verdict(run: RunHealth) -> str:
     counted = [plural(n, what) for n, what in ((n_problems, "problem"), (n_warnings, "warning")) if n]
     newest = f", the newest {escaped(run.newest)}" if run.newest is not None else ""
     return f"{' and '.join(counted) or 'healthy'}: {plural(len(run.checkpoints), 'checkpoint')}{newest}"
+
+
+def metrics_by_save(saves: Iterable[SaveTimes]) -> dict[str, list[float | None]]:
+    """Return each metric, then each learning rate of tables, at each save that did not fail; None where it has none."""
+    saves = [save for save in saves if save.error is None]
+    names = dict.fromkeys(name for save in saves for name in save.metrics)
+    in_order = sorted(names, key=lambda name: name.startswith("sparse_lr_"))
+    return {name: [save.metrics.get(name) for save in saves] for name in in_order}
+
+
+def metric_rows(saves: Iterable[SaveTimes]) -> Iterator[Sequence[str]]:
+    for name, values in metrics_by_save(saves).items():
+        known = [value for value in values if value is not None]
+        before = f"{known[-2]:.6g}" if len(known) > 1 else "-"
+        heights = sparkline([None if value is None else value - min(known) for value in values])
+        yield escaped(name), f"{known[-1]:.6g}", before, f"{min(known):.6g}", f"{max(known):.6g}", heights
 
 
 def checkpoint_rows(checkpoints: Iterable[CheckpointSize]) -> Iterator[Sequence[str]]:

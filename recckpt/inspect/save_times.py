@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -16,6 +16,7 @@ from recckpt.storage import NOT_READABLE, Storage
 _LAST = 20  # saves that say how it usually goes
 _OVERDUE = 3  # times the usual, from when on a save is missed
 _LEAST_OVERDUE_SEC = 60.0  # a loop of saves by hand is not missed at once
+_COUNTS = frozenset({"event_time", "windows", "epochs"})  # of a manager, among the numbers of a checkpoint
 NEAR = "near"  # the kind of a near save that has failed, which fails no checkpoint
 
 
@@ -56,6 +57,7 @@ class SaveTimes:
     n_rows: float | None  # of all tables
     error: str | None  # why it failed; None where it has not
     near: NearTimes | None = None  # what became of the near saves before it; None where there were none
+    metrics: Mapping[str, float] = field(default_factory=dict)  # numbers that it was saved with, and learning rates
 
 
 def saves_of(storage: Storage) -> list[SaveTimes]:
@@ -91,7 +93,15 @@ def save_times(line: Mapping[str, Any]) -> SaveTimes:
         n_rows=_number(line.get("n_rows")),
         error=None if error is None else str(error),
         near=_near_times(line.get("near")),
+        metrics=_metrics(line.get("metrics")),
     )
+
+
+def _metrics(values: object) -> dict[str, float]:
+    """Return the finite numbers among them, without the counts of a manager, which say where a save stands."""
+    named = values.items() if isinstance(values, Mapping) else ()
+    numbers = ((name, _finite(value)) for name, value in named if name not in _COUNTS)
+    return {name: number for name, number in numbers if number is not None}
 
 
 def _near_times(values: object) -> NearTimes | None:
@@ -119,6 +129,12 @@ def _count(value: object) -> int | None:
 
 
 def _number(value: object) -> float | None:
+    """Return a number of seconds, bytes or rows, None for all else."""
+    number = _finite(value)
+    return number if number is not None and 0 <= number < 1e18 else None
+
+
+def _finite(value: object) -> float | None:
     """Return a number that can be drawn, None for all else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -126,7 +142,7 @@ def _number(value: object) -> float | None:
         number = float(value)
     except OverflowError:
         return None
-    return number if math.isfinite(number) and 0 <= number < 1e18 else None
+    return number if math.isfinite(number) else None
 
 
 def _text(value: object) -> str | None:

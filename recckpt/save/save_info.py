@@ -21,7 +21,7 @@ from recckpt.storage import Storage
 from recckpt.storage.retry import is_transient
 from recckpt.text import one_line
 
-_LEFT_OUT = frozenset({"path", "metrics", "words", "outcome"})  # of the line: its file lies beside the checkpoints
+_LEFT_OUT = frozenset({"path", "words", "outcome"})  # of the line: its file lies beside the checkpoints
 _ERROR_LENGTH = 1000  # characters of an error that a line keeps
 log = logging.getLogger("recckpt")
 _MOST = 100  # lines that wait to be written; the oldest go

@@ -26,7 +26,7 @@ def test_a_page_is_written_and_a_healthy_run_ends_with_0(recckpt, run, tmp_path,
     monkeypatch.chdir(tmp_path)
     answer = recckpt("report", run)
     assert (answer.code, answer.err) == (0, "")
-    assert answer.out.startswith("TABLE ")  # nothing to say, and no empty line instead
+    assert answer.out.startswith("METRIC ")  # nothing to say, and no empty line instead
     assert answer.out.endswith("\nhealthy: 2 checkpoints, the newest ckpt_20\nwrote report.html\n")
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
     again = recckpt("report", run)

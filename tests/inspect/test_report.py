@@ -14,12 +14,12 @@ from support.delta_runs import run_with_chain
 from support.forge import Forge, empty, filled, save_tables
 
 import recckpt
-from recckpt import CheckpointReader, Saver
+from recckpt import CheckpointManager, CheckpointReader, Saver
 from recckpt.errors import CheckpointNotFoundError, MissingLibraryError
 from recckpt.format import layout
 from recckpt.inspect import report_page, report_rows
 from recckpt.policies.deltas import Deltas
-from recckpt.sparse import HashTable, gen_slice
+from recckpt.sparse import HashTable, SparseAdam, gen_slice
 from recckpt.sparse.files.arrow_format import column_values
 
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
@@ -303,6 +303,31 @@ def test_lines_of_a_timeline_may_be_anything(tmp_path):
     timeline.unlink()
     timeline.mkdir()
     assert recckpt.report(tmp_path).saves == ()
+
+
+def test_metrics_and_learning_rates_come_first_by_save_of_all_that_are_in_the_timeline(tmp_path):
+    table = HashTable(2, name="item")
+    sparse = SparseAdam([table], lr=0.25)
+    with Saver(torch.nn.ModuleDict({"item": table}), sparse, str(tmp_path), max_keep=1) as saver:
+        manager = CheckpointManager(saver, 1)
+        for loss in (-1.5, math.nan, 2.5, 0.5):
+            manager.step(metrics={"loss": loss}, state={"epoch": "first"}, event_time=1.7e9)
+    report = recckpt.report(tmp_path)
+    assert len(report.checkpoints) == 1
+    assert [save.metrics for save in report.saves] == [
+        {"loss": -1.5, "sparse_lr_0": 0.25},
+        {"sparse_lr_0": 0.25},
+        {"loss": 2.5, "sparse_lr_0": 0.25},
+        {"loss": 0.5, "sparse_lr_0": 0.25},
+    ]
+    head, loss, rate, *_ = str(report).splitlines()
+    assert head.split() == ["METRIC", "NEWEST", "BEFORE", "LEAST", "GREATEST", "LAST", "SAVES"]
+    assert loss.split() == ["loss", "0.5", "2.5", "-1.5", "2.5", "▁·█▅"]
+    assert rate.split() == ["sparse_lr_0", "0.25", "0.25", "0.25", "0.25", "▁▁▁▁"]
+    pytest.importorskip("matplotlib")
+    page = report.to_html()
+    assert page.index("<h2>Metrics</h2>") < page.index("<figcaption>loss, by step") < page.index("What needs attention")
+    assert re.search(r">\s*-1\s*<", page), "an axis that begins below zero"
 
 
 def test_lines_that_hardly_change_are_drawn_below_the_top_edge():

@@ -42,7 +42,7 @@ def test_a_save_leaves_a_line_that_says_what_it_was_and_where_its_time_went(url)
     assert line.keys() == {
         *("ckpt_id", "step", "ephemeral", "background", "time", "n_bytes", "n_rows", "kept_rows", "slowest_shard"),
         *("kind", "why_full", "n_links", "n_upserts", "n_deletes", "gb_per_sec", "max_rank_bytes", *SECONDS),
-        *("n_left_out", "largest_errors", "n_evicted"),
+        *("n_left_out", "largest_errors", "n_evicted", "metrics"),
     }
     said = {name: line[name] for name in ("ckpt_id", "step", "ephemeral", "background", "time", "n_bytes", "n_rows")}
     assert said == {
