@@ -13,7 +13,12 @@ _STYLE = """
 .recckpt h1, .recckpt h2, .recckpt h3 { line-height: 1.3; font-weight: 600; overflow-wrap: anywhere; }
 .recckpt h1 { font-size: 1.4em; margin: 0 0 .4em; } .recckpt h2 { font-size: 1.1em; margin: 1.6em 0 .4em; }
 .recckpt p { margin: .2em 0; overflow-wrap: anywhere; }
-.recckpt .scroll { overflow-x: auto; margin: 0 0 .4em; }
+.recckpt .scroll { --page: var(--jp-layout-color0, var(--vscode-editor-background, Canvas)); }
+.recckpt .scroll { overflow-x: auto; margin: 0 0 .4em; background:
+  linear-gradient(to right, var(--page) 40%, transparent) left / 2em 100% no-repeat local,
+  linear-gradient(to left, var(--page) 40%, transparent) right / 2em 100% no-repeat local,
+  linear-gradient(to right, #8889, transparent) left / .8em 100% no-repeat scroll,
+  linear-gradient(to left, #8889, transparent) right / .8em 100% no-repeat scroll; }
 .recckpt .scroll table { border-collapse: collapse; font-size: .92em; font-variant-numeric: tabular-nums; margin: 0; }
 .recckpt .scroll tr > * { padding: .25em .7em; border-bottom: 1px solid #8884; vertical-align: top; text-align: left; }
 .recckpt .scroll tr > th { font-weight: 600; white-space: nowrap; }
@@ -21,6 +26,7 @@ _STYLE = """
 .recckpt .scroll tr > .n, .recckpt .scroll tr > .s { white-space: nowrap; min-width: 0; }
 .recckpt .scroll tr > .n { text-align: right; }
 """  # by .scroll these go before the rules that Jupyter and others have for tables
+# A table that goes on beyond an edge has a shadow there: those that stay lie under covers that scroll with its ends.
 _HEAD = (
     '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
     '<meta name="viewport" content="width=device-width, initial-scale=1">'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from pathlib import Path
 
@@ -73,7 +74,15 @@ def run(tmp_path_factory):
 @pytest.mark.parametrize(("width", "scheme"), [(DESK, "light"), (PHONE, "dark")])
 def test_a_report_and_a_diff_say_what_they_must(browser, run, tmp_path, width, scheme):
     report = shown(browser, recckpt.report(run).to_html(), tmp_path / "report.html", width, scheme)
-    order = ["1 problem", "What needs attention", "NaN or infinity in embedding", "recckpt diff", "Checkpoints"]
+    order = [
+        "1 problem",
+        "Metrics",
+        "sparse_lr_0",
+        "What needs attention",
+        "NaN or infinity in embedding",
+        "recckpt diff",
+        "Checkpoints",
+    ]
     order += [
         "ckpt_10",
         "ckpt_20",
@@ -87,10 +96,28 @@ def test_a_report_and_a_diff_say_what_they_must(browser, run, tmp_path, width, s
     assert -1 not in places
     assert places == sorted(places)
     plots = browser.execute_script("return [...document.querySelectorAll('svg')].map(each => each.clientWidth)")
-    assert len(plots) == 7
+    assert len(plots) == 8
     assert all(200 < wide <= width for wide in plots)
     diff = shown(browser, recckpt.diff(run / "ckpt_10", run).to_html(), tmp_path / "diff.html", width, scheme)
     assert all(each in diff for each in ("different: 2 tables", "Embeddings that moved most", "user/1"))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_table_that_goes_on_beyond_an_edge_of_the_screen_has_a_shadow_there(browser, tmp_path, scheme):
+    image = pytest.importorskip("PIL.Image")
+    page = html.page("wide", html.body("wide", [html.table(["A", "B"], [["x" * 20, "y" * 60]] * 9, {"A", "B"})], ""))
+    shown(browser, page, tmp_path / "wide.html", PHONE, scheme)
+    scroll = browser.find_element("css selector", ".scroll")
+
+    def edges() -> list[bool]:
+        with image.open(io.BytesIO(scroll.screenshot_as_png)) as taken:
+            row, y = taken.convert("L"), taken.height - 5  # between the text and the line below
+            middle = row.getpixel((taken.width // 2, y))
+            return [abs(row.getpixel((x, y)) - middle) > 30 for x in (0, taken.width - 1)]
+
+    found = [edges()]
+    browser.execute_script("arguments[0].scrollLeft = 99999", scroll)
+    assert [*found, edges()] == [[False, True], [True, False]]
 
 
 def test_names_of_tables_run_no_script(browser, tmp_path):
