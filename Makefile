@@ -11,7 +11,7 @@ WORKERS := $(shell echo $$(($(TESTERS) + 1)))
 
 unexport PYTHONDONTWRITEBYTECODE  # the tests start many interpreters: each would compile all of recckpt again
 
-.PHONY: docs demo test test-of test-entered test-integrations test-slow test-faults test-hosts test-cuda lint bench bench-toy clean \
+.PHONY: docs docs-version demo test test-of test-entered test-integrations test-slow test-faults test-hosts test-cuda lint bench bench-toy clean \
 	golden golden-check api build-dist dist test-matrix lint-workflows release-check
 
 # What a user has: torch and the package, and what these ask for.
@@ -98,6 +98,13 @@ $(DOCS_VENV)/.installed: docs/requirements.txt
 docs: $(DOCS_VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(DOCS_VENV)/bin:$$PATH" $(DOCS_VENV)/bin/mkdocs build --strict --quiet
 	$(DOCS_VENV)/bin/linkchecker --no-warnings --no-status build/site/index.html
+
+# The site of all versions is the branch `site`: this commits one to it, there or again, and leads visitors to the last.
+VERSION ?= $(shell sed -n 's/^__version__ = "\([0-9]*\.[0-9]*\).*/\1/p' recckpt/__init__.py)
+MIKE := PATH="$(CURDIR)/$(DOCS_VENV)/bin:$$PATH" NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mike
+docs-version: $(DOCS_VENV)/.installed
+	$(MIKE) deploy --config-file mkdocs-versions.yml --branch site --update-aliases $(VERSION) latest
+	$(MIKE) set-default --config-file mkdocs-versions.yml --branch site latest
 
 # What a release is made with, in an environment of its own: CONTRIBUTING.md, "How a release is made".
 RELEASE := .venv-release

@@ -18,6 +18,8 @@ BESIDE = {
     "SECURITY.md": "security.md",
 }
 _LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[^)]+)?\)")
+_pages: dict[str, str] = {}  # of the site: address -> first sentence
+_nav: list[Any] = []  # the sections of the site
 _SECTION = re.compile(r"^\[[^\]]+\]\(\.\./CONTRIBUTING\.md#([\w-]+)\)$", re.MULTILINE)
 
 
@@ -30,11 +32,28 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def on_nav(nav: Any, config: Any, files: Any) -> Any:
+    """Keep the order of the pages for ``llms.txt``."""
+    _nav[:] = nav.items
+    return nav
+
+
+def on_post_build(config: Any) -> None:
+    """Write ``llms.txt``, by which programs that read for people find their way: https://llmstxt.org."""
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}", ""]
+    for item in _nav:
+        pages = item.children if item.is_section else [item]
+        lines += ["", f"## {item.title}", ""] if item.is_section else []
+        lines += [f"- [{page.title}]({page.url or 'index.html'}): {_pages[page.url]}" for page in pages]
+    Path(config.site_dir, "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Lead links to their pages; what is not on the site, such as a test, is named without a link.
 
     A line that is nothing but a link to a section of CONTRIBUTING.md becomes that section, so that there is one of it.
     """
+    _pages[page.url] = first_sentence(markdown)
     beside = {page: name for name, page in BESIDE.items()}
     own_place = beside.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
@@ -53,6 +72,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     parts[::2] = [led(text, own_place) for text in parts[::2]]
     parts[1::2] = [led(section(name), "CONTRIBUTING.md") for name in parts[1::2]]
     return "".join(parts)
+
+
+def first_sentence(markdown: str) -> str:
+    """Return the first sentence of a page, without links."""
+    prose = (block for block in re.split(r"\n\s*\n", markdown) if re.match(r"[\w*`]", block))
+    sentence = re.split(r"(?<=\.) ", " ".join(next(prose, "").split()))[0]
+    return re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", sentence)
 
 
 def section(anchor: str) -> str:
