@@ -58,15 +58,14 @@ def diff_of_others(before: str, after: str, tolerance: float) -> CheckpointDiff 
 
 
 def _side(path: str, contents: SourceContents | None) -> tuple[Side, list[Comparable]]:
+    from recckpt.inspect.diff import side_of
     from recckpt.inspect.diff_result import Side
     from recckpt.inspect.diff_tensors import Comparable, comparable
     from recckpt.inspect.reader import CheckpointReader
 
     if contents is None:
-        reader = CheckpointReader(path)
-        manifest = reader.manifest
-        side = Side(reader.path, manifest.ckpt_id, manifest.kind, manifest.step, manifest.rows, 1, ())
-        return side, [each for each in comparable(reader.chain.tensors) if each.of == "model"]
+        chain = CheckpointReader(path).chain
+        return side_of(chain), [each for each in comparable(chain.tensors) if each.of == "model"]
     n_rows = sum(table.n_rows for table in contents.tables)
     side = Side(path, path.rstrip("/").rpartition("/")[2], contents.format, contents.step, n_rows, 1, ())
     return side, [Comparable("model", one.name, one.dtype, one.shape, partial(_rows, one)) for one in contents.dense]
