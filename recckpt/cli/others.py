@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from recckpt.format.tensor_index import NUMPY_DTYPES, widened
+from recckpt.format.tensor_index import widened
 
 if TYPE_CHECKING:
     from recckpt.convert.source import SourceContents, SourceTensor
@@ -31,10 +30,6 @@ def contents_at(path: str) -> SourceContents | None:
     if of_others(storage) is None and not is_of_recis(storage):
         return None
     return open_source(SourceFiles(path), None, ImportOptions()).contents
-
-
-def n_bytes_of(tensor: SourceTensor) -> int:
-    return math.prod(tensor.shape) * NUMPY_DTYPES[tensor.dtype].itemsize
 
 
 def diff_of_others(before: str, after: str, tolerance: float) -> CheckpointDiff | None:

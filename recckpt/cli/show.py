@@ -69,15 +69,14 @@ def run_show(args: argparse.Namespace) -> CommandResult:
 
 def _of_others(path: str) -> CommandResult | None:
     """Describe what another program saved; None where it is no checkpoint of one."""
-    from recckpt.cli.others import contents_at, n_bytes_of
+    from recckpt.cli.others import contents_at
 
     contents = contents_at(path)
     if contents is None:
         return None
     tables = [_described(table.name, table.n_rows, table.row_bytes, table.slots) for table in contents.tables]
     tensors = [
-        {"name": one.name, "dtype": one.dtype, "shape": list(one.shape), "bytes": n_bytes_of(one)}
-        for one in contents.dense
+        {"name": one.name, "dtype": one.dtype, "shape": list(one.shape), "bytes": one.nbytes} for one in contents.dense
     ]
     facts = {"url": path, "format": contents.format, "step": contents.step}
     left = [{"name": one.name, "reason": one.reason} for one in contents.left_out]
