@@ -87,6 +87,7 @@ class SourceTensor:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all values."""
         return math.prod(self.shape) * NUMPY_DTYPES[self.dtype].itemsize
 
     def whole(self) -> Array:

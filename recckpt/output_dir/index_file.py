@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from recckpt.format import layout
-from recckpt.storage import ABSENT, NotPlainError, Storage
+from recckpt.storage import ABSENT, NotPlainError, Storage, open_parent
 
 log = logging.getLogger("recckpt")
 NOTE = "this is an output dir of RecIS, whose checkpoints `recckpt import` makes into ours"
@@ -102,9 +102,8 @@ def why_nothing(storage: Storage) -> str:
 
 def of_others(storage: Storage) -> str | None:
     """Return which other program's checkpoint this is, None where it does not look like one that is known."""
-    if storage.why_empty():
-        is_file = storage.why_empty() == "not a directory" and storage.url.endswith(_FILES_OF_OTHERS)
-        return "this is a file as other programs save one" if is_file else None
+    if storage.url.endswith(_FILES_OF_OTHERS) and _has(*open_parent(storage.url)):
+        return "this is a file as other programs save one"
     program = next((program for name, program in _OF_OTHERS.items() if _has(storage, name)), None)
     return None if program is None else f"this is one of {program}"
 
