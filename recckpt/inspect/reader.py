@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -157,6 +157,10 @@ class CheckpointReader:
     def tables(self) -> list[str]:
         """Return the names of the tables."""
         return [table.name for table in self.manifest.tables]
+
+    def slots(self, name: str) -> Sequence[SlotSpec]:
+        """Return the slots of a table."""
+        return self.manifest.named_table(name).slots
 
     def schema(self, name: str, columns: Collection[str] | None = None) -> pa.Schema:
         """Return the Arrow schema of the batches of a table: ``id`` and one column a slot."""

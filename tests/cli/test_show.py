@@ -309,7 +309,7 @@ def test_what_another_program_saved_is_shown_and_all_else_says_what_to_do_with_i
             ("top.weight", [3, 4], 48),
         ]
         assert ["top.weight", "float32", "(3,", "4)", "48", "B"] in answer.lines
-    for command in (("ls",), ("verify",), ("get", "t", "1"), ("report",)):
+    for command in (("report",), ("history", "t", "1"), ("consolidate",), ("export", "out", "--to", "npy")):
         answer = recckpt(command[0], path, *command[1:])
         assert answer.code != 0
         assert "`recckpt import` makes" in answer.err
