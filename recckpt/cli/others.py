@@ -81,7 +81,7 @@ def views_of(source: SourceReader) -> tuple[duckdb.DuckDBPyConnection, Sequence[
     from recckpt.inspect.sql import create_views
 
     connection: duckdb.DuckDBPyConnection = needed("duckdb", "sql").connect()
-    tables = {name: source.dataset(name) for name in source.with_rows()}
+    tables = {name: source.dataset(name) for name in source.with_rows}
     create_views(connection, tables, source.path)
     return connection, [*tables.values()]
 

@@ -54,6 +54,7 @@ class SourceReader(AbstractContextManager["SourceReader"]):
     Attributes:
         path: of the source.
         contents: what it holds.
+        with_rows: the names of the tables, and of the tensors that are tables as well.
 
     Raises:
         ConversionError: there is nothing that is known, or a file is damaged.
@@ -73,6 +74,7 @@ class SourceReader(AbstractContextManager["SourceReader"]):
                 of_rows = TensorTable(tensor.name, None, {EMBEDDING: tensor})
                 rows = tensor_source(SourceContents(""), {}, [of_rows], self.path)
                 self._tables.setdefault(tensor.name, (rows.contents.tables[0], rows.rows))
+        self.with_rows = tuple(self._tables)
 
     @shown
     def __repr__(self) -> str:
@@ -88,10 +90,6 @@ class SourceReader(AbstractContextManager["SourceReader"]):
     def tables(self) -> list[str]:
         """Return the names of the tables, without those of tensors."""
         return [table.name for table in self.contents.tables]
-
-    def with_rows(self) -> list[str]:
-        """Return the names of the tables, and of the tensors that are tables as well."""
-        return list(self._tables)
 
     def slots(self, name: str) -> Sequence[SlotSpec]:
         """Return the slots of a table."""
