@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SavableTable", "LiveTable", "WatchedTable", "Door", "Box", "RowShare", "SlotSpec", "is_hashtable"]
 
+# What a CheckpointableTensor says of itself (recckpt.dense.sharded): the first of the whole, the others a shard each.
+GEOMETRY = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 EMBEDDING = "embedding"  # part of the format: the slot that holds a table's values
 ITEM_BYTES: dict[str, int] = {  # part of the format: the dtypes of slots and their bytes per value
     "float16": 2,

@@ -22,16 +22,18 @@ from recckpt.sparse import HashTable, Normal, SparseAdamW
 SLACK = 1.01
 PACKAGE = str(parsed.ROOT)
 # Positions, changes, checkpoints of other programs and FromRow took 6 files, 900 lines and 60 functions of the product.
+# To read those of other programs as they are, and tensors that say where their shards lie, took 1 file, 500 lines and
+# 32 functions; a plain save, load, restore and step enter none of them.
 HOUSE = {  # figure -> limit, goal
-    "lines": (64_400, 56_000),
-    "code lines": (43_918, 40_500),
-    "files": (299, 290),
-    "classes": (722, 550),
+    "lines": (64_900, 56_000),
+    "code lines": (44_240, 40_500),
+    "files": (300, 290),
+    "classes": (725, 550),
     "dataclasses": (269, 230),
-    "functions": (4_693, 3_850),
-    "functions that are one return": (878, 650),
-    "lines of tests": (91_577, 70_000),
-    "test functions": (3_664, 3_200),
+    "functions": (4_725, 3_850),
+    "functions that are one return": (886, 650),
+    "lines of tests": (92_220, 70_000),
+    "test functions": (3_688, 3_200),
     "names on top": (14, 14),
     "arguments of Saver": (12, 12),
     "arguments of CheckpointManager": (10, 10),

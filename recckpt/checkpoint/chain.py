@@ -203,6 +203,19 @@ class OpenChain:
         sought = None if ids is None else IdSet(ids)
         return ChainTable(down_to_whole(link.reader(name, slots, sought) for link in self.links))
 
+    def table_with(self, name: str, columns: Collection[str] | None, ids: Int64s | None = None) -> ChainTable:
+        """Return the reader of a table with the slots that ``columns`` asks for, all where it is None.
+
+        Raises:
+            KeyError: no such table or slot.
+            TypeError: ``columns`` is a single name.
+            CorruptCheckpointError: as :meth:`table`, whose ``ids`` these are.
+        """
+        from recckpt.sparse.files.table_reader import asked_slots
+
+        slots = asked_slots(name, self.manifest.named_table(name).slots, columns)
+        return self.table(name, [slot.name for slot in slots], ids)
+
     def find(self, table: str, ids: Int64s, slot: SlotSpec, default: Any) -> AlignedRows:
         """Return a slot of the rows of ids, in their order; reads a link only for ids that no newer one knows.
 

@@ -18,7 +18,7 @@ COMMANDS = {  # name -> its module, and what it does
     "ls": ("ls", "list the checkpoints of an output dir, oldest first, or the runs in a directory of output dirs"),
     "show": ("show", "show what a checkpoint holds, or what another program saved"),
     "head": ("rows", "print the first rows of a table"),
-    "get": ("rows", "print rows of a table by id"),
+    "get": ("rows", "print rows of a table by id, or a dense tensor"),
     "verify": ("verify", "look for damage, down to every byte"),
     "history": ("rows", "show rows of a table over all checkpoints of a run: norm, changes, count, moments"),
     "diff": ("reports", "say what differs between two checkpoints: rows, tensors, training state"),
@@ -44,6 +44,8 @@ recckpt show runs/clicks/latest~1 --files   # the one before, with its files
 recckpt head runs/clicks item -n 3
 recckpt head runs/clicks/ckpt_300 item --columns embedding
 recckpt get runs/clicks item 17 -42
+recckpt get runs/clicks top.weight all      # a dense tensor
+recckpt get model.safetensors item.weight 17   # a row, of what another program saved
 recckpt verify runs/clicks           # all checkpoints, every byte
 recckpt verify runs/clicks/latest --quick
 recckpt verify --absent ids.txt --table user runs/clicks s3://backup/clicks /dev/shm/recckpt

@@ -38,7 +38,12 @@ ARGUMENTS = {
 
 
 def run_ls(args: argparse.Namespace) -> CommandResult:
-    """List committed checkpoints, oldest first, then what is damaged or was never finished; or a directory's runs."""
+    """List committed checkpoints, oldest first, then what is damaged or was never finished; or a directory's runs.
+
+    Of what another program saved, its tables and tensors.
+    """
+    from recckpt.cli.others import source_at
+    from recckpt.cli.show import contents_of
     from recckpt.output_dir.listing import look_around
     from recckpt.storage import open_storage
 
@@ -50,6 +55,8 @@ def run_ls(args: argparse.Namespace) -> CommandResult:
         runs = runs_in(storage, args)
         if runs is not None:
             return listed(runs[1], with_overdue=False)
+        if args.near is None and (source := source_at(args.dir)) is not None:
+            return contents_of(source)
     data, lines = _committed(storage, listing)
     if args.near is not None:
         from recckpt.near.views import counting_here

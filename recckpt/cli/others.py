@@ -2,39 +2,88 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from recckpt.format.tensor_index import NUMPY_DTYPES, widened
+from recckpt.cli.result import CommandResult, usage_checked
+from recckpt.errors import CheckpointNotFoundError, ConversionError
+from recckpt.format.tensor_index import widened
+from recckpt.text import Line, Progress, Table, count, escaped, plural, size
 
 if TYPE_CHECKING:
-    from recckpt.convert.source import SourceContents, SourceTensor
+    import duckdb
+
+    from recckpt.convert.reader import SourceReader
+    from recckpt.convert.source import SourceTable, SourceTensor
     from recckpt.inspect.diff_result import CheckpointDiff, Side
     from recckpt.inspect.diff_tensors import Comparable
+    from recckpt.inspect.reader import CheckpointReader
+    from recckpt.sparse.files.dataset import StreamedDataset
+
+_UNSEEN = "values that have changed go unseen; `recckpt import` it, and verify sees damage from then on"
 
 
-def contents_at(path: str) -> SourceContents | None:
-    """Return what another program saved at a path, by what an import would read; None where it is nothing known.
+def source_at(path: str) -> SourceReader | None:
+    """Open what another program saved at a path as it is; None where it does not look like that at a glance.
 
     Raises:
         ConversionError: a file is damaged, or its format is not clear.
+        MissingLibraryError: it takes torch, which is not installed.
     """
-    from recckpt.convert.formats import open_source
-    from recckpt.convert.source import ImportOptions
-    from recckpt.convert.source_files import SourceFiles
+    from recckpt.convert.reader import SourceReader
     from recckpt.output_dir.index_file import is_of_recis, of_others
     from recckpt.storage import open_storage
 
     storage = open_storage(path)
-    if of_others(storage) is None and not is_of_recis(storage):
-        return None
-    return open_source(SourceFiles(path), None, ImportOptions()).contents
+    return None if of_others(storage) is None and not is_of_recis(storage) else SourceReader(path)
 
 
-def n_bytes_of(tensor: SourceTensor) -> int:
-    return math.prod(tensor.shape) * NUMPY_DTYPES[tensor.dtype].itemsize
+def reader_at(path: str) -> CheckpointReader | SourceReader:
+    """Open the checkpoint at a path, or what another program saved there; errors as of both."""
+    from recckpt.inspect.reader import CheckpointReader
+
+    try:
+        with usage_checked():
+            return CheckpointReader(path)
+    except CheckpointNotFoundError:
+        if (source := source_at(path)) is None:
+            raise
+        return source
+
+
+def verified(source: SourceReader, *, deep: bool) -> CommandResult:
+    """Read all there is, unless not ``deep``, and say what cannot be read, and what the format cannot promise."""
+    contents, problems = source.contents, list[str]()
+    items: list[SourceTable | SourceTensor] = [*contents.tables, *contents.dense]
+    sizes = [*(table.n_rows * table.row_bytes for table in contents.tables), *(one.nbytes for one in contents.dense)]
+    rows = sum(table.n_rows for table in contents.tables)
+    with Progress(f"verifying {source.path}", sum(sizes)) as progress:
+        for item in items if deep else ():
+            try:
+                for n_bytes in source.read_through(item):
+                    progress.advance(n_bytes)
+            except (ConversionError, OSError) as error:
+                problems.append(str(error))
+    result = plural(len(problems), "problem") if problems else "good"
+    row = escaped(source.path), contents.format, count(rows), count(len(contents.dense)), size(sum(sizes)), result
+    numbers = "ROWS", "TENSORS", "SIZE"
+    lines: list[Line] = [Table(("SOURCE", "FORMAT", *numbers, "RESULT"), [row], numbers)]
+    seen = "all of it can be read, and shapes and dtypes agree" if deep else "its headers agree with its files"
+    lines += ["", f"{contents.format} has no checksums: {'' if problems else seen + ', but '}{_UNSEEN}"]
+    facts = {"url": source.path, "format": contents.format, "checksums": False, "deep": deep}
+    return CommandResult({**facts, "good": not problems, "problems": problems}, lines, problems)
+
+
+def views_of(source: SourceReader) -> tuple[duckdb.DuckDBPyConnection, Sequence[StreamedDataset]]:
+    """Return a connection with a view of each table, and of each tensor with rows, and what they read."""
+    from recckpt.errors import needed
+    from recckpt.inspect.sql import create_views
+
+    connection: duckdb.DuckDBPyConnection = needed("duckdb", "sql").connect()
+    tables = {name: source.dataset(name) for name in source.with_rows}
+    create_views(connection, tables, source.path)
+    return connection, [*tables.values()]
 
 
 def diff_of_others(before: str, after: str, tolerance: float) -> CheckpointDiff | None:
@@ -44,12 +93,11 @@ def diff_of_others(before: str, after: str, tolerance: float) -> CheckpointDiff 
     """
     from recckpt.inspect.diff_result import CheckpointDiff
     from recckpt.inspect.diff_tensors import compare_tensors
-    from recckpt.text import Progress
 
-    of_others = contents_at(before), contents_at(after)
-    if of_others == (None, None):
+    sources = source_at(before), source_at(after)
+    if sources == (None, None):
         return None
-    sides = [_side(path, contents) for path, contents in zip((before, after), of_others, strict=True)]
+    sides = [_side(path, source) for path, source in zip((before, after), sources, strict=True)]
     old, new = _called_alike(*(tensors for _, tensors in sides))
     n_bytes = sum(tensor.nbytes for tensor in (*old, *new))
     with Progress(f"comparing {before} and {after}", n_bytes) as progress:
@@ -57,16 +105,16 @@ def diff_of_others(before: str, after: str, tolerance: float) -> CheckpointDiff 
     return CheckpointDiff(sides[0][0], sides[1][0], tolerance, (), compared, ())
 
 
-def _side(path: str, contents: SourceContents | None) -> tuple[Side, list[Comparable]]:
+def _side(path: str, source: SourceReader | None) -> tuple[Side, list[Comparable]]:
+    from recckpt.inspect.diff import side_of
     from recckpt.inspect.diff_result import Side
     from recckpt.inspect.diff_tensors import Comparable, comparable
     from recckpt.inspect.reader import CheckpointReader
 
-    if contents is None:
-        reader = CheckpointReader(path)
-        manifest = reader.manifest
-        side = Side(reader.path, manifest.ckpt_id, manifest.kind, manifest.step, manifest.rows, 1, ())
-        return side, [each for each in comparable(reader.chain.tensors) if each.of == "model"]
+    if source is None:
+        chain = CheckpointReader(path).chain
+        return side_of(chain), [each for each in comparable(chain.tensors) if each.of == "model"]
+    contents = source.contents
     n_rows = sum(table.n_rows for table in contents.tables)
     side = Side(path, path.rstrip("/").rpartition("/")[2], contents.format, contents.step, n_rows, 1, ())
     return side, [Comparable("model", one.name, one.dtype, one.shape, partial(_rows, one)) for one in contents.dense]

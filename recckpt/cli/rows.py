@@ -6,33 +6,44 @@ import argparse
 import csv
 import datetime
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from recckpt.cli.arguments import A_CHECKPOINT, AN_OUTPUT_DIR, argument, int64, natural
 from recckpt.cli.result import PROBLEM, USAGE, CommandError, CommandResult, UsageError, usage_checked
-from recckpt.text import Line, Table, cell, escaped, nearest, one_line, plural
+from recckpt.errors import CheckpointNotFoundError
+from recckpt.text import Line, Table, cell, escaped, one_line, plural
 
 if TYPE_CHECKING:
     import duckdb
 
+    from recckpt.convert.reader import SourceReader
     from recckpt.inspect.reader import CheckpointReader
 
 Row = dict[str, Any]
+_Answer = TypeVar("_Answer")
 _ID = "id"
 _ZONED = "TIMESTAMP WITH TIME ZONE"  # as duckdb calls the type, within others too
 
+
+def _id_or_all(text: str) -> int | None:
+    return None if text == _ALL else int64(text)
+
+
+_id_or_all.__name__ = int64.__name__
+_WHICH = argument("ids ID", "any int64, negative ones too; `all` of a dense tensor", nargs="+", type=_id_or_all)
 _OF_A_TABLE = (
     argument("checkpoint CKPT", A_CHECKPOINT),
     argument("table TABLE"),
     argument("--columns A,B", "slots to print, separated by commas (default: all)"),
 )
 _IDS = argument("ids ID", "any int64, negative ones too", nargs="+", type=int64)
+_ALL = "all"
+_MOST_ROWS = 20  # of a tensor that are printed; --json has all
 ARGUMENTS = {
     "head": (argument("-n N", "number of rows (default: %(default)s)", type=natural, default=10), *_OF_A_TABLE),
-    "get": (*_OF_A_TABLE, _IDS),
+    "get": (*_OF_A_TABLE, _WHICH),
     "history": (argument("dir RUN", AN_OUTPUT_DIR), argument("table TABLE"), _IDS),
     "sql": (
         argument("checkpoint CKPT", A_CHECKPOINT),
@@ -49,14 +60,16 @@ ARGUMENTS = {
 
 
 def run_head(args: argparse.Namespace) -> CommandResult:
-    columns, rows = _read(args, n=args.n)
+    columns, rows = _read(args, lambda reader: _rows(reader, args, None, args.n))
     return CommandResult({"table": args.table, "rows": rows}, _table_of_rows(columns, rows))
 
 
 def run_get(args: argparse.Namespace) -> CommandResult:
-    """Print rows by id, in the order asked for; ids that the table lacks are a problem."""
+    """Print rows by id, in the order asked for, where ids that the table lacks are a problem; or a dense tensor."""
+    if None in args.ids:
+        return _read(args, lambda reader: _tensor(reader, args))
     ids = list(dict.fromkeys(args.ids))
-    columns, there = _read(args, ids)
+    columns, there = _read(args, lambda reader: _rows(reader, args, ids))
     by_number = {row[_ID]: row for row in there}
     missing = [number for number in ids if number not in by_number]
     rows = [by_number[number] for number in ids if number in by_number]
@@ -65,51 +78,64 @@ def run_get(args: argparse.Namespace) -> CommandResult:
     return CommandResult(data, _table_of_rows(columns, rows) if rows else [], problems)
 
 
-def _read(
-    args: argparse.Namespace, ids: Iterable[int] | None = None, n: int | None = None
-) -> tuple[list[str], list[Row]]:
-    """Return columns and rows of a checkpoint, or of a newer one if its writer removes it meanwhile."""
-    from recckpt.inspect.reader import CheckpointReader
+def _read(args: argparse.Namespace, use: Callable[[CheckpointReader | SourceReader], _Answer]) -> _Answer:
+    """Use a checkpoint, or a newer one if its writer removes it meanwhile; an unknown name is a CommandError."""
+    from recckpt.cli.others import reader_at
     from recckpt.output_dir.open_files import first_whole
 
-    def find() -> CheckpointReader:
-        with usage_checked():
-            return CheckpointReader(args.checkpoint)
-
-    def use(reader: CheckpointReader) -> tuple[list[str], list[Row]]:
+    def used(reader: CheckpointReader | SourceReader) -> _Answer:
         with reader:
-            columns = _columns(reader, args)
-            return columns, list(islice(_rows(reader, args.table, columns, ids), n))
+            return use(reader)
 
-    return first_whole(find, use)
-
-
-def _columns(reader: CheckpointReader, args: argparse.Namespace) -> list[str]:
-    try:
-        slots = [slot.name for slot in reader.manifest.named_table(args.table).slots]
-    except KeyError as error:
-        raise CommandError(error.args[0]) from error
-    if args.columns is None:
-        return slots
-    asked = [name for name in dict.fromkeys(args.columns.split(",")) if name != _ID]
-    for name in asked:
-        if name not in slots:
-            hint = f"{nearest(name, slots)}; it has {', '.join(slots)}"
-            raise CommandError(f"table {args.table!r} has no slot {name!r}{hint}")
-    return asked
+    return first_whole(lambda: reader_at(args.checkpoint), used)
 
 
 def _rows(
-    reader: CheckpointReader, table: str, columns: Sequence[str], ids: Iterable[int] | None = None
-) -> Iterator[Row]:
+    reader: CheckpointReader | SourceReader, args: argparse.Namespace, ids: Iterable[int] | None, n: int | None = None
+) -> tuple[list[str], list[Row]]:
+    """Return the columns that are asked for, and the first ``n`` rows, all where it is None."""
     from recckpt.sparse.files.arrow_format import column_values, ids_in
 
-    specs = {slot.name: slot for slot in reader.manifest.named_table(table).slots}
-    for batch in reader.table(table, columns, ids):
-        numbers = ids_in(batch)
-        values = {name: column_values(batch.column(name), specs[name]) for name in columns}
-        for row in range(len(numbers)):
-            yield {_ID: int(numbers[row])} | {name: column[row].tolist() for name, column in values.items()}
+    try:
+        specs = {slot.name: slot for slot in reader.slots(args.table)}
+        asked = [*specs] if args.columns is None else [c for c in dict.fromkeys(args.columns.split(",")) if c != _ID]
+        batches = reader.table(args.table, asked, ids)
+    except KeyError as error:
+        raise CommandError(error.args[0]) from error
+    rows = list[Row]()
+    for batch in batches if n != 0 else ():
+        values = [(name, column_values(batch.column(name), specs[name])) for name in asked]
+        for row, number in enumerate(ids_in(batch)[: None if n is None else n - len(rows)].tolist()):
+            rows.append({_ID: number} | {name: column[row].tolist() for name, column in values})
+        if len(rows) == n:
+            break
+    return asked, rows
+
+
+def _tensor(reader: CheckpointReader | SourceReader, args: argparse.Namespace) -> CommandResult:
+    from recckpt.format.tensor_index import NUMPY_DTYPES, widened
+
+    name = args.table
+    if name in reader.tables() and name not in reader.tensor_names():
+        raise UsageError(
+            f"{name!r} is a table: name ids of it, or see its first rows by `recckpt head`; `{_ALL}` is for tensors"
+        )
+    try:
+        values, dtype, shape = reader.read_tensor(name), reader.tensor_dtype(name), reader.tensor_shape(name)
+    except KeyError as error:
+        raise CommandError(error.args[0]) from error
+    values = widened(values) if dtype == "bfloat16" else values
+    as_bits = "" if dtype in ("bfloat16", NUMPY_DTYPES[dtype].name) else ", as bits"
+    lines: list[Line] = [f"{escaped(name)}: {dtype} {shape}{as_bits}"]
+    rows = (
+        [(str(number), cell(_plain(row.tolist()))) for number, row in enumerate(values[:_MOST_ROWS])] if shape else []
+    )
+    lines += [Table(("ROW", "VALUES"), rows, ("ROW",))] if shape else [cell(_plain(values.item()))]
+    if shape and shape[0] > _MOST_ROWS:
+        lines.append(f"and {plural(shape[0] - _MOST_ROWS, 'row')} more, which --json has")
+    return CommandResult(
+        {"tensor": name, "dtype": dtype, "shape": list(shape), "values": _plain(values.tolist())}, lines
+    )
 
 
 def _table_of_rows(columns: Sequence[str], rows: Sequence[Row]) -> list[Line]:
@@ -135,12 +161,18 @@ def run_history(args: argparse.Namespace) -> CommandResult:
 
 
 def run_sql(args: argparse.Namespace) -> CommandResult:
+    from recckpt.cli.others import source_at, views_of
     from recckpt.inspect.sql import open_views
 
     if args.csv and args.json:
         raise UsageError("--csv and --json are two forms of one answer; name one of them")
-    with usage_checked():
-        connection, tables = open_views(args.checkpoint, checked=args.checked)
+    try:
+        with usage_checked():
+            connection, tables = open_views(args.checkpoint, checked=args.checked)
+    except CheckpointNotFoundError:
+        if (source := source_at(args.checkpoint)) is None:
+            raise
+        connection, tables = views_of(source)
     import duckdb  # which open_views() has found
 
     try:

@@ -15,6 +15,7 @@ from recckpt.format.tables import TableEntry, descriptions_of
 from recckpt.text import Line, Table, cell, count, escaped, one_line, pairs, plural, section, size
 
 if TYPE_CHECKING:
+    from recckpt.convert.reader import SourceReader
     from recckpt.format.manifest import Manifest
     from recckpt.output_dir.listing import Checkpoint
     from recckpt.storage import Storage
@@ -31,6 +32,7 @@ ARGUMENTS = {
 
 
 def run_show(args: argparse.Namespace) -> CommandResult:
+    from recckpt.cli.others import source_at
     from recckpt.output_dir.at_path import locate_path
     from recckpt.output_dir.open_files import first_whole
 
@@ -41,10 +43,9 @@ def run_show(args: argparse.Namespace) -> CommandResult:
     try:
         storage, checkpoint, tensors, problems = first_whole(find, _with_tensors)
     except CheckpointNotFoundError:
-        others = _of_others(args.checkpoint)
-        if others is None:
+        if (source := source_at(args.checkpoint)) is None:
             raise
-        return others
+        return contents_of(source)
     url, manifest = storage.url_of(checkpoint.directory), checkpoint.manifest
     data, lines = _data(url, checkpoint, tensors), _lines(url, checkpoint, tensors)
     if args.files:
@@ -67,19 +68,14 @@ def run_show(args: argparse.Namespace) -> CommandResult:
     return CommandResult(data, lines, problems)
 
 
-def _of_others(path: str) -> CommandResult | None:
-    """Describe what another program saved; None where it is no checkpoint of one."""
-    from recckpt.cli.others import contents_at, n_bytes_of
-
-    contents = contents_at(path)
-    if contents is None:
-        return None
+def contents_of(source: SourceReader) -> CommandResult:
+    """Describe all that there is, and what an import would leave out."""
+    contents = source.contents
     tables = [_described(table.name, table.n_rows, table.row_bytes, table.slots) for table in contents.tables]
     tensors = [
-        {"name": one.name, "dtype": one.dtype, "shape": list(one.shape), "bytes": n_bytes_of(one)}
-        for one in contents.dense
+        {"name": one.name, "dtype": one.dtype, "shape": list(one.shape), "bytes": one.nbytes} for one in contents.dense
     ]
-    facts = {"url": path, "format": contents.format, "step": contents.step}
+    facts = {"url": source.path, "format": contents.format, "step": contents.step}
     left = [{"name": one.name, "reason": one.reason} for one in contents.left_out]
     of_tables = [(escaped(t["name"]), count(t["rows"]), size(t["bytes"]), _slots(t["slots"])) for t in tables]
     lines = list[Line](pairs([(name, "-" if value is None else escaped(str(value))) for name, value in facts.items()]))

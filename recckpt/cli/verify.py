@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from recckpt.cli.arguments import A_FILE_OF_IDS, argument, threads
 from recckpt.cli.result import CommandResult, UsageError, usage_checked
+from recckpt.errors import CheckpointNotFoundError
 from recckpt.text import Heading, Line, Table, count, escaped, one_line, plural, size
 from recckpt.text.columns import Tone
 
@@ -41,6 +42,7 @@ ARGUMENTS = {
 
 
 def run_verify(args: argparse.Namespace) -> CommandResult:
+    from recckpt.cli.others import source_at, verified
     from recckpt.inspect.verify import find_checkpoints, verify_found
 
     if args.absent is not None:
@@ -49,8 +51,13 @@ def run_verify(args: argparse.Namespace) -> CommandResult:
         raise UsageError("--table and --print-ids go with --absent")
     if len(args.path) > 1:
         raise UsageError(f"several places go with --absent alone, found {' '.join(args.path)}")
-    with usage_checked():
-        place = find_checkpoints(args.path[0])
+    try:
+        with usage_checked():
+            place = find_checkpoints(args.path[0])
+    except CheckpointNotFoundError:
+        if (source := source_at(args.path[0])) is None:
+            raise
+        return verified(source, deep=args.deep)
     url, reports = place.storage.url, sorted(verify_found(place, deep=args.deep, threads=args.threads), key=_age)
     tones: dict[int, Tone] = {n: "damaged" if report.problems else "good" for n, report in enumerate(reports)}
     lines: list[Line] = [Table(_HEAD, [_row(report) for report in reports], ("ROWS", "SIZE", "FILES"), tones)]

@@ -17,7 +17,7 @@ from recckpt.convert.source import ImportOptions, ImportSource, LeftOut, SourceR
 from recckpt.convert.source_files import SourceFiles
 from recckpt.convert.target_files import exported_tables, open_tables
 from recckpt.convert.view import SCALE
-from recckpt.errors import ConversionError
+from recckpt.errors import ConversionError, MissingLibraryError
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.text import nearest
 from recckpt.text.foreign_words import write_instead
@@ -46,10 +46,16 @@ def open_source(files: SourceFiles, format: str | None, options: ImportOptions) 
         if format is not None or module.recognises(files):
             _check_options(files, name, options)
             tables = exported_tables(files, name)
-            if tables:
-                opened = open_tables(files, tables, options, module.open_source)
-            else:
-                opened = module.open_source(files, options)
+            try:
+                if tables:
+                    opened = open_tables(files, tables, options, module.open_source)
+                else:
+                    opened = module.open_source(files, options)
+            except ModuleNotFoundError as error:
+                if error.name != "torch":
+                    raise
+                what = f"{files.url}: to read {name} takes torch, which is not installed"
+                raise MissingLibraryError(f"{what}: pip install torch") from error
             return _named(_in_floats(opened), options.names, files.url)
     found = f"files of no format that is known: {', '.join(files.names[:5])}"
     remedy = write_instead("csv").removeprefix(": ") if files.ending(".csv", ".csv.gz") else "name the format"

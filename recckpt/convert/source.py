@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,6 +84,11 @@ class SourceTensor:
     same: Hashable  # equal for tensors that are the same one in memory (tied)
     # returns rows [begin, end) of the first dimension; of a scalar, read(0, 1) has shape (1,)
     read: Callable[[int, int], Array]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values."""
+        return math.prod(self.shape) * NUMPY_DTYPES[self.dtype].itemsize
 
     def whole(self) -> Array:
         """Return all values."""

@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from recckpt.dense.sharded import STAND_IN, Pieces, is_sharded, own_boxes
+from recckpt.dense.sharded import STAND_IN, Pieces, is_sharded, laid_out_as, own_boxes, own_shards
 from recckpt.dense.state_copy import MAPPINGS
 from recckpt.dense.tensors import DenseTensors, Read, StoredTensor
 from recckpt.dense.torch_archive import HEADER_BYTES, LENGTHS_AT, LoadableArchive, check_loadable
@@ -28,6 +28,7 @@ from recckpt.output_dir.checkpoint_dir import map_checked, read_checked
 from recckpt.output_dir.open_files import MappedFile
 from recckpt.storage.base import Files
 from recckpt.storage.local_files import drop_pages
+from recckpt.types import GEOMETRY
 
 StoredValue = Tensor | StoredTensor
 _STEP_BYTES = 1 << 20
@@ -197,10 +198,10 @@ def fitted(saved: Any, like: Any, reader: DenseTensors) -> Any:
     """
     if stands_in(saved):
         stored = reader.of_extra(saved[STAND_IN])
-        fits = isinstance(like, Tensor) and tuple(like.shape) == stored.shape
+        fits = isinstance(like, Tensor) and tuple(getattr(like, GEOMETRY[0], like.shape)) == stored.shape
         return as_live(stored, like if fits else None, reader, _dtype(stored))
     if isinstance(saved, Tensor):
-        fits = is_sharded(like) and like.shape == saved.shape
+        fits = is_sharded(like) and getattr(like, GEOMETRY[0], like.shape) == saved.shape
         return as_live(saved, like, reader, saved.dtype) if fits else saved
     if type(saved) in MAPPINGS:
         return type(saved)({key: fitted(item, _below(like, key), reader) for key, item in saved.items()})
@@ -269,6 +270,11 @@ def planned_reads(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[
 def with_values(live: Tensor, pieces: Iterable[Tensor]) -> Tensor:
     """Return a sharded tensor like ``live`` with other values on this rank, one tensor for each of its pieces."""
     new_pieces, of_several = list(pieces), cast(Any, live)
+    if (places := own_shards("", live)) is not None:
+        local = live.detach().clone()
+        for values, (_, place) in zip(new_pieces, places, strict=True):
+            local[place] = values.to(local.device)
+        return laid_out_as(live, local)
     if hasattr(live, "device_mesh"):
         from torch.distributed.tensor import DTensor
 

@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from recckpt.dense.keyed_optimizer import KeyedOptimizer, is_keyed
+from recckpt.dense.sharded import laid_out_as
 from recckpt.format.manifest import Lineage
+from recckpt.types import GEOMETRY
 
 NAMES = "param_names"  # part of the format, and torch's own word for it
 SHAPES = "param_shapes"  # part of the format: moments need not have the parameter's shape, so it is kept beside
@@ -76,8 +78,8 @@ def is_zero(optimizer: Optimizer) -> bool:
 
 
 def shape_of(parameter: Tensor) -> tuple[int, ...]:
-    """Return the shape of a parameter, (-1,) before the first batch of a lazy module, which gives it one."""
-    return (-1,) if is_lazy(parameter) else tuple(parameter.shape)
+    """Return the whole shape of a parameter, (-1,) before the first batch of a lazy module, which gives it one."""
+    return (-1,) if is_lazy(parameter) else tuple(getattr(parameter, GEOMETRY[0], parameter.shape))
 
 
 def has_values(parameter: Tensor) -> bool:
@@ -229,7 +231,13 @@ class NamedOptimizer:
             {**group, NAMES: [names[0] for names, _ in own], SHAPES: [list(shape_of(one)) for _, one in own]}
             for group, own in zip(groups, self._named_groups(), strict=True)
         ]
-        return {**state, "param_groups": named}
+        indices = (index for group in groups for index in group["params"])
+        moments = dict(state.get("state", {}))
+        for index, (_, one) in zip(indices, self._flat(), strict=False):
+            if hasattr(one, GEOMETRY[1]) and index in moments:
+                items = moments[index].items()
+                moments[index] = {k: laid_out_as(one, v) if isinstance(v, Tensor) else v for k, v in items}
+        return {**state, **({"state": moments} if moments else {}), "param_groups": named}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`composed` has made, or a state without names, which torch refuses where it does not fit."""
@@ -287,6 +295,8 @@ class NamedOptimizer:
 
     def like(self, parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return live values that lie as those of a parameter's saved state are to lie."""
+        if hasattr(parameter, GEOMETRY[1]):  # what no shard has, such as padding, is no moment
+            return dict.fromkeys(values, laid_out_as(parameter, parameter.detach().new_zeros(parameter.shape)))
         own = self.optimizer.state.get(parameter, {})
         return {key: own.get(key, parameter) for key in values}  # moments lie as the parameter does
 

@@ -1,4 +1,11 @@
-"""Tensors whose values lie on several ranks (DTensor, FSDP2, ShardedTensor), and what a save takes of them."""
+"""Tensors whose values lie on several ranks (DTensor, FSDP2, ShardedTensor), and what a save takes of them.
+
+So are local tensors that say by four attributes where their shards lie in the whole: ``CheckpointableTensor``, a
+protocol of torch.distributed.checkpoint (pytorch/pytorch#189492) and of meta-pytorch/torch_checkpointing. Attributes
+are all that is looked at, on any tensor: ``global_shape``, the shape of the whole; and for each shard here
+``global_offsets``, where it begins in the whole, ``local_offsets``, where in this tensor, and ``local_sizes``, its
+shape.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +23,9 @@ import xxhash
 from torch import Tensor
 
 from recckpt.dense.state_copy import MAPPINGS, Copy, Place, are_plain, portable
+from recckpt.dense.tensors import Tile, overlap
 from recckpt.format.tensor_index import EXTRA, MODEL, NUMPY_DTYPES
+from recckpt.types import GEOMETRY
 
 _KINDS = {"torch.distributed.tensor": "DTensor", "torch.distributed._shard.sharded_tensor": "ShardedTensor"}
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -33,7 +42,32 @@ class LocalBox:
 
 def is_sharded(value: Any) -> bool:
     """Say whether a value is a tensor of several ranks; imports nothing for it."""
-    return not (type(value) in _PLAIN or not isinstance(value, Tensor)) and isinstance(value, _kinds())
+    if not isinstance(value, Tensor):
+        return False
+    has_geometry = hasattr(value, GEOMETRY[1]) and all(hasattr(value, name) for name in GEOMETRY)
+    return has_geometry or (type(value) not in _PLAIN and isinstance(value, _kinds()))
+
+
+def own_shards(name: str, value: Any) -> list[tuple[tuple[int, ...], tuple[slice, ...]]] | None:
+    """Return of each shard of a CheckpointableTensor where it begins in the whole, and its place here; None of others.
+
+    Raises:
+        ValueError: the attributes contradict each other, or the tensor.
+    """
+    if not all(hasattr(value, attribute) for attribute in GEOMETRY):
+        return None
+    whole, *of_shards = (getattr(value, attribute) for attribute in GEOMETRY)
+    here, is_right, shards = tuple(value.shape), len({*map(len, of_shards)}) == 1, []
+    for begins, at, sizes in zip(*of_shards, strict=False):
+        is_right &= len(whole) == len(here) == len(begins) == len(at) == len(sizes)
+        sides = [*zip(begins, sizes, whole, strict=False), *zip(at, sizes, here, strict=False)]
+        is_right &= all(min(begin, size) >= 0 and begin + size <= end for begin, size, end in sides)
+        place = tuple(slice(begin, begin + size) for begin, size in zip(at, sizes, strict=False))
+        shards.append((tuple(begins), place))
+    if not is_right:
+        parts = ", ".join(f"{attribute} {getattr(value, attribute)!r:.80}" for attribute in GEOMETRY)
+        raise ValueError(f"{name or 'a tensor'}: found {parts} of a tensor {here}, expected shards inside both")
+    return shards
 
 
 def may_be_sharded() -> bool:
@@ -65,8 +99,12 @@ class Pieces:
     def of(self, name: str, value: Tensor) -> list[LocalBox]:
         """Return what this rank has of a tensor, sharded or not; the values are the tensor's own.
 
-        A ValueError names a tensor of partial sums, or one that has more or fewer values here than its layout says.
+        A ValueError names a tensor of partial sums, or one that has more or fewer values here than its layout says, or
+        other ones than its attributes.
         """
+        if (shards := own_shards(name, value)) is not None:
+            local = value.detach().as_subclass(Tensor)
+            return [LocalBox(offsets, local[place]) for offsets, place in shards]
         one = cast(Any, value)
         is_one_box = hasattr(value, "device_mesh") and own_boxes(value) is None
         kind = (value.shape, one.device_mesh, one.placements) if is_one_box else None
@@ -87,6 +125,16 @@ class Pieces:
         if kind is not None and pieces:
             self._known[kind] = pieces[0]
         return pieces
+
+
+def laid_out_as(like: Tensor, values: Tensor) -> Tensor:
+    """Return values that lie as a CheckpointableTensor does, such as its moments, with its attributes; others as is."""
+    if not hasattr(like, GEOMETRY[1]) or hasattr(values, GEOMETRY[1]) or values.shape != like.shape:
+        return values
+    alias = values.detach()
+    for attribute in GEOMETRY:
+        setattr(alias, attribute, getattr(like, attribute))
+    return alias
 
 
 def own_boxes(value: Tensor) -> Any:
@@ -125,6 +173,7 @@ class Share:
     dtype: str
     shape: tuple[int, ...]
     n_values: int
+    tiles: tuple[Tile, ...] = ()  # of these, where the tensor itself says which they are
 
 
 @dataclass(frozen=True)
@@ -134,6 +183,7 @@ class Summary:
     digest: int
     n_values: int
     n_own: int
+    is_trusted: bool = True  # whether all tensors are laid out by torch, so that their numbers of values say enough
 
 
 @dataclass(frozen=True)
@@ -149,13 +199,18 @@ class ShardedState:
         names = repr(sorted((name, share.dtype, share.shape) for name, share in self.shares.items()))
         n_values = sum(math.prod(share.shape) for share in self.shares.values())
         n_own = sum(share.n_values for share in self.shares.values())
-        return Summary(xxhash.xxh3_64_intdigest(names.encode()), n_values, n_own)
+        is_trusted = not any(share.tiles for share in self.shares.values())
+        return Summary(xxhash.xxh3_64_intdigest(names.encode()), n_values, n_own, is_trusted)
 
 
 def is_whole(summaries: Sequence[Summary]) -> bool:
     """Say whether all ranks have the same tensors and write all of their values; where not, shares must be compared."""
-    kinds = {(summary.digest, summary.n_values) for summary in summaries}
-    return len(kinds) == 1 and summaries[0].n_values == sum(summary.n_own for summary in summaries)
+    kinds = {(summary.digest, summary.n_values, summary.is_trusted) for summary in summaries}
+    return (
+        len(kinds) == 1
+        and summaries[0].is_trusted
+        and summaries[0].n_values == sum(summary.n_own for summary in summaries)
+    )
 
 
 def check_shares(shares: Sequence[Mapping[str, Share]]) -> None:
@@ -172,7 +227,14 @@ def check_shares(shares: Sequence[Mapping[str, Share]]) -> None:
     for name, (_, share) in kinds.items():
         if written[name] != math.prod(share.shape):
             found = f"found {written[name]} values on {len(shares)} ranks, expected {math.prod(share.shape)}"
-            raise ValueError(f"sharded tensor {_called(name)}: {found}; save on all ranks that have a part of it")
+            remedy = "save on all ranks that have a part of it"
+            if written[name] > math.prod(share.shape):
+                remedy = "several ranks have the same part, and none of them says who writes it: use DTensor"
+            raise ValueError(f"sharded tensor {_called(name)}: {found}; {remedy}")
+        tiles = [tile for own in shares if name in own for tile in own[name].tiles]
+        if (twice := overlap(tiles)) is not None:
+            found = f"found {twice.sizes} from {twice.offsets} on, of which another shard has values too"
+            raise ValueError(f"sharded tensor {_called(name)}: {found}, expected each value once")
 
 
 def model_names(shares: Sequence[Mapping[str, Share]]) -> list[str]:
@@ -188,8 +250,6 @@ class ShardedTensors:
 
     def take_from_model(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Take the sharded tensors out of a model's state, and return the rest."""
-        if not may_be_sharded():
-            return dict(state)
         self._tensors |= {f"{MODEL}/{name}": value for name, value in state.items() if is_sharded(value)}
         return {name: value for name, value in state.items() if not is_sharded(value)}
 
@@ -201,7 +261,7 @@ class ShardedTensors:
         """
 
         def taken(place: Place, state: Any) -> Any:
-            if may_be_sharded():
+            if self._tensors or may_be_sharded():
                 with suppress(RecursionError):  # portable() refuses it by name
                     state = self._stood_in(str(place[-1]), state)
             return copy(place, state)
@@ -215,17 +275,20 @@ class ShardedTensors:
         pieces = Pieces()
         for fqn, tensor in self._tensors.items():
             of, name = fqn.partition("/")[0], _called(fqn)
-            dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            shape = tuple(getattr(tensor, GEOMETRY[0], tensor.shape))
             if dtype not in NUMPY_DTYPES:
                 raise ValueError(f"{name}: a sharded tensor of {tensor.dtype} cannot be saved; cast it")
-            n_values = 0
+            n_values, first = 0, len(chunks)
             for piece in pieces.of(name, tensor):
                 if _is_written_here(fqn, tensor, piece) and (piece.values.numel() or 0 in shape):
                     place: Place = ("sharded", fqn, piece.offsets)
                     values = portable(name, copy(place, piece.values))
                     chunks.append(OwnChunk(of, name, dtype, shape, piece.offsets, values))
                     n_values += values.numel()
-            shares[fqn] = Share(dtype, shape, n_values)
+            own = [chunk for chunk in chunks[first:] if hasattr(tensor, GEOMETRY[1]) and chunk.values.numel()]
+            tiles = tuple(Tile(chunk.offsets, tuple(chunk.values.shape)) for chunk in own)
+            shares[fqn] = Share(dtype, shape, n_values, tiles)
         return ShardedState(chunks, shares)
 
     def _stood_in(self, name: str, value: Any) -> Any:

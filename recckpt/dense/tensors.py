@@ -7,7 +7,7 @@ from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -76,24 +76,31 @@ def _whole(directory: str, pieces: list[tuple[TensorIndex, TensorChunk]]) -> Sto
             expected = f"{first.dtype} {first.shape}, as in another chunk"
             raise _bad_index(directory, index, chunk, f"{chunk.dtype} {chunk.shape}", expected)
         covered += math.prod(chunk.sizes)
-    overlap = _overlap([chunk for _, chunk in pieces if math.prod(chunk.sizes)])
-    if overlap is not None:
-        index = next(index for index, chunk in pieces if chunk is overlap)
-        found = f"a box that another has too: {overlap.sizes} from {overlap.offsets} on"
-        raise _bad_index(directory, index, overlap, found, "each value once")
+    twice = overlap([chunk for _, chunk in pieces if math.prod(chunk.sizes)])
+    if twice is not None:
+        index, chunk = next((index, chunk) for index, chunk in pieces if chunk is twice)
+        found = f"a box that another has too: {chunk.sizes} from {chunk.offsets} on"
+        raise _bad_index(directory, index, chunk, found, "each value once")
     if covered != math.prod(first.shape):
         found = f"chunks of {covered} values"
         raise _bad_index(directory, pieces[0][0], first, found, f"{math.prod(first.shape)} values, {first.shape}")
     return StoredTensor(first.of, first.name, first.dtype, first.shape, tuple(pieces))
 
 
-def _overlap(boxes: Sequence[TensorChunk]) -> TensorChunk | None:
+class Tile(NamedTuple):
+    """A box of a tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def overlap(boxes: Sequence[TensorChunk | Tile]) -> TensorChunk | Tile | None:
     """Return a box that meets another, None where none does: swept along the dimension with the most beginnings."""
     if len(boxes) < 2:
         return None
-    if not boxes[0].shape:
+    if not boxes[0].sizes:
         return boxes[1]
-    dim = max(range(len(boxes[0].shape)), key=lambda d: len({box.offsets[d] for box in boxes}))
+    dim = max(range(len(boxes[0].sizes)), key=lambda d: len({box.offsets[d] for box in boxes}))
     order = sorted(range(len(boxes)), key=lambda n: boxes[n].offsets[dim])
     active: list[tuple[int, int]] = []  # (end, number) of the boxes that the sweep is in
     for number in order:

@@ -40,13 +40,7 @@ class RowChanges:
             TypeError: ``columns`` is a single name.
             CorruptCheckpointError, CheckpointRemovedError: a file is damaged, or gone.
         """
-        if isinstance(columns, str):
-            raise TypeError(f"columns must be a list of slots, found {columns!r}; pass [{columns!r}]")
-        slots = [slot.name for slot in self._chain.manifest.named_table(self.name).slots]
-        for column in columns or ():
-            if column not in (*slots, "id"):
-                raise KeyError(f"table {self.name!r} has no slot {column!r}; it has {slots}")
-        table = self._chain.table(self.name, [slot for slot in slots if columns is None or slot in columns])
+        table = self._chain.table_with(self.name, columns)
         return table.all_rows() if self.replaced else table.upserts()
 
     def values(self, slot: str = EMBEDDING) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[Any]]]:

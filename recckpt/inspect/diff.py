@@ -95,7 +95,7 @@ def diff(
         dense = [comparable(side.tensors) for side in sides]
         tensors = tuple(compare_tensors(dense[0], dense[1], tolerance, progress.advance))
     values = tuple(_compare_values(one, other, *groups))
-    return CheckpointDiff(_side(one), _side(other), float(tolerance), tables, tensors, values)
+    return CheckpointDiff(side_of(one), side_of(other), float(tolerance), tables, tensors, values)
 
 
 def _check(side: OpenChain, file: FileEntry, advance: Advance) -> None:
@@ -117,7 +117,8 @@ def _tables(
             yield TableDiff(name, "added", None, other.rows, other.rows, 0, 0, 0, slots, ())
 
 
-def _side(opened: OpenChain) -> Side:
+def side_of(opened: OpenChain) -> Side:
+    """Describe one of the two checkpoints that are compared."""
     checkpoint, manifest = opened.checkpoint, opened.manifest
     path = opened.storage.url_of(checkpoint.directory)
     reduced = descriptions_of({table.name: table.reduced for table in manifest.tables if table.reduced is not None})

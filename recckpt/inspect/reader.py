@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from recckpt.format.tensor_index import NUMPY_DTYPES
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.open_files import first_whole
 from recckpt.sparse.files.arrow_format import ID, ID_SPEC, column_buffer
-from recckpt.sparse.files.chain_table import AlignedRows, ChainTable, as_ids
+from recckpt.sparse.files.chain_table import AlignedRows, as_ids
 from recckpt.sparse.files.merged_rows import check_count
 from recckpt.sparse.files.table_reader import table_schema
 from recckpt.storage import absolute
@@ -158,6 +158,10 @@ class CheckpointReader:
         """Return the names of the tables."""
         return [table.name for table in self.manifest.tables]
 
+    def slots(self, name: str) -> Sequence[SlotSpec]:
+        """Return the slots of a table."""
+        return self.manifest.named_table(name).slots
+
     def schema(self, name: str, columns: Collection[str] | None = None) -> pa.Schema:
         """Return the Arrow schema of the batches of a table: ``id`` and one column a slot."""
         entry = self.manifest.named_table(name)
@@ -180,9 +184,9 @@ class CheckpointReader:
             CheckpointRemovedError: its writer removed it, and the storage is not a local file system.
         """
         if ids is None:
-            return self._table(name, columns).all_rows()
+            return self.chain.table_with(name, columns).all_rows()
         sought = distinct(as_ids(ids))
-        return self._table(name, columns, sought).rows_of(sought)
+        return self.chain.table_with(name, columns, sought).rows_of(sought)
 
     def lookup(self, name: str, ids: Ids, slot: str = EMBEDDING, default: Any = 0) -> AlignedRows:
         """Return one row for each of ``ids``, in their order, and which of them the table has. Thread-safe.
@@ -247,7 +251,7 @@ class CheckpointReader:
         """
         from recckpt.sparse.files.dataset import dataset_of  # the import of Arrow's datasets takes its time
 
-        return dataset_of(self._table(name, None), checked=checked)
+        return dataset_of(self.chain.table_with(name, None), checked=checked)
 
     def tensor_names(self) -> list[str]:
         """Return the names of the dense tensors."""
@@ -302,17 +306,6 @@ class CheckpointReader:
         if slot not in slots:
             raise KeyError(f"table {table!r} has no slot {slot!r}; it has {[*slots]}{nearest(slot, slots)}")
         return entry, slots[slot]
-
-    def _table(
-        self, name: str, columns: Collection[str] | None, ids: npt.NDArray[np.int64] | None = None
-    ) -> ChainTable:
-        slots = [slot.name for slot in self.manifest.named_table(name).slots]
-        if isinstance(columns, str):
-            raise TypeError(f"columns must be a list of slots, found {columns!r}; pass [{columns!r}]")
-        for column in columns or ():
-            if column not in (*slots, ID):
-                raise KeyError(f"table {name!r} has no slot {column!r}; it has {slots}{nearest(column, slots)}")
-        return self.chain.table(name, [slot for slot in slots if columns is None or slot in columns], ids)
 
     def _in_words(self) -> str:
         manifest, n_links = self.manifest, len(self._now.links)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -90,24 +90,29 @@ def open_views(path: str | os.PathLike[str], *, checked: bool) -> tuple[duckdb.D
     connection: duckdb.DuckDBPyConnection = library.connect()
     connection.register("checkpoints", _checkpoints(opened.storage))
     connection.register("timeline", _timeline(opened.storage))
-    tables: list[Dataset] = []
-    views = _free_names((entry.name for entry in opened.manifest.tables), ["checkpoints", "timeline"])
-    for entry in opened.manifest.tables:
-        view = views[entry.name]
-        if view != entry.name:
-            log.warning("%s: table %r is the view %r: its name is taken", opened.storage.url, entry.name, view)
-        dataset = _rows(opened, entry.name, checked=checked)
+    tables = {entry.name: _rows(opened, entry.name, checked=checked) for entry in opened.manifest.tables}
+    create_views(connection, tables, opened.storage.url, taken=("checkpoints", "timeline"))
+    return connection, [*tables.values()]
+
+
+def create_views(
+    connection: duckdb.DuckDBPyConnection, tables: Mapping[str, Dataset], url: str, taken: Collection[str] = ()
+) -> None:
+    """Make a view of each table, under another name, as a warning says, where its own is ``taken``."""
+    library, views = needed("duckdb", "sql"), _free_names(tables, taken)
+    for table, dataset in tables.items():
+        view = views[table]
+        if view != table:
+            log.warning("%s: table %r is the view %r: its name is taken", url, table, view)
         rows = connection.from_arrow(dataset)
         renamed = zip(rows.columns, dataset.schema.names, strict=True)  # duckdb has given those that it mistakes others
         columns = {column: name for column, name in renamed if name != TABLE}
         shown = _free_names(columns.values())
         for name, free in shown.items():
             if free != name:
-                what = f"slot {name!r} of table {entry.name!r} is the column {free!r}"
-                log.warning("%s: %s: SQL takes its name for another's", opened.storage.url, what)
+                what = f"slot {name!r} of table {table!r} is the column {free!r}"
+                log.warning("%s: %s: SQL takes its name for another's", url, what)
         rows.select(*(library.ColumnExpression(c).alias(shown[name]) for c, name in columns.items())).create_view(view)
-        tables.append(dataset)
-    return connection, tables
 
 
 def scan(path: str | os.PathLike[str], table: str, *, checked: bool = True) -> polars.LazyFrame:
@@ -140,12 +145,12 @@ def _opened(path: str | os.PathLike[str]) -> OpenChain:
 
 
 def _rows(opened: OpenChain, name: str, *, checked: bool) -> Dataset:
-    from recckpt.sparse.files.dataset import CheckedDataset, dataset_of, has_halves  # which takes its time
+    from recckpt.sparse.files.dataset import checked_dataset, dataset_of, has_halves  # which takes its time
 
     slots = opened.manifest.named_table(name).slots
     table = opened.table(name, [slot.name for slot in slots])
     if has_halves(slots):
-        return CheckedDataset(table, as_numbers=True)
+        return checked_dataset(table, as_numbers=True)
     return dataset_of(table, checked=checked or not table.links[0].is_mapped)  # or whole files would be copied
 
 

@@ -29,6 +29,7 @@ from recckpt.load.open_source import OpenSource
 from recckpt.load.optimizer_states import as_here, dense_optimizer_states, sparse_optimizer_state
 from recckpt.load.report import Planned
 from recckpt.sparse.split import LOADS_AS_TORCH, unwrapped, wrappers_in
+from recckpt.types import GEOMETRY
 
 log = logging.getLogger("recckpt")
 _READ_ONLY = "its memory is read-only: map it for writing, or leave it out with 'exclude': [{!r}]"
@@ -256,7 +257,9 @@ class ModelLoad:
 
 def _can_go_back(live: Any) -> bool:
     """Say whether a tensor can be copied and filled again: not a lazy one, nor one of TorchRec's."""
-    return isinstance(live, Tensor) and not is_lazy(live) and (not is_sharded(live) or hasattr(live, "device_mesh"))
+    if not isinstance(live, Tensor) or is_lazy(live):
+        return False
+    return not is_sharded(live) or hasattr(live, "device_mesh") or hasattr(live, GEOMETRY[1])
 
 
 def _has_own_load(module: nn.Module) -> bool:

@@ -34,7 +34,7 @@ from recckpt.policies.row_filter import RowFilter
 from recckpt.sparse.files.table_rows import source_of
 from recckpt.sparse.files.table_target import LoadTarget, target_of
 from recckpt.sparse.split import parameters_of, state_of
-from recckpt.types import EMBEDDING, SavableTable, SlotSpec
+from recckpt.types import EMBEDDING, GEOMETRY, SavableTable, SlotSpec
 
 _MATERIALIZE = (
     "what is copied to 'meta' is lost: give the model memory first, as by model.to_empty(device='cpu'), before its "
@@ -164,7 +164,8 @@ def _dense_things(model: nn.Module, dense: Mapping[str, Any]) -> dict[Name, Thin
         elif is_lazy(value):  # it takes the dtype and shape of what is loaded
             thing = Thing(tied=tied, is_embedding=is_embedding)
         else:
-            dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
+            dtype = str(value.dtype).removeprefix("torch.")
+            shape = tuple(getattr(value, GEOMETRY[0], value.shape))  # of the whole
             n_bytes = math.prod(shape) * value.dtype.itemsize
             thing = Thing(dtype, shape, 0, n_bytes, tied, is_embedding=is_embedding)
         things[Name("dense", name)] = thing

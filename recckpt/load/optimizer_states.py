@@ -24,7 +24,7 @@ from recckpt.dense.optimizers import (
     shared_in,
     states_by_name,
 )
-from recckpt.dense.sharded import may_be_sharded
+from recckpt.dense.sharded import is_sharded, may_be_sharded
 from recckpt.format import layout
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.names import ID, Name, state_name
@@ -320,7 +320,9 @@ class _Composer:
         if values is None:
             return None
         saved = values
-        values = self._cast(parameter, as_here(saved, lambda: (saved, self._optimizer.like(tensor, saved)), source))
+        like = partial(self._optimizer.like, tensor, saved)
+        here = as_here(saved, lambda: (saved, like()), source, is_spread=is_sharded(tensor))
+        values = self._cast(parameter, here)
         return deepcopy(values) if self._uses[offer, item.source] > 1 else values  # torch takes the tensors over
 
     def _cast(self, parameter: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -360,9 +362,10 @@ class _Composer:
         return source.registered(name, min(self._live.shard, source.at.shards - 1))
 
 
-def as_here(saved: Any, beside: Callable[[], tuple[Any, Any]], source: OpenSource) -> Any:
+def as_here(saved: Any, beside: Callable[[], tuple[Any, Any]], source: OpenSource, *, is_spread: bool = False) -> Any:
     """Return state, its sharded tensors as they lie here; where there are any, ``beside`` gives live state."""
     try:
-        return fitted(*beside(), source.tensors) if may_be_sharded() or has_stand_ins(saved) else saved
+        may_be = is_spread or may_be_sharded() or has_stand_ins(saved)
+        return fitted(*beside(), source.tensors) if may_be else saved
     except RecursionError:  # nested without end: whoever gets it may refuse it
         return saved

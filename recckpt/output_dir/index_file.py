@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from recckpt.format import layout
-from recckpt.storage import ABSENT, NotPlainError, Storage
+from recckpt.storage import ABSENT, NotPlainError, Storage, open_parent
 
 log = logging.getLogger("recckpt")
 NOTE = "this is an output dir of RecIS, whose checkpoints `recckpt import` makes into ours"
@@ -24,7 +24,9 @@ _OF_OTHERS = {  # a file that is in every checkpoint of a format, and in none of
     "model.safetensors.index.json": "Hugging Face",
     "pytorch_model.bin": "Hugging Face",
 }
-_FILES_OF_OTHERS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+_SHARDS = ".safetensors"  # of which a directory without others may have any number, by names that say how many
+_FILES_OF_OTHERS = (".pt", ".pth", ".bin", ".ckpt", _SHARDS, ".parquet", ".arrow", ".feather", ".npy", ".npz")
+_AS_IT_IS = "`recckpt ls`, `get`, `verify` and `sql`, and recckpt.convert.SourceReader, read it as it is"
 _MAX_BYTES = 1 << 20
 _MISSING, _STALE = "missing", "stale"  # as a crash in a save leaves it, or a save that still runs
 _TIMELINE_BYTES = 1 << 20  # the oldest lines go
@@ -90,22 +92,23 @@ def why_nothing(storage: Storage) -> str:
     """Return what is there instead of checkpoints: nothing at all, what a save left, or files of others."""
     reason, others = storage.why_empty() or "found no committed checkpoint", of_others(storage)
     if others is not None:
-        return f"{reason}; {others}: `recckpt show` lists what is in it, `recckpt import` makes a checkpoint of it"
+        return f"{reason}; {others}: {_AS_IT_IS}, `recckpt import` makes a checkpoint of it"
     if storage.why_empty():
         return reason
     if _has(storage, layout.MANIFEST):
         return f"{reason} in it: this is the directory of one itself"
     if _has(storage, layout.INTENT):
         return f"{reason}: this is the directory of a save that has not ended, or of one that was removed in part"
-    return f"{reason}; {NOTE}" if is_of_recis(storage) else reason
+    return f"{reason}; {NOTE}; {_AS_IT_IS}" if is_of_recis(storage) else reason
 
 
 def of_others(storage: Storage) -> str | None:
     """Return which other program's checkpoint this is, None where it does not look like one that is known."""
-    if storage.why_empty():
-        is_file = storage.why_empty() == "not a directory" and storage.url.endswith(_FILES_OF_OTHERS)
-        return "this is a file as other programs save one" if is_file else None
+    if storage.url.endswith(_FILES_OF_OTHERS) and _has(*open_parent(storage.url)):
+        return "this is a file as other programs save one"
     program = next((program for name, program in _OF_OTHERS.items() if _has(storage, name)), None)
+    if program is None and not (storage.why_empty() or storage.list_dirs() or is_of_recis(storage)):
+        program = "Hugging Face" if any(name.endswith(_SHARDS) for name in storage.list_files("")) else None
     return None if program is None else f"this is one of {program}"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from recckpt.types import SavableTable, check_table_name, is_hashtable
+from recckpt.types import GEOMETRY, SavableTable, check_table_name, is_hashtable
 
 _PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _CHECKPOINTED = "_checkpoint_wrapped_module"  # what torch's wrapper puts into names, but into those of state dicts
@@ -62,6 +62,9 @@ def state_of(model: nn.Module) -> tuple[dict[str, SavableTable], dict[str, Any]]
         ValueError: as :func:`split_sparse_dense_state_dict`.
     """
     state, wrappers = model.state_dict(), wrappers_in(model)
+    for name, parameter in model.named_parameters(remove_duplicate=False):  # state_dict() drops attributes
+        if name in state and all(hasattr(parameter, attribute) for attribute in GEOMETRY):
+            state[name] = parameter
     return split_sparse_dense_state_dict({unwrapped(key, wrappers): value for key, value in state.items()})
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import warm_python
 from support.builders import Run
+from support.delta_runs import run_with_chain
 from support.forge import filled, save_tables
 from support.pages import HOSTILE, harmless_text
 from torch import nn
@@ -188,6 +189,14 @@ def test_diff_compares_the_dense_tensors_of_other_programs_by_name_with_ours(rec
     answer = recckpt("diff", tmp_path / "nothing", path)
     assert (answer.code, answer.out) == (2, "")
     assert "nothing: does not exist" in answer.err
+
+
+def test_diff_with_what_another_program_saved_says_how_many_links_ours_has(recckpt, tmp_path):
+    run_with_chain(tmp_path / "run")
+    torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
+    answer = recckpt("diff", tmp_path / "run", tmp_path / "model.pt")
+    assert (answer.code, answer.out.splitlines()[0].count("(delta of 3 links, 150 rows)")) == (1, 1)
+    assert recckpt("diff", tmp_path / "model.pt", tmp_path / "run", "--json").json["after"]["n_links"] == 3
 
 
 def test_diff_leaves_no_tensor_out_where_a_name_without_what_is_before_it_is_there_already(recckpt, tmp_path):

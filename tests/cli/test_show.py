@@ -1,8 +1,10 @@
 """``show``, and all commands on deltas."""
 
+import io
 import json
 import warnings
 
+import fsspec
 import numpy as np
 import polars as pl
 import pytest
@@ -307,7 +309,7 @@ def test_what_another_program_saved_is_shown_and_all_else_says_what_to_do_with_i
             ("top.weight", [3, 4], 48),
         ]
         assert ["top.weight", "float32", "(3,", "4)", "48", "B"] in answer.lines
-    for command in (("ls",), ("verify",), ("get", "t", "1"), ("report",)):
+    for command in (("report",), ("history", "t", "1"), ("consolidate",), ("export", "out", "--to", "npy")):
         answer = recckpt(command[0], path, *command[1:])
         assert answer.code != 0
         assert "`recckpt import` makes" in answer.err
@@ -319,6 +321,16 @@ def test_what_another_program_saved_is_shown_and_all_else_says_what_to_do_with_i
         pytest.raises(CheckpointNotFoundError, match="import` makes"),
     ):
         CheckpointManager(saver, 10).load_model_bank([{"path": str(path)}])
+
+
+def test_a_file_of_another_program_is_shown_where_the_storage_does_not_tell_files_from_directories(recckpt):
+    content = io.BytesIO()
+    torch.save({"w": torch.ones(2, 3)}, content)
+    fsspec.filesystem("memory").pipe_file("/shown/ok.pt", content.getvalue())
+    answer = recckpt("show", "memory://shown/ok.pt")
+    assert (answer.code, answer.err) == (0, "")
+    assert ["w", "float32", "(2,", "3)", "24", "B"] in answer.lines
+    assert recckpt("show", "memory://shown/other.pt").code == 1
 
 
 def test_a_directory_without_any_checkpoint_is_shown_as_nothing(recckpt, tmp_path):

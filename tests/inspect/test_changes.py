@@ -151,7 +151,8 @@ def test_tables_and_tensors_that_are_gone_are_named(tmp_path):
 
 def test_a_slot_that_is_not_there_is_refused(tmp_path):
     changes = Model(tmp_path).save().changes_since(None)
-    with pytest.raises(KeyError, match=r"table 'item' has no slot 'embeding'; it has \['embedding'\]"):
+    nearest = r"table 'item' has no slot 'embeding'; it has \['embedding'\]; did you mean 'embedding'"
+    with pytest.raises(KeyError, match=nearest):
         changes.tables["item"].upserts(["embeding"])
     assert np.concatenate([np.empty(0), *changes.tables["item"].deletes()]).size == 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -24,6 +24,7 @@ from recckpt.storage.local_files import mapped
 from recckpt.types import SlotSpec
 
 _THREADS = 8
+ReadRows = Callable[[pa.Schema, ds.Expression | None], Iterator[pa.RecordBatch]]
 
 
 def shards_that_meet(
@@ -61,7 +62,7 @@ def dataset_of(table: ChainTable, *, checked: bool = True) -> ds.Dataset:
             an id is in two shards.
     """
     if checked or len(table.links) > 1:
-        return CheckedDataset(table)
+        return checked_dataset(table)
     link, entry = table.links[0], table.links[0].entry
     link.check_shards()
     parts = [each for catalog in link.catalogs for each in catalog.parts_of(entry.name, "rows")]
@@ -78,77 +79,92 @@ def dataset_of(table: ChainTable, *, checked: bool = True) -> ds.Dataset:
     return ds.InMemoryDataset(batches, schema=schema)
 
 
-class CheckedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has no types
-    """Rows that are checked for each query, those of a chain merged; polars, duckdb and pandas use its ``scanner``.
+class StreamedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has no types
+    """Rows that are read anew for each query; polars, duckdb and pandas use its ``scanner``.
 
-    A column of a batch that lies in a memory map is checked once, when it is first read, and on a storage without maps
-    whenever it is read. Opening a single link looks at the ends of all parts.
+    What goes past that, such as joins of pyarrow, asks the one fragment for rows, which says what to do instead.
 
-    What goes past that, such as joins of pyarrow, asks the one fragment for rows, which says what to do instead. With
-    ``as_numbers`` float16 and bfloat16 come as float32, and no column has the name of the table: for those that know
-    neither dtype, and would take one for an error and the other for whole numbers.
+    Args:
+        schema: of all columns.
+        read: returns the rows with the columns of a schema; those that do not meet the condition may be among them.
+        condition: which rows there are; None for all.
 
     Attributes:
         problem: the error that a query has met last, of which others may make one of their own.
-
-    Raises:
-        CorruptCheckpointError: a part of a single link is missing, cut, of another schema or length, or an id is in two
-            of its shards.
     """
 
     problem: Exception | None = None
 
-    def __init__(self, table: ChainTable, condition: ds.Expression | None = None, *, as_numbers: bool = False) -> None:
-        specs, file_format = table.links[0].specs, ds.IpcFileFormat()
-        fragment = file_format.make_fragment(pa.PythonFile(_NoFile(), "r"))
-        schema = table_schema(map(_as_number, specs)) if as_numbers else part_schema(specs)
-        super().__init__([fragment], schema, file_format)
-        self._table, self._condition, self._as_numbers = table, condition, as_numbers
-        self._checked = set[tuple[str, int, str]]()  # file, batch, column
-        if len(table.links) == 1:
-            [link] = table.links
-            link.check_shards()
-            for catalog in link.catalogs:
-                for part, _ in catalog.parts_of(link.entry.name, "rows"):
-                    link.part(part).check_lengths()
+    def __init__(self, schema: pa.Schema, read: ReadRows, condition: ds.Expression | None = None) -> None:
+        file_format = ds.IpcFileFormat()
+        super().__init__([file_format.make_fragment(pa.PythonFile(_NoFile(), "r"))], schema, file_format)
+        self._read, self._condition = read, condition
 
     def scanner(
         self, columns: Any = None, filter: ds.Expression | None = None, *, cache_metadata: bool = True, **options: Any
     ) -> ds.Scanner:
-        """Return a scan of the rows, as that of any dataset.
-
-        Columns that it does not need are not read, and of a single link no shards in which no id meets the filter.
-        """
+        """Return a scan of the rows, as that of any dataset; columns that it does not need are not read."""
         condition = _both(self._condition, filter)
-        needed = _needed(self.schema, columns, condition)
-        schema = pa.schema([self.schema.field(name) for name in needed])
-        link = self._table.links[0]
-        shards = shards_that_meet(link.catalogs, link.entry.name, self.schema, condition)
+        schema = pa.schema([self.schema.field(name) for name in _needed(self.schema, columns, condition)])
         return ds.Scanner.from_batches(
-            self._batches(schema, shards), schema=schema, columns=columns, filter=condition, **options
+            self._batches(schema, condition), schema=schema, columns=columns, filter=condition, **options
         )
 
     def count_rows(self, filter: ds.Expression | None = None, **options: Any) -> int:
         """Return the number of rows; reads what the filter needs."""
         return int(self.scanner(columns=[], filter=filter, **options).count_rows())
 
-    def filter(self, expression: ds.Expression) -> CheckedDataset:
-        return CheckedDataset(self._table, _both(self._condition, expression), as_numbers=self._as_numbers)
+    def filter(self, expression: ds.Expression) -> StreamedDataset:
+        return StreamedDataset(self.schema, self._read, _both(self._condition, expression))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a dataset of open files cannot be pickled; open one in each process")
 
-    def _batches(self, schema: pa.Schema, shards: Sequence[Catalog]) -> Iterator[pa.RecordBatch]:
-        specs = {spec.name: spec for spec in self._table.links[0].specs if self._as_numbers}
+    def _batches(self, schema: pa.Schema, condition: ds.Expression | None) -> Iterator[pa.RecordBatch]:
         try:
-            in_files = part_schema(self._table.links[0].specs)
-            for batch in self._read(pa.schema([in_files.field(name) for name in schema.names]), shards):
-                columns = zip(schema.names, batch.columns, strict=True)
-                numbers = [_numbers(array, specs.get(name)) for name, array in columns]
-                yield pa.RecordBatch.from_arrays(numbers, schema=schema) if specs else batch
+            yield from self._read(schema, condition)
         except Exception as error:
             self.problem = error.with_traceback(None)
             raise
+
+
+def checked_dataset(table: ChainTable, *, as_numbers: bool = False) -> StreamedDataset:
+    """Return rows that are checked for each query, those of a chain merged.
+
+    A column of a batch that lies in a memory map is checked once, when it is first read, and on a storage without maps
+    whenever it is read. Of a single link no shards are read in which no id meets the filter.
+
+    With ``as_numbers`` float16 and bfloat16 come as float32, and no column has the name of the table: for those that
+    know neither dtype, and would take one for an error and the other for whole numbers.
+
+    Raises:
+        CorruptCheckpointError: a part of a single link is missing, cut, of another schema or length, or an id is in two
+            of its shards.
+    """
+    if len(table.links) == 1:
+        [link] = table.links
+        link.check_shards()
+        for catalog in link.catalogs:
+            for part, _ in catalog.parts_of(link.entry.name, "rows"):
+                link.part(part).check_lengths()
+    specs = table.links[0].specs
+    schema = numbers_schema(specs) if as_numbers else part_schema(specs)
+    return StreamedDataset(schema, _CheckedRows(table, schema, as_numbers=as_numbers).read)
+
+
+class _CheckedRows:
+    """Reads the columns of a table that a query needs."""
+
+    def __init__(self, table: ChainTable, schema: pa.Schema, *, as_numbers: bool) -> None:
+        self._table, self._schema, self._as_numbers = table, schema, as_numbers
+        self._checked = set[tuple[str, int, str]]()  # file, batch, column
+
+    def read(self, schema: pa.Schema, condition: ds.Expression | None) -> Iterator[pa.RecordBatch]:
+        link = self._table.links[0]
+        shards = shards_that_meet(link.catalogs, link.entry.name, self._schema, condition)
+        in_files = part_schema(link.specs)
+        batches = self._read(pa.schema([in_files.field(name) for name in schema.names]), shards)
+        return (numbers_of(batch, schema, link.specs) for batch in batches) if self._as_numbers else batches
 
     def _read(self, schema: pa.Schema, shards: Sequence[Catalog]) -> Iterator[pa.RecordBatch]:
         """Yield columns as the files have them, where one link holds all rows of these shards, else of all."""
@@ -184,12 +200,16 @@ class CheckedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has n
         return made_ahead(read, every, min(table.storage.threads(_THREADS), len(every)))
 
 
-def _numbers(array: pa.Array, spec: SlotSpec | None) -> pa.Array:
-    """Return a column with float32 in the place of 16 bits."""
-    if spec is None or _as_number(spec) == spec:
-        return array
-    values = np.ascontiguousarray(column_values(array, spec), np.float32)
-    return column_array(_as_number(spec), pa.py_buffer(values), len(array))
+def numbers_of(batch: pa.RecordBatch, schema: pa.Schema, slots: Iterable[SlotSpec]) -> pa.RecordBatch:
+    """Return the columns of a schema as :func:`numbers_schema` has them, with float32 in the place of 16 bits."""
+    specs, columns = {slot.name: slot for slot in slots}, []
+    for name in schema.names:
+        array, spec = batch.column(name), specs.get(name)
+        if spec is not None and _as_number(spec) != spec:
+            values = np.ascontiguousarray(column_values(array, spec), np.float32)
+            array = column_array(_as_number(spec), pa.py_buffer(values), len(array))
+        columns.append(array)
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def _needed(schema: pa.Schema, columns: Any, condition: ds.Expression | None) -> list[str]:
@@ -204,6 +224,11 @@ def _needed(schema: pa.Schema, columns: Any, condition: ds.Expression | None) ->
         except (pa.ArrowInvalid, KeyError):
             names.append(name)
     return names or schema.names[:1]
+
+
+def numbers_schema(slots: Iterable[SlotSpec]) -> pa.Schema:
+    """Return the schema of ``id`` and the slots, with float16 and bfloat16 as float32."""
+    return table_schema(map(_as_number, slots))
 
 
 def has_halves(slots: Iterable[SlotSpec]) -> bool:

@@ -7,7 +7,7 @@ any, and the newest link that names an id counts. The form for memory, which has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -26,6 +26,7 @@ from recckpt.sparse.files.catalogs import IdSet
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.pieces import IdCheck, Int64s, named_twice
 from recckpt.storage.base import Files
+from recckpt.text import nearest
 from recckpt.types import SlotSpec
 
 Damage = Callable[[str, str, str], Exception]  # of (where, found, expected)
@@ -251,3 +252,19 @@ def table_damage(table: TableReader, where: str, found: str, expected: str) -> C
 def table_schema(slots: Iterable[SlotSpec]) -> pa.Schema:
     """Return the schema of rows of one table: ``id`` and one column a slot."""
     return pa.schema([slot_field(slot) for slot in (ID_SPEC, *slots)])
+
+
+def asked_slots(table: str, slots: Sequence[SlotSpec], columns: Collection[str] | None) -> list[SlotSpec]:
+    """Return the slots that ``columns`` asks for, in the order of the table; None asks for all, ``id`` may be named.
+
+    Raises:
+        KeyError: one is not there.
+        TypeError: ``columns`` is a single name.
+    """
+    if isinstance(columns, str):
+        raise TypeError(f"columns must be a list of slots, found {columns!r}; pass [{columns!r}]")
+    names = [slot.name for slot in slots]
+    for column in columns or ():
+        if column not in (*names, ID):
+            raise KeyError(f"table {table!r} has no slot {column!r}; it has {names}{nearest(column, names)}")
+    return [slot for slot in slots if columns is None or slot.name in columns]
