@@ -13,8 +13,6 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-import numpy as np
-
 from recckpt.checkpoint.attempt import Attempt, copied_bytes, copy_others, with_shards
 from recckpt.checkpoint.chain import OpenChain
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError
@@ -25,12 +23,10 @@ from recckpt.format.manifest import Content, FileEntry
 from recckpt.output_dir.checkpoint_dir import read_manifest
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.parallel.threads import run_on
-from recckpt.sparse.files.arrow_format import ID, column_buffer
 from recckpt.sparse.files.catalogs import count_error
 from recckpt.sparse.files.merged_rows import bytes_up_to, merged_range
 from recckpt.sparse.files.part_writer import (
     PART_BYTES,
-    ColumnBytes,
     PartPlan,
     RowBatch,
     TableBytes,
@@ -101,11 +97,7 @@ class ChainRows:
 
     def batches(self, begin: int, end: int) -> Iterator[RowBatch]:
         """Yield the rows in buckets [begin, end)."""
-        entry = self.links[0].entry
-        for batch in merged_range(self.links, (begin, end), self.budget_bytes, self.used, is_reused=True):
-            ids = np.frombuffer(column_buffer(batch.column(ID)), np.int64)
-            values = ((slot, np.frombuffer(column_buffer(batch.column(slot.name)), np.uint8)) for slot in entry.slots)
-            yield RowBatch(entry.name, ids, [ColumnBytes(slot, len(ids), [value]) for slot, value in values])
+        return merged_range(self.links, (begin, end), self.budget_bytes, self.used, is_reused=True)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPool
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow as pa
+import numpy as np
 import pytest
 from support import paths
 from support.builders import Run, flip_bit, state_of
@@ -231,15 +231,18 @@ def test_what_cannot_be_read_back_is_not_offered(run, monkeypatch):
     not_offered(run, r"ckpt_3\.")
 
 
-def values_of_other_rows(batch):
-    ids, values = batch.columns
-    return pa.RecordBatch.from_arrays([ids, pa.concat_arrays([values[1:], values[:1]])], schema=batch.schema)
+def values_of_other_rows(columns):
+    return [columns[0], *(np.roll(column, -1) for column in columns[1:])]
 
 
-@pytest.mark.parametrize("fault", [values_of_other_rows, lambda batch: batch[1:]], ids=["other values", "a row less"])
+def a_row_less(columns):
+    return [column[1:] for column in columns]
+
+
+@pytest.mark.parametrize("fault", [values_of_other_rows, a_row_less])
 def test_rows_that_are_not_those_of_the_chain_are_not_offered(run, monkeypatch, fault):
-    real = merged_rows.RangeRows.batches
-    monkeypatch.setattr(merged_rows.RangeRows, "batches", lambda *args: map(fault, real(*args)))
+    real = merged_rows.RowBatch.of
+    monkeypatch.setattr(merged_rows.RowBatch, "of", lambda table, slots, columns: real(table, slots, fault(columns)))
     not_offered(run, "other rows than its chain has")
 
 

@@ -18,7 +18,7 @@ from recckpt.format.buckets import bucket_of, is_among, repeated
 from recckpt.format.catalog import Batch, Part, PartKind, id_ranges
 from recckpt.parallel.ranks import Meetings
 from recckpt.parallel.threads import run_all
-from recckpt.sparse.files.arrow_format import ID, column_buffer, ids_in
+from recckpt.sparse.files.arrow_format import ID
 from recckpt.sparse.files.filler import BatchRows, TableFiller, TableLoad, packed, unpacked
 from recckpt.sparse.files.owners import LinkRequests, Window
 from recckpt.sparse.files.part_reader import READ_BYTES, LinkBatches, PartReader, runs_of
@@ -260,9 +260,8 @@ class LinkPass:
         reader = self._batches.reader(part, self._slots(part), run[0].columns)
         for number, columns in reader.batches(sent):
             table = part.batches[number].table
-            slots = {name: array for name, array in columns.items() if name != ID}
-            values = {name: np.frombuffer(column_buffer(array), np.uint8) for name, array in slots.items()}
-            rows = BatchRows(table, run[0].shard, reader.path, ids_in(columns), values)
+            values = {spec.name: np.frombuffer(columns[spec.name], np.uint8) for spec in reader.specs}
+            rows = BatchRows(table, run[0].shard, reader.path, np.frombuffer(columns[ID], np.int64), values)
             _check_ids(rows.ids, reader, number)
             take(rows)
             n_bytes += rows.n_bytes

@@ -162,26 +162,19 @@ class PartReader:
         for number in range(len(self.part.batches)):
             self._check_length(number, self._bytes)
 
-    def batches(self, numbers: Iterable[int]) -> Iterator[tuple[int, Mapping[str, pa.Array]]]:
+    def batches(self, numbers: Iterable[int]) -> Iterator[tuple[int, Mapping[str, Values]]]:
         """Yield some batches, each with its number, as :meth:`read` does; many small ones come together."""
         row_bytes = 10 + sum(spec.row_bytes for spec in self.specs)
         for some in runs_of(numbers, READ_BYTES, lambda number: self.part.batches[number].rows * row_bytes):
             span = self._span(some)
             for number in some:
-                yield number, self.read(number, span)
+                yield number, self.read(number, None, span)
 
-    def read(self, number: int, span: Read | None = None, *, names: Iterable[str] | None = None) -> dict[str, pa.Array]:
-        """Return id and slots of a batch: name -> Arrow array.
+    def read(self, number: int, names: Iterable[str] | None = None, span: Read | None = None) -> Mapping[str, Values]:
+        """Return the values of all columns that are read of a batch; those in ``names`` are checked, None for all.
 
-        Args:
-            number: of the batch.
-            span: has its bytes already.
-            names: of the columns that are checked; None for all.
+        ``span`` has its bytes already.
         """
-        return self.arrays(number, self.values(number, names, span))
-
-    def values(self, number: int, names: Iterable[str] | None = None, span: Read | None = None) -> Mapping[str, Values]:
-        """Return the values of all columns that are read of a batch; those in ``names`` are checked, None for all."""
         checked = self._read_names if names is None else tuple(names)
         first = [span] if span is not None else []
 

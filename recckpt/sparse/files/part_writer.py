@@ -172,6 +172,13 @@ class RowBatch(NamedTuple):
     ids: npt.NDArray[np.int64]
     slots: Sequence[ColumnBytes]
 
+    @classmethod
+    def of(cls, table: str, slots: Sequence[SlotSpec], columns: Sequence[npt.NDArray[Any]]) -> RowBatch:
+        """Return rows whose columns, the ids and these slots, lie in memory as the bytes of whole rows."""
+        ids, *values = columns
+        pairs = zip(slots, values, strict=True)
+        return cls(table, ids.view(np.int64), [ColumnBytes(slot, len(ids), [v.view(np.uint8)]) for slot, v in pairs])
+
 
 class RowSource(Protocol):
     """The rows of one table, which are read in the order of their buckets."""

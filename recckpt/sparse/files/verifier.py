@@ -102,7 +102,7 @@ def _checked(
         piece, wrong, take = RowPiece.of(reader, number, columns, is_checked=False), list[tuple[str, str]](), None
         if head[ID] is None:
             order = done.ids.setdefault((part.holds, batch.table), IdCheck())
-            wrong = list(order.check(piece.ids, piece.hashes, batch))
+            wrong = list(order.check(piece, batch))
             if visit is not None and head[TABLE] is None and not wrong and number not in passed:
                 take = visit(batch, piece)
         errors = [problem for problem in head.values() if problem] + list(piece.problems())

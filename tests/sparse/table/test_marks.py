@@ -14,7 +14,7 @@ from support.sweeps import SWEEP_STRIDE
 from recckpt import Saver
 from recckpt.save.job import SparseSaver
 from recckpt.sparse import HashTable
-from recckpt.sparse.files.arrow_format import ID, column_buffer
+from recckpt.sparse.files.arrow_format import ID
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.table.marks import DeltaSource
 from recckpt.sparse.table.snapshot import Snapshot
@@ -179,7 +179,7 @@ def test_the_saver_writes_a_delta_like_a_table(memory_url):
     for part in catalog.parts:
         reader = PartReader(storage, "d", part, source.slots)
         for number in range(len(part.batches)):
-            found += np.frombuffer(column_buffer(reader.read(number)[ID]), np.int64).tolist()
+            found += np.frombuffer(reader.read(number)[ID], np.int64).tolist()
     assert sorted(found) == sorted(changed)
 
 

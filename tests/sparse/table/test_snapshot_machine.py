@@ -74,7 +74,7 @@ class Saving:
         for part in self.parts:
             reader = PartReader(self._storage, self._directory, part, self.entry.slots)
             for number, batch in enumerate(part.batches):
-                columns = reader.read(number)
+                columns = reader.arrays(number, reader.read(number))
                 some = np.frombuffer(column_buffer(columns[ID]), np.int64)
                 ids += some.tolist()
                 found |= rows_as_dict(some, {s.name: column_values(columns[s.name], s) for s in self.entry.slots})
