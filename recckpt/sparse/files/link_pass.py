@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,47 +18,48 @@ from recckpt.format.catalog import Batch, Part, PartKind, id_ranges
 from recckpt.parallel.ranks import Meetings
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.arrow_format import ID
-from recckpt.sparse.files.filler import BatchRows, TableFiller, TableLoad, packed, unpacked
-from recckpt.sparse.files.owners import LinkRequests, Window
+from recckpt.sparse.files.filler import BatchRows, Filler, packed, unpacked
+from recckpt.sparse.files.owners import DealtBatch, LinkRequests, Window
 from recckpt.sparse.files.part_reader import READ_BYTES, LinkBatches, PartReader, runs_of
 from recckpt.sparse.files.pieces import Int64s, check_range, named_twice
 from recckpt.sparse.table.kernels import first_outside
 from recckpt.types import SlotSpec
 
 WINDOW_BYTES = 16 << 20  # about what a rank sends in a round, if a batch has no more
-Take = Callable[[TableFiller, BatchRows], object]
+Take = Callable[[Filler, BatchRows], object]
 Windows = Mapping[PartKind, Sequence[Window]]  # what a rank has to send
 Rounds = Mapping[PartKind, Sequence[Collection[int]]]  # the ranks that send in each
+Run = Sequence[DealtBatch]  # of one part, of which the same columns are read, by one thread
 
 
 @dataclass(frozen=True)
 class LinkLoad:
     """What is taken of a link; a table of it may fill several.
 
-    The links of a chain have the same :class:`TableLoad` for a table, as far as they count.
+    The links of a chain have the same :class:`Filler` for a table, as far as they count.
 
     Attributes:
         number: of the checkpoint among those that are loaded, and of the link in its chain: the same on all ranks.
-        tables: what is filled.
+        fillers: of the tables.
         batches: what it is filled with.
         fetch: copies files to this host, by their paths, before they are read; None to read them where they lie.
     """
 
     number: tuple[int, int]
-    tables: Sequence[TableLoad]
+    fillers: Sequence[Filler]
     batches: LinkBatches
     fetch: Callable[[Iterable[str]], object] | None = None
 
     @property
     def n_bytes(self) -> int:
         """Bytes of the rows that the tables own, about, in the columns that are read."""
-        loads, n_bytes = defaultdict[str, list[TableLoad]](list), 0
-        for load in self.tables:
-            loads[load.entry.name].append(load)
+        fillers, n_bytes = defaultdict[str, list[Filler]](list), 0
+        for filler in self.fillers:
+            fillers[filler.entry.name].append(filler)
         for part in (part for part in self.batches.every_part if part.holds == "rows"):
             for batch in part.batches:
-                takers = loads.get(batch.table, ())
-                n_bytes += sum(round(batch.rows * load.share(batch)) * load.row_bytes for load in takers)
+                takers = fillers.get(batch.table, ())
+                n_bytes += sum(round(batch.rows * filler.share(batch)) * filler.row_bytes for filler in takers)
         return n_bytes
 
     def check_ids(self) -> None:
@@ -69,32 +69,9 @@ class LinkLoad:
             LiveTableError: there are some.
         """
         ranges = id_ranges(self.batches.every_part)
-        for load in self.tables:
-            if load.entry.name in ranges:
-                load.check_ids(*ranges[load.entry.name])
-
-
-class DealtBatch(NamedTuple):
-    """A batch that this rank reads.
-
-    Attributes:
-        shard: of the part.
-        part: that has it.
-        number: in the part.
-        n_bytes: of its rows, in the columns that this rank takes.
-        columns: slots that ranks need of it.
-        sent: other ranks that need rows of it, and about how many of its bytes.
-    """
-
-    shard: int
-    part: Part
-    number: int
-    n_bytes: int
-    columns: frozenset[str]
-    sent: Window
-
-
-Run = Sequence[DealtBatch]  # of one part, of which the same columns are read, by one thread
+        for filler in self.fillers:
+            if filler.entry.name in ranges:
+                filler.check_ids(*ranges[filler.entry.name])
 
 
 class LinkDeletes:
@@ -141,7 +118,7 @@ class LinkPass:
     def __init__(
         self,
         link: LinkLoad,
-        fillers: Mapping[str, Sequence[TableFiller]],
+        fillers: Mapping[str, Sequence[Filler]],
         requests: LinkRequests,
         meetings: Meetings,
     ) -> None:
@@ -152,10 +129,16 @@ class LinkPass:
         self._whole_parts: list[Part] = []  # of which this rank reads all batches
         alone: dict[PartKind, list[DealtBatch]] = {"rows": [], "deletes": []}
         shared: dict[PartKind, list[DealtBatch]] = {"rows": [], "deletes": []}
-        for shard, parts in link.batches.parts.items():
-            for part, dealt in self._dealt(shard, parts):
-                for batch in dealt:
-                    (shared if batch.sent else alone)[part.holds].append(batch)
+        dealt = (batch for shard, parts in link.batches.parts.items() for batch in requests.deal(parts, shard))
+        for _, of_part in groupby(dealt, key=lambda batch: id(batch.part)):
+            every = list(of_part)
+            part, own = every[0].part, [batch for batch in every if batch.reader == meetings.rank]
+            if own and len(own) == len(every):
+                self._own_files.append(part.file)
+            if len(own) == len(part.batches):
+                self._whole_parts.append(part)
+            for batch in own:
+                (shared if batch.sent else alone)[part.holds].append(batch)
         self._own = {kind: list(_runs(some)) for kind, some in alone.items()}
         windows = {
             kind: list(runs_of(some, WINDOW_BYTES, lambda batch: sum(batch.sent.values())))
@@ -168,34 +151,10 @@ class LinkPass:
             for each in filter(self._takers, part.batches):
                 rows[each.table] += each.rows
         for filler in self._every:
-            filler.expect(link.batches.directory, rows[filler.load.entry.name])
+            filler.expect(link.batches.directory, rows[filler.entry.name])
 
-    def _dealt(self, shard: int, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[DealtBatch]]]:
-        """Yield the parts of a shard with the batches that this rank reads; note those that it reads alone or whole."""
-        rank, turns = self._meetings.rank, self._requests.deal(parts, shard)
-        for part in parts:
-            dealt, readers = list[DealtBatch](), set[int]()
-            for number, batch in enumerate(part.batches):
-                turn = turns.get((part.file, number))
-                if turn is None:
-                    continue
-                readers.add(turn.reader)
-                if turn.reader != rank:
-                    continue
-                loads = self._takers(batch)
-                n_bytes = batch.rows * (8 if part.holds == "deletes" else max(load.row_bytes for load in loads))
-                sent = {to: round(n_bytes * share) for to, share in turn.shares.items() if to != rank}
-                columns = frozenset[str]().union(*(load.columns for load in loads))
-                columns = columns.union(*(self._requests.of_tables[batch.table][to].columns for to in sent))
-                dealt.append(DealtBatch(shard, part, number, n_bytes, columns, sent))
-            if dealt and readers == {rank}:
-                self._own_files.append(part.file)
-            if dealt and len(dealt) == len(part.batches):
-                self._whole_parts.append(part)
-            yield part, dealt
-
-    def _takers(self, batch: Batch) -> list[TableLoad]:
-        return [filler.load for filler in self._fillers.get(batch.table, ()) if filler.load.share(batch) > 0]
+    def _takers(self, batch: Batch) -> list[Filler]:
+        return [filler for filler in self._fillers.get(batch.table, ()) if filler.share(batch) > 0]
 
     def fetch(self) -> None:
         """Copy the files that this rank alone reads, where they are to be copied first."""
@@ -275,7 +234,7 @@ class LinkPass:
         """Return the slots of all tables in a part that has rows for any load."""
         if part.holds == "deletes":
             return ()
-        return next(load for batch in part.batches for load in self._takers(batch)).entry.slots
+        return next(filler for batch in part.batches for filler in self._takers(batch)).entry.slots
 
 
 def _runs(dealt: Iterable[DealtBatch]) -> Iterator[Run]:
