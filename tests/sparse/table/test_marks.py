@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.forge import written_parts
 from support.raising import RaisingAt
+from support.sources import read_column
 from support.sweeps import SWEEP_STRIDE
 
 from recckpt import Saver
@@ -45,7 +46,7 @@ def upserts(source: DeltaSource | Snapshot) -> dict[int, float]:
     ids, embeddings, marks = np.empty(len(rows), np.int64), np.empty((len(rows), 2), np.float32), np.empty_like(rows)
     targets = ids.view(np.uint8), embeddings.reshape(-1).view(np.uint8), marks.view(np.uint8)[: 4 * len(rows)]
     for column, target in enumerate(targets):
-        source.read(column, rows, target, is_last=column == len(targets) - 1)
+        read_column(source, column, rows, target, is_last=column == len(targets) - 1)
     return dict(zip(ids.tolist(), embeddings[:, 0].tolist(), strict=True))
 
 
