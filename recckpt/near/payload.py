@@ -8,11 +8,11 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from recckpt.checkpoint.chain import files_of
+from recckpt.checkpoint.chain import OpenLink, files_of
 from recckpt.format.buckets import Slice
 from recckpt.format.catalog import Catalog, PartKind
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.sparse.files.catalogs import read_catalogs
+from recckpt.sparse.files.catalogs import met_shards
 from recckpt.sparse.files.pieces import ids_of
 from recckpt.sparse.files.table_reader import TableReader
 
@@ -47,7 +47,7 @@ class Payload:
 
     @cached_property
     def _catalogs(self) -> Sequence[Catalog]:
-        return read_catalogs(self._save, self._files, self._slices)
+        return OpenLink(self._save, self._files).catalogs_of(met_shards(self._save.manifest, self._slices))
 
     def _ids(self, table: str, kind: PartKind) -> Int64s:
         entry = self._save.manifest.named_table(table)
