@@ -117,17 +117,6 @@ def _kept(reader: PartReader, slots: tuple[SlotSpec, ...], rewrite: Rewrite, sum
             yield RowBatch.of(batch.table, slots, columns)
 
 
-def _check(to: Attempt, link: OpenLink, written: Part, of_source: RowSums | None) -> None:
-    """Read a part that was written; where its rows were added up, add them up once more."""
-    sums = RowSums()
-    visit = sums.visit if of_source is not None else None
-    for error in check_part(to.storage, to.directory, link.manifest.tables, written, visit).errors:
-        raise error
-    if of_source is not None and sums != of_source:
-        path = layout.join(to.directory, written.file)
-        raise CorruptCheckpointError(path, "", found="other rows than those that stay", expected="the same")
-
-
 @dataclass(frozen=True)
 class Rewrite:
     """A checkpoint that is to be committed again."""
@@ -181,19 +170,20 @@ def _part(link: OpenLink, part: Part, to: Attempt, rewrite: Rewrite, advance: Ad
 
     All other rows keep their bytes and their order; what was written is read back and compared with the source.
     """
+    name, tables = layout.join(to.directory, part.file), link.manifest.tables
     made: Part | None = part
-    name, sums = layout.join(to.directory, part.file), None
     if part.file in files_with(rewrite.contents[0]):
         slots = link.manifest.named_table(part.tables[0]).slots if part.holds == "rows" else ()
         reader, sums = PartReader(link.files, link.directory, part, slots), RowSums()
         rows = _kept(reader, slots, rewrite, sums)
         made = write_part(lambda: (part.file, to.storage.create(name)), part.tables, slots, rows, holds=part.holds)
+        sums.check_written(to.storage, to.directory, tables, made)
     else:  # a copy, of which every byte is held against the catalog
         with link.files.open(layout.join(link.directory, part.file)) as content, to.storage.create(name) as sink:
             while data := content.read(_STEP_BYTES):
                 sink.write(data)
-    if made is not None:
-        _check(to, link, made, sums)
+        for error in check_part(to.storage, to.directory, tables, part).errors:
+            raise error
     advance(part.n_bytes)
     return made
 

@@ -14,7 +14,7 @@ import numpy as np
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import bucket_of, is_among, repeated
-from recckpt.format.catalog import Batch, Part, PartKind, id_ranges
+from recckpt.format.catalog import Batch, PartKind, id_ranges
 from recckpt.parallel.ranks import Meetings
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.arrow_format import ID
@@ -23,7 +23,6 @@ from recckpt.sparse.files.owners import DealtBatch, LinkRequests, Window
 from recckpt.sparse.files.part_reader import READ_BYTES, LinkBatches, PartReader, runs_of
 from recckpt.sparse.files.pieces import Int64s, check_range, named_twice
 from recckpt.sparse.table.kernels import first_outside
-from recckpt.types import SlotSpec
 
 WINDOW_BYTES = 16 << 20  # about what a rank sends in a round, if a batch has no more
 Take = Callable[[Filler, BatchRows], object]
@@ -126,7 +125,7 @@ class LinkPass:
         self._every = [filler for some in fillers.values() for filler in some]
         self._requests, self._meetings = requests, meetings
         self._own_files: list[str] = []  # of which no other rank reads a batch
-        self._whole_parts: list[Part] = []  # of which this rank reads all batches
+        self._whole_parts: list[DealtBatch] = []  # the first batch of each part of which this rank reads all
         alone: dict[PartKind, list[DealtBatch]] = {"rows": [], "deletes": []}
         shared: dict[PartKind, list[DealtBatch]] = {"rows": [], "deletes": []}
         dealt = (batch for shard, parts in link.batches.parts.items() for batch in requests.deal(parts, shard))
@@ -136,7 +135,7 @@ class LinkPass:
             if own and len(own) == len(every):
                 self._own_files.append(part.file)
             if len(own) == len(part.batches):
-                self._whole_parts.append(part)
+                self._whole_parts.append(own[0])
             for batch in own:
                 (shared if batch.sent else alone)[part.holds].append(batch)
         self._own = {kind: list(_runs(some)) for kind, some in alone.items()}
@@ -187,7 +186,7 @@ class LinkPass:
         n_bytes = self._read_kind("deletes", take_deletes, rounds, threads, with_values=False)
         n_bytes += self._read_kind("rows", take_rows, rounds, threads, with_values=fills)
         # Last, what lies between the values of parts that are read as a whole: it says less of what is wrong.
-        run_all(lambda part: self._batches.check_frame(part, self._slots(part)), self._whole_parts, threads)
+        run_all(lambda batch: self._reader(batch).check_frame(), self._whole_parts, threads)
         for table, fillers in self._fillers.items():
             for filler in fillers:
                 filler.end_link(deletes.of(table))
@@ -216,7 +215,7 @@ class LinkPass:
         """Read batches, check them and take their rows; return the bytes, and what goes to which rank."""
         n_bytes, pieces, part = 0, [], run[0].part
         sent = {batch.number: batch.sent for batch in run}
-        reader = self._batches.reader(part, self._slots(part), run[0].columns)
+        reader = self._reader(run[0])
         for number, columns in reader.batches(sent):
             table = part.batches[number].table
             values = {spec.name: np.frombuffer(columns[spec.name], np.uint8) for spec in reader.specs}
@@ -230,11 +229,11 @@ class LinkPass:
                     pieces.append((rank, rows.some(positions, needed)))
         return n_bytes, pieces
 
-    def _slots(self, part: Part) -> Sequence[SlotSpec]:
-        """Return the slots of all tables in a part that has rows for any load."""
-        if part.holds == "deletes":
-            return ()
-        return next(filler for batch in part.batches for filler in self._takers(batch)).entry.slots
+    def _reader(self, dealt: DealtBatch) -> PartReader:
+        """Return the reader of the part that has a batch; all tables of a part have the same slots."""
+        table = dealt.part.batches[dealt.number].table
+        slots = self._fillers[table][0].entry.slots if dealt.part.holds == "rows" else ()
+        return self._batches.reader(dealt.part, slots, dealt.columns)
 
 
 def _runs(dealt: Iterable[DealtBatch]) -> Iterator[Run]:

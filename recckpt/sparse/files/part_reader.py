@@ -7,7 +7,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from operator import itemgetter
 from typing import TypeVar
 
@@ -16,7 +15,6 @@ import pyarrow as pa
 import xxhash
 
 from recckpt.errors import CorruptCheckpointError
-from recckpt.format import layout
 from recckpt.format.catalog import Part
 from recckpt.sparse.files.arrow_format import (
     DTYPE_KEY,
@@ -33,7 +31,6 @@ from recckpt.sparse.files.arrow_format import (
 )
 from recckpt.storage import NOT_READABLE, missing
 from recckpt.storage.base import Files
-from recckpt.storage.local_files import mapped
 from recckpt.storage.retry import read_twice
 from recckpt.types import SlotSpec
 
@@ -239,9 +236,13 @@ class PartReader:
         return None
 
     def check_frame(self) -> None:
-        """Check the bytes that are not column values; needs a file that lies in memory."""
-        assert self.mapped is not None
+        """Check the bytes that are not column values, if the file is mapped; else all of it would be read again."""
+        if self.mapped is not None:
+            self._twice(self._check_frame, self._open)
+
+    def _check_frame(self) -> None:
         frame, done = xxhash.xxh3_64(), 0
+        assert self.mapped is not None
         for number in range(len(self.part.batches)):
             for _, begin, end in self._layout.columns(number):
                 frame.update(self.mapped[done:begin])
@@ -355,10 +356,3 @@ class LinkBatches:
             if key not in self._readers:
                 self._readers[key] = PartReader(self.files, self.directory, part, slots, columns)
         return self._readers[key]
-
-    def check_frame(self, part: Part, slots: Sequence[SlotSpec]) -> None:
-        """Check what lies between the values of a part, if it is mapped: else it would all have to be read again."""
-        path = layout.join(self.directory, part.file)
-        if self.files.map(path) is not None:
-            read = partial(PartReader, self.files, self.directory, part, slots)
-            read_twice(self.files, path, lambda: read(mapped=mapped(self.files, path)).check_frame())
