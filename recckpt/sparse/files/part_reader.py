@@ -62,9 +62,14 @@ class _PartBytes:
     It refers to no reader, which would keep a part mapped until a collection.
     """
 
-    def __init__(self, storage: Files, path: str, mapped: memoryview | None, n_head: int) -> None:
+    def __init__(
+        self, storage: Files, path: str, mapped: memoryview | None, part: Part, slots: Sequence[SlotSpec]
+    ) -> None:
         self._storage, self._path, self._mapped = storage, path, mapped
-        self._head = b"" if mapped is not None else storage.read(path, n_head)
+        self._head = b""
+        if mapped is None:
+            n_bytes = FIRST + part_schema(slots).serialize().size + sum(padded(len(each)) for each in part.names)
+            self._head = storage.read(path, n_bytes + _HEAD_BYTES)
 
     def __call__(self, begin: int, end: int) -> Values:
         """Return bytes, fewer where the file ends before them."""
@@ -135,17 +140,13 @@ class PartReader:
         storage, part = self._storage, self.part
         try:
             mapped = storage.map(self.path) if self._own_map is None else self._own_map
-            bytes_in = self._bytes_in(mapped)
+            bytes_in = _PartBytes(storage, self.path, mapped, part, self._slots)
         except NOT_READABLE as error:
             raise missing(self.path, error, f"{part.n_bytes} bytes") from error
         if mapped is not None:
             self._check_size(len(mapped))
         self._bytes, self.mapped = bytes_in, mapped
         self._layout = self._laid_out(self._column_names())
-
-    def _bytes_in(self, mapped: memoryview | None) -> _PartBytes:
-        n_head = FIRST + part_schema(self._slots).serialize().size + sum(padded(len(each)) for each in self.part.names)
-        return _PartBytes(self._storage, self.path, mapped, n_head + _HEAD_BYTES)
 
     def _check_size(self, n_bytes: int) -> None:
         if n_bytes != self.part.n_bytes:
@@ -311,7 +312,7 @@ class DamagedPart(PartReader):
 
     def _open(self) -> None:
         try:
-            self._bytes, self.mapped = self._bytes_in(None), None
+            self._bytes, self.mapped = _PartBytes(self._storage, self.path, None, self.part, self._slots), None
         except NOT_READABLE as error:
             raise missing(self.path, error, f"{self.part.n_bytes} bytes") from error
         names = [TABLE, ID, *(slot.name for slot in self._slots)]
