@@ -293,7 +293,6 @@ SET_ON_OTHERS = {
     ("sparse.table.gradients", "ctx.present"),
     # Objects of Python, ctypes, fsspec and tqdm, likewise.
     ("manager.signals", "self._give_back.atexit"),
-    ("sparse.files.reduced_rows", "self._scratch.kept"),
     ("storage.local_files", "_LIBC.mmap.restype"),
     ("storage.local_files", "_LIBC.mmap.argtypes"),
     ("storage.local_files", "_LIBC.munmap.argtypes"),

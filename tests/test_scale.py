@@ -7,13 +7,14 @@ from functools import partial
 import pytest
 from support.paths import ROOT
 
+from recckpt.checkpoint.chain import OpenLink
 from recckpt.format import catalog as catalogs
 from recckpt.format import manifest as manifests
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.save.save_info import SaveInfo
 from recckpt.sparse import gen_slice
-from recckpt.sparse.files.catalogs import met_shards, read_parts
+from recckpt.sparse.files.catalogs import met_shards
 from recckpt.storage import open_storage
 
 OPERATIONS = (
@@ -93,9 +94,10 @@ def test_ranks_of_about_as_many_read_three_catalogs_at_most(run_of, monkeypatch)
         for rank in range(to_ranks):
             read.clear()
             owned = gen_slice(rank, to_ranks)
-            parts = read_parts(checkpoint, run.storage, [owned])
+            met = met_shards(checkpoint.manifest, [owned])
+            parts = [part for each in OpenLink.of(run.storage, checkpoint).catalogs_of(met) for part in each.parts]
             assert 1 <= len(read) <= 3
-            assert read == met_shards(checkpoint.manifest, [owned])
+            assert read == met
             for batch in (batch for part in parts for batch in part.batches):
                 rows[batch.table] += batch.rows if owned.begin <= batch.buckets[0] < owned.end else 0
         assert rows == expected

@@ -251,18 +251,8 @@ class AverageSnapshot(Snapshot):
     def n_kept(self) -> int:
         return self._rows.n_kept
 
-    def read(self, column: int, rows: npt.NDArray[Any], target: Bytes, *, is_last: bool) -> None:
-        """Copy rows of the id, column 0, or of a slot; after ``is_last`` they are not read again, in any slot."""
-        if column == 0:
-            self.read_ids(rows, target)
-        else:
-            self._read(rows, {self.slots[column - 1].name: target}, is_last=is_last)
-
     def read_ids(self, rows: npt.NDArray[Any], target: Bytes) -> None:
         self._rows.read_ids(rows, target)
-
-    def peek(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes]) -> None:
-        self._read(rows, targets, is_last=False)
 
     def narrow(self, bits: Bytes) -> None:
         self._rows.narrow(bits)
@@ -270,7 +260,7 @@ class AverageSnapshot(Snapshot):
     def close(self) -> None:
         self._rows.close()
 
-    def _read(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
+    def read_slots(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
         needed = self._specs if EMBEDDING in targets else [_COLUMNS[name] for name in targets]
         read = {name: np.empty(len(rows) * self._specs[name].row_bytes, np.uint8) for name in needed}
         self._rows.read_slots(rows, read, is_last=is_last)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from recckpt.checkpoint.chain import files_of
 from recckpt.dense.tensors import check_file, read_index
@@ -28,7 +28,7 @@ from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.notes import refuse_mirror
 from recckpt.output_dir.open_files import OpenFiles
 from recckpt.parallel.threads import run_all
-from recckpt.sparse.files.part_writer import PartPlan, RowSource, TableBytes, plan_parts, planned_batches, write_part
+from recckpt.sparse.files.part_writer import PartPlan, RowStream, plan_parts, planned_batches, write_part
 from recckpt.storage import HashingSink, NewFiles, Sink, Storage
 from recckpt.storage.retry import RetryPolicy
 from recckpt.storage.transfers import VISIBLE
@@ -40,14 +40,6 @@ BATCH_BYTES = 8 << 20
 Advance = Callable[[int], object]
 _ContentT = TypeVar("_ContentT", bound=Content)
 _STEP_BYTES = 8 << 20
-
-
-class SizedRows(RowSource, Protocol):
-    """The rows of one table, whose size says how they are cut into parts."""
-
-    @property
-    def size(self) -> TableBytes:
-        """How large they are."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +77,7 @@ class ShardWriter:
 
     def rows(
         self,
-        sources: Iterable[SizedRows],
+        sources: Iterable[RowStream],
         threads: int,
         advance: Advance,
         *,

@@ -14,10 +14,9 @@ from recckpt.format import layout
 from recckpt.format.buckets import Slice
 from recckpt.format.catalog import Catalog, Part
 from recckpt.format.manifest import FileEntry
-from recckpt.format.tables import TableEntry
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import OpenFiles
-from recckpt.sparse.files.catalogs import IdSet, meets, met_shards, read_catalog, read_catalogs, shards_with
+from recckpt.sparse.files.catalogs import IdSet, count_errors, meets, met_shards, read_catalog, shards_with
 from recckpt.storage import Storage
 from recckpt.types import SlotSpec
 
@@ -43,7 +42,6 @@ class OpenLink:
         self.checkpoint, self.files = checkpoint, files
         self.directory, self.manifest = checkpoint.directory, checkpoint.manifest
         self.indexes: dict[str, RowIndex] = {}  # by table
-        self._catalogs = catalogs
         self._by_shard = dict(enumerate(catalogs or ()))
         self._lock = threading.Lock()
 
@@ -54,8 +52,23 @@ class OpenLink:
 
     @cached_property
     def catalogs(self) -> Sequence[Catalog]:
-        """The catalogs of all shards; CorruptCheckpointError where one is damaged."""
-        return read_catalogs(self.checkpoint, self.files) if self._catalogs is None else self._catalogs
+        """The catalogs of all shards; errors as of :meth:`catalogs_of`."""
+        return self.catalogs_of(range(len(self.manifest.shards)))
+
+    def catalogs_of(self, numbers: Collection[int]) -> list[Catalog]:
+        """Return the catalogs of some shards, each read once.
+
+        Raises:
+            CorruptCheckpointError: a catalog is damaged, or not what the manifest says of its shard; or the rows or
+                deletes of all of them are not, which who reads some cannot tell.
+        """
+        new = [number for number in numbers if number not in self._by_shard]
+        for number in new:
+            self._by_shard[number] = read_catalog(self.checkpoint, self.files, number)
+        if (new or not self._by_shard) and len(self._by_shard) == len(self.manifest.shards):
+            for error in count_errors(self.directory, self.manifest, self._by_shard.values()):
+                raise error
+        return [self._by_shard[number] for number in numbers]
 
     def reader(self, table: str, slots: Sequence[str], ids: IdSet | None = None) -> TableReader:
         """Return the reader of what its own files hold of a table; with ids, only of shards that may have any of them.
@@ -69,17 +82,8 @@ class OpenLink:
         if entry is None:
             path, expected = layout.join(self.directory, layout.MANIFEST), "the table, whose rows newer links change"
             raise CorruptCheckpointError(path, f"table {table!r}", found="no such table", expected=expected)
-        catalogs = self.catalogs if ids is None else self._catalogs_with(entry, ids)
+        catalogs = self.catalogs if ids is None else self.catalogs_of(shards_with(self.manifest, entry, ids))
         return TableReader(self.files, self.directory, catalogs, entry, slots)
-
-    def _catalogs_with(self, table: TableEntry, ids: IdSet) -> Sequence[Catalog]:
-        """Return the catalogs of the shards that may have rows or deletes of ids; reads no others."""
-        numbers = shards_with(self.manifest, table, ids)
-        every = len(numbers) == len(self.manifest.shards)
-        for number in () if every else numbers:
-            if number not in self._by_shard:
-                self._by_shard[number] = read_catalog(self.checkpoint, self.files, number)
-        return self.catalogs if every else [self._by_shard[number] for number in numbers]
 
     def index(self, table: TableReader) -> RowIndex:
         """Return where the rows of a table of this link lie. Thread-safe."""
@@ -100,7 +104,7 @@ class OpenLink:
             All parts of these shards, by number: ranks that share batches look at the same ones.
         """
         self.files.keep_open(file.name for file in self.catalog_files(slices))
-        catalogs = read_catalogs(self.checkpoint, self.files, slices)
+        catalogs = self.catalogs_of(met_shards(self.manifest, slices))
         parts = [part for catalog in catalogs for part in catalog.parts if meets(part, slices)]
         self.files.keep_open(part.file for part in parts if not {*part.tables}.isdisjoint(tables))
         return {catalog.shard: catalog.parts for catalog in catalogs}

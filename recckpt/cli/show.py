@@ -239,10 +239,10 @@ def _table_of_tables(manifest: Manifest) -> list[Line]:
 
 def _files_of_tables(storage: Storage, checkpoint: Checkpoint) -> dict[str, list[str]]:
     """Return table -> the files that have rows of it, by the catalogs."""
-    from recckpt.sparse.files.catalogs import read_parts
+    from recckpt.checkpoint.chain import OpenLink
 
     files: dict[str, list[str]] = {table.name: [] for table in checkpoint.manifest.tables}
-    for part in read_parts(checkpoint, storage):
+    for part in (part for catalog in OpenLink.of(storage, checkpoint).catalogs for part in catalog.parts):
         for name in dict.fromkeys(batch.table for batch in part.batches):
             files[name].append(part.file)
     return files

@@ -27,9 +27,9 @@ from recckpt.convert.tensor_source import TensorTable, tensor_source
 from recckpt.errors import ConversionError
 from recckpt.format.buckets import distinct, is_among
 from recckpt.format.tensor_index import NUMPY_DTYPES, widened
-from recckpt.sparse.files.arrow_format import ID, column_array, int64_array
+from recckpt.sparse.files.arrow_format import ID
 from recckpt.sparse.files.chain_table import AlignedRows, as_ids
-from recckpt.sparse.files.table_reader import asked_slots, table_schema
+from recckpt.sparse.files.table_reader import asked_slots, record_batch, table_schema
 from recckpt.text import instead_of, nearest, plural, shown
 from recckpt.types import EMBEDDING, SlotSpec
 
@@ -233,5 +233,4 @@ class SourceReader(AbstractContextManager["SourceReader"]):
 
 def _batch(rows: SourceRows, table: SourceTable, slots: Sequence[SlotSpec]) -> pa.RecordBatch:
     columns = {spec.name: column for spec, column in zip(table.slots, rows.columns, strict=True)}
-    arrays = [column_array(spec, pa.py_buffer(columns[spec.name]), len(rows.ids)) for spec in slots]
-    return pa.RecordBatch.from_arrays([int64_array(rows.ids), *arrays], schema=table_schema(slots))
+    return record_batch(slots, [rows.ids, *(columns[spec.name] for spec in slots)])

@@ -16,7 +16,7 @@ from recckpt.convert.source import Array, Int64s, SourceRows, SourceTable
 from recckpt.errors import ConversionError
 from recckpt.format.buckets import N_BUCKETS, mix64, repeated
 from recckpt.sparse.files.arrow_format import ID_SPEC
-from recckpt.sparse.files.part_writer import ColumnBytes, RowBatch, TableBytes, row_bytes
+from recckpt.sparse.files.part_writer import RowBatch, TableBytes, row_bytes
 from recckpt.sparse.files.pieces import row_of
 from recckpt.types import SlotSpec
 
@@ -97,12 +97,9 @@ class RowRuns:
         table = self.table
         batch_rows = max(1, BATCH_BYTES // row_bytes(table.slots))
         for cut in self._ranges(begin, end, table.row_bytes):
-            ids, columns = self._between(*cut)
-            for first in range(0, len(ids), batch_rows):
-                rows = slice(first, first + batch_rows)
-                slots = zip(table.slots, columns, strict=True)
-                values = [ColumnBytes(slot, len(ids[rows]), [column[rows].view(np.uint8)]) for slot, column in slots]
-                yield RowBatch(table.name, ids[rows], values)
+            columns = self._between(*cut)
+            for first in range(0, len(columns[0]), batch_rows):
+                yield RowBatch.of(table.name, table.slots, [column[first : first + batch_rows] for column in columns])
 
     def _rows_up_to(self) -> Int64s:
         """Return for each bucket how many rows lie in it and in those before it."""
@@ -110,13 +107,12 @@ class RowRuns:
         up_to = sum((np.searchsorted(run.hashes, ends) for run in self._runs), start=np.zeros(N_BUCKETS - 1, np.int64))
         return np.append(up_to, self.n_rows)
 
-    def _between(self, begin: int, end: int) -> tuple[Int64s, list[npt.NDArray[np.void]]]:
-        """Return the rows of buckets [begin, end) in their order: the ids, and one array of bytes a slot."""
+    def _between(self, begin: int, end: int) -> list[npt.NDArray[np.void]]:
+        """Return the rows of buckets [begin, end) in their order: one array of bytes for the ids and each slot."""
         places = [(run, slice(run.at(begin), run.at(end))) for run in self._runs]
         order = np.argsort(np.concatenate([run.hashes[place] for run, place in places]), kind="stable")
         of_runs = [[column[place] for column in run.columns] for run, place in places]
-        ids, *columns = (np.concatenate(parts)[order] for parts in zip(*of_runs, strict=True))
-        return ids.view(np.int64), columns
+        return [np.concatenate(parts)[order] for parts in zip(*of_runs, strict=True)]
 
     def _ranges(self, begin: int, end: int, row_bytes: int) -> Iterator[tuple[int, int]]:
         n_bytes = sum(run.at(end) - run.at(begin) for run in self._runs) * row_bytes

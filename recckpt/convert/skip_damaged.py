@@ -19,11 +19,10 @@ from recckpt.format.catalog import Catalog, Part, PartKind
 from recckpt.output_dir.at_path import links_there
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.open_files import OpenFiles
-from recckpt.sparse.files.arrow_format import ids_in, int64_array
 from recckpt.sparse.files.catalogs import read_catalog
 from recckpt.sparse.files.part_reader import DamagedPart
-from recckpt.sparse.files.pieces import IdCheck, Int64s
-from recckpt.sparse.files.table_reader import NamedIds, may_repeat, table_schema
+from recckpt.sparse.files.pieces import IdCheck, Int64s, RowPiece
+from recckpt.sparse.files.table_reader import NamedIds, may_repeat, record_batch
 from recckpt.storage import Storage, lost_is_damage
 
 _EVERYWHERE = (0, N_BUCKETS)
@@ -103,14 +102,12 @@ class WholeRows:
 
     def batches(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """Yield the rows, with these slots; CorruptCheckpointError where a file has become damaged since."""
-        schema = table_schema(slot for slot in self._entry.slots if slot.name in names)
         for (directory, _), group in groupby(self._whole, lambda whole: (whole.link.directory, whole.part.file)):
             first, *others = group
             reader = DamagedPart(files_of(self._storage, first.link), directory, first.part, self._entry.slots, names)
             for whole in (first, *others):
-                columns = reader.read(whole.number)
-                rows = pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
-                yield rows if whole.kept is None else rows.take(int64_array(np.flatnonzero(whole.kept)))
+                columns = RowPiece.of(reader, whole.number, reader.read(whole.number), is_checked=True).columns
+                yield record_batch(reader.specs, columns if whole.kept is None else [c[whole.kept] for c in columns])
 
     def _is_last(self, link: Checkpoint | CorruptCheckpointError) -> bool:
         """Find what is whole in a link; say whether nothing older counts, or can be known to."""
@@ -211,7 +208,7 @@ class WholeRows:
             for number in numbers:
                 try:
                     with lost_is_damage(path):
-                        ids = ids_in(order.read(reader, number))
+                        ids = order.piece(reader, number).ids
                 except CorruptCheckpointError as error:
                     self._skip_batches(link, part, [number], ": ".join(filter(None, (error.where, error.found))))
                 else:

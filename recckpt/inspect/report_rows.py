@@ -133,8 +133,8 @@ def _frame_damage(chain: Sequence[TableReader], known: dict[str, tuple[str, ...]
                 known[path] = ()
                 slots = link.entry.slots if part.holds == "rows" else ()
                 try:
-                    if (mapped := link.storage.map(path)) is not None:
-                        PartReader(link.storage, link.directory, part, slots, mapped=mapped).check_frame()
+                    if link.storage.map(path) is not None:
+                        PartReader(link.storage, link.directory, part, slots).check_frame()
                 except CorruptCheckpointError as error:
                     known[path] = (damage_text(error),)
             found += known[path]

@@ -126,15 +126,12 @@ class LiveTarget(LoadTarget):
                 "load_conf"
             )
 
-    def clear(self) -> None:
-        """Keep the rows: they are all written, or stay."""
-
-    def begin_anew(self, slots: Collection[str]) -> None:
-        """Give slots of the optimizer the values of its first step, in all rows of this rank."""
+    def clear(self, fresh: Collection[str]) -> None:
+        """Keep the rows, which are all written, or stay; slots of the optimizer get the values of its first step."""
         store = self._attached.rows
         n_rows = store.box.rows[1] - store.box.rows[0]
         first = float(self._attached.live.settings().get("initial_accumulator_value", 0.0))
-        for name in sorted(store.columns.keys() & slots):
+        for name in sorted(store.columns.keys() & fresh):
             spec = store.columns[name].spec
             for begin in range(0, n_rows, _PIECE_ROWS):
                 rows = np.arange(begin, min(begin + _PIECE_ROWS, n_rows))

@@ -247,8 +247,8 @@ class ColumnRows:
         begin, end = self._share(self._joined[0], part)
         return end - begin
 
-    def read(self, column: int, rows: npt.NDArray[Any], target: Bytes, *, is_last: bool) -> None:
-        self._source.read(column, rows, target, is_last=is_last)
+    def read_slots(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
+        self._source.read_slots(rows, targets, is_last=is_last)
 
     def send(self, part: int, begin: int, end: int) -> list[Bytes]:
         """Return the columns of this rank, slot by slot, of those rows that a part saves; they are not read again."""

@@ -161,29 +161,20 @@ class KeyedTarget(OwnTarget):
         self._attached.rows.wait()
         super().begin()
         self._is_begun = False
-
-    @property
-    def finishes_last(self) -> bool:
-        """Whether it waits for the tables that have as many ids as they can: it takes what they leave."""
-        return self._attached.live.n_ids is None
-
-    @property
-    def has_limited_room(self) -> bool:
-        """Whether each rank may have too many ids for its rows, whatever all of them have."""
-        return self._attached.live.n_ids is not None and not self.owns_all
+        # It waits for the tables that have as many ids as they can; or each rank may have too many for its rows.
+        self.finishes_last = self._attached.live.n_ids is None
+        self.has_limited_room = not self.finishes_last and not self.owned_ids.is_everything
 
     @property
     def owned_ids(self) -> OwnedIds:
         return self._attached.live.owned_ids
 
-    def clear(self) -> None:
+    def clear(self, fresh: Collection[str]) -> None:
+        """Drop all rows; slots of the optimizer have the values of its first step in the rows that come."""
         self._is_begun = True
-        super().clear()
-
-    def begin_anew(self, slots: Collection[str]) -> None:
-        """Let slots of the optimizer have the values of its first step in the rows that come."""
+        super().clear(fresh)
         first = float(self._attached.live.settings().get("initial_accumulator_value", 0.0))
-        for name in sorted((self._attached.rows.columns.keys() & slots) - {EMBEDDING}):
+        for name in sorted((self._attached.rows.columns.keys() & fresh) - {EMBEDDING}):
             self._store.rows.initial[name] = first
 
     def start(self, initial: Mapping[str, float], n_rows: int | None) -> Mapping[str, float]:

@@ -28,7 +28,7 @@ from recckpt.load.report import Planned
 from recckpt.parallel.ranks import Meetings
 from recckpt.policies.row_filter import RowFilter
 from recckpt.sparse.files.catalogs import count_error
-from recckpt.sparse.files.filler import BatchRows, TableLoad
+from recckpt.sparse.files.filler import BatchRows, Filler
 from recckpt.sparse.files.loader import load_tables
 from recckpt.sparse.files.table_target import Ages, LoadTarget
 from recckpt.storage.transfers import WorkDir
@@ -149,14 +149,14 @@ class TensorRows:
             groups.append({**settings, "tables": [tensor]})
         return {**saved, "state": steps, "param_groups": groups}
 
-    def read(self, load: TableLoad) -> Iterator[BatchRows]:
+    def read(self, filler: Filler) -> Iterator[BatchRows]:
         """Yield the rows of a tensor that this rank has in a table, and those that no rank has, some at a time."""
-        tensor, n_rows = load.entry.name, load.entry.rows
-        table = self._live.live_tables[load.target.table.name]
+        tensor, n_rows = filler.entry.name, filler.entry.rows
+        table = self._live.live_tables[filler.target.table.name]
         (first, end), size = table.rows.box.rows, table.live.n_rows
-        columns = {slot: value for slot, value in self._columns[tensor].items() if slot in load.columns}
+        columns = {slot: value for slot, value in self._columns[tensor].items() if slot in filler.columns}
         path = layout.join(self.source.at.checkpoint.directory, layout.MODEL)
-        n_step = max(1, _STEP_BYTES // load.row_bytes)
+        n_step = max(1, _STEP_BYTES // filler.row_bytes)
         for begin in chain(range(first, min(end, n_rows), n_step), range(size, n_rows, n_step)):
             stop = min(begin + n_step, n_rows, end if begin < size else n_rows)
             values: dict[str, np.ndarray[Any, np.dtype[np.uint8]]] = {}
@@ -300,7 +300,7 @@ class TableTensors:
         self.bytes_read = 0
         if not entries:
             return
-        links = source.rows(number, [_load_of(self._tables[e.name], e) for e in entries], download_dir, concurrency)
+        links = source.rows(number, [_filler_of(self._tables[e.name], e) for e in entries], download_dir, concurrency)
         loaded = load_tables(
             links, concurrency=concurrency, advance=lambda n: n, when_checked=lambda: None, meetings=Meetings()
         )
@@ -342,8 +342,8 @@ class TableTensors:
         return kind, {key: slot.name for slot in entry.slots if (key := key_of(kind, slot.name))}
 
 
-def _load_of(table: _Gathered, entry: TableEntry) -> TableLoad:
-    return TableLoad(
+def _filler_of(table: _Gathered, entry: TableEntry) -> Filler:
+    return Filler(
         target=LoadTarget(table),
         entry=entry,
         slots={slot: slot for slot in table.columns},

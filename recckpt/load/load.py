@@ -27,7 +27,7 @@ from recckpt.load.problems import Problems
 from recckpt.load.report import DECAY_STAYS, LoadPlan, LoadReport, Planned
 from recckpt.parallel.ranks import Meetings
 from recckpt.policies.row_filter import RowFilter
-from recckpt.sparse.files.filler import OtherRows, Ranges, TableLoad
+from recckpt.sparse.files.filler import Filler, OtherRows, Ranges
 from recckpt.sparse.files.link_pass import LinkLoad
 from recckpt.sparse.files.loader import Loaded, load_tables
 from recckpt.sparse.table.row_table import RowTable
@@ -57,14 +57,14 @@ def row_loads(
     for number, (source, tensors) in enumerate(sources):
         slots = [item for item in items if item.offer == number and item.name.is_slot]
         tables = {entry.name: entry for entry in source.at.checkpoint.manifest.tables}
-        loads = _table_loads(live, slots, source, {**tensors.entries, **tables}, step=step, fresh=fresh)
-        of_links = [load for load in loads if load.entry.name in tables]
+        fillers = _fillers(live, slots, source, {**tensors.entries, **tables}, step=step, fresh=fresh)
+        of_links = [filler for filler in fillers if filler.entry.name in tables]
         links += source.rows(number, of_links, download_dir, concurrency)
-        others += [OtherRows(load, partial(tensors.read, load)) for load in loads if load.entry.name not in tables]
+        others += [OtherRows(one, partial(tensors.read, one)) for one in fillers if one.entry.name not in tables]
     return links, others
 
 
-def _table_loads(
+def _fillers(
     live: LiveState,
     items: Iterable[Planned],
     source: OpenSource,
@@ -72,7 +72,7 @@ def _table_loads(
     *,
     step: int | None,
     fresh: Mapping[str, Collection[str]],
-) -> list[TableLoad]:
+) -> list[Filler]:
     slots: dict[tuple[str, str], dict[str, str]] = {}
     ranges: dict[str, dict[str, tuple[Ranges, Ranges]]] = {}
     for item in items:
@@ -81,13 +81,13 @@ def _table_loads(
         here = live.inventory.get(item.name)
         if here is not None and regroups(item.thing, here):
             ranges.setdefault(item.name.table, {})[item.name.slot] = item.thing.columns, here.columns
-    loads, entry = [], source.at.entry
+    fillers, entry = [], source.at.entry
     for (name, there), pairs in slots.items():
         columns: Mapping[str, str] = {slot: other for slot, other in pairs.items() if slot != ID}
         target = live.targets[name]
         if isinstance(target.table, RowTable):  # a store may have other columns than the slots that it shows
             columns = target.table.store.filled_by(columns)
-        load = TableLoad(
+        filler = Filler(
             target=target,
             entry=entries[there],
             slots=columns,
@@ -101,8 +101,8 @@ def _table_loads(
             fresh=frozenset(fresh.get(name, ())),
             drops=entry.zch == "drop",
         )
-        loads.append(load)
-    return loads
+        fillers.append(filler)
+    return fillers
 
 
 def plan(live: LiveState, sources: Sequence[OpenSource], problems: Problems) -> LoadPlan:
@@ -166,7 +166,7 @@ def load(
     progress = Progress(f"loading {what}", n_bytes, has_bar=live.shard == 0)
     settings = HyperParameters(live, kept=any(source.at.entry.keeps_settings for source in sources))
     fill = partial(load_tables, links, concurrency=concurrency, meetings=meetings, others=others)
-    loaded = _apply(live, other, links, fill, progress)
+    loaded = _apply(live, other, fill, progress)
     _finish(live, planned, sources, settings)
     n_bytes = loaded.bytes_read + sum(each.bytes_read for each in tables) + sum(each.bytes_read for each in sources)
     report = _report(live, planned, replace(loaded, bytes_read=n_bytes), step, time.perf_counter() - begin)
@@ -219,9 +219,7 @@ def _finish(live: LiveState, planned: LoadPlan, sources: Sequence[OpenSource], s
         target.forget_admitted(offers, whole)
 
 
-def _apply(
-    live: LiveState, other: OtherState, links: Sequence[LinkLoad], fill: Callable[..., Loaded], progress: Progress
-) -> Loaded:
+def _apply(live: LiveState, other: OtherState, fill: Callable[..., Loaded], progress: Progress) -> Loaded:
     """Change the live state; return what was loaded into tables."""
     model = ModelLoad(live, other.dense)
     with ExitStack() as undone_on_error:  # what can refuse its state goes first
@@ -238,8 +236,6 @@ def _apply(
         with progress:
             loaded = fill(advance=progress.advance, when_checked=give_what_may_be_refused)
             progress.add_rows(sum(loaded.rows_taken.values()))
-        for load in (load for link in links for load in link.tables):
-            load.take_history()
         if not model.may_be_refused:
             model.load()
     if other.generators:

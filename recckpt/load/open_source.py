@@ -25,7 +25,7 @@ from recckpt.storage.transfers import WorkDir
 from recckpt.types import EMBEDDING
 
 if TYPE_CHECKING:
-    from recckpt.sparse.files.filler import TableLoad
+    from recckpt.sparse.files.filler import Filler
     from recckpt.sparse.files.link_pass import LinkLoad
     from recckpt.sparse.files.part_reader import LinkBatches
 
@@ -118,14 +118,14 @@ class OpenSource:
         return LoadCandidate(self.at.entry, self.at.label, inventory, reduced, self._manifest.training.unsaved, sharded)
 
     def rows(
-        self, number: int, tables: Sequence[TableLoad], download_dir: WorkDir | None, concurrency: int
+        self, number: int, fillers: Sequence[Filler], download_dir: WorkDir | None, concurrency: int
     ) -> list[LinkLoad]:
         """Return what fills tables, link by link, the newest first: a full checkpoint has one link, itself."""
         from recckpt.sparse.files.link_pass import LinkLoad  # torch, which a plan does without
 
         loads = []
         for at, (link, batches) in enumerate(zip(self._chain.links, self._batches, strict=False)):
-            taken = [load for load in tables if load.entry.name in batches.tables]
+            taken = [filler for filler in fillers if filler.entry.name in batches.tables]
             fetch = None
             if download_dir is not None:
                 fetch = partial(link.files.fetch, download_dir=download_dir, concurrency=concurrency)

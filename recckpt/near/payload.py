@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from recckpt.checkpoint.chain import files_of
+from recckpt.checkpoint.chain import OpenLink, files_of
 from recckpt.format.buckets import Slice
 from recckpt.format.catalog import Catalog, PartKind
 from recckpt.output_dir.listing import Checkpoint
-from recckpt.sparse.files.arrow_format import ids_in
-from recckpt.sparse.files.catalogs import read_catalogs
+from recckpt.sparse.files.catalogs import met_shards
+from recckpt.sparse.files.pieces import ids_of
 from recckpt.sparse.files.table_reader import TableReader
 
 Int64s = npt.NDArray[np.int64]
@@ -47,11 +47,10 @@ class Payload:
 
     @cached_property
     def _catalogs(self) -> Sequence[Catalog]:
-        return read_catalogs(self._save, self._files, self._slices)
+        return OpenLink(self._save, self._files).catalogs_of(met_shards(self._save.manifest, self._slices))
 
     def _ids(self, table: str, kind: PartKind) -> Int64s:
         entry = self._save.manifest.named_table(table)
         reader = TableReader(self._files, self._save.directory, self._catalogs, entry, ())
-        batches = (batch for catalog in self._catalogs for _, _, batch in reader.batches(catalog, kind, None))
-        ids: Iterable[Int64s] = map(ids_in, batches)
-        return np.concatenate([np.empty(0, np.int64), *ids])
+        pieces = (piece for catalog in self._catalogs for _, _, piece in reader.batches(catalog, kind, None))
+        return ids_of(pieces)

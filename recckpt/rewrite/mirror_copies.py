@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import io
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import BinaryIO
 
 import xxhash
 
@@ -32,39 +30,6 @@ _FIRST_BYTES = 1 << 16  # more than the first file of a checkpoint has
 Advance = Callable[[int], object]
 _MOST_BYTES = 1 << 30
 _PINNED = b'{"by": "recckpt mirror"}\n'  # a pin of the run; others in the mirror are of whoever uses it
-
-
-class MemoryFile:
-    """The bytes of one file: what :class:`recckpt.storage.base.Files` promises, of no other name."""
-
-    def __init__(self, name: str, data: memoryview) -> None:
-        self.url, self._data = name, data
-
-    def open(self, name: str) -> BinaryIO:
-        """Open the file for seeking and reading."""
-        return io.BytesIO(self.map(name))
-
-    def map(self, name: str) -> memoryview:
-        """Return the bytes."""
-        if name != self.url:
-            raise FileNotFoundError(errno.ENOENT, "expected the one file that is in memory", name)
-        return self._data
-
-    def size(self, name: str) -> int:
-        """Return how many bytes there are."""
-        return len(self.map(name))
-
-    def read(self, name: str, max_bytes: int, begin: int = 0) -> bytes:
-        """Return at most ``max_bytes``, from ``begin`` on."""
-        return bytes(self.map(name)[begin : begin + max_bytes])
-
-    def drop_cached(self, name: str) -> bool:
-        """Say that another read gives the same bytes."""
-        return False
-
-    def threads(self, requested: int) -> int:
-        """Return ``requested``."""
-        return requested
 
 
 @dataclass(frozen=True)
@@ -174,7 +139,7 @@ class CheckpointCopier:
 
         def read() -> memoryview:
             data = mapped(files, path)
-            _check(data, checkpoint, entry, parts)
+            _check(data, files, checkpoint, entry, parts)
             return data
 
         data = read_twice(files, path, read)
@@ -209,7 +174,9 @@ class CheckpointCopier:
             raise
 
 
-def _check(data: memoryview, checkpoint: Checkpoint, entry: FileEntry, parts: Mapping[str, Part]) -> None:
+def _check(
+    data: memoryview, files: OpenFiles, checkpoint: Checkpoint, entry: FileEntry, parts: Mapping[str, Part]
+) -> None:
     """Raise CorruptCheckpointError where bytes are not those of a file."""
     path = layout.join(checkpoint.directory, entry.name)
     if len(data) != entry.n_bytes:
@@ -220,13 +187,12 @@ def _check(data: memoryview, checkpoint: Checkpoint, entry: FileEntry, parts: Ma
             expected = f"{entry.xxh3 or 0:016x}"
             raise CorruptCheckpointError(path, "its checksum", found=f"{digest:016x}", expected=expected)
         return
-    from recckpt.sparse.files.verifier import check_part  # pyarrow, which takes its time
+    from recckpt.sparse.files.verifier import check_bytes  # pyarrow, which takes its time
 
     part = parts.get(entry.name)
     if part is None:
         raise CorruptCheckpointError(path, "", found="a part that no catalog has", expected="one of a catalog")
-    files, tables = MemoryFile(path, data), checkpoint.manifest.tables
-    for error in check_part(files, checkpoint.directory, tables, part).errors:
+    for error in check_bytes(data, files, checkpoint.directory, checkpoint.manifest.tables, part).errors:
         raise error
 
 

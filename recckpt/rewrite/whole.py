@@ -13,8 +13,6 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-import numpy as np
-
 from recckpt.checkpoint.attempt import Attempt, copied_bytes, copy_others, with_shards
 from recckpt.checkpoint.chain import OpenChain
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError
@@ -25,12 +23,10 @@ from recckpt.format.manifest import Content, FileEntry
 from recckpt.output_dir.checkpoint_dir import read_manifest
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.parallel.threads import run_on
-from recckpt.sparse.files.arrow_format import ID, column_buffer
 from recckpt.sparse.files.catalogs import count_error
 from recckpt.sparse.files.merged_rows import bytes_up_to, merged_range
 from recckpt.sparse.files.part_writer import (
     PART_BYTES,
-    ColumnBytes,
     PartPlan,
     RowBatch,
     TableBytes,
@@ -40,7 +36,7 @@ from recckpt.sparse.files.part_writer import (
 )
 from recckpt.sparse.files.pieces import Int64s, RowPiece
 from recckpt.sparse.files.table_reader import TableReader
-from recckpt.sparse.files.verifier import RowSums, check_part
+from recckpt.sparse.files.verifier import RowSums
 from recckpt.storage import Sink, Storage, open_storage
 from recckpt.text import Progress
 
@@ -85,47 +81,47 @@ def _named(storage: Storage, directory: str, xxh3: int) -> Checkpoint:
     return Checkpoint(directory, manifest)
 
 
-def size_of(links: Sequence[TableReader]) -> TableBytes:
-    """Return about how large the rows of a table are in all links of a chain, newest first, in fractions of a byte."""
-    entry, up_to = links[0].entry, bytes_up_to(links, 0)
-    return TableBytes(entry.name, entry.slots, int(up_to[-1]), lambda: up_to)
-
-
 @dataclass(frozen=True)
 class ChainRows:
     """The rows of a table in a chain, merged; ``used`` is called with those of each batch that is read."""
 
     links: Sequence[TableReader]  # newest first
-    budget_bytes: int
-    used: Callable[[RowPiece, Int64s], object]
+    budget_bytes: int = 0
+    used: Callable[[RowPiece, Int64s], object] = lambda piece, rows: None
+
+    @property
+    def size(self) -> TableBytes:
+        """About how large the rows are in all links, in fractions of a byte."""
+        entry, up_to = self.links[0].entry, bytes_up_to(self.links, 0)
+        return TableBytes(entry.name, entry.slots, int(up_to[-1]), lambda: up_to)
 
     def batches(self, begin: int, end: int) -> Iterator[RowBatch]:
         """Yield the rows in buckets [begin, end)."""
-        entry = self.links[0].entry
-        for batch in merged_range(self.links, (begin, end), self.budget_bytes, self.used, is_reused=True):
-            ids = np.frombuffer(column_buffer(batch.column(ID)), np.int64)
-            values = ((slot, np.frombuffer(column_buffer(batch.column(slot.name)), np.uint8)) for slot in entry.slots)
-            yield RowBatch(entry.name, ids, [ColumnBytes(slot, len(ids), [value]) for slot, value in values])
+        return merged_range(self.links, (begin, end), self.budget_bytes, self.used, is_reused=True)
 
 
 @dataclass(frozen=True)
-class PlannedPart:
-    """One part to write, of one of the shards, and about how many bytes its rows have in all links."""
+class CompactionTask:
+    """One part to be written, of one of the shards."""
 
+    chain: ChainName  # what is read
+    url: str  # the output dir that is written to
+    directory: str  # of the new checkpoint in it, where only this task writes
+    budget_bytes: int  # memory for merging, about
     shard: int
     shards: int
     plan: PartPlan
-    n_bytes: int
+    n_bytes: int  # of its rows in all links, about
 
 
-def plan_of_chain(chain: OpenChain) -> list[PlannedPart]:
+def tasks_of(name: ChainName, chain: OpenChain, url: str, directory: str, budget_bytes: int) -> list[CompactionTask]:
     """Divide the rows of a chain over as many shards as the newest link has, and over parts of about equal bytes.
 
     Shards get equal slices of the hashed ids, as ranks do; their parts come in the order of a catalog.
     """
-    newest, planned = chain.manifest, []
+    newest, tasks = chain.manifest, []
     names = {table.name: [slot.name for slot in table.slots] for table in newest.tables}
-    sizes = {table: size_of(chain.table(table, slots).links) for table, slots in names.items()}
+    sizes = {table: ChainRows(chain.table(table, slots).links).size for table, slots in names.items()}
     for shard in range(len(newest.shards)):
         own = gen_slice(shard, len(newest.shards))
         plans = plan_parts(
@@ -137,19 +133,9 @@ def plan_of_chain(chain: OpenChain) -> list[PlannedPart]:
         )
         for plan in plans:
             n_bytes = sum(sizes[cut.table].within(cut.begin, cut.end) for cut in plan.ranges) // FRACTIONS
-            planned.append(PlannedPart(shard, len(newest.shards), plan, n_bytes))
-    return planned
-
-
-@dataclass(frozen=True)
-class CompactionTask:
-    """One part to be written."""
-
-    chain: ChainName  # what is read
-    url: str  # the output dir that is written to
-    directory: str  # of the new checkpoint in it, where only this task writes
-    part: PlannedPart  # the part of the chain that is written
-    budget_bytes: int  # memory for merging, about
+            of_shard = shard, len(newest.shards)
+            tasks.append(CompactionTask(name, url, directory, budget_bytes, *of_shard, plan, n_bytes))
+    return tasks
 
 
 def write_task(task: CompactionTask) -> Part | None:
@@ -161,44 +147,39 @@ def write_task(task: CompactionTask) -> Part | None:
         OSError: the storage failed.
     """
     named, storage = opened(task.chain), open_storage(task.url)
-    of_chain, of_file = RowSums(), RowSums()
+    sums = RowSums()
     buckets: dict[str, list[tuple[int, int]]] = {}
-    for cut in task.part.plan.ranges:
+    for cut in task.plan.ranges:
         buckets.setdefault(cut.table, []).append((cut.begin, cut.end))
     with named.mapped(buckets) as chain:
-        written = _write(task, chain, storage, of_chain)
-    if written is not None:
-        for error in check_part(storage, task.directory, named.manifest.tables, written, of_file.visit).errors:
-            raise error
-    if of_file != of_chain:
-        file = "no rows" if written is None else layout.join(task.directory, written.file)
-        raise CorruptCheckpointError(file, "", found="other rows than its chain has", expected="the same")
+        written = _write(task, chain, storage, sums)
+    sums.check_written(storage, task.directory, named.manifest.tables, written)
     return written
 
 
 def _write(task: CompactionTask, chain: OpenChain, storage: Storage, sums: RowSums) -> Part | None:
     """Write the part; add up the rows of the chain that are to be in it."""
-    part = task.part
+    plan = task.plan
 
     def create() -> tuple[str, Sink]:
         for attempt in range(TRIES):  # names that the part may get; those of the next one come behind them
-            file = layout.part(part.shard, part.shards, part.plan.group, part.plan.number * TRIES + attempt)
+            file = layout.part(task.shard, task.shards, plan.group, plan.number * TRIES + attempt)
             with suppress(FileExistsError):
                 return file, storage.create(layout.join(task.directory, file))
         path = layout.join(task.directory, file)
         raise CorruptCheckpointError(path, "", found=f"{TRIES} files of this part", expected="a name that is free")
 
-    slots = [slot.name for slot in part.plan.slots]
+    slots = [slot.name for slot in plan.slots]
     sources = {
         table: ChainRows(
             chain.table(table, slots).links,
             task.budget_bytes,
             lambda piece, rows, table=table: sums.add(table, piece.columns, rows),  # type: ignore[misc]
         )
-        for table in part.plan.tables
+        for table in plan.tables
     }
-    batches = planned_batches(part.plan, sources, lambda n_bytes: None)
-    return write_part(create, part.plan.tables, part.plan.slots, batches)
+    batches = planned_batches(plan, sources, lambda n_bytes: None)
+    return write_part(create, plan.tables, plan.slots, batches)
 
 
 @dataclass(frozen=True)
@@ -225,10 +206,10 @@ def write_whole(storage: Storage, checkpoint: Checkpoint, to: Attempt, means: Me
     name = ChainName(storage.url, tuple((link.directory, link.manifest.xxh3) for link in checkpoint.links))
     chain = opened(name)
     try:
-        plan, workers = plan_of_chain(chain), means.threads if means.executor is None else 1
+        workers = means.threads if means.executor is None else 1
         budget_bytes = max(LEAST_BUDGET_BYTES, means.budget_bytes // workers)
-        tasks = [CompactionTask(name, to.storage.url, to.directory, part, budget_bytes) for part in plan]
-        total = sum(part.n_bytes for part in plan) + copied_bytes(checkpoint)
+        tasks = tasks_of(name, chain, to.storage.url, to.directory, budget_bytes)
+        total = sum(task.n_bytes for task in tasks) + copied_bytes(checkpoint)
         with Progress(f"compacting {checkpoint.ckpt_id}", total, has_bar=means.has_bar) as progress:
             progress.n_rows = sum(table.rows for table in chain.manifest.tables)
             own: ThreadPoolExecutor | None = None
@@ -239,24 +220,24 @@ def write_whole(storage: Storage, checkpoint: Checkpoint, to: Attempt, means: Me
                     executor,
                     write_task,
                     tasks,
-                    on_done=lambda task: progress.advance(task.part.n_bytes),
+                    on_done=lambda task: progress.advance(task.n_bytes),
                     is_stopped=means.is_stopped,
                 )
             files = copy_others(storage, checkpoint, to, progress.advance, means.threads)
-        return _finished(checkpoint, to, list(zip(plan, parts, strict=True)), files)
+        return _finished(checkpoint, to, list(zip(tasks, parts, strict=True)), files)
     finally:
         opened.cache_clear()
 
 
 def _finished(
-    checkpoint: Checkpoint, to: Attempt, written: Sequence[tuple[PlannedPart, Part | None]], files: list[FileEntry]
+    checkpoint: Checkpoint, to: Attempt, written: Sequence[tuple[CompactionTask, Part | None]], files: list[FileEntry]
 ) -> Content:
     """Write the catalogs of the parts, and return what lies there beside the other files."""
     count, records, rows = len(checkpoint.manifest.shards), [], Counter[str]()
     tables = tuple(table.but(delta=None) for table in checkpoint.manifest.tables)
     for number in range(count):
         shard = to.shard(number, count)
-        shard.add(part for planned, part in written if planned.shard == number)
+        shard.add(part for task, part in written if task.shard == number)
         records.append(shard.record())
         rows.update(shard.catalog.counts("rows"))
     for table in tables:

@@ -21,11 +21,10 @@ from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.forget_requests import meant_in, tables_of
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.parallel.threads import run_all
-from recckpt.sparse.files.arrow_format import ID_SPEC, column_buffer, ids_in
 from recckpt.sparse.files.catalogs import IdSet
 from recckpt.sparse.files.part_reader import PartReader
-from recckpt.sparse.files.part_writer import ColumnBytes, RowBatch, write_part
-from recckpt.sparse.files.pieces import row_of
+from recckpt.sparse.files.part_writer import RowBatch, write_part
+from recckpt.sparse.files.pieces import RowPiece
 from recckpt.sparse.files.table_reader import ABSENT, DELETED, newest
 from recckpt.sparse.files.verifier import RowSums, check_part
 from recckpt.storage import Storage
@@ -76,10 +75,10 @@ def _of_table(link: OpenLink, entry: TableEntry | None, ids: Ids) -> IdsInTable:
         sought = IdSet(ids)
         reader = link.reader(entry.name, ())
         for catalog in reader.catalogs:
-            for part, _, batch in reader.batches(catalog, "rows", sought):
-                parts.update([part.file] if _mark(rows, ids, ids_in(batch)) else ())
-            for part, _, batch in reader.batches(catalog, "deletes", sought):
-                n_common = _mark(deletes, ids, ids_in(batch))
+            for part, _, piece in reader.batches(catalog, "rows", sought):
+                parts.update([part.file] if _mark(rows, ids, piece.ids) else ())
+            for part, _, piece in reader.batches(catalog, "deletes", sought):
+                n_common = _mark(deletes, ids, piece.ids)
                 n_deletes += n_common
                 parts.update([part.file] if n_common else ())
     return IdsInTable(rows, n_deletes, deletes, frozenset(parts))
@@ -107,28 +106,15 @@ def rows_in_chain(links: Sequence[tuple[Checkpoint, IdsInFiles]], table: str) ->
 def _kept(reader: PartReader, slots: tuple[SlotSpec, ...], rewrite: Rewrite, sums: RowSums) -> Iterator[RowBatch]:
     """Yield what stays of each batch; add it up."""
     for number, batch in enumerate(reader.part.batches):
-        columns = reader.read(number)
-        ids = ids_in(columns)
-        values = [np.frombuffer(column_buffer(columns[spec.name]), row_of(spec)) for spec in (ID_SPEC, *slots)]
+        piece = RowPiece.of(reader, number, reader.read(number), is_checked=True)
+        columns = piece.columns
         if batch.table in rewrite.tables:
-            stays = np.flatnonzero(~is_among(ids, rewrite.ids))
-            if len(stays) < len(ids):
-                ids, values = ids[stays], [column[stays] for column in values]
-        if len(ids):
-            sums.add(batch.table, values, slice(None))
-            of_slots = zip(slots, values[1:], strict=True)
-            yield RowBatch(batch.table, ids, [ColumnBytes(slot, len(ids), [v.view(np.uint8)]) for slot, v in of_slots])
-
-
-def _check(to: Attempt, link: OpenLink, written: Part, of_source: RowSums | None) -> None:
-    """Read a part that was written; where its rows were added up, add them up once more."""
-    sums = RowSums()
-    visit = sums.visit if of_source is not None else None
-    for error in check_part(to.storage, to.directory, link.manifest.tables, written, visit).errors:
-        raise error
-    if of_source is not None and sums != of_source:
-        path = layout.join(to.directory, written.file)
-        raise CorruptCheckpointError(path, "", found="other rows than those that stay", expected="the same")
+            stays = np.flatnonzero(~is_among(piece.ids, rewrite.ids))
+            if len(stays) < len(piece.ids):
+                columns = [column[stays] for column in columns]
+        if len(columns[0]):
+            sums.add(batch.table, columns, slice(None))
+            yield RowBatch.of(batch.table, slots, columns)
 
 
 @dataclass(frozen=True)
@@ -184,19 +170,20 @@ def _part(link: OpenLink, part: Part, to: Attempt, rewrite: Rewrite, advance: Ad
 
     All other rows keep their bytes and their order; what was written is read back and compared with the source.
     """
+    name, tables = layout.join(to.directory, part.file), link.manifest.tables
     made: Part | None = part
-    name, sums = layout.join(to.directory, part.file), None
     if part.file in files_with(rewrite.contents[0]):
         slots = link.manifest.named_table(part.tables[0]).slots if part.holds == "rows" else ()
         reader, sums = PartReader(link.files, link.directory, part, slots), RowSums()
         rows = _kept(reader, slots, rewrite, sums)
         made = write_part(lambda: (part.file, to.storage.create(name)), part.tables, slots, rows, holds=part.holds)
+        sums.check_written(to.storage, to.directory, tables, made)
     else:  # a copy, of which every byte is held against the catalog
         with link.files.open(layout.join(link.directory, part.file)) as content, to.storage.create(name) as sink:
             while data := content.read(_STEP_BYTES):
                 sink.write(data)
-    if made is not None:
-        _check(to, link, made, sums)
+        for error in check_part(to.storage, to.directory, tables, part).errors:
+            raise error
     advance(part.n_bytes)
     return made
 

@@ -70,7 +70,7 @@ def test_only_files_with_something_in_some_buckets_are_mapped(storage):
     bucket = int(bucket_of(np.array([9]))[0])
     with chain.mapped({"t": [(bucket, bucket + 1)]}) as mapped:
         delta, full = mapped.links
-        assert delta.catalogs is chain.links[0].catalogs
+        assert [*map(id, delta.catalogs)] == [*map(id, chain.links[0].catalogs)]
         parts = [part for catalog in delta.catalogs for part in catalog.parts]
         spans = {part.file: [batch.buckets for batch in part.batches] for part in parts}
         met = {file for file, buckets in spans.items() if any(begin <= bucket < end for begin, end in buckets)}
@@ -100,7 +100,7 @@ def test_a_load_reads_of_each_link_what_its_slices_meet_down_to_the_link_that_it
     [part] = [part for parts in delta.parts.values() for part in parts if part.holds == "rows"]
     [(number, columns)] = delta.reader(part, delta_slots(chain), frozenset(["embedding"])).batches([0])
     assert number == 0
-    assert columns["id"].to_pylist() == [9]
+    assert np.frombuffer(columns["id"], np.int64).tolist() == [9]
     assert part.file in open_files(chain.links[0])
 
 

@@ -21,11 +21,12 @@ from support.spec_reader import counting
 from support.spec_writer import write_compacted, write_delta
 
 from recckpt import CheckpointReader
-from recckpt.convert import TARGETS, export_checkpoint, import_checkpoint, skip_damaged
+from recckpt.convert import TARGETS, export_checkpoint, import_checkpoint
 from recckpt.errors import CheckpointNotFoundError, ConversionError, CorruptCheckpointError
 from recckpt.format.buckets import bucket_of
 from recckpt.sparse import gen_slice
-from recckpt.sparse.files.arrow_format import column_buffer, ids_in
+from recckpt.sparse.files.arrow_format import column_buffer
+from recckpt.sparse.files.pieces import IdCheck
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
 from recckpt.storage.local_files import LocalSink
@@ -310,13 +311,14 @@ def test_while_a_link_is_looked_at_one_batch_is_held(forge, tmp_path, monkeypatc
         at = write_delta(counting(tmp_path / "others")[0], "ckpt_2", 400, shards).directory
     seen, n_held = list[weakref.ref[np.ndarray]](), list[int]()
 
-    def watched(columns):
-        ids = ids_in(columns)
+    def watched(*args):
+        piece = read(*args)
         n_held.append(sum(each() is not None for each in seen))
-        seen.append(weakref.ref(ids))
-        return ids
+        seen.append(weakref.ref(piece.columns[0]))
+        return piece
 
-    monkeypatch.setattr(skip_damaged, "ids_in", watched)
+    read = IdCheck.piece
+    monkeypatch.setattr(IdCheck, "piece", watched)
     exported(at, tmp_path)
     assert len(n_held) >= 8
     assert max(n_held) <= 1

@@ -21,7 +21,7 @@ from recckpt.format.buckets import Slice
 from recckpt.output_dir.listing import locate
 from recckpt.policies import Transfers
 from recckpt.sparse.files import filler, link_pass
-from recckpt.sparse.files.filler import TableFiller
+from recckpt.sparse.files.filler import Filler
 from recckpt.sparse.files.part_reader import LinkBatches
 from recckpt.storage import open_storage
 
@@ -187,14 +187,14 @@ def test_a_rank_that_cannot_read_is_named_by_all(chain_of, monkeypatch, n_reads)
 
 def test_damage_after_the_check_says_on_all_ranks_that_tables_have_changed(chain_of, monkeypatch):
     monkeypatch.setattr("recckpt.sparse.files.link_pass.run_all", lambda work, items, n: [work(item) for item in items])
-    fill = TableFiller.fill
+    fill = Filler.fill
 
     def fill_or_fail(filler, rows):
         if threading.current_thread().name == "recckpt-1":
             raise CorruptCheckpointError(rows.path, "", found="a", expected="b")
         return fill(filler, rows)
 
-    monkeypatch.setattr(TableFiller, "fill", fill_or_fail)
+    monkeypatch.setattr(Filler, "fill", fill_or_fail)
     ranks = restored(chain_of(1), 3, before=1)
     assert [type(error) for error, _ in ranks] == [PartlyLoadedError] * 3
     assert len({str(error) for error, _ in ranks}) == 1

@@ -16,7 +16,7 @@ OLD = State(1)
 
 STORAGE_ROOMS = ("begin", "write", "last write", "fsync", "commit", "sync", "rotate", "index")
 LATE = {"rotate", "index"}  # the checkpoint is safe by then: a failure there is a warning
-MEMORY_ROOMS = {"stage": (recckpt.save.stage, "source_to_save"), "gather": (Snapshot, "read")}
+MEMORY_ROOMS = {"stage": (recckpt.save.stage, "source_to_save"), "gather": (Snapshot, "read_slots")}
 TOLD_BY = {
     "step": lambda manager: manager.step(),
     "save": lambda manager: manager.save(),

@@ -52,8 +52,8 @@ def opened(monkeypatch):
 @pytest.fixture
 def n_read(monkeypatch):
     """How many batches were read."""
-    count, real = itertools.count(), PartReader.values
-    monkeypatch.setattr(PartReader, "values", lambda *args: (next(count), real(*args))[1])
+    count, real = itertools.count(), PartReader.read
+    monkeypatch.setattr(PartReader, "read", lambda *args: (next(count), real(*args))[1])
     return count
 
 

@@ -79,8 +79,8 @@ def test_nothing_is_read_but_the_batches_that_may_have_the_ids(tmp_path, monkeyp
     save_tables(storage, [filled("t", range(4000))], ckpt_id="ckpt_1", batch_bytes=1000)
     [base] = counting(tmp_path)
     write_delta(base, "ckpt_2", 4000, [({1: (7, 7)}, [])])
-    read, values = [], PartReader.values
-    monkeypatch.setattr(PartReader, "values", lambda self, n, *how: read.append(n) or values(self, n, *how))
+    read, values = [], PartReader.read
+    monkeypatch.setattr(PartReader, "read", lambda self, n, *how: read.append(n) or values(self, n, *how))
     assert changes(tmp_path, 17) == {17: "there same"}
     assert len(read) == 1
     assert changes(tmp_path, 1) == {1: "there changed"}

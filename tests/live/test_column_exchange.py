@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from support.sources import read_column
 from support.thread_ranks import ThreadGroup, Wire
 
 from recckpt.errors import LiveTableError, RecckptError
@@ -127,7 +128,7 @@ def rows_of(source):
     ids = source.ids.to_tensor(source.n_rows).numpy()
     for number, spec in enumerate(source.slots, start=1):
         target = np.empty(source.n_rows * spec.row_bytes, np.uint8)
-        source.read(number, np.arange(source.n_rows), target, is_last=True)
+        read_column(source, number, np.arange(source.n_rows), target, is_last=True)
         for id_, values in zip(ids.tolist(), target.reshape(source.n_rows, spec.row_bytes), strict=True):
             yield (id_, spec.name), values.tobytes()
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from support.sources import read_column
 
 from recckpt.errors import LiveTableError
 from recckpt.live.keyed import AttachedKeyedTable, IdMap, KeyedTarget
@@ -89,7 +90,7 @@ def read(source):
     ids = source.ids.to_tensor(source.n_rows).tolist()
     targets = [np.zeros((len(rows), slot.row_bytes), np.uint8) for slot in source.slots]
     for column, target in enumerate(targets, 1):
-        source.read(column, rows, target.reshape(-1), is_last=column == len(targets))
+        read_column(source, column, rows, target.reshape(-1), is_last=column == len(targets))
     values = {slot.name: target.view(slot.dtype) for slot, target in zip(source.slots, targets, strict=True)}
     return {
         id_: (values["embedding"][i].tolist(), values["sparse_sum"][i].item(), values["zch_counts"][i].item())

@@ -9,7 +9,7 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPool
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow as pa
+import numpy as np
 import pytest
 from support import paths
 from support.builders import Run, flip_bit, state_of
@@ -30,7 +30,7 @@ from recckpt.parallel.threads import StoppedError
 from recckpt.rewrite import compaction as compacting
 from recckpt.rewrite import whole
 from recckpt.rewrite.compaction import make_offer, write_to
-from recckpt.rewrite.whole import ChainName, CompactionTask, Means, opened, plan_of_chain, write_task
+from recckpt.rewrite.whole import ChainName, Means, opened, tasks_of, write_task
 from recckpt.sparse.files import merged_rows
 from recckpt.storage import open_storage
 from recckpt.storage.transfers import VISIBLE
@@ -140,8 +140,7 @@ def test_the_work_of_a_lost_worker_is_done_again_under_another_part_number(run, 
 def test_a_task_that_is_done_twice_at_once_writes_two_files_of_the_same_rows(run):
     checkpoint = locate(run, "ckpt_3")
     name = ChainName(run.url, tuple((link.directory, link.manifest.xxh3) for link in checkpoint.links))
-    [first, _] = plan_of_chain(opened(name))
-    task = CompactionTask(name, run.url, "elsewhere", first, 1 << 20)
+    [task, _] = tasks_of(name, opened(name), run.url, "elsewhere", 1 << 20)
     one, two = write_task(task), write_task(task)
     assert one.file != two.file
     assert two.but(file=one.file) == one
@@ -231,22 +230,25 @@ def test_what_cannot_be_read_back_is_not_offered(run, monkeypatch):
     not_offered(run, r"ckpt_3\.")
 
 
-def values_of_other_rows(batch):
-    ids, values = batch.columns
-    return pa.RecordBatch.from_arrays([ids, pa.concat_arrays([values[1:], values[:1]])], schema=batch.schema)
+def values_of_other_rows(columns):
+    return [columns[0], *(np.roll(column, -1) for column in columns[1:])]
 
 
-@pytest.mark.parametrize("fault", [values_of_other_rows, lambda batch: batch[1:]], ids=["other values", "a row less"])
+def a_row_less(columns):
+    return [column[1:] for column in columns]
+
+
+@pytest.mark.parametrize("fault", [values_of_other_rows, a_row_less])
 def test_rows_that_are_not_those_of_the_chain_are_not_offered(run, monkeypatch, fault):
-    real = merged_rows.RangeRows.batches
-    monkeypatch.setattr(merged_rows.RangeRows, "batches", lambda *args: map(fault, real(*args)))
-    not_offered(run, "other rows than its chain has")
+    real = merged_rows.RowBatch.of
+    monkeypatch.setattr(merged_rows.RowBatch, "of", lambda table, slots, columns: real(table, slots, fault(columns)))
+    not_offered(run, "other rows than its source has")
 
 
 def test_a_table_is_cut_into_one_range_a_part(run, many_parts):
     checkpoint = locate(run, "ckpt_3")
     name = ChainName(run.url, tuple((link.directory, link.manifest.xxh3) for link in checkpoint.links))
-    parts = plan_of_chain(opened(name))
+    parts = tasks_of(name, opened(name), run.url, "elsewhere", 1 << 20)
     assert len(parts) > 5
     assert {len(part.plan.ranges) for part in parts} == {1}
 

@@ -427,7 +427,7 @@ def test_a_failed_compaction_is_logged_and_fails_no_save(tmp_path, monkeypatch, 
     def fail(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(whole, "plan_of_chain", fail)
+    monkeypatch.setattr(whole, "tasks_of", fail)
     run = Run(tmp_path, deltas=deltas(), max_keep=None).train(30)
     join()
     run.train(10)
@@ -438,7 +438,7 @@ def test_a_failed_compaction_is_logged_and_fails_no_save(tmp_path, monkeypatch, 
 
 
 def test_closing_the_saver_ends_a_compaction_which_leaves_nothing(tmp_path, gate):
-    at_work = gate(whole, "plan_of_chain")
+    at_work = gate(whole, "tasks_of")
     run = Run(tmp_path, deltas=deltas(), max_keep=None).train(30)
     at_work.wait()
     closing = threading.Thread(target=run.saver.close)

@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from recckpt.checkpoint.attempt import BATCH_BYTES, Attempt, with_shards
+from recckpt.checkpoint.chain import OpenLink
 from recckpt.dense.registered import extra_registry, io_registry
 from recckpt.dense.saver import save_tensors
 from recckpt.format import layout
@@ -34,7 +35,6 @@ from recckpt.parallel.ranks import Meetings
 from recckpt.save.job import SparseSaver
 from recckpt.sparse import HashTable
 from recckpt.sparse.files.arrow_format import column_buffer
-from recckpt.sparse.files.catalogs import read_parts
 from recckpt.sparse.files.table_rows import source_of
 from recckpt.storage import Storage, open_storage
 from recckpt.storage.transfers import WorkDir
@@ -160,7 +160,7 @@ def load(
 
 
 def parts_of(storage: Storage, ckpt_id: str = "ckpt_1") -> list[Part]:
-    return read_parts(locate(storage, ckpt_id), storage)
+    return [part for catalog in OpenLink.of(storage, locate(storage, ckpt_id)).catalogs for part in catalog.parts]
 
 
 def rows_of(table: Any) -> dict[str, bytes]:

@@ -66,11 +66,6 @@ def names_array(ends: bytes, names: bytes) -> pa.Array:
     return pa.Array.from_buffers(pa.utf8(), len(ends) // 4 - 1, [None, pa.py_buffer(ends), pa.py_buffer(names)])
 
 
-def int64_array(values: npt.NDArray[np.int64]) -> pa.Array:
-    """Return ids or numbers of rows as an Arrow array, without a copy; ``pa.array`` imports pandas here too."""
-    return pa.Array.from_buffers(pa.int64(), len(values), [None, pa.py_buffer(np.ascontiguousarray(values, np.int64))])
-
-
 def column_array(spec: SlotSpec, buffer: pa.Buffer, n_rows: int) -> pa.Array:
     """Wrap the bytes of a column as an Arrow array, without a copy."""
     values = pa.Array.from_buffers(_ARROW[spec.dtype], n_rows * math.prod(spec.shape), [None, buffer])

@@ -16,9 +16,9 @@ import pyarrow as pa
 from recckpt.format.buckets import N_BUCKETS, is_among
 from recckpt.format.catalog import Part
 from recckpt.format.tensor_index import widened
-from recckpt.sparse.files.arrow_format import column_buffer, ids_in, stored_dtype
+from recckpt.sparse.files.arrow_format import ids_in, stored_dtype
 from recckpt.sparse.files.catalogs import IdSet
-from recckpt.sparse.files.merged_rows import deleted_ids, merged_range, merged_rows
+from recckpt.sparse.files.merged_rows import deleted_ids, in_arrow, merged_range, merged_rows
 from recckpt.sparse.files.part_reader import LinkBatches
 from recckpt.sparse.files.pieces import Int64s
 from recckpt.sparse.files.table_reader import LinkIds, TableReader, check_once, newest, table_damage
@@ -49,7 +49,7 @@ class ChainTable:
     def upserts(self, slots: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
         """Yield the rows that these links have, the newest of each id, though the last does not hold all; as above."""
         links = self._links_with(slots)
-        return merged_range(links, (0, N_BUCKETS), _MERGE_BYTES) if links else iter(())
+        return map(in_arrow, merged_range(links, (0, N_BUCKETS), _MERGE_BYTES)) if links else iter(())
 
     def deletes(self) -> Iterator[Int64s]:
         """Yield the ids that these links delete: none where one of them is whole, and nothing older counts."""
@@ -86,7 +86,7 @@ class AskedTable:
         sought, shards = IdSet(ids), []
         for catalog in self._link.catalogs:
             batches = list(replace(self._link, catalogs=[catalog]).rows_of(ids))
-            named = [ids_in(batch) for _, _, batch in self._link.batches(catalog, "deletes", sought)]
+            named = [piece.ids for _, _, piece in self._link.batches(catalog, "deletes", sought)]
             deleted = np.sort(np.concatenate([_NOTHING, *(some[is_among(some, ids)] for some in named)]))
             shards.append((np.concatenate([_NOTHING, *map(ids_in, batches)]), deleted))
             self.batches += batches
@@ -113,10 +113,10 @@ class RowIndex:
         only_ids = replace(table, slots=())
         for catalog in table.catalogs:
             rows = [_NOTHING]
-            for part, number, batch in only_ids.batches(catalog, "rows", None):
+            for part, number, piece in only_ids.batches(catalog, "rows", None):
                 self._batches.append((part, number, {}))
-                rows.append(ids_in(batch))
-            deletes = [ids_in(batch) for _, _, batch in only_ids.batches(catalog, "deletes", None)]
+                rows.append(piece.ids)
+            deletes = [piece.ids for _, _, piece in only_ids.batches(catalog, "deletes", None)]
             shards.append((np.concatenate(rows), np.concatenate([_NOTHING, *deletes])))
         check_once(shards, partial(table_damage, table), between=table.may_repeat)
         self._firsts = np.cumsum([0, *(part.batches[number].rows for part, number, _ in self._batches)])
@@ -152,7 +152,7 @@ class RowIndex:
         values = checked.get(slot.name)
         if values is None:
             reader = self._readers.reader(part, self._table.entry.slots, frozenset([slot.name]))
-            values = np.frombuffer(column_buffer(reader.read(number)[slot.name]), stored_dtype(slot))
+            values = np.frombuffer(reader.read(number)[slot.name], stored_dtype(slot))
             values = values.reshape(-1, *slot.shape)
             if reader.mapped is not None:
                 checked[slot.name] = values

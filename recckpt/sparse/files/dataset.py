@@ -15,7 +15,7 @@ from pyarrow.fs import LocalFileSystem
 from recckpt.format import layout
 from recckpt.format.catalog import Catalog, Part, joined
 from recckpt.parallel.threads import made_ahead
-from recckpt.sparse.files.arrow_format import ID, TABLE, column_array, column_values, ids_in, names_array, part_schema
+from recckpt.sparse.files.arrow_format import ID, TABLE, column_array, column_values, names_array, part_schema
 from recckpt.sparse.files.chain_table import ChainTable
 from recckpt.sparse.files.part_reader import LinkBatches, PartReader
 from recckpt.sparse.files.pieces import check_range
@@ -186,9 +186,11 @@ class _CheckedRows:
             part, number = at
             reader = readers.reader(part, table.entry.slots, slots)
             new = [name for name in columns_of_file if (part.file, number, name) not in self._checked]
-            columns = reader.read(number, names=new)
-            for found, expected in check_range(ids_in(columns), part.batches[number]) if ID in new else ():
+            values = reader.read(number, new)
+            ids = np.frombuffer(values[ID], np.int64)
+            for found, expected in check_range(ids, part.batches[number]) if ID in new else ():
                 raise reader.damage(number, found, expected)
+            columns = reader.arrays(number, values)
             if reader.mapped is not None:
                 self._checked.update((part.file, number, name) for name in new)
             if TABLE in schema.names:  # the catalog, which is checked, says whose rows these are

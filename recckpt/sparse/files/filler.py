@@ -111,87 +111,6 @@ def regrouped(values: Tensor, before: Ranges, after: Ranges) -> Tensor:
     return values[:, None].expand(len(values), len(after)).contiguous() if after else values
 
 
-@dataclass(frozen=True)
-class TableLoad:
-    """One table to fill from the table ``entry`` of a checkpoint."""
-
-    target: LoadTarget
-    entry: TableEntry
-    slots: Mapping[str, str]  # here -> there; slots left out start at their initial values in new rows
-    with_rows: bool  # whether ids are taken; otherwise only the slots of ids that the table has
-    clear: bool  # whether the table has no other rows in the end; otherwise rows are merged in, and the loaded ones win
-    where: RowFilter
-    is_update: bool  # whether the table holds what older links give, and nothing has changed since it was loaded
-    ages: Ages
-    ranges: Mapping[str, tuple[Ranges, Ranges]] = field(default_factory=dict)  # slot here -> those there, and here
-    skips_outside: bool = False  # whether ids that the table cannot have a row of are left out; otherwise refused
-    fresh: frozenset[str] = frozenset()  # slots that begin anew in a table that is emptied: nothing gives them
-    drops: bool = False  # whether a table with fewer rows than ids keeps those that count most; otherwise refused
-
-    @property
-    def empties(self) -> bool:
-        """Whether the table is emptied first."""
-        return self.with_rows and self.clear and not self.is_update
-
-    @cached_property
-    def columns(self) -> frozenset[str]:
-        """The slots in the checkpoint that have to be read."""
-        return frozenset(self.slots.values()) | self.where.slots
-
-    @cached_property
-    def row_bytes(self) -> int:
-        """Bytes of one row in the columns that are read, the id included."""
-        return 8 + sum(slot.row_bytes for slot in self.entry.slots if slot.name in self.columns)
-
-    @cached_property
-    def _owners(self) -> Owners:
-        return Owners({0: [self.target.owned_ids]})
-
-    def share(self, batch: Batch) -> float:
-        """Return about which share of the rows of a batch the table owns; 0.0 where it owns none."""
-        return self._owners.shares(batch).get(0, 0.0)
-
-    def check_ids(self, least: int, greatest: int) -> None:
-        """Refuse ids from ``least`` to ``greatest`` if the table cannot have a row of one, and none is left out.
-
-        Raises:
-            LiveTableError: it cannot.
-        """
-        if not self.skips_outside:
-            self.target.check_ids(least, greatest)
-
-    def values_of(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the values of slots here, of those that were read."""
-        values = {slot: rows[there] for slot, there in self.slots.items()}
-        return values | {slot: regrouped(values[slot], *ranges) for slot, ranges in self.ranges.items()}
-
-    def take_history(self) -> None:
-        """Let the table, which is loaded, go on from the evictions of the checkpoint, if it has become its table.
-
-        Without an event time it also has to know which dates of its rows are those of a clock.
-        """
-        evicts_next = self.empties and self.ages.is_resumed
-        self.target.take_history(self.entry, evicts_next=evicts_next, has_dates=LAST_TIME in self.slots)
-
-
-@dataclass(frozen=True)
-class OtherRows:
-    """Rows of a table that lie in no part, such as those of a dense tensor; each rank reads its own.
-
-    Attributes:
-        load: what they fill.
-        read: yields them, checked, as often as it is called.
-    """
-
-    load: TableLoad
-    read: Callable[[], Iterator[BatchRows]]
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all rows in the columns that are read."""
-        return self.load.entry.rows * self.load.row_bytes
-
-
 class LinkRows:
     """Tells the ids of one link that are new from those that an index had before the link. Not thread-safe."""
 
@@ -272,35 +191,80 @@ def _new_rows(rows: Any, met: Any, n_rows: int, positions: Any) -> tuple[int, in
     return -1, n_found
 
 
-class TableFiller:
-    """Fills one table from the links of a chain, newest first; ``check`` and ``fill`` from several threads.
+@dataclass(eq=False)
+class Filler:
+    """Fills one table from the table ``entry`` of a checkpoint, by the links of its chain, newest first.
 
     ``expect`` is called first, for each link. Between ``begin_link`` and ``end_link`` it gets the rows of one
-    link, either to ``check`` or, after ``start``, to ``fill`` the table.
+    link, either to ``check`` or, after ``start``, to ``fill`` the table: these two from several threads.
 
     Attributes:
-        load: what is filled, and by what.
+        slots: here -> there; slots left out start at their initial values in new rows.
+        with_rows: whether ids are taken; otherwise only the slots of ids that the table has.
+        clear: whether the table has no other rows in the end; otherwise rows are merged in, and the loaded ones win.
+        where: which rows are taken.
+        is_update: whether the table holds what older links give, and nothing has changed since it was loaded.
+        ages: what becomes of the dates of rows.
+        ranges: slot here -> the ranges of its columns there, and here.
+        skips_outside: whether ids that the table cannot have a row of are left out; otherwise refused.
+        fresh: slots that begin anew in a table that is emptied: nothing gives them.
+        drops: whether a table with fewer rows than ids keeps those that count most; otherwise refused.
+        empties: whether the table is emptied first.
+        columns: the slots in the checkpoint that have to be read.
+        row_bytes: of one row in these, the id included.
         n_rows: that the table has taken.
         n_filtered: that were left out.
     """
 
-    def __init__(self, load: TableLoad) -> None:
-        self.load, self._name = load, load.entry.name
-        self._target, self._lock = load.target, load.target.lock
+    target: LoadTarget
+    entry: TableEntry
+    slots: Mapping[str, str]
+    with_rows: bool
+    clear: bool
+    where: RowFilter
+    is_update: bool
+    ages: Ages
+    ranges: Mapping[str, tuple[Ranges, Ranges]] = field(default_factory=dict)
+    skips_outside: bool = False
+    fresh: frozenset[str] = frozenset()
+    drops: bool = False
+
+    def __post_init__(self) -> None:
+        self.empties = self.with_rows and self.clear and not self.is_update
+        self.columns = frozenset(self.slots.values()) | self.where.slots
+        self._specs = {spec.name: spec for spec in self.entry.slots if spec.name in self.columns}
+        self.row_bytes = 8 + sum(spec.row_bytes for spec in self._specs.values())
         self.n_rows = self.n_filtered = 0
-        self._where = load.where.of([spec.name for spec in load.entry.slots])
+        self._where = self.where.of([spec.name for spec in self.entry.slots])
         self._takes_all = self._where == RowFilter()
-        self._specs = {spec.name: spec for spec in load.entry.slots if spec.name in load.columns}
-        reduced = load.entry.reduced.dtypes if load.entry.reduced else {}
-        self._dtypes = {slot: reduced[there] for slot, there in load.slots.items() if there in reduced}  # as they were
-        self._erases = load.with_rows and load.clear and load.is_update  # rows that are deleted, or filtered by now
-        self._known = KnownIds(self._name)
+        reduced = self.entry.reduced.dtypes if self.entry.reduced else {}
+        self._dtypes = {slot: reduced[there] for slot, there in self.slots.items() if there in reduced}  # as they were
+        self._erases = self.with_rows and self.clear and self.is_update  # rows that are deleted, or filtered by now
+        self._lock = self.target.lock
+        self._known = KnownIds(self.entry.name)
         self._is_set = False  # whether the table itself tells which rows are known, and the ids beside it are deletes
         self._newest = ""
         self._initial: Mapping[str, float] = {}  # of slots whose new rows start otherwise during the load
-        self._of_link = LinkRows(self._name, 0)
+        self._of_link = LinkRows(self.entry.name, 0)
         self._n_links = self._n_done = self._n_expected = 0
         self._is_started = self._touched = False
+
+    @cached_property
+    def _owners(self) -> Owners:
+        return Owners({0: [self.target.owned_ids]})
+
+    def share(self, batch: Batch) -> float:
+        """Return about which share of the rows of a batch the table owns; 0.0 where it owns none."""
+        return self._owners.shares(batch).get(0, 0.0)
+
+    def check_ids(self, least: int, greatest: int) -> None:
+        """Refuse ids from ``least`` to ``greatest`` if the table cannot have a row of one, and none is left out.
+
+        Raises:
+            LiveTableError: it cannot.
+        """
+        if not self.skips_outside:
+            self.target.check_ids(least, greatest)
 
     def expect(self, directory: str, n_rows: int) -> None:
         """Count a link, which has so many rows in the batches that are read."""
@@ -312,25 +276,24 @@ class TableFiller:
         """Before the first link, empty the table if it is to be, and make room: nothing moves while threads write."""
         if self._is_started:
             return
-        self._is_started, self._known = True, KnownIds(self._name)
-        if not self.load.with_rows:
+        self._is_started, self._known = True, KnownIds(self.entry.name)
+        if not self.with_rows:
             return
-        if self.load.empties:
+        if self.empties:
             self._touched = True
-            self._target.clear()
-            self._target.begin_anew(self.load.fresh)
-        n_rows = len(self._target) + min(self._n_expected, self.load.entry.rows) if self._takes_all else None
-        self._initial = self._target.start(self.load.ages.missing, n_rows)
-        is_aside = self._target.aside is not None
-        self._is_set = is_aside and len(self._target) == 0 and (self._takes_all or self._n_links == 1)
+            self.target.clear(self.fresh)
+        n_rows = len(self.target) + min(self._n_expected, self.entry.rows) if self._takes_all else None
+        self._initial = self.target.start(self.ages.missing, n_rows)
+        is_aside = self.target.aside is not None
+        self._is_set = is_aside and len(self.target) == 0 and (self._takes_all or self._n_links == 1)
 
     def begin_link(self) -> None:
         self._known.begin_link()
-        self._of_link = LinkRows(self._name, len(self._target))
+        self._of_link = LinkRows(self.entry.name, len(self.target))
 
     def end_link(self, deletes: Int64s) -> None:
         """Take the ids that the link deletes for known; after the last link, check how many rows there were."""
-        owned = self._target.owned(deletes)
+        owned = self._owned(deletes)
         gone = self._known.delete(deletes if owned is None else deletes[owned])
         if self._is_started:
             self._erase(gone)
@@ -338,30 +301,39 @@ class TableFiller:
         if self._n_done < self._n_links:
             return
         self._n_done, n_rows = 0, self.n_rows if self._is_set else self._known.n_rows
-        self._known, entry = KnownIds(self._name), self.load.entry
-        is_whole_chain = not entry.is_whole and not self.load.is_update
-        if is_whole_chain and self._target.owns_all and n_rows != entry.rows:  # of a slice it is unknown how many
+        self._known, entry = KnownIds(self.entry.name), self.entry
+        is_whole_chain = not entry.is_whole and not self.is_update
+        owns_all = self.target.owned_ids.is_everything  # of a slice it is unknown how many
+        if is_whole_chain and owns_all and n_rows != entry.rows:
             raise count_error(self._newest, entry.name, entry.rows, n_rows)
 
     def end(self) -> None:
         """Let rows that are new from now on start as they did before the load."""
-        self._target.end(self._initial)
+        self.target.end(self._initial)
+
+    def take_history(self) -> None:
+        """Let the table, which is loaded, go on from the evictions of the checkpoint, if it has become its table.
+
+        Without an event time it also has to know which dates of its rows are those of a clock.
+        """
+        evicts_next = self.empties and self.ages.is_resumed
+        self.target.take_history(self.entry, evicts_next=evicts_next, has_dates=LAST_TIME in self.slots)
 
     def undo(self) -> bool:
         """Empty a table that was empty, or that was to be emptied anyway; say whether it has lost rows or values."""
-        if self.load.with_rows:
-            self._target.undo(is_cleared=self.load.empties and self._touched)
-        return self._touched and not self._target.was_empty
+        if self.with_rows:
+            self.target.undo(is_cleared=self.empties and self._touched)
+        return self._touched and not self.target.was_empty
 
     def check(self, rows: BatchRows) -> int:
         """Refuse rows as ``fill`` would, before ``start``, and change nothing."""
-        is_read_only = self._target.is_read_only
-        ids, values = self._owned(rows, self._specs if is_read_only else {})
+        is_read_only = self.target.is_read_only
+        ids, values = self._own_rows(rows, self._specs if is_read_only else {})
         n_own = len(ids)
         ids, values = self._new_rows(ids, values, rows.path)
         if is_read_only:
             ids, values = self._placed(ids, values)
-            self._target.check_same(ids, self.load.values_of(values))
+            self.target.check_same(ids, self._as_here(values))
         return n_own
 
     def fill(self, rows: BatchRows) -> int:
@@ -369,9 +341,9 @@ class TableFiller:
 
         Refuse them where an id comes twice. Return how many the table owns.
         """
-        ids, values = self._owned(rows, self._specs)
+        ids, values = self._own_rows(rows, self._specs)
         n_own = len(ids)
-        if not self._is_set and (self.load.with_rows or self._n_links > 1):
+        if not self._is_set and (self.with_rows or self._n_links > 1):
             ids, values = self._new_rows(ids, values, rows.path)
         ids, values = self._placed(ids, values)
         if not self._takes_all:
@@ -381,22 +353,32 @@ class TableFiller:
             self._erase(np.delete(ids, kept))
             ids, values = _rows_of(ids, values, kept)
         self._touched = True
-        values = self.load.ages.of_rows(self.load.values_of(values))
-        if not self.load.with_rows:
-            n_rows = self._target.write_present(ids, values)
-        elif self._target.aside is not None:
+        values = self.ages.of_rows(self._as_here(values))
+        if not self.with_rows:
+            n_rows = self.target.write_present(ids, values)
+        elif self.target.aside is not None:
             # A filter keeps an unknown number of rows: columns grow, and rows move, while no other thread writes them.
             with nullcontext() if self._takes_all else self._lock:
-                n_rows = self._fill_aside(self._target.aside, ids, values, rows.path)
+                n_rows = self._fill_aside(self.target.aside, ids, values, rows.path)
         else:
-            n_rows = self._target.merge(ids, values, self._dtypes)
+            n_rows = self.target.merge(ids, values, self._dtypes)
         with self._lock:
             self.n_rows += n_rows
         return n_own
 
-    def _owned(self, rows: BatchRows, specs: Mapping[str, SlotSpec]) -> tuple[Int64s, dict[str, Tensor]]:
-        values, owned = {name: rows.tensor(spec) for name, spec in specs.items()}, self._target.owned(rows.ids)
+    def _owned(self, ids: Int64s) -> Int64s | None:
+        """Return at which places there are ids that the table owns; None for all."""
+        owned_ids = self.target.owned_ids
+        return None if owned_ids.is_everything else np.flatnonzero(owned_ids.owns(ids))
+
+    def _own_rows(self, rows: BatchRows, specs: Mapping[str, SlotSpec]) -> tuple[Int64s, dict[str, Tensor]]:
+        values, owned = {name: rows.tensor(spec) for name, spec in specs.items()}, self._owned(rows.ids)
         return (rows.ids, values) if owned is None else _rows_of(rows.ids, values, owned)
+
+    def _as_here(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the values of slots here, of those that were read."""
+        values = {slot: rows[there] for slot, there in self.slots.items()}
+        return values | {slot: regrouped(values[slot], *ranges) for slot, ranges in self.ranges.items()}
 
     def _new_rows(self, ids: Int64s, rows: dict[str, Tensor], path: str) -> tuple[Int64s, dict[str, Tensor]]:
         with self._lock:
@@ -405,7 +387,7 @@ class TableFiller:
 
     def _placed(self, ids: Int64s, rows: dict[str, Tensor]) -> tuple[Int64s, dict[str, Tensor]]:
         """Return the rows that the table can have; where the others are not refused, they count as filtered."""
-        placed = self._target.placed(ids) if self.load.skips_outside else None
+        placed = self.target.placed(ids) if self.skips_outside else None
         if placed is None:
             return ids, rows
         with self._lock:
@@ -414,9 +396,9 @@ class TableFiller:
 
     def _erase(self, ids: Int64s) -> None:
         """Drop rows that older links gave, if there are any."""
-        if self._erases and not self._target.was_empty and len(ids):
+        if self._erases and not self.target.was_empty and len(ids):
             self._touched = True
-            self._target.erase(ids)
+            self.target.erase(ids)
 
     def _fill_aside(self, aside: RowsAside, ids: Int64s, values: dict[str, Tensor], path: str) -> int:
         """Add rows that the table does not have yet: the ids one thread at a time, then their values."""
@@ -434,3 +416,21 @@ class TableFiller:
 
 def _rows_of(ids: Int64s, values: dict[str, Tensor], rows: Int64s) -> tuple[Int64s, dict[str, Tensor]]:
     return (ids, values) if len(rows) == len(ids) else (ids[rows], chosen(values, rows, len(ids)))
+
+
+@dataclass(frozen=True)
+class OtherRows:
+    """Rows of a table that lie in no part, such as those of a dense tensor; each rank reads its own.
+
+    Attributes:
+        filler: what they fill.
+        read: yields them, checked, as often as it is called.
+    """
+
+    filler: Filler
+    read: Callable[[], Iterator[BatchRows]]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all rows in the columns that are read."""
+        return self.filler.entry.rows * self.filler.row_bytes

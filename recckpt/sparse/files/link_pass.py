@@ -8,58 +8,57 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple
 
 import numpy as np
 
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import bucket_of, is_among, repeated
-from recckpt.format.catalog import Batch, Part, PartKind, id_ranges
+from recckpt.format.catalog import Batch, PartKind, id_ranges
 from recckpt.parallel.ranks import Meetings
 from recckpt.parallel.threads import run_all
-from recckpt.sparse.files.arrow_format import ID, column_buffer, ids_in
-from recckpt.sparse.files.filler import BatchRows, TableFiller, TableLoad, packed, unpacked
-from recckpt.sparse.files.owners import LinkRequests, Window
+from recckpt.sparse.files.arrow_format import ID
+from recckpt.sparse.files.filler import BatchRows, Filler, packed, unpacked
+from recckpt.sparse.files.owners import DealtBatch, LinkRequests, Window
 from recckpt.sparse.files.part_reader import READ_BYTES, LinkBatches, PartReader, runs_of
 from recckpt.sparse.files.pieces import Int64s, check_range, named_twice
 from recckpt.sparse.table.kernels import first_outside
-from recckpt.types import SlotSpec
 
 WINDOW_BYTES = 16 << 20  # about what a rank sends in a round, if a batch has no more
-Take = Callable[[TableFiller, BatchRows], object]
+Take = Callable[[Filler, BatchRows], object]
 Windows = Mapping[PartKind, Sequence[Window]]  # what a rank has to send
 Rounds = Mapping[PartKind, Sequence[Collection[int]]]  # the ranks that send in each
+Run = Sequence[DealtBatch]  # of one part, of which the same columns are read, by one thread
 
 
 @dataclass(frozen=True)
 class LinkLoad:
     """What is taken of a link; a table of it may fill several.
 
-    The links of a chain have the same :class:`TableLoad` for a table, as far as they count.
+    The links of a chain have the same :class:`Filler` for a table, as far as they count.
 
     Attributes:
         number: of the checkpoint among those that are loaded, and of the link in its chain: the same on all ranks.
-        tables: what is filled.
+        fillers: of the tables.
         batches: what it is filled with.
         fetch: copies files to this host, by their paths, before they are read; None to read them where they lie.
     """
 
     number: tuple[int, int]
-    tables: Sequence[TableLoad]
+    fillers: Sequence[Filler]
     batches: LinkBatches
     fetch: Callable[[Iterable[str]], object] | None = None
 
     @property
     def n_bytes(self) -> int:
         """Bytes of the rows that the tables own, about, in the columns that are read."""
-        loads, n_bytes = defaultdict[str, list[TableLoad]](list), 0
-        for load in self.tables:
-            loads[load.entry.name].append(load)
+        fillers, n_bytes = defaultdict[str, list[Filler]](list), 0
+        for filler in self.fillers:
+            fillers[filler.entry.name].append(filler)
         for part in (part for part in self.batches.every_part if part.holds == "rows"):
             for batch in part.batches:
-                takers = loads.get(batch.table, ())
-                n_bytes += sum(round(batch.rows * load.share(batch)) * load.row_bytes for load in takers)
+                takers = fillers.get(batch.table, ())
+                n_bytes += sum(round(batch.rows * filler.share(batch)) * filler.row_bytes for filler in takers)
         return n_bytes
 
     def check_ids(self) -> None:
@@ -69,32 +68,9 @@ class LinkLoad:
             LiveTableError: there are some.
         """
         ranges = id_ranges(self.batches.every_part)
-        for load in self.tables:
-            if load.entry.name in ranges:
-                load.check_ids(*ranges[load.entry.name])
-
-
-class DealtBatch(NamedTuple):
-    """A batch that this rank reads.
-
-    Attributes:
-        shard: of the part.
-        part: that has it.
-        number: in the part.
-        n_bytes: of its rows, in the columns that this rank takes.
-        columns: slots that ranks need of it.
-        sent: other ranks that need rows of it, and about how many of its bytes.
-    """
-
-    shard: int
-    part: Part
-    number: int
-    n_bytes: int
-    columns: frozenset[str]
-    sent: Window
-
-
-Run = Sequence[DealtBatch]  # of one part, of which the same columns are read, by one thread
+        for filler in self.fillers:
+            if filler.entry.name in ranges:
+                filler.check_ids(*ranges[filler.entry.name])
 
 
 class LinkDeletes:
@@ -141,7 +117,7 @@ class LinkPass:
     def __init__(
         self,
         link: LinkLoad,
-        fillers: Mapping[str, Sequence[TableFiller]],
+        fillers: Mapping[str, Sequence[Filler]],
         requests: LinkRequests,
         meetings: Meetings,
     ) -> None:
@@ -149,13 +125,19 @@ class LinkPass:
         self._every = [filler for some in fillers.values() for filler in some]
         self._requests, self._meetings = requests, meetings
         self._own_files: list[str] = []  # of which no other rank reads a batch
-        self._whole_parts: list[Part] = []  # of which this rank reads all batches
+        self._whole_parts: list[DealtBatch] = []  # the first batch of each part of which this rank reads all
         alone: dict[PartKind, list[DealtBatch]] = {"rows": [], "deletes": []}
         shared: dict[PartKind, list[DealtBatch]] = {"rows": [], "deletes": []}
-        for shard, parts in link.batches.parts.items():
-            for part, dealt in self._dealt(shard, parts):
-                for batch in dealt:
-                    (shared if batch.sent else alone)[part.holds].append(batch)
+        dealt = (batch for shard, parts in link.batches.parts.items() for batch in requests.deal(parts, shard))
+        for _, of_part in groupby(dealt, key=lambda batch: id(batch.part)):
+            every = list(of_part)
+            part, own = every[0].part, [batch for batch in every if batch.reader == meetings.rank]
+            if own and len(own) == len(every):
+                self._own_files.append(part.file)
+            if len(own) == len(part.batches):
+                self._whole_parts.append(own[0])
+            for batch in own:
+                (shared if batch.sent else alone)[part.holds].append(batch)
         self._own = {kind: list(_runs(some)) for kind, some in alone.items()}
         windows = {
             kind: list(runs_of(some, WINDOW_BYTES, lambda batch: sum(batch.sent.values())))
@@ -168,34 +150,10 @@ class LinkPass:
             for each in filter(self._takers, part.batches):
                 rows[each.table] += each.rows
         for filler in self._every:
-            filler.expect(link.batches.directory, rows[filler.load.entry.name])
+            filler.expect(link.batches.directory, rows[filler.entry.name])
 
-    def _dealt(self, shard: int, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[DealtBatch]]]:
-        """Yield the parts of a shard with the batches that this rank reads; note those that it reads alone or whole."""
-        rank, turns = self._meetings.rank, self._requests.deal(parts, shard)
-        for part in parts:
-            dealt, readers = list[DealtBatch](), set[int]()
-            for number, batch in enumerate(part.batches):
-                turn = turns.get((part.file, number))
-                if turn is None:
-                    continue
-                readers.add(turn.reader)
-                if turn.reader != rank:
-                    continue
-                loads = self._takers(batch)
-                n_bytes = batch.rows * (8 if part.holds == "deletes" else max(load.row_bytes for load in loads))
-                sent = {to: round(n_bytes * share) for to, share in turn.shares.items() if to != rank}
-                columns = frozenset[str]().union(*(load.columns for load in loads))
-                columns = columns.union(*(self._requests.of_tables[batch.table][to].columns for to in sent))
-                dealt.append(DealtBatch(shard, part, number, n_bytes, columns, sent))
-            if dealt and readers == {rank}:
-                self._own_files.append(part.file)
-            if dealt and len(dealt) == len(part.batches):
-                self._whole_parts.append(part)
-            yield part, dealt
-
-    def _takers(self, batch: Batch) -> list[TableLoad]:
-        return [filler.load for filler in self._fillers.get(batch.table, ()) if filler.load.share(batch) > 0]
+    def _takers(self, batch: Batch) -> list[Filler]:
+        return [filler for filler in self._fillers.get(batch.table, ()) if filler.share(batch) > 0]
 
     def fetch(self) -> None:
         """Copy the files that this rank alone reads, where they are to be copied first."""
@@ -228,7 +186,7 @@ class LinkPass:
         n_bytes = self._read_kind("deletes", take_deletes, rounds, threads, with_values=False)
         n_bytes += self._read_kind("rows", take_rows, rounds, threads, with_values=fills)
         # Last, what lies between the values of parts that are read as a whole: it says less of what is wrong.
-        run_all(lambda part: self._batches.check_frame(part, self._slots(part)), self._whole_parts, threads)
+        run_all(lambda batch: self._reader(batch).check_frame(), self._whole_parts, threads)
         for table, fillers in self._fillers.items():
             for filler in fillers:
                 filler.end_link(deletes.of(table))
@@ -257,12 +215,11 @@ class LinkPass:
         """Read batches, check them and take their rows; return the bytes, and what goes to which rank."""
         n_bytes, pieces, part = 0, [], run[0].part
         sent = {batch.number: batch.sent for batch in run}
-        reader = self._batches.reader(part, self._slots(part), run[0].columns)
+        reader = self._reader(run[0])
         for number, columns in reader.batches(sent):
             table = part.batches[number].table
-            slots = {name: array for name, array in columns.items() if name != ID}
-            values = {name: np.frombuffer(column_buffer(array), np.uint8) for name, array in slots.items()}
-            rows = BatchRows(table, run[0].shard, reader.path, ids_in(columns), values)
+            values = {spec.name: np.frombuffer(columns[spec.name], np.uint8) for spec in reader.specs}
+            rows = BatchRows(table, run[0].shard, reader.path, np.frombuffer(columns[ID], np.int64), values)
             _check_ids(rows.ids, reader, number)
             take(rows)
             n_bytes += rows.n_bytes
@@ -272,11 +229,11 @@ class LinkPass:
                     pieces.append((rank, rows.some(positions, needed)))
         return n_bytes, pieces
 
-    def _slots(self, part: Part) -> Sequence[SlotSpec]:
-        """Return the slots of all tables in a part that has rows for any load."""
-        if part.holds == "deletes":
-            return ()
-        return next(load for batch in part.batches for load in self._takers(batch)).entry.slots
+    def _reader(self, dealt: DealtBatch) -> PartReader:
+        """Return the reader of the part that has a batch; all tables of a part have the same slots."""
+        table = dealt.part.batches[dealt.number].table
+        slots = self._fillers[table][0].entry.slots if dealt.part.holds == "rows" else ()
+        return self._batches.reader(dealt.part, slots, dealt.columns)
 
 
 def _runs(dealt: Iterable[DealtBatch]) -> Iterator[Run]:

@@ -7,18 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
 
 import numpy as np
 
 from recckpt.errors import CheckpointRemovedError, PartlyLoadedError
 from recckpt.parallel.ranks import Meetings
 from recckpt.sparse.files.arrow_format import ID
-from recckpt.sparse.files.filler import BatchRows, OtherRows, TableFiller
+from recckpt.sparse.files.filler import BatchRows, Filler, OtherRows
 from recckpt.sparse.files.link_pass import LinkLoad, LinkPass, Rounds, Take, Windows
 from recckpt.sparse.files.owners import LinkRequests, TableRequest, agreed_rounds
-from recckpt.sparse.files.table_target import LoadTarget
 
 log = logging.getLogger("recckpt")
 RECEIVED_BYTES = 64 << 20  # about what a rank gets in a round, if no window alone has more for it
@@ -66,42 +63,43 @@ def load_tables(
         PartlyLoadedError: reading failed when tables with rows had been changed; says which.
     """
 
-    def fill(filler: TableFiller, rows: BatchRows) -> None:
-        advance(filler.fill(rows) * filler.load.row_bytes)
+    def fill(filler: Filler, rows: BatchRows) -> None:
+        advance(filler.fill(rows) * filler.row_bytes)
 
     for link in links:
         link.check_ids()
-    for load in (other.load for other in others if other.load.entry.rows):
-        load.check_ids(0, load.entry.rows - 1)
-    every = [*(load for link in links for load in link.tables), *(other.load for other in others)]
-    targets = {id(load.target): load.target for load in every}
-    for target in targets.values():
+    for filler in (other.filler for other in others if other.filler.entry.rows):
+        filler.check_ids(0, filler.entry.rows - 1)
+    every = [*(filler for link in links for filler in link.fillers), *(other.filler for other in others)]
+    fillers = list(dict.fromkeys(every))
+    for target in dict.fromkeys(filler.target for filler in fillers):
         target.begin()
-    by_load = {key: TableFiller(load) for key, load in {id(load): load for load in every}.items()}
-    passes = AgreedPasses(links, by_load, meetings)
-    for load in (other.load for other in others):
-        by_load[id(load)].expect("", load.entry.rows)
+    passes = AgreedPasses(links, fillers, meetings)
+    for other in others:
+        other.filler.expect("", other.filler.entry.rows)
     bytes_read = 0
     if passes.has_rows:
-        bytes_read += passes.run(TableFiller.check, concurrency, fills=False)
+        bytes_read += passes.run(Filler.check, concurrency, fills=False)
         for other in others:
-            _read(other, by_load[id(other.load)], TableFiller.check)
+            _read(other, Filler.check)
         when_checked()
         meetings.wait()
     try:
-        with _undone_on_error(by_load.values()), meetings.ended_by_errors():
+        with _undone_on_error(fillers), meetings.ended_by_errors():
             bytes_read += passes.run(fill, concurrency, fills=True)
             for other in others:
-                by_load[id(other.load)].start()
-                _read(other, by_load[id(other.load)], fill)
+                other.filler.start()
+                _read(other, fill)
             if not passes.has_rows:
                 when_checked()
                 meetings.wait()  # no table has rows of what is damaged for another rank
-            dropped = _finished(targets, {id(load.target) for load in every if load.drops}, meetings)
+            dropped = _finished(fillers, meetings)
     finally:
-        for filler in reversed(by_load.values()):
+        for filler in reversed(fillers):
             filler.end()
-    return _counted(by_load.values(), dropped, bytes_read)
+    for filler in fillers:
+        filler.take_history()
+    return _counted(fillers, dropped, bytes_read)
 
 
 class AgreedPasses:
@@ -112,25 +110,25 @@ class AgreedPasses:
 
     Args:
         links: what this rank takes.
-        by_load: what it fills, by the identity of the :class:`TableLoad`.
+        fillers: all that is filled, by these or otherwise.
         meetings: where ranks exchange rows.
     """
 
-    def __init__(self, links: Sequence[LinkLoad], by_load: Mapping[int, TableFiller], meetings: Meetings) -> None:
+    def __init__(self, links: Sequence[LinkLoad], fillers: Sequence[Filler], meetings: Meetings) -> None:
         self._meetings = meetings
-        fillers: dict[tuple[bool, int, int], dict[str, list[TableFiller]]] = {}
+        by_pass: dict[tuple[bool, int, int], dict[str, list[Filler]]] = {}
         for with_rows in (True, False):
             for link in links:
-                of_link = fillers.setdefault((not with_rows, *link.number), {})
-                for load in (load for load in link.tables if load.with_rows == with_rows):
-                    of_link.setdefault(load.entry.name, []).append(by_load[id(load)])
-        own: dict[tuple[bool, int, int], dict[str, TableRequest]] = {key: {} for key in fillers}
-        for key, tables in fillers.items():
+                of_link = by_pass.setdefault((not with_rows, *link.number), {})
+                for filler in (filler for filler in link.fillers if filler.with_rows == with_rows):
+                    of_link.setdefault(filler.entry.name, []).append(filler)
+        own: dict[tuple[bool, int, int], dict[str, TableRequest]] = {key: {} for key in by_pass}
+        for key, tables in by_pass.items():
             for table, some in tables.items():
-                loads = [filler.load for filler in some]
-                requests = [TableRequest(load.columns, load.row_bytes, (load.target.owned_ids,)) for load in loads]
-                own[key][table] = reduce(or_, requests)
-        of_ranks = meetings.gather((own, any(len(filler.load.target.table) for filler in by_load.values())))
+                columns = frozenset[str]().union(*(filler.columns for filler in some))
+                owned = tuple(dict.fromkeys(filler.target.owned_ids for filler in some))
+                own[key][table] = TableRequest(columns, max(filler.row_bytes for filler in some), owned)
+        of_ranks = meetings.gather((own, any(len(filler.target.table) for filler in fillers)))
         self.has_rows = any(has_rows for _, has_rows in of_ranks)
         by_number = {link.number: link for link in links}
         self._passes: list[LinkPass | None] = []  # None: this rank takes nothing, while others exchange rows
@@ -138,7 +136,7 @@ class AgreedPasses:
             one = None
             if key in own:
                 all_requests = LinkRequests([of_rank.get(key, {}) for of_rank, _ in of_ranks])
-                one = LinkPass(by_number[key[1:]], fillers[key], all_requests, meetings)
+                one = LinkPass(by_number[key[1:]], by_pass[key], all_requests, meetings)
             self._passes.append(one)
         for one in filter(None, self._passes):
             one.fetch()
@@ -161,33 +159,32 @@ class AgreedPasses:
         return n_bytes
 
 
-def _finished(targets: Mapping[int, LoadTarget], dropping: set[int], meetings: Meetings) -> dict[str, int]:
-    """Give the tables what was gathered aside; return how many rows of each had no place. Collective.
-
-    ``dropping`` has the keys of the targets that may drop rows.
-    """
-    if any(target.has_limited_room for target in targets.values()):  # which is so on all ranks, or on none
-        for key, target in targets.items():
-            target.check_room(drops=key in dropping)
+def _finished(fillers: Sequence[Filler], meetings: Meetings) -> dict[str, int]:
+    """Give the tables what was gathered aside; return how many rows of each had no place. Collective."""
+    targets = dict.fromkeys(filler.target for filler in fillers)
+    dropping = {filler.target for filler in fillers if filler.drops}
+    if any(target.has_limited_room for target in targets):  # which is so on all ranks, or on none
+        for target in targets:
+            target.check_room(drops=target in dropping)
         meetings.wait()  # all ranks learn that each has room for what it owns, before a table changes
-    in_order = sorted(targets.items(), key=lambda item: item[1].finishes_last)
-    return {target.table.name: target.finish(drops=key in dropping) for key, target in in_order}
+    in_order = sorted(targets, key=lambda target: target.finishes_last)
+    return {target.table.name: target.finish(drops=target in dropping) for target in in_order}
 
 
-def _read(other: OtherRows, filler: TableFiller, take: Take) -> None:
-    filler.begin_link()
+def _read(other: OtherRows, take: Take) -> None:
+    other.filler.begin_link()
     for rows in other.read():
-        take(filler, rows)
-    filler.end_link(np.empty(0, np.int64))
+        take(other.filler, rows)
+    other.filler.end_link(np.empty(0, np.int64))
 
 
 @contextmanager
-def _undone_on_error(fillers: Iterable[TableFiller]) -> Iterator[None]:
+def _undone_on_error(fillers: Iterable[Filler]) -> Iterator[None]:
     """After an error, empty what was to be emptied, and say which tables are no longer what they were."""
     try:
         yield
     except BaseException as error:
-        changed = [filler.load.target.table for filler in fillers if filler.undo()]
+        changed = [filler.target.table for filler in fillers if filler.undo()]
         emptied = sorted({table.name for table in changed if not len(table)})
         mixed = sorted({table.name for table in changed if len(table)})
         if not changed:
@@ -201,14 +198,14 @@ def _undone_on_error(fillers: Iterable[TableFiller]) -> Iterator[None]:
         raise
 
 
-def _counted(fillers: Iterable[TableFiller], dropped: Mapping[str, int], bytes_read: int) -> Loaded:
+def _counted(fillers: Iterable[Filler], dropped: Mapping[str, int], bytes_read: int) -> Loaded:
     taken, filtered = Counter[str](), Counter[str]()
     slot_rows: dict[tuple[str, str], int] = {}
     for filler in fillers:  # rows whose slots come from several checkpoints count once
-        name = filler.load.target.table.name
+        name = filler.target.table.name
         taken[name] = max(taken[name], filler.n_rows)
         filtered[name] = max(filtered[name], filler.n_filtered)
-        slots = (*filler.load.slots, *([ID] if filler.load.with_rows else []))
+        slots = (*filler.slots, *([ID] if filler.with_rows else []))
         slot_rows |= {(name, slot): filler.n_rows for slot in slots}
     for name, n_rows in dropped.items():
         taken[name] -= n_rows

@@ -17,10 +17,11 @@ import pyarrow as pa
 
 from recckpt.format.buckets import N_BUCKETS, distinct
 from recckpt.format.catalog import Catalog, Part, PartKind
-from recckpt.sparse.files.arrow_format import ID_SPEC, column_array
+from recckpt.sparse.files.arrow_format import ID_SPEC
 from recckpt.sparse.files.part_reader import PartReader
+from recckpt.sparse.files.part_writer import RowBatch
 from recckpt.sparse.files.pieces import TO_BUCKET, Hashes, IdCheck, Int64s, RowPiece, ids_of, row_of
-from recckpt.sparse.files.table_reader import NamedIds, TableReader, check_once, table_damage, table_schema
+from recckpt.sparse.files.table_reader import NamedIds, TableReader, check_once, record_batch, table_damage
 from recckpt.types import SlotSpec
 
 _BATCH_BYTES = 8 << 20
@@ -151,16 +152,22 @@ class _Cursor:
 
 
 def merged_rows(links: Sequence[TableReader], budget_bytes: int) -> Iterator[pa.RecordBatch]:
-    """Yield all rows of a table, as :func:`merged_range` does.
+    """Yield all rows of a table, as :func:`merged_range` does, in Arrow.
 
     Raises:
         CorruptCheckpointError: also where the rows are not as many as the newest link says.
     """
     n_rows = 0
-    for batch in merged_range(links, (0, N_BUCKETS), budget_bytes):
+    for batch in map(in_arrow, merged_range(links, (0, N_BUCKETS), budget_bytes)):
         n_rows += batch.num_rows
         yield batch
     check_count(links[0], n_rows)
+
+
+def in_arrow(batch: RowBatch) -> pa.RecordBatch:
+    """Return the rows of :func:`merged_range` as Arrow has them, without a copy."""
+    columns: Columns = [batch.ids, *(piece for slot in batch.slots for piece in slot.pieces)]
+    return record_batch([slot.spec for slot in batch.slots], columns)
 
 
 def merged_range(
@@ -170,7 +177,7 @@ def merged_range(
     used: Callable[[RowPiece, Int64s], object] = lambda piece, rows: None,
     *,
     is_reused: bool = False,
-) -> Iterator[pa.RecordBatch]:
+) -> Iterator[RowBatch]:
     """Yield the rows of a table in buckets [begin, end), in their order, from the links of a chain, newest first.
 
     Links below one that is whole do not count. Within a link a row in any shard beats a delete in any. Memory is about
@@ -188,7 +195,8 @@ def merged_range(
     room = [np.empty(batch_rows, row_of(spec)) for spec in specs] if is_reused else None
     for part in bucket_ranges(met, buckets, budget_bytes * 3 // 4):
         # Of which only one is there at once.
-        yield from RangeRows(_checked(current_rows(chain, part), used)).batches(specs, batch_rows, room)
+        pieces, name = _checked(current_rows(chain, part), used), met[0].entry.name
+        yield from RangeRows(pieces).batches(name, specs, batch_rows, room)
 
 
 def _checked(
@@ -268,17 +276,13 @@ class RangeRows:
             piece.end()
 
     def batches(
-        self, specs: Sequence[SlotSpec], batch_rows: int, room: Columns | None = None
-    ) -> Iterator[pa.RecordBatch]:
+        self, table: str, specs: Sequence[SlotSpec], batch_rows: int, room: Columns | None = None
+    ) -> Iterator[RowBatch]:
         """Yield the rows, of ids and slots as these specs have them, so many at a time; ``room`` as of :meth:`at`."""
-        schema = table_schema(specs[1:])
         for first in range(0, len(self.hashes), batch_rows):
             rows = self.at(np.arange(first, min(first + batch_rows, len(self.hashes))))
-            arrays = []
-            for number, spec in enumerate(specs):
-                values = rows(number, None if room is None else room[number])
-                arrays.append(column_array(spec, pa.py_buffer(values.view(np.uint8)), len(values)))
-            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+            rooms = [None] * len(specs) if room is None else room
+            yield RowBatch.of(table, specs[1:], [rows(number, each) for number, each in enumerate(rooms)])
 
     def at(self, places: Int64s) -> Callable[[int, npt.NDArray[Any] | None], npt.NDArray[Any]]:
         """Return what gives a column of the rows at some places, whole rows as bytes; a view where they lie together.

@@ -178,24 +178,34 @@ class TableRequest:
     Attributes:
         columns: the slots that it needs, beside the ids.
         row_bytes: bytes of a row in them, with the id.
-        owned: the ids that it owns.
+        owned: the ids that it owns, of each table that it fills from this one.
     """
 
     columns: frozenset[str]
     row_bytes: int
     owned: tuple[OwnedIds, ...]
 
-    def __or__(self, other: TableRequest) -> TableRequest:
-        """Return what a rank takes that fills two tables from one."""
-        owned = tuple(dict.fromkeys((*self.owned, *other.owned)))
-        return TableRequest(self.columns | other.columns, max(self.row_bytes, other.row_bytes), owned)
 
+class DealtBatch(NamedTuple):
+    """A batch that ranks take rows of, and the one that reads it.
 
-class Turn(NamedTuple):
-    """Who reads a batch, and about which share of its rows each rank needs, of all that may need one."""
+    Attributes:
+        shard: of the part.
+        part: that has it.
+        number: in the part.
+        n_bytes: of its rows, in the columns that a rank takes.
+        columns: slots that ranks need of it.
+        reader: the rank that reads it.
+        sent: the other ranks that may need rows of it, and about how many of its bytes.
+    """
 
+    shard: int
+    part: Part
+    number: int
+    n_bytes: int
+    columns: frozenset[str]
     reader: int
-    shares: Mapping[int, float]
+    sent: Window
 
 
 class LinkRequests:
@@ -221,15 +231,14 @@ class LinkRequests:
             owned = tuple((rank, request.owned) for rank, request in some.items())
             self.owners[table] = known.get(owned) or known.setdefault(owned, Owners(dict(owned)))
 
-    def deal(self, parts: Sequence[Part], shard: int) -> dict[tuple[str, int], Turn]:
-        """Return who reads the batches of a shard, by file and number, of those that ranks take rows of.
+    def deal(self, parts: Sequence[Part], shard: int) -> Iterator[DealtBatch]:
+        """Yield the batches of a shard that ranks take rows of, each with the one that reads it.
 
         A batch, or a block of small ones, goes to one of the ranks that need it: that which by then has read the fewest
         bytes, beside those that it owns. So a batch of one rank alone is read by it, ranks as of the save have nothing
         to send, and otherwise each reads about as many bytes of a shard as it owns there, give or take a block.
         """
         owed: Counter[int] = Counter()  # bytes that a rank owns and has not read
-        turns: dict[tuple[str, int], Turn] = {}
         for part in parts:
             for block in self._blocks(part):
                 for _, n_bytes, shares in block:
@@ -238,8 +247,11 @@ class LinkRequests:
                         owed[rank] += round(n_bytes * share / whole)
                 reader = max(block[0][2], key=lambda rank: (owed[rank], (rank - shard) % self._size))
                 owed[reader] -= sum(n_bytes for _, n_bytes, _ in block)
-                turns |= {(part.file, number): Turn(reader, shares) for number, _, shares in block}
-        return turns
+                for number, n_bytes, shares in block:
+                    of_table = self.of_tables[part.batches[number].table]
+                    columns = frozenset[str]().union(*(of_table[rank].columns for rank in shares))
+                    sent = {to: round(n_bytes * share) for to, share in shares.items() if to != reader}
+                    yield DealtBatch(shard, part, number, n_bytes, columns, reader, sent)
 
     def _blocks(self, part: Part) -> Iterator[list[tuple[int, int, Mapping[int, float]]]]:
         """Yield batches that lie together and that the same ranks need: number, bytes, and the share of each rank."""

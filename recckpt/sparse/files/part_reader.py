@@ -7,7 +7,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from operator import itemgetter
 from typing import TypeVar
 
@@ -16,7 +15,6 @@ import pyarrow as pa
 import xxhash
 
 from recckpt.errors import CorruptCheckpointError
-from recckpt.format import layout
 from recckpt.format.catalog import Part
 from recckpt.sparse.files.arrow_format import (
     DTYPE_KEY,
@@ -33,7 +31,6 @@ from recckpt.sparse.files.arrow_format import (
 )
 from recckpt.storage import NOT_READABLE, missing
 from recckpt.storage.base import Files
-from recckpt.storage.local_files import mapped
 from recckpt.storage.retry import read_twice
 from recckpt.types import SlotSpec
 
@@ -65,9 +62,14 @@ class _PartBytes:
     It refers to no reader, which would keep a part mapped until a collection.
     """
 
-    def __init__(self, storage: Files, path: str, mapped: memoryview | None, n_head: int) -> None:
+    def __init__(
+        self, storage: Files, path: str, mapped: memoryview | None, part: Part, slots: Sequence[SlotSpec]
+    ) -> None:
         self._storage, self._path, self._mapped = storage, path, mapped
-        self._head = b"" if mapped is not None else storage.read(path, n_head)
+        self._head = b""
+        if mapped is None:
+            n_bytes = FIRST + part_schema(slots).serialize().size + sum(padded(len(each)) for each in part.names)
+            self._head = storage.read(path, n_bytes + _HEAD_BYTES)
 
     def __call__(self, begin: int, end: int) -> Values:
         """Return bytes, fewer where the file ends before them."""
@@ -138,17 +140,13 @@ class PartReader:
         storage, part = self._storage, self.part
         try:
             mapped = storage.map(self.path) if self._own_map is None else self._own_map
-            bytes_in = self._bytes_in(mapped)
+            bytes_in = _PartBytes(storage, self.path, mapped, part, self._slots)
         except NOT_READABLE as error:
             raise missing(self.path, error, f"{part.n_bytes} bytes") from error
         if mapped is not None:
             self._check_size(len(mapped))
         self._bytes, self.mapped = bytes_in, mapped
         self._layout = self._laid_out(self._column_names())
-
-    def _bytes_in(self, mapped: memoryview | None) -> _PartBytes:
-        n_head = FIRST + part_schema(self._slots).serialize().size + sum(padded(len(each)) for each in self.part.names)
-        return _PartBytes(self._storage, self.path, mapped, n_head + _HEAD_BYTES)
 
     def _check_size(self, n_bytes: int) -> None:
         if n_bytes != self.part.n_bytes:
@@ -162,26 +160,19 @@ class PartReader:
         for number in range(len(self.part.batches)):
             self._check_length(number, self._bytes)
 
-    def batches(self, numbers: Iterable[int]) -> Iterator[tuple[int, Mapping[str, pa.Array]]]:
+    def batches(self, numbers: Iterable[int]) -> Iterator[tuple[int, Mapping[str, Values]]]:
         """Yield some batches, each with its number, as :meth:`read` does; many small ones come together."""
         row_bytes = 10 + sum(spec.row_bytes for spec in self.specs)
         for some in runs_of(numbers, READ_BYTES, lambda number: self.part.batches[number].rows * row_bytes):
             span = self._span(some)
             for number in some:
-                yield number, self.read(number, span)
+                yield number, self.read(number, None, span)
 
-    def read(self, number: int, span: Read | None = None, *, names: Iterable[str] | None = None) -> dict[str, pa.Array]:
-        """Return id and slots of a batch: name -> Arrow array.
+    def read(self, number: int, names: Iterable[str] | None = None, span: Read | None = None) -> Mapping[str, Values]:
+        """Return the values of all columns that are read of a batch; those in ``names`` are checked, None for all.
 
-        Args:
-            number: of the batch.
-            span: has its bytes already.
-            names: of the columns that are checked; None for all.
+        ``span`` has its bytes already.
         """
-        return self.arrays(number, self.values(number, names, span))
-
-    def values(self, number: int, names: Iterable[str] | None = None, span: Read | None = None) -> Mapping[str, Values]:
-        """Return the values of all columns that are read of a batch; those in ``names`` are checked, None for all."""
         checked = self._read_names if names is None else tuple(names)
         first = [span] if span is not None else []
 
@@ -246,9 +237,13 @@ class PartReader:
         return None
 
     def check_frame(self) -> None:
-        """Check the bytes that are not column values; needs a file that lies in memory."""
-        assert self.mapped is not None
+        """Check the bytes that are not column values, if the file is mapped; else all of it would be read again."""
+        if self.mapped is not None:
+            self._twice(self._check_frame, self._open)
+
+    def _check_frame(self) -> None:
         frame, done = xxhash.xxh3_64(), 0
+        assert self.mapped is not None
         for number in range(len(self.part.batches)):
             for _, begin, end in self._layout.columns(number):
                 frame.update(self.mapped[done:begin])
@@ -317,7 +312,7 @@ class DamagedPart(PartReader):
 
     def _open(self) -> None:
         try:
-            self._bytes, self.mapped = self._bytes_in(None), None
+            self._bytes, self.mapped = _PartBytes(self._storage, self.path, None, self.part, self._slots), None
         except NOT_READABLE as error:
             raise missing(self.path, error, f"{self.part.n_bytes} bytes") from error
         names = [TABLE, ID, *(slot.name for slot in self._slots)]
@@ -362,10 +357,3 @@ class LinkBatches:
             if key not in self._readers:
                 self._readers[key] = PartReader(self.files, self.directory, part, slots, columns)
         return self._readers[key]
-
-    def check_frame(self, part: Part, slots: Sequence[SlotSpec]) -> None:
-        """Check what lies between the values of a part, if it is mapped: else it would all have to be read again."""
-        path = layout.join(self.directory, part.file)
-        if self.files.map(path) is not None:
-            read = partial(PartReader, self.files, self.directory, part, slots)
-            read_twice(self.files, path, lambda: read(mapped=mapped(self.files, path)).check_frame())

@@ -172,16 +172,27 @@ class RowBatch(NamedTuple):
     ids: npt.NDArray[np.int64]
     slots: Sequence[ColumnBytes]
 
+    @classmethod
+    def of(cls, table: str, slots: Sequence[SlotSpec], columns: Sequence[npt.NDArray[Any]]) -> RowBatch:
+        """Return rows whose columns, the ids and these slots, lie in memory as the bytes of whole rows."""
+        ids, *values = columns
+        pairs = zip(slots, values, strict=True)
+        return cls(table, ids.view(np.int64), [ColumnBytes(slot, len(ids), [v.view(np.uint8)]) for slot, v in pairs])
 
-class RowSource(Protocol):
+
+class RowStream(Protocol):
     """The rows of one table, which are read in the order of their buckets."""
+
+    @property
+    def size(self) -> TableBytes:
+        """The table, its slots and how large it is, which says how its rows are cut into parts."""
 
     def batches(self, begin: int, end: int) -> Iterator[RowBatch]:
         """Yield the rows in buckets [begin, end). What a batch consists of may be gone once the next is asked for."""
 
 
 def planned_batches(
-    plan: PartPlan, sources: Mapping[str, RowSource], advance: Callable[[int], object]
+    plan: PartPlan, sources: Mapping[str, RowStream], advance: Callable[[int], object]
 ) -> Iterator[RowBatch]:
     """Yield the batches of a part that was planned; ``advance`` is called with the bytes of each once it is written."""
     size = row_bytes(plan.slots)

@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import xxhash
 
 from recckpt.errors import CorruptCheckpointError
-from recckpt.format.buckets import bucket_of, distinct, is_among, mix64, repeated
+from recckpt.format.buckets import distinct, is_among, mix64, repeated
 from recckpt.format.catalog import Batch
 from recckpt.sparse.files.arrow_format import ID, ID_SPEC, TABLE
 from recckpt.sparse.files.part_reader import PartReader, Values
@@ -151,27 +150,22 @@ class IdCheck:
         self._head: Int64s = np.empty(0, np.int64)  # the ids in the first bucket, where the part before may end
         self._tail: Int64s = np.empty(0, np.int64)  # the ids so far in the last bucket, which may go on
 
-    def read(self, reader: PartReader, number: int) -> Mapping[str, pa.Array]:
-        """Return the columns of the next batch; CorruptCheckpointError where they are damaged, or its ids wrong."""
-        values = reader.values(number)
-        self._refuse(reader, number, np.frombuffer(values[ID], np.int64))
-        return reader.arrays(number, values)
+    def piece(self, reader: PartReader, number: int, *, is_whole: bool = False) -> RowPiece:
+        """Return the next batch; unless it is to be checked as a whole now, slots in a map are as they are passed.
 
-    def piece(self, reader: PartReader, number: int) -> RowPiece:
-        """Return the next batch; errors as of :meth:`read`, of slots that lie in a map as they are passed."""
-        is_mapped = reader.mapped is not None
-        values = reader.values(number, (TABLE, ID) if is_mapped else None)
-        piece = RowPiece.of(reader, number, values, is_checked=not is_mapped)
-        self._refuse(reader, number, piece.ids, piece.hashes)
+        Raises:
+            CorruptCheckpointError: it is damaged, or its ids are wrong.
+        """
+        is_checked = is_whole or reader.mapped is None
+        values = reader.read(number, None if is_checked else (TABLE, ID))
+        piece = RowPiece.of(reader, number, values, is_checked=is_checked)
+        for found, expected in self.check(piece, reader.part.batches[number]):
+            raise reader.damage(number, found, expected)
         return piece
 
-    def _refuse(self, reader: PartReader, number: int, ids: Int64s, hashes: Hashes | None = None) -> None:
-        for found, expected in self.check(ids, hashes, reader.part.batches[number]):
-            raise reader.damage(number, found, expected)
-
-    def check(self, ids: Int64s, hashes: Hashes | None, batch: Batch) -> Iterator[tuple[str, str]]:
-        """Yield (found, expected) for all that is wrong with the ids of the next batch; hashes where they are known."""
-        buckets = bucket_of(ids) if hashes is None else (hashes >> TO_BUCKET).astype(np.int64)
+    def check(self, piece: RowPiece, batch: Batch) -> Iterator[tuple[str, str]]:
+        """Yield (found, expected) for all that is wrong with the ids of the next batch."""
+        ids, buckets = piece.ids, (piece.hashes >> TO_BUCKET).astype(np.int64)
         span = int(buckets.min()), int(buckets.max()) + 1
         if span != batch.buckets:
             yield f"ids of buckets {list(span)}", f"{list(batch.buckets)}"

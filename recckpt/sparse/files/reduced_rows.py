@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -92,6 +93,8 @@ class ReducedSource:
         self.name, self.slots = source.name, choice.slots
         self._source, self._choice = source, choice
         self._errors = dict.fromkeys(choice.reduced.dtypes, 0.0)
+        stored = {slot.name: slot for slot in choice.slots if slot.name in self._errors}
+        self._narrowed = {slot.name: (slot, stored[slot.name]) for slot in source.slots if slot.name in stored}
         self._lock, self._scratch = threading.Lock(), threading.local()
 
     @cached_property
@@ -143,30 +146,25 @@ class ReducedSource:
         deleted = self._source.deletes()
         return deleted if self._rows is None else np.concatenate([deleted, self._rows.gone])
 
-    def read(self, column: int, rows: npt.NDArray[Any], target: Bytes, *, is_last: bool) -> None:
-        """Copy rows of the id, column 0, or of a slot; after ``is_last`` they are not read again, in any slot.
+    def read_slots(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
+        """Copy rows of some slots into a target each; after ``is_last`` they are not read again, in any slot.
 
         Raises:
             ValueError: a number is beyond the dtype that it is stored in.
         """
-        rows = self._of_source(rows)
-        if column == 0:
-            self._source.read(0, rows, target, is_last=is_last)
-            return
-        stored = self.slots[column - 1]
-        number, slot = next((n, s) for n, s in enumerate(self._source.slots, start=1) if s.name == stored.name)
-        if slot.name not in self._errors:
-            self._source.read(number, rows, target, is_last=is_last)
-            return
-        n_bytes = len(rows) * slot.row_bytes
-        kept: Bytes | None = getattr(self._scratch, "kept", None)  # memory of this thread
-        if kept is None or len(kept) < n_bytes:
-            kept = self._scratch.kept = np.empty(n_bytes, np.uint8)
-        values = kept[:n_bytes]
-        self._source.read(number, rows, values, is_last=is_last)
-        error = narrow(self.name, values, slot, target, stored)
-        with self._lock:
-            self._errors[slot.name] = max(self._errors[slot.name], error)
+        rows, wide = self._of_source(rows), dict[str, Bytes]()
+        for name in targets.keys() & self._narrowed.keys():
+            n_bytes = len(rows) * self._narrowed[name][0].row_bytes
+            kept: Bytes | None = self._scratch.__dict__.get(name)  # memory of this thread
+            if kept is None or len(kept) < n_bytes:
+                kept = self._scratch.__dict__[name] = np.empty(n_bytes, np.uint8)
+            wide[name] = kept[:n_bytes]
+        self._source.read_slots(rows, {**targets, **wide}, is_last=is_last)
+        for name, values in wide.items():
+            slot, stored = self._narrowed[name]
+            error = narrow(self.name, values, slot, targets[name], stored)
+            with self._lock:
+                self._errors[name] = max(self._errors[name], error)
 
     def close(self) -> None:
         self._source.close()

@@ -21,10 +21,10 @@ from recckpt.format.buckets import N_BUCKETS, bucket_of, distinct, is_among, rep
 from recckpt.format.catalog import Catalog, Part, PartKind
 from recckpt.format.manifest import are_disjoint, overlap
 from recckpt.format.tables import TableEntry
-from recckpt.sparse.files.arrow_format import ID, ID_SPEC, ids_in, int64_array, slot_field
+from recckpt.sparse.files.arrow_format import ID, ID_SPEC, column_array, slot_field
 from recckpt.sparse.files.catalogs import IdSet
 from recckpt.sparse.files.part_reader import PartReader
-from recckpt.sparse.files.pieces import IdCheck, Int64s, named_twice
+from recckpt.sparse.files.pieces import IdCheck, Int64s, RowPiece, named_twice
 from recckpt.storage.base import Files
 from recckpt.text import nearest
 from recckpt.types import SlotSpec
@@ -164,8 +164,8 @@ class TableReader:
         """
         self.check_shards()
         for catalog in self.catalogs:
-            for _, _, batch in self.batches(catalog, "rows", None):
-                yield batch
+            for _, _, piece in self.batches(catalog, "rows", None):
+                yield record_batch(self.specs, piece.columns)
 
     def rows_of(self, ids: Int64s) -> Iterator[pa.RecordBatch]:
         """Yield the rows of ids, which are sorted, each once; batches that cannot hold them are not read.
@@ -175,15 +175,14 @@ class TableReader:
         """
         sought, is_found = IdSet(ids), np.zeros(len(ids), np.bool_)
         for catalog in self.catalogs:
-            for _, _, batch in self.batches(catalog, "rows", sought):
-                there = ids_in(batch)
-                rows = np.flatnonzero(is_among(there, ids))
-                places = np.searchsorted(ids, there[rows])
+            for _, _, piece in self.batches(catalog, "rows", sought):
+                rows = np.flatnonzero(is_among(piece.ids, ids))
+                places = np.searchsorted(ids, piece.ids[rows])
                 if len(twice := ids[np.sort(places[is_found[places]])]):
                     raise table_damage(self, "between shards", *named_twice(twice))
                 is_found[places] = True
                 if len(rows):
-                    yield batch.take(int64_array(rows))
+                    yield record_batch(self.specs, [column.take(rows) for column in piece.columns])
 
     def check_shards(self) -> None:
         """Check that no id is in two shards; CorruptCheckpointError where one is, or the ids cannot be read."""
@@ -217,30 +216,28 @@ class TableReader:
                 continue
             reader = self.part(part, ())
             for number in met:
-                ids = ids_in(reader.read(number))
+                ids = np.frombuffer(reader.read(number)[ID], np.int64)
                 buckets = bucket_of(ids)
                 pieces.append(ids[(begin <= buckets) & (buckets < end)])
         return np.concatenate(pieces)
 
-    def batches(
-        self, catalog: Catalog, kind: PartKind, ids: IdSet | None
-    ) -> Iterator[tuple[Part, int, pa.RecordBatch]]:
+    def batches(self, catalog: Catalog, kind: PartKind, ids: IdSet | None) -> Iterator[tuple[Part, int, RowPiece]]:
         """Yield (part, number, rows) of the batches of one shard that may have rows, or deletes, of ids; None for all.
+
+        All bytes of these rows are checked.
 
         Raises:
             CorruptCheckpointError: a file is damaged, or one of the ids is there twice in a part.
         """
         order = IdCheck()
-        schema, names = (table_schema(self.specs), self.slots) if kind == "rows" else (table_schema(()), ())
         for part, numbers in catalog.parts_of(self.entry.name, kind):
             batches = ((number, part.batches[number]) for number in numbers)
             met = [number for number, batch in batches if ids is None or ids.meets(batch.buckets, batch.ids)]
             if not met:
                 continue
-            reader = self.part(part, names)
+            reader = self.part(part, self.slots if kind == "rows" else ())
             for number in met:
-                columns = order.read(reader, number)
-                yield part, number, pa.RecordBatch.from_arrays([columns[name] for name in (ID, *names)], schema=schema)
+                yield part, number, order.piece(reader, number, is_whole=True)
 
 
 def table_damage(table: TableReader, where: str, found: str, expected: str) -> CorruptCheckpointError:
@@ -268,3 +265,10 @@ def asked_slots(table: str, slots: Sequence[SlotSpec], columns: Collection[str] 
         if column not in (*names, ID):
             raise KeyError(f"table {table!r} has no slot {column!r}; it has {names}{nearest(column, names)}")
     return [slot for slot in slots if columns is None or slot.name in columns]
+
+
+def record_batch(slots: Sequence[SlotSpec], columns: Sequence[npt.NDArray[Any]]) -> pa.RecordBatch:
+    """Return rows of one table as Arrow has them, without a copy: their ids, and the bytes of each slot."""
+    specs, n_rows = (ID_SPEC, *slots), columns[0].size
+    arrays = [column_array(spec, pa.py_buffer(c), n_rows) for spec, c in zip(specs, columns, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=table_schema(slots))

@@ -116,8 +116,10 @@ class TableSource(Protocol):
     def deletes(self) -> npt.NDArray[np.int64]:
         """Return the ids, all different, that were deleted since that other checkpoint."""
 
-    def read(self, column: int, rows: npt.NDArray[Any], target: npt.NDArray[np.uint8], *, is_last: bool) -> None:
-        """Copy the bytes of rows of the id, column 0, or of a slot. Thread-safe.
+    def read_slots(
+        self, rows: npt.NDArray[Any], targets: Mapping[str, npt.NDArray[np.uint8]], *, is_last: bool
+    ) -> None:
+        """Copy the bytes of some slots of rows, a target each. Thread-safe.
 
         After ``is_last``, which comes with their last slot, the rows may change, and are not read again.
         """
@@ -143,11 +145,6 @@ class StillTable:
 
     def deletes(self) -> npt.NDArray[np.int64]:
         return np.empty(0, np.int64)
-
-    def read(self, column: int, rows: npt.NDArray[Any], target: npt.NDArray[np.uint8], *, is_last: bool) -> None:
-        """Copy rows of the id, column 0, or of a slot; all stay as they are."""
-        source = [self.ids, *self.columns.values()][column]
-        source.gather_into(rows, target)
 
     def read_slots(
         self, rows: npt.NDArray[Any], targets: Mapping[str, npt.NDArray[np.uint8]], *, is_last: bool
@@ -298,7 +295,7 @@ class OrderedRows:
                 for first in range(0, len(ordered), self._batch_rows):
                     rows = ordered[first : first + self._batch_rows]
                     ids = np.empty(len(rows), np.int64)
-                    self._source.read(0, rows, ids.view(np.uint8), is_last=False)
+                    self._source.ids.gather_into(rows, ids.view(np.uint8))
                     if (id_ := repeats.find(ids)) is not None:
                         raise StateMismatchError(
                             f"table {self._source.name!r}",
@@ -306,20 +303,17 @@ class OrderedRows:
                             remedy="nothing was saved; restore the last checkpoint, since the rows of the table are "
                             "not what they were",
                         )
-                    slots = [
-                        ColumnBytes(spec, len(rows), self._pieces(number, spec.row_bytes, rows, buffer))
-                        for number, spec in enumerate(self._source.slots, start=1)
-                    ]
+                    slots = [ColumnBytes(s, len(rows), self._pieces(s, rows, buffer)) for s in self._source.slots]
                     yield RowBatch(self._source.name, ids, slots)
 
     def _pieces(
-        self, column: int, row_bytes: int, rows: npt.NDArray[Any], buffer: npt.NDArray[np.uint8]
+        self, slot: SlotSpec, rows: npt.NDArray[Any], buffer: npt.NDArray[np.uint8]
     ) -> Iterator[npt.NDArray[np.uint8]]:
-        """Copy rows of one column into the buffer, as many at a time as fit."""
-        piece_rows = len(buffer) // row_bytes
-        is_last = column == len(self._source.slots)
+        """Copy rows of one slot into the buffer, as many at a time as fit."""
+        piece_rows = len(buffer) // slot.row_bytes
+        is_last = slot == self._source.slots[-1]
         for begin in range(0, len(rows), piece_rows):
             some = rows[begin : begin + piece_rows]
-            piece = buffer[: len(some) * row_bytes]
-            self._source.read(column, some, piece, is_last=is_last)
+            piece = buffer[: len(some) * slot.row_bytes]
+            self._source.read_slots(some, {slot.name: piece}, is_last=is_last)
             yield piece

@@ -134,12 +134,14 @@ class LoadTarget:
         aside: where rows are gathered that the table gets when the load is over; None where it gets them at once.
         takes_slots: whether it takes single slots, and converts what it takes.
         is_read_only: whether no row can be written; it has those that are to be loaded, or refuses them.
+        finishes_last: whether it takes what other tables leave.
+        has_limited_room: whether it may lack room for ids that it owns, which are known once all rows are there.
         lock: for what threads share.
     """
 
     aside: RowsAside | None = None
     takes_slots = False
-    is_read_only = False
+    is_read_only = finishes_last = has_limited_room = False
 
     def __init__(self, table: SavableTable) -> None:
         self.table, self.lock, self.was_empty = table, threading.RLock(), len(table) == 0
@@ -157,31 +159,12 @@ class LoadTarget:
         """The ids that it owns."""
         return self.slice or Slice(0, N_BUCKETS)
 
-    @property
-    def finishes_last(self) -> bool:
-        """Whether it takes what other tables leave."""
-        return False
-
-    @property
-    def has_limited_room(self) -> bool:
-        """Whether it may not have room for all ids that it owns, which are known once all rows are there."""
-        return False
-
-    @property
-    def owns_all(self) -> bool:
-        """Whether it owns every id."""
-        return self.owned_ids.is_everything
-
     def ages(self, manifest: Manifest, taken_step: int | None, clock: ClockDates | None) -> Ages:
         """Return what becomes of the dates of rows of a checkpoint; of ours, those of its rows are in our steps.
 
         ``taken_step`` is where the run goes on, None where it stays at its own; the clock has dated rows there.
         """
         return Ages()
-
-    def owned(self, ids: Int64s) -> Int64s | None:
-        """Return at which places there are ids that the table owns; None for all."""
-        return None if self.owns_all else np.flatnonzero(self.owned_ids.owns(ids))
 
     def placed(self, ids: Int64s) -> Int64s | None:
         """Return at which places there are ids that the table can have a row of; None for all."""
@@ -190,12 +173,10 @@ class LoadTarget:
     def check_ids(self, least: int, greatest: int) -> None:
         """Refuse a checkpoint with ids in this range if the table cannot have a row of the first or the last."""
 
-    def clear(self) -> None:
+    def clear(self, fresh: Collection[str]) -> None:
+        """Drop all rows; where they stay, give ``fresh`` slots their first values, as new rows begin with."""
         if len(self.table):
             self.table.clear()
-
-    def begin_anew(self, slots: Collection[str]) -> None:
-        """Give slots their first values in all rows, which a table without rows gives them anyway."""
 
     def start(self, initial: Mapping[str, float], n_rows: int | None) -> Mapping[str, float]:
         """Prepare for rows, of which new ones start slots at ``initial`` values; return the values before.
@@ -293,9 +274,9 @@ class OwnTarget(LoadTarget):
             added_steps = taken_step - manifest.step
         return Ages(added_steps, missing, is_resumed, clock, table.event_time)
 
-    def clear(self) -> None:
+    def clear(self, fresh: Collection[str]) -> None:
         """Drop all rows; those of a table that has some at once, since there is never memory for both."""
-        super().clear()
+        super().clear(fresh)
         if self.aside is None or len(self.aside.store):
             self.aside = RowsAside(self._table)
 

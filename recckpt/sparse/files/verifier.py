@@ -65,7 +65,7 @@ def check_part(
         return check_twice(
             storage,
             path,
-            lambda: _checked(storage, directory, tables, part, visit=visit, passed=passed),
+            lambda: check_bytes(mapped(storage, path), storage, directory, tables, part, visit=visit, passed=passed),
             lambda done: done.errors,
         )
     except NOT_READABLE as error:
@@ -75,9 +75,18 @@ def check_part(
         return PartCheck(path, [CorruptCheckpointError(path, "", found=found, expected="a file that can be read")])
 
 
-def _checked(
-    storage: Files, directory: str, tables: Sequence[TableEntry], part: Part, *, visit: Visit | None, passed: set[int]
+def check_bytes(
+    data: memoryview,
+    storage: Files,
+    directory: str,
+    tables: Sequence[TableEntry],
+    part: Part,
+    *,
+    visit: Visit | None = None,
+    passed: set[int] | None = None,
 ) -> PartCheck:
+    """Do the same for a part whose bytes the caller has read; ``passed`` are numbers of batches that are counted."""
+    passed = set() if passed is None else passed
     done = PartCheck(layout.join(directory, part.file))
     named = set(part.tables)
     slots = {table.slots if part.holds == "rows" else () for table in tables if table.name in named}
@@ -86,7 +95,7 @@ def _checked(
         done.errors.append(CorruptCheckpointError(done.path, "its tables", found=found, expected=expected))
         return done
     try:
-        reader = PartReader(storage, directory, part, slots.pop(), mapped=mapped(storage, done.path))
+        reader = PartReader(storage, directory, part, slots.pop(), mapped=data)
     except CorruptCheckpointError as error:
         done.errors.append(error)
         return done
@@ -102,7 +111,7 @@ def _checked(
         piece, wrong, take = RowPiece.of(reader, number, columns, is_checked=False), list[tuple[str, str]](), None
         if head[ID] is None:
             order = done.ids.setdefault((part.holds, batch.table), IdCheck())
-            wrong = list(order.check(piece.ids, piece.hashes, batch))
+            wrong = list(order.check(piece, batch))
             if visit is not None and head[TABLE] is None and not wrong and number not in passed:
                 take = visit(batch, piece)
         errors = [problem for problem in head.values() if problem] + list(piece.problems())
@@ -202,3 +211,16 @@ class RowSums(Counter[str]):
     def visit(self, batch: Batch, piece: RowPiece) -> Callable[[], object]:
         """Add all rows of a batch of a part, once it is known to be whole."""
         return lambda: self.add(batch.table, piece.columns, slice(None))
+
+    def check_written(self, storage: Files, directory: str, tables: Sequence[TableEntry], part: Part | None) -> None:
+        """Read the part that was made of these rows; None where there were none.
+
+        Raises:
+            CorruptCheckpointError: it is damaged, or has other rows.
+        """
+        found = RowSums()
+        for error in check_part(storage, directory, tables, part, found.visit).errors if part is not None else ():
+            raise error
+        if found != self:
+            file = "no rows" if part is None else layout.join(directory, part.file)
+            raise CorruptCheckpointError(file, "", found="other rows than its source has", expected="the same")

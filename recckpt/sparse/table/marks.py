@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -252,9 +252,9 @@ class DeltaSource:
             erased = erased[upserts.find(erased) < 0]
         return erased[np.argsort(bucket_of(erased), kind="stable")]
 
-    def read(self, column: int, rows: npt.NDArray[Any], target: Bytes, *, is_last: bool) -> None:
-        """Copy rows of the id, column 0, or of a slot; after ``is_last`` they are not read again, in any column."""
-        self.snapshot.read(column, self.rows[rows], target, is_last=is_last)
+    def read_slots(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
+        """Copy rows of some slots into a target each; after ``is_last`` they are not read again, in any slot."""
+        self.snapshot.read_slots(self.rows[rows], targets, is_last=is_last)
 
     def close(self) -> None:
         self.snapshot.close()

@@ -227,19 +227,12 @@ class Snapshot:
         if with_ids:
             self._ids.keep(rows)
 
-    def read(self, column: int, rows: npt.NDArray[Any], target: Bytes, *, is_last: bool) -> None:
-        """Copy rows of the id, column 0, or of a slot; after ``is_last`` they are not read again, in any slot."""
-        if column == 0:
-            self.read_ids(rows, target)
-        else:
-            self.read_slots(rows, {self.slots[column - 1].name: target}, is_last=is_last)
-
     def read_ids(self, rows: npt.NDArray[Any], target: Bytes) -> None:
         """Copy the ids of rows; as often as one likes."""
         self._ids.gather_into(rows, target)
 
     def read_slots(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
-        """Copy rows of some slots into a target each; after ``is_last`` they are not read again."""
+        """Copy rows of some slots into a target each; after ``is_last`` they are not read again, in any slot."""
         self._slots.read(rows, targets, is_last=is_last)
 
     def narrow(self, bits: Bytes) -> None:

@@ -215,5 +215,5 @@ def test_a_store_without_maps_is_asked_for_the_chosen_columns_alone(forge, monke
     monkeypatch.setattr(storage, "read", lambda *args: asked.append(args[1]) or read(*args))
     monkeypatch.setattr(part_reader, "_GAP_BYTES", 0)
     rows = part.batches[3].rows
-    assert list(reader.read(3)) == ["id", "sparse_step"]
+    assert list(reader.read(3)) == ["table", "id", "sparse_step"]
     assert sorted(asked) == [8, 2 * rows, 2 * rows, 8 * rows]

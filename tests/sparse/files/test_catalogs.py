@@ -10,10 +10,11 @@ from support.forge import Forge, filled, save_tables
 from support.spec_reader import counting
 from support.spec_writer import write_delta
 
+from recckpt.checkpoint.chain import OpenLink
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format.buckets import bucket_of
 from recckpt.output_dir.at_path import read_checkpoint
-from recckpt.sparse.files.catalogs import IdSet, read_catalogs
+from recckpt.sparse.files.catalogs import IdSet
 
 ROWS = {2: (2.5, 2.5), 9: (9, 9)}
 IDS = st.sets(st.integers(-20, 20) | st.sampled_from([-(2**63), 2**63 - 1]))
@@ -29,7 +30,7 @@ def base(local):
 
 
 def catalogs(storage):
-    return read_catalogs(read_checkpoint(storage, "ckpt_2"), storage)
+    return OpenLink.of(storage, read_checkpoint(storage, "ckpt_2")).catalogs
 
 
 def test_the_catalogs_of_a_delta_hold_its_rows_and_its_deletes(local, base):

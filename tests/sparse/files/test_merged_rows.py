@@ -17,7 +17,7 @@ from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.format.catalog import Catalog, Part
 from recckpt.format.tables import DeltaRows, TableEntry
 from recckpt.sparse.files.arrow_format import column_values
-from recckpt.sparse.files.merged_rows import merged_range, merged_rows
+from recckpt.sparse.files.merged_rows import in_arrow, merged_range, merged_rows
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.files.part_writer import ColumnBytes, PartWriter, RowBatch
 from recckpt.sparse.files.table_reader import TableReader
@@ -134,10 +134,10 @@ def test_the_rows_of_a_chain_are_those_of_a_dict_in_one_go_and_range_by_range(
     if chain:
         assert rows_in(list(merged_rows(chain, budget_bytes))) == model
         reused = merged_range(chain, (0, N_BUCKETS), budget_bytes, lambda piece, rows: None, is_reused=True)
-        copies = [pa.ipc.read_record_batch(batch.serialize(), batch.schema) for batch in reused]
+        copies = [pa.ipc.read_record_batch(batch.serialize(), batch.schema) for batch in map(in_arrow, reused)]
         assert rows_in(copies) == model
         ranges = pairwise(sorted({0, *borders, N_BUCKETS}))
-        found = [merged_range(chain, buckets, budget_bytes, lambda piece, rows: None) for buckets in ranges]
+        found = [map(in_arrow, merged_range(chain, buckets, budget_bytes)) for buckets in ranges]
         assert rows_in([batch for batches in found for batch in batches]) == model
 
 
@@ -218,8 +218,8 @@ def long_chain(writer, n_rows=20_000, n_links=30, slots=SLOTS) -> tuple[list[Tab
 
 def test_every_batch_is_read_once_and_again_only_where_a_border_cuts_it_that_is_not_mapped(writer, local, monkeypatch):
     chain, model = long_chain(writer)
-    n_reads, read = Counter(), PartReader.values
-    monkeypatch.setattr(PartReader, "values", lambda self, *n: (n_reads.update([(self.path, n[0])]), read(self, *n))[1])
+    n_reads, read = Counter(), PartReader.read
+    monkeypatch.setattr(PartReader, "read", lambda self, *n: (n_reads.update([(self.path, n[0])]), read(self, *n))[1])
     assert rows_in(list(merged_rows(chain, 1 << 30))) == model
     assert {*n_reads.values()} == {1}
     n_batches = len(n_reads)

@@ -35,6 +35,11 @@ def evenly(n_ranks, tables=("t",)):
     return LinkRequests([dict.fromkeys(tables, request(gen_slice(rank, n_ranks))) for rank in range(n_ranks)])
 
 
+def dealt(requests, parts, shard=0):
+    """Return the batches that are dealt, by file and number."""
+    return {(batch.part.file, batch.number): batch for batch in requests.deal(parts, shard)}
+
+
 def part_of(n_batches, *, table="t", file="p", buckets=(0, N_BUCKETS), rows=50):
     """Return a part whose batches have equal ranges of buckets, one after the other."""
     edges = np.linspace(*buckets, n_batches + 1).astype(int).tolist()
@@ -46,17 +51,18 @@ def part_of(n_batches, *, table="t", file="p", buckets=(0, N_BUCKETS), rows=50):
 def test_ranks_as_of_the_save_read_their_own_batches_and_nobody_else_needs_one(n_ranks):
     for shard in range(n_ranks):
         own = gen_slice(shard, n_ranks)
-        turns = evenly(n_ranks).deal([part_of(7, buckets=own.buckets)], shard)
-        assert {turn.reader for turn in turns.values()} == {shard}
-        assert all(turn.shares == {shard: pytest.approx(1.0)} for turn in turns.values())
+        batches = list(evenly(n_ranks).deal([part_of(7, buckets=own.buckets)], shard))
+        assert len(batches) == 7
+        assert {batch.reader for batch in batches} == {shard}
+        assert not any(batch.sent for batch in batches)
 
 
 def test_a_batch_goes_to_the_rank_that_owns_most_of_it():
-    turns = evenly(2).deal([part_of(3)], 0)
-    assert [turns["p", number].reader for number in (0, 2)] == [0, 1]
-    assert turns["p", 1].shares == {0: pytest.approx(0.5, abs=0.01), 1: pytest.approx(0.5, abs=0.01)}
+    first, between, last = evenly(2).deal([part_of(3)], 0)
+    assert (first.reader, last.reader) == (0, 1)
+    assert between.sent == {1 - between.reader: pytest.approx(between.n_bytes / 2, rel=0.02)}
     almost = LinkRequests([{"t": request(Slice(0, 100))}, {"t": request(Slice(100, N_BUCKETS))}])
-    assert almost.deal([part_of(1)], 0)["p", 0].reader == 1
+    assert next(almost.deal([part_of(1)], 0)).reader == 1
 
 
 @given(
@@ -66,13 +72,12 @@ def test_a_batch_goes_to_the_rank_that_owns_most_of_it():
 )
 def test_each_rank_reads_of_a_shard_what_it_owns_give_or_take_the_largest_batches(n_ranks, parts, shard):
     some = [part_of(n, rows=rows, file=f"p{at}") for at, (n, rows) in enumerate(parts)]
-    turns = evenly(n_ranks).deal(some, shard)
-    assert len(turns) == sum(len(part.batches) for part in some)
+    batches = list(evenly(n_ranks).deal(some, shard))
+    assert len(batches) == sum(len(part.batches) for part in some)
     read, largest = Counter(), max(rows for _, rows in parts) * ROW_BYTES
-    for part in some:
-        for number, batch in enumerate(part.batches):
-            assert turns[part.file, number].reader in turns[part.file, number].shares
-            read[turns[part.file, number].reader] += batch.rows * ROW_BYTES
+    for batch in batches:
+        assert batch.n_bytes == batch.part.batches[batch.number].rows * ROW_BYTES
+        read[batch.reader] += batch.n_bytes
     owned = sum(read.values()) / n_ranks
     assert all(abs(read[rank] - owned) <= 2 * largest + n_ranks for rank in range(n_ranks))
 
@@ -80,24 +85,25 @@ def test_each_rank_reads_of_a_shard_what_it_owns_give_or_take_the_largest_batche
 def test_small_tables_of_one_batch_each_are_spread_over_the_ranks_and_shards_begin_with_different_ones():
     names = [f"t{number}" for number in range(200)]
     parts = [part_of(1, table=name, file=name) for name in names]
-    turns = evenly(4, names).deal(parts, 0)
-    assert Counter(turn.reader for turn in turns.values()) == dict.fromkeys(range(4), 50)
-    readers = [evenly(4).deal([part_of(1)], shard)["p", 0].reader for shard in range(4)]
+    assert Counter(batch.reader for batch in evenly(4, names).deal(parts, 0)) == dict.fromkeys(range(4), 50)
+    readers = [next(evenly(4).deal([part_of(1)], shard)).reader for shard in range(4)]
     assert sorted(readers) == [0, 1, 2, 3]
 
 
 def test_nobody_reads_what_nobody_takes_and_others_do_not_read_for_a_rank_alone():
     requests = LinkRequests([{"t": request()}, {"t": request(gen_slice(0, 2)), "u": request(EVERYTHING)}, {}])
-    turns = requests.deal([part_of(4), part_of(1, table="u", file="u"), part_of(1, table="v", file="v")], 0)
-    assert {turn.reader for turn in turns.values()} == {1}
-    assert turns.keys() == {("p", 0), ("p", 1), ("u", 0)}
+    batches = dealt(requests, [part_of(4), part_of(1, table="u", file="u"), part_of(1, table="v", file="v")])
+    assert {batch.reader for batch in batches.values()} == {1}
+    assert batches.keys() == {("p", 0), ("p", 1), ("u", 0)}
 
 
 def test_a_rank_that_fills_two_tables_from_one_needs_what_both_need():
-    first = TableRequest(frozenset({"a"}), 10, (gen_slice(0, 4),))
-    second = TableRequest(frozenset({"b"}), 12, (gen_slice(1, 4),))
-    assert first | second == TableRequest(frozenset({"a", "b"}), 12, (gen_slice(0, 4), gen_slice(1, 4)))
-    assert (first | second | second).owned == (gen_slice(0, 4), gen_slice(1, 4))
+    both = TableRequest(frozenset({"a", "b"}), 12, (gen_slice(0, 4), gen_slice(1, 4)))
+    other = TableRequest(frozenset({"c"}), 10, (gen_slice(1, 2),))
+    batches = dealt(LinkRequests([{"t": both}, {"t": other}]), [part_of(4)])
+    assert [batches["p", number].reader for number in range(4)] == [0, 0, 1, 1]
+    assert [batches["p", number].columns for number in (0, 3)] == [both.columns, other.columns]
+    assert batches["p", 0].n_bytes == 50 * 12
 
 
 @given(
@@ -159,10 +165,10 @@ def test_a_batch_of_ids_of_a_block_is_of_its_rank_and_one_of_ids_beyond_of_all()
 def test_a_batch_goes_to_the_rank_whose_rows_meet_its_ids():
     requests = LinkRequests([{"t": request(IdSpan.of_rows(first, first + 50, 100))} for first in (0, 50)])
     batches = (Batch("t", 9, (0, N_BUCKETS), ids, {}) for ids in ((0, 49), (50, 99), (10, 99), (-5, -3), (100, 2**62)))
-    turns = requests.deal([Part("p", 1, 0, ("t",), tuple(batches))], 0)
-    assert [turns["p", number].reader for number in range(5)] == [0, 1, 1, 0, 1]
-    assert [sorted(turns["p", number].shares) for number in range(5)] == [[0], [1], [0, 1], [0], [1]]
-    assert turns["p", 2].shares == {0: pytest.approx(40 / 90), 1: pytest.approx(50 / 90)}
+    found = list(requests.deal([Part("p", 1, 0, ("t",), tuple(batches))], 0))
+    assert [batch.reader for batch in found] == [0, 1, 1, 0, 1]
+    assert [sorted(batch.sent) for batch in found] == [[], [], [0], [], []]
+    assert found[2].sent == {0: pytest.approx(found[2].n_bytes * 40 / 90, abs=1)}
 
 
 N_ROWS = 40  # of a live table
@@ -205,13 +211,13 @@ def batches_of(ids, n_rows):
 def test_each_batch_is_read_by_one_rank_and_each_rank_gets_what_it_owns_once(ownership, ids, n_rows, shard):
     requests = LinkRequests([{"t": request(*owned)} if owned else {} for owned in ownership])
     batches, pieces = batches_of(ids, n_rows)
-    turns = requests.deal([Part("p", 1, 0, ("t",), tuple(batches))], shard)
+    found = dealt(requests, [Part("p", 1, 0, ("t",), tuple(batches))], shard)
     received = {rank: [] for rank in range(len(ownership))}
     for number, piece in enumerate(pieces):
-        if ("p", number) in turns:
-            turn = turns["p", number]
-            assert turn.reader in turn.shares
-            for rank, positions in requests.owners["t"].of(piece, turn.shares):
+        if ("p", number) in found:
+            batch = found["p", number]
+            assert batch.reader not in batch.sent
+            for rank, positions in requests.owners["t"].of(piece, (batch.reader, *batch.sent)):
                 received[rank] += piece[positions].tolist()
     for rank, owned in enumerate(ownership):
         is_own = np.zeros(len(ids), np.bool_)

@@ -223,7 +223,7 @@ def test_the_golden_part_is_read_by_its_checksums():
     part = Part(GOLDEN.name, GOLDEN.stat().st_size, FRAME, ("item", "ü/user"), batches)
     reader = PartReader(open_storage(str(GOLDEN.parent.parent)), GOLDEN.parent.name, part, SLOTS)
     for number, ids in enumerate((ITEM, USER)):
-        found, n_rows = reader.read(number), len(ids)
+        found, n_rows = reader.arrays(number, reader.read(number)), len(ids)
         assert found[ID].to_pylist() == ids
         values = {spec.name: column_values(found[spec.name], spec) for spec in SLOTS}
         assert values["embedding"].tolist() == np.arange(n_rows * 2).reshape(n_rows, 2).tolist()

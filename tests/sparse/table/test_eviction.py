@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from support.drawn import drawn
+from support.sources import read_column
 from support.sweeps import mostly_slow
 
 from recckpt import CheckpointManager, CheckpointReader, Saver
@@ -164,7 +165,7 @@ def counts_in(snapshot):
     targets = [np.empty(snapshot.n_rows * spec.row_bytes, np.uint8) for spec in snapshot.slots]
     ids = np.empty(snapshot.n_rows, np.int64)
     for column, target in enumerate((ids.view(np.uint8), *targets)):
-        snapshot.read(column, np.arange(snapshot.n_rows), target, is_last=column == len(targets))
+        read_column(snapshot, column, np.arange(snapshot.n_rows), target, is_last=column == len(targets))
     names = [spec.name for spec in snapshot.slots]
     return dict(zip(ids.tolist(), targets[names.index("count")].view(np.int64).tolist(), strict=True))
 

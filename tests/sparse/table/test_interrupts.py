@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.paths import PYTHONPATH, SUPPORT
 from support.raising import CallingAt, RaisingAt
+from support.sources import read_column
 from support.sweeps import SWEEP_STRIDE, mostly_slow
 
 from recckpt.sparse import HashTable, Normal
@@ -174,8 +175,12 @@ def check_snapshot(snapshot, expected, where):
     )
     try:
         for column, some in enumerate((ids, *values)):
-            snapshot.read(
-                column, np.arange(snapshot.n_rows), some.reshape(-1).view(np.uint8), is_last=column == len(values)
+            read_column(
+                snapshot,
+                column,
+                np.arange(snapshot.n_rows),
+                some.reshape(-1).view(np.uint8),
+                is_last=column == len(values),
             )
     except MemoryError:
         return

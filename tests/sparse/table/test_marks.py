@@ -9,12 +9,13 @@ import pytest
 import torch
 from support.forge import written_parts
 from support.raising import RaisingAt
+from support.sources import read_column
 from support.sweeps import SWEEP_STRIDE
 
 from recckpt import Saver
 from recckpt.save.job import SparseSaver
 from recckpt.sparse import HashTable
-from recckpt.sparse.files.arrow_format import ID, column_buffer
+from recckpt.sparse.files.arrow_format import ID
 from recckpt.sparse.files.part_reader import PartReader
 from recckpt.sparse.table.marks import DeltaSource
 from recckpt.sparse.table.snapshot import Snapshot
@@ -45,7 +46,7 @@ def upserts(source: DeltaSource | Snapshot) -> dict[int, float]:
     ids, embeddings, marks = np.empty(len(rows), np.int64), np.empty((len(rows), 2), np.float32), np.empty_like(rows)
     targets = ids.view(np.uint8), embeddings.reshape(-1).view(np.uint8), marks.view(np.uint8)[: 4 * len(rows)]
     for column, target in enumerate(targets):
-        source.read(column, rows, target, is_last=column == len(targets) - 1)
+        read_column(source, column, rows, target, is_last=column == len(targets) - 1)
     return dict(zip(ids.tolist(), embeddings[:, 0].tolist(), strict=True))
 
 
@@ -179,7 +180,7 @@ def test_the_saver_writes_a_delta_like_a_table(memory_url):
     for part in catalog.parts:
         reader = PartReader(storage, "d", part, source.slots)
         for number in range(len(part.batches)):
-            found += np.frombuffer(column_buffer(reader.read(number)[ID]), np.int64).tolist()
+            found += np.frombuffer(reader.read(number)[ID], np.int64).tolist()
     assert sorted(found) == sorted(changed)
 
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from support.sources import read_column
 from support.stepped import Counting
 from support.sweeps import SWEEP_STRIDE
 
@@ -53,7 +54,7 @@ class Reading:
         rows, ids = self._rows[begin:end], np.empty(end - begin, np.int64)
         slots = [np.empty((len(rows), spec.row_bytes // 4), np.float32) for spec in self.source.slots]
         for column, some in enumerate((ids, *slots)):
-            self.source.read(column, rows, some.reshape(-1).view(np.uint8), is_last=column == len(slots))
+            read_column(self.source, column, rows, some.reshape(-1).view(np.uint8), is_last=column == len(slots))
         assert self._repeats.find(ids) is None
         values = np.concatenate(slots, axis=1).tolist()
         self.shard.upserts |= {int(i): tuple(row) for i, row in zip(ids, values, strict=True)}

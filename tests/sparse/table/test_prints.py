@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sources import read_column
 
 from recckpt.errors import MissedRowsError
 from recckpt.live.attached import AttachedTable
@@ -173,7 +174,7 @@ def written_rows(source):
     """Read a source as a save does, and return its rows."""
     rows = np.arange(source.n_rows)
     target = np.empty(source.n_rows * 16, np.uint8)
-    source.read(1, rows, target, is_last=True)
+    read_column(source, 1, rows, target, is_last=True)
     return source.ids.gather(rows).tolist(), target.view(np.float32).reshape(-1, 4)
 
 

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from support.sources import read_column
 
 from recckpt.sparse.table import column as column_module
 from recckpt.sparse.table import rows as rows_module
@@ -142,7 +143,7 @@ def test_a_snapshot_is_of_its_moment_though_the_memory_of_its_rows_has_gone_back
     insert(store, np.arange(5000, 6000))
     ids, embeddings, twice = np.empty(1000, np.int64), np.empty((1000, 2), np.float32), np.empty(1000, np.float32)
     for column, some in enumerate((ids, embeddings, twice)):
-        snapshot.read(column, np.arange(1000), some.reshape(-1).view(np.uint8), is_last=column == 2)
+        read_column(snapshot, column, np.arange(1000), some.reshape(-1).view(np.uint8), is_last=column == 2)
     assert sorted(ids.tolist()) == [*range(1000)]
     assert (embeddings[:, 1] == ids).all()
     assert (twice == 2 * ids).all()

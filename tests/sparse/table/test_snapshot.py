@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from support.sources import read_column
 from support.sweeps import mostly_slow
 
 from recckpt.sparse import HashTable
@@ -38,7 +39,7 @@ def read(snapshot: Snapshot, rows: np.ndarray) -> dict[int, tuple]:
     ids = np.empty(len(rows), np.int64)
     embedding, moment = np.empty((len(rows), dim), np.float32), np.empty(len(rows), np.float32)
     for column, array in enumerate((ids, embedding, moment)):
-        snapshot.read(column, rows, array.view(np.uint8).reshape(-1), is_last=column == 2)
+        read_column(snapshot, column, rows, array.view(np.uint8).reshape(-1), is_last=column == 2)
     return {int(i): (e.tobytes(), float(m)) for i, e, m in zip(ids, embedding, moment, strict=True)}
 
 
@@ -220,8 +221,8 @@ def test_tables_of_any_size_and_dtype_have_snapshots(n_rows, dtype):
     table.insert(torch.arange(n_rows + 3), torch.full((n_rows + 3, 2, 1), 9, dtype=dtype))
     table.erase(torch.arange(0, n_rows, 2))
     ids, values = np.empty(n_rows, np.int64), torch.empty(n_rows, 2, 1, dtype=dtype)
-    snapshot.read(0, np.arange(n_rows), ids.view(np.uint8), is_last=False)
-    snapshot.read(1, np.arange(n_rows), values.view(torch.uint8).numpy().reshape(-1), is_last=True)
+    read_column(snapshot, 0, np.arange(n_rows), ids.view(np.uint8), is_last=False)
+    read_column(snapshot, 1, np.arange(n_rows), values.view(torch.uint8).numpy().reshape(-1), is_last=True)
     assert ids.tolist() == list(range(n_rows))
     assert (values == 5).all()
 

@@ -31,7 +31,7 @@ from recckpt.policies.row_filter import RowFilter
 from recckpt.save.job import SparseSaver
 from recckpt.sparse import Constant, HashTable, Normal
 from recckpt.sparse.files.arrow_format import ID, column_buffer, column_values
-from recckpt.sparse.files.filler import TableLoad
+from recckpt.sparse.files.filler import Filler
 from recckpt.sparse.files.link_pass import LinkLoad
 from recckpt.sparse.files.loader import load_tables
 from recckpt.sparse.files.part_reader import LinkBatches, PartReader
@@ -74,7 +74,7 @@ class Saving:
         for part in self.parts:
             reader = PartReader(self._storage, self._directory, part, self.entry.slots)
             for number, batch in enumerate(part.batches):
-                columns = reader.read(number)
+                columns = reader.arrays(number, reader.read(number))
                 some = np.frombuffer(column_buffer(columns[ID]), np.int64)
                 ids += some.tolist()
                 found |= rows_as_dict(some, {s.name: column_values(columns[s.name], s) for s in self.entry.slots})
@@ -93,9 +93,9 @@ class Saving:
 
     def as_load(self, table: HashTable, clear: bool) -> LinkLoad:
         slots = {spec.name: spec.name for spec in self.entry.slots}
-        load = TableLoad(target_of(table), self.entry, slots, True, clear, RowFilter(), False, Ages())
-        batches = LinkBatches(self._storage, self._directory, {load.entry.name}, {0: self.parts})
-        return LinkLoad((0, 0), [load], batches)
+        filler = Filler(target_of(table), self.entry, slots, True, clear, RowFilter(), False, Ages())
+        batches = LinkBatches(self._storage, self._directory, {filler.entry.name}, {0: self.parts})
+        return LinkLoad((0, 0), [filler], batches)
 
     def _save(self, saver: SparseSaver) -> None:
         self.parts = written_parts(saver, [self.snapshot], self._storage, self._directory).parts
