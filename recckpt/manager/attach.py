@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -20,9 +20,11 @@ from recckpt.dense.optimizers import groups_of, has_values, layers, scheduled_by
 from recckpt.dense.registered import extra_registry, io_registry
 from recckpt.live import live_tables
 from recckpt.live.tables import NO_TABLES, LiveTableOptions, LiveTables
+from recckpt.manager.guests import Candidates, OwnCheckpoints, SideSaves
 from recckpt.manager.options import ManagerOptions
 from recckpt.parallel.ranks import this_rank
 from recckpt.policies.options import Near
+from recckpt.policies.when import Moment, When
 from recckpt.save import arguments
 from recckpt.saver import Saver
 from recckpt.sparse.optim.joint import JointOptimizer
@@ -108,6 +110,25 @@ def attached(
         how = ", ".join(_how({**saver.keywords, **manager.keywords}))
         log.info("%s: saves %s; %s", made.output_dir, what, how)
     return run
+
+
+def guests_of(
+    saver: Saver, regular: When, begin: Moment, is_first: Callable[[], bool]
+) -> tuple[Sequence[SideSaves], Candidates]:
+    """Return what the manager of a saver makes beside its checkpoints, and what its run may start from.
+
+    Args:
+        saver: which near saves it makes, if any.
+        regular: when checkpoints are made.
+        begin: where the run begins.
+        is_first: whether this is the rank that logs.
+    """
+    saves = saver.near_saves
+    if saves is None:
+        return (), OwnCheckpoints()
+    from recckpt.near.steps import NearSteps  # a guest, which is imported once it is asked for
+
+    return [NearSteps(saves, regular, begin, is_first)], saves.tier.finder
 
 
 def _saved(

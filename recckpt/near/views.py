@@ -12,7 +12,7 @@ from recckpt.format import layout, near_seal
 from recckpt.format.near_seal import NearList
 from recckpt.near.near_dir import HostSeen, NearDir, Sealed
 from recckpt.output_dir.claims import last_takeover
-from recckpt.output_dir.listing import Checkpoint, Listing, chained
+from recckpt.output_dir.listing import Checkpoint, Listing, chained, in_order
 from recckpt.policies.options import Near
 from recckpt.storage import Storage
 
@@ -93,21 +93,7 @@ def counting(saves: Iterable[Checkpoint], listing: Listing, near_list: NearList)
     # Rule *epoch_rule*: what an overtaken writer seals afterwards is not named.
     whole = [save for save in saves if near_list.counts(save.manifest.save_id)]
     # Rules *base_by_save_id* and *parent_is_name*: what it stands on is found as that of a delta is.
-    return _newest_first(c for c in chained([*listing.committed, *whole], listing.damaged)[0] if c.near_dir is not None)
-
-
-def merged(checkpoints: Sequence[Checkpoint], saves: Iterable[Checkpoint]) -> list[Checkpoint]:
-    """Return checkpoints and near saves in one order, newest first (rules *one_order* and *order_by_cut*)."""
-    together, rest = list[Checkpoint](), list(checkpoints)
-    for save in _newest_first(saves):
-        while rest and rest[0].manifest.order > save.manifest.order:
-            together.append(rest.pop(0))
-        together.append(save)
-    return [*together, *rest]
-
-
-def _newest_first(saves: Iterable[Checkpoint]) -> list[Checkpoint]:
-    return sorted(saves, key=lambda save: save.manifest.order, reverse=True)
+    return in_order(c for c in chained([*listing.committed, *whole], listing.damaged)[0] if c.near_dir is not None)
 
 
 @dataclass(frozen=True)
