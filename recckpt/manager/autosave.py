@@ -9,19 +9,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 from torch.optim import Optimizer
 
 from recckpt.dense.optimizers import groups_of, updater
 from recckpt.errors import RecckptError, SaveFailedError
 from recckpt.format.manifest import Manifest, StateValue
-from recckpt.manager.guests import SideSaves
 from recckpt.manager.options import ManagerOptions, Metrics, State, as_state, check_step, checked_event_time
 from recckpt.manager.run_state import Run
 from recckpt.manager.signals import SignalWatch, goes_on, most_urgent
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.schedule import Agreed, Kind, SaveCounts, Schedule, Trigger
-from recckpt.policies.when import Ends, When
+from recckpt.policies.when import Ends, Moment, When
 from recckpt.save.arguments import tables_in
 from recckpt.save.background import SaveHandle, settle_on_all
 from recckpt.save.save_info import SaveInfo
@@ -83,6 +83,32 @@ class GradientWindow:
             return False
         groups = (group for optimizer in optimizers for group in groups_of(optimizer))
         return any(parameter.grad is not None for group in groups for parameter in group["params"])
+
+
+class SideSaves(Protocol):
+    """Saves that steps make beside checkpoints, such as near saves. Collective; not thread-safe."""
+
+    def start(self, begin: Moment) -> None:
+        """Begin to count from where the run is, as after a restore."""
+
+    def see(self, now: Moment) -> None:
+        """Take note of the first event time that is known, and of one that was set back."""
+
+    def is_due(self, now: Moment, agreed: Agreed, is_window_open: Callable[[], bool], *, has_saved: bool) -> bool:
+        """Say whether to make one now: a checkpoint takes its place, and it waits while gradients wait."""
+
+    def begin(self, ranks: Ranks, step: int, state: State) -> Kind | None:
+        """Begin one; return the kind of checkpoint to make in its place, where there is nothing yet that it stands on.
+
+        Raises:
+            WriterFencedError: another process has taken the output dir over.
+        """
+
+    def has_restored_newest(self, ranks: Ranks, order: tuple[int, int] | None) -> bool:
+        """Say whether a run that makes these has restored one of this order, which is still the newest there."""
+
+    def counted(self, counts: SaveCounts) -> SaveCounts:
+        """Return the counts with those of these saves."""
 
 
 class Autosave:

@@ -26,10 +26,10 @@ from recckpt.load.report import LoadPlan, LoadReport
 from recckpt.load.serving import Taken
 from recckpt.load.source import KnownDamage, LocatedBank, LocatedCheckpoint, damaged_link, locate_bank, locate_given
 from recckpt.manager.autosave import Autosave
-from recckpt.manager.guests import Candidates
 from recckpt.manager.run_state import Run
+from recckpt.output_dir.candidates import CandidateFinder, merged
 from recckpt.output_dir.index_file import warn_of_index
-from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints, locate, merged, newest_first, usable
+from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints, locate, newest_first, usable
 from recckpt.output_dir.open_files import first_whole
 from recckpt.parallel.one_process import OneProcess
 from recckpt.parallel.ranks import Ranks
@@ -73,7 +73,12 @@ class Restorer:
     """Loads checkpoints into a run. Collective where there are several ranks; not thread-safe."""
 
     def __init__(
-        self, loader: Loader, run: Run, ranks: Callable[[], Ranks], keep: Callable[[], object], candidates: Candidates
+        self,
+        loader: Loader,
+        run: Run,
+        ranks: Callable[[], Ranks],
+        keep: Callable[[], object],
+        candidates: CandidateFinder,
     ) -> None:
         self._loader, self._run, self._ranks_now, self._keep, self._candidates = loader, run, ranks, keep, candidates
         self._resumed_with_bank = ""  # save_id of the own checkpoint, until it is asked for

@@ -15,8 +15,9 @@ from recckpt.near.bringing import Bringing, Place, WholeFiles, lacking, whole_fi
 from recckpt.near.moving import move
 from recckpt.near.near_dir import NearDir, NotedHost
 from recckpt.near.views import HostView, SeenSave, complete, counting, look_together, seen
+from recckpt.output_dir.candidates import CandidateFinder, Needed, Usable, merged
 from recckpt.output_dir.claims import last_takeover
-from recckpt.output_dir.listing import Checkpoint, Listing, merged
+from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.notes import one_of_the_hosts
 from recckpt.parallel.ranks import Ranks
 from recckpt.storage import Storage
@@ -26,8 +27,6 @@ log = logging.getLogger("recckpt")
 _VOID = "it does not count any more: since it was made ids were forgotten, or another process took the output dir over"
 _NO_BASE = "the checkpoint that it stands on is damaged or gone, or cannot be read"
 _LOOKS = 3  # where what was listed is gone when it is read
-Usable = Callable[[], tuple[Listing, Sequence[Checkpoint]]]
-Needed = Callable[[Checkpoint], frozenset[str]]
 _T = TypeVar("_T")
 
 
@@ -55,8 +54,8 @@ def skipped(
     return saves
 
 
-class NearFinder:
-    """Finds what a restore may take, as :class:`recckpt.manager.guests.Candidates`. Collective; not thread-safe.
+class NearFinder(CandidateFinder):
+    """Finds what a restore may take, near saves among it. Collective; not thread-safe.
 
     Args:
         dir: the near saves on this host.
@@ -74,20 +73,11 @@ class NearFinder:
         self._logged = set[str]()  # directories of those that the log has named
 
     def find(self, ranks: Ranks, bank: Callable[[], _T], usable: Usable, needed: Needed) -> tuple[_T, list[Checkpoint]]:
-        """Return the bank of rank 0, and what may be restored: checkpoints and near saves, newest first.
+        """Return what may be restored: checkpoints and near saves, newest first; arguments as of the base.
 
         Each byte of the first is read, if it is a near save (rule *verify_before_choice*), and what other hosts have of
         it is brought to those that need it. Where something that was listed is gone, all is listed once more (rule
         *relist_when_gone*).
-
-        Args:
-            ranks: those that restore.
-            bank: locates it; for rank 0.
-            usable: lists the output dir, and returns the checkpoints that can be used, too, newest first; for rank 0.
-            needed: the files of a near save that this rank reads.
-
-        Raises:
-            RecckptError: a rank failed, or is missing.
         """
         located = ranks.on_first(bank)
         for _ in range(_LOOKS):

@@ -11,8 +11,9 @@ from typing import Any
 from recckpt.format import layout, near_seal
 from recckpt.format.near_seal import NearList
 from recckpt.near.near_dir import HostSeen, NearDir, Sealed
+from recckpt.output_dir.candidates import in_order
 from recckpt.output_dir.claims import last_takeover
-from recckpt.output_dir.listing import Checkpoint, Listing, chained, in_order
+from recckpt.output_dir.listing import Checkpoint, Listing, chained
 from recckpt.policies.options import Near
 from recckpt.storage import Storage
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -421,21 +421,6 @@ def usable(storage: Storage, listing: Listing) -> list[Checkpoint]:
     if not listing.committed and listing.damaged:
         raise next(iter(listing.damaged.values()))
     return listing.current[::-1]
-
-
-def in_order(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
-    """Return checkpoints and near saves newest first, by epoch and cut."""
-    return sorted(checkpoints, key=lambda each: each.manifest.order, reverse=True)
-
-
-def merged(checkpoints: Sequence[Checkpoint], saves: Iterable[Checkpoint]) -> list[Checkpoint]:
-    """Return checkpoints, which stay in their order, and near saves in one, newest first."""
-    together, rest = list[Checkpoint](), list(checkpoints)
-    for save in in_order(saves):
-        while rest and rest[0].manifest.order > save.manifest.order:
-            together.append(rest.pop(0))
-        together.append(save)
-    return [*together, *rest]
 
 
 def newest(storage: Storage) -> Checkpoint:

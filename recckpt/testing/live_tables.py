@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from recckpt.checkpoint.read_again import problems
 from recckpt.errors import CheckpointExistsError, LiveTableError, StateMismatchError
 from recckpt.format.manifest import Manifest
-from recckpt.live.tables import LiveTables, live_tables
+from recckpt.live import LiveTables, live_tables
 from recckpt.output_dir.at_path import locate_path
 from recckpt.policies.deltas import Deltas
 from recckpt.saver import Saver

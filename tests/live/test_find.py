@@ -13,6 +13,7 @@ from support.thread_ranks import ThreadGroup, Wire, alone
 from torch import nn, optim
 from torch.nn.utils import parametrize
 
+from recckpt.adapters.torchrec import TORCHREC
 from recckpt.errors import LiveTableError
 from recckpt.live import live_tables
 from recckpt.live.find import find_tables
@@ -171,7 +172,7 @@ def test_ranks_that_choose_other_tables_are_refused_by_all():
     def work(rank):
         model = nn.ModuleDict({"sparse": collection()})
         with pytest.raises(LiveTableError) as refusal:
-            find_tables(model, [], alone(ThreadGroup(rank, wire)), min_rows=1 + rank, names={}, exclude=())
+            find_tables(model, [], alone(ThreadGroup(rank, wire)), [TORCHREC], min_rows=1 + rank, names={}, exclude=())
         return str(refusal.value)
 
     one, other = run_all(work, range(2), 2)

@@ -46,14 +46,14 @@ MISSED = {
     "order_by_cut": (
         tests.test_who_goes_back_and_trains_again_counts_by_cut_and_not_by_step,
         [
-            Plant("recckpt.output_dir.listing:in_order", "each.manifest.order", "each.manifest.step"),
+            Plant("recckpt.output_dir.candidates:in_order", "each.manifest.order", "each.manifest.step"),
         ],
     ),
     "one_order": (
         tests.test_a_newer_checkpoint_goes_before_an_older_near_save,
         [
             Plant(
-                "recckpt.output_dir.listing:merged",
+                "recckpt.output_dir.candidates:merged",
                 "while rest and rest[0].manifest.order > save.manifest.order",
                 "while False",
             ),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from recckpt.errors import LiveTableError
-from recckpt.live.attached import AttachedTable, LiveTarget
+from recckpt.live.attached import AttachedTable
 from recckpt.live.store import LiveStore
 from recckpt.sparse.files.owners import OwnedIds
 from recckpt.sparse.files.table_target import LoadTarget, OwnTarget, Values
@@ -229,10 +229,6 @@ class KeyedTarget(OwnTarget):
         return n_dropped
 
 
-def live_target(table: AttachedTable) -> LoadTarget:
-    return KeyedTarget(table) if isinstance(table, AttachedKeyedTable) else LiveTarget(table)
-
-
 def _rows_of(store: RowStore) -> tuple[Int64s, dict[str, Tensor]]:
     values = {name: column.to_tensor(len(store)) for name, column in store.columns.items()}
     return store.ids.to_tensor(len(store)).numpy(), values
@@ -241,14 +237,18 @@ def _rows_of(store: RowStore) -> tuple[Int64s, dict[str, Tensor]]:
 class AttachedKeyedTable(AttachedTable):
     """A keyed live table; arguments as of :class:`AttachedTable`."""
 
+    is_by_id = True
     live: KeyedLiveTable
 
     def __init__(
         self, live: KeyedLiveTable, *, is_announced: bool = True, says_what_changes: bool = True, audit: int = 0
     ) -> None:
         super().__init__(live, is_announced=is_announced, says_what_changes=says_what_changes, audit=audit)
-        self._keyed = KeyedStore(live, self.rows)
+        self.most_ids, self._keyed = live.n_ids, KeyedStore(live, self.rows)
         self._is_as_loaded = False
+
+    def target(self) -> LoadTarget:
+        return KeyedTarget(self)
 
     @property
     def store(self) -> KeyedStore:

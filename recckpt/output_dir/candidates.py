@@ -1,0 +1,60 @@
+"""What a run may start from: the checkpoints of its output dir, and what guests have beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from recckpt.output_dir.listing import Checkpoint, Listing
+from recckpt.parallel.ranks import Ranks
+
+Usable = Callable[[], tuple[Listing, list[Checkpoint]]]
+Needed = Callable[[Checkpoint], frozenset[str]]
+_T = TypeVar("_T")
+
+
+class CandidateFinder:
+    """Finds what a run may start from, newest first: its checkpoints. A guest that has more to offer overrides it.
+
+    Collective; not thread-safe.
+
+    Attributes:
+        is_shared: whether only all ranks together can look, also for a plan.
+    """
+
+    is_shared = False
+
+    def find(self, ranks: Ranks, bank: Callable[[], _T], usable: Usable, needed: Needed) -> tuple[_T, list[Checkpoint]]:
+        """Return a bank, and what a run may start from.
+
+        Args:
+            ranks: those that restore.
+            bank: locates the bank; for rank 0.
+            usable: lists the output dir, and returns the checkpoints that can be used, too, newest first; for rank 0.
+            needed: the files of a candidate that this rank reads.
+
+        Raises:
+            RecckptError: a rank failed, or is missing.
+        """
+        return ranks.on_first(lambda: (bank(), usable()[1]))
+
+    def without_damage(
+        self, ranks: Ranks, before: Sequence[Checkpoint], left: Sequence[Checkpoint], needed: Needed
+    ) -> Sequence[Checkpoint]:
+        """Return what a run may start from of ``before``, of which ``left``, as of rank 0, needs nothing damaged."""
+        return left
+
+
+def in_order(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """Return checkpoints and near saves newest first, by epoch and cut."""
+    return sorted(checkpoints, key=lambda each: each.manifest.order, reverse=True)
+
+
+def merged(checkpoints: Sequence[Checkpoint], saves: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """Return checkpoints, which stay in their order, and near saves in one, newest first."""
+    together, rest = list[Checkpoint](), list(checkpoints)
+    for save in in_order(saves):
+        while rest and rest[0].manifest.order > save.manifest.order:
+            together.append(rest.pop(0))
+        together.append(save)
+    return [*together, *rest]
