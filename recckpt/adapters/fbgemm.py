@@ -256,14 +256,15 @@ class Kernel:
 
     Args:
         module: the kernel.
-        group: the parameter group from which its owner sets the learning rate at each step; None if it has no owner.
+        owner: of TorchRec, whose fused optimizer sets the learning rate at each step from its parameter group.
 
     Raises:
         LiveTableError: its tables cannot be saved by rows; says why.
     """
 
-    def __init__(self, module: Any, group: dict[str, Any] | None = None) -> None:
-        self.module, self._group = module, group
+    def __init__(self, module: Any, owner: Any = None) -> None:
+        self.module, self.owner = module, owner
+        self._group: Any = None if owner is None else next(iter(owner.fused_optimizer.param_groups))
         self.slots, self.reason = slots_and_reason(module)
         self.hooks = KernelHooks(module, is_proven=self.reason is None)
         self._split: tuple[tuple[int, ...], list[Mapping[str, Tensor]]] | None = None

@@ -119,31 +119,21 @@ def collections_of(model: nn.Module) -> Iterator[Collection]:
             yield Collection(module, unwrapped(name, wrappers), is_sharded, refusal, collisions)
 
 
-@dataclass(frozen=True)
-class Shard:
-    """Where the rows of a table are on a rank: in a kernel, under a number; ``owner`` has it, and its optimizer."""
-
-    kernel: Kernel
-    number: int
-    owner: Any
-
-
 class CollectionTable(FbgemmTable):
     """A table in a fused kernel that a collection owns, which loads it and its optimizer in ways of its own.
 
     Args:
         name, box, n_rows: as of FbgemmTable.
-        shard: where it is.
+        kernel, number: where it is on this rank.
         collection: whose state dict has the weights.
     """
 
-    def __init__(self, name: str, shard: Shard, box: Box, n_rows: int, collection: nn.Module) -> None:
-        super().__init__(name, shard.kernel, shard.number, box, n_rows)
-        self._shard = shard
+    def __init__(self, name: str, kernel: Kernel, number: int, box: Box, n_rows: int, *, collection: nn.Module) -> None:
+        super().__init__(name, kernel, number, box, n_rows)
         self._collection: Any = collection
 
     def attach(self, door: Door) -> Callable[[], object]:
-        hooks, owner = self._shard.kernel.hooks, self._shard.owner
+        hooks, owner = self._kernel.hooks, self._kernel.owner
         removers = [
             super().attach(door),
             self._collection.register_load_state_dict_pre_hook(WeakDoor(door).announce_all).remove,
@@ -160,7 +150,7 @@ class _Local:
     collection: Collection
     table: str
     part: RankPart
-    shard: Shard | None = None
+    shard: tuple[Kernel, int] | None = None  # a kernel, and the number of the table in it
     trainer: tuple[Optimizer | None, TorchRule | None] | None = None
 
     @property
@@ -269,7 +259,7 @@ def _locals(collection: Collection, optimizers: Sequence[Optimizer]) -> Iterator
                 yield _Local(collection, table, RankPart(n_rows, refusal=kernel))
             else:
                 part = _part(config, kernel, number, config_here)
-                yield _Local(collection, table, part, Shard(kernel, number, owner))
+                yield _Local(collection, table, part, (kernel, number))
 
 
 def _kernel(owner: Any, module: Any) -> Kernel | str:
@@ -279,7 +269,7 @@ def _kernel(owner: Any, module: Any) -> Kernel | str:
             "stash_weights=True"
         )
     try:
-        return Kernel(module, next(iter(owner.fused_optimizer.param_groups)))
+        return Kernel(module, owner)
     except LiveTableError as error:
         return str(error)
 
@@ -333,7 +323,7 @@ def _made(local: _Local, parts: Sequence[RankPart], name: str) -> FoundTable:
         marks, optimizer = "gradient", local.trainer[0]
         is_announced = optimizer is not None
     elif local.shard is not None:
-        live = CollectionTable(name, local.shard, _box(local.part, parts), n_rows, collection.module)
+        live = CollectionTable(name, *local.shard, _box(local.part, parts), n_rows, collection=collection.module)
     else:
         there = next(part for part in parts if part.slots)
         live = AbsentTable(name, there, replace(_box(there, parts), rows=(0, 0)))

@@ -69,10 +69,10 @@ def find_tables(
     reshard(model)
     options = f"min_rows={min_rows}, names={dict(sorted(names.items()))}, exclude={sorted(exclude)}"
     search = Search(model, optimizers_in(optimizers, model), ranks, exclude, options)
-    found: Sequence[Candidate] = list(_torch_tables(model, search.optimizers))
+    everything: Sequence[Candidate] = list(_torch_tables(model, search.optimizers))
     for finder in finders:
-        found = finder.candidates(search, found)
-    candidates, left = {candidate.path: candidate for candidate in found}, search.left
+        everything = finder.candidates(search, everything)
+    candidates, left = {candidate.path: candidate for candidate in everything}, search.left
     known = candidates.keys() | left.keys()
     tables, small, beside = list[FoundTable](), set[str](), set[str]()
     for path, candidate in candidates.items():

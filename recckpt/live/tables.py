@@ -97,22 +97,6 @@ class LiveTables(Mapping[str, AttachedTable]):
     def __len__(self) -> int:
         return len(self._tables)
 
-    @classmethod
-    def once(
-        cls, model: nn.Module, tables: Sequence[FoundTable], left: Mapping[str, str], ranks: Ranks, **options: Any
-    ) -> LiveTables:
-        """Return those of a model that there are already, else new ones; arguments as of this class.
-
-        Raises:
-            LiveTableError: those that there are are others; or some cannot be saved.
-        """
-        made = _made.get(id(model))
-        if made is not None and made.model is model:
-            made.check_same(tables)
-            return made
-        made = _made[id(model)] = cls(model, tables, left, ranks, **options)
-        return made
-
     @property
     def model(self) -> nn.Module | None:
         return None if self._model is None else self._model()
@@ -261,6 +245,22 @@ class LiveTableOptions(TypedDict, total=False):
     marks: str | Mapping[str, str]
     audit: int
     adapters: Sequence[LiveTable]
+
+
+def attached_once(
+    model: nn.Module, tables: Sequence[FoundTable], left: Mapping[str, str], ranks: Ranks, **options: Any
+) -> LiveTables:
+    """Return the live tables that a model has already, else new ones; arguments as of :class:`LiveTables`.
+
+    Raises:
+        LiveTableError: those that it has are others; or some cannot be saved.
+    """
+    made = _made.get(id(model))
+    if made is not None and made.model is model:
+        made.check_same(tables)
+        return made
+    made = _made[id(model)] = LiveTables(model, tables, left, ranks, **options)
+    return made
 
 
 def _attached_all(tables: Mapping[str, FoundTable], audit: int) -> dict[str, AttachedTable]:

@@ -20,7 +20,7 @@ from recckpt.dense.optimizers import groups_of, has_values, layers, scheduled_by
 from recckpt.dense.registered import extra_registry, io_registry
 from recckpt.live.attached import with_marks
 from recckpt.live.find import find_tables
-from recckpt.live.tables import NO_TABLES, LiveTableOptions, LiveTables, check_options
+from recckpt.live.tables import NO_TABLES, LiveTableOptions, LiveTables, attached_once, check_options
 from recckpt.manager.autosave import SideSaves
 from recckpt.manager.options import ManagerOptions
 from recckpt.output_dir.candidates import CandidateFinder
@@ -104,7 +104,7 @@ def live_tables(
     listed = check_options(model, optimizers, names=names, audit=audit, **options)
     ranks = RanksNow(DEFAULT_TIMEOUT_SEC).of(None, None)
     found, left = find_tables(model, listed, ranks, [TORCHREC], names=dict(names or {}), **options)
-    return LiveTables.once(model, with_marks(found, marks), left, ranks, audit=audit, optimizers=listed)
+    return attached_once(model, with_marks(found, marks), left, ranks, audit=audit, optimizers=listed)
 
 
 def attached(
