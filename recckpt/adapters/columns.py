@@ -203,6 +203,8 @@ class ColumnRows(RowsInParts):
         changed: returns a bit a row of the snapshot, 1 for those of a delta; None where all rows are saved.
     """
 
+    join = staticmethod(join_columns)
+
     def __init__(self, snapshot: Snapshot, box: Box, changed: Callable[[], Bytes] | None = None) -> None:
         self.name, self.box, self.parts = snapshot.name, box, snapshot.slots
         self.slots = tuple(whole_spec(spec, box) for spec in snapshot.slots)
@@ -212,15 +214,12 @@ class ColumnRows(RowsInParts):
         self._joining: tuple[Int64s | None, Mapping[str, Bytes]] | None = None
         self._whole: StillTable | None = None
 
-    join = staticmethod(join_columns)
-
     @property
     def is_delta(self) -> bool:
         """Whether some of the rows are saved."""
         return self._changed is not None
 
     def since(self, changed: Callable[[], Bytes]) -> ColumnRows:
-        """Return what has changed by then, on any rank that has columns of it; ``changed`` is as of the constructor."""
         return ColumnRows(self._snapshot, self.box, changed)
 
     def share_of(self, n_changed: int) -> int:

@@ -261,9 +261,6 @@ class AverageSnapshot(Snapshot):
     def read_ids(self, rows: npt.NDArray[Any], target: Bytes) -> None:
         self._rows.read_ids(rows, target)
 
-    def peek(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes]) -> None:
-        self._read(rows, targets, is_last=False)
-
     def narrow(self, bits: Bytes) -> None:
         self._rows.narrow(bits)
 

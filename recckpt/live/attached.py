@@ -198,11 +198,10 @@ class AttachedTable:
             self.live.look()
 
     def source(self, rows: Snapshot) -> TableSource:
-        """Return what a save writes of rows that were taken."""
+        """Return what a save writes of the rows that it has taken."""
         return rows
 
     def target(self) -> LoadTarget:
-        """Return what a load fills it by."""
         return LiveTarget(self)
 
     @property

@@ -160,13 +160,9 @@ def attached(
 def guests_of(
     saver: Saver, regular: When, begin: Moment, is_first: Callable[[], bool]
 ) -> tuple[Sequence[SideSaves], CandidateFinder]:
-    """Return what the manager of a saver makes beside its checkpoints, and what its run may start from.
+    """Return what a manager makes beside checkpoints, which are made when ``regular`` says, and what it may restore.
 
-    Args:
-        saver: which near saves it makes, if any.
-        regular: when checkpoints are made.
-        begin: where the run begins.
-        is_first: whether this is the rank that logs.
+    The run begins at ``begin``; ``is_first`` says whether this is the rank that logs.
     """
     saves = saver.near_saves
     if saves is None:

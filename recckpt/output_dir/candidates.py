@@ -17,24 +17,18 @@ class CandidateFinder:
     """Finds what a run may start from, newest first: its checkpoints. A guest that has more to offer overrides it.
 
     Collective; not thread-safe.
-
-    Attributes:
-        is_shared: whether only all ranks together can look, also for a plan.
     """
 
-    is_shared = False
+    is_shared = False  # whether all ranks look together, also for a plan
 
     def find(self, ranks: Ranks, bank: Callable[[], _T], usable: Usable, needed: Needed) -> tuple[_T, list[Checkpoint]]:
-        """Return a bank, and what a run may start from.
+        """Return a bank, which rank 0 locates, and what a run may start from.
 
         Args:
             ranks: those that restore.
-            bank: locates the bank; for rank 0.
+            bank: for rank 0.
             usable: lists the output dir, and returns the checkpoints that can be used, too, newest first; for rank 0.
             needed: the files of a candidate that this rank reads.
-
-        Raises:
-            RecckptError: a rank failed, or is missing.
         """
         return ranks.on_first(lambda: (bank(), usable()[1]))
 

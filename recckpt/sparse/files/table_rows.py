@@ -129,7 +129,7 @@ class TableSource(Protocol):
 
 
 class RowsInParts(ABC):
-    """A :class:`TableSource` of rows of which ranks have parts, such as columns, and join them before they write."""
+    """A :class:`TableSource` of which ranks have parts of rows, such as columns, that they join before they write."""
 
     @abstractmethod
     def since(self, changed: Callable[[], npt.NDArray[np.uint8]]) -> TableSource:
