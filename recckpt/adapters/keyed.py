@@ -15,7 +15,7 @@ from recckpt.errors import LiveTableError
 from recckpt.live.attached import AttachedTable
 from recckpt.live.store import LiveStore
 from recckpt.sparse.files.owners import OwnedIds
-from recckpt.sparse.files.table_target import LoadTarget, OwnTarget, Values
+from recckpt.sparse.files.table_target import OwnTarget, Values
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.placed import IdPlaces, PlacedRows, PlacedStore
 from recckpt.sparse.table.row_store import RowStore
@@ -237,7 +237,7 @@ def _rows_of(store: RowStore) -> tuple[Int64s, dict[str, Tensor]]:
 class AttachedKeyedTable(AttachedTable):
     """A keyed live table; arguments as of :class:`AttachedTable`."""
 
-    is_by_id = True
+    is_by_id, target_type = True, KeyedTarget
     live: KeyedLiveTable
 
     def __init__(
@@ -246,9 +246,6 @@ class AttachedKeyedTable(AttachedTable):
         super().__init__(live, is_announced=is_announced, says_what_changes=says_what_changes, audit=audit)
         self.most_ids, self._keyed = live.n_ids, KeyedStore(live, self.rows)
         self._is_as_loaded = False
-
-    def target(self) -> LoadTarget:
-        return KeyedTarget(self)
 
     @property
     def store(self) -> KeyedStore:

@@ -153,10 +153,12 @@ class AttachedTable:
         live: the table.
         rows: its rows by their numbers.
         is_by_id: whether its rows belong to ids that come and go; else they are numbered, and all there always.
+        target_type: what a load fills it by.
         most_ids: how many ids there can be over all ranks; None where those that have no place are left out.
     """
 
     is_by_id: ClassVar[bool] = False
+    target_type: ClassVar[type[LoadTarget]] = LiveTarget
 
     def __init__(
         self, live: LiveTable, *, is_announced: bool = True, says_what_changes: bool = True, audit: int = 0
@@ -200,9 +202,6 @@ class AttachedTable:
     def source(self, rows: Snapshot) -> TableSource:
         """Return what a save writes of the rows that it has taken."""
         return rows
-
-    def target(self) -> LoadTarget:
-        return LiveTarget(self)
 
     @property
     def share(self) -> RowShare:

@@ -71,7 +71,7 @@ class LiveState:
     def targets(self) -> Mapping[str, LoadTarget]:
         """What fills the tables, by name."""
         return {
-            name: table.target() if isinstance(table, AttachedTable) else target_of(table)
+            name: table.target_type(table) if isinstance(table, AttachedTable) else target_of(table)
             for name, table in self.tables.items()
         }
 

@@ -121,7 +121,7 @@ class NearFinder(CandidateFinder):
             return list(checkpoints)
         seen_saves = seen(self._dir, views)
         counted = counting(complete(seen_saves), listing, near_list)
-        candidates = merged(checkpoints, counted)  # rules *one_order* and *order_by_cut*
+        candidates = merged(checkpoints, counted)  # rule *one_order*
         self._skipped = skipped(seen_saves, near_list, candidates)
         if checkpoints and not seen_saves:
             host, n_hosts = None, 0

@@ -11,7 +11,6 @@ from typing import Any
 from recckpt.format import layout, near_seal
 from recckpt.format.near_seal import NearList
 from recckpt.near.near_dir import HostSeen, NearDir, Sealed
-from recckpt.output_dir.candidates import in_order
 from recckpt.output_dir.claims import last_takeover
 from recckpt.output_dir.listing import Checkpoint, Listing, chained
 from recckpt.policies.options import Near
@@ -94,7 +93,8 @@ def counting(saves: Iterable[Checkpoint], listing: Listing, near_list: NearList)
     # Rule *epoch_rule*: what an overtaken writer seals afterwards is not named.
     whole = [save for save in saves if near_list.counts(save.manifest.save_id)]
     # Rules *base_by_save_id* and *parent_is_name*: what it stands on is found as that of a delta is.
-    return in_order(c for c in chained([*listing.committed, *whole], listing.damaged)[0] if c.near_dir is not None)
+    saves = (c for c in chained([*listing.committed, *whole], listing.damaged)[0] if c.near_dir is not None)
+    return sorted(saves, key=lambda save: save.manifest.order, reverse=True)  # rule *order_by_cut*
 
 
 @dataclass(frozen=True)

@@ -39,15 +39,10 @@ class CandidateFinder:
         return left
 
 
-def in_order(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
-    """Return checkpoints and near saves newest first, by epoch and cut."""
-    return sorted(checkpoints, key=lambda each: each.manifest.order, reverse=True)
-
-
 def merged(checkpoints: Sequence[Checkpoint], saves: Iterable[Checkpoint]) -> list[Checkpoint]:
-    """Return checkpoints, which stay in their order, and near saves in one, newest first."""
+    """Return checkpoints and near saves in one order; both are newest first, and so is the whole."""
     together, rest = list[Checkpoint](), list(checkpoints)
-    for save in in_order(saves):
+    for save in saves:
         while rest and rest[0].manifest.order > save.manifest.order:
             together.append(rest.pop(0))
         together.append(save)

@@ -46,7 +46,7 @@ MISSED = {
     "order_by_cut": (
         tests.test_who_goes_back_and_trains_again_counts_by_cut_and_not_by_step,
         [
-            Plant("recckpt.output_dir.candidates:in_order", "each.manifest.order", "each.manifest.step"),
+            Plant(f"{CANDIDATES}:counting", "save.manifest.order", "save.manifest.step"),
         ],
     ),
     "one_order": (
