@@ -61,7 +61,7 @@ def check_options(
 class LiveTables(Mapping[str, AttachedTable]):
     """The live tables of a model by name; ``print`` shows what is saved how, and why not better.
 
-    Made by :func:`live_tables`.
+    Made by :func:`recckpt.live.live_tables`.
 
     Attributes:
         optimizers: those that it was given, which may train other parameters too.
@@ -237,7 +237,7 @@ class LiveTables(Mapping[str, AttachedTable]):
 
 
 class LiveTableOptions(TypedDict, total=False):
-    """Arguments of :func:`live_tables`, for whoever calls it for others."""
+    """Arguments of :func:`recckpt.live.live_tables`, for whoever calls it for others."""
 
     min_rows: int
     names: Mapping[str, str] | None
