@@ -19,7 +19,6 @@ from recckpt.format.manifest import Manifest, StateValue
 from recckpt.format.names import GLOBAL_STEP
 from recckpt.live.tables import LiveTables
 from recckpt.load.loader import Loader, Loads
-from recckpt.near.tier import NearTier
 from recckpt.output_dir.fence import VOIDED, Fence
 from recckpt.output_dir.forget_requests import seen_by
 from recckpt.output_dir.listing import Checkpoint

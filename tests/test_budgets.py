@@ -41,8 +41,8 @@ HOUSE = {  # figure -> limit, goal
 ENTERED = {  # way -> named functions and files: limit, goal
     "a training step": ((95, 80), (18, 18)),
     "a save": ((524, 430), (73, 60)),
-    "a load": ((651, 520), (79, 70)),
-    "a restore": ((703, 580), (88, 80)),
+    "a load": ((650, 520), (78, 70)),
+    "a restore": ((702, 580), (87, 80)),
 }
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 

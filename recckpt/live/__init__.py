@@ -1,4 +1,7 @@
-"""Tables that are not recckpt's, saved and restored where they lie: ``live_tables`` finds them in a model."""
+"""Tables that are not recckpt's, saved and restored where they lie: ``live_tables`` finds them in a model.
+
+This is a face, and no part of its room: a run, and with it who finds tables, is put together above.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from recckpt.live.tables import LiveTables, live_tables
+    from recckpt.live.tables import LiveTables
+    from recckpt.manager.attach import live_tables
+
+_HOMES = {"LiveTables": "live.tables", "live_tables": "manager.attach"}
 
 __all__ = ["LiveTables", "live_tables"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         from recckpt.text.foreign_words import unknown_name
 
         raise unknown_name(__name__, name)
-    return getattr(import_module(f"{__name__}.tables"), name)
+    return getattr(import_module(f"recckpt.{_HOMES[name]}"), name)

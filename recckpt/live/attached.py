@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,9 @@ from recckpt.errors import LiveTableError
 from recckpt.live.boxes import whole_spec
 from recckpt.live.store import LiveStore
 from recckpt.sparse.files.owners import IdSpan, OwnedIds
+from recckpt.sparse.files.table_rows import TableSource
 from recckpt.sparse.files.table_target import LoadTarget, Values, fitted_to
+from recckpt.sparse.table.snapshot import Snapshot
 from recckpt.sparse.table.store import Store, in_order
 from recckpt.text import nearest
 from recckpt.types import EMBEDDING, LiveTable, RowShare, SlotSpec, WatchedTable, check_table_name
@@ -25,66 +28,14 @@ FINGERPRINTS = "fingerprints"  # of all rows, at each save
 OWN = "own"
 HOOKED = "its optimizer has step hooks of other code, which may write any row"  # why FINGERPRINTS
 Int64s = npt.NDArray[np.int64]
+# Takes collections with the keys of their live tables in their state dicts, a model, and its dense state by name.
+LoadAround = Callable[[Mapping[nn.Module, Set[str]], nn.Module, Mapping[str, Any]], None]
 _PIECE_ROWS = 1 << 17  # that are given first values at a time
 
 
 def is_a(obj: object, module: str, *names: str) -> bool:
     """Say whether an object is of one of these classes of a module, or of a subclass of one."""
     return any(cls.__module__ == module and cls.__name__ in names for cls in type(obj).__mro__)
-
-
-@dataclass(frozen=True)
-class FoundTable:
-    """A live table of a model."""
-
-    live: LiveTable  # the table
-    path: str  # of its module
-    kind: str  # of module
-    keys: tuple[str, ...]  # of its weight in the state dict of the model
-    weights: Callable[[], tuple[Tensor, ...]]  # returns the parameters that are its rows by now
-    # how its changes are known: ``"gradient"`` by the optimizer's step, ``"backward"`` by that of a kernel, or ``OWN``
-    # by what an adapter announces, or ``FINGERPRINTS`` by looking at all rows at a save
-    marks: str
-    is_announced: bool  # whether all that changes rows is announced; otherwise training waits while they are copied
-    optimizer: Optimizer | None = None  # that trains it; None where it is frozen, or updates itself
-    why: str | None = None  # why that is not the best; None where it is
-    is_tensor: bool = True  # whether the keys are of the tensor of its rows, and not of one around it, or of pieces
-    # of TorchRec, of which the table is one, spread over ranks; None where it is of none
-    collection: nn.Module | None = None
-    # names under which a checkpoint without live tables has its rows, as one dense tensor
-    tensors: tuple[str, ...] = ()
-    companions: tuple[FoundTable, ...] = ()  # tables of rows that lie in the same memory
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """What may become a live table."""
-
-    path: str  # of its module, by which ``names`` and ``exclude`` mean it
-    name: str  # of the table, where ``names`` gives no other
-    n_rows: int  # that it has over all ranks
-    make: Callable[[str], FoundTable]  # makes the table of this name; raises LiveTableError where it is to stay dense
-    together: str | None = None  # path of the module whose tables are one tensor, so that all of them are live, or none
-
-
-def with_marks(tables: Sequence[FoundTable], marks: str | Mapping[str, str]) -> list[FoundTable]:
-    """Return the tables with the marks that are wanted for them.
-
-    Raises:
-        TypeError, ValueError: it is not a kind of marks, or a name is not one of a table.
-    """
-    if not isinstance(marks, str | Mapping):
-        expected = f"'auto' or {FINGERPRINTS!r}, or a dict, name of a table -> one of them"
-        raise TypeError(f"marks must be {expected}, found {marks!r:.200}")
-    by_name = dict.fromkeys((table.live.name for table in tables), marks) if isinstance(marks, str) else dict(marks)
-    names = [table.live.name for table in tables]
-    for name, kind in by_name.items():
-        if name not in names:
-            raise ValueError(f"marks: {name!r} is not a live table{nearest(name, names)}")
-        if kind not in ("auto", FINGERPRINTS):
-            raise ValueError(f"marks: found {kind!r}, expected 'auto' or {FINGERPRINTS!r}")
-    printed = {name for name, kind in by_name.items() if kind == FINGERPRINTS}
-    return [replace(table, marks=FINGERPRINTS) if table.live.name in printed else table for table in tables]
 
 
 class LiveTarget(LoadTarget):
@@ -198,12 +149,19 @@ class AttachedTable:
         name: in checkpoints.
         live: the table.
         rows: its rows by their numbers.
+        is_by_id: whether its rows belong to ids that come and go; else they are numbered, and all there always.
+        target_type: what a load fills it by.
+        most_ids: how many ids there can be over all ranks; None where those that have no place are left out.
     """
+
+    is_by_id: ClassVar[bool] = False
+    target_type: ClassVar[type[LoadTarget]] = LiveTarget
 
     def __init__(
         self, live: LiveTable, *, is_announced: bool = True, says_what_changes: bool = True, audit: int = 0
     ) -> None:
         self.name, self.live = check_table_name(live.name), live
+        self.most_ids: int | None = live.n_rows
         self.rows = LiveStore(live, is_announced=is_announced, says_what_changes=says_what_changes, audit=audit)
         # Not at the end of this object, which may come in the middle of a step: hooks cannot be removed while they are
         # called. Those without a door do nothing.
@@ -237,6 +195,10 @@ class AttachedTable:
         """Take all rows for changed, and fail snapshots, where something wrote that was not announced."""
         if isinstance(self.live, WatchedTable):
             self.live.look()
+
+    def source(self, rows: Snapshot) -> TableSource:
+        """Return what a save writes of the rows that it has taken."""
+        return rows
 
     @property
     def share(self) -> RowShare:
@@ -291,3 +253,60 @@ class AttachedTable:
     def clear(self) -> None:
         """Refuse: the rows of a live table are as many as its owner has made."""
         raise LiveTableError(f"table {self.name!r}: its rows are not recckpt's to drop; load into it instead")
+
+
+@dataclass(frozen=True)
+class FoundTable:
+    """A live table of a model."""
+
+    live: LiveTable  # the table
+    path: str  # of its module
+    kind: str  # of module
+    keys: tuple[str, ...]  # of its weight in the state dict of the model
+    weights: Callable[[], tuple[Tensor, ...]]  # returns the parameters that are its rows by now
+    # how its changes are known: ``"gradient"`` by the optimizer's step, ``"backward"`` by that of a kernel, or ``OWN``
+    # by what an adapter announces, or ``FINGERPRINTS`` by looking at all rows at a save
+    marks: str
+    is_announced: bool  # whether all that changes rows is announced; otherwise training waits while they are copied
+    optimizer: Optimizer | None = None  # that trains it; None where it is frozen, or updates itself
+    why: str | None = None  # why that is not the best; None where it is
+    is_tensor: bool = True  # whether the keys are of the tensor of its rows, and not of one around it, or of pieces
+    # of which the table is one, spread over ranks, and which loads all of them or fails; None where it is of none
+    collection: nn.Module | None = None
+    load_around: LoadAround | None = None  # loads a model so that such collections keep their live tables
+    # names under which a checkpoint without live tables has its rows, as one dense tensor
+    tensors: tuple[str, ...] = ()
+    companions: tuple[FoundTable, ...] = ()  # tables of rows that lie in the same memory
+    attached: type[AttachedTable] = AttachedTable  # what it is to a saver
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What may become a live table."""
+
+    path: str  # of its module, by which ``names`` and ``exclude`` mean it
+    name: str  # of the table, where ``names`` gives no other
+    n_rows: int  # that it has over all ranks
+    make: Callable[[str], FoundTable]  # makes the table of this name; raises LiveTableError where it is to stay dense
+    together: str | None = None  # path of the module whose tables are one tensor, so that all of them are live, or none
+    module: nn.Module | None = None  # of torch, that it is made of; None for another
+
+
+def with_marks(tables: Sequence[FoundTable], marks: str | Mapping[str, str]) -> list[FoundTable]:
+    """Return the tables with the marks that are wanted for them.
+
+    Raises:
+        TypeError, ValueError: it is not a kind of marks, or a name is not one of a table.
+    """
+    if not isinstance(marks, str | Mapping):
+        expected = f"'auto' or {FINGERPRINTS!r}, or a dict, name of a table -> one of them"
+        raise TypeError(f"marks must be {expected}, found {marks!r:.200}")
+    by_name = dict.fromkeys((table.live.name for table in tables), marks) if isinstance(marks, str) else dict(marks)
+    names = [table.live.name for table in tables]
+    for name, kind in by_name.items():
+        if name not in names:
+            raise ValueError(f"marks: {name!r} is not a live table{nearest(name, names)}")
+        if kind not in ("auto", FINGERPRINTS):
+            raise ValueError(f"marks: found {kind!r}, expected 'auto' or {FINGERPRINTS!r}")
+    printed = {name for name, kind in by_name.items() if kind == FINGERPRINTS}
+    return [replace(table, marks=FINGERPRINTS) if table.live.name in printed else table for table in tables]

@@ -1,38 +1,58 @@
-"""Which modules of a model are live tables, under which names, trained by which optimizer."""
+"""Which modules of a model are live tables, under which names, trained by which optimizer; finders bring others."""
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from recckpt.dense.sharded import is_sharded
 from recckpt.errors import LiveTableError
-from recckpt.live.attached import FINGERPRINTS, HOOKED, OWN, Candidate, FoundTable, is_a
+from recckpt.live.attached import FINGERPRINTS, HOOKED, OWN, Candidate, FoundTable
 from recckpt.live.boxes import reshard, why_not_by_rows
-from recckpt.live.fbgemm import BY_DUMP, HASHED_KERNEL, IN_MEMORY, KERNEL, OTHER_KERNEL, FbgemmTable, Kernel
 from recckpt.live.torch_embedding import DTensorEmbedding, TorchEmbedding, has_foreign
 from recckpt.live.torch_rules import optimizers_in, trainer_of
-from recckpt.live.torchrec import UNSHARDED, collection_tables
-from recckpt.live.torchrec_collision import Collision, collisions_of, unsharded_table
 from recckpt.parallel.ranks import Ranks
 from recckpt.sparse.split import parameters_of, unwrapped, wrappers_in
 from recckpt.text import nearest
-from recckpt.types import Box, LiveTable, check_table_name
+from recckpt.types import LiveTable, check_table_name
 
 log = logging.getLogger("recckpt")
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search for live tables."""
+
+    model: nn.Module  # where
+    optimizers: Sequence[Optimizer]  # that train it
+    ranks: Ranks  # that have the model
+    exclude: Collection[str]  # paths of modules that stay dense
+    options: str  # that choose tables, the same on all ranks
+    left: dict[str, str] = field(default_factory=dict)  # path -> why, of embeddings that are no live tables
+    missing: set[str] = field(default_factory=set)  # paths of those among them that no state dict has
+
+
+@dataclass(frozen=True)
+class TableFinder:
+    """Finds the tables of a library in a model, and knows what they are to a saver: a guest."""
+
+    # Takes the candidates of before, such as those of torch, of which some may be modules of the library, and returns
+    # all. Collective where the model is sharded; raises LiveTableError where what the ranks have is not all of a table.
+    candidates: Callable[[Search, Sequence[Candidate]], Sequence[Candidate]]
+    fitted: Callable[[FoundTable], FoundTable]  # returns a table, whoever has found it, as it is to be attached
 
 
 def find_tables(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     ranks: Ranks,
+    finders: Sequence[TableFinder],
     *,
     min_rows: int,
     names: dict[str, str],
@@ -47,17 +67,12 @@ def find_tables(
         LiveTableError: tables cannot be saved so, or a path is not one of an embedding; all of it.
     """
     reshard(model)
-    optimizers = optimizers_in(optimizers, model)
-    left: dict[str, str] = {}
     options = f"min_rows={min_rows}, names={dict(sorted(names.items()))}, exclude={sorted(exclude)}"
-    candidates = {
-        candidate.path: candidate
-        for candidate in (
-            *collection_tables(model, optimizers, ranks, exclude, options),
-            *_kernel_tables(model, left),
-            *_torch_tables(model, optimizers),
-        )
-    }
+    search = Search(model, optimizers_in(optimizers, model), ranks, exclude, options)
+    everything: Sequence[Candidate] = list(_torch_tables(model, search.optimizers))
+    for finder in finders:
+        everything = finder.candidates(search, everything)
+    candidates, left = {candidate.path: candidate for candidate in everything}, search.left
     known = candidates.keys() | left.keys()
     tables, small, beside = list[FoundTable](), set[str](), set[str]()
     for path, candidate in candidates.items():
@@ -76,20 +91,22 @@ def find_tables(
     for number, live in enumerate(adapters):
         path = f"adapters[{number}]"
         tables.append(FoundTable(live, path, type(live).__name__, (), lambda: (), OWN, is_announced=True))
+    for finder in finders:
+        tables = [finder.fitted(table) for table in tables]
     unknown = {"names": names.keys() - known, "exclude": set(exclude) - known - beside}
     if problems := list(_problems(candidates.values(), tables, unknown, known | beside, exclude)):
         raise LiveTableError("; ".join(problems))
     if ranks.rank == 0:
-        _warn_of({path: why for path, why in left.items() if path not in small and path not in exclude})
+        _warn_of({path: why for path, why in left.items() if path not in small and path not in exclude}, search.missing)
     return tables, left
 
 
-def _warn_of(left: Mapping[str, str]) -> None:
+def _warn_of(left: Mapping[str, str], missing_paths: Collection[str]) -> None:
     """Log which embeddings, with why by path, are saved otherwise than as live tables, or not at all."""
-    dense = [f"{path!r}: {why}" for path, why in left.items() if BY_DUMP not in why]
+    dense = [f"{path!r}: {why}" for path, why in left.items() if path not in missing_paths]
     if dense:
         log.warning("no live tables, but dense tensors, saved whole each time, are %s", "; ".join(dense))
-    missing = [f"{path!r}: {why}" for path, why in left.items() if BY_DUMP in why]
+    missing = [f"{path!r}: {why}" for path, why in left.items() if path in missing_paths]
     if missing:
         log.warning("not in the checkpoints are %s", "; ".join(missing))
 
@@ -126,27 +143,18 @@ def _problems(
 
 
 def _torch_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Candidate]:
-    """Yield the embeddings of torch, those of TorchRec's unsharded collections by the names of their configs.
-
-    Those of a tied weight, which has several keys in the state dict and several modules, are one.
-    """
+    """Yield the embeddings of torch; those of a tied weight, which has several keys and several modules, are one."""
     keys, modules = defaultdict[int, list[str]](list), defaultdict[int, list[nn.Module]](list)  # by id of a parameter
     for key, parameter in parameters_of(model):
         keys[id(parameter)].append(key)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             modules[id(parameter)].append(module)
-    of_collections = {id(table) for one in model.modules() if is_a(one, *UNSHARDED) for table in one.modules()}
     wrappers, paths = wrappers_in(model), set[str]()
-    collisions = {
-        id(module): replace(collision, path=unwrapped(collision.path, wrappers))
-        for module, collision in collisions_of(model)
-    }
     for at, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             own = tuple(keys[id(module.weight)])
             path = own[0].removesuffix(".weight") if own else unwrapped(at, wrappers)
-            name = path.rpartition(".")[2] if id(module) in of_collections else path
             if path not in paths:
                 paths.add(path)
                 make = partial(
@@ -156,9 +164,8 @@ def _torch_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator
                     keys=own,
                     tied=[other for other in modules[id(module.weight)] if other is not module],
                     optimizers=optimizers,
-                    collision=collisions.get(id(module)),
                 )
-                yield Candidate(path, name, len(module.weight), make)
+                yield Candidate(path, path, len(module.weight), make, module=module)
 
 
 def _torch_table(
@@ -169,9 +176,8 @@ def _torch_table(
     keys: tuple[str, ...],
     tied: Sequence[nn.Module],
     optimizers: Sequence[Optimizer],
-    collision: Collision | None,
 ) -> FoundTable:
-    """Return the table of a module of torch; ``collision`` maps its ids.
+    """Return the table of a module of torch.
 
     Raises:
         LiveTableError: its weight is to stay a dense tensor; says why.
@@ -206,50 +212,4 @@ def _torch_table(
         parts = ("Replicate" if one.is_replicate() else "Shard(0)" for one in getattr(weight, "placements", ()))
         kind = f"{'EmbeddingBag' if isinstance(module, nn.EmbeddingBag) else 'Embedding'} {' x '.join(parts)}"
     found = FoundTable(live, path, kind, keys, lambda: (live.weight,), marks, is_announced=is_seen, optimizer=optimizer)
-    found = replace(found, why=why, tensors=keys)
-    return found if collision is None else unsharded_table(found, collision)
-
-
-def _kernel_tables(model: nn.Module, left: dict[str, str]) -> Iterator[Candidate]:
-    """Yield the tables of FBGEMM's kernels that are modules of the model; put into ``left`` those that cannot be."""
-    wrappers = wrappers_in(model)
-    for at, module in model.named_modules():
-        path = unwrapped(at, wrappers)
-        if is_a(module, *OTHER_KERNEL):
-            left[path] = (
-                f"a {type(module).__name__} keeps its rows on an SSD or in a store, not in tensors: {IN_MEMORY}"
-            )
-        if is_a(module, *HASHED_KERNEL):
-            left[path] = f"a {type(module).__name__} keeps its rows in hash tables, which no state dict has: {BY_DUMP}"
-        if not is_a(module, *KERNEL):
-            continue
-        try:
-            kernel = Kernel(module)
-        except LiveTableError as error:
-            left[path] = str(error)
-            continue
-        # All of them or none, by the largest: their rows are one tensor of the state dict.
-        of_kernel: Any = module
-        sizes = [rows for rows, *_ in of_kernel.embedding_specs]
-        keys = tuple(f"{path}.{key}" if path else key for key in module.state_dict())
-        paths = [f"{path}.{number}" if path else str(number) for number in range(len(sizes))]
-        for number, (name, of_table) in enumerate(zip(of_kernel.table_names or paths, paths, strict=True)):
-            make = partial(_kernel_table, kernel, number, of_table, keys)
-            yield Candidate(of_table, name, max(sizes), make, together=path)
-
-
-def _kernel_table(kernel: Kernel, number: int, path: str, keys: tuple[str, ...], name: str) -> FoundTable:
-    n_rows = int(kernel.module.embedding_specs[number][0])
-    live = FbgemmTable(name, kernel, number, Box((0, n_rows)), n_rows)
-    kind, marks = type(kernel.module).__name__, FINGERPRINTS if live.reason else "backward"
-    return FoundTable(
-        live,
-        path,
-        kind,
-        keys,
-        lambda: tuple(kernel.module.parameters()),
-        marks,
-        is_announced=True,
-        why=live.reason,
-        is_tensor=False,
-    )
+    return replace(found, why=why, tensors=keys)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import Any, TypedDict
 
 from torch import Tensor, nn
@@ -12,13 +13,11 @@ from torch.optim import Optimizer
 
 from recckpt.dense.optimizers import updater
 from recckpt.errors import LiveTableError
-from recckpt.live.attached import FINGERPRINTS, HOOKED, AttachedTable, FoundTable, with_marks
+from recckpt.live.attached import FINGERPRINTS, HOOKED, AttachedTable, FoundTable
 from recckpt.live.boxes import AbsentTable, local_of
-from recckpt.live.find import find_tables
-from recckpt.live.keyed import AttachedKeyedTable, KeyedLiveTable
-from recckpt.live.torchrec import load_around
-from recckpt.parallel.ranks import DEFAULT_TIMEOUT_SEC, Ranks, RanksNow
+from recckpt.parallel.ranks import Ranks
 from recckpt.sparse.optim.optimizer import plain
+from recckpt.sparse.split import load_dense
 from recckpt.text import Table, count
 from recckpt.text import plain as as_text
 from recckpt.types import EMBEDDING, LiveTable, SavableTable, is_hashtable, is_list, positive_int
@@ -26,10 +25,10 @@ from recckpt.types import EMBEDDING, LiveTable, SavableTable, is_hashtable, is_l
 _made: weakref.WeakValueDictionary[int, LiveTables] = weakref.WeakValueDictionary()  # by id of the model
 
 
-def _checked(
+def check_options(
     model: Any, optimizers: Any, *, min_rows: Any, names: Any, exclude: Any, audit: Any, adapters: Any
 ) -> list[Optimizer]:
-    """Refuse arguments of :func:`live_tables` that are not what they can be; return the optimizers as a list.
+    """Refuse arguments of ``live_tables`` that are not what they can be; return the optimizers as a list.
 
     Raises:
         TypeError, ValueError: one is not.
@@ -62,7 +61,7 @@ def _checked(
 class LiveTables(Mapping[str, AttachedTable]):
     """The live tables of a model by name; ``print`` shows what is saved how, and why not better.
 
-    Made by :func:`live_tables`.
+    Made by :func:`recckpt.live.live_tables`.
 
     Attributes:
         optimizers: those that it was given, which may train other parameters too.
@@ -131,13 +130,15 @@ class LiveTables(Mapping[str, AttachedTable]):
 
     def load_dense(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
         """Load the dense state of the model; sharded collections that have some of the tables keep these."""
-        collections = defaultdict[nn.Module, set[str]](set)  # with the keys of their tables in their state dicts
+        collections = defaultdict[nn.Module, set[str]](set)
+        load: Callable[[nn.Module, Mapping[str, Tensor]], object] = load_dense
         for table in self._found.values():
-            if table.collection is not None:
+            if table.collection is not None and table.load_around is not None:
+                load = partial(table.load_around, collections)
                 # Without those of what maps their ids.
                 keys = {key for key in table.keys if key.startswith(f"{table.path}.")}
                 collections[table.collection] |= {".".join(key.rsplit(".", 3)[-3:]) for key in keys}
-        load_around(model, state, collections)
+        load(model, state)
 
     def tensors_of(self, name: str) -> tuple[str, ...]:
         """Return the names of the dense tensor that a checkpoint without live tables has in place of a table."""
@@ -236,7 +237,7 @@ class LiveTables(Mapping[str, AttachedTable]):
 
 
 class LiveTableOptions(TypedDict, total=False):
-    """Arguments of :func:`live_tables`, for whoever calls it for others."""
+    """Arguments of :func:`recckpt.live.live_tables`, for whoever calls it for others."""
 
     min_rows: int
     names: Mapping[str, str] | None
@@ -246,55 +247,20 @@ class LiveTableOptions(TypedDict, total=False):
     adapters: Sequence[LiveTable]
 
 
-def live_tables(
-    model: nn.Module,
-    optimizers: Optimizer | Iterable[Optimizer] = (),
-    *,
-    min_rows: int = 1000,
-    names: Mapping[str, str] | None = None,
-    exclude: Collection[str] = (),
-    marks: str | Mapping[str, str] = "auto",
-    audit: int = 0,
-    adapters: Sequence[LiveTable] = (),
+def attached_once(
+    model: nn.Module, tables: Sequence[FoundTable], left: Mapping[str, str], ranks: Ranks, **options: Any
 ) -> LiveTables:
-    """Find the embedding tables of a model that recckpt saves where they lie, with their optimizers' states.
-
-    Nothing of the model is replaced; hooks announce which rows change, while the tables are referenced, by a saver for
-    one, and not closed. Call it on each rank once the model is wrapped and the optimizers are made,
-    before training and restoring; a second call for the same model gives the same tables. Not thread-safe.
-    Collective where TorchRec has sharded the model.
-
-    Args:
-        model: whose ``nn.Embedding`` and ``nn.EmbeddingBag``, kernels of FBGEMM and collections of TorchRec are tables.
-        optimizers: those that train them; fused ones are found in the model.
-        min_rows: smaller embeddings stay dense tensors.
-        names: path of a module -> name of its table; other tables are called as their paths.
-        exclude: paths of modules that stay dense.
-        marks: how changed rows are known: ``"auto"``, or ``"fingerprints"``: by looking at all rows at each save,
-            whoever writes them. For all tables, or by the names of tables.
-        audit: every ``audit``-th save compares the marks of hooks with fingerprints of all rows, and a save that finds
-            that a row was missed fails. 0: each save compares some rows, and goes on with all of them.
-        adapters: tables in the memory of another library, which announce what changes in them.
+    """Return the live tables that a model has already, else new ones; arguments as of :class:`LiveTables`.
 
     Raises:
-        LiveTableError: tables cannot be saved so; says all that is wrong at once.
-        TypeError, ValueError: an argument is not what it can be.
+        LiveTableError: those that it has are others; or some cannot be saved.
     """
-    listed = _checked(
-        model, optimizers, min_rows=min_rows, names=names, exclude=exclude, audit=audit, adapters=adapters
-    )
-    ranks = RanksNow(DEFAULT_TIMEOUT_SEC).of(None, None)
-    found, left = find_tables(
-        model, listed, ranks, min_rows=min_rows, names=dict(names or {}), exclude=exclude, adapters=adapters
-    )
-    found = with_marks(found, marks)
     made = _made.get(id(model))
     if made is not None and made.model is model:
-        made.check_same(found)
+        made.check_same(tables)
         return made
-    tables = LiveTables(model, found, left, ranks, audit=audit, optimizers=listed)
-    _made[id(model)] = tables
-    return tables
+    made = _made[id(model)] = LiveTables(model, tables, left, ranks, **options)
+    return made
 
 
 def _attached_all(tables: Mapping[str, FoundTable], audit: int) -> dict[str, AttachedTable]:
@@ -307,10 +273,7 @@ def _attached_all(tables: Mapping[str, FoundTable], audit: int) -> dict[str, Att
     for name, table in tables.items():
         how: dict[str, Any] = {"is_announced": table.is_announced, "says_what_changes": table.marks != FINGERPRINTS}
         try:
-            if isinstance(table.live, KeyedLiveTable):
-                attached[name] = AttachedKeyedTable(table.live, audit=audit, **how)
-            else:
-                attached[name] = AttachedTable(table.live, audit=audit, **how)
+            attached[name] = table.attached(table.live, audit=audit, **how)
         except LiveTableError as error:
             problems.append(str(error))
     if problems:

@@ -20,7 +20,6 @@ from recckpt.errors import StateMismatchError
 from recckpt.format.layout import SPARSE_OPTIM
 from recckpt.format.names import GLOBAL_STEP, ID, Name, slot_name, state_name
 from recckpt.live.attached import AttachedTable
-from recckpt.live.keyed import AttachedKeyedTable, live_target
 from recckpt.live.optimizer_slots import akin_slot
 from recckpt.live.tables import NO_TABLES, LiveTables, RowOptimizers, row_optimizers
 from recckpt.live.torch_embedding import TorchEmbedding
@@ -72,7 +71,7 @@ class LiveState:
     def targets(self) -> Mapping[str, LoadTarget]:
         """What fills the tables, by name."""
         return {
-            name: live_target(table) if isinstance(table, AttachedTable) else target_of(table)
+            name: table.target_type(table) if isinstance(table, AttachedTable) else target_of(table)
             for name, table in self.tables.items()
         }
 
@@ -184,10 +183,9 @@ def check_live(
         here, table = live.inventory.get(item.name), live.tables.get(item.name.table)
         if here is not None and here.is_embedding and len(item.thing.shape) == len(here.shape):
             _warn_of_new(source, item.name.text, item.thing.shape[0], here.shape[0], problems)
-        if item.name.slot == ID and isinstance(table, AttachedKeyedTable):
-            _check_room(source, item, table, problems)
-        elif item.name.slot == ID and isinstance(table, AttachedTable):
-            _check_length(source, item, table, problems)
+        if item.name.slot == ID and isinstance(table, AttachedTable):
+            check = _check_room if table.is_by_id else _check_length
+            check(source, item, table, problems)
     _check_foreign(live, sources, items, problems)
 
 
@@ -215,9 +213,9 @@ def _check_own_state(live: LiveState, source: LocatedCheckpoint, item: Planned, 
     problems.misfit(source.entry, name, f"states of {source.shards} ranks, one each", expected)
 
 
-def _check_room(source: LocatedCheckpoint, item: Planned, table: AttachedKeyedTable, problems: Problems) -> None:
+def _check_room(source: LocatedCheckpoint, item: Planned, table: AttachedTable, problems: Problems) -> None:
     """A live table that gives ids places has no more of them than it has rows."""
-    most, entry = table.live.n_ids, source.entry
+    most, entry = table.most_ids, source.entry
     if most is None or entry.zch != "error" or entry.where != RowFilter():
         return
     n_ids = source.checkpoint.manifest.named_table(item.source.rpartition("@")[0]).rows

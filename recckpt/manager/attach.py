@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -18,11 +18,15 @@ from torch.utils.data import DataLoader
 from recckpt.dense.keyed_optimizer import is_keyed
 from recckpt.dense.optimizers import groups_of, has_values, layers, scheduled_by, updater
 from recckpt.dense.registered import extra_registry, io_registry
-from recckpt.live import live_tables
-from recckpt.live.tables import NO_TABLES, LiveTableOptions, LiveTables
+from recckpt.live.attached import with_marks
+from recckpt.live.find import find_tables
+from recckpt.live.tables import NO_TABLES, LiveTableOptions, LiveTables, attached_once, check_options
+from recckpt.manager.autosave import SideSaves
 from recckpt.manager.options import ManagerOptions
-from recckpt.parallel.ranks import this_rank
+from recckpt.output_dir.candidates import CandidateFinder
+from recckpt.parallel.ranks import DEFAULT_TIMEOUT_SEC, RanksNow, this_rank
 from recckpt.policies.options import Near
+from recckpt.policies.when import Moment, When
 from recckpt.save import arguments
 from recckpt.saver import Saver
 from recckpt.sparse.optim.joint import JointOptimizer
@@ -30,7 +34,7 @@ from recckpt.sparse.optim.optimizer import SparseOptimizer, made
 from recckpt.sparse.split import parameters_of, state_of
 from recckpt.sparse.table.table import HashTable
 from recckpt.text import first_few, plural
-from recckpt.types import SavableTable
+from recckpt.types import LiveTable, SavableTable
 
 log = logging.getLogger("recckpt")
 
@@ -58,6 +62,49 @@ class _Item(NamedTuple):
     @property
     def kind(self) -> str:
         return type(updater(self.obj) if isinstance(self.obj, Optimizer) else self.obj).__name__
+
+
+def live_tables(
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer] = (),
+    *,
+    min_rows: int = 1000,
+    names: Mapping[str, str] | None = None,
+    exclude: Collection[str] = (),
+    marks: str | Mapping[str, str] = "auto",
+    audit: int = 0,
+    adapters: Sequence[LiveTable] = (),
+) -> LiveTables:
+    """Find the embedding tables of a model that recckpt saves where they lie, with their optimizers' states.
+
+    Nothing of the model is replaced; hooks announce which rows change, while the tables are referenced, by a saver for
+    one, and not closed. Call it on each rank once the model is wrapped and the optimizers are made,
+    before training and restoring; a second call for the same model gives the same tables. Not thread-safe.
+    Collective where TorchRec has sharded the model.
+
+    Args:
+        model: whose ``nn.Embedding`` and ``nn.EmbeddingBag``, kernels of FBGEMM and collections of TorchRec are tables.
+        optimizers: those that train them; fused ones are found in the model.
+        min_rows: smaller embeddings stay dense tensors.
+        names: path of a module -> name of its table; other tables are called as their paths.
+        exclude: paths of modules that stay dense.
+        marks: how changed rows are known: ``"auto"``, or ``"fingerprints"``: by looking at all rows at each save,
+            whoever writes them. For all tables, or by the names of tables.
+        audit: every ``audit``-th save compares the marks of hooks with fingerprints of all rows, and a save that finds
+            that a row was missed fails. 0: each save compares some rows, and goes on with all of them.
+        adapters: tables in the memory of another library, which announce what changes in them.
+
+    Raises:
+        LiveTableError: tables cannot be saved so; says all that is wrong at once.
+        TypeError, ValueError: an argument is not what it can be.
+    """
+    from recckpt.adapters.torchrec import TORCHREC
+
+    options: dict[str, Any] = {"min_rows": min_rows, "exclude": exclude, "adapters": adapters}
+    listed = check_options(model, optimizers, names=names, audit=audit, **options)
+    ranks = RanksNow(DEFAULT_TIMEOUT_SEC).of(None, None)
+    found, left = find_tables(model, listed, ranks, [TORCHREC], names=dict(names or {}), **options)
+    return attached_once(model, with_marks(found, marks), left, ranks, audit=audit, optimizers=listed)
 
 
 def attached(
@@ -108,6 +155,21 @@ def attached(
         how = ", ".join(_how({**saver.keywords, **manager.keywords}))
         log.info("%s: saves %s; %s", made.output_dir, what, how)
     return run
+
+
+def guests_of(
+    saver: Saver, regular: When, begin: Moment, is_first: Callable[[], bool]
+) -> tuple[Sequence[SideSaves], CandidateFinder]:
+    """Return what a manager makes beside checkpoints, which are made when ``regular`` says, and what it may restore.
+
+    The run begins at ``begin``; ``is_first`` says whether this is the rank that logs.
+    """
+    saves = saver.near_saves
+    if saves is None:
+        return (), CandidateFinder()
+    from recckpt.near.steps import NearSteps
+
+    return [NearSteps(saves, regular, begin, is_first)], saves.tier.finder
 
 
 def _saved(

@@ -6,22 +6,22 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 from torch.optim import Optimizer
 
 from recckpt.dense.optimizers import groups_of, updater
 from recckpt.errors import RecckptError, SaveFailedError
 from recckpt.format.manifest import Manifest, StateValue
-from recckpt.manager.near_steps import NearSteps
 from recckpt.manager.options import ManagerOptions, Metrics, State, as_state, check_step, checked_event_time
 from recckpt.manager.run_state import Run
 from recckpt.manager.signals import SignalWatch, goes_on, most_urgent
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.schedule import Agreed, Kind, SaveCounts, Schedule, Trigger
-from recckpt.policies.when import Ends, When
+from recckpt.policies.when import Ends, Moment, When
 from recckpt.save.arguments import tables_in
 from recckpt.save.background import SaveHandle, settle_on_all
 from recckpt.save.save_info import SaveInfo
@@ -55,19 +55,12 @@ class GradientWindow:
         self._saver = saver
         self.kind: Kind | None = None  # of the save that was put off
         self._signal: int | None = None
-        self._is_near_due = False
 
     def kind_now(self, due: Kind | None, agreed: Agreed) -> Kind | None:
         """Return the kind of save to make now, of what is due and what was put off."""
         kind = "regular" if "regular" in (due, self.kind) else due or self.kind
         self.kind = kind if kind is not None and agreed(self.is_open) else None
         return kind if self.kind is None else None
-
-    def is_near_now(self, is_due: bool, agreed: Agreed, *, has_saved: bool) -> bool:
-        """Say whether to make a near save now, which a checkpoint takes the place of."""
-        is_due = not has_saved and (is_due or self._is_near_due)
-        self._is_near_due = is_due and agreed(self.is_open)
-        return is_due and not self._is_near_due
 
     def signal_now(self, number: int | None, agreed: Agreed) -> int | None:
         number = most_urgent((number, self._signal))
@@ -92,6 +85,32 @@ class GradientWindow:
         return any(parameter.grad is not None for group in groups for parameter in group["params"])
 
 
+class SideSaves(Protocol):
+    """Saves that steps make beside checkpoints, such as near saves. Collective; not thread-safe."""
+
+    def start(self, begin: Moment) -> None:
+        """Begin to count from where the run is, as after a restore."""
+
+    def see(self, now: Moment) -> None:
+        """Take note of the first event time that is known, and of one that was set back."""
+
+    def is_due(self, now: Moment, agreed: Agreed, is_window_open: Callable[[], bool], *, has_saved: bool) -> bool:
+        """Say whether to make one now: a checkpoint takes its place, and it waits while gradients wait."""
+
+    def begin(self, ranks: Ranks, step: int, state: State) -> Kind | None:
+        """Begin one; return the kind of checkpoint to make in its place, where there is nothing yet that it stands on.
+
+        Raises:
+            WriterFencedError: another process has taken the output dir over.
+        """
+
+    def has_restored_newest(self, ranks: Ranks, order: tuple[int, int] | None) -> bool:
+        """Say whether a run that makes these has restored one of this order, which is still the newest there."""
+
+    def counted(self, counts: SaveCounts) -> SaveCounts:
+        """Return the counts with those of these saves."""
+
+
 class Autosave:
     """Saves a run when its schedule says so; see :class:`recckpt.CheckpointManager`. Collective; not thread-safe.
 
@@ -100,6 +119,7 @@ class Autosave:
         options: of the manager. With ``on_save_error`` the error of a save that a step has begun is raised, logged, or
             given to what is called on every rank, alike on all of them. What another rank, another writer or the caller
             has done wrong is raised in any case: no later save mends that.
+        sides: what steps save beside checkpoints.
         reload: looks into a model bank for what is new there, and loads it: after each save, where :meth:`reload_when`
             says nothing else, so that nothing of what is loaded is in the save.
     """
@@ -112,11 +132,11 @@ class Autosave:
         options: ManagerOptions,
         signals: SignalWatch,
         *,
-        near: NearSteps,
+        sides: Sequence[SideSaves],
         reload: Callable[[], object],
     ) -> None:
         self._saver, self._run, self._ranks_now, self._options = saver, run, ranks, options
-        self._signals, self._near, self._reload = signals, near, reload
+        self._signals, self._sides, self._reload = signals, sides, reload
         begin = run.moment()
         self._schedule = Schedule(options.regular, options.between, options.backpressure, begin)
         self._reload_trigger: Trigger | None = None
@@ -128,13 +148,17 @@ class Autosave:
 
     @property
     def counts(self) -> SaveCounts:
-        return self._near.counted(self._schedule.counts)
+        counts = self._schedule.counts
+        for side in self._sides:
+            counts = side.counted(counts)
+        return counts
 
     def start(self) -> None:
         """Begin to count from where the run is, as after a restore."""
         begin = self._run.moment()
         self._schedule.start(begin)
-        self._near.start(begin)
+        for side in self._sides:
+            side.start(begin)
         if self._reload_trigger is not None:
             self._reload_trigger.restart(begin)
         self._tables = tables_in(self._saver.model)  # there may be new ones
@@ -149,7 +173,8 @@ class Autosave:
         """Take note of an event time that was set by hand: tables are dated by it, and policies count from it."""
         now = self._run.moment()
         self._schedule.see(now)
-        self._near.see(now)
+        for side in self._sides:
+            side.see(now)
         self.date_tables()
 
     def date_tables(self) -> None:
@@ -174,10 +199,11 @@ class Autosave:
         now = run.moment(metrics, ends)
         due = self._window.kind_now(self._schedule.due(now, self._agreed), self._agreed)
         kind = self._schedule.admit(due, lambda: self._ranks.gather(self._saver.is_saving)[0])
-        self._near.see(now)
-        is_near_due = self._near.is_due(now, self._agreed, has_saved=kind is not None)
-        if self._window.is_near_now(is_near_due, self._agreed, has_saved=kind is not None):
-            kind = self._near.begin(self._ranks_now(), run, self._meet(None, state, metrics)[0].state)
+        for side in self._sides:
+            side.see(now)
+            if side.is_due(now, self._agreed, self._window.is_open, has_saved=kind is not None):
+                own, _ = self._meet(None, state, metrics)
+                kind = side.begin(self._ranks_now(), run.global_step, {**run.state, **own.state})
         if kind is not None:
             self._save_due(kind, state, metrics)
         trigger, is_reload_due = self._reload_trigger, kind is not None
@@ -231,7 +257,8 @@ class Autosave:
         """
 
         def save_last() -> None:
-            if self._has_stepped or self._near.has_restored_newest(self._ranks_now(), self._run):
+            ranks, order = self._ranks_now(), self._run.near_order
+            if self._has_stepped or any(side.has_restored_newest(ranks, order) for side in self._sides):
                 self.save(None, None)
 
         self._settle_then(save_last)

@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest, StateValue
-from recckpt.manager.attach import FIND_ALL, OneOrMany, TablesOption, attached
+from recckpt.manager.attach import FIND_ALL, OneOrMany, TablesOption, attached, guests_of
 from recckpt.manager.autosave import Autosave
-from recckpt.manager.near_steps import NearSteps
 from recckpt.manager.options import ManagerOptions, Metrics, State, checked_event_time
 from recckpt.manager.resume import Restorer, Resumable
 from recckpt.manager.run_state import Run
@@ -101,12 +100,12 @@ class CheckpointManager(Resumable):
         self._saver, self._options = saver, options
         self._run = run = Run(step_prefix=step_prefix)
         self._ranks = partial(saver.ranks.of, shard_id, shard_num)
-        near = NearSteps(
-            saver.near_saves, options.regular, run.moment(), lambda: this_rank(shard_id, shard_num)[0] == 0
+        sides, candidates = guests_of(
+            saver, options.regular, run.moment(), lambda: this_rank(shard_id, shard_num)[0] == 0
         )
-        self._restorer = Restorer(saver.loader, run, self._ranks, lambda: saver.max_keep, near.finder)
+        self._restorer = Restorer(saver.loader, run, self._ranks, lambda: saver.max_keep, candidates)
         watch, reload = SignalWatch(options.on_signal), self._restorer.reload_dynamic
-        self._autosave = Autosave(saver, run, self._ranks, options, watch, near=near, reload=reload)
+        self._autosave = Autosave(saver, run, self._ranks, options, watch, sides=sides, reload=reload)
         saver.counted_run.follow(lambda: (run.global_step, run.state), run.step_prefix)
 
     @classmethod

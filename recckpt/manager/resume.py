@@ -27,8 +27,7 @@ from recckpt.load.serving import Taken
 from recckpt.load.source import KnownDamage, LocatedBank, LocatedCheckpoint, damaged_link, locate_bank, locate_given
 from recckpt.manager.autosave import Autosave
 from recckpt.manager.run_state import Run
-from recckpt.near.finder import NearFinder
-from recckpt.near.views import merged
+from recckpt.output_dir.candidates import CandidateFinder, merged
 from recckpt.output_dir.index_file import warn_of_index
 from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints, locate, newest_first, usable
 from recckpt.output_dir.open_files import first_whole
@@ -74,9 +73,14 @@ class Restorer:
     """Loads checkpoints into a run. Collective where there are several ranks; not thread-safe."""
 
     def __init__(
-        self, loader: Loader, run: Run, ranks: Callable[[], Ranks], keep: Callable[[], object], near: NearFinder | None
+        self,
+        loader: Loader,
+        run: Run,
+        ranks: Callable[[], Ranks],
+        keep: Callable[[], object],
+        candidates: CandidateFinder,
     ) -> None:
-        self._loader, self._run, self._ranks_now, self._keep, self._near = loader, run, ranks, keep, near
+        self._loader, self._run, self._ranks_now, self._keep, self._candidates = loader, run, ranks, keep, candidates
         self._resumed_with_bank = ""  # save_id of the own checkpoint, until it is asked for
         self._keeps_settings = False  # in that restore
         self._followed: list[tuple[Entry, Taken]] = []  # dynamic entries of the bank, and what was loaded of them
@@ -148,7 +152,7 @@ class Restorer:
         return first_whole(partial(start, required=bool(first.own)), load, instead=instead, first=first)
 
     def plan(self, bank: Sequence[Mapping[str, Any]]) -> LoadPlan:
-        first = [] if self._near is None else [self._start(partial(locate_bank, bank), None)]
+        first = [self._start(partial(locate_bank, bank), None)] if self._candidates.is_shared else []
 
         def locate() -> LocatedBank:
             start = first.pop() if first else Start(locate_bank(bank), self._checkpoints(None))
@@ -200,10 +204,9 @@ class Restorer:
         That is another of the name of a checkpoint of the bank, or the best own checkpoint that needs nothing damaged.
         """
         other = self._ranks.on_first(lambda: _without_damage(damage, self._loader.storage, start, error))
-        if self._near is not None and other is not None:
-            own = self._near.here(other.own)  # of rank 0, whose near dir may be another
-            if own != start.own:
-                own = self._near.from_first_whole(self._ranks, own, self._needed(is_whole=False))
+        if other is not None:
+            needed = self._needed(is_whole=False)
+            own = self._candidates.without_damage(self._ranks, start.own, other.own, needed)
             other = replace(other, own=own) if own or not start.own else None
         if other is not None and other.own != start.own:
             best = start.own[0]
@@ -273,10 +276,10 @@ class Restorer:
         near: bool = True,
         is_whole: bool = True,
     ) -> Start:
-        """Return what to start from; with near saves where that is the newest, and ``near``. Collective."""
-        if self._near is not None and near:
-            located = self._ranks.on_first(bank)
-            start = Start(located, self._near.find(self._ranks, self._usable, self._needed(is_whole=is_whole)))
+        """Return what to start from; the newest of what there is, where that is asked for, and ``near``. Collective."""
+        if global_step is None and near:
+            needed = self._needed(is_whole=is_whole)
+            start = Start(*self._candidates.find(self._ranks, bank, self._usable, needed))
         else:
             start = self._ranks.on_first(lambda: Start(bank(), self._checkpoints(global_step)))
         if required and not start.own:

@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from recckpt.errors import CheckpointRemovedError, CorruptCheckpointError, FormatVersionError, RecckptError
 from recckpt.format.near_seal import NearList
 from recckpt.near.bringing import Bringing, Place, WholeFiles, lacking, whole_files
 from recckpt.near.moving import move
 from recckpt.near.near_dir import NearDir, NotedHost
-from recckpt.near.views import HostView, SeenSave, complete, counting, look_together, merged, seen
+from recckpt.near.views import HostView, SeenSave, complete, counting, look_together, seen
+from recckpt.output_dir.candidates import CandidateFinder, Needed, Usable, merged
 from recckpt.output_dir.claims import last_takeover
-from recckpt.output_dir.listing import Checkpoint, Listing
+from recckpt.output_dir.listing import Checkpoint
 from recckpt.output_dir.notes import one_of_the_hosts
 from recckpt.parallel.ranks import Ranks
 from recckpt.storage import Storage
@@ -25,8 +27,7 @@ log = logging.getLogger("recckpt")
 _VOID = "it does not count any more: since it was made ids were forgotten, or another process took the output dir over"
 _NO_BASE = "the checkpoint that it stands on is damaged or gone, or cannot be read"
 _LOOKS = 3  # where what was listed is gone when it is read
-Usable = Callable[[], tuple[Listing, Sequence[Checkpoint]]]
-Needed = Callable[[Checkpoint], frozenset[str]]
+_T = TypeVar("_T")
 
 
 def skipped(
@@ -53,8 +54,8 @@ def skipped(
     return saves
 
 
-class NearFinder:
-    """Finds what a restore may take. All methods are collective, but for :meth:`here`; not thread-safe.
+class NearFinder(CandidateFinder):
+    """Finds what a restore may take, near saves among it. Collective; not thread-safe.
 
     Args:
         dir: the near saves on this host.
@@ -63,34 +64,29 @@ class NearFinder:
         noted: the note of this host in the output dir.
     """
 
+    is_shared = True
+
     def __init__(self, dir: NearDir, storage: Storage, concurrency: int, noted: NotedHost) -> None:
         self._dir, self._storage, self._concurrency, self._noted = dir, storage, concurrency, noted
         self._files_here: Mapping[str, frozenset[str]] = {}  # by directory, as of the last look
         self._skipped: Sequence[tuple[Checkpoint, str]] = ()  # as of the last look, on rank 0
         self._logged = set[str]()  # directories of those that the log has named
 
-    def find(self, ranks: Ranks, usable: Usable, needed: Needed) -> list[Checkpoint]:
-        """Return what may be restored: checkpoints and near saves, newest first.
+    def find(self, ranks: Ranks, bank: Callable[[], _T], usable: Usable, needed: Needed) -> tuple[_T, list[Checkpoint]]:
+        """Return what may be restored: checkpoints and near saves, newest first; arguments as of the base.
 
         Each byte of the first is read, if it is a near save (rule *verify_before_choice*), and what other hosts have of
         it is brought to those that need it. Where something that was listed is gone, all is listed once more (rule
         *relist_when_gone*).
-
-        Args:
-            ranks: those that restore.
-            usable: lists the output dir, and returns the checkpoints that can be used, too, newest first; for rank 0.
-            needed: the files of a near save that this rank reads.
-
-        Raises:
-            RecckptError: a rank failed, or is missing.
         """
+        located = ranks.on_first(bank)
         for _ in range(_LOOKS):
             views = look_together(self._dir, ranks.rank, ranks.gather)
             own = (sealed for view in views if view.rank == ranks.rank for sealed in view.saves)
             self._files_here = {sealed.directory: sealed.files for sealed in own}
             candidates = ranks.on_first(partial(self._listed, usable, views))
             try:
-                whole = self.from_first_whole(ranks, self.here(candidates), needed, is_first_look=True)
+                whole = self._from_first_whole(ranks, self._here(candidates), needed, is_first_look=True)
             except CheckpointRemovedError as error:
                 log.info("%s; looking again", error)
             else:
@@ -101,13 +97,20 @@ class NearFinder:
                         self._logged.add(save.directory)
                         name, step = save.manifest.save_id, save.manifest.step
                         log.warning("near save %s of step %s is passed over for %s: %s", name, step, restored, reason)
-                return whole
+                return located, whole
         log.warning(
             "%s: near saves there are passed over, since they are removed meanwhile: the process that makes them is "
             "probably alive; end it, and restore again",
             self._dir.storage.url,
         )
-        return [candidate for candidate in candidates if candidate.near_dir is None]
+        return located, [candidate for candidate in candidates if candidate.near_dir is None]
+
+    def without_damage(
+        self, ranks: Ranks, before: Sequence[Checkpoint], left: Sequence[Checkpoint], needed: Needed
+    ) -> list[Checkpoint]:
+        """Return what rank 0 has left of what was found, from the first that is whole on."""
+        own = self._here(left)
+        return own if own == before else self._from_first_whole(ranks, own, needed)
 
     def _listed(self, usable: Usable, views: Sequence[HostView]) -> list[Checkpoint]:
         listing, checkpoints = usable()
@@ -118,7 +121,7 @@ class NearFinder:
             return list(checkpoints)
         seen_saves = seen(self._dir, views)
         counted = counting(complete(seen_saves), listing, near_list)
-        candidates = merged(checkpoints, counted)
+        candidates = merged(checkpoints, counted)  # rule *one_order*
         self._skipped = skipped(seen_saves, near_list, candidates)
         if checkpoints and not seen_saves:
             host, n_hosts = None, 0
@@ -129,12 +132,12 @@ class NearFinder:
                 log.info("no near save in %s; there have been some on %s%s", self._dir.path, host.shown, others)
         return candidates
 
-    def here(self, candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
+    def _here(self, candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
         """Return candidates of rank 0 as this rank sees them, whose near dir may be another. Not collective."""
         own = self._dir.storage
         return [each if each.near_dir is None else replace(each, near_dir=own) for each in candidates]
 
-    def from_first_whole(
+    def _from_first_whole(
         self, ranks: Ranks, candidates: Sequence[Checkpoint], needed: Needed, *, is_first_look: bool = False
     ) -> list[Checkpoint]:
         """Return the candidates without those before the first checkpoint or near save whose bytes are all right.

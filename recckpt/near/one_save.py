@@ -12,7 +12,6 @@ from recckpt.checkpoint.attempt import Attempt, with_shards
 from recckpt.format.codec import time_now
 from recckpt.format.manifest import Manifest
 from recckpt.format.near_seal import NearSeal
-from recckpt.live.columns import join_columns
 from recckpt.near.moving import copies_of, copy_files
 from recckpt.near.plan import BegunNear
 from recckpt.near.tier import Kept, NearTier
@@ -53,8 +52,8 @@ class NearSave:
             if ranks.rank:  # which may not learn what becomes of it from now on
                 info.note(outcome=info.words.is_open)
             ranks.on_each(self._make)  # before any rank of the host writes there
-            if staged.by_columns:
-                ranks.in_meetings(partial(join_columns, staged.by_columns))
+            for join, sources in staged.joins.items():
+                ranks.in_meetings(partial(join, sources))
             head = head_of(staged, self.plan, Attempt(self.to.storage, intent, self.begun.seq), self.job)
             totals: dict[str, Any] = {}
             # Rule *seal_after_all*: rank 0 composes the seal once all have written.

@@ -10,10 +10,10 @@ import threading
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 from recckpt.dense.state_copy import DenseBuffers, RankDigests
 from recckpt.errors import RecckptError, WriterFencedError
+from recckpt.load.loader import Loader
 from recckpt.near.changes import PeekedChanges
 from recckpt.near.counts import NearCounts, NearMetrics, NearTally
 from recckpt.near.one_save import NearSave
@@ -41,13 +41,6 @@ _WORDS = OutcomeWords(
     is_open="it was made only if all hosts had sealed it, which a restarted job will find",
     is_committed="the near save was made all the same",
 )
-
-
-class Resumed(Protocol):
-    """Says whether a checkpoint of the output dir was loaded, and how metrics call the job."""
-
-    is_resumed: bool
-    run: str
 
 
 class LeftOutNear:
@@ -103,7 +96,7 @@ class NearSaves:
         to: where checkpoints go.
         tier: where near saves go.
         runner: runs the saves of checkpoints.
-        loads: says whether the run goes on from a checkpoint of the output dir, and how metrics call it.
+        loader: says whether the run goes on from a checkpoint of the output dir, and how metrics call it.
     """
 
     def __init__(
@@ -112,11 +105,11 @@ class NearSaves:
         to: Destination,
         tier: NearTier,
         runner: SaveRunner,
-        loads: Resumed,
+        loader: Loader,
     ) -> None:
         assert to.changes is not None  # near= is refused without
         self._live, self._durable, self._changes, self.tier = live, to, to.changes, tier
-        self._runner, self._loads, self._metrics = runner, loads, NearMetrics(loads.run)
+        self._runner, self._loader, self._metrics = runner, loader, NearMetrics(loader.run)
         self._to = replace(
             to,
             storage=tier.dir.storage,
@@ -244,7 +237,7 @@ class NearSaves:
 
         Rule *takeover_before_near*: no near save is made before its list is there.
         """
-        self.fence.hold_once(is_resumed=self._loads.is_resumed)
+        self.fence.hold_once(is_resumed=self._loader.is_resumed)
         return self.fence.epoch
 
     def _look(self, ranks: Ranks, step: int | None) -> tuple[Changes, str, NearStand | None, Exception | None]:
@@ -267,7 +260,7 @@ class NearSaves:
         if ranks.rank == 0 and self._has_base and has_work:
             self.tier.reach(ranks.size)
             if self._changes.has_candidate:
-                self._changes.confirm(self._durable.storage, self.fence, is_resumed=self._loads.is_resumed)
+                self._changes.confirm(self._durable.storage, self.fence, is_resumed=self._loader.is_resumed)
             if not self.fence.is_settled:
                 end_pending(self._durable)
         return self.tier.dir.host()

@@ -93,21 +93,8 @@ def counting(saves: Iterable[Checkpoint], listing: Listing, near_list: NearList)
     # Rule *epoch_rule*: what an overtaken writer seals afterwards is not named.
     whole = [save for save in saves if near_list.counts(save.manifest.save_id)]
     # Rules *base_by_save_id* and *parent_is_name*: what it stands on is found as that of a delta is.
-    return _newest_first(c for c in chained([*listing.committed, *whole], listing.damaged)[0] if c.near_dir is not None)
-
-
-def merged(checkpoints: Sequence[Checkpoint], saves: Iterable[Checkpoint]) -> list[Checkpoint]:
-    """Return checkpoints and near saves in one order, newest first (rules *one_order* and *order_by_cut*)."""
-    together, rest = list[Checkpoint](), list(checkpoints)
-    for save in _newest_first(saves):
-        while rest and rest[0].manifest.order > save.manifest.order:
-            together.append(rest.pop(0))
-        together.append(save)
-    return [*together, *rest]
-
-
-def _newest_first(saves: Iterable[Checkpoint]) -> list[Checkpoint]:
-    return sorted(saves, key=lambda save: save.manifest.order, reverse=True)
+    saves = (c for c in chained([*listing.committed, *whole], listing.damaged)[0] if c.near_dir is not None)
+    return sorted(saves, key=lambda save: save.manifest.order, reverse=True)  # rule *order_by_cut*
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,12 @@ import numpy.typing as npt
 from recckpt.format import layout
 from recckpt.format.manifest import Manifest
 from recckpt.format.tables import LiveLayout, Reduced
-from recckpt.live.columns import ColumnRows
 from recckpt.output_dir.commit import chain_of
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.policies.deltas import MAX_DELTAS, Chain, Deltas, as_deltas
 from recckpt.sparse.files.reduced_rows import TableChoice
-from recckpt.sparse.files.table_rows import TableSource
+from recckpt.sparse.files.table_rows import RowsInParts, TableSource
 from recckpt.sparse.table.marks import FrozenRows
 from recckpt.sparse.table.store import is_stored
 from recckpt.sparse.table.tracker import Freeze, Tracker
@@ -249,7 +248,7 @@ def delta_proposal(
         is_replaced = is_replaced or marks is None or base is None or base.slots.get(table.name) != slots
         is_replaced = is_replaced or base is None or base.live.get(table.name) != layouts.get(table.name)
         n_changed = table.n_rows if is_replaced or marks is None else marks.n_changed
-        if isinstance(table, ColumnRows) and not is_replaced:
+        if isinstance(table, RowsInParts) and not is_replaced:
             n_changed = table.share_of(n_changed)
         return n_changed, table.n_rows, row_bytes, is_replaced, is_otherwise
 

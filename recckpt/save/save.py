@@ -13,7 +13,6 @@ from typing import Any
 from recckpt.checkpoint.attempt import Attempt
 from recckpt.errors import CommitNotDurableError, RecckptError
 from recckpt.format.manifest import Manifest
-from recckpt.live.columns import join_columns
 from recckpt.output_dir.checkpoint_dir import Intent
 from recckpt.output_dir.commit import begin
 from recckpt.parallel.ranks import Ranks
@@ -136,8 +135,8 @@ def write_and_commit(staged: Staged, plan: SavePlan, job: Job, to: Destination) 
         with attempt.abandoned_on_error(lambda error: _is_idle(error, ranks)):
             if ranks.rank:  # which may not learn what becomes of the save from now on
                 info.note(outcome=info.words.is_open)
-            if staged.by_columns:
-                ranks.in_meetings(partial(join_columns, staged.by_columns))
+            for join, sources in staged.joins.items():
+                ranks.in_meetings(partial(join, sources))
             record = _commit(staged, head_of(staged, plan, attempt, job), attempt, job, to)
         if to.changes is not None and not record.ephemeral:
             staged.committed(record.save_id)

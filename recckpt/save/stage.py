@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,14 +22,14 @@ from recckpt.format.tables import ClockDates, LiveLayout
 from recckpt.format.tensor_index import NUMPY_DTYPES
 from recckpt.live.attached import AttachedTable
 from recckpt.live.boxes import layout_of
-from recckpt.live.columns import ColumnRows
 from recckpt.live.tables import RowOptimizers, row_optimizers
+from recckpt.parallel.ranks import Meetings
 from recckpt.save.arguments import as_state_values
 from recckpt.save.choice import Choice, slots_of_table
 from recckpt.save.deltas import FULL, Kind
 from recckpt.save.job import Live
 from recckpt.sparse.files.reduced_rows import ReducedSource, TableChoice
-from recckpt.sparse.files.table_rows import TableSource, source_to_save
+from recckpt.sparse.files.table_rows import RowsInParts, TableSource, source_to_save
 from recckpt.sparse.table.marks import FrozenRows
 from recckpt.sparse.table.snapshot import Snapshot
 from recckpt.sparse.table.store import is_stored
@@ -59,7 +60,8 @@ class Staged:
     clock: dict[str, ClockDates | None] = field(default_factory=dict)  # the same: when the clock has dated rows
     live: list[tuple[AttachedTable, Snapshot]] = field(default_factory=list)  # live tables, as they are read
     layouts: dict[str, LiveLayout] = field(default_factory=dict)  # by name, how live tables lie
-    by_columns: list[ColumnRows] = field(default_factory=list)  # those of the tables whose columns are to be joined
+    # What joins rows of which ranks have parts: of which tables.
+    joins: Mapping[Callable[[Sequence[Any], Meetings], None], list[RowsInParts]] = field(default_factory=dict)
 
     @property
     def sparse_bytes(self) -> int:
@@ -91,15 +93,14 @@ class Staged:
                 self.choices[table.name] = chosen
 
     def _take_live(self, table: AttachedTable) -> None:
-        """Note how a live table lies, whose rows are taken; of one by columns, what ranks are to join."""
+        """Note how a live table lies, whose rows are taken."""
         rows, box = self.tables[-1], table.rows.box
         assert isinstance(rows, Snapshot)
         self.live.append((table, rows))
         if self.digest is not None and box.n_replicas > 1 and box.rows[0] < box.rows[1]:
             self.digest.note_rows(table.name, box.rows[0], table.live.tensors(), audit=table.rows.audit or 0)
         self.layouts[table.name] = layout_of(table.live.n_rows, rows.slots, box)
-        if box.columns:
-            self.tables[-1] = ColumnRows(rows, box)
+        self.tables[-1] = table.source(rows)
 
     def check_live(self) -> None:
         """Make sure that all that was read of live tables is what was staged.
@@ -115,11 +116,15 @@ class Staged:
         """Return what is to be written; a delta keeps only the rows that have changed, and releases the others."""
         sources = [self._source(table, kind) for table in self.tables]
         chosen = [(source, self.choices.get(source.name)) for source in sources]
+        joins = defaultdict[Callable[[Sequence[Any], Meetings], None], list[RowsInParts]](list)
+        for source in sources:
+            if isinstance(source, RowsInParts):
+                joins[source.join].append(source)
         return replace(
             self,
             kind=kind,
             tables=[source if choice is None else ReducedSource(source, choice) for source, choice in chosen],
-            by_columns=[source for source in sources if isinstance(source, ColumnRows)],
+            joins=joins,
         )
 
     def _source(self, table: TableSource, kind: Kind) -> TableSource:
@@ -127,7 +132,7 @@ class Staged:
         if kind.base is None or table.name in kind.replaced:
             return table
         frozen, chosen = self.frozen[table.name], self.choices.get(table.name)
-        if isinstance(table, ColumnRows):
+        if isinstance(table, RowsInParts):
             return table.since(partial(frozen.changed_since, kind.base))
         is_filtered = chosen is not None and chosen.where is not None  # then it counts all rows first
         return frozen.delta(kind.base, narrows=not is_filtered)

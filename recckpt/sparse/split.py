@@ -52,7 +52,8 @@ def filter_out_sparse_param(model: nn.Module) -> dict[str, SavableTable]:
     return {name: table for name, table in state_of(model)[0].items() if getattr(table, "is_trained", True)}
 
 
-LOADS_AS_TORCH = {"torch", "recckpt"}  # packages whose modules take what has the names, shapes and dtypes; guests add
+# Packages whose modules take what has the names, shapes and dtypes.
+LOADS_AS_TORCH = frozenset({"torch", "recckpt", "torchrec", "fbgemm_gpu"})
 
 
 def state_of(model: nn.Module) -> tuple[dict[str, SavableTable], dict[str, Any]]:

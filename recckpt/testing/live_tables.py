@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from recckpt.checkpoint.read_again import problems
 from recckpt.errors import CheckpointExistsError, LiveTableError, StateMismatchError
 from recckpt.format.manifest import Manifest
-from recckpt.inspect.verify import verify
-from recckpt.live.tables import LiveTables, live_tables
+from recckpt.live import LiveTables, live_tables
+from recckpt.output_dir.at_path import locate_path
 from recckpt.policies.deltas import Deltas
 from recckpt.saver import Saver
 from recckpt.sparse.table.checks import check_slot_name, spec_of
@@ -153,7 +154,7 @@ class LiveTableContract:
         saver.save("a")
         assert live_rows(table) == rows, "a save has changed the table"
         assert self.saved(tables, tmp_path, "a") == rows
-        assert verify(str(tmp_path), threads=1) == []
+        assert [*problems(*locate_path(str(tmp_path / "a")), 1)] == []
         _, loader = self.attached(twin, tmp_path)
         self.train(twin, torch.arange(1, 12))
         loader.load()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from recckpt.inspect.reader import CheckpointReader
+from recckpt.checkpoint.chain import OpenChain
+from recckpt.output_dir.at_path import locate_path
 from recckpt.save.job import SparseSaver
 from recckpt.types import EMBEDDING, SavableTable
 
@@ -54,13 +55,13 @@ def bytes_of(values: Tensor) -> list[bytes]:
 
 def saved_rows(output_dir: Path, ckpt_id: str, table: str, slots: Sequence[str]) -> Rows:
     """Return all rows of a table as a reader finds them in a checkpoint: one after the other, and each by its id."""
-    with CheckpointReader(str(output_dir / ckpt_id)) as reader:
-        ids = [id_ for batch in reader.table(table, []) for id_ in batch.column("id").to_pylist()]
+    with closing(OpenChain.open(*locate_path(str(output_dir / ckpt_id)))) as chain:
+        ids = [id_ for batch in chain.table(table, []).all_rows() for id_ in batch.column("id").to_pylist()]
         rows: Rows = {id_: {} for id_ in ids}
-        kinds = {spec.name: spec for spec in reader.manifest.named_table(table).slots}
+        kinds = {spec.name: spec for spec in chain.manifest.named_table(table).slots}
         assert kinds.keys() == {*slots}, f"expected the slots {sorted(slots)}, found {sorted(kinds)} in the checkpoint"
         for slot in slots:
-            values, is_there = reader.lookup(table, np.asarray(ids, np.int64), slot)
+            values, is_there = chain.find(table, np.asarray(ids, np.int64), kinds[slot], 0)
             assert is_there.all(), f"{table}@{slot}: a reader finds no row of the ids {np.asarray(ids)[~is_there]}"
             own = torch.from_numpy(values).to(getattr(torch, kinds[slot].dtype))  # readers give bfloat16 as float32
             for id_, value in zip(ids, bytes_of(own), strict=True):

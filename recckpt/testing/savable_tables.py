@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from recckpt.checkpoint.read_again import problems
 from recckpt.errors import StateMismatchError
 from recckpt.format.buckets import Slice, gen_slice
-from recckpt.inspect.verify import verify
+from recckpt.output_dir.at_path import locate_path
 from recckpt.saver import Saver
 from recckpt.sparse.table.checks import check_slot_name, spec_of
 from recckpt.sparse.table.table import HashTable
@@ -121,7 +122,7 @@ class SavableTableContract:
         self.saver(tmp_path, table).save("a")
         assert rows_of(table) == rows, "a save has changed the table"
         assert saved_rows(tmp_path, "a", table.name, [EMBEDDING, *table.slots]) == rows
-        assert verify(str(tmp_path), threads=1) == []
+        assert [*problems(*locate_path(str(tmp_path / "a")), 1)] == []
         self.saver(tmp_path, twin).load()
         assert rows_of(twin) == rows
 

@@ -242,7 +242,7 @@ LIVE_PLANTS = {
         ),
     ),
     "the first table of a feature alone is marked": Plant(
-        "recckpt.live.fbgemm:KernelHooks._rows",
+        "recckpt.adapters.fbgemm:KernelHooks._rows",
         "if table in self._doors and begin < end:",
         "if table == tables[0] and begin < end:",
     ),

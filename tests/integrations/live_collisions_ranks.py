@@ -17,8 +17,8 @@ from support import live_collisions as models
 from support.rank_processes import fork_ranks
 
 from recckpt import CheckpointManager, Deltas, Saver
+from recckpt.adapters.fbgemm import KernelHooks
 from recckpt.errors import RecckptError
-from recckpt.live.fbgemm import KernelHooks
 from recckpt.sparse.files.filler import BatchRows
 from recckpt.sparse.table.tracker import Tracker
 

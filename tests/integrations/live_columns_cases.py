@@ -15,9 +15,9 @@ from support.rank_processes import fork_ranks
 from torch import nn
 
 from recckpt import CheckpointManager, CheckpointReader, Deltas, Saver
+from recckpt.adapters import columns as column_exchange
+from recckpt.adapters.columns import ColumnRows
 from recckpt.errors import SaveFailedError, StateMismatchError
-from recckpt.live import columns as column_exchange
-from recckpt.live.columns import ColumnRows
 from recckpt.policies import Choose
 from recckpt.sparse import HashTable, SparseRowWiseAdagrad
 

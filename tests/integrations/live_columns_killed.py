@@ -18,9 +18,9 @@ from support import live_torchrec as models
 from support.rank_processes import whole_life
 
 from recckpt import Saver
+from recckpt.adapters import columns as column_exchange
+from recckpt.adapters.columns import ColumnRows
 from recckpt.errors import SaveFailedError
-from recckpt.live import columns as column_exchange
-from recckpt.live.columns import ColumnRows
 from recckpt.policies import Transfers
 
 SECONDS = 30

@@ -20,8 +20,9 @@ from support.live_runs import Rows, assert_saved, rows_of
 from torch import nn
 
 from recckpt import CheckpointManager, Saver
+from recckpt.adapters import fbgemm
 from recckpt.errors import LiveTableError
-from recckpt.live import fbgemm, live_tables
+from recckpt.live import live_tables
 from recckpt.save.job import SparseSaver
 
 KINDS = {

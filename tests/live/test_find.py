@@ -1,5 +1,7 @@
 """Which modules become live tables, under which names, those of TorchRec among them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.fake_fbgemm import (
@@ -13,9 +15,12 @@ from support.thread_ranks import ThreadGroup, Wire, alone
 from torch import nn, optim
 from torch.nn.utils import parametrize
 
+from recckpt.adapters.torchrec import TORCHREC
 from recckpt.errors import LiveTableError
-from recckpt.live import live_tables
-from recckpt.live.find import find_tables
+from recckpt.live import LiveTables, live_tables
+from recckpt.live.attached import AttachedTable
+from recckpt.live.find import TableFinder, find_tables
+from recckpt.parallel.ranks import RanksNow
 from recckpt.parallel.threads import run_all
 
 
@@ -50,6 +55,27 @@ def test_embeddings_of_enough_rows_are_tables_by_their_paths_or_the_names_that_t
     assert list(tables) == ["user/1", "tags", "day"]
     tables.close()
     assert list(live_tables(tower, optim.SGD(tower.parameters()), exclude=["users"])) == ["tags"]
+
+
+def test_a_finder_brings_candidates_and_says_what_a_table_is_to_a_saver(tower, caplog):
+    class Attached(AttachedTable):
+        """What the finder makes of each table."""
+
+    def candidates(search, others):
+        search.left.update(cold="it lies elsewhere", odd="it has no rows")
+        search.missing.add("cold")
+        return [replace(each, name=f"theirs/{each.name}") for each in others if each.module is not search.model.tags]
+
+    finder = TableFinder(candidates, lambda table: replace(table, attached=Attached))
+    optimizers, ranks = [optim.SGD(tower.parameters())], RanksNow(60).of(None, None)
+    tables, left = find_tables(tower, optimizers, ranks, [finder], min_rows=1000, names={}, exclude=())
+    assert [(table.path, table.live.name) for table in tables] == [("users", "theirs/users")]
+    assert left.keys() == {"cold", "odd", "days"}
+    assert "saved whole each time, are 'odd': it has no rows" in caplog.text
+    assert "not in the checkpoints are 'cold': it lies elsewhere" in caplog.text
+    live = LiveTables(tower, tables, left)
+    assert isinstance(live["theirs/users"], Attached)
+    live.close()
 
 
 def test_all_that_is_wrong_with_names_is_said_at_once(tower):
@@ -171,7 +197,7 @@ def test_ranks_that_choose_other_tables_are_refused_by_all():
     def work(rank):
         model = nn.ModuleDict({"sparse": collection()})
         with pytest.raises(LiveTableError) as refusal:
-            find_tables(model, [], alone(ThreadGroup(rank, wire)), min_rows=1 + rank, names={}, exclude=())
+            find_tables(model, [], alone(ThreadGroup(rank, wire)), [TORCHREC], min_rows=1 + rank, names={}, exclude=())
         return str(refusal.value)
 
     one, other = run_all(work, range(2), 2)

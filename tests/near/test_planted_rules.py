@@ -46,13 +46,17 @@ MISSED = {
     "order_by_cut": (
         tests.test_who_goes_back_and_trains_again_counts_by_cut_and_not_by_step,
         [
-            Plant(f"{CANDIDATES}:_newest_first", "save.manifest.order", "save.manifest.step"),
+            Plant(f"{CANDIDATES}:counting", "save.manifest.order", "save.manifest.step"),
         ],
     ),
     "one_order": (
         tests.test_a_newer_checkpoint_goes_before_an_older_near_save,
         [
-            Plant(f"{CANDIDATES}:merged", "while rest and rest[0].manifest.order > save.manifest.order", "while False"),
+            Plant(
+                "recckpt.output_dir.candidates:merged",
+                "while rest and rest[0].manifest.order > save.manifest.order",
+                "while False",
+            ),
         ],
     ),
     "cut_is_unique": (

@@ -8,7 +8,7 @@ from support.fake_fbgemm import SplitTableBatchedEmbeddingBagsCodegen, look_up
 from torch import nn, optim
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from recckpt.live.fbgemm import FbgemmTable, Kernel
+from recckpt.adapters.fbgemm import FbgemmTable, Kernel
 from recckpt.live.torch_embedding import DTensorEmbedding, TorchEmbedding
 from recckpt.live.torch_rules import trainer_of
 from recckpt.testing import LiveTableContract

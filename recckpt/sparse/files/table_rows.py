@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ import torch
 
 from recckpt.errors import StateMismatchError
 from recckpt.format.buckets import N_BUCKETS, bucket_of, repeated
+from recckpt.parallel.ranks import Meetings
 from recckpt.sparse.files.part_writer import ColumnBytes, RowBatch, TableBytes, row_bytes
 from recckpt.sparse.table.checks import check_slot_name, spec_of
 from recckpt.sparse.table.column import BLOCK_BYTES, Column, aligned_bytes
@@ -126,6 +128,23 @@ class TableSource(Protocol):
 
     def close(self) -> None:
         """Drop the rows; nothing may be read any more."""
+
+
+class RowsInParts(ABC):
+    """A :class:`TableSource` of which ranks have parts of rows, such as columns, that they join before they write."""
+
+    @abstractmethod
+    def since(self, changed: Callable[[], npt.NDArray[np.uint8]]) -> TableSource:
+        """Return the rows that have changed on any rank which has parts of them; ``changed`` gives a bit a row."""
+
+    @abstractmethod
+    def share_of(self, n_changed: int) -> int:
+        """Return about how many of the rows that changed here are written here."""
+
+    @staticmethod
+    @abstractmethod
+    def join(sources: Sequence[Any], meetings: Meetings) -> None:
+        """Make whole rows of what the ranks have of tables; all have the same tables, in one order. Collective."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -10,16 +10,33 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from recckpt.adapters.columns import AttachedColumns
+from recckpt.adapters.fbgemm import (
+    BY_DUMP,
+    HASHED_KERNEL,
+    IN_MEMORY,
+    KERNEL,
+    FbgemmTable,
+    Kernel,
+    announce_calls,
+    kernel_tables,
+)
+from recckpt.adapters.keyed import AttachedKeyedTable, KeyedLiveTable
+from recckpt.adapters.torchrec_collision import (
+    Collision,
+    collisions_in,
+    collisions_of,
+    sharded_table,
+    unsharded_table,
+)
 from recckpt.errors import LiveTableError
 from recckpt.live.attached import FINGERPRINTS, Candidate, FoundTable, is_a
 from recckpt.live.boxes import AbsentTable, RankPart, column_ranges, problem_of
-from recckpt.live.fbgemm import BY_DUMP, HASHED_KERNEL, IN_MEMORY, KERNEL, FbgemmTable, Kernel, announce_calls
+from recckpt.live.find import Search, TableFinder
 from recckpt.live.torch_embedding import TorchEmbedding
 from recckpt.live.torch_rules import TorchRule, trainer_of
-from recckpt.live.torchrec_collision import Collision, collisions_in, sharded_table
 from recckpt.live.writes import WeakDoor
-from recckpt.parallel.ranks import Ranks
-from recckpt.sparse.split import LOADS_AS_TORCH, behind, inner_name, load_dense, unwrapped, wrappers_in
+from recckpt.sparse.split import behind, inner_name, load_dense, unwrapped, wrappers_in
 from recckpt.sparse.table.checks import spec_of
 from recckpt.types import EMBEDDING, Box, Door
 
@@ -28,10 +45,9 @@ _SHARDED = (
     ("torchrec.distributed.embedding", "ShardedEmbeddingCollection"),
 )
 _FUSED = ("torchrec.modules.fused_embedding_modules", "FusedEmbeddingBagCollection", "FusedEmbeddingCollection")
-UNSHARDED = ("torchrec.modules.embedding_modules", "EmbeddingBagCollection", "EmbeddingCollection")
+_UNSHARDED = ("torchrec.modules.embedding_modules", "EmbeddingBagCollection", "EmbeddingCollection")
 _PARALLEL = "torchrec.distributed.model_parallel"
 _COLLIDING = "torchrec.distributed.mc_embedding_modules", "BaseShardedManagedCollisionEmbeddingCollection"
-LOADS_AS_TORCH.update(("torchrec", "fbgemm_gpu"))
 
 
 @dataclass(frozen=True)
@@ -103,31 +119,21 @@ def collections_of(model: nn.Module) -> Iterator[Collection]:
             yield Collection(module, unwrapped(name, wrappers), is_sharded, refusal, collisions)
 
 
-@dataclass(frozen=True)
-class Shard:
-    """Where the rows of a table are on a rank: in a kernel, under a number; ``owner`` has it, and its optimizer."""
-
-    kernel: Kernel
-    number: int
-    owner: Any
-
-
 class CollectionTable(FbgemmTable):
     """A table in a fused kernel that a collection owns, which loads it and its optimizer in ways of its own.
 
     Args:
         name, box, n_rows: as of FbgemmTable.
-        shard: where it is.
+        kernel, number: where it is on this rank.
         collection: whose state dict has the weights.
     """
 
-    def __init__(self, name: str, shard: Shard, box: Box, n_rows: int, collection: nn.Module) -> None:
-        super().__init__(name, shard.kernel, shard.number, box, n_rows)
-        self._shard = shard
+    def __init__(self, name: str, kernel: Kernel, number: int, box: Box, n_rows: int, *, collection: nn.Module) -> None:
+        super().__init__(name, kernel, number, box, n_rows)
         self._collection: Any = collection
 
     def attach(self, door: Door) -> Callable[[], object]:
-        hooks, owner = self._shard.kernel.hooks, self._shard.owner
+        hooks, owner = self._kernel.hooks, self._kernel.owner
         removers = [
             super().attach(door),
             self._collection.register_load_state_dict_pre_hook(WeakDoor(door).announce_all).remove,
@@ -144,7 +150,7 @@ class _Local:
     collection: Collection
     table: str
     part: RankPart
-    shard: Shard | None = None
+    shard: tuple[Kernel, int] | None = None  # a kernel, and the number of the table in it
     trainer: tuple[Optimizer | None, TorchRule | None] | None = None
 
     @property
@@ -153,18 +159,48 @@ class _Local:
         return ".".join(part for part in parts if part)
 
 
-def collection_tables(
-    model: nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks, exclude: Container[str], options: str
-) -> list[Candidate]:
+def _candidates(search: Search, of_torch: Sequence[Candidate]) -> list[Candidate]:
+    """Return the tables of collections and kernels, and those of torch.
+
+    Of these, the ones in unsharded collections go by the names of their configs, and by raw ids behind managed
+    collision.
+    """
+    model, wrappers = search.model, wrappers_in(search.model)
+    in_collections = {id(table) for one in model.modules() if is_a(one, *_UNSHARDED) for table in one.modules()}
+    collisions = {
+        id(module): replace(collision, path=unwrapped(collision.path, wrappers))
+        for module, collision in collisions_of(model)
+    }
+
+    def own(candidate: Candidate) -> Candidate:
+        if id(candidate.module) in in_collections:
+            candidate = replace(candidate, name=candidate.path.rpartition(".")[2])
+        collision = collisions.get(id(candidate.module))
+        if collision is None:
+            return candidate
+        return replace(candidate, make=lambda name: unsharded_table(candidate.make(name), collision))
+
+    return [*_collection_tables(search), *kernel_tables(search), *map(own, of_torch)]
+
+
+def _fitted(table: FoundTable) -> FoundTable:
+    """Return a table as it is attached: by the ids or by the columns that it has here, or as any other."""
+    if isinstance(table.live, KeyedLiveTable):
+        return replace(table, attached=AttachedKeyedTable)
+    return replace(table, attached=AttachedColumns) if table.live.box().columns else table
+
+
+def _collection_tables(search: Search) -> list[Candidate]:
     """Return the tables of all collections. Collective where the model has sharded ones.
 
-    What the ranks have of those in ``exclude``, by path, need not make up a table. The ``options`` that choose tables
-    are the same on all ranks.
+    What the ranks have of those that are excluded need not make up a table.
 
     Raises:
         LiveTableError: what the ranks have does not make up the tables; says all that is wrong. Or options differ.
     """
-    locals_ = [local for collection in collections_of(model) for local in _locals(collection, optimizers)]
+    ranks, options = search.ranks, search.options
+    collections = collections_of(search.model)
+    locals_ = [local for collection in collections for local in _locals(collection, search.optimizers)]
     if not locals_:
         return []
     is_sharded = any(local.collection.is_sharded for local in locals_)
@@ -183,7 +219,9 @@ def collection_tables(
     for local in locals_:
         parts = [paths[local.path] for paths in of_ranks]
         refusal = next((part.refusal for part in parts if part.refusal), None)
-        problem = None if refusal or local.path in exclude else problem_of(parts)
+        problem = None if refusal or local.path in search.exclude else problem_of(parts)
+        if refusal and BY_DUMP in refusal:
+            search.missing.add(local.path)
         if problem:
             problems.append(f"{local.path!r}: {problem}")
         make = partial(_made, replace(local, part=replace(local.part, refusal=refusal)), parts)
@@ -221,7 +259,7 @@ def _locals(collection: Collection, optimizers: Sequence[Optimizer]) -> Iterator
                 yield _Local(collection, table, RankPart(n_rows, refusal=kernel))
             else:
                 part = _part(config, kernel, number, config_here)
-                yield _Local(collection, table, part, Shard(kernel, number, owner))
+                yield _Local(collection, table, part, (kernel, number))
 
 
 def _kernel(owner: Any, module: Any) -> Kernel | str:
@@ -231,7 +269,7 @@ def _kernel(owner: Any, module: Any) -> Kernel | str:
             "stash_weights=True"
         )
     try:
-        return Kernel(module, next(iter(owner.fused_optimizer.param_groups)))
+        return Kernel(module, owner)
     except LiveTableError as error:
         return str(error)
 
@@ -285,7 +323,7 @@ def _made(local: _Local, parts: Sequence[RankPart], name: str) -> FoundTable:
         marks, optimizer = "gradient", local.trainer[0]
         is_announced = optimizer is not None
     elif local.shard is not None:
-        live = CollectionTable(name, local.shard, _box(local.part, parts), n_rows, collection.module)
+        live = CollectionTable(name, *local.shard, _box(local.part, parts), n_rows, collection=collection.module)
     else:
         there = next(part for part in parts if part.slots)
         live = AbsentTable(name, there, replace(_box(there, parts), rows=(0, 0)))
@@ -302,22 +340,23 @@ def _made(local: _Local, parts: Sequence[RankPart], name: str) -> FoundTable:
         why=why,
         is_tensor=False,
         collection=collection.module if collection.is_sharded else None,
+        load_around=load_around if collection.is_sharded else None,
         tensors=(f"{local.path}.weight",),
     )
     collision = collection.collisions.get(table)
     return by_rows if collision is None else sharded_table(by_rows, collision)
 
 
-def load_around(model: nn.Module, state: Mapping[str, Any], collections: Mapping[nn.Module, Set[str]]) -> None:
+def load_around(collections: Mapping[nn.Module, Set[str]], model: nn.Module, state: Mapping[str, Any]) -> None:
     """Load dense state by the names that it has without wrappers; the rest of the model stays as it is.
 
     TorchRec's sharded collections load all their tables or fail: those without dense tensors are not called; the others
     get the current values of their live tables, which changes nothing.
 
     Args:
+        collections: collections, with the keys of their live tables, as the state dict of the collection has them.
         model: the model.
         state: dense state by name.
-        collections: collections, with the keys of their live tables, as the state dict of the collection has them.
     """
     if model in collections:
         own = model.state_dict()
@@ -330,7 +369,7 @@ def load_around(model: nn.Module, state: Mapping[str, Any], collections: Mapping
     is_wrapper = is_a(model, _PARALLEL, "DistributedModelParallel")
     name = "_dmp_wrapped_module." if is_wrapper else inner_name(model)  # of torch or of TorchRec
     if name:
-        load_around(getattr(model, name[:-1]), state, collections)
+        load_around(collections, getattr(model, name[:-1]), state)
         return
     direct = {key: value for key, value in state.items() if "." not in key}
     errors: list[str] = []
@@ -339,4 +378,7 @@ def load_around(model: nn.Module, state: Mapping[str, Any], collections: Mapping
         raise RuntimeError("; ".join(errors))
     for name, child in model.named_children():
         of_child = {key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(f"{name}.")}
-        load_around(child, of_child, collections)
+        load_around(collections, child, of_child)
+
+
+TORCHREC = TableFinder(_candidates, _fitted)

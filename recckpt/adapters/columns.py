@@ -15,10 +15,11 @@ import numpy.typing as npt
 import torch
 
 from recckpt.errors import LiveTableError
+from recckpt.live.attached import AttachedTable
 from recckpt.live.boxes import place_in_row, whole_spec
 from recckpt.live.store import RowRange
 from recckpt.parallel.ranks import Meetings
-from recckpt.sparse.files.table_rows import StillTable
+from recckpt.sparse.files.table_rows import RowsInParts, StillTable, TableSource
 from recckpt.sparse.table.column import Column, aligned_bytes
 from recckpt.sparse.table.snapshot import Snapshot
 from recckpt.sparse.table.store import Ids, marked_rows
@@ -191,7 +192,7 @@ def _joined(pieces: Iterable[Bytes]) -> Bytes:
     return np.concatenate([np.empty(0, np.uint8), *pieces])
 
 
-class ColumnRows:
+class ColumnRows(RowsInParts):
     """Rows of a table that lies by columns: a source of whole rows once ranks have sent each other their columns.
 
     Before that, it is known how many rows it has of a full save alone. What is read of the table is read once.
@@ -201,6 +202,8 @@ class ColumnRows:
         box: what this rank has.
         changed: returns a bit a row of the snapshot, 1 for those of a delta; None where all rows are saved.
     """
+
+    join = staticmethod(join_columns)
 
     def __init__(self, snapshot: Snapshot, box: Box, changed: Callable[[], Bytes] | None = None) -> None:
         self.name, self.box, self.parts = snapshot.name, box, snapshot.slots
@@ -217,7 +220,6 @@ class ColumnRows:
         return self._changed is not None
 
     def since(self, changed: Callable[[], Bytes]) -> ColumnRows:
-        """Return what has changed by then, on any rank that has columns of it; ``changed`` is as of the constructor."""
         return ColumnRows(self._snapshot, self.box, changed)
 
     def share_of(self, n_changed: int) -> int:
@@ -325,3 +327,10 @@ class ColumnRows:
             return begin, end
         first, last = np.searchsorted(rows, [begin, end]).tolist()
         return first, last
+
+
+class AttachedColumns(AttachedTable):
+    """A live table of which this rank has some columns; arguments as of :class:`AttachedTable`."""
+
+    def source(self, rows: Snapshot) -> TableSource:
+        return ColumnRows(rows, self.rows.box)

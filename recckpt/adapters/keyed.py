@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from recckpt.errors import LiveTableError
-from recckpt.live.attached import AttachedTable, LiveTarget
+from recckpt.live.attached import AttachedTable
 from recckpt.live.store import LiveStore
 from recckpt.sparse.files.owners import OwnedIds
-from recckpt.sparse.files.table_target import LoadTarget, OwnTarget, Values
+from recckpt.sparse.files.table_target import OwnTarget, Values
 from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.placed import IdPlaces, PlacedRows, PlacedStore
 from recckpt.sparse.table.row_store import RowStore
@@ -220,10 +220,6 @@ class KeyedTarget(OwnTarget):
         return n_dropped
 
 
-def live_target(table: AttachedTable) -> LoadTarget:
-    return KeyedTarget(table) if isinstance(table, AttachedKeyedTable) else LiveTarget(table)
-
-
 def _rows_of(store: RowStore) -> tuple[Int64s, dict[str, Tensor]]:
     values = {name: column.to_tensor(len(store)) for name, column in store.columns.items()}
     return store.ids.to_tensor(len(store)).numpy(), values
@@ -232,13 +228,14 @@ def _rows_of(store: RowStore) -> tuple[Int64s, dict[str, Tensor]]:
 class AttachedKeyedTable(AttachedTable):
     """A keyed live table; arguments as of :class:`AttachedTable`."""
 
+    is_by_id, target_type = True, KeyedTarget
     live: KeyedLiveTable
 
     def __init__(
         self, live: KeyedLiveTable, *, is_announced: bool = True, says_what_changes: bool = True, audit: int = 0
     ) -> None:
         super().__init__(live, is_announced=is_announced, says_what_changes=says_what_changes, audit=audit)
-        self._keyed = KeyedStore(live, self.rows)
+        self.most_ids, self._keyed = live.n_ids, KeyedStore(live, self.rows)
         self._is_as_loaded = False
 
     @property

@@ -5,9 +5,9 @@ import pytest
 import torch
 from support.sources import read_column
 
+from recckpt.adapters.keyed import AttachedKeyedTable, IdMap, KeyedTarget
+from recckpt.adapters.torchrec_collision import SharedRows
 from recckpt.errors import LiveTableError
-from recckpt.live.keyed import AttachedKeyedTable, IdMap, KeyedTarget
-from recckpt.live.torchrec_collision import SharedRows
 from recckpt.sparse.files.owners import EVERY_ID
 from recckpt.sparse.table.tracker import Tracker
 from recckpt.types import Box

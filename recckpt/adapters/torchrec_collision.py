@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recckpt.adapters.keyed import IdMap
 from recckpt.errors import LiveTableError
 from recckpt.live.attached import FoundTable, is_a
-from recckpt.live.keyed import IdMap
 from recckpt.live.writes import WeakDoor
 from recckpt.parallel.ranks import rank_and_size
 from recckpt.sparse.files.owners import EVERY_ID, LEAST, IdBlock, IdSpan, IdSpans, OwnedIds

@@ -1,4 +1,4 @@
-"""What a manager begins beside its saves: near saves, and what waits for gradients that are still to be used."""
+"""What steps begin beside checkpoints: near saves, and what waits for gradients that are still to be used."""
 
 from __future__ import annotations
 

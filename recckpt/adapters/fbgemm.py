@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 
 from recckpt.errors import LiveTableError
+from recckpt.live.attached import FINGERPRINTS, Candidate, FoundTable, is_a
+from recckpt.live.find import Search
 from recckpt.live.writes import WeakDoor, is_capturing, wait_for_devices
+from recckpt.sparse.split import unwrapped, wrappers_in
 from recckpt.types import EMBEDDING, Box, Door
 
 _ADAGRAD, _ROWWISE_ADAGRAD = "exact_adagrad", "exact_row_wise_adagrad"
@@ -253,14 +256,15 @@ class Kernel:
 
     Args:
         module: the kernel.
-        group: the parameter group from which its owner sets the learning rate at each step; None if it has no owner.
+        owner: of TorchRec, whose fused optimizer sets the learning rate at each step from its parameter group.
 
     Raises:
         LiveTableError: its tables cannot be saved by rows; says why.
     """
 
-    def __init__(self, module: Any, group: dict[str, Any] | None = None) -> None:
-        self.module, self._group = module, group
+    def __init__(self, module: Any, owner: Any = None) -> None:
+        self.module, self.owner = module, owner
+        self._group: Any = None if owner is None else next(iter(owner.fused_optimizer.param_groups))
         self.slots, self.reason = slots_and_reason(module)
         self.hooks = KernelHooks(module, is_proven=self.reason is None)
         self._split: tuple[tuple[int, ...], list[Mapping[str, Tensor]]] | None = None
@@ -394,3 +398,49 @@ class FbgemmTable:
                 f"{module.current_device}: save and load between steps, or call "
                 "MemoryStashingManager.restore_embedding_weights() before"
             )
+
+
+def kernel_tables(search: Search) -> Iterator[Candidate]:
+    """Yield the tables of FBGEMM's kernels that are modules of the model; note those that cannot be live ones."""
+    wrappers, left = wrappers_in(search.model), search.left
+    for at, module in search.model.named_modules():
+        path = unwrapped(at, wrappers)
+        if is_a(module, *OTHER_KERNEL):
+            left[path] = (
+                f"a {type(module).__name__} keeps its rows on an SSD or in a store, not in tensors: {IN_MEMORY}"
+            )
+        if is_a(module, *HASHED_KERNEL):
+            left[path] = f"a {type(module).__name__} keeps its rows in hash tables, which no state dict has: {BY_DUMP}"
+            search.missing.add(path)
+        if not is_a(module, *KERNEL):
+            continue
+        try:
+            kernel = Kernel(module)
+        except LiveTableError as error:
+            left[path] = str(error)
+            continue
+        # All of them or none, by the largest: their rows are one tensor of the state dict.
+        of_kernel: Any = module
+        sizes = [rows for rows, *_ in of_kernel.embedding_specs]
+        keys = tuple(f"{path}.{key}" if path else key for key in module.state_dict())
+        paths = [f"{path}.{number}" if path else str(number) for number in range(len(sizes))]
+        for number, (name, of_table) in enumerate(zip(of_kernel.table_names or paths, paths, strict=True)):
+            make = partial(_kernel_table, kernel, number, of_table, keys)
+            yield Candidate(of_table, name, max(sizes), make, together=path)
+
+
+def _kernel_table(kernel: Kernel, number: int, path: str, keys: tuple[str, ...], name: str) -> FoundTable:
+    n_rows = int(kernel.module.embedding_specs[number][0])
+    live = FbgemmTable(name, kernel, number, Box((0, n_rows)), n_rows)
+    kind, marks = type(kernel.module).__name__, FINGERPRINTS if live.reason else "backward"
+    return FoundTable(
+        live,
+        path,
+        kind,
+        keys,
+        lambda: tuple(kernel.module.parameters()),
+        marks,
+        is_announced=True,
+        why=live.reason,
+        is_tensor=False,
+    )

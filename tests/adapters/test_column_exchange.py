@@ -8,10 +8,10 @@ import torch
 from support.sources import read_column
 from support.thread_ranks import ThreadGroup, Wire
 
+from recckpt.adapters import columns as column_exchange
+from recckpt.adapters.columns import ColumnRows, Head, Piece, holders_of, join_columns, windows
 from recckpt.errors import LiveTableError, RecckptError
-from recckpt.live import columns as column_exchange
 from recckpt.live.attached import AttachedTable
-from recckpt.live.columns import ColumnRows, Head, Piece, holders_of, join_columns, windows
 from recckpt.parallel.ranks import Meetings
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.table.tracker import Tracker

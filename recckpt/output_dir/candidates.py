@@ -1,0 +1,49 @@
+"""What a run may start from: the checkpoints of its output dir, and what guests have beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from recckpt.output_dir.listing import Checkpoint, Listing
+from recckpt.parallel.ranks import Ranks
+
+Usable = Callable[[], tuple[Listing, list[Checkpoint]]]
+Needed = Callable[[Checkpoint], frozenset[str]]
+_T = TypeVar("_T")
+
+
+class CandidateFinder:
+    """Finds what a run may start from, newest first: its checkpoints. A guest that has more to offer overrides it.
+
+    Collective; not thread-safe.
+    """
+
+    is_shared = False  # whether all ranks look together, also for a plan
+
+    def find(self, ranks: Ranks, bank: Callable[[], _T], usable: Usable, needed: Needed) -> tuple[_T, list[Checkpoint]]:
+        """Return a bank, which rank 0 locates, and what a run may start from.
+
+        Args:
+            ranks: those that restore.
+            bank: for rank 0.
+            usable: lists the output dir, and returns the checkpoints that can be used, too, newest first; for rank 0.
+            needed: the files of a candidate that this rank reads.
+        """
+        return ranks.on_first(lambda: (bank(), usable()[1]))
+
+    def without_damage(
+        self, ranks: Ranks, before: Sequence[Checkpoint], left: Sequence[Checkpoint], needed: Needed
+    ) -> Sequence[Checkpoint]:
+        """Return what a run may start from of ``before``, of which ``left``, as of rank 0, needs nothing damaged."""
+        return left
+
+
+def merged(checkpoints: Sequence[Checkpoint], saves: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """Return checkpoints and near saves in one order; both are newest first, and so is the whole."""
+    together, rest = list[Checkpoint](), list(checkpoints)
+    for save in saves:
+        while rest and rest[0].manifest.order > save.manifest.order:
+            together.append(rest.pop(0))
+        together.append(save)
+    return [*together, *rest]
