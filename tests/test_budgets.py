@@ -23,13 +23,13 @@ SLACK = 1.01
 PACKAGE = str(parsed.ROOT)
 # Positions, changes, checkpoints of other programs and FromRow took 6 files, 900 lines and 60 functions of the product.
 HOUSE = {  # figure -> limit, goal
-    "lines": (64_400, 56_000),
-    "code lines": (43_918, 40_500),
+    "lines": (64_225, 56_000),
+    "code lines": (43_798, 40_500),
     "files": (299, 290),
-    "classes": (722, 550),
-    "dataclasses": (269, 230),
-    "functions": (4_693, 3_850),
-    "functions that are one return": (878, 650),
+    "classes": (717, 550),
+    "dataclasses": (268, 230),
+    "functions": (4_664, 3_850),
+    "functions that are one return": (861, 650),
     "lines of tests": (91_577, 70_000),
     "test functions": (3_664, 3_200),
     "names on top": (14, 14),
@@ -38,9 +38,9 @@ HOUSE = {  # figure -> limit, goal
 }
 ENTERED = {  # way -> named functions and files: limit, goal
     "a training step": ((95, 80), (18, 18)),
-    "a save": ((524, 430), (73, 60)),
-    "a load": ((651, 520), (79, 70)),
-    "a restore": ((703, 580), (88, 80)),
+    "a save": ((523, 430), (73, 60)),
+    "a load": ((636, 520), (79, 70)),
+    "a restore": ((687, 580), (88, 80)),
 }
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
