@@ -29,6 +29,7 @@ from recckpt.policies.keep import Keep
 from recckpt.policies.options import Choose, Near, OnSaveError, OnSignal, Signals, Transfers
 from recckpt.policies.schedule import Backpressure, SaveCounts
 from recckpt.policies.when import When
+from recckpt.save.arguments import as_state_values
 from recckpt.save.job import OnSave
 from recckpt.saver import Saver
 from recckpt.text import count, plural, shown
@@ -129,6 +130,7 @@ class CheckpointManager(Resumable):
         transfers: Transfers | None = None,
         on_save: OnSave | None = None,
         run: str | None = None,
+        metadata: State = None,
         shard_id: int | None = None,
         shard_num: int | None = None,
         ephemeral: int | When | None = None,
@@ -166,6 +168,8 @@ class CheckpointManager(Resumable):
             transfers: how files travel, and how long ranks wait for each other.
             on_save: called with the :class:`recckpt.SaveInfo` of each save.
             run: what metrics call this job.
+            metadata: what the run is about, such as ``{"owner": "ads", "data": "v3"}``, as JSON has it: kept with each
+                checkpoint, and by a restore, entry by entry where this call has none of that name.
             shard_id: number of this rank, as of :class:`recckpt.CheckpointManager`; so are all that follow.
             shard_num: number of ranks.
             ephemeral: when to make checkpoints of which only the newest stays.
@@ -186,8 +190,9 @@ class CheckpointManager(Resumable):
         manager = partial(cls, save_interval=save_interval, shard_id=shard_id, shard_num=shard_num)
         manager = partial(manager, async_save=async_save, ephemeral=ephemeral, save_on_signal=save_on_signal)
         manager = partial(manager, on_save_error=on_save_error, save_at_start=save_at_start, step_prefix=step_prefix)
+        known = as_state_values(metadata, "metadata")  # before anything is made
         made = attached(saver, manager, model, optimizers, schedulers=schedulers, loader=loader, tables=tables)
-        made._looks_for_loaders = loader is None
+        made._looks_for_loaders, made._run.metadata = loader is None, known
         return made
 
     if not TYPE_CHECKING:
@@ -219,6 +224,21 @@ class CheckpointManager(Resumable):
     def epochs(self) -> int:
         """Epochs that have ended, those of the restored run included."""
         return self._run.epochs
+
+    @property
+    def metadata(self) -> Mapping[str, StateValue]:
+        """What the run is about, as :meth:`attach` was given it, and what a restored checkpoint has beside that.
+
+        Assign all of it, on all ranks, to have it in the checkpoints that follow.
+
+        Raises:
+            TypeError, ValueError: it is set to what JSON does not have.
+        """
+        return self._run.metadata
+
+    @metadata.setter
+    def metadata(self, metadata: State) -> None:
+        self._run.metadata = as_state_values(metadata, "metadata")
 
     @property
     def event_time(self) -> float | None:

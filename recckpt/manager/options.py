@@ -14,7 +14,7 @@ import torch
 from recckpt.format import layout
 from recckpt.format.codec import COUNT_LIMIT
 from recckpt.format.manifest import StateValue
-from recckpt.manager.run_state import EPOCHS, WINDOWS
+from recckpt.manager.run_state import EPOCHS, METADATA, WINDOWS
 from recckpt.policies.evict import EVENT_TIME
 from recckpt.policies.options import OnSaveError, OnSignal, Signals, Tolerate, as_tolerate
 from recckpt.policies.schedule import Backpressure
@@ -96,9 +96,9 @@ def as_state(state: State, metrics: Metrics) -> dict[str, StateValue]:
 def _check_names(state: State, metrics: Metrics) -> None:
     """Refuse entries that would take the place of what the manager counts; ValueError names the first."""
     for what, values in (("state", state or {}), ("metrics", metrics or {})):
-        name = next((name for name in (EVENT_TIME, WINDOWS, EPOCHS) if name in values), None)
+        name = next((name for name in (EVENT_TIME, WINDOWS, EPOCHS, METADATA) if name in values), None)
         if name is not None:
-            raise ValueError(f"{what}[{name!r}]: this is what the manager counts and resumes from: use another name")
+            raise ValueError(f"{what}[{name!r}]: this is what the manager keeps and resumes from: use another name")
 
 
 def checked_event_time(event_time: float | None) -> float | None:

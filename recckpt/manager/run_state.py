@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from operator import index
 from time import monotonic
@@ -29,7 +29,7 @@ _LEAP = (
     "event_time %r (%s) is %.0f days later than the last one: tables that evict by it let all rows go that were not "
     "seen since; where a record was wrong, set it back by manager.event_time = ..., on all ranks"
 )
-WINDOWS, EPOCHS = "windows", "epochs"  # part of the format: in the state of a manifest
+WINDOWS, EPOCHS, METADATA = "windows", "epochs", "metadata"  # part of the format: in the state of a manifest
 
 
 @dataclass
@@ -42,6 +42,7 @@ class Run:
     is_saved: bool = False  # whether a checkpoint that stays holds the state of this step
     near_order: tuple[int, int] | None = None  # of the near save that all of it was restored from, at the last restore
     event_time: float | None = None  # the latest time of an event in the data so far
+    metadata: Mapping[str, StateValue] = field(default_factory=dict)  # what the run is about, for people
     step_prefix: str = layout.STEP_PREFIX  # of the ids of its checkpoints
     _warned_of: frozenset[str] = frozenset()  # kinds of event times that a warning has spoken of
 
@@ -134,7 +135,8 @@ class Run:
     @property
     def state(self) -> dict[str, StateValue]:
         """What a manifest says of it, beside the step."""
-        values = {EVENT_TIME: self.event_time, WINDOWS: self.windows or None, EPOCHS: self.epochs or None}
+        counts: dict[str, StateValue] = {WINDOWS: self.windows or None, EPOCHS: self.epochs or None}
+        values = {EVENT_TIME: self.event_time, **counts, METADATA: self.metadata or None}
         return {name: value for name, value in values.items() if value is not None}
 
     def start_at(self, step: int | None) -> None:
@@ -144,7 +146,7 @@ class Run:
     def go_on(
         self, state: Mapping[str, StateValue], step: int | None, *, near_order: tuple[int, int] | None = None
     ) -> None:
-        """Go on from the state in a manifest: from its event time, if it has one, and its counts beside a step.
+        """Go on from the state in a manifest: from its event time and metadata, if any, and its counts beside a step.
 
         Args:
             state: that of the manifest.
@@ -152,7 +154,9 @@ class Run:
             near_order: that of the near save of which all was restored, where it was one.
         """
         self.near_order = near_order
-        event_time = state.get(EVENT_TIME)
+        event_time, metadata = state.get(EVENT_TIME), state.get(METADATA)
+        if isinstance(metadata, Mapping):
+            self.metadata = {**metadata, **self.metadata}
         if isinstance(event_time, int | float):
             self.event_time = float(event_time)
         if step is not None:

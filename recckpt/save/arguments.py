@@ -244,9 +244,9 @@ def check_state(state: Mapping[str, StateValue] | None, metrics: Mapping[str, fl
             _as_number(name, value)
 
 
-def as_state_values(state: Mapping[str, StateValue] | None) -> dict[str, StateValue]:
+def as_state_values(state: Mapping[str, StateValue] | None, what: str = "state") -> dict[str, StateValue]:
     """Return the entries of a state as JSON has them, or raise as :func:`check_state`."""
-    return {name: _as_value(_named("state", name), value) for name, value in _mapping("state", state).items()}
+    return {name: _as_value(_named(what, name), value) for name, value in _mapping(what, state).items()}
 
 
 def as_numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:

@@ -246,3 +246,36 @@ def test_what_cannot_be_registered_is_refused_by_the_name_that_it_would_have(tmp
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module"):
         CheckpointManager.attach(adam, adam, **options)
     assert not (tmp_path / "runs").exists()
+
+
+def test_metadata_of_a_run_stays_in_its_checkpoints_through_restarts_that_do_not_know_it(tmp_path):
+    def run(**options):
+        model = nn.Linear(2, 2)
+        return CheckpointManager.attach(model, output_dir=tmp_path, save_interval=1, async_save=False, **options)
+
+    with run(metadata={"owner": "ads", "data": {"days": [1, 2]}}) as manager:
+        manager.step(metrics={"loss": 0.5})
+    with run() as manager:
+        assert manager.metadata == {}
+        manager.restore()
+        assert manager.metadata == {"owner": "ads", "data": {"days": [1, 2]}}
+        manager.step()
+    with run(metadata={"owner": "search"}) as manager:
+        manager.restore()
+        manager.step()
+        manager.metadata = {**manager.metadata, "data": None}
+        manager.step()
+    states = [each.state for each in recckpt.list_checkpoints(tmp_path)]
+    assert states == [{"metadata": {"owner": "search", "data": value}} for value in ({"days": [1, 2]}, None)]
+    with recckpt.inspect.connect(tmp_path) as connection:
+        assert connection.sql("select metadata.owner from checkpoints where step = 4").fetchall() == [("search",)]
+
+
+def test_metadata_that_json_does_not_have_is_refused_before_anything_is_made(tmp_path):
+    for metadata, error in (({"a": object()}, ValueError), ({1: "a"}, ValueError), (["a"], TypeError)):
+        with pytest.raises(error, match="metadata"):
+            CheckpointManager.attach(nn.Linear(2, 2), output_dir=tmp_path / "run", save_interval=1, metadata=metadata)
+    assert not (tmp_path / "run").exists()
+    manager = CheckpointManager.attach(nn.Linear(2, 2), output_dir=tmp_path, save_interval=1)
+    with pytest.raises(ValueError, match="use another name"):
+        manager.step(state={"metadata": 1})
