@@ -106,10 +106,10 @@ def collections_of(model: nn.Module) -> Iterator[Collection]:
             outer = [(path, other) for path, other in named if not path or name.startswith(f"{path}.")]
             above = {path: other for path, other in outer if path != name}
             collisions = {
-                table: replace(collision, path=unwrapped(collision.path, wrappers))
+                table: collision
                 for path, other in above.items()
                 if is_a(other, *_COLLIDING)
-                for table, collision in collisions_in(path, other).items()
+                for table, collision in collisions_in(path, other, wrappers).items()
             }
             refusal = None
             if any(is_a(other, _PARALLEL, "DMPCollection") for other in above.values()):
@@ -165,12 +165,8 @@ def _candidates(search: Search, of_torch: Sequence[Candidate]) -> list[Candidate
     Of these, the ones in unsharded collections go by the names of their configs, and by raw ids behind managed
     collision.
     """
-    model, wrappers = search.model, wrappers_in(search.model)
-    in_collections = {id(table) for one in model.modules() if is_a(one, *_UNSHARDED) for table in one.modules()}
-    collisions = {
-        id(module): replace(collision, path=unwrapped(collision.path, wrappers))
-        for module, collision in collisions_of(model)
-    }
+    modules, collisions = search.model.modules(), collisions_of(search.model)
+    in_collections = {id(table) for one in modules if is_a(one, *_UNSHARDED) for table in one.modules()}
 
     def own(candidate: Candidate) -> Candidate:
         if id(candidate.module) in in_collections:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from recckpt.live.attached import FoundTable, is_a
 from recckpt.live.writes import WeakDoor
 from recckpt.parallel.ranks import rank_and_size
 from recckpt.sparse.files.owners import EVERY_ID, LEAST, IdBlock, IdSpan, IdSpans, OwnedIds
+from recckpt.sparse.split import unwrapped, wrappers_in
 from recckpt.types import Door, LiveTable, WatchedTable
 
 _EMPTY = torch.iinfo(torch.int64).max  # in place of a raw id
@@ -286,23 +287,23 @@ class Collision:
     path: str  # of it in the model
 
 
-def collisions_of(model: nn.Module) -> Iterator[tuple[nn.Module, Collision]]:
-    """Yield the embeddings of unsharded collections behind managed collision, each with what maps its ids."""
+def collisions_of(model: nn.Module) -> dict[int, Collision]:
+    """Return what maps the ids of embeddings of unsharded collections behind managed collision, by id of the module."""
+    collisions, wrappers = dict[int, Collision](), wrappers_in(model)
     for path, wrapper in model.named_modules():
         if is_a(wrapper, *_UNSHARDED):
             inner: Any = wrapper._embedding_module
             embeddings = inner.embedding_bags if hasattr(inner, "embedding_bags") else inner.embeddings
-            yield from ((embeddings[name], collision) for name, collision in collisions_in(path, wrapper).items())
+            collisions |= {id(embeddings[name]): one for name, one in collisions_in(path, wrapper, wrappers).items()}
+    return collisions
 
 
-def collisions_in(path: str, wrapper: Any) -> dict[str, Collision]:
+def collisions_in(path: str, wrapper: Any, wrappers: list[tuple[str, str]]) -> dict[str, Collision]:
     """Return what maps the ids of the tables of a collection behind managed collision, sharded or not, by table."""
     collection = "_managed_collision_collection", "_managed_collision_modules"
     modules = wrapper._managed_collision_collection._managed_collision_modules
-    return {
-        name: Collision(module, ".".join(part for part in (path, *collection, name) if part))
-        for name, module in modules.items()
-    }
+    paths = {name: ".".join(part for part in (path, *collection, name) if part) for name in modules}
+    return {name: Collision(module, unwrapped(paths[name], wrappers)) for name, module in modules.items()}
 
 
 def unsharded_table(table: FoundTable, collision: Collision) -> FoundTable:
