@@ -1,8 +1,12 @@
 """What the ranks have of a table, by rows and by columns, and whether that makes up the table."""
 
 import pytest
+import torch
+from support.checkpointable import describe
+from torch import nn
 
 from recckpt.format.tables import LiveLayout
+from recckpt.live import live_tables
 from recckpt.live.boxes import RankPart, column_ranges, layout_of, misfit_of, place_in_row, problem_of, whole_spec
 from recckpt.types import Box, SlotSpec
 
@@ -101,3 +105,11 @@ def test_slots_that_do_not_fit_the_box_are_named(name, shape):
     assert misfit_of(EMBEDDING, BOX) is misfit_of(BY_COLUMNS, BOX) is misfit_of(OF_ROW, BOX) is None
     assert misfit_of(SlotSpec(name, "float32", shape), BOX).startswith("4 columns")
     assert misfit_of(SlotSpec(name, "float32", shape), Box((0, 9))) is None
+
+
+def test_an_embedding_whose_weight_says_by_attributes_where_its_shards_lie_stays_dense_and_says_why():
+    model = nn.ModuleDict({"item": nn.Embedding(2000, 4)})
+    describe(model["item"].weight, torch.zeros(4000, 4), [(0, 1999)])
+    tables = live_tables(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    assert not list(tables)
+    assert "item: its weight is a Parameter, which is saved in pieces: use DTensor" in str(tables)
