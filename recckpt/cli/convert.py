@@ -68,7 +68,9 @@ ARGUMENTS = {
         ),
         argument("--where JSON", 'which rows, as in a load_conf: \'{"count": {"min": 5}}\''),
         argument(
-            "--dtype", "of the vectors; the largest error is in the metadata", choices=["float16", "bfloat16", "int8"]
+            "--dtype",
+            "of vectors, and of dense tensors unless it is int8; the largest error is in the metadata",
+            choices=["float16", "bfloat16", "int8"],
         ),
         argument(
             "--since CKPT",

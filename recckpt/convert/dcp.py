@@ -217,8 +217,8 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
     """Write a checkpoint by the library itself, from files that are mapped, and take it to the target."""
     with ExitStack() as stack:
         state: dict[str, Any] = {}
-        for name, tensor in export.tensors.model.items():
-            state[name] = _torch(export.tensors.read(tensor).reshape(-1), tensor.dtype, tensor.shape)
+        for tensor in export.dense():
+            state[tensor.name] = _torch(tensor.read().reshape(-1), tensor.dtype, tensor.shape)
         for table in export.tables:
             for name, values, dtype in _columns(table, stack, progress):
                 if name in state:

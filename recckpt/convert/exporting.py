@@ -85,7 +85,8 @@ def export_checkpoint(
         slots: beside the ids; None for what the format takes by itself, which is ``embedding`` where it is for serving,
             and all with ``skip_damaged``.
         where: which rows, as in a load_conf.
-        dtype: ``float16``, ``bfloat16`` or ``int8`` for the vectors; the largest error is in the metadata.
+        dtype: ``float16`` or ``bfloat16`` for the vectors, and for the dense tensors of floats where the format holds
+            them; ``int8`` for the vectors alone, whose largest error is in the metadata.
         since: a checkpoint that this one is or stands on, its id or path: only what has changed since, and what was
             deleted.
         skip_damaged: what is damaged is left out and listed, in ``skipped`` and in the metadata; of an output dir the
@@ -121,10 +122,11 @@ def export_checkpoint(
         storage, found, passed_over = located
         skipped = [Skipped(each.path, f"{problem_of(each)}: this checkpoint may be newer") for each in passed_over]
         with TargetFiles(url) as files:
+            with_tensors = to in HOLD_TENSORS
             if skip_damaged:
-                export = _opened_damaged(storage, found, choice, skipped, with_tensors=to in HOLD_TENSORS)
+                export = _opened_damaged(storage, found, choice, skipped, with_tensors=with_tensors)
             else:
-                export = _opened(storage, found, choice)
+                export = _opened(storage, found, choice, with_tensors=with_tensors)
             n_bytes = sum((t.n_stored or 0) * (8 + sum(s.row_bytes for s in t.stored)) for t in export.tables)
             with Progress(f"exporting {found.ckpt_id}", n_bytes) as progress:
                 # No target has what the checkpoint lacks of tables that were not saved as they were.
@@ -137,7 +139,7 @@ def export_checkpoint(
     return first_whole(locate, write)
 
 
-def _opened(storage: Storage, checkpoint: Checkpoint, choice: _Choice) -> Export:
+def _opened(storage: Storage, checkpoint: Checkpoint, choice: _Choice, *, with_tensors: bool) -> Export:
     chosen, chain = _chosen(checkpoint, choice), OpenChain.open(storage, checkpoint)
     metadata, n_newer, views = _metadata(storage, checkpoint), None, []
     if choice.since is not None:
@@ -153,8 +155,9 @@ def _opened(storage: Storage, checkpoint: Checkpoint, choice: _Choice) -> Export
             replaced = any(link.entry.is_whole for link in reader.links)
             view = _view(table, choice, None, reader.upserts)
             views.append(replace(view, replaced=replaced, deletes=reader.deletes))
-    _check_narrowed(views, choice.dtype, checkpoint.directory)
-    return Export(views, chain.tensors, metadata, len(checkpoint.manifest.shards), chain.state)
+    export = Export(views, chain.tensors, choice.dtype, metadata, len(checkpoint.manifest.shards), chain.state)
+    _check_narrowed(export, checkpoint.directory, with_tensors=with_tensors)
+    return export
 
 
 def _opened_damaged(
@@ -166,7 +169,6 @@ def _opened_damaged(
         rows = WholeRows(storage, checkpoint, table.name)
         skipped += rows.skipped
         views.append(_view(table, choice, rows.n_rows, rows.batches))
-    _check_narrowed(views, choice.dtype, checkpoint.directory)
     tensors = whole_tensors(chain.files, checkpoint, skipped, read=with_tensors)
     metadata = _metadata(storage, checkpoint) | {"skipped": [asdict(each) for each in skipped]}
 
@@ -178,7 +180,9 @@ def _opened_damaged(
             skipped.append(Skipped(error.path, error.found))
             return {}
 
-    return Export(views, tensors, metadata, len(checkpoint.manifest.shards), load_whole)
+    export = Export(views, tensors, choice.dtype, metadata, len(checkpoint.manifest.shards), load_whole)
+    _check_narrowed(export, checkpoint.directory, with_tensors=with_tensors)
+    return export
 
 
 def _metadata(storage: Storage, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -212,8 +216,9 @@ def _view(table: TableEntry, choice: _Choice, n_rows: int | None, batches: Batch
     return TableView(table.name, stored, n_rows, batches, choice.where, choice.dtype, filtered)
 
 
-def _check_narrowed(views: Sequence[TableView], dtype: str | None, path: str) -> None:
+def _check_narrowed(export: Export, path: str, *, with_tensors: bool) -> None:
     """Raise ConversionError where a dtype changes nothing, or gives a table two slots of one name."""
+    views, dtype = export.tables, export.dtype
     for view in views:
         names = [slot.name for slot in view.slots]
         twice = [name for name in names if names.count(name) > 1]
@@ -222,7 +227,8 @@ def _check_narrowed(views: Sequence[TableView], dtype: str | None, path: str) ->
             remedy = "leave that slot out, or take another dtype"
             raise ConversionError(f"table {view.name!r}", "dtype", found=found, expected="another name", remedy=remedy)
     vectors = {(v.name, slot.dtype) for v in views for slot in v.slots if slot.name == EMBEDDING}
-    if dtype is not None and all(each != dtype for _, each in vectors):
+    dense = {tensor.dtype for tensor in export.dense()} if with_tensors else set[str]()
+    if dtype is not None and dtype not in dense and all(each != dtype for _, each in vectors):
         there = ", ".join(f"{each} in {name!r}" for name, each in sorted(vectors))
         found, expected = there or f"no slot {EMBEDDING!r}", f"floats in slot {EMBEDDING!r}, which become {dtype}"
         raise ConversionError(path, "dtype", found=found, expected=expected, remedy="export without a dtype")

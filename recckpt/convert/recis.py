@@ -313,10 +313,7 @@ def _write_states(export: Export, files: TargetFiles, directory: str, extra: dic
     from recckpt.dense.saver import Later, write_state
 
     values = export.state(layout.MODEL)
-    model = {
-        name: Later(t.dtype, t.shape, t.place, partial(export.tensors.read, t))
-        for name, t in export.tensors.model.items()
-    }
+    model: dict[str, Any] = {t.name: Later(t.dtype, t.shape, t.same, t.read) for t in export.dense()}
     model |= {name: value for name, value in values.items() if name not in model}
     extra = {"global_step": torch.tensor(export.checkpoint["step"] or 0, device="cpu"), **extra}
     states = {_MODEL: model, _EXTRA: extra}

@@ -15,7 +15,6 @@ from typing import Any
 from recckpt.convert.source import Array, SourceTensor
 from recckpt.convert.source_files import SourceFiles
 from recckpt.convert.view import Export, TableView
-from recckpt.dense.tensors import DenseTensors, StoredTensor
 from recckpt.errors import ConversionError
 from recckpt.format.tensor_index import MAX_DIMS, NUMPY_DTYPES
 from recckpt.storage import Sink
@@ -154,15 +153,11 @@ def write_file(sink: Sink, header: Mapping[str, object], tensors: Sequence[FileT
 
 def dense_tensors(export: Export, url: str) -> Iterator[FileTensor]:
     """Yield the dense tensors; ConversionError for a dtype that the format lacks."""
-    for name, tensor in export.tensors.model.items():
+    for tensor in export.dense():
         if tensor.dtype not in _CODES:
-            found = f"tensor {name!r} of {tensor.dtype}"
+            found = f"tensor {tensor.name!r} of {tensor.dtype}"
             raise ConversionError(url, "", found=found, expected=f"one of {', '.join(_CODES)}")
-        yield FileTensor(name, tensor.dtype, tensor.shape, partial(_whole, export.tensors, tensor))
-
-
-def _whole(tensors: DenseTensors, tensor: StoredTensor) -> list[bytes]:
-    return [tensors.read(tensor).tobytes()]
+        yield FileTensor(tensor.name, tensor.dtype, tensor.shape, lambda t=tensor: [t.read().tobytes()])  # type: ignore[misc]
 
 
 def table_tensors(table: TableView, name_of: Callable[[str], str]) -> Iterator[FileTensor]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from recckpt.convert.source import Array, Int64s, LeftOut, SourceRows
-from recckpt.dense.tensors import DenseTensors
+from recckpt.dense.tensors import DenseTensors, StoredTensor
 from recckpt.errors import ConversionError
 from recckpt.format.tensor_index import NUMPY_DTYPES, widened
 from recckpt.policies.row_filter import RowFilter
@@ -21,6 +21,7 @@ from recckpt.types import EMBEDDING, SlotSpec
 
 DTYPES = ("float16", "bfloat16", "int8")
 SCALE = "_scale"  # part of the format: after the name of a slot in int8: the slot of the factors of its rows
+_HALVES = frozenset({"float16", "bfloat16"})
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 Batches = Callable[[Sequence[str]], Iterator[pa.RecordBatch]]  # of these slots
 
@@ -112,9 +113,20 @@ class TableView:
                 if self._exported(slot) == (slot,):
                     columns.append(stored)
                     continue
-                narrow, error = narrowed(stored, ids, slot, self.dtype or "", f"table {self.name!r}")
+                narrow, error = narrowed(stored, slot, self.dtype or "", f"table {self.name!r}", ids)
                 columns, worst = columns + narrow, max(worst, error)
             yield SourceRows(ids, columns), worst
+
+
+@dataclass(frozen=True)
+class DenseView:
+    """A dense tensor in the dtype that it is exported in."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    same: Hashable  # equal for tensors that are tied
+    read: Callable[[], Array]  # its values, bfloat16 as bit patterns; checked
 
 
 @dataclass(frozen=True)
@@ -122,7 +134,8 @@ class Export:
     """All that a target is given."""
 
     tables: Sequence[TableView]  # in the order of the checkpoint
-    tensors: DenseTensors  # the dense ones
+    tensors: DenseTensors  # the dense ones, as they are in the checkpoint
+    dtype: str | None  # of vectors and of tensors of floats; None as they are, int8 for vectors alone
     checkpoint: Mapping[str, Any]  # its id, step and url, for the metadata
     n_shards: int  # of the checkpoint
     # returns the dict in a ``.pt`` file, by torch; empty where the checkpoint has no such file
@@ -130,6 +143,19 @@ class Export:
 
     def metadata(self) -> dict[str, Any]:
         return {**self.checkpoint, "tables": {table.name: table.description() for table in self.tables}}
+
+    def dense(self) -> Iterator[DenseView]:
+        """Yield the dense tensors; reading one raises ConversionError where its dtype does not hold a value."""
+        for name, tensor in self.tensors.model.items():
+            dtype = self.dtype if self.dtype in _HALVES and tensor.dtype in _FLOATS else tensor.dtype
+            yield DenseView(name, dtype or "", tensor.shape, tensor.place, partial(self._read, tensor, dtype or ""))
+
+    def _read(self, tensor: StoredTensor, dtype: str) -> Array:
+        values: Array = self.tensors.read(tensor)
+        if dtype == tensor.dtype:
+            return values
+        spec = SlotSpec(tensor.name, tensor.dtype, (values.size,))
+        return narrowed(values.reshape(1, -1), spec, dtype, f"tensor {tensor.name!r}")[0][0].reshape(tensor.shape)
 
     def state(self, name: str) -> dict[str, Any]:
         return dict(self.load(name))
@@ -155,7 +181,9 @@ def in_float32(slot: SlotSpec) -> SlotSpec:
     return replace(slot, dtype="float32") if slot.dtype == "bfloat16" else slot
 
 
-def narrowed(values: Array, ids: Int64s, slot: SlotSpec, dtype: str, path: str) -> tuple[list[Array], float]:
+def narrowed(
+    values: Array, slot: SlotSpec, dtype: str, path: str, ids: Int64s | None = None
+) -> tuple[list[Array], float]:
     """Return a slot of floats in another dtype, int8 with a scale a row, and how far the worst finite value is off.
 
     Raises:
@@ -182,8 +210,10 @@ def narrowed(values: Array, ids: Int64s, slot: SlotSpec, dtype: str, path: str) 
         if lost.any():
             row = int(np.argwhere(lost)[0][0])
             lost_values = exact[row][lost[row]]
-            found, expected = f"{lost_values[np.argmax(np.abs(lost_values))]} in id {ids[row]}", f"what {dtype} holds"
-            raise ConversionError(path, f"slot {slot.name!r}", found=found, expected=expected, remedy="keep the dtype")
+            found, where = f"{lost_values[np.argmax(np.abs(lost_values))]}", ""
+            if ids is not None:
+                found, where = f"{found} in id {ids[row]}", f"slot {slot.name!r}"
+            raise ConversionError(path, where, found=found, expected=f"what {dtype} holds", remedy="keep the dtype")
         off = np.abs(back.astype(np.float64) - exact)[is_finite]
     return columns, float(off.max(initial=0.0))
 

@@ -184,6 +184,37 @@ def test_narrow_vectors_are_as_far_off_as_their_metadata_says(tmp_path, dtype):
     assert done.metadata["tables"]["t"]["largest_error"] == said
 
 
+@pytest.mark.parametrize("to", ["safetensors", "dcp", "recis"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_dense_tensors_of_floats_are_narrowed_and_others_are_not(tmp_path, to, dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    model[1].tied = model[0].weight
+    Saver(model, output_dir=str(tmp_path / "run")).save("c")
+    export_checkpoint(tmp_path / "run", tmp_path / f"out.{to}", to=to, dtype=dtype)
+    import_checkpoint(tmp_path / f"out.{to}", tmp_path / "back")
+    narrow = {
+        name: value.to(getattr(torch, dtype)) for name, value in model.state_dict().items() if value.is_floating_point()
+    }
+    with CheckpointReader(tmp_path / "back") as reader:
+        found = {name: (reader.tensor_dtype(name), reader.read_tensor(name)) for name in model.state_dict()}
+    assert {name: kind for name, (kind, _) in found.items() if kind != dtype} == {"1.num_batches_tracked": "int64"}
+    for name, value in narrow.items():
+        assert found[name][1].tobytes() == value.view(torch.int16).numpy().tobytes(), name
+
+
+def test_a_dense_value_beyond_a_dtype_is_refused_by_the_name_of_its_tensor(tmp_path):
+    model = nn.ParameterDict({"w": nn.Parameter(torch.tensor([[1.0], [1e6]]))})
+    Saver(model, output_dir=str(tmp_path / "run")).save("c")
+    with pytest.raises(
+        ConversionError, match=r"tensor 'w': found 1000000\.0, expected what float16 holds; keep the dtype"
+    ):
+        export_checkpoint(tmp_path / "run", tmp_path / "out", to="safetensors", dtype="float16")
+    with pytest.raises(ConversionError, match="export without a dtype"):
+        export_checkpoint(tmp_path / "run", tmp_path / "out", to="safetensors", dtype="int8")
+    assert not (tmp_path / "out").exists()
+
+
 @given(st.lists(st.floats(width=32), min_size=1, max_size=20))
 def test_bfloat16_is_rounded_as_torch_does(values):
     exact = np.array(values, np.float32)[:, None]
@@ -191,7 +222,7 @@ def test_bfloat16_is_rounded_as_torch_does(values):
         expected = torch.from_numpy(exact).bfloat16()
     if not torch.isfinite(expected[np.isfinite(exact)]).all():
         return  # refused
-    [bits], _ = narrowed(exact, np.arange(len(exact)), SlotSpec("embedding", "float32", (1,)), "bfloat16", "t")
+    [bits], _ = narrowed(exact, SlotSpec("embedding", "float32", (1,)), "bfloat16", "t")
     assert np.array_equal(widened(bits), expected.float().numpy(), equal_nan=True)
 
 
