@@ -294,6 +294,9 @@ class Saver(Loads):
         info = SaveInfo(ckpt_id, step, ephemeral=ephemeral, background=True)
         return self._save(info, shard_id, shard_num, state, overwrite)
 
+    def _note_end(self, step: int) -> None:
+        self._to.timeline.add_end(self._to.storage, self._to.fence, step)
+
     def settle(self, timeout_sec: float | None = None) -> bool:
         """Wait for the save that is under way, if there is one, and say whether it is over; for a near save too.
 

@@ -196,6 +196,8 @@ def _first_of(damage: Sequence[str]) -> str:
 
 def _of_age(run: RunHealth, now: datetime, overdue_sec: float | None) -> Iterator[Finding]:
     """Yield a missing save: a problem where the caller set the limit or reads no rows; else the run may have ended."""
+    if run.ended is not None:
+        return
     newest = run.checkpoints[-1]
     usual_sec = History.of_committed(run.saves).overdue_sec
     limit_sec, time = overdue_sec or usual_sec, time_of(newest.time)

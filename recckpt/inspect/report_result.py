@@ -171,6 +171,7 @@ class RunHealth:
     near: NearHealth | None = None  # what became of near saves; None where there were none
     # what near saves of this host would give back now; None where they are not looked at
     near_now: NearNow | None = None
+    ended: str | None = None  # when training ended well, if it has, and no save was begun since
 
     @property
     def is_healthy(self) -> bool:

@@ -17,6 +17,7 @@ _LAST = 20  # saves that say how it usually goes
 _OVERDUE = 3  # times the usual, from when on a save is missed
 _LEAST_OVERDUE_SEC = 60.0  # a loop of saves by hand is not missed at once
 _COUNTS = frozenset({"event_time", "windows", "epochs"})  # of a manager, among the numbers of a checkpoint
+ENDED = "ended"  # the kind of the line of a run that ended well
 NEAR = "near"  # the kind of a near save that has failed, which fails no checkpoint
 
 
@@ -67,6 +68,14 @@ def saves_of(storage: Storage) -> list[SaveTimes]:
     except NOT_READABLE:  # a directory in its place
         return []
     return [save_times(line) for line in lines if "ckpt_id" in line and line.get("kind") != NEAR]
+
+
+def ended_at(storage: Storage) -> str | None:
+    """Return when training ended well, None where it has not, or a save was begun since."""
+    try:
+        return history_of(read_timeline(storage)).ended
+    except NOT_READABLE:
+        return None
 
 
 def seconds_to_write(saves: Iterable[SaveTimes], n_bytes: int, n_checkpoints: int) -> float | None:
@@ -165,6 +174,7 @@ class History:
 
     saves: Sequence[SaveTimes]  # those that are committed
     failed: Sequence[SaveTimes]  # those that failed since the last of them
+    ended: str | None = None  # when training ended well, if no save was begun since
 
     @classmethod
     def of_committed(cls, saves: Iterable[SaveTimes]) -> History:
@@ -199,10 +209,14 @@ class History:
 def history_of(lines: Iterable[Mapping[str, Any]]) -> History:
     saves: list[SaveTimes] = []
     failed: list[SaveTimes] = []
+    ended: str | None = None
     for line in (line for line in map(save_times, lines) if line.kind != NEAR):
+        ended = (line.time or "") if line.kind == ENDED else None
+        if line.kind == ENDED:
+            continue
         if line.error is None:
             saves.append(line)
             failed = []
         else:
             failed.append(line)
-    return History(saves, failed)
+    return History(saves, failed, ended)

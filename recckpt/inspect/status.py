@@ -99,6 +99,7 @@ class Status:
     n_bytes: int  # of all of them
     problems: Sequence[str]  # what is wrong with others, a line each
     near: NearNow | None = None  # what near saves of this host would give back; None where they are not looked at
+    ended: str | None = None  # when training ended well, if it has, and no save was begun since
 
     @property
     def saves_per_hour(self) -> float | None:
@@ -106,7 +107,7 @@ class Status:
 
     @property
     def is_overdue(self) -> bool:
-        age_sec = None if self.last is None else self.last.age_sec
+        age_sec = None if self.last is None or self.ended is not None else self.last.age_sec
         return age_sec is not None and self.overdue_sec is not None and age_sec > self.overdue_sec
 
     @property
@@ -116,6 +117,7 @@ class Status:
             self.why_empty,
             self.last and (self.last.ckpt_id, self.last.time, self.last.n_links),
             self.is_overdue,
+            self.ended,
             [(each.ckpt_id, each.error) for each in self.failed],
             self.attempts,
             self.writer,
@@ -137,6 +139,7 @@ class Status:
             "pauses_sec": list(self.pauses),
             "save_bytes": list(self.sizes),
             "saves_per_hour": self.saves_per_hour,
+            "ended": self.ended,
             "overdue": self.is_overdue,
             "overdue_sec": self.overdue_sec,
             "failed": [asdict(each) for each in self.failed],
@@ -199,6 +202,7 @@ def status_of(
         n_bytes=sum(checkpoint.manifest.n_bytes for checkpoint in listing.committed),
         problems=problems,
         near=None if near_saves is None else near_now(near_saves, newest, history, now),
+        ended=history.ended,
     )
 
 

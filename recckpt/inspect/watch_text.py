@@ -30,8 +30,7 @@ def facts(status: Status) -> Iterator[Fact]:
         took = "" if last.total_sec is None else f", took {duration(last.total_sec)}"
         yield Fact("step", "-" if last.step is None else count(last.step))
         yield Fact("last save", f"{_ago(last.age_sec)}: {what}{took}", "doubtful" if status.is_overdue else "good")
-    if status.is_overdue and status.overdue_sec is not None:
-        yield Fact("overdue", f"expected a save within {duration(status.overdue_sec)}: does it run?", "doubtful")
+    yield from _ended(status)
     if status.failed:
         n_failed, newest = len(status.failed), status.failed[-1]
         since = f"{plural(n_failed, 'save')} failed since, the last one " if n_failed > 1 else ""
@@ -60,6 +59,14 @@ def facts(status: Status) -> Iterator[Fact]:
         yield Fact("problem", problem, "bad")
 
 
+def _ended(status: Status) -> Iterator[Fact]:
+    """Yield whether it goes on: that it has ended, or that a save is missing."""
+    if status.ended is not None:
+        yield Fact("ended", f"well, {escaped(status.ended)}", "good")
+    elif status.is_overdue and status.overdue_sec is not None:
+        yield Fact("overdue", f"expected a save within {duration(status.overdue_sec)}: does it run?", "doubtful")
+
+
 def line(status: Status) -> str:
     if (last := status.last) is None:
         parts = [f"waits: {one_line(status.why_empty)}"]
@@ -72,8 +79,7 @@ def line(status: Status) -> str:
         if status.saves_per_hour is not None:
             parts.append(f"{_rate(status.saves_per_hour)} saves an hour")
     parts += [f"{name} {text}" for name, text, _ in _near(status)]
-    if status.is_overdue:
-        parts.append("OVERDUE")
+    parts += ["OVERDUE"] if status.is_overdue else [] if status.ended is None else ["ended well"]
     parts += [f"under way {escaped(attempt.directory)}" for attempt in status.attempts]
     if status.failed:
         parts.append(f"{len(status.failed)} FAILED since, the last {_what_failed(status.failed[-1])}")

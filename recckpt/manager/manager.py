@@ -486,6 +486,7 @@ class CheckpointManager(Resumable):
             try:
                 if error is None:
                     self._autosave.finish()
+                    self._saver._note_end(self._run.global_step)
             except BaseException as failure:
                 error = failure
                 raise

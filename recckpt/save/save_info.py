@@ -22,6 +22,7 @@ from recckpt.storage.retry import is_transient
 from recckpt.text import one_line
 
 _LEFT_OUT = frozenset({"path", "words", "outcome"})  # of the line: its file lies beside the checkpoints
+ENDED = "ended"  # the kind of the line of a run that has ended well
 _ERROR_LENGTH = 1000  # characters of an error that a line keeps
 log = logging.getLogger("recckpt")
 _MOST = 100  # lines that wait to be written; the oldest go
@@ -239,13 +240,23 @@ class Timeline:
         if isinstance(info.error, WriterFencedError):
             return
         self.keep(info)
-        if not fence.epoch or (info.error is not None and is_transient(info.error)):
+        if info.error is None or not is_transient(info.error):
+            self._write_if_owned(storage, fence)
+
+    def add_end(self, storage: Storage, fence: Fence, step: int) -> None:
+        """Write that training has ended well after so many steps, if this process holds the output dir."""
+        with self._changing:
+            self._waiting.append(json.dumps({"kind": ENDED, "step": step, "time": time_now()}) + "\n")
+        self._write_if_owned(storage, fence)
+
+    def _write_if_owned(self, storage: Storage, fence: Fence) -> None:
+        if not fence.epoch:
             return
         try:
             fence.check()
             self._write(storage)
         except (RecckptError, OSError) as error:
-            log.debug("%s: the failure of %r is not in the timeline yet: %s", storage.url, info.ckpt_id, error)
+            log.debug("%s: the timeline lacks its last lines: %s", storage.url, error)
 
     def _write(self, storage: Storage) -> None:
         written = self._waiting

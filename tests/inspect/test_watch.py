@@ -12,6 +12,7 @@ from support.builders import Run
 from support.forge import filled, save_tables
 from support.near_runs import NearRun
 
+import recckpt
 from recckpt import Deltas, Near
 from recckpt.errors import SaveFailedError
 from recckpt.inspect.save_times import history_of
@@ -55,6 +56,27 @@ def test_a_run_is_told_from_its_first_step_to_a_save_that_fails(url, monkeypatch
     assert json.dumps(status.to_dict())
     run.train(2)
     assert watcher.look().failed == []
+
+
+def test_a_run_that_ended_well_says_so_and_is_not_overdue_until_it_saves_again(url):
+    def looked():
+        status, found = (
+            Watcher(open_storage(url), overdue_sec=-1.0).look(),
+            recckpt.report(url, overdue_sec=1e-9).findings,
+        )
+        return status.is_overdue, "ended" in said(status), any("no save since" in each.what for each in found)
+
+    run = Run(url, interval=2)
+    with run.manager:
+        run.train(3)
+    assert looked() == (False, True, False)
+    last = json.loads(open_storage(url).read("timeline.jsonl", 1 << 20).decode().splitlines()[-1])
+    assert (last["kind"], last["step"]) == ("ended", 3)
+    again = Run(url, interval=2)
+    again.manager.restore()
+    with pytest.raises(KeyError), again.manager:
+        again.train(1).model.state_dict()["killed"]
+    assert looked() == (True, False, True)
 
 
 def test_a_look_reads_a_manifest_once_and_lists_no_directory_again(storage, monkeypatch):
