@@ -89,6 +89,9 @@ def block_checksums(data: memoryview) -> tuple[int, ...]:
 
 
 def encode(index: TensorIndex) -> bytes:
+    """Return the bytes of the file; ValueError names a tensor whose name no JSON could have."""
+    for name in (chunk.name for chunk in index.chunks if not layout.is_encodable(chunk.name)):
+        raise ValueError(f"tensor {name!r}: expected a name encodable as UTF-8; rename it")
     shard, chunks = (index.save_id, index.shard, index.shards), (json.dumps(plain(chunk)) for chunk in index.chunks)
     return encode_of_shard(KIND, shard, "chunks", chunks, block_bytes=index.block_bytes)
 

@@ -106,11 +106,11 @@ def _note(words: str) -> str:
 
 def _metrics(run: RunHealth) -> Iterator[str]:
     """Yield the metrics and learning rates of the last saves, drawn by step."""
-    found = text.metrics_by_save(run.saves)
+    metrics = text.metrics_by_save(run.saves)
     yield from html.section("Metrics", text.METRIC_HEAD, text.metric_rows(run.saves), text.NUMBERS)
-    if found:
+    if metrics:
         x, along = _along([save.step for save in run.saves if save.error is None], "save")
-        drawn = list(found.items())[:_MOST_METRICS]
+        drawn = list(metrics.items())[:_MOST_METRICS]
         yield _plots(*(_chart(f"{_short(n)}, by {along}", x, [("", v)], short, from_zero=False) for n, v in drawn))
 
 

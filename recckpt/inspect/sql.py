@@ -169,7 +169,7 @@ def _free_names(names: Iterable[str], taken: Collection[str] = ()) -> dict[str, 
 
 def _checkpoints(storage: Storage) -> pa.Table:
     """Return the checkpoints of an output dir, oldest first, with a column for each name in their states."""
-    found = look_around(storage).current
+    current = look_around(storage).current
     rows = [
         {
             "id": each.ckpt_id,
@@ -182,12 +182,12 @@ def _checkpoints(storage: Storage) -> pa.Table:
             "path": storage.url_of(each.directory),
             "state": json.dumps(dict(each.manifest.state)),
         }
-        for each in found
+        for each in current
     ]
     table = pa.Table.from_pylist(rows, _CHECKPOINTS)
-    names = dict.fromkeys(name for each in found for name in each.manifest.state)
+    names = dict.fromkeys(name for each in current for name in each.manifest.state)
     for name, free in _free_names(names, _CHECKPOINTS.names).items():
-        table = table.append_column(free, _column(_numbers([each.manifest.state.get(name) for each in found])))
+        table = table.append_column(free, _column(_numbers([each.manifest.state.get(name) for each in current])))
     return table
 
 

@@ -192,7 +192,7 @@ class CheckpointManager(Resumable):
         manager = partial(manager, on_save_error=on_save_error, save_at_start=save_at_start, step_prefix=step_prefix)
         known = as_state_values(metadata, "metadata")  # before anything is made
         made = attached(saver, manager, model, optimizers, schedulers=schedulers, loader=loader, tables=tables)
-        made._looks_for_loaders, made._run.metadata = loader is None, known
+        made._looks_for_loaders, made.metadata = loader is None, known
         return made
 
     if not TYPE_CHECKING:
@@ -238,7 +238,7 @@ class CheckpointManager(Resumable):
 
     @metadata.setter
     def metadata(self, metadata: State) -> None:
-        self._run.metadata = as_state_values(metadata, "metadata")
+        self._run.be_about(as_state_values(metadata, "metadata"))
 
     @property
     def event_time(self) -> float | None:

@@ -119,6 +119,10 @@ class Run:
         """Let a time count as that of the data, also where it is earlier."""
         self.event_time = event_time
 
+    def be_about(self, metadata: Mapping[str, StateValue]) -> None:
+        """Take what people are to know of the run."""
+        self.metadata = metadata
+
     def note_event(self, *times: float | None) -> None:
         """Move the event time on to the latest of these, if one of them is later; None is no time."""
         self.event_time = max((time for time in (self.event_time, *times) if time is not None), default=None)
