@@ -245,13 +245,13 @@ def table_damage(table: TableReader, where: str, found: str, expected: str) -> C
     return CorruptCheckpointError(path, f"{name}, {where}" if where else name, found=found, expected=expected)
 
 
-def table_schema(slots: Iterable[SlotSpec]) -> pa.Schema:
-    """Return the schema of rows of one table: ``id`` and one column a slot."""
-    return pa.schema([slot_field(slot) for slot in (ID_SPEC, *slots)])
-
-
 def record_batch(slots: Sequence[SlotSpec], columns: Sequence[npt.NDArray[Any]]) -> pa.RecordBatch:
     """Return rows of one table as Arrow has them, without a copy: their ids, and the bytes of each slot."""
     specs, n_rows = (ID_SPEC, *slots), columns[0].size
     arrays = [column_array(spec, pa.py_buffer(c), n_rows) for spec, c in zip(specs, columns, strict=True)]
     return pa.RecordBatch.from_arrays(arrays, schema=table_schema(slots))
+
+
+def table_schema(slots: Iterable[SlotSpec]) -> pa.Schema:
+    """Return the schema of rows of one table: ``id`` and one column a slot."""
+    return pa.schema([slot_field(slot) for slot in (ID_SPEC, *slots)])
