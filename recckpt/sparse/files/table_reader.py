@@ -246,11 +246,6 @@ def table_damage(table: TableReader, where: str, found: str, expected: str) -> C
     return CorruptCheckpointError(path, f"{name}, {where}" if where else name, found=found, expected=expected)
 
 
-def table_schema(slots: Iterable[SlotSpec]) -> pa.Schema:
-    """Return the schema of rows of one table: ``id`` and one column a slot."""
-    return pa.schema([slot_field(slot) for slot in (ID_SPEC, *slots)])
-
-
 def asked_slots(table: str, slots: Sequence[SlotSpec], columns: Collection[str] | None) -> list[SlotSpec]:
     """Return the slots that ``columns`` asks for, in the order of the table; None asks for all, ``id`` may be named.
 
@@ -272,3 +267,8 @@ def record_batch(slots: Sequence[SlotSpec], columns: Sequence[npt.NDArray[Any]])
     specs, n_rows = (ID_SPEC, *slots), columns[0].size
     arrays = [column_array(spec, pa.py_buffer(c), n_rows) for spec, c in zip(specs, columns, strict=True)]
     return pa.RecordBatch.from_arrays(arrays, schema=table_schema(slots))
+
+
+def table_schema(slots: Iterable[SlotSpec]) -> pa.Schema:
+    """Return the schema of rows of one table: ``id`` and one column a slot."""
+    return pa.schema([slot_field(slot) for slot in (ID_SPEC, *slots)])
