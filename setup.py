@@ -27,7 +27,7 @@ EXTRAS = {
         *("rich>=13", "argcomplete>=3.1", "matplotlib>=3.8", "selenium>=4.25"),
         *("opentelemetry-sdk>=1.30", "opentelemetry-exporter-prometheus>=0.51b0"),
         "redis>=5",
-        *("s3fs>=2024.9", "moto[server]>=5.0.12", "paramiko>=3", "dask[distributed]>=2024.8"),
+        *("s3fs>=2024.12", "moto[server]>=5.0.12", "paramiko>=3", "dask[distributed]>=2024.8"),
     ],
     "lint": ["ruff>=0.6", "mypy>=1.11"],
     "bench": ["safetensors>=0.4"],
@@ -78,7 +78,7 @@ setup(
         "torch>=2.13",
         "numpy>=1.26",
         "pyarrow>=17",
-        "fsspec>=2024.9",
+        "fsspec>=2024.12",  # before, a put could not be asked to fail where the name is taken
         "tqdm>=4.66",
         "numba>=0.60",
         "xxhash>=3.4.1",
