@@ -99,7 +99,7 @@ docs: $(DOCS_VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(DOCS_VENV)/bin:$$PATH" $(DOCS_VENV)/bin/mkdocs build --strict --quiet
 	$(DOCS_VENV)/bin/linkchecker --no-warnings --no-status build/site/index.html
 
-# The site of all versions is the branch `site`: this commits one to it, there or again, and leads visitors to the last.
+# The site of all versions is the branch `site`: this adds or replaces one version there, and makes it the one shown first.
 VERSION ?= $(shell sed -n 's/^__version__ = "\([0-9]*\.[0-9]*\).*/\1/p' recckpt/__init__.py)
 MIKE := PATH="$(CURDIR)/$(DOCS_VENV)/bin:$$PATH" NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mike
 docs-version: $(DOCS_VENV)/.installed

@@ -205,7 +205,7 @@ def measure(run: str, measured: Mapping[str, float]) -> None:
 
 @cache
 def _tools() -> _Tools | None:
-    """Return what measures, None where the API is not installed."""
+    """Return the tracer and the meter of OpenTelemetry, None where its API is not installed."""
     try:
         from opentelemetry import metrics, trace
     except ImportError:

@@ -59,8 +59,8 @@ class OpenLink:
         """Return the catalogs of some shards, each read once.
 
         Raises:
-            CorruptCheckpointError: a catalog is damaged, or not what the manifest says of its shard; or the rows or
-                deletes of all of them are not, which who reads some cannot tell.
+            CorruptCheckpointError: a catalog is damaged, or not what the manifest says of its shard; or, once
+                all are read, rows or deletes do not add up to what it says.
         """
         new = [number for number in numbers if number not in self._by_shard]
         for number in new:

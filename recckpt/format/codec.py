@@ -72,7 +72,7 @@ else:
 
 
 class JsonRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a JSON object says. A field with its default is absent there; others that it has are ignored."""
+    """The fields of a JSON object. A field equal to its default is not written; unknown ones are ignored on reading."""
 
     def but(self: _R, **changes: Any) -> _R:
         """Return it with other values in some fields."""

@@ -26,7 +26,7 @@ class SaveCost:
 
 @dataclass(frozen=True)
 class NearHealth:
-    """The near saves before the last checkpoints, by the lines of these in the timeline."""
+    """How near saves went, by what the timeline says of the last checkpoints."""
 
     due: int  # how many were due
     made: int  # how many were acknowledged

@@ -67,7 +67,7 @@ def saves_of(storage: Storage) -> list[SaveTimes]:
         lines = read_timeline(storage)
     except NOT_READABLE:  # a directory in its place
         return []
-    return [save_times(line) for line in lines if "ckpt_id" in line and line.get("kind") != NEAR]
+    return [save_times(line) for line in lines if "ckpt_id" in line and line.get("kind") not in (NEAR, ENDED)]
 
 
 def ended_at(storage: Storage) -> str | None:

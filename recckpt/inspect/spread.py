@@ -111,7 +111,7 @@ class Histogram:
         return Spread(n, self._least, self._most, quantiles, self._not_finite)
 
     def n_above(self, value: float) -> int:
-        """Return how many values are larger than one, by the bin that it lies in."""
+        """Return about how many values are larger than ``value``: those of its own bin do not count."""
         self._count()
         at = int(np.float64(value).view(np.int64) >> _SHIFT) + 1 - self._first
         return int(self._counts[max(0, at) :].sum())

@@ -37,8 +37,9 @@ class LightningCallback(SavesRun, Callback):
     Saved is what Lightning's own checkpoints bring back: the module, the optimizers and schedulers, the callbacks, the
     data module, what ``on_save_checkpoint`` adds, and the loops, with the positions of loaders that have a
     ``state_dict``. Batches count as steps once an optimizer has stepped, so that no save falls into an accumulation of
-    gradients, and behind the validation of that step, whose metrics a checkpoint has, for policies such as
-    ``Best(3, "val_auc")``. The last step of a fit that ends well is saved; ``fast_dev_run`` restores and saves nothing.
+    gradients. If a validation belongs to that step, the save waits for it, so that the checkpoint has its metrics, for
+    policies such as ``Best(3, "val_auc")``. The last step of a fit that ends well is saved; ``fast_dev_run`` restores
+    and saves nothing.
 
     With automatic optimization ``sparse_optimizer`` steps whenever the optimizer of the module does, and both are
     clipped and scaled as one; with manual optimization the module does that. The files of a ``ModelCheckpoint`` beside

@@ -1,6 +1,6 @@
 """Tables that are not recckpt's, saved and restored where they lie: ``live_tables`` finds them in a model.
 
-This is a face, and no part of its room: a run, and with it who finds tables, is put together above.
+This file only gives names out. ``live_tables`` is in ``manager/attach.py``, since it brings adapters along.
 """
 
 from __future__ import annotations

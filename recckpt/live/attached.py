@@ -269,7 +269,7 @@ class FoundTable:
     marks: str
     is_announced: bool  # whether all that changes rows is announced; otherwise training waits while they are copied
     optimizer: Optimizer | None = None  # that trains it; None where it is frozen, or updates itself
-    why: str | None = None  # why that is not the best; None where it is
+    why: str | None = None  # why ``marks`` is not the best kind; None if it is
     is_tensor: bool = True  # whether the keys are of the tensor of its rows, and not of one around it, or of pieces
     # of which the table is one, spread over ranks, and which loads all of them or fails; None where it is of none
     collection: nn.Module | None = None

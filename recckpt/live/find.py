@@ -40,10 +40,10 @@ class Search:
 
 @dataclass(frozen=True)
 class TableFinder:
-    """Finds the tables of a library in a model, and knows what they are to a saver: a guest."""
+    """Finds the tables of one library in a model, and says how they are saved."""
 
-    # Takes the candidates of before, such as those of torch, of which some may be modules of the library, and returns
-    # all. Collective where the model is sharded; raises LiveTableError where what the ranks have is not all of a table.
+    # Gets the candidates found so far, some of which may be modules of this library, and returns the complete list.
+    # Collective where the model is sharded; raises LiveTableError where what the ranks have is not all of a table.
     candidates: Callable[[Search, Sequence[Candidate]], Sequence[Candidate]]
     fitted: Callable[[FoundTable], FoundTable]  # returns a table, whoever has found it, as it is to be attached
 

@@ -173,7 +173,7 @@ def _slots(inventory: Inventory, table: str | None = None) -> set[str]:
 
 
 def _source(name: Name, tied: tuple[str, ...], offer: LoadCandidate) -> Name:
-    """Return the name that the checkpoint has for one of the model, of a tied parameter for any that it has there."""
+    """Return the checkpoint's name for a name of the model; for a tied parameter, any of its names that is there."""
     renames = offer.entry.renames
     text = renames.source(Name("dense_opt", name.optimizer) if name.parameter else name)
     if name.parameter:

@@ -223,7 +223,7 @@ class LoadReport(LoadPlan):
     """A plan and what came of it: rows and bytes of its items are those that this rank has taken.
 
     Attributes:
-        rows_taken: table -> rows that were loaded, on this rank; of a dense tensor too that has the rows of a table.
+        rows_taken: table -> rows that were loaded, on this rank; dense tensors that a table filled are listed too.
         rows_filtered: table -> rows that ``where`` left out.
         bytes_read: bytes of column values and whole files that were read.
         seconds: for all of it.

@@ -1,4 +1,4 @@
-"""Which checkpoints a load takes things from, and what else there is where one is damaged (no torch here)."""
+"""Where the checkpoints of a load are, and what else there is where one is damaged (no torch here)."""
 
 from __future__ import annotations
 

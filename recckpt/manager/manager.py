@@ -238,7 +238,7 @@ class CheckpointManager(Resumable):
 
     @metadata.setter
     def metadata(self, metadata: State) -> None:
-        self._run.be_about(as_state_values(metadata, "metadata"))
+        self._run.describe(as_state_values(metadata, "metadata"))
 
     @property
     def event_time(self) -> float | None:

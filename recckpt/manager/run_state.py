@@ -119,7 +119,7 @@ class Run:
         """Let a time count as that of the data, also where it is earlier."""
         self.event_time = event_time
 
-    def be_about(self, metadata: Mapping[str, StateValue]) -> None:
+    def describe(self, metadata: Mapping[str, StateValue]) -> None:
         """Take what people are to know of the run."""
         self.metadata = metadata
 

@@ -300,7 +300,7 @@ class NearSaves:
         return self._has_base, self._runner.is_running
 
     def _passed_over(self, plan: NearPlan, info: SaveInfo, ranks: Ranks) -> bool:
-        """Say whether none is made, all the same; else a checkpoint has to be made before."""
+        """Return True if this near save is simply skipped, False if a checkpoint has to be made first."""
         self.tier.give_up()
         if not plan.is_too_large:
             self._based = None
@@ -340,7 +340,7 @@ class NearSaves:
             turn.end()
 
     def _fail(self, error: Exception, info: SaveInfo, ranks: Ranks) -> None:
-        """Take note of one that has failed: of the first of several in the log, and as a line of the timeline."""
+        """Record that a near save failed; of several in a row, the first is logged and gets a line in the timeline."""
         info.note_failure(error)
         self._tally.note_failed(info)
         if isinstance(error, WriterFencedError):

@@ -69,7 +69,7 @@ class NearSteps:
         if ranks.on_first(lambda: self._saves.is_newest(order)):
             return True
         if ranks.rank == 0:
-            log.warning("the near save that was restored is not committed: there is a newer checkpoint by now")
+            log.warning("the restored near save is not made a checkpoint: there is a newer checkpoint by now")
         return False
 
     def counted(self, counts: SaveCounts) -> SaveCounts:

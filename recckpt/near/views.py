@@ -131,7 +131,7 @@ def near_saves_here(near_dir: NearDir) -> Iterator[NearHere]:
 def counting_here(storage: Storage, listing: Listing, near: Near) -> list[NearHere]:
     """Return the near saves of an output dir on this host that count, newest first; takes nothing over.
 
-    Where a part of one is here they count as if all hosts which should have the rest did.
+    A near save with only some of its parts here counts as if the other hosts had theirs.
 
     Raises:
         CorruptCheckpointError, FormatVersionError: the list of the newest takeover is damaged, or of a newer recckpt.

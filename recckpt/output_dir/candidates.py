@@ -35,7 +35,7 @@ class CandidateFinder:
     def without_damage(
         self, ranks: Ranks, before: Sequence[Checkpoint], left: Sequence[Checkpoint], needed: Needed
     ) -> Sequence[Checkpoint]:
-        """Return what a run may start from of ``before``, of which ``left``, as of rank 0, needs nothing damaged."""
+        """Return those of ``before`` that a run may start from; rank 0 found no damage in what ``left`` need."""
         return left
 
 

@@ -62,7 +62,7 @@ class NearAtTakeover:
 
 
 class PassedOn(NearAtTakeover):
-    """That of a tool that trains nothing: what counted counts (rule *tools_pass_near_on*)."""
+    """A takeover by a tool, which does not train: near saves that counted still count (rule *tools_pass_near_on*)."""
 
     def near_list(self, listing: Listing, before: Takeover, by: str) -> NearList:
         return before.near
@@ -135,7 +135,7 @@ def _sync_claims(storage: Storage) -> None:
 
 
 def make_durable(storage: Storage, listing: Listing) -> None:
-    """Sync what is committed: the writer that did may have died before, and others are about to be removed."""
+    """Sync all that is committed: its writer may have died before it did, and older ones are about to be removed."""
     for checkpoint in listing.committed:
         for subdirectory in layout.subdirectories(file.name for file in checkpoint.manifest.files):
             with suppress(FileNotFoundError, NotADirectoryError):  # the writer before this one still removes some

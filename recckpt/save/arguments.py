@@ -85,7 +85,7 @@ def live_tables_of(model: nn.Module, tables: object) -> LiveTables:
 
 
 def form_of_registered(model: nn.Module, live: LiveTables) -> Callable[[Any], Any]:
-    """Return what makes of a registered object the form in which its state is saved, as :func:`by_name`."""
+    """Return the function that gives a registered object the form in which its state is saved: :func:`by_name`."""
     return lambda obj: by_name(obj, lambda: parameters_of(model), lambda one: live.is_live(one, obj), live.has_key)
 
 
@@ -290,7 +290,7 @@ def _as_number(name: Any, value: Any) -> float:
     try:
         if isinstance(value, str | bytes | bytearray):  # which float() would parse
             raise TypeError("text is not a number")
-        return float(value)
+        return float(value.detach() if isinstance(value, Tensor) else value)  # or torch warns of one with a gradient
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"metrics[{name!r}]: found {value!r:.200}, expected a number") from error
 

@@ -1,4 +1,4 @@
-"""What a save is, decided once for all ranks from what each of them proposes; pure."""
+"""What a save is, decided once for all ranks from what each proposes; whether a delta will do says deltas.py; pure."""
 
 from __future__ import annotations
 

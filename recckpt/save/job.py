@@ -121,7 +121,7 @@ class Guest(Protocol):
         """Return the save ids of checkpoints that are to stay, beside the newest, which has this order."""
 
     def void(self) -> None:
-        """Count no more what was made, as rank 0: it may hold ids that are to be forgotten."""
+        """Stop counting what the guest has made so far, which may hold ids that are to be forgotten; on rank 0."""
 
     def forget_together(self, ranks: Ranks, epoch: int) -> None:
         """Remove what was made up to the epoch of a forgetting. Collective."""

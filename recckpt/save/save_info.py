@@ -246,7 +246,8 @@ class Timeline:
     def add_end(self, storage: Storage, fence: Fence, step: int) -> None:
         """Write that training has ended well after so many steps, if this process holds the output dir."""
         with self._changing:
-            self._waiting.append(json.dumps({"kind": ENDED, "step": step, "time": time_now()}) + "\n")
+            line = {"ckpt_id": None, "kind": ENDED, "step": step, "time": time_now()}
+            self._waiting.append(json.dumps(line) + "\n")
         self._write_if_owned(storage, fence)
 
     def _write_if_owned(self, storage: Storage, fence: Fence) -> None:

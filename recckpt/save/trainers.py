@@ -146,8 +146,8 @@ def _mark(value: Any) -> tuple[Any, int]:
 class Trainers:
     """What trains the model of a saver. Logs a warning, once, for each parameter and table whose trainer is not saved.
 
-    Nothing is missing that another saver of this process saves, nor where the saver leaves the slots of optimizers out
-    on purpose. The model's parameters and tables, and what is registered, are looked up anew at each save.
+    A trainer is not missing where another saver of this process saves it, or this one leaves optimizer slots out on
+    purpose. The model's parameters and tables, and what is registered, are looked up anew at each save.
     """
 
     def __init__(

@@ -148,7 +148,7 @@ class FileServer(ObjectStorage):
 
 
 class _NewFile(Draft):
-    """A file under a name beside its own, which it gets when it closes; not continued after a lost connection."""
+    """A new file, written under a temporary name and renamed on close; not continued after a lost connection."""
 
     def __init__(self, storage: FileServer, path: str, retries: Retries, *, replaces: bool) -> None:
         self._storage, self._path, self._retries, self._replaces = storage, path, retries, replaces

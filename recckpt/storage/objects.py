@@ -72,8 +72,8 @@ class ObjectStorage(Storage):
             self._is_conditional = self._takes_conditions(probe)
             if not self._is_conditional:
                 log.warning(
-                    "%s: here a second writer can overwrite a file that must be new (no conditional put): "
-                    "it may not be fenced; let one process at a time save here",
+                    "%s: this store has no conditional put, so that a second writer may go unnoticed: "
+                    "let one process at a time save here",
                     self.url,
                 )
             self.remove(probe)

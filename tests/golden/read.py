@@ -18,7 +18,7 @@ from recckpt.types import SlotSpec
 
 
 def differing(family: Path) -> list[str]:
-    """Return what the checkpoints of a family have otherwise than it was noted of them."""
+    """Return where the checkpoints of a family differ from what was noted of them."""
     expected = json.loads((family / "expected.json").read_text("utf-8"))["checkpoints"]
     try:
         return [line for name, content in expected.items() for line in _of_checkpoint(family / name, content)]

@@ -1,6 +1,7 @@
 """One call makes a manager of all that a run consists of, or says of all that has no place what it is."""
 
 import logging
+import warnings
 
 import pytest
 import torch
@@ -279,3 +280,13 @@ def test_metadata_that_json_does_not_have_is_refused_before_anything_is_made(tmp
     manager = CheckpointManager.attach(nn.Linear(2, 2), output_dir=tmp_path, save_interval=1)
     with pytest.raises(ValueError, match="use another name"):
         manager.step(state={"metadata": 1})
+
+
+def test_a_loss_that_has_a_gradient_is_a_metric_without_a_word(tmp_path):
+    model = nn.Linear(2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with CheckpointManager.attach(model, output_dir=tmp_path, save_interval=1, async_save=False) as manager:
+            manager.step(metrics={"loss": (loss := model(torch.ones(2)).sum())}, state={"same": loss})
+    (saved,) = recckpt.list_checkpoints(tmp_path)
+    assert saved.state["loss"] == saved.state["same"] == loss.item()

@@ -43,8 +43,8 @@ def test_a_run_is_saved_rotated_and_restored_with_one_warning(url, caplog):
         run = Run(url, interval=3, max_keep=2).train(10)
         run.manager.save()
     assert [record.getMessage() for record in caplog.records] == [
-        f"{url}: here a second writer can overwrite a file that must be new (no conditional put): "
-        "it may not be fenced; let one process at a time save here"
+        f"{url}: this store has no conditional put, so that a second writer may go unnoticed: "
+        "let one process at a time save here"
     ]
     storage = open_storage(url)
     assert [name for name in storage.list_dirs() if name.startswith("ckpt")] == ["ckpt_10", "ckpt_9"]

@@ -141,8 +141,8 @@ def test_a_store_without_conditions_is_told_of_once_and_checked_as_well_as_can_b
         with pytest.raises(FileExistsError):
             storage.put_if_absent("x", b"second")
     assert [record.getMessage() for record in caplog.records if storage.url in record.getMessage()] == [
-        f"{storage.url}: here a second writer can overwrite a file that must be new (no conditional put): "
-        "it may not be fenced; let one process at a time save here"
+        f"{storage.url}: this store has no conditional put, so that a second writer may go unnoticed: "
+        "let one process at a time save here"
     ]
     assert storage.read("x", 10) == b"first"
     assert storage.list_files("") == ["x"]

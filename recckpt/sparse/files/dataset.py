@@ -82,7 +82,7 @@ def dataset_of(table: ChainTable, *, checked: bool = True) -> ds.Dataset:
 class StreamedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has no types
     """Rows that are read anew for each query; polars, duckdb and pandas use its ``scanner``.
 
-    What goes past that, such as joins of pyarrow, asks the one fragment for rows, which says what to do instead.
+    Code that bypasses it, such as joins of pyarrow, gets an error that says what to do instead.
 
     Args:
         schema: of all columns.

@@ -163,7 +163,7 @@ class KnownIds:
         return self._of_link.new(ids, rows, len(new_ids), path)
 
     def without(self, ids: Int64s, path: str) -> Int64s:
-        """Return the positions of the ids that are not known; refuse one that is and comes twice."""
+        """Return the positions of the unknown ids; refuse a known id that comes twice."""
         return self._of_link.new(ids, self._ids.find(ids), 0, path) if len(self._ids) else np.arange(len(ids))
 
     def delete(self, ids: Int64s) -> Int64s:

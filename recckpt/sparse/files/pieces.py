@@ -106,7 +106,7 @@ class RowPiece:
         return self
 
     def end(self) -> None:
-        """Check what has not been passed, unless the next piece goes on with the batch; errors as of :meth:`check`."""
+        """Check the bytes that nobody has read yet, unless the next piece continues the batch; as :meth:`check`."""
         if not self._goes_on:
             self.check()
 

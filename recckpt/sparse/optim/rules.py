@@ -304,9 +304,9 @@ class SparseAdagradSum(SparseAdagrad):
 
 
 class SparseRowWiseAdagradSum(SparseRowWiseAdagrad):
-    """As :class:`SparseAdagradSum`, with one sum a row, in the slot ``sparse_rowwise_adagrad_sum_by_rank``.
+    """As :class:`SparseAdagradSum`, with one accumulator a row, in the slot ``sparse_rowwise_adagrad_sum_by_rank``.
 
-    ``sum`` takes the mean over the row of the summed squares.
+    Each step adds to it the mean, over the columns of the row, of the summed squared gradients.
 
     Args:
         tables: as of :class:`SparseAdagradSum`.

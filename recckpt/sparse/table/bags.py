@@ -172,7 +172,7 @@ def _bags_of(
         raise ValueError(f"table {table!r}: found include_last_offset without offsets, expected it with them only")
     if not isinstance(ids, Tensor) or ids.is_nested:
         if named:
-            raise ValueError(f"table {table!r}: found {' and '.join(named)} with ragged ids, expected those alone")
+            raise ValueError(f"table {table!r}: found {' and '.join(named)} with ragged ids, expected none beside them")
         return _of_ragged(table, ids, weights)
     flat = _checked_ids(table, ids).reshape(-1)
     if ids.dim() == 2 and not named:

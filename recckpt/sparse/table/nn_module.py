@@ -207,7 +207,7 @@ class TableModule(nn.Module):
         return super().__repr__() if "store" in vars(self) else object.__repr__(self)  # half made
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Lead ``torch.distributed.checkpoint``, which walks along the keys of state dicts, back to own tables."""
+        """Let ``torch.distributed.checkpoint``, which follows the keys of state dicts part by part, find own tables."""
         return dict.fromkeys((parts[0] for parts in self._keys()), "_by_key")
 
     @property

@@ -134,12 +134,12 @@ class AuditedMarks(SaverMarks):
 
 
 class AuditedFrozen(FrozenRows):
-    """Rows at the moment of a save, whose marks are compared with the prints of some as they are read.
+    """Rows as they were at a save; while they are read, the marks of some are compared with their fingerprints.
 
     Args:
         frozen: the rows, and which are marked.
-        then: their prints at commits before; None where they are not known.
-        committed: takes what was known before, and what is known once this is the base.
+        then: their fingerprints at the commit before; None where they are not known.
+        committed: called with the fingerprints known before this save and those known once it is the base.
         distrust: is called where a row was missed.
         is_whole: whether all rows are looked at.
         is_strict: whether a missed row fails the save.
