@@ -86,10 +86,11 @@ def views_of(source: SourceReader) -> tuple[duckdb.DuckDBPyConnection, Sequence[
     return connection, [*tables.values()]
 
 
-def diff_of_others(before: str, after: str, tolerance: float) -> CheckpointDiff | None:
+def diff_of_others(before: str, after: str, tolerance: float) -> tuple[CheckpointDiff, list[str]] | None:
     """Compare the dense tensors of two checkpoints by name, and nothing else; None where both are ours.
 
-    Where one side has them below a name, such as ``model.``, that is left out.
+    Where one side has them below a name, such as ``model.``, that is left out. Returned beside it are the names of the
+    tables on either side, which are not compared.
     """
     from recckpt.inspect.diff_result import CheckpointDiff
     from recckpt.inspect.diff_tensors import compare_tensors
@@ -98,14 +99,16 @@ def diff_of_others(before: str, after: str, tolerance: float) -> CheckpointDiff 
     if sources == (None, None):
         return None
     sides = [_side(path, source) for path, source in zip((before, after), sources, strict=True)]
-    old, new = _called_alike(*(tensors for _, tensors in sides))
+    old, new = _called_alike(*(tensors for _, tensors, _ in sides))
+    tables = sorted({name for _, _, names in sides for name in names})
     n_bytes = sum(tensor.nbytes for tensor in (*old, *new))
     with Progress(f"comparing {before} and {after}", n_bytes) as progress:
         compared = tuple(compare_tensors(old, new, tolerance, progress.advance))
-    return CheckpointDiff(sides[0][0], sides[1][0], tolerance, (), compared, ())
+    return CheckpointDiff(sides[0][0], sides[1][0], tolerance, (), compared, ()), tables
 
 
-def _side(path: str, source: SourceReader | None) -> tuple[Side, list[Comparable]]:
+def _side(path: str, source: SourceReader | None) -> tuple[Side, list[Comparable], list[str]]:
+    """Return a side, its dense tensors, and the names of its tables."""
     from recckpt.inspect.diff import side_of
     from recckpt.inspect.diff_result import Side
     from recckpt.inspect.diff_tensors import Comparable, comparable
@@ -113,11 +116,13 @@ def _side(path: str, source: SourceReader | None) -> tuple[Side, list[Comparable
 
     if source is None:
         chain = CheckpointReader(path).chain
-        return side_of(chain), [each for each in comparable(chain.tensors) if each.of == "model"]
+        tensors = [each for each in comparable(chain.tensors) if each.of == "model"]
+        return side_of(chain), tensors, [table.name for table in chain.manifest.tables]
     contents = source.contents
     n_rows = sum(table.n_rows for table in contents.tables)
     side = Side(path, path.rstrip("/").rpartition("/")[2], contents.format, contents.step, n_rows, 1, ())
-    return side, [Comparable("model", one.name, one.dtype, one.shape, partial(_rows, one)) for one in contents.dense]
+    tensors = [Comparable("model", one.name, one.dtype, one.shape, partial(_rows, one)) for one in contents.dense]
+    return side, tensors, [table.name for table in contents.tables]
 
 
 def _rows(tensor: SourceTensor, begin: int, end: int) -> Any:

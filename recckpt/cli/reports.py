@@ -12,7 +12,7 @@ from pathlib import Path
 from recckpt.cli.arguments import A_CHECKPOINT, AN_OUTPUT_DIR, OVERDUE, argument, natural, page, threads
 from recckpt.cli.result import USAGE, CommandError, CommandResult, usage_checked
 from recckpt.errors import CheckpointNotFoundError, LoadConfError, RecckptError
-from recckpt.text import one_line
+from recckpt.text import first_few, one_line
 
 
 def _tolerance(text: str) -> float:
@@ -74,6 +74,7 @@ def run_diff(args: argparse.Namespace) -> CommandResult:
     from recckpt.inspect.diff_result import lines_of, verdict
     from recckpt.storage import new_file
 
+    tables = list[str]()  # that are not compared
     try:
         try:
             comparison = diff(args.before, args.after, tolerance=args.tolerance, top=args.top)
@@ -81,7 +82,7 @@ def run_diff(args: argparse.Namespace) -> CommandResult:
             of_others = diff_of_others(args.before, args.after, args.tolerance)
             if of_others is None:
                 raise
-            comparison = of_others
+            comparison, tables = of_others
         lines = list(lines_of(comparison))
         if args.out is not None:
             with new_file(args.out) as sink:
@@ -89,7 +90,10 @@ def run_diff(args: argparse.Namespace) -> CommandResult:
             lines.append(f"wrote {one_line(args.out)}")
     except (RecckptError, OSError, ValueError) as error:
         raise CommandError(str(error), USAGE) from error
-    return CommandResult(comparison.to_dict(), lines, [] if comparison.is_equal else [verdict(comparison)])
+    problems = [] if comparison.is_equal else [verdict(comparison)]
+    if tables:
+        problems.append(f"tables are not compared: {first_few(tables)}; import what is not ours, and compare that")
+    return CommandResult({**comparison.to_dict(), "tables_not_compared": tables}, lines, problems)
 
 
 def run_report(args: argparse.Namespace) -> CommandResult:

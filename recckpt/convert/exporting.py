@@ -227,8 +227,8 @@ def _check_narrowed(export: Export, path: str, *, with_tensors: bool) -> None:
             remedy = "leave that slot out, or take another dtype"
             raise ConversionError(f"table {view.name!r}", "dtype", found=found, expected="another name", remedy=remedy)
     vectors = {(v.name, slot.dtype) for v in views for slot in v.slots if slot.name == EMBEDDING}
-    dense = {tensor.dtype for tensor in export.dense()} if with_tensors else set[str]()
-    if dtype is not None and dtype not in dense and all(each != dtype for _, each in vectors):
+    are_dense = with_tensors and any(each.dtype != export.tensors.model[each.name].dtype for each in export.dense())
+    if dtype is not None and not are_dense and all(each != dtype for _, each in vectors):
         there = ", ".join(f"{each} in {name!r}" for name, each in sorted(vectors))
         found, expected = there or f"no slot {EMBEDDING!r}", f"floats in slot {EMBEDDING!r}, which become {dtype}"
         raise ConversionError(path, "dtype", found=found, expected=expected, remedy="export without a dtype")

@@ -28,7 +28,7 @@ from recckpt.errors import ConversionError
 from recckpt.format.buckets import distinct, is_among
 from recckpt.format.tensor_index import NUMPY_DTYPES, widened
 from recckpt.sparse.files.arrow_format import ID
-from recckpt.sparse.files.chain_table import AlignedRows, as_ids
+from recckpt.sparse.files.chain_table import AlignedRows, as_ids, rows_of_default
 from recckpt.sparse.files.table_reader import asked_slots, record_batch, table_schema
 from recckpt.text import instead_of, nearest, plural, shown
 from recckpt.types import EMBEDDING, SlotSpec
@@ -133,8 +133,7 @@ class SourceReader(AbstractContextManager["SourceReader"]):
         if slot not in specs:
             raise KeyError(f"table {name!r} has no slot {slot!r}; it has {[*specs]}{nearest(slot, specs)}")
         is_bfloat16 = specs[slot].dtype == "bfloat16"
-        dtype = np.dtype("float32") if is_bfloat16 else NUMPY_DTYPES[specs[slot].dtype]
-        values: Array = np.full((len(sought), *specs[slot].shape), default, dtype)
+        values: Array = rows_of_default(default, len(sought), name, specs[slot])
         is_there = np.zeros(len(sought), np.bool_)
         for rows in self._rows(self._table(name), distinct(sought)):
             order = np.argsort(rows.ids)

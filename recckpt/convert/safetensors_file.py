@@ -49,8 +49,8 @@ def read_header(files: SourceFiles, name: str) -> TensorFile:
         head = file.read(8)
         n_bytes = int.from_bytes(head, "little")
         if len(head) < 8 or n_bytes > min(MAX_HEADER_BYTES, size - 8):
-            expected = f"a header of at most {min(MAX_HEADER_BYTES, max(0, size - 8))} bytes"
-            raise ConversionError(path, "byte 0", found=f"one of {n_bytes} in {size} bytes", expected=expected)
+            found = f"{size} bytes that begin with {head!r}" if size else "an empty file"
+            raise ConversionError(path, "", found=found, expected="safetensors: the size of a header, and the header")
         header = _parsed(file.read(n_bytes), path)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):

@@ -21,6 +21,7 @@ from recckpt.types import EMBEDDING, SlotSpec
 
 DTYPES = ("float16", "bfloat16", "int8")
 SCALE = "_scale"  # part of the format: after the name of a slot in int8: the slot of the factors of its rows
+_PIECE = 1 << 20  # values
 _HALVES = frozenset({"float16", "bfloat16"})
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 Batches = Callable[[Sequence[str]], Iterator[pa.RecordBatch]]  # of these slots
@@ -154,8 +155,12 @@ class Export:
         values: Array = self.tensors.read(tensor)
         if dtype == tensor.dtype:
             return values
-        spec = SlotSpec(tensor.name, tensor.dtype, (values.size,))
-        return narrowed(values.reshape(1, -1), spec, dtype, f"tensor {tensor.name!r}")[0][0].reshape(tensor.shape)
+        flat, result = values.reshape(-1), np.empty(values.size, NUMPY_DTYPES[dtype])
+        for begin in range(0, flat.size, _PIECE):  # narrowing takes several times the memory of what is narrowed
+            piece = flat[begin : begin + _PIECE][None]
+            spec = SlotSpec(tensor.name, tensor.dtype, piece.shape[1:])
+            result[begin : begin + _PIECE] = narrowed(piece, spec, dtype, f"tensor {tensor.name!r}")[0][0][0]
+        return result.reshape(tensor.shape)
 
     def state(self, name: str) -> dict[str, Any]:
         return dict(self.load(name))

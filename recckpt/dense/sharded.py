@@ -129,7 +129,11 @@ class Pieces:
 
 def laid_out_as(like: Tensor, values: Tensor) -> Tensor:
     """Return values that lie as a CheckpointableTensor does, such as its moments, with its attributes; others as is."""
-    if not hasattr(like, GEOMETRY[1]) or hasattr(values, GEOMETRY[1]) or values.shape != like.shape:
+    if (
+        not all(hasattr(like, attribute) for attribute in GEOMETRY)
+        or hasattr(values, GEOMETRY[1])
+        or values.shape != like.shape
+    ):
         return values
     alias = values.detach()
     for attribute in GEOMETRY:

@@ -24,7 +24,7 @@ MAX_DEPTH = 16  # part of the format
 COUNT_LIMIT = 10**18  # part of the format: all counts are below it, so that what comes next to one is a number, too
 CHECKSUM = "xxh3_64"  # part of the format
 READER = "1.0"  # part of the format: the least version of recckpt that reads what this one writes
-_MAX_DIGITS = 40  # counts have at most 18; Python may take a day for a million of them
+MAX_DIGITS = 40  # part of the format, of a number; counts have at most 18; Python may take a day for a million of them
 _SUM = re.compile(r"[0-9a-f]{16}")
 _SUMS = re.compile(r"[0-9a-f]{16}(?:,[0-9a-f]{16})*")
 _NO_BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[^"\[\]{}]+', re.DOTALL)  # a string, open it may be, or text
@@ -362,7 +362,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _short(text: str) -> int:
-    if len(text) > _MAX_DIGITS:
+    if len(text) > MAX_DIGITS:
         raise ValueError(f"a number of {len(text)} digits")
     return int(text)
 

@@ -33,6 +33,7 @@ _MOST_CHECKPOINTS = 100  # newest ones that are listed
 _MOST_FAILED = 10  # last ones that are listed
 _MOST_PLOTTED = 20  # tables with plots of their own, those with most rows
 _MOST_METRICS = 8  # that are drawn
+_MOST_DRAWN = 1e300  # of a value: axes compute with sums of these
 _MOST_GROWN = 6  # tables whose growth is drawn
 _LOOKED_AT = {
     True: "Every byte of the newest checkpoint was read and checked; of older ones, that their files are there.",
@@ -110,8 +111,14 @@ def _metrics(run: RunHealth) -> Iterator[str]:
     yield from html.section("Metrics", text.METRIC_HEAD, text.metric_rows(run.saves), text.NUMBERS)
     if metrics:
         x, along = _along([save.step for save in run.saves if save.error is None], "save")
-        drawn = list(metrics.items())[:_MOST_METRICS]
-        yield _plots(*(_chart(f"{_short(n)}, by {along}", x, [("", v)], short, from_zero=False) for n, v in drawn))
+        drawn = {
+            name: [value if isinstance(value, float) and abs(value) < _MOST_DRAWN else None for value in values]
+            for name, values in list(metrics.items())[:_MOST_METRICS]
+        }
+        charts = (_chart(f"{_short(n)}, by {along}", x, [("", v)], short, from_zero=False) for n, v in drawn.items())
+        yield _plots(*charts)
+        if len(drawn) < len(metrics):
+            yield _note(f"the first {len(drawn)} of {plural(len(metrics), 'metric')} are drawn")
 
 
 def _checkpoints(run: RunHealth) -> Iterator[str]:

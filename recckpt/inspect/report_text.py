@@ -53,7 +53,7 @@ def verdict(run: RunHealth) -> str:
     return f"{' and '.join(counted) or 'healthy'}: {plural(len(run.checkpoints), 'checkpoint')}{newest}"
 
 
-def metrics_by_save(saves: Iterable[SaveTimes]) -> dict[str, list[float | None]]:
+def metrics_by_save(saves: Iterable[SaveTimes]) -> dict[str, list[float | str | None]]:
     """Return each metric, then each learning rate of tables, at each save that did not fail; None where it has none."""
     saves = [save for save in saves if save.error is None]
     names = dict.fromkeys(name for save in saves for name in save.metrics)
@@ -63,10 +63,16 @@ def metrics_by_save(saves: Iterable[SaveTimes]) -> dict[str, list[float | None]]
 
 def metric_rows(saves: Iterable[SaveTimes]) -> Iterator[Sequence[str]]:
     for name, values in metrics_by_save(saves).items():
-        known = [value for value in values if value is not None]
-        before = f"{known[-2]:.6g}" if len(known) > 1 else "-"
-        heights = sparkline([None if value is None else value - min(known) for value in values])
-        yield escaped(name), f"{known[-1]:.6g}", before, f"{min(known):.6g}", f"{max(known):.6g}", heights
+        *_, before, newest = [None, *(value for value in values if value is not None)]
+        finite = [value for value in values if isinstance(value, float)]
+        ends = (min(finite), max(finite)) if finite else (None, None)
+        # halves, since a difference of two may be too large
+        heights = sparkline([value / 2 - min(finite) / 2 if isinstance(value, float) else None for value in values])
+        yield escaped(name), *map(_number, (newest, before, *ends)), heights
+
+
+def _number(value: float | str | None) -> str:
+    return "-" if value is None else value if isinstance(value, str) else f"{value:.6g}"
 
 
 def checkpoint_rows(checkpoints: Iterable[CheckpointSize]) -> Iterator[Sequence[str]]:

@@ -17,6 +17,7 @@ _LAST = 20  # saves that say how it usually goes
 _OVERDUE = 3  # times the usual, from when on a save is missed
 _LEAST_OVERDUE_SEC = 60.0  # a loop of saves by hand is not missed at once
 _COUNTS = frozenset({"event_time", "windows", "epochs"})  # of a manager, among the numbers of a checkpoint
+_NOT_FINITE = ("nan", "inf", "-inf")
 ENDED = "ended"  # the kind of the line of a run that ended well
 NEAR = "near"  # the kind of a near save that has failed, which fails no checkpoint
 
@@ -58,7 +59,8 @@ class SaveTimes:
     n_rows: float | None  # of all tables
     error: str | None  # why it failed; None where it has not
     near: NearTimes | None = None  # what became of the near saves before it; None where there were none
-    metrics: Mapping[str, float] = field(default_factory=dict)  # numbers that it was saved with, and learning rates
+    # numbers that it was saved with, and learning rates; ``"nan"``, ``"inf"``, ``"-inf"`` for those that are not finite
+    metrics: Mapping[str, float | str] = field(default_factory=dict)
 
 
 def saves_of(storage: Storage) -> list[SaveTimes]:
@@ -106,11 +108,11 @@ def save_times(line: Mapping[str, Any]) -> SaveTimes:
     )
 
 
-def _metrics(values: object) -> dict[str, float]:
-    """Return the finite numbers among them, without the counts of a manager, which say where a save stands."""
+def _metrics(values: object) -> dict[str, float | str]:
+    """Return the numbers among them, and the names of those that are not finite; without the counts of a manager."""
     named = values.items() if isinstance(values, Mapping) else ()
-    numbers = ((name, _finite(value)) for name, value in named if name not in _COUNTS)
-    return {name: number for name, number in numbers if number is not None}
+    numbers = ((name, value if value in _NOT_FINITE else _finite(value)) for name, value in named)
+    return {name: number for name, number in numbers if number is not None and name not in _COUNTS}
 
 
 def _near_times(values: object) -> NearTimes | None:

@@ -16,7 +16,7 @@ from recckpt.format import layout
 from recckpt.format.manifest import Manifest, StateValue
 from recckpt.manager.attach import FIND_ALL, OneOrMany, TablesOption, attached, guests_of
 from recckpt.manager.autosave import Autosave
-from recckpt.manager.options import ManagerOptions, Metrics, State, checked_event_time
+from recckpt.manager.options import ManagerOptions, Metrics, State, as_metadata, checked_event_time
 from recckpt.manager.resume import Restorer, Resumable
 from recckpt.manager.run_state import Run
 from recckpt.manager.signals import SignalWatch
@@ -29,7 +29,6 @@ from recckpt.policies.keep import Keep
 from recckpt.policies.options import Choose, Near, OnSaveError, OnSignal, Signals, Transfers
 from recckpt.policies.schedule import Backpressure, SaveCounts
 from recckpt.policies.when import When
-from recckpt.save.arguments import as_state_values
 from recckpt.save.job import OnSave
 from recckpt.saver import Saver
 from recckpt.text import count, plural, shown
@@ -190,7 +189,7 @@ class CheckpointManager(Resumable):
         manager = partial(cls, save_interval=save_interval, shard_id=shard_id, shard_num=shard_num)
         manager = partial(manager, async_save=async_save, ephemeral=ephemeral, save_on_signal=save_on_signal)
         manager = partial(manager, on_save_error=on_save_error, save_at_start=save_at_start, step_prefix=step_prefix)
-        known = as_state_values(metadata, "metadata")  # before anything is made
+        known = as_metadata(metadata)  # before anything is made
         made = attached(saver, manager, model, optimizers, schedulers=schedulers, loader=loader, tables=tables)
         made._looks_for_loaders, made.metadata = loader is None, known
         return made
@@ -238,7 +237,7 @@ class CheckpointManager(Resumable):
 
     @metadata.setter
     def metadata(self, metadata: State) -> None:
-        self._run.describe(as_state_values(metadata, "metadata"))
+        self._run.describe(as_metadata(metadata))
 
     @property
     def event_time(self) -> float | None:
@@ -486,7 +485,8 @@ class CheckpointManager(Resumable):
             try:
                 if error is None:
                     self._autosave.finish()
-                    self._saver._note_end(self._run.global_step)
+                    if not self._autosave.reached_preemption():  # or it goes on elsewhere
+                        self._saver._note_end(self._run.global_step)
             except BaseException as failure:
                 error = failure
                 raise

@@ -93,6 +93,11 @@ def as_state(state: State, metrics: Metrics) -> dict[str, StateValue]:
     return entries
 
 
+def as_metadata(metadata: State) -> dict[str, StateValue]:
+    """Return the metadata of a run as a manifest has it, an entry of its state; or raise as :func:`check_step`."""
+    return as_state_values(metadata, METADATA, level=1)
+
+
 def _check_names(state: State, metrics: Metrics) -> None:
     """Refuse entries that would take the place of what the manager counts; ValueError names the first."""
     for what, values in (("state", state or {}), ("metrics", metrics or {})):

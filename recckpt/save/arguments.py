@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from recckpt.dense.optimizers import by_name
 from recckpt.dense.state_copy import portable
 from recckpt.format import layout
-from recckpt.format.codec import COUNT_LIMIT
+from recckpt.format.codec import COUNT_LIMIT, MAX_DIGITS
 from recckpt.format.layout import is_encodable
 from recckpt.format.manifest import MAX_NESTED, StateValue
 from recckpt.live.tables import NO_TABLES, LiveTables
@@ -244,9 +244,11 @@ def check_state(state: Mapping[str, StateValue] | None, metrics: Mapping[str, fl
             _as_number(name, value)
 
 
-def as_state_values(state: Mapping[str, StateValue] | None, what: str = "state") -> dict[str, StateValue]:
-    """Return the entries of a state as JSON has them, or raise as :func:`check_state`."""
-    return {name: _as_value(_named(what, name), value) for name, value in _mapping(what, state).items()}
+def as_state_values(
+    state: Mapping[str, StateValue] | None, what: str = "state", level: int = 0
+) -> dict[str, StateValue]:
+    """Return the entries of a state, or of what lies so deep in one, as JSON has them; raise as :func:`check_state`."""
+    return {name: _as_value(_named(what, name), value, level) for name, value in _mapping(what, state).items()}
 
 
 def as_numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
@@ -273,6 +275,8 @@ def _as_value(place: str, value: Any, level: int = 0, *, waits: bool = True) -> 
             f"{place}: found {value!r:.200}, expected a name and a number, string, bool or None, or lists and dicts of "
             "these"
         )
+    if isinstance(found, int) and abs(found) >= 10**MAX_DIGITS:
+        raise ValueError(f"{place}: found an int of {len(str(abs(found)))} digits, expected at most {MAX_DIGITS}")
     if isinstance(found, str) and not is_encodable(found):
         raise ValueError(f"{place}: found {value!r:.200}, expected text that is encodable as UTF-8")
     return str(found) if isinstance(found, float) and not math.isfinite(found) else found

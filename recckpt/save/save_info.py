@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time as clock
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from recckpt.text import one_line
 
 _LEFT_OUT = frozenset({"path", "words", "outcome"})  # of the line: its file lies beside the checkpoints
 ENDED = "ended"  # the kind of the line of a run that has ended well
+_NOT_FINITE = ("nan", "inf", "-inf")  # part of the format: numbers that JSON does not have
 _ERROR_LENGTH = 1000  # characters of an error that a line keeps
 log = logging.getLogger("recckpt")
 _MOST = 100  # lines that wait to be written; the oldest go
@@ -174,7 +176,8 @@ class SaveInfo:
             for table in manifest.tables
             for narrowed in (table.reduced.narrowed if table.reduced else ())
         }
-        self.metrics = {name: float(v) for name, v in manifest.state.items() if isinstance(v, int | float)}
+        numbers = {name: v for name, v in manifest.state.items() if isinstance(v, int | float) or v in _NOT_FINITE}
+        self.metrics = {name: float(value) for name, value in numbers.items()}
 
     @property
     def seconds(self) -> float:
@@ -199,6 +202,7 @@ class SaveInfo:
         del values["error"]
         if self.error_text is not None:
             values["error"] = self.error_text
+        values["metrics"] = {name: v if math.isfinite(v) else str(v) for name, v in self.metrics.items()}
         rounded = {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}
         return json.dumps(rounded | dict(more), allow_nan=False) + "\n"
 

@@ -111,5 +111,5 @@ def quoted(name: str) -> str:
 def sparkline(values: Sequence[float | None]) -> str:
     """Return a bar for each number, as high as its share of the largest; a dot where there is no number."""
     most = max((value for value in values if value is not None), default=0.0)
-    heights = (None if value is None else int(len(_BARS) * value / most) if most > 0 else 0 for value in values)
+    heights = (None if value is None else int(len(_BARS) * (value / most)) if most > 0 else 0 for value in values)
     return "".join("·" if height is None else _BARS[min(len(_BARS) - 1, height)] for height in heights)

@@ -6,6 +6,8 @@ import warnings
 
 import fsspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -146,3 +148,14 @@ def test_without_torch_safetensors_is_read_and_for_others_a_line_says_that_it_ta
         answer = run("ls", path)
         expected = f"recckpt: {path}: to read {format} takes torch, which is not installed: pip install torch\n"
         assert (answer.returncode, answer.stdout, answer.stderr) == (1, "", expected)
+
+
+def test_tables_that_diff_does_not_compare_are_said_and_never_equal(recckpt, tmp_path):
+    for name, values in (("one", [1.0, 2.0]), ("other", [1.0, 9.0])):
+        rows = pa.table({"id": [1, 2], "embedding": pa.array([[values[0]], [values[1]]], pa.list_(pa.float32(), 1))})
+        pq.write_table(rows, tmp_path / f"{name}.parquet")
+    answer = recckpt("diff", tmp_path / "one.parquet", tmp_path / "other.parquet")
+    assert answer.code == 1
+    assert "tables are not compared: one, other; import what is not ours" in " ".join(
+        answer.err.replace("'", "").split()
+    )

@@ -288,8 +288,8 @@ def entry(**changes):
 @pytest.mark.parametrize(
     ("data", "match"),
     [
-        (b"\x05", "byte 0"),
-        (struct.pack("<Q", 2**62) + b"{}", "byte 0: found one of 4611686018427387904"),
+        (b"\x05", "found 1 bytes that begin"),
+        (struct.pack("<Q", 2**62) + b"{}", "found 10 bytes that begin with"),
         (header(b"[]"), "its header: found no object"),
         (header(b"{"), "its header: found no JSON"),
         (header(b'{"a": 1, "a": 2}'), "a name is there twice"),

@@ -310,19 +310,21 @@ def test_metrics_and_learning_rates_come_first_by_save_of_all_that_are_in_the_ti
     sparse = SparseAdam([table], lr=0.25)
     with Saver(torch.nn.ModuleDict({"item": table}), sparse, str(tmp_path), max_keep=1) as saver:
         manager = CheckpointManager(saver, 1)
-        for loss in (-1.5, math.nan, 2.5, 0.5):
-            manager.step(metrics={"loss": loss}, state={"epoch": "first"}, event_time=1.7e9)
+        for loss, far in ((-1.5, 1e308), (2.5, -1e308), (0.5, 0.0), (math.nan, math.inf)):
+            manager.step(metrics={"loss": loss, "far": far}, state={"epoch": "first"}, event_time=1.7e9)
     report = recckpt.report(tmp_path)
     assert len(report.checkpoints) == 1
     assert [save.metrics for save in report.saves] == [
-        {"loss": -1.5, "sparse_lr_0": 0.25},
-        {"sparse_lr_0": 0.25},
-        {"loss": 2.5, "sparse_lr_0": 0.25},
-        {"loss": 0.5, "sparse_lr_0": 0.25},
+        {"loss": -1.5, "far": 1e308, "sparse_lr_0": 0.25},
+        {"loss": 2.5, "far": -1e308, "sparse_lr_0": 0.25},
+        {"loss": 0.5, "far": 0.0, "sparse_lr_0": 0.25},
+        {"loss": "nan", "far": "inf", "sparse_lr_0": 0.25},
     ]
-    head, loss, rate, *_ = str(report).splitlines()
+    assert json.dumps(report.to_dict(), allow_nan=False)
+    head, loss, far, rate, *_ = str(report).splitlines()
     assert head.split() == ["METRIC", "NEWEST", "BEFORE", "LEAST", "GREATEST", "LAST", "SAVES"]
-    assert loss.split() == ["loss", "0.5", "2.5", "-1.5", "2.5", "▁·█▅"]
+    assert loss.split() == ["loss", "nan", "0.5", "-1.5", "2.5", "▁█▅·"]
+    assert far.split() == ["far", "inf", "0", "-1e+308", "1e+308", "█▁▅·"]
     assert rate.split() == ["sparse_lr_0", "0.25", "0.25", "0.25", "0.25", "▁▁▁▁"]
     pytest.importorskip("matplotlib")
     page = report.to_html()

@@ -1,6 +1,8 @@
 """One call makes a manager of all that a run consists of, or says of all that has no place what it is."""
 
+import json
 import logging
+import signal
 import warnings
 
 import pytest
@@ -290,3 +292,27 @@ def test_a_loss_that_has_a_gradient_is_a_metric_without_a_word(tmp_path):
             manager.step(metrics={"loss": (loss := model(torch.ones(2)).sum())}, state={"same": loss})
     (saved,) = recckpt.list_checkpoints(tmp_path)
     assert saved.state["loss"] == saved.state["same"] == loss.item()
+
+
+def test_metadata_is_refused_where_a_save_would_refuse_it(tmp_path):
+    nested = "x"
+    for _ in range(9):
+        nested = {"a": nested}
+    for metadata, what in (
+        (nested, "nested more than 8 deep"),
+        ({"n": 10**40}, "an int of 41 digits, expected at most 40"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            CheckpointManager.attach(nn.Linear(2, 2), output_dir=tmp_path / "run", save_interval=1, metadata=metadata)
+    accepted = {**nested["a"], "n": 10**40 - 1}
+    with CheckpointManager.attach(nn.Linear(2, 2), output_dir=tmp_path, save_interval=1, metadata=accepted) as manager:
+        manager.step()
+    assert recckpt.list_checkpoints(tmp_path)[0].state["metadata"] == accepted
+
+
+def test_a_run_that_a_signal_ends_has_not_ended_well(tmp_path, monkeypatch):
+    options = {"output_dir": tmp_path, "save_interval": 1, "save_on_signal": signal.SIGUSR1, "async_save": False}
+    with CheckpointManager.attach(nn.Linear(2, 2), **options) as manager:
+        manager.step()
+        monkeypatch.setattr(manager._autosave, "reached_preemption", lambda: True)
+    assert [json.loads(line)["kind"] for line in (tmp_path / "timeline.jsonl").read_text().splitlines()] == ["full"]

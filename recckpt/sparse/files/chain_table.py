@@ -179,21 +179,25 @@ def aligned_rows(links: Iterable[RowIndex], table: str, ids: Int64s, slot: SlotS
         CorruptCheckpointError: a file is damaged, or an id is twice in a link.
         CheckpointRemovedError: its writer removed it, and the storage has no maps.
     """
-    is_bfloat16 = slot.dtype == "bfloat16"
-    dtype = np.dtype("float32" if is_bfloat16 else slot.dtype)
+    values, found = rows_of_default(default, len(ids), table, slot), np.zeros(len(ids), np.bool_)
+    for link, here, rows in newest(links, ids):
+        read = link.values(rows, slot)
+        values[here] = widened(read) if slot.dtype == "bfloat16" else read
+        found[here] = True
+    return AlignedRows(values, found)
+
+
+def rows_of_default(default: Any, n_rows: int, table: str, slot: SlotSpec) -> npt.NDArray[Any]:
+    """Return so many rows of a slot that are all ``default``, bfloat16 as float32; ValueError where it does not fit."""
+    dtype = np.dtype("float32" if slot.dtype == "bfloat16" else slot.dtype)
     try:
-        values: npt.NDArray[Any] = np.broadcast_to(_converted(default, slot, dtype), (len(ids), *slot.shape)).copy()
+        values: npt.NDArray[Any] = np.broadcast_to(_converted(default, slot, dtype), (n_rows, *slot.shape)).copy()
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"table {table!r}, slot {slot.name!r}: found default={reprlib.repr(default)}, expected a number or a row "
             f"of {slot.dtype} {slot.shape}: {error}"
         ) from error
-    found = np.zeros(len(ids), np.bool_)
-    for link, here, rows in newest(links, ids):
-        read = link.values(rows, slot)
-        values[here] = widened(read) if is_bfloat16 else read
-        found[here] = True
-    return AlignedRows(values, found)
+    return values
 
 
 def _converted(default: Any, slot: SlotSpec, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
