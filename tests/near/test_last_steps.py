@@ -53,7 +53,7 @@ def test_it_is_not_committed_where_another_process_has_committed_a_newer_step_me
         run.restore()
         trained_beside.put(_3=3.0).step().save()
     assert (committed(tmp_path), run.manager.counts.begun) == (["ckpt_1", "ckpt_3"], 0)
-    assert "the near save that was restored is not committed: there is a newer checkpoint by now" in caplog.text
+    assert "the restored near save is not made a checkpoint: there is a newer checkpoint by now" in caplog.text
     trained_beside.put(_3=4.0).step().save()
     assert rows(NearRun(tmp_path).restore()) == {**NEWEST, 3: 4.0}
 
