@@ -88,7 +88,7 @@ def _portable(name: str | None, value: Any, layout: torch.memory_format) -> Any:
 
 
 def _portable_container(name: str | None, value: Any, layout: torch.memory_format) -> Any:
-    # Training waits for this walk: what is portable as it is costs no call.
+    # Training waits for this walk: what is portable as it is costs no call, and a list of such one only.
     kind, has_plain_members = type(value), are_plain(value)  # of a dict, the keys
     if kind not in MAPPINGS:
         if has_plain_members:
@@ -102,10 +102,14 @@ def _portable_container(name: str | None, value: Any, layout: torch.memory_forma
     keys = value if has_plain_members else [_portable_key(name, key) for key in value]
     items = value.values()
     if not are_plain(items):
-        items = [
-            item if type(item) in _AS_IT_IS else _portable(name and f"{name}[{key!r}]", item, layout)
-            for key, item in value.items()
-        ]
+        items = []
+        for key, item in value.items():
+            if type(item) in _AS_IT_IS:
+                items.append(item)
+            elif type(item) is list and are_plain(item):
+                items.append(item[:])
+            else:
+                items.append(_portable(name and f"{name}[{key!r}]", item, layout))
     elif has_plain_members:
         return kind(value)
     made = dict(zip(keys, items, strict=True))
@@ -219,11 +223,12 @@ def _with_replaced(place: Place, value: Any, of: Callable[[Place, Tensor], Tenso
         is_mapping = kind in MAPPINGS
         if _HOLDS_NONE.issuperset(map(type, value.values() if is_mapping else value)):
             return value  # of which portable() makes a copy
-        others = {
-            key: other
-            for key, item in (value.items() if is_mapping else enumerate(value))
-            if type(item) not in _HOLDS_NONE and (other := _with_replaced((*place, key), item, of)) is not item
-        }
+        others = {}
+        for key, item in value.items() if is_mapping else enumerate(value):
+            if type(item) in _HOLDS_NONE or (type(item) is list and _HOLDS_NONE.issuperset(map(type, item))):
+                continue  # without a call: of small lists there may be 100,000
+            if (other := _with_replaced((*place, key), item, of)) is not item:
+                others[key] = other
         if not others:
             return value
         items = {**(value if is_mapping else dict(enumerate(value))), **others}

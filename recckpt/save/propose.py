@@ -195,7 +195,7 @@ def estimated_bytes(tables: Mapping[str, SavableTable], dense: Mapping[str, Any]
 def _rows_bytes(table: SavableTable, choice: Choice) -> int:
     """Return the bytes of the rows of a table; 0 where conditions choose them, and a save finds out how many it has."""
     slots = slots_of_table(table)
-    chosen = choice.of_table(table).of(table.name, slots)
+    chosen = None if choice.is_everything else choice.of_table(table).of(table.name, slots)
     if chosen is not None and chosen.where is not None:
         return 0
     row_bytes = 8 + sum(slot.row_bytes for slot in slots) if chosen is None else chosen.row_bytes

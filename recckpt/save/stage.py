@@ -76,8 +76,9 @@ class Staged:
             if isinstance(table, AttachedTable):
                 table.prepare()
             with table.store.lock if is_stored(table) else nullcontext():  # slots and rows of one moment
-                of_table = choice.of_table(table)
-                chosen = None if of_table.is_everything else of_table.of(table.name, slots_of_table(table))
+                chosen = None
+                if not choice.is_everything:
+                    chosen = choice.of_table(table).of(table.name, slots_of_table(table))
                 slots = None if chosen is None else chosen.read
                 if isinstance(table, HashTable):
                     self.evicted_to[table.name] = table.eviction.evicted_to(table.store)

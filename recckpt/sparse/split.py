@@ -62,8 +62,8 @@ def state_of(model: nn.Module) -> tuple[dict[str, SavableTable], dict[str, Any]]
     Raises:
         ValueError: as :func:`split_sparse_dense_state_dict`.
     """
-    state, wrappers = model.state_dict(), wrappers_in(model)
-    for name, parameter in model.named_parameters(remove_duplicate=False):  # state_dict() drops attributes
+    state, (wrappers, parameters) = model.state_dict(), _walked(model)
+    for name, parameter in parameters:  # state_dict() drops attributes
         if name in state and all(hasattr(parameter, attribute) for attribute in GEOMETRY):
             state[name] = parameter
     return split_sparse_dense_state_dict({unwrapped(key, wrappers): value for key, value in state.items()})
@@ -71,8 +71,25 @@ def state_of(model: nn.Module) -> tuple[dict[str, SavableTable], dict[str, Any]]
 
 def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of a model by the names that they have without wrappers; a tied one by each of them."""
-    wrappers, named = wrappers_in(model), model.named_parameters(remove_duplicate=False)
+    wrappers, named = _walked(model)
     return ((unwrapped(name, wrappers), parameter) for name, parameter in named)
+
+
+def _walked(model: nn.Module) -> tuple[list[tuple[str, str]], list[tuple[str, nn.Parameter]]]:
+    """Return :func:`wrappers_in` and the named parameters, tied ones by each name, of one walk over all modules."""
+    wrappers, parameters = list[tuple[str, str]](), list[tuple[str, nn.Parameter]]()
+    has_own_way = type(model).named_parameters is not nn.Module.named_parameters  # FSDP hides its wrappers so
+    plain = set[type]()  # classes that wrap nothing: to ask each of 10,000 tables would take longer than the walk
+    for path, module in model.named_modules(remove_duplicate=False):
+        if type(module) not in plain:
+            if inner := inner_name(module):
+                wrappers.append((behind(path), inner))
+            else:
+                plain.add(type(module))
+        if module._parameters and not has_own_way:
+            prefix = f"{path}." if path else ""
+            parameters += [(prefix + name, one) for name, one in module._parameters.items() if one is not None]
+    return wrappers, list(model.named_parameters(remove_duplicate=False)) if has_own_way else parameters
 
 
 def load_dense(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -109,8 +126,7 @@ def _load_below(module: nn.Module, state: dict[str, Any], prefix: str, errors: l
 
 def wrappers_in(model: nn.Module) -> list[tuple[str, str]]:
     """Return where in a model torch has wrapped a module, outer ones first, and what it put behind that in names."""
-    named = model.named_modules(remove_duplicate=False)
-    return [(behind(name), inner) for name, module in named if (inner := inner_name(module))]
+    return _walked(model)[0]
 
 
 def behind(module: str) -> str:
