@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -50,9 +50,11 @@ def undecided(stability: str, package: Path = ROOT / "recckpt") -> list[str]:
 
 def listing(stability: str) -> str:
     """Return what API.txt should say."""
-    sections = [HEADING]
-    for module in modules(stability, "(?:stable|provisional)"):
-        lines = [line for name in public_names(module) for line in lines_of(module, name)]
+    sections, public = [HEADING], modules(stability, "(?:stable|provisional)")
+    names = {module: public_names(module) for module in public}
+    everywhere = {name for some in names.values() for name in some}
+    for module in public:
+        lines = [line for name in names[module] for line in lines_of(module, name, everywhere)]
         sections.append(f"\n## {module}\n\n" + "".join(f"{line}\n" for line in lines))
     return "".join(sections).replace("lambda :", "lambda:")  # as Python 3.10 writes it
 
@@ -106,14 +108,14 @@ def assigned(node: ast.Assign | ast.AnnAssign) -> list[str]:
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
-def lines_of(module: str, name: str) -> list[str]:
-    """Return the lines of a public name: one of a function or value, several of a class."""
+def lines_of(module: str, name: str, public: Collection[str]) -> list[str]:
+    """Return the lines of a public name: one of a function or value, several of a class; ``public`` are all names."""
     found = definition(module, name)
     if found is None:
         raise SystemExit(f"{module}.{name} is public, and its definition was not found: import it `from recckpt...`")
     full = f"{module}.{name}"
     if isinstance(found.node, ast.ClassDef):
-        return class_lines(full, found)
+        return class_lines(full, found, public)
     if isinstance(found.node, _FUNCTION):
         return [full + signature(found.node)]
     if isinstance(found.node, ast.AnnAssign):
@@ -130,14 +132,15 @@ def signature(node: Function, *, bound: bool = False) -> str:
     return f"({ast.unparse(arguments)})" + (f" -> {ast.unparse(node.returns)}" if node.returns else "")
 
 
-def class_lines(full: str, found: Definition) -> list[str]:
+def class_lines(full: str, found: Definition, public: Collection[str]) -> list[str]:
     """Return the line of a class and those of its members, inherited ones too where recckpt defines them."""
     family = list(ancestry(found))
     node = family[0][0]
     bases = [ast.unparse(base) for base in node.bases if not ast.unparse(base).startswith("_")]
     members: dict[str, str] = {}
+    said = set[str]().union(*(documented(cls) for cls, _ in family if cls.name in public))
     for cls, _ in reversed(family):
-        members |= members_of(cls, full)
+        members |= members_of(cls, full, None if is_record(cls) else said)
     return [
         f"class {full}{constructor([cls for cls, _ in family])}" + (f" [{', '.join(bases)}]" if bases else ""),
         *(members[name] for name in sorted(members)),
@@ -160,9 +163,7 @@ def constructor(family: list[ast.ClassDef]) -> str:
         for node in cls.body:
             if isinstance(node, _FUNCTION) and node.name == "__init__":
                 return signature(node, bound=True).removesuffix(" -> None")
-        if any("dataclass" in ast.unparse(each) for each in cls.decorator_list) or "NamedTuple" in map(
-            ast.unparse, cls.bases
-        ):
+        if is_record(cls) and "Protocol" not in map(ast.unparse, cls.bases):
             fields = {name: text for each in reversed(family) for name, text in fields_of(each)}
             keywords = any("kw_only=True" in ast.unparse(each) for each in cls.decorator_list)
             return f"({', '.join(['*'] * bool(keywords and fields) + list(fields.values()))})"
@@ -194,22 +195,45 @@ def default_of(default: ast.expr) -> str:
     return ast.unparse(default)
 
 
-def members_of(cls: ast.ClassDef, full: str) -> dict[str, str]:
-    """Return the public members that a class defines itself, by name, each as its line."""
-    members: dict[str, str] = {}
+def members_of(cls: ast.ClassDef, full: str, said: set[str] | None) -> dict[str, str]:
+    """Return the public members that a class defines itself, by name, each as its line.
+
+    ``said`` are the attributes that may be public, None for all.
+    """
+    members: dict[str, str] = {}  # attributes
+    methods: dict[str, str] = {}
+    settable: list[str] = []
     for node in cls.body:
         if isinstance(node, _FUNCTION):
             if node.name == "__init__":
                 members |= attributes_set_by(node, full)
             if any(ast.unparse(each).endswith(".setter") for each in node.decorator_list):
-                members[node.name] += " (settable)"
-            elif is_public(node.name):
-                members[node.name] = method_line(node, full)
+                settable.append(node.name)
+            elif is_public(node.name) and not is_internal(node):
+                methods[node.name] = method_line(node, full)
         elif isinstance(node, ast.AnnAssign | ast.Assign):
             for name in filter(is_public, assigned(node)):
                 of = f": {ast.unparse(node.annotation)}" if isinstance(node, ast.AnnAssign) else ""
                 members[name] = f"{full}.{name}{of}"
-    return members
+    attributes = {name: line for name, line in members.items() if said is None or name in said}
+    return attributes | {name: line + " (settable)" * (name in settable) for name, line in methods.items()}
+
+
+def is_record(cls: ast.ClassDef) -> bool:
+    """Whether all fields of a class are public: what its constructor takes, or what a protocol asks for."""
+    kinds = [*map(ast.unparse, cls.decorator_list), *map(ast.unparse, cls.bases)]
+    return any("dataclass" in kind or kind in {"NamedTuple", "Protocol"} for kind in kinds)
+
+
+def documented(cls: ast.ClassDef) -> set[str]:
+    """Return the attributes that the docstring of a class names: the others that it sets are not public."""
+    _, _, listed = (ast.get_docstring(cls) or "").partition("Attributes:\n")
+    return {name for line in re.findall(r"^ {4}([\w, ]+):", listed, re.MULTILINE) for name in line.split(", ")}
+
+
+def is_internal(node: Function) -> bool:
+    """Whether the docstring of a method says that it is not for users."""
+    return (ast.get_docstring(node) or "").startswith("Internal: ")
 
 
 def is_public(name: str) -> bool:

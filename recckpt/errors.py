@@ -115,6 +115,9 @@ class FormatVersionError(RecckptError):
     """A file was written by a newer format than this version of recckpt reads, or by one before the first release.
 
     Attributes:
+        path: the file.
+        found: its format version.
+        supported: the newest version that this recckpt reads.
         state: ``"newer"`` or ``"older"``.
         needed: what reads the file, such as ``"recckpt 1.3"``, as far as the file says it.
     """

@@ -118,6 +118,9 @@ class Saver(Loads):
             (``info.error``), in the thread of the save; what it raises is logged and fails nothing.
         run: what metrics call this job (``recckpt.run``); None for the path or URL of ``output_dir``.
 
+    Attributes:
+        model, sparse_optim, max_keep: as they were given.
+
     Raises:
         TypeError, ValueError: an argument is invalid, two tables share a name, ``sparse_optim`` trains other tables, or
             ``output_dir`` is the directory of a checkpoint.

@@ -42,8 +42,11 @@ def test_a_class_is_listed_with_what_it_inherits_and_sets(tmp_path: Path, monkey
     (package / "__init__.py").write_text("from recckpt.a import B, f\nfrom os import path\n__all__ = ['B', 'f']\n")
     (package / "a.py").write_text(
         "class _A:\n    def __init__(self, x: int, *, y: str = 'z') -> None:\n        self.x, self._y = x, y\n"
+        "        self.w = x\n"
         "    def g(self, n: int = 1) -> int: ...\n    def _h(self): ...\n"
-        "class B(_A, Exception):\n    @property\n    def p(self) -> str: ...\n    @p.setter\n    def p(self, v): ...\n"
+        "class B(_A, Exception):\n    'A b.\\n\\n    Attributes:\\n        x, z: given.\\n    '\n    kind = 1\n"
+        "    def i(self): 'Internal: no.'\n"
+        "    @property\n    def p(self) -> str: ...\n    @p.setter\n    def p(self, v): ...\n"
         "    @classmethod\n    def of(cls, s: str) -> 'B': ...\n    def __or__(self, other: 'B') -> 'B': ...\n"
         "def f(*parts: str, deep: bool = False) -> None: ...\n"
     )

@@ -173,6 +173,9 @@ class RowAverage:
         decay: what an update keeps of the average, 0 to 1.
         name: what the averages are called behind the names of their tables; several of one model need different ones.
 
+    Attributes:
+        decay: as it was given.
+
     Raises:
         ValueError: ``decay`` is out of range, the model has no tables, or a table has an average of this name.
     """

@@ -182,7 +182,7 @@ class SourceReader(AbstractContextManager["SourceReader"]):
         return self._tensor(name).whole()
 
     def read_through(self, item: SourceTable | SourceTensor) -> Iterator[int]:
-        """Read all of a table or tensor of the contents, and yield how many bytes, a step at a time.
+        """Internal: read all of a table or tensor of the contents, and yield how many bytes, a step at a time.
 
         Raises:
             ConversionError: a file is damaged, or what it holds is not as the source says.

@@ -88,7 +88,7 @@ def _portable(name: str | None, value: Any, layout: torch.memory_format) -> Any:
 
 
 def _portable_container(name: str | None, value: Any, layout: torch.memory_format) -> Any:
-    # Training waits for this walk: what is portable as it is costs no call, and a list of such one only.
+    # Training waits for this walk: what is portable as it is costs no call.
     kind, has_plain_members = type(value), are_plain(value)  # of a dict, the keys
     if kind not in MAPPINGS:
         if has_plain_members:

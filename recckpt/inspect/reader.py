@@ -146,7 +146,7 @@ class CheckpointReader:
 
     @property
     def chain(self) -> OpenChain:
-        """The open files, which :func:`recckpt.load_into` loads from though the checkpoint is removed meanwhile."""
+        """Internal: the open files; a load from them goes on though the checkpoint is removed."""
         return self._now.open_all()
 
     @property

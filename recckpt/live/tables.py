@@ -104,7 +104,7 @@ class LiveTables(Mapping[str, AttachedTable]):
     def joined(
         self, tables: Mapping[str, SavableTable], dense: Mapping[str, Any]
     ) -> tuple[dict[str, SavableTable], dict[str, Any]]:
-        """Return the tables and the dense state of the model, with the weights of live tables among the tables.
+        """Internal: return tables and dense state of the model, the weights of live tables among the tables.
 
         Raises:
             ValueError: a live table has the name of another table.
@@ -129,7 +129,7 @@ class LiveTables(Mapping[str, AttachedTable]):
         return {**tables, **self}, left
 
     def load_dense(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
-        """Load the dense state of the model; sharded collections that have some of the tables keep these."""
+        """Internal: load the dense state of the model; sharded collections that have some of the tables keep these."""
         collections = defaultdict[nn.Module, set[str]](set)
         load: Callable[[nn.Module, Mapping[str, Tensor]], object] = load_dense
         for table in self._found.values():
@@ -141,11 +141,11 @@ class LiveTables(Mapping[str, AttachedTable]):
         load(model, state)
 
     def tensors_of(self, name: str) -> tuple[str, ...]:
-        """Return the names of the dense tensor that a checkpoint without live tables has in place of a table."""
+        """Internal: return what a table is called in a checkpoint without live tables, where it is dense."""
         return self._found[name].tensors
 
     def share_settings(self) -> None:
-        """Let ranks that have no rows of a table know what others know of its optimizer. Collective, if there are such.
+        """Internal: tell ranks without rows of a table what others know of its optimizer. Collective, if there are any.
 
         Raises:
             RankLostError: a rank is missing.
@@ -159,11 +159,11 @@ class LiveTables(Mapping[str, AttachedTable]):
                 table.live.finish(*next(known[name] for known in of_ranks if name in known))
 
     def has_key(self, name: str) -> bool:
-        """Say whether a key of a state dict, with or without a prefix of an optimizer, is a weight of a live table."""
+        """Internal: say whether a key, with or without the prefix of an optimizer, is a weight of a live table."""
         return name in self._keys or any(name.endswith(f".{key}") for key in self._keys)
 
     def is_live(self, parameter: Tensor, optimizer: Optimizer) -> bool:
-        """Say whether what an optimizer keeps of a parameter is saved with the rows of a live table."""
+        """Internal: say whether what an optimizer keeps of a parameter is saved with the rows of a live table."""
         for entry in self._found.values():
             if any(parameter is weight for weight in entry.weights()):
                 is_trained = entry.is_announced if entry.optimizer is None else updater(optimizer) is entry.optimizer
@@ -172,7 +172,7 @@ class LiveTables(Mapping[str, AttachedTable]):
         return False
 
     def weights_with_states(self) -> Iterator[Tensor]:
-        """Yield the weights whose optimizers' states are saved with the rows."""
+        """Internal: yield the weights whose optimizers' states are saved with the rows."""
         for entry in self._found.values():
             if entry.is_announced or entry.optimizer is not None:
                 yield from entry.weights()
@@ -186,7 +186,7 @@ class LiveTables(Mapping[str, AttachedTable]):
             del _made[id(model)]
 
     def check_open(self) -> None:
-        """Refuse tables that are closed.
+        """Internal: refuse tables that are closed.
 
         Raises:
             LiveTableError: they are.
@@ -198,7 +198,7 @@ class LiveTables(Mapping[str, AttachedTable]):
             )
 
     def check_same(self, tables: Sequence[FoundTable]) -> None:
-        """Refuse tables that are others than these.
+        """Internal: refuse tables that are others than these.
 
         Raises:
             LiveTableError: they are.

@@ -262,6 +262,6 @@ class Loads(OneProcess):
             return self.loader.plan_located(lambda: locate_bank(entries), shard_id)
 
     def names(self) -> list[str]:
-        """Return the names that can be loaded, for ``recckpt plan``, each in a line with what is known of it."""
+        """Internal: return a line for each name that can be loaded, for ``recckpt plan``."""
         with self._turn():
             return list_inventory(self.loader.live_state().inventory)

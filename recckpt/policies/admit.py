@@ -59,7 +59,7 @@ class Bloom:
 
     @cached_property
     def geometry(self) -> Geometry:
-        """The smallest that does."""
+        """Internal: the smallest that does."""
         low, high = 1, _MAX_BLOCKS  # the first number of blocks that will do is in [low, high]
         while low < high:
             middle = (low + high) // 2

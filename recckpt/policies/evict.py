@@ -205,20 +205,20 @@ class Capacity:
 
     @property
     def target(self) -> int:
-        """Rows that stay while training."""
+        """Internal: rows that stay while training."""
         return self.n - int(self.n * self.room)
 
     def is_crowded(self, n_rows: int) -> bool:
-        """Say whether so many rows are too many to wait for the next pass: half of the room is taken."""
+        """Internal: say whether so many rows are too many to wait for the next pass: half of the room is taken."""
         return 2 * n_rows > self.target + self.n
 
     def pace(self, n_rows: int) -> int:
-        """Return the speed-up (1, 2 or 4) that keeps room for new rows until the pass ends."""
+        """Internal: return the speed-up (1, 2 or 4) that keeps room for new rows until the pass ends."""
         in_use, room = n_rows - self.target, self.n - self.target
         return next((speedup for sixteenths, speedup in _SPEEDUPS if 16 * in_use > sixteenths * room), 1)
 
     def excess(self, n_rows: int, n_in_part: int, share: float) -> int:
-        """Return how many rows a part, which has this ``share`` of all ids, must evict to keep to its share."""
+        """Internal: return how many rows a part with this ``share`` of all ids must evict to keep to it."""
         return max(0, min(n_rows - self.target, n_in_part - math.ceil(self.target * share)))
 
 

@@ -44,7 +44,7 @@ class Choose:
 
     @cached_property
     def patterns(self) -> tuple[tuple[Pattern, ...] | None, tuple[Pattern, ...]]:
-        """The slots that are saved, None for all, and those that are left out of them."""
+        """Internal: the slots that are saved, None for all, and those that are left out of them."""
         if self.slots is None:
             return None, ()
         if not is_list(self.slots) or not all(isinstance(name, str) and name.removeprefix("!") for name in self.slots):
@@ -61,7 +61,7 @@ class Choose:
 
     @cached_property
     def row_filters(self) -> tuple[tuple[Pattern, RowFilter], ...]:
-        """The conditions of rows, by tables."""
+        """Internal: the conditions of rows, by tables."""
         filters = []
         for name, value in _pairs("where", self.where):
             pattern = _pattern("where", name)
@@ -73,7 +73,7 @@ class Choose:
 
     @cached_property
     def dtypes(self) -> tuple[tuple[Pattern, str], ...]:
-        """The names of dtypes, by slots."""
+        """Internal: the names of dtypes, by slots."""
         dtypes = []
         for name, dtype in _pairs("store", self.store):
             pattern, text = _pattern("store", name), str(dtype).removeprefix("torch.")
@@ -140,12 +140,12 @@ class Near:
 
     @property
     def when(self) -> When | None:
-        """``interval`` as a policy."""
+        """Internal: ``interval`` as a policy."""
         return None if self.interval is None else as_when(self.interval, "Near: interval")
 
     @property
     def most_bytes(self) -> int | None:
-        """``max_bytes`` as a number."""
+        """Internal: ``max_bytes`` as a number."""
         return None if self.max_bytes is None else byte_count("Near: max_bytes", self.max_bytes)
 
 

@@ -116,11 +116,11 @@ class SaveInfo:
     _others_blocked_sec: float = field(default=0.0, repr=False)  # up to where each rank had written
 
     def failure(self, rank: int, cause: str) -> SaveFailedError:
-        """Return the error of this save where a rank failed."""
+        """Internal: return the error of this save where a rank failed."""
         return SaveFailedError(self.ckpt_id, rank, cause, step=self.step, outcome=self.words.failed)
 
     def raising(self, ranks: Ranks, before: Callable[[], RecckptError | None] = lambda: None) -> Ranks:
-        """Return the ranks so that one that fails or is missing raises the failure of this save.
+        """Internal: return the ranks so that one that fails or is missing raises the failure of this save.
 
         If one is missing, the error of an earlier save is raised instead, if ``before`` has one.
         """
@@ -137,7 +137,7 @@ class SaveInfo:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Count the seconds of a block to a phase, such as ``stage``."""
+        """Internal: count the seconds of a block to a phase, such as ``stage``."""
         begin = clock.perf_counter()
         try:
             yield
@@ -146,7 +146,7 @@ class SaveInfo:
             setattr(self, name, getattr(self, name) + clock.perf_counter() - begin)
 
     def note_unblocked(self) -> None:
-        """Note that the caller of ``save`` goes on now; the first time counts."""
+        """Internal: note that the caller of ``save`` goes on now; the first time counts."""
         self._blocked_sec = self.blocked_sec
 
     @property
@@ -160,16 +160,16 @@ class SaveInfo:
         return max(self.blocked_sec, self._others_blocked_sec)
 
     def note(self, **values: Any) -> None:
-        """Set fields by name, as the save learns of them."""
+        """Internal: set fields by name, as the save learns of them."""
         assert values.keys() <= vars(self).keys(), values
         vars(self).update(values)
 
     def note_failure(self, error: Exception) -> None:
-        """Note why and when it has failed; one that is committed keeps the time of its commit."""
+        """Internal: note why and when it has failed; one that is committed keeps the time of its commit."""
         self.error, self.time = error, self.time or time_now()
 
     def note_committed(self, manifest: Manifest) -> None:
-        """Note what a manifest says of the checkpoint."""
+        """Internal: note what a manifest says of the checkpoint."""
         self.time = manifest.time
         self.largest_errors = {
             f"{table.name}@{narrowed.slot}": narrowed.error
@@ -191,7 +191,7 @@ class SaveInfo:
         return None if error is None else one_line(f"{type(error).__name__}: {error}")[:_ERROR_LENGTH]
 
     def to_json(self, more: Mapping[str, Any] = {}) -> str:
-        """Return one line for the timeline, with more fields; ``error`` is in those of saves that failed."""
+        """Internal: return one line for the timeline, with more fields; ``error`` is in those of saves that failed."""
         values = {
             name: value for name, value in vars(self).items() if not name.startswith("_") and name not in _LEFT_OUT
         }

@@ -26,10 +26,15 @@ _KINDS = {
 
 
 class NotPlainError(OSError):
-    """A link, FIFO or device is in the place of a file or directory of a checkpoint."""
+    """A link, FIFO or device is in the place of a file or directory of a checkpoint.
 
-    found = "not a plain file"  # what it is
-    remedy = ""  # what to do, where that is not clear from the rest
+    Attributes:
+        found: what it is.
+        remedy: what to do, where that is not clear from the rest.
+    """
+
+    found = "not a plain file"
+    remedy = ""
 
 
 ABSENT = (FileNotFoundError, NotADirectoryError)  # raised for a file that does not exist
@@ -75,7 +80,11 @@ def kind_of(mode: int) -> str:
 
 
 class Sink(ABC):
-    """A new file: leaving its ``with`` block makes it durable; an exception in the block or ``close`` leaves none."""
+    """A new file: leaving its ``with`` block makes it durable; an exception in the block or ``close`` leaves none.
+
+    Attributes:
+        n_bytes: how much was written.
+    """
 
     n_bytes: int = 0
 

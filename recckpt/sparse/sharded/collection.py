@@ -20,6 +20,9 @@ class EmbeddingCollection(nn.Module):
     Args:
         tables: in the same order on all ranks.
 
+    Attributes:
+        tables: a ``ModuleList`` of them.
+
     Raises:
         TypeError: there is something else than sharded tables.
         ValueError: two tables share a name.

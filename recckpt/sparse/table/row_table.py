@@ -155,7 +155,7 @@ class RowTable(TableModule):
 
     @property
     def now(self) -> Now:
-        """The step and the time that a look-up of this moment leaves in its rows."""
+        """Internal: the step and the time that a look-up of this moment leaves in its rows."""
         return self.time.now
 
     @opaque

@@ -78,6 +78,9 @@ class HashTable(RowTable):
         evict_every: in so many steps all rows are looked at once, a part of the ids at each; see docs/rows.md.
         budget_ms: a warning says so once where that takes longer, and what ``evict_every`` would do; None says nothing.
 
+    Attributes:
+        name, dtype, padding_id: as they were given.
+
     Raises:
         TypeError: ``admit`` is no policy.
         ValueError: another argument is not one that a table can have, or ``evict`` goes by what is not tracked.
