@@ -215,6 +215,7 @@ def _table_of_registered(manifest: Manifest) -> list[Line]:
         parts = ["one state a rank"] if entry["per_rank"] else []
         parts += [escaped(entry["class"])] if entry["class"] else []
         parts += [f"state of {plural(entry['parameters'], 'parameter')}"] if entry["parameters"] else []
+        parts += ["optimizer of the tables"] if entry["name"] == layout.SPARSE_OPTIM else []
         rows.append((escaped(entry["name"]), ", ".join(parts)))
     rows += [(escaped(name), "position in the data") for name in manifest.names.io_state]
     return [Table(("NAME", "WHAT"), rows)] if rows else []

@@ -34,6 +34,8 @@ class LocalStorage(Storage):
         super().__init__(str(self._root))
 
     def prepare(self) -> None:
+        if self._root.exists() and not self._root.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "there is a file: name a directory, or a new place", self.url)
         with doing("making a directory", self._root):
             self._root.mkdir(parents=True, exist_ok=True)
         probe = layout.probe()

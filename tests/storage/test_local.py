@@ -289,3 +289,10 @@ def test_no_descriptor_stays_open(storage):
         with pytest.raises(KeyError), storage.create("d/z"):
             raise KeyError
     assert len(os.listdir("/proc/self/fd")) == len(before)  # noqa: PTH208
+
+
+def test_a_file_where_the_directory_should_be_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("notes")
+    with pytest.raises(NotADirectoryError, match="there is a file: name a directory"):
+        LocalStorage(str(tmp_path / "run")).prepare()
+    assert (tmp_path / "run").read_text() == "notes"

@@ -424,7 +424,9 @@ class SparseOptimizer(Optimizer):
             if not table.is_trained:
                 raise ValueError(f"table {table.name!r} is an average, or holds counts: leave it out")
             if table.name in seen:
-                raise ValueError(f"table {table.name!r} is here twice: name every table once")
+                same = seen[table.name] is table
+                wrong = "is here twice: list it once" if same else "shares its name with another table: rename one"
+                raise ValueError(f"table {table.name!r} {wrong}")
             seen[table.name] = table
 
     def _add_slots(self, table: HashTable, group: Group) -> None:

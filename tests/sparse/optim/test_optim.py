@@ -492,11 +492,14 @@ def test_a_table_is_named_once_and_what_is_no_table_is_refused():
     for tables in ([nn.Linear(2, 2)], [torch.zeros(2)], [{"params": []}], "tables", None, [], {}):
         with pytest.raises(ValueError if tables in ([], {}) else TypeError, match=r"found|none"):
             SparseSGD(tables)
-    with pytest.raises(ValueError, match="twice"):
-        SparseSGD([table_of("a"), table_of("a")])
-    optimizer = SparseSGD([table_of("a")])
-    with pytest.raises(ValueError, match="twice"):
-        optimizer.add_param_group({"tables": [table_of("b"), table_of("a")]})
+    one = table_of("a")
+    with pytest.raises(ValueError, match="'a' is here twice: list it once"):
+        SparseSGD([one, one])
+    with pytest.raises(ValueError, match="'a' shares its name with another table: rename one"):
+        SparseSGD([one, table_of("a")])
+    optimizer = SparseSGD([one])
+    with pytest.raises(ValueError, match="'a' is here twice"):
+        optimizer.add_param_group({"tables": [table_of("b"), one]})
     assert list(optimizer.tables) == ["a"]
 
 
