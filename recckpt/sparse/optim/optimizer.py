@@ -192,7 +192,7 @@ class SparseOptimizer(Optimizer):
 
     def trains(self, table: HashTable) -> bool:
         """Say whether the gradients of a table go to this optimizer: it is the last that was made for it."""
-        return table.trained_by.has(self._mark)
+        return table.trained_by is self._mark
 
     def add_param_group(self, param_group: Group) -> None:
         """Add tables with hyper-parameters of their own: ``{"tables": ..., "lr": ...}``.
@@ -210,7 +210,7 @@ class SparseOptimizer(Optimizer):
         self._check(group)
         super().add_param_group({**group, **self._taken_over(tables, group)})
         for table in tables:
-            table.trained_by.take_over(self._mark)
+            table._train_by(self._mark)
 
     def add_params(self, params: Tables) -> None:
         """Add tables to the first group, whose hyper-parameters they take.
@@ -226,7 +226,7 @@ class SparseOptimizer(Optimizer):
         for key, added in self._taken_over(tables, first).items():
             first[key] += added
         for table in tables:
-            table.trained_by.take_over(self._mark)
+            table._train_by(self._mark)
 
     def _taken_over(self, tables: list[HashTable], group: Group) -> dict[str, list[Any]]:
         """Give tables, which have been checked, the slots of this optimizer; return what a group lists of them."""
@@ -299,7 +299,7 @@ class SparseOptimizer(Optimizer):
                 which one optimizer is all that it can scale (:class:`JointOptimizer`); nothing has been changed.
         """
         self._refuse_scaler()
-        taken_over = [name for name, table in self._tables.items() if not table.trained_by.has(self._mark)]
+        taken_over = [name for name, table in self._tables.items() if table.trained_by is not self._mark]
         if taken_over:
             raise ValueError(
                 f"{type(self).__name__}: another sparse optimizer has been made since for {taken_over}, and the "

@@ -35,43 +35,36 @@ FetchRows = Callable[[Int64s, Int64s], Tensor]
 
 
 class Candidates:
-    """Counts of ids that have no row, in a table: one row for each id that waits.
-
-    The caller has the lock of the table that is to have the rows. ``make`` makes the table of the counts, of a shape, a
-    dtype and a name.
-    """
+    """Counts of ids that wait for a row, one row an id. The caller holds the lock of the table to be filled."""
 
     def __init__(self, make: MakeTable) -> None:
         self.table = make(1, torch.int64, "candidates")
 
     def counts(self, ids: Int64s, occurrences: Int64s) -> Int64s:
-        """Return how often each of these ids, all different, occurred, the given occurrences included."""
+        """Return how often each of these distinct ids occurred, the given occurrences included."""
         counted: Int64s = self.table.store.look_up(ids, embedding_reader(self.table)).numpy()[:, 0]
         return counted + occurrences
 
     def add(self, ids: Int64s, occurrences: Int64s) -> None:
-        """Count ids, all different, that stay without a row."""
         store = self.table.store
         with store.lock:
             store.insert(ids, {EMBEDDING: torch.from_numpy(self.counts(ids, occurrences)).view(-1, 1)})
 
     def waiting(self) -> Int64s:
-        """Return the ids that are counted, where they are known."""
         store = self.table.store
         with store.lock:
             ids: Int64s = store.ids.to_tensor(len(store)).numpy()
         return ids
 
     def forget(self, ids: Int64s) -> None:
-        """Drop the counts of ids that have rows now, where they are not mixed with the counts of others."""
         self.table.store.erase(ids)
 
 
 class BloomCandidates(Candidates):
-    """One row for each block of cells in which something is counted.
+    """Counts in blocks of cells that ids share by their hashes; one row for each block that counts anything.
 
-    The id of a row is in the bucket of the ids that it counts, so that both are always on one rank. The table bears the
-    geometry in its name: no load takes the counts of another geometry for those of this one.
+    A row's id is in the bucket of the ids that it counts, so both are always on one rank. The name of the table holds
+    the geometry, so a load never mixes counts of two geometries.
     """
 
     def __init__(self, make: MakeTable, bloom: Bloom) -> None:
@@ -79,28 +72,26 @@ class BloomCandidates(Candidates):
         self.table = make(CELLS, torch.uint8, "candidates_{}x{}".format(*self.geometry))
 
     def counts(self, ids: Int64s, occurrences: Int64s) -> Int64s:
-        """Return the least cell of each id once all of them are counted."""
         _, cells, at = self._counted(ids, occurrences)
         least = np.empty(len(ids), np.int64)
         _least(ids, at, self.geometry.hashes, cells, least)
         return least
 
     def add(self, ids: Int64s, occurrences: Int64s) -> None:
-        """Add the occurrences to the cells, up to what a byte holds."""
+        """Add the occurrences to the cells; a cell stops at 255."""
         store = self.table.store
         with store.lock:
             blocks, cells, _ = self._counted(ids, occurrences)
             store.insert(blocks, {EMBEDDING: torch.from_numpy(cells)})
 
     def waiting(self) -> Int64s:
-        """Return nothing: cells do not say of which ids they are."""
-        return np.empty(0, np.int64)
+        return np.empty(0, np.int64)  # cells do not tell their ids
 
     def forget(self, ids: Int64s) -> None:
-        """Leave the cells as they are: others may be counted in them."""
+        """Do nothing: other ids may share the cells."""
 
     def _counted(self, ids: Int64s, occurrences: Int64s) -> tuple[Int64s, npt.NDArray[np.uint8], Int64s]:
-        """Return the blocks of ids, their cells with the occurrences added, and which of them is that of each id."""
+        """Return the blocks of ids, their cells with the occurrences added, and the index of each id's block."""
         index = IdIndex()
         index.reserve(len(ids))
         at, blocks = index.find_or_add(block_of(ids, self.geometry))
@@ -110,7 +101,7 @@ class BloomCandidates(Candidates):
 
 
 def block_of(ids: Int64s, geometry: Geometry) -> Int64s:
-    """Return the id of the block of each id, which is in the same bucket."""
+    """Return the id of each id's block; both are in the same bucket."""
     hashed = mix64(ids.view(np.uint64))
     inside = hashed & ((np.uint64(1) << _S48) - np.uint64(1))
     number = (inside * np.uint64(geometry.blocks)) >> _S48
@@ -125,7 +116,7 @@ def block_of(ids: Int64s, geometry: Geometry) -> Int64s:
 
 @compiled
 def _cells_of(id_: Any, n_hashes: int, cells: Any) -> int:
-    """Put the different cells of an id into ``cells``, and return how many they are."""
+    """Write the distinct cells of an id into ``cells``, and return their number."""
     n, bits = 0, np.uint64(0)
     hashed = mix64_of_one(np.uint64(id_)) + _SECOND
     for i in range(n_hashes):
@@ -144,7 +135,7 @@ def _cells_of(id_: Any, n_hashes: int, cells: Any) -> int:
 
 @compiled
 def _add(ids: Any, at: Any, occurrences: Any, n_hashes: int, blocks: Any) -> None:
-    """Add the occurrences of each id to its cells of block ``at``; a cell stays at 255."""
+    """Add the occurrences of each id to its cells in block ``at``; a cell stops at 255."""
     cells = np.empty(n_hashes, np.int64)
     for i in range(len(ids)):
         for j in range(_cells_of(ids[i], n_hashes, cells)):
@@ -154,7 +145,6 @@ def _add(ids: Any, at: Any, occurrences: Any, n_hashes: int, blocks: Any) -> Non
 
 @compiled
 def _least(ids: Any, at: Any, n_hashes: int, blocks: Any, least: Any) -> None:
-    """Set ``least`` to the least cell of each id."""
     cells = np.empty(n_hashes, np.int64)
     for i in range(len(ids)):
         least[i] = 255
@@ -162,43 +152,11 @@ def _least(ids: Any, at: Any, n_hashes: int, blocks: Any, least: Any) -> None:
             least[i] = min(least[i], np.int64(blocks[at[i], cells[j]]))
 
 
-class Refusals:
-    """Which ids of the last look-ups were refused a row.
-
-    A later look-up of the same forward run may admit them. A recomputation of the earlier one, as
-    ``torch.utils.checkpoint`` makes it, is to train the rows that it had trained: with ``use_reentrant=True`` the
-    gradients go where the recomputation says.
-    """
-
-    def __init__(self) -> None:
-        self._refused: dict[int, npt.NDArray[np.uint8]] = {}  # digest of the ids of a look-up -> one bit an id
-
-    def note(self, ids: Int64s, is_refused: Bools | None) -> None:
-        """Remember a look-up of the ids, None where none was refused."""
-        if is_refused is None and not self._refused:
-            return
-        key = xxhash.xxh3_64_intdigest(ids.data)
-        self._refused.pop(key, None)
-        if is_refused is not None:
-            self._refused[key] = np.packbits(is_refused)
-            if len(self._refused) > _MOST:
-                self._refused.pop(next(iter(self._refused)), None)
-
-    def of(self, ids: Int64s) -> Bools:
-        """Return which ids the last look-up of just these has refused."""
-        bits = self._refused.get(xxhash.xxh3_64_intdigest(ids.data)) if self._refused else None
-        if bits is None:
-            return np.zeros(len(ids), np.bool_)
-        return np.unpackbits(bits, count=len(ids)).view(np.bool_)
-
-
 class Admission:
-    """A policy, and the counts of those that wait for a row, if the policy goes by them.
+    """A policy for which ids get rows, and counts of the ids that wait, if the policy needs them.
 
-    Args:
-        policy: says which ids get rows.
-        table_time: that of the table.
-        make: makes the table of the counts.
+    It remembers which ids the last look-ups refused, since a later look-up of the same forward run may admit them. The
+    recomputation of an earlier look-up (``torch.utils.checkpoint``) must train the rows that the first run trained.
     """
 
     def __init__(self, policy: Admit, table_time: TableTime, make: MakeTable) -> None:
@@ -206,11 +164,11 @@ class Admission:
         self.candidates: Candidates | None = None
         if policy.counts:
             self.candidates = Candidates(make) if policy.bloom is None else BloomCandidates(make, policy.bloom)
-        self.refusals = Refusals()
+        self._refused: dict[int, npt.NDArray[np.uint8]] = {}  # digest of the ids of a look-up -> one bit an id
         self._table_time = table_time
 
     def fetch(self, table: TableModule, ids: Int64s, occurrences: Int64s, fetch_rows: FetchRows) -> Fetched:
-        """Return the embeddings of ids; who is admitted gets a row, all others read what that would begin with.
+        """Return the embeddings of ids. Admitted ids get a row; the others read the values that a row would start with.
 
         ``fetch_rows`` gives the ids rows and returns their embeddings. First the rows change, then the counts, each as
         a whole or not at all.
@@ -218,7 +176,7 @@ class Admission:
         with table.store.lock:
             absent = np.flatnonzero(table.store.find(ids) < 0)
             if len(absent) == 0:
-                self.refusals.note(ids, None)
+                self._note_refused(ids, None)
                 return fetch_rows(ids, occurrences), None
             index = IdIndex()
             index.reserve(len(absent))
@@ -243,23 +201,39 @@ class Admission:
             if self.candidates is not None:
                 self.candidates.add(new_ids[is_out], occurred[is_out])
             self.forget(new_ids[is_in])
-            self.refusals.note(ids, ~is_present if len(refused) else None)
+            self._note_refused(ids, ~is_present if len(refused) else None)
         return rows, present if len(refused) else None
 
+    def _note_refused(self, ids: Int64s, is_refused: Bools | None) -> None:
+        if is_refused is None and not self._refused:
+            return
+        key = xxhash.xxh3_64_intdigest(ids.data)
+        self._refused.pop(key, None)
+        if is_refused is not None:
+            self._refused[key] = np.packbits(is_refused)
+            if len(self._refused) > _MOST:
+                self._refused.pop(next(iter(self._refused)), None)
+
+    def refused(self, ids: Int64s) -> Bools:
+        """Return which ids the last look-up of exactly these ids refused."""
+        bits = self._refused.get(xxhash.xxh3_64_intdigest(ids.data)) if self._refused else None
+        if bits is None:
+            return np.zeros(len(ids), np.bool_)
+        return np.unpackbits(bits, count=len(ids)).view(np.bool_)
+
     def forget(self, ids: Int64s) -> None:
-        """Drop what was counted of ids, which have rows now or are gone, where it is counted by id."""
+        """Drop the counts of ids that have rows now or were erased. Counts in shared cells stay."""
         if self.candidates is not None:
             self.candidates.forget(ids)
 
     def forget_present(self, store: RowStore) -> None:
-        """Drop the counts of ids to which others than the policy have given rows, as a load that merges does."""
+        """Drop the counts of ids that got rows otherwise, for example by a load that merges."""
         if self.candidates is not None:
             with store.lock:
                 waiting = self.candidates.waiting()
                 self.forget(waiting[store.find(waiting) >= 0])
 
     def _decide(self, table: str, ids: Int64s, counts: Int64s) -> Bools:
-        """Return which of different ids get rows, as the policy says."""
         step = self._table_time.step
         if self.policy.needs_step and step is None:
             raise ValueError(

@@ -25,11 +25,11 @@ Mode = Literal["sum", "mean", "max"]
 
 
 def ids_of_embedding(module: Any, name: str, ids: Tensor | None) -> tuple[Tensor, int | None]:
-    """Return the ids of the rows of a module, None for 0 to n - 1, and which of them is not trained, if one is.
+    """Return the ids of the rows of a module, by default 0 to n - 1, and the id of its padding, if it has one.
 
     Raises:
-        TypeError: it is no embedding of torch.
-        ValueError: it has an option that tables do not have, or the ids do not fit.
+        TypeError: the module is not an embedding of torch.
+        ValueError: the module has an option that tables lack, or the ids do not fit.
     """
     if not isinstance(module, Embedding):
         raise TypeError(f"table {name!r}: found a {type(module).__name__}, expected an nn.Embedding or nn.EmbeddingBag")
@@ -49,7 +49,7 @@ def ids_of_embedding(module: Any, name: str, ids: Tensor | None) -> tuple[Tensor
 
 
 def _check_plain(module: Embedding, name: str) -> None:
-    """Refuse a module that does something else than those of torch: a table would not do that."""
+    """Refuse a module whose behaviour was changed (own forward, hooks, parametrizations): a table would not do that."""
     kind = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
     hooks = [hook for hook in _HOOKS if getattr(module, hook, None) or getattr(module.weight, hook, None)]
     extra = ""
@@ -64,11 +64,11 @@ def _check_plain(module: Embedding, name: str) -> None:
 
 
 def rows_of_nested(table: str, what: str, nested: Any) -> tuple[Tensor, Tensor]:
-    """Return the values of the rows of a nested tensor, without what lies between them, and the length of each.
+    """Return the values of all rows of a nested tensor, gaps left out, and the length of each row.
 
     Raises:
-        ValueError: it is not of the layout torch.jagged and of two dimensions, or its offsets are not those of its
-            values; torch checks neither where it makes one.
+        ValueError: the layout is not torch.jagged, there are not two dimensions, or the offsets do not fit the values;
+            torch checks neither.
     """
     if nested.layout != torch.jagged:
         raise ValueError(f"table {table!r}: found nested {what} of {nested.layout}, expected layout=torch.jagged")
@@ -93,7 +93,7 @@ def rows_of_nested(table: str, what: str, nested: Any) -> tuple[Tensor, Tensor]:
 
 
 def weights_alike(table: str, nested: Tensor, lengths: Tensor) -> Tensor:
-    """Return the values of nested weights; ValueError where their rows have other lengths than those of the ids."""
+    """Return the values of nested weights; ValueError where their row lengths are not ``lengths``."""
     values, own_lengths = rows_of_nested(table, "weights", nested)
     own, expected = own_lengths.tolist(), lengths.tolist()
     if own != expected:
@@ -107,7 +107,7 @@ def weights_alike(table: str, nested: Tensor, lengths: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Bags:
-    """Ids in one dimension, where the bags of them begin, and what their rows are multiplied with."""
+    """Flat ids, the position where each bag begins, and a weight for each id."""
 
     ids: Tensor  # int64
     offsets: Tensor  # int64, on the device of the ids
@@ -124,10 +124,10 @@ def bags_of(
     lengths: Tensor | None = None,
     include_last_offset: bool = False,
 ) -> Bags:
-    """Return bags of ids, which end by at most one of offsets and lengths, without padding; a bag may be empty then.
+    """Return bags of ids without padding, so a bag may be empty. At most one of ``offsets`` and ``lengths`` is given.
 
     Raises:
-        TypeError, ValueError: the ids, the ends, the weights or the padding are not such.
+        TypeError, ValueError: an argument does not fit.
     """
     bags = _bags_of(table.name, ids, weights, offsets, lengths, include_last_offset=include_last_offset)
     padding_id = table.padding_id if padding_id is None else checked_padding(table.name, padding_id)
@@ -140,7 +140,6 @@ def bags_of(
 
 
 def check_mode(table: TableModule, mode: Mode, weights: Tensor | None) -> None:
-    """Refuse what cannot be pooled."""
     if mode not in get_args(Mode):
         raise ValueError(f"table {table.name!r}: found mode={mode!r}, expected one of {', '.join(get_args(Mode))}")
     if not table.dtype.is_floating_point:
@@ -154,7 +153,6 @@ def check_mode(table: TableModule, mode: Mode, weights: Tensor | None) -> None:
 
 
 def pool(rows: Tensor, bags: Bags, mode: Mode) -> Tensor:
-    """Return the pooled rows of the ids, shape (bags, *embedding_shape)."""
     if not len(bags.offsets):  # of which torch makes no graph
         return rows[:0]
     numbers = torch.arange(len(rows), device=rows.device)
@@ -188,7 +186,7 @@ def _bags_of(
 
 
 def _of_ragged(table: str, ids: Any, weights: Any) -> Bags:
-    """Return the bags of an object that knows its own, a nested tensor or one of TorchRec's."""
+    """Return the bags of a nested tensor, or of an object with values(), lengths() and offsets()."""
     is_tensor = isinstance(ids, Tensor)
     check_proxy(ids)
     if not is_tensor and hasattr(ids, "keys"):

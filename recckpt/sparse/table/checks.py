@@ -31,7 +31,7 @@ _RESERVED_SLOTS = frozenset({EMBEDDING, "id", "table", "op"})  # columns of the 
 
 
 def _asked(name: str, of: Any = torch._C) -> Callable[..., Any]:
-    """Return a function of torch that is not public; where a version lacks it, one that says no."""
+    """Return a private function of torch, or one that returns False where this version of torch lacks it."""
     function: Callable[..., Any] = getattr(of, name, lambda *_: False)
     return function
 
@@ -72,11 +72,10 @@ _NO_VALUES = (
 
 
 def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let ``torch.compile`` break its graph at a function, and compile nothing that it calls.
+    """Make ``torch.compile`` break its graph at a function and compile nothing inside it.
 
-    Ids and rows are looked up by numba, and the compiler of numba is no code that a graph can hold. So what makes
-    programs or other functions of those that it runs (``torch.jit.trace``, ``make_fx``, ``torch.func``) is refused,
-    before the function has begun.
+    Rows are found by numba, which no graph can hold. So tracers and transforms (``torch.jit.trace``, ``make_fx``,
+    ``torch.func``) are refused before the function begins.
     """
     uncompiled: list[Callable[_P, _R]] = []
 
@@ -124,19 +123,18 @@ def check_has_values(ids: Tensor) -> None:
 
 
 def refuse_export() -> None:
-    """Raise RuntimeError where the old ``torch.onnx.export`` asks for the state of a model."""
     if torch.onnx.is_in_onnx_export():
         _refuse_program("torch.onnx.export")
 
 
 def check_proxy(ids: object) -> None:
-    """Raise RuntimeError for what ``torch.fx.symbolic_trace`` gives in place of ids."""
+    """Refuse a proxy of ``torch.fx.symbolic_trace`` in place of ids."""
     if isinstance(ids, torch.fx.Proxy):
         _refuse_program("torch.fx.symbolic_trace")
 
 
 def _check_modes() -> None:
-    """Raise RuntimeError where a call is traced, transformed, or made without values; other modes may watch it."""
+    """Raise RuntimeError where a call is traced, transformed or has fake values; other dispatch modes are fine."""
     if _is_tracing():
         _refuse_program("torch.jit.trace, nor of torch.onnx.export, which uses it")
     if _is_transformed():
@@ -154,10 +152,7 @@ def _refuse_program(tool: str) -> NoReturn:
 
 
 def flat_ids(ids: Tensor, *, as_asked: bool = False) -> Int64s:
-    """Return ``ids`` in one dimension on the CPU, without a copy where they lie there.
-
-    A look-up, where they are taken ``as_asked``, takes int32 too, as ``nn.Embedding`` does.
-    """
+    """Return ``ids`` in one dimension on the CPU, not copied if they lie there. ``as_asked`` allows int32."""
     if not isinstance(ids, Tensor):
         check_proxy(ids)
         raise TypeError(f"ids must be an int64 tensor, found a {type(ids).__name__}; convert them with torch.as_tensor")
@@ -178,7 +173,6 @@ def flat_ids(ids: Tensor, *, as_asked: bool = False) -> Int64s:
 
 
 def checked_shape(shape: int | Sequence[int], *, scalar: bool = False) -> tuple[int, ...]:
-    """Return ``shape`` as a tuple; ``()`` is a shape where it may be ``scalar``."""
     values: tuple[object, ...] = (
         tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else (shape,)
     )
@@ -214,18 +208,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def spec_of(name: str, tensor: Tensor) -> SlotSpec:
-    """Return what a slot is whose values are the rows of a tensor, also where the format does not have its dtype."""
+    """Return the slot that a tensor of rows makes; its dtype may be one that the format lacks."""
     return SlotSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]))
 
 
 def check_slot_name(table: str, name: str) -> None:
-    """Raise ValueError where no optimizer slot can have this name."""
     if not name or name in _RESERVED_SLOTS or "@" in name:
         raise ValueError(f"table {table!r}: a slot cannot be named {name!r}; choose another name")
 
 
 def check_values(table: str, spec: SlotSpec, values: Tensor, n_rows: int) -> None:
-    """Raise ValueError unless ``values`` are ``n_rows`` rows of the slot."""
     expected = (n_rows, *spec.shape)
     if tuple(values.shape) != expected or values.dtype != getattr(torch, spec.dtype):
         raise ValueError(
@@ -246,7 +238,7 @@ def check_owned(table: str, slice_: Slice, ids: Int64s) -> None:
 
 
 def checked_move(table: str, dtype: torch.dtype, device: torch.device, fn: Callable[[Tensor], Tensor]) -> torch.device:
-    """Return where ``fn``, which torch applies to a whole model, takes tensors; refuse what rows cannot follow."""
+    """Return the device to which ``fn``, given to ``Module._apply``, moves tensors; refuse all other changes."""
     probe = torch.full((4,), next(_PROBES) % 100 + 1, dtype=dtype, device=device)  # unlike the last one
     moved = fn(probe)
     if moved.dtype != dtype:
@@ -270,7 +262,7 @@ def checked_move(table: str, dtype: torch.dtype, device: torch.device, fn: Calla
 
 
 def checked_padding(table: str, padding_id: Any) -> int | None:
-    """Return the id of padding, or raise ValueError where no id can be this: it would be pooled as any other."""
+    """Return the padding id, or raise ValueError where it is no int64."""
     if padding_id is None:
         return None
     is_id = isinstance(padding_id, int | np.integer) and not isinstance(padding_id, bool)
@@ -280,7 +272,7 @@ def checked_padding(table: str, padding_id: Any) -> int | None:
 
 
 def checked_initial(table: str, spec: SlotSpec, initial: Any) -> float:
-    """Return the value that rows of a slot start with, or raise ValueError where it is none of its dtype."""
+    """Return the initial value of a slot, or raise ValueError where its dtype does not hold it."""
     is_number = isinstance(initial, int | float | np.integer | np.floating) and not isinstance(initial, bool)
     dtype: torch.dtype = getattr(torch, spec.dtype)
     limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)

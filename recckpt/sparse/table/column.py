@@ -1,4 +1,4 @@
-"""One column of a table: its rows lie in blocks, so that growing moves nothing and costs no second copy."""
+"""A column of a table. Rows lie in blocks, so growing moves no row and needs no second copy."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _ONE_BLOCK = 62  # shift of a column that is one block, whatever its rows
 
 
 def aligned_bytes(n_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return memory, undefined, in which a row of 64 bytes lies in one line of the cache, and no huge page is cut.
+    """Return uninitialized memory, aligned so that a row of 64 bytes lies in one cache line and huge pages are not cut.
 
-    Numpy asks for huge pages from 4 MiB on: random rows then miss the TLB less. What is asked for beyond ``n_bytes`` is
-    never touched, so it is no memory.
+    From 4 MiB on numpy asks for huge pages, which spares TLB misses of random rows. The extra bytes asked for are never
+    touched, so they take no memory.
     """
     align = _HUGE_BYTES if n_bytes >= 2 * _HUGE_BYTES else _LINE_BYTES
     memory = np.empty(n_bytes + align, np.uint8)
@@ -34,7 +34,7 @@ def aligned_bytes(n_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 class ColumnMemory(NamedTuple):
-    """The memory of a column: whoever reads keeps this, and with it the memory."""
+    """The blocks of a column and their addresses. A reader that holds this keeps the memory alive."""
 
     tensors: list[Tensor]
     addresses: Int64s
@@ -44,11 +44,7 @@ class ColumnMemory(NamedTuple):
         return cls(tensors, np.array([tensor.data_ptr() for tensor in tensors], np.int64))
 
     def check_unmoved(self) -> None:
-        """Raise where the memory of a tensor was freed under it, as is done to make room on a device for a while.
-
-        Raises:
-            LiveTableError: what was read of it is of other owners.
-        """
+        """Raise LiveTableError where another owner freed the memory of a tensor meanwhile, as stashing weights does."""
         if any(tensor.data_ptr() != address for tensor, address in zip(self.tensors, self.addresses, strict=True)):
             raise LiveTableError(
                 "the memory of its rows was freed while they were being saved, as when weights or states of an "
@@ -62,9 +58,8 @@ _NO_MEMORY = ColumnMemory.of([])
 class Column:
     """Rows of one slot, addressed as (row >> shift, row & mask).
 
-    The first block doubles by copying until it is full size; from then on a block never moves. Blocks and their
-    addresses are one value that is replaced and never changed, so a reader may go on with those it has. Memory of
-    fresh rows is undefined until it is written.
+    The first block doubles by copying until it has full size; after that no block moves. ``memory`` is replaced, never
+    changed, so readers may go on with an old one. Fresh rows are uninitialized.
     """
 
     def __init__(self, spec: SlotSpec, device: torch.device) -> None:
@@ -77,7 +72,7 @@ class Column:
 
     @classmethod
     def over(cls, spec: SlotSpec, values: Tensor) -> Column:
-        """Wrap a tensor of another owner as a column, without a copy where it is contiguous."""
+        """Wrap a tensor that another owner holds, without a copy if it is contiguous."""
         column = cls(spec, values.device)
         column.shift = _ONE_BLOCK
         column.memory = ColumnMemory.of([values.detach().contiguous()])
@@ -85,7 +80,6 @@ class Column:
 
     @property
     def is_on_cpu(self) -> bool:
-        """Whether rows are copied by their addresses; elsewhere torch copies them, in its streams."""
         return self.device.type == "cpu"
 
     @property
@@ -94,7 +88,6 @@ class Column:
 
     @property
     def capacity(self) -> int:
-        """Rows that fit without growing."""
         return sum(len(block) for block in self.blocks)
 
     @property
@@ -116,7 +109,6 @@ class Column:
         self.memory = ColumnMemory.of(blocks)
 
     def gather(self, rows: Int64s) -> Tensor:
-        """Return a copy of ``rows``, shape (len(rows), *shape)."""
         memory = self.memory
         if not self.is_on_cpu:
             memory.check_unmoved()
@@ -132,12 +124,11 @@ class Column:
         return out
 
     def wait_for_writes(self) -> None:
-        """Let the current stream go on behind what was written by the thread that made this."""
         if self._written is not None:
             torch.cuda.current_stream(self.device).wait_event(self._written)
 
     def gather_or(self, rows: Int64s, value: float) -> Tensor:
-        """Return the same, of which row -1 holds ``value``."""
+        """Return a copy of ``rows``; where a row is -1, ``value``."""
         absent = np.flatnonzero(rows < 0)
         if len(absent) == 0:
             return self.gather(rows)
@@ -149,8 +140,8 @@ class Column:
     def gather_into(self, rows: npt.NDArray[Any], target: npt.NDArray[np.uint8]) -> None:
         """Copy the bytes of ``rows`` into ``target``; on the CPU without the GIL and without other memory.
 
-        Of a column on CUDA, the bytes are there when this returns; so whoever looks only then which rows were copied
-        aside, before the kernels that change them were queued, knows which of the bytes may be of another moment.
+        On CUDA the bytes are there on return. A caller who only then looks which rows were copied aside knows which of
+        the bytes may be too new, since rows are copied aside before the kernels that change them are queued.
         """
         memory = self.memory
         if self.is_on_cpu:
@@ -161,10 +152,7 @@ class Column:
             memory.check_unmoved()
 
     def copy_rows(self, rows: Int64s, target: Column, begin: int) -> None:
-        """Copy ``rows`` to the rows of a column on the CPU from ``begin`` on.
-
-        Of a column on CUDA, once all that its current stream had to do before; the copies are there on return.
-        """
+        """Copy ``rows`` into a CPU column from row ``begin`` on; the copies are there on return."""
         memory, done = self.memory, 0
         for piece in target.pieces(begin, begin + len(rows)):
             some = rows[done : done + len(piece)]
@@ -176,12 +164,12 @@ class Column:
             done += len(piece)
 
     def lay_over(self, rows: Int64s, at: Int64s, target: npt.NDArray[np.uint8]) -> None:
-        """Copy the bytes of ``rows`` of a column on the CPU over the rows ``at`` of ``target``."""
+        """Copy ``rows`` of a CPU column over the rows ``at`` of ``target``."""
         memory = self.memory
         lay_over(memory.addresses, self.shift, self.spec.row_bytes, rows, at, target.ctypes.data)
 
     def scatter(self, rows: Int64s, values: Tensor) -> None:
-        """Set ``rows``, all different, to ``values``."""
+        """Set ``rows``, which are distinct."""
         values, memory = self.fitting(values), self.memory
         if self.is_on_cpu:
             scatter_rows(memory.addresses, self.shift, self.spec.row_bytes, rows, values.data_ptr())
@@ -192,25 +180,24 @@ class Column:
                 block[inside] = values[at]
 
     def fitting(self, values: Tensor) -> Tensor:
-        """Return values as rows of this column: its device, its dtype, one after another in memory."""
         return values.detach().to(self.device, self.dtype).contiguous()
 
     def write(self, begin: int, values: Tensor) -> None:
-        """Set the rows from ``begin`` on, one after another, to ``values``."""
+        """Set consecutive rows from ``begin`` on."""
         done = 0
         for piece in self.pieces(begin, begin + len(values)):
             piece.copy_(values[done : done + len(piece)].detach())
             done += len(piece)
 
     def write_some(self, begin: int, values: Tensor, rows: Int64s) -> None:
-        """Set the rows from ``begin`` on, one after another, to those ``rows`` of ``values``."""
+        """Set consecutive rows from ``begin`` on to the given ``rows`` of ``values``."""
         if values.dtype == self.dtype and values.device == self.device:
             Column.over(self.spec, values).copy_rows(rows, self, begin)
         else:
             self.write(begin, values[torch.from_numpy(rows).to(values.device)])
 
     def pieces(self, begin: int, end: int) -> Iterator[Tensor]:
-        """Yield views that cover the rows [begin, end), block by block."""
+        """Yield views of the rows [begin, end), one a block."""
         blocks = self.memory.tensors
         while begin < end:
             block, inside = begin >> self.shift, begin & ((1 << self.shift) - 1)
@@ -225,7 +212,7 @@ class Column:
         return torch.cat(pieces)
 
     def frozen(self) -> Column:
-        """Return a column over the blocks of now, which stay those when this one grows or is cleared."""
+        """Return a column over the current blocks; it stays as it is when this one grows or is cleared."""
         twin = Column.__new__(Column)
         twin.spec, twin.dtype, twin.device, twin.shift = self.spec, self.dtype, self.device, self.shift
         twin.memory, twin._written = self.memory, self._written
@@ -234,7 +221,7 @@ class Column:
         return twin
 
     def fitted(self, n_rows: int) -> Column:
-        """Return a column of the first ``n_rows`` in the memory that these need; whole blocks are those of this one."""
+        """Return the first ``n_rows`` as a column without spare memory; whole blocks are shared with this one."""
         twin = Column(self.spec, self.device)
         twin.shift = self.shift
         if n_rows <= 1 << self.shift:
@@ -263,16 +250,12 @@ class Column:
         return torch.empty((n_rows, *self.spec.shape), dtype=self.dtype, device=self.device)
 
     def _by_block(self, memory: ColumnMemory, rows: Int64s) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield (block, positions in ``rows``, rows inside the block) for each block that is touched."""
+        """Yield (block, positions in ``rows``, rows inside the block)."""
         numbers = rows >> self.shift
         for number in np.flatnonzero(np.bincount(numbers)):
             at = np.flatnonzero(numbers == number)
             inside = rows[at] & ((1 << self.shift) - 1)
-            yield (
-                memory.tensors[number],
-                self._on_device(at),
-                self._on_device(inside),
-            )
+            yield memory.tensors[number], self._on_device(at), self._on_device(inside)
 
     def _on_device(self, rows: Int64s) -> Tensor:
         # A copy: torch takes no memory that is read-only or runs backwards.
@@ -280,7 +263,7 @@ class Column:
 
 
 class Addresses(NamedTuple):
-    """The addresses of the blocks of one column after those of the other."""
+    """Addresses of the blocks of several columns in one array; those of column i begin at ``starts[i]``."""
 
     blocks: Int64s
     starts: Int64s

@@ -1,7 +1,7 @@
-"""Which rows go while a table is trained: by how often and when they were looked up, a part of the ids at a time.
+"""Which rows go while a table trains, by how often and when they were looked up; a part of the ids at each step.
 
-What goes at a step follows from the rows, the step and nothing else: no clock cuts the work, and nothing is remembered
-from one step to the next. So a run on other ranks, and one that was resumed, evict the same rows at the same steps.
+What goes at a step depends on the rows and the step alone, never on a clock or on earlier steps. So runs on other ranks
+and resumed runs evict the same rows at the same steps.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _NONE = np.empty(0, np.int64)
 
 
 class Now(NamedTuple):
-    """Where training is: its step, and a time in seconds since 1970."""
+    """The training step, and a time in seconds since 1970."""
 
     step: int
     time: float
@@ -72,11 +72,11 @@ class Now(NamedTuple):
 
 @dataclass
 class TableTime:
-    """What the manager or the user has last said of where training is.
+    """What the manager or the user last said of training progress.
 
     Attributes:
-        step: the steps made so far; None where it was not told.
-        event_time: what counts as now, in seconds since 1970; None for the clock.
+        step: steps made so far; None if nobody said.
+        event_time: the time that counts as now, in seconds since 1970; None for the clock.
     """
 
     step: int | None = None
@@ -86,24 +86,18 @@ class TableTime:
         self.step = step
 
     def stand_at(self, event_time: float | None) -> None:
-        """Count this time as now, until another one is given; None for the clock."""
         self.event_time = event_time
 
     @property
     def now(self) -> Now:
-        """The step and the time that a look-up of this moment leaves in its rows."""
         return Now(self.step or 0, time.time() if self.event_time is None else self.event_time)
 
 
 class Tracking:
-    """The slots in which a table keeps how often and when its rows were looked up in training.
-
-    Args:
-        names: of what is tracked, keys of ``TRACKED``; none of a table that tracks nothing.
-        table_time: that of the table, which :meth:`set_event_time` changes.
+    """The slots that hold how often and when rows were looked up in training.
 
     Attributes:
-        clock_dates: when the clock has dated rows, which stay so until an event time comes; saved with them.
+        clock_dates: the time span in which the clock dated rows; saved with them. None once an event time replaced it.
     """
 
     def __init__(self, names: tuple[str, ...], table_time: TableTime) -> None:
@@ -114,14 +108,14 @@ class Tracking:
         self._table_time = table_time
 
     def set_event_time(self, store: RowStore, event_time: float | None) -> None:
-        """Date rows with a time from now on, those too that the clock has dated so far; None for the clock."""
+        """Date rows with this time from now on, also those that the clock has dated; None for the clock."""
         with store.lock:
             self._table_time.stand_at(event_time)
             self._date_again(store)
             self.date_new_rows(store)
 
     def note_clock(self, store: RowStore, dates: ClockDates | None) -> None:
-        """Note when a clock has dated rows that were loaded here; None where it has not."""
+        """Note the span in which a clock dated rows that were loaded here; None if it dated none."""
         if dates is None or "time" not in self.names:
             return
         with store.lock:
@@ -129,16 +123,16 @@ class Tracking:
             self._date_again(store)
 
     def date_new_rows(self, store: RowStore) -> None:
-        """Date new rows as of now, looked up or not: the age of a row counts from when it was added."""
+        """Date all new rows as of now, also those never looked up: a row's age counts from when it was added."""
         with store.lock:  # an event time may come meanwhile
             store.rows.initial.update(self._stamps())
 
     def visit(self, occurrences: Int64s) -> Visit:
-        """Return what a look-up of ids that occur so often leaves behind; under the lock of the store."""
+        """Return what a look-up leaves in its rows. Call it under the lock of the store."""
         return Visit(occurrences, COUNT if self.counts else "", self._stamps())
 
     def _date_again(self, store: RowStore) -> None:
-        """Give rows that the clock has dated the event time, if there is one: of that run they are the first."""
+        """Give the event time, if any, to rows that the clock has dated."""
         dates, event_time = self.clock_dates, self._table_time.event_time
         if dates is None or event_time is None:
             return
@@ -159,7 +153,7 @@ class Tracking:
 
 
 def checked_event_time(table: str, event_time: Any) -> float | None:
-    """Return a time in seconds since 1970, or None; or raise ValueError where it is in other units."""
+    """Return a time in seconds since 1970 or None; ValueError where it seems to be in other units."""
     is_number = isinstance(event_time, int | float) and not isinstance(event_time, bool)
     if event_time is not None and not (is_number and -math.inf < event_time <= MAX_EVENT_TIME):  # which NaN is not
         raise ValueError(
@@ -175,11 +169,11 @@ ALL: HashRange = (0, N_PARTS)
 
 @dataclass(frozen=True)
 class Plan:
-    """What a table evicts, and in how many steps it has looked at all rows: decided by steps and numbers of rows alone.
+    """What a table evicts and when; a function of steps and row counts alone.
 
     Attributes:
-        rules: look at one row each.
-        capacity: looks at all; None without one.
+        rules: decide on each row by itself.
+        capacity: decides among all rows.
     """
 
     rules: tuple[Evict, ...] = ()
@@ -189,13 +183,12 @@ class Plan:
 
     @property
     def policies(self) -> tuple[Policy, ...]:
-        """The rules and the capacity; none where nothing is ever evicted."""
         return (*self.rules, *([self.capacity] if self.capacity else []))
 
     def due(self, before: int | None, step: int, pace: int = 1) -> list[HashRange]:
-        """Return the parts that are due at a step, where those up to the step ``before`` are done; None is the last.
+        """Return the parts due at a step; those up to the step ``before`` are done, None for the step before this one.
 
-        At a ``pace`` of 2 all parts are looked at in half of the steps.
+        A ``pace`` of 2 scans all parts in half of the steps.
         """
         most = N_PARTS if self.capacity is None else max(1, self.capacity.n // MIN_PART_ROWS)
         n_parts = min(self.every, N_PARTS, most)
@@ -234,7 +227,7 @@ _Scan = tuple[Int64s, Int64s, npt.NDArray[Any], int]
 
 
 class _Pass(NamedTuple):
-    """The steps in which all rows are looked at once: the rows at its beginning, and how many went since."""
+    """A full scan of the rows over several steps: the rows at its start, and how many it has evicted."""
 
     number: int = -1
     step: int = 0
@@ -243,14 +236,10 @@ class _Pass(NamedTuple):
 
 
 class Eviction:
-    """What a table evicts as it is trained, up to which step that is done, and how many rows went.
-
-    Args:
-        table_time: that of the table.
-        plan: what is evicted when; an empty one where only :meth:`evict` is called.
+    """What a table evicts as it trains, and up to which step that is done.
 
     Attributes:
-        n_evicted: rows that policies have evicted since the table was made, on this rank.
+        n_evicted: rows that policies have evicted on this rank since the table was made.
     """
 
     def __init__(self, table_time: TableTime, plan: Plan | None = None) -> None:
@@ -269,16 +258,15 @@ class Eviction:
         return twin
 
     def evicted_to(self, store: RowStore) -> int | None:
-        """Return the step up to which eviction is done; None where it has not begun with these rows."""
+        """Return the step up to which eviction is done; None if it has not begun with these rows."""
         era, step = self._evicted_to
         return step if era is store.rows.era else None
 
     def set_evicted_to(self, store: RowStore, step: int | None) -> None:
-        """Take the rows for ones in which eviction is done up to a step."""
         self._evicted_to = (store.rows.era, step)
 
     def evict_due(self, table: TableModule) -> None:
-        """Evict what is due before the first training look-up of a step. Collective among ranks with a capacity."""
+        """Evict what is due, at the first training look-up of a step. Collective if there is a capacity."""
         if not (self.plan.rules or self.plan.capacity) or not table.training or is_in_backward():
             return
         step, before = self._table_time.step or 0, self.evicted_to(table.store)
@@ -301,7 +289,7 @@ class Eviction:
             warn_once(table, "budget", _TOO_LONG.format(spent_ms, step, budget_ms, longer, self.plan.every))
 
     def evict(self, table: TableModule, policies: Sequence[Any]) -> int:
-        """Drop all rows that any of these policies evicts, and return how many. Collective with a capacity."""
+        """Drop all rows that any policy evicts, and return how many. Collective if there is a capacity."""
         plan = plan_of(table.name, policies, set(table.store.columns), every=1, budget_ms=None)
         return self._evict(table, plan, [ALL], target=None if plan.capacity is None else plan.capacity.n)
 
@@ -326,7 +314,7 @@ class Eviction:
             warn_once(table, "half gone", text)
 
     def _evict(self, table: TableModule, plan: Plan, parts: Sequence[HashRange], target: int | None = None) -> int:
-        """Drop what goes of some parts, part by part; of all rows, more than a ``target``, if there is one."""
+        """Evict from each part in turn; with a ``target``, until that many rows are left."""
         gone, n_gone, capacity, what = [_NONE], 0, plan.capacity, f"evicting from {table.name!r}"
         for part in parts:
             problem: Exception | None = None
@@ -350,7 +338,6 @@ class Eviction:
 
 
 def eviction_of(table: TableModule, table_time: TableTime, evict: Any, every: Any, budget_ms: Any) -> Eviction:
-    """Return what a table is to evict, as its arguments say, or raise ValueError."""
     policies = list(evict) if isinstance(evict, Iterable) and not isinstance(evict, str) else [evict]
     if policies and every is None:
         raise ValueError(
@@ -366,7 +353,7 @@ def eviction_of(table: TableModule, table_time: TableTime, evict: Any, every: An
 
 
 def _scan(table: TableModule, plan: Plan, part: HashRange, now: Now) -> _Scan:
-    """Ask the rules, a piece of the rows after the other, which of a part go."""
+    """Ask the rules which rows of a part go, piece by piece."""
     store, capacity = table.store, plan.capacity
     needs = {name for policy in plan.policies for name in policy.needs}
     gone, left, by = [_NONE], [_NONE], [_NONE]
@@ -388,7 +375,7 @@ def _scan(table: TableModule, plan: Plan, part: HashRange, now: Now) -> _Scan:
 
 
 def _pieces(store: RowStore, part: HashRange, padding_id: int | None) -> Iterator[tuple[Int64s, Int64s]]:
-    """Yield the rows of a part and their ids, but for padding: as many as a cache holds what is looked at of."""
+    """Yield rows of a part and their ids without padding, in pieces that fit into the cache."""
     some = None if part == ALL else store.rows.index.part(*part)
     for begin in range(0, len(store) if some is None else len(some[0]), _PIECE):
         end = min(begin + _PIECE, len(store))
@@ -403,7 +390,7 @@ def _pieces(store: RowStore, part: HashRange, padding_id: int | None) -> Iterato
 
 
 def _values(store: RowStore, name: str, rows: Int64s) -> npt.NDArray[Any]:
-    """Return a scalar slot of rows, or the norms of their embeddings."""
+    """Return a scalar slot of some rows, or the norms of their embeddings."""
     if name != NORM:
         values: npt.NDArray[Any] = store.columns[name].gather(rows).cpu().numpy()
         return values

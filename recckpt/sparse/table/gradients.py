@@ -26,16 +26,15 @@ _graph_task_id = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # torc
 _will_execute: Callable[[Any], bool] = getattr(torch._C, "_will_engine_execute_node", lambda node: True)
 
 
-def is_in_backward() -> bool:
-    """Whether this thread is in a backward pass, as a recomputation of any library is."""
+def is_in_backward() -> bool:  # of this thread, recomputations of any library included
     return _graph_task_id() != -1
 
 
 def captured(node: Any) -> Tensor | None:
-    """Return the empty gradient of an anchor that ``torch.autograd.grad`` asks for, which adds up nothing; else None.
+    """Return an empty gradient if ``torch.autograd.grad`` asks for the anchor (it accumulates nothing then), else None.
 
     Args:
-        node: of the anchor, in the graph whose backward pass is under way.
+        node: the anchor's node in the graph whose backward pass is running.
     """
     try:
         _will_execute(node)
@@ -46,7 +45,7 @@ def captured(node: Any) -> Tensor | None:
 
 
 def is_reached(node: Any) -> bool:
-    """Return whether the backward pass under way, which may be one for some ``inputs`` alone, goes on to an anchor."""
+    """Return whether the running backward pass, perhaps one for some ``inputs`` only, reaches an anchor."""
     try:
         return _will_execute(node)
     except RuntimeError:  # it is asked for, or no engine runs this
@@ -54,10 +53,7 @@ def is_reached(node: Any) -> bool:
 
 
 class Lookup(torch.autograd.Function):
-    """Gives the embeddings of ids, as ``read`` reads them, and where those are that have rows; None for all.
-
-    A backward pass gives the gradients of those to ``give``, if the anchor requires a gradient.
-    """
+    """Reads embeddings by ``read``; the backward pass gives the gradients of ids that have rows to ``give``."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, read: Read, give: Give, ids: Int64s) -> Tensor:
@@ -75,7 +71,7 @@ class Lookup(torch.autograd.Function):
 
 
 def of_present(ids: Int64s, grads: Tensor, present: Int64s | None) -> tuple[Int64s, Tensor]:
-    """Return the ids that have rows, at the places ``present``, and their gradients; None for all."""
+    """Return the ids at ``present`` and their gradients; None for all."""
     if present is None:
         return ids, grads
     return ids[present], grads.index_select(0, torch.from_numpy(present).to(grads.device))
@@ -83,9 +79,9 @@ def of_present(ids: Int64s, grads: Tensor, present: Int64s | None) -> tuple[Int6
 
 @dataclass(frozen=True)
 class _Entry:
-    """The gradients of different ids, which end with the era of the store; a step that uses them sets ``used[0]``.
+    """Gradients of distinct ids, valid in one era of the store; an optimizer step that uses them sets ``used[0]``.
 
-    Of several that were added up it has the sums as they were then, and the sums of their squares.
+    ``merged`` holds, for several entries added up, the sums at that moment and the sums of squares.
     """
 
     ids: Int64s
@@ -96,7 +92,7 @@ class _Entry:
 
     @property
     def squares(self) -> Tensor:
-        """The sums of the squares of the gradients, as a scaler or clipping has changed these since."""
+        """The sums of squared gradients, adjusted by what a scaler or clipping did to the sums since."""
         if self.merged is None:
             return self.grads.square()
         sums, squares = self.merged
@@ -105,7 +101,6 @@ class _Entry:
         return squares * torch.where(sums == 0, overall, self.grads / sums).square()
 
     def at(self, kept: Int64s) -> _Entry:
-        """Return those at some places."""
         places = torch.from_numpy(kept).to(self.grads.device)
         merged = self.merged and (self.merged[0][places], self.merged[1][places])
         return replace(self, ids=self.ids[kept], grads=self.grads[places], merged=merged)
@@ -113,10 +108,9 @@ class _Entry:
 
 @dataclass(frozen=True)
 class RowGradients:
-    """Different rows and their summed gradients; whoever sets ``used[0]`` to 1 forgets them in the table.
+    """Distinct rows and their summed gradients. Setting ``used[0]`` to 1 drops them from the table.
 
-    ``squares`` returns the sums of the squared gradients, of a table that keeps them. Gradients of ``n_lost`` further
-    ids have no row to go to.
+    ``squares`` returns the sums of squared gradients, if the table keeps them. ``n_lost`` further ids have no row.
     """
 
     rows: Int64s
@@ -127,14 +121,13 @@ class RowGradients:
 
 
 class Gradients:
-    """The gradients of a table since its optimizer last used them, one entry a backward pass. Thread-safe.
+    """Gradients since the optimizer last used them, one entry a backward pass. Thread-safe.
 
-    An entry keeps ids, not rows: rows may be renumbered before the optimizer comes. Entries that no optimizer uses are
-    merged by id from time to time, so that they take no more memory than the embeddings of the table, in float32 at
-    least.
+    Entries keep ids, not rows, since rows may be renumbered before the step. Unused entries are merged by id from time
+    to time, so together they need no more memory than the embeddings do in float32.
 
     Attributes:
-        keeps_squares: whether the sums of the squares of entries stay known when they are merged.
+        keeps_squares: whether sums of squares survive merging, for an optimizer that needs them.
     """
 
     def __init__(self, *, keeps_squares: bool = False) -> None:
@@ -144,7 +137,7 @@ class Gradients:
         self._lock = threading.RLock()
 
     def add(self, ids: Int64s, grads: Tensor, store: RowStore) -> None:
-        """Remember the gradients of ``ids``, of which some may be equal."""
+        """Remember gradients; ids may repeat."""
         # Summed now and not when used: the memory of ``grads`` is autograd's, which may reuse it.
         entry = _Entry(*_sum_by_id(ids, grads), store.rows.era)
         with self._lock:
@@ -156,18 +149,17 @@ class Gradients:
             self.values(store)
 
     def clear(self, set_to_none: bool = True) -> None:
-        """Forget all gradients; those of no rows stay where there were any and ``set_to_none`` is False."""
+        """Forget all gradients; if ``set_to_none`` is False and there were some, an empty entry stays."""
         with self._lock:
             self._n_passes = 0
             kept = [] if set_to_none else self._entries[:1]
             self._entries = [_Entry(entry.ids[:0], entry.grads[:0], entry.era) for entry in kept]
 
     def keep_squares(self) -> None:
-        """Keep the sums of the squares of entries from now on, for an optimizer that needs them."""
         self.keeps_squares = True
 
     def forget(self, ids: Int64s, store: RowStore) -> None:
-        """Forget those of ids whose rows have been erased; the caller has the lock of the store."""
+        """Forget the gradients of erased ids. The caller holds the lock of the store."""
         with self._lock:
             self._entries = self._pending(store)
             if self._entries:
@@ -182,15 +174,15 @@ class Gradients:
             return self._n_passes if self._pending(store) else 0
 
     def values(self, store: RowStore) -> Tensor | None:
-        """Return the gradients that wait, one row a different id; changed in place, they stay so."""
+        """Return the waiting gradients, one row for each distinct id; changes in place count."""
         with store.lock, self._lock:  # not while a step uses them: merged anew, they would be used a second time
             entry = self._merged(store)
         return None if entry is None else entry.grads
 
     def of_rows(self, store: RowStore) -> RowGradients | None:
-        """Return the gradients of rows, None where there was no backward pass; ids without a row drop out.
+        """Return the gradients of rows; None if there was no backward pass. Ids without a row drop out.
 
-        The rows are those of now: hold the lock of the store for as long as they count.
+        Hold the lock of the store as long as the row numbers are used.
         """
         with self._lock:
             entry = self._merged(store)
@@ -208,7 +200,7 @@ class Gradients:
         return [entry for entry in self._entries if entry.era is era and not entry.used[0]]
 
     def _merged(self, store: RowStore) -> _Entry | None:
-        """Make one entry of all, in the same order of additions."""
+        """Merge all entries into one, adding in the order of the passes."""
         entries = self._pending(store)
         if len(entries) > 1:
             ids = np.concatenate([e.ids for e in entries])
@@ -222,7 +214,7 @@ class Gradients:
 
 
 def _sum_by_id(ids: Int64s, grads: Tensor) -> tuple[Int64s, Tensor]:
-    """Return the different ids and the sum of the gradients of each, at least in float32."""
+    """Return the distinct ids and their summed gradients, in float32 or float64."""
     index = IdIndex()
     index.reserve(len(ids))
     groups, different = index.find_or_add(ids)
@@ -233,7 +225,7 @@ def _sum_by_id(ids: Int64s, grads: Tensor) -> tuple[Int64s, Tensor]:
 
 
 def add_by_group(groups: Int64s, grads: Tensor, sums: Tensor) -> None:
-    """Add each row of ``grads`` to the row of ``sums``, which is contiguous, that its group names, in order."""
+    """Add each row of ``grads`` to row ``groups[i]`` of ``sums``, in order; ``sums`` is contiguous."""
     grads = grads.detach().to(sums.dtype).contiguous()
     if sums.device.type == "cpu":
         add_rows(groups, grads.flatten(1).numpy(), sums.flatten(1).numpy())

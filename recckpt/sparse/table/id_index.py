@@ -23,17 +23,17 @@ N_ROWS, N_CLAIMED, VERSION = 0, 1, 2  # where each count lies
 class IdIndex:
     """Open addressing with linear probing over cells (id, row + 1), at most 70 % full.
 
-    Erasing shifts the following cells back (Knuth, TAOCP 3, 6.4, algorithm R), so there are no
-    tombstones and look-ups never slow down.
+    Erasing shifts the following cells back (Knuth, TAOCP 3, 6.4, algorithm R), so there are no tombstones and look-ups
+    never slow down.
 
-    New ids are claimed first: they have cells and rows, and :meth:`find` does not see them until they are published,
-    which is one store of a number. What was claimed and never published, :meth:`settle` takes back. One thread at a
-    time changes an index; any number may call :meth:`find` meanwhile, and repeat it where :attr:`version` was odd or
-    has changed. The loops run without the GIL.
+    New ids are claimed first: they have cells and rows, but :meth:`find` does not see them until they are published by
+    one store of a number. :meth:`settle` takes back unpublished claims. Only one thread at a time may change an index.
+    Any number may call :meth:`find` meanwhile, and repeat it if :attr:`version` was odd or has changed. Loops run
+    without the GIL.
 
     Attributes:
         cells: replaced when they grow.
-        counts: in memory, so that a loop changes cells, counts and columns in one call.
+        counts: an array, so that one compiled call changes cells, counts and columns.
     """
 
     def __init__(self) -> None:
@@ -45,12 +45,12 @@ class IdIndex:
 
     @property
     def n_claimed(self) -> int:
-        """Rows, those included that are not published."""
+        """Rows, unpublished ones included."""
         return int(self.counts[N_CLAIMED])
 
     @property
     def version(self) -> int:
-        """Goes up before and after rows are renumbered: odd meanwhile."""
+        """Raised before and after rows are renumbered, so odd meanwhile."""
         return int(self.counts[VERSION])
 
     def reserve(self, n_rows: int) -> None:
@@ -63,7 +63,7 @@ class IdIndex:
             self.cells = cells  # whoever searches the old ones keeps them
 
     def clear(self, keep_rows: int = 0) -> None:
-        """Forget all ids, and memory beyond what ``keep_rows`` need; no search may run meanwhile."""
+        """Forget all ids, and memory beyond the need of ``keep_rows``. No search may run meanwhile."""
         self.counts[:] = 0
         if len(self.cells) * 7 <= max(keep_rows, _MIN_CAPACITY) * 20:
             self.cells.fill(0)
@@ -71,7 +71,7 @@ class IdIndex:
             self.cells = np.zeros((_MIN_CAPACITY, 2), np.int64)
 
     def fitted(self) -> IdIndex:
-        """Return an independent copy in the memory that its ids need; all of them are published."""
+        """Return an independent copy without spare memory; all of its ids are published."""
         twin = IdIndex()
         twin.reserve(len(self))
         _rehash(self.cells, twin.cells)
@@ -84,18 +84,18 @@ class IdIndex:
         return twin
 
     def find(self, ids: Int64s) -> Int64s:
-        """Return the row of each id, -1 where it is absent."""
+        """Return the row of each id, -1 if absent."""
         rows = np.empty(len(ids), np.int64)
         _find(self.cells, self.counts, ids, rows)
         return rows
 
     def part(self, begin: int, end: int) -> tuple[Int64s, Int64s]:
-        """Return the rows and ids whose hashes end on 16 bits in [begin, end), in no order; reads no other cells."""
+        """Return rows and ids, in no order, whose hashes end on 16 bits in [begin, end); reads no other cells."""
         part: Int64s = _part(self.cells, self.counts, begin, end)
         return part[0], part[1]
 
     def claim(self, ids: Int64s) -> tuple[Int64s, Int64s]:
-        """Return the row of each id, and the ids that are new; their rows come last, in this order, unpublished."""
+        """Return the row of each id, and the new ids; their rows come last, in this order, unpublished."""
         rows = np.empty(len(ids), np.int64)
         new_ids = np.empty(len(ids), np.int64)
         done = n_new = 0
@@ -110,7 +110,6 @@ class IdIndex:
         return rows, new_ids[:n_new]
 
     def publish(self) -> None:
-        """Let all see what is claimed."""
         self.counts[N_ROWS] = self.counts[N_CLAIMED]
 
     def find_or_add(self, ids: Int64s) -> tuple[Int64s, Int64s]:
@@ -119,20 +118,19 @@ class IdIndex:
         return rows, new_ids
 
     def settle(self) -> None:
-        """Take back what a failed change has claimed and not published, or begun to renumber."""
+        """Undo what a failed change has claimed and not published, or begun to renumber."""
         if self.counts[N_CLAIMED] != self.counts[N_ROWS] or self.counts[VERSION] & 1:
             _drop_claims(self.cells, self.counts)
 
 
 @njit(nogil=True, inline="always")
 def _home(id_: Any, mask: int) -> Any:
-    """Return the cell where the search for ``id_`` begins."""
     return np.int64(mix64(np.uint64(id_))) & mask
 
 
 @njit(nogil=True, inline="always")
 def _cell_of(cells: Any, id_: Any) -> Any:
-    """Return the cell that holds ``id_``, or the empty cell where it belongs."""
+    """Return the cell of ``id_``, or the empty cell where it belongs."""
     mask = len(cells) - 1
     cell = _home(id_, mask)
     while cells[cell, 1] != _EMPTY and cells[cell, 0] != id_:
@@ -142,7 +140,7 @@ def _cell_of(cells: Any, id_: Any) -> Any:
 
 @njit(nogil=True, inline="always")
 def _prefetch_cell(cells: Any, ids: Any, i: int) -> None:
-    """Fetch the home of ``ids[i]``, if there is one, so that the misses of many ids overlap."""
+    """Prefetch the home of ``ids[i]``, if i is in range, so that cache misses overlap."""
     if i < len(ids):
         prefetch(cells.ctypes.data + _home(ids[i], len(cells) - 1) * _CELL_BYTES)
 
@@ -183,7 +181,7 @@ def _part(cells: Any, counts: Any, begin: int, end: int) -> Any:
 def _claim(  # noqa: PLR0917  # compiled functions take positions only
     cells: Any, counts: Any, ids: Any, room: int, rows: Any, new_ids: Any
 ) -> tuple[int, int]:
-    """Go on until the ids or the room end; return how many ids are done, and how many were added."""
+    """Claim ids until they or the room end; return how many are done, and how many were added."""
     n_claimed, added = counts[N_CLAIMED], 0
     for i in range(len(ids)):
         _prefetch_cell(cells, ids, i + _AHEAD)
@@ -216,7 +214,7 @@ def _rehash(old: Any, new: Any) -> None:
 
 @njit(nogil=True, inline="always")
 def _empty_cell(cells: Any, hole: Any) -> None:
-    """Empty a cell and shift those back that followed it."""
+    """Empty a cell, and shift back the cells that followed it."""
     mask = len(cells) - 1
     follower = (hole + 1) & mask
     while cells[follower, 1] != _EMPTY:
@@ -231,7 +229,7 @@ def _empty_cell(cells: Any, hole: Any) -> None:
 
 @compiled
 def begin_renumbering(counts: Any) -> None:
-    """Let look-ups be repeated until rows have been renumbered by :func:`erase_ids`, or not, by ``settle``."""
+    """Make look-ups repeat until :func:`erase_ids` or ``settle`` ends the renumbering."""
     counts[VERSION] |= 1
     fence()
 
@@ -249,7 +247,7 @@ def _drop_claims(cells: Any, counts: Any) -> None:
 
 @compiled
 def erase_ids(cells: Any, counts: Any, ids: Any, moved_ids: Any, rows: Any) -> None:
-    """Forget ``ids``, all present and different, and give ``moved_ids`` their ``rows``, which closes the gaps."""
+    """Forget distinct present ``ids``, and give ``moved_ids`` their new ``rows``, which closes the gaps."""
     counts[VERSION] |= 1
     fence()
     for i in range(len(ids)):

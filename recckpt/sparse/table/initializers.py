@@ -154,7 +154,7 @@ class TruncatedNormal:
         return out.clamp_(self.a, self.b)
 
     def _probabilities(self) -> tuple[float, float, float]:
-        """Return (probability below the bounds, between them, sign); -1 where the upper tail is mirrored."""
+        """Return (probability below the bounds, between them, sign); sign is -1 if the upper tail is mirrored."""
         low, high, sign = (self.a - self.mean) / self.std, (self.b - self.mean) / self.std, 1.0
         if low > 0:  # the lower tail alone has probabilities fine enough
             low, high, sign = -high, -low, -1.0
@@ -164,7 +164,7 @@ class TruncatedNormal:
 
 @dataclass(frozen=True)
 class TorchInitializer:
-    """New rows are filled by a function such as those of ``torch.nn.init``, with the random numbers of torch.
+    """Fills new rows by a function such as those of ``torch.nn.init``, with torch's random numbers.
 
     Args:
         fill: fills its argument, a tensor of shape (new rows, *embedding_shape), in place.
@@ -237,20 +237,20 @@ class FromRow:
 
 
 def default_initializer(dtype: torch.dtype, shape: tuple[int, ...]) -> Initializer:
-    """Return what a table starts its rows with by default: a random direction of length 1 or so.
+    """Return the default: a random direction with a length of about 1.
 
-    Not the standard deviation of ``nn.Embedding``, which is 1: a product of two such rows has the standard deviation
-    ``sqrt(values in a row)``, and a sigmoid behind it saturates. Not TorchRec's bound of ``1 / sqrt(num_embeddings)``:
-    a growing table has no such number. Tables of integers, which are not trained, start at 0.
+    ``nn.Embedding`` has a standard deviation of 1, so a product of two rows has ``sqrt(values in a row)``, and a
+    sigmoid behind it saturates. TorchRec's bound, ``1 / sqrt(num_embeddings)``, does not exist for a growing table.
+    Integer tables, which are not trained, start at 0.
     """
     return Normal(std=1 / math.sqrt(math.prod(shape))) if dtype.is_floating_point else Constant(0)
 
 
 def as_initializer(initializer: InitializerLike | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Initializer:
-    """Return an initializer for the argument of a user; None is the default for this dtype and shape.
+    """Return an initializer for a user's argument; None is the default.
 
     Raises:
-        TypeError: it is no initializer.
+        TypeError: the argument is no initializer.
         ValueError: it cannot fill a table of ``dtype``.
     """
     if initializer is None:
@@ -309,14 +309,14 @@ def _key(stream: Any, id_: Any) -> Any:
 
 @njit(nogil=True, inline="always")
 def _uniform(key: Any, position: int) -> float:
-    """Return a value of the open interval (0, 1), of 52 bits; all of them are exact in float64."""
+    """Return a value of the open interval (0, 1) with 52 bits, exact in float64."""
     bits = mix64_of_one(key + np.uint64(position + 1) * _GAMMA)  # all uint64: numba makes uint64 + int64 a float64
     return np.float64(bits >> _S12) * _STEP + _HALF_STEP
 
 
 @compiled
 def fill_uniform(stream: Any, ids: Any, low: float, width: float, out: Any) -> None:
-    """Fill ``out``, shape (len(ids), n), with values of [low, low + width)."""
+    """Fill ``out``, shape (len(ids), n), with values in [low, low + width)."""
     for i in range(len(ids)):
         key = _key(stream, ids[i])
         for j in range(out.shape[1]):
@@ -327,7 +327,7 @@ def fill_uniform(stream: Any, ids: Any, low: float, width: float, out: Any) -> N
 def fill_normal(  # noqa: PLR0917  # compiled functions take positions only
     stream: Any, ids: Any, low: float, width: float, mean: float, std: float, out: Any
 ) -> None:
-    """Fill ``out``, shape (len(ids), n), with the quantiles of N(mean, std) of [low, low + width)."""
+    """Fill ``out``, shape (len(ids), n), with N(mean, std) at quantiles in [low, low + width)."""
     for i in range(len(ids)):
         key = _key(stream, ids[i])
         for j in range(out.shape[1]):
@@ -338,8 +338,8 @@ def fill_normal(  # noqa: PLR0917  # compiled functions take positions only
 def normal_quantile(p: float) -> float:
     """Return x with P(N(0, 1) < x) = p, to 7 digits.
 
-    Wichura, "Algorithm AS 241: the percentage points of the normal distribution", Applied Statistics 37,
-    1988 (PPND7). Part of what a table is reproduced from: another algorithm would start ids differently.
+    Wichura, "Algorithm AS 241: the percentage points of the normal distribution", Applied Statistics 37, 1988 (PPND7).
+    Changing the algorithm would change what ids start with.
     """
     q = p - 0.5
     if abs(q) <= 0.425:

@@ -29,9 +29,9 @@ _AHEAD, _AHEAD_BYTES = 16, 256  # rows lie anywhere, so the next ones are asked 
 
 
 def compiled(function: _Loop) -> _Loop:
-    """Compile a loop, or load it from the cache, at its first call: aside, where no signal handler interrupts it.
+    """Compile a loop, or load it from the cache, at its first call, in a thread where no signal handler interrupts it.
 
-    Numba that was left in the middle of compiling is broken for as long as the process lives.
+    Numba that is interrupted while it compiles stays broken for the rest of the process.
     """
     loop: Any = njit(nogil=True)(function)
     loop._cache = _Cache(function)
@@ -53,7 +53,7 @@ def compiled(function: _Loop) -> _Loop:
 
 
 class _Cache(NullCache):  # type: ignore[misc]  # numba has no types
-    """Numba's cache of a loop; where files cannot be read or written, each process compiles it, and that is noted."""
+    """Numba's cache; where files cannot be used, each process compiles loops itself, and this is logged once."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._cache: FunctionCache | None = None
@@ -96,7 +96,7 @@ def _copy_bytes(typing_context: Any, target: Any, source: Any, n_bytes: Any) -> 
 
 @intrinsic
 def prefetch(typing_context: Any, address: Any) -> Any:
-    """Ask for the cache line at ``address``; any address will do, it is never a fault."""
+    """Ask for the cache line at ``address``; an invalid address is no fault."""
     signature = types.void(types.int64)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -115,7 +115,7 @@ def prefetch(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def fence(typing_context: Any) -> Any:
-    """Let no load or store cross this point, on any processor."""
+    """Full memory barrier."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -126,7 +126,7 @@ def fence(typing_context: Any) -> Any:
 
 @compiled
 def gather_rows(blocks: Any, shift: int, row_bytes: int, rows: Any, target: int) -> None:
-    """Copy ``rows`` of blocks of ``1 << shift`` rows, at the addresses ``blocks``, to address ``target``."""
+    """Copy ``rows`` out of blocks of ``1 << shift`` rows to the address ``target``."""
     mask = (1 << shift) - 1
     last = len(rows) - 1
     for i in range(len(rows)):
@@ -144,7 +144,7 @@ def gather_rows(blocks: Any, shift: int, row_bytes: int, rows: Any, target: int)
 
 @compiled
 def scatter_rows(blocks: Any, shift: int, row_bytes: int, rows: Any, source: int) -> None:
-    """Copy consecutive rows at address ``source`` into ``rows`` of the blocks."""
+    """Copy consecutive rows at the address ``source`` into ``rows`` of the blocks."""
     mask = (1 << shift) - 1
     for i in range(len(rows)):
         row = np.int64(rows[i])
@@ -153,7 +153,7 @@ def scatter_rows(blocks: Any, shift: int, row_bytes: int, rows: Any, source: int
 
 @compiled
 def copy_rows_within(blocks: Any, shift: int, row_bytes: int, rows: Any, to_rows: Any) -> None:
-    """Copy ``rows`` of the blocks over ``to_rows``, none of which is among them."""
+    """Copy ``rows`` over ``to_rows``; the two are disjoint."""
     mask = (1 << shift) - 1
     for i in range(len(rows)):
         row, to_row = rows[i], to_rows[i]
@@ -165,7 +165,7 @@ def copy_rows_within(blocks: Any, shift: int, row_bytes: int, rows: Any, to_rows
 def lay_over(  # noqa: PLR0917  # compiled functions take positions only
     blocks: Any, shift: int, row_bytes: int, rows: Any, at: Any, target: int
 ) -> None:
-    """Copy ``rows`` of the blocks over the rows ``at`` of consecutive rows at address ``target``."""
+    """Copy ``rows`` of the blocks over the rows ``at`` of consecutive rows at the address ``target``."""
     mask = (1 << shift) - 1
     for i in range(len(rows)):
         source = blocks[rows[i] >> shift] + (rows[i] & mask) * row_bytes
@@ -179,7 +179,7 @@ def is_marked(marks: Any, row: int) -> Any:
 
 @compiled
 def unmarked_rows(rows: Any, n_rows: int, marks: Any, needed: Any) -> Any:
-    """Return those of ``rows`` below ``n_rows`` whose bit is 0 in ``marks`` and 1 in ``needed``, if that has bits."""
+    """Return the ``rows`` below ``n_rows`` whose bit is 0 in ``marks``, and 1 in ``needed`` unless that is empty."""
     unmarked = np.empty(len(rows), np.int64)
     n = 0
     for i in range(len(rows)):
@@ -198,7 +198,7 @@ def mark_rows(rows: Any, marks: Any) -> None:
 
 @compiled
 def pick_marked(rows: Any, marks: Any, needed: Any, mark_others: bool) -> Any:
-    """Return where in ``rows`` those are whose bit is 1, or 0 in ``needed``, if that has bits; and mark the others."""
+    """Return positions in ``rows`` with bit 1 in ``marks``, or bit 0 in a non-empty ``needed``; maybe mark the rest."""
     places = np.empty(len(rows), np.int64)
     n = 0
     for i in range(len(rows)):
@@ -214,7 +214,7 @@ def pick_marked(rows: Any, marks: Any, needed: Any, mark_others: bool) -> Any:
 
 @compiled
 def add_rows(groups: Any, values: Any, sums: Any) -> None:
-    """Add each row of ``values`` to the row of ``sums`` that its group names, in order."""
+    """Add each row of ``values`` to row ``groups[i]`` of ``sums``, in order."""
     for i in range(len(groups)):
         group = groups[i]
         for j in range(values.shape[1]):
@@ -223,7 +223,7 @@ def add_rows(groups: Any, values: Any, sums: Any) -> None:
 
 @compiled
 def row_norms(values: Any, norms: Any) -> None:
-    """Set ``norms`` to the L2 norm of each row, summed in order: the same whichever rows are beside it."""
+    """Set ``norms`` to the L2 norms, each summed in order, so it does not depend on other rows."""
     for i in range(len(values)):
         total = 0.0
         for j in range(values.shape[1]):
@@ -233,14 +233,14 @@ def row_norms(values: Any, norms: Any) -> None:
 
 @compiled
 def count_buckets(ids: Any, counts: Any) -> None:
-    """Add the number of ``ids`` in each of the 65,536 buckets to ``counts``."""
+    """Add the number of ids in each of the 65,536 buckets to ``counts``."""
     for i in range(len(ids)):
         counts[mix64(np.uint64(ids[i])) >> _S48] += 1
 
 
 @compiled
 def first_outside(ids: Any, begin: int, end: int) -> int:
-    """Return the position of the first id whose bucket is not in [begin, end), -1 if all are."""
+    """Return the position of the first id whose bucket is not in [begin, end), else -1."""
     outside = 0
     for i in range(len(ids)):  # without a way out, so that it is done in vectors
         bucket = np.int64(mix64(np.uint64(ids[i])) >> _S48)
@@ -257,7 +257,7 @@ def first_outside(ids: Any, begin: int, end: int) -> int:
 def place_rows(  # noqa: PLR0917  # compiled functions take positions only
     ids: Any, first_row: int, begin: int, end: int, cursors: Any, order: Any
 ) -> None:
-    """Second half of a counting sort: put each row whose bucket is in [begin, end) at its bucket's cursor."""
+    """Second half of a counting sort: put each row with a bucket in [begin, end) at its bucket's cursor."""
     for i in range(len(ids)):
         bucket = np.int64(mix64(np.uint64(ids[i])) >> _S48)
         if begin <= bucket < end and cursors[bucket] < len(order):  # or ids have changed since they were counted
@@ -267,7 +267,7 @@ def place_rows(  # noqa: PLR0917  # compiled functions take positions only
 
 @compiled
 def first_repeat(ids: Any) -> tuple[int, int]:
-    """Return the position of an id that came before, -1 without one, and where the last bucket begins."""
+    """Return the position of the first id that came before, else -1, and the position where the last bucket begins."""
     longest = n_same = 0
     bucket = np.uint64(1 << 48)  # none
     for i in range(len(ids)):

@@ -1,4 +1,4 @@
-"""Which rows have changed since the base of a saver, by a bit a row that the store sets before a row changes."""
+"""Which rows have changed since the base of a saver: one bit a row, which the store sets before the row changes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class FrozenRows(ABC):
-    """A table at the moment of a save, and which of its rows have changed by then since the base.
+    """A table at the moment of a save, and which rows have changed since the base.
 
     Attributes:
         snapshot: all rows.
-        base: save id of the checkpoint since which it is known what has changed; None where it is not known.
-        erased: the ids that were erased since the base, in pieces; some may be there again.
+        base: save id of the checkpoint since which changes are known; None if they are not.
+        erased: ids erased since the base, in pieces; some may have come back.
     """
 
     snapshot: Snapshot
@@ -34,19 +34,19 @@ class FrozenRows(ABC):
     erased: Sequence[Int64s] = ()
 
     def is_replaced(self, base: str) -> bool:
-        """Say whether a delta on the checkpoint with this save id has to hold all rows, for want of marks since."""
+        """Say whether a delta on this checkpoint must hold all rows, since marks do not reach back to it."""
         return self.base != base
 
     @property
     @abstractmethod
     def n_changed(self) -> int:
-        """About how many rows and erased ids a delta would hold: for the choice of a full."""
+        """About how many rows and erased ids a delta would hold; decides between a delta and a full."""
 
     def delta(self, base: str, *, narrows: bool = True) -> DeltaSource:
         """Return what has changed since this base.
 
-        Where it ``narrows``, the snapshot releases the other rows once it is known which those are; otherwise all can
-        be read until :meth:`DeltaSource.narrow`.
+        With ``narrows`` the snapshot releases the other rows as soon as they are known. Otherwise all rows can be read
+        until :meth:`DeltaSource.narrow`.
         """
         self.check_base(base)
 
@@ -60,10 +60,10 @@ class FrozenRows(ABC):
 
     @abstractmethod
     def changed_since(self, base: str) -> Bytes:
-        """Return a bit a row, 1 for those that have changed since this base, in whole words; all stay protected."""
+        """Return a bit a row, 1 if it has changed since this base, in whole words. All rows stay protected."""
 
     def check_base(self, base: str) -> None:
-        """Raise RuntimeError where it is not known what has changed since this base."""
+        """Raise RuntimeError if changes since this base are not known."""
         if self.is_replaced(base):
             raise RuntimeError(f"table {self.snapshot.name!r}: no marks since {base!r}, only since {self.base!r}")
 
@@ -72,7 +72,7 @@ class FrozenRows(ABC):
         """Make this checkpoint the base."""
 
     def failed(self) -> None:  # noqa: B027  # where nothing was begun, nothing ends
-        """Keep the base, and all that has changed since."""
+        """Keep the base and all marks since."""
 
 
 class SaverMarks(ABC):
@@ -82,35 +82,36 @@ class SaverMarks(ABC):
 
     @abstractmethod
     def begin(self, base: str) -> None:
-        """Count from now on what changes: the rows are exactly those of the checkpoint with this save id."""
+        """Start marking; the rows are exactly those of the checkpoint with this save id."""
 
     def is_unchanged(self, base: str) -> bool:
-        """Say whether nothing has changed since this base; never wrongly so."""
+        """Say whether nothing has changed since this base. False may be wrong, True never is."""
         return False
 
     @abstractmethod
     def freeze(
         self, store: Store, name: str, slots: Collection[str] | None, *, keeps_marks: bool = False
     ) -> FrozenRows:
-        """Return the rows as they are now, and what has changed until now.
+        """Return the rows as they are now, and which have changed.
 
-        A near save moves no base and drops no marks, however it ends (rule *keeps_marks*).
+        With ``keeps_marks``, for near saves, base and marks stay as they are however the save ends (rule
+        *keeps_marks*).
         """
 
     def resume(self, base: str, changed: Int64s, deleted: Int64s) -> bool:
-        """Count from a base since which some ids have changed and some are gone; say whether that is possible."""
+        """Start marking from a base since which some ids changed and some went; False if that is not possible."""
         return False
 
 
 class _Since(NamedTuple):
-    """The base and what has changed since, and behind it, while a save is under way, what has since that began."""
+    """The base and the changes since; during a save a second set with the changes since that save began."""
 
     base: str | None
     sets: tuple[MarkSet, ...]
 
 
 class Marks(SaverMarks):
-    """What has changed in one store since the base of one saver. The store marks it, under its lock."""
+    """Changes in one store since the base of one saver; the store marks them under its lock."""
 
     def __init__(self, store: Store) -> None:
         self.store, self._lock = weakref.ref(store), store.lock
@@ -119,7 +120,6 @@ class Marks(SaverMarks):
 
     @property
     def sets(self) -> tuple[MarkSet, ...]:
-        """All sets in which a change is to be marked."""
         return self._since.sets
 
     def begin(self, base: str) -> None:
@@ -136,7 +136,7 @@ class Marks(SaverMarks):
             return self._since.base == base and not has_changes
 
     def freeze(self, store: Store, name: str, slots: Collection[str] | None, *, keeps_marks: bool = False) -> Frozen:
-        """Return what has changed since the base, all of it in the first set; a save begins a second one."""
+        """Return all changes since the base, from the first set; a save begins a second one."""
         with self._lock:
             store.mark_noted()
             (base, (first, *_)), second = self._since, MarkSet(is_replaced=False)
@@ -146,7 +146,7 @@ class Marks(SaverMarks):
             return frozen
 
     def resume(self, base: str, changed: Int64s, deleted: Int64s) -> bool:
-        """Count from a base, with marks of these rows and deletes of these ids (rule *payload_is_marks*)."""
+        """Start from a base with marks on these rows and deletes of these ids (rule *payload_is_marks*)."""
         store = self.store()
         if store is None:
             return False
@@ -160,7 +160,7 @@ class Marks(SaverMarks):
         return True
 
     def end(self, frozen: Frozen, base: str | None) -> None:
-        """Count from what was frozen, if it has become a base, or else from the base before."""
+        """End a save: with a new ``base`` drop the marks it has written, else keep them with the old base."""
         with self._lock:
             before, sets = self._since
             if len(sets) == 2 and sets[1] is frozen.second:  # else it has ended, or another save or base has begun
@@ -168,10 +168,10 @@ class Marks(SaverMarks):
 
 
 class Frozen(FrozenRows):
-    """The same by marks; made under the lock of the store.
+    """Rows frozen with marks; made under the lock of the store.
 
     Attributes:
-        bits: 1 for each row that has changed, in whole words of 8 bytes.
+        bits: 1 for each changed row, in whole words of 8 bytes.
     """
 
     def __init__(self, marks: Marks, base: str | None, first: MarkSet, second: MarkSet, snapshot: Snapshot) -> None:
@@ -182,11 +182,9 @@ class Frozen(FrozenRows):
 
     @property
     def n_changed(self) -> int:
-        """Rows and erased ids that a delta would hold, ids that are there again included."""
         return self.snapshot.n_rows if self.base is None else self._n_marked + sum(map(len, self.erased))
 
     def delta(self, base: str, *, narrows: bool = True) -> DeltaSource:
-        """Return what has changed since this base; where it ``narrows``, the other rows are released at once."""
         source = super().delta(base, narrows=False)
         if narrows:
             source.narrow()
@@ -204,10 +202,9 @@ class Frozen(FrozenRows):
 
 
 class DeltaSource:
-    """The changed rows of a snapshot as rows 0 to ``n_rows - 1``, which the saver reads as those of a table.
+    """The changed rows of a snapshot, as rows 0 to ``n_rows - 1`` of a table to be saved.
 
-    The rows are looked for when they are asked for, which takes longer the more rows the table has. Making this
-    takes no time, since training waits for it.
+    Training waits while this is made, so the changed rows are only looked up when they are first needed.
     """
 
     def __init__(self, snapshot: Snapshot, bits: Callable[[], Bytes], erased: Sequence[Int64s]) -> None:
@@ -215,12 +212,12 @@ class DeltaSource:
         self.snapshot, self._bits, self._erased = snapshot, bits, erased
 
     def narrow(self) -> None:
-        """Let the other rows go: they are protected no longer, and cannot be read."""
+        """Release all other rows: they are no longer protected and cannot be read."""
         self.snapshot.narrow(self._bits())
 
     @cached_property
     def rows(self) -> Int64s:
-        """The rows of the snapshot that have changed."""
+        """Numbers of the changed rows in the snapshot."""
         return marked_rows(self._bits(), self.n_all)
 
     @property
@@ -233,16 +230,15 @@ class DeltaSource:
 
     @property
     def n_kept(self) -> int:
-        """Rows that were copied aside so far."""
         return self.snapshot.n_kept
 
     @property
     def erased(self) -> Int64s:
-        """The ids that were erased, all different; some may be there again."""
+        """Distinct erased ids; some may have come back."""
         return distinct(np.empty(0, np.int64), *self._erased)
 
     def deletes(self) -> Int64s:
-        """Return the ids that were erased and are not there again, all different, in bucket order."""
+        """Return the distinct erased ids that have not come back, in bucket order."""
         erased = self.erased
         if len(erased):
             upserts = IdIndex()
@@ -253,7 +249,7 @@ class DeltaSource:
         return erased[np.argsort(bucket_of(erased), kind="stable")]
 
     def read_slots(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
-        """Copy rows of some slots into a target each; after ``is_last`` they are not read again, in any slot."""
+        """Copy rows of some slots into one target each. After ``is_last`` they must not be read again, in any slot."""
         self.snapshot.read_slots(self.rows[rows], targets, is_last=is_last)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""How a table behaves for torch: as a module without dense parameters, in state dicts, on devices, and when copied.
+"""What a table is to torch: a module without dense parameters, in state dicts, on devices, in copies.
 
-Beside it what all that look rows up or share a table begin with: first values, padding, and what ranks agree on.
+Also what look-ups and optimizers share: first values, padding, waiting gradients.
 """
 
 from __future__ import annotations
@@ -61,45 +61,27 @@ _ROWS_STAY = (
 
 
 class Sharing:
-    """What the ranks that share a table have to agree on; a table of one process has it all to itself.
-
-    All methods but ``exposed`` are collective.
-    """
+    """What ranks that share a table must agree on, here for one process. All methods but ``exposed`` are collective."""
 
     n_ranks = 1
 
     def numbers(self, what: str, number: int, problem: Exception | None = None) -> list[int]:
-        """Return the number of each rank, or raise the ``problem`` of one."""
+        """Return the number of each rank, or raise the ``problem`` of any rank."""
         if problem is not None:
             raise problem
         return [number]
 
     def first_rows(self, by: npt.NDArray[Any], ids: Int64s, n: int) -> Mask:
-        """Return which rows of this rank are among the first ``n`` of all ranks to go."""
+        """Return which rows of this rank are among the ``n`` rows of all ranks that go first."""
         return first_rows(by, ids, n)
 
     def refuse(self, table: Any, error: Exception, admit: bool | None) -> NoReturn:
-        """Raise the error of wrong arguments, in place of a look-up that the other ranks wait for."""
+        """Raise the error of a rank's wrong arguments, in place of the look-up that other ranks wait for."""
         raise error
 
     def exposed(self, grads: Tensor, name: str) -> Tensor:
-        """Return the gradients of the table ``name`` as scalers and clipping are to see them."""
+        """Return the gradients of the table ``name`` as scalers and clipping should see them."""
         return grads
-
-
-class GradientTaker:
-    """The one optimizer to which the gradients of a table go: the last that was made for it."""
-
-    def __init__(self) -> None:
-        self._mark: object = None
-
-    def take_over(self, mark: object) -> None:
-        """Let gradients go to the optimizer of this mark from now on."""
-        self._mark = mark
-
-    def has(self, mark: object) -> bool:
-        """Say whether they go to the optimizer of this mark."""
-        return self._mark is mark
 
 
 class TableModule(nn.Module):
@@ -109,13 +91,13 @@ class TableModule(nn.Module):
         name: in checkpoints.
         store: the rows, and the one door through which they change.
         pending_gradients: of the rows, which wait for the optimizer.
-        trained_by: the optimizer that takes them.
+        trained_by: the mark of the optimizer that takes the gradients: the last one made for this table.
         sharing: what the ranks that share the table agree on.
-        warned_of: subjects of which it has warned.
-        anchor: empty, and the input of torch's graph from which the rows come. It never has a gradient: those of the
-            rows are kept by id. A walk over the parameters of a model finds it under the name of the table; rows are
-            frozen and thawed by it.
-        is_trained: False for an average, and for a table of counts, which belongs to another one.
+        warned_of: subjects that it has already warned of.
+        anchor: an empty parameter, the input of torch's graph for look-ups. Its gradient is never set: gradients of
+            rows are kept by id. Walks over the parameters of a model find it under the name of the table; it carries
+            ``requires_grad`` of the rows.
+        is_trained: False for an average, and for a table of counts that belongs to another table.
     """
 
     padding_id: int | None = None  # stands for no id
@@ -146,7 +128,7 @@ class TableModule(nn.Module):
         self.store = RowStore(checked_device(name, device))
         self.store.add_column(spec)
         self.pending_gradients = Gradients()
-        self.trained_by = GradientTaker()
+        self.trained_by = object()  # nobody's mark
         self.warned_of: set[str] = set()
         anchor_dtype = dtype if dtype.is_floating_point else torch.float32  # others cannot require a gradient
         with torch.inference_mode(False):  # a table that is made there can be trained later
@@ -203,11 +185,15 @@ class TableModule(nn.Module):
             f"{quoted(self.name)}, {rows}{padding}, slots={len(self.store.columns) - 1}, {size(self.store.rows.nbytes)}"
         )
 
+    def _train_by(self, mark: object) -> None:
+        """Give gradients to the optimizer with this mark from now on."""
+        self.trained_by = mark
+
     def __repr__(self) -> str:
         return super().__repr__() if "store" in vars(self) else object.__repr__(self)  # half made
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Let ``torch.distributed.checkpoint``, which follows the keys of state dicts part by part, find own tables."""
+        """Let ``torch.distributed.checkpoint``, which resolves names part by part, find this module's tables."""
         return dict.fromkeys((parts[0] for parts in self._keys()), "_by_key")
 
     @property
@@ -215,16 +201,16 @@ class TableModule(nn.Module):
         return _ByKey(self._keys())
 
     def _keys(self) -> dict[tuple[str, ...], TableModule]:
-        """Return the own tables by what the walk has left to go: once here, the names of others go on from this one."""
+        """Map the rest of each name, after this module, to its table."""
         names = {table.name.removeprefix(f"{self.name}."): table for table in self._own_tables()}
         return {tuple(name.split(".")): table for name, table in names.items()}
 
     def _copy_rows_of(self, other: types.SavableTable) -> None:
-        """Become a copy of ``other``; where it does not fit, raise ValueError before anything changes."""
+        """Become a copy of ``other``, or raise ValueError before anything changes."""
         raise NotImplementedError
 
     def _own_tables(self) -> list[TableModule]:
-        """Return what stands in state dicts: this table, and one that belongs to it."""
+        """Return the tables that stand in state dicts for this module."""
         return [self]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -326,14 +312,13 @@ class TableModule(nn.Module):
 
 
 def warn_once(table: TableModule, subject: str, text: str) -> None:
-    """Warn of a subject, the first time only."""
     if subject not in table.warned_of:
         table.warned_of.add(subject)
         log.warning("table %r: %s", table.name, text)
 
 
 def erase_rows(table: TableModule, ids: Int64s) -> int:
-    """Drop rows, and the gradients that wait for them: an id that comes back has nothing to do with these."""
+    """Drop rows and their waiting gradients, and return how many rows were dropped."""
     with table.store.lock:
         n_rows = table.store.erase(ids)
         if n_rows:
@@ -342,7 +327,7 @@ def erase_rows(table: TableModule, ids: Int64s) -> int:
 
 
 def first_embeddings(table: TableModule, new_ids: Int64s) -> Tensor:
-    """Return what different new ids start with, shape (n, *embedding_shape).
+    """Return the initial embeddings of distinct new ids.
 
     Raises:
         ValueError: an id lies outside the slice of the table.
@@ -360,25 +345,24 @@ def first_embeddings(table: TableModule, new_ids: Int64s) -> Tensor:
 
 
 def embedding_reader(table: TableModule) -> Take[Tensor]:
-    """Return what copies the embeddings of rows; row -1 reads as an unseen id."""
+    """Return a function that copies the embeddings of rows; row -1 reads as an unseen id."""
     read, unseen = table.store.read, table.initializer.unseen
     return lambda columns, rows: read(columns, rows, unseen)
 
 
 def padding_row(table: TableModule) -> Tensor:
-    """Return what the padding id reads, which stands for no id and is never trained, shape (1, *embedding_shape).
+    """Return what the padding id reads, shape (1, *embedding_shape); it is never trained.
 
-    Zeros, whatever the initializer, unless there is a row of it: from an ``nn.Embedding`` whose rows were taken over,
-    or one that was inserted or loaded.
+    Zeros, unless the id has a row: taken over from an ``nn.Embedding``, inserted or loaded.
     """
     read = table.store.read
     return table.store.look_up(np.array([table.padding_id], np.int64), lambda columns, rows: read(columns, rows, 0.0))
 
 
 def add_gradients(table: TableModule, ids: Int64s, grads: Tensor) -> None:
-    """Add what a backward pass gave for ``ids``, of which some may be equal, shape (n, *embedding_shape).
+    """Add the gradients of a backward pass; ids may repeat.
 
-    As of a parameter, nothing is added where the table was frozen since the look-up; nor is it to an average.
+    Nothing is added to an average, or to a table that was frozen since the look-up, as with a parameter.
     """
     if not (table.requires_grad and table.is_trained):
         return
@@ -391,12 +375,10 @@ def add_gradients(table: TableModule, ids: Int64s, grads: Tensor) -> None:
 
 
 def check_copy(table: TableModule, memo: dict[Any, Any]) -> None:
-    """Look at who copies a table that is trained: who means to average parameters would leave its rows as they are.
-
-    It warns, once, of a copy of a model in training mode, whose rows may be meant to follow.
+    """Refuse a copy made to average parameters, which would leave the rows as they are; warn once of one in training.
 
     Raises:
-        ValueError: what averages parameters copies the table; names it, and what to write in its place.
+        ValueError: the copy is for an average; names the class, and what to write instead.
     """
     if not (table.is_trained and table.requires_grad):
         return
@@ -420,7 +402,7 @@ def check_copy(table: TableModule, memo: dict[Any, Any]) -> None:
 
 
 class _ByKey:
-    """Answers to the parts of the names of tables, one after another, of which the last gives the table."""
+    """Resolves names of tables part by part; the last part gives the table."""
 
     def __init__(self, tables: Mapping[tuple[str, ...], TableModule]) -> None:
         self._tables = tables
@@ -433,10 +415,10 @@ class _ByKey:
 
 
 def _leave_anchors_out(init: Callable[..., None]) -> Callable[..., None]:
-    """Let DistributedDataParallel manage the other parameters of a model.
+    """Make DistributedDataParallel ignore the anchors.
 
-    It looks at all names before it asks the modules: tables may lie on the CPU beside dense layers on a GPU, and with
-    nothing but anchors it would crash. The list of what it ignores is read from the outermost module alone.
+    It looks at all names before it asks the modules. Tables may be on the CPU beside dense layers on a GPU, and with
+    nothing but anchors it would crash. It reads the list of ignored names from the outermost module alone.
     """
 
     @functools.wraps(init)

@@ -1,4 +1,4 @@
-"""Rows whose ids come and go without the rows being written: which id has which place, and what has changed."""
+"""Rows of a store whose ids move between places without the rows being written."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Bits = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class IdPlaces:
-    """Which id has which place, at one moment; these arrays are written no more.
+    """Which id has which place at one moment. These arrays are not written any more.
 
     Attributes:
-        ids: all different, in ascending order.
-        places: of each id, all different.
-        meta: what else is known of each id, by the names of slots.
+        ids: distinct, ascending.
+        places: of each id, distinct.
+        meta: slot name -> one value an id.
     """
 
     ids: Int64s
@@ -38,11 +38,11 @@ class IdPlaces:
 
     @property
     def slots(self) -> tuple[SlotSpec, ...]:
-        """The slots that are not in the memory of the rows."""
+        """Slots that are not in the memory of the rows."""
         return tuple(SlotSpec(name, "int64", ()) for name in self.meta)
 
     def moved(self, before: IdPlaces) -> Bits:
-        """Return which ids were not there before, or elsewhere, or with other meta."""
+        """Return a mask of the ids that are new, or have another place or other meta."""
         if np.array_equal(self.ids, before.ids):
             return _differ(self, before, slice(None), slice(None))
         at = np.searchsorted(before.ids, self.ids)
@@ -53,7 +53,6 @@ class IdPlaces:
         return is_moved
 
     def gone(self, before: IdPlaces) -> Int64s:
-        """Return the ids that were there before and are not now."""
         return before.ids[~np.isin(before.ids, self.ids, assume_unique=True)]
 
     def is_same(self, other: IdPlaces) -> bool:
@@ -61,7 +60,6 @@ class IdPlaces:
 
 
 def _differ(one: IdPlaces, other: IdPlaces, here: Any, there: Any) -> Bits:
-    """Return where places or meta of some ids differ from those of the same ids in another map."""
     if one.meta.keys() != other.meta.keys():
         return np.ones(len(one.places[here]), np.bool_)
     differ: Bits = one.places[here] != other.places[there]
@@ -71,20 +69,19 @@ def _differ(one: IdPlaces, other: IdPlaces, here: Any, there: Any) -> Bits:
 
 
 class PlacedStore(Store):
-    """Rows of ids that have places in a memory of rows, of which snapshots and marks are taken."""
+    """Rows of ids that have places in a memory of rows; snapshots and marks are taken of that memory."""
 
     @property
     @abstractmethod
     def memory(self) -> Store:
-        """The rows by their places, those without an id included."""
+        """The rows by place, those without an id included."""
 
     @abstractmethod
-    def placed(self) -> IdPlaces:
-        """Return which id has which place now."""
+    def placed(self) -> IdPlaces: ...
 
 
 class PlacedRows(SnapshotOver):
-    """A snapshot of places as one of the ids that had them. Thread-safe, as that one is."""
+    """A snapshot of places, read by id. Thread-safe, as the snapshot is."""
 
     def __init__(self, rows: Snapshot, placed: IdPlaces, slots: tuple[SlotSpec, ...]) -> None:
         super().__init__(rows)
@@ -106,7 +103,7 @@ class PlacedRows(SnapshotOver):
         self.keep_places(self._placed.places[marked_rows(bits, self.n_rows)])
 
     def keep_places(self, places: Int64s) -> None:
-        """Protect from now on, and let be read, only what is in these places."""
+        """Protect from now on, and allow to read, only these places."""
         is_kept = np.zeros(64 * max(1, -(-self._rows.n_rows // 64)), np.bool_)  # in whole words
         is_kept[places] = True
         self._rows.narrow(np.packbits(is_kept, bitorder="little"))
@@ -116,7 +113,7 @@ _MapBase = tuple[str, IdPlaces]  # a checkpoint, and which ids it has where: 16 
 
 
 class PlacedMarks(SaverMarks):
-    """The marks of the places of one store for one saver, and the map of its base, with which that of now is compared.
+    """Marks of the places of one store, and the id map of the base, which is compared with the current one.
 
     Args:
         store: the rows by id.
@@ -142,7 +139,6 @@ class PlacedMarks(SaverMarks):
     def freeze(
         self, store: Store, name: str, slots: Collection[str] | None, *, keeps_marks: bool = False
     ) -> FrozenRows:
-        """Return the rows and the ids as they are now, and what has changed until now."""
         assert isinstance(store, PlacedStore)
         with store.lock:
             placed, frozen = store.placed(), self._marks.freeze(store.memory, name, slots, keeps_marks=keeps_marks)
@@ -154,8 +150,6 @@ class PlacedMarks(SaverMarks):
 
 
 class PlacedFrozen(FrozenRows):
-    """Rows by id at the moment of a save, and the map that it is compared with."""
-
     def __init__(
         self,
         frozen: FrozenRows,
@@ -175,14 +169,14 @@ class PlacedFrozen(FrozenRows):
 
     @property
     def n_changed(self) -> int:
-        """About how many rows and deleted ids a delta would hold: what was written has mostly moved, too."""
+        """About how many rows and deletes a delta would hold; most ids that moved were written, too."""
         if self._then is None:
             return self.snapshot.n_rows
         n_moved = int(self._moved.sum())
         return min(max(self._frozen.n_changed, n_moved), self.snapshot.n_rows) + sum(map(len, self.erased))
 
     def changed_since(self, base: str) -> Bytes:
-        """Return a bit an id, 1 for those whose row was written, or that have another place or other meta."""
+        """Return a bit an id, 1 if its row was written or it has another place or other meta."""
         self.check_base(base)
         bits = self._frozen.changed_since(base)
         is_written = np.unpackbits(bits, count=self._frozen.snapshot.n_rows, bitorder="little").astype(np.bool_)
@@ -203,6 +197,5 @@ class PlacedFrozen(FrozenRows):
 
     @cached_property
     def erased(self) -> Sequence[Int64s]:  # type: ignore[override]  # looked for once it is asked for
-        """The ids that were in the map of the base and are not now."""
         assert self._then is not None
         return (self._placed.gone(self._then),)

@@ -1,10 +1,10 @@
 """Fingerprints of rows, and which rows have changed by them: for rows that any code may have written.
 
-A print has 8 bytes over all slots: multilinear hashing (Carter and Wegman, JCSS 1979) of the words of a row, which may
-be shorter than 8 bytes. Each is mixed before it is multiplied: a factor carries bits upwards only, and the signs of two
-numbers, which are the highest bits of their words, would cancel each other. Slot after slot: the print of those before
-is where the next begins. All rows are looked at once a save, by the thread that writes; on a device by torch, which has
-few operations on uint64, so words are int64 there, with the same bits: sums and products wrap alike.
+A fingerprint has 8 bytes over all slots: multilinear hashing (Carter and Wegman, JCSS 1979) of the words of a row,
+which may be shorter than 8 bytes. Words are mixed before they are multiplied: a factor carries bits upwards only, and
+the signs of two numbers, the highest bits of their words, would cancel each other. The print of the slots so far is the
+start value for the next slot. Each save looks at all rows once, in the thread that writes. On a device torch does this;
+it has few operations on uint64, so words are int64 there with the same bits: sums and products wrap alike.
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ _TORCH_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def fingerprints(rows: Snapshot, first: int = 0, last: int | None = None) -> Prints:
-    """Return the prints of the rows [first, last) of a snapshot, by default of all; thread-safe.
+    """Return the prints of the rows [first, last) of a snapshot, by default of all. Thread-safe.
 
-    None of them has been read for the last time.
-
-    Rows are read where they lie, without a copy; those that were copied aside meanwhile once more.
+    No row may have been read for the last time. Rows are read in place; those copied aside meanwhile are read once
+    more.
     """
     last = rows.n_rows if last is None else last
     prints = np.empty(last - first, np.uint64)
@@ -64,7 +63,7 @@ def fingerprints(rows: Snapshot, first: int = 0, last: int | None = None) -> Pri
 
 
 def _prints_on_cpu(rows: Snapshot, images: PreImages, begin: int, end: int) -> Prints:
-    """Return the prints of rows on the CPU, in one pass over their memory."""
+    """Read each row once, where it lies."""
     prints = np.zeros(end - begin, np.uint64)
     for spec in rows.slots:
         done = 0
@@ -74,7 +73,7 @@ def _prints_on_cpu(rows: Snapshot, images: PreImages, begin: int, end: int) -> P
 
 
 def _prints_of(rows: Snapshot, some: npt.NDArray[np.int64]) -> Prints:
-    """Return the prints of some rows, from a copy of them."""
+    """Read a copy of the rows."""
     prints = np.zeros(len(some), np.uint64)
     read = {spec.name: np.empty(len(some) * spec.row_bytes, np.uint8) for spec in rows.slots}
     rows.read_slots(some, read, is_last=False)
@@ -84,7 +83,7 @@ def _prints_of(rows: Snapshot, some: npt.NDArray[np.int64]) -> Prints:
 
 
 def _mix(memory: npt.NDArray[np.uint8], spec: SlotSpec, prints: Prints) -> int:
-    """Mix rows of a slot into their prints, and return how many they are."""
+    """Mix rows of a slot into their prints, and return their number."""
     n_rows = len(memory) // spec.row_bytes
     words = memory.view(_WORDS[_word_bytes(spec.row_bytes)]).reshape(n_rows, -1)
     _mix_rows(words, random_odds(0, words.shape[1]), prints[:n_rows])
@@ -93,7 +92,7 @@ def _mix(memory: npt.NDArray[np.uint8], spec: SlotSpec, prints: Prints) -> int:
 
 @compiled
 def _mix_rows(words: Any, factors: Any, prints: Any) -> None:
-    """Mix the words of each row into its print: a sum that does not wait for itself, so that it is made in vectors."""
+    """Mix the words of each row into its print; the sum has no chain of dependencies, so it vectorizes."""
     for row in range(len(words)):
         mixed = prints[row]
         for i in range(words.shape[1]):
@@ -104,13 +103,13 @@ def _mix_rows(words: Any, factors: Any, prints: Any) -> None:
 
 
 def _word_bytes(row_bytes: int) -> int:
-    """Return the size of the longest words of which a row is made."""
+    """Return the size of the longest words that divide a row."""
     return next(n_bytes for n_bytes in (8, 4, 2, 1) if row_bytes % n_bytes == 0)
 
 
 @torch.no_grad()
 def prints_on_device(rows: Snapshot, images: PreImages, begin: int, end: int) -> npt.NDArray[np.uint64]:
-    """Return the prints of the rows [begin, end) of a snapshot; the bytes read were there when this returns."""
+    """Return the prints of the rows [begin, end); the bytes were read before this returns."""
     prints = torch.zeros(end - begin, dtype=torch.int64)
     for spec in rows.slots:
         done, mixed = 0, []
@@ -124,7 +123,7 @@ def prints_on_device(rows: Snapshot, images: PreImages, begin: int, end: int) ->
 
 
 def _mixed(memory: Tensor, spec: SlotSpec, prints: Tensor) -> Tensor:
-    """Return the prints of rows once the words of a slot are mixed into them."""
+    """Return prints with the words of a slot mixed in."""
     n_bytes = _word_bytes(spec.row_bytes)
     if memory.storage_offset() % n_bytes:  # torch shows bytes as longer words only from a multiple of them on
         memory = memory.clone()
@@ -142,7 +141,7 @@ def _mixed(memory: Tensor, spec: SlotSpec, prints: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, n_bits: int) -> Tensor:
-    """Shift unsigned words to the right: torch shifts the sign in."""
+    """Shift right as unsigned words; torch would shift the sign in."""
     return (words >> n_bits).bitwise_and_((1 << 64 - n_bits) - 1)
 
 
@@ -156,14 +155,14 @@ class _Base(NamedTuple):
 
 
 class PrintMarks(SaverMarks):
-    """The prints of the rows of one store as they are in the base of one saver: 8 bytes a row, 16 during a save."""
+    """Prints of the rows of one store in the base of one saver: 8 bytes a row, 16 during a save."""
 
     def __init__(self, store: Store) -> None:
         self.store = weakref.ref(store)
         self._base: _Base | None = None
 
     def begin(self, base: str) -> None:
-        """Count from now on: looks at all rows."""
+        """Start marking; reads all rows."""
         store = self.store()
         if store is not None:
             with store.lock:
@@ -172,7 +171,7 @@ class PrintMarks(SaverMarks):
             rows.close()
 
     def resume(self, base: str, changed: npt.NDArray[np.int64], deleted: npt.NDArray[np.int64]) -> bool:
-        """Count from a base: rows whose prints there are not known get others than they have now."""
+        """Start from a base: rows changed since get wrong prints on purpose, so the next save finds them."""
         store = self.store()
         if store is None or len(deleted):
             return False
@@ -185,7 +184,6 @@ class PrintMarks(SaverMarks):
     def freeze(
         self, store: Store, name: str, slots: Collection[str] | None, *, keeps_marks: bool = False
     ) -> FrozenRows:
-        """Return the rows as they are now; what has changed is looked for when it is asked for."""
         committed = (lambda base: None) if keeps_marks else self._committed
         return FrozenPrints(PrintedRows(store.snapshot(name, slots)), self._base, committed)
 
@@ -194,15 +192,15 @@ class PrintMarks(SaverMarks):
 
 
 class PrintedRows(SnapshotOver):
-    """A snapshot whose prints are taken before its rows are read for the last time. Thread-safe.
+    """A snapshot that takes prints before its rows are read for the last time. Thread-safe.
 
     Attributes:
-        known_prints: those of the rows that have some; None where they were not taken.
+        known_prints: None if they were not taken.
 
     Args:
         rows: the snapshot.
         check: may refuse the prints.
-        some: which rows have prints, from one to another; None for all.
+        some: range of the rows that get prints; None for all.
     """
 
     def __init__(
@@ -217,7 +215,6 @@ class PrintedRows(SnapshotOver):
 
     @property
     def prints(self) -> Prints:
-        """The prints of the rows that have some."""
         with self._lock:
             if self.known_prints is None:
                 prints = fingerprints(self._rows, *self._some)
@@ -232,8 +229,6 @@ class PrintedRows(SnapshotOver):
 
 
 class FrozenPrints(FrozenRows):
-    """Rows at the moment of a save, and the base that their prints are compared with."""
-
     def __init__(self, rows: PrintedRows, then: _Base | None, committed: Callable[[_Base | None], None]) -> None:
         self.snapshot: PrintedRows = rows
         is_comparable = then is not None and then.slots == rows.slots and len(then.prints) == rows.n_rows
@@ -244,11 +239,11 @@ class FrozenPrints(FrozenRows):
 
     @property
     def n_changed(self) -> int:
-        """As many rows as had changed in the save before: how many have is known once all are looked at."""
+        """An estimate from the share that had changed in the save before: all rows would have to be read to know."""
         return self.snapshot.n_rows if self._then is None else round(self._then.share * self.snapshot.n_rows)
 
     def changed_since(self, base: str) -> Bytes:
-        """Return a bit a row, 1 for those whose print is another one; looks at all rows, once."""
+        """Return a bit a row, 1 if its print differs; reads all rows, once."""
         self.check_base(base)
         with self._lock:
             if self._bits is None:
@@ -258,7 +253,7 @@ class FrozenPrints(FrozenRows):
             return self._bits
 
     def committed(self, save_id: str) -> None:
-        """Make this checkpoint the base; unless no row was read, and there are no prints."""
+        """Make this checkpoint the base; if no row was read there are no prints, and no base."""
         prints, before = self.snapshot.known_prints, self._then
         share = 0.0 if prints is None or before is None or not len(prints) else float(np.mean(prints != before.prints))
         self._committed(None if prints is None else _Base(save_id, self.snapshot.slots, prints, share))

@@ -28,15 +28,15 @@ _TRIES = 3  # of a look-up without the lock
 
 
 class RowStore(Store):
-    """The rows of a table, which any number of threads look up and change.
+    """The rows of a table; any number of threads may look up and change them.
 
-    The door: ``visit``, ``insert``, ``write``, ``erase``, ``clear`` and ``adopt`` are the only ways in which
-    a row changes. Each holds the lock, calls snapshots and marks before it changes a row, and is done or not begun
-    whenever an exception ends it. Look-ups never wait; they are repeated when an erase has renumbered rows meanwhile,
-    and take the lock when that happens again and again. For a change that depends on what was read take the ``lock``.
+    ``visit``, ``insert``, ``write``, ``erase``, ``clear`` and ``adopt`` are the only ways to change a row. Each holds
+    the lock, calls snapshots and marks before it changes a row, and is done or not begun whenever an exception ends it.
+    Look-ups do not wait: they are repeated if an erase renumbered rows meanwhile, and take the lock after a few tries.
+    Hold the ``lock`` for a change that depends on what was read.
 
     Attributes:
-        rows: the rows themselves, to be changed only where nothing else uses this store.
+        rows: change them directly only where nothing else uses this store.
     """
 
     def __init__(self, device: torch.device, rows: Rows | None = None) -> None:
@@ -56,8 +56,7 @@ class RowStore(Store):
         return self.rows.columns
 
     @property
-    def further_columns(self) -> Mapping[str, Column]:
-        """The slots that users see beside the embedding, by name."""
+    def further_columns(self) -> Mapping[str, Column]:  # the slots beside the embedding
         return {name: column for name, column in self.columns.items() if name != EMBEDDING}
 
     @property
@@ -74,7 +73,7 @@ class RowStore(Store):
             self._observers.track(marks)
 
     def wait(self) -> None:
-        """Wait until what was asked of the device of the rows is done, in whichever stream."""
+        """Wait for all work on the device of the rows, in any stream."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -92,18 +91,18 @@ class RowStore(Store):
         return columns[EMBEDDING].gather_or(rows, unseen)
 
     def embeddings(self) -> Tensor:
-        """Return a copy of all embeddings, in row order; under the lock."""
+        """Return a copy of all embeddings in row order. Call it under the lock."""
         return self.columns[EMBEDDING].to_tensor(len(self))
 
     def filled_by(self, slots: Mapping[str, str]) -> Mapping[str, str]:
-        """Return which columns a load fills, here -> there, given the slots that it has for these rows."""
+        """Return which columns a load fills, here -> there, from the slots that it has."""
         return slots
 
     def find(self, ids: Int64s) -> Int64s:
         return self.look_up(ids, lambda columns, rows: rows)
 
     def look_up(self, ids: Int64s, take: Take[T]) -> T:
-        """Return what ``take`` makes of the columns and the row of each id, -1 where it is absent."""
+        """Return ``take(columns, rows)``; rows are -1 for absent ids. It may be called several times."""
         for _ in range(_TRIES):
             rows = self.rows
             version = rows.index.version
@@ -115,7 +114,7 @@ class RowStore(Store):
             return take(rows.columns, rows.index.find(ids))
 
     def look_up_or_add(self, ids: Int64s, take: Take[T], embeddings: FirstValues) -> T:
-        """Return the same of ids that all have rows: new ones get theirs, under the lock, with these embeddings."""
+        """The same, but absent ids get rows first, under the lock, with these embeddings."""
         rows = self.rows
         version = rows.index.version
         at = rows.index.find(ids)
@@ -133,7 +132,7 @@ class RowStore(Store):
             return take(self.rows.columns, at)
 
     def visit(self, ids: Int64s, visit: Visit, take: Take[T], embeddings: FirstValues) -> T:
-        """Count and stamp the rows of ``ids``, adding missing ones; return what ``take`` makes of them."""
+        """Count and stamp the rows of ``ids``, adding missing ones; return ``take(columns, rows)``."""
         with self.lock:
             at, _ = self._claim(ids, frozenset(), embeddings)
             self._announce(distinct(at) if self._observers.has_snapshot else at, with_ids=False)  # each row once
@@ -141,9 +140,9 @@ class RowStore(Store):
             return take(self.rows.columns, at)
 
     def insert(self, ids: Int64s, values: Mapping[str, Tensor], embeddings: FirstValues | None = None) -> Int64s:
-        """Set the rows of ``ids`` to values, a tensor a slot, the last of equal ids wins; return the row of each id.
+        """Set rows to ``values``, one tensor a slot, and return the row of each id; the last of equal ids wins.
 
-        New rows get what ``embeddings`` makes of their ids; None for what is in ``values``, or the initial value.
+        New rows get ``embeddings(ids)``; if it is None, what is in ``values``, or the initial value.
         """
         with self.lock:
             at, n_new = self._claim(ids, frozenset(values), embeddings)
@@ -161,9 +160,9 @@ class RowStore(Store):
             return at
 
     def write(self, rows: Int64s, values: Mapping[str, Tensor], flag: Int64s | None = None) -> None:
-        """Set ``rows``, all different, to a tensor a slot, and ``flag[0]`` to 1: all of it or nothing.
+        """Set distinct ``rows`` to one tensor a slot, and ``flag[0]`` to 1: all of it or nothing.
 
-        The rows are those of ids looked up under the lock, or while nothing is erased.
+        Look rows up under the lock, or while nothing is erased.
         """
         with self.lock:
             present = self._settled()
@@ -171,7 +170,7 @@ class RowStore(Store):
             present.write(rows, values, flag)
 
     def erase(self, ids: Int64s) -> int:
-        """Drop the rows of ``ids`` that are present and return how many; the last rows move into the gaps.
+        """Drop the rows of present ids and return how many; the last rows move into the gaps.
 
         Memory is released once half of the rows are gone and no snapshot or look-up reads them any more.
         """
@@ -191,16 +190,16 @@ class RowStore(Store):
             return len(erasure.ids)
 
     def clear(self) -> None:
-        """Drop all rows and their memory; snapshots have the old memory to themselves then."""
+        """Drop all rows. Snapshots keep the old memory."""
         with self.lock:
             self.adopt(self.emptied())
 
     def emptied(self) -> RowStore:
-        """Return a store without rows and with the same slots, to be filled and adopted."""
+        """Return a store with the same slots and no rows, to be filled and adopted."""
         return RowStore(self.device, self.rows.emptied())
 
     def adopt(self, other: RowStore) -> None:
-        """Replace all rows and slots by those of a store that is no longer used."""
+        """Replace all rows and slots by those of ``other``, which must not be used any more."""
         with self.lock:
             self._observers.replaced()
             self.rows = other.rows
@@ -212,10 +211,10 @@ class RowStore(Store):
             return RowStore(device, self.rows.to(device))
 
     def resized(self, dim: int, first_embeddings: Callable[[Int64s, SlotSpec], Tensor]) -> RowStore:
-        """Return a copy whose embeddings, and slots of their shape, have another last dimension.
+        """Return a copy with another last dimension of embeddings and of slots of their shape. Call it under the lock.
 
-        What is too long is cut. New columns of the embedding hold what ``first_embeddings`` makes of the ids, those of
-        slots their initial value. Gradients that wait for the optimizer are of the old rows. Under the lock.
+        Longer rows are cut. New columns of embeddings come from ``first_embeddings``, those of slots hold the initial
+        value. Waiting gradients belong to the old rows.
         """
         rows, columns = self.rows, {}
         shape = rows.columns[EMBEDDING].spec.shape
@@ -240,13 +239,13 @@ class RowStore(Store):
         return RowStore(rows.device, rows.with_columns(rows.device, columns))
 
     def _settled(self) -> Rows:
-        """Return the rows without what an exception has left behind; under the lock, to change them."""
+        """Return the rows, cleaned up after an exception. Call it under the lock, and only to change them."""
         # Not to read them: that may be a signal handler, in the middle of a change of the same thread.
         self.rows.index.settle()
         return self.rows
 
     def _claim(self, ids: Int64s, preset: frozenset[str], embeddings: FirstValues | None) -> tuple[Int64s, int]:
-        """Return the row of each id, and how many are new: at initial values but for ``preset`` slots, unpublished."""
+        """Return the row of each id, and the number of new rows: unpublished, initialized but for ``preset`` slots."""
         rows = self._settled()
         first = len(rows)
         at, new_ids = rows.claim(ids)

@@ -35,7 +35,6 @@ from recckpt.sparse.table.eviction import (
 )
 from recckpt.sparse.table.initializers import InitializerLike, default_initializer
 from recckpt.sparse.table.nn_module import (
-    GradientTaker,
     TableModule,
     check_copy,
     embedding_reader,
@@ -52,14 +51,14 @@ Int64s = npt.NDArray[np.int64]
 
 
 class NotesInserts(Protocol):
-    """Who has to know which rows were given their values, and not begun by training."""
+    """Wants to know which ids ``insert`` adds; training adds others."""
 
     def note_inserted(self, ids: Int64s) -> None:
-        """Take note of ids that are inserted where there was no row."""
+        """Note ids that ``insert`` adds."""
 
 
 class Slots(Mapping[str, Tensor]):
-    """The slots of a store but for the embedding, by name; reading one copies the live rows."""
+    """The slots of a store without the embedding; reading one copies its rows."""
 
     def __init__(self, store: RowStore) -> None:
         self._store = store
@@ -79,11 +78,11 @@ class RowTable(TableModule):
     """A table whose rows are read and changed by id.
 
     Attributes:
-        tracking: what is kept of look-ups in training.
-        eviction: what goes as the table is trained, and how far that is done.
-        admission: what lets ids wait for their rows; None where all get them.
-        companions: tables that stand beside this one in state dicts and checkpoints, and are made of its rows.
-        followers: get to know, for as long as there are such, which ids inserts add; a copy has none.
+        tracking: what look-ups in training leave in the rows.
+        eviction: which rows go as the table trains, and how far that is done.
+        admission: makes ids wait for their rows; None if all ids get rows.
+        companions: tables made of this one's rows, beside it in state dicts and checkpoints.
+        followers: are told which ids ``insert`` adds; a copy of the table has none.
     """
 
     admission: Admission | None = None
@@ -337,9 +336,9 @@ class RowTable(TableModule):
 
     @contextmanager
     def _showing(self, store: RowStore) -> Iterator[None]:
-        """Be read, saved and copied by the rows of another store for a while, which are not trained; no row moves."""
+        """Read, save and copy another store's rows, untrained, in place of the own ones; no row moves."""
         own = {name: getattr(self, name) for name in ("store", "trained_by", "tracking")}
-        self.store, self.trained_by, self.tracking = store, GradientTaker(), Tracking((), self.time)
+        self.store, self.trained_by, self.tracking = store, object(), Tracking((), self.time)
         self.is_trained, self._is_showing = False, True
         try:
             yield
@@ -349,7 +348,7 @@ class RowTable(TableModule):
                 setattr(self, name, value)
 
     def _refuse_shown(self, what: str) -> None:
-        """Raise RuntimeError where a change of the rows would be one of the average that is shown in their place."""
+        """Raise RuntimeError if the rows shown now are those of an average."""
         if self._is_showing:
             raise RuntimeError(
                 f"table {self.name!r}: found {what} inside RowAverage.swap(), where it shows its average: change rows "
@@ -364,7 +363,6 @@ class RowTable(TableModule):
             )
 
     def _check_spec(self, spec: SlotSpec) -> None:
-        """Raise ValueError where the slot exists with another dtype or shape."""
         present = self.store.columns.get(spec.name)
         if present is not None and present.spec != spec:
             raise ValueError(
@@ -380,7 +378,6 @@ class RowTable(TableModule):
         return column.spec
 
     def _own_tables(self) -> list[TableModule]:
-        """Return what stands in state dicts: this table, its candidates and its companions."""
         candidates = None if self.admission is None else self.admission.candidates
         return [self, *([] if candidates is None else [candidates.table]), *self.companions]
 
@@ -390,7 +387,6 @@ class RowTable(TableModule):
             self.admission.forget_present(self.store)
 
     def _copy_rows_of(self, other: types.SavableTable) -> None:
-        """Become a copy of ``other``; where it does not fit, raise ValueError before anything changes."""
         self._refuse_shown("load_state_dict()")
         with other.store.lock if isinstance(other, RowTable) else nullcontext():  # rows of one moment
             ids, embeddings, slots = other.ids(), other.embeddings(), dict(other.slots)

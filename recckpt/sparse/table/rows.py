@@ -1,4 +1,4 @@
-"""Rows of a table and what changes them, for one thread at a time: in compiled calls that no exception interrupts."""
+"""Rows of a table and how they change, for one thread at a time: in compiled calls that no exception interrupts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _AHEAD = 16  # rows lie anywhere, so the next ones are asked for early
 
 
 class Erasure(NamedTuple):
-    """``ids``, present and different, go with their ``rows``; ``movers``, of ``moved_ids``, move into the ``holes``."""
+    """Rows ``rows`` of ``ids`` go; the last rows, ``movers`` with ``moved_ids``, fill the ``holes``."""
 
     rows: Int64s
     ids: Int64s
@@ -40,20 +40,15 @@ class Erasure(NamedTuple):
 def write_rows(
     index: IdIndex, rows: Int64s, columns: Sequence[Column], values: Sequence[Tensor], flag: Int64s | None = None
 ) -> None:
-    """Set ``rows`` of columns on the CPU, publish what is claimed, and set ``flag[0]`` to 1: all of it or nothing."""
+    """Set ``rows`` of CPU columns, publish claims, set ``flag[0]`` to 1: all of it or nothing."""
     fitting = [column.fitting(tensor) for column, tensor in zip(columns, values, strict=True)]
     sources = np.array([tensor.data_ptr() for tensor in fitting], np.int64)
     _write(Addresses.of(columns), rows, sources, index.counts, np.zeros(1, np.int64) if flag is None else flag)
 
 
 def erase_rows(index: IdIndex, erasure: Erasure, columns: Sequence[Column]) -> None:
-    """Forget ids and move rows of columns on the CPU: all of it or nothing."""
+    """Forget ids and move rows of CPU columns: all of it or nothing."""
     _erase(Addresses.of(columns), index.cells, index.counts, *erasure[1:])
-
-
-def keep_rows(places: IdIndex, rows: Int64s, marks: Bytes) -> None:
-    """Publish the places of ``rows`` and mark them: all of it or nothing."""
-    _keep(places.counts, rows, marks)
 
 
 @compiled
@@ -79,16 +74,17 @@ def _erase(  # noqa: PLR0917  # compiled functions take positions only
 
 
 @compiled
-def _keep(counts: Any, rows: Any, marks: Any) -> None:
+def keep_rows(counts: Any, rows: Any, marks: Any) -> None:
+    """Mark ``rows`` and publish what is claimed: all of it or nothing."""
     mark_rows(rows, marks)
     counts[N_ROWS] = counts[N_CLAIMED]
 
 
 class Rows:
-    """Rows 0 to ``len - 1``, all live: an id each, and one column a slot.
+    """Rows 0 to ``len - 1``: an id each, and one column a slot.
 
-    What is claimed lies beyond: memory that is not seen until it is published. A change of rows that are seen is one
-    compiled call, so an exception finds it not begun or done; where slots lie on another device, it is undone.
+    Claimed rows lie behind them, unseen until they are published. A change of published rows is one compiled call, so
+    an exception finds it not begun or done; slots on another device are restored.
     """
 
     def __init__(
@@ -113,7 +109,7 @@ class Rows:
         return self.index.cells.nbytes + self.ids.nbytes + sum(c.nbytes for c in self.columns.values())
 
     def is_still(self, version: int) -> bool:
-        """Return whether no row has been renumbered since the index had this version."""
+        """Return whether no row was renumbered since the index had this version."""
         return version % 2 == 0 and self.index.version == version
 
     def emptied(self) -> Rows:
@@ -126,7 +122,7 @@ class Rows:
         return twin
 
     def with_columns(self, device: torch.device, columns: Mapping[str, Column]) -> Rows:
-        """Return rows of the same ids, in a new era, whose slots of the same names are these columns."""
+        """Return a copy with the same ids and these columns, in a new era."""
         twin = Rows(device, columns, self.initial)
         twin.ids, twin.index = self.ids.to(_CPU), self.index.copy()
         twin.index.settle()
@@ -134,11 +130,11 @@ class Rows:
 
     @property
     def is_half_empty(self) -> bool:
-        """Whether half of the most rows there were are gone, and enough for their memory to count."""
+        """Whether half of the most rows so far are gone, and enough memory to give back."""
         return self.most > MIN_ROWS and 2 * len(self) <= self.most
 
     def fitted(self) -> Rows:
-        """Return the same rows in the memory that they need, of which they share what they need of this one's."""
+        """Return the same rows without spare memory; whole blocks are shared with this one."""
         columns = {name: column.fitted(len(self)) for name, column in self.columns.items()}
         twin = Rows(self.device, columns, self.initial)
         twin.ids, twin.index, twin.era = self.ids.fitted(len(self)), self.index.fitted(), self.era
@@ -161,9 +157,9 @@ class Rows:
             column.reserve(n_rows)
 
     def claim(self, ids: Int64s) -> tuple[Int64s, Int64s]:
-        """Return the row of each id and the ids that are new, whose rows come last, in this order.
+        """Return the row of each id and the new ids; new rows come last, in this order.
 
-        The new rows are not seen until :meth:`write`, or the index, publishes them; their slots hold nothing defined.
+        They are unseen until :meth:`write` or the index publishes them; their slots are uninitialized.
         """
         at, new_ids = self.index.claim(ids)
         if len(new_ids):
@@ -172,14 +168,14 @@ class Rows:
         return at, new_ids
 
     def initialize(self, begin: int, end: int, without: frozenset[str] = frozenset()) -> None:
-        """Give the rows [begin, end), not published yet, the initial value in every slot not named in ``without``."""
+        """Give unpublished rows [begin, end) the initial values of all slots but ``without``."""
         for name, column in self.columns.items():
             if name not in without:
                 for piece in column.pieces(begin, end):
                     piece.fill_(self.initial[name])
 
     def put(self, rows: Int64s, values: Mapping[str, Tensor]) -> None:
-        """Set ``rows``, all different and not published; several threads may do so, each to rows of its own."""
+        """Set distinct unpublished rows; threads may do this at once for different rows."""
         in_sequence = len(rows) > 0 and rows[-1] - rows[0] == len(rows) - 1 and bool((np.diff(rows) == 1).all())
         for name, tensor in values.items():
             if in_sequence:
@@ -188,7 +184,7 @@ class Rows:
                 self.columns[name].scatter(rows, tensor)
 
     def write(self, rows: Int64s, values: Mapping[str, Tensor], flag: Int64s | None = None) -> None:
-        """Set ``rows``, all different, publish what is claimed, and set ``flag[0]``: all of it or nothing."""
+        """Set distinct ``rows``, publish claims, set ``flag[0]`` to 1: all of it or nothing."""
         columns = [self.columns[name] for name in values]
         if self.device == _CPU:
             write_rows(self.index, rows, columns, list(values.values()), flag)
@@ -206,7 +202,7 @@ class Rows:
             raise
 
     def visit(self, rows: Int64s, visit: Visit) -> None:
-        """Count and stamp ``rows``, of which some may be equal, and publish what is claimed: all of it or nothing."""
+        """Count and stamp ``rows``, which may repeat, and publish claims: all of it or nothing."""
         if self.device == _CPU:
             counters = [self.columns[visit.counter]] if visit.counter else []
             stamped = [self.columns[name] for name in visit.stamps]
@@ -227,7 +223,7 @@ class Rows:
         self.write(different, values)
 
     def find_erasure(self, ids: Int64s) -> Erasure:
-        """Return what has to be done to drop those of ``ids`` that are present; the last rows move into the gaps."""
+        """Return how to drop those ids that are present; the last rows move into the gaps."""
         at = self.index.find(ids)
         rows = at[at >= 0]
         if 32 * len(rows) < len(self):
@@ -245,7 +241,7 @@ class Rows:
         return Erasure(rows, gone, moved, movers, rows[:n_holes])
 
     def erase(self, erasure: Erasure) -> None:
-        """Do it, all of it or nothing."""
+        """All of it or nothing."""
         self.most = max(self.most, len(self))
         slots = list(self.columns.values())
         if self.device == _CPU:
@@ -266,7 +262,7 @@ class Rows:
 
 
 def last_occurrence(rows: Int64s) -> Int64s | None:
-    """Return the position of the last of each group of equal rows, None where all are different."""
+    """Return the positions of the last of equal rows; None if all rows are distinct."""
     _, last = np.unique(rows[::-1], return_index=True)
     if len(last) == len(rows):
         return None
@@ -275,12 +271,12 @@ def last_occurrence(rows: Int64s) -> Int64s | None:
 
 
 class Visit(NamedTuple):
-    """How often each of some ids occurs, the slot that counts that, if there is one, and slots that are set.
+    """What a training look-up leaves in the rows.
 
     Attributes:
-        occurrences: one for each id.
-        counter: name of a scalar int64 slot; empty without one.
-        stamps: scalar slot, int64 or float64 -> its new value.
+        occurrences: of each id.
+        counter: a scalar int64 slot that counts them; "" for none.
+        stamps: scalar slot of int64 or float64 -> its new value.
     """
 
     occurrences: Int64s
@@ -309,7 +305,7 @@ def _set_int64_at(typing_context: Any, address: Any, value: Any) -> Any:
 
 @compiled
 def _count(blocks: Any, shift: int, rows: Any, amounts: Any) -> None:
-    """Add amounts to the int64 of ``rows``, of which some may be equal."""
+    """Add amounts to the int64 of ``rows``, which may repeat."""
     mask = (1 << shift) - 1
     last = len(rows) - 1
     for i in range(len(rows)):
@@ -321,7 +317,6 @@ def _count(blocks: Any, shift: int, rows: Any, amounts: Any) -> None:
 
 @compiled
 def _stamp(blocks: Any, shift: int, rows: Any, stamp: int) -> None:
-    """Set the 8 bytes of each of ``rows``."""
     mask = (1 << shift) - 1
     last = len(rows) - 1
     for i in range(len(rows)):

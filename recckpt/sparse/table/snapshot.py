@@ -1,7 +1,7 @@
 """The rows of a table as they were at one moment, while training goes on changing them.
 
-Before a row changes that a writer still needs, its old values are copied aside, once; writers lay them over what they
-have read. So taking a snapshot costs nothing, and only the rows that training changes meanwhile are copied.
+Before a row changes that a writer still needs, its old values are copied aside, once. Writers lay these copies over
+what they have read. So a snapshot costs nothing when it is taken, and only rows that change meanwhile are copied.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ALL = np.zeros(0, np.uint8)  # bits, where all rows are needed
 
 
 class Log:
-    """Rows that were copied aside, each at the next place, on the CPU; its memory serves one snapshot after another."""
+    """Copies of rows on the CPU, in the order in which they were made; the memory serves one snapshot after another."""
 
     def __init__(self, specs: Sequence[SlotSpec]) -> None:
         self.specs = tuple(specs)  # what is copied of a row
@@ -50,10 +50,10 @@ class Log:
 
 
 class PreImages:
-    """Columns of one moment. Training copies aside before it writes; readers lay that over what they read.
+    """Columns at one moment: training copies rows aside before it writes; readers lay the copies over what they read.
 
-    A reader takes the live values first, and only then looks which of its rows were copied aside: whatever it may
-    have read of a row while that was changing is overwritten. Thread-safe. The log is empty and of the same columns.
+    A reader takes the live values first and only then looks which of its rows were copied aside, so values that changed
+    while they were read are overwritten. Thread-safe. The log must be empty and have the same columns.
     """
 
     def __init__(self, n_rows: int, columns: Mapping[str, Column], log: Log) -> None:
@@ -66,7 +66,7 @@ class PreImages:
         self._lock = threading.Lock()
 
     def keep(self, rows: Int64s) -> None:
-        """Copy aside those of ``rows``, all different, that are still needed; they are about to change."""
+        """Copy aside those of the distinct ``rows`` that are still needed; they are about to change."""
         with self._lock:
             if self._open is None:
                 return
@@ -76,7 +76,7 @@ class PreImages:
                 log.places.settle()  # what was claimed here before an interrupt
                 log.copy(rows, columns, self._n_rows)
                 log.places.claim(rows)
-                keep_rows(log.places, rows, self._marks)
+                keep_rows(log.places.counts, rows, self._marks)
             except MemoryError as error:  # the snapshot is lost, but training goes on
                 self._failure, self._open = error, None
             self.n_kept = len(log.places)
@@ -87,10 +87,12 @@ class PreImages:
                 self._failure, self._open = error, None
 
     def read(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
-        """Copy rows of columns into a target each; after ``is_last`` they may change, and are not read again.
+        """Copy rows of columns into one target each. After ``is_last`` they may change, and must not be read again.
 
-        Raises RuntimeError where they were read for the last time before, or this is closed; MemoryError where keeping
-        rows failed; or what :meth:`fail` was given.
+        Raises:
+            RuntimeError: rows were read for the last time before, or this is closed.
+            MemoryError: copying rows aside failed.
+            Exception: what :meth:`fail` was given.
         """
         columns, _ = self._opened()
         for name, target in targets.items():
@@ -116,7 +118,7 @@ class PreImages:
         return all(column.is_on_cpu for column in columns.values())
 
     def memory(self, name: str, begin: int, end: int) -> Iterator[Tensor]:
-        """Yield the bytes of the rows [begin, end) of a column where they lie, which change with the table."""
+        """Yield the bytes of rows in place, which change as the table does."""
         columns, _ = self._opened()
         columns[name].memory.check_unmoved()
         columns[name].wait_for_writes()
@@ -124,7 +126,7 @@ class PreImages:
             yield piece.reshape(-1).view(torch.uint8)
 
     def kept_among(self, begin: int, end: int) -> Int64s:
-        """Return which of the rows [begin, end), none of which was read for the last time, were copied aside."""
+        """Return which of the rows [begin, end) were copied aside; none may have been read for the last time."""
         with self._lock:
             columns, log = self._opened()
             for column in columns.values():  # what was read of them before
@@ -135,22 +137,22 @@ class PreImages:
             return kept
 
     def narrow(self, bits: Bytes) -> None:
-        """Copy aside from now on, and let be read, only rows whose bit is 1; ``bits`` do not change any more."""
+        """From now on protect, and allow to read, only rows whose bit is 1. The bits must not change."""
         with self._lock:
             self._needed = bits
 
     def close(self) -> bool:
-        """Release all memory, and say whether there was any; nothing is copied aside or can be read any more."""
+        """Release all memory, and say whether there was any."""
         with self._lock:
             was_open, self._open = self._open is not None, None
         return was_open
 
     def gather_into(self, rows: npt.NDArray[Any], target: Bytes) -> None:
-        """Copy rows of the only column; as often as one likes."""
+        """Copy rows of the only column; may be repeated."""
         self.read(rows, dict.fromkeys(self._opened()[0], target), is_last=False)
 
     def _opened(self) -> tuple[dict[str, Column], Log]:
-        """Return the columns and the log; raise what :meth:`fail` was given, RuntimeError where this is closed."""
+        """Raise what :meth:`fail` was given, or RuntimeError if this is closed."""
         if self._failure is not None:
             raise self._failure
         if self._open is None:
@@ -159,33 +161,31 @@ class PreImages:
 
 
 class RowIds(Protocol):
-    """The ids of the rows of a snapshot."""
+    """The ids of a snapshot's rows."""
 
     def gather_into(self, rows: npt.NDArray[Any], target: Bytes) -> None:
-        """Copy the ids of rows, as they were at the moment of the snapshot; as often as one likes."""
+        """Copy the ids of rows at the moment of the snapshot; may be repeated."""
 
     def keep(self, rows: Int64s) -> None:
         """Copy aside the ids of ``rows``, which are about to change."""
 
     def narrow(self, bits: Bytes) -> None:
-        """Protect from now on, and let be read, only rows whose bit is 1."""
+        """From now on protect, and allow to read, only rows whose bit is 1."""
 
-    def close(self) -> object:
-        """Release all memory."""
+    def close(self) -> object: ...
 
     def fail(self, error: Exception) -> None:
-        """Let whoever reads from now on get this error."""
+        """Raise this error in all later reads."""
 
 
 class Snapshot:
     """Rows 0 to ``n_rows - 1`` of a table at the moment this is made.
 
-    Reading is thread-safe, also beside the one thread that changes the table; that one calls :meth:`keep` before
-    it writes. Columns are read in their order. ``on_close`` is called once, by :meth:`close`, when the log serves no
-    longer.
+    Reading is thread-safe, also beside the one thread that changes the table and calls :meth:`keep` before it writes.
+    ``on_close`` is called once, when the log is free again.
 
     Attributes:
-        in_place: the slots where they lie, as they are now; None where rows do not lie as they are read.
+        in_place: the live slots; None if rows do not lie as they are read.
     """
 
     def __init__(
@@ -210,7 +210,6 @@ class Snapshot:
 
     @property
     def n_all(self) -> int:
-        """Rows of the table: those of the snapshot."""
         return self.n_rows
 
     @property
@@ -218,21 +217,20 @@ class Snapshot:
         return self._slots.n_kept
 
     def deletes(self) -> Int64s:
-        """Return nothing: who has all rows knows what is not there."""
         return np.empty(0, np.int64)
 
     def keep(self, rows: Int64s, *, with_ids: bool) -> None:
-        """Copy aside the slots of ``rows``, all different, which are about to change, or to belong to other ids."""
+        """Copy aside distinct ``rows``, which are about to change or, ``with_ids``, to get other ids."""
         self._slots.keep(rows)
         if with_ids:
             self._ids.keep(rows)
 
     def read_ids(self, rows: npt.NDArray[Any], target: Bytes) -> None:
-        """Copy the ids of rows; as often as one likes."""
+        """Copy the ids of rows; may be repeated."""
         self._ids.gather_into(rows, target)
 
     def read_slots(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
-        """Copy rows of some slots into a target each; after ``is_last`` they are not read again, in any slot."""
+        """Copy rows of some slots into one target each. After ``is_last`` they must not be read again, in any slot."""
         self._slots.read(rows, targets, is_last=is_last)
 
     def narrow(self, bits: Bytes) -> None:
@@ -254,7 +252,7 @@ class Snapshot:
 
 
 class SnapshotOver(Snapshot):
-    """A snapshot that is read through another one, ``rows``, whose memory it has: a subclass says what is different."""
+    """A snapshot read through another one, ``rows``, whose memory it shares; subclasses say what differs."""
 
     def __init__(self, rows: Snapshot) -> None:
         self.name, self.n_rows, self.slots, self._rows = rows.name, rows.n_rows, rows.slots, rows
@@ -262,7 +260,7 @@ class SnapshotOver(Snapshot):
 
 
 class SnapshotIds:
-    """Ids that ``read_ids`` copies into bytes, read like a column."""
+    """Ids copied by ``read_ids``, with the methods of a column."""
 
     def __init__(self, read_ids: Callable[[npt.NDArray[Any], Bytes], None]) -> None:
         self.gather_into = read_ids

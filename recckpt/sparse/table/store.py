@@ -1,4 +1,4 @@
-"""What savers take of a table whose rows change through one door: snapshots, and sets of marks of what has changed."""
+"""What savers take of a table: snapshots, and marks of what has changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SPARE_BYTES, _SPARE_ID_BYTES = 256 << 20, 16 << 20  # of logs, kept for the nex
 
 
 class MarkSet:
-    """What has changed since one moment: a bit a row, and the ids that were erased; or everything."""
+    """The changes since one moment: a bit a row, and the erased ids; or everything."""
 
     def __init__(self, *, is_replaced: bool) -> None:
         self.is_replaced = is_replaced
@@ -40,14 +40,14 @@ class MarkSet:
         return int(self._count[0])
 
     def mark(self, rows: Int64s, n_rows: int) -> None:
-        """Mark ``rows``, of ``n_rows``, which are about to change."""
+        """Mark ``rows``, which are about to change, in a table of ``n_rows``."""
         if not self.is_replaced:
             self._reserve(n_rows)
             self._own()
             _mark(rows, self.bits, self._count)
 
     def erase(self, ids: Int64s, rows: Int64s, n_rows: int) -> None:
-        """Remember ``ids`` and mark their ``rows``, which are about to be erased: if they are not, nothing is lost."""
+        """Note ``ids`` and mark their ``rows`` before they are erased; should that fail, nothing is lost."""
         if self.is_replaced:
             return
         if 2 * (self.n_erased + len(ids)) > n_rows - len(ids):  # then all rows are hardly more
@@ -57,24 +57,24 @@ class MarkSet:
         self.note_erased(ids)
 
     def note_erased(self, ids: Int64s) -> None:
-        """Remember ``ids``, which have no row by now."""
+        """Note ``ids`` that have no row."""
         self.erased.append(ids)
         self.n_erased += len(ids)
 
     def move(self, erasure: Erasure) -> None:
-        """Follow the rows that have moved over erased ones, and forget the places that nothing is in any more."""
+        """Follow the rows that moved over erased ones, and clear the bits behind the last row."""
         if not self.is_replaced:
             self._own()
             _move_marks(erasure.movers, erasure.holes, self.bits, self._count)
             _unmark(erasure.rows[len(erasure.holes) :], self.bits, self._count)
 
     def replace(self) -> None:
-        """Take everything for changed."""
+        """Mark everything."""
         self.is_replaced = True
         self.bits, self.erased, self._count = np.zeros(0, np.uint8), [], np.zeros(1, np.int64)
 
     def share(self, n_rows: int) -> Bytes:
-        """Return a bit for each of ``n_rows`` rows, in memory that this changes no more; what follows is copied."""
+        """Return a bit a row for ``n_rows`` rows; later changes go to a copy."""
         self._reserve(n_rows)
         self._is_shared = True
         return self.bits
@@ -94,22 +94,21 @@ class MarkSet:
 
 
 class HasMarkSets(Protocol):
-    """Who wants to know which rows change."""
+    """Has the sets in which each change is marked."""
 
     @property
-    def sets(self) -> tuple[MarkSet, ...]:
-        """The sets in which each change is marked."""
+    def sets(self) -> tuple[MarkSet, ...]: ...
 
 
 def marked_rows(bits: Bytes, n_rows: int) -> Int64s:
-    """Return the rows below ``n_rows`` whose bit is 1; ``bits`` are as a set shares them."""
+    """Return the rows below ``n_rows`` whose bit is 1; ``bits`` are those of :meth:`MarkSet.share`."""
     rows: Int64s = _marked_rows(bits.view(np.uint64), n_rows)
     return rows
 
 
 @compiled
 def _mark(rows: Any, bits: Any, count: Any) -> None:
-    """Set the bits of ``rows``; as the others, with the count in one call, which no exception interrupts."""
+    """Set bits and count them in one compiled call, which no exception interrupts; so do the next two."""
     for i in range(len(rows)):
         if not is_marked(bits, rows[i]):
             bits[rows[i] >> 3] |= 1 << (rows[i] & 7)
@@ -126,7 +125,7 @@ def _unmark(rows: Any, bits: Any, count: Any) -> None:
 
 @compiled
 def _move_marks(movers: Any, holes: Any, bits: Any, count: Any) -> None:
-    """Give each of the ``holes`` the bit of its mover, which is 0 then."""
+    """Move the bit of each mover to its hole."""
     for i in range(len(movers)):
         mover, hole = movers[i], holes[i]
         bit = is_marked(bits, mover)
@@ -137,7 +136,6 @@ def _move_marks(movers: Any, holes: Any, bits: Any, count: Any) -> None:
 
 @compiled
 def _marked_rows(words: Any, n_rows: int) -> Any:
-    """Return the rows below ``n_rows`` whose bit is 1, of 64 rows a word."""
     n = 0
     for i in range(len(words)):
         word = words[i]
@@ -163,24 +161,21 @@ class Ids(Protocol):
     def pieces(self, begin: int, end: int) -> Iterator[Tensor]:
         """Yield the ids of the rows [begin, end), piece by piece."""
 
-    def gather(self, rows: npt.NDArray[np.int64]) -> Tensor:
-        """Return the ids of ``rows``."""
+    def gather(self, rows: npt.NDArray[np.int64]) -> Tensor: ...
 
-    def to_tensor(self, n_rows: int) -> Tensor:
-        """Return the ids of the first rows."""
+    def to_tensor(self, n_rows: int) -> Tensor: ...
 
-    def gather_into(self, rows: npt.NDArray[Any], target: npt.NDArray[np.uint8]) -> None:
-        """Copy the bytes of the ids of ``rows`` into ``target``."""
+    def gather_into(self, rows: npt.NDArray[Any], target: npt.NDArray[np.uint8]) -> None: ...
 
 
 class Store(ABC):
-    """Rows that change through one door, where snapshots copy and marks mark them before they do.
+    """Rows that change through one door, where snapshots copy and marks mark them first.
 
     Attributes:
-        lock: is taken by whoever changes rows, and by whoever takes a snapshot.
-        says_what_changes: whether marks get to know which rows change; otherwise fingerprints find them.
-        audit: at every how manyth save the marks of all rows are compared with fingerprints; at each save those of some
-            rows are. None where nothing writes past the marks: of rows that are recckpt's own.
+        lock: hold it to change rows or to take a snapshot.
+        says_what_changes: whether marks are told which rows change; otherwise fingerprints find them.
+        audit: at every n-th save all marks are compared with fingerprints, at each save those of some rows. None if
+            only recckpt writes the rows.
     """
 
     lock: threading.RLock
@@ -188,31 +183,27 @@ class Store(ABC):
     audit: int | None = None
 
     @abstractmethod
-    def __len__(self) -> int:
-        """Return the number of rows."""
+    def __len__(self) -> int: ...
 
     @property
     @abstractmethod
-    def ids(self) -> Ids:
-        """The ids in row order, on the CPU."""
+    def ids(self) -> Ids: ...
 
     @property
     @abstractmethod
-    def columns(self) -> Mapping[str, Column]:
-        """The slots by name."""
+    def columns(self) -> Mapping[str, Column]: ...
 
     @property
     def saved_columns(self) -> Mapping[str, Column]:
-        """The columns that a checkpoint has of these rows, by the names of slots: by default all."""
+        """The columns that a checkpoint holds, by slot name."""
         return self.columns
 
     @property
     def slots(self) -> tuple[SlotSpec, ...]:
-        """The slots of :attr:`saved_columns`, in the order of a file."""
+        """Slots of :attr:`saved_columns`, in the order of a file."""
         return in_order(column.spec for column in self.saved_columns.values())
 
     def find(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the row of each id, -1 where it is absent."""
         here = self.ids.to_tensor(len(self)).numpy()
         order = np.argsort(here)
         at = np.searchsorted(here, ids, sorter=order).clip(max=max(0, len(here) - 1))
@@ -220,44 +211,42 @@ class Store(ABC):
         return np.where(here[rows] == ids, rows, -1) if len(here) else rows
 
     def mark_noted(self) -> None:
-        """Mark the rows that were said to change and are not marked yet: called before marks are read or dropped."""
+        """Mark rows that were announced and are not marked yet; called before marks are read or dropped."""
         return
 
     def distrust(self) -> None:
-        """Take it from now on that rows change without a word."""
+        """Expect changes without marks from now on."""
         self.says_what_changes = False
 
     @abstractmethod
     def snapshot(self, name: str, slots: Collection[str] | None = None) -> Snapshot:
-        """Return the rows of the table ``name`` as they are now, which stay so, with all slots or some of them."""
+        """Return the rows as they are now, with all slots or some; they stay so while the table changes."""
 
     @abstractmethod
     def track(self, marks: HasMarkSets) -> None:
-        """Note in these marks, for as long as they are held, all that changes."""
+        """Mark all changes in these marks, as long as somebody holds them."""
 
 
 def in_order(slots: Iterable[SlotSpec]) -> tuple[SlotSpec, ...]:
-    """Return slots in the order of their columns in the file: ``embedding`` first, the others by name."""
+    """Sort slots as a file has them: ``embedding`` first, the others by name."""
     return tuple(sorted(slots, key=lambda slot: (slot.name != EMBEDDING, slot.name)))
 
 
 class StoredTable(Protocol):
-    """A table whose rows are in a :class:`Store`."""
+    """A table with its rows in a :class:`Store`: ours, and live ones."""
 
     name: str
 
     @property
-    def store(self) -> Store:
-        """The rows."""
+    def store(self) -> Store: ...
 
 
 def is_stored(table: object) -> TypeGuard[StoredTable]:
-    """Say whether the rows of a table are in a :class:`Store`: of our own tables, and of live ones."""
     return isinstance(getattr(table, "store", None), Store)
 
 
 class Observers:
-    """The snapshots and marks of one store, each for as long as it is held. Used under the lock of the store."""
+    """Snapshots and marks of one store, as long as somebody holds them. Used under the lock of the store."""
 
     def __init__(self) -> None:
         self._snapshots: list[weakref.ref[Snapshot]] = []
@@ -266,7 +255,6 @@ class Observers:
 
     @property
     def has_snapshot(self) -> bool:
-        """Whether rows are copied aside before they change."""
         return any(reference() is not None for reference in self._snapshots)
 
     @property
@@ -276,14 +264,14 @@ class Observers:
     def snapshot(
         self, name: str, n_rows: int, ids: Column | RowIds, columns: Mapping[str, Column], slots: Collection[str] | None
     ) -> Snapshot:
-        """Return the first ``n_rows`` rows as they are now, with some ``slots`` of the columns, or with all.
+        """Return the first ``n_rows`` rows as they are now.
 
         Args:
             name: the table.
-            n_rows: of the table.
-            ids: a column that may change, or ids that stay as they are.
-            columns: by the names of slots.
-            slots: those that are read.
+            n_rows: rows of the table.
+            ids: a column that may change, or ids that do not.
+            columns: by slot name.
+            slots: those to be read; None for all.
         """
         names = sorted(columns, key=lambda slot: (slot != EMBEDDING, slot))
         columns = {slot: columns[slot] for slot in names if slots is None or slot in slots}
@@ -303,9 +291,9 @@ class Observers:
         self._marks = [*(r for r in self._marks if r() is not None), weakref.ref(marks)]
 
     def announce(self, rows: Int64s, n_rows: int, *, with_ids: bool) -> None:
-        """Let snapshots copy, and marks mark, ``rows``, all different where there is a snapshot, that change now.
+        """Let snapshots copy, and marks mark, ``rows`` that change now; distinct rows if there is a snapshot.
 
-        ``n_rows`` is how many the store has; ``with_ids`` says that the rows are about to belong to other ids.
+        ``n_rows`` is the size of the store; ``with_ids`` if the rows are about to get other ids.
         """
         self.keep(rows, with_ids=with_ids)
         self.mark(rows, n_rows)
@@ -315,7 +303,6 @@ class Observers:
             marks.mark(rows, n_rows)
 
     def keep(self, rows: Int64s, *, with_ids: bool) -> None:
-        """Let snapshots copy rows aside that are about to change."""
         for reference in self._snapshots:
             snapshot = reference()
             if snapshot is not None and len(rows):
@@ -329,18 +316,18 @@ class Observers:
         return [some for reference in self._marks if (marks := reference()) is not None for some in marks.sets]
 
     def fail_snapshots(self, error: Exception) -> None:
-        """Let whoever still reads a snapshot get this error: rows changed before they were copied aside."""
+        """Raise this error in all further reads of snapshots: rows changed before they were copied aside."""
         for reference in self._snapshots:
             snapshot = reference()
             if snapshot is not None:
                 snapshot.fail(error)
 
     def forget_snapshots(self) -> None:
-        """Copy nothing aside any more for the snapshots of now."""
+        """Stop copying rows aside for the present snapshots."""
         self._snapshots = []
 
     def _take_back(self, ids: Log | None, slots: Log) -> None:
-        """Keep some of the memory of a snapshot that is over for the next one."""
+        """Keep some memory of a closed snapshot for the next one."""
         if ids is not None:
             ids.forget(_SPARE_ID_BYTES)
         slots.forget(_SPARE_BYTES)

@@ -37,7 +37,7 @@ _OTHER_DRAWS = (
 
 
 class TableOptions(TypedDict, total=False):
-    """The arguments of :class:`HashTable` beside its shape and its name."""
+    """Further arguments of :class:`HashTable`."""
 
     dtype: torch.dtype
     device: str | torch.device
@@ -267,28 +267,27 @@ class HashTable(RowTable):
         return None if counts is None else cast(HashTable, counts.table)
 
     def _made_candidates(self, n_values: int, dtype: torch.dtype, name: str) -> HashTable:
-        """Return an empty table for counts of ids that have no row, in this slice and on the CPU."""
         table = HashTable(n_values, name=f"{self.name}.{name}", dtype=dtype, device="cpu", slice=self.slice)
         table.is_trained = False
         return table
 
 
 def inserts(table: RowTable, admit: bool | None) -> bool:
-    """Return whether a training look-up with this ``admit`` inserts and counts: by default unless it is frozen."""
+    """Return whether a training look-up inserts and counts; by default if the table is not frozen."""
     return table.is_trained and (table.requires_grad if admit is None else flag("admit", admit))
 
 
 def counts_occurrences(table: RowTable) -> bool:
-    """Return whether a look-up of this moment has to know how often each id occurs."""
+    """Return whether a look-up now needs the number of occurrences of each id."""
     waits = table.admission is not None and table.admission.candidates is not None
     return table.training and (table.tracking.counts or waits)
 
 
 def fetch(table: RowTable, ids: Int64s, occurrences: Int64s | None = None, *, admit: bool) -> Fetched:
-    """Return the embeddings of ``ids`` as a call of the table does, but not differentiable, and which have rows.
+    """Return embeddings as a call of the table does, without a graph, and the positions of ids with rows; None for all.
 
-    Without ``occurrences`` each of the ids counts for one. Of padding nothing is inserted or counted, and it is not
-    among those that have rows, which alone get gradients.
+    Without ``occurrences`` each id counts once. Padding is not inserted or counted, and counts as an id without a row:
+    only ids with rows get gradients.
     """
     if table.padding_id is not None and len(places := np.flatnonzero(ids != table.padding_id)) < len(ids):
         of_others = None if occurrences is None else occurrences[places]
@@ -313,7 +312,7 @@ def fetch(table: RowTable, ids: Int64s, occurrences: Int64s | None = None, *, ad
 
 
 def _fetch_rows(table: RowTable, ids: Int64s, occurrences: Int64s | None) -> Tensor:
-    """Return the embeddings of ``ids``, which all get rows, counted and dated if that is tracked."""
+    """Return the embeddings of ``ids``, giving rows to all of them, counted and dated if that is tracked."""
     capacity = table.eviction.plan.capacity
     if capacity is not None and len(ids) > capacity.n and (n_ids := len(distinct(ids))) > capacity.n:
         raise ValueError(
@@ -328,16 +327,16 @@ def _fetch_rows(table: RowTable, ids: Int64s, occurrences: Int64s | None) -> Ten
 
 
 def _fetched_again(table: RowTable, ids: Int64s) -> Fetched | None:
-    """Return what a training look-up of these ids has read before the backward pass, and which of them had rows.
+    """Return what a training look-up of these ids read before the backward pass, and which of them had rows.
 
-    It has counted, dated and inserted all that there is. None where this cannot be that look-up once more, since there
-    is an id without a row in a table in which all get one.
+    That look-up has done all counting, dating and inserting. None if this cannot be its recomputation, since an id has
+    no row in a table where all get one.
     """
     if TorchInitializer in {type(table.initializer), type(getattr(table.initializer, "otherwise", None))}:
         warn_once(table, "recomputation", _OTHER_DRAWS)
     read, admission = embedding_reader(table), table.admission
     embeddings, rows = table.store.look_up(ids, lambda columns, rows: (read(columns, rows), rows))
-    is_present = (rows >= 0) if admission is None else (rows >= 0) & ~admission.refusals.of(ids)
+    is_present = (rows >= 0) if admission is None else (rows >= 0) & ~admission.refused(ids)
     refused = np.flatnonzero(~is_present)
     if len(refused) == 0:
         return embeddings, None

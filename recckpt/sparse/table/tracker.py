@@ -1,21 +1,20 @@
-"""Which rows have changed since the checkpoint from which a saver counts: its base.
+"""Which rows have changed since the base of a saver: the checkpoint that its next delta stands on.
 
-A saver that wants to write deltas keeps one ``Tracker``, and on each rank, at each save::
+A saver that writes deltas keeps one ``Tracker``. On each rank, at each save::
 
     frozen = [tracker.freeze(table) for table in tables]     # the moment of the save; training may go on
-    replaced = [some.is_replaced(base) for some in frozen]   # then all ranks agree: replaced on one is on all;
-                                                             # some.n_changed is for the choice of a delta
-    sources = [some.snapshot or some.delta(base) ...]        # all rows, or what has changed; to be closed as ever
-    frozen[i].committed(save_id)                             # the checkpoint is the base now; or, however else it ends,
-    frozen[i].failed()                                       # also with an ephemeral commit: the base stays
+    replaced = [some.is_replaced(base) for some in frozen]   # the ranks agree: replaced on one is replaced on all;
+                                                             # some.n_changed helps to choose delta or full
+    sources = [some.snapshot or some.delta(base) ...]        # all rows, or the changed ones; close them as usual
+    frozen[i].committed(save_id)                             # the checkpoint is the base now; or, however else the save
+    frozen[i].failed()                                       # ends, an ephemeral commit included: the base stays
 
-After a whole restore ``tracker.begin(table, save_id)``. Nothing is ever forgotten: a save that never ends has failed,
-and whatever the base of a table is not known to be, the table is replaced. A table without a tracker marks nothing.
-Thread-safe; but not to be called in the middle of a change by the same thread, as a signal handler might.
+After a full restore call ``tracker.begin(table, save_id)``. A save that never ends has failed; a table whose base is
+not known is replaced. A table without a tracker marks nothing. Thread-safe, but never call it in the middle of a change
+in the same thread, as a signal handler might.
 
-Marks of rows that others write are compared with fingerprints, of some rows at each save and now and then of all: what
-writes past the marks is found once the rows that it wrote are looked at, and each row is after a bounded number of
-saves.
+Marks of rows that other code writes are compared with fingerprints: of some rows at each save, of all now and then. So
+a write past the marks is found after a bounded number of saves.
 """
 
 from __future__ import annotations
@@ -48,16 +47,14 @@ _WARNING = (
 # A save looks at this part of the rows of a table, but at no more than so many bytes, and so many rows for each that it
 # writes: about 3 % of the processor time of a delta.
 _PART, _FIRST_BYTES, _ROWS_A_CHANGE = 1 / 64, 1 << 20, 1 / 4
-_N_REPLACED = (
-    2  # saves running that hold all rows for want of marks: after these nothing is looked at until one has some
-)
+_N_REPLACED = 2  # full saves in a row without marks; after these nothing is compared until there are marks
 Freeze = Callable[[StoredTable, Collection[str] | None], FrozenRows]
 
 
 class _Then(NamedTuple):
-    """The prints of the rows, each as of the commit of a save that looked at it, and which were marked since.
+    """The print of each row at the last save that looked at it, and which rows were marked since.
 
-    Four bytes of a print are enough here: they need not find each row, but that there are any.
+    Four bytes of a print suffice: it need not name each row, only notice that there are some.
     """
 
     slots: tuple[SlotSpec, ...]
@@ -66,7 +63,7 @@ class _Then(NamedTuple):
     next_row: int  # that is looked at
 
     def share(self, n_changed: int) -> tuple[int, int]:
-        """Return from which row to which one a save looks that writes so many."""
+        """Return the range of rows that a save with so many changes looks at."""
         n_rows, row_bytes = len(self.prints), sum(spec.row_bytes for spec in self.slots)
         n_first = _FIRST_BYTES / max(1, row_bytes)
         n = max(n_first, min(n_rows * _PART, n_first + n_changed * _ROWS_A_CHANGE))
@@ -74,11 +71,11 @@ class _Then(NamedTuple):
 
 
 class AuditedMarks(SaverMarks):
-    """Marks of one store for one saver, which each save compares with the fingerprints of some rows, in turn.
+    """Marks of one store for one saver; each save compares some of them with fingerprints.
 
-    Once they have missed a row they are trusted no more: fingerprints find what changes from then on. The save that
-    finds it holds all rows, and so does the one after it, since what is not seen may have written while it read.
-    Where ``every`` is not 0 the save that finds it fails instead, and every ``every``-th one looks at all rows.
+    Marks that have missed a row are not trusted any more: from then on fingerprints find the changes. The save that
+    finds it holds all rows, and so does the next one, since the unseen writer may have written while it read. If
+    ``every`` is not 0, the save that finds it fails instead, and every ``every``-th save looks at all rows.
     """
 
     def __init__(self, store: Store, every: int) -> None:
@@ -88,7 +85,7 @@ class AuditedMarks(SaverMarks):
         self._then: _Then | None = None
 
     def begin(self, base: str) -> None:
-        """Count from now on: looks at all rows."""
+        """Start marking; reads all rows."""
         self._marks.begin(base)
         store = self.store()
         if store is not None and isinstance(self._marks, Marks):
@@ -103,7 +100,7 @@ class AuditedMarks(SaverMarks):
     def freeze(
         self, store: Store, name: str, slots: Collection[str] | None, *, keeps_marks: bool = False
     ) -> FrozenRows:
-        """Return the rows as they are now; a near save compares nothing: the next save does, with the same marks."""
+        """Return the rows as they are now. A near save compares nothing; the next save has the same marks."""
         frozen = self._marks.freeze(store, name, slots, keeps_marks=keeps_marks)
         if keeps_marks or not isinstance(frozen, Frozen):
             return frozen
@@ -118,7 +115,7 @@ class AuditedMarks(SaverMarks):
         )
 
     def resume(self, base: str, changed: Int64s, deleted: Int64s) -> bool:
-        """Count from a base: the next save looks at all rows."""
+        """Start from a base; the next save looks at all rows."""
         self._then = None
         return self._marks.resume(base, changed, deleted)
 
@@ -134,13 +131,13 @@ class AuditedMarks(SaverMarks):
 
 
 class AuditedFrozen(FrozenRows):
-    """Rows as they were at a save; while they are read, the marks of some are compared with their fingerprints.
+    """Rows frozen with marks; while they are read, some marks are compared with fingerprints.
 
     Args:
-        frozen: the rows, and which are marked.
-        then: their fingerprints at the commit before; None where they are not known.
-        committed: called with the fingerprints known before this save and those known once it is the base.
-        distrust: is called where a row was missed.
+        frozen: the rows and their marks.
+        then: fingerprints at the commit before; None if they are not known.
+        committed: called with the fingerprints known before this save and after it.
+        distrust: called if a row was missed.
         is_whole: whether all rows are looked at.
         is_strict: whether a missed row fails the save.
     """
@@ -170,14 +167,13 @@ class AuditedFrozen(FrozenRows):
         return self._frozen.n_changed
 
     def changed_since(self, base: str) -> Bytes:
-        """Return a bit a row, 1 for those that are marked; for all where one was missed."""
+        """Return a bit a row, 1 if it is marked; all bits are 1 if a row was missed."""
         self.check_base(base)
         _ = self.snapshot.prints  # before rows other than those that changed are released
         bits = self._frozen.bits
         return np.full_like(bits, 255) if self._has_missed else bits
 
     def committed(self, save_id: str) -> None:
-        """Make this checkpoint the base, and note what is known of its rows."""
         self._frozen.committed(save_id)
         then, prints = self._then, self.snapshot.known_prints
         if then is None:
@@ -195,7 +191,7 @@ class AuditedFrozen(FrozenRows):
         self._frozen.failed()
 
     def _check(self, prints: npt.NDArray[np.uint64]) -> None:
-        """Look for rows that have changed since their prints were taken, and were marked neither then nor now."""
+        """Look for rows whose print changed without a mark."""
         then, begin, end = self._then, self._begin, self._end
         if then is None:
             return
@@ -215,12 +211,11 @@ class AuditedFrozen(FrozenRows):
 
 
 def _then(slots: tuple[SlotSpec, ...], prints: npt.NDArray[np.uint64]) -> _Then:
-    """Return what is known of rows all of which were looked at."""
     return _Then(slots, prints.astype(np.uint32), np.zeros(8 * -(-len(prints) // 64), np.uint8), 0)
 
 
 class Tracker:
-    """The marks of the tables of one saver; those of two savers know nothing of each other."""
+    """Marks of the tables of one saver; savers know nothing of each other."""
 
     def __init__(self) -> None:
         self._marks: dict[str, SaverMarks] = {}
@@ -231,26 +226,26 @@ class Tracker:
     def freeze(
         self, table: StoredTable, slots: Collection[str] | None = None, *, keeps_marks: bool = False
     ) -> FrozenRows:
-        """Return the rows as they are now, and which of them have changed; of some slots, or of all.
+        """Return the rows as they are now with some slots or all, and which have changed.
 
-        For a near save, which ``keeps_marks``, these stay as they are, however it ends.
+        With ``keeps_marks``, for near saves, base and marks stay as they are however the save ends.
         """
         return self._of(table).freeze(table.store, table.name, slots, keeps_marks=keeps_marks)
 
     def resume(self, table: StoredTable, base: str, changed: Int64s, deleted: Int64s) -> None:
-        """Count from the checkpoint with this save id, of which the rows of some ids are others by now.
+        """Start marking from a checkpoint.
 
         Args:
-            table: all other rows are exactly those of the checkpoint.
-            base: its save id.
-            changed: ids whose rows are others, or new.
+            table: equals the checkpoint in all other rows.
+            base: save id of the checkpoint.
+            changed: ids whose rows differ or are new.
             deleted: ids of the checkpoint that are gone.
         """
         if not self._of(table).resume(base, changed, deleted):
             self.forget(table)
 
     def forget(self, table: StoredTable) -> None:
-        """Count from nothing: the next save holds all rows of the table."""
+        """Drop the base: the next save holds all rows of the table."""
         self._marks.pop(table.name, None)
 
     def is_unchanged(self, table: StoredTable, base: str) -> bool:
