@@ -1,4 +1,4 @@
-"""Averages of the rows of a model, beside its tables; dense parameters are averaged as ever."""
+"""Averages of the rows of tables; dense parameters are averaged by torch."""
 
 from __future__ import annotations
 
@@ -30,25 +30,24 @@ _NO_IDS = np.empty(0, np.int64)
 
 
 class Follower:
-    """The marks of one table for one average of it, since the last update.
+    """Marks of one table for one average of it, since the last update.
 
-    A new id begins at what :func:`first_embeddings` makes of it, as the row of an ``nn.Embedding`` would have
-    before its first step. Rows that :meth:`HashTable.insert`, a load or ``clear()`` and what follows it bring have not
-    begun there: they begin at what they are.
+    A new id begins at its :func:`first_embeddings`, as the row of an ``nn.Embedding`` before its first step. Rows from
+    :meth:`HashTable.insert` or a load, and those that follow ``clear()``, begin at their values.
     """
 
     def __init__(self, table: RowTable) -> None:
         self.table = weakref.ref(table)
         self._tracker = Tracker()
         self._inserted: list[Int64s] = []  # ids that insert() has added since the last update
-        self._eras: tuple[object, object] | None = None  # of the rows of both at the last update
+        self._eras: tuple[object, object] | None = None  # of both stores at the last update
         table.followers.append(weakref.ref(self))
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> None:
-        """Leave a copy of an average without one: it takes all rows at its first update."""
+        """A copy of an average has none, and takes all rows at its first update."""
 
     def note_inserted(self, ids: Int64s) -> None:
-        """Take note of ids that are inserted where there was no row."""
+        """Note ids that ``insert`` adds."""
         self._inserted.append(ids)
 
     def update(self, table: RowTable, average: AverageStore, kept: float) -> None:
@@ -75,8 +74,8 @@ class Follower:
             changes = frozen.delta(_BASE, narrows=False)
             rows, gone = changes.rows, changes.erased  # one that is there again begins anew
         average.drop(gone)
-        # The ids whose rows do not begin at their first embeddings. None for all, where the table was loaded or cleared
-        # and the average was not: what that has is not resumed.
+        # Ids whose rows do not begin at their first embeddings; None for all, if the table was loaded or cleared and
+        # the average was not.
         inserted: Int64s | None = distinct(_NO_IDS, *self._inserted)
         if self._eras is not None and table.store.rows.era is not self._eras[0] and average.rows.era is self._eras[1]:
             inserted = None
@@ -90,7 +89,7 @@ class Follower:
             average.update(ids, values, kept, first)
 
     def _first(self, table: RowTable, new_ids: Int64s, inserted: Int64s | None) -> Tensor:
-        """Return what new ids begin at; from the row of another id, which may have changed since, as they are now."""
+        """Return what new ids begin at; with FromRow their values now, since the other row may have changed."""
         if isinstance(table.initializer, FromRow):
             inserted = None
         if inserted is None or np.isin(new_ids, inserted).any():
@@ -105,17 +104,10 @@ class Follower:
 
 
 class AverageTable(HashTable):
-    """The averages of a table, empty at first.
+    """The averages of the table ``of``, empty at first.
 
-    Look-ups read, in training mode too. The optimizer's slots, counters, admission and eviction are left to the table
-    that is followed: the rows that go there go here.
-
-    Args:
-        table: the one that is followed.
-        name: in checkpoints.
-
-    Attributes:
-        of: the name of the table that is followed.
+    Look-ups only read, in training mode too. Optimizer slots, counters, admission and eviction stay with the followed
+    table: rows that go there go here.
     """
 
     is_trained = False
@@ -134,14 +126,14 @@ class AverageTable(HashTable):
         self._follower: Follower | None = None
 
     def follow(self, table: RowTable, kept: float) -> None:
-        """Take part in an update that keeps this share of the average, after a step of the table."""
+        """Make an update that keeps this share of the average, after a step of the table."""
         if self._follower is None or self._follower.table() is not table:
             self._follower = Follower(table)
         self.padding_id = table.padding_id
         self._follower.update(table, self.store, kept)
 
     def _copy_rows_of(self, other: types.SavableTable) -> None:
-        """Become a copy of an average, or stand at the rows of another table until the next update."""
+        """Become a copy of an average, or hold the rows of another table until the next update."""
         with other.store.lock if isinstance(other, RowTable) else nullcontext():  # rows of one moment
             ids, embeddings = flat_ids(other.ids()), other.embeddings()
             rows = other.store.to(self.device) if isinstance(other, AverageTable) else None
@@ -158,20 +150,20 @@ class AverageTable(HashTable):
 class RowAverage:
     """The exponential moving average of the rows of a model.
 
-    What averages parameters, such as ``torch.optim.swa_utils.AveragedModel``, does not reach rows: this does. A row
-    becomes ``decay * average + (1 - decay) * row`` with each :meth:`update`, whose cost follows the rows that have
-    changed since the last one. A new id begins at its first embeddings, as the row of an ``nn.Embedding`` would have;
-    erased ids go.
+    Averages of parameters, such as ``torch.optim.swa_utils.AveragedModel``, do not include rows of tables. Each
+    :meth:`update` makes an average ``decay * average + (1 - decay) * row``; its cost grows with the rows that have
+    changed since the last one. A new id begins at its first embeddings, like the row of an ``nn.Embedding``; erased ids
+    go.
 
-    The averages are tables of their own, ``f"{table}.{name}"``, which stand beside those of the model in state dicts: a
+    The averages are tables of their own, ``f"{table}.{name}"``, in state dicts beside those of the model: a
     :class:`recckpt.Saver` or manager of the model saves and restores them, so make this before ``restore()``.
 
     Not collective: each rank averages the rows that it owns. Not thread-safe.
 
     Args:
         model: the model that is trained.
-        decay: what an update keeps of the average, 0 to 1.
-        name: what the averages are called behind the names of their tables; several of one model need different ones.
+        decay: the share of the average that an update keeps, 0 to 1.
+        name: suffix of the averages' names; several averages of one model need different ones.
 
     Attributes:
         decay: as it was given.
@@ -196,14 +188,14 @@ class RowAverage:
 
     @property
     def tables(self) -> Mapping[str, HashTable]:
-        """The averages by the names of their tables: read them as any table; an optimizer refuses them."""
+        """The averages by the names of their tables; read them like any table, but do not train them."""
         return dict(self._averages)
 
     def update(self, decay: float | None = None) -> None:
         """Average the rows that have changed; call it after each step of the optimizers, or each n-th.
 
         Args:
-            decay: of this update alone, for one that warms up; None for that of all.
+            decay: for this update only, such as a warm-up; None for the usual one.
 
         Raises:
             ValueError: ``decay`` is out of range, or the model has other tables than before, or a resized one.
@@ -216,11 +208,11 @@ class RowAverage:
 
     @contextmanager
     def swap(self) -> Iterator[None]:
-        """Let the tables of the model show their averages inside ``with``: for validation, or a save of the averages.
+        """Show the averages in place of the model's rows inside ``with``: for validation, or to save the averages.
 
-        No row moves. Look-ups insert and count nothing, in training mode too, sparse optimizers refuse to step, and so
-        does the table any other change of its rows, as by ``insert`` or a load. What is saved or copied inside is the
-        average, without the optimizer's slots. Dense layers stay those of training: average them by
+        No row moves. Look-ups insert and count nothing, also in training mode; sparse optimizers refuse to step, and
+        tables refuse all other changes of rows, as by ``insert`` or a load. A save or copy inside holds the averages,
+        without the optimizer's slots. Dense layers stay as trained: average them by
         ``torch.optim.swa_utils.AveragedModel``, and show both together (docs/rows.md).
 
         Raises:
@@ -237,7 +229,7 @@ class RowAverage:
                 self._is_swapped = False
 
     def apply(self) -> None:
-        """Give the rows of the model the values of their averages, from now on; slots of optimizers stay.
+        """Set the rows of the model to their averages; slots of optimizers stay.
 
         Raises:
             RuntimeError: this is inside :meth:`swap`.
@@ -254,11 +246,7 @@ class RowAverage:
                     table.store.write(rows[present], {EMBEDDING: values})
 
     def _pairs(self) -> list[tuple[AverageTable, HashTable]]:
-        """Return the averages, each beside its table as the model has it now.
-
-        Raises:
-            ValueError: the model has other tables than before, or one was resized.
-        """
+        """Return the averages, each with its table; ValueError if the model has other tables now, or a resized one."""
         tables = {table.name: table for table in _trained_tables(self._model)}
         if tables.keys() != self._averages.keys():
             raise ValueError(

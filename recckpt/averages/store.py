@@ -1,10 +1,10 @@
-"""The rows of an average: what a row was, what it drifts to, and since when; read as the averages of one moment.
+"""The rows of an average: the average, the model's value it drifts to, and since when; read as of one moment.
 
-An update makes of an average ``e`` and a value ``w`` of the model ``kept * e + (1 - kept) * w``. Where ``w`` stays as
-it is, many updates are one, which keeps the product of their shares. So a row has its average and the model's value as
-of the update at which that changed last, and the time of it on a clock that runs by ``-log(kept)`` with each update.
+An update turns an average ``e`` and a value ``w`` of the model into ``kept * e + (1 - kept) * w``. While ``w`` stays,
+many updates are one that keeps the product of their shares. So a row holds its average and the model's value as of the
+last update at which that value changed, and the time of it on a clock that advances by ``-log(kept)`` with each update.
 
-The clock is an integer: differences of it are exact, so a row saved by its distance to the clock goes on bit for bit.
+The clock is an integer: its differences are exact, so a row saved by its distance to the clock goes on bit for bit.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from recckpt.sparse.table.column import Column
 from recckpt.sparse.table.kernels import compiled
 from recckpt.sparse.table.row_store import FirstValues, RowStore
 from recckpt.sparse.table.rows import Rows
-from recckpt.sparse.table.snapshot import Snapshot
+from recckpt.sparse.table.snapshot import Snapshot, SnapshotOver
 from recckpt.types import EMBEDDING, SlotSpec
 
 Int64s = npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
 UNKNOWN = -(1 << 63)  # in place of a time: the row is its average, and what it drifts to is not known
-_TICKS = 1 << 40  # of the clock in a factor of e
+_TICKS = 1 << 40  # of the clock while a share falls by a factor of e
 _NOTHING = 750  # exp(-750) is 0.0
 _COMPILED = {torch.float32, torch.float64}
 _CLOCK_END = 1 << 61  # far from where int64 ends
@@ -40,22 +40,18 @@ _COLUMNS = {FROM: EMBEDDING, OF: OF, SINCE: SINCE}  # slot of a snapshot -> of t
 
 
 def ticks(kept: float) -> int:
-    """Return by how much the clock moves at an update that keeps such a share."""
     return round(min(-math.log(kept), _NOTHING) * _TICKS) if kept > 0 else _NOTHING * _TICKS
 
 
 def weights(times: Int64s, clock: int) -> Float64s:
-    """Return which share of the average each row still has at a time of the clock."""
+    """Return the share of the average that each row still has."""
     is_known = times != UNKNOWN
     ages = np.where(is_known, np.maximum(clock - np.where(is_known, times, clock), 0), 0)
     return np.exp(ages / -_TICKS)
 
 
 def mixed(averages: Tensor, values: Tensor, shares: Float64s, dtype: torch.dtype) -> Tensor:
-    """Return ``share * average + (1 - share) * value`` for each row, in float64 and rounded once to ``dtype``.
-
-    It is exact for shares of 0 and 1.
-    """
+    """Return ``share * average + (1 - share) * value`` for each row, in float64, rounded once; exact for 0 and 1."""
     if averages.device.type == "cpu" and {averages.dtype, values.dtype, dtype} <= _COMPILED:
         out = torch.empty(averages.shape, dtype=dtype, device="cpu")
         rows, others = averages.contiguous().flatten(1), values.contiguous().flatten(1)
@@ -69,7 +65,7 @@ def mixed(averages: Tensor, values: Tensor, shares: Float64s, dtype: torch.dtype
 
 @compiled
 def _mix(averages: Any, values: Any, shares: Any, out: Any) -> None:
-    """Mix row by row: what a row comes to does not depend on those beside it."""
+    """Mix row by row: a row's result does not depend on other rows."""
     for i in range(len(shares)):
         share, rest = shares[i], 1.0 - shares[i]
         for j in range(out.shape[1]):
@@ -82,13 +78,13 @@ def _mix(averages: Any, values: Any, shares: Any, out: Any) -> None:
 
 
 class AverageStore(RowStore):
-    """Rows of which ``embedding`` is the average at the time ``SINCE``, and ``OF`` the model's row since then.
+    """A store whose ``embedding`` is the average at the time ``SINCE``, and ``OF`` the model's row since then.
 
-    What comes through the door of any store, as rows of a load do, has its times as distances to the clock of now, or
-    none: such a row stays as it is until the next update.
+    Rows that come otherwise, as from a load, have times as distances to the present clock, or none; a row without a
+    time stays as it is until the next update.
 
     Attributes:
-        clock: the time of now.
+        clock: the present time.
         is_given: whether rows have come otherwise than by an update since the last one.
     """
 
@@ -99,10 +95,9 @@ class AverageStore(RowStore):
 
     @classmethod
     def of(cls, store: RowStore) -> AverageStore:
-        """Return an average that begins with the embeddings of a store that is no longer used."""
-        rows = store.rows
-        rows.keep_column(EMBEDDING)
-        spec = rows.columns[EMBEDDING].spec
+        """Make an empty average of the rows of an empty store."""
+        columns, initial = {EMBEDDING: store.columns[EMBEDDING]}, {EMBEDDING: store.rows.initial[EMBEDDING]}
+        rows, spec = Rows(store.device, columns, initial), columns[EMBEDDING].spec
         rows.add_column(SlotSpec(OF, spec.dtype, spec.shape), 0)
         rows.add_column(SlotSpec(SINCE, "int64", ()), UNKNOWN)
         return cls(store.device, rows)
@@ -114,7 +109,6 @@ class AverageStore(RowStore):
             return twin
 
     def adopt(self, other: RowStore) -> None:
-        """Replace all rows by those of a store that is no longer used."""
         with self.lock:
             super().adopt(other)
             self.clock, self.is_given = other.clock if isinstance(other, AverageStore) else 0, True
@@ -133,23 +127,21 @@ class AverageStore(RowStore):
             return super().erase(ids)
 
     def snapshot(self, name: str, slots: Collection[str] | None = None) -> Snapshot:
-        """Return the rows as they are now, brought up as they are read."""
+        """Return the averages as of now; they are computed when they are read."""
         with self.lock:
             return AverageSnapshot(super().snapshot(name), slots, self.clock)
 
     @property
     def further_columns(self) -> Mapping[str, Column]:
-        """Nothing: what an average is made of is its own."""
         return {}
 
     @property
     def saved_columns(self) -> Mapping[str, Column]:
-        """The columns that a checkpoint has: the averages, and what they are made of."""
+        """The averages, and what they are made of."""
         spec = replace(self.columns[EMBEDDING].spec, name=FROM)
         return {**self.columns, FROM: Column(spec, self.device)}
 
     def read(self, columns: Mapping[str, Column], rows: Int64s, unseen: float) -> Tensor:
-        """Return the averages of now; row -1 reads ``unseen``."""
         column, absent = columns[EMBEDDING], np.flatnonzero(rows < 0)
         if len(absent) == len(rows):
             return column.gather_or(rows, unseen)
@@ -157,19 +149,18 @@ class AverageStore(RowStore):
         return out.index_fill_(0, torch.from_numpy(absent).to(out.device), unseen) if len(absent) else out
 
     def embeddings(self) -> Tensor:
-        """Return the averages of now, in row order; under the lock."""
         return self._averages(self.columns, np.arange(len(self)), self.columns[EMBEDDING].dtype)
 
     def filled_by(self, slots: Mapping[str, str]) -> Mapping[str, str]:
-        """Return the columns of an average that was saved; of another table, its embeddings alone."""
+        """Return the columns of a saved average; of another table, its embeddings alone."""
         if {FROM, OF, SINCE} <= slots.keys():
             return {EMBEDDING: slots[FROM], OF: slots[OF], SINCE: slots[SINCE]}
         return {EMBEDDING: slots[EMBEDDING]} if EMBEDDING in slots else {}
 
     def update(self, ids: Int64s, values: Tensor, kept: float, first: FirstValues) -> None:
-        """Average rows with those of the model, all different; a new one begins at what ``first`` makes of its id.
+        """Average rows with distinct rows of the model; a new row begins at ``first(ids)``.
 
-        One whose value is that of the last update stays as it is: it goes on drifting there. Not seen before
+        A row whose value has not changed since the last update is left to drift. Changes are seen after
         :meth:`advance`.
         """
         with self.lock:
@@ -191,7 +182,7 @@ class AverageStore(RowStore):
         super().erase(ids)
 
     def advance(self, kept: float) -> None:
-        """Let the clock go on by an update whose changed rows are there."""
+        """Advance the clock by an update whose changed rows are there."""
         with self.lock:
             if self.clock > _CLOCK_END:  # it begins at 0 again; rows so old that an int64 might end stay in place
                 for begin in range(0, len(self), _PIECE):
@@ -211,13 +202,12 @@ class AverageStore(RowStore):
             return mixed(averages, of, weights(columns[SINCE].gather(rows).cpu().numpy(), self.clock), dtype)
 
     def _set(self, ids: Int64s, before: Tensor, values: Tensor, kept: float) -> None:
-        """Set rows to the averages of what they were before and their new values, at the time after this update."""
         averages = mixed(before, values, np.full(len(ids), kept), values.dtype)
         times = torch.full((len(ids),), self.clock + ticks(kept), device="cpu")
         super().insert(ids, {EMBEDDING: averages, OF: values, SINCE: times})
 
     def _dated(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return values that come from outside with times of this clock."""
+        """Give values from outside times of this clock."""
         self.is_given = True
         if EMBEDDING not in values:
             return values
@@ -229,36 +219,22 @@ class AverageStore(RowStore):
 
 
 def _some(values: Tensor, rows: Int64s) -> Tensor:
-    """Return some rows of a tensor, without a copy where they are all."""
     return values if len(rows) == len(values) else values[torch.from_numpy(rows).to(values.device)]
 
 
-class AverageSnapshot(Snapshot):
-    """A snapshot of an average, whose ``embedding`` is the average of that moment, and ``FROM`` that of the store.
+class AverageSnapshot(SnapshotOver):
+    """A snapshot whose ``embedding`` is the average of that moment, and ``FROM`` that of the store.
 
-    Times are distances to the clock of the moment, 0 or less.
+    Times are distances to the clock of that moment, 0 or less.
     """
 
     def __init__(self, rows: Snapshot, slots: Collection[str] | None, clock: int) -> None:
-        self.name, self.n_rows = rows.name, rows.n_rows
-        self._rows, self._clock = rows, clock
+        super().__init__(rows)
+        self.in_place, self._clock = None, clock
         self._specs = {spec.name: spec for spec in rows.slots}
         embedding = self._specs[EMBEDDING]
         specs = (embedding, SlotSpec(FROM, embedding.dtype, embedding.shape), self._specs[OF], self._specs[SINCE])
         self.slots = tuple(spec for spec in specs if slots is None or spec.name in slots)
-
-    @property
-    def n_kept(self) -> int:
-        return self._rows.n_kept
-
-    def read_ids(self, rows: npt.NDArray[Any], target: Bytes) -> None:
-        self._rows.read_ids(rows, target)
-
-    def narrow(self, bits: Bytes) -> None:
-        self._rows.narrow(bits)
-
-    def close(self) -> None:
-        self._rows.close()
 
     def read_slots(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
         needed = self._specs if EMBEDDING in targets else [_COLUMNS[name] for name in targets]

@@ -1,4 +1,4 @@
-"""What orders the data: random generators, and data loaders, torchdata's with a position and those without one."""
+"""What orders the data: random generators, and data loaders with a position (torchdata) or without."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _GENERATORS = "recckpt_generators"  # what is added to the state of a loader
 
 
 class LoaderPosition:
-    """Stands for a ``StatefulDataLoader`` where its state is taken and given: saves its random generators too.
+    """Stands for a ``StatefulDataLoader`` whose random generators are saved with its state.
 
     Making an iterator draws seeds and an order from torch's generator and those of the loader and its sampler. A run
-    that resumes within an epoch makes its iterator again: from the generators as they were when the first one was
-    made, so that a sampler without a state draws the same order; then they go on as they were.
+    that resumes within an epoch makes its iterator from the generators as they were for the first one, so a sampler
+    without a state draws the same order; then the generators go on where they were.
 
     Attributes:
-        is_passed_by: whether others hold an iterator that was made before the state was loaded, and ignores it.
+        is_passed_by: whether somebody holds an older iterator, which ignores the loaded state.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -44,13 +44,13 @@ class LoaderPosition:
     def state_dict(self) -> dict[str, Any]:
         state = self._loader.state_dict()
         generators = {"begun": self._begun, "now": self._own_states()}
-        if self._loader is not self._base:  # of accelerate, some of whose samplers are seeded by these
+        if self._loader is not self._base:  # accelerate's: it seeds some samplers with these
             generators["iteration"] = self._loader.iteration
             generators["initial_seed"] = getattr(_sampler(self._base), "initial_seed", None)
         return {**state, _GENERATORS: generators}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Give it back: the next iterator that is made begins there."""
+        """Set the state; the next iterator begins there."""
         state = dict(state)
         generators = state.pop(_GENERATORS, {})
         before = self._base._iterator and weakref.ref(self._base._iterator)
@@ -63,8 +63,7 @@ class LoaderPosition:
             if (seed := generators["initial_seed"]) is not None:
                 _sampler(self._base).initial_seed = seed
 
-    def _iterator(self) -> Any:
-        """Make an iterator, in the place of the loader's own method."""
+    def _iterator(self) -> Any:  # replaces the loader's own method
         state = self._base.next_iter_state
         if state is None:
             self._note_begin(is_new=True)
@@ -82,7 +81,7 @@ class LoaderPosition:
         return iterator
 
     def _made_again(self, begun: Mapping[str, Any]) -> Any:
-        """Make an iterator whose sampler draws what it drew, and is behind the batches that were used."""
+        """Make an iterator whose sampler draws as before and is past the batches that were used."""
         base, own = self._base, self._base.generator
         load_rng(begun["of_process"])
         self._set_own(begun["own"])
@@ -98,7 +97,7 @@ class LoaderPosition:
         return iterator
 
     def _begin_again(self, loader: Any, *args: Any) -> None:
-        """Begin an epoch with the iterator that there is, whose workers go on."""
+        """Begin an epoch with the present iterator, whose workers go on."""
         self._note_begin(is_new=False)
         type(loader._iterator)._reset(loader._iterator, loader, *args)
 
@@ -122,9 +121,9 @@ class LoaderPosition:
 
 
 def position_of(obj: Any) -> Any:
-    """Return what stands for an object that has a position in the data: itself, unless it is torchdata's loader.
+    """Return a :class:`LoaderPosition` for torchdata's loader, and any other object itself.
 
-    The first call, when the object is registered, begins to note how iterators are made.
+    Register the object early: from the first call on it is noted how iterators are made.
     """
     if not is_stateful(obj):
         return obj
@@ -133,13 +132,13 @@ def position_of(obj: Any) -> Any:
 
 
 def is_stateful(obj: Any) -> bool:
-    """Say whether an object is a ``StatefulDataLoader`` of torchdata, or wraps one as accelerate does."""
+    """Say whether this is a ``StatefulDataLoader`` of torchdata, or wraps one as accelerate does."""
     module = sys.modules.get("torchdata.stateful_dataloader")
     return module is not None and isinstance(obj, module.StatefulDataLoader)
 
 
 def shuffling_loaders(frame: FrameType | None) -> dict[str, DataLoader[Any]]:
-    """Return the data loaders that shuffle among the variables of a frame and its callers, by name."""
+    """Return the shuffling data loaders among the variables of a frame and its callers, by name."""
     loaders: dict[int, tuple[str, DataLoader[Any]]] = {}
     while frame is not None:
         variables = list(frame.f_locals.items())
@@ -158,7 +157,6 @@ def shuffling_loaders(frame: FrameType | None) -> dict[str, DataLoader[Any]]:
 
 
 def _sampler(loader: Any) -> Any:
-    """Return what orders the samples; a loader with a batch sampler of its own has another in its own place."""
     return getattr(loader.batch_sampler, "sampler", loader.sampler)
 
 
@@ -167,7 +165,6 @@ def _base(loader: Any) -> Any:
 
 
 def dump_rng() -> dict[str, Any]:
-    """Return the state of the random generators of this process: torch, CUDA, numpy and Python."""
     kind, keys, *rest = np.random.get_state()
     initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # asking must not start CUDA
     cuda = torch.cuda.get_rng_state_all() if initialized else []
@@ -181,7 +178,7 @@ def dump_rng() -> dict[str, Any]:
 
 
 def check_rng(states: Mapping[str, Any]) -> None:
-    """Raise ValueError where :func:`load_rng` could not take the states; the generators are left alone."""
+    """Raise ValueError if :func:`load_rng` would refuse the states; no generator changes."""
     try:
         torch.Generator().set_state(states["torch"])
         devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
@@ -198,7 +195,6 @@ def check_rng(states: Mapping[str, Any]) -> None:
 
 
 def load_rng(states: Mapping[str, Any]) -> None:
-    """Give the random generators of this process back their state; those of absent devices are left out."""
     torch.set_rng_state(states["torch"])
     for device, state in zip(range(torch.cuda.device_count()), states["cuda"], strict=False):
         torch.cuda.set_rng_state(state, device)

@@ -1,4 +1,4 @@
-"""TorchRec's optimizers: their state is keyed by name, and a rank has the state of the tables that it has a part of."""
+"""TorchRec's optimizers: state is keyed by name, and a rank has the states of those tables that it holds parts of."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ _NOTHING = "nothing"
 
 
 class KeyedOptimizer:
-    """Wraps an optimizer of the form of TorchRec's ``KeyedOptimizer``, which is known by its ``params`` and methods.
+    """Wraps an optimizer like TorchRec's ``KeyedOptimizer``, recognized by ``params`` and its methods.
 
-    ``is_table`` says of a name that it is a weight that is saved as a table, with its states: they are not saved here,
-    and a load leaves them as they are.
+    ``is_table`` tells weights that are saved as tables with their states; those are neither saved nor loaded here.
     """
 
     def __init__(self, optimizer: Optimizer, is_table: Callable[[str], bool] = lambda name: False) -> None:
@@ -35,12 +34,11 @@ class KeyedOptimizer:
         self._is_table = is_table
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its state, as it gives it: that of this rank's parameters that are not tables."""
+        """Return the state of this rank's parameters that are not tables."""
         state = dict(self.optimizer.state_dict())
         return {**state, "state": {name: own for name, own in state["state"].items() if not self._is_table(name)}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`gathered` has made."""
         own = self.optimizer.state_dict()["state"]
         tables = {name: values for name, values in own.items() if self._is_table(name)}
         self.optimizer.load_state_dict({**state, "state": {**tables, **state["state"]}})
@@ -48,10 +46,9 @@ class KeyedOptimizer:
     def gathered(
         self, name: str, saved: Iterable[Mapping[str, Any]], stored: Callable[[str], StoredTensor]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what it takes of the states that ranks have saved, and its own, which is laid out as wanted.
+        """Return the parts that it takes from the states saved by ranks, and its own state as a model of the layout.
 
-        ``stored`` finds a sharded tensor by its name; messages call the optimizer ``name``. A StateMismatchError names
-        all that does not fit.
+        ``stored`` finds a sharded tensor by name. A StateMismatchError lists all that does not fit, under ``name``.
         """
         live = self.state_dict()
         names = {name for name in self.optimizer.params if not self._is_table(name)}
@@ -74,20 +71,19 @@ def is_keyed(obj: Any) -> bool:
 
 
 def fused_optimizers(model: nn.Module) -> Iterator[Any]:
-    """Yield the optimizers of TorchRec that step in backward passes: of each model that has one, that of all of it."""
+    """Yield TorchRec's optimizers that step in backward passes; of nested models only the outermost."""
     above: list[str] = []
     for path, module in model.named_modules():
         if not any(path.startswith(each) for each in above):
             optimizer: Any = getattr(module, "fused_optimizer", None)
             if inspect.ismethod(optimizer) and type(module).__module__.startswith("torchrec."):
-                optimizer = optimizer()  # of collections that are not sharded
+                optimizer = optimizer()  # in collections that are not sharded
             if is_keyed(optimizer):
                 above.append(f"{path}." if path else "")
                 yield optimizer
 
 
 def _check(name: str, saved: Mapping[str, Any], live: Mapping[str, Any], stored: Callable[[str], StoredTensor]) -> None:
-    """Check that the states are of the parameters that have one here, and of the same form."""
     what = f"the state of {name!r}"
     uninitialized = [key for key in saved if saved[key] and key not in live]
     if uninitialized:
@@ -116,6 +112,6 @@ def _described(value: Any, stored: Callable[[str], StoredTensor], place: str = "
 
 
 def _with_settings(live: Mapping[str, Any], saved: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a group with the settings of the saved group, of any rank, that shares most parameters with it."""
+    """Return a group with the settings of the saved group that shares most parameters with it."""
     best = max(saved, key=lambda group: len(set(live["params"]) & set(group["params"])), default=live)
     return {**(best if set(live["params"]) & set(best["params"]) else live), "params": live["params"]}

@@ -1,4 +1,4 @@
-"""Dense state from a checkpoint: ``.pt`` files without running any code, and the pieces of sharded tensors."""
+"""Dense state from a checkpoint: ``.pt`` files without running code, and the pieces of sharded tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from recckpt.dense.sharded import STAND_IN, Pieces, is_sharded, laid_out_as, own_boxes, own_shards
+from recckpt.dense.sharded import STAND_IN, is_sharded, laid_out_as, local_boxes, own_boxes, own_shards
 from recckpt.dense.state_copy import MAPPINGS
 from recckpt.dense.tensors import DenseTensors, Read, StoredTensor
 from recckpt.dense.torch_archive import HEADER_BYTES, LENGTHS_AT, LoadableArchive, check_loadable
@@ -46,15 +46,12 @@ _KINDS: Mapping[str, Callable[..., Any]] = {
 
 
 def load_state(storage: Files, directory: str, entry: FileEntry, *, is_mapped: bool = True) -> dict[str, Any]:
-    """Return the dict in a ``.pt`` file, checked, on the CPU.
-
-    A CorruptCheckpointError says that it is damaged, or that its pickle names more than tensors and plain data.
-    """
+    """Return the dict in a ``.pt`` file, on the CPU; CorruptCheckpointError as in :func:`unpickled`."""
     checked = (map_checked if is_mapped else read_checked)(storage, directory, entry)
     data, is_map = memoryview(checked), isinstance(checked, memoryview)
 
     def read(record: zipfile.ZipInfo) -> torch.UntypedStorage:
-        """Copy the bytes of a record, without a second copy in the memory that a map takes."""
+        """Copy a record step by step, so that mapped pages can be dropped on the way."""
         lengths = data[record.header_offset + LENGTHS_AT : record.header_offset + HEADER_BYTES]
         at, n_bytes = record.header_offset + HEADER_BYTES + sum(lengths.cast("H")), record.file_size
         if at + n_bytes > len(data):
@@ -72,12 +69,10 @@ def load_state(storage: Files, directory: str, entry: FileEntry, *, is_mapped: b
 
 
 def unpickled(content: BinaryIO, path: str, read: Callable[[zipfile.ZipInfo], torch.UntypedStorage]) -> dict[Any, Any]:
-    """Return the dict in a file of torch.save, without running any code from it; messages call it ``path``.
+    """Return the dict in a file of torch.save without running code from it; about as fast as pickle.
 
-    ``read`` gives the storage that a record holds, once for each record. It is as fast as pickle is.
-
-    Raises:
-        CorruptCheckpointError: it is no such file, or names more than tensors and plain data.
+    ``read`` returns the storage of a record, and is called once for each. CorruptCheckpointError if it is no such file,
+    or names more than tensors and plain data.
     """
     archive = check_loadable(content, path)
     try:
@@ -89,7 +84,7 @@ def unpickled(content: BinaryIO, path: str, read: Callable[[zipfile.ZipInfo], to
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows what :func:`check_loadable` lets pass, and makes functions of it that a pickle cannot change for others."""
+    """Knows the names that :func:`check_loadable` allows, as fresh functions that a pickle cannot change for others."""
 
     def __init__(self, archive: LoadableArchive, read: Callable[[zipfile.ZipInfo], torch.UntypedStorage]) -> None:
         super().__init__(io.BytesIO(archive.pickle))
@@ -120,7 +115,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _plain(args: tuple[Any, ...], n_args: int) -> tuple[Any, ...]:
-    """Return offset, shape and strides of a tensor that has nothing else, as one that was saved conjugate has."""
+    """Return offset, shape and strides; refuse further attributes, such as those of conjugate tensors."""
     if any(args[n_args:]):
         raise ValueError(f"a tensor with {args[n_args]}")
     return args[:3]
@@ -138,7 +133,7 @@ def _tensor(
 def check_indexed(
     state: Mapping[str, Any], tensors: Mapping[str, StoredTensor], names: Iterable[str], path: str
 ) -> None:
-    """Check that ``model.pt`` holds what the index lists, and of plain values what the manifest names, and no more."""
+    """Check that ``model.pt`` holds exactly the tensors of the index and the plain values of the manifest."""
     elsewhere = {name for name, tensor in tensors.items() if tensor.is_sharded}
     expected = {name: _described(tensors.get(name)) for name in names if name not in elsewhere}
     found = {name: _described(value) for name, value in state.items()}
@@ -155,7 +150,7 @@ def _described(value: Any) -> str:
 
 
 def is_as_stored(live: Any, stored: StoredTensor) -> bool:
-    """Say whether a tensor of a model has the stored values already, by their checksums; what is sharded has not."""
+    """Say whether a tensor has the stored values already, by checksums; False for sharded ones."""
     index, chunk = stored.chunks[0]
     if not isinstance(live, Tensor) or is_sharded(live) or live.is_meta or len(stored.chunks) > 1:
         return False
@@ -170,15 +165,15 @@ def is_as_stored(live: Any, stored: StoredTensor) -> bool:
 
 
 def as_live(stored: StoredValue, live: Tensor | None, reader: DenseTensors, dtype: torch.dtype | None = None) -> Tensor:
-    """Return stored values in the form of a tensor of the model, on the CPU; of a sharded one only what is here.
+    """Return stored values laid out like a tensor of the model, on the CPU; of a sharded one only this rank's part.
 
-    Where sizes differ the values are cut, or padded by those of the model. Without ``live`` all values come as a plain
-    tensor; without ``dtype`` they get that of ``live``.
+    If sizes differ the values are cut, or padded by those of the model. Without ``live`` the result is a plain tensor;
+    without ``dtype`` it has that of ``live``.
     """
     if live is None:
         return box_of(stored, (0,) * len(stored.shape), tuple(stored.shape), reader)
     parts = []
-    for piece in Pieces().of("", live):
+    for piece in local_boxes("", live):
         sizes = tuple(piece.values.shape)
         ends = [min(begin + size, whole) for begin, size, whole in zip(piece.offsets, sizes, stored.shape, strict=True)]
         inside = tuple(max(0, end - begin) for begin, end in zip(piece.offsets, ends, strict=True))
@@ -192,9 +187,9 @@ def as_live(stored: StoredValue, live: Tensor | None, reader: DenseTensors, dtyp
 
 
 def fitted(saved: Any, like: Any, reader: DenseTensors) -> Any:
-    """Return the state of a registered object with the tensors in it that are sharded, there or here, as here.
+    """Return the state of a registered object with its sharded tensors, saved or live, laid out as here.
 
-    ``like`` is state of the same form whose tensors are laid out as wanted; what it lacks comes as plain tensors.
+    ``like`` is a state of the same form with the wanted layout; tensors that it lacks come plain.
     """
     if stands_in(saved):
         stored = reader.of_extra(saved[STAND_IN])
@@ -211,7 +206,6 @@ def fitted(saved: Any, like: Any, reader: DenseTensors) -> Any:
 
 
 def stands_in(value: Any) -> bool:
-    """Say whether a value of ``extra.pt`` stands for a sharded tensor."""
     return type(value) is dict and value.keys() == {STAND_IN} and isinstance(value[STAND_IN], str)
 
 
@@ -228,7 +222,6 @@ def _below(like: Any, key: Any) -> Any:
 
 
 def box_of(stored: StoredValue, offsets: Sequence[int], sizes: tuple[int, ...], reader: DenseTensors) -> Tensor:
-    """Return a box of a stored tensor, on the CPU."""
     if isinstance(stored, StoredTensor):
         values = reader.read_box(stored, sizes, planned_reads(stored, offsets, sizes))
         return torch.from_numpy(values).view(_dtype(stored))
@@ -238,12 +231,11 @@ def box_of(stored: StoredValue, offsets: Sequence[int], sizes: tuple[int, ...], 
 
 def _dtype(stored: StoredTensor) -> torch.dtype:
     dtype = getattr(torch, stored.dtype)
-    assert isinstance(dtype, torch.dtype)  # of the allow-list
+    assert isinstance(dtype, torch.dtype)  # the index allows these names only
     return dtype
 
 
 def planned_reads(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[int]) -> list[Read]:
-    """Return which boxes of a stored tensor's chunks make up a box of the tensor."""
     if not math.prod(sizes):
         return []
     if len(stored.chunks) == 1:  # the imports below take a second
@@ -268,7 +260,7 @@ def planned_reads(stored: StoredTensor, offsets: Sequence[int], sizes: Sequence[
 
 
 def with_values(live: Tensor, pieces: Iterable[Tensor]) -> Tensor:
-    """Return a sharded tensor like ``live`` with other values on this rank, one tensor for each of its pieces."""
+    """Return a sharded tensor like ``live`` with other local values, one tensor for each of its pieces."""
     new_pieces, of_several = list(pieces), cast(Any, live)
     if (places := own_shards("", live)) is not None:
         local = live.detach().clone()

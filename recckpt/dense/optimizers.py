@@ -1,4 +1,4 @@
-"""Torch optimizers: what they are and wrap; their state saved by the names of parameters, and given as it was saved."""
+"""Torch optimizers: what they wrap; their state, saved by names of parameters and given back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from recckpt.types import GEOMETRY
 NAMES = "param_names"  # part of the format, and torch's own word for it
 SHAPES = "param_shapes"  # part of the format: moments need not have the parameter's shape, so it is kept beside
 _INNER = ("optimizer", "optim")  # what accelerate's wrapper and ZeRO call the optimizer that updates
-_STEP = "step"  # which torch itself keeps apart: kernels that need it as float32 on the device get it so
+_STEP = "step"  # torch converts it itself where kernels need float32 on the device
 
 
 def updater(optimizer: Optimizer) -> Optimizer:
@@ -38,22 +38,22 @@ def layers(optimizer: Any) -> tuple[Optimizer, Optimizer]:
 
 
 def groups_of(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer; of a wrapper without any, such as ``SafeFP16Optimizer``, those inside."""
+    """Return the groups of an optimizer, or of the one inside if a wrapper has none (``SafeFP16Optimizer``)."""
     own = (getattr(one, "param_groups", None) for one in layers(optimizer))
     return next((groups for groups in own if groups is not None), [])
 
 
 def lineage_of(optimizer: Optimizer) -> Lineage:
-    """Return the names of the optimizer's class and of the optimizers that it inherits from, without modules.
+    """Return the names of the optimizer's class and of its base optimizers, without modules.
 
-    A class that has moved to another module is the same one.
+    So a class that moved to another module counts as the same.
     """
     kinds = (kind for kind in type(updater(optimizer)).__mro__ if issubclass(kind, Optimizer) and kind is not Optimizer)
     return tuple(kind.__name__ for kind in kinds) or (type(optimizer).__name__,)
 
 
 def schedulers_in(obj: Any) -> Iterator[LRScheduler]:
-    """Yield a scheduler and those that it consists of, outer ones first; a wrapper has it as ``scheduler``."""
+    """Yield a scheduler and those inside it, outer ones first; also from a wrapper's ``scheduler``."""
     if not isinstance(obj, LRScheduler):
         obj = getattr(obj, "scheduler", None)
     if isinstance(obj, LRScheduler):
@@ -63,7 +63,7 @@ def schedulers_in(obj: Any) -> Iterator[LRScheduler]:
 
 
 def scheduled_by(obj: Any) -> list[Optimizer]:
-    """Return the optimizers that an object refers to, as schedulers do, torch's or not; accelerate's have several."""
+    """Return the optimizers that a scheduler of any kind refers to; accelerate's have several."""
     if isinstance(obj, Optimizer):
         return []
     several = getattr(obj, "optimizers", None)
@@ -73,25 +73,24 @@ def scheduled_by(obj: Any) -> list[Optimizer]:
 
 
 def is_zero(optimizer: Optimizer) -> bool:
-    """Say whether an optimizer has a part of the parameters: a ``ZeroRedundancyOptimizer``, or what gathers like it."""
     return callable(getattr(optimizer, "consolidate_state_dict", None))
 
 
 def shape_of(parameter: Tensor) -> tuple[int, ...]:
-    """Return the whole shape of a parameter, (-1,) before the first batch of a lazy module, which gives it one."""
+    """Return the whole shape of a parameter; (-1,) before the first batch of a lazy module."""
     return (-1,) if is_lazy(parameter) else tuple(getattr(parameter, GEOMETRY[0], parameter.shape))
 
 
 def has_values(parameter: Tensor) -> bool:
-    """Say whether a parameter has values, as that of a table has not; ``ShardedTensor`` does not know its ``numel``."""
+    """Say whether a parameter has values, unlike those of tables. ``ShardedTensor`` does not know its ``numel``."""
     return is_lazy(parameter) or 0 not in parameter.size()
 
 
 def give_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Call ``load_state_dict`` so that tensors keep their dtype: float32 momentum of bfloat16 weights stays float32.
 
-    Only what torch's own method makes of a state is mended, before the class itself goes on with it. An optimizer may
-    have others inside, as attributes, which get their states from it.
+    Only what torch's own method does to a state is undone, before the class goes on with it; also in optimizers that
+    are attributes of this one.
     """
     optimizers, known = [optimizer], {id(optimizer)}
     with ExitStack() as hooks:
@@ -115,7 +114,6 @@ def _note(loading: list[dict[str, Any]], optimizer: Optimizer, state: dict[str, 
 
 
 def _mend(loading: list[dict[str, Any]], optimizer: Optimizer) -> None:
-    """Put back what torch has cast."""
     groups, own_groups = loading[-1]["param_groups"], optimizer.param_groups
     indices = chain.from_iterable(group["params"] for group in groups)
     for index, parameter in zip(indices, chain.from_iterable(group["params"] for group in own_groups), strict=False):
@@ -125,7 +123,7 @@ def _mend(loading: list[dict[str, Any]], optimizer: Optimizer) -> None:
 
 
 def _as_saved(loaded: Any, saved: Any) -> Any:
-    """Return what was loaded with the dtypes of what was saved, on the device that it is on."""
+    """Return the loaded value with the dtypes of the saved one, on its own device."""
     if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
         is_cast = loaded.dtype != saved.dtype and loaded.shape == saved.shape
         return saved.to(device=loaded.device) if is_cast else loaded
@@ -137,7 +135,7 @@ def _as_saved(loaded: Any, saved: Any) -> Any:
 
 
 def is_named(saved: Any) -> bool:
-    """Say whether a saved state has the names of the parameters, as that of a :class:`NamedOptimizer` does."""
+    """Say whether a saved state has names of parameters, as that of a :class:`NamedOptimizer`."""
     if not isinstance(saved, Mapping) or not isinstance(saved.get("state"), Mapping):
         return False
     groups = saved.get("param_groups")
@@ -152,14 +150,14 @@ def is_named(saved: Any) -> bool:
 
 @dataclass(frozen=True)
 class Shared:
-    """What an optimizer keeps for all of its parameters together, such as a count of steps, or other optimizers."""
+    """What an optimizer keeps for all parameters together, such as a count of steps, or other optimizers."""
 
-    state: Mapping[Any, Any]  # what lies beside the states of parameters
-    entries: Mapping[str, Any]  # what lies beside ``state`` and ``param_groups``
+    state: Mapping[Any, Any]  # beside the states of parameters
+    entries: Mapping[str, Any]  # beside ``state`` and ``param_groups``
 
     @property
     def by_place(self) -> list[Any]:
-        """Return the keys of what may go by the places of parameters: all but numbers, strings and the like."""
+        """Keys of values that may depend on the places of parameters: all but numbers, strings and the like."""
         return [key for key, value in {**self.state, **self.entries}.items() if not _is_plain(value)]
 
     def without(self, keys: Container[Any]) -> Shared:
@@ -168,7 +166,6 @@ class Shared:
 
 
 def shared_in(state: Mapping[str, Any]) -> Shared:
-    """Return what belongs to no parameter in the state dict of an optimizer, which numbers its parameters."""
     numbers = {index for group in state["param_groups"] for index in group["params"]}
     return Shared(
         {key: values for key, values in state["state"].items() if key not in numbers},
@@ -185,7 +182,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def states_by_name(saved: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], Mapping[str, Any] | None]]:
-    """Return parameter -> (its shape, its state, None where it has none) of a saved state with names."""
+    """Return parameter -> (shape, state or None) of a saved state with names."""
     return {
         name: (tuple(shape), saved["state"].get(index))
         for group in saved["param_groups"]
@@ -194,7 +191,6 @@ def states_by_name(saved: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...],
 
 
 def state_names(extra: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return ``parameter@optimizer`` of all dense optimizers among the states of registered objects."""
     named = {name: states_by_name(state) for name, state in extra.items() if is_named(state)}
     return tuple(f"{parameter}@{name}" for name, states in named.items() for parameter in states)
 
@@ -204,12 +200,11 @@ def _without_names(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class NamedOptimizer:
-    """Wraps an optimizer for checkpoints: torch's own state dict, with ``param_names`` beside the indices.
+    """Wraps an optimizer for checkpoints: torch's state dict, with ``param_names`` beside the indices.
 
-    An optimizer whose state is of another form keeps that form.
-    ``named_parameters`` gives (name, parameter) of the model as it is now, of a tied parameter each of its names.
-    ``is_table`` says of a parameter that it is saved as a table, with its states: they are not saved here, and a load
-    leaves them as they are.
+    A state of another form stays as it is. ``named_parameters`` gives (name, parameter) of the model now, a tied
+    parameter by each of its names. ``is_table`` tells parameters that are saved as tables with their states; those are
+    neither saved nor loaded here.
     """
 
     def __init__(
@@ -222,7 +217,6 @@ class NamedOptimizer:
         self._named_parameters, self._is_table = named_parameters, is_table
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state dict with the names and shapes of the parameters in each group."""
         state = self._state_dict()
         groups = state.get("param_groups")
         if not isinstance(groups, list) or any(type(index) is not int for group in groups for index in group["params"]):
@@ -240,7 +234,7 @@ class NamedOptimizer:
         return {**state, **({"state": moments} if moments else {}), "param_groups": named}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`composed` has made, or a state without names, which torch refuses where it does not fit."""
+        """Load what :meth:`composed` returned, or a state without names, which torch refuses if it does not fit."""
         if not is_named(state):
             self._give(dict(state), self.optimizer.load_state_dict)
             return
@@ -257,10 +251,10 @@ class NamedOptimizer:
         settings: Sequence[Mapping[str, Any]] | None,
         shared: Shared | None = None,
     ) -> dict[str, Any]:
-        """Return the state dict with other ``states`` of some parameters, None where one starts fresh.
+        """Return the state dict with other ``states`` for some parameters; None resets one.
 
-        The settings of each group come from that of the ``settings`` which shares most names; None keeps them, and so
-        it does what is ``shared`` by all parameters.
+        Each group gets the settings of the group in ``settings`` that shares most names; None keeps them. ``shared``
+        replaces what belongs to no parameter; None keeps it.
         """
         live = self.state_dict()
         groups, numbers = live["param_groups"], dict[str, list[int]]()
@@ -282,7 +276,7 @@ class NamedOptimizer:
         return {**live, **kept.entries, "state": {**kept.state, **own}}
 
     def beside(self, saved: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return the entries of a state without names that fit a parameter here by place, and live values alike."""
+        """Return the entries of a state without names that fit a parameter here by place, and live values like them."""
         if not isinstance(saved.get("state"), Mapping):
             return saved, {}
         if "param_groups" not in saved:
@@ -294,7 +288,7 @@ class NamedOptimizer:
         return {**saved, "state": taken}, {"state": like}
 
     def like(self, parameter: Tensor, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return live values that lie as those of a parameter's saved state are to lie."""
+        """Return live values laid out as the saved state of a parameter should be."""
         if hasattr(parameter, GEOMETRY[1]):  # what no shard has, such as padding, is no moment
             return dict.fromkeys(values, laid_out_as(parameter, parameter.detach().new_zeros(parameter.shape)))
         own = self.optimizer.state.get(parameter, {})
@@ -302,7 +296,7 @@ class NamedOptimizer:
 
     @property
     def goes_by_name(self) -> bool:
-        """Whether its state is of torch's form, so that each parameter's can come from another place."""
+        """Whether its state has torch's form, so that the states of parameters can come from several places."""
         try:
             return is_named(self.state_dict())
         except ValueError:  # ZeRO before its first step, which a save and a load refuse
@@ -310,9 +304,9 @@ class NamedOptimizer:
 
     @property
     def names(self) -> list[tuple[str, ...]]:
-        """The names of its parameters, on all ranks: of a tied one first that by which its state is saved.
+        """Names of its parameters on all ranks; of a tied one first the name under which its state is saved.
 
-        Empty parameters have no state: those that stand for the rows of tables.
+        Without empty parameters, which stand for tables and have no state.
         """
         return [
             names
@@ -323,12 +317,12 @@ class NamedOptimizer:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Its parameters by name: of those that are spread over ranks, the ones that this rank has the state of."""
+        """Its parameters by name; of those spread over ranks, the ones whose state this rank has."""
         return {name: some for name, some in self._flat() if has_values(some) and self._is_own(some)}
 
     @property
     def places(self) -> list[list[tuple[str, tuple[int, ...]]]]:
-        """The name and shape of each parameter, group by group in the order of torch's numbers."""
+        """Name and shape of each parameter, group by group in torch's order."""
         return [[(names[0], shape_of(one)) for names, one in group] for group in self._named_groups()]
 
     def _state_dict(self) -> dict[str, Any]:
@@ -344,21 +338,17 @@ class NamedOptimizer:
         load(state)
 
     def _is_own(self, parameter: Tensor) -> bool:
-        """Say whether this rank has the state of a parameter that is saved here."""
         return not self._is_table(parameter)
 
     def _states_of_tables(self) -> dict[int, Any]:
-        """Return torch's index -> state of the parameters that are saved as tables."""
         live = [(i, one) for i, (_, one) in enumerate(self._flat()) if self._is_table(one)]
         own = updater(self.optimizer).state if live else {}
         return {i: own[one] for i, one in live if one in own}
 
     def _flat(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, parameter) in the order of torch's indices."""
         yield from ((names[0], one) for group in self._named_groups() for names, one in group)
 
     def _named_groups(self) -> list[list[tuple[tuple[str, ...], Tensor]]]:
-        """Return the parameters of each group, each with all of its names."""
         known: dict[int, tuple[str, ...]] = {}
         for name, parameter in self._named_parameters():
             known[id(parameter)] = (*known.get(id(parameter), ()), name)
@@ -374,11 +364,11 @@ def by_name(
     is_table: Callable[[Tensor], bool] = lambda parameter: False,
     is_table_key: Callable[[str], bool] = lambda name: False,
 ) -> Any:
-    """Return what stands for a registered object: dense optimizers keep their state by the names of parameters.
+    """Return what stands for a registered object: optimizers are wrapped to keep state by names of parameters.
 
-    ``is_table`` is as of :class:`NamedOptimizer`, and ``is_table_key`` as ``is_table`` of :class:`KeyedOptimizer`.
+    ``is_table`` is that of :class:`NamedOptimizer`, ``is_table_key`` that of :class:`KeyedOptimizer`.
     """
-    if not isinstance(obj, Optimizer) or not hasattr(obj, "param_groups"):  # which some wrappers lack
+    if not isinstance(obj, Optimizer) or not hasattr(obj, "param_groups"):  # some wrappers lack it
         return obj
     if is_keyed(obj):
         return KeyedOptimizer(obj, is_table_key)
@@ -386,10 +376,10 @@ def by_name(
 
 
 class ZeroOptimizer(NamedOptimizer):
-    """Wraps a ``ZeroRedundancyOptimizer``: the state of the parameters that this rank updates, under their names.
+    """Wraps a ``ZeroRedundancyOptimizer``: the states of the parameters that this rank updates, by name.
 
-    Nothing is sent between ranks. Which parameters are whose depends on the number of ranks, so a load looks for its
-    own in what all ranks have saved.
+    Ranks send each other nothing. Who has which parameters depends on the number of ranks, so a load looks for its own
+    in the states of all ranks.
     """
 
     def _state_dict(self) -> dict[str, Any]:
@@ -413,7 +403,6 @@ class ZeroOptimizer(NamedOptimizer):
 
     @property
     def _local(self) -> Any:
-        """The optimizer that updates the parameters of this rank."""
         local = getattr(self.optimizer, "optim", None)
         if local is None:
             raise ValueError(

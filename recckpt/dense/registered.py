@@ -1,4 +1,4 @@
-"""Registered objects: their state taken and given back; plain values, which are their own state, filled in place."""
+"""Registered objects: their state, taken and given back. Plain values are their own state, and filled in place."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ _A_GENERATOR = (
 class Registry:
     """Named objects that are saved beside the model.
 
-    An object has one of the pairs of ``methods``, (dump, load), tried in order; or, where ``plain``, it is a plain
-    value, which is its own state. ``adapter`` gives what stands for an object when its state is taken or given. A load
-    never asks an object for its state: a data loader may begin to read when it is asked, and then ignore the position
-    that it is given.
+    An object has one of the pairs of ``methods``, (dump, load), tried in order; or, if ``plain``, it is a plain value.
+    ``adapter`` gives what stands for an object when its state is taken or given. A load never asks an object for its
+    state: a data loader might begin to read, and then ignore the position it is given.
     """
 
     def __init__(
@@ -62,11 +61,7 @@ class Registry:
         self._has_warned = False
 
     def add(self, name: str, obj: Any, *, per_rank: bool = False) -> None:
-        """Register an object; with ``per_rank`` each rank saves a state of its own, as of what ZeRO spreads over them.
-
-        Raises:
-            ValueError: the name is empty, reserved or taken, or the object has no state to take.
-        """
+        """Register an object that has a state; with ``per_rank`` each rank saves a state of its own, as ZeRO needs."""
         if not isinstance(name, str):
             kind = type(name).__name__
             raise ValueError(f"{self._what}: a {kind} cannot be registered as a name: the name, a string, comes first")
@@ -88,11 +83,7 @@ class Registry:
             self._of_ranks.add(name)
 
     def check_new(self, name: str, obj: Any) -> None:
-        """Refuse an object that is here already: a load would give it two states, of which the last counts.
-
-        Raises:
-            ValueError: it is here, under the name that the message says. Numbers and strings may be equal by chance.
-        """
+        """Raise ValueError for an object that is registered already: a load would give it two states."""
         is_one = is_filled(obj) or self._pair(obj) is not None
         twin = next((known for known, own in self.objects.items() if is_one and own is obj), None)
         if twin is not None:
@@ -102,7 +93,7 @@ class Registry:
             )
 
     def get(self, name: str) -> Any:
-        """Return the object of a name, or what was last loaded for it; None, and a log line, where there is neither."""
+        """Return the object of a name, or what was last loaded for it; None and a log line if there is neither."""
         known = {**self._unclaimed, **self.objects}
         if name not in known:
             log.warning(
@@ -123,21 +114,20 @@ class Registry:
         return name in self._of_ranks
 
     def gathers(self, name: str) -> bool:
-        """Say whether the object of a name takes what it needs from the states of any number of ranks."""
         return name in self.objects and isinstance(self._adapted(name), ZeroOptimizer | KeyedOptimizer)
 
     def gathered(
         self, name: str, saved: Iterable[Any], stored: Callable[[str], StoredTensor]
     ) -> tuple[Any, Any] | None:
-        """Return what :meth:`KeyedOptimizer.gathered` does, None for an object that is no such optimizer."""
+        """Return :meth:`KeyedOptimizer.gathered`, or None if the object is no such optimizer."""
         obj = self._adapted(name)
         return obj.gathered(name, saved, stored) if isinstance(obj, KeyedOptimizer) else None
 
     def dump(self, copy: Copy = as_it_is, *, of_ranks: bool = False) -> dict[str, Any]:
-        """Return the state of all objects as portable data; or of those of which each rank has a state of its own.
+        """Return the states as portable data: of objects with one state for all ranks, or of those with one a rank.
 
-        ``copy`` is what the tensors in it pass through, such as :meth:`recckpt.dense.state_copy.DenseBuffers.copying`.
-        A ValueError names the key of what could not be loaded back safely.
+        ``copy`` is applied to tensors, such as :meth:`recckpt.dense.state_copy.DenseBuffers.copying`. A ValueError
+        names the key of what could not be loaded back safely.
         """
         return {
             name: portable(f"{self._what} {name!r}", copy((self._what, name), self._state(obj)), torch.preserve_format)
@@ -146,7 +136,6 @@ class Registry:
         }
 
     def merged(self, name: str, states: list[Any], index: int, count: int) -> Any:
-        """Return the state of shard ``index`` of ``count``, which an object makes from those of other shards."""
         obj = self.objects[name]
         with _refusals_named(name, obj, "merge_io_state"):
             return obj.merge_io_state(states, index, count)
@@ -163,7 +152,6 @@ class Registry:
 
     @property
     def optimizers(self) -> dict[str, NamedOptimizer]:
-        """The dense optimizers among the objects whose state goes by the names of parameters."""
         adapted = {name: self._adapter(obj) for name, obj in self.objects.items()}
         return {name: obj for name, obj in adapted.items() if isinstance(obj, NamedOptimizer) and obj.goes_by_name}
 
@@ -171,9 +159,9 @@ class Registry:
     def loaded(self, states: Mapping[str, Any]) -> Iterator[Callable[[], None]]:
         """Load the states, and keep those of names that are not registered.
 
-        Optimizers and schedulers get theirs at once, and get back what they had where a state is refused or the block
-        fails. All other objects, which cannot go back, get theirs when the block calls what it gets here: as late as
-        it can. Plain values get theirs once the block is over.
+        Optimizers and schedulers are loaded at once, and restored if a state is refused or the block fails. Other
+        objects cannot be restored: they are loaded when the block calls the function it gets, as late as it can. Plain
+        values are filled after the block.
 
         Raises:
             StateMismatchError: an object refused its state, or a value is of another kind; names it.
@@ -238,7 +226,7 @@ class Registry:
         pair = self._pair(obj)
         if pair is None:
             return obj
-        flush = getattr(obj, "_flush_io_state", None)  # of RecIS's datasets, whose workers know the position
+        flush = getattr(obj, "_flush_io_state", None)  # RecIS's datasets: their workers know the position
         if callable(flush):
             flush()
         return getattr(obj, pair[0])()
@@ -251,9 +239,9 @@ class Registry:
 
 
 def _undo_of(obj: Any) -> Callable[[], object] | None:
-    """Return what gives an object back the state it has now; None where it cannot be asked for that, or would copy it.
+    """Return a function that restores the object's present state; None if asking for it may do harm, or would copy it.
 
-    torch's optimizers and schedulers put other objects in place of those that their state refers to.
+    torch's optimizers and schedulers replace the objects that their state refers to.
     """
     if isinstance(obj, NamedOptimizer):
         obj = obj.optimizer
@@ -282,7 +270,7 @@ def io_registry() -> Registry:
 
 
 def is_filled(live: Any) -> bool:
-    """Say whether a load can change a value in place; of a number or a string it cannot."""
+    """Say whether a load can change a value in place; not a number or a string."""
     if isinstance(live, np.ndarray):
         return live.flags.writeable
     if isinstance(live, Tensor):
@@ -291,12 +279,11 @@ def is_filled(live: Any) -> bool:
 
 
 def is_overlapping(live: Tensor) -> bool:
-    """Say whether several values lie in one place, as those of ``expand()`` do."""
     return any(n > 1 and not step for n, step in zip(live.shape, live.stride(), strict=True))
 
 
 def is_read_only(live: Tensor) -> bool:
-    """Say whether a tensor lies in a map of memory that a write to would end the process: the kernel says it."""
+    """Say whether writing to a tensor would end the process, since its memory is a read-only map; asks the kernel."""
     if live.device.type != "cpu" or live.is_meta or not live.numel():
         return False
     last = sum((n - 1) * step for n, step in zip(live.shape, live.stride(), strict=True)) * live.element_size()
@@ -313,13 +300,12 @@ def is_read_only(live: Tensor) -> bool:
 
 
 def misfit(live: Any, saved: Any) -> tuple[str, str] | None:
-    """Return (found, expected) where a saved value cannot be filled into a live one, None where it can."""
     found, expected = _kind(saved), _kind(live)
     return None if found == expected else (found, expected)
 
 
 def fill(live: Any, saved: Any) -> None:
-    """Give a live value what was saved; what it holds itself is filled in place too, as far as it fits."""
+    """Fill a live value in place, and what it holds too as far as it fits."""
     if isinstance(live, np.ndarray):
         live[...] = saved.numpy()
     elif isinstance(live, Tensor):
@@ -328,7 +314,7 @@ def fill(live: Any, saved: Any) -> None:
     elif isinstance(live, dict):
         filled = {key: _filled(live.get(key), value) for key, value in saved.items()}
         live.clear()
-        dict.update(live, filled)  # that of a Counter adds
+        dict.update(live, filled)  # Counter.update would add
     elif isinstance(live, list):
         inside = [*live, *[None] * (len(saved) - len(live))]
         live[:] = [_filled(item, value) for item, value in zip(inside, saved, strict=False)]
@@ -345,7 +331,6 @@ def _filled(live: Any, saved: Any) -> Any:
 
 
 def _kind(value: Any) -> str:
-    """Name what must agree: dtype and shape of tensors, which arrays are saved as; the type of all else."""
     if isinstance(value, np.ndarray):
         return f"{value.dtype.newbyteorder('=').name} {value.shape}"
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Dense state to ``.pt`` files, sharded tensors to a file of chunks, and the index of what lies where in them."""
+"""Dense state to ``.pt`` files, sharded tensors to a file of chunks, and the index of both."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from recckpt.format.tensor_index import (
 from recckpt.storage import HashingSink, NewFiles, SinkFile
 
 _STEP_BYTES = 1 << 20
-_WITHOUT_IDENTITY = frozenset({type(None), bool, int, float})  # which pickle writes anew each time
+_WITHOUT_IDENTITY = frozenset({type(None), bool, int, float})  # pickle writes them each time
 
 
 def save_state(state: Mapping[str, Any], storage: NewFiles, directory: str, name: str) -> FileEntry:
-    """Write a dict, as :func:`recckpt.dense.state_copy.portable` returns it; return its entry for the manifest."""
+    """Write a dict made by :func:`recckpt.dense.state_copy.portable`; return its entry for the manifest."""
     return _save_state(state, storage, directory, name)[0]
 
 
@@ -51,9 +51,9 @@ def save_tensors(
     shard: int,
     shards: int,
 ) -> list[FileEntry]:
-    """Write the model's state, the chunks that are this rank's own, and the index of both; return the files.
+    """Write the model's state, the chunks of this rank and the index of both; return the files.
 
-    The state goes to ``model.pt``, as :func:`save_state` takes it; it is None where another rank writes that.
+    ``state`` goes to ``model.pt``, as in :func:`save_state`; None if another rank writes it.
     """
     files: list[FileEntry] = []
     chunks: list[TensorChunk] = []
@@ -93,7 +93,7 @@ def _save_state(
 
 @dataclass(frozen=True)
 class Later:
-    """A tensor whose values are read, contiguous, when they are written; once for all that are the same."""
+    """A tensor whose contiguous values are read when they are written, once for all with an equal ``same``."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -103,7 +103,7 @@ class Later:
 
 @dataclass(frozen=True)
 class Placed:
-    """Where in the record of that number, and of so many bytes, a tensor lies; offset and strides count items."""
+    """Place of a tensor in record ``number``, which has ``n_bytes``; offset and strides count items."""
 
     dtype: str
     number: int
@@ -116,10 +116,10 @@ class Placed:
 def write_state(
     state: Mapping[str, Any], to: SinkFile, advance: Callable[[int], object] = lambda n_bytes: None
 ) -> list[TensorChunk]:
-    """Write a dict, and return what the index of dense tensors says of it.
+    """Write a dict, and return the chunks for the index of dense tensors.
 
-    The state is as :func:`recckpt.dense.state_copy.portable` returns it, and may hold tensors that come :class:`Later`,
-    of which one at a time is in memory. ``advance`` counts bytes of tensors.
+    The state was made by :func:`recckpt.dense.state_copy.portable`, and may hold :class:`Later` tensors, which are in
+    memory one at a time. ``advance`` counts bytes of tensors.
     """
     records, checksums = _Records(), []
 
@@ -140,14 +140,13 @@ def write_state(
 
 
 class _Records:
-    """The storages of tensors, each once; ``reads`` give the bytes of each."""
+    """The storages of tensors, each once; ``reads`` give their bytes."""
 
     def __init__(self) -> None:
         self.reads: list[Callable[[], memoryview]] = []
         self._numbers: dict[Hashable, int] = {}
 
     def place(self, value: Any) -> Placed | None:
-        """Return where a tensor lies, None for what is no tensor."""
         read: Callable[[], memoryview]
         if isinstance(value, Later):
             later, dtype, shape, offset = value, value.dtype, value.shape, 0
@@ -170,20 +169,16 @@ class _Records:
 
 
 def pickled(state: Any, placed: Callable[[Any], Placed | None]) -> bytes:
-    """Return the pickle of a state, which follows from its values alone.
-
-    It does not follow from which of them are one object, nor from hashes. ``placed`` returns the place of the tensor
-    that an object stands for.
-    """
+    """Return the pickle of a state; it depends on the values alone, not on object identity or hashes."""
     file = io.BytesIO()
     _Pickler(file, placed).dump(_by_value(state, {}))
     return file.getvalue()
 
 
 def _by_value(value: Any, known: dict[Any, Any]) -> Any:
-    """Return a state with equal leaves as one object: pickle writes a value, or refers to where it wrote that object.
+    """Return a state in which equal leaves are one object, so that its pickle depends on values alone.
 
-    Containers and tensors, which have an identity of their own, come once for each place that they are in.
+    Containers and tensors have an identity of their own, and are copied at each place.
     """
     kind = type(value)
     if kind in MAPPINGS:
@@ -201,7 +196,7 @@ def _by_value(value: Any, known: dict[Any, Any]) -> Any:
 
 
 class _InOrder(list[Any]):
-    """The members of a set, which pickles as that set, in an order that does not follow from their hashes."""
+    """The members of a set, pickled as a set in an order that does not depend on hashes."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return set, (sorted(self, key=lambda item: (type(item).__name__, repr(item))),)

@@ -1,10 +1,9 @@
 """Tensors whose values lie on several ranks (DTensor, FSDP2, ShardedTensor), and what a save takes of them.
 
-So are local tensors that say by four attributes where their shards lie in the whole: ``CheckpointableTensor``, a
-protocol of torch.distributed.checkpoint (pytorch/pytorch#189492) and of meta-pytorch/torch_checkpointing. Attributes
-are all that is looked at, on any tensor: ``global_shape``, the shape of the whole; and for each shard here
-``global_offsets``, where it begins in the whole, ``local_offsets``, where in this tensor, and ``local_sizes``, its
-shape.
+So do local tensors with the four attributes of ``CheckpointableTensor``, a protocol of torch.distributed.checkpoint
+(pytorch/pytorch#189492) and of meta-pytorch/torch_checkpointing. Only attributes are looked at, on any tensor:
+``global_shape`` of the whole; and for each shard here ``global_offsets``, its begin in the whole, ``local_offsets``,
+its begin in this tensor, and ``local_sizes``, its shape.
 """
 
 from __future__ import annotations
@@ -34,14 +33,12 @@ STAND_IN = "recckpt.sharded"  # part of the format: the one key of the dict that
 
 @dataclass(frozen=True)
 class LocalBox:
-    """What this rank has of a tensor: the box of ``values`` that begins at ``offsets``."""
-
     offsets: tuple[int, ...]
     values: Tensor
 
 
 def is_sharded(value: Any) -> bool:
-    """Say whether a value is a tensor of several ranks; imports nothing for it."""
+    """Say whether a value is a tensor of several ranks; imports nothing."""
     if not isinstance(value, Tensor):
         return False
     has_geometry = hasattr(value, GEOMETRY[1]) and all(hasattr(value, name) for name in GEOMETRY)
@@ -49,7 +46,7 @@ def is_sharded(value: Any) -> bool:
 
 
 def own_shards(name: str, value: Any) -> list[tuple[tuple[int, ...], tuple[slice, ...]]] | None:
-    """Return of each shard of a CheckpointableTensor where it begins in the whole, and its place here; None of others.
+    """Return (begin in the whole, slices here) of each shard of a CheckpointableTensor; None for other tensors.
 
     Raises:
         ValueError: the attributes contradict each other, or the tensor.
@@ -75,60 +72,51 @@ def may_be_sharded() -> bool:
 
 
 def _kinds() -> tuple[type, ...]:
-    """Return the types of sharded tensors whose modules are imported: without them no such tensor exists."""
+    """Return the types of sharded tensors from imported modules; without the import there are no such tensors."""
     modules = ((sys.modules.get(module), name) for module, name in _KINDS.items())
     return tuple(getattr(module, name) for module, name in modules if hasattr(module, name))
 
 
 def local_bytes(value: Tensor) -> int:
-    """Return about how many bytes of a tensor this rank writes."""
-    n_bytes = math.prod(value.shape) * value.dtype.itemsize  # of all ranks
+    n_bytes = math.prod(value.shape) * value.dtype.itemsize  # on all ranks
     mesh = getattr(value, "device_mesh", None)
     if mesh is not None:
         return n_bytes // int(mesh.size()) if mesh.get_coordinate() is not None else 0
-    return sum(piece.values.nbytes for piece in Pieces().of("", value))
+    return sum(piece.values.nbytes for piece in local_boxes("", value))
 
 
-class Pieces:
-    """Finds what this rank has of tensors, for one save or load: tensors that are laid out alike are looked at once."""
+@torch.no_grad()
+def local_boxes(name: str, value: Tensor, known: dict[Any, LocalBox] | None = None) -> list[LocalBox]:
+    """Return this rank's parts of a tensor, sharded or not, as views; ``known`` spares the work for equal layouts.
 
-    def __init__(self) -> None:
-        self._known: dict[Any, LocalBox] = {}
+    A ValueError names a tensor of partial sums, or one whose local values do not fit its layout or attributes.
+    """
+    if (shards := own_shards(name, value)) is not None:
+        local = value.detach().as_subclass(Tensor)
+        return [LocalBox(offsets, local[place]) for offsets, place in shards]
+    one, known = cast(Any, value), {} if known is None else known
+    is_one_box = hasattr(value, "device_mesh") and own_boxes(value) is None
+    kind = (value.shape, one.device_mesh, one.placements) if is_one_box else None
+    if kind in known:
+        return [LocalBox(known[kind].offsets, _checked(name, value, one.to_local(), known[kind].values.shape))]
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-    @torch.no_grad()
-    def of(self, name: str, value: Tensor) -> list[LocalBox]:
-        """Return what this rank has of a tensor, sharded or not; the values are the tensor's own.
-
-        A ValueError names a tensor of partial sums, or one that has more or fewer values here than its layout says, or
-        other ones than its attributes.
-        """
-        if (shards := own_shards(name, value)) is not None:
-            local = value.detach().as_subclass(Tensor)
-            return [LocalBox(offsets, local[place]) for offsets, place in shards]
-        one = cast(Any, value)
-        is_one_box = hasattr(value, "device_mesh") and own_boxes(value) is None
-        kind = (value.shape, one.device_mesh, one.placements) if is_one_box else None
-        if kind in self._known:
-            known = self._known[kind]
-            return [LocalBox(known.offsets, _checked(name, value, one.to_local(), known.values.shape))]
-        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner({name: value}, None, is_coordinator=False)
-        try:
-            items = planner.create_local_plan().items
-        except ValueError as error:
-            raise ValueError(f"{name}: {error} Redistribute it to Shard or Replicate before the save") from error
-        pieces = [LocalBox(tuple(i.index.offset or ()), cast(Tensor, planner.resolve_data(i)).detach()) for i in items]
-        for item, piece in zip(items, pieces, strict=True):
-            _checked(name, value, piece.values, cast(Any, item.tensor_data).chunk.sizes)
-        if kind is not None and pieces:
-            self._known[kind] = pieces[0]
-        return pieces
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner({name: value}, None, is_coordinator=False)
+    try:
+        items = planner.create_local_plan().items
+    except ValueError as error:
+        raise ValueError(f"{name}: {error} Redistribute it to Shard or Replicate before the save") from error
+    boxes = [LocalBox(tuple(i.index.offset or ()), cast(Tensor, planner.resolve_data(i)).detach()) for i in items]
+    for item, box in zip(items, boxes, strict=True):
+        _checked(name, value, box.values, cast(Any, item.tensor_data).chunk.sizes)
+    if kind is not None and boxes:
+        known[kind] = boxes[0]
+    return boxes
 
 
 def laid_out_as(like: Tensor, values: Tensor) -> Tensor:
-    """Return values that lie as a CheckpointableTensor does, such as its moments, with its attributes; others as is."""
+    """Give values the attributes of a CheckpointableTensor of their shape; return other values as they are."""
     if (
         not all(hasattr(like, attribute) for attribute in GEOMETRY)
         or hasattr(values, GEOMETRY[1])
@@ -142,13 +130,12 @@ def laid_out_as(like: Tensor, values: Tensor) -> Tensor:
 
 
 def own_boxes(value: Tensor) -> Any:
-    """Return what holds the boxes of a DTensor where TorchRec has laid it out, whose placements do not say where."""
+    """Return what holds the boxes of a DTensor laid out by TorchRec, whose placements do not say where they are."""
     local = cast(Any, value).to_local() if hasattr(value, "device_mesh") else None
     return local if callable(getattr(local, "local_shards", None)) else None
 
 
 def _checked(name: str, value: Tensor, found: Tensor, expected: Sequence[int]) -> Tensor:
-    """Return what this rank has of a tensor, if it is as large as the layout of the tensor says."""
     if tuple(found.shape) != tuple(expected):
         parts = f"found {tuple(found.shape)} of {tuple(value.shape)} on this rank, expected {tuple(expected)}"
         placements = getattr(value, "placements", "")
@@ -160,8 +147,6 @@ def _checked(name: str, value: Tensor, found: Tensor, expected: Sequence[int]) -
 
 @dataclass(frozen=True)
 class OwnChunk:
-    """A box of a sharded tensor that this rank writes."""
-
     of: str
     name: str
     dtype: str
@@ -172,17 +157,15 @@ class OwnChunk:
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank has of one sharded tensor: how many of its values it writes."""
-
     dtype: str
     shape: tuple[int, ...]
     n_values: int
-    tiles: tuple[Tile, ...] = ()  # of these, where the tensor itself says which they are
+    tiles: tuple[Tile, ...] = ()  # their boxes, if the tensor itself declares them
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What the ranks compare first: a digest of names, dtypes and shapes, all values, and those this rank writes."""
+    """What ranks compare first: a digest of names, dtypes and shapes, all values, and those this rank writes."""
 
     digest: int
     n_values: int
@@ -192,14 +175,11 @@ class Summary:
 
 @dataclass(frozen=True)
 class ShardedState:
-    """The boxes of sharded tensors that this rank writes, and its share of each tensor that it has a part of."""
-
     chunks: Sequence[OwnChunk] = ()
     shares: Mapping[str, Share] = field(default_factory=dict)
 
     @cached_property
     def summary(self) -> Summary:
-        """What other ranks compare with theirs."""
         names = repr(sorted((name, share.dtype, share.shape) for name, share in self.shares.items()))
         n_values = sum(math.prod(share.shape) for share in self.shares.values())
         n_own = sum(share.n_values for share in self.shares.values())
@@ -208,7 +188,7 @@ class ShardedState:
 
 
 def is_whole(summaries: Sequence[Summary]) -> bool:
-    """Say whether all ranks have the same tensors and write all of their values; where not, shares must be compared."""
+    """Say whether all ranks have the same tensors and write all values; if not, shares must be compared."""
     kinds = {(summary.digest, summary.n_values, summary.is_trusted) for summary in summaries}
     return (
         len(kinds) == 1
@@ -218,7 +198,7 @@ def is_whole(summaries: Sequence[Summary]) -> bool:
 
 
 def check_shares(shares: Sequence[Mapping[str, Share]]) -> None:
-    """Check that the ranks agree on each tensor, and together write it once, or raise ValueError by its name."""
+    """Raise ValueError unless the ranks agree on each tensor, and together write it once."""
     kinds: dict[str, tuple[int, Share]] = {}
     written: Counter[str] = Counter()
     for rank, own in enumerate(shares):
@@ -253,15 +233,13 @@ class ShardedTensors:
         self._tensors: dict[str, Tensor] = {}
 
     def take_from_model(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Take the sharded tensors out of a model's state, and return the rest."""
         self._tensors |= {f"{MODEL}/{name}": value for name, value in state.items() if is_sharded(value)}
         return {name: value for name, value in state.items() if not is_sharded(value)}
 
     def from_extra(self, copy: Copy) -> Copy:
-        """Return a copy function that takes the sharded tensors of a registered object first.
+        """Return a copy function that first takes the sharded tensors out of a registered object's state.
 
-        In the state stands a dict with their name, which is the object's and the place in it, such as
-        ``optim['state'][0]['exp_avg']``.
+        A dict with their name stands in for them: the object and the place in it, as ``optim['state'][0]['exp_avg']``.
         """
 
         def taken(place: Place, state: Any) -> Any:
@@ -273,10 +251,10 @@ class ShardedTensors:
         return taken
 
     def staged(self, copy: Copy) -> ShardedState:
-        """Return what this rank writes of the tensors, copied; a ValueError names one that cannot be saved."""
+        """Return copies of what this rank writes; a ValueError names a tensor that cannot be saved."""
         chunks: list[OwnChunk] = []
         shares: dict[str, Share] = {}
-        pieces = Pieces()
+        known = dict[Any, LocalBox]()
         for fqn, tensor in self._tensors.items():
             of, name = fqn.partition("/")[0], _called(fqn)
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -284,7 +262,7 @@ class ShardedTensors:
             if dtype not in NUMPY_DTYPES:
                 raise ValueError(f"{name}: a sharded tensor of {tensor.dtype} cannot be saved; cast it")
             n_values, first = 0, len(chunks)
-            for piece in pieces.of(name, tensor):
+            for piece in local_boxes(name, tensor, known):
                 if _is_written_here(fqn, tensor, piece) and (piece.values.numel() or 0 in shape):
                     place: Place = ("sharded", fqn, piece.offsets)
                     values = portable(name, copy(place, piece.values))
@@ -308,15 +286,14 @@ class ShardedTensors:
         return value
 
 
-def _called(fqn: str) -> str:
-    """Return the name of a tensor, without whose it is."""
+def _called(fqn: str) -> str:  # without MODEL or EXTRA
     return fqn.partition("/")[2]
 
 
 def _is_written_here(name: str, value: Tensor, piece: LocalBox) -> bool:
-    """Say whether this rank writes a piece of a sharded tensor: one of the ranks that have it does.
+    """Say whether this rank writes a piece, of all ranks that have it.
 
-    Each rank decides this alone; names and places spread the work.
+    Each rank decides alone; a hash of names and places spreads the work.
     """
     mesh = getattr(value, "device_mesh", None)
     if mesh is None:

@@ -1,4 +1,4 @@
-"""The state that a save takes: made portable, copied, and its digests, which ranks compare."""
+"""The state that a save takes: made portable, copied, and digests that ranks compare."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 log = logging.getLogger("recckpt")
 
-MAPPINGS = (dict, OrderedDict, Counter)  # of whose values a state may be made, the safe loader of torch knows them
+MAPPINGS = (dict, OrderedDict, Counter)  # a state may hold these: torch's safe loader knows them
 _PLAIN = (type(None), bool, int, float, complex, str, torch.Size, torch.dtype, torch.device)
 _MAX_INT_BITS = 255 * 8 - 1  # what the safe loader of torch takes
 _LARGE_INT = 1 << 64
@@ -31,16 +31,13 @@ Copy = Callable[[Place, Any], Any]
 _EVERY = 20  # saves, between two looks at what is large
 _SMALL_BYTES = 1 << 20
 _LARGE = 1  # in place of the digest of what this save does not look at
-_SAMPLE_ROWS = 4096  # of the rows of a copy of a table, about
-_TABLE = "table "  # before the name of a table, of which some ranks have copies
-_BY_ROWS = {
-    ("dense",),
-    ("sharded",),
-}  # where places begin whose tensors have an index, which knows them in row-major order
+_SAMPLE_ROWS = 4096  # hashed rows of a copied table, about
+_TABLE = "table "  # before the name of a table that some ranks have copies of
+_BY_ROWS = {("dense",), ("sharded",)}  # first items of places whose tensors have an index, in row-major order
 
 
 class _EmptyBytes(bytes):
-    """Pickles as other bytes do; plain empty ones would name a function that the safe loader does not know."""
+    """Empty bytes; pickle would write plain ones by a function that the safe loader does not know."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return codecs.encode, ("", "latin1")
@@ -49,11 +46,10 @@ class _EmptyBytes(bytes):
 def portable(name: str, value: Any, layout: torch.memory_format = torch.contiguous_format) -> Any:
     """Return ``value`` as data that loads back without running code; a ValueError names the place of what does not.
 
-    Tensors come detached, on the CPU, in row-major order and without the rest of the storage they are a view of; with
-    ``torch.preserve_format`` as layout their dimensions stay in the order in which they lie in memory, since kernels
-    give other last bits for another one. numpy arrays and scalars become tensors and numbers, and members of an
-    ``IntEnum`` or ``StrEnum`` what they are equal to. Beside these there may be numbers, strings, bytes, None, and
-    lists, tuples, sets and dicts.
+    Tensors come detached, on the CPU, in row-major order and without the rest of their storage. The layout
+    ``torch.preserve_format`` keeps the order of dimensions in memory, since kernels give other last bits for another
+    one. numpy arrays and scalars become tensors and numbers, members of an ``IntEnum`` or ``StrEnum`` their values.
+    Further allowed are numbers, strings, bytes, None, and lists, tuples, sets and dicts.
     """
     try:
         try:
@@ -89,7 +85,7 @@ def _portable(name: str | None, value: Any, layout: torch.memory_format) -> Any:
 
 def _portable_container(name: str | None, value: Any, layout: torch.memory_format) -> Any:
     # Training waits for this walk: what is portable as it is costs no call.
-    kind, has_plain_members = type(value), are_plain(value)  # of a dict, the keys
+    kind, has_plain_members = type(value), are_plain(value)  # members of a dict: its keys
     if kind not in MAPPINGS:
         if has_plain_members:
             return kind(value)
@@ -117,7 +113,7 @@ def _portable_container(name: str | None, value: Any, layout: torch.memory_forma
 
 
 def are_plain(values: Collection[Any]) -> bool:
-    """Say whether all values are of the most usual kinds, which are portable as they are."""
+    """Say whether all values are of the usual kinds that are portable as they are."""
     kinds = set(map(type, values))
     if int not in kinds:
         return kinds <= _USUAL
@@ -137,7 +133,7 @@ def _portable_key(name: str | None, key: Any) -> Any:
 
 
 def plain_tensor(name: str | None, value: Tensor) -> Tensor:
-    """Return a tensor detached, or raise ValueError where it is of a kind that has no one block of values."""
+    """Return a detached tensor; ValueError if its values are not one block."""
     if torch.nn.parameter.is_lazy(value):
         raise ValueError(f"{name}: a parameter of a lazy module has no values before its first batch; run one first")
     tensor = value.detach()
@@ -159,7 +155,7 @@ def _portable_tensor(name: str | None, value: Tensor, layout: torch.memory_forma
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Say whether the values lie one after the other, each once, whichever dimension is the innermost one."""
+    """Say whether the values fill their memory without gaps or overlaps, in any order of dimensions."""
     n_values = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != n_values:
@@ -179,18 +175,16 @@ def _portable_numpy(name: str | None, value: Any) -> Any:
     return torch.from_numpy(native.copy()).view(value.shape)
 
 
-def as_it_is(place: Place, state: Any) -> Any:
-    """Return a state as it is: it does not change while it is written."""
+def as_it_is(place: Place, state: Any) -> Any:  # a copy function for states that do not change
     return state
 
 
 def without_values(place: Place, state: Any) -> Any:
-    """Return a state without the values of its tensors, to check what another rank writes."""
     return _replaced(place, state, lambda place, tensor: torch.empty(0, device="cpu"))
 
 
 class DenseBuffers:
-    """Copies tensors to buffers on the CPU, each at its place in the state. Not thread-safe."""
+    """Copies tensors to buffers on the CPU, one for each place in the state. Not thread-safe."""
 
     def __init__(self) -> None:
         self._buffers: dict[Place, Tensor] = {}
@@ -199,18 +193,42 @@ class DenseBuffers:
     def copying(self) -> Iterator[Copy]:
         """Give a function (place, state) -> state with all tensors copied.
 
-        The copies are complete at the end of the block and hold until the next one begins. Tensors that are one in
-        the state are one in the copy.
+        Copies are complete at the end of the block, and valid until the next block begins. A tensor that is twice in
+        the state is copied once.
         """
-        copies = _Copies(self._buffers)
-        yield lambda place, state: _replaced(place, state, copies.copy)
-        for device in copies.devices:  # copies to pinned memory run behind what was enqueued before them
+        used = dict[Place, Tensor]()
+        devices = set[torch.device]()
+        copied = dict[tuple[Any, ...], tuple[Tensor, Tensor]]()  # with the original, to keep its address taken
+
+        def copy(place: Place, tensor: Tensor) -> Tensor:
+            values = tensor.dtype, tensor.is_conj(), tensor.is_neg()  # they give the same memory other values
+            same = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), values
+            if tensor.numel() and same in copied:
+                return copied[same][1]
+            buffer = _buffer_for(place, tensor, self._buffers.get(place))
+            buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+            if tensor.is_cuda:
+                devices.add(tensor.device)
+            copied[same] = tensor, buffer
+            used[place] = buffer
+            return buffer
+
+        yield lambda place, state: _replaced(place, state, copy)
+        for device in devices:  # copies to pinned memory run behind what was enqueued before them
             torch.cuda.current_stream(device).synchronize()
-        self._buffers = copies.used
+        self._buffers = used
+
+
+def _buffer_for(place: Place, tensor: Tensor, known: Tensor | None) -> Tensor:
+    layout = torch.contiguous_format if place[:1] in _BY_ROWS else torch.preserve_format
+    strides = torch.empty_like(tensor, device="meta", memory_format=layout).stride()
+    if known is not None and (known.shape, known.stride(), known.dtype) == (tensor.shape, strides, tensor.dtype):
+        return known
+    with torch.inference_mode(False):  # it outlives the mode in which it happened to be made
+        return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, pin_memory=tensor.is_cuda, device="cpu")
 
 
 def _replaced(place: Place, state: Any, of: Callable[[Place, Tensor], Tensor]) -> Any:
-    """Return a state with ``of`` each of its tensors that is one block of values; others are refused by name later."""
     try:
         return _with_replaced(place, state, of)
     except RecursionError:
@@ -222,7 +240,7 @@ def _with_replaced(place: Place, value: Any, of: Callable[[Place, Tensor], Tenso
     if kind in _HOLDERS:
         is_mapping = kind in MAPPINGS
         if _HOLDS_NONE.issuperset(map(type, value.values() if is_mapping else value)):
-            return value  # of which portable() makes a copy
+            return value  # portable() copies it
         others = {}
         for key, item in value.items() if is_mapping else enumerate(value):
             if type(item) in _HOLDS_NONE or (type(item) is list and _HOLDS_NONE.issuperset(map(type, item))):
@@ -239,39 +257,11 @@ def _with_replaced(place: Place, value: Any, of: Callable[[Place, Tensor], Tenso
     return of(place, value) if is_block else value
 
 
-class _Copies:
-    def __init__(self, buffers: dict[Place, Tensor]) -> None:
-        self._buffers = buffers
-        self.used: dict[Place, Tensor] = {}
-        self.devices: set[torch.device] = set()
-        self._copied: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}  # with the original, to keep its address taken
-
-    def copy(self, place: Place, tensor: Tensor) -> Tensor:
-        values = tensor.dtype, tensor.is_conj(), tensor.is_neg()  # which make other values of the same memory
-        same = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), values
-        if tensor.numel() and same in self._copied:
-            return self._copied[same][1]
-        buffer = self._buffers.get(place)
-        layout = torch.contiguous_format if place[:1] in _BY_ROWS else torch.preserve_format
-        strides = torch.empty_like(tensor, device="meta", memory_format=layout).stride()
-        if buffer is None or (buffer.shape, buffer.stride(), buffer.dtype) != (tensor.shape, strides, tensor.dtype):
-            with torch.inference_mode(False):  # it outlives the mode in which it happened to be made
-                buffer = torch.empty_strided(
-                    tensor.shape, strides, dtype=tensor.dtype, pin_memory=tensor.is_cuda, device="cpu"
-                )
-        buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-        if tensor.is_cuda:
-            self.devices.add(tensor.device)
-        self._copied[same] = tensor, buffer
-        self.used[place] = buffer
-        return buffer
-
-
 class RankDigests:
-    """Digests of the state of one rank, taken while it is staged; one object for all saves of a saver.
+    """Digests of one rank's state, taken while it is staged; one object for all saves of a saver.
 
-    Small registered objects are looked at in every save, large ones and dense tensors in the first and every 20th; of
-    the copies of a table other rows in every save.
+    Small registered objects are hashed at every save, large ones and dense tensors at every 20th; of copied tables
+    other rows at each save.
     """
 
     def __init__(self) -> None:
@@ -303,13 +293,9 @@ class RankDigest:
         return noted
 
     def note_rows(self, table: str, first: int, slots: Mapping[str, Tensor], *, audit: int) -> None:
-        """Take the digest of some rows of a copy; of all of them at each ``audit``-th save, if that is not 0.
+        """Take the digest of some rows of a copied table; of all rows at each ``audit``-th save, if that is not 0.
 
-        Args:
-            table: of which other ranks have the same rows.
-            first: number of the first row.
-            slots: of one or more rows each.
-            audit: as of :func:`recckpt.live.live_tables`.
+        ``slots`` hold one or more rows, from row ``first`` on, which other ranks have too.
         """
         n_rows = len(next(iter(slots.values())))
         name = f"{_TABLE}{table!r} from row {first} to {first + n_rows - 1}"
@@ -320,13 +306,12 @@ class RankDigest:
 
     @property
     def summary(self) -> int:
-        """What is compared first: equal where all digests are."""
         return xxhash.xxh3_64_intdigest(repr(sorted(self.by_name.items())).encode())
 
     def warn(self, ranks: Sequence[Mapping[str, int]], own_rank: int) -> None:
         """Log each name that differs between the ranks, once and on rank 0. Collective."""
         for name in sorted({name for digests in ranks for name in digests}):
-            has_all = not name.startswith(_TABLE)  # of a table some ranks have copies
+            has_all = not name.startswith(_TABLE)  # only some ranks have copies of a table
             those = {rank: own.get(name) for rank, own in enumerate(ranks) if has_all or name in own}
             first = next(iter(those.values()))
             others = [rank for rank, of_rank in those.items() if of_rank != first]
@@ -337,7 +322,6 @@ class RankDigest:
 
 
 def digest(state: Any) -> int:
-    """Return a hash of a state; 0 for one that a save refuses."""
     hasher = xxhash.xxh3_64()
     try:
         _feed(hasher, state)

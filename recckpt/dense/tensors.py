@@ -1,4 +1,4 @@
-"""The dense tensors of a checkpoint, put together from the indexes of all shards; read, and checked, by bytes."""
+"""The dense tensors of a checkpoint, assembled from the indexes of all shards; read and checked as bytes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor and the chunks that tile it, each with the index that it is in."""
-
     of: str
     name: str
     dtype: str
@@ -43,23 +41,22 @@ class StoredTensor:
 
     @property
     def place(self) -> tuple[tuple[str, int, int], ...]:
-        """File, first byte and size of each chunk, the same for tied tensors."""
+        """File, first byte and size of each chunk; the same for tied tensors."""
         return tuple((chunk.file, chunk.at, chunk.n_bytes) for _, chunk in self.chunks)
 
     @property
     def content(self) -> object:
-        """What is equal where all bytes are, and lie in the same pieces: by their checksums."""
+        """Equal for tensors with equal bytes in equal pieces, by checksums."""
         chunks = [(tuple(chunk.offsets), tuple(chunk.sizes), tuple(chunk.xxh3)) for _, chunk in self.chunks]
         return self.dtype, self.shape, chunks
 
     @property
     def is_sharded(self) -> bool:
-        """Whether it lies in files of chunks, not in ``model.pt``."""
         return self.chunks[0][1].file != layout.MODEL
 
 
 def tensors_of(directory: str, indexes: Iterable[TensorIndex]) -> dict[tuple[str, str], StoredTensor]:
-    """Return the tensors that the chunks of all shards make up, by (of, name), each whole."""
+    """Return the tensors made up of the chunks of all shards, by (of, name)."""
     chunks_of: dict[tuple[str, str], list[tuple[TensorIndex, TensorChunk]]] = {}
     for index in indexes:
         for chunk in index.chunks:
@@ -68,7 +65,6 @@ def tensors_of(directory: str, indexes: Iterable[TensorIndex]) -> dict[tuple[str
 
 
 def _whole(directory: str, pieces: list[tuple[TensorIndex, TensorChunk]]) -> StoredTensor:
-    """Return the tensor that chunks of one name make up, if they tile it."""
     first = pieces[0][1]
     covered = 0
     for index, chunk in pieces:
@@ -88,14 +84,12 @@ def _whole(directory: str, pieces: list[tuple[TensorIndex, TensorChunk]]) -> Sto
 
 
 class Tile(NamedTuple):
-    """A box of a tensor."""
-
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
 def overlap(boxes: Sequence[TensorChunk | Tile]) -> TensorChunk | Tile | None:
-    """Return a box that meets another, None where none does: swept along the dimension with the most beginnings."""
+    """Return a box that meets another, if any; sweeps along the dimension with the most distinct offsets."""
     if len(boxes) < 2:
         return None
     if not boxes[0].sizes:
@@ -123,7 +117,7 @@ def _bad_index(
 
 @dataclass(frozen=True)
 class Read:
-    """A box of the chunk of that number in its tensor: where it begins there, and in what is filled."""
+    """A box of chunk ``chunk``: where it begins there, and in the result."""
 
     chunk: int
     at: tuple[int, ...]
@@ -132,13 +126,7 @@ class Read:
 
 
 class DenseTensors:
-    """Reads the dense tensors of one checkpoint; damage is a CorruptCheckpointError. Not thread-safe.
-
-    Attributes:
-        tensors: (of, name) -> tensor.
-        model: name -> tensor of the model.
-        bytes_read: from files so far.
-    """
+    """Reads the dense tensors of a checkpoint; CorruptCheckpointError if it is damaged. Not thread-safe."""
 
     def __init__(self, files: Files, directory: str, manifest: Manifest) -> None:
         self._files, self._directory = files, directory
@@ -154,19 +142,17 @@ class DenseTensors:
         self.model = {name: model[name] for name in manifest.names.dense if name in model}
 
     def close(self) -> None:
-        """Close the files; they are opened again when something is asked for."""
+        """Close the files; later reads open them again."""
         for file in self._open.values():
             file.close()
         self._open = {}
 
     def named(self, name: str) -> StoredTensor:
-        """Return a tensor of the model; a KeyError names the nearest one."""
         if name not in self.model:
             raise KeyError(f"{self._directory} has no dense tensor {name!r}{nearest(name, self.model)}")
         return self.model[name]
 
     def of_extra(self, name: str) -> StoredTensor:
-        """Return a sharded tensor that ``extra.pt`` names."""
         tensor = self.tensors.get((EXTRA, name))
         if tensor is None:
             path = layout.join(self._directory, layout.EXTRA)
@@ -174,7 +160,7 @@ class DenseTensors:
         return tensor
 
     def read(self, tensor: StoredTensor) -> npt.NDArray[Any]:
-        """Return a whole tensor, contiguous and writable; a dtype that numpy lacks comes as bit patterns."""
+        """Return a whole tensor, contiguous and writable; dtypes that numpy lacks as bit patterns."""
         whole = [
             Read(number, (0,) * len(chunk.sizes), chunk.offsets, chunk.sizes)
             for number, (_, chunk) in enumerate(tensor.chunks)
@@ -182,7 +168,7 @@ class DenseTensors:
         return self.read_box(tensor, tensor.shape, whole)
 
     def read_box(self, tensor: StoredTensor, sizes: Sequence[int], reads: Iterable[Read]) -> npt.NDArray[Any]:
-        """Return an array of ``sizes`` that the reads fill, as :meth:`read` does."""
+        """Return an array of ``sizes`` filled by the reads; otherwise as :meth:`read`."""
         dtype = NUMPY_DTYPES[tensor.dtype]
         values = np.empty(sizes, dtype)
         for read in reads:
@@ -226,7 +212,6 @@ class DenseTensors:
 
 
 def read_index(files: Files, directory: str, manifest: Manifest, shard: int) -> TensorIndex | None:
-    """Return the index of a shard, None where it wrote no dense tensors."""
     name = layout.dense_index(shard, len(manifest.shards))
     entry = manifest.file(name)
     if entry is None:
@@ -238,7 +223,7 @@ def read_index(files: Files, directory: str, manifest: Manifest, shard: int) -> 
 def _rows(
     item_bytes: int, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[slice, ...], tuple[int | slice, ...]]]:
-    """Cut a box of a row-major array into (first byte, shape, box in it, place in the box) of whole rows."""
+    """Cut a box of a row-major array into whole rows: (first byte, shape, box in it, place in the result)."""
     if not shape:
         yield 0, (), (), ()
         return
@@ -263,14 +248,14 @@ def check_file(
     index: TensorIndex | None,
     advance: Callable[[int], object],
 ) -> Iterator[CorruptCheckpointError]:
-    """Yield each damaged block of the tensors that an index lists in a file, or that the file as a whole is damaged."""
+    """Yield an error for each damaged block of indexed tensors in a file, or for the file as a whole."""
     path, is_whole = layout.join(directory, file.name), True
     chunks, block_bytes = (index.chunks, index.block_bytes) if index else ((), 1)
     with files.open(path) as content:
         passed = _Passed(content, advance)
         for chunk in chunks:
             if chunk.file != file.name or chunk.at < passed.at:
-                continue  # of another file, or the same bytes as the one before
+                continue  # in another file, or the same bytes as the last one
             passed.skip(chunk.at)
             for begin, expected in zip(range(0, chunk.n_bytes, block_bytes), chunk.xxh3, strict=True):
                 found = xxhash.xxh3_64_intdigest(passed.read(min(block_bytes, chunk.n_bytes - begin)))
@@ -284,8 +269,6 @@ def check_file(
 
 
 class _Passed:
-    """A file that is read from front to end, and the checksum of what has been read."""
-
     def __init__(self, content: BinaryIO, advance: Callable[[int], object]) -> None:
         self._content, self._advance, self.at = content, advance, 0
         self.digest = xxhash.xxh3_64()

@@ -1,4 +1,4 @@
-"""The zip that torch.save makes: written record by record, and checked before it is read (no torch, nor numpy here)."""
+"""The zip files of torch.save: written record by record, and checked before they are read (no torch or numpy here)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from recckpt.errors import CorruptCheckpointError, RecckptError
 from recckpt.storage import SinkFile
 
 _ROOT = "archive"
-_ALIGNMENT = 64  # of tensors in the file, so that it can be mapped
-HEADER_BYTES, LENGTHS_AT = 30, 26  # of the header before each record, which ends with a name and padding
+_ALIGNMENT = 64  # of tensors, so that the file can be mapped
+HEADER_BYTES, LENGTHS_AT = 30, 26  # the header before each record is followed by name and padding
 _ZIP64_BYTES = 20
 _PADDING_ID = 0x4246  # torch's own
 _LARGE_BYTES = 1 << 30  # from here on an entry has sizes of 64 bits; well below the 2 GiB where it must
@@ -27,17 +27,14 @@ _GLOBAL = re.compile(rb"c([^\n]{1,200})\n([^\n]{1,200})\n")
 
 
 class ArchiveContents(NamedTuple):
-    """What goes into a file: a pickle in which tensors refer to records by number, and the records."""
-
     pickle: bytes
     records: Iterable[memoryview]
 
 
 def write_archive(to: SinkFile, contents: ArchiveContents, proceed: Callable[[], None] = lambda: None) -> list[int]:
-    """Write a file that ``torch.load(weights_only=True)`` reads, and return the first byte of each record.
+    """Write a file for ``torch.load(weights_only=True)``, and return the first byte of each record.
 
-    The same contents make the same bytes. ``proceed`` is called before every few megabytes, and raises to stop the
-    write.
+    Equal contents make equal bytes. ``proceed`` is called every few megabytes, and may raise to stop.
     """
     with zipfile.ZipFile(to, "w", zipfile.ZIP_STORED) as archive:
 
@@ -63,7 +60,7 @@ def write_archive(to: SinkFile, contents: ArchiveContents, proceed: Callable[[],
 
 @cache
 def _globals() -> frozenset[str]:
-    """Return what a pickle of dense tensors and plain data names: part of the format."""
+    """Names in a pickle of dense tensors and plain data: part of the format."""
     from recckpt.format.tensor_index import NUMPY_DTYPES, STORAGES
 
     return frozenset(
@@ -86,17 +83,15 @@ def _globals() -> frozenset[str]:
 
 
 class LoadableArchive(NamedTuple):
-    """What is in a file of torch.save whose pickle names nothing but tensors and plain data."""
-
     root: str
     pickle: bytes
     entries: Mapping[str, zipfile.ZipInfo]
 
 
 def check_loadable(content: BinaryIO, path: str) -> LoadableArchive:
-    """Check that a file is a zip of torch.save, with a pickle of a dict that names nothing but tensors and plain data.
+    """Check that a file is a zip of torch.save with a pickled dict that names only tensors and plain data.
 
-    The opcodes of the pickle are only read, not run. A file that was crafted to be well-formed and not loadable passes.
+    Opcodes are read, not run. A file crafted to be well-formed but not loadable passes.
     """
     try:
         with zipfile.ZipFile(content) as archive:
@@ -105,7 +100,7 @@ def check_loadable(content: BinaryIO, path: str) -> LoadableArchive:
             data = archive.read(f"{root}/data.pkl")
             byteorder = archive.read(f"{root}/byteorder") if f"{root}/byteorder" in entries else b"little"
     except Exception as error:  # zipfile raises many kinds for other bytes
-        is_of_storage = isinstance(error, OSError) and error.errno != errno.EINVAL  # of a place before the file
+        is_of_storage = isinstance(error, OSError) and error.errno != errno.EINVAL  # EINVAL: a seek before the file
         if is_of_storage or isinstance(error, RecckptError):
             raise
         found = f"not such a file ({type(error).__name__}: {error!s:.200})"
@@ -154,7 +149,7 @@ def _check_pickle(data: bytes, path: str) -> None:
 
 
 def _size_at(data: bytes, at: int) -> int:
-    """Return the bytes of an opcode with its argument of any size, 0 where it is not one of these, or not allowed."""
+    """Return the bytes of an opcode with its argument; 0 if it is not of variable size, or not allowed."""
     if data[at : at + 1] == b"X":
         return 5 + int.from_bytes(data[at + 1 : at + 5], "little")
     if data[at : at + 1] == b"\x8a":

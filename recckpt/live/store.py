@@ -51,18 +51,6 @@ class RowRange:
     def to_tensor(self, n_rows: int) -> Tensor:
         return torch.arange(self.first, self.first + n_rows, device="cpu")
 
-    def keep(self, rows: Int64s) -> None:
-        """Do nothing: the id of a row never changes."""
-
-    def narrow(self, bits: npt.NDArray[np.uint8]) -> None:
-        """Do nothing."""
-
-    def fail(self, error: Exception) -> None:
-        """Do nothing: the slots fail."""
-
-    def close(self) -> None:
-        """Do nothing: there is no memory."""
-
 
 class LiveStore(Store):
     """The rows of a live table that this rank saves, in the memory of their owner; and the door of its adapter.

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from recckpt.format.buckets import N_BUCKETS, mix64
 from recckpt.types import count_of, positive_int, positive_number
 
-CELLS = 256  # of a block: one byte each, and one byte says which
+CELLS = 256  # in a block: one byte each, and a byte addresses them
 MAX_BLOOM_COUNT = 255
-_MAX_HASHES, _MAX_BLOCKS = 16, 1 << 12  # of a bucket
+_MAX_HASHES, _MAX_BLOCKS = 16, 1 << 12  # for an id; in a bucket
 _MAX_CELLS = N_BUCKETS * _MAX_BLOCKS * CELLS  # with an id a cell, more than half share theirs; more are not summed up
 _MIN_ERROR = 1e-4
 Int64s = npt.NDArray[np.int64]
@@ -25,7 +25,7 @@ AdmitFunction = Callable[[Int64s, int], Any]
 
 
 class Geometry(NamedTuple):
-    """How many blocks of cells each bucket has, and in how many cells of one of them an id is counted."""
+    """Blocks of cells for each bucket, and the number of cells in which an id is counted."""
 
     blocks: int
     hashes: int
@@ -39,12 +39,11 @@ class Bloom:
     ids are, and counts the same on all of them. A cell is one byte. Blocks exist once something is counted in them.
 
     Attributes:
-        capacity: how many different ids it is to count. Beyond that the error grows; nothing else happens.
-        error: how many of the ids may be taken for more frequent than they are once it is full, as a part of 1; from
-            0.0001 to 0.5.
+        capacity: the number of distinct ids it should count. Beyond that the error grows; nothing else happens.
+        error: the share of ids counted too high when the filter is full, from 0.0001 to 0.5.
 
     Raises:
-        ValueError: a number is not such.
+        ValueError: a number is out of range.
     """
 
     capacity: int
@@ -59,7 +58,7 @@ class Bloom:
 
     @cached_property
     def geometry(self) -> Geometry:
-        """Internal: the smallest that does."""
+        """Internal: the smallest geometry with this error."""
         low, high = 1, _MAX_BLOCKS  # the first number of blocks that will do is in [low, high]
         while low < high:
             middle = (low + high) // 2
@@ -75,12 +74,12 @@ class Bloom:
 
 
 def false_positives(capacity: int, blocks: int) -> float:
-    """Return what part of the ids shares all cells with others, by the best number of hashes."""
+    """Return the share of ids that share all their cells with others, for the best number of hashes."""
     return min(_error(capacity, Geometry(blocks, hashes)) for hashes in range(1, _MAX_HASHES + 1))
 
 
 def _error(capacity: int, geometry: Geometry) -> float:
-    """Return the part over blocks that hold more ids and fewer, as a Poisson distribution has it."""
+    """Return that share for one geometry; ids in a block follow a Poisson distribution."""
     mean = capacity / (N_BUCKETS * geometry.blocks)
     spread = 8 * math.sqrt(mean) + 20
     ids = np.arange(max(0, int(mean - spread)), int(mean + spread) + 1)
@@ -128,7 +127,7 @@ class MinCount:
             early as exact counts would admit them, some of them earlier. ``n`` is at most 255 then.
 
     Raises:
-        ValueError: ``n`` or ``bloom`` is not such.
+        ValueError: ``n`` or ``bloom`` is invalid.
     """
 
     n: int
@@ -159,7 +158,7 @@ class Probability:
         p: above 0, at most 1.
 
     Raises:
-        ValueError: ``p`` is not such a number.
+        ValueError: ``p`` is out of range.
     """
 
     p: float
@@ -172,7 +171,7 @@ class Probability:
             raise ValueError(f"Probability: p must be above 0 and at most 1, found {self.p!r}")
 
     def admits(self, ids: Int64s, counts: Int64s, step: int) -> Bools:
-        """Return for which ids the coin of this step fell so."""
+        """Return the ids that the coin of this step admits."""
         salt = mix64(np.array([step], np.uint64) + np.uint64(1))  # mix64(0) is 0: at step 0 as at any other
         coins = mix64(mix64(ids.view(np.uint64) ^ salt) ^ salt) >> np.uint64(11)
         fell: Bools = coins < self.p * 2.0**53
@@ -202,11 +201,6 @@ class AdmitIf:
 
 
 def as_admit(admit: Any) -> Admit:
-    """Return a policy, or wrap a function as one.
-
-    Raises:
-        TypeError: it is neither.
-    """
     if isinstance(admit, type) or not (isinstance(admit, Admit) or callable(admit)):
         raise TypeError(
             f"admit must be MinCount(n), Probability(p) or a callable (ids, step) -> mask, found {admit!r}; omit it to "

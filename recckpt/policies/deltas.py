@@ -8,28 +8,28 @@ from typing import Any
 from recckpt.types import positive_int, positive_number
 
 MAX_DELTAS = 999  # part of the format: a chain has at most 1,000 links, one of them full
-_PATIENCE = 2  # where the chain is compacted it may grow so many times as long before a save is full
+_PATIENCE = 2  # a chain that is compacted may grow this many times as long before a full
 
 
 @dataclass(frozen=True)
 class Chain:
-    """What a delta would stand on: the newest link that is full, or compacted, and the deltas since."""
+    """The chain that a delta would stand on: the newest full or compacted link, and the deltas since."""
 
     n_deltas: int  # links since the full one
-    delta_bytes: int  # of all files of these
-    full_bytes: int  # of all files of the full one
+    delta_bytes: int  # all files of the deltas
+    full_bytes: int  # all files of the full link
 
 
 @dataclass(frozen=True)
 class Deltas:
-    """Deltas, and now and then a full checkpoint, or in its place one that is compacted while training goes on.
+    """Delta checkpoints, with a full or compacted checkpoint from time to time.
 
     Args:
-        full_every: how many deltas follow a full checkpoint.
-        max_chain_bytes: how many times the bytes of the full checkpoint the deltas since may take.
-        max_dirty: which part of the rows may have changed; with more, a delta saves little and the save is full.
-        compact: whether a thread of the saver makes an offer where a chain reaches these limits; a save is full only
-            where the chain is twice as long then.
+        full_every: number of deltas after a full checkpoint.
+        max_chain_bytes: limit for the bytes of the deltas, as a multiple of those of the full checkpoint.
+        max_dirty: share of the rows that may have changed; with more, a delta saves little and the save is full.
+        compact: whether a chain that reaches these limits is compacted in the background while training goes on; then a
+            save is full only if the chain gets twice as long.
 
     Raises:
         ValueError: an argument is invalid.
@@ -50,10 +50,10 @@ class Deltas:
             raise ValueError(f"Deltas: compact must be True or False, found {self.compact!r}")
 
     def why_full(self, chain: Chain | None, n_changed: int, n_rows: int) -> str | None:
-        """Return why the next checkpoint is full, None where it is a delta; pure.
+        """Return why the next checkpoint is full; None if it is a delta. Pure.
 
         Args:
-            chain: that of the base; None where there is no base.
+            chain: the chain of the base; None without a base.
             n_changed: rows that a delta would hold, of all tables and ranks.
             n_rows: rows of all tables and ranks.
         """
@@ -66,7 +66,7 @@ class Deltas:
         return self._why_too_long(chain, _PATIENCE if self.compact else 1)
 
     def why_compact(self, chain: Chain) -> str | None:
-        """Return why an offer is to be made of a chain, None where it is not; pure."""
+        """Return why a chain should be compacted; None if it should not. Pure."""
         return self._why_too_long(chain, 1) if self.compact else None
 
     def _why_too_long(self, chain: Chain, times: int) -> str | None:
@@ -80,11 +80,7 @@ class Deltas:
 
 
 def as_deltas(deltas: Any) -> Deltas | None:
-    """Return the policy that an argument ``deltas`` stands for, None for full checkpoints only.
-
-    Raises:
-        ValueError: it is neither a bool nor a policy.
-    """
+    """Return the policy for an argument ``deltas``; None for full checkpoints only. ValueError for anything else."""
     if isinstance(deltas, Deltas):
         return deltas
     if type(deltas) is not bool:

@@ -97,7 +97,7 @@ class UnseenFor(_EvictOperators):
 
 @dataclass(frozen=True)
 class LowCount(_EvictOperators):
-    """Rows that training has looked up fewer than ``n`` times, also those that came just now.
+    """Rows that training has looked up fewer than ``n`` times, brand-new ones included.
 
     ``LowCount(2) & Unseen(steps=1000)`` gives each row 1,000 steps to be looked up again.
 
@@ -119,7 +119,7 @@ class LowCount(_EvictOperators):
 
 @dataclass(frozen=True)
 class SmallNorm(_EvictOperators):
-    """Rows whose embedding has an L2 norm below ``x``, also those that came just now; DeepRec's ``L2WeightEvict``.
+    """Rows whose embedding has an L2 norm below ``x``, brand-new ones included; DeepRec's ``L2WeightEvict``.
 
     Raises:
         ValueError: ``x`` is not a finite number above 0.
@@ -132,7 +132,7 @@ class SmallNorm(_EvictOperators):
         positive_number("SmallNorm: x", self.x)
 
     def evicted(self, rows: Columns, now: TrainingTime) -> Mask:
-        """Return True where the norm is below; an embedding with a NaN stays, to be found."""
+        """Return True where the norm is below ``x``; embeddings with a NaN stay, so that they are noticed."""
         mask: Mask = rows[NORM] < self.x
         return mask
 
@@ -156,11 +156,11 @@ class EvictedByAll(_EvictOperators):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What any of them needs."""
+        """What any of the policies needs."""
         return tuple(sorted({name for policy in self.policies for name in policy.needs}))
 
     def evicted(self, rows: Columns, now: TrainingTime) -> Mask:
-        """Return True where all do."""
+        """Return True for rows that all policies evict."""
         masks = [policy.evicted(rows, now) for policy in self.policies]
         together: Mask = np.logical_and.reduce(masks)
         return together
@@ -171,17 +171,17 @@ class EvictedByAll(_EvictOperators):
 
 @dataclass(frozen=True)
 class Capacity:
-    """At most ``n`` rows, of all ranks together: those that go have the least ``by``; of equal ones, the lowest ids.
+    """At most ``n`` rows on all ranks together: rows with the least ``by`` go; among equals those with the lowest ids.
 
-    While training it makes ``room`` before the table is full, so that no look-up waits; by hand it leaves ``n`` rows.
-    Rows go between steps alone: where nobody counts these, by ``CheckpointManager.step()`` or ``table.step``, the table
-    grows past ``n``, which a warning says as soon as it does.
-    TorchRec's ZCH does the same by ``DistanceLFU_EvictionPolicy`` and ``LRU_EvictionPolicy``.
+    In training it makes ``room`` before the table is full, so that no look-up waits; called by hand it leaves ``n``
+    rows. Rows go only between steps: unless ``CheckpointManager.step()`` or ``table.step`` counts them, the table grows
+    past ``n``, with a warning. TorchRec's ZCH does the same by ``DistanceLFU_EvictionPolicy`` and
+    ``LRU_EvictionPolicy``.
 
     Args:
         n: rows.
-        by: ``"last_step"`` for those not seen for longest, ``"count"`` for those seen least.
-        room: which part of ``n`` stays free for rows to come.
+        by: ``"last_step"`` evicts rows not seen for longest, ``"count"`` rows seen least.
+        room: share of ``n`` that stays free for new rows.
 
     Raises:
         ValueError: an argument is out of range.
@@ -200,7 +200,7 @@ class Capacity:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What decides."""
+        """The slot that decides."""
         return (self.by,)
 
     @property
@@ -209,7 +209,7 @@ class Capacity:
         return self.n - int(self.n * self.room)
 
     def is_crowded(self, n_rows: int) -> bool:
-        """Internal: say whether so many rows are too many to wait for the next pass: half of the room is taken."""
+        """Internal: say whether there are too many rows to wait for the next pass: half of the room is used."""
         return 2 * n_rows > self.target + self.n
 
     def pace(self, n_rows: int) -> int:
@@ -223,7 +223,7 @@ class Capacity:
 
 
 def first_rows(by: npt.NDArray[Any], ids: npt.NDArray[np.int64], n: int) -> Mask:
-    """Return True for the ``n`` rows with the least ``by``, of equal ones those with the lowest ids."""
+    """Return a mask of the ``n`` rows with the least ``by``; of equal ones, those with the lowest ids."""
     if n >= len(by):
         return np.ones(len(by), np.bool_)
     if n <= 0:
@@ -237,7 +237,7 @@ def first_rows(by: npt.NDArray[Any], ids: npt.NDArray[np.int64], n: int) -> Mask
 
 
 def least_count(policies: Iterable[Any]) -> int:
-    """Return the count with which a row stays by each :class:`LowCount` among policies, 0 without one."""
+    """Return the greatest ``n`` of the :class:`LowCount` among policies; 0 without one."""
     least = 0
     for policy in policies:
         if isinstance(policy, EvictedByAll):
@@ -248,5 +248,5 @@ def least_count(policies: Iterable[Any]) -> int:
 
 
 def is_evict(policy: Any) -> bool:
-    """Say whether this is a policy that looks at one row."""
+    """Say whether this is a policy that decides on single rows."""
     return isinstance(policy, Evict) and not isinstance(policy, type)

@@ -41,7 +41,7 @@ class KeepOperators(Keep, Protocol):
 
 @dataclass(frozen=True, init=False, repr=False)
 class KeptByAny(KeepOperators):
-    """Those that any of these keeps, each asked about all; ``a | b`` is the same.
+    """Those that any of these keeps, each asked about all checkpoints; the same as ``a | b``.
 
     Raises:
         ValueError: none is given, or one of them is not a :class:`Keep`.
@@ -63,7 +63,6 @@ class KeptByAny(KeepOperators):
 
 
 def is_keep(value: Any) -> TypeGuard[Keep]:
-    """Say whether this is a policy of what to keep."""
     return isinstance(value, Keep) and not isinstance(value, type)
 
 
@@ -75,8 +74,8 @@ class Best(KeepOperators):
 
     Args:
         k: how many.
-        metric: its name in ``Manifest.state``; or several with their weights, ``{"auc": 1, "loss": -0.1}``, of which
-            the weighted sum counts.
+        metric: its name in ``Manifest.state``; or several with weights, ``{"auc": 1, "loss": -0.1}``, for the weighted
+            sum.
         mode: whether the greatest or the least is best.
 
     Raises:
@@ -112,7 +111,6 @@ class Best(KeepOperators):
         return self.metric if isinstance(self.metric, Mapping) else {}
 
     def _value(self, checkpoint: Manifest) -> StateValue:
-        """Return what counts of a checkpoint; None where it does not have it."""
         if isinstance(self.metric, str):
             return checkpoint.state.get(self.metric)
         values = [(weight, checkpoint.state.get(name)) for name, weight in self.metric.items()]
@@ -121,7 +119,7 @@ class Best(KeepOperators):
 
 
 def idle(keep: object, checkpoints: Sequence[Manifest]) -> list[str]:
-    """Say of each policy of the best by a metric that no checkpoint has why it keeps nothing."""
+    """Return why policies of the best keep nothing, for each metric that no checkpoint has."""
     parts = keep.keeps if isinstance(keep, KeptByAny) else (keep,)
     names = sorted(_metrics(checkpoints))
     of_best = (part for part in parts if isinstance(part, Best))
@@ -133,7 +131,7 @@ def idle(keep: object, checkpoints: Sequence[Manifest]) -> list[str]:
 
 
 def _not_finite(checkpoints: Sequence[Manifest], names: Iterable[str]) -> str:
-    """Say where a metric is NaN, infinite, or no number, which is compared with nothing; "" where it never is."""
+    """Name checkpoints in which a metric is not a finite number, and so not compared; "" if there are none."""
     values = [
         (name, one.state[name], one.ckpt_id) for one in reversed(checkpoints) for name in names if name in one.state
     ]
@@ -146,7 +144,7 @@ def _metrics(checkpoints: Sequence[Manifest]) -> set[str]:
 
 
 def best_in(keep: object) -> Best:
-    """Return the policy of the best checkpoints in what ``max_keep`` may be; ValueError where it is not one."""
+    """Return the :class:`Best` in what ``max_keep`` may be; ValueError if there is not exactly one."""
     parts = keep.keeps if isinstance(keep, KeptByAny) else (keep,)
     best: list[Best] = []
     for part in (part for part in parts if isinstance(part, Best)):
@@ -166,10 +164,10 @@ def best_in(keep: object) -> Best:
 
 
 def best_id(checkpoints: Sequence[Manifest], best: Best, place: str) -> str:
-    """Return the id of the best checkpoint of a place; never of an ephemeral one, which policies are not shown.
+    """Return the id of the best checkpoint, ephemeral ones excluded.
 
     Raises:
-        CheckpointNotFoundError: none was saved with the metric; says which metrics there are.
+        CheckpointNotFoundError: none has the metric; lists the metrics found.
     """
     checkpoints = [checkpoint for checkpoint in checkpoints if not checkpoint.ephemeral]
     ids = replace(best, k=1).kept(checkpoints, datetime.now(timezone.utc))
@@ -225,7 +223,7 @@ class EveryNth(KeepOperators):
         positive_int("EveryNth: n", self.n)
 
     def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
-        """Return the ids with such a step; one saved without a step has none."""
+        """Return the ids with such a step; checkpoints without a step are left out."""
         return {each.ckpt_id for each in checkpoints if each.step is not None and each.step % self.n == 0}
 
 
@@ -273,7 +271,7 @@ class OnePer(KeepOperators):
 
 @dataclass(frozen=True)
 class KeepBytes(KeepOperators):
-    """The newest that fit into so many bytes together, with what they are read from; the newest of all in any case.
+    """The newest that fit into ``n_bytes`` together with the links they need; always the newest of all.
 
     Args:
         n_bytes: an int, or a text such as ``"2 TB"``.
@@ -288,7 +286,7 @@ class KeepBytes(KeepOperators):
         object.__setattr__(self, "n_bytes", byte_count("KeepBytes: n_bytes", self.n_bytes))
 
     def kept(self, checkpoints: Sequence[Manifest], now: datetime) -> set[str]:
-        """Return the last ids; the links below a delta count once, for the newest that stands on them."""
+        """Return the newest ids; the links below a delta count once, for the newest that needs them."""
         sizes = {checkpoint.name: checkpoint.n_bytes for checkpoint in checkpoints}
         counted, kept = set[str](), set[str]()
         for checkpoint in reversed(checkpoints):
@@ -300,11 +298,7 @@ class KeepBytes(KeepOperators):
 
 
 def as_keep(max_keep: int | Keep | None) -> Keep:
-    """Return what a number of checkpoints, or None for all, stands for, and any other :class:`Keep` as it is.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Return the policy for an argument ``max_keep``; ValueError if it is neither a number, None nor a policy."""
     if is_keep(max_keep):
         return max_keep
     if max_keep is None:
@@ -318,7 +312,6 @@ def as_keep(max_keep: int | Keep | None) -> Keep:
 
 
 def _moment(written: str) -> datetime | None:
-    """Return when something was written; None where the time or its zone cannot be read."""
     try:
         time = datetime.fromisoformat(written.replace("Z", "+00:00"))  # Python 3.10 does not know Z
     except ValueError:

@@ -18,7 +18,7 @@ from recckpt.policies.when import When, as_when
 from recckpt.text import nearest
 from recckpt.types import EMBEDDING, byte_count, flag, is_list, positive_int, positive_number
 
-_GROUPS = ("sparse", "sparse_opt")  # of load_conf, that slots of tables are in
+_GROUPS = ("sparse", "sparse_opt")  # groups of load_conf with slots of tables
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Choose:
     """Which slots and rows of tables are saved, and how narrow; docs/save.md. By default all, as they are.
 
     Args:
-        slots: patterns of the slots that are saved beside embeddings, such as ``"*@count"``; ``"!..."`` leaves out
-            what matches; ``[]`` saves embeddings alone, None all slots.
-        where: table or pattern -> conditions of the rows that are saved, as ``where`` of a ``load_conf``.
+        slots: patterns of the slots that are saved beside embeddings, such as ``"*@count"``; ``"!..."`` excludes what
+            matches; ``[]`` saves embeddings only, None all slots.
+        where: table or pattern -> conditions on the rows to save, as ``where`` of a ``load_conf``.
         store: slot or pattern -> a narrower dtype in which it is stored, such as ``{"*@*exp_avg*": "bfloat16"}``.
 
     Raises:
-        TypeError, ValueError: an argument is not what it can be; says which.
+        TypeError, ValueError: an argument is invalid; says which.
     """
 
     slots: Sequence[str] | None = None
@@ -44,7 +44,7 @@ class Choose:
 
     @cached_property
     def patterns(self) -> tuple[tuple[Pattern, ...] | None, tuple[Pattern, ...]]:
-        """Internal: the slots that are saved, None for all, and those that are left out of them."""
+        """Internal: the slots to save, None for all, and exceptions."""
         if self.slots is None:
             return None, ()
         if not is_list(self.slots) or not all(isinstance(name, str) and name.removeprefix("!") for name in self.slots):
@@ -104,18 +104,18 @@ def _pattern(what: str, text: str) -> Pattern:
 class Near:
     """Near saves: what has changed since the newest checkpoint, on the host itself, every few steps; docs/near.md.
 
-    They make a restore after the death of processes newer, and never take the place of a checkpoint.
+    After the death of processes a run restores a newer state with them. They never replace a checkpoint.
 
     Args:
         path: a directory of this host, such as one below ``/dev/shm``. Ranks that see the same one are on one host.
         interval: when a manager makes them, between its checkpoints; steps or a policy of :mod:`recckpt.policies.when`.
-            Where there is no checkpoint yet to count from, one is made in their place. None makes none: those that are
-            there are restored.
-        max_bytes: how much near saves of one output dir may take there, such as ``"16GiB"``: three times as much as the
-            largest; None for as much as there is. One that does not fit is not made, and a warning says so.
+            If there is no checkpoint yet to stand on, one is made instead. None makes no near saves, but restores
+            existing ones.
+        max_bytes: how much near saves of one output dir may take there, such as ``"16GiB"``; allow for three times the
+            largest one. None for no limit. One that does not fit is not made, with a warning.
         timeout_sec: how long ranks wait for each other in a near save.
-        copies: how many other hosts get a copy of what a host writes, so that a near save outlives it; None for one
-            where the ranks are on several hosts. With too few hosts there are fewer, and a warning says so once.
+        copies: how many other hosts get a copy of what a host writes, so that a near save survives the loss of the
+            host; None for one copy if ranks are on several hosts. With too few hosts there are fewer, with a warning.
 
     Raises:
         ValueError: an argument is invalid.
@@ -154,13 +154,13 @@ class Transfers:
     """How files and messages of saves and loads travel, and how long they may take; docs/storage.md.
 
     Args:
-        timeout_sec: how long a rank waits for the others: at least what the slowest writes longer than the fastest.
+        timeout_sec: how long a rank waits for the others; at least the time between the fastest and the slowest writer.
         visible_sec: how long ranks look for files of others, which NFS may show late; at most half of ``timeout_sec``.
-        min_free_bytes: a save that would leave less room, by an estimate, is refused; where the storage knows its room.
-        max_uploads: how many files one host sends to the output dir at once, over all its ranks; None: one a thread.
-        work_dir: a directory on this host where a save writes its files first; training copies nothing aside any more
-            once they are there, though they still have to go up. Empty but while a save or load is at work.
-        pre_download: whether a load first copies what it reads of an object store to ``work_dir``, else to ``TMPDIR``.
+        min_free_bytes: refuses a save that would leave less room, by an estimate, if the storage knows its free room.
+        max_uploads: how many files all ranks of a host upload at once; None for one a thread.
+        work_dir: a directory on this host where a save writes its files before it uploads them; once they are there,
+            training need not copy rows aside any more. Empty except during a save or load.
+        pre_download: whether a load from an object store copies files first, to ``work_dir`` or else ``TMPDIR``.
 
     Raises:
         ValueError: an argument is invalid.
@@ -239,8 +239,8 @@ class Tolerate:
     """Lets training go on after saves that failed, a few in a row.
 
     Args:
-        raise_after: how many failed saves in a row are an error of the step all the same.
-        call: gets the error of each of the others, on every rank, and may raise another; None logs it.
+        raise_after: number of failed saves in a row after which the step raises an error.
+        call: gets each error before that, on every rank, and may raise another; None logs it.
 
     Raises:
         ValueError: ``raise_after`` is not an int of at least 1, or ``call`` cannot be called.

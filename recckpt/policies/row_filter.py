@@ -27,7 +27,7 @@ _INT64 = np.iinfo(np.int64)
 
 @dataclass(frozen=True)
 class RowFilter:
-    """Conditions that a row has to meet, all of them."""
+    """Conditions that a row must meet, all of them."""
 
     minimum: tuple[tuple[str, int | float], ...] = ()  # scalar slot, and the least value that is taken
     ids: frozenset[int] | None = None  # None for all
@@ -35,15 +35,14 @@ class RowFilter:
 
     @property
     def slots(self) -> frozenset[str]:
-        """The slots that the conditions look at."""
         return frozenset(slot for slot, _ in self.minimum)
 
     def of(self, slots: Collection[str]) -> RowFilter:
-        """Return the conditions less those on slots that a table does not have."""
+        """Return the conditions without those on slots that a table lacks."""
         return replace(self, minimum=tuple(condition for condition in self.minimum if condition[0] in slots))
 
     def keeps(self, ids: npt.NDArray[np.int64], values: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.bool_]:
-        """Return a mask of the rows to take, by their ids and their :func:`numbers` for each of :attr:`slots`."""
+        """Return a mask of the rows to take, from their ids and the :func:`numbers` of :attr:`slots`."""
         kept = np.ones(len(ids), np.bool_)
         for slot, least in self.minimum:
             kept &= _at_least(values[slot], least)
@@ -55,7 +54,6 @@ class RowFilter:
 
     @property
     def record(self) -> Where:
-        """What a manifest says of the rows that were saved."""
         minimum = dict(sorted(self.minimum))
         if self.ids is None:
             return Where(minimum, self.sample)
@@ -67,14 +65,14 @@ class RowFilter:
 
 
 def numbers(values: Tensor) -> npt.NDArray[Any]:
-    """Return the values of a slot of one number a row as float64 or int64, which hold each of them exactly."""
+    """Return the values of a scalar slot as float64 or int64, without rounding."""
     exact = values.double() if values.is_floating_point() else values.long()
     column: npt.NDArray[Any] = exact.view(-1).numpy()
     return column
 
 
 def _at_least(values: npt.NDArray[Any], least: int | float) -> npt.NDArray[np.bool_]:
-    """Compare without rounding the least value: an int64 may be a time in nanoseconds, which no float64 holds."""
+    """Compare without rounding ``least``: an int64 may be a time in nanoseconds, which float64 does not hold."""
     if values.dtype.kind == "f":
         rounded = float(least)
         return np.asarray(values >= (rounded if rounded >= least else math.nextafter(rounded, math.inf)))
@@ -105,7 +103,7 @@ def parse_row_filter(value: Any) -> RowFilter:
             isinstance(condition, Mapping)
             and list(condition) == ["min"]
             and type(condition["min"]) in (int, float)
-            and abs(condition["min"]) <= _MOST  # which NaN is not
+            and abs(condition["min"]) <= _MOST  # refuses NaN
         ):
             raise ValueError(f"{key!r}: found {condition!r}, expected {{'min': number}}, or the keys 'ids' or 'sample'")
         else:

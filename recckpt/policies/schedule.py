@@ -1,4 +1,4 @@
-"""Decides whether a manager saves now, and what it does while a save is under way; and how often is best."""
+"""Decides whether a manager saves now, and what it does while a save runs; and the best interval."""
 
 from __future__ import annotations
 
@@ -43,26 +43,20 @@ class SaveCounts:
 
 
 class Trigger:
-    """Something that is due time and again; touches no disk.
-
-    Args:
-        when: says when.
-        start: counts as the last time that it was done.
-    """
+    """Says when something is due; touches no disk."""
 
     def __init__(self, when: When, start: Moment) -> None:
         self._when, self.last = when, start
 
     def restart(self, now: Moment) -> None:
-        """Count from now on: it was done, or a run was restored."""
         self.last = now
 
     def see(self, now: Moment) -> None:
-        """Take note of the first event time that is known, and of one that was set back."""
+        """Note the first known event time, and one that was set back."""
         self.last = self._seen(now)
 
     def is_due(self, now: Moment, agreed: Agreed) -> bool:
-        """Say whether it is due, the same on all ranks; takes note of nothing."""
+        """Say whether it is due, the same on all ranks; changes nothing."""
         ask = partial(self._when.due, now, self._seen(now))
         return ask() if self._when.same_on_all_ranks else agreed(ask)
 
@@ -75,15 +69,8 @@ class Trigger:
 class Schedule:
     """Decides whether to save now; touches no disk.
 
-    Args:
-        regular: when checkpoints are due that the keep policy chooses among.
-        ephemeral: when those are due of which only the newest stays; None for never.
-        backpressure: what to do when a save is due while one is under way.
-        start: where the run begins.
-
     Attributes:
-        pending: the kind of save that was put off.
-        counts: what became of the saves.
+        pending: the kind of a postponed save.
     """
 
     def __init__(self, regular: When, ephemeral: When | None, backpressure: Backpressure, start: Moment) -> None:
@@ -95,45 +82,33 @@ class Schedule:
         self.counts = SaveCounts()
 
     def count(self, **more: int) -> None:
-        """Add to the counts, by their names."""
         self.counts = replace(self.counts, **{name: getattr(self.counts, name) + n for name, n in more.items()})
 
     def start(self, now: Moment) -> None:
-        """Begin to count from here, as after a restore."""
         for trigger in self._triggers.values():
             trigger.restart(now)
         self.pending = None
 
     def see(self, now: Moment) -> None:
-        """Take note of the first event time that is known, and of one that was set back."""
+        """Note the first known event time, and one that was set back."""
         for trigger in self._triggers.values():
             trigger.see(now)
 
     def due(self, now: Moment, agreed: Agreed) -> Kind | None:
-        """Return the kind of save that is due.
-
-        Args:
-            now: where training is.
-            agreed: for policies on which ranks may differ.
-        """
+        """Return the kind of save that is due; ``agreed`` is for policies on which ranks may differ."""
         self.see(now)
-        for kind, trigger in self._triggers.items():  # where both are due, the regular one is made
+        for kind, trigger in self._triggers.items():  # if both are due, the regular one is made
             if trigger.is_due(now, agreed):
                 is_saved = now.step == self._triggers["regular"].last.step  # at the end of a window or an epoch
                 return "regular" if is_saved else kind  # an ephemeral one would take the place of what is to stay
         return None
 
     def would_save(self, now: Moment, agreed: Agreed) -> bool:
-        """Say whether a save is due, of either kind; takes note of nothing. Arguments as of :meth:`due`."""
+        """Say whether a save of either kind is due; changes nothing."""
         return any(trigger.is_due(now, agreed) for trigger in self._triggers.values())
 
     def admit(self, due: Kind | None, is_running: Callable[[], bool]) -> Kind | None:
-        """Return what to save now, of what is due and what was put off.
-
-        Args:
-            due: the kind that is due now.
-            is_running: whether a save is under way, the same on all ranks.
-        """
+        """Return what to save now, of what is due and what was postponed; ``is_running`` is the same on all ranks."""
         if due is None and self.pending is None:
             return None
         self.count(dropped=due is not None and self.pending is not None)
@@ -151,25 +126,24 @@ class Schedule:
         return None
 
     def forget(self) -> bool:
-        """Drop a save that was put off, and say whether there was one."""
         had_pending, self.pending = self.pending is not None, None
         self.count(dropped=had_pending)
         return had_pending
 
     def begun(self, kind: Kind, now: Moment) -> None:
-        """Take note of a save; a regular one counts for the ephemeral ones too, and either for what was put off."""
+        """Note a save; a regular one also counts for ephemeral ones, and either for a postponed one."""
         self.count(begun=1)
         self.missed(kind, now)
 
     def missed(self, kind: Kind, now: Moment) -> None:
-        """Count from a save that could not begin, too: it is tried again when the next is due, not at each step."""
+        """Count from a save that could not begin: it is tried again when the next is due, not at each step."""
         self.pending = None
         for made in self._triggers if kind == "regular" else [kind]:
             self._triggers[made].restart(now)
 
 
 def best_interval(pause_sec: float, failure_sec: float) -> float:
-    """Return the seconds from the begin of one save to that of the next at which least time is lost, by Daly's formula.
+    """Return the seconds between the begins of two saves that lose the least time, by Daly's formula.
 
     Failures come at random, at a steady rate. Sources: J. W. Young, "A first order approximation to the optimum
     checkpoint interval", Communications of the ACM 17(9), 1974; J. T. Daly, "A higher order estimate of the optimum
@@ -177,8 +151,8 @@ def best_interval(pause_sec: float, failure_sec: float) -> float:
     https://doi.org/10.1016/j.future.2004.11.016.
 
     Args:
-        pause_sec: how long training stands still for a save; above 0.
-        failure_sec: the mean time from one failure to the next; above 0.
+        pause_sec: how long a save stops training; above 0.
+        failure_sec: mean time between failures; above 0.
     """
     if pause_sec >= 2 * failure_sec:
         return failure_sec + pause_sec
@@ -187,12 +161,12 @@ def best_interval(pause_sec: float, failure_sec: float) -> float:
 
 
 def lost_share(every_sec: float, pause_sec: float, total_sec: float, failure_sec: float) -> float:
-    """Return which share of the time saves and failures take, to first order; 1 at most.
+    """Return the share of time lost to saves and failures, to first order; at most 1.
 
     Args:
-        every_sec: from the begin of one save to that of the next; above 0.
-        pause_sec: how long training stands still for a save.
-        total_sec: from the begin of a save until it is committed: what is trained meanwhile is lost with a failure too.
-        failure_sec: the mean time from one failure to the next; above 0.
+        every_sec: between the begins of two saves; above 0.
+        pause_sec: how long a save stops training.
+        total_sec: from the begin of a save to its commit; what is trained meanwhile is lost with a failure too.
+        failure_sec: mean time between failures; above 0.
     """
     return min(1.0, pause_sec / every_sec + (every_sec / 2 + total_sec) / failure_sec)

@@ -65,8 +65,6 @@ class _WhenOperators(When, Protocol):
 
 @dataclass(frozen=True)
 class _Counted(_WhenOperators):
-    """Every ``n`` of what is counted."""
-
     n: int
     same_on_all_ranks: ClassVar[bool] = True
 
@@ -76,8 +74,6 @@ class _Counted(_WhenOperators):
 
 @dataclass(frozen=True)
 class _Timed(_WhenOperators):
-    """Every so many ``seconds``, of which each rank has its own clock."""
-
     seconds: float
     same_on_all_ranks: ClassVar[bool] = False
 
@@ -195,7 +191,7 @@ class WhenTrue(_WhenOperators):
 
 @dataclass(frozen=True, init=False, repr=False)
 class AnyOf(_WhenOperators):
-    """When any of these is due; ``a | b`` is the same.
+    """When any of these is due; the same as ``a | b``.
 
     Raises:
         ValueError: none is given, or one of them is not a :class:`When`.
@@ -221,11 +217,7 @@ class AnyOf(_WhenOperators):
 
 
 def as_when(save_interval: int | When, name: str = "save_interval") -> When:
-    """Return what a number of steps stands for, and any other :class:`When` as it is.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Return the policy for a number of steps, or a policy as it is; ValueError for anything else."""
     if _is_when(save_interval):
         return save_interval
     if type(save_interval) is int and save_interval >= 1:
@@ -237,11 +229,7 @@ def as_when(save_interval: int | When, name: str = "save_interval") -> When:
 
 
 def check_ephemeral(ephemeral: When, regular: When) -> None:
-    """Refuse ephemeral checkpoints that are no more frequent than the regular ones, which take their place.
-
-    Raises:
-        ValueError: says both.
-    """
+    """Refuse ephemeral checkpoints no more frequent than regular ones, which would replace them."""
     regulars = regular.whens if isinstance(regular, AnyOf) else (regular,)
     if any(_period(other) <= _period(ephemeral) for other in regulars if type(other) is type(ephemeral)):
         raise ValueError(
@@ -251,7 +239,7 @@ def check_ephemeral(ephemeral: When, regular: When) -> None:
 
 
 def _period(when: When) -> float:
-    """Return how often a policy is due; NaN, which compares to nothing, where that cannot be said."""
+    """Return how often a policy is due; NaN, which compares with nothing, if that is unknown."""
     if isinstance(when, _Counted):
         return when.n
     return when.seconds if isinstance(when, _Timed) else math.nan

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
         SparseSGD,
         clip_grad_norm_,
     )
-    from recckpt.sparse.sharded.collection import EmbeddingCollection
-    from recckpt.sparse.sharded.table import ShardedHashTable
+    from recckpt.sparse.sharded.table import EmbeddingCollection, ShardedHashTable
     from recckpt.sparse.string_ids import hash_ids
     from recckpt.sparse.table.initializers import Constant, FromRow, Normal, TruncatedNormal, Uniform
     from recckpt.sparse.table.table import HashTable
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "HashTable": "sparse.table.table",
     "ShardedHashTable": "sparse.sharded.table",
-    "EmbeddingCollection": "sparse.sharded.collection",
+    "EmbeddingCollection": "sparse.sharded.table",
     "Slice": "format.buckets",
     "gen_slice": "format.buckets",
     "hash_ids": "sparse.string_ids",

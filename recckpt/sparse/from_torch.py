@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TableBag(nn.Module):
-    """A table in the place of an ``nn.EmbeddingBag``: it is called as that, and pools as that did."""
+    """A table with the call of an ``nn.EmbeddingBag``."""
 
     def __init__(self, table: HashTable, mode: Mode, include_last_offset: bool) -> None:
         super().__init__()
@@ -37,21 +37,20 @@ def replace_embeddings(
 ) -> dict[str, HashTable]:
     """Put a table in the place of each ``nn.Embedding`` and ``nn.EmbeddingBag`` of a model, in place.
 
-    The model goes on as before: same rows, same output, same gradients. Make the optimizers afterwards: the weights
-    are no parameters any more, so the tables need a sparse optimizer. A module that stands in several places becomes
-    one table.
+    The model behaves as before: same rows, same output, same gradients. Make the optimizers afterwards: rows of tables
+    are not parameters, so the tables need a sparse optimizer. A module that is in several places becomes one table.
 
     Args:
         model: any module; not an embedding itself.
         modules: names of the modules to replace, as in ``model.named_modules()``; None for all.
-        ids: name of a module -> the ids of its rows, as of :meth:`HashTable.from_embedding`.
+        ids: name of a module -> the ids of its rows, as in :meth:`HashTable.from_embedding`.
         options: arguments of the tables, such as ``initializer``.
 
     Returns:
         Name -> table. The name of a module is the name of its table.
 
     Raises:
-        TypeError, ValueError: something that is named is no such module; a weight is used elsewhere too, or
+        TypeError, ValueError: a name is not that of an embedding, a weight is used elsewhere too, or
             :meth:`HashTable.from_embedding` refuses the module. Nothing has been changed.
     """
     found = {

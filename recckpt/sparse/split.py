@@ -57,11 +57,7 @@ LOADS_AS_TORCH = frozenset({"torch", "recckpt", "torchrec", "fbgemm_gpu"})
 
 
 def state_of(model: nn.Module) -> tuple[dict[str, SavableTable], dict[str, Any]]:
-    """Return the tables of a model by name, and its dense state by the names that it has without wrappers.
-
-    Raises:
-        ValueError: as :func:`split_sparse_dense_state_dict`.
-    """
+    """Return the tables of a model by name, and its dense state by names without wrappers; ValueError as the split."""
     state, (wrappers, parameters) = model.state_dict(), _walked(model)
     for name, parameter in parameters:  # state_dict() drops attributes
         if name in state and all(hasattr(parameter, attribute) for attribute in GEOMETRY):
@@ -70,13 +66,13 @@ def state_of(model: nn.Module) -> tuple[dict[str, SavableTable], dict[str, Any]]
 
 
 def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of a model by the names that they have without wrappers; a tied one by each of them."""
+    """Yield the parameters of a model by names without wrappers; a tied one by each of its names."""
     wrappers, named = _walked(model)
     return ((unwrapped(name, wrappers), parameter) for name, parameter in named)
 
 
 def _walked(model: nn.Module) -> tuple[list[tuple[str, str]], list[tuple[str, nn.Parameter]]]:
-    """Return :func:`wrappers_in` and the named parameters, tied ones by each name, of one walk over all modules."""
+    """Return :func:`wrappers_in` and the named parameters, tied ones by each name, from one walk over all modules."""
     wrappers, parameters = list[tuple[str, str]](), list[tuple[str, nn.Parameter]]()
     has_own_way = type(model).named_parameters is not nn.Module.named_parameters  # FSDP hides its wrappers so
     plain = set[type]()  # classes that wrap nothing: to ask each of 10,000 tables would take longer than the walk
@@ -93,7 +89,7 @@ def _walked(model: nn.Module) -> tuple[list[tuple[str, str]], list[tuple[str, nn
 
 
 def load_dense(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load dense state by the names that it has without wrappers; the rest of the model stays as it is."""
+    """Load dense state by names without wrappers; the rest of the model stays as it is."""
     wrappers = wrappers_in(model)
     named: dict[str, Any] = {}
     for name, value in state.items():
@@ -111,11 +107,11 @@ def load_dense(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _load_below(module: nn.Module, state: dict[str, Any], prefix: str, errors: list[str]) -> None:
-    """Do what ``load_state_dict`` does, which looks through all keys of a module once for each of its children."""
+    """Do what ``load_state_dict`` does, but without looking through all keys of a module for each child."""
     keys = _IncompatibleKeys([], [])
     module._load_from_state_dict(state, prefix, {}, True, keys.missing_keys, keys.unexpected_keys, errors)
     of_children: dict[str, dict[str, Any]] = {}
-    for key in (key for key in state if key.startswith(prefix)):  # of which hooks may have added some
+    for key in (key for key in state if key.startswith(prefix)):  # hooks may have added keys
         of_children.setdefault(key[len(prefix) :].partition(".")[0], {})[key] = state[key]
     for name, child in module._modules.items():
         if child is not None:
@@ -125,26 +121,26 @@ def _load_below(module: nn.Module, state: dict[str, Any], prefix: str, errors: l
 
 
 def wrappers_in(model: nn.Module) -> list[tuple[str, str]]:
-    """Return where in a model torch has wrapped a module, outer ones first, and what it put behind that in names."""
+    """Return (prefix, inner name) of each wrapped module, outer ones first."""
     return _walked(model)[0]
 
 
 def behind(module: str) -> str:
-    """Return with what the names in a module begin, as in a state dict."""
     path = _without_checkpoints(module)
     return f"{path}." if path else ""
 
 
 def inner_name(module: nn.Module) -> str:
-    """Return what a wrapper puts before the names of what it wraps; nothing where it is not one."""
+    """Return what a wrapper adds before the names of the wrapped module; "" if it is no wrapper."""
     if isinstance(module, _PARALLEL):
         return "module."
-    dynamo = sys.modules.get("torch._dynamo")  # whose import takes seconds, and without which nothing is compiled
+    dynamo = sys.modules.get(
+        "torch._dynamo"
+    )  # not imported here: that takes seconds, and without it nothing is compiled
     return "_orig_mod." if dynamo is not None and isinstance(module, dynamo.OptimizedModule) else ""
 
 
 def unwrapped(name: Any, wrappers: list[tuple[str, str]]) -> Any:
-    """Return the name of a parameter or a module without the wrappers of :func:`wrappers_in`."""
     if isinstance(name, str):
         name = _without_checkpoints(name)
     for before, inner in reversed(wrappers):

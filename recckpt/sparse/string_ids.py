@@ -1,4 +1,4 @@
-"""Ids of strings, by a hash that stays the same everywhere and for ever (numpy only, no torch)."""
+"""Ids of strings by a hash that is the same on all machines and in all versions (numpy only, no torch)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def hash_ids(strings: Any) -> npt.NDArray[np.int64]:
 
     Equal strings have equal ids on all machines and in all versions. Of n different strings, two share an id with a
     probability of about n ** 2 / 2 ** 65: one in 37 for a billion. About two million a second; an Arrow array with
-    repeats, such as a dictionary column, is hashed once for each different string. Needs no torch;
-    ``torch.from_numpy`` makes of it what tables take.
+    repeats, such as a dictionary column, is hashed once for each different string. Needs no torch; pass the result to
+    tables with ``torch.from_numpy``.
 
     Args:
         strings: a sequence or array of ``str``, or of ``bytes`` in UTF-8: a list, numpy, pandas or pyarrow.
@@ -24,7 +24,7 @@ def hash_ids(strings: Any) -> npt.NDArray[np.int64]:
         Array of int64, of the shape of ``strings``.
 
     Raises:
-        TypeError: there is something else than strings, a null included; says where.
+        TypeError: something is not a string, a null included; says where.
     """
     if isinstance(strings, str | bytes):
         raise TypeError(f"strings must be a sequence of str, found the single {strings!r:.80}: pass [{strings!r:.80}]")
@@ -48,7 +48,7 @@ def hash_ids(strings: Any) -> npt.NDArray[np.int64]:
 
 def _hashed(strings: list[Any]) -> npt.NDArray[np.int64]:
     for at, text in enumerate(strings):
-        if not isinstance(text, str | bytes):  # of which other buffers could be hashed too, such as arrays
+        if not isinstance(text, str | bytes):  # arrays and other buffers would be hashed too
             raise TypeError(f"strings must be str or bytes, found {text!r:.80} at {at}")
     try:
         encoded = (text.encode() if isinstance(text, str) else text for text in strings)

@@ -24,7 +24,7 @@ from recckpt.types import EMBEDDING, ITEM_BYTES, LiveTable, check_table_name
 
 
 class NotingDoor:
-    """A door that notes how rows were when they were first announced."""
+    """A door that notes rows as they were when they were first announced."""
 
     def __init__(self, table: LiveTable) -> None:
         self._table = table

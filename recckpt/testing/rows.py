@@ -34,12 +34,11 @@ class ModelOf(nn.Module):
 
 
 def rows_of(table: SavableTable) -> Rows:
-    """Return all rows of a table."""
     return rows_by_id(table.ids().tolist(), {EMBEDDING: table.embeddings(), **table.slots})
 
 
 def rows_by_id(ids: Sequence[int], slots: Mapping[str, Tensor]) -> Rows:
-    """Return rows of some ids, all different, whose slots are in the same order."""
+    """Return rows of distinct ids, whose slots are in the same order."""
     columns = {name: bytes_of(values) for name, values in slots.items()}
     sizes = {name: len(column) for name, column in columns.items()}
     assert {*sizes.values()} == {len(ids)}, f"expected a row for each of {len(ids)} ids, found {sizes}"
@@ -47,14 +46,13 @@ def rows_by_id(ids: Sequence[int], slots: Mapping[str, Tensor]) -> Rows:
 
 
 def bytes_of(values: Tensor) -> list[bytes]:
-    """Return the bytes of each row of a tensor."""
     there = values.detach().cpu().contiguous()
     matrix = there[:, None] if there.dim() == 1 else there.flatten(1)
     return [row.tobytes() for row in matrix.view(torch.uint8).numpy()]
 
 
 def saved_rows(output_dir: Path, ckpt_id: str, table: str, slots: Sequence[str]) -> Rows:
-    """Return all rows of a table as a reader finds them in a checkpoint: one after the other, and each by its id."""
+    """Return all rows of a table in a checkpoint, read both in sequence and by id."""
     with closing(OpenChain.open(*locate_path(str(output_dir / ckpt_id)))) as chain:
         ids = [id_ for batch in chain.table(table, []).all_rows() for id_ in batch.column("id").to_pylist()]
         rows: Rows = {id_: {} for id_ in ids}
@@ -71,7 +69,7 @@ def saved_rows(output_dir: Path, ckpt_id: str, table: str, slots: Sequence[str])
 
 
 def some_values(like: Tensor, n_rows: int, seed: int) -> Tensor:
-    """Return so many rows as those of ``like``, of any bits: infinities, -0.0 and subnormal numbers among them."""
+    """Return rows like those of ``like``, of any bits: infinities, -0.0 and subnormals among them."""
     random = torch.Generator().manual_seed(seed)
     shape = (n_rows, *like.shape[1:])
     n_bytes = like.element_size() * like[:0].new_empty(shape, device="meta").numel()
@@ -86,7 +84,7 @@ def some_values(like: Tensor, n_rows: int, seed: int) -> Tensor:
 
 @contextmanager
 def writer_held() -> Iterator[Callable[[], None]]:
-    """Hold back whatever writes rows until what is returned is called, or the context ends."""
+    """Hold back whatever writes rows until the returned function is called, or the context ends."""
     opened, write = threading.Event(), SparseSaver.save
 
     def waiting(*args: Any, **kwargs: Any) -> Any:

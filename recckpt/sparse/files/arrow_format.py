@@ -1,8 +1,8 @@
 """The Arrow form of a part (docs/format.md, section 5): its columns, and where their values lie.
 
-How Arrow describes a batch is never interpreted: a description could say that the values are compressed, and a file of
-100 kB would ask for any number of gigabytes before anything of it could be looked at. So a body has to be as long as
-its rows and slots make it, and values are taken from where they are then.
+Arrow's own description of a batch is never interpreted: it could declare the values compressed, and a file of 100 kB
+would demand gigabytes before anything could be checked. Instead a body must have the length that its rows and slots
+give, and values are read at the places that follow from this.
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ _TABLE_TYPE = pa.dictionary(pa.int16(), pa.utf8())
 ID_SPEC = SlotSpec(ID, "int64", ())
 Read = Callable[[int, int], bytes | memoryview]  # the bytes of a file in [begin, end), fewer where it ends before
 _Bytes = TypeVar("_Bytes", int, npt.NDArray[np.int64])
-FIRST = 8  # behind the magic
-PREFIX = struct.Struct("<ii")  # of a message: -1, and the bytes of its description
+FIRST = 8  # the first message comes after the magic
+PREFIX = struct.Struct("<ii")  # before each message: -1, and the length of its description
 
 
 def slot_field(slot: SlotSpec) -> pa.Field:
-    """Return the Arrow field of a slot."""
     metadata = {DTYPE_KEY: b"bfloat16"} if slot.dtype == "bfloat16" else None
     return pa.field(slot.name, _column_type(slot), nullable=False, metadata=metadata)
 
@@ -56,18 +55,16 @@ def _column_type(slot: SlotSpec) -> pa.DataType:
 
 
 def part_schema(slots: Sequence[SlotSpec]) -> pa.Schema:
-    """Return the schema of a part whose tables have these slots."""
     head = [pa.field(TABLE, _TABLE_TYPE, nullable=False), pa.field(ID, pa.int64(), nullable=False)]
     return pa.schema(head + [slot_field(slot) for slot in slots])
 
 
 def names_array(ends: bytes, names: bytes) -> pa.Array:
-    """Return joined names as an Arrow array; ``pa.array`` imports pandas to make one, where that is installed."""
+    """Return joined names as an Arrow array. ``pa.array`` would import pandas if it is installed."""
     return pa.Array.from_buffers(pa.utf8(), len(ends) // 4 - 1, [None, pa.py_buffer(ends), pa.py_buffer(names)])
 
 
 def column_array(spec: SlotSpec, buffer: pa.Buffer, n_rows: int) -> pa.Array:
-    """Wrap the bytes of a column as an Arrow array, without a copy."""
     values = pa.Array.from_buffers(_ARROW[spec.dtype], n_rows * math.prod(spec.shape), [None, buffer])
     if not spec.shape:
         return values
@@ -76,7 +73,6 @@ def column_array(spec: SlotSpec, buffer: pa.Buffer, n_rows: int) -> pa.Array:
 
 
 def column_buffer(array: pa.Array) -> pa.Buffer:
-    """Return the bytes of the values of a column, without a copy."""
     values = array.storage if isinstance(array, pa.ExtensionArray) else array
     if isinstance(values, pa.FixedSizeListArray):
         width = values.type.list_size
@@ -88,34 +84,24 @@ def column_buffer(array: pa.Array) -> pa.Buffer:
 
 
 def ids_in(columns: Mapping[str, pa.Array] | pa.RecordBatch) -> npt.NDArray[np.int64]:
-    """Return the ids of a batch, without a copy."""
     return np.frombuffer(column_buffer(columns[ID]), np.int64)
 
 
 def stored_dtype(slot: SlotSpec) -> np.dtype[Any]:
-    """Return the dtype of the values of a slot as they lie in files: bfloat16 as its bits, in uint16."""
+    """Return the dtype of a slot's values in files; bfloat16 is stored as its bits in uint16."""
     return np.dtype("uint16" if slot.dtype == "bfloat16" else slot.dtype)
 
 
 def column_values(array: pa.Array, slot: SlotSpec) -> npt.NDArray[Any]:
-    """Return a column as a numpy array of shape (rows, *slot_shape), without a copy; bfloat16 as float32, with one."""
     values: npt.NDArray[Any] = np.frombuffer(column_buffer(array), stored_dtype(slot))
     return (widened(values) if slot.dtype == "bfloat16" else values).reshape(len(array), *slot.shape)
 
 
 class PartLayout:
-    """The places of the columns in each batch.
+    """Where the columns of each batch lie: a part is a sequence of messages (schema, names of tables, batches).
 
-    The messages of a part follow each other: schema, names of tables, batches. The descriptions of all batches are of
-    one length, so that each batch is found without the others.
-
-    Args:
-        read: of the file.
-        widths: name -> bytes of a row, in the order of the columns.
-        part: what the file holds.
-
-    Raises:
-        ValueError: the file does not begin with a schema, names as long as these, and a batch.
+    The descriptions of all batches have one length, so a batch is found without reading the others. ``widths`` maps
+    columns, in file order, to bytes of a row. Raises ValueError if the file does not begin with such messages.
     """
 
     def __init__(self, read: Read, widths: Mapping[str, int], part: Part) -> None:
@@ -128,19 +114,17 @@ class PartLayout:
         self._ends = part.batch_ends(tuple(widths.values()), PREFIX.size + n_bytes)
 
     def other_names(self) -> list[str] | None:
-        """Return the names in the dictionary where they are not those of the tables, else None."""
         body = bytes(self._read(self._names_at, self._first))
         return None if body == self._names else names_in(body, len(self._part.tables))
 
     def columns(self, number: int) -> Iterator[tuple[str, int, int]]:
-        """Yield (name, begin, end) of the values of each column of a batch."""
         n_rows = self._part.batches[number].rows
         body = self.end(number) - _body_bytes(self._widths, n_rows)
         for name, begin, end in _places(self._widths, n_rows):
             yield name, body + begin, body + end
 
     def check_length(self, number: int, read: Read) -> None:
-        """Raise ValueError where no message, or the end of all, follows the body of a batch; ``read`` has its start."""
+        """Raise ValueError unless a message, or the end of all, follows the batch; ``read`` reaches that far."""
         if _description_bytes(read, self.end(number)) < 0:
             n_bytes = _body_bytes(self._widths, self._part.batches[number].rows)
             raise ValueError(f"a body of other than {n_bytes} bytes: compressed, with nulls, or of other rows")
@@ -150,18 +134,14 @@ class PartLayout:
 
 
 def unlisted_batches(data: memoryview) -> Iterator[tuple[list[str], dict[str, memoryview]]]:
-    """Yield (names of tables, name of a column -> its values) of the batches of a part that no catalog describes.
-
-    Raises:
-        pa.ArrowException, ValueError, EOFError: it is no part, or a body is of no number of rows.
-    """
+    """Yield (names of tables, column -> values) of a part without a catalog; refuse bodies of no number of rows."""
     reader = pa.ipc.open_file(pa.py_buffer(data))
     widths, names = {field.name: _width(field.type) for field in reader.schema}, list[str]()
     if missing := {TABLE, ID} - widths.keys():
         raise ValueError(f"no column {sorted(missing)}")
     source, n_left = pa.BufferReader(pa.py_buffer(data)[FIRST:]), reader.num_record_batches
     while n_left:
-        message = pa.ipc.read_message(source)  # which does not look into the body
+        message = pa.ipc.read_message(source)  # it does not look into the body
         body = memoryview(message.body)
         if message.type == "dictionary":
             names = names_in(body)
@@ -171,7 +151,6 @@ def unlisted_batches(data: memoryview) -> Iterator[tuple[list[str], dict[str, me
 
 
 def _count_of_rows(body: memoryview, widths: Mapping[str, int]) -> int:
-    """Return the number of rows that make a body so long: each row more makes it longer."""
     most = len(body) // sum(widths.values())
     for n_rows in range(most, max(0, most - 8 * len(widths)) - 1, -1):
         if _body_bytes(widths, n_rows) == len(body):
@@ -180,7 +159,6 @@ def _count_of_rows(body: memoryview, widths: Mapping[str, int]) -> int:
 
 
 def _places(widths: Mapping[str, int], n_rows: int) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, begin, end) of each column in the body of a batch."""
     at = 0
     for name, width in widths.items():
         yield name, at, at + width * n_rows
@@ -192,7 +170,6 @@ def _body_bytes(widths: Mapping[str, int], n_rows: int) -> int:
 
 
 def _width(kind: pa.DataType) -> int:
-    """Return the bytes of a row; ValueError where its rows differ in theirs."""
     kind = getattr(kind, "storage_type", kind)
     if isinstance(kind, pa.FixedSizeListType):
         return int(kind.list_size) * _width(kind.value_type)
@@ -200,10 +177,7 @@ def _width(kind: pa.DataType) -> int:
 
 
 def names_in(body: bytes | memoryview, count: int | None = None) -> list[str]:
-    """Return so many names from the body of a dictionary; by default as many as make it so long: each makes it longer.
-
-    What is no UTF-8 is replaced.
-    """
+    """Return ``count`` names from a dictionary, by default as many as its length implies; replace what is not UTF-8."""
     ends = np.frombuffer(body, "<i4", len(body) // 4 if count is None else count + 1).tolist()
     if count is None:
         fits = (n for n, end in enumerate(ends) if padded(4 * (n + 1)) + padded(end) == len(body))
@@ -215,19 +189,17 @@ def names_in(body: bytes | memoryview, count: int | None = None) -> list[str]:
 
 
 def _body_of(read: Read, at: int) -> int:
-    """Return where the body of the message at a place begins."""
     if (n_bytes := _description_bytes(read, at)) <= 0:
         raise ValueError(f"no message at byte {at}")
     return at + PREFIX.size + n_bytes
 
 
 def _description_bytes(read: Read, at: int) -> int:
-    """Return how long the description of the message at a place is, 0 at the end of all, -1 where no message is."""
+    """Return the length of the description of the message at ``at``; 0 at the end of all, -1 if there is no message."""
     prefix = read(at, at + PREFIX.size)
     mark, n_bytes = PREFIX.unpack(prefix) if len(prefix) == PREFIX.size else (0, 0)
     return int(n_bytes) if mark == -1 else -1
 
 
 def padded(n_bytes: _Bytes) -> _Bytes:
-    """Return where what follows so many bytes begins."""
     return -(-n_bytes // 8) * 8

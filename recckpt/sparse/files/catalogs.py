@@ -1,4 +1,4 @@
-"""The catalogs of a checkpoint, held against its manifest, and which of them may have rows (no torch here)."""
+"""The catalogs of a checkpoint, compared with its manifest, and which of them may have rows (no torch here)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ from recckpt.storage.base import Files
 
 
 class IdSet:
-    """Some ids, and which batches and shards may have any of them.
-
-    Args:
-        ids: in order, each once.
-    """
+    """Distinct sorted ids, and which batches and shards may have any of them."""
 
     def __init__(self, ids: npt.NDArray[np.int64]) -> None:
         self.ids = ids
@@ -34,7 +30,7 @@ class IdSet:
         self._buckets = distinct(self._of_ids)
 
     def meets(self, buckets: tuple[int, int], ids: IdRange | None) -> bool:
-        """Say whether any id lies both in buckets [begin, end) and in a range of ids, None for all."""
+        """Say whether any id lies both in buckets [begin, end) and in a range of ids; None for all ids."""
         at = np.searchsorted(self._buckets, buckets[0])
         if at == len(self._buckets) or self._buckets[at] >= buckets[1]:
             return False
@@ -48,15 +44,13 @@ class IdSet:
 
 
 def met_shards(manifest: Manifest, slices: Collection[Slice | None]) -> list[int]:
-    """Return the shards that may have rows of slices; None stands for all ids."""
     is_all = any(own is None or own.is_everything for own in slices)
     shards = enumerate(manifest.shards)
     return [n for n, shard in shards if is_all or any(own.meets(*shard.buckets) for own in slices if own)]
 
 
 def shards_with(manifest: Manifest, table: TableEntry, ids: IdSet) -> list[int]:
-    """Return the shards that may have rows, or deletes, of ids in a table."""
-    has_deletes = table.delta is not None and table.delta.deletes > 0  # of which manifests have no ranges
+    has_deletes = table.delta is not None and table.delta.deletes > 0  # manifests have no ranges of deletes
     met = []
     for number, shard in enumerate(manifest.shards):
         ranges = None if has_deletes else shard.ids
@@ -67,11 +61,7 @@ def shards_with(manifest: Manifest, table: TableEntry, ids: IdSet) -> list[int]:
 
 
 def read_catalog(checkpoint: Checkpoint, storage: Files, number: int) -> Catalog:
-    """Return the catalog of one shard.
-
-    Raises:
-        CorruptCheckpointError: it is damaged, or not what the manifest says of the shard.
-    """
+    """Return the catalog of a shard; CorruptCheckpointError if it is damaged or differs from the manifest."""
     manifest, directory = checkpoint.manifest, checkpoint.directory
     shard = manifest.shards[number]
     entry = manifest.file(shard.catalog)
@@ -84,7 +74,6 @@ def read_catalog(checkpoint: Checkpoint, storage: Files, number: int) -> Catalog
 
 
 def shard_errors(directory: str, catalog: Catalog, shard: ShardEntry) -> Iterator[CorruptCheckpointError]:
-    """Yield an error for each thing that the manifest says of a shard and that its catalog does not."""
     path = layout.join(directory, shard.catalog)
     if catalog.buckets != shard.buckets:
         buckets, expected = f"batches of buckets {list(catalog.buckets)}", f"{list(shard.buckets)}, by the manifest"
@@ -100,7 +89,6 @@ def shard_errors(directory: str, catalog: Catalog, shard: ShardEntry) -> Iterato
 
 
 def count_errors(directory: str, manifest: Manifest, catalogs: Iterable[Catalog]) -> Iterator[CorruptCheckpointError]:
-    """Yield an error for each count of a table that is not what the catalogs of all shards add up to."""
     rows: Counter[str] = Counter()
     deletes: Counter[str] = Counter()
     for catalog in catalogs:
@@ -118,12 +106,11 @@ def count_errors(directory: str, manifest: Manifest, catalogs: Iterable[Catalog]
 
 
 def count_error(directory: str, table: str, recorded: int, counted: int) -> CorruptCheckpointError:
-    """Return the error for a table that has other rows in its chain than its manifest says."""
     path, where = layout.join(directory, layout.MANIFEST), f"table {table!r}"
     return CorruptCheckpointError(path, where, found=f"{recorded} rows", expected=f"{counted}, as in its chain")
 
 
 def meets(part: Part, slices: Collection[Slice | None]) -> bool:
-    """Say whether a part may have rows of slices, of which None stands for all ids."""
+    """Say whether a part may have rows of slices; None is the slice of all ids."""
     buckets = [batch.buckets for batch in part.batches]
     return any(own is None or own.is_everything or any(own.meets(*span) for span in buckets) for own in slices)

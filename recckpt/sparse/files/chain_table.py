@@ -1,4 +1,7 @@
-"""One table of a checkpoint, whatever links of a chain its rows lie in: all rows, or those of ids (no torch here)."""
+"""One table of a checkpoint, over all links of its chain: all rows, or those of ids (no torch here).
+
+Damage, an id twice in a link and missing rows are a CorruptCheckpointError.
+"""
 
 from __future__ import annotations
 
@@ -30,38 +33,27 @@ _NOTHING = np.empty(0, np.int64)
 
 @dataclass(frozen=True)
 class ChainTable:
-    """Reads one table of a checkpoint by what its links hold of it, newest first, of which the last holds all."""
+    """Reads a table from its links, newest first; the last link holds all rows unless stated otherwise."""
 
     links: Sequence[TableReader]
 
     def all_rows(self, slots: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-        """Yield all rows, of a single link in bucket order within each shard, of several over all.
-
-        Args:
-            slots: others to read than those of the table's links.
-
-        Raises:
-            CorruptCheckpointError: a file is damaged, an id is twice in one link, or rows are missing.
-        """
+        """Yield all rows, in bucket order; of a single link, in bucket order within each shard."""
         links = self._links_with(slots)
         return links[0].all_rows() if len(links) == 1 else merged_rows(links, _MERGE_BYTES)
 
     def upserts(self, slots: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-        """Yield the rows that these links have, the newest of each id, though the last does not hold all; as above."""
+        """Yield the newest row of each id in these links; the last link need not be a full."""
         links = self._links_with(slots)
         return map(in_arrow, merged_range(links, (0, N_BUCKETS), _MERGE_BYTES)) if links else iter(())
 
     def deletes(self) -> Iterator[Int64s]:
-        """Yield the ids that these links delete: none where one of them is whole, and nothing older counts."""
+        """Yield the ids that these links delete; none if a link is whole, since then nothing older counts."""
         is_whole = any(link.entry.is_whole for link in self.links)
         return iter(()) if is_whole else deleted_ids(self._links_with(()), _MERGE_BYTES)
 
     def rows_of(self, ids: Int64s) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of ids, which are sorted, each once; batches that cannot hold them are not read.
-
-        Raises:
-            CorruptCheckpointError: a file is damaged, or one of the ids is twice in one link.
-        """
+        """Yield the rows of ids, which are sorted and distinct; batches that cannot hold them are not read."""
         if len(self.links) == 1:
             return self.links[0].rows_of(ids)
         return (batch for link, _, _ in newest(map(AskedTable, self.links), ids) for batch in link.batches)
@@ -71,18 +63,14 @@ class ChainTable:
 
 
 class AskedTable:
-    """What one link has of the ids that it was asked for.
-
-    Attributes:
-        batches: their rows.
-    """
+    """One link of a table, asked for ids; ``batches`` are the rows found so far."""
 
     def __init__(self, link: TableReader) -> None:
         self._link = link
         self.batches: list[pa.RecordBatch] = []
 
     def find(self, ids: Int64s) -> Int64s:
-        """Read the rows of ids, which are sorted, and say which of them are there, and which are deleted."""
+        """Read the rows of sorted ids; return the place of each, ABSENT or DELETED."""
         sought, shards = IdSet(ids), []
         for catalog in self._link.catalogs:
             batches = list(replace(self._link, catalogs=[catalog]).rows_of(ids))
@@ -96,13 +84,10 @@ class AskedTable:
 
 
 class RowIndex:
-    """The ids that one link has of a table, in order; keeps 16 bytes a row. Thread-safe.
+    """The sorted ids of one link of a table; takes 16 bytes a row. Thread-safe.
 
-    All ids are read and checked when it is made, values when they are first asked for: where the storage has maps, a
-    batch is checked once, and on others whenever it is read.
-
-    Raises:
-        CorruptCheckpointError: a file is damaged, or an id is there twice.
+    All ids are read and checked at once, values when they are first needed. A batch is checked once if the storage has
+    maps, otherwise at each read.
     """
 
     def __init__(self, table: TableReader) -> None:
@@ -125,18 +110,16 @@ class RowIndex:
         self._named = LinkIds(ids[self._places], (some for _, some in shards))
 
     def find(self, ids: Int64s) -> Int64s:
-        """Return the row of each id; ABSENT where the link says nothing of it, DELETED where it deletes it."""
+        """Return the row of each id; ABSENT if the link does not name it, DELETED if it deletes it."""
         rows = self._named.find(ids)
         has_row = rows >= 0
         rows[has_row] = self._places[rows[has_row]]
         return rows
 
     def values(self, rows: Int64s, slot: SlotSpec) -> npt.NDArray[Any]:
-        """Return a slot of some rows, shape (n, *slot_shape); bfloat16 as its bits, in uint16.
+        """Return a slot of some rows, shape (n, *slot_shape); bfloat16 as its bits in uint16.
 
-        Raises:
-            CorruptCheckpointError: a file is damaged.
-            CheckpointRemovedError: its writer removed it, and the storage has no maps.
+        Without maps it raises CheckpointRemovedError if the writer has removed the file.
         """
         out = np.empty((len(rows), *slot.shape), stored_dtype(slot))
         order = np.argsort(rows)
@@ -172,23 +155,19 @@ class AlignedRows(NamedTuple):
 
 
 def aligned_rows(links: Iterable[RowIndex], table: str, ids: Int64s, slot: SlotSpec, default: Any) -> AlignedRows:
-    """Return a slot of the rows of ids, in their order; asks a link only for ids that no newer one knows.
+    """Return a slot of the rows of ids, in their order. A link is asked only for ids that no newer link names.
 
-    Raises:
-        ValueError: ``default`` is not a value or a row of the slot.
-        CorruptCheckpointError: a file is damaged, or an id is twice in a link.
-        CheckpointRemovedError: its writer removed it, and the storage has no maps.
+    Raises ValueError if ``default`` is not a value or a row of the slot; otherwise as :meth:`RowIndex.values`.
     """
-    values, found = rows_of_default(default, len(ids), table, slot), np.zeros(len(ids), np.bool_)
+    values, is_known = rows_of_default(default, len(ids), table, slot), np.zeros(len(ids), np.bool_)
     for link, here, rows in newest(links, ids):
         read = link.values(rows, slot)
         values[here] = widened(read) if slot.dtype == "bfloat16" else read
-        found[here] = True
-    return AlignedRows(values, found)
+        is_known[here] = True
+    return AlignedRows(values, is_known)
 
 
 def rows_of_default(default: Any, n_rows: int, table: str, slot: SlotSpec) -> npt.NDArray[Any]:
-    """Return so many rows of a slot that are all ``default``, bfloat16 as float32; ValueError where it does not fit."""
     dtype = np.dtype("float32" if slot.dtype == "bfloat16" else slot.dtype)
     try:
         values: npt.NDArray[Any] = np.broadcast_to(_converted(default, slot, dtype), (n_rows, *slot.shape)).copy()
@@ -201,7 +180,6 @@ def rows_of_default(default: Any, n_rows: int, table: str, slot: SlotSpec) -> np
 
 
 def _converted(default: Any, slot: SlotSpec, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return a default as an array of this dtype; ValueError where that does not hold it."""
     row = np.asarray(default)
     is_held = row.dtype.kind in "iuf"
     if is_held and dtype.kind in "iu":
@@ -217,11 +195,7 @@ def _converted(default: Any, slot: SlotSpec, dtype: np.dtype[Any]) -> npt.NDArra
 
 
 def as_ids(ids: Any) -> Int64s:
-    """Return ids as an array; refuses floats and strings, which numpy would convert, and True, which is a 1 to Python.
-
-    Raises:
-        TypeError: they are not int64 numbers in one dimension.
-    """
+    """Return ids as an array; TypeError for floats, strings and booleans, which numpy would convert."""
     if isinstance(ids, np.ndarray) and ids.dtype == np.int64 and ids.ndim == 1:
         return ids
     try:

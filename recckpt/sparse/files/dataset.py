@@ -1,4 +1,4 @@
-"""A table as a dataset of Arrow, for others to query: its parts, or the merged rows of a chain (no torch)."""
+"""A table as an Arrow dataset to query: its parts, or the merged rows of a chain (no torch here)."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ ReadRows = Callable[[pa.Schema, ds.Expression | None], Iterator[pa.RecordBatch]]
 def shards_that_meet(
     shards: Sequence[Catalog], table: str, schema: pa.Schema, condition: ds.Expression | None
 ) -> Sequence[Catalog]:
-    """Return the shards that may have rows of a table for which a condition on columns of a schema holds.
+    """Return the shards that may have rows of a table for which a condition holds.
 
-    Arrow decides that, as it does for partitions of a dataset, without a look at any file.
+    Arrow decides this from the id ranges, as for partitions of a dataset; no file is read.
     """
     of_table = [(str(number), shard.ids[table]) for number, shard in enumerate(shards) if table in shard.ids]
     if condition is None or len(of_table) < 2:
@@ -43,23 +43,19 @@ def shards_that_meet(
     try:
         met = ds.FileSystemDataset(fragments, schema, file_format, files).get_fragments(condition)
         return [shards[int(fragment.path)] for fragment in met]
-    except pa.ArrowException:  # of numbers that ids do not convert to: the query itself is to say so
+    except pa.ArrowException:  # ids do not convert to these numbers: let the query itself say so
         return shards
 
 
-def table_column(table: str, n_rows: int) -> pa.Array:
-    """Return the column by which readers tell tables apart, for rows of one table."""
+def table_column(table: str, n_rows: int) -> pa.Array:  # by which readers tell tables apart
     return pa.DictionaryArray.from_arrays(np.zeros(n_rows, np.int16), names_array(*joined([table])))
 
 
 def dataset_of(table: ChainTable, *, checked: bool = True) -> ds.Dataset:
-    """Return the rows of a table as a dataset that Arrow, polars and duckdb query by themselves.
+    """Return a table as a dataset for Arrow, polars and duckdb.
 
-    What a query reads is checked. With ``checked=False`` the values of a single link are taken as they are.
-
-    Raises:
-        CorruptCheckpointError: where one link holds all rows: a part is missing, cut, of another schema or length, or
-            an id is in two shards.
+    All that a query reads is checked. With ``checked=False`` the values of a single link are not; then damage that
+    shows without them is a CorruptCheckpointError here.
     """
     if checked or len(table.links) > 1:
         return checked_dataset(table)
@@ -80,17 +76,13 @@ def dataset_of(table: ChainTable, *, checked: bool = True) -> ds.Dataset:
 
 
 class StreamedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has no types
-    """Rows that are read anew for each query; polars, duckdb and pandas use its ``scanner``.
+    """Rows that are read anew for each query, by the ``scanner`` that polars, duckdb and pandas use.
 
-    Code that bypasses it, such as joins of pyarrow, gets an error that says what to do instead.
-
-    Args:
-        schema: of all columns.
-        read: returns the rows with the columns of a schema; those that do not meet the condition may be among them.
-        condition: which rows there are; None for all.
+    Code that bypasses the scanner, such as joins of pyarrow, gets an error that says what to do instead. ``read`` may
+    return rows that do not meet the condition.
 
     Attributes:
-        problem: the error that a query has met last, of which others may make one of their own.
+        problem: the last error of a query; other libraries may raise one of their own for it.
     """
 
     problem: Exception | None = None
@@ -103,7 +95,6 @@ class StreamedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has 
     def scanner(
         self, columns: Any = None, filter: ds.Expression | None = None, *, cache_metadata: bool = True, **options: Any
     ) -> ds.Scanner:
-        """Return a scan of the rows, as that of any dataset; columns that it does not need are not read."""
         condition = _both(self._condition, filter)
         schema = pa.schema([self.schema.field(name) for name in _needed(self.schema, columns, condition)])
         return ds.Scanner.from_batches(
@@ -111,7 +102,6 @@ class StreamedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has 
         )
 
     def count_rows(self, filter: ds.Expression | None = None, **options: Any) -> int:
-        """Return the number of rows; reads what the filter needs."""
         return int(self.scanner(columns=[], filter=filter, **options).count_rows())
 
     def filter(self, expression: ds.Expression) -> StreamedDataset:
@@ -129,17 +119,11 @@ class StreamedDataset(ds.FileSystemDataset):  # type: ignore[misc]  # Arrow has 
 
 
 def checked_dataset(table: ChainTable, *, as_numbers: bool = False) -> StreamedDataset:
-    """Return rows that are checked for each query, those of a chain merged.
+    """Return a dataset whose rows are checked at each query, and merged if there are several links.
 
-    A column of a batch that lies in a memory map is checked once, when it is first read, and on a storage without maps
-    whenever it is read. Of a single link no shards are read in which no id meets the filter.
-
-    With ``as_numbers`` float16 and bfloat16 come as float32, and no column has the name of the table: for those that
-    know neither dtype, and would take one for an error and the other for whole numbers.
-
-    Raises:
-        CorruptCheckpointError: a part of a single link is missing, cut, of another schema or length, or an id is in two
-            of its shards.
+    A column of a batch in a memory map is checked once, when it is first read; on a storage without maps at each read.
+    Of a single link, shards without ids that meet the filter are not read. ``as_numbers`` gives float16 and bfloat16 as
+    float32, without the column of the table's name, for libraries that know neither dtype.
     """
     if len(table.links) == 1:
         [link] = table.links
@@ -149,61 +133,57 @@ def checked_dataset(table: ChainTable, *, as_numbers: bool = False) -> StreamedD
                 link.part(part).check_lengths()
     specs = table.links[0].specs
     schema = numbers_schema(specs) if as_numbers else part_schema(specs)
-    return StreamedDataset(schema, _CheckedRows(table, schema, as_numbers=as_numbers).read)
+    link, checked = table.links[0], set[tuple[str, int, str]]()  # file, batch, column
 
-
-class _CheckedRows:
-    """Reads the columns of a table that a query needs."""
-
-    def __init__(self, table: ChainTable, schema: pa.Schema, *, as_numbers: bool) -> None:
-        self._table, self._schema, self._as_numbers = table, schema, as_numbers
-        self._checked = set[tuple[str, int, str]]()  # file, batch, column
-
-    def read(self, schema: pa.Schema, condition: ds.Expression | None) -> Iterator[pa.RecordBatch]:
-        link = self._table.links[0]
-        shards = shards_that_meet(link.catalogs, link.entry.name, self._schema, condition)
+    def read(needed: pa.Schema, condition: ds.Expression | None) -> Iterator[pa.RecordBatch]:
         in_files = part_schema(link.specs)
-        batches = self._read(pa.schema([in_files.field(name) for name in schema.names]), shards)
-        return (numbers_of(batch, schema, link.specs) for batch in batches) if self._as_numbers else batches
+        of_file = pa.schema([in_files.field(name) for name in needed.names])
+        if len(table.links) == 1:
+            shards = shards_that_meet(link.catalogs, link.entry.name, schema, condition)
+            batches = _columns_of(link, of_file, shards, checked)
+        else:
+            batches = _merged_columns(table, of_file)
+        return (numbers_of(batch, needed, link.specs) for batch in batches) if as_numbers else batches
 
-    def _read(self, schema: pa.Schema, shards: Sequence[Catalog]) -> Iterator[pa.RecordBatch]:
-        """Yield columns as the files have them, where one link holds all rows of these shards, else of all."""
-        link = self._table.links[0]
-        if len(self._table.links) == 1:
-            yield from self._columns_of(link, schema, shards)
-            return
-        for batch in self._table.all_rows([slot for slot in link.slots if slot in schema.names]):
-            columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-            columns[TABLE] = table_column(link.entry.name, len(batch))
-            yield pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
+    return StreamedDataset(schema, read)
 
-    def _columns_of(self, table: TableReader, schema: pa.Schema, shards: Sequence[Catalog]) -> Iterator[pa.RecordBatch]:
-        """Yield columns of some shards, of which ``table`` may be one, batch by batch in the order of the files."""
-        columns_of_file = [name for name in schema.names if name != TABLE]
-        readers, slots = LinkBatches(table.storage, table.directory), frozenset(columns_of_file) - {ID}
 
-        def read(at: tuple[Part, int]) -> pa.RecordBatch:
-            part, number = at
-            reader = readers.reader(part, table.entry.slots, slots)
-            new = [name for name in columns_of_file if (part.file, number, name) not in self._checked]
-            values = reader.read(number, new)
-            ids = np.frombuffer(values[ID], np.int64)
-            for found, expected in check_range(ids, part.batches[number]) if ID in new else ():
-                raise reader.damage(number, found, expected)
-            columns = reader.arrays(number, values)
-            if reader.mapped is not None:
-                self._checked.update((part.file, number, name) for name in new)
-            if TABLE in schema.names:  # the catalog, which is checked, says whose rows these are
-                columns[TABLE] = table_column(table.entry.name, part.batches[number].rows)
-            return pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
+def _merged_columns(table: ChainTable, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    link = table.links[0]
+    for batch in table.all_rows([slot for slot in link.slots if slot in schema.names]):
+        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+        columns[TABLE] = table_column(link.entry.name, len(batch))
+        yield pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
 
-        parts = (each for shard in shards for each in shard.parts_of(table.entry.name, "rows"))
-        every = [(part, number) for part, numbers in parts for number in numbers]
-        return made_ahead(read, every, min(table.storage.threads(_THREADS), len(every)))
+
+def _columns_of(
+    table: TableReader, schema: pa.Schema, shards: Sequence[Catalog], checked: set[tuple[str, int, str]]
+) -> Iterator[pa.RecordBatch]:
+    """Yield columns of some shards in the order of the files; add to ``checked`` what need not be checked again."""
+    columns_of_file = [name for name in schema.names if name != TABLE]
+    readers, slots = LinkBatches(table.storage, table.directory), frozenset(columns_of_file) - {ID}
+
+    def read(at: tuple[Part, int]) -> pa.RecordBatch:
+        part, number = at
+        reader = readers.reader(part, table.entry.slots, slots)
+        new = [name for name in columns_of_file if (part.file, number, name) not in checked]
+        values = reader.read(number, new)
+        ids = np.frombuffer(values[ID], np.int64)
+        for found, expected in check_range(ids, part.batches[number]) if ID in new else ():
+            raise reader.damage(number, found, expected)
+        columns = reader.arrays(number, values)
+        if reader.mapped is not None:
+            checked.update((part.file, number, name) for name in new)
+        if TABLE in schema.names:  # the catalog, which is checked, says whose rows these are
+            columns[TABLE] = table_column(table.entry.name, part.batches[number].rows)
+        return pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
+
+    parts = (each for shard in shards for each in shard.parts_of(table.entry.name, "rows"))
+    every = [(part, number) for part, numbers in parts for number in numbers]
+    return made_ahead(read, every, min(table.storage.threads(_THREADS), len(every)))
 
 
 def numbers_of(batch: pa.RecordBatch, schema: pa.Schema, slots: Iterable[SlotSpec]) -> pa.RecordBatch:
-    """Return the columns of a schema as :func:`numbers_schema` has them, with float32 in the place of 16 bits."""
     specs, columns = {slot.name: slot for slot in slots}, []
     for name in schema.names:
         array, spec = batch.column(name), specs.get(name)
@@ -215,7 +195,7 @@ def numbers_of(batch: pa.RecordBatch, schema: pa.Schema, slots: Iterable[SlotSpe
 
 
 def _needed(schema: pa.Schema, columns: Any, condition: ds.Expression | None) -> list[str]:
-    """Return the columns without which a scan cannot be made; one where it needs none, for the number of rows."""
+    """Return the columns that a scan needs; at least one, which gives the number of rows."""
     if columns is None:
         return list(schema.names)
     names = []
@@ -228,13 +208,11 @@ def _needed(schema: pa.Schema, columns: Any, condition: ds.Expression | None) ->
     return names or schema.names[:1]
 
 
-def numbers_schema(slots: Iterable[SlotSpec]) -> pa.Schema:
-    """Return the schema of ``id`` and the slots, with float16 and bfloat16 as float32."""
+def numbers_schema(slots: Iterable[SlotSpec]) -> pa.Schema:  # float16 and bfloat16 as float32
     return table_schema(map(_as_number, slots))
 
 
 def has_halves(slots: Iterable[SlotSpec]) -> bool:
-    """Say whether a slot has values of 16 bits that are no whole numbers."""
     return any(_as_number(slot) != slot for slot in slots)
 
 
@@ -249,13 +227,13 @@ def _both(one: ds.Expression | None, other: ds.Expression | None) -> ds.Expressi
 
 
 class _NoFile(io.RawIOBase):
-    """What Arrow would read the rows from by itself.
+    """A file that cannot be read, in place of the rows that Arrow would read by itself.
 
-    Only reading fails: Arrow asks for the size of each file at once, and keeps an error of that, and by its traceback
-    the dataset and its open files, for ever.
+    Only reading fails. Arrow asks for the size of each file at once. An error there would be kept for ever, and its
+    traceback would keep the dataset and its open files.
     """
 
-    _SIZE = 1 << 20  # of a file that could hold a footer, so that it is read
+    _SIZE = 1 << 20  # bytes: enough for a footer, so that the file is read
 
     def readable(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""One table filled from the batches of a chain by several threads at once."""
+"""Fills one table from the batches of a chain, by several threads at once."""
 
 from __future__ import annotations
 
@@ -35,14 +35,11 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class BatchRows:
-    """Ids of a batch, all of them or some, and slots of their rows: from a file, or as another rank has sent them.
+    """Rows of a batch, all or some, read from a file or received from another rank.
 
     Attributes:
         table: its name in the checkpoint.
-        shard: which one the batch is of.
-        path: of the file that it was read from.
-        ids: int64, one a row.
-        values: slot -> the bytes of one value a row.
+        values: slot -> the bytes of its values.
     """
 
     table: str
@@ -56,21 +53,19 @@ class BatchRows:
         return self.ids.nbytes + sum(values.size for values in self.values.values())
 
     def tensor(self, spec: SlotSpec) -> Tensor:
-        """Return the values of a slot as a tensor, without a copy; it lives as long as these rows, and is read only."""
+        """Return a slot as a tensor without a copy: read-only, and valid as long as these rows live."""
         values = self.values[spec.name]
         # numpy would have torch warn of memory that cannot be written
         memory = np.ctypeslib.as_array((ctypes.c_uint8 * values.size).from_address(values.ctypes.data))
         return torch.from_numpy(memory).view(getattr(torch, spec.dtype)).view(len(self.ids), *spec.shape)
 
     def some(self, positions: Int64s, columns: Collection[str]) -> BatchRows:
-        """Return a copy of some rows, with some of their slots."""
         wide = {name: self.values[name].reshape(len(self.ids), -1) for name in sorted(columns)}
         values = {name: rows.take(positions, axis=0).reshape(-1) for name, rows in wide.items()}
         return BatchRows(self.table, self.shard, self.path, self.ids[positions], values)
 
 
 def packed(pieces: Iterable[BatchRows]) -> Bytes:
-    """Return the bytes of some rows, for another rank."""
     pieces = list(pieces)
     if not pieces:
         return np.empty(0, np.uint8)
@@ -83,7 +78,6 @@ def packed(pieces: Iterable[BatchRows]) -> Bytes:
 
 
 def unpacked(data: Bytes) -> Iterator[BatchRows]:
-    """Yield the rows that another rank has packed, without a copy."""
     at = 0
 
     def take(n_bytes: int) -> Bytes:
@@ -98,10 +92,10 @@ def unpacked(data: Bytes) -> Iterator[BatchRows]:
 
 
 def regrouped(values: Tensor, before: Ranges, after: Ranges) -> Tensor:
-    """Return values of other ranges of columns; of row-wise Adagrad, whose sums are means of squares over columns.
+    """Regroup the sums of row-wise Adagrad, means of squares over columns, into other ranges of columns.
 
-    A whole row gets what it would have summed itself: the mean of the parts, by their widths. Each range gets the value
-    of the whole row. ``values`` are of shape (rows, ranges), or (rows,) where there are none before.
+    A whole row gets the mean of its parts weighted by their widths, which is what it would have summed itself. Each
+    range gets the value of the whole row. ``values`` has shape (rows, ranges), or (rows,) for whole rows.
     """
     if before == after:
         return values
@@ -112,23 +106,16 @@ def regrouped(values: Tensor, before: Ranges, after: Ranges) -> Tensor:
 
 
 class LinkRows:
-    """Tells the ids of one link that are new from those that an index had before the link. Not thread-safe."""
+    """Tells which ids of one link the links before, which are newer, did not have. Not thread-safe."""
 
     def __init__(self, table: str, n_known: int) -> None:
         self._table, self._n_rows = table, n_known
         self._met = np.zeros(n_known, np.uint8)  # whether an id of newer links was in this one, too
 
     def new(self, ids: Int64s, rows: Int64s, n_new: int, path: str) -> Int64s:
-        """Return the positions of the ids that are new.
+        """Return the positions of the new ids; CorruptCheckpointError if an id comes twice in the link.
 
-        Args:
-            ids: of a batch.
-            rows: where the index has them by now, -1 where it has not.
-            n_new: how many it did not have before, whose rows are its last ones.
-            path: of the file that has the batch.
-
-        Raises:
-            CorruptCheckpointError: one was in the link before, or is twice in the batch.
+        ``rows`` are their rows in the index now, -1 if absent; ``n_new`` of them are new, and are its last ones.
         """
         before, self._n_rows = self._n_rows, self._n_rows + n_new
         if n_new == len(ids):
@@ -142,38 +129,36 @@ class LinkRows:
 
 
 class KnownIds:
-    """The ids that links, newest first, have named as rows or as deletes, in any order of batches. Not thread-safe.
+    """Ids that links, newest first, have named as rows or deletes, whatever the order of batches. Not thread-safe.
 
-    The form for files, whose ids are sorted, is :class:`recckpt.sparse.files.table_reader.NamedIds`.
+    For sorted ids of files see :class:`recckpt.sparse.files.table_reader.NamedIds`.
     """
 
     def __init__(self, table: str) -> None:
         self._table, self._ids = table, IdIndex()
-        self.n_rows = 0  # named as rows, so those of the chain in the end
+        self.n_rows = 0  # ids named as rows; in the end, the rows of the chain
         self.begin_link()
 
     def begin_link(self) -> None:
-        """Take all ids so far for those of newer links."""
         self._of_link = LinkRows(self._table, len(self._ids))
 
     def new_rows(self, ids: Int64s, path: str) -> Int64s:
-        """Return the positions of the ids that no newer link has, and know them; refuse one that is twice."""
+        """Add ids; return the positions of those that no newer link has. Refuses an id that comes twice."""
         rows, new_ids = self._ids.find_or_add(ids)
         self.n_rows += len(new_ids)
         return self._of_link.new(ids, rows, len(new_ids), path)
 
     def without(self, ids: Int64s, path: str) -> Int64s:
-        """Return the positions of the unknown ids; refuse a known id that comes twice."""
+        """Return the positions of unknown ids. Refuses a known id that comes twice."""
         return self._of_link.new(ids, self._ids.find(ids), 0, path) if len(self._ids) else np.arange(len(ids))
 
     def delete(self, ids: Int64s) -> Int64s:
-        """Know ids that this link deletes, after all of its rows; return those that are no row of it or a newer one."""
+        """Add the deletes of this link, after its rows; return those that neither it nor a newer link names as rows."""
         return self._ids.find_or_add(ids)[1]
 
 
 @compiled
 def _new_rows(rows: Any, met: Any, n_rows: int, positions: Any) -> tuple[int, int]:
-    """Return the position of an id that is there again, or -1, and the number of those that are new or absent."""
     n_found, next_row = 0, n_rows
     for i in range(len(rows)):
         row = rows[i]
@@ -195,25 +180,25 @@ def _new_rows(rows: Any, met: Any, n_rows: int, positions: Any) -> tuple[int, in
 class Filler:
     """Fills one table from the table ``entry`` of a checkpoint, by the links of its chain, newest first.
 
-    ``expect`` is called first, for each link. Between ``begin_link`` and ``end_link`` it gets the rows of one
-    link, either to ``check`` or, after ``start``, to ``fill`` the table: these two from several threads.
+    Call ``expect`` first, for each link. Between ``begin_link`` and ``end_link`` pass the rows of one link either to
+    ``check`` or, after ``start``, to ``fill``; both may be called from several threads.
 
     Attributes:
-        slots: here -> there; slots left out start at their initial values in new rows.
-        with_rows: whether ids are taken; otherwise only the slots of ids that the table has.
-        clear: whether the table has no other rows in the end; otherwise rows are merged in, and the loaded ones win.
+        slots: here -> there; other slots start at their initial values in new rows.
+        with_rows: whether ids are taken; otherwise only slots of ids that the table has.
+        clear: whether only loaded rows remain; otherwise they are merged in and win.
         where: which rows are taken.
-        is_update: whether the table holds what older links give, and nothing has changed since it was loaded.
-        ages: what becomes of the dates of rows.
-        ranges: slot here -> the ranges of its columns there, and here.
-        skips_outside: whether ids that the table cannot have a row of are left out; otherwise refused.
-        fresh: slots that begin anew in a table that is emptied: nothing gives them.
-        drops: whether a table with fewer rows than ids keeps those that count most; otherwise refused.
+        is_update: whether the table already holds what older links give, unchanged.
+        ages: how dates of rows are converted.
+        ranges: slot here -> ranges of its columns there, and here.
+        skips_outside: whether ids for which the table cannot have a row are left out; otherwise they are refused.
+        fresh: slots that nothing fills, and that begin anew in a table that is emptied.
+        drops: whether a table with too little room keeps the ids with the highest counts; otherwise it refuses.
         empties: whether the table is emptied first.
-        columns: the slots in the checkpoint that have to be read.
+        columns: slots of the checkpoint to read.
         row_bytes: of one row in these, the id included.
-        n_rows: that the table has taken.
-        n_filtered: that were left out.
+        n_rows: rows that the table has taken.
+        n_filtered: rows left out.
     """
 
     target: LoadTarget
@@ -244,7 +229,7 @@ class Filler:
         self._known = KnownIds(self.entry.name)
         self._is_set = False  # whether the table itself tells which rows are known, and the ids beside it are deletes
         self._newest = ""
-        self._initial: Mapping[str, float] = {}  # of slots whose new rows start otherwise during the load
+        self._initial: Mapping[str, float] = {}  # slots whose new rows start at another value during the load
         self._of_link = LinkRows(self.entry.name, 0)
         self._n_links = self._n_done = self._n_expected = 0
         self._is_started = self._touched = False
@@ -254,26 +239,21 @@ class Filler:
         return Owners({0: [self.target.owned_ids]})
 
     def share(self, batch: Batch) -> float:
-        """Return about which share of the rows of a batch the table owns; 0.0 where it owns none."""
+        """Return about which share of the rows of a batch the table owns; exactly 0.0 for none."""
         return self._owners.shares(batch).get(0, 0.0)
 
     def check_ids(self, least: int, greatest: int) -> None:
-        """Refuse ids from ``least`` to ``greatest`` if the table cannot have a row of one, and none is left out.
-
-        Raises:
-            LiveTableError: it cannot.
-        """
+        """Raise LiveTableError if the table cannot have a row of an id in this range, and may not leave it out."""
         if not self.skips_outside:
             self.target.check_ids(least, greatest)
 
     def expect(self, directory: str, n_rows: int) -> None:
-        """Count a link, which has so many rows in the batches that are read."""
         self._newest = self._newest or directory
         self._n_links += 1
         self._n_expected += n_rows
 
     def start(self) -> None:
-        """Before the first link, empty the table if it is to be, and make room: nothing moves while threads write."""
+        """Before the first link, empty the table if asked, and make room: no row may move while threads write."""
         if self._is_started:
             return
         self._is_started, self._known = True, KnownIds(self.entry.name)
@@ -292,7 +272,7 @@ class Filler:
         self._of_link = LinkRows(self.entry.name, len(self.target))
 
     def end_link(self, deletes: Int64s) -> None:
-        """Take the ids that the link deletes for known; after the last link, check how many rows there were."""
+        """Add the deletes of the link. After the last link, check the number of rows."""
         owned = self._owned(deletes)
         gone = self._known.delete(deletes if owned is None else deletes[owned])
         if self._is_started:
@@ -303,30 +283,27 @@ class Filler:
         self._n_done, n_rows = 0, self.n_rows if self._is_set else self._known.n_rows
         self._known, entry = KnownIds(self.entry.name), self.entry
         is_whole_chain = not entry.is_whole and not self.is_update
-        owns_all = self.target.owned_ids.is_everything  # of a slice it is unknown how many
+        owns_all = self.target.owned_ids.is_everything  # for a slice the number is unknown
         if is_whole_chain and owns_all and n_rows != entry.rows:
             raise count_error(self._newest, entry.name, entry.rows, n_rows)
 
     def end(self) -> None:
-        """Let rows that are new from now on start as they did before the load."""
+        """Restore the initial values that slots had before the load."""
         self.target.end(self._initial)
 
     def take_history(self) -> None:
-        """Let the table, which is loaded, go on from the evictions of the checkpoint, if it has become its table.
-
-        Without an event time it also has to know which dates of its rows are those of a clock.
-        """
+        """Continue the evictions of the checkpoint, if the table has become its table; take over dates of a clock."""
         evicts_next = self.empties and self.ages.is_resumed
         self.target.take_history(self.entry, evicts_next=evicts_next, has_dates=LAST_TIME in self.slots)
 
     def undo(self) -> bool:
-        """Empty a table that was empty, or that was to be emptied anyway; say whether it has lost rows or values."""
+        """Empty a table that was or had to be empty; say whether the table has lost rows or values."""
         if self.with_rows:
             self.target.undo(is_cleared=self.empties and self._touched)
         return self._touched and not self.target.was_empty
 
     def check(self, rows: BatchRows) -> int:
-        """Refuse rows as ``fill`` would, before ``start``, and change nothing."""
+        """Refuse rows as :meth:`fill` would, before :meth:`start`, without changes; return how many the table owns."""
         is_read_only = self.target.is_read_only
         ids, values = self._own_rows(rows, self._specs if is_read_only else {})
         n_own = len(ids)
@@ -337,9 +314,9 @@ class Filler:
         return n_own
 
     def fill(self, rows: BatchRows) -> int:
-        """Take those of the rows that the table owns and the filter keeps, and no newer link has named.
+        """Take the rows that the table owns, the filter keeps and no newer link names; return how many it owns.
 
-        Refuse them where an id comes twice. Return how many the table owns.
+        Refuses an id that comes twice.
         """
         ids, values = self._own_rows(rows, self._specs)
         n_own = len(ids)
@@ -366,8 +343,7 @@ class Filler:
             self.n_rows += n_rows
         return n_own
 
-    def _owned(self, ids: Int64s) -> Int64s | None:
-        """Return at which places there are ids that the table owns; None for all."""
+    def _owned(self, ids: Int64s) -> Int64s | None:  # positions; None for all
         owned_ids = self.target.owned_ids
         return None if owned_ids.is_everything else np.flatnonzero(owned_ids.owns(ids))
 
@@ -376,7 +352,6 @@ class Filler:
         return (rows.ids, values) if owned is None else _rows_of(rows.ids, values, owned)
 
     def _as_here(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the values of slots here, of those that were read."""
         values = {slot: rows[there] for slot, there in self.slots.items()}
         return values | {slot: regrouped(values[slot], *ranges) for slot, ranges in self.ranges.items()}
 
@@ -386,7 +361,7 @@ class Filler:
         return _rows_of(ids, rows, new)
 
     def _placed(self, ids: Int64s, rows: dict[str, Tensor]) -> tuple[Int64s, dict[str, Tensor]]:
-        """Return the rows that the table can have; where the others are not refused, they count as filtered."""
+        """Return the rows that the table can have; the others are refused later, or count as filtered."""
         placed = self.target.placed(ids) if self.skips_outside else None
         if placed is None:
             return ids, rows
@@ -395,13 +370,12 @@ class Filler:
         return _rows_of(ids, rows, placed)
 
     def _erase(self, ids: Int64s) -> None:
-        """Drop rows that older links gave, if there are any."""
         if self._erases and not self.target.was_empty and len(ids):
             self._touched = True
             self.target.erase(ids)
 
     def _fill_aside(self, aside: RowsAside, ids: Int64s, values: dict[str, Tensor], path: str) -> int:
-        """Add rows that the table does not have yet: the ids one thread at a time, then their values."""
+        """Add new rows: claim ids one thread at a time, then write their values."""
         taken = np.arange(len(ids))
         with self._lock:
             if self._is_set:
@@ -420,17 +394,11 @@ def _rows_of(ids: Int64s, values: dict[str, Tensor], rows: Int64s) -> tuple[Int6
 
 @dataclass(frozen=True)
 class OtherRows:
-    """Rows of a table that lie in no part, such as those of a dense tensor; each rank reads its own.
-
-    Attributes:
-        filler: what they fill.
-        read: yields them, checked, as often as it is called.
-    """
+    """Rows that are in no part, such as those of a dense tensor; each rank reads its own, perhaps repeatedly."""
 
     filler: Filler
     read: Callable[[], Iterator[BatchRows]]
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all rows in the columns that are read."""
         return self.filler.entry.rows * self.filler.row_bytes

@@ -1,4 +1,4 @@
-"""One pass over a link: each batch is read by one of the ranks that need it, and rows go to the owners of their ids."""
+"""One pass over a link: one of the ranks that need a batch reads it, and sends rows to the owners of their ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from recckpt.errors import CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.format.buckets import bucket_of, is_among, repeated
-from recckpt.format.catalog import Batch, PartKind, id_ranges
+from recckpt.format.catalog import PartKind, id_ranges
 from recckpt.parallel.ranks import Meetings
 from recckpt.parallel.threads import run_all
 from recckpt.sparse.files.arrow_format import ID
@@ -28,20 +28,18 @@ WINDOW_BYTES = 16 << 20  # about what a rank sends in a round, if a batch has no
 Take = Callable[[Filler, BatchRows], object]
 Windows = Mapping[PartKind, Sequence[Window]]  # what a rank has to send
 Rounds = Mapping[PartKind, Sequence[Collection[int]]]  # the ranks that send in each
-Run = Sequence[DealtBatch]  # of one part, of which the same columns are read, by one thread
+Run = Sequence[DealtBatch]  # batches of one part, read by one thread in the same columns
 
 
 @dataclass(frozen=True)
 class LinkLoad:
-    """What is taken of a link; a table of it may fill several.
+    """What a load takes from a link; a table in it may fill several tables.
 
-    The links of a chain have the same :class:`Filler` for a table, as far as they count.
+    Links of a chain share one :class:`Filler` a table, down to the last link that counts.
 
     Attributes:
-        number: of the checkpoint among those that are loaded, and of the link in its chain: the same on all ranks.
-        fillers: of the tables.
-        batches: what it is filled with.
-        fetch: copies files to this host, by their paths, before they are read; None to read them where they lie.
+        number: of the checkpoint among those loaded, and of the link in its chain; the same on all ranks.
+        fetch: copies files to this host by path before they are read; None to read them in place.
     """
 
     number: tuple[int, int]
@@ -51,7 +49,6 @@ class LinkLoad:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the rows that the tables own, about, in the columns that are read."""
         fillers, n_bytes = defaultdict[str, list[Filler]](list), 0
         for filler in self.fillers:
             fillers[filler.entry.name].append(filler)
@@ -62,11 +59,7 @@ class LinkLoad:
         return n_bytes
 
     def check_ids(self) -> None:
-        """Refuse ids that a table cannot have a row of: alike on all ranks, from the catalogs alone.
-
-        Raises:
-            LiveTableError: there are some.
-        """
+        """Raise LiveTableError for ids that a table cannot have; alike on all ranks, from the catalogs."""
         ranges = id_ranges(self.batches.every_part)
         for filler in self.fillers:
             if filler.entry.name in ranges:
@@ -74,45 +67,29 @@ class LinkLoad:
 
 
 class LinkDeletes:
-    """The deleted ids of a link by table and shard; in one shard an id is there once, as a row or as a delete.
-
-    ``add`` may be called from several threads.
-    """
+    """Deleted ids of a link by table and shard, which names an id as a row or as a delete. ``add`` is thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._found: dict[tuple[str, int], Int64s] = {}
 
-    def add(self, table: str, shard: int, ids: Int64s) -> Int64s:
-        """Know the ids of a batch; return those that are there twice now."""
+    def add(self, table: str, shard: int, ids: Int64s) -> Int64s:  # returns ids that are there twice now
         with self._lock:
             known = self._found.get((table, shard), np.empty(0, np.int64))
             both = self._found[table, shard] = np.sort(np.concatenate([known, ids]))
         return repeated(both)
 
     def among(self, table: str, shard: int, ids: Int64s) -> Int64s:
-        """Return those of the ids, which have rows in a shard, that the same shard deletes."""
         deleted = self._found.get((table, shard))
         return ids[:0] if deleted is None else ids[is_among(ids, deleted)]
 
     def of(self, table: str) -> Int64s:
-        """Return the ids that any shard deletes."""
         some = [ids for (name, _), ids in self._found.items() if name == table]
         return np.concatenate([np.empty(0, np.int64), *some])
 
 
 class LinkPass:
-    """The tables that one link fills at one go. Collective.
-
-    Attributes:
-        windows: what this rank sends to others of the rows and the deletes.
-
-    Args:
-        link: what is taken of it.
-        fillers: name of a table in it -> what it fills.
-        requests: what all ranks take of it.
-        meetings: where they exchange rows.
-    """
+    """Fills tables from one link. Collective. ``windows`` are what this rank sends to others."""
 
     def __init__(
         self,
@@ -124,8 +101,8 @@ class LinkPass:
         self._fetch, self._batches, self._fillers = link.fetch, link.batches, fillers
         self._every = [filler for some in fillers.values() for filler in some]
         self._requests, self._meetings = requests, meetings
-        self._own_files: list[str] = []  # of which no other rank reads a batch
-        self._whole_parts: list[DealtBatch] = []  # the first batch of each part of which this rank reads all
+        self._own_files: list[str] = []  # no other rank reads a batch of them
+        self._whole_parts: list[DealtBatch] = []  # the first batch of each part that this rank reads alone
         alone: dict[PartKind, list[DealtBatch]] = {"rows": [], "deletes": []}
         shared: dict[PartKind, list[DealtBatch]] = {"rows": [], "deletes": []}
         dealt = (batch for shard, parts in link.batches.parts.items() for batch in requests.deal(parts, shard))
@@ -147,27 +124,21 @@ class LinkPass:
         self._shared = {kind: [list(_runs(window)) for window in some] for kind, some in windows.items()}
         rows = Counter[str]()
         for part in (part for part in link.batches.every_part if part.holds == "rows"):
-            for each in filter(self._takers, part.batches):
-                rows[each.table] += each.rows
+            for each in part.batches:
+                if any(filler.share(each) > 0 for filler in fillers.get(each.table, ())):
+                    rows[each.table] += each.rows
         for filler in self._every:
             filler.expect(link.batches.directory, rows[filler.entry.name])
 
-    def _takers(self, batch: Batch) -> list[Filler]:
-        return [filler for filler in self._fillers.get(batch.table, ()) if filler.share(batch) > 0]
-
     def fetch(self) -> None:
-        """Copy the files that this rank alone reads, where they are to be copied first."""
         if self._fetch is not None:
             self._fetch(layout.join(self._batches.directory, file) for file in self._own_files)
 
     def run(self, take: Take, concurrency: int, rounds: Rounds, *, fills: bool) -> int:
-        """Have each filler take what its table owns; return the bytes that this rank has read.
+        """Give each filler, by ``take``, the rows its table owns; return the bytes that this rank has read.
 
-        Args:
-            take: gives a filler rows of a batch; from several threads.
-            concurrency: number of threads.
-            rounds: in which the ranks send rows and deletes to each other.
-            fills: whether the tables make room, and ranks send rows as a whole; otherwise their ids.
+        ``take`` is called from several threads. ``fills`` has tables filled and whole rows sent; otherwise rows are
+        checked, and only ids sent.
         """
         for filler in self._every if fills else ():
             filler.start()
@@ -195,7 +166,7 @@ class LinkPass:
     def _read_kind(
         self, kind: PartKind, take: Callable[[BatchRows], None], rounds: Rounds, threads: int, *, with_values: bool
     ) -> int:
-        """Read what others need too, round by round, and take what they send; then read what this rank alone needs."""
+        """Read what others need, round by round, and take what they send; then read what only this rank needs."""
         windows, n_bytes = iter(self._shared[kind]), 0
         read = partial(self._read, take=take, with_values=with_values)
         for senders in rounds[kind]:
@@ -212,7 +183,6 @@ class LinkPass:
     def _read(
         self, run: Run, take: Callable[[BatchRows], None], *, with_values: bool
     ) -> tuple[int, list[tuple[int, BatchRows]]]:
-        """Read batches, check them and take their rows; return the bytes, and what goes to which rank."""
         n_bytes, pieces, part = 0, [], run[0].part
         sent = {batch.number: batch.sent for batch in run}
         reader = self._reader(run[0])
@@ -230,16 +200,15 @@ class LinkPass:
         return n_bytes, pieces
 
     def _reader(self, dealt: DealtBatch) -> PartReader:
-        """Return the reader of the part that has a batch; all tables of a part have the same slots."""
         table = dealt.part.batches[dealt.number].table
         slots = self._fillers[table][0].entry.slots if dealt.part.holds == "rows" else ()
         return self._batches.reader(dealt.part, slots, dealt.columns)
 
 
 def _runs(dealt: Iterable[DealtBatch]) -> Iterator[Run]:
-    """Yield batches of one part that are read by the same columns, as many at a time as are read at once.
+    """Yield batches of one part with equal columns, as many as are read at once.
 
-    A part that a catalog lists twice is two: its rows are read twice, and refused.
+    A part that a catalog lists twice counts as two parts, so its rows are read twice and refused.
     """
     for _, of_part in groupby(dealt, key=lambda batch: id(batch.part)):
         by_columns: dict[frozenset[str], list[DealtBatch]] = {}
@@ -250,7 +219,6 @@ def _runs(dealt: Iterable[DealtBatch]) -> Iterator[Run]:
 
 
 def _sent(window: Iterable[DealtBatch]) -> Window:
-    """Return what is sent of a window to each rank, about."""
     sent = Counter[int]()
     for batch in window:
         sent.update(batch.sent)
@@ -258,14 +226,13 @@ def _sent(window: Iterable[DealtBatch]) -> Window:
 
 
 def _refuse(twice: Int64s, rows: BatchRows) -> None:
-    """Refuse ids that are twice in one shard."""
     if len(twice):
         found, expected = named_twice(twice)
         raise CorruptCheckpointError(rows.path, f"table {rows.table!r}", found=found, expected=expected)
 
 
 def _check_ids(ids: Int64s, reader: PartReader, number: int) -> None:
-    """Check that the ids are of the buckets, and in the range, by which readers choose their batches."""
+    """Check that ids are in the buckets and the range by which readers choose batches."""
     buckets = reader.part.batches[number].buckets
     at = first_outside(ids, *buckets)
     if at >= 0:

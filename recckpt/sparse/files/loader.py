@@ -1,4 +1,4 @@
-"""Arrow parts to tables: read only what is wanted, check it, find the rows once, copy the slots."""
+"""Loads Arrow parts into tables: reads and checks what is needed, finds rows once, copies slots."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ RECEIVED_BYTES = 64 << 20  # about what a rank gets in a round, if no window alo
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """What a load did, by table of the model."""
-
+class Loaded:  # by table of the model
     rows_taken: Mapping[str, int]
-    rows_filtered: Mapping[str, int]  # that a filter left out
-    slot_rows: Mapping[tuple[str, str], int]  # by table and slot, the ids being one: rows of which it was loaded
-    bytes_read: int  # of column values, all checked
+    rows_filtered: Mapping[str, int]  # left out by a filter
+    slot_rows: Mapping[tuple[str, str], int]  # rows in which a slot was loaded; ids count as a slot
+    bytes_read: int  # column values, all checked
 
 
 def load_tables(
@@ -40,27 +38,27 @@ def load_tables(
     meetings: Meetings,
     others: Sequence[OtherRows] = (),
 ) -> Loaded:
-    """Fill tables with the rows of checkpoints that their slices own, each chain link by link, newest first.
+    """Fill tables with the rows of checkpoints that they own, each chain newest link first. Collective.
 
-    Rows come first, then slots that come from elsewhere for the rows that are there. Each table is made large enough
-    before several threads fill it; there is never a second copy of it. Where a table of a rank has rows to lose,
-    everything is read and checked before any table changes. Collective: a batch with rows of several ranks is read by
-    one of them, which sends the others theirs.
+    Rows are loaded first, then slots that other checkpoints give for rows that are there. Each table is made large
+    enough before several threads fill it, and never exists twice. If a table of any rank has rows to lose, everything
+    is read and checked before any table changes. A batch with rows of several ranks is read by one, which sends rows to
+    the others.
 
     Args:
         links: what to read, and which tables it fills.
-        concurrency: number of threads that read.
-        advance: is called with the bytes of the rows that a table takes of each batch, from several threads.
-        when_checked: is called once all bytes have been read, while all tables can still be as they were.
+        concurrency: number of reading threads.
+        advance: called with the bytes that a table takes of each batch, from several threads.
+        when_checked: called when everything has been read, while all tables can still be as they were.
         meetings: where the ranks exchange rows.
-        others: rows beside those of the links.
+        others: rows that are not in links.
 
     Raises:
-        Exception: what ``when_checked`` raised; the tables are as they were.
-        LiveTableError: there are ids that a table cannot have a row of. The tables are as they were.
+        Exception: what ``when_checked`` raised. The tables are as they were.
+        LiveTableError: a table cannot have a row of some id. The tables are as they were.
         CorruptCheckpointError: a file is damaged. The tables are as they were.
         CheckpointRemovedError: a file was removed meanwhile. Tables that were to be emptied may be empty.
-        PartlyLoadedError: reading failed when tables with rows had been changed; says which.
+        PartlyLoadedError: reading failed after tables with rows had changed; names them.
     """
 
     def fill(filler: Filler, rows: BatchRows) -> None:
@@ -103,15 +101,10 @@ def load_tables(
 
 
 class AgreedPasses:
-    """The passes over the links of some checkpoints: as many, and in the same order, on all ranks. Collective.
+    """Passes over the links, in number and order the same on all ranks. Collective.
 
     Attributes:
-        has_rows: whether a table of a rank has rows to lose.
-
-    Args:
-        links: what this rank takes.
-        fillers: all that is filled, by these or otherwise.
-        meetings: where ranks exchange rows.
+        has_rows: whether a table of any rank has rows to lose.
     """
 
     def __init__(self, links: Sequence[LinkLoad], fillers: Sequence[Filler], meetings: Meetings) -> None:
@@ -148,7 +141,6 @@ class AgreedPasses:
         ]
 
     def run(self, take: Take, concurrency: int, *, fills: bool) -> int:
-        """Have ``take`` give each filler what its table owns, to check or to fill; return the bytes read here."""
         n_bytes = 0
         for one, rounds in zip(self._passes, self._rounds, strict=True):
             if one is None:
@@ -160,10 +152,10 @@ class AgreedPasses:
 
 
 def _finished(fillers: Sequence[Filler], meetings: Meetings) -> dict[str, int]:
-    """Give the tables what was gathered aside; return how many rows of each had no place. Collective."""
+    """Complete the tables; return how many rows of each had no place. Collective."""
     targets = dict.fromkeys(filler.target for filler in fillers)
     dropping = {filler.target for filler in fillers if filler.drops}
-    if any(target.has_limited_room for target in targets):  # which is so on all ranks, or on none
+    if any(target.has_limited_room for target in targets):  # the same on all ranks
         for target in targets:
             target.check_room(drops=target in dropping)
         meetings.wait()  # all ranks learn that each has room for what it owns, before a table changes
@@ -180,7 +172,7 @@ def _read(other: OtherRows, take: Take) -> None:
 
 @contextmanager
 def _undone_on_error(fillers: Iterable[Filler]) -> Iterator[None]:
-    """After an error, empty what was to be emptied, and say which tables are no longer what they were."""
+    """After an error, empty what was to be emptied, and say which tables have changed."""
     try:
         yield
     except BaseException as error:

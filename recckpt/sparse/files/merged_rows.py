@@ -1,6 +1,7 @@
-"""The rows of a table in a chain of checkpoints, merged in bucket order within a bound on memory (no torch here).
+"""The rows of a table in a chain of checkpoints, merged in bucket order in bounded memory (no torch here).
 
-The newest link that names an id says what becomes of it: it has this row, or, where the link deletes it, none.
+The newest link that names an id decides: the id has that row, or no row if the link deletes it. Damage, an id twice in
+a link, and links that differ in their slots are a CorruptCheckpointError.
 """
 
 from __future__ import annotations
@@ -31,11 +32,7 @@ Columns = list[npt.NDArray[Any]]  # rows, column by column as the bytes of whole
 
 
 def down_to_whole(links: Iterable[TableReader]) -> list[TableReader]:
-    """Return the links of a table, newest first, down to one that holds all of it: nothing older counts.
-
-    Raises:
-        CorruptCheckpointError: they differ in their slots, or in how the table was live.
-    """
+    """Return the links of a table, newest first, down to the first that holds all of it: nothing older counts."""
     used: list[TableReader] = []
     for link in links:
         first = used[0] if used else link
@@ -50,9 +47,9 @@ def down_to_whole(links: Iterable[TableReader]) -> list[TableReader]:
 
 
 def bytes_up_to(links: Iterable[TableReader], extra_bytes: int) -> npt.NDArray[np.int64]:
-    """Return for each bucket about how many bytes the rows up to and in it take, of all links, times 65,536.
+    """Return for each bucket about how many bytes the rows in it and in lower buckets take, times 65,536.
 
-    Rows are taken to be spread evenly over the buckets of their batch; each takes ``extra_bytes`` beside its columns.
+    Rows are assumed to be spread evenly over the buckets of their batch. ``extra_bytes`` is added for each row.
     """
     # What a bucket takes differs by this from the one before, in parts of a byte, so that sums are exact.
     steps = np.zeros(N_BUCKETS + 1, np.int64)
@@ -71,7 +68,7 @@ def bytes_up_to(links: Iterable[TableReader], extra_bytes: int) -> npt.NDArray[n
 def bucket_ranges(
     links: Iterable[TableReader], within: tuple[int, int], budget_bytes: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield ranges of buckets whose rows, of all links, take about as many bytes; each of one bucket at least."""
+    """Yield ranges of buckets whose rows, of all links, take about ``budget_bytes``; at least one bucket each."""
     begin, last = within
     up_to = bytes_up_to(links, _BOOKS_BYTES)[:last]
     done, total = int(up_to[begin - 1]) if begin else 0, int(up_to[-1]) if last else 0
@@ -83,18 +80,14 @@ def bucket_ranges(
 
 
 class LinkCursor:
-    """What one link holds of a table in buckets [begin, end), read from front to back."""
+    """Rows and deletes of one link in buckets [begin, end), read from front to back."""
 
     def __init__(self, link: TableReader, within: tuple[int, int]) -> None:
         self.link, self._may_repeat = link, link.may_repeat
         self._shards = [[_Cursor(link, shard, kind, within) for kind in ("rows", "deletes")] for shard in link.catalogs]
 
     def between(self, begin: int, end: int) -> tuple[list[RowPiece], list[RowPiece]]:
-        """Return the rows and the deletes of buckets [begin, end), which are behind all that were asked for before.
-
-        Raises:
-            CorruptCheckpointError: a file is damaged, an id is in two rows, or it is a row and deleted in one shard.
-        """
+        """Return the rows and deletes of buckets [begin, end); ranges must be asked for in ascending order."""
         rows: list[list[RowPiece]] = []
         deletes: list[list[RowPiece]] = []
         for of_rows, of_deletes in self._shards:
@@ -107,15 +100,13 @@ class LinkCursor:
 
 
 class _Cursor:
-    """The batches that one shard has of a table in a range of buckets."""
-
     def __init__(self, link: TableReader, catalog: Catalog, kind: PartKind, within: tuple[int, int]) -> None:
         self._link, self._specs = link, link.specs if kind == "rows" else ()
         parts = catalog.parts_of(link.entry.name, kind)
         every = ((part, number, part.batches[number].buckets) for part, numbers in parts for number in numbers)
         met = ((part, number) for part, number, (begin, end) in every if begin < within[1] and within[0] < end)
         self._batches, self._end = list(met), within[1]
-        self._at = 0  # of the first batch that is not behind us
+        self._at = 0  # the first batch that is not done
         self._order = IdCheck()
         self._current: RowPiece | None = None  # at ``_at``, if a part of it was returned and it lies in a map
         self._open: tuple[Part, PartReader] | None = None
@@ -152,11 +143,7 @@ class _Cursor:
 
 
 def merged_rows(links: Sequence[TableReader], budget_bytes: int) -> Iterator[pa.RecordBatch]:
-    """Yield all rows of a table, as :func:`merged_range` does, in Arrow.
-
-    Raises:
-        CorruptCheckpointError: also where the rows are not as many as the newest link says.
-    """
+    """Yield :meth:`merged_range` of all buckets in Arrow, and check the number of rows."""
     n_rows = 0
     for batch in map(in_arrow, merged_range(links, (0, N_BUCKETS), budget_bytes)):
         n_rows += batch.num_rows
@@ -165,7 +152,6 @@ def merged_rows(links: Sequence[TableReader], budget_bytes: int) -> Iterator[pa.
 
 
 def in_arrow(batch: RowBatch) -> pa.RecordBatch:
-    """Return the rows of :func:`merged_range` as Arrow has them, without a copy."""
     columns: Columns = [batch.ids, *(piece for slot in batch.slots for piece in slot.pieces)]
     return record_batch([slot.spec for slot in batch.slots], columns)
 
@@ -180,14 +166,11 @@ def merged_range(
 ) -> Iterator[RowBatch]:
     """Yield the rows of a table in buckets [begin, end), in their order, from the links of a chain, newest first.
 
-    Links below one that is whole do not count. Within a link a row in any shard beats a delete in any. Memory is about
-    ``budget_bytes``, and a batch of the files, however many links there are: the fewer bytes there are for each of
-    them, the more often batches that lie on both sides of a border between ranges of buckets are read again, of files
-    that are not mapped. ``used`` is called with the rows of each piece before they are yielded. With ``is_reused`` the
-    next batch may overwrite the one before: the first touch of fresh memory takes longer than the copy.
-
-    Raises:
-        CorruptCheckpointError: a file is damaged, an id is twice in one link, or the links differ in their slots.
+    Links below a whole one do not count. Within a link a row in any shard beats a delete in any. Memory is about
+    ``budget_bytes`` and one batch of the files, for any number of links. The less there is, the more often batches
+    across the border of two ranges are read again from unmapped files. ``used`` gets the rows of each piece before they
+    are yielded. With ``is_reused`` the next batch may overwrite the last one, since fresh memory is slower than the
+    copy.
     """
     met = down_to_whole(links)
     chain, specs = [LinkCursor(link, buckets) for link in met], (ID_SPEC, *met[0].specs)
@@ -208,13 +191,12 @@ def _checked(
 
 
 def check_count(newest: TableReader, n_rows: int) -> None:
-    """Raise CorruptCheckpointError where the rows in all buckets are not as many as the manifest says."""
     if n_rows != newest.entry.rows:
         raise table_damage(newest, "", f"{n_rows} rows in the chain", f"{newest.entry.rows}, by the manifest")
 
 
 def deleted_ids(links: Sequence[TableReader], budget_bytes: int) -> Iterator[Int64s]:
-    """Yield the ids that the newest of some links delete, each once, in the order of ranges of buckets."""
+    """Yield distinct ids that the newest of the links naming them delete, by ascending bucket ranges."""
     chain = [LinkCursor(link, (0, N_BUCKETS)) for link in links]
     for begin, end in bucket_ranges(links, (0, N_BUCKETS), budget_bytes):
         named = NamedIds()
@@ -229,7 +211,7 @@ def deleted_ids(links: Sequence[TableReader], budget_bytes: int) -> Iterator[Int
 
 
 def current_rows(chain: Sequence[LinkCursor], buckets: tuple[int, int]) -> Iterator[tuple[RowPiece, Int64s]]:
-    """Yield each piece of a range of buckets, newest link first, and those of its rows that no newer link names."""
+    """Yield each piece in a range of buckets, newest link first, and its rows that no newer link names."""
     newer = NamedIds()  # by their hashes, which are near each other for ids in bucket order
     for cursor in chain:
         pieces, deleted = cursor.between(*buckets)
@@ -243,12 +225,6 @@ def current_rows(chain: Sequence[LinkCursor], buckets: tuple[int, int]) -> Itera
 
 
 class RangeRows:
-    """The rows of a range of buckets: where each of them lies, in bucket order.
-
-    Attributes:
-        hashes: of the ids of the rows.
-    """
-
     def __init__(self, pieces: Iterable[tuple[RowPiece, Int64s]]) -> None:
         self._pieces: list[RowPiece] = []
         kept: list[Int64s] = []  # rows of each piece
@@ -267,27 +243,22 @@ class RangeRows:
         self._of_piece, self._rows = of_piece[order], np.concatenate([np.empty(0, np.int64), *kept])[order]
 
     def end(self) -> None:
-        """Check what has not been passed of the pieces.
-
-        Raises:
-            CorruptCheckpointError: a slot is not what was written.
-        """
+        """Check the rest of all pieces."""
         for piece in self._pieces:
             piece.end()
 
     def batches(
         self, table: str, specs: Sequence[SlotSpec], batch_rows: int, room: Columns | None = None
     ) -> Iterator[RowBatch]:
-        """Yield the rows, of ids and slots as these specs have them, so many at a time; ``room`` as of :meth:`at`."""
         for first in range(0, len(self.hashes), batch_rows):
             rows = self.at(np.arange(first, min(first + batch_rows, len(self.hashes))))
             rooms = [None] * len(specs) if room is None else room
             yield RowBatch.of(table, specs[1:], [rows(number, each) for number, each in enumerate(rooms)])
 
     def at(self, places: Int64s) -> Callable[[int, npt.NDArray[Any] | None], npt.NDArray[Any]]:
-        """Return what gives a column of the rows at some places, whole rows as bytes; a view where they lie together.
+        """Return a function that gives a column of the rows at some places, as bytes of whole rows.
 
-        Copies go to an array that is given with the number of the column, if it is, which has room for as many rows.
+        It is a view if the rows lie together, else a copy, in the array that is passed with the number of the column.
         """
         rows, of_piece = self._rows[places], self._of_piece[places]
         first = int(of_piece[0])
@@ -313,17 +284,14 @@ class RangeRows:
         return column
 
     def piece_ends(self, places: Int64s) -> Int64s:
-        """Return where, among the rows at some places, one piece ends and another begins."""
         of_piece = self._of_piece[places]
         return np.flatnonzero(of_piece[1:] != of_piece[:-1]) + 1
 
 
 def _copies(rows: Int64s, of_piece: npt.NDArray[Any]) -> Iterator[tuple[int, Int64s, Int64s | slice]]:
-    """Yield what fills a batch, first the pieces that have most of the rows where they are: they go in one by one.
+    """Yield (piece, its rows, their positions in the batch): what fills a batch.
 
-    Yields:
-        The number of a piece, rows of it, and where in the batch they belong: positions, or a slice of which others
-        fill the gaps later.
+    Pieces that hold most rows of their span come first, as a slice whose gaps are filled later.
     """
     by_piece = np.argsort(of_piece, kind="stable")
     places = np.split(by_piece, np.flatnonzero(np.diff(of_piece[by_piece])) + 1)

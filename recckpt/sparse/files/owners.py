@@ -1,4 +1,4 @@
-"""Which ranks own which ids, which of them reads each batch, and in which rounds they send rows (no torch here)."""
+"""Which ranks own which ids, which rank reads each batch, and in which rounds they send rows (no torch here)."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from recckpt.format.catalog import Batch, Part
 Int64s = npt.NDArray[np.int64]
 _Span = tuple[int, int, float]
 LEAST, _GREATEST = -(1 << 63), (1 << 63) - 1
-BLOCK_BYTES = 1 << 20  # of small batches, which one rank reads together
+BLOCK_BYTES = 1 << 20  # small batches up to this size are read by one rank
 Window = Mapping[int, int]  # what a rank sends at once: to which rank about how many bytes
 
 
 @dataclass(frozen=True)
 class IdSpan:
-    """The ids from ``least`` to ``greatest``, both included; none where that is the smaller one."""
+    """The ids from ``least`` to ``greatest``, both included; empty if ``greatest`` is smaller."""
 
     least: int
     greatest: int
 
     @classmethod
     def of_rows(cls, first: int, end: int, n_rows: int) -> IdSpan:
-        """Return what a rank owns that has the rows [first, end) of a table of so many.
+        """Return the ids owned with rows [first, end) of ``n_rows``.
 
-        Ids without a row, which a load may leave out, belong to the ranks with the first and the last one: so each id
-        has an owner, and is counted by it.
+        Ids beyond the rows, which a load may skip, belong to the first and the last rank, so that each id is counted
+        once.
         """
         if first >= end:
             return cls(0, -1)
@@ -49,14 +49,12 @@ class IdSpan:
 
     @property
     def spans(self) -> Iterator[_Span]:
-        """Where on the line of ids it owns some: [begin, end), and which share of those."""
+        """Ranges [begin, end) of ids, and the share of each that is owned."""
         yield self.least, self.greatest + 1, 1.0
 
 
 @dataclass(frozen=True)
 class IdSpans:
-    """The ids of several ranges."""
-
     parts: tuple[IdSpan, ...]
 
     @property
@@ -76,7 +74,7 @@ class IdSpans:
 
 @dataclass(frozen=True)
 class IdBlock:
-    """One of ``size`` blocks of ids, each ``width`` wide, as TorchRec gives them to ranks; ids count as unsigned.
+    """One of ``size`` blocks of ids of equal width, as TorchRec gives them to ranks; ids count as unsigned.
 
     Ids beyond all blocks are dealt in turn: the id ``i`` belongs to the block ``i % size``.
     """
@@ -105,20 +103,15 @@ class IdBlock:
 
     @property
     def _end(self) -> int:
-        """The first id after all blocks."""
         return min(self.size * self.width, 1 << 64)
 
 
 EVERY_ID = IdSpan(LEAST, _GREATEST)
-OwnedIds = Slice | IdSpan | IdSpans | IdBlock  # of one table on one rank
+OwnedIds = Slice | IdSpan | IdSpans | IdBlock  # for one table on one rank
 
 
 class Owners:
-    """Maps the ids of a table to the ranks that own them, one or more; the same on all ranks.
-
-    Args:
-        owned: rank -> the ids that it owns.
-    """
+    """Maps the ids of a table to the ranks that own them, one or more; the same on all ranks."""
 
     def __init__(self, owned: Mapping[int, Collection[OwnedIds]]) -> None:
         self._owned = owned
@@ -127,9 +120,9 @@ class Owners:
         self._by_id = _Spans((*span, rank) for one, rank in every if not isinstance(one, Slice) for span in one.spans)
 
     def shares(self, batch: Batch) -> Mapping[int, float]:
-        """Return about which share of the rows of a batch each rank owns, of all that may own one; in one order.
+        """Return about which share of a batch's rows each owner has, in a fixed order.
 
-        Ids are spread evenly over buckets, and taken to be so over their range.
+        Ids are assumed to be spread evenly over the buckets, and over the range, of the batch.
         """
         shares: dict[int, float] = {}
         for rank, share in self._by_bucket.shares(*batch.buckets):
@@ -139,7 +132,6 @@ class Owners:
         return shares
 
     def of(self, ids: Int64s, ranks: Collection[int]) -> Iterator[tuple[int, Int64s]]:
-        """Yield some ranks, each with the positions of the ids that it owns."""
         buckets = bucket_of(ids) if self._by_bucket.n else ids
         for rank in ranks:
             is_own = np.zeros(len(ids), np.bool_)
@@ -153,8 +145,6 @@ class Owners:
 
 
 class _Spans:
-    """Ranges [begin, end) on one line, each with a rank and its share of the range."""
-
     def __init__(self, spans: Iterable[tuple[int, int, float, int]]) -> None:
         self._spans = sorted(span for span in spans if span[0] < span[1])
         self.n = len(self._spans)
@@ -162,7 +152,6 @@ class _Spans:
         self._furthest = list(accumulate((span[1] for span in self._spans), max))
 
     def shares(self, first: int, last: int) -> Iterator[tuple[int, float]]:
-        """Yield each rank whose ranges meet [first, last), and the share of [first, last) that it has."""
         for begin, end, share, rank in self._spans[
             bisect_right(self._furthest, first) : bisect_left(self._begins, last)
         ]:
@@ -173,12 +162,11 @@ class _Spans:
 
 @dataclass(frozen=True)
 class TableRequest:
-    """What a rank takes of a table of a link.
+    """What a rank takes from a table of a link.
 
     Attributes:
-        columns: the slots that it needs, beside the ids.
-        row_bytes: bytes of a row in them, with the id.
-        owned: the ids that it owns, of each table that it fills from this one.
+        row_bytes: of a row in the columns, the id included.
+        owned: the rank's ids, of each table that it fills from this one.
     """
 
     columns: frozenset[str]
@@ -187,16 +175,13 @@ class TableRequest:
 
 
 class DealtBatch(NamedTuple):
-    """A batch that ranks take rows of, and the one that reads it.
+    """A batch from which ranks take rows.
 
     Attributes:
-        shard: of the part.
-        part: that has it.
-        number: in the part.
-        n_bytes: of its rows, in the columns that a rank takes.
-        columns: slots that ranks need of it.
+        n_bytes: in the columns that ranks take.
+        columns: slots that ranks take.
         reader: the rank that reads it.
-        sent: the other ranks that may need rows of it, and about how many of its bytes.
+        sent: the other ranks that may need rows, and about how many bytes.
     """
 
     shard: int
@@ -209,15 +194,7 @@ class DealtBatch(NamedTuple):
 
 
 class LinkRequests:
-    """What the ranks take of a link, by table.
-
-    Attributes:
-        of_tables: what each rank takes of a table, of those that do.
-        owners: who owns which ids of a table.
-
-    Args:
-        of_ranks: of each rank, by its number: table -> what it takes.
-    """
+    """What the ranks take from a link; ``of_tables`` is table -> rank -> request."""
 
     def __init__(self, of_ranks: Sequence[Mapping[str, TableRequest]]) -> None:
         self._size = len(of_ranks)
@@ -232,11 +209,11 @@ class LinkRequests:
             self.owners[table] = known.get(owned) or known.setdefault(owned, Owners(dict(owned)))
 
     def deal(self, parts: Sequence[Part], shard: int) -> Iterator[DealtBatch]:
-        """Yield the batches of a shard that ranks take rows of, each with the one that reads it.
+        """Yield the batches of a shard that ranks take rows from, each with the rank that reads it.
 
-        A batch, or a block of small ones, goes to one of the ranks that need it: that which by then has read the fewest
-        bytes, beside those that it owns. So a batch of one rank alone is read by it, ranks as of the save have nothing
-        to send, and otherwise each reads about as many bytes of a shard as it owns there, give or take a block.
+        A batch, or a block of small ones, is read by one of the ranks that need it: the one that has read the fewest
+        bytes so far compared with what it owns. So a rank reads the batches that only it needs, ranks as at the save
+        send nothing, and otherwise each rank reads about as many bytes as it owns.
         """
         owed: Counter[int] = Counter()  # bytes that a rank owns and has not read
         for part in parts:
@@ -254,7 +231,6 @@ class LinkRequests:
                     yield DealtBatch(shard, part, number, n_bytes, columns, reader, sent)
 
     def _blocks(self, part: Part) -> Iterator[list[tuple[int, int, Mapping[int, float]]]]:
-        """Yield batches that lie together and that the same ranks need: number, bytes, and the share of each rank."""
         block = list[tuple[int, int, Mapping[int, float]]]()
         left = BLOCK_BYTES
         for number, batch in enumerate(part.batches):
@@ -273,17 +249,15 @@ class LinkRequests:
 
 
 def agreed_rounds(of_ranks: Sequence[Sequence[Window]], room: int) -> list[frozenset[int]]:
-    """Return who sends its next window in each round.
+    """Return which ranks send their next window in each round.
 
-    Args:
-        of_ranks: of each rank, by its number: what it sends, in order.
-        room: bytes that a rank gets in a round at most, unless one window alone has more for it.
+    In a round a rank receives at most ``room`` bytes, unless a single window has more.
     """
     n_sent = [0] * len(of_ranks)
     rounds = []
     while left := [rank for rank, windows in enumerate(of_ranks) if n_sent[rank] < len(windows)]:
         received, senders = Counter[int](), set[int]()
-        for rank in sorted(left, key=lambda rank: n_sent[rank] - len(of_ranks[rank])):  # those with most to send first
+        for rank in sorted(left, key=lambda rank: n_sent[rank] - len(of_ranks[rank])):  # ranks with most to send first
             window = of_ranks[rank][n_sent[rank]]
             if all(not received[to] or received[to] + n_bytes <= room for to, n_bytes in window.items()):
                 received.update(window)

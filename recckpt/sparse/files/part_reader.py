@@ -1,4 +1,4 @@
-"""Readers of part files (docs/format.md, section 5): of one part, of one that may be damaged, and of all of a link."""
+"""Readers of part files (docs/format.md, section 5): of a part, of a damaged part, and of all parts of a link."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from recckpt.storage.retry import read_twice
 from recckpt.types import SlotSpec
 
 _T = TypeVar("_T")
-Values = bytes | memoryview  # of a column of a batch, as they lie in the file
-_EXTENSION = b"ARROW:extension:name"  # of Arrow
+Values = bytes | memoryview  # a column of a batch, as in the file
+_EXTENSION = b"ARROW:extension:name"
 READ_BYTES = 16 << 20  # about what is asked of a store at once, if a batch has no more
-_GAP_BYTES = 64 << 10  # that are asked for and not needed rather than asking twice
+_GAP_BYTES = 64 << 10  # smaller gaps are read along, rather than asking twice
 _MOST_OF_SCHEMA = 1 << 20  # bytes
-_HEAD_BYTES = 512  # that describe the names of tables, and the first batch, or more
+_HEAD_BYTES = 512  # enough for the descriptions of the names of tables and of the first batch
 
 
 def runs_of(items: Iterable[_T], most: int, size: Callable[[_T], int]) -> Iterator[list[_T]]:
-    """Yield items in lists, whose sizes come to no more than so much, or of one item."""
+    """Yield lists of items with a total size of at most ``most``, or of a single item."""
     some, total = list[_T](), 0
     for item in items:
         total += size(item)
@@ -57,9 +57,9 @@ def runs_of(items: Iterable[_T], most: int, size: Callable[[_T], int]) -> Iterat
 
 
 class _PartBytes:
-    """The bytes of a part: as they are mapped, or asked for in ranges, of which the first is kept.
+    """The bytes of a part: a map, or ranges read on demand; the first range is kept.
 
-    It refers to no reader, which would keep a part mapped until a collection.
+    It must not refer to a reader: the cycle would keep the part mapped until a collection.
     """
 
     def __init__(
@@ -72,13 +72,12 @@ class _PartBytes:
             self._head = storage.read(path, n_bytes + _HEAD_BYTES)
 
     def __call__(self, begin: int, end: int) -> Values:
-        """Return bytes, fewer where the file ends before them."""
         if self._mapped is not None:
             return self._mapped[begin:end]
         return self._head[begin:end] if end <= len(self._head) else self._storage.read(self._path, end - begin, begin)
 
     def spanning(self, ranges: Iterable[tuple[int, int]]) -> Read:
-        """Return a reader of the bytes of some ranges; ranges close to each other are read together."""
+        """Return a reader for some ranges, which are read at once; close ranges are read together."""
         if self._mapped is not None:
             return self
         spans = list[tuple[int, int]]()
@@ -96,22 +95,17 @@ class _PartBytes:
 
 
 class PartReader:
-    """Reads one part and checks every byte that it gives out against the catalog. Thread-safe.
+    """Reads one part, and checks all bytes that it gives out against the catalog. Thread-safe.
 
-    Where the file is not mapped, its head is read once, and batches by as few requests as their bytes need.
-
-    Attributes:
-        specs: the slots that are read.
+    If the file is not mapped, its head is read once, and batches by as few requests as possible. Damage is a
+    CorruptCheckpointError.
 
     Args:
         storage, directory: where the checkpoint lies.
         part: catalog entry of the file.
-        slots: the slots that its tables have, by the manifest.
-        columns: names of the slots to read, None for all; the ids are always read.
-        mapped: the bytes of the file, where the caller has them.
-
-    Raises:
-        CorruptCheckpointError: the file is missing, of another size, not Arrow, or of another schema.
+        slots: the slots of its tables, by the manifest.
+        columns: slots to read beside the ids; None for all.
+        mapped: the bytes of the file, if the caller has them.
     """
 
     def __init__(
@@ -133,7 +127,7 @@ class PartReader:
         self._twice(self._open)
 
     def _twice(self, read: Callable[[], _T], reopen: Callable[[], object] = lambda: None) -> _T:
-        """Read, and once more where a file that is not local is damaged; bytes of the caller are for it to read."""
+        """Read, and again if a file that is not local is damaged; bytes of the caller are read once."""
         return read() if self._own_map is not None else read_twice(self._storage, self.path, read, reopen)
 
     def _open(self) -> None:
@@ -153,7 +147,7 @@ class PartReader:
             raise self._corrupt("its size", f"{n_bytes} bytes", f"{self.part.n_bytes} bytes")
 
     def check_lengths(self) -> None:
-        """Refuse a part with a batch that is not as long as its rows; of one that is not mapped, look at its size."""
+        """Refuse a part with a batch of another length than its rows; of an unmapped file only the size is checked."""
         if self.mapped is None:
             self._check_size(self._storage.size(self.path))
             return
@@ -161,7 +155,6 @@ class PartReader:
             self._check_length(number, self._bytes)
 
     def batches(self, numbers: Iterable[int]) -> Iterator[tuple[int, Mapping[str, Values]]]:
-        """Yield some batches, each with its number, as :meth:`read` does; many small ones come together."""
         row_bytes = 10 + sum(spec.row_bytes for spec in self.specs)
         for some in runs_of(numbers, READ_BYTES, lambda number: self.part.batches[number].rows * row_bytes):
             span = self._span(some)
@@ -169,10 +162,7 @@ class PartReader:
                 yield number, self.read(number, None, span)
 
     def read(self, number: int, names: Iterable[str] | None = None, span: Read | None = None) -> Mapping[str, Values]:
-        """Return the values of all columns that are read of a batch; those in ``names`` are checked, None for all.
-
-        ``span`` has its bytes already.
-        """
+        """Return the values of all columns to be read; those in ``names`` are checked, None for all."""
         checked = self._read_names if names is None else tuple(names)
         first = [span] if span is not None else []
 
@@ -186,7 +176,7 @@ class PartReader:
         return self._twice(read, self._open)
 
     def unchecked(self, number: int, span: Read | None = None) -> Mapping[str, Values]:
-        """Return the values of all columns to be read of a batch, which are not checked yet."""
+        """Return the values of all columns to be read, unchecked."""
         columns, bytes_in = dict[str, Values](), span or self._span([number])
         self._check_length(number, bytes_in)
         for name, begin, end in self._layout.columns(number):
@@ -198,26 +188,22 @@ class PartReader:
         return columns
 
     def _span(self, numbers: Iterable[int]) -> Read:
-        """Return what has all that is read of some batches: columns, and what follows each batch."""
         columns = (column for number in numbers for column in self._layout.columns(number))
         every = [(begin, end) for name, begin, end in columns if name in self._read_names]
         ends = [self._layout.end(number) for number in numbers]
         return self._bytes.spanning([*every, *((end, end + PREFIX.size) for end in ends)])
 
     def arrays(self, number: int, columns: Mapping[str, Values]) -> dict[str, pa.Array]:
-        """Return id and slots of a batch as Arrow has them, without a copy."""
         n_rows, specs = self.part.batches[number].rows, (ID_SPEC, *self.specs)
         return {spec.name: column_array(spec, pa.py_buffer(columns[spec.name]), n_rows) for spec in specs}
 
     def _check_length(self, number: int, bytes_in: Read) -> None:
-        """Refuse a batch that is not as long as its rows."""
         try:
             self._layout.check_length(number, bytes_in)
         except ValueError as error:
             raise self.damage(number, str(error), "rows as the catalog has them") from error
 
     def column_problem(self, number: int, values: Values, name: str) -> CorruptCheckpointError | None:
-        """Return what is wrong with a column of a batch: rows of another table, or values of another checksum."""
         if name == TABLE:  # by which other readers tell tables apart
             part, where = self.part, f", column {name!r}"
             if not self._names_checked:  # the batches of a file share one dictionary
@@ -230,14 +216,13 @@ class PartReader:
         return self.checksum_problem(number, name, xxhash.xxh3_64_intdigest(values))
 
     def checksum_problem(self, number: int, name: str, digest: int) -> CorruptCheckpointError | None:
-        """Return what is wrong where the values of a column have this checksum."""
         expected = self.part.batches[number].xxh3[name]
         if digest != expected:
             return self.damage(number, f"checksum {digest:016x}", f"{expected:016x}", f", column {name!r}")
         return None
 
     def check_frame(self) -> None:
-        """Check the bytes that are not column values, if the file is mapped; else all of it would be read again."""
+        """Check the bytes between the values, if the file is mapped; else it would be read again."""
         if self.mapped is not None:
             self._twice(self._check_frame, self._open)
 
@@ -253,7 +238,7 @@ class PartReader:
             raise self._corrupt("its frame", f"checksum {frame.intdigest():016x}", f"{self.part.frame:016x}")
 
     def _column_names(self) -> list[str]:
-        """Return the columns in the order of the file, whose schema is checked; and its footer, where it is mapped."""
+        """Return the columns in file order; checks the schema and, if the file is mapped, the footer."""
         try:
             if self.mapped is None:
                 found = pa.ipc.read_schema(pa.py_buffer(self._schema_bytes()))
@@ -270,7 +255,7 @@ class PartReader:
             for column in expected:
                 where, other = f"column {column.name!r}", found.field(column.name)
                 metadata, of_column = other.metadata or {}, column.metadata or {}
-                if _EXTENSION in metadata:  # of a type that is not registered here
+                if _EXTENSION in metadata:  # its type is not registered here
                     kind = metadata[_EXTENSION].decode(errors="replace")
                     raise self._corrupt(where, f"the extension {kind!r:.200}", str(column.type))
                 if other.type != column.type or metadata.get(DTYPE_KEY) != of_column.get(DTYPE_KEY):
@@ -280,12 +265,10 @@ class PartReader:
             raise self._corrupt("", f"no Arrow file ({error})", "an Arrow IPC file") from error
 
     def _schema_bytes(self) -> Values:
-        """Return the message with which the file begins."""
         n_bytes = int.from_bytes(self._bytes(FIRST + 4, FIRST + PREFIX.size), "little")
         return self._bytes(FIRST, FIRST + PREFIX.size + min(n_bytes, _MOST_OF_SCHEMA))
 
     def _laid_out(self, names: Iterable[str]) -> PartLayout:
-        """Return where the values of these columns, in their order, lie."""
         of_slots = {slot.name: slot.row_bytes for slot in self._slots}
         widths = {TABLE: 2, ID: 8, **of_slots}
         try:
@@ -294,7 +277,6 @@ class PartReader:
             raise self._corrupt("", str(error), "a schema, the names of the tables, and batches") from error
 
     def damage(self, number: int, found: str, expected: str, where: str = "") -> CorruptCheckpointError:
-        """Return the error for a batch that is not what was written, or for something in it."""
         return self._corrupt(f"batch {number} (table {self.part.batches[number].table!r}){where}", found, expected)
 
     def _corrupt(self, where: str, found: str, expected: str) -> CorruptCheckpointError:
@@ -302,12 +284,9 @@ class PartReader:
 
 
 class DamagedPart(PartReader):
-    """Finds batches by the catalog alone: the size of the file, its schema, its footer and its end may be wrong.
+    """Finds batches by the catalog alone; size, schema, footer and end of the file may be wrong.
 
-    It is not mapped: what a disk cannot read is an error of the read, and would be the end of the process in a map.
-
-    Raises:
-        CorruptCheckpointError: the file is missing, or its first messages are damaged, behind which the batches lie.
+    It is not mapped: an unreadable disk block raises an error here, while in a map it would kill the process.
     """
 
     def _open(self) -> None:
@@ -323,18 +302,16 @@ class DamagedPart(PartReader):
         self._layout = self._laid_out(in_file if sorted(in_file) == sorted(names) else names)
 
     def _check_length(self, number: int, bytes_in: Read) -> None:
-        """Leave it to the checksums."""
+        """Do nothing: checksums find it."""
 
 
 @dataclass(frozen=True)
 class LinkBatches:
-    """The parts of one link, of the shards that may have rows or deletes for a rank.
+    """The parts of a link that may have rows or deletes for a rank.
 
     Attributes:
-        files: of the link.
-        directory: where it lies.
-        tables: of which rows are read from it: newer links hold all rows of the others.
-        parts: by number of the shard; the deletes of a link are read before its rows.
+        tables: those read from it; newer links hold all rows of the others.
+        parts: by shard, deletes before rows.
     """
 
     files: Files
@@ -351,7 +328,6 @@ class LinkBatches:
         return (part for parts in self.parts.values() for part in parts)
 
     def reader(self, part: Part, slots: Sequence[SlotSpec], columns: frozenset[str]) -> PartReader:
-        """Return the one reader of these columns of a part."""
         key = part.file, columns
         with self._opening[key]:  # by one thread: its head, or its footer, says where all its batches are
             if key not in self._readers:

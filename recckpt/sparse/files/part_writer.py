@@ -1,4 +1,4 @@
-"""Parts planned and written: cut between buckets, about as large; Arrow makes the frame (no torch here)."""
+"""Plans and writes parts: cut between buckets, of about equal size; Arrow makes the frame (no torch here)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _ALIGN = 64
 class TableBytes:
     """The size of the rows of one table.
 
-    ``up_to`` returns for each bucket the bytes of its rows and of those in the buckets before it. It is called only
-    where a table is cut: counting takes as long as reading all ids.
+    ``up_to`` returns for each bucket the bytes of rows in it and in lower buckets. It is called only for a table that
+    is cut, since counting takes as long as reading all ids.
     """
 
     name: str
@@ -42,7 +42,6 @@ class TableBytes:
     up_to: Callable[[], Int64s]
 
     def within(self, begin: int, end: int) -> int:
-        """Return the bytes of the rows in buckets [begin, end)."""
         if (begin, end) == (0, N_BUCKETS) or not self.n_bytes:
             return self.n_bytes
         up_to = self.up_to()
@@ -50,9 +49,7 @@ class TableBytes:
 
 
 @dataclass(frozen=True)
-class BucketRange:
-    """The rows of one table in buckets [begin, end)."""
-
+class BucketRange:  # the rows of one table in buckets [begin, end)
     table: str
     begin: int
     end: int
@@ -60,7 +57,7 @@ class BucketRange:
 
 @dataclass(frozen=True)
 class PartPlan:
-    """One part to write: number ``number`` of the tables that have these slots, which are a group."""
+    """Part ``number`` of a group: the tables with the same slots."""
 
     group: int
     number: int
@@ -84,12 +81,12 @@ def plan_parts(
     part_bytes: int = PART_BYTES,
     buckets: tuple[int, int] = (0, N_BUCKETS),
 ) -> list[PartPlan]:
-    """Divide the rows of tables in buckets [begin, end) over parts, in the order of group and number.
+    """Divide the rows of tables in buckets [begin, end) over parts, ordered by group and number.
 
-    One large table is spread over as many parts as there are writers, but none is planned smaller than
-    ``least_bytes``, or larger than ``part_bytes``. All parts of a group have about the same size: they differ by the
-    rows of one bucket. The count is at most groups + n_writers + total bytes / part_bytes, and one more for every
-    32,767 tables. A group has the same number whether its tables have rows or not.
+    A large table is spread over as many parts as there are writers; parts are planned between ``least_bytes`` and
+    ``part_bytes``. Parts of a group differ in size by about the rows of one bucket. There are at most groups +
+    n_writers + total bytes / part_bytes parts, and one more for every 32,767 tables. A group keeps its number if its
+    tables are empty.
     """
     groups: dict[tuple[SlotSpec, ...], list[TableBytes]] = {}
     for table in tables:
@@ -104,7 +101,6 @@ def plan_parts(
 
 
 def _parts(tables: Sequence[TableBytes], target_bytes: int, begin: int, end: int) -> Iterator[tuple[BucketRange, ...]]:
-    """Yield what goes into each part of a group."""
     ranges: list[BucketRange] = []
     for cut in _cut(tables, target_bytes, begin, end):
         if ranges and (cut is None or len(ranges) == _MAX_TABLES):
@@ -117,7 +113,7 @@ def _parts(tables: Sequence[TableBytes], target_bytes: int, begin: int, end: int
 
 
 def _cut(tables: Sequence[TableBytes], target_bytes: int, begin: int, end: int) -> Iterator[BucketRange | None]:
-    """Lay tables end to end and cut them into equal parts; yield their ranges, and None where a part ends."""
+    """Lay tables end to end and cut them into equal parts; yield their ranges, and None at the end of a part."""
     sizes = [table.within(begin, end) for table in tables]
     total, before = sum(sizes), 0
     n_parts = max(1, round(total / target_bytes))
@@ -134,7 +130,7 @@ def _cut(tables: Sequence[TableBytes], target_bytes: int, begin: int, end: int) 
 
 
 def _cut_one(table: str, up_to: Int64s, limits: Int64s, begin: int, end: int) -> Iterator[BucketRange | None]:
-    """Cut a table at the borders of buckets before which there are nearest to so many bytes, for each limit."""
+    """Cut a table at the bucket borders nearest to each limit, in bytes from ``begin``."""
     up_to = np.concatenate([[0], up_to[begin:end] - _before(up_to, begin)])
     after = np.searchsorted(up_to, limits)  # the first border with at least as many bytes before it
     borders = np.where((after > 0) & (limits - up_to[after - 1] < up_to[after] - limits), after - 1, after)
@@ -154,7 +150,7 @@ def _before(up_to: Int64s, bucket: int) -> int:
 
 @dataclass(frozen=True)
 class ColumnBytes:
-    """Values of one column of a batch, in pieces, each in memory that may be reused once the next is asked for."""
+    """Values of a column of a batch, in pieces; asking for the next piece may overwrite the last."""
 
     spec: SlotSpec
     n_rows: int
@@ -165,36 +161,32 @@ class ColumnBytes:
         return self.n_rows * self.spec.row_bytes
 
 
-class RowBatch(NamedTuple):
-    """Rows of one table in the order of their buckets: one batch of a part."""
-
+class RowBatch(NamedTuple):  # in bucket order: one batch of a part
     table: str
     ids: npt.NDArray[np.int64]
     slots: Sequence[ColumnBytes]
 
     @classmethod
     def of(cls, table: str, slots: Sequence[SlotSpec], columns: Sequence[npt.NDArray[Any]]) -> RowBatch:
-        """Return rows whose columns, the ids and these slots, lie in memory as the bytes of whole rows."""
+        """Return rows from columns (ids, then slots) whose memory holds whole rows."""
         ids, *values = columns
         pairs = zip(slots, values, strict=True)
         return cls(table, ids.view(np.int64), [ColumnBytes(slot, len(ids), [v.view(np.uint8)]) for slot, v in pairs])
 
 
 class RowStream(Protocol):
-    """The rows of one table, which are read in the order of their buckets."""
-
     @property
     def size(self) -> TableBytes:
-        """The table, its slots and how large it is, which says how its rows are cut into parts."""
+        """The table, its slots and size, from which parts are planned."""
 
     def batches(self, begin: int, end: int) -> Iterator[RowBatch]:
-        """Yield the rows in buckets [begin, end). What a batch consists of may be gone once the next is asked for."""
+        """Yield the rows in buckets [begin, end); asking for the next batch may invalidate the last."""
 
 
 def planned_batches(
     plan: PartPlan, sources: Mapping[str, RowStream], advance: Callable[[int], object]
 ) -> Iterator[RowBatch]:
-    """Yield the batches of a part that was planned; ``advance`` is called with the bytes of each once it is written."""
+    """Yield the batches of a planned part; ``advance`` gets the bytes of each once it is written."""
     size = row_bytes(plan.slots)
     for cut in plan.ranges:
         for batch in sources[cut.table].batches(cut.begin, cut.end):
@@ -210,9 +202,9 @@ def write_part(
     *,
     holds: PartKind = "rows",
 ) -> Part | None:
-    """Write batches of these tables as a part; return its catalog entry, None where there are no batches.
+    """Write batches as a part, and return its catalog entry; None if there are no batches.
 
-    ``create`` returns the name of a new file and the file; it is called once there is something to write.
+    ``create`` returns the name of a new file and the file; it is called only if there is something to write.
     """
     first = next(batches, None)
     if first is None:
@@ -226,7 +218,7 @@ def write_part(
 
 
 class PartWriter:
-    """Writes one part into a sink; :meth:`finish` returns its catalog entry. Not thread-safe."""
+    """Writes one part into a sink. Not thread-safe."""
 
     def __init__(
         self, sink: Sink, file: str, tables: Sequence[str], slots: Sequence[SlotSpec], *, holds: PartKind = "rows"
@@ -240,7 +232,7 @@ class PartWriter:
         self._arrow = pa.ipc.new_file(pa.PythonFile(self._framed, "w"), self._schema)
 
     def write(self, batch: RowBatch) -> None:
-        """Write rows of one table, whose slots are in the order of those of the part."""
+        """Write rows of one table; their slots must be in the order of the part."""
         table, ids, slots = batch
         columns = [ColumnBytes(ID_SPEC, len(ids), [ids.view(np.uint8)]), *slots]
         numbers = np.full(len(ids), self._numbers[table], np.int16).view(np.uint8)
@@ -254,7 +246,7 @@ class PartWriter:
         self._batches.append(Batch(table, len(ids), buckets, of_ids, self._framed.take_checksums()))
 
     def finish(self) -> Part:
-        """Write the footer; the sink is still the caller's to close."""
+        """Write the footer and return the catalog entry; the caller closes the sink."""
         self._arrow.close()
         self._framed.write_small()
         frame = self._framed.frame.intdigest()
@@ -262,11 +254,11 @@ class PartWriter:
 
 
 class _FrameSink(SinkFile):
-    """The file object that Arrow writes to; hashes what no column checksum covers.
+    """The file that Arrow writes to; hashes all bytes that no column checksum covers.
 
-    Arrow makes the frame and never reads a value. So it gets memory that is never touched, and where it writes that,
-    the values are fetched, hashed and written piece by piece, which lie in the cache all that time. The many small
-    pieces of a frame, each of which would cost as much as writing the rows of a small delta, go on together.
+    Arrow makes the frame and never reads a value, so it gets memory that nobody touches. Where it writes that, the
+    values are fetched, hashed and written piece by piece while they are in the cache. Small pieces of the frame are
+    written together, since each write costs as much as the rows of a small delta.
     """
 
     def __init__(self, sink: Sink) -> None:
@@ -278,7 +270,6 @@ class _FrameSink(SinkFile):
         self._xxh3: dict[str, int] = {}
 
     def stand_ins(self, columns: Sequence[ColumnBytes]) -> dict[str, pa.Buffer]:
-        """Return a buffer to give to Arrow in place of each column."""
         ends = np.cumsum([-(-column.n_bytes // _ALIGN) * _ALIGN for column in columns]).tolist()
         if self._space.size < ends[-1]:
             self._space = pa.py_buffer(mmap.mmap(-1, ends[-1], access=mmap.ACCESS_READ))
@@ -289,7 +280,7 @@ class _FrameSink(SinkFile):
         return {column.spec.name: buffer for buffer, column in zip(buffers, columns, strict=True)}
 
     def take_checksums(self) -> dict[str, int]:
-        """Return the checksums of the columns that were written, which must be all of them."""
+        """Return the checksums of the columns; RuntimeError if one was not written."""
         left_out = [c.spec.name for c in self._columns.values() if c.spec.name not in self._xxh3]
         if left_out:  # by an Arrow that copies what it is given: the zeros of its stand-ins would be in the file
             raise RuntimeError(f"Arrow {pa.__version__} did not write the columns {left_out} as they were given")
@@ -321,11 +312,9 @@ class _FrameSink(SinkFile):
             super().write(data)
 
     def tell(self) -> int:
-        """Return the bytes so far, those included that are yet to go on."""
         return self.n_bytes + len(self._small)
 
     def write_small(self) -> None:
-        """Let small pieces go on."""
         if self._small:
             small, self._small = self._small, bytearray()
             super().write(small)

@@ -1,7 +1,7 @@
 """The checked walk over the batches of a part: each is read, checksummed and decoded once (no torch here).
 
-Whoever goes through rows takes them as a :class:`RowPiece`, and passes over its slots from front to back: their
-checksums are taken on the way, so that the bytes come into the caches of a core once for the checksum and the reader.
+Readers of rows take them as a :class:`RowPiece`, and pass over its slots from front to back. Checksums are taken on the
+way, so the bytes come into the cache once for both.
 """
 
 from __future__ import annotations
@@ -27,18 +27,16 @@ _OUT_OF_ORDER = "rows out of bucket order", "buckets that never fall"
 
 
 def row_of(spec: SlotSpec) -> np.dtype[np.void]:
-    """Return the dtype of the bytes of one row."""
     return np.dtype((np.void, spec.row_bytes))
 
 
 def named_twice(ids: Int64s) -> tuple[str, str]:
-    """Return (found, expected) for ids that are there more than once."""
     others = f" and {len(ids) - 1} others" if len(ids) > 1 else ""
     return f"id {ids[0]}{others} twice", "every id once"
 
 
 class _Unchecked:
-    """The slots of a batch whose checksums are still open, and how far each has come."""
+    """The slots of a batch whose checksums are incomplete, and how far each has come."""
 
     def __init__(self, reader: PartReader, number: int, values: Mapping[str, Values]) -> None:
         self._reader, self._number = reader, number
@@ -53,7 +51,6 @@ class _Unchecked:
             self._done[slot] = end
 
     def problems(self) -> Iterator[CorruptCheckpointError]:
-        """Pass what is left, and yield what is wrong."""
         for slot, (spec, _, digest) in enumerate(self._columns):
             self.pass_to(slot, self._reader.part.batches[self._number].rows)
             if problem := self._reader.checksum_problem(self._number, spec.name, digest.intdigest()):
@@ -61,11 +58,9 @@ class _Unchecked:
 
 
 class RowPiece:
-    """Rows of one batch, or some of them, column by column as the bytes of whole rows; the ids are checked.
+    """Rows of one batch, all or some, column by column (ids first) as bytes of whole rows; the ids are checked.
 
-    Attributes:
-        columns: the ids, and the slots.
-        hashes: of the ids, which order them by their buckets; different ids have different ones.
+    ``hashes`` of the ids are distinct for distinct ids, and ordered by bucket.
     """
 
     def __init__(
@@ -87,46 +82,40 @@ class RowPiece:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all rows, the ids included."""
         return sum(column.nbytes for column in self.columns)
 
     def pass_to(self, column: int, row: int) -> None:
-        """Take the checksum of a column up to a row, which is read next."""
+        """Continue the checksum of a column up to a row, which is read next."""
         if self._unchecked is not None and column:
             self._unchecked.pass_to(column - 1, self._first + row)
 
     def check(self) -> RowPiece:
-        """Return the piece, all of whose batch is checked by now.
-
-        Raises:
-            CorruptCheckpointError: a slot is not what was written.
-        """
+        """Finish the checksums of the batch and return this piece; CorruptCheckpointError if a slot is damaged."""
         for problem in self.problems():
             raise problem
         return self
 
     def end(self) -> None:
-        """Check the bytes that nobody has read yet, unless the next piece continues the batch; as :meth:`check`."""
+        """Check the bytes that nobody has read, unless the next piece continues the batch."""
         if not self._goes_on:
             self.check()
 
     def problems(self) -> Iterator[CorruptCheckpointError]:
-        """Check all of the batch, and yield what is wrong with its slots."""
         if self._unchecked is not None:
             yield from self._unchecked.problems()
 
     def some(self, first: int, end: int, *, goes_on: bool) -> RowPiece:
-        """Return the rows [first, end); with ``goes_on`` those behind them are another piece, which ends later."""
+        """Return the rows [first, end); with ``goes_on`` another piece continues the batch and ends it."""
         columns = [column[first:end] for column in self.columns]
         return RowPiece(columns, self.hashes[first:end], self._unchecked, first=self._first + first, goes_on=goes_on)
 
     def copy(self) -> RowPiece:
-        """Return a copy, which keeps no other rows of the batch in memory."""
+        """Return a checked copy, which does not keep the rest of the batch in memory."""
         return RowPiece([column.copy() for column in self.check().columns], self.hashes.copy())
 
     @classmethod
     def of(cls, reader: PartReader, number: int, values: Mapping[str, Values], *, is_checked: bool) -> RowPiece:
-        """Return a batch whose ids are checked; its slots are too, or are to be as they pass."""
+        """Return a batch whose ids are checked; its slots are checked too, or will be as they pass."""
         columns = [np.frombuffer(values[spec.name], row_of(spec)) for spec in (ID_SPEC, *reader.specs)]
         hashes = mix64(columns[0].view(np.uint64))
         return cls(columns, hashes, None if is_checked else _Unchecked(reader, number, values))
@@ -138,12 +127,11 @@ class RowPiece:
 
 
 def ids_of(pieces: Iterable[RowPiece]) -> Int64s:
-    """Return the ids of pieces, one behind the other."""
     return np.concatenate([np.empty(0, np.int64), *(piece.ids for piece in pieces)])
 
 
 class IdCheck:
-    """The ids of one table in one part, batch by batch: in bucket order, and none twice."""
+    """Checks the ids of one table in one part, batch by batch: bucket order, and no id twice."""
 
     def __init__(self) -> None:
         self._first_bucket = self._bucket = -1
@@ -151,11 +139,7 @@ class IdCheck:
         self._tail: Int64s = np.empty(0, np.int64)  # the ids so far in the last bucket, which may go on
 
     def piece(self, reader: PartReader, number: int, *, is_whole: bool = False) -> RowPiece:
-        """Return the next batch; unless it is to be checked as a whole now, slots in a map are as they are passed.
-
-        Raises:
-            CorruptCheckpointError: it is damaged, or its ids are wrong.
-        """
+        """Return the next batch; slots in a map are checked as they pass, unless ``is_whole`` asks for it now."""
         is_checked = is_whole or reader.mapped is None
         values = reader.read(number, None if is_checked else (TABLE, ID))
         piece = RowPiece.of(reader, number, values, is_checked=is_checked)
@@ -164,7 +148,6 @@ class IdCheck:
         return piece
 
     def check(self, piece: RowPiece, batch: Batch) -> Iterator[tuple[str, str]]:
-        """Yield (found, expected) for all that is wrong with the ids of the next batch."""
         ids, buckets = piece.ids, (piece.hashes >> TO_BUCKET).astype(np.int64)
         span = int(buckets.min()), int(buckets.max()) + 1
         if span != batch.buckets:
@@ -185,7 +168,7 @@ class IdCheck:
         self._tail = distinct(self._tail, ended) if buckets[0] == self._bucket else ended.copy()
 
     def follow(self, before: IdCheck) -> Iterator[tuple[str, str]]:
-        """Yield (found, expected) for what does not fit to the part before; take over what goes on from there."""
+        """Yield (found, expected) for each conflict with the part before; take over its open bucket."""
         if self._first_bucket < before._bucket:
             yield _OUT_OF_ORDER
         elif self._first_bucket == before._bucket:
@@ -196,7 +179,7 @@ class IdCheck:
 
 
 def check_range(ids: Int64s, batch: Batch) -> Iterator[tuple[str, str]]:
-    """Yield (found, expected) where the ids of a batch are not in the range by which readers choose and compare."""
+    """Yield (found, expected) if ids are not in the range by which readers choose the batch."""
     of_ids = int(ids.min()), int(ids.max())
     if of_ids != batch.ids:
         yield f"ids from {of_ids[0]} to {of_ids[1]}", f"from {batch.ids[0]} to {batch.ids[1]}"

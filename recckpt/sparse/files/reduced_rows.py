@@ -1,4 +1,4 @@
-"""The rows of a table that are to be saved, where that is not all of them, not all slots, or not in their dtypes."""
+"""The rows of a table to be saved, if these are not all rows, not all slots, or not in their dtypes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,9 @@ _PIECE_ROWS = 1 << 17
 
 
 def narrow(table: str, values: Bytes, slot: SlotSpec, target: Bytes, stored: SlotSpec) -> float:
-    """Put the values of a slot into a target as another dtype, to the nearest, and return the largest error.
+    """Write the values of a slot to ``target`` in another dtype, rounded to nearest, and return the largest error.
 
-    What is not finite stays so.
-
-    Raises:
-        ValueError: a number is beyond the dtype.
+    Infinities and NaN stay. ValueError if a number is beyond the dtype.
     """
     wide = torch.from_numpy(values).view(getattr(torch, slot.dtype))
     narrowed = torch.from_numpy(target).view(getattr(torch, stored.dtype))
@@ -58,35 +55,27 @@ def narrow(table: str, values: Bytes, slot: SlotSpec, target: Bytes, stored: Slo
 
 @dataclass(frozen=True)
 class TableChoice:
-    """The slots and rows of a table that are to be saved.
-
-    Attributes:
-        slots: as they are stored, in the order of their columns: ``embedding`` first, the others by name.
-        where: the rows; None for all.
-        reduced: what the table has more, without counts and errors.
-    """
+    """The slots, as stored and in the order of a file, and the rows of a table to be saved."""
 
     slots: tuple[SlotSpec, ...]
     where: RowFilter | None
     reduced: Reduced
 
     @property
-    def read(self) -> frozenset[str]:
-        """The slots that have to be read."""
+    def read(self) -> frozenset[str]:  # slots, those of conditions included
         return frozenset(slot.name for slot in self.slots) | (self.where.slots if self.where else frozenset())
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of one row, the id included."""
+    def row_bytes(self) -> int:  # the id included
         return 8 + sum(slot.row_bytes for slot in self.slots)
 
 
 class ReducedSource:
-    """The chosen slots and rows of a source, as rows 0 to ``n_rows - 1``, which the saver reads as those of a table.
+    """The chosen slots and rows of a source, as rows 0 to ``n_rows - 1`` of a table to be saved.
 
-    The rows are chosen at the first access. The conditions are then tested on all rows of the table, also for a delta,
-    since a checkpoint says how many rows it has. A changed row that does not meet them is a deleted id of a delta: the
-    checkpoint below may have it. A row that has not changed meets them as it did before.
+    Rows are chosen at the first access. Conditions are tested on all rows of the table, also for a delta, since a
+    checkpoint says how many rows it has. A changed row that fails them becomes a delete of a delta, since the base may
+    have it. An unchanged row meets them or not as it did before.
     """
 
     def __init__(self, source: TableSource, choice: TableChoice) -> None:
@@ -99,7 +88,6 @@ class ReducedSource:
 
     @cached_property
     def _rows(self) -> _Rows | None:
-        """The rows of the source that are chosen; None for all."""
         if self._choice.where is None:
             return None
         changed = self._source if isinstance(self._source, DeltaSource) else None
@@ -122,7 +110,7 @@ class ReducedSource:
 
     @property
     def n_all(self) -> int:
-        """Rows of the table in the checkpoint, those that have not changed included."""
+        """Chosen rows of the table, unchanged ones included."""
         return self._source.n_all if self._rows is None else self._rows.n_all
 
     @property
@@ -142,15 +130,15 @@ class ReducedSource:
         return replace(self._choice.reduced, rows=n_left_out, narrowed=narrowed)
 
     def deletes(self) -> Int64s:
-        """Return the ids, all different, that a delta deletes: also those of changed rows that are not chosen."""
+        """Return the distinct ids that a delta deletes, changed rows that are not chosen included."""
         deleted = self._source.deletes()
         return deleted if self._rows is None else np.concatenate([deleted, self._rows.gone])
 
     def read_slots(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
-        """Copy rows of some slots into a target each; after ``is_last`` they are not read again, in any slot.
+        """As :meth:`TableSource.read_slots`.
 
         Raises:
-            ValueError: a number is beyond the dtype that it is stored in.
+            ValueError: a number is beyond the dtype in which it is stored.
         """
         rows, wide = self._of_source(rows), dict[str, Bytes]()
         for name in targets.keys() & self._narrowed.keys():
@@ -174,8 +162,6 @@ class ReducedSource:
 
 
 class _Rows(NamedTuple):
-    """Rows of a source that meet the conditions, the ids of changed ones that do not, and what that makes in all."""
-
     kept: npt.NDArray[Any]
     gone: Int64s
     n_all: int
@@ -183,7 +169,6 @@ class _Rows(NamedTuple):
 
 
 def _mask(table: Snapshot | StillTable, where: RowFilter) -> npt.NDArray[np.bool_]:
-    """Return a mask of the rows that meet the conditions."""
     specs = [slot for slot in table.slots if slot.name in where.slots]
     mask = np.empty(table.n_rows, np.bool_)
     for begin in range(0, table.n_rows, _PIECE_ROWS):

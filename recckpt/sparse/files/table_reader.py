@@ -1,8 +1,8 @@
-"""The rows of one table in one link: every byte checked, in the order of their buckets, no id twice (no torch here).
+"""The rows of one table in one link: every byte checked, in bucket order, no id twice (no torch here).
 
-A link names an id by a row or by a delete, in one of its shards once; a row in any of them counts more than a delete in
-any, and the newest link that names an id counts. The form for memory, which hashes ids as they come, is
-:class:`recckpt.sparse.files.filler.KnownIds`.
+A link names an id as a row or as a delete, once in each of its shards. A row in any shard beats a delete in any, and
+the newest link that names an id decides. Damage, and an id twice, are a CorruptCheckpointError. For ids hashed in
+memory as they come see :class:`recckpt.sparse.files.filler.KnownIds`.
 """
 
 from __future__ import annotations
@@ -29,28 +29,22 @@ from recckpt.storage.base import Files
 from recckpt.text import nearest
 from recckpt.types import SlotSpec
 
-Damage = Callable[[str, str, str], Exception]  # of (where, found, expected)
+Damage = Callable[[str, str, str], Exception]  # takes (where, found, expected)
 
 ABSENT, DELETED = -1, -2  # in place of a row
 _WINDOW_ROWS = 8 << 20  # ids that are compared at once
 
 
 class AskedLink(Protocol):
-    """What a link says of ids."""
-
     def find(self, ids: Int64s) -> Int64s:
-        """Return the row of each id; ABSENT where the link does not name it, DELETED where it has no row of it."""
+        """Return the row of each id; ABSENT if the link does not name it, DELETED if it deletes it."""
 
 
 _Link = TypeVar("_Link", bound=AskedLink)
 
 
 def newest(links: Iterable[_Link], ids: Int64s) -> Iterator[tuple[_Link, Int64s, Int64s]]:
-    """Ask links, newest first, for the ids that no newer one names; ask no further once all are named.
-
-    Yields:
-        A link, the positions of the ids whose rows it has, and these rows.
-    """
+    """Ask links, newest first, until all ids are named; yield (link, positions of ids with rows in it, these rows)."""
     left = np.arange(len(ids))
     for link in links if len(ids) else ():
         rows = link.find(ids[left])
@@ -61,12 +55,9 @@ def newest(links: Iterable[_Link], ids: Int64s) -> Iterator[tuple[_Link, Int64s,
 
 
 def check_once(shards: Iterable[tuple[Int64s, Int64s]], damage: Damage, *, between: bool = True) -> None:
-    """Raise where a link names an id twice: as a row and a delete of one shard, or as a row of two.
+    """Raise ``damage`` if a link names an id twice: as a row and a delete of one shard, or as a row of two shards.
 
-    Args:
-        shards: for each, the ids of its rows and of its deletes; neither has an id twice.
-        damage: makes the error.
-        between: whether an id may be in two shards, so that they are compared.
+    ``shards`` has the distinct ids of rows and of deletes of each. ``between`` asks to compare shards with each other.
     """
     pairs = list(shards)
     of_shards = [rows for rows, _ in pairs if len(rows)]
@@ -77,19 +68,13 @@ def check_once(shards: Iterable[tuple[Int64s, Int64s]], damage: Damage, *, betwe
 
 
 class LinkIds:
-    """The ids that one link names.
-
-    Args:
-        rows: the ids that have rows, in order.
-        deletes: those that its shards delete, in any order; those with rows do not count.
-    """
+    """The ids that one link names: sorted ids of rows, and deletes without a row."""
 
     def __init__(self, rows: Int64s, deletes: Iterable[Int64s]) -> None:
         deleted = distinct(np.empty(0, np.int64), *deletes)
         self.rows, self.deletes = rows, deleted[~is_among(deleted, rows)]
 
     def find(self, ids: Int64s) -> Int64s:
-        """Return the place of each id among the rows; ABSENT or DELETED where it has none."""
         places = np.where(is_among(ids, self.deletes), DELETED, ABSENT)
         if len(self.rows):
             at = np.minimum(np.searchsorted(self.rows, ids), len(self.rows) - 1)
@@ -97,24 +82,20 @@ class LinkIds:
         return places
 
 
-class NamedIds:
-    """The ids that newer links name, or their hashes."""
-
+class NamedIds:  # by newer links; ids, or their hashes
     def __init__(self) -> None:
         self._ordered: npt.NDArray[Any] | None = None
 
     def is_new(self, ids: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-        """Return a mask of the ids that are not named yet."""
         return np.ones(len(ids), np.bool_) if self._ordered is None else ~is_among(ids, self._ordered)
 
     def add(self, *ids: npt.NDArray[Any]) -> None:
-        """Name ids, some of which may be named already."""
         if sum(map(len, ids)):
             self._ordered = np.sort(np.concatenate(ids if self._ordered is None else (self._ordered, *ids)))
 
 
 def may_repeat(catalogs: Sequence[Catalog], table: str) -> bool:
-    """Say whether an id of a table may be in two shards: where both their ids and their buckets overlap."""
+    """Say whether an id of a table may be in two shards: both their ids and their buckets overlap."""
     if are_disjoint(catalog.ids[table] for catalog in catalogs if table in catalog.ids):
         return False
     spans = []
@@ -128,11 +109,11 @@ def may_repeat(catalogs: Sequence[Catalog], table: str) -> bool:
 
 @dataclass(frozen=True)
 class TableReader:
-    """Reads slots of one table, beside its ids, from the checkpoint in ``directory``; of a delta, what lies there."""
+    """Reads slots and ids of one table in one directory; of a delta, only what it holds itself."""
 
     storage: Files
     directory: str
-    catalogs: Sequence[Catalog]  # of all shards
+    catalogs: Sequence[Catalog]  # one a shard
     entry: TableEntry
     slots: Sequence[str]  # to read, in the order of the table
 
@@ -142,37 +123,27 @@ class TableReader:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether its files lie in memory maps, so that rows of them may be kept at no cost."""
+        """Whether all files are memory maps, so that keeping rows costs nothing."""
         parts = (part for catalog in self.catalogs for part, _ in catalog.parts_of(self.entry.name))
         return all(self.storage.map(layout.join(self.directory, part.file)) is not None for part in parts)
 
     @property
     def may_repeat(self) -> bool:
-        """Whether an id may be in two shards, by what their catalogs say."""
         return may_repeat(self.catalogs, self.entry.name)
 
     def part(self, part: Part, names: Sequence[str] | None = None) -> PartReader:
-        """Return the reader of a part that has rows or deletes of the table, and of these slots; None for all."""
         slots = self.entry.slots if part.holds == "rows" else ()
         return PartReader(self.storage, self.directory, part, slots, names)
 
     def all_rows(self) -> Iterator[pa.RecordBatch]:
-        """Yield all rows; where the ids of shards overlap, they are compared first.
-
-        Raises:
-            CorruptCheckpointError: a file is damaged, or an id is there twice.
-        """
+        """Yield all rows; if shards overlap, their ids are compared first."""
         self.check_shards()
         for catalog in self.catalogs:
             for _, _, piece in self.batches(catalog, "rows", None):
                 yield record_batch(self.specs, piece.columns)
 
     def rows_of(self, ids: Int64s) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of ids, which are sorted, each once; batches that cannot hold them are not read.
-
-        Raises:
-            CorruptCheckpointError: a file is damaged, or one of the ids is there twice.
-        """
+        """Yield the rows of ids, which are sorted and distinct; batches that cannot hold them are not read."""
         sought, is_found = IdSet(ids), np.zeros(len(ids), np.bool_)
         for catalog in self.catalogs:
             for _, _, piece in self.batches(catalog, "rows", sought):
@@ -185,29 +156,25 @@ class TableReader:
                     yield record_batch(self.specs, [column.take(rows) for column in piece.columns])
 
     def check_shards(self) -> None:
-        """Check that no id is in two shards; CorruptCheckpointError where one is, or the ids cannot be read."""
+        """Raise if an id is in two shards."""
         for problem in self.repeats():
             raise problem
 
     def repeats(self) -> Iterator[CorruptCheckpointError]:
-        """Yield an error for each range of buckets in which an id is in two shards; reads only where shards overlap.
+        """Yield an error for each range of buckets with an id in two shards; reads only if shards overlap.
 
-        It must be known, or be found out elsewhere, that ids lie in the buckets and ranges of their batches.
-
-        Raises:
-            CorruptCheckpointError: the ids cannot be read.
+        The caller must check that ids lie in the buckets and ranges of their batches.
         """
         if not self.may_repeat:
             return
         n_rows = sum(catalog.counts("rows").get(self.entry.name, 0) for catalog in self.catalogs)
-        width = max(1, N_BUCKETS * _WINDOW_ROWS // max(n_rows, _WINDOW_ROWS))  # that may be compared at once
+        width = max(1, N_BUCKETS * _WINDOW_ROWS // max(n_rows, _WINDOW_ROWS))  # buckets compared at once
         for begin in range(0, N_BUCKETS, width):
             shards = [distinct(self._ids_in(catalog, begin, begin + width)) for catalog in self.catalogs]
             if len(twice := repeated(np.concatenate(shards))):
                 yield table_damage(self, "between shards", *named_twice(twice))
 
     def _ids_in(self, catalog: Catalog, begin: int, end: int) -> Int64s:
-        """Return the ids that one shard has in buckets [begin, end)."""
         pieces: list[Int64s] = [np.empty(0, np.int64)]
         for part, numbers in catalog.parts_of(self.entry.name, "rows"):
             spans = [(number, part.batches[number].buckets) for number in numbers]
@@ -222,13 +189,7 @@ class TableReader:
         return np.concatenate(pieces)
 
     def batches(self, catalog: Catalog, kind: PartKind, ids: IdSet | None) -> Iterator[tuple[Part, int, RowPiece]]:
-        """Yield (part, number, rows) of the batches of one shard that may have rows, or deletes, of ids; None for all.
-
-        All bytes of these rows are checked.
-
-        Raises:
-            CorruptCheckpointError: a file is damaged, or one of the ids is there twice in a part.
-        """
+        """Yield (part, number, rows) for batches of a shard that may have rows, or deletes, of ids; None for all."""
         order = IdCheck()
         for part, numbers in catalog.parts_of(self.entry.name, kind):
             batches = ((number, part.batches[number]) for number in numbers)
@@ -241,18 +202,13 @@ class TableReader:
 
 
 def table_damage(table: TableReader, where: str, found: str, expected: str) -> CorruptCheckpointError:
-    """Return the error for a table of which no single file is wrong."""
+    """Return the error for a table if no single file is to blame."""
     path, name = layout.join(table.directory, layout.SPARSE_DIR), f"table {table.entry.name!r}"
     return CorruptCheckpointError(path, f"{name}, {where}" if where else name, found=found, expected=expected)
 
 
 def asked_slots(table: str, slots: Sequence[SlotSpec], columns: Collection[str] | None) -> list[SlotSpec]:
-    """Return the slots that ``columns`` asks for, in the order of the table; None asks for all, ``id`` may be named.
-
-    Raises:
-        KeyError: one is not there.
-        TypeError: ``columns`` is a single name.
-    """
+    """Return the slots that ``columns`` names, in the order of the table, or all; KeyError for an unknown one."""
     if isinstance(columns, str):
         raise TypeError(f"columns must be a list of slots, found {columns!r}; pass [{columns!r}]")
     names = [slot.name for slot in slots]
@@ -263,12 +219,11 @@ def asked_slots(table: str, slots: Sequence[SlotSpec], columns: Collection[str] 
 
 
 def record_batch(slots: Sequence[SlotSpec], columns: Sequence[npt.NDArray[Any]]) -> pa.RecordBatch:
-    """Return rows of one table as Arrow has them, without a copy: their ids, and the bytes of each slot."""
+    """Return rows of one table in Arrow, without a copy."""
     specs, n_rows = (ID_SPEC, *slots), columns[0].size
     arrays = [column_array(spec, pa.py_buffer(c), n_rows) for spec, c in zip(specs, columns, strict=True)]
     return pa.RecordBatch.from_arrays(arrays, schema=table_schema(slots))
 
 
 def table_schema(slots: Iterable[SlotSpec]) -> pa.Schema:
-    """Return the schema of rows of one table: ``id`` and one column a slot."""
     return pa.schema([slot_field(slot) for slot in (ID_SPEC, *slots)])

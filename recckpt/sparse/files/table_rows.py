@@ -1,4 +1,4 @@
-"""The rows of a table, ours or foreign, that do not change while the saver reads them in bucket order."""
+"""The rows of a table, ours or foreign, unchanged while the saver reads them in bucket order."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 from recckpt.errors import StateMismatchError
 from recckpt.format.buckets import N_BUCKETS, bucket_of, repeated
 from recckpt.parallel.ranks import Meetings
+from recckpt.sparse.files.arrow_format import ID_SPEC
 from recckpt.sparse.files.part_writer import ColumnBytes, RowBatch, TableBytes, row_bytes
 from recckpt.sparse.table.checks import check_slot_name, spec_of
 from recckpt.sparse.table.column import BLOCK_BYTES, Column, aligned_bytes
@@ -25,16 +26,15 @@ from recckpt.sparse.table.store import Ids, is_stored
 from recckpt.types import EMBEDDING, ITEM_BYTES, SavableTable, SlotSpec, check_table_name
 
 _UINT32_ROWS = 1 << 32
-_ID_SPEC = SlotSpec("id", "int64", ())
-LEAST_BATCH_BYTES = 1 << 20  # of a delta, whose batches are the smaller the fewer rows have changed: each has its cost
-PIECE_BYTES = 512 << 10  # of a column, copied, hashed and written: it stays in the second cache of a core meanwhile
+LEAST_BATCH_BYTES = 1 << 20  # for deltas: the fewer rows have changed, the smaller are batches, and each has its cost
+PIECE_BYTES = 512 << 10  # of a column that is copied, hashed and written: it fits into the second cache of a core
 
 
 class BucketOrder:
     """The rows of each bucket. Thread-safe.
 
-    At most ``budget_rows`` are ordered at a time, unless one bucket has more: a table with more is ordered in passes,
-    each of which looks at all ids.
+    At most ``budget_rows`` are ordered at once, unless a bucket has more; larger tables take several passes over all
+    ids.
     """
 
     def __init__(self, ids: Ids, n_rows: int, budget_rows: int) -> None:
@@ -45,7 +45,7 @@ class BucketOrder:
         self._is_small = n_rows <= min(budget_rows, N_BUCKETS)  # counting would cost more than the rows themselves
 
     def rows(self, begin: int, end: int) -> Iterator[npt.NDArray[Any]]:
-        """Yield the rows in buckets [begin, end), in the order of the buckets, at most ``budget_rows`` at a time."""
+        """Yield the rows in buckets [begin, end) in bucket order, at most ``budget_rows`` at a time."""
         if self._n_rows <= self._budget_rows:
             with self._lock:  # threads that need it now share the whole order, which is kept no longer
                 rows = self._whole() if self._whole else None
@@ -65,7 +65,7 @@ class BucketOrder:
                 yield self._ordered(first, begin)
 
     def starts(self) -> npt.NDArray[np.int64]:
-        """Return how many rows lie in the buckets before each, and before the end of all."""
+        """Return the number of rows before each bucket, and in all."""
         with self._lock:
             if self._starts is None:
                 counts = np.zeros(N_BUCKETS, np.int64)
@@ -89,62 +89,58 @@ class BucketOrder:
 
 
 class TableSource(Protocol):
-    """Rows 0 to ``n_rows - 1`` of one table: all, or those that have changed since another checkpoint."""
+    """Rows 0 to ``n_rows - 1`` of one table: all, or those changed since another checkpoint."""
 
     @property
-    def name(self) -> str:
-        """The table."""
+    def name(self) -> str: ...
 
     @property
-    def n_rows(self) -> int:
-        """Number of rows."""
+    def n_rows(self) -> int: ...
 
     @property
     def n_all(self) -> int:
-        """Rows of the table, those that have not changed included."""
+        """Rows of the table, unchanged ones included."""
 
     @property
     def slots(self) -> tuple[SlotSpec, ...]:
-        """The slots, in the order of their columns in the file: ``embedding`` first, the others by name."""
+        """In the order of a file: ``embedding`` first, the others by name."""
 
     @property
-    def ids(self) -> Ids:
-        """The ids of the rows, on the CPU."""
+    def ids(self) -> Ids: ...
 
     @property
     def n_kept(self) -> int:
         """Rows that were copied aside because training changed them meanwhile."""
 
     def deletes(self) -> npt.NDArray[np.int64]:
-        """Return the ids, all different, that were deleted since that other checkpoint."""
+        """Return the distinct ids deleted since that checkpoint."""
 
     def read_slots(
         self, rows: npt.NDArray[Any], targets: Mapping[str, npt.NDArray[np.uint8]], *, is_last: bool
     ) -> None:
-        """Copy the bytes of some slots of rows, a target each. Thread-safe.
+        """Copy the bytes of rows of some slots into one target each. Thread-safe.
 
-        After ``is_last``, which comes with their last slot, the rows may change, and are not read again.
+        After ``is_last``, set with the last slot, the rows may change and must not be read again.
         """
 
-    def close(self) -> None:
-        """Drop the rows; nothing may be read any more."""
+    def close(self) -> None: ...
 
 
 class RowsInParts(ABC):
-    """A :class:`TableSource` of which ranks have parts of rows, such as columns, that they join before they write."""
+    """A :class:`TableSource` whose rows are split over ranks, as by columns, and joined before they are written."""
 
     @abstractmethod
     def since(self, changed: Callable[[], npt.NDArray[np.uint8]]) -> TableSource:
-        """Return the rows that have changed on any rank which has parts of them; ``changed`` gives a bit a row."""
+        """Return the rows changed on any rank that has parts of them; ``changed`` gives a bit a row."""
 
     @abstractmethod
     def share_of(self, n_changed: int) -> int:
-        """Return about how many of the rows that changed here are written here."""
+        """Return about how many of the rows changed here are written here."""
 
     @staticmethod
     @abstractmethod
     def join(sources: Sequence[Any], meetings: Meetings) -> None:
-        """Make whole rows of what the ranks have of tables; all have the same tables, in one order. Collective."""
+        """Join the parts of all ranks; they pass the same tables in one order. Collective."""
 
 
 @dataclass(frozen=True)
@@ -171,16 +167,15 @@ class StillTable:
         for name, target in targets.items():
             self.columns[name].gather_into(rows, target)
 
-    def close(self) -> None:
-        """Do nothing: memory goes with the last reference."""
+    def close(self) -> None: ...
 
 
 def source_of(table: SavableTable) -> StillTable:
-    """Return the rows of a table as they are now, without copying them, for as long as it does not change.
+    """Return the rows of a table without a copy; valid as long as the table does not change.
 
     Raises:
-        StateMismatchError: a foreign table whose ids and slots do not have one row each.
-        ValueError: no table, or no slot, can have this name.
+        StateMismatchError: ids and slots of a foreign table differ in their number of rows.
+        ValueError: the name of the table or of a slot is not allowed.
     """
     if is_stored(table):
         store = table.store
@@ -203,22 +198,19 @@ def source_of(table: SavableTable) -> StillTable:
     if wrong:
         raise StateMismatchError(f"table {table.name!r}", mismatched=wrong)
     columns = {name: Column.over(spec_of(name, tensor), tensor) for name, tensor in tensors.items()}
-    return StillTable(check_table_name(table.name), n_rows, Column.over(_ID_SPEC, ids), _in_order(columns), n_rows)
+    return StillTable(check_table_name(table.name), n_rows, Column.over(ID_SPEC, ids), _in_order(columns), n_rows)
 
 
 def deleted_from(source: TableSource) -> StillTable:
-    """Return the ids that a delta has to name as deleted, as rows without slots."""
     ids = source.deletes()
-    return StillTable(source.name, len(ids), Column.over(_ID_SPEC, torch.from_numpy(ids)), {}, source.n_all)
+    return StillTable(source.name, len(ids), Column.over(ID_SPEC, torch.from_numpy(ids)), {}, source.n_all)
 
 
 def source_to_save(table: SavableTable, slots: Collection[str] | None = None, *, detached: bool) -> TableSource:
-    """Return a snapshot of a table of ours, or the rows of a foreign one, copied where it is to be ``detached``.
-
-    ``slots`` are those that are read; None for all.
+    """Return a snapshot of a table of ours, or the rows of a foreign one, copied if ``detached``.
 
     Raises:
-        StateMismatchError, ValueError: as :func:`source_of`; or an id is there twice in a foreign table.
+        StateMismatchError, ValueError: as :func:`source_of`; or an id is twice in a foreign table.
     """
     if is_stored(table):
         return table.store.snapshot(table.name, slots)
@@ -232,12 +224,12 @@ def source_to_save(table: SavableTable, slots: Collection[str] | None = None, *,
     if not detached:
         return source
     columns = {name: _copied(column, source.n_rows) for name, column in source.columns.items()}
-    ids = Column.over(_ID_SPEC, source.ids.to_tensor(source.n_rows).clone())
+    ids = Column.over(ID_SPEC, source.ids.to_tensor(source.n_rows).clone())
     return StillTable(source.name, source.n_rows, ids, columns, source.n_all)
 
 
 def _copied(column: Column, n_rows: int) -> Column:
-    """Return a copy on the CPU, made in pieces, so that there is never a second whole one on a device."""
+    """Return a copy on the CPU, made in pieces, so that no second copy is on a device."""
     copy = Column(column.spec, torch.device("cpu"))
     copy.reserve(n_rows)
     piece_rows = max(1, BLOCK_BYTES // max(column.spec.row_bytes, 1))
@@ -251,22 +243,15 @@ def _in_order(columns: Mapping[str, Column]) -> dict[str, Column]:
     return {name: columns[name] for name in sorted(columns, key=lambda name: (name != EMBEDDING, name))}
 
 
-class RepeatFinder:
-    """Looks for equal ids among those that it is given piece by piece, in bucket order."""
-
-    def __init__(self) -> None:
-        self._open = np.empty(0, np.int64)  # of the bucket in which the last piece ended
-
-    def find(self, ids: npt.NDArray[np.int64]) -> int | None:
-        """Return an id that came before, None where there is not one."""
-        ids = np.concatenate([self._open, ids])
-        repeat, begin = first_repeat(ids)
-        self._open = ids[begin:].copy()
-        return None if repeat < 0 else int(ids[repeat])
+def repeated_id(ids: npt.NDArray[np.int64], before: npt.NDArray[np.int64]) -> tuple[int | None, npt.NDArray[np.int64]]:
+    """Return an id that comes twice, if any, and the ids of the last bucket, which are ``before`` of the next call."""
+    ids = np.concatenate([before, ids])
+    repeat, begin = first_repeat(ids)
+    return None if repeat < 0 else int(ids[repeat]), ids[begin:].copy()
 
 
 class PieceBuffers:
-    """Memory for pieces of columns, one buffer a thread; they are kept, since the first touch of memory is slow."""
+    """Buffers for pieces of columns, one a thread, reused since fresh memory is slow."""
 
     def __init__(self) -> None:
         self._spare: list[npt.NDArray[np.uint8]] = []
@@ -274,7 +259,6 @@ class PieceBuffers:
 
     @contextmanager
     def lent(self, row_bytes: int) -> Iterator[npt.NDArray[np.uint8]]:
-        """Lend a buffer that has room for a piece of rows of so many bytes."""
         n_bytes = max(PIECE_BYTES, row_bytes)
         with self._lock:
             buffer = self._spare.pop() if self._spare else None
@@ -288,7 +272,7 @@ class PieceBuffers:
 
 
 class OrderedRows:
-    """The rows of a table that is saved, in the order of their buckets; each id is looked for twice."""
+    """Rows of a table to be saved, in bucket order; ids that come twice are refused."""
 
     def __init__(self, source: TableSource, batch_bytes: int, order_rows: int, buffers: PieceBuffers) -> None:
         self._source, self._buffers, self._row_bytes = source, buffers, row_bytes(source.slots)
@@ -303,19 +287,16 @@ class OrderedRows:
         return TableBytes(source.name, source.slots, source.n_rows * size, lambda: self._order.starts()[1:] * size)
 
     def batches(self, begin: int, end: int) -> Iterator[RowBatch]:
-        """Yield the rows in buckets [begin, end); the slots are copied when they are written.
-
-        Raises:
-            StateMismatchError: an id is there twice: nothing could load what would be written.
-        """
-        repeats = RepeatFinder()
+        """Yield the rows in buckets [begin, end); slots are copied when they are written."""
+        before = np.empty(0, np.int64)  # ids so far in the last bucket
         with self._buffers.lent(self._row_bytes) as buffer:
             for ordered in self._order.rows(begin, end):
                 for first in range(0, len(ordered), self._batch_rows):
                     rows = ordered[first : first + self._batch_rows]
                     ids = np.empty(len(rows), np.int64)
                     self._source.ids.gather_into(rows, ids.view(np.uint8))
-                    if (id_ := repeats.find(ids)) is not None:
+                    id_, before = repeated_id(ids, before)
+                    if id_ is not None:
                         raise StateMismatchError(
                             f"table {self._source.name!r}",
                             mismatched={"id": (f"{id_} more than once", "every id once")},
@@ -328,7 +309,6 @@ class OrderedRows:
     def _pieces(
         self, slot: SlotSpec, rows: npt.NDArray[Any], buffer: npt.NDArray[np.uint8]
     ) -> Iterator[npt.NDArray[np.uint8]]:
-        """Copy rows of one slot into the buffer, as many at a time as fit."""
         piece_rows = len(buffer) // slot.row_bytes
         is_last = slot == self._source.slots[-1]
         for begin in range(0, len(rows), piece_rows):

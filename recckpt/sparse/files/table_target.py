@@ -1,4 +1,4 @@
-"""The tables that a load fills: ours, in place or aside until all rows are there, and others, batch by batch."""
+"""The tables that a load fills: ours, in place or in a store aside until complete; and others, batch by batch."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ Values = Mapping[str, Tensor]  # slot -> one value a row
 
 @dataclass(frozen=True)
 class Ages:
-    """How a load converts dates of rows; a step of another run becomes its distance to the last step of that run.
+    """How a load converts dates of rows. Steps of another run are kept as distances to its last step.
 
     Attributes:
-        added_steps: is added to each ``last_step`` of the checkpoint.
-        missing: value by tracked slot, for slots that the checkpoint lacks: its own age, and the count with which a
-            row stays.
+        added_steps: added to each ``last_step``.
+        missing: tracked slot -> value, for slots that the checkpoint lacks: the age of the checkpoint, and the count
+            with which a row stays.
         is_resumed: whether the run goes on at the step of the checkpoint.
-        clock: when the clock has dated rows of the checkpoint.
-        event_time: takes the place of dates of the clock; None where there is none yet.
+        clock: when the clock dated rows of the checkpoint.
+        event_time: replaces dates of the clock; None for no replacement.
     """
 
     added_steps: int = 0
@@ -47,7 +47,6 @@ class Ages:
     event_time: float | None = None
 
     def of_rows(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the slots of rows of the checkpoint as they are here."""
         if self.added_steps and LAST_STEP in values:
             values = {**values, LAST_STEP: values[LAST_STEP].to(torch.int64) + self.added_steps}
         if self.clock is not None and self.event_time is not None and LAST_TIME in values:
@@ -58,17 +57,11 @@ class Ages:
 
 
 class RowsAside:
-    """Rows of one of our tables that it does not have yet, in a store of their own."""
-
     def __init__(self, table: HashTable) -> None:
         self.store, self._first_embeddings = table.store.emptied(), partial(first_embeddings, table)
 
     def claim(self, ids: Int64s) -> tuple[Int64s, tuple[int, Int64s]]:
-        """Find the rows of ids, adding those that are new, whose slots are still to be put. One thread at a time.
-
-        Returns:
-            The row of each id; and of those that are new the first row, and the ids.
-        """
+        """Return the row of each id; the first new row, and the new ids, with undefined slots. One thread at a time."""
         rows = self.store.rows
         first = len(rows)
         of_batch, new_ids = rows.claim(ids)
@@ -77,14 +70,7 @@ class RowsAside:
         return of_batch, (first, new_ids)
 
     def put(self, new: tuple[int, Int64s], rows: Int64s, values: Values, taken: Int64s | None) -> None:
-        """Set slots of the rows of a batch.
-
-        Args:
-            new: the first row that the batch has claimed, and the ids of all.
-            rows: where its values go.
-            values: of the batch.
-            taken: their positions in the batch, whose rows are all new; None where all are taken.
-        """
+        """Set slots of rows after :meth:`claim`; ``taken`` are their positions in the batch, None for all."""
         all_rows, columns, (first, new_ids) = self.store.rows, self.store.columns, new
         whole = _whole(columns, values)
         all_rows.initialize(first, first + len(new_ids), without=whole | {EMBEDDING})
@@ -99,7 +85,6 @@ class RowsAside:
 
 
 def chosen(values: Values, rows: Int64s, n_rows: int) -> dict[str, Tensor]:
-    """Return the values of some of so many rows."""
     if len(rows) == n_rows:
         return dict(values)
     at = torch.from_numpy(rows)
@@ -107,12 +92,11 @@ def chosen(values: Values, rows: Int64s, n_rows: int) -> dict[str, Tensor]:
 
 
 def _whole(columns: Mapping[str, Column], values: Values) -> frozenset[str]:
-    """Return the slots that the values cover in full."""
     return frozenset(name for name, value in values.items() if value.shape[1:] == columns[name].spec.shape)
 
 
 def fitted_to(columns: Mapping[str, Column], rows: Int64s, values: Values) -> dict[str, Tensor]:
-    """Bring values to the last dimension of their slots, cut or padded with what the rows have there."""
+    """Cut values to the last dimension of their slots, or pad them with the present values of the rows."""
     fitted = dict(values)
     for name in values.keys() - _whole(columns, values):
         value = values[name]
@@ -123,20 +107,19 @@ def fitted_to(columns: Mapping[str, Column], rows: Int64s, values: Values) -> di
 
 
 class LoadTarget:
-    """One table during a load, from :meth:`begin` on; several threads may put rows into it.
+    """A table during a load, from :meth:`begin` on; several threads may put rows into it.
 
-    This one is for tables that are not a recckpt HashTable: they take whole rows by ``insert``, batch by batch.
+    This class serves tables other than HashTable, which take whole rows by ``insert``, batch by batch.
 
     Attributes:
-        table: the table.
-        slice: the buckets of the ids that it owns, by which files are opened; None for all.
+        slice: the buckets of its ids, by which files are opened; None for all.
         was_empty: whether it had no rows when the load began.
-        aside: where rows are gathered that the table gets when the load is over; None where it gets them at once.
-        takes_slots: whether it takes single slots, and converts what it takes.
-        is_read_only: whether no row can be written; it has those that are to be loaded, or refuses them.
+        aside: rows that the table gets at the end of the load; None if it gets rows at once.
+        takes_slots: whether it takes single slots, and converts dtypes.
+        is_read_only: whether rows cannot be written, only compared.
         finishes_last: whether it takes what other tables leave.
-        has_limited_room: whether it may lack room for ids that it owns, which are known once all rows are there.
-        lock: for what threads share.
+        has_limited_room: whether it may lack room for its ids, which shows only when all rows are there.
+        lock: for state that threads share.
     """
 
     aside: RowsAside | None = None
@@ -148,7 +131,6 @@ class LoadTarget:
         self.slice: Slice | None = getattr(table, "slice", None)
 
     def begin(self) -> None:
-        """Note what the table has before the load."""
         self.was_empty = len(self.table) == 0
 
     def __len__(self) -> int:
@@ -156,42 +138,41 @@ class LoadTarget:
 
     @property
     def owned_ids(self) -> OwnedIds:
-        """The ids that it owns."""
         return self.slice or Slice(0, N_BUCKETS)
 
     def ages(self, manifest: Manifest, taken_step: int | None, clock: ClockDates | None) -> Ages:
-        """Return what becomes of the dates of rows of a checkpoint; of ours, those of its rows are in our steps.
+        """Return how dates are converted; of our checkpoints, into our steps.
 
-        ``taken_step`` is where the run goes on, None where it stays at its own; the clock has dated rows there.
+        ``taken_step`` is where the run goes on; None if it stays at its own step. ``clock`` dated rows of the
+        checkpoint.
         """
         return Ages()
 
     def placed(self, ids: Int64s) -> Int64s | None:
-        """Return at which places there are ids that the table can have a row of; None for all."""
+        """Return the positions of ids that the table can have a row of; None for all."""
         return None
 
     def check_ids(self, least: int, greatest: int) -> None:
-        """Refuse a checkpoint with ids in this range if the table cannot have a row of the first or the last."""
+        """Refuse a checkpoint whose ids span this range if the table cannot have a row of the first or last."""
 
     def clear(self, fresh: Collection[str]) -> None:
-        """Drop all rows; where they stay, give ``fresh`` slots their first values, as new rows begin with."""
+        """Drop all rows; if rows stay in place, reset ``fresh`` slots to their first values."""
         if len(self.table):
             self.table.clear()
 
     def start(self, initial: Mapping[str, float], n_rows: int | None) -> Mapping[str, float]:
-        """Prepare for rows, of which new ones start slots at ``initial`` values; return the values before.
+        """Prepare for rows: new ones start slots at ``initial`` values. Return the initial values before.
 
-        ``n_rows`` is how many there may be in all; None where that is not known.
+        ``n_rows`` is an upper bound, if known.
         """
         return {}
 
-    def end(self, initial: Mapping[str, float]) -> None:
-        """Let new rows start slots at these values from now on."""
+    def end(self, initial: Mapping[str, float]) -> None: ...
 
     def merge(self, ids: Int64s, values: Values, dtypes: Mapping[str, str]) -> int:
-        """Set rows, adding those that are new, and return how many.
+        """Set rows, adding new ones, and return their number.
 
-        ``dtypes`` are those of slots that the checkpoint has narrowed, as the table had them.
+        ``dtypes`` are the table's dtypes of slots that the checkpoint stores narrower.
         """
         to = {name: getattr(torch, dtype) for name, dtype in dtypes.items()}  # else copies: values lie in a file
         slots = {name: each.to(to[name]) if name in to else each.clone() for name, each in values.items()}
@@ -201,41 +182,38 @@ class LoadTarget:
         return len(ids)
 
     def check_same(self, ids: Int64s, values: Values) -> None:
-        """Refuse rows that it does not have already, where it is read-only."""
+        """Refuse rows that a read-only table does not have."""
 
     def write_present(self, ids: Int64s, values: Values) -> int:
-        """Set slots of the ids that have rows, and return how many have."""
         raise TypeError(f"table {self.table.name!r} is not a recckpt HashTable: its slots load with its rows only")
 
     def erase(self, ids: Int64s) -> None:
         raise TypeError(f"table {self.table.name!r} is not a recckpt HashTable: it is loaded as a whole")
 
     def check_room(self, *, drops: bool) -> None:
-        """Refuse what was gathered aside if the table has no room for it, and none of it is to be dropped."""
+        """Refuse what was gathered aside if it has no room and may not be dropped."""
 
     def finish(self, *, drops: bool = False) -> int:
-        """Give the table what was gathered aside; return how many rows had no place in it, which ``drops`` allows."""
+        """Give the table what was gathered aside; return how many rows had no room, if ``drops`` allows that."""
         return 0
 
     def take_history(self, entry: TableEntry, *, evicts_next: bool, has_dates: bool) -> None:
-        """Let the table evict what that of the checkpoint would have evicted next, and know the dates of a clock."""
+        """Continue the evictions of the checkpoint; take over dates of a clock."""
 
     def forget_admitted(self, sources: Mapping[str, set[int]], whole: set[int]) -> None:
-        """Drop the counts of ids that have rows now, unless rows and counts are those of one checkpoint.
+        """Drop counts of ids that have rows now, unless rows and counts are from one checkpoint.
 
-        Args:
-            sources: name of a table -> numbers of the checkpoints that its rows come from.
-            whole: those of which all rows were taken.
+        ``sources`` are the numbers of the checkpoints of a table's rows; of those in ``whole`` all rows were taken.
         """
 
     def undo(self, *, is_cleared: bool) -> None:
-        """Empty a table that was empty before, or that was to be emptied anyway; others keep what they have taken."""
+        """Empty a table that was empty, or that was to be emptied; others keep what they have taken."""
         if len(self.table) and (self.was_empty or is_cleared):
             self.table.clear()
 
 
 class OwnTarget(LoadTarget):
-    """A table of ours. One that is empty, or to be emptied, gets all its rows at once when the load is over."""
+    """A table of ours. If it is empty, or to be emptied, it gets all rows at once at the end of the load."""
 
     takes_slots = True
 
@@ -245,7 +223,6 @@ class OwnTarget(LoadTarget):
         self._table = table
 
     def begin(self) -> None:
-        """Gather rows aside where the table has none."""
         super().begin()
         self._table.store.wait()  # a load writes in streams of its own threads
         self.aside = RowsAside(self._table) if self.was_empty else None
@@ -275,7 +252,7 @@ class OwnTarget(LoadTarget):
         return Ages(added_steps, missing, is_resumed, clock, table.event_time)
 
     def clear(self, fresh: Collection[str]) -> None:
-        """Drop all rows; those of a table that has some at once, since there is never memory for both."""
+        """Drop all rows; those in the table at once, since there is never memory for both."""
         super().clear(fresh)
         if self.aside is None or len(self.aside.store):
             self.aside = RowsAside(self._table)
@@ -291,7 +268,6 @@ class OwnTarget(LoadTarget):
         self._table.store.rows.initial.update(initial)
 
     def merge(self, ids: Int64s, values: Values, dtypes: Mapping[str, str]) -> int:
-        """Set rows of a table that others may use meanwhile."""
         store = self._store
         with store.lock:
             rows = store.insert(ids, {}, partial(first_embeddings, self._table))
@@ -331,5 +307,4 @@ class OwnTarget(LoadTarget):
 
 
 def target_of(table: SavableTable) -> LoadTarget:
-    """Return what a load fills a table by."""
     return OwnTarget(table) if isinstance(table, HashTable) else LoadTarget(table)

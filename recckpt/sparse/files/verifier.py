@@ -1,4 +1,4 @@
-"""The sparse files held against the catalogs, the ids of links counted, and rows compared by sums (no torch here)."""
+"""Compares sparse files with their catalogs, counts the ids of links, and compares rows by sums (no torch here)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,6 @@ _WORD_BYTES = 4
 
 @dataclass
 class PartCheck:
-    """What came of looking at one part."""
-
     path: str
     errors: list[CorruptCheckpointError] = field(default_factory=list)
     ids: dict[tuple[PartKind, str], IdCheck] = field(default_factory=dict)  # by kind and table: for the next to fit to
@@ -43,23 +41,20 @@ class PartCheck:
 
 @dataclass(frozen=True)
 class VerifyTask:
-    """A part to check, by whoever reaches the URL."""
-
     url: str
     directory: str
-    tables: tuple[TableEntry, ...]  # those that the part names, as far as the manifest lists them
+    tables: tuple[TableEntry, ...]  # the part's tables, if the manifest lists them
     part: Part
 
 
 def check_part_anywhere(task: VerifyTask) -> PartCheck:
-    """Do a task, as a worker of an executor does."""
     return check_part(open_storage(task.url), task.directory, task.tables, task.part)
 
 
 def check_part(
     storage: Files, directory: str, tables: Sequence[TableEntry], part: Part, visit: Visit | None = None
 ) -> PartCheck:
-    """Hold every byte of a part against its catalog entry; what ``visit`` returns is called for each whole batch."""
+    """Compare all bytes of a part with its catalog entry; call what ``visit`` returned for each whole batch."""
     path, passed = layout.join(directory, part.file), set[int]()  # numbers of batches
     try:
         return check_twice(
@@ -85,7 +80,7 @@ def check_bytes(
     visit: Visit | None = None,
     passed: set[int] | None = None,
 ) -> PartCheck:
-    """Do the same for a part whose bytes the caller has read; ``passed`` are numbers of batches that are counted."""
+    """Check a part whose bytes the caller has read; ``passed`` collects the batches visited."""
     passed = set() if passed is None else passed
     done = PartCheck(layout.join(directory, part.file))
     named = set(part.tables)
@@ -129,7 +124,7 @@ def check_bytes(
 
 
 def between_parts(parts: Iterable[PartCheck]) -> Iterator[CorruptCheckpointError]:
-    """Yield what is wrong where a table goes on in the next part; takes the parts of a shard in their order."""
+    """Yield conflicts where a table continues in the next part; takes the parts of a shard in order."""
     before: dict[tuple[PartKind, str], IdCheck] = {}
     for part in parts:
         for key, ids in part.ids.items():
@@ -141,28 +136,24 @@ def between_parts(parts: Iterable[PartCheck]) -> Iterator[CorruptCheckpointError
 
 @dataclass
 class Counted:
-    """What the ids of a link, and of those below, come to."""
-
     rows: int = 0
     absent: int = 0  # deletes of ids that are in no row at that link or below
     error: Unreadable | None = None  # why it cannot be counted
     is_known: bool = True  # whether it was counted
 
     def fail(self, error: Unreadable | None) -> None:
-        """Note that it cannot be counted, as its base, or by an error of its own."""
+        """Note that it cannot be counted; ``error`` is None if its base could not."""
         self.error, self.is_known = error, False
 
     def add(self, rows: int, absent: int = 0) -> None:
-        """Count rows, and deletes of ids that are not there."""
         self.rows += rows
         self.absent += absent
 
 
 def count_rows(links: Sequence[tuple[TableReader, int | None]], budget_bytes: int) -> list[Counted]:
-    """Return what each link comes to; ids are read once for all of them, so many bytes at a time.
+    """Return the counts of each link, reading ids once for all links, ``budget_bytes`` at a time.
 
-    Each of them, of one chain or of several, comes with the number of the one before it on which it stands; None where
-    it holds all rows.
+    Each link, of any chain, comes with the index of its base in ``links``; None if it holds all rows.
     """
     counted = [Counted() for _ in links]
     cursors = [LinkCursor(link, (0, N_BUCKETS)) for link, _ in links]
@@ -189,13 +180,13 @@ def count_rows(links: Sequence[tuple[TableReader, int | None]], budget_bytes: in
 
 
 class RowSums(Counter[str]):
-    """A sum of 64 bits for each table, to which every row adds a hash of its id and its values together.
+    """A sum of 64 bits for each table, over hashes of each row's id and values.
 
-    A row that is missing, there twice, or has the values of another id changes the sum; the order of rows does not.
+    A missing or repeated row, or a row with another id's values, changes the sum; the order of rows does not.
     """
 
     def add(self, table: str, columns: Sequence[npt.NDArray[Any]], rows: npt.NDArray[np.int64] | slice) -> None:
-        """Add some rows of these columns; an item of a column is the bytes of a row, the first column has the ids."""
+        """Add rows of these columns; an item of a column holds the bytes of a row, the first column the ids."""
         ids, *slots = columns
         hashes = mix64(ids.view(np.uint64))
         first = 0
@@ -209,15 +200,11 @@ class RowSums(Counter[str]):
         self[table] = (self[table] + int(mix64(hashes)[rows].sum())) % _LARGEST
 
     def visit(self, batch: Batch, piece: RowPiece) -> Callable[[], object]:
-        """Add all rows of a batch of a part, once it is known to be whole."""
+        """Return what adds a batch; called once the batch is known to be whole."""
         return lambda: self.add(batch.table, piece.columns, slice(None))
 
     def check_written(self, storage: Files, directory: str, tables: Sequence[TableEntry], part: Part | None) -> None:
-        """Read the part that was made of these rows; None where there were none.
-
-        Raises:
-            CorruptCheckpointError: it is damaged, or has other rows.
-        """
+        """Raise CorruptCheckpointError unless the part, None for no rows, has exactly these rows."""
         found = RowSums()
         for error in check_part(storage, directory, tables, part, found.visit).errors if part is not None else ():
             raise error

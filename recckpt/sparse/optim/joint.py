@@ -15,21 +15,21 @@ from recckpt.sparse.table.table import HashTable
 
 
 class JointOptimizer(Optimizer):
-    """Makes one optimizer of that of the dense parameters and those of tables.
+    """Makes one optimizer from the optimizer of the dense parameters and those of tables.
 
-    A ``torch.amp.GradScaler``, accelerate or a trainer takes it for one: an overflow in the gradients of either half
-    skips the step of both, ``param_groups`` is what there is to unscale and to clip, and :meth:`zero_grad` reaches
-    all. The optimizers stay as they are: save them as before, ``Saver(model, sparse)`` with the dense one registered.
+    A ``torch.amp.GradScaler``, accelerate or a trainer treats it as one: an overflow in any gradients skips the step of
+    all, ``param_groups`` holds all that is to be unscaled and clipped, and :meth:`zero_grad` clears all gradients. The
+    optimizers themselves do not change: save them as before, ``Saver(model, sparse)`` with the dense one registered.
 
     Args:
-        optimizers: the first is given the closure of :meth:`step`, and all step after it, in this order.
+        optimizers: step in this order; the first gets the closure of :meth:`step`.
 
     Attributes:
         optimizers: as given.
 
     Raises:
         TypeError: one is not a ``torch.optim.Optimizer``.
-        ValueError: there is none; a parameter or table is in two of them; one has been prepared by accelerate.
+        ValueError: none is given; a parameter or table is in two of them; one has been prepared by accelerate.
     """
 
     optimizers: tuple[Optimizer, ...]
@@ -68,20 +68,20 @@ class JointOptimizer(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: Group) -> None:
-        """Refuse: a group is added to one of :attr:`optimizers`."""
+        """Raise TypeError: add the group to one of :attr:`optimizers`."""
         raise TypeError("a JointOptimizer has no groups of its own: add the group to one of its optimizers")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all optimizers, in order; the rows of tables and their slots are not in it."""
+        """Return the states of all optimizers, in order, without the rows and slots of tables."""
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Give each optimizer its part of a :meth:`state_dict` of equally many."""
+        """Load the :meth:`state_dict` of as many optimizers, in the same order."""
         for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
             optimizer.load_state_dict(state)
 
@@ -93,9 +93,9 @@ class JointOptimizer(Optimizer):
 
 
 def share_overflow(scaler: GradScaler, *optimizers: Optimizer) -> None:
-    """Unscale the gradients that are not unscaled yet, and make an overflow in one optimizer skip all steps.
+    """Unscale gradients that are not yet unscaled, and make an overflow in one optimizer skip the steps of all.
 
-    For trainers whose own optimizer cannot be replaced by a :class:`JointOptimizer`. Collective for sharded tables.
+    For trainers whose optimizer cannot be replaced by a :class:`JointOptimizer`. Collective for sharded tables.
     """
     if not scaler.is_enabled():
         return
@@ -112,7 +112,7 @@ def share_overflow(scaler: GradScaler, *optimizers: Optimizer) -> None:
 
 
 def refuse_accumulation(optimizer: Optimizer) -> None:
-    """Refuse an optimizer of tables that counts steps by itself where it is to step together with others."""
+    """Refuse an optimizer of tables that accumulates steps by itself, beside optimizers that do not."""
     if isinstance(optimizer, SparseOptimizer) and (n := optimizer.grad_accum_steps) > 1:
         raise ValueError(
             f"found set_grad_accum_steps({n}) of {type(optimizer).__name__}, expected 1, for tables step when the "
@@ -122,7 +122,7 @@ def refuse_accumulation(optimizer: Optimizer) -> None:
 
 
 def parts_of(*optimizers: Optimizer) -> list[Optimizer]:
-    """Return optimizers with those that joint ones are made of in their place."""
+    """Return optimizers with joint ones replaced by their parts."""
     return [
         part
         for optimizer in optimizers
@@ -137,7 +137,7 @@ def _check(optimizers: tuple[Optimizer, ...]) -> None:
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"a JointOptimizer is made of optimizers, found a {type(optimizer).__name__}")
-        if type(optimizer).__module__.startswith("accelerate."):  # whose step may be none, while the others step
+        if type(optimizer).__module__.startswith("accelerate."):  # it may skip steps that the others make
             raise ValueError("accelerate has prepared one of these optimizers: prepare the JointOptimizer instead")
         refuse_accumulation(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -152,21 +152,22 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients of a model and of its tables so that their total norm is at most ``max_norm``, in place.
 
-    It is ``torch.nn.utils.clip_grad_norm_`` over ``model.parameters()``, which have no tables, and the tables. With a
-    ``GradScaler`` call ``scaler.unscale_`` of each optimizer before. Collective where tables are sharded.
+    This is ``torch.nn.utils.clip_grad_norm_`` over ``model.parameters()`` and the tables, whose rows are not among the
+    parameters. With a ``GradScaler``, call ``scaler.unscale_(optimizer)`` for each optimizer before. Collective if
+    tables are sharded.
 
     Args:
         model: a model with or without tables; may be wrapped.
-        optimizers: that of its tables, if it has some, or more than one; those of dense parameters may be among them.
-        max_norm: the greatest norm to leave, as the gradients have it; ``float("inf")`` to find it only.
-        norm_type: of the p-norm, which may be ``float("inf")``.
+        optimizers: all optimizers of its tables; those of dense parameters may be among them.
+        max_norm: the largest norm allowed; ``float("inf")`` only measures.
+        norm_type: p of the p-norm; may be ``float("inf")``.
 
     Returns:
-        The norm before, of all gradients as one vector; a scalar.
+        The norm of all gradients together before clipping; a scalar.
 
     Raises:
-        ValueError: a table of the model has gradients and is in none of the optimizers, or an optimizer accumulates
-            them (``set_grad_accum_steps``) and will not use them in its next step. Nothing has been changed.
+        ValueError: a table has gradients and is in none of the optimizers, or an optimizer accumulates gradients
+            (``set_grad_accum_steps``) and its next step will not use them. Nothing has been changed.
     """
     chosen = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     trained = [p for optimizer in chosen for group in optimizer.param_groups for p in group["params"]]

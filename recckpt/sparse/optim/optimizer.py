@@ -27,7 +27,7 @@ REMEDY = (
     "recckpt.recis.filter_out_sparse_param(model) gives the tables of a model; its parameters are for a dense optimizer"
 )
 Int64s = npt.NDArray[np.int64]
-made: WeakValueDictionary[int, SparseOptimizer] = WeakValueDictionary()  # those of this process that are alive, by id
+made: WeakValueDictionary[int, SparseOptimizer] = WeakValueDictionary()  # the living ones of this process, by id()
 _IN_EVAL_MODE = (
     "{} of the {} ids that a step trains have no row, and get none: they were looked up in eval mode, where the values "
     "that they read are not trained; call model.train() before training goes on, as after a validation"
@@ -36,23 +36,21 @@ Tables = Mapping[str, types.SavableTable] | Iterable[types.SavableTable] | Itera
 
 
 class TableParameter(Tensor):
-    """An empty tensor whose ``grad`` is the gradients that wait in a table for the optimizer's step.
+    """An empty tensor whose ``grad`` is the table's waiting gradients.
 
-    torch keeps its books by tensor, and asks of a parameter no more than that it is one and has a ``grad``.
+    torch keeps its books by tensor, and asks of a parameter only that it is one and has a ``grad``.
     """
 
     table: HashTable
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as nn.Parameter
 
     def __new__(cls, table: HashTable) -> TableParameter:
-        """Return a parameter for a table."""
         self = torch.empty(0, device="cpu").as_subclass(cls)
         self.table = table
         return self
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradients of the rows, shape (rows with one, *embedding_shape), which may be changed in place."""
         return self.table.grad
 
     @grad.setter
@@ -61,7 +59,6 @@ class TableParameter(Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the table is trained; setting it freezes or thaws the table."""
         return self.table.requires_grad
 
     @requires_grad.setter
@@ -69,7 +66,6 @@ class TableParameter(Tensor):
         self.table.requires_grad = requires_grad
 
     def requires_grad_(self, requires_grad: bool = True) -> TableParameter:
-        """Freeze or thaw the table, and return this."""
         self.table.requires_grad = requires_grad
         return self
 
@@ -79,7 +75,7 @@ class TableParameter(Tensor):
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` with scalar tensors and numpy scalars as the Python numbers that checkpoints hold."""
+    """Return scalar tensors and numpy scalars as Python numbers, also inside lists and tuples."""
     if isinstance(value, (Tensor, np.generic)):
         return value.item()
     if isinstance(value, (list, tuple)):
@@ -88,25 +84,18 @@ def plain(value: Any) -> Any:
 
 
 def options(group: Mapping[str, Any], *without: str) -> Group:
-    """Return the entries of a group in plain values, less the tensors and those named in ``without``."""
+    """Return the entries of a group in plain values, without its tensors and ``without``."""
     return {key: plain(value) for key, value in group.items() if key != "params" and key not in without}
 
 
 def check_number(group: Group, name: str, below: float = float("inf")) -> None:
-    """Raise ValueError unless the hyper-parameter ``name`` lies in [0, below)."""
     value = group[name]
     if not isinstance(value, (int, float)) or not 0 <= value < below:
         raise ValueError(f"found {name}={value!r}, expected a number of [0, {below})")
 
 
 def match(saved: Mapping[str, Any], live: Sequence[Group], slots: Sequence[str], keys: Iterable[str]) -> list[Group]:
-    """Return the groups of a saved ``state_dict()`` in the order of the live ones, and their tables likewise.
-
-    Every group must have the hyper-parameters ``keys``, and the optimizer these slots.
-
-    Raises:
-        StateMismatchError: they are of different tables, rules or groups.
-    """
+    """Return the groups of a saved ``state_dict()`` in the live order; StateMismatchError if they are others."""
     if not _is_well_formed(saved):
         raise StateMismatchError(
             "the state dict", remedy="it is not one of a recckpt sparse optimizer: save and load the same one"
@@ -147,7 +136,6 @@ def _is_well_formed(saved: Any) -> bool:
 
 
 def as_list(tables: Any) -> list[Any]:
-    """Return tables that are given one by one, in a list or by name; TypeError where they are something else."""
     if isinstance(tables, HashTable):
         return [tables]
     if not isinstance(tables, Iterable):
@@ -158,14 +146,14 @@ def as_list(tables: Any) -> list[Any]:
 class SparseOptimizer(Optimizer):
     """A ``torch.optim.Optimizer`` over tables: a rule for the rows that had a gradient.
 
-    Learning-rate schedulers, parameter groups, gradient accumulation, ``torch.amp.GradScaler`` and the clipping of
-    ``torch.nn.utils`` over ``param_groups`` work as with any optimizer. A table is known by its own ``name``. What
-    grows with the rows lies in slots of the tables and is saved with them; ``state_dict()`` holds the step of each
-    table and the hyper-parameters, all of them plain scalars.
+    Learning-rate schedulers, parameter groups, gradient accumulation, ``torch.amp.GradScaler`` and clipping by
+    ``torch.nn.utils`` over ``param_groups`` work as with any optimizer. A table is known by its ``name``. State of rows
+    is in slots of the tables and saved with them; ``state_dict()`` holds the step of each table and the
+    hyper-parameters, as plain scalars.
 
     Args:
         tables: ``{name: table}``, a list of tables, or a list of groups ``{"tables": ..., "lr": ...}``.
-        defaults: the hyper-parameters of groups that do not name their own.
+        defaults: hyper-parameters of groups that do not name their own.
 
     Attributes:
         slot_names: the slots of every table that belong to this optimizer.
@@ -191,15 +179,15 @@ class SparseOptimizer(Optimizer):
         return dict(self._tables)
 
     def trains(self, table: HashTable) -> bool:
-        """Say whether the gradients of a table go to this optimizer: it is the last that was made for it."""
+        """Say whether the gradients of a table go to this optimizer: it is the last one made for the table."""
         return table.trained_by is self._mark
 
     def add_param_group(self, param_group: Group) -> None:
         """Add tables with hyper-parameters of their own: ``{"tables": ..., "lr": ...}``.
 
         Raises:
-            TypeError: there is something else than tables.
-            ValueError: a table is here already, or of integers; a hyper-parameter is out of range.
+            TypeError: something is not a table.
+            ValueError: a table is here already, or holds integers; a hyper-parameter is out of range.
         """
         if not isinstance(param_group, dict) or "tables" not in param_group:
             keys = sorted(param_group) if isinstance(param_group, dict) else type(param_group).__name__
@@ -213,13 +201,13 @@ class SparseOptimizer(Optimizer):
             table._train_by(self._mark)
 
     def add_params(self, params: Tables) -> None:
-        """Add tables to the first group, whose hyper-parameters they take.
+        """Add tables to the first group, with its hyper-parameters.
 
         Args:
             params: ``{name: table}``, or a list of tables.
 
         Raises:
-            TypeError, ValueError: as of :meth:`add_param_group`; nothing has been added.
+            TypeError, ValueError: as in :meth:`add_param_group`; nothing has been added.
         """
         tables, first = as_list(params), self.param_groups[0]
         self._check_tables(tables)
@@ -229,25 +217,24 @@ class SparseOptimizer(Optimizer):
             table._train_by(self._mark)
 
     def _taken_over(self, tables: list[HashTable], group: Group) -> dict[str, list[Any]]:
-        """Give tables, which have been checked, the slots of this optimizer; return what a group lists of them."""
         for table in tables:
             self._add_slots(table, group)
             self._tables[table.name] = table
         return {"params": [TableParameter(table) for table in tables], "tables": [table.name for table in tables]}
 
     def set_grad_accum_steps(self, steps: int) -> None:
-        """Let only every ``steps``-th :meth:`step` update rows, with the sum of the gradients since the last update.
+        """Update rows at every ``steps``-th :meth:`step` only, with the sum of the gradients since the last update.
 
-        The calls in between do nothing, nor does their :meth:`zero_grad`, so a loop may call both after each batch;
-        divide the loss by ``steps`` for a mean. Here and with :meth:`load_state_dict` counting begins anew.
+        The calls in between do nothing, and neither do their calls of :meth:`zero_grad`, so a loop may call both after
+        each batch; divide the loss by ``steps`` for a mean. This method and :meth:`load_state_dict` restart the count.
 
         With more than one step, :meth:`step` refuses a ``torch.amp.GradScaler``, which would divide the sum by the
-        scale with each batch: leave ``steps`` at 1 then, and call ``scaler.step(optimizer)``, ``scaler.update()`` and
-        :meth:`zero_grad` on each n-th batch only. Nor is clipping to be called in between: it would clip the sum so
-        far, again with each batch; clip before the call that updates.
+        scale at each batch: leave ``steps`` at 1 then, and call ``scaler.step(optimizer)``, ``scaler.update()`` and
+        :meth:`zero_grad` at each n-th batch only. Do not clip in between either, since that clips the sum so far again
+        at each batch; clip before the call that updates.
 
         Args:
-            steps: at least 1; 1 is to update with each call.
+            steps: at least 1; with 1 each call updates.
 
         Raises:
             ValueError: ``steps`` is not an int of at least 1.
@@ -266,17 +253,17 @@ class SparseOptimizer(Optimizer):
 
     @property
     def has_gradients_waiting(self) -> bool:
-        """Whether gradients of steps since the last update wait for the next."""
+        """Whether gradients of earlier steps wait for the next update."""
         return self._n_since > 0
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether a ``GradScaler`` leaves the gradients as they are and sets ``found_inf`` here, to be refused."""
+        """True lets a ``GradScaler`` set ``found_inf`` here instead of unscaling; the step then refuses it."""
         return self._n_accumulated > 1 or is_stepped_by_accelerate()
 
     @opaque
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the backward passes so far, unless they are being accumulated."""
+        """Drop the gradients of the backward passes so far, unless they are being accumulated."""
         if self._n_since:
             return
         for table in self._tables.values():
@@ -285,7 +272,7 @@ class SparseOptimizer(Optimizer):
     @opaque
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the rows that had a gradient since the last step, but for those of frozen tables.
+        """Update the rows that had a gradient since the last step, except in frozen tables.
 
         Args:
             closure: computes the loss again, with its backward pass, and returns it.
@@ -295,8 +282,8 @@ class SparseOptimizer(Optimizer):
 
         Raises:
             ValueError: another sparse optimizer has been made for one of the tables since; a ``GradScaler`` or
-                accelerate calls this while it accumulates (:meth:`set_grad_accum_steps`), or accelerate with fp16, of
-                which one optimizer is all that it can scale (:class:`JointOptimizer`); nothing has been changed.
+                accelerate steps an optimizer that accumulates (:meth:`set_grad_accum_steps`); or accelerate uses fp16,
+                where it can scale one optimizer only (:class:`JointOptimizer`). Nothing has been changed.
         """
         self._refuse_scaler()
         taken_over = [name for name, table in self._tables.items() if table.trained_by is not self._mark]
@@ -316,7 +303,7 @@ class SparseOptimizer(Optimizer):
         return loss
 
     def _refuse_scaler(self) -> None:
-        """Refuse a step that another one counts or scales already, or after which another one updates the scale."""
+        """Refuse a step that a scaler or accelerate would count or scale a second time."""
         has_scaler = self.__dict__.pop("found_inf", None) is not None  # then the gradients are still scaled
         self.__dict__.pop("grad_scale", None)
         n = self._n_accumulated
@@ -338,7 +325,7 @@ class SparseOptimizer(Optimizer):
             )
 
     def _step_table(self, parameter: TableParameter, group: Group) -> None:
-        """Update the rows of a table, use its gradients up and count the step: all of it or nothing."""
+        """Update the rows of a table, use up its gradients and count the step: all of it or nothing."""
         table = parameter.table
         with table.store.lock:
             self._count_step(parameter)
@@ -358,7 +345,7 @@ class SparseOptimizer(Optimizer):
             self._count_step(parameter)
 
     def _count_step(self, parameter: TableParameter) -> None:
-        """Count the last step of a table, also one after which an exception came at once; under the table's lock."""
+        """Count the last step of a table if it is done, even if an exception followed. Under the table's lock."""
         step, is_done = self._under_way.get(parameter, (0, np.zeros(1, np.int64)))
         if is_done[0]:
             self.state[parameter] = {**self.state.get(parameter, {}), "step": step}
@@ -370,7 +357,7 @@ class SparseOptimizer(Optimizer):
                 self._count_step(parameter)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the steps by table name and the groups, in plain scalars; the rest lies in the tables."""
+        """Return the steps by table name and the groups, in plain scalars; everything else is in the tables."""
         self._count_steps()
         packed = super().state_dict()
         names = [name for group in packed["param_groups"] for name in group["tables"]]
@@ -381,11 +368,10 @@ class SparseOptimizer(Optimizer):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over the steps and hyper-parameters of a ``state_dict()`` over the same tables, in any order.
+        """Load the steps and hyper-parameters of a ``state_dict()`` over the same tables, in any order.
 
         Raises:
-            StateMismatchError: it is of other tables, another rule or other groups. Nothing has been
-                changed then.
+            StateMismatchError: it has other tables, another rule or other groups. Nothing has been changed.
         """
         known = [key for key in self.defaults if key != "differentiable"]  # torch adds it at the first load
         groups = match(state_dict, self.param_groups, self.slot_names, known)
@@ -430,13 +416,12 @@ class SparseOptimizer(Optimizer):
             seen[table.name] = table
 
     def _add_slots(self, table: HashTable, group: Group) -> None:
-        """Declare the slots of this optimizer, by default of the shape of an embedding and from zero on."""
-        dtype = torch.promote_types(table.dtype, torch.float32)  # of moments and arithmetic
+        """Declare the slots of this optimizer: by default shaped like embeddings, starting at zero."""
+        dtype = torch.promote_types(table.dtype, torch.float32)  # for moments and arithmetic
         for name in self.slot_names:
             table.add_slot(name, table.embedding_shape, dtype)
 
     def _check(self, group: Group) -> None:
-        """Raise ValueError where a hyper-parameter is out of range: by default the numbers, and betas."""
         for name in self._numbers:
             check_number(group, name)
         betas = group.get("betas", (0.0, 0.0))
@@ -446,16 +431,16 @@ class SparseOptimizer(Optimizer):
             check_number({f"betas[{number}]": beta}, f"betas[{number}]", below=1.0)
 
     def _apply(self, weights: Tensor, taken: RowGradients, slots: list[Tensor], step: int, group: Group) -> None:
-        """Apply the rule to what the gradients of a table are; most rules need no more of them than their sums."""
+        """Apply the rule; rules that need only the summed gradients override :meth:`_update` instead."""
         self._update(weights, taken.grads, slots, step, group)
 
     def _update(self, weights: Tensor, grads: Tensor, slots: list[Tensor], step: int, group: Group) -> None:
-        """Apply the rule in place to the rows of one table; all tensors have one row an id."""
+        """Apply the rule in place; all tensors have one row an id."""
         raise NotImplementedError
 
 
 def is_stepped_by_accelerate() -> bool:
-    """Say whether an optimizer that accelerate has prepared is making this step: it leaves no mark on the inner one."""
+    """Say whether accelerate's optimizer makes this step; it leaves no other mark on the inner one."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "accelerate.optimizer":

@@ -104,7 +104,7 @@ class SparseAdamW(SparseOptimizer):
 
 
 def adam_update(weights: Tensor, grads: Tensor, slots: list[Tensor], step: int, group: Group) -> None:
-    """Apply the rule of Adam in place, whose ``eps`` comes before the bias is corrected."""
+    """Adam in place, with ``eps`` added before the bias correction."""
     correction1, correction2 = _follow(grads, slots, step, group)
     exp_avg, exp_avg_sq = slots
     step_size = group["lr"] * math.sqrt(correction2) / correction1
@@ -112,7 +112,6 @@ def adam_update(weights: Tensor, grads: Tensor, slots: list[Tensor], step: int, 
 
 
 def _follow(grads: Tensor, slots: list[Tensor], step: int, group: Group) -> tuple[float, float]:
-    """Move the two moments towards the gradients; return what their bias is corrected with."""
     beta1, beta2 = group["betas"]
     slots[0].lerp_(grads, 1 - beta1)
     slots[1].mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
@@ -153,7 +152,7 @@ class SparseAdamWTF(SparseAdamW):
 
 
 class _Adagrad(SparseOptimizer):
-    """A rule of Adagrad, whose ``numbers`` are the hyper-parameters in the order of ``_numbers``."""
+    """A rule of Adagrad; ``numbers`` are the hyper-parameters in the order of ``_numbers``."""
 
     _numbers = ("lr", "lr_decay", "eps", "initial_accumulator_value", "weight_decay")
     _is_row_wise = False  # one sum a row, not one a value

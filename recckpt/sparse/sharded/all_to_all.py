@@ -25,12 +25,10 @@ class Exchange(Protocol):
     """Ranks that send each other rows; all of them call the same things in the same order."""
 
     @property
-    def rank(self) -> int:
-        """This rank."""
+    def rank(self) -> int: ...
 
     @property
-    def size(self) -> int:
-        """Number of ranks."""
+    def size(self) -> int: ...
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send rows to every rank, and return what all of them sent to this one, on the same device. Collective.
@@ -40,8 +38,6 @@ class Exchange(Protocol):
 
 
 class SoloExchange:
-    """One rank, alone."""
-
     rank, size = 0, 1
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -50,10 +46,7 @@ class SoloExchange:
 
 @dataclass(frozen=True)
 class ProcessExchange:
-    """The ranks of a process group: gloo takes rows through the CPU, nccl from device to device.
-
-    Rows travel as bytes, so every dtype does, and the timeout is that of the group.
-    """
+    """The ranks of a process group. Rows travel as bytes, by gloo through the CPU, by nccl between devices."""
 
     group: ProcessGroup
 
@@ -80,17 +73,14 @@ class ProcessExchange:
 
 
 def carrier_of(backends: str, device: torch.device) -> torch.device:
-    """Return the device from which rows on ``device`` are sent: the same, unless its backend is gloo or missing.
-
-    Backends are such as ``"cpu:gloo,cuda:nccl"``.
-    """
+    """Return the device to send from: ``device``, or one served by another backend than gloo ("cpu:gloo,cuda:nccl")."""
     pairs = (pair.split(":") for pair in backends.split(","))
     kinds = [kind for kind, backend in pairs if backend != "gloo" or kind == "cpu"]
     return device if device.type in kinds else torch.device("cpu" if "cpu" in kinds else kinds[0])
 
 
 def exchange_of(group: ProcessGroup | Exchange | None) -> Exchange:
-    """Return the exchange between the ranks of a group; None for the default one, or for one rank where there is none.
+    """Return the exchange between the ranks of a group; None for the default group, or for one rank if there is none.
 
     Raises:
         ValueError: this is one of several processes, without a process group or not in this one.
@@ -115,12 +105,12 @@ def exchange_of(group: ProcessGroup | Exchange | None) -> Exchange:
 
 
 def agree(exchange: Exchange, what: str, lengths: Sequence[int], problem: Exception | None) -> list[int]:
-    """Tell every rank how much will come, and return how much comes from each. Collective.
+    """Send each rank the number of rows to come, and return how many come from each. Collective.
 
-    All ranks name what they are about in the same words; a rank that cannot take part gives its ``problem``.
+    All ranks pass the same ``what``; a rank that cannot take part passes its ``problem``.
 
     Raises:
-        LookupFailedError: a rank cannot take part, or is about something else; all ranks raise it.
+        LookupFailedError: a rank cannot take part, or passed another ``what``; all ranks raise it.
     """
     ones = [1] * exchange.size
     mark = xxhash.xxh3_64_intdigest(what.encode("utf-8")) >> 1
@@ -137,14 +127,13 @@ def agree(exchange: Exchange, what: str, lengths: Sequence[int], problem: Except
 
 
 def raise_alike(exchange: Exchange, what: str, problem: Exception | None, remedy: str) -> NoReturn:
-    """Raise the problem of the first rank that has one, on all of them. Collective."""
+    """Raise the problem of the first rank that has one, on all ranks. Collective."""
     texts = _texts(exchange, "" if problem is None else f"{type(problem).__name__}: {problem}")
     rank = next(rank for rank, text in enumerate(texts) if text)
     raise LookupFailedError(what, rank, texts[rank], remedy) from (problem if rank == exchange.rank else None)
 
 
 def _texts(exchange: Exchange, text: str) -> list[str]:
-    """Return the text of every rank. Collective."""
     ones = [1] * exchange.size
     data = text.encode("utf-8", "backslashreplace")
     own = torch.full((exchange.size, 1), len(data), device="cpu")
@@ -156,17 +145,16 @@ def _texts(exchange: Exchange, text: str) -> list[str]:
 
 
 class SharedGradients(Tensor):
-    """The gradients of the rows of this rank: a plain tensor, but for what clipping and scalers ask of all rows.
+    """The gradients of this rank's rows: a plain tensor, but norms and finiteness are those of the rows of all ranks.
 
-    Norms and checks for finiteness are collective, so that all ranks clip by one factor and skip a step together, as
-    they do with the dense gradients that DistributedDataParallel has made equal.
+    Taking these is collective, so all ranks clip by one factor and skip a step together, as with the dense gradients
+    that DistributedDataParallel has made equal.
     """
 
     exchange: Exchange
     table: str
 
     def __new__(cls, grads: Tensor, exchange: Exchange, table: str) -> SharedGradients:
-        """Return a view of the gradients of the rows of this rank."""
         self = grads.as_subclass(cls)
         self.exchange, self.table = exchange, table
         return self
@@ -204,11 +192,7 @@ _COLLECTIVE: Mapping[Callable[..., Any], Callable[..., Any]] = {
 
 
 def _from_all(exchange: Exchange, what: str, value: Tensor) -> Tensor:
-    """Return the value of each rank, shape (ranks,), in float64. Collective.
-
-    Raises:
-        LookupFailedError: a rank is at something else; all ranks raise it.
-    """
+    """Return the value of each rank, shape (ranks,), in float64. Collective; LookupFailedError as :func:`agree`."""
     ones = [1] * exchange.size
     agree(exchange, what, ones, None)
     return exchange.all_to_all(value.detach().double().expand(exchange.size, 1), ones, ones).flatten()

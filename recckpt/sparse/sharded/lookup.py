@@ -1,4 +1,4 @@
-"""A lookup over all ranks: ids go to their owners and rows come back; later gradients go to the owners."""
+"""A look-up over all ranks: ids go to their owners, rows come back; later the gradients go to the owners."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Route:
-    """The different ids of a batch for each of several tables, in the order in which they are sent."""
+    """Distinct ids of a batch for each of several tables, in the order in which they are sent."""
 
     ids: Int64s  # in the order of owners, for each owner in the order of tables
-    occurrences: Int64s | None  # of each of them in the batch, if the owners are to know
-    counts: Int64s  # shape (owners, tables): how many ids they are
-    positions: tuple[Int64s, ...]  # by table: where the row of each id of the batch is among those that come back
+    occurrences: Int64s | None  # of each id in the batch, if the owners need it
+    counts: Int64s  # of ids, shape (owners, tables)
+    positions: tuple[Int64s, ...]  # by table: index of each id's row among the rows that come back
 
     def message(self) -> tuple[Int64s, list[int]]:
-        """Return what is sent to the owners, and the length for each: its counts, its ids, and their occurrences."""
         n_ids = self.counts.sum(1)
         columns = [some for some in (self.ids, self.occurrences) if some is not None]
         blocks = [np.split(column, np.cumsum(n_ids)[:-1]) for column in columns]
@@ -45,17 +44,17 @@ class Route:
 
 @dataclass(frozen=True)
 class Requests:
-    """The ids of which all ranks request rows from this one; several ranks may request the same."""
+    """Ids whose rows the ranks request from this one; several ranks may request the same id."""
 
     ids: tuple[Int64s, ...]  # by table, in the order of the ranks that ask
-    counts: Int64s  # shape (ranks, tables): how many ids they are
-    occurrences: tuple[Int64s, ...] | tuple[None, ...]  # by table, of each id at the rank that asks, if it says so
+    counts: Int64s  # of ids, shape (ranks, tables)
+    occurrences: tuple[Int64s, ...] | tuple[None, ...]  # by table, of each id at the asking rank, if it was sent
 
 
 def route(batches: Sequence[Int64s], n_owners: int, spacing: int, *, counted: bool) -> Route:
-    """Return the way of some batches, one for each table, each id of which is sent once to its owner by ``gen_slice``.
+    """Return the route of one batch a table: each distinct id goes once to its owner by ``gen_slice``.
 
-    On the way back the rows of each owner are followed by ``spacing`` more; ``counted`` ids go with their occurrences.
+    Each owner's rows come back followed by ``spacing`` more. ``counted`` sends occurrences along.
     """
     numbered = []  # for each batch the number of each id among the different ones, and those
     for ids in batches:
@@ -83,7 +82,6 @@ def route(batches: Sequence[Int64s], n_owners: int, spacing: int, *, counted: bo
 
 
 def requests_in(message: Int64s, lengths: Sequence[int], n_tables: int, *, counted: bool) -> Requests:
-    """Return the requests in a message that joins those of all ranks, whose lengths are given."""
     parts = np.split(message, np.cumsum(lengths)[:-1])
     counts = np.stack([part[:n_tables] for part in parts])
     n_ids = counts.sum(1)
@@ -93,25 +91,23 @@ def requests_in(message: Int64s, lengths: Sequence[int], n_tables: int, *, count
 
 
 def _by_table(parts: Sequence[Int64s], counts: Int64s) -> tuple[Int64s, ...]:
-    """Return what several ranks sent, each table by table, as one array a table."""
     blocks = [np.split(part, np.cumsum(row)[:-1]) for part, row in zip(parts, counts, strict=True)]
     return tuple(np.concatenate(of_table) for of_table in zip(*blocks, strict=True))
 
 
 @lru_cache
-def _owners(n_owners: int) -> Int64s:
-    """Return the owner of each bucket."""
+def _owners(n_owners: int) -> Int64s:  # of each bucket
     begins = [gen_slice(owner, n_owners).begin for owner in range(n_owners)]
     return np.searchsorted(begins, np.arange(N_BUCKETS), side="right").astype(np.int64) - 1
 
 
 class RoundTrip:
-    """One lookup in tables of one shape, dtype and device, on all ranks. All methods are collective.
+    """One look-up on all ranks, in tables of one shape, dtype and device. All methods are collective.
 
-    The rows that go from one rank to another are followed by a few more, the trailer. With rows of a table it says
-    whether their owner could read them, with gradients which of the tables the loss has reached at all. Gradients are
-    multiplied with the scale of their table; ``what`` names the lookup in words that are the same on all ranks;
-    ``inserts`` says of each table whether it inserts and counts.
+    Rows between two ranks are followed by a trailer. With rows of a table it says whether their owner could read them,
+    with gradients which tables the loss has reached. Gradients are multiplied by the ``scales`` of their tables.
+    ``what`` names the look-up in the same words on all ranks. ``inserts`` says of each table whether it inserts and
+    counts.
     """
 
     def __init__(
@@ -132,11 +128,7 @@ class RoundTrip:
         self._present: list[Int64s | None] = []  # by table: which of the ids asked for have rows, None for all
 
     def rows(self, ids: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return the rows of the ids for each table, shape (ids, *embedding_shape).
-
-        Raises:
-            LookupFailedError: it failed on a rank; all ranks raise it.
-        """
+        """Return the rows for each table; LookupFailedError on all ranks if one failed."""
         problem = None
         try:
             self._route = route(
@@ -157,12 +149,10 @@ class RoundTrip:
         return tuple(rows[torch.from_numpy(places).to(rows.device)] for places in self._route.positions)
 
     def return_gradients(self, grads: Sequence[Tensor | None]) -> None:
-        """Add gradients of the rows to the owners' tables; None for a table that the loss does not depend on here.
+        """Add gradients to the owners' tables; None for a table that the loss here does not depend on.
 
-        A table that the loss of any rank depends on gets gradients on all ranks, if only of no rows.
-
-        Raises:
-            LookupFailedError: a rank is at something else, such as its next lookup; all ranks raise it.
+        A table that the loss of any rank depends on gets gradients on all ranks, perhaps for no rows. LookupFailedError
+        on all ranks if one is at something else, such as its next look-up.
         """
         owned, asked_for = self._lengths(self._requests), self._lengths(self._route)
         options = {"dtype": torch.promote_types(self._like["dtype"], torch.float32), "device": self._like["device"]}
@@ -189,7 +179,7 @@ class RoundTrip:
                     add_gradients(table, ids, of_ids)
 
     def _contributions(self, number: int, grads: Tensor) -> Iterator[tuple[Int64s, Tensor]]:
-        """Yield ids of a table and their gradients: rank by rank where they are squared, else of all ranks at once."""
+        """Yield ids and gradients of a table: rank by rank if they are squared, else at once."""
         ids, present = self._requests.ids[number], self._present[number]
         if not self._tables[number].pending_gradients.keeps_squares:
             yield of_present(ids, grads, present)
@@ -200,7 +190,7 @@ class RoundTrip:
             yield of_present(ids, grads, places[ranks[places] == rank])
 
     def _answer(self) -> tuple[Tensor, Exception | None]:
-        """Return the rows that the ranks ask for; where they cannot be had, others, and the reason."""
+        """Return the requested rows; after an error zeros, and the error."""
         problem = None
         try:
             batches = zip(self._tables, self._requests.ids, self._requests.occurrences, self._inserts, strict=True)
@@ -216,18 +206,16 @@ class RoundTrip:
         return torch.cat([piece for by_rank in zip(*by_table, strict=True) for piece in (*by_rank, trailer)]), problem
 
     def _lengths(self, ids: Route | Requests) -> list[int]:
-        """Return how many rows go to or come from each rank."""
         lengths: list[int] = (ids.counts.sum(1) + self._n_trailer).tolist()
         return lengths
 
     def _trailers(self, lengths: Sequence[int]) -> Tensor:
-        """Return where the trailers are among rows of these lengths, shape (ranks, rows of a trailer)."""
         ends = torch.tensor(lengths, device="cpu").cumsum(0).view(-1, 1)
         return (ends - self._n_trailer + torch.arange(self._n_trailer, device="cpu")).to(self._like["device"])
 
 
 class DifferentiableRows(torch.autograd.Function):
-    """The rows of a lookup, whose backward pass returns the gradients of those whose anchor requires one."""
+    """The rows of a look-up; the backward pass returns gradients to the tables that are not frozen."""
 
     @staticmethod
     def forward(ctx: Any, trip: RoundTrip, ids: Mapping[str, Tensor], *anchors: Tensor) -> tuple[Tensor, ...]:
@@ -248,12 +236,7 @@ class DifferentiableRows(torch.autograd.Function):
 
 
 def flat_batches(tables: Sequence[HashTable], ids: Mapping[str, Any]) -> list[Int64s]:
-    """Return the ids for each table in one dimension; in place of ids there may be the error of why there are none.
-
-    Raises:
-        ValueError: a table has none, a name is that of no table, or something is no int64 tensor.
-        Exception: what stood in place of ids.
-    """
+    """Return the ids for each table in one dimension, or raise the error that stands in place of ids."""
     names = [table.name for table in tables]
     if ids.keys() != {*names}:
         raise ValueError(

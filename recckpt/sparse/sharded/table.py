@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recckpt.errors import LookupFailedError
 from recckpt.format.buckets import gen_slice
@@ -17,6 +17,7 @@ from recckpt.policies.admit import Admit, AdmitFunction
 from recckpt.policies.evict import Mask, first_rows
 from recckpt.sparse.sharded.all_to_all import Exchange, SharedGradients, agree, exchange_of
 from recckpt.sparse.sharded.lookup import DifferentiableRows, RoundTrip, flat_batches
+from recckpt.sparse.table.bags import Bags, Mode, bags_of, check_mode, pool
 from recckpt.sparse.table.checks import opaque
 from recckpt.sparse.table.eviction import Policy
 from recckpt.sparse.table.initializers import InitializerLike
@@ -31,24 +32,21 @@ Int64s = npt.NDArray[np.int64]
 
 
 class SharedByRanks(Sharing):
-    """What the ranks of an exchange agree on about a table that they share."""
-
     def __init__(self, exchange: Exchange) -> None:
         self._exchange, self.n_ranks = exchange, exchange.size
 
     def numbers(self, what: str, number: int, problem: Exception | None = None) -> list[int]:
-        """Return the number of each rank, or raise the ``problem`` of one on all."""
         return agree(self._exchange, what, [number] * self._exchange.size, problem)
 
     def first_rows(self, by: npt.NDArray[Any], ids: Int64s, n: int) -> Mask:
-        """Return which rows of this rank are among the ``n`` of all ranks that go first. Collective.
+        """Return which rows of this rank are among the ``n`` rows of all ranks that go first. Collective.
 
-        ``by`` and ``ids``, both int64, are those of this rank; ``n`` is the same on all, and no rank sends more rows.
+        ``by`` and ``ids`` are int64, of this rank; ``n`` is the same on all ranks, and no rank sends more rows.
         """
         exchange, mask = self._exchange, np.zeros(len(ids), np.bool_)
         if n <= 0:
             return mask
-        offered = np.flatnonzero(first_rows(by, ids, n))  # of this rank; no other can be among the first of all
+        offered = np.flatnonzero(first_rows(by, ids, n))  # no other row of this rank can be among the first of all
         lengths = agree(exchange, "agreeing on what is evicted", [len(offered)] * exchange.size, None)
         pairs = torch.from_numpy(np.stack([by[offered], ids[offered]], 1))
         of_all = exchange.all_to_all(pairs.repeat(exchange.size, 1), [len(offered)] * exchange.size, lengths).numpy()
@@ -57,46 +55,44 @@ class SharedByRanks(Sharing):
         return mask
 
     def refuse(self, table: Any, error: Exception, admit: bool | None) -> NoReturn:
-        """Raise the error of wrong arguments on all ranks: the others wait for the ids of this one."""
+        """Raise the error on all ranks, since the others wait for the ids of this one."""
         look_up_together([table], {table.name: error}, admit=admit)
         raise error
 
     def exposed(self, grads: Tensor, name: str) -> Tensor:
-        """Return gradients whose norm is that of the rows of all ranks."""
         return grads if self._exchange.size == 1 else SharedGradients(grads, self._exchange, name)
 
 
 class ShardedHashTable(HashTable):
-    """A :class:`recckpt.sparse.HashTable` over all ranks, of which each holds one slice of the ids.
+    """A :class:`recckpt.sparse.HashTable` over all ranks; each rank holds one slice of the ids.
 
     Calling it is collective, and so is the backward pass: all ranks call the same tables in the same order, each with
-    its own ids, of which there may be none. Ids go to the rank that owns them, where training inserts those that are
-    new; rows come back, and later the gradients go the same way and add up. After a backward pass
-    :meth:`take_gradients` is None on all ranks or on none. The norm of :attr:`grad` is that of the rows of all ranks;
-    taking it is collective, as unscaling is.
+    its own ids, perhaps none. Ids go to the rank that owns them, where training inserts new ones; rows come back, and
+    later the gradients go the same way and add up. After a backward pass :meth:`take_gradients` is None on all ranks or
+    on none. The norm of :attr:`grad` covers the rows of all ranks; taking it is collective, and so is unscaling.
 
-    Everything else is about the rows of this rank alone and not collective: ``insert``, ``lookup``, ``erase``,
-    ``ids()``, ``slots``, ``len()``. In ``state_dict()`` and checkpoints it is a table with a slice. With one rank it is
-    a plain table. See docs/distributed.md.
+    Everything else is local, about the rows of this rank: ``insert``, ``lookup``, ``erase``, ``ids()``, ``slots``,
+    ``len()``. In ``state_dict()`` and checkpoints it is a table with a slice. With one rank it is a plain table. See
+    docs/distributed.md.
 
     Args:
         embedding_shape: as for a plain table; all arguments are the same on all ranks.
         name: name in checkpoints.
         dtype: as for a plain table.
         device: where the slots of this rank live.
-        initializer: as for a plain table. Those of :mod:`recckpt.sparse` give an id the same first
-            values whatever the number of ranks; those of ``torch.nn.init`` draw from the generator of its owner.
+        initializer: as for a plain table. Those of :mod:`recckpt.sparse` give an id the same first values for any
+            number of ranks; those of ``torch.nn.init`` draw from the generator of the rank that owns the id.
         padding_id: as for a plain table.
         track: as for a plain table; an id is counted over all ranks, and dated by its owner.
-        admit: as for a plain table, by the occurrences on all ranks and the step of the owner: the same ids get rows
-            whatever the number of ranks. A callable is the same on all of them.
-        evict: as for a plain table; a capacity is that of all ranks, which agree on the rows that go.
+        admit: as for a plain table, by the occurrences on all ranks and the step of the owner, so the same ids get rows
+            for any number of ranks. A callable must be the same on all ranks.
+        evict: as for a plain table; a capacity counts the rows of all ranks, which agree on those that go.
         evict_every: as for a plain table.
         budget_ms: as for a plain table.
-        group: the process group whose ranks share the table; None for the default one, or for one rank where there is
-            none. Its backend (gloo, nccl) carries the rows, and its timeout applies.
-        gradients: ``"mean"`` divides the sum of gradients by the number of ranks, as DistributedDataParallel does
-            with those of the dense parameters: for losses that are means over the batch of a rank. ``"sum"`` does not.
+        group: the process group whose ranks share the table; None for the default group, or for one rank without a
+            group. Its backend (gloo, nccl) carries the rows, and its timeout applies.
+        gradients: ``"mean"`` divides the sum of gradients by the number of ranks, as DistributedDataParallel does for
+            dense parameters: for losses that are means over the batch of a rank. ``"sum"`` does not divide.
 
     Raises:
         ValueError: an argument is out of range, or this is one of several processes without a process group.
@@ -141,7 +137,7 @@ class ShardedHashTable(HashTable):
         self.sharing = SharedByRanks(exchange)
 
     def extra_repr(self) -> str:
-        """Return what ``print(model)`` shows of this table: of its rows, those of this rank."""
+        """Return what ``print(model)`` shows of this table; the rows are those of this rank."""
         rank = f"rank {self.exchange.rank} of {self.exchange.size}" if "exchange" in vars(self) else "of no rank yet"
         return f"{super().extra_repr()}, {rank}"
 
@@ -149,12 +145,12 @@ class ShardedHashTable(HashTable):
     def forward(self, ids: Tensor, *, admit: bool | None = None) -> Tensor:
         """Return the embeddings of ``ids``, whichever rank holds them. Collective.
 
-        In training mode unseen ids are inserted where they belong, if they are admitted. In eval mode nothing is
-        inserted and an unseen id reads the initializer's constant, or zeros where the initializer is random.
+        In training mode unseen ids that are admitted are inserted on their owners. In eval mode nothing is inserted,
+        and an unseen id reads the initializer's constant, or zeros if the initializer is random.
 
         Args:
             ids: int64, any shape.
-            admit: as of a plain table; the same on all ranks, as is whether the table is frozen.
+            admit: as for a plain table; it must be the same on all ranks, and the table frozen on all ranks or on none.
 
         Returns:
             Tensor of shape ``ids.shape + embedding_shape``, differentiable unless the table is frozen.
@@ -166,15 +162,10 @@ class ShardedHashTable(HashTable):
 
 
 def look_up_together(tables: Sequence[ShardedHashTable], ids: Mapping[str, Any], *, admit: bool | None) -> list[Tensor]:
-    """Return the embeddings for each table, by the messages of one lookup. Collective.
+    """Return the embeddings for each table, by the messages of one look-up. Collective.
 
-    Args:
-        tables: all of one shape, dtype, device and group; the same on all ranks.
-        ids: table name -> int64, any shape; or the error of why this rank has none.
-        admit: as of a table, for all of them.
-
-    Raises:
-        LookupFailedError: as the lookup in one table.
+    Tables have one shape, dtype, device and group, and are the same on all ranks. The error why this rank has no ids
+    may stand in their place. LookupFailedError on all ranks if one failed.
     """
     first, exchange = tables[0], tables[0].exchange
     is_inserting = [inserts(table, admit) for table in tables]
@@ -198,7 +189,7 @@ def look_up_together(tables: Sequence[ShardedHashTable], ids: Mapping[str, Any],
 
 
 def _described(tables: Sequence[ShardedHashTable], has_grad: bool, is_inserting: Sequence[bool]) -> str:
-    """Return a lookup in words that are equal on two ranks if it is."""
+    """Describe a look-up so that two ranks agree exactly if their look-ups do."""
     lookups = []
     for table, does_insert in zip(tables, is_inserting, strict=True):
         words = ["training" if table.training else "eval"]
@@ -211,3 +202,114 @@ def _described(tables: Sequence[ShardedHashTable], has_grad: bool, is_inserting:
         lookups.append(f"{table.name!r} ({', '.join(words)})")
     shape = f"{str(tables[0].dtype).removeprefix('torch.')} {tables[0].embedding_shape}"
     return f"{', '.join(lookups)} of {shape} {'with' if has_grad else 'without'} gradients"
+
+
+class EmbeddingCollection(nn.Module):
+    """Sharded tables that are looked up together: those of one shape and dtype cost the messages of one.
+
+    Named after TorchRec's. Calling it is collective, as with the tables.
+
+    Args:
+        tables: in the same order on all ranks.
+
+    Attributes:
+        tables: a ``ModuleList`` of them.
+
+    Raises:
+        TypeError: something is not a sharded table.
+        ValueError: two tables share a name.
+    """
+
+    def __init__(self, tables: Iterable[ShardedHashTable]) -> None:
+        super().__init__()
+        members = list(tables)
+        others: list[Any] = [table for table in members if not isinstance(table, ShardedHashTable)]
+        if others:
+            kind = f"the {type(others[0]).__name__} {getattr(others[0], 'name', others[0])!r:.100}"
+            raise TypeError(
+                f"a collection takes recckpt.sparse.ShardedHashTable, found {kind}: make it one, which with one rank "
+                "is a plain table; several plain ones go into an nn.ModuleDict, and are called one by one"
+            )
+        self.tables = nn.ModuleList(members)
+        names = [table.name for table in self._sharded]
+        if len({*names}) < len(names):
+            raise ValueError(f"tables need names of their own, found {names}")
+
+    @opaque
+    def forward(self, ids: Mapping[str, Tensor], *, admit: bool | None = None) -> dict[str, Tensor]:
+        """Return the embeddings for each table. Collective.
+
+        Args:
+            ids: table name -> int64, any shape; every table must be named, perhaps with no ids.
+            admit: as for a table, for all of them.
+
+        Returns:
+            Table name -> tensor of shape ``ids.shape + embedding_shape``, differentiable unless the table is frozen.
+
+        Raises:
+            LookupFailedError: the ids of a rank do not fit, or it is at another lookup; all ranks raise it.
+        """
+        groups: dict[Any, list[ShardedHashTable]] = {}
+        for table in self._sharded:
+            key = (table.embedding_shape, table.dtype, table.device, table.exchange)
+            groups.setdefault(key, []).append(table)
+        by_name = ids if isinstance(ids, Mapping) else {}  # an error on all ranks, as ids that do not fit
+        unknown = by_name.keys() - {table.name for table in self._sharded}
+        rows: dict[str, Tensor] = {}
+        for tables in groups.values():
+            names = [table.name for table in tables]
+            own = {name: by_name[name] for name in (*names, *unknown) if name in by_name}
+            rows |= zip(names, look_up_together(tables, own, admit=admit), strict=True)
+        return rows
+
+    @opaque
+    def bag(
+        self,
+        ids: Any,
+        *,
+        mode: Mode = "sum",
+        weights: Mapping[str, Any] | None = None,
+        padding_id: int | None = None,
+        admit: bool | None = None,
+    ) -> dict[str, Tensor]:
+        """Return the rows of each bag, pooled, for each table, by the messages of one lookup. Collective.
+
+        Args:
+            ids: table name -> ids of two dimensions, a jagged nested tensor, or an object such as TorchRec's
+                ``JaggedTensor``; or its ``KeyedJaggedTensor`` with the names of the tables as keys. Ids with lengths
+                become a nested tensor by ``torch.nested.nested_tensor_from_jagged(ids, lengths=lengths)``.
+            mode: as in :meth:`HashTable.bag`, for all tables.
+            weights: table name -> weights as there, for some or all tables.
+            padding_id: as there, for all tables.
+            admit: as for a table, for all of them.
+
+        Returns:
+            Table name -> tensor of shape (bags, *embedding_shape).
+
+        Raises:
+            LookupFailedError: the ids, weights or mode of a rank do not fit, or it is at another lookup; all ranks
+                raise it.
+        """
+        by_name = ids if hasattr(ids, "keys") else {}
+        names = {*by_name.keys()}
+        batches: dict[str, Any] = {name: by_name[name] for name in names}
+        bags: dict[str, Bags] = {}
+        own_weights = dict(weights or {})
+        for table in (table for table in self._sharded if table.name in names):
+            try:
+                weights_of_table = own_weights.pop(table.name, None)
+                of_table = bags_of(table, batches[table.name], weights_of_table, padding_id)
+                check_mode(table, mode, of_table.weights)
+                bags[table.name], batches[table.name] = of_table, of_table.ids
+            except (TypeError, ValueError) as error:
+                batches[table.name] = error
+        if own_weights:
+            batches[self._sharded[0].name] = ValueError(
+                f"found weights for {sorted(own_weights)}, expected for the tables"
+            )
+        rows = self(batches, admit=admit)
+        return {table.name: pool(rows[table.name], bags[table.name], mode) for table in self._sharded}
+
+    @property
+    def _sharded(self) -> list[ShardedHashTable]:
+        return list(self.tables)  # type: ignore[arg-type]  # nn.ModuleList forgets what it holds

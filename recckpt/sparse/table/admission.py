@@ -26,7 +26,10 @@ Int64s = npt.NDArray[np.int64]
 # Embeddings of ids, and where among them those are that have rows, which alone get gradients; None for all.
 Fetched = tuple[Tensor, Int64s | None]
 MakeTable = Callable[[int, torch.dtype, str], TableModule]
-_INVERSE_1, _INVERSE_2 = np.uint64(0x96DE1B173F119089), np.uint64(0x319642B2D24D8EC3)  # of the factors of mix64
+_INVERSE_1, _INVERSE_2 = (
+    np.uint64(0x96DE1B173F119089),
+    np.uint64(0x319642B2D24D8EC3),
+)  # inverses of the factors of mix64
 _S16, _S27, _S30, _S31, _S48, _S54, _S60, _S62 = (np.uint64(n) for n in (16, 27, 30, 31, 48, 54, 60, 62))
 _SECOND = np.uint64(0x9E3779B97F4A7C15)  # the step of splitmix64: other bits than those that choose the block
 Bools = npt.NDArray[np.bool_]
@@ -78,7 +81,6 @@ class BloomCandidates(Candidates):
         return least
 
     def add(self, ids: Int64s, occurrences: Int64s) -> None:
-        """Add the occurrences to the cells; a cell stops at 255."""
         store = self.table.store
         with store.lock:
             blocks, cells, _ = self._counted(ids, occurrences)
@@ -135,7 +137,6 @@ def _cells_of(id_: Any, n_hashes: int, cells: Any) -> int:
 
 @compiled
 def _add(ids: Any, at: Any, occurrences: Any, n_hashes: int, blocks: Any) -> None:
-    """Add the occurrences of each id to its cells in block ``at``; a cell stops at 255."""
     cells = np.empty(n_hashes, np.int64)
     for i in range(len(ids)):
         for j in range(_cells_of(ids[i], n_hashes, cells)):
@@ -190,11 +191,11 @@ class Admission:
             is_present[absent] = is_in[groups]
             present, refused = np.flatnonzero(is_present), np.flatnonzero(~is_present)
             occurrences, first_at = occurrences.copy(), np.empty(len(new_ids), np.int64)
-            first_at[groups[::-1]] = absent[::-1]  # where each comes last here, and first in the look-up
+            first_at[groups[::-1]] = absent[::-1]  # the last assignment wins: each id's first place in the look-up
             occurrences[first_at] += counts - occurred  # what was counted while the id waited
             rows = fetch_rows(ids[present], occurrences[present])
-            first = first_embeddings(table, new_ids[is_out])  # behind the new rows, as a recomputation reads it
-            places = np.empty(len(ids), np.int64)  # of each id among the rows and what the others read
+            first = first_embeddings(table, new_ids[is_out])  # after the new rows are there, as in a recomputation
+            places = np.empty(len(ids), np.int64)  # each id's place among rows and first embeddings
             places[present] = np.arange(len(present))
             places[refused] = len(present) + (np.cumsum(~is_in) - 1)[groups[~is_in[groups]]]
             rows = torch.cat([rows, first]).index_select(0, torch.from_numpy(places).to(rows.device))

@@ -25,12 +25,7 @@ Mode = Literal["sum", "mean", "max"]
 
 
 def ids_of_embedding(module: Any, name: str, ids: Tensor | None) -> tuple[Tensor, int | None]:
-    """Return the ids of the rows of a module, by default 0 to n - 1, and the id of its padding, if it has one.
-
-    Raises:
-        TypeError: the module is not an embedding of torch.
-        ValueError: the module has an option that tables lack, or the ids do not fit.
-    """
+    """Return the ids of a module's rows, by default 0 to n - 1, and its padding id; refuse what a table cannot do."""
     if not isinstance(module, Embedding):
         raise TypeError(f"table {name!r}: found a {type(module).__name__}, expected an nn.Embedding or nn.EmbeddingBag")
     for option in ("max_norm", "scale_grad_by_freq"):
@@ -66,9 +61,7 @@ def _check_plain(module: Embedding, name: str) -> None:
 def rows_of_nested(table: str, what: str, nested: Any) -> tuple[Tensor, Tensor]:
     """Return the values of all rows of a nested tensor, gaps left out, and the length of each row.
 
-    Raises:
-        ValueError: the layout is not torch.jagged, there are not two dimensions, or the offsets do not fit the values;
-            torch checks neither.
+    ValueError for another layout than torch.jagged, for offsets that do not fit: torch checks neither.
     """
     if nested.layout != torch.jagged:
         raise ValueError(f"table {table!r}: found nested {what} of {nested.layout}, expected layout=torch.jagged")
@@ -86,14 +79,13 @@ def rows_of_nested(table: str, what: str, nested: Any) -> tuple[Tensor, Tensor]:
             "outside of all rows need lengths too, or are to be cut off"
         )
     if has_holes:
-        firsts = starts - (lengths.cumsum(0) - lengths)  # of each row here, less that among the rows alone
+        firsts = starts - (lengths.cumsum(0) - lengths)  # how far each row is shifted by gaps
         places = torch.arange(int(lengths.sum()), device=values.device) + firsts.repeat_interleave(lengths)
         values = values[places]
     return values, lengths
 
 
 def weights_alike(table: str, nested: Tensor, lengths: Tensor) -> Tensor:
-    """Return the values of nested weights; ValueError where their row lengths are not ``lengths``."""
     values, own_lengths = rows_of_nested(table, "weights", nested)
     own, expected = own_lengths.tolist(), lengths.tolist()
     if own != expected:
@@ -107,8 +99,6 @@ def weights_alike(table: str, nested: Tensor, lengths: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Bags:
-    """Flat ids, the position where each bag begins, and a weight for each id."""
-
     ids: Tensor  # int64
     offsets: Tensor  # int64, on the device of the ids
     weights: Tensor | None
@@ -124,11 +114,7 @@ def bags_of(
     lengths: Tensor | None = None,
     include_last_offset: bool = False,
 ) -> Bags:
-    """Return bags of ids without padding, so a bag may be empty. At most one of ``offsets`` and ``lengths`` is given.
-
-    Raises:
-        TypeError, ValueError: an argument does not fit.
-    """
+    """Return bags of ids without padding, so a bag may be empty. ``offsets`` and ``lengths`` exclude each other."""
     bags = _bags_of(table.name, ids, weights, offsets, lengths, include_last_offset=include_last_offset)
     padding_id = table.padding_id if padding_id is None else checked_padding(table.name, padding_id)
     if padding_id is None:
@@ -153,7 +139,7 @@ def check_mode(table: TableModule, mode: Mode, weights: Tensor | None) -> None:
 
 
 def pool(rows: Tensor, bags: Bags, mode: Mode) -> Tensor:
-    if not len(bags.offsets):  # of which torch makes no graph
+    if not len(bags.offsets):  # torch makes no graph of it
         return rows[:0]
     numbers = torch.arange(len(rows), device=rows.device)
     weights = None if bags.weights is None else bags.weights.to(rows.device)
@@ -186,7 +172,6 @@ def _bags_of(
 
 
 def _of_ragged(table: str, ids: Any, weights: Any) -> Bags:
-    """Return the bags of a nested tensor, or of an object with values(), lengths() and offsets()."""
     is_tensor = isinstance(ids, Tensor)
     check_proxy(ids)
     if not is_tensor and hasattr(ids, "keys"):

@@ -26,7 +26,7 @@ _NESTED = (
 )
 _FLOATS = "make them int64 where they come from: of large ids floats have lost the last digits already"
 _PROBES = count()
-MAX_VALUES = 1 << 18  # of a row: a megabyte in float32, where embeddings have hundreds
+MAX_VALUES = 1 << 18  # in a row: a megabyte of float32; embeddings have hundreds
 _RESERVED_SLOTS = frozenset({EMBEDDING, "id", "table", "op"})  # columns of the format
 
 
@@ -43,7 +43,7 @@ _interpreter = _asked("peek_interpreter_stack", getattr(torch._C, "_functorch", 
 _n_modes = _asked("_len_torch_dispatch_stack")
 _mode = _asked("_get_dispatch_mode")
 _MODES: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
-_PRE_DISPATCH: Any = getattr(torch._C.DispatchKey, "PreDispatch", None)  # where make_fx(pre_dispatch=True) has its mode
+_PRE_DISPATCH: Any = getattr(torch._C.DispatchKey, "PreDispatch", None)  # the mode of make_fx(pre_dispatch=True)
 _is_pre_dispatch = functools.partial(_asked("_dispatch_tls_is_dispatch_key_included"), _PRE_DISPATCH)
 _FAKE = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ())
 _NOT_IN_PROGRAM = (
@@ -99,7 +99,7 @@ def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
             uncompiled.append(torch.compiler.disable(run))  # type: ignore[no-untyped-call]
         if torch.compiler.is_compiling():
             return uncompiled[0](*args, **kwargs)
-        try:  # which no compiler sees: it does not break graphs inside
+        try:  # not while compiling: graphs do not break inside try
             return uncompiled[0](*args, **kwargs)
         except Exception as error:
             # What compilers have put around the function says nothing: the traceback is to begin in it.
@@ -128,7 +128,6 @@ def refuse_export() -> None:
 
 
 def check_proxy(ids: object) -> None:
-    """Refuse a proxy of ``torch.fx.symbolic_trace`` in place of ids."""
     if isinstance(ids, torch.fx.Proxy):
         _refuse_program("torch.fx.symbolic_trace")
 
@@ -208,7 +207,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def spec_of(name: str, tensor: Tensor) -> SlotSpec:
-    """Return the slot that a tensor of rows makes; its dtype may be one that the format lacks."""
     return SlotSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]))
 
 
@@ -262,7 +260,6 @@ def checked_move(table: str, dtype: torch.dtype, device: torch.device, fn: Calla
 
 
 def checked_padding(table: str, padding_id: Any) -> int | None:
-    """Return the padding id, or raise ValueError where it is no int64."""
     if padding_id is None:
         return None
     is_id = isinstance(padding_id, int | np.integer) and not isinstance(padding_id, bool)
@@ -272,7 +269,6 @@ def checked_padding(table: str, padding_id: Any) -> int | None:
 
 
 def checked_initial(table: str, spec: SlotSpec, initial: Any) -> float:
-    """Return the initial value of a slot, or raise ValueError where its dtype does not hold it."""
     is_number = isinstance(initial, int | float | np.integer | np.floating) and not isinstance(initial, bool)
     dtype: torch.dtype = getattr(torch, spec.dtype)
     limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)

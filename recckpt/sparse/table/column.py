@@ -17,7 +17,7 @@ from recckpt.types import SlotSpec
 Int64s = npt.NDArray[np.int64]
 BLOCK_BYTES = 32 << 20  # large enough for huge pages, small beside any table worth growing in steps
 _FIRST_ROWS = 64
-_LINE_BYTES, _HUGE_BYTES = 64, 2 << 20  # of the cache; of a huge page
+_LINE_BYTES, _HUGE_BYTES = 64, 2 << 20  # a cache line, a huge page
 _ONE_BLOCK = 62  # shift of a column that is one block, whatever its rows
 
 
@@ -68,7 +68,7 @@ class Column:
         self.device = device
         self.shift = max((BLOCK_BYTES // max(spec.row_bytes, 1)).bit_length() - 1, 6)
         self.memory = _NO_MEMORY
-        self._written: torch.cuda.Event | None = None  # behind all writes of the thread that made this
+        self._written: torch.cuda.Event | None = None  # after all writes of the thread that made this
 
     @classmethod
     def over(cls, spec: SlotSpec, values: Tensor) -> Column:
@@ -128,7 +128,6 @@ class Column:
             torch.cuda.current_stream(self.device).wait_event(self._written)
 
     def gather_or(self, rows: Int64s, value: float) -> Tensor:
-        """Return a copy of ``rows``; where a row is -1, ``value``."""
         absent = np.flatnonzero(rows < 0)
         if len(absent) == 0:
             return self.gather(rows)
@@ -164,12 +163,10 @@ class Column:
             done += len(piece)
 
     def lay_over(self, rows: Int64s, at: Int64s, target: npt.NDArray[np.uint8]) -> None:
-        """Copy ``rows`` of a CPU column over the rows ``at`` of ``target``."""
         memory = self.memory
         lay_over(memory.addresses, self.shift, self.spec.row_bytes, rows, at, target.ctypes.data)
 
     def scatter(self, rows: Int64s, values: Tensor) -> None:
-        """Set ``rows``, which are distinct."""
         values, memory = self.fitting(values), self.memory
         if self.is_on_cpu:
             scatter_rows(memory.addresses, self.shift, self.spec.row_bytes, rows, values.data_ptr())
@@ -183,14 +180,12 @@ class Column:
         return values.detach().to(self.device, self.dtype).contiguous()
 
     def write(self, begin: int, values: Tensor) -> None:
-        """Set consecutive rows from ``begin`` on."""
         done = 0
         for piece in self.pieces(begin, begin + len(values)):
             piece.copy_(values[done : done + len(piece)].detach())
             done += len(piece)
 
     def write_some(self, begin: int, values: Tensor, rows: Int64s) -> None:
-        """Set consecutive rows from ``begin`` on to the given ``rows`` of ``values``."""
         if values.dtype == self.dtype and values.device == self.device:
             Column.over(self.spec, values).copy_rows(rows, self, begin)
         else:
@@ -250,7 +245,6 @@ class Column:
         return torch.empty((n_rows, *self.spec.shape), dtype=self.dtype, device=self.device)
 
     def _by_block(self, memory: ColumnMemory, rows: Int64s) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield (block, positions in ``rows``, rows inside the block)."""
         numbers = rows >> self.shift
         for number in np.flatnonzero(np.bincount(numbers)):
             at = np.flatnonzero(numbers == number)

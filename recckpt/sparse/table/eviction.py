@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from recckpt.format.tables import ClockDates
-from recckpt.policies.evict import NORM, Capacity, Evict, Mask, is_evict
+from recckpt.policies.evict import COUNT, LAST_STEP, LAST_TIME, NORM, Capacity, Evict, Mask, is_evict
 from recckpt.sparse.table.gradients import is_in_backward
 from recckpt.sparse.table.id_index import N_PARTS
 from recckpt.sparse.table.kernels import row_norms
@@ -28,7 +28,6 @@ from recckpt.sparse.table.rows import Visit
 from recckpt.types import EMBEDDING, SlotSpec, count_of, positive_number
 
 Int64s = npt.NDArray[np.int64]
-COUNT, LAST_STEP, LAST_TIME = "count", "last_step", "last_time"  # part of the format
 TRACKED = {  # what ``track`` may name
     "count": SlotSpec(COUNT, "int64", ()),
     "step": SlotSpec(LAST_STEP, "int64", ()),
@@ -36,9 +35,9 @@ TRACKED = {  # what ``track`` may name
 }
 MAX_EVENT_TIME = 1e11  # seconds: the year 5138; milliseconds are below it until 1973
 Policy = Evict | Capacity
-MIN_PART_ROWS = 1024  # of a capacity: parts of fewer would differ too much in how many rows they hold
+MIN_PART_ROWS = 1024  # with a capacity: smaller parts would differ too much in their numbers of rows
 _PATIENCE = 1000  # training look-ups of one step, after which somebody seems to have forgotten to count steps
-_WORTH_A_WORD = 100  # rows of a table of which more than half goes
+_WORTH_A_WORD = 100  # rows: no warning if more than half of a smaller table goes
 _PIECE = 1 << 15  # rows whose columns are looked at together
 _NO_STEPS = (
     "still at step {} after {} training look-ups, and it evicts as steps are counted: call CheckpointManager.step() "
@@ -64,20 +63,13 @@ _NONE = np.empty(0, np.int64)
 
 
 class Now(NamedTuple):
-    """The training step, and a time in seconds since 1970."""
-
     step: int
     time: float
 
 
 @dataclass
 class TableTime:
-    """What the manager or the user last said of training progress.
-
-    Attributes:
-        step: steps made so far; None if nobody said.
-        event_time: the time that counts as now, in seconds since 1970; None for the clock.
-    """
+    """What was last said of training progress: the steps made, and the time that counts as now; None if nothing."""
 
     step: int | None = None
     event_time: float | None = None
@@ -132,7 +124,6 @@ class Tracking:
         return Visit(occurrences, COUNT if self.counts else "", self._stamps())
 
     def _date_again(self, store: RowStore) -> None:
-        """Give the event time, if any, to rows that the clock has dated."""
         dates, event_time = self.clock_dates, self._table_time.event_time
         if dates is None or event_time is None:
             return
@@ -155,7 +146,7 @@ class Tracking:
 def checked_event_time(table: str, event_time: Any) -> float | None:
     """Return a time in seconds since 1970 or None; ValueError where it seems to be in other units."""
     is_number = isinstance(event_time, int | float) and not isinstance(event_time, bool)
-    if event_time is not None and not (is_number and -math.inf < event_time <= MAX_EVENT_TIME):  # which NaN is not
+    if event_time is not None and not (is_number and -math.inf < event_time <= MAX_EVENT_TIME):  # refuses NaN
         raise ValueError(
             f"table {table!r}: event_time is in seconds since 1970, found {event_time!r:.100}; divide "
             "milliseconds by 1000, nanoseconds by 1e9"
@@ -169,12 +160,7 @@ ALL: HashRange = (0, N_PARTS)
 
 @dataclass(frozen=True)
 class Plan:
-    """What a table evicts and when; a function of steps and row counts alone.
-
-    Attributes:
-        rules: decide on each row by itself.
-        capacity: decides among all rows.
-    """
+    """What a table evicts and when; a function of steps and row counts alone."""
 
     rules: tuple[Evict, ...] = ()
     capacity: Capacity | None = None
@@ -236,11 +222,7 @@ class _Pass(NamedTuple):
 
 
 class Eviction:
-    """What a table evicts as it trains, and up to which step that is done.
-
-    Attributes:
-        n_evicted: rows that policies have evicted on this rank since the table was made.
-    """
+    """What a table evicts as it trains, and up to which step that is done."""
 
     def __init__(self, table_time: TableTime, plan: Plan | None = None) -> None:
         self.plan = plan or Plan()
@@ -353,7 +335,6 @@ def eviction_of(table: TableModule, table_time: TableTime, evict: Any, every: An
 
 
 def _scan(table: TableModule, plan: Plan, part: HashRange, now: Now) -> _Scan:
-    """Ask the rules which rows of a part go, piece by piece."""
     store, capacity = table.store, plan.capacity
     needs = {name for policy in plan.policies for name in policy.needs}
     gone, left, by = [_NONE], [_NONE], [_NONE]
@@ -390,7 +371,6 @@ def _pieces(store: RowStore, part: HashRange, padding_id: int | None) -> Iterato
 
 
 def _values(store: RowStore, name: str, rows: Int64s) -> npt.NDArray[Any]:
-    """Return a scalar slot of some rows, or the norms of their embeddings."""
     if name != NORM:
         values: npt.NDArray[Any] = store.columns[name].gather(rows).cpu().numpy()
         return values

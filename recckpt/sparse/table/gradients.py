@@ -26,19 +26,15 @@ _graph_task_id = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # torc
 _will_execute: Callable[[Any], bool] = getattr(torch._C, "_will_engine_execute_node", lambda node: True)
 
 
-def is_in_backward() -> bool:  # of this thread, recomputations of any library included
+def is_in_backward() -> bool:  # in this thread; true in recomputations too
     return _graph_task_id() != -1
 
 
 def captured(node: Any) -> Tensor | None:
-    """Return an empty gradient if ``torch.autograd.grad`` asks for the anchor (it accumulates nothing then), else None.
-
-    Args:
-        node: the anchor's node in the graph whose backward pass is running.
-    """
+    """Return an empty gradient if ``torch.autograd.grad``, which accumulates none, asks for the anchor; else None."""
     try:
         _will_execute(node)
-    except RuntimeError as error:  # which says so of leaves alone
+    except RuntimeError as error:  # raised for leaves only
         if "autograd.grad" in str(error):
             return torch.empty_like(node.variable)
     return None
@@ -71,7 +67,6 @@ class Lookup(torch.autograd.Function):
 
 
 def of_present(ids: Int64s, grads: Tensor, present: Int64s | None) -> tuple[Int64s, Tensor]:
-    """Return the ids at ``present`` and their gradients; None for all."""
     if present is None:
         return ids, grads
     return ids[present], grads.index_select(0, torch.from_numpy(present).to(grads.device))
@@ -137,7 +132,6 @@ class Gradients:
         self._lock = threading.RLock()
 
     def add(self, ids: Int64s, grads: Tensor, store: RowStore) -> None:
-        """Remember gradients; ids may repeat."""
         # Summed now and not when used: the memory of ``grads`` is autograd's, which may reuse it.
         entry = _Entry(*_sum_by_id(ids, grads), store.rows.era)
         with self._lock:
@@ -145,7 +139,7 @@ class Gradients:
             self._n_passes = self._n_passes + 1 if waiting else 1
             self._entries = [*waiting, entry]
             is_full = len(self._entries) >= _MAX_ENTRIES
-        if is_full:  # of a table that no optimizer steps, they would only pile up
+        if is_full:  # without an optimizer they would pile up
             self.values(store)
 
     def clear(self, set_to_none: bool = True) -> None:
@@ -214,7 +208,6 @@ class Gradients:
 
 
 def _sum_by_id(ids: Int64s, grads: Tensor) -> tuple[Int64s, Tensor]:
-    """Return the distinct ids and their summed gradients, in float32 or float64."""
     index = IdIndex()
     index.reserve(len(ids))
     groups, different = index.find_or_add(ids)

@@ -17,7 +17,7 @@ _EMPTY = 0  # in place of row + 1: every int64 is a legal id, so no id can mark 
 _CELL_BYTES = 16
 _AHEAD = 16  # ids; far enough to hide a miss, near enough to be in the cache still when it is looked at
 N_PARTS = 1 << 16  # into which the ids are cut by the end of their hash, as buckets are by its begin
-N_ROWS, N_CLAIMED, VERSION = 0, 1, 2  # where each count lies
+N_ROWS, N_CLAIMED, VERSION = 0, 1, 2  # indices into counts
 
 
 class IdIndex:
@@ -71,7 +71,6 @@ class IdIndex:
             self.cells = np.zeros((_MIN_CAPACITY, 2), np.int64)
 
     def fitted(self) -> IdIndex:
-        """Return an independent copy without spare memory; all of its ids are published."""
         twin = IdIndex()
         twin.reserve(len(self))
         _rehash(self.cells, twin.cells)
@@ -84,7 +83,6 @@ class IdIndex:
         return twin
 
     def find(self, ids: Int64s) -> Int64s:
-        """Return the row of each id, -1 if absent."""
         rows = np.empty(len(ids), np.int64)
         _find(self.cells, self.counts, ids, rows)
         return rows
@@ -130,7 +128,6 @@ def _home(id_: Any, mask: int) -> Any:
 
 @njit(nogil=True, inline="always")
 def _cell_of(cells: Any, id_: Any) -> Any:
-    """Return the cell of ``id_``, or the empty cell where it belongs."""
     mask = len(cells) - 1
     cell = _home(id_, mask)
     while cells[cell, 1] != _EMPTY and cells[cell, 0] != id_:
@@ -140,7 +137,6 @@ def _cell_of(cells: Any, id_: Any) -> Any:
 
 @njit(nogil=True, inline="always")
 def _prefetch_cell(cells: Any, ids: Any, i: int) -> None:
-    """Prefetch the home of ``ids[i]``, if i is in range, so that cache misses overlap."""
     if i < len(ids):
         prefetch(cells.ctypes.data + _home(ids[i], len(cells) - 1) * _CELL_BYTES)
 
@@ -158,7 +154,7 @@ def _find(cells: Any, counts: Any, ids: Any, rows: Any) -> None:
 @compiled
 def _part(cells: Any, counts: Any, begin: int, end: int) -> Any:
     mask = len(cells) - 1
-    n_homes = min(end - begin, len(cells))  # of a run of cells, of which there is one for each 65,536 cells
+    n_homes = min(end - begin, len(cells))  # in a run of cells; there is a run for each 65,536 cells
     part = np.empty((2, counts[N_ROWS]), np.int64)  # memory that is not touched costs nothing
     n = 0
     for run in range(max(1, len(cells) // N_PARTS)):
@@ -214,7 +210,6 @@ def _rehash(old: Any, new: Any) -> None:
 
 @njit(nogil=True, inline="always")
 def _empty_cell(cells: Any, hole: Any) -> None:
-    """Empty a cell, and shift back the cells that followed it."""
     mask = len(cells) - 1
     follower = (hole + 1) & mask
     while cells[follower, 1] != _EMPTY:

@@ -1,9 +1,9 @@
 """What a new row starts with.
 
-The random initializers are a function of (table seed, initializer seed, id, position in the row): an id
-starts the same whatever the order of arrival, the batch, the rank or the resume. Each id has its own splitmix64
-generator (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), whose output ``n`` is
-``mix64(key + n * GAMMA)``: nothing has to be drawn in order.
+The random initializers are a function of (table seed, initializer seed, id, position in the row), so an id starts the
+same for any order of arrival, batch, rank or resume. Each id has its own splitmix64 generator (Steele, Lea, Flood,
+"Fast splittable pseudorandom number generators", OOPSLA 2014); its output ``n`` is ``mix64(key + n * GAMMA)``, so
+numbers need not be drawn in order.
 """
 
 from __future__ import annotations
@@ -164,11 +164,7 @@ class TruncatedNormal:
 
 @dataclass(frozen=True)
 class TorchInitializer:
-    """Fills new rows by a function such as those of ``torch.nn.init``, with torch's random numbers.
-
-    Args:
-        fill: fills its argument, a tensor of shape (new rows, *embedding_shape), in place.
-    """
+    """Fills new rows by a function such as those of ``torch.nn.init``, with torch's random numbers."""
 
     fill: Callable[[Tensor], object]
 
@@ -184,18 +180,18 @@ class TorchInitializer:
 
 @dataclass(frozen=True)
 class FromRow:
-    """A new row begins as the row of another id is now, such as that of its category; its slots as any.
+    """A new row starts as a copy of another id's embedding, such as that of its category; slots start as usual.
 
-    What it begins with depends on when it comes, unlike that of other initializers. Not for a table whose rows lie on
-    several ranks, since the other row may be on another one.
+    Unlike with other initializers, the values depend on when the id arrives. Not for a table with rows on several
+    ranks, since the other row may be on another rank.
 
     Args:
-        fallback: that id; or a function of new ids, an int64 array, to as many others.
-        otherwise: gives the first values of ids whose fallback has no row, or is as new as they are; None for what a
-            table starts its rows with by default. In eval mode, too, an id without a row reads its constant.
+        fallback: the other id; or a function from new ids, an int64 array, to as many other ids.
+        otherwise: gives the first values of ids whose fallback has no row, or is new itself; None for the default of
+            tables. In eval mode an id without a row reads the constant of this initializer.
 
     Raises:
-        TypeError: an argument is neither.
+        TypeError: an argument is of another kind.
     """
 
     fallback: int | Callable[[Int64s], npt.ArrayLike]
@@ -215,7 +211,7 @@ class FromRow:
         return self.otherwise.unseen if isinstance(self.otherwise, Initializer) else 0.0
 
     def values(self, ids: Int64s, seed: int, spec: SlotSpec) -> Tensor:
-        """Return what ``ids`` start with where their fallback has no row."""
+        """Return the first values of ``ids`` whose fallback has no row."""
         assert isinstance(self.otherwise, Initializer)  # as ``as_initializer`` has made it
         return self.otherwise.values(ids, seed, spec)
 
@@ -223,11 +219,11 @@ class FromRow:
         """Return the fallback of each of ``ids``.
 
         Raises:
-            ValueError: the function returned other than an int64 for each.
+            ValueError: the function did not return an int64 for each id.
         """
         if not callable(self.fallback):
             return np.full(len(ids), self.fallback, np.int64)
-        if not len(ids):  # of an empty list no dtype is known
+        if not len(ids):  # an empty list has no dtype
             return ids
         others = np.asarray(self.fallback(ids.copy()))
         if others.dtype.kind not in "iu" or others.dtype == np.uint64 or others.shape != ids.shape:
@@ -247,12 +243,7 @@ def default_initializer(dtype: torch.dtype, shape: tuple[int, ...]) -> Initializ
 
 
 def as_initializer(initializer: InitializerLike | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Initializer:
-    """Return an initializer for a user's argument; None is the default.
-
-    Raises:
-        TypeError: the argument is no initializer.
-        ValueError: it cannot fill a table of ``dtype``.
-    """
+    """Return an initializer for a user's argument, None for the default; TypeError or ValueError if there is none."""
     if initializer is None:
         return default_initializer(dtype, shape)
     if isinstance(initializer, type):
@@ -277,7 +268,6 @@ def as_initializer(initializer: InitializerLike | None, dtype: torch.dtype, shap
 def _filled(
     fill: Callable[..., None], own_seed: int, ids: Int64s, seed: int, spec: SlotSpec, *parameters: float
 ) -> Tensor:
-    """Return values for ``ids``, computed in float64 and rounded to the dtype of the slot."""
     streams = mix64(np.array([seed % 2**64, own_seed % 2**64], np.uint64))
     dtype = np.float64 if spec.dtype == "float64" else np.float32
     out = np.empty((len(ids), math.prod(spec.shape)), dtype)
@@ -309,14 +299,12 @@ def _key(stream: Any, id_: Any) -> Any:
 
 @njit(nogil=True, inline="always")
 def _uniform(key: Any, position: int) -> float:
-    """Return a value of the open interval (0, 1) with 52 bits, exact in float64."""
     bits = mix64_of_one(key + np.uint64(position + 1) * _GAMMA)  # all uint64: numba makes uint64 + int64 a float64
     return np.float64(bits >> _S12) * _STEP + _HALF_STEP
 
 
 @compiled
 def fill_uniform(stream: Any, ids: Any, low: float, width: float, out: Any) -> None:
-    """Fill ``out``, shape (len(ids), n), with values in [low, low + width)."""
     for i in range(len(ids)):
         key = _key(stream, ids[i])
         for j in range(out.shape[1]):

@@ -114,9 +114,7 @@ def prefetch(typing_context: Any, address: Any) -> Any:
 
 
 @intrinsic
-def fence(typing_context: Any) -> Any:
-    """Full memory barrier."""
-
+def fence(typing_context: Any) -> Any:  # a full memory barrier
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
         return context.get_dummy_value()
@@ -144,7 +142,6 @@ def gather_rows(blocks: Any, shift: int, row_bytes: int, rows: Any, target: int)
 
 @compiled
 def scatter_rows(blocks: Any, shift: int, row_bytes: int, rows: Any, source: int) -> None:
-    """Copy consecutive rows at the address ``source`` into ``rows`` of the blocks."""
     mask = (1 << shift) - 1
     for i in range(len(rows)):
         row = np.int64(rows[i])
@@ -153,7 +150,6 @@ def scatter_rows(blocks: Any, shift: int, row_bytes: int, rows: Any, source: int
 
 @compiled
 def copy_rows_within(blocks: Any, shift: int, row_bytes: int, rows: Any, to_rows: Any) -> None:
-    """Copy ``rows`` over ``to_rows``; the two are disjoint."""
     mask = (1 << shift) - 1
     for i in range(len(rows)):
         row, to_row = rows[i], to_rows[i]
@@ -214,7 +210,6 @@ def pick_marked(rows: Any, marks: Any, needed: Any, mark_others: bool) -> Any:
 
 @compiled
 def add_rows(groups: Any, values: Any, sums: Any) -> None:
-    """Add each row of ``values`` to row ``groups[i]`` of ``sums``, in order."""
     for i in range(len(groups)):
         group = groups[i]
         for j in range(values.shape[1]):
@@ -233,7 +228,6 @@ def row_norms(values: Any, norms: Any) -> None:
 
 @compiled
 def count_buckets(ids: Any, counts: Any) -> None:
-    """Add the number of ids in each of the 65,536 buckets to ``counts``."""
     for i in range(len(ids)):
         counts[mix64(np.uint64(ids[i])) >> _S48] += 1
 

@@ -68,8 +68,7 @@ class FrozenRows(ABC):
             raise RuntimeError(f"table {self.snapshot.name!r}: no marks since {base!r}, only since {self.base!r}")
 
     @abstractmethod
-    def committed(self, save_id: str) -> None:
-        """Make this checkpoint the base."""
+    def committed(self, save_id: str) -> None: ...
 
     def failed(self) -> None:  # noqa: B027  # where nothing was begun, nothing ends
         """Keep the base and all marks since."""
@@ -136,7 +135,6 @@ class Marks(SaverMarks):
             return self._since.base == base and not has_changes
 
     def freeze(self, store: Store, name: str, slots: Collection[str] | None, *, keeps_marks: bool = False) -> Frozen:
-        """Return all changes since the base, from the first set; a save begins a second one."""
         with self._lock:
             store.mark_noted()
             (base, (first, *_)), second = self._since, MarkSet(is_replaced=False)
@@ -168,11 +166,7 @@ class Marks(SaverMarks):
 
 
 class Frozen(FrozenRows):
-    """Rows frozen with marks; made under the lock of the store.
-
-    Attributes:
-        bits: 1 for each changed row, in whole words of 8 bytes.
-    """
+    """Rows frozen with marks, under the lock of the store; ``bits`` are in whole words of 8 bytes."""
 
     def __init__(self, marks: Marks, base: str | None, first: MarkSet, second: MarkSet, snapshot: Snapshot) -> None:
         self.snapshot, self.second = snapshot, second
@@ -217,7 +211,6 @@ class DeltaSource:
 
     @cached_property
     def rows(self) -> Int64s:
-        """Numbers of the changed rows in the snapshot."""
         return marked_rows(self._bits(), self.n_all)
 
     @property

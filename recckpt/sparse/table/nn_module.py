@@ -66,7 +66,6 @@ class Sharing:
     n_ranks = 1
 
     def numbers(self, what: str, number: int, problem: Exception | None = None) -> list[int]:
-        """Return the number of each rank, or raise the ``problem`` of any rank."""
         if problem is not None:
             raise problem
         return [number]
@@ -136,9 +135,9 @@ class TableModule(nn.Module):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the rows are trained; False for a frozen table, which training leaves as it is.
+        """Whether the rows are trained; False for a frozen table, which training does not change.
 
-        Set it, call ``requires_grad_`` of the table or of a model around it, or set that of all its parameters.
+        Set it here, or call ``requires_grad_`` of the table or of a model that holds it.
         """
         return self._parameters["anchor"].requires_grad  # type: ignore[union-attr]  # a tenth of the time of self.anchor
 
@@ -149,10 +148,10 @@ class TableModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the anchor, but not where ``recurse`` is False.
+        """Yield the anchor, unless ``recurse`` is False.
 
-        So FSDP asks each module for what it is to manage, and would wait for a gradient of the anchor. A walk from a
-        module above does not call this, and finds it.
+        With that, FSDP asks each module for the parameters it should manage, and would wait for a gradient of the
+        anchor. A walk from an outer module does not call this, and finds the anchor.
         """
         if recurse:
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
@@ -186,7 +185,6 @@ class TableModule(nn.Module):
         )
 
     def _train_by(self, mark: object) -> None:
-        """Give gradients to the optimizer with this mark from now on."""
         self.trained_by = mark
 
     def __repr__(self) -> str:
@@ -210,7 +208,6 @@ class TableModule(nn.Module):
         raise NotImplementedError
 
     def _own_tables(self) -> list[TableModule]:
-        """Return the tables that stand in state dicts for this module."""
         return [self]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -270,10 +267,10 @@ class TableModule(nn.Module):
     @property
     @opaque
     def grad(self) -> Tensor | None:
-        """The gradients that the optimizer takes next: one row for each different id, float32 or float64.
+        """The gradients that the optimizer takes next: one row for each distinct id, float32 or float64.
 
-        Changes in place count, which is how scalers and clipping work. None where there was no backward pass; a row of
-        zeros where it reached no id. Set to None, they are forgotten.
+        Changes in place take effect, which is how scalers and clipping work. None if there was no backward pass; a row
+        of zeros if it reached no id. Setting None drops them.
         """
         values = self.pending_gradients.values(self.store)
         if values is None:
@@ -293,9 +290,9 @@ class TableModule(nn.Module):
 
     @opaque
     def take_gradients(self) -> tuple[Int64s, Tensor] | None:
-        """Return (rows, summed gradients) of all backward passes since the last call, and forget them.
+        """Return (distinct rows, summed gradients) of all backward passes since the last call, and drop them.
 
-        The rows are all different; None where there was no backward pass.
+        None if there was no backward pass.
         """
         with self.store.lock:
             taken = self.pending_gradients.of_rows(self.store)
@@ -306,7 +303,7 @@ class TableModule(nn.Module):
 
     @opaque
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the backward passes so far."""
+        """Drop the gradients of the backward passes so far."""
         super().zero_grad(set_to_none)
         self.pending_gradients.clear(set_to_none)
 
@@ -327,11 +324,7 @@ def erase_rows(table: TableModule, ids: Int64s) -> int:
 
 
 def first_embeddings(table: TableModule, new_ids: Int64s) -> Tensor:
-    """Return the initial embeddings of distinct new ids.
-
-    Raises:
-        ValueError: an id lies outside the slice of the table.
-    """
+    """Return the initial embeddings of distinct new ids; ValueError if one lies outside the table's slice."""
     check_owned(table.name, table.slice, new_ids)
     initializer = table.initializer
     values = initializer.values(new_ids, table.seed, table.spec)

@@ -24,13 +24,7 @@ Bits = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class IdPlaces:
-    """Which id has which place at one moment. These arrays are not written any more.
-
-    Attributes:
-        ids: distinct, ascending.
-        places: of each id, distinct.
-        meta: slot name -> one value an id.
-    """
+    """Which id (ascending) has which place at one moment, and its meta by slot. The arrays are not written any more."""
 
     ids: Int64s
     places: Int64s
@@ -38,7 +32,6 @@ class IdPlaces:
 
     @property
     def slots(self) -> tuple[SlotSpec, ...]:
-        """Slots that are not in the memory of the rows."""
         return tuple(SlotSpec(name, "int64", ()) for name in self.meta)
 
     def moved(self, before: IdPlaces) -> Bits:
@@ -113,12 +106,7 @@ _MapBase = tuple[str, IdPlaces]  # a checkpoint, and which ids it has where: 16 
 
 
 class PlacedMarks(SaverMarks):
-    """Marks of the places of one store, and the id map of the base, which is compared with the current one.
-
-    Args:
-        store: the rows by id.
-        marks: of its memory.
-    """
+    """Marks of the places of one store, and the id map of the base, which is compared with the current one."""
 
     def __init__(self, store: PlacedStore, marks: SaverMarks) -> None:
         self.store, self._store, self._marks = weakref.ref(store), weakref.ref(store), marks

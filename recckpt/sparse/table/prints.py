@@ -63,7 +63,6 @@ def fingerprints(rows: Snapshot, first: int = 0, last: int | None = None) -> Pri
 
 
 def _prints_on_cpu(rows: Snapshot, images: PreImages, begin: int, end: int) -> Prints:
-    """Read each row once, where it lies."""
     prints = np.zeros(end - begin, np.uint64)
     for spec in rows.slots:
         done = 0
@@ -73,7 +72,6 @@ def _prints_on_cpu(rows: Snapshot, images: PreImages, begin: int, end: int) -> P
 
 
 def _prints_of(rows: Snapshot, some: npt.NDArray[np.int64]) -> Prints:
-    """Read a copy of the rows."""
     prints = np.zeros(len(some), np.uint64)
     read = {spec.name: np.empty(len(some) * spec.row_bytes, np.uint8) for spec in rows.slots}
     rows.read_slots(some, read, is_last=False)
@@ -83,7 +81,6 @@ def _prints_of(rows: Snapshot, some: npt.NDArray[np.int64]) -> Prints:
 
 
 def _mix(memory: npt.NDArray[np.uint8], spec: SlotSpec, prints: Prints) -> int:
-    """Mix rows of a slot into their prints, and return their number."""
     n_rows = len(memory) // spec.row_bytes
     words = memory.view(_WORDS[_word_bytes(spec.row_bytes)]).reshape(n_rows, -1)
     _mix_rows(words, random_odds(0, words.shape[1]), prints[:n_rows])
@@ -103,7 +100,6 @@ def _mix_rows(words: Any, factors: Any, prints: Any) -> None:
 
 
 def _word_bytes(row_bytes: int) -> int:
-    """Return the size of the longest words that divide a row."""
     return next(n_bytes for n_bytes in (8, 4, 2, 1) if row_bytes % n_bytes == 0)
 
 
@@ -123,7 +119,6 @@ def prints_on_device(rows: Snapshot, images: PreImages, begin: int, end: int) ->
 
 
 def _mixed(memory: Tensor, spec: SlotSpec, prints: Tensor) -> Tensor:
-    """Return prints with the words of a slot mixed in."""
     n_bytes = _word_bytes(spec.row_bytes)
     if memory.storage_offset() % n_bytes:  # torch shows bytes as longer words only from a multiple of them on
         memory = memory.clone()
@@ -146,12 +141,10 @@ def _shifted(words: Tensor, n_bits: int) -> Tensor:
 
 
 class _Base(NamedTuple):
-    """A checkpoint, and the prints of its rows over these slots."""
-
     save_id: str
     slots: tuple[SlotSpec, ...]
     prints: Prints
-    share: float  # of the rows, that were others in the base before it; 0 where that is not known
+    share: float  # of rows that differed from the base before; 0 if unknown
 
 
 class PrintMarks(SaverMarks):
@@ -192,16 +185,7 @@ class PrintMarks(SaverMarks):
 
 
 class PrintedRows(SnapshotOver):
-    """A snapshot that takes prints before its rows are read for the last time. Thread-safe.
-
-    Attributes:
-        known_prints: None if they were not taken.
-
-    Args:
-        rows: the snapshot.
-        check: may refuse the prints.
-        some: range of the rows that get prints; None for all.
-    """
+    """A snapshot that takes prints of ``some`` rows, and has them checked, before rows are read last. Thread-safe."""
 
     def __init__(
         self,
@@ -224,7 +208,7 @@ class PrintedRows(SnapshotOver):
 
     def read_slots(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
         if is_last:
-            _ = self.prints  # of all rows, before the first may change
+            _ = self.prints  # takes all prints before the first row may change
         self._rows.read_slots(rows, targets, is_last=is_last)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from recckpt.format.buckets import distinct
 from recckpt.sparse.table.column import BLOCK_BYTES, Column
 from recckpt.sparse.table.id_index import begin_renumbering
-from recckpt.sparse.table.rows import Rows, Visit, last_occurrence
+from recckpt.sparse.table.rows import MIN_ROWS, Rows, Visit, last_occurrence
 from recckpt.sparse.table.snapshot import Snapshot
 from recckpt.sparse.table.store import HasMarkSets, Observers, Store
 from recckpt.types import EMBEDDING, SlotSpec
@@ -24,7 +24,7 @@ T = TypeVar("T")
 Take = Callable[[Mapping[str, Column], Int64s], T]
 FirstValues = Callable[[Int64s], Tensor]
 
-_TRIES = 3  # of a look-up without the lock
+_TRIES = 3  # look-ups without the lock
 
 
 class RowStore(Store):
@@ -102,7 +102,7 @@ class RowStore(Store):
         return self.look_up(ids, lambda columns, rows: rows)
 
     def look_up(self, ids: Int64s, take: Take[T]) -> T:
-        """Return ``take(columns, rows)``; rows are -1 for absent ids. It may be called several times."""
+        """Return ``take(columns, rows)``, rows being -1 for absent ids. ``take`` may be called several times."""
         for _ in range(_TRIES):
             rows = self.rows
             version = rows.index.version
@@ -114,7 +114,7 @@ class RowStore(Store):
             return take(rows.columns, rows.index.find(ids))
 
     def look_up_or_add(self, ids: Int64s, take: Take[T], embeddings: FirstValues) -> T:
-        """The same, but absent ids get rows first, under the lock, with these embeddings."""
+        """As :meth:`look_up`, but absent ids get rows first, under the lock, with these embeddings."""
         rows = self.rows
         version = rows.index.version
         at = rows.index.find(ids)
@@ -183,7 +183,7 @@ class RowStore(Store):
             rows.erase(erasure)
             for marks in self._observers.mark_sets():
                 marks.move(erasure)
-            if rows.is_half_empty:
+            if rows.most > MIN_ROWS and 2 * len(rows) <= rows.most:
                 fitted = rows.fitted()
                 begin_renumbering(rows.index.counts)  # look-ups that still read these rows are repeated
                 self.rows = fitted
@@ -195,7 +195,6 @@ class RowStore(Store):
             self.adopt(self.emptied())
 
     def emptied(self) -> RowStore:
-        """Return a store with the same slots and no rows, to be filled and adopted."""
         return RowStore(self.device, self.rows.emptied())
 
     def adopt(self, other: RowStore) -> None:
@@ -206,7 +205,6 @@ class RowStore(Store):
             self._observers.forget_snapshots()  # nothing changes any more what they read
 
     def to(self, device: torch.device) -> RowStore:
-        """Return a copy with the slots on ``device``; ids and index stay on the CPU."""
         with self.lock:
             return RowStore(device, self.rows.to(device))
 
@@ -262,5 +260,4 @@ class RowStore(Store):
         return at, len(new_ids)
 
     def _announce(self, rows: Int64s, *, with_ids: bool) -> None:
-        """Let snapshots copy, and marks mark, rows that are about to change."""
         self._observers.announce(rows, self.rows.index.n_claimed, with_ids=with_ids)

@@ -1,4 +1,4 @@
-"""A table as a map from ids to rows: what users read of it and change, training apart."""
+"""A table as a map from ids to rows: what users read and change, without training."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ from recckpt.sparse.table.nn_module import (
     padding_row,
 )
 from recckpt.sparse.table.row_store import RowStore
+from recckpt.sparse.table.rows import last_occurrence
 from recckpt.types import EMBEDDING, SlotSpec
 
 if TYPE_CHECKING:
@@ -58,8 +59,6 @@ class NotesInserts(Protocol):
 
 
 class Slots(Mapping[str, Tensor]):
-    """The slots of a store without the embedding; reading one copies its rows."""
-
     def __init__(self, store: RowStore) -> None:
         self._store = store
 
@@ -82,7 +81,7 @@ class RowTable(TableModule):
         eviction: which rows go as the table trains, and how far that is done.
         admission: makes ids wait for their rows; None if all ids get rows.
         companions: tables made of this one's rows, beside it in state dicts and checkpoints.
-        followers: are told which ids ``insert`` adds; a copy of the table has none.
+        followers: get the ids that ``insert`` adds; a copy of the table has none.
     """
 
     admission: Admission | None = None
@@ -130,7 +129,7 @@ class RowTable(TableModule):
 
     @property
     def step(self) -> int:
-        """The steps that training has made so far, as :class:`recckpt.CheckpointManager` says, or who sets this."""
+        """The steps that training has made so far; set by :class:`recckpt.CheckpointManager`, or by you."""
         return self.time.step or 0
 
     @step.setter
@@ -142,9 +141,9 @@ class RowTable(TableModule):
 
     @property
     def event_time(self) -> float | None:
-        """The time that counts as now, in seconds since 1970: that given to the manager last; None for the clock.
+        """The time that counts as now, in seconds since 1970: the last one given to the manager; None for the clock.
 
-        Once it is set, rows that the clock has dated so far are dated with it.
+        When it is first set, rows that the clock has dated get this time.
         """
         return self.time.event_time
 
@@ -154,7 +153,7 @@ class RowTable(TableModule):
 
     @property
     def now(self) -> Now:
-        """Internal: the step and the time that a look-up of this moment leaves in its rows."""
+        """Internal: the step and the time that a look-up would now leave in its rows."""
         return self.time.now
 
     @opaque
@@ -164,12 +163,12 @@ class RowTable(TableModule):
         Args:
             ids: int64, shape (n,).
             embeddings: shape (n, *embedding_shape), the table's dtype.
-            slots: slot name -> (n, *slot_shape). Slots that are not named keep their values, and start at
-                their initial value in new rows.
+            slots: slot name -> (n, *slot_shape). Other slots keep their values, and start at their initial value in
+                new rows.
 
         Raises:
-            ValueError: a shape, dtype or slot name does not fit; an id lies outside the slice. Nothing has
-                been changed then.
+            ValueError: a shape, dtype or slot name does not fit; an id lies outside the slice. Nothing has been
+                changed.
         """
         self._refuse_shown("insert()")
         flat = flat_ids(ids)
@@ -205,10 +204,9 @@ class RowTable(TableModule):
 
     @opaque
     def erase(self, ids: Tensor) -> int:
-        """Drop the rows of ``ids``, ignoring those that are absent, and return how many were dropped.
+        """Drop the rows of ``ids``, ignoring absent ones, and return how many were dropped.
 
-        Gradients that wait for the optimizer go with them.
-        What was counted of ids that wait for a row is dropped too, where it is counted by id.
+        Gradients that wait for the optimizer go with them, and so do exact counts of ids that wait for a row.
         """
         self._refuse_shown("erase()")
         flat = flat_ids(ids)
@@ -226,7 +224,7 @@ class RowTable(TableModule):
 
     @opaque
     def reserve(self, n_rows: int) -> None:
-        """Make room for ``n_rows`` rows in all, 0 or more, so that inserting them allocates nothing."""
+        """Make room for ``n_rows`` rows in total, so that inserting up to that many allocates nothing."""
         if not isinstance(n_rows, int | np.integer) or isinstance(n_rows, bool) or n_rows < 0:
             raise ValueError(f"table {self.name!r}: n_rows must be an int of at least 0, found {n_rows!r}")
         self.store.reserve(int(n_rows))
@@ -245,7 +243,7 @@ class RowTable(TableModule):
 
     @property
     def slots(self) -> Mapping[str, Tensor]:
-        """The slots but for the embedding, by name; reading one copies its rows, in the order of :meth:`ids`."""
+        """The slots without the embedding, by name; reading one copies its rows, in the order of :meth:`ids`."""
         return Slots(self.store)
 
     @opaque
@@ -261,12 +259,12 @@ class RowTable(TableModule):
         Args:
             name: name in checkpoints, such as ``sparse_adamw_exp_avg``.
             shape: shape of one row; ``()`` is a scalar slot.
-            dtype: any that a table may have.
-            initial: what the rows of a new slot, and new rows of any, start at; None for 0, or for what was
-                declared before.
+            dtype: any dtype that a table may have.
+            initial: the value of all rows of a new slot, and of new rows later; None for 0, or for the value declared
+                before.
 
         Raises:
-            ValueError: the name is taken, ``initial`` is none of the dtype, the slot exists with another shape or
+            ValueError: the name is reserved, ``initial`` does not fit the dtype, the slot exists with another shape or
                 dtype, or the table is an average.
         """
         self._refuse_untrained(f"cannot have a slot {name!r}")
@@ -282,15 +280,15 @@ class RowTable(TableModule):
 
     @opaque
     def set_slot(self, name: str, ids: Tensor, values: Tensor) -> None:
-        """Set one slot of rows that are there; the last of equal ids wins.
+        """Set one slot of existing rows; the last of equal ids wins.
 
         Args:
-            name: of the slot; ``"embedding"`` for the embeddings.
-            ids: int64, shape (n,); of a sharded table those that this rank holds.
+            name: the slot; ``"embedding"`` for the embeddings.
+            ids: int64, shape (n,); in a sharded table, ids that this rank holds.
             values: shape (n, *slot_shape), the slot's dtype.
 
         Raises:
-            ValueError: a shape, dtype or name does not fit, or an id has no row. Nothing has been changed then.
+            ValueError: a shape, dtype or name does not fit, or an id has no row. Nothing has been changed.
         """
         self._refuse_shown("set_slot()")
         flat = flat_ids(ids)
@@ -301,26 +299,27 @@ class RowTable(TableModule):
             if len(absent):
                 what = f"{len(absent)} of {len(flat)} ids have no row, the first is {absent[0]}"
                 raise ValueError(f"table {self.name!r}, {name!r}: {what}: insert(ids, embeddings, slots) adds rows")
-            different, from_end = np.unique(rows[::-1], return_index=True)
-            last = torch.from_numpy(len(rows) - 1 - from_end).to(values.device)
-            self.store.write(different, {name: values.detach()[last].to(self.device)})
+            last, values = last_occurrence(rows), values.detach()
+            if last is not None:
+                rows, values = rows[last], values[torch.from_numpy(last).to(values.device)]
+            self.store.write(rows, {name: values.to(self.device)})
 
     @opaque
     def resize(self, dim: int) -> None:
-        """Give embeddings, and the slots of their shape, another last dimension; all other slots stay, as counters do.
+        """Change the last dimension of embeddings, and of slots of the same shape; other slots stay, such as counters.
 
-        What is too long is cut. New columns of embeddings hold what the initializer gives the ids in the new width,
-        those of slots their initial value. Where no initializer was given, that of the new width counts from now on.
-        Gradients that wait are forgotten, all rows are in the next delta, and there is a second copy of the table until
-        it is done. An optimizer goes on; where the rest of a model has the width, that is to be changed with it. Not
-        collective: of a sharded table all ranks do this.
+        Longer rows are cut. New columns of embeddings get the initializer's values for the new width, those of slots
+        their initial value. A default initializer becomes the default of the new width. Waiting gradients are dropped,
+        the next delta holds all rows, and memory holds a second copy of the table meanwhile. Optimizers go on; layers
+        of the model that depend on the width must be changed too. Not collective: call it on all ranks of a sharded
+        table.
 
         Args:
             dim: the last dimension.
 
         Raises:
             ValueError: ``dim`` is not an int of at least 1, a row would be too long, or the table is an average.
-                Nothing has been changed then.
+                Nothing has been changed.
         """
         with self.store.lock:
             self._refuse_untrained("cannot be resized")
@@ -343,7 +342,7 @@ class RowTable(TableModule):
         try:
             yield
         finally:
-            del self.is_trained, self._is_showing  # those of the class count
+            del self.is_trained, self._is_showing  # back to those of the class
             for name, value in own.items():
                 setattr(self, name, value)
 

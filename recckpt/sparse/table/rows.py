@@ -23,7 +23,7 @@ Int64s = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 _CPU = torch.device("cpu")
 _ID_SPEC = SlotSpec("id", "int64", ())
-MIN_ROWS = 64  # of a table whose memory is worth giving back
+MIN_ROWS = 64  # memory of fewer rows is not worth giving back
 _AHEAD = 16  # rows lie anywhere, so the next ones are asked for early
 
 
@@ -47,7 +47,6 @@ def write_rows(
 
 
 def erase_rows(index: IdIndex, erasure: Erasure, columns: Sequence[Column]) -> None:
-    """Forget ids and move rows of CPU columns: all of it or nothing."""
     _erase(Addresses.of(columns), index.cells, index.counts, *erasure[1:])
 
 
@@ -128,11 +127,6 @@ class Rows:
         twin.index.settle()
         return twin
 
-    @property
-    def is_half_empty(self) -> bool:
-        """Whether half of the most rows so far are gone, and enough memory to give back."""
-        return self.most > MIN_ROWS and 2 * len(self) <= self.most
-
     def fitted(self) -> Rows:
         """Return the same rows without spare memory; whole blocks are shared with this one."""
         columns = {name: column.fitted(len(self)) for name, column in self.columns.items()}
@@ -147,9 +141,6 @@ class Rows:
             piece.fill_(initial)
         self.initial[spec.name] = initial
         self.columns = {**self.columns, spec.name: column}
-
-    def keep_column(self, name: str) -> None:
-        self.columns, self.initial = {name: self.columns[name]}, {name: self.initial[name]}
 
     def reserve(self, n_rows: int) -> None:
         self.index.reserve(n_rows)
@@ -234,14 +225,13 @@ class Rows:
             rows = np.flatnonzero(is_one)
         n_left = len(self) - len(rows)
         n_holes = int(np.searchsorted(rows, n_left))
-        stays = np.ones(len(rows), np.bool_)  # of the last rows, as many as go
+        stays = np.ones(len(rows), np.bool_)  # among the last rows, as many as go
         stays[rows[n_holes:] - n_left] = False
         movers = n_left + np.flatnonzero(stays)
         gone, moved = self.ids.gather(rows).numpy(), self.ids.gather(movers).numpy()
         return Erasure(rows, gone, moved, movers, rows[:n_holes])
 
     def erase(self, erasure: Erasure) -> None:
-        """All of it or nothing."""
         self.most = max(self.most, len(self))
         slots = list(self.columns.values())
         if self.device == _CPU:
@@ -271,13 +261,7 @@ def last_occurrence(rows: Int64s) -> Int64s | None:
 
 
 class Visit(NamedTuple):
-    """What a training look-up leaves in the rows.
-
-    Attributes:
-        occurrences: of each id.
-        counter: a scalar int64 slot that counts them; "" for none.
-        stamps: scalar slot of int64 or float64 -> its new value.
-    """
+    """What a training look-up leaves in the rows: a counter slot ("" for none) and stamps, slot -> value."""
 
     occurrences: Int64s
     counter: str
@@ -305,7 +289,6 @@ def _set_int64_at(typing_context: Any, address: Any, value: Any) -> Any:
 
 @compiled
 def _count(blocks: Any, shift: int, rows: Any, amounts: Any) -> None:
-    """Add amounts to the int64 of ``rows``, which may repeat."""
     mask = (1 << shift) - 1
     last = len(rows) - 1
     for i in range(len(rows)):

@@ -89,10 +89,8 @@ class PreImages:
     def read(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
         """Copy rows of columns into one target each. After ``is_last`` they may change, and must not be read again.
 
-        Raises:
-            RuntimeError: rows were read for the last time before, or this is closed.
-            MemoryError: copying rows aside failed.
-            Exception: what :meth:`fail` was given.
+        RuntimeError if they were, or this is closed; MemoryError if copying aside failed; or what :meth:`fail` was
+        given.
         """
         columns, _ = self._opened()
         for name, target in targets.items():
@@ -148,7 +146,6 @@ class PreImages:
         return was_open
 
     def gather_into(self, rows: npt.NDArray[Any], target: Bytes) -> None:
-        """Copy rows of the only column; may be repeated."""
         self.read(rows, dict.fromkeys(self._opened()[0], target), is_last=False)
 
     def _opened(self) -> tuple[dict[str, Column], Log]:
@@ -161,21 +158,9 @@ class PreImages:
 
 
 class RowIds(Protocol):
-    """The ids of a snapshot's rows."""
+    """The ids of rows: :class:`PreImages` of them, or ids that never change."""
 
-    def gather_into(self, rows: npt.NDArray[Any], target: Bytes) -> None:
-        """Copy the ids of rows at the moment of the snapshot; may be repeated."""
-
-    def keep(self, rows: Int64s) -> None:
-        """Copy aside the ids of ``rows``, which are about to change."""
-
-    def narrow(self, bits: Bytes) -> None:
-        """From now on protect, and allow to read, only rows whose bit is 1."""
-
-    def close(self) -> object: ...
-
-    def fail(self, error: Exception) -> None:
-        """Raise this error in all later reads."""
+    def gather_into(self, rows: npt.NDArray[Any], target: Bytes) -> None: ...
 
 
 class Snapshot:
@@ -201,6 +186,7 @@ class Snapshot:
         self.name, self.n_rows = name, n_rows
         self.slots: tuple[SlotSpec, ...] = tuple(column.spec for column in columns.values())
         self._slots, self._ids = PreImages(n_rows, columns, log), ids
+        self._images = (self._slots, ids) if isinstance(ids, PreImages) else (self._slots,)
         self.in_place: PreImages | None = self._slots
         self._on_close = on_close
 
@@ -221,12 +207,10 @@ class Snapshot:
 
     def keep(self, rows: Int64s, *, with_ids: bool) -> None:
         """Copy aside distinct ``rows``, which are about to change or, ``with_ids``, to get other ids."""
-        self._slots.keep(rows)
-        if with_ids:
-            self._ids.keep(rows)
+        for images in self._images if with_ids else self._images[:1]:
+            images.keep(rows)
 
     def read_ids(self, rows: npt.NDArray[Any], target: Bytes) -> None:
-        """Copy the ids of rows; may be repeated."""
         self._ids.gather_into(rows, target)
 
     def read_slots(self, rows: npt.NDArray[Any], targets: Mapping[str, Bytes], *, is_last: bool) -> None:
@@ -234,20 +218,22 @@ class Snapshot:
         self._slots.read(rows, targets, is_last=is_last)
 
     def narrow(self, bits: Bytes) -> None:
-        self._slots.narrow(bits)
-        self._ids.narrow(bits)
+        for images in self._images:
+            images.narrow(bits)
 
     def fail(self, error: Exception) -> None:
-        self._slots.fail(error)
-        self._ids.fail(error)
+        for images in self._images:
+            images.fail(error)
 
     def check(self) -> None:
         """Raise what :meth:`fail` was given: some of what was read may be of another moment."""
         self._slots._opened()
 
     def close(self) -> None:
-        self._ids.close()
-        if self._slots.close():
+        was_open = self._slots.close()
+        for images in self._images[1:]:
+            images.close()
+        if was_open:
             self._on_close()
 
 
@@ -256,12 +242,11 @@ class SnapshotOver(Snapshot):
 
     def __init__(self, rows: Snapshot) -> None:
         self.name, self.n_rows, self.slots, self._rows = rows.name, rows.n_rows, rows.slots, rows
-        self._slots, self._ids, self._on_close, self.in_place = rows._slots, rows._ids, rows._on_close, rows.in_place
+        self._slots, self._ids, self._images, self._on_close = rows._slots, rows._ids, rows._images, rows._on_close
+        self.in_place = rows.in_place
 
 
 class SnapshotIds:
-    """Ids copied by ``read_ids``, with the methods of a column."""
-
     def __init__(self, read_ids: Callable[[npt.NDArray[Any], Bytes], None]) -> None:
         self.gather_into = read_ids
 

@@ -21,7 +21,7 @@ from recckpt.types import EMBEDDING, SlotSpec
 
 Int64s = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
-_SPARE_BYTES, _SPARE_ID_BYTES = 256 << 20, 16 << 20  # of logs, kept for the next: fresh memory is slow
+_SPARE_BYTES, _SPARE_ID_BYTES = 256 << 20, 16 << 20  # memory of logs kept for the next: fresh memory is slow
 
 
 class MarkSet:
@@ -31,7 +31,7 @@ class MarkSet:
         self.is_replaced = is_replaced
         self.bits = np.zeros(0, np.uint8)
         self._is_shared = False  # the bits are those of a save, too, and change no more
-        self._count = np.zeros(1, np.int64)  # of bits that are 1, all of them of rows that are there
+        self._count = np.zeros(1, np.int64)  # bits that are 1, all of them for existing rows
         self.erased: list[Int64s] = []  # some may be there again: those have a row that is marked
         self.n_erased = 0
 
@@ -40,7 +40,6 @@ class MarkSet:
         return int(self._count[0])
 
     def mark(self, rows: Int64s, n_rows: int) -> None:
-        """Mark ``rows``, which are about to change, in a table of ``n_rows``."""
         if not self.is_replaced:
             self._reserve(n_rows)
             self._own()
@@ -57,7 +56,6 @@ class MarkSet:
         self.note_erased(ids)
 
     def note_erased(self, ids: Int64s) -> None:
-        """Note ``ids`` that have no row."""
         self.erased.append(ids)
         self.n_erased += len(ids)
 
@@ -69,7 +67,6 @@ class MarkSet:
             _unmark(erasure.rows[len(erasure.holes) :], self.bits, self._count)
 
     def replace(self) -> None:
-        """Mark everything."""
         self.is_replaced = True
         self.bits, self.erased, self._count = np.zeros(0, np.uint8), [], np.zeros(1, np.int64)
 
@@ -94,8 +91,6 @@ class MarkSet:
 
 
 class HasMarkSets(Protocol):
-    """Has the sets in which each change is marked."""
-
     @property
     def sets(self) -> tuple[MarkSet, ...]: ...
 
@@ -108,7 +103,7 @@ def marked_rows(bits: Bytes, n_rows: int) -> Int64s:
 
 @compiled
 def _mark(rows: Any, bits: Any, count: Any) -> None:
-    """Set bits and count them in one compiled call, which no exception interrupts; so do the next two."""
+    """Set bits and count them in one compiled call, which no exception interrupts, as the two functions below do."""
     for i in range(len(rows)):
         if not is_marked(bits, rows[i]):
             bits[rows[i] >> 3] |= 1 << (rows[i] & 7)
@@ -156,10 +151,7 @@ def _marked_rows(words: Any, n_rows: int) -> Any:
 
 
 class Ids(Protocol):
-    """Ids in row order, on the CPU."""
-
-    def pieces(self, begin: int, end: int) -> Iterator[Tensor]:
-        """Yield the ids of the rows [begin, end), piece by piece."""
+    def pieces(self, begin: int, end: int) -> Iterator[Tensor]: ...
 
     def gather(self, rows: npt.NDArray[np.int64]) -> Tensor: ...
 
@@ -173,7 +165,7 @@ class Store(ABC):
 
     Attributes:
         lock: hold it to change rows or to take a snapshot.
-        says_what_changes: whether marks are told which rows change; otherwise fingerprints find them.
+        says_what_changes: whether marks get the rows that change; otherwise fingerprints find them.
         audit: at every n-th save all marks are compared with fingerprints, at each save those of some rows. None if
             only recckpt writes the rows.
     """
@@ -195,7 +187,6 @@ class Store(ABC):
 
     @property
     def saved_columns(self) -> Mapping[str, Column]:
-        """The columns that a checkpoint holds, by slot name."""
         return self.columns
 
     @property
@@ -223,8 +214,7 @@ class Store(ABC):
         """Return the rows as they are now, with all slots or some; they stay so while the table changes."""
 
     @abstractmethod
-    def track(self, marks: HasMarkSets) -> None:
-        """Mark all changes in these marks, as long as somebody holds them."""
+    def track(self, marks: HasMarkSets) -> None: ...
 
 
 def in_order(slots: Iterable[SlotSpec]) -> tuple[SlotSpec, ...]:
@@ -251,7 +241,7 @@ class Observers:
     def __init__(self) -> None:
         self._snapshots: list[weakref.ref[Snapshot]] = []
         self._marks: list[weakref.ref[HasMarkSets]] = []
-        self._spare_logs: tuple[Log | None, Log] | None = None  # of ids and of slots
+        self._spare_logs: tuple[Log | None, Log] | None = None  # for ids, for slots
 
     @property
     def has_snapshot(self) -> bool:
@@ -264,15 +254,7 @@ class Observers:
     def snapshot(
         self, name: str, n_rows: int, ids: Column | RowIds, columns: Mapping[str, Column], slots: Collection[str] | None
     ) -> Snapshot:
-        """Return the first ``n_rows`` rows as they are now.
-
-        Args:
-            name: the table.
-            n_rows: rows of the table.
-            ids: a column that may change, or ids that do not.
-            columns: by slot name.
-            slots: those to be read; None for all.
-        """
+        """Return the first ``n_rows`` rows as they are now. ``ids`` are a column if they may change."""
         names = sorted(columns, key=lambda slot: (slot != EMBEDDING, slot))
         columns = {slot: columns[slot] for slot in names if slots is None or slot in slots}
         specs = tuple(column.spec for column in columns.values())
@@ -327,7 +309,6 @@ class Observers:
         self._snapshots = []
 
     def _take_back(self, ids: Log | None, slots: Log) -> None:
-        """Keep some memory of a closed snapshot for the next one."""
         if ids is not None:
             ids.forget(_SPARE_ID_BYTES)
         slots.forget(_SPARE_BYTES)

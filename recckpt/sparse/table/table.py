@@ -54,9 +54,9 @@ class TableOptions(TypedDict, total=False):
 class HashTable(RowTable):
     """A growing map from int64 ids to embeddings of one shape, with optimizer slots.
 
-    Every int64 value is a legal id. In ``state_dict()`` the table stands as itself, under its name: such a
-    state dict can be deep-copied (which copies the rows) and given to ``load_state_dict``; it is written to
-    disk by :class:`recckpt.Saver`, not by pickle. Thread-safe (docs/architecture.md), not collective.
+    Every int64 value is a legal id. ``state_dict()`` holds the table itself, under its name. Such a state dict can be
+    deep-copied (which copies the rows) and given to ``load_state_dict``; write it to disk by :class:`recckpt.Saver`,
+    not by pickle. Thread-safe (docs/architecture.md), not collective.
 
     Args:
         embedding_shape: shape of one embedding, such as ``(64,)``; an int is short for one dimension.
@@ -67,23 +67,23 @@ class HashTable(RowTable):
             those of ``torch.nn.init``; None for ``Normal(std=1 / sqrt(values in a row))``, and for zeros in a table
             of integers. ``Constant(0)`` asks for zeros.
         slice: part of the id space that this table may hold; None for all of it.
-        padding_id: an id that stands for none, in ids of shape ``[B, L]``: look-ups give zeros for it, or the row that
-            an ``insert`` or a load gave it; they do not insert, count or train it, and bags leave it out. A property of
-            this table, not of its checkpoints, as ``padding_idx`` of ``nn.Embedding`` is.
+        padding_id: an id that fills up ids of shape ``[B, L]``: look-ups return zeros for it, or the row that
+            an ``insert`` or a load gave it; they do not insert, count or train it, and bags leave it out. It belongs to
+            this table, not to its checkpoints, like ``padding_idx`` of ``nn.Embedding``.
         track: what training look-ups keep in scalar slots of the rows, some of ``"count"`` (slot ``count``),
             ``"step"`` (``last_step``) and ``"time"`` (``last_time``); see docs/rows.md.
         admit: which unseen ids training look-ups insert: a policy of :mod:`recckpt.policies.admit`, or a callable
             ``(ids, step) -> mask``; None for all. Other ids read their initial values and get no gradients.
-        evict: policies of :mod:`recckpt.policies.evict`, by any of which rows go as the table is trained.
-        evict_every: in so many steps all rows are looked at once, a part of the ids at each; see docs/rows.md.
-        budget_ms: a warning says so once where that takes longer, and what ``evict_every`` would do; None says nothing.
+        evict: policies of :mod:`recckpt.policies.evict`; a row goes during training if any of them evicts it.
+        evict_every: number of steps in which all rows are examined once, some at each step; see docs/rows.md.
+        budget_ms: if eviction takes longer in a step, one warning suggests an ``evict_every``; None for no warning.
 
     Attributes:
         name, dtype, padding_id: as they were given.
 
     Raises:
         TypeError: ``admit`` is no policy.
-        ValueError: another argument is not one that a table can have, or ``evict`` goes by what is not tracked.
+        ValueError: another argument is invalid, or ``evict`` needs a slot that is not tracked.
     """
 
     @answers_by("HashTable(16, name='item'), with a dimension, a name of its own, and no number of rows")
@@ -127,9 +127,9 @@ class HashTable(RowTable):
     def from_embedding(
         cls, module: Embedding, *, name: str, ids: Tensor | None = None, **options: Unpack[TableOptions]
     ) -> Self:
-        """Return a table with the rows of an ``nn.Embedding`` or ``nn.EmbeddingBag``, which trains on as that would.
+        """Return a table with the rows of an ``nn.Embedding`` or ``nn.EmbeddingBag``, which trains on in the same way.
 
-        ``padding_idx`` becomes ``padding_id``, whose row is not trained, and left out of bags. A frozen weight gives a
+        ``padding_idx`` becomes ``padding_id``: its row is not trained, and bags leave it out. A frozen weight gives a
         frozen table. A sharded table takes the rows that its rank owns.
 
         Args:
@@ -139,7 +139,7 @@ class HashTable(RowTable):
             options: further arguments of the table.
 
         Raises:
-            TypeError, ValueError: no such module; one that has an option, hooks, parametrizations or a ``forward`` that
+            TypeError, ValueError: another module; one with options, hooks, parametrizations or a ``forward`` that
                 tables do not have; or ids that do not fit.
         """
         own_ids, padding_id = ids_of_embedding(module, name, ids)
@@ -155,17 +155,17 @@ class HashTable(RowTable):
     def forward(self, ids: Tensor, *, admit: bool | None = None) -> Tensor:
         """Return the embeddings of ``ids``.
 
-        In training mode unseen ids are inserted with the initializer, if they are admitted; those that are not read the
-        same values. In eval mode nothing is inserted and an unseen id reads the initializer's constant, or zeros where
-        the initializer is random.
+        In training mode unseen ids that are admitted are inserted with the initializer; the others read the same
+        values. In eval mode nothing is inserted, and an unseen id reads the initializer's constant, or zeros if the
+        initializer is random.
 
         Args:
             ids: int64 or int32, any shape.
-            admit: False inserts nothing, and counts nothing, in training mode too; an unseen id reads as in eval mode.
-                True inserts and counts in training mode in a frozen table too. None for True unless it is frozen.
+            admit: False neither inserts nor counts in training mode; an unseen id reads as in eval mode. True inserts
+                and counts in training mode, also in a frozen table. None means True unless the table is frozen.
 
         Returns:
-            Tensor of shape ``ids.shape + embedding_shape``, differentiable unless the table is frozen; the gradients of
+            Tensor of shape ``ids.shape + embedding_shape``, differentiable unless the table is frozen; gradients of
             an id that occurs several times add up.
 
         Raises:
@@ -198,29 +198,28 @@ class HashTable(RowTable):
     ) -> Tensor:
         """Return the rows of each bag of ids, pooled, as ``nn.EmbeddingBag`` does; an empty bag gives zeros.
 
-        Training inserts ids as a call of the table does, and gradients reach the same rows. Collective where the call
-        of the table is. The default of ``nn.EmbeddingBag`` is ``mode="mean"``.
+        Training inserts ids, and gradients reach rows, as in a call of the table. Collective if a call of the table is.
+        Note that ``nn.EmbeddingBag`` defaults to ``mode="mean"``.
 
         Args:
-            ids: int64 or int32. Of two dimensions each row is a bag; of one, ``offsets`` or ``lengths`` say where bags
-                end. Or a nested tensor of the layout ``torch.jagged``, or any object with ``values()``, ``lengths()``
-                and ``offsets()``, such as TorchRec's ``JaggedTensor``, whose weights count too. Strings by
-                :func:`recckpt.sparse.hash_ids`.
+            ids: int64 or int32. With two dimensions each row is a bag; with one, ``offsets`` or ``lengths`` say where
+                bags end. Or a nested tensor of the layout ``torch.jagged``, or any object with ``values()``,
+                ``lengths()`` and ``offsets()``, such as TorchRec's ``JaggedTensor``, whose weights are used too. Hash
+                strings with :func:`recckpt.sparse.hash_ids`.
             offsets: where each bag begins, the first at 0.
             lengths: how many ids each bag has.
             mode: ``"sum"``, ``"mean"`` or ``"max"``.
-            weights: for ``"sum"``: what each row is multiplied with, one for each id, in the dtype of the table;
-                differentiable.
-            padding_id: an id that stands for none: it is not pooled, not counted by ``"mean"``, and gets no row; None
-                for that of the table, if it has one.
+            weights: for ``"sum"``: one factor for each id, in the dtype of the table; differentiable.
+            padding_id: an id that is not pooled, not counted by ``"mean"``, and gets no row; None for that of the
+                table.
             include_last_offset: whether ``offsets`` ends with the number of ids, as an extra item.
-            admit: as of a call of the table.
+            admit: as in a call of the table.
 
         Returns:
             Tensor of shape (bags, *embedding_shape).
 
         Raises:
-            TypeError, ValueError: the ids, bags, weights or mode are not such.
+            TypeError, ValueError: the ids, bags, weights or mode are invalid.
         """
         try:
             ends: dict[str, Any] = {"offsets": offsets, "lengths": lengths, "include_last_offset": include_last_offset}
@@ -232,22 +231,22 @@ class HashTable(RowTable):
 
     @opaque
     def evict(self, *policies: Policy) -> int:
-        """Drop all rows that any of these policies evicts, now, and return how many. Collective with a capacity.
+        """Drop all rows that any of these policies evicts now, and return how many. Collective with a capacity.
 
-        An id that comes back starts anew. The row of ``padding_id`` stays.
+        An id that comes back starts again. The row of ``padding_id`` stays.
 
         Args:
             policies: of :mod:`recckpt.policies.evict`.
 
         Raises:
-            ValueError: something is no policy, or looks at a slot that the table does not have; nothing has changed.
+            ValueError: something is no policy, or needs a slot that the table does not have. Nothing has changed.
         """
         self._refuse_shown("evict()")
         return self.eviction.evict(self, policies)
 
     @property
     def evicts(self) -> tuple[Policy, ...]:
-        """The policies by which rows go as the table is trained."""
+        """The policies that evict rows during training."""
         return self.eviction.plan.policies
 
     @property
@@ -262,7 +261,7 @@ class HashTable(RowTable):
 
     @property
     def candidates(self) -> HashTable | None:
-        """The counts of ids that wait for a row, which are saved as a table of their own; None without such."""
+        """The counts of ids that wait for a row, saved as a table of their own; None if nothing is counted."""
         counts = None if self.admission is None else self.admission.candidates
         return None if counts is None else cast(HashTable, counts.table)
 
@@ -278,7 +277,6 @@ def inserts(table: RowTable, admit: bool | None) -> bool:
 
 
 def counts_occurrences(table: RowTable) -> bool:
-    """Return whether a look-up now needs the number of occurrences of each id."""
     waits = table.admission is not None and table.admission.candidates is not None
     return table.training and (table.tracking.counts or waits)
 
@@ -312,7 +310,6 @@ def fetch(table: RowTable, ids: Int64s, occurrences: Int64s | None = None, *, ad
 
 
 def _fetch_rows(table: RowTable, ids: Int64s, occurrences: Int64s | None) -> Tensor:
-    """Return the embeddings of ``ids``, giving rows to all of them, counted and dated if that is tracked."""
     capacity = table.eviction.plan.capacity
     if capacity is not None and len(ids) > capacity.n and (n_ids := len(distinct(ids))) > capacity.n:
         raise ValueError(

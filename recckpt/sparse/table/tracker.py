@@ -60,10 +60,9 @@ class _Then(NamedTuple):
     slots: tuple[SlotSpec, ...]
     prints: npt.NDArray[np.uint32]
     marked: Bytes  # a bit a row, in whole words of 8 bytes
-    next_row: int  # that is looked at
+    next_row: int  # to look at
 
     def share(self, n_changed: int) -> tuple[int, int]:
-        """Return the range of rows that a save with so many changes looks at."""
         n_rows, row_bytes = len(self.prints), sum(spec.row_bytes for spec in self.slots)
         n_first = _FIRST_BYTES / max(1, row_bytes)
         n = max(n_first, min(n_rows * _PART, n_first + n_changed * _ROWS_A_CHANGE))
@@ -133,13 +132,9 @@ class AuditedMarks(SaverMarks):
 class AuditedFrozen(FrozenRows):
     """Rows frozen with marks; while they are read, some marks are compared with fingerprints.
 
-    Args:
-        frozen: the rows and their marks.
-        then: fingerprints at the commit before; None if they are not known.
-        committed: called with the fingerprints known before this save and after it.
-        distrust: called if a row was missed.
-        is_whole: whether all rows are looked at.
-        is_strict: whether a missed row fails the save.
+    ``then`` are the fingerprints at the commit before, if known; ``committed`` gets those before and after this save,
+    ``distrust`` is called if a row was missed. ``is_whole`` looks at all rows, ``is_strict`` fails the save for a
+    missed one.
     """
 
     def __init__(
@@ -191,7 +186,6 @@ class AuditedFrozen(FrozenRows):
         self._frozen.failed()
 
     def _check(self, prints: npt.NDArray[np.uint64]) -> None:
-        """Look for rows whose print changed without a mark."""
         then, begin, end = self._then, self._begin, self._end
         if then is None:
             return
@@ -233,14 +227,7 @@ class Tracker:
         return self._of(table).freeze(table.store, table.name, slots, keeps_marks=keeps_marks)
 
     def resume(self, table: StoredTable, base: str, changed: Int64s, deleted: Int64s) -> None:
-        """Start marking from a checkpoint.
-
-        Args:
-            table: equals the checkpoint in all other rows.
-            base: save id of the checkpoint.
-            changed: ids whose rows differ or are new.
-            deleted: ids of the checkpoint that are gone.
-        """
+        """Start marking from a checkpoint, which the table equals but for these changed (or new) and deleted ids."""
         if not self._of(table).resume(base, changed, deleted):
             self.forget(table)
 

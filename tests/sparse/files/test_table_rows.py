@@ -19,7 +19,7 @@ from recckpt.output_dir.listing import list_checkpoints
 from recckpt.save.job import SparseSaver
 from recckpt.sparse import HashTable
 from recckpt.sparse.files import table_rows
-from recckpt.sparse.files.table_rows import BucketOrder, RepeatFinder, source_of, source_to_save
+from recckpt.sparse.files.table_rows import BucketOrder, repeated_id, source_of, source_to_save
 from recckpt.sparse.table import column as column_module
 from recckpt.sparse.table.column import Column
 from recckpt.storage import open_storage
@@ -243,12 +243,14 @@ def test_a_saver_commits_nothing_of_a_table_with_an_id_twice(memory_url):
 
 
 @pytest.mark.parametrize("n_pieces", [1, 2, 7, 100])
-def test_the_finder_says_which_id_comes_twice(n_pieces):
+def test_it_is_found_which_id_comes_twice(n_pieces):
+    def repeats(ids):
+        before = ids[:0]
+        for piece in np.array_split(ids, n_pieces):
+            id_, before = repeated_id(piece, before)
+            yield id_
+
     ids = np.random.default_rng(0).permutation(100_000)[:5000]
     ids = ids[np.argsort(bucket_of(ids), kind="stable")]
-    finder = RepeatFinder()
-    assert [finder.find(piece) for piece in np.array_split(ids, n_pieces)] == [None] * n_pieces
-    twice = np.insert(ids, 2001, ids[2000])
-    finder = RepeatFinder()
-    found = {finder.find(piece) for piece in np.array_split(twice, n_pieces)} - {None}
-    assert found == {int(ids[2000])}
+    assert [*repeats(ids)] == [None] * n_pieces
+    assert {*repeats(np.insert(ids, 2001, ids[2000]))} - {None} == {int(ids[2000])}

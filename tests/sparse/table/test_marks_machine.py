@@ -16,7 +16,7 @@ from support.sweeps import SWEEP_STRIDE
 
 from recckpt.format.buckets import N_BUCKETS, bucket_of
 from recckpt.sparse import Constant, HashTable
-from recckpt.sparse.files.table_rows import BucketOrder, RepeatFinder
+from recckpt.sparse.files.table_rows import BucketOrder, repeated_id
 from recckpt.sparse.table import column as column_module
 from recckpt.sparse.table.marks import DeltaSource, Frozen, Marks
 from recckpt.sparse.table.row_store import RowStore
@@ -42,7 +42,7 @@ class Reading:
         self.frozen = frozen
         self.source = frozen.snapshot if base is None else frozen.delta(base)
         self.order = BucketOrder(self.source.ids, self.source.n_rows, 10_000)
-        self.shard, self._at, self._repeats = Shard({}, []), 0, RepeatFinder()
+        self.shard, self._at, self._before = Shard({}, []), 0, np.empty(0, np.int64)
         self._rows = None
 
     def step(self, n_rows: int) -> None:
@@ -55,7 +55,8 @@ class Reading:
         slots = [np.empty((len(rows), spec.row_bytes // 4), np.float32) for spec in self.source.slots]
         for column, some in enumerate((ids, *slots)):
             read_column(self.source, column, rows, some.reshape(-1).view(np.uint8), is_last=column == len(slots))
-        assert self._repeats.find(ids) is None
+        repeat, self._before = repeated_id(ids, self._before)
+        assert repeat is None
         values = np.concatenate(slots, axis=1).tolist()
         self.shard.upserts |= {int(i): tuple(row) for i, row in zip(ids, values, strict=True)}
         self._at = end
