@@ -248,7 +248,7 @@ def test_chains_are_merged_for_both_and_let_go_of(tmp_path):
     assert frame.filter(pl.col("id") == 9).collect()["embedding"].to_list() == [[5.0, 6.0]]
     found = recckpt.inspect.dataset(tmp_path, "item")
     assert found.count_rows() > 0
-    kept = weakref.ref(found._read.__self__)
+    kept = weakref.ref(found._read)
     del found
     gc.collect()
     assert kept() is None
