@@ -158,6 +158,8 @@ bench: $(STAMP)
 	$(PY) benchmarks/near.py
 	$(PY) benchmarks/eviction.py
 	$(PY) benchmarks/restart.py
+	$(PY) benchmarks/recovery.py
+	$(PY) benchmarks/recsys.py
 	$(PY) benchmarks/serving_store.py
 	$(PY) benchmarks/simulate_ranks.py --ranks 256 --gb 25
 
@@ -182,6 +184,9 @@ TOY_live := --rows 5000 --rounds 1
 TOY_near := --rows 5000 --rounds 1 --hidden 16
 TOY_eviction := --look-ups 60000 --capacity 3000 --batch 1000 --rows 20000 --rounds 1 --every 20
 TOY_restart := --rows 5000 --rounds 1
+TOY_recovery := --rows 2000 --look-ups 64 --hidden 8 --threads 1 --save-every 6 --near-every 2 --rounds 1 --deaths 1 \
+	--accelerator-ms 1 --days 30
+TOY_recsys := --rows 2000 --width 4 --rounds 1 --threads 1
 TOY_serving_store := --rows 2000 --rounds 1
 TOY_simulate_ranks := --ranks 8 --tables 4 --batches 2 --gb 0.1
 TOYS := $(filter TOY_%,$(.VARIABLES))

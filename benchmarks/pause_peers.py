@@ -106,6 +106,13 @@ class Training:
                 yield batch
 
 
+class HasTensors(Protocol):
+    """A training run."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return its live state as plain tensors, without a copy."""
+
+
 class Peer(Protocol):
     """Saves a training run."""
 
@@ -186,7 +193,7 @@ class Dcp:
             in shared memory.
     """
 
-    def __init__(self, training: Training, kind: AsyncCheckpointerType, kept: bool) -> None:
+    def __init__(self, training: HasTensors, kind: AsyncCheckpointerType, kept: bool) -> None:
         self._training, self._kind = training, kind
         is_process = kind == AsyncCheckpointerType.PROCESS
         options = staging.StagingOptions(False, is_process, False, False)

@@ -27,7 +27,7 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the pages beside the folder, and the examples as they are."""
     for name, page in BESIDE.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / name)))
-    for example in sorted((ROOT / "examples").glob("*.py")):
+    for example in sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb")):
         files.append(File.generated(config, f"examples/{example.name}", abs_src_path=str(example)))
     return files
 
