@@ -24,21 +24,29 @@ import shutil
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from machine import describe_machine
 from measuring import report, scratch
-from recovery_lives import Life, Line, Took, Trainer, add_options
+from recovery_lives import Life, Line, Recipe, Took, Trainer
 from useful_time import DAY, Job, Kept, useful_share
 
 from recckpt.policies.schedule import best_interval
 
 CASES = ("every-step", "death", "useful")
-_YARDSTICK_PERCENT = 3.1  # LowDiff, SC 2025: a differential checkpoint at every iteration
+_NARROW = 16  # the dense layers where they are not what is measured
+_YARDSTICK_PERCENT = 3.1  # of LowDiff, arXiv:2509.04084: differential checkpoints at every iteration
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--look-ups", type=int, default=2048, help="of a step")
+    parser.add_argument("--hidden", type=int, default=640, help="width of the dense layers of every-step")
+    parser.add_argument("--threads", type=int, default=0, help="of the training; torch's own default where it is 0")
+    parser.add_argument("--save-every", type=int, default=50, help="steps from one delta to the next")
+    parser.add_argument("--near-every", type=int, default=5, help="steps from one near save to the next, of death")
+    parser.add_argument("--root", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--rounds", type=int, default=5, help="of every-step")
     parser.add_argument("--deaths", type=int, default=3, help="of each kind")
     parser.add_argument("--accelerator-ms", type=float, default=100.0)
@@ -69,10 +77,17 @@ def main() -> None:
                 report(line)
 
 
+def recipe(options: argparse.Namespace, hidden: int, *rest: Any) -> Recipe:
+    return Recipe(options.rows, options.look_ups, hidden, options.threads, *rest)
+
+
 def every_step(root: Path, options: argparse.Namespace, accelerator_ms: float) -> Line:
     """Return what near saves at every step cost, beside the same steps without; in turn, a delta or none each."""
     ways = {"bare": (None, None), "plain": (options.save_every, None), "near": (options.save_every, 1)}
-    trainers = {name: Trainer(root / name, options, *every, accelerator_ms) for name, every in ways.items()}
+    width = _NARROW if accelerator_ms else options.hidden
+    trainers = {
+        name: Trainer(root / name, recipe(options, width, *every, accelerator_ms)) for name, every in ways.items()
+    }
     for trainer in trainers.values():
         trainer.fill()
         trainer.train(options.save_every // 2)  # so that the delta lies in the middle of what is timed
@@ -86,7 +101,7 @@ def every_step(root: Path, options: argparse.Namespace, accelerator_ms: float) -
             100 * (getattr(near, part) - getattr(plain, part)) / plain.sec
             for near, plain in zip(took["near"], took["plain"], strict=True)
         ]
-        for part in ("sec", "held_sec", "cpu_sec")
+        for part in ("sec", "held_sec", "held_cpu_sec", "cpu_sec")
     }
     delta_costs = [plain - bare for plain, bare in zip(seconds["plain"], seconds["bare"], strict=True)]
     pause = statistics.median(save["pause_sec"] for save in trainers["plain"].saves[1:])
@@ -103,6 +118,7 @@ def every_step(root: Path, options: argparse.Namespace, accelerator_ms: float) -
         "yardstick_percent": _YARDSTICK_PERCENT,
         "overhead_percent_by_round": [round(value, 1) for value in over["sec"]],
         "held_up_percent": round(statistics.median(over["held_sec"]), 2),  # of that, in manager.step()
+        "held_up_cpu_percent": round(statistics.median(over["held_cpu_sec"]), 2),
         "cpu_percent_of_a_core": round(statistics.median(over["cpu_sec"]), 1),
         "near_saves_a_step": round(counts.near / trainers["near"].manager.global_step, 2),
         "near_failed": counts.near_failed,
@@ -117,17 +133,20 @@ def death(root: Path, options: argparse.Namespace) -> list[Line]:
     draw = random.Random(options.seed)
     parts: dict[str, list[Line]] = {"process": [], "host": []}
     lost: dict[str, list[int]] = {"process": [], "host": []}
-    late_near, saves = list[int](), list[Line]()
-    life = Life(options, root)
+    late: dict[str, list[Line]] = {"process": [], "host": []}
+    trained = recipe(options, _NARROW, options.save_every, options.near_every)
+    life = Life(trained, root)
     life.read("step")
     for number in range(options.deaths):
         for kind, found in parts.items():
             life.train(options.save_every + draw.randrange(options.save_every))
             killed, ended = life.kill()
-            last, late_near, saves = life.last, late_near + life.late_near, saves + life.saves
+            late["process"] += life.late_near
+            late["host"] += life.saves
             if kind == "host":
                 shutil.rmtree(root / "near")
-            life = Life(options, root, root / f"loops-{number}" if kind == "host" else None)
+            last, loops = life.last, root / f"loops-{number}"
+            life = Life(trained, root, loops if kind == "host" else None)
             model, restored, first = life.read("model"), life.read("restored"), life.read("step")
             lost[kind].append(last - restored["step"])
             found.append(
@@ -141,14 +160,6 @@ def death(root: Path, options: argparse.Namespace) -> list[Line]:
                 }
             )
     life.kill()
-    late = {
-        "process": (options.near_every, statistics.median(late_near), None),
-        "host": (
-            options.save_every,
-            statistics.median(save["late_steps"] for save in saves),
-            round(statistics.median(save["late_sec"] for save in saves), 3),
-        ),
-    }
     return [
         {
             "case": f"death of a {kind}",
@@ -156,9 +167,9 @@ def death(root: Path, options: argparse.Namespace) -> list[Line]:
             "sec": {part: round(statistics.median(each[part] for each in found), 3) for part in found[0]},
             "in_all_sec": [round(each["in_all"], 1) for each in found],
             "steps_lost": lost[kind],
-            "interval_steps": late[kind][0],
-            "late_steps": late[kind][1],
-            "late_sec": late[kind][2],
+            "interval_steps": {"process": options.near_every, "host": options.save_every}[kind],
+            "late_steps": statistics.median(each["late_steps"] for each in late[kind]),
+            "late_sec": round(statistics.median(each["late_sec"] for each in late[kind]), 3),
             "load": os.getloadavg()[0],
         }
         for kind, found in parts.items()
@@ -174,7 +185,7 @@ def useful(options: argparse.Namespace, steps: Line, of_process: Line, of_host: 
         return Kept(max(late_sec, best_interval(pause, DAY / failures)), pause, late_sec)
 
     every_sec = step_sec / max(steps["near_saves_a_step"], 1e-3)
-    near = Kept(every_sec, max(0.0, steps["overhead_percent"]) / 100 * every_sec, of_process["late_steps"] * step_sec)
+    near = Kept(every_sec, max(0.0, steps["overhead_percent"]) / 100 * every_sec, of_process["late_sec"])
     without = Job(
         checkpoints(options.process_failures + options.host_failures),
         None,

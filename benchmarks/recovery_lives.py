@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,21 +18,35 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Took:
-    """What some steps took: by the clock, of that in ``manager.step()``, and of the processor in all threads."""
+    """What steps took: by the clock, of that in ``manager.step()``, of its processor, and of that in all threads."""
 
     sec: float
     held_sec: float
+    held_cpu_sec: float
     cpu_sec: float
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--hidden", type=int, default=512, help="width of the dense layers, which take most of a step")
-    parser.add_argument("--look-ups", type=int, default=8192, help="of a step")
-    parser.add_argument("--threads", type=int, default=0, help="of the training; torch's own default where it is 0")
-    parser.add_argument("--save-every", type=int, default=50, help="steps from one delta to the next")
-    parser.add_argument("--near-every", type=int, default=5, help="steps between near saves of death")
-    parser.add_argument("--root", type=Path, default=Path("/dev/shm"))
+@dataclass(frozen=True)
+class Recipe:
+    """How a trainer trains and saves.
+
+    Args:
+        rows: of its table.
+        look_ups: of a step.
+        hidden: width of its dense network.
+        threads: of the training; 0 for torch's own default.
+        save_every: steps from one delta to the next; None for no saves but the first.
+        near_every: steps from one near save to the next; None for none.
+        accelerator_ms: how long each step waits, as for a network that an accelerator computes.
+    """
+
+    rows: int
+    look_ups: int
+    hidden: int
+    threads: int
+    save_every: int | None
+    near_every: int | None
+    accelerator_ms: float = 0.0
 
 
 class Trainer:
@@ -41,33 +54,22 @@ class Trainer:
 
     Args:
         root: holds the output dir and the near dir.
-        options: those of ``add_options``.
-        save_every: steps from one delta to the next; None for no saves but the first.
-        near_every: steps from one near save to the next; None for none.
-        accelerator_ms: how long each step waits, with next to no network; 0 for the network and no wait.
+        recipe: how it trains and saves.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        options: argparse.Namespace,
-        save_every: int | None,
-        near_every: int | None,
-        accelerator_ms: float = 0.0,
-    ) -> None:
+    def __init__(self, root: Path, recipe: Recipe) -> None:
         import torch
 
         from recckpt import CheckpointManager, Deltas, Near, Saver
         from recckpt.sparse import HashTable, SparseAdagrad
 
-        if options.threads:
-            torch.set_num_threads(options.threads)
+        if recipe.threads:
+            torch.set_num_threads(recipe.threads)
         torch.manual_seed(0)
-        self.rows, self._look_ups = options.rows, options.look_ups
-        self._accelerator_ms, self._held_sec = accelerator_ms, 0.0
+        self._recipe, self._held_sec, self._held_cpu_sec = recipe, 0.0, 0.0
         self.table = HashTable(_DIM, name="item")
         self._sparse_optim = SparseAdagrad([self.table], lr=0.01)
-        width = 16 if accelerator_ms else options.hidden
+        width = recipe.hidden
         layers = torch.nn.Linear(_DIM, width), torch.nn.ReLU(), torch.nn.Linear(width, width), torch.nn.ReLU()
         self._top = torch.nn.Sequential(*layers)
         self._dense_optim = torch.optim.SGD(self._top.parameters(), lr=0.01)
@@ -78,18 +80,18 @@ class Trainer:
             str(root / "runs"),
             max_keep=2,
             deltas=Deltas(full_every=999, max_dirty=1.0, max_chain_bytes=1000),
-            near=None if near_every is None else Near(root / "near", interval=near_every),
+            near=None if recipe.near_every is None else Near(root / "near", interval=recipe.near_every),
             on_save=self._note_save,
         )
         self.saver.register_for_checkpointing("dense_optim", self._dense_optim)
-        self.manager = CheckpointManager(self.saver, save_every or _NEVER, async_save=True)
+        self.manager = CheckpointManager(self.saver, recipe.save_every or _NEVER, async_save=True)
 
     def fill(self) -> None:
         """Make all rows, and a full checkpoint of them."""
         import torch
 
-        self.table.reserve(self.rows)
-        for ids in torch.split(torch.arange(self.rows), 100_000):
+        self.table.reserve(self._recipe.rows)
+        for ids in torch.split(torch.arange(self._recipe.rows), 100_000):
             self.table.insert(ids, torch.rand(len(ids), _DIM))
         self.manager.save()
 
@@ -97,26 +99,27 @@ class Trainer:
         """Train on skewed ids: the k-th most frequent comes 1/k as often as the first."""
         import torch
 
-        ids = (self.rows ** torch.rand(self._look_ups, dtype=torch.float64)).long() - 1
+        ids = (self._recipe.rows ** torch.rand(self._recipe.look_ups, dtype=torch.float64)).long() - 1
         loss = self._top(self.table(ids)).square().mean()
         torch.autograd.backward(loss)
-        if self._accelerator_ms:
-            time.sleep(self._accelerator_ms / 1e3)
+        time.sleep(self._recipe.accelerator_ms / 1e3)
         for optimizer in (self._sparse_optim, self._dense_optim):
             optimizer.step()
             optimizer.zero_grad()
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.thread_time()
         self.manager.step()
         self._held_sec += time.perf_counter() - begin
+        self._held_cpu_sec += time.thread_time() - cpu
 
     def train(self, n_steps: int) -> Took:
         """Make so many steps, and wait, beyond what they took, for saves that are under way then."""
-        begin, cpu, held = time.perf_counter(), time.process_time(), self._held_sec
+        held, held_cpu = self._held_sec, self._held_cpu_sec
+        begin, cpu = time.perf_counter(), time.process_time()
         for _ in range(n_steps):
             self.step()
         sec = time.perf_counter() - begin
         self._settle()
-        return Took(sec, self._held_sec - held, time.process_time() - cpu)
+        return Took(sec, self._held_sec - held, self._held_cpu_sec - held_cpu, time.process_time() - cpu)
 
     def _settle(self) -> None:
         self.manager.wait_until_finished()
@@ -134,23 +137,22 @@ class Life:
     """A process that restores, trains until it is killed, and says what it has done.
 
     Args:
-        options: those of ``add_options``.
+        recipe: how it trains and saves.
         root: where it trains.
         loops: a directory for compiled loops, empty on a new host; None for where they are already.
     """
 
-    def __init__(self, options: argparse.Namespace, root: Path, loops: Path | None = None) -> None:
-        chosen = ("rows", "hidden", "look_ups", "threads", "save_every", "near_every")
-        flags = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in chosen]
+    def __init__(self, recipe: Recipe, root: Path, loops: Path | None = None) -> None:
         here = {"NUMBA_CACHE_DIR": str(loops)} if loops else {}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, *flags, "--root", str(root)],
+            [sys.executable, __file__, str(root), json.dumps(asdict(recipe))],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, **here},
         )
-        self._near_every, self._near = options.near_every, 0
-        self.late_near: list[int] = []  # steps from when a near save was due until it was acknowledged
+        assert recipe.near_every is not None
+        self._near_every, self._near, self._due_at = recipe.near_every, 0, 0.0
+        self.late_near: list[Line] = []  # from when a near save was due until it was acknowledged
         self.saves: list[Line] = []
         self.last = 0
         """The step that it has reached, and said so."""
@@ -190,14 +192,17 @@ class Life:
         if line["what"] == "step":
             self.last = line["step"]
             if line["near"] > self._near:
-                self.late_near.append(1 + (self.last - 1) % self._near_every)
+                late_steps = 1 + (self.last - 1) % self._near_every
+                self.late_near.append({"late_steps": late_steps, "late_sec": line["time"] - self._due_at})
             self._near = line["near"]
+            if self.last % self._near_every == 0:
+                self._due_at = line["time"]
         elif line["what"] == "save":
             self.saves.append(line)
         return line
 
 
-def live(root: Path, options: argparse.Namespace, out: IO[str]) -> None:
+def live(root: Path, recipe: Recipe, out: IO[str]) -> None:
     """Restore, or begin, and train until this process is killed."""
 
     def say(what: str, **more: Any) -> None:
@@ -205,7 +210,7 @@ def live(root: Path, options: argparse.Namespace, out: IO[str]) -> None:
         out.write(json.dumps(line) + "\n")
         out.flush()
 
-    trainer = Trainer(root, options, options.save_every, options.near_every)
+    trainer = Trainer(root, recipe)
     say("model")
     if not trainer.manager.restore():
         trainer.fill()
@@ -217,12 +222,5 @@ def live(root: Path, options: argparse.Namespace, out: IO[str]) -> None:
             say("save", **trainer.saves.pop(0))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_options(parser)
-    options = parser.parse_args()
-    live(options.root, options, sys.stdout)
-
-
 if __name__ == "__main__":
-    main()
+    live(Path(sys.argv[1]), Recipe(**json.loads(sys.argv[2])), sys.stdout)
