@@ -6,10 +6,10 @@
 with near saves beside these that are due at every step; once with all of a step on the cores that the saves need too,
 and once with a wait of ``--accelerator-ms`` in place of the dense network, as where an accelerator computes it.
 
-``death`` starts a trainer, kills it by SIGKILL at random steps, and starts it anew: on its near saves, or without them
-and without compiled loops, as on a host that is new. The parent waits for the process, so ``detect`` is the least that
-there is; ``--host-sec`` says how long it takes to notice that a host is gone and to get another, which no benchmark of
-one machine can measure.
+``death`` starts a trainer of the second kind, kills it by SIGKILL at random steps, and starts it anew: on its near
+saves, or without them and without compiled loops, as on a host that is new. The parent waits for the process, so
+``detect`` is the least that there is; ``--host-sec`` says how long it takes to notice that a host is gone and to get
+another, which no benchmark of one machine can measure.
 
 ``useful`` simulates a job from these costs, at ``--process-failures`` and ``--host-failures`` a day.
 """
@@ -53,10 +53,13 @@ def main() -> None:
     parser.add_argument("--process-failures", type=float, default=3.0, help="a day")
     parser.add_argument("--host-failures", type=float, default=1.0, help="a day")
     parser.add_argument("--host-sec", type=float, default=60.0, help="to notice that a host is gone, and get another")
+    parser.add_argument("--checkpoint-sec", type=float, default=600.0, help="from one seldom checkpoint to the next")
     parser.add_argument("--days", type=float, default=3000.0, help="of the simulation")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", nargs="*", choices=CASES, default=CASES)
     options = parser.parse_args()
+    if "useful" in options.cases and set(options.cases) != set(CASES):
+        parser.error("--cases useful needs the costs that every-step and death measure: name them, too")
     logging.disable(logging.WARNING)
     report({"case": "machine", **describe_machine()})
     steps, deaths = list[Line](), list[Line]()
@@ -71,7 +74,7 @@ def main() -> None:
             deaths = death(root, options)
             for line in deaths:
                 report(line)
-    if "useful" in options.cases and steps and deaths:
+    if "useful" in options.cases:
         for of_step in steps:
             for line in useful(options, of_step, *deaths):
                 report(line)
@@ -134,7 +137,7 @@ def death(root: Path, options: argparse.Namespace) -> list[Line]:
     parts: dict[str, list[Line]] = {"process": [], "host": []}
     lost: dict[str, list[int]] = {"process": [], "host": []}
     late: dict[str, list[Line]] = {"process": [], "host": []}
-    trained = recipe(options, _NARROW, options.save_every, options.near_every)
+    trained = recipe(options, _NARROW, options.save_every, options.near_every, options.accelerator_ms)
     life = Life(trained, root)
     life.read("step")
     for number in range(options.deaths):
@@ -169,6 +172,7 @@ def death(root: Path, options: argparse.Namespace) -> list[Line]:
             "steps_lost": lost[kind],
             "interval_steps": {"process": options.near_every, "host": options.save_every}[kind],
             "late_steps": statistics.median(each["late_steps"] for each in late[kind]),
+            "late_steps_at_most": max(each["late_steps"] for each in late[kind]),
             "late_sec": round(statistics.median(each["late_sec"] for each in late[kind]), 3),
             "load": os.getloadavg()[0],
         }
@@ -177,29 +181,29 @@ def death(root: Path, options: argparse.Namespace) -> list[Line]:
 
 
 def useful(options: argparse.Namespace, steps: Line, of_process: Line, of_host: Line) -> list[Line]:
-    """Return the share of useful time without near saves and with them, each with checkpoints as often as pays."""
-    step_sec, pause = steps["step_ms"] / 1e3, steps["delta_costs_ms"] / 1e3
-    late_sec = of_host["late_sec"]
-
-    def checkpoints(failures: float) -> Kept:
-        return Kept(max(late_sec, best_interval(pause, DAY / failures)), pause, late_sec)
-
+    """Return the share of useful time without near saves and with them, at some intervals of either."""
+    step_sec, cost, late_sec = steps["step_ms"] / 1e3, steps["delta_costs_ms"] / 1e3, of_host["late_sec"]
+    failure_sec = DAY / (options.process_failures + options.host_failures)
+    seldom = Kept(max(late_sec, options.checkpoint_sec), cost, late_sec)
     every_sec = step_sec / max(steps["near_saves_a_step"], 1e-3)
-    near = Kept(every_sec, max(0.0, steps["overhead_percent"]) / 100 * every_sec, of_process["late_sec"])
-    without = Job(
-        checkpoints(options.process_failures + options.host_failures),
+    near_cost = max(1e-6, steps["overhead_percent"] / 100 * every_sec)
+    near = Kept(every_sec, near_cost, of_process["late_sec"])
+    often = max(every_sec, best_interval(near_cost, DAY / options.process_failures))
+    alone = Job(
+        seldom,
         None,
         of_process["sec"]["in_all"],
         of_host["sec"]["in_all"] + options.host_sec,
         options.process_failures,
         options.host_failures,
     )
-    with_near = replace(without, checkpoints=checkpoints(options.host_failures), near=near)
-    often = max(every_sec, best_interval(max(near.cost_sec, 1e-6), DAY / options.process_failures))
     ways = {
-        "checkpoints alone": without,
-        "near saves at every step": with_near,
-        "near saves as often as pays": replace(with_near, near=replace(near, every_sec=often)),
+        "checkpoints as often as pays": replace(
+            alone, checkpoints=replace(seldom, every_sec=max(late_sec, best_interval(cost, failure_sec)))
+        ),
+        "seldom checkpoints": alone,
+        "seldom checkpoints, near saves as often as pays": replace(alone, near=replace(near, every_sec=often)),
+        "seldom checkpoints, near saves at every step": replace(alone, near=near),
     }
     found = []
     for way, job in ways.items():

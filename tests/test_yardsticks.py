@@ -128,5 +128,5 @@ def test_deaths_are_timed_part_by_part_and_feed_the_simulation(tmp_path):
         parts = [line["sec"][part] for part in ("detect", "start", "restore", "first_step")]
         assert math.isclose(sum(parts), line["sec"]["in_all"], abs_tol=0.01)
     assert min(host["steps_lost"]) >= 0 <= min(process["steps_lost"])
-    assert [line["useful_percent"] > 0 for line in lines if line["case"].startswith("useful time")] == [True] * 6
+    assert [line["useful_percent"] > 0 for line in lines if line["case"].startswith("useful time")] == [True] * 8
     assert list(tmp_path.iterdir()) == []
