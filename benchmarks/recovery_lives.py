@@ -13,6 +13,7 @@ from typing import IO, Any
 
 _DIM = 64
 _NEVER = 10**9  # steps
+_PATIENCE = 1000  # steps beyond those that were asked for
 Line = dict[str, Any]
 
 
@@ -164,9 +165,13 @@ class Life:
         return line
 
     def train(self, n_steps: int) -> None:
-        """Wait until it has made so many steps more."""
-        for _ in range(n_steps):
+        """Wait until it has made so many steps more, and then for the first near save and checkpoint, if need be."""
+        most = self.last + n_steps + _PATIENCE
+        while n_steps > 0 or not (self.saves and self.late_near):
             self.read("step")
+            n_steps -= 1
+            if self.last > most:
+                raise SystemExit(f"no checkpoint or no near save in {most} steps: found {self.saves}, {self.late_near}")
 
     def kill(self) -> tuple[float, float]:
         """Kill it; return when, and when that was noticed."""
