@@ -57,7 +57,7 @@ $(INTEGRATIONS)/.installed: $(STAMP)
 test-integrations: $(INTEGRATIONS)/.installed
 	$(INTEGRATIONS)/bin/python -m pytest -n $(TESTERS) --dist loadscope -m "" tests/integrations
 
-# PART=0/3 leaves two thirds of the tests out. The fuzzer alone and first: its children are forks, with a limit of memory, of a process that has run nothing else.
+# PART=0/5 leaves four fifths of the tests out. The fuzzer alone and first: its children are forks, with a limit of memory, of a process that has run nothing else.
 test-slow: $(STAMP)
 	$(PY) -m pytest -n $(TESTERS) -m slow tests/faults/test_fuzz.py
 	$(PY) -m pytest --workers $(WORKERS) -m slow --ignore tests/faults/test_fuzz.py $(PART:%=--part=%)
