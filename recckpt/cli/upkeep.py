@@ -197,7 +197,7 @@ def run_forget(args: argparse.Namespace) -> CommandResult:
 def _forget_dry_run(args: argparse.Namespace) -> CommandResult:
     """Say what would be done, and how long that takes at the pace of the last saves."""
     from recckpt.inspect.absent import read_ids
-    from recckpt.inspect.save_times import saves_of, seconds_to_write
+    from recckpt.inspect.save_times import saves_of, seconds_to_write, timeline_of
     from recckpt.output_dir.notes import noted_hosts
     from recckpt.rewrite.forgetting import checked_mirrors, plan_forget
     from recckpt.storage import open_storage
@@ -206,7 +206,7 @@ def _forget_dry_run(args: argparse.Namespace) -> CommandResult:
         mirrors = checked_mirrors(args.dir, args.mirrors)
         plans = plan_forget(args.dir, args.table, None if args.ids is None else read_ids(args.ids))
         storage = open_storage(args.dir)
-        saves = saves_of(storage)
+        saves = saves_of(timeline_of(storage))
     total, n_checkpoints = sum(plan.n_bytes for plan in plans), sum(len(plan.rewritten) for plan in plans)
     sec = seconds_to_write(saves, total, n_checkpoints)
     lines = [line for plan in plans for line in _planned(plan)] or [f"{one_line(args.dir)}: nothing is to be forgotten"]

@@ -36,6 +36,7 @@ _MAX_RANGES = 1 << 16  # of all shards: every listing reads manifests, and table
 
 Lineage = tuple[str, ...]  # the name of a class, and of those that it inherits from
 StateValue = str | int | float | bool | Sequence["StateValue"] | Mapping[str, "StateValue"] | None
+NOT_FINITE = ("nan", "inf", "-inf")  # part of the format: numbers that JSON does not have
 
 _GONE_FIELDS = frozenset({"form_of", "revision_of"})  # of unreleased versions, in place of ``supersedes``
 _GAPS = {

@@ -18,7 +18,7 @@ from recckpt.inspect.report_health import advice_of, findings_of, near_health
 from recckpt.inspect.report_page import RunReport
 from recckpt.inspect.report_result import ChainCost, CheckpointSize, TableHealth, UnusableDirectory
 from recckpt.inspect.report_rows import Clock, damage_text, read_chain, read_parts
-from recckpt.inspect.save_times import History, ended_at, saves_of
+from recckpt.inspect.save_times import History, history_of, saves_of, timeline_of
 from recckpt.inspect.status import near_now
 from recckpt.inspect.verify_checkpoint import Checkup, run_step
 from recckpt.inspect.watch import near_saves_of
@@ -96,7 +96,8 @@ def _report(storage: Storage, listing: Listing, threads: int) -> RunReport:
     Raises:
         CheckpointNotFoundError: there is nothing of a run, not even what a save left that died.
     """
-    leftovers, saves = tuple(_leftovers(storage, listing)), tuple(saves_of(storage))
+    lines = timeline_of(storage)
+    leftovers, saves = tuple(_leftovers(storage, listing)), tuple(saves_of(lines))
     if listing.is_empty and not listing.unreadable and not saves:
         refuse_checkpoint(storage.url)
         if not leftovers:
@@ -114,7 +115,7 @@ def _report(storage: Storage, listing: Listing, threads: int) -> RunReport:
         checkpoints=tuple(_size(checkpoint, checkpoint.ckpt_id in pinned) for checkpoint in listing.current),
         leftovers=leftovers,
         saves=saves,
-        ended=ended_at(storage),
+        ended=history_of(lines).ended,
         newest=newest.ckpt_id if newest is not None else None,
         damage=tuple(damage),
         tables=tuple(tables),

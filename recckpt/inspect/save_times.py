@@ -10,15 +10,14 @@ from statistics import median
 from typing import Any
 
 from recckpt.format.codec import time_of
-from recckpt.output_dir.index_file import read_timeline
+from recckpt.format.manifest import NOT_FINITE
+from recckpt.output_dir.index_file import ENDED, read_timeline
 from recckpt.storage import NOT_READABLE, Storage
 
 _LAST = 20  # saves that say how it usually goes
 _OVERDUE = 3  # times the usual, from when on a save is missed
 _LEAST_OVERDUE_SEC = 60.0  # a loop of saves by hand is not missed at once
 _COUNTS = frozenset({"event_time", "windows", "epochs"})  # of a manager, among the numbers of a checkpoint
-_NOT_FINITE = ("nan", "inf", "-inf")
-ENDED = "ended"  # the kind of the line of a run that ended well
 NEAR = "near"  # the kind of a near save that has failed, which fails no checkpoint
 
 
@@ -63,21 +62,17 @@ class SaveTimes:
     metrics: Mapping[str, float | str] = field(default_factory=dict)
 
 
-def saves_of(storage: Storage) -> list[SaveTimes]:
-    """Return the saves, oldest first; [] without a timeline."""
+def timeline_of(storage: Storage) -> list[dict[str, Any]]:
+    """Return the lines of the timeline, oldest first; [] without one that can be read."""
     try:
-        lines = read_timeline(storage)
+        return read_timeline(storage)
     except NOT_READABLE:  # a directory in its place
         return []
+
+
+def saves_of(lines: Iterable[Mapping[str, Any]]) -> list[SaveTimes]:
+    """Return the saves among the lines of a timeline."""
     return [save_times(line) for line in lines if "ckpt_id" in line and line.get("kind") not in (NEAR, ENDED)]
-
-
-def ended_at(storage: Storage) -> str | None:
-    """Return when training ended well, None where it has not, or a save was begun since."""
-    try:
-        return history_of(read_timeline(storage)).ended
-    except NOT_READABLE:
-        return None
 
 
 def seconds_to_write(saves: Iterable[SaveTimes], n_bytes: int, n_checkpoints: int) -> float | None:
@@ -111,7 +106,7 @@ def save_times(line: Mapping[str, Any]) -> SaveTimes:
 def _metrics(values: object) -> dict[str, float | str]:
     """Return the numbers among them, and the names of those that are not finite; without the counts of a manager."""
     named = values.items() if isinstance(values, Mapping) else ()
-    numbers = ((name, value if value in _NOT_FINITE else _finite(value)) for name, value in named)
+    numbers = ((name, value if value in NOT_FINITE else _finite(value)) for name, value in named)
     return {name: number for name, number in numbers if number is not None and name not in _COUNTS}
 
 

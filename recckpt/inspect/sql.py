@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from recckpt.checkpoint.chain import OpenChain
 from recckpt.errors import needed
+from recckpt.format.manifest import NOT_FINITE
 from recckpt.output_dir.at_path import locate_path
 from recckpt.output_dir.index_file import read_timeline
 from recckpt.output_dir.listing import look_around
@@ -194,7 +195,7 @@ def _checkpoints(storage: Storage) -> pa.Table:
 def _numbers(values: list[Any]) -> list[Any]:
     """Return numbers for the names that checkpoints have for those that are not finite, unless there is other text."""
     texts = {value for value in values if isinstance(value, str)}
-    if not texts or not texts <= {"nan", "inf", "-inf"}:
+    if not texts or not texts.issubset(NOT_FINITE):
         return values
     return [float(value) if isinstance(value, str) else value for value in values]
 

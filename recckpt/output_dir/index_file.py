@@ -30,6 +30,7 @@ _AS_IT_IS = "`recckpt ls`, `get`, `verify` and `sql`, and recckpt.convert.Source
 _MAX_BYTES = 1 << 20
 _MISSING, _STALE = "missing", "stale"  # as a crash in a save leaves it, or a save that still runs
 _TIMELINE_BYTES = 1 << 20  # the oldest lines go
+ENDED = "ended"  # the kind of the line of a run that ended well
 
 
 def index_problem(storage: Storage, ckpt_ids: Sequence[str]) -> str:

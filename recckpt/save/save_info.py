@@ -14,19 +14,18 @@ from typing import Any
 
 from recckpt.errors import NOTHING_COMMITTED, RankLostError, RecckptError, SaveFailedError, WriterFencedError
 from recckpt.format.codec import time_now
-from recckpt.format.manifest import Manifest
+from recckpt.format.manifest import NOT_FINITE, Manifest
 from recckpt.output_dir.fence import Fence
-from recckpt.output_dir.index_file import append_timeline
+from recckpt.output_dir.index_file import ENDED, append_timeline
 from recckpt.parallel.ranks import Ranks
 from recckpt.storage import Storage
 from recckpt.storage.retry import is_transient
 from recckpt.text import one_line
 
 _LEFT_OUT = frozenset({"path", "words", "outcome"})  # of the line: its file lies beside the checkpoints
-ENDED = "ended"  # the kind of the line of a run that has ended well
-_NOT_FINITE = ("nan", "inf", "-inf")  # part of the format: numbers that JSON does not have
 _ERROR_LENGTH = 1000  # characters of an error that a line keeps
 log = logging.getLogger("recckpt")
+_END_SEC = 5.0  # for the line that a run has ended, which nothing depends on
 _MOST = 100  # lines that wait to be written; the oldest go
 
 
@@ -176,7 +175,7 @@ class SaveInfo:
             for table in manifest.tables
             for narrowed in (table.reduced.narrowed if table.reduced else ())
         }
-        numbers = {name: v for name, v in manifest.state.items() if isinstance(v, int | float) or v in _NOT_FINITE}
+        numbers = {name: v for name, v in manifest.state.items() if isinstance(v, int | float) or v in NOT_FINITE}
         self.metrics = {name: float(value) for name, value in numbers.items()}
 
     @property
