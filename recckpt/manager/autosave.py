@@ -248,7 +248,12 @@ class Autosave:
 
     def reached_preemption(self) -> bool:
         """Say whether a signal that ends the process came on any rank. Collective."""
-        return any(self._ranks_now().gather(self._signals.is_ending))
+        return any(self._ranks_now().gather(self.is_ending))
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether a signal that ends the process came on this rank. Not collective."""
+        return self._signals.is_ending
 
     def finish(self) -> None:
         """Save the last step, also where the save before has failed, whose error is raised after.

@@ -485,7 +485,7 @@ class CheckpointManager(Resumable):
             try:
                 if error is None:
                     self._autosave.finish()
-                    if not self._autosave.reached_preemption():  # or it goes on elsewhere
+                    if not self._autosave.is_ending:  # or it goes on elsewhere; others are not asked: one may be gone
                         self._saver._note_end(self._run.global_step)
             except BaseException as failure:
                 error = failure

@@ -251,16 +251,17 @@ class Timeline:
         with self._changing:
             line = {"ckpt_id": None, "kind": ENDED, "step": step, "time": time_now()}
             self._waiting.append(json.dumps(line) + "\n")
-        self._write_if_owned(storage, fence)
+        with storage.giving_up_after(_END_SEC):
+            self._write_if_owned(storage, fence, logging.WARNING)
 
-    def _write_if_owned(self, storage: Storage, fence: Fence) -> None:
+    def _write_if_owned(self, storage: Storage, fence: Fence, level: int = logging.DEBUG) -> None:
         if not fence.epoch:
             return
         try:
             fence.check()
             self._write(storage)
         except (RecckptError, OSError) as error:
-            log.debug("%s: the timeline lacks its last lines: %s", storage.url, error)
+            log.log(level, "%s: the timeline lacks its last lines: %s", storage.url, error)
 
     def _write(self, storage: Storage) -> None:
         written = self._waiting

@@ -209,6 +209,11 @@ class Storage(Files, NewFiles, ABC):
     def give_up_after(self, seconds: float) -> None:  # a disk is not tried again
         """Limit how long a file is tried again after the network failed."""
 
+    @contextmanager
+    def giving_up_after(self, seconds: float) -> Iterator[None]:
+        """Limit it within a block alone."""
+        yield
+
     @abstractmethod
     def make_dir(self, name: str) -> None:
         """Make a new directory; FileExistsError if the name is taken."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from io import BytesIO
 from typing import Any, BinaryIO, ClassVar, TypeVar, cast
@@ -62,13 +62,20 @@ class ObjectStorage(Storage):
     def give_up_after(self, seconds: float) -> None:
         self.policy = replace(self.policy, deadline_sec=seconds)
 
+    @contextmanager
+    def giving_up_after(self, seconds: float) -> Iterator[None]:
+        policy = self.policy
+        self.give_up_after(min(seconds, policy.deadline_sec))
+        try:
+            yield
+        finally:
+            self.policy = policy
+
     def prepare(self) -> None:
         """Check that objects can be written and removed; warn if a second writer can overwrite a new one."""
-        policy = self.policy
         self.is_reached = True  # take the address for right: a server that starts together with a job gets its minute
-        self.policy = replace(policy, deadline_sec=min(_PREPARE_SEC, policy.deadline_sec))
         probe = layout.probe()
-        try:
+        with self.giving_up_after(_PREPARE_SEC):
             self._is_conditional = self._takes_conditions(probe)
             if not self._is_conditional:
                 log.warning(
@@ -77,8 +84,6 @@ class ObjectStorage(Storage):
                     self.url,
                 )
             self.remove(probe)
-        finally:
-            self.policy = policy
 
     def open(self, name: str) -> BinaryIO:
         return cast(BinaryIO, RangedFile(lambda: self._open(name), self._retries(name)))

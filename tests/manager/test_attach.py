@@ -1,8 +1,6 @@
 """One call makes a manager of all that a run consists of, or says of all that has no place what it is."""
 
-import json
 import logging
-import signal
 import warnings
 
 import pytest
@@ -308,11 +306,3 @@ def test_metadata_is_refused_where_a_save_would_refuse_it(tmp_path):
     with CheckpointManager.attach(nn.Linear(2, 2), output_dir=tmp_path, save_interval=1, metadata=accepted) as manager:
         manager.step()
     assert recckpt.list_checkpoints(tmp_path)[0].state["metadata"] == accepted
-
-
-def test_a_run_that_a_signal_ends_has_not_ended_well(tmp_path, monkeypatch):
-    options = {"output_dir": tmp_path, "save_interval": 1, "save_on_signal": signal.SIGUSR1, "async_save": False}
-    with CheckpointManager.attach(nn.Linear(2, 2), **options) as manager:
-        manager.step()
-        monkeypatch.setattr(manager._autosave, "reached_preemption", lambda: True)
-    assert [json.loads(line)["kind"] for line in (tmp_path / "timeline.jsonl").read_text().splitlines()] == ["full"]

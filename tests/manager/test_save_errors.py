@@ -52,6 +52,25 @@ def train(manager, n_steps):
         manager.saver._runner._worker.wait()  # a save in the background has ended
 
 
+def test_a_rank_whose_last_save_raises_alone_lets_no_other_wait_at_the_end_of_with(tmp_path, monkeypatch):
+    def work(rank, connect):
+        saver = connect(Saver(nn.Linear(1, 1), output_dir=str(tmp_path)))
+        manager = CheckpointManager(saver, 1, shard_id=rank, shard_num=2)
+        monkeypatch.setattr(
+            manager._autosave, "finish", lambda: raising(SaveFailedError("c", 1, "alone")) if rank else 0
+        )
+        with manager:
+            pass
+        return rank
+
+    with pytest.raises(SaveFailedError, match="alone"):
+        on_ranks(2, work)
+
+
+def raising(error):
+    raise error
+
+
 @pytest.mark.parametrize("async_save", [False, True])
 def test_training_goes_on_without_the_saves_that_fail_and_says_so(tmp_path, disk, caplog, async_save):
     manager = manager_of(tmp_path, 2, async_save=async_save, on_save_error="warn")

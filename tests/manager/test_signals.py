@@ -1,6 +1,7 @@
 """Signals that ask for a save: noted, answered between two steps, and followed then."""
 
 import gc
+import json
 import multiprocessing
 import os
 import re
@@ -312,6 +313,8 @@ def test_a_process_does_what_a_signal_asks_after_the_save_and_what_it_leaves_is_
     assert codes == [code]
     assert re.search(said, "\n".join(lines))
     assert restored(tmp_path / "runs") == step
+    lines = (tmp_path / "runs/timeline.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["kind"] == "full" for line in lines), "a run that a signal ends has not ended well"
 
 
 # two ranks

@@ -19,6 +19,7 @@ from recckpt.save.save_info import SaveInfo
 from recckpt.sparse import HashTable
 from recckpt.storage import open_storage
 from recckpt.storage.local import LocalStorage
+from recckpt.storage.retry import RetryPolicy
 
 SECONDS = [f"{phase}_sec" for phase in ("stage", "write", "agree", "commit", "rotate", "blocked", "total")]
 SECONDS += ["max_stage_sec", "max_blocked_sec"]
@@ -174,6 +175,22 @@ def test_a_timeline_that_cannot_be_written_fails_no_save_and_its_line_comes_late
     assert "full" in caplog.text
     saver.save("c")
     assert [line["ckpt_id"] for line in lines(url)] == ["a", "b", "c"], "no line is there twice"
+
+
+def test_the_line_of_the_end_is_given_up_soon_where_the_store_is_away(memory_url, monkeypatch, caplog):
+    _, saver = build(memory_url)
+    saver.save("a")
+    now = [0.0]
+    policy = RetryPolicy(sleep=lambda seconds: now.append(now[-1] + seconds), clock=lambda: now[-1])
+    monkeypatch.setattr(saver.storage, "policy", policy)
+    with monkeypatch.context() as patch:
+        patch.setattr(saver.storage._fs, "cat_file", lambda *_, **__: raising(ConnectionResetError(104, "away")))
+        saver._note_end(7)
+    assert now[-1] <= 5
+    assert caplog.text.count("the timeline lacks its last lines: ") == 1
+    assert saver.storage.policy is policy, "saves that follow wait as long as before"
+    saver.save("b")
+    assert [line["kind"] for line in lines(memory_url)] == ["full", "ended", "full"]
 
 
 def test_the_file_is_bounded_and_the_oldest_lines_go(url, monkeypatch):
