@@ -147,9 +147,10 @@ class Export:
 
     def dense(self) -> Iterator[DenseView]:
         """Yield the dense tensors; reading one raises ConversionError where its dtype does not hold a value."""
+        half = self.dtype if self.dtype in _HALVES else None
         for name, tensor in self.tensors.model.items():
-            dtype = self.dtype if self.dtype in _HALVES and tensor.dtype in _FLOATS else tensor.dtype
-            yield DenseView(name, dtype or "", tensor.shape, tensor.place, partial(self._read, tensor, dtype or ""))
+            dtype = half if half is not None and tensor.dtype in _FLOATS else tensor.dtype
+            yield DenseView(name, dtype, tensor.shape, tensor.place, partial(self._read, tensor, dtype))
 
     def _read(self, tensor: StoredTensor, dtype: str) -> Array:
         values: Array = self.tensors.read(tensor)

@@ -191,7 +191,8 @@ class CheckpointManager(Resumable):
         manager = partial(manager, on_save_error=on_save_error, save_at_start=save_at_start, step_prefix=step_prefix)
         known = as_metadata(metadata)  # before anything is made
         made = attached(saver, manager, model, optimizers, schedulers=schedulers, loader=loader, tables=tables)
-        made._looks_for_loaders, made.metadata = loader is None, known
+        made._looks_for_loaders = loader is None
+        made._run.describe(known)
         return made
 
     if not TYPE_CHECKING:
