@@ -36,7 +36,15 @@ class Run:
         self.seen = []
 
     def train(self, last):
-        """As the README has it."""
+        """As the README has it; the workers of the loader end with it, or torchdata waits for minutes for them."""
+        try:
+            return self._train(last)
+        finally:
+            iterator = getattr(self.loader, "_iterator", None)
+            if hasattr(iterator, "_shutdown_workers"):
+                iterator._shutdown_workers()
+
+    def _train(self, last):
         with self.manager:
             while self.manager.global_step < last:
                 for ids in self.loader:
