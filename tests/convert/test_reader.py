@@ -92,6 +92,12 @@ def test_rows_of_tables_are_those_that_an_import_would_bring(tmp_path, format):
         assert one.found.tolist() == other.found.tolist() == [True] * 3 + [False]
         ids = [batch.column("id").to_pylist() for batch in reader.table("item", None, asked)]
         assert sorted(chain(*ids)) == sorted(asked[:3])
+        row = np.arange(one.values.shape[1], dtype=np.float32)
+        defaults = [each.lookup("item", asked, default=row).values for each in (reader, ours)]
+        np.testing.assert_array_equal(*defaults)
+        np.testing.assert_array_equal(defaults[0][3], row)
+        with pytest.raises(ValueError, match="table 'item', slot 'embedding': found default='x', expected a number"):
+            reader.lookup("item", asked, default="x")
         total = sum(len(batch) for batch in reader.table("item"))
         assert total == 60
 

@@ -16,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as load_torch_file
 from support.conversions import arrow_table, rows_bytes, some_rows, table_bytes
 from support.delta_runs import rows_of, run_with_chain
 from torch import nn
 
 from recckpt import CheckpointReader, Saver
-from recckpt.convert import ImportOptions, export_checkpoint, import_checkpoint
+from recckpt.convert import ImportOptions, export_checkpoint, import_checkpoint, view
 from recckpt.convert.view import narrowed
 from recckpt.errors import ConversionError
 from recckpt.format.tensor_index import widened
@@ -201,6 +202,35 @@ def test_dense_tensors_of_floats_are_narrowed_and_others_are_not(tmp_path, to, d
     assert {name: kind for name, (kind, _) in found.items() if kind != dtype} == {"1.num_batches_tracked": "int64"}
     for name, value in narrow.items():
         assert found[name][1].tobytes() == value.view(torch.int16).numpy().tobytes(), name
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_large_tensor_is_narrowed_in_pieces_as_torch_casts_it_whole(tmp_path, monkeypatch, dtype):
+    torch.manual_seed(0)
+    weight = torch.randn(3, 400_001)  # more than a piece, and the last is not full
+    assert weight.numel() > view._PIECE
+    assert weight.numel() % view._PIECE
+    Saver(nn.ParameterDict({"w": nn.Parameter(weight)}), output_dir=str(tmp_path / "run")).save("c")
+    export_checkpoint(tmp_path / "run", tmp_path / "out.safetensors", to="safetensors", dtype=dtype)
+    found = load_torch_file(tmp_path / "out.safetensors")["w"]
+    assert torch.equal(found, weight.to(getattr(torch, dtype)))
+
+
+def test_a_dense_buffer_of_int8_stays_as_it_is_beside_vectors_of_int8(tmp_path):
+    model = nn.Module()
+    model.register_buffer("steps", torch.arange(-3, 3, dtype=torch.int8))
+    model.register_buffer("scale", torch.tensor([0.1]))
+    Saver(model, output_dir=str(tmp_path / "dense")).save("c")
+    with pytest.raises(ConversionError, match=r"found no slot 'embedding'.*export without a dtype"):
+        export_checkpoint(tmp_path / "dense", tmp_path / "out.safetensors", to="safetensors", dtype="int8")
+    model.table = HashTable(2, name="t")
+    model.table(torch.arange(5))
+    Saver(model, output_dir=str(tmp_path / "run")).save("c")
+    export_checkpoint(tmp_path / "run", tmp_path / "out.safetensors", to="safetensors", dtype="int8")
+    found = load_torch_file(tmp_path / "out.safetensors")
+    assert torch.equal(found["steps"], model.steps)
+    assert torch.equal(found["scale"], model.scale), "dense floats are not made int8"
+    assert found["t.embedding"].dtype == torch.int8
 
 
 def test_a_dense_value_beyond_a_dtype_is_refused_by_the_name_of_its_tensor(tmp_path):

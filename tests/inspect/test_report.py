@@ -332,6 +332,19 @@ def test_metrics_and_learning_rates_come_first_by_save_of_all_that_are_in_the_ti
     assert re.search(r">\s*-1\s*<", page), "an axis that begins below zero"
 
 
+def test_a_page_draws_the_first_metrics_and_says_of_how_many(tmp_path):
+    pytest.importorskip("matplotlib")
+
+    def drawn(n_metrics):
+        with Saver(torch.nn.Linear(1, 1), output_dir=str(tmp_path / str(n_metrics))) as saver:
+            CheckpointManager(saver, 1).step(metrics={f"m{n}": float(n) for n in range(n_metrics)})
+        page = recckpt.report(tmp_path / str(n_metrics)).to_html()
+        return len(re.findall("<figcaption>m[0-9]+, by", page)), re.findall("the first .* are drawn", page)
+
+    assert drawn(8) == (8, [])
+    assert drawn(11) == (8, ["the first 8 of 11 metrics are drawn"])
+
+
 def test_lines_that_hardly_change_are_drawn_below_the_top_edge():
     pytest.importorskip("matplotlib")
     svg = report_page.lines([1, 2], [[1996.0, 2000.0]], report_page.short)
