@@ -59,7 +59,9 @@ def read_other_state(
 ) -> OtherState:
     """Read and check what is planned; with ``rng`` also the random generators, from the last source.
 
-    ``tensors`` are dense tensors of each source that are rows here, ``tables`` tables of each that are tensors here.
+    Args:
+        tensors: for each source its dense tensors that a table of this model takes as rows.
+        tables: for each source its tables that this model has as dense tensors.
     """
     taken: dict[str, list[tuple[Planned, OpenSource]]] = {"dense": [], "extra": [], "io_state": []}
     for item in items:
