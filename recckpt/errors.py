@@ -60,7 +60,7 @@ class CorruptCheckpointError(RecckptError):
 
 
 class ConversionError(RecckptError, ValueError):
-    """A source cannot be imported, or a checkpoint not exported as asked; nothing was written.
+    """A source cannot be read or imported, or a checkpoint not exported as asked; then nothing was written.
 
     Attributes:
         path: the file, directory or table.
@@ -71,7 +71,7 @@ class ConversionError(RecckptError, ValueError):
 
     def __init__(self, path: str, where: str, *, found: object, expected: object, remedy: str = "") -> None:
         place = f" at {where}" if where else ""
-        super().__init__(f"{path}{place}: found {found}, expected {expected}; {remedy or 'nothing was written'}")
+        super().__init__(f"{path}{place}: found {found}, expected {expected}{'; ' if remedy else ''}{remedy}")
         self.path, self.where, self.found, self.expected = path, where, str(found), str(expected)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from recckpt.cli.arguments import A_CHECKPOINT, argument
 from recckpt.cli.result import CommandResult, UsageError, usage_checked
 from recckpt.cli.upkeep import passed_by
-from recckpt.errors import RecckptError
+from recckpt.errors import ConversionError, RecckptError
 from recckpt.text import Line, Table, count, escaped, one_line, plural, size
 
 if TYPE_CHECKING:
@@ -121,9 +121,14 @@ def run_import(args: argparse.Namespace) -> CommandResult:
                 dry_run=args.dry_run,
             )
         except RecckptError as error:
-            return CommandResult({"problems": [str(error)]}, [], [str(error)])
+            return _refused(error)
     notes = passed_by(args.dir, done.ckpt_id, done.step)
     return CommandResult({**_data_of_import(done), "notes": notes}, [*_lines_of_import(done, args.dir), *notes])
+
+
+def _refused(error: RecckptError) -> CommandResult:
+    problem = f"{error}; nothing was written" if isinstance(error, ConversionError) else str(error)
+    return CommandResult({"problems": [problem]}, [], [problem])
 
 
 def _lines_of_import(done: ImportPlan, output_dir: str) -> Iterator[Line]:
@@ -215,7 +220,7 @@ def run_export(args: argparse.Namespace) -> CommandResult:
                 skip_damaged=args.skip_damaged,
             )
         except RecckptError as error:
-            return CommandResult({"problems": [str(error)]}, [], [str(error)])
+            return _refused(error)
     data = {
         "id": done.ckpt_id,
         "target": done.target,

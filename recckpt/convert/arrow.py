@@ -101,7 +101,7 @@ class Columns:
         return spec
 
     def _wrong(self, field: pa.Field, expected: str) -> ConversionError:
-        where, remedy = f"column {field.name!r}", "nothing was written; choose other columns by slots"
+        where, remedy = f"column {field.name!r}", "choose other columns by slots"
         return ConversionError(self._path, where, found=f"{field.type}", expected=expected, remedy=remedy)
 
     def _values(self, column: pa.Array, slot: SlotSpec) -> Array:

@@ -79,7 +79,7 @@ class RowRuns:
             if len(twice := repeated(hashes)):
                 run = next(run for run in self._runs if twice[0] in run.hashes)
                 id_ = run.columns[0].view(np.int64)[np.searchsorted(run.hashes, twice[0])]
-                path, remedy = f"table {self.table.name!r}", "nothing was written; keep one row an id"
+                path, remedy = f"table {self.table.name!r}", "keep one row an id"
                 raise ConversionError(path, "", found=f"id {id_} twice", expected="every id once", remedy=remedy)
 
     def close(self) -> None:

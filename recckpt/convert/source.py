@@ -19,7 +19,7 @@ from recckpt.types import SlotSpec, check_table_name
 Array = npt.NDArray[Any]
 Int64s = npt.NDArray[np.int64]
 STEP_BYTES = 16 << 20  # of rows that a source reads at once
-ID_REMEDY = "nothing was written; ids are int64: hash or number them first"
+ID_REMEDY = "ids are int64: hash or number them first"
 _RESERVED = frozenset({"", "id", "table", "op"})  # part of the format
 
 

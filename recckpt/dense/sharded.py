@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import index
 from typing import Any, cast
 
 import torch
@@ -54,13 +55,18 @@ def own_shards(name: str, value: Any) -> list[tuple[tuple[int, ...], tuple[slice
     if not all(hasattr(value, attribute) for attribute in GEOMETRY):
         return None
     whole, *of_shards = (getattr(value, attribute) for attribute in GEOMETRY)
-    here, is_right, shards = tuple(value.shape), len({*map(len, of_shards)}) == 1, []
-    for begins, at, sizes in zip(*of_shards, strict=False):
-        is_right &= len(whole) == len(here) == len(begins) == len(at) == len(sizes)
-        sides = [*zip(begins, sizes, whole, strict=False), *zip(at, sizes, here, strict=False)]
-        is_right &= all(min(begin, size) >= 0 and begin + size <= end for begin, size, end in sides)
-        place = tuple(slice(begin, begin + size) for begin, size in zip(at, sizes, strict=False))
-        shards.append((tuple(begins), place))
+    here, shards = tuple(value.shape), []
+    try:
+        is_right = len({*map(len, of_shards)}) == 1 and len(whole) == len(here)
+        is_right &= min(map(index, whole), default=0) >= 0
+        for of_shard in zip(*of_shards, strict=False):
+            begins, at, sizes = (tuple(map(index, numbers)) for numbers in of_shard)
+            is_right &= len(here) == len(begins) == len(at) == len(sizes)
+            sides = [*zip(begins, sizes, whole, strict=False), *zip(at, sizes, here, strict=False)]
+            is_right &= all(min(begin, size) >= 0 and begin + size <= end for begin, size, end in sides)
+            shards.append((begins, tuple(slice(begin, begin + n) for begin, n in zip(at, sizes, strict=False))))
+    except TypeError:  # not tuples of ints
+        is_right = False
     if not is_right:
         parts = ", ".join(f"{attribute} {getattr(value, attribute)!r:.80}" for attribute in GEOMETRY)
         raise ValueError(f"{name or 'a tensor'}: found {parts} of a tensor {here}, expected shards inside both")
@@ -258,11 +264,14 @@ class ShardedTensors:
         for fqn, tensor in self._tensors.items():
             of, name = fqn.partition("/")[0], _called(fqn)
             dtype = str(tensor.dtype).removeprefix("torch.")
-            shape = tuple(getattr(tensor, GEOMETRY[0], tensor.shape))
             if dtype not in NUMPY_DTYPES:
                 raise ValueError(f"{name}: a sharded tensor of {tensor.dtype} cannot be saved; cast it")
+            boxes = local_boxes(name, tensor, known)
+            shape = tuple(getattr(tensor, GEOMETRY[0], tensor.shape))
+            if not boxes and 0 in shape:  # without a chunk the files would not name it
+                boxes = [LocalBox((0,) * len(shape), torch.empty(shape, dtype=tensor.dtype, device="cpu"))]
             n_values, first = 0, len(chunks)
-            for piece in local_boxes(name, tensor, known):
+            for piece in boxes:
                 if _is_written_here(fqn, tensor, piece) and (piece.values.numel() or 0 in shape):
                     place: Place = ("sharded", fqn, piece.offsets)
                     values = portable(name, copy(place, piece.values))

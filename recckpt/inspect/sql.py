@@ -63,7 +63,7 @@ def connect(path: str | os.PathLike[str], *, checked: bool = True) -> duckdb.Duc
     of the output dir, oldest first, with a column for each metric, rate and label in their states, and ``timeline``,
     how its last saves went, those that failed, by their ``error``, too. Where a table has one of these names, or one
     that differs from another's only in case, which SQL does not tell apart, its view ends in ``_2``, and a warning says
-    so; so it is with slots of one table.
+    so; so it is with slots of one table, and with the columns of ``checkpoints``.
 
     A query reads the columns that it names, of a delta with those of the links below it, merged anew for each query.
     What it reads is checked, and a query that meets damage ends in a ``duckdb.Error`` which says where that is. Files
@@ -188,6 +188,9 @@ def _checkpoints(storage: Storage) -> pa.Table:
     table = pa.Table.from_pylist(rows, _CHECKPOINTS)
     names = dict.fromkeys(name for each in current for name in each.manifest.state)
     for name, free in _free_names(names, _CHECKPOINTS.names).items():
+        if free != name:
+            what = f"{name!r} of their states is the column {free!r} of 'checkpoints'"
+            log.warning("%s: %s: its name is taken", storage.url, what)
         table = table.append_column(free, _column(_numbers([each.manifest.state.get(name) for each in current])))
     return table
 

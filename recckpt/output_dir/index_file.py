@@ -26,6 +26,13 @@ _OF_OTHERS = {  # a file that is in every checkpoint of a format, and in none of
 }
 _SHARDS = ".safetensors"  # of which a directory without others may have any number, by names that say how many
 _FILES_OF_OTHERS = (".pt", ".pth", ".bin", ".ckpt", _SHARDS, ".parquet", ".arrow", ".feather", ".npy", ".npz")
+_LOOSE_FILES = {  # endings of files that are no checkpoint as they lie there -> what they are, and what helps
+    (".distcp",): "torch.distributed.checkpoint writes such, and its .metadata last, which is not here: that save did "
+    "not end, or was copied in part; with it `recckpt ls` and `import` read them",
+    (".parquet", ".arrow", ".feather", ".npy", ".npz"): "`recckpt import` makes tables of the files of a directory, "
+    "and `recckpt ls {}` reads one",
+    (".pt", ".pth", ".bin", ".ckpt"): "`recckpt ls {}` reads a file of torch.save, `recckpt import` takes one",
+}
 _AS_IT_IS = "`recckpt ls`, `get`, `verify` and `sql`, and recckpt.convert.SourceReader, read it as it is"
 _MAX_BYTES = 1 << 20
 _MISSING, _STALE = "missing", "stale"  # as a crash in a save leaves it, or a save that still runs
@@ -100,7 +107,12 @@ def why_nothing(storage: Storage) -> str:
         return f"{reason} in it: this is the directory of one itself"
     if _has(storage, layout.INTENT):
         return f"{reason}: this is the directory of a save that has not ended, or of one that was removed in part"
-    return f"{reason}; {NOTE}; {_AS_IT_IS}" if is_of_recis(storage) else reason
+    if is_of_recis(storage):
+        return f"{reason}; {NOTE}; {_AS_IT_IS}"
+    names = [] if storage.list_dirs() else sorted(storage.list_files(""))
+    kinds = ((name, what) for endings, what in _LOOSE_FILES.items() for name in names if name.endswith(endings))
+    name, what = next(kinds, ("", ""))
+    return f"{reason}; there is {name}: {what.format(storage.url_of(name))}" if name else reason
 
 
 def of_others(storage: Storage) -> str | None:

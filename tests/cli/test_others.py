@@ -112,8 +112,18 @@ def test_a_damaged_or_unknown_source_is_a_line(recckpt, tmp_path):
         answer = recckpt(args[0], path, *args[1:])
         assert (answer.code, answer.out, answer.err.count("\n")) == (1, "", 1)
         assert "the file is cut: copy it again" in answer.err
+        assert "written" not in answer.err
         answer = recckpt(args[0], tmp_path / "notes", *args[1:])
         assert (answer.code, "found no committed checkpoint" in answer.err) == (1, True)
+
+
+def test_a_refusal_says_that_nothing_was_written_where_something_was_to_be(recckpt, tmp_path):
+    (tmp_path / "a.npy").write_bytes(b"no array")
+    looked = recckpt("ls", tmp_path / "a.npy")
+    imported = recckpt("import", tmp_path / "a.npy", tmp_path / "out")
+    assert (looked.code, imported.code) == (1, 1)
+    assert imported.err == looked.err.rstrip() + "; nothing was written\n"
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_lies_at_a_url_is_read_there(recckpt, tmp_path):

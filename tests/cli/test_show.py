@@ -333,6 +333,26 @@ def test_a_file_of_another_program_is_shown_where_the_storage_does_not_tell_file
     assert recckpt("show", "memory://shown/other.pt").code == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "helps"),
+    [
+        (
+            "a.parquet",
+            "`recckpt import` makes tables of the files of a directory, and `recckpt ls {}` reads one",
+        ),
+        ("id.npy", "`recckpt import` makes tables of the files of a directory, and `recckpt ls {}` reads one"),
+        ("x.bin", "`recckpt ls {}` reads a file of torch.save, `recckpt import` takes one"),
+        ("__0_0.distcp", "torch.distributed.checkpoint writes such, and its .metadata last, which is not here"),
+    ],
+)
+def test_a_directory_of_files_that_are_no_checkpoint_as_they_lie_there_says_what_helps(recckpt, tmp_path, name, helps):
+    (tmp_path / name).write_bytes(b"something")
+    answer = recckpt("show", tmp_path)
+    assert (answer.code, answer.out) == (1, "")
+    helps = helps.format(tmp_path / name)
+    assert f"found no committed checkpoint; there is {name}: {helps}" in answer.err
+
+
 def test_a_directory_without_any_checkpoint_is_shown_as_nothing(recckpt, tmp_path):
     (tmp_path / "notes.txt").write_text("none")
     answer = recckpt("show", tmp_path)

@@ -7,7 +7,7 @@ from torch import nn
 
 from recckpt import CheckpointReader, Saver
 from recckpt.dense.sharded import Share, Tile, check_shares, is_sharded, own_shards
-from recckpt.errors import StateMismatchError
+from recckpt.errors import SaveFailedError, StateMismatchError
 
 WHOLE = torch.arange(12.0).reshape(6, 2)
 SPANS = [(4, 6), (0, 4)]  # of this one process, in another order than in the whole
@@ -77,6 +77,11 @@ def test_another_shape_of_the_whole_is_a_mismatch_that_names_both(tmp_path):
         ("local_offsets", ((1, 0), (4, 0))),
         ("local_sizes", ((2, 2), (4, 3))),
         ("local_sizes", ((2, 2), (4,))),
+        ("global_shape", 6),
+        ("global_shape", None),
+        ("global_shape", (6.0, 2)),
+        ("global_offsets", (4, 0)),
+        ("local_offsets", "no"),
     ],
 )
 def test_attributes_that_contradict_the_tensor_or_each_other_are_refused_by_name(tmp_path, attribute, value):
@@ -85,6 +90,18 @@ def test_attributes_that_contradict_the_tensor_or_each_other_are_refused_by_name
     with pytest.raises(ValueError, match=r"w: found global_shape .* of a tensor \(7, 2\), expected shards inside both"):
         Saver(model, output_dir=tmp_path).save("c")
     assert not (tmp_path / "c/manifest.json").exists()
+
+
+def test_a_whole_without_values_of_which_no_rank_has_a_shard_is_saved_and_loaded(tmp_path):
+    model = Model(whole=torch.zeros(0, 2), spans=[])
+    Saver(model, output_dir=tmp_path).save("c")
+    assert CheckpointReader(tmp_path).tensor_shape("w") == (0, 2)
+    Saver(Model(whole=torch.zeros(0, 2), spans=[(0, 0)]), output_dir=tmp_path).load()
+    other = Model(whole=torch.zeros(3, 2), spans=[])
+    with pytest.raises(StateMismatchError, match=r"'w': found float32 \(0, 2\), expected float32 \(3, 2\)"):
+        Saver(other, output_dir=tmp_path).load()
+    with pytest.raises(SaveFailedError, match="sharded tensor w: found 0 values on 1 ranks, expected 6"):
+        Saver(other, output_dir=tmp_path / "other").save("c")
 
 
 def test_shards_that_cover_a_value_twice_are_refused_though_their_number_is_right(tmp_path):

@@ -304,7 +304,7 @@ def test_slots_that_sql_does_not_tell_apart_are_columns_of_their_own(tmp_path, c
     assert "slot 's_2' of table 'item' is the column 's_2_2'" in caplog.text
 
 
-def test_metrics_and_labels_of_checkpoints_are_columns_of_what_they_are(tmp_path):
+def test_metrics_and_labels_of_checkpoints_are_columns_of_what_they_are(tmp_path, caplog):
     saver = recckpt.Saver(torch.nn.Linear(2, 2), output_dir=str(tmp_path), max_keep=None)
     states = (
         {"loss": 0.5, "step": 3},
@@ -321,6 +321,9 @@ def test_metrics_and_labels_of_checkpoints_are_columns_of_what_they_are(tmp_path
             (None, None, "ann", ["a"]),
             (None, "x", None, None),
         ]
+    for name, column in (("step", "step_2"), ("Loss", "Loss_2")):
+        said = f"{tmp_path!s}: {name!r} of their states is the column {column!r} of 'checkpoints': its name is taken"
+        assert caplog.text.count(said) == 1
 
 
 def test_checkpoints_and_timeline_are_tables(tmp_path):
