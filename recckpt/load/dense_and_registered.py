@@ -59,9 +59,8 @@ def read_other_state(
 ) -> OtherState:
     """Read and check what is planned; with ``rng`` also the random generators, from the last source.
 
-    Args:
-        tensors: for each source its dense tensors that a table of this model takes as rows.
-        tables: for each source its tables that this model has as dense tensors.
+    ``tensors`` are, for each source, its dense tensors that a table of this model takes as rows; ``tables`` are its
+    tables that this model has as dense tensors.
     """
     taken: dict[str, list[tuple[Planned, OpenSource]]] = {"dense": [], "extra": [], "io_state": []}
     for item in items:
