@@ -9,12 +9,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from recckpt.errors import PartlyLoadedError, RankLostError, RecckptError
 from recckpt.parallel.process_group import Group, Parcel, ReusedBuffer, group_of
+from recckpt.text.foreign_words import answers_by
 
 _T = TypeVar("_T")
 Failed = Callable[[int, str], RecckptError]
@@ -51,6 +53,36 @@ def error_of(rank: int, reason: Reason, failed: Failed | None) -> RecckptError:
     if isinstance(reason, RecckptError):
         return reason
     return RecckptError(f"rank {rank} failed: {reason}") if failed is None else failed(rank, reason)
+
+
+def _gathered(group: Group, value: _T, failed: Failed | None) -> list[_T]:
+    """Return the values of all ranks; each sends with it in which call it is. Collective.
+
+    Raises:
+        RecckptError: one is in another call than rank 0, as where ranks have taken different numbers of steps.
+    """
+    of_ranks = group.all_gather((*_call(), value))
+    place, call, _ = of_ranks[0]
+    for rank, (other_place, other_call, _) in enumerate(of_ranks):
+        if other_place != place:
+            where = f"it is in {other_call}() ({other_place}), and rank 0 in {call}() ({place})"
+            remedy = "let all make the same calls, in a loop that ends for all at the same step"
+            raise error_of(rank, f"{where}: ranks have taken different numbers of steps; {remedy}", failed)
+    return [value for _, _, value in of_ranks]
+
+
+def _call() -> tuple[str, str]:
+    """Return which function meets the other ranks, and in which call of recckpt, as the stack has them."""
+    names = list[tuple[str, str]]()
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if names and not module.startswith("recckpt."):
+            break
+        if module not in (__name__, answers_by.__module__):  # the latter wraps calls
+            names.append((module.rpartition(".")[2], frame.f_code.co_name))
+        frame = frame.f_back
+    return ".".join(names[0]), names[-1][1]
 
 
 class Meetings:
@@ -221,11 +253,12 @@ class Ranks:
 
         Raises:
             RankLostError: a rank is missing; or what ``lost`` makes of it, here as in all methods.
+            RecckptError: a rank is in another call; here as in :meth:`on_all`.
         """
         if self.connection is None:
             return [own]
         with self._group(self.connection) as group:
-            return group.all_gather(own)
+            return _gathered(group, own, self.failed)
 
     def on_all(self, work: Callable[[], _T]) -> list[_T]:
         """Do work on every rank and return all results, in order of rank. Collective.
@@ -238,7 +271,7 @@ class Ranks:
 
         with self._group(self.connection) as group:
             result, failure = outcome_of(work)
-            outcomes = group.all_gather((result, sendable(failure)))
+            outcomes = _gathered(group, (result, sendable(failure)), self.failed)
             for rank, (_, reason) in enumerate(outcomes):
                 self._raise_alike(rank, reason, failure if rank == group.rank else None)
             return [result for result, _ in outcomes]

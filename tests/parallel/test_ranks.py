@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from support.builders import OPTIMIZERS, ClickModel, Stream, checkpoints, table_state
 from support.paths import SUPPORT
-from support.thread_ranks import ThreadGroup, Wire, alone
+from support.thread_ranks import ThreadGroup, Wire, alone, on_ranks
 from support.warm_python import WarmProcess
+from torch import nn
 
 from recckpt import CheckpointManager, Saver
 from recckpt.errors import (
@@ -22,6 +23,7 @@ from recckpt.errors import (
 )
 from recckpt.parallel.ranks import Connection, Meetings, Ranks, RanksNow, this_rank
 from recckpt.parallel.threads import run_all
+from recckpt.policies.when import EveryEventTime
 from recckpt.sparse import ShardedHashTable
 
 SIZE = 3
@@ -36,10 +38,11 @@ class Recorded:
         self.rank, self.other, self.answer = rank, other, answer
 
     def all_gather(self, value):
-        return [value, self.other] if self.rank == 0 else [self.other, value]
+        *call, _ = value
+        return [value, (*call, self.other)] if self.rank == 0 else [(*call, self.other), value]
 
     def gather_to_first(self, value):
-        return self.all_gather(value) if self.rank == 0 else None
+        return [value, self.other] if self.rank == 0 else None
 
     def broadcast(self, value):
         return value if self.answer is None else self.answer
@@ -138,6 +141,27 @@ def test_all_ranks_get_all_results_or_raise_the_first_failure_with_its_rank():
         ranks_beside((None, StateMismatchError("state", missing=["w"]))).on_all(lambda: "ours")
     with pytest.raises(SaveFailedError, match="rank 0: theirs"):
         ranks_beside((None, "theirs")).on_all(fail(OSError("ours")))
+
+
+def test_ranks_that_are_in_different_calls_are_told_which_and_why_that_may_be(tmp_path):
+    model = nn.Linear(1, 1)
+
+    def work(rank, connect):
+        saver = connect(Saver(model, output_dir=str(tmp_path / "run")))
+        manager = CheckpointManager(saver, EveryEventTime(10), shard_id=rank, shard_num=2, save_on_signal=())
+        for _ in range(2):
+            manager.step(event_time=0)
+        if rank == 1:
+            manager.save()
+        manager.step(event_time=0)
+
+    with pytest.raises(
+        SaveFailedError,
+        match=r"failed on rank 1: it is in save\(\) \(.*\), and rank 0 in step\(\) \(autosave.*\): ranks have taken "
+        r"different numbers of steps; let all make the same calls, in a loop that ends for all at the same step",
+    ):
+        on_ranks(2, work)
+    assert checkpoints(tmp_path / "run") == []
 
 
 def first_beside(other):
