@@ -271,7 +271,7 @@ class Ranks:
 
         with self._group(self.connection) as group:
             result, failure = outcome_of(work)
-            outcomes = _gathered(group, (result, sendable(failure)), self.failed)
+            outcomes: list[Any] = _gathered(group, (result, sendable(failure)), self.failed)
             for rank, (_, reason) in enumerate(outcomes):
                 self._raise_alike(rank, reason, failure if rank == group.rank else None)
             return [result for result, _ in outcomes]
