@@ -19,7 +19,7 @@ EXTRAS = {
     "integrations": [
         *("lightning>=2.4", "transformers>=4.46", "accelerate>=1.0"),
         *("tensorboard>=2.16", "mlflow-skinny>=2.16", "wandb>=0.18", "usearch>=2.16"),
-        "pytorch-optimizer>=3.5",
+        *("pytorch-optimizer>=3.5", "datasets>=3.1"),
     ],
     "test": [
         *("pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", "pyyaml>=6"),

@@ -306,8 +306,8 @@ def _about_names(objects: Sequence[_Item], positions: Sequence[_Item]) -> Iterat
         if isinstance(item.obj, DataLoader) and not hasattr(item.obj, "state_dict"):
             yield (
                 f"{item.label}: a {item.kind} of torch does not know where it is in the data: give torchdata's "
-                "StatefulDataLoader or recckpt.positions.ElasticLoader in its place, or a dataset that has state_dict "
-                "and load_state_dict, or omit it"
+                "StatefulDataLoader, or ElasticLoader or ElasticShards of recckpt.positions, or a dataset that has "
+                "state_dict and load_state_dict, or omit it"
             )
             continue
         try:

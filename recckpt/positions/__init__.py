@@ -2,5 +2,6 @@
 
 from recckpt.positions.epochs import ElasticLoader
 from recckpt.positions.files import ElasticFiles
+from recckpt.positions.shards import ElasticShards
 
-__all__ = ["ElasticFiles", "ElasticLoader"]
+__all__ = ["ElasticFiles", "ElasticLoader", "ElasticShards"]

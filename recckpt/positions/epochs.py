@@ -187,6 +187,16 @@ class Elastic:
         self._iterator += 1
         return self._iterator
 
+    def _iterator_of(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Make an iterator of a loader, for which the run draws nothing: one that resumes makes one more."""
+        import torch
+
+        with torch.random.fork_rng(devices=[]):
+            place = [self._seed, self.epoch, self._rank, self._used]
+            torch.default_generator.manual_seed(int(np.random.RandomState(place).randint(1 << 31)))  # of its workers
+            with torch.device("cpu"):  # where it draws, whatever the default device is
+                return iter(loader)
+
     def _check_share(self, n_own: int) -> None:
         """Refuse a whole epoch of which this rank gets nothing: a loop over epochs would never end.
 
@@ -289,7 +299,10 @@ class ElasticLoader(Elastic):
     ) -> None:
         if not isinstance(dataset, Sized):
             kind = type(dataset).__name__
-            raise ValueError(f"dataset must have len(), found a {kind}: an iterable one keeps its own position")
+            raise ValueError(
+                f"dataset must have len(), found a {kind}: an iterable one of Hugging Face goes to ElasticShards, any "
+                "other keeps its own position"
+            )
         if not len(dataset):
             raise ValueError("dataset is empty")
         size = len(dataset)
@@ -314,7 +327,7 @@ class ElasticLoader(Elastic):
         samples = share if order is None else order[share]
         batches = self._batches.begin([samples[first : first + size] for first in range(0, len(samples), size)])
         used, n_batches = self._used, 0
-        for batch in self._made_iterator():
+        for batch in self._iterator_of(self._loader):
             if n_batches == len(batches):
                 raise RuntimeError(f"loader: it gives more than the {n_batches} batches of its batch sampler")
             used += len(batches[n_batches])
@@ -326,16 +339,6 @@ class ElasticLoader(Elastic):
                 f"loader: it gave {n_batches} batches, expected {len(batches)}, as its batch sampler has"
             )
         self._end(iterator)
-
-    def _made_iterator(self) -> Iterator[Any]:
-        """Make an iterator of the loader, for which the run draws nothing: one that resumes makes one more."""
-        import torch
-
-        with torch.random.fork_rng(devices=[]):
-            place = [self._seed, self.epoch, self._rank, self._used]
-            torch.default_generator.manual_seed(int(np.random.RandomState(place).randint(1 << 31)))  # of its workers
-            with torch.device("cpu"):  # where it draws, whatever the default device is
-                return iter(self._loader)
 
     def _share(self, deal: _Deal, now: tuple[int, int], used: int) -> Places:
         """Return the places that are left for a rank; with ``drop_last`` as many for all that are at the same step."""
