@@ -1,4 +1,4 @@
-"""An attempt at a checkpoint, from an empty directory to a commit or an offer: the one way out."""
+"""An attempt at a checkpoint, from an empty directory to a commit or an offer. All commits go through here."""
 
 from __future__ import annotations
 
@@ -52,15 +52,10 @@ class ShardRecord:
 
 
 class ShardWriter:
-    """Writes the files of one shard; nothing of it counts before :meth:`record` has written its catalog.
+    """Writes the files of one shard; they do not count before :meth:`record` has written its catalog.
 
-    Args:
-        storage: the output dir.
-        intent: whose attempt it is.
-        number: of the shard.
-        count: of all shards.
-        files: where new files are made, which go to the storage later; None for the storage itself, where the catalog
-            is read once more.
+    ``files`` creates files that are transferred to the storage later. With None they are created in the storage, and
+    the catalog is read back.
     """
 
     def __init__(self, storage: Storage, intent: Intent, number: int, count: int, files: NewFiles | None) -> None:
@@ -72,7 +67,6 @@ class ShardWriter:
 
     @property
     def catalog(self) -> Catalog:
-        """What was written of its tables so far."""
         return Catalog(self._save_id, self.number, self.count, tuple(self._parts))
 
     def rows(
@@ -87,7 +81,7 @@ class ShardWriter:
     ) -> None:
         """Write the rows of tables in buckets [begin, end), several parts at once; deleted ids come behind rows.
 
-        ``advance`` is called with the bytes of each batch once it is written, from several threads.
+        ``advance`` is called with the bytes of each written batch, from several threads.
         """
         by_name = {source.size.name: source for source in sources}
         threads = self._to.threads(threads)
@@ -108,24 +102,23 @@ class ShardWriter:
         self.add(run_all(write, plans, threads))
 
     def add(self, parts: Iterable[Part | None]) -> None:
-        """Add parts that lie in the directory, in the order of the catalog; None stands for one that has no rows."""
+        """Add parts that lie in the directory, in the order of the catalog; None stands for a part without rows."""
         self._parts += [part for part in parts if part is not None]
 
     def tensors(self, state: Mapping[str, Any] | None, chunks: Sequence[OwnChunk] = ()) -> None:
-        """Write the state of the model, None where another shard has it, and the chunks that are this shard's own."""
+        """Write the state of the model (None if another shard has it), and this shard's own chunks."""
         from recckpt.dense.saver import save_tensors  # torch, which rows do without
 
         to, directory, save_id = self._to, self.directory, self._save_id
         self._files += save_tensors(state, chunks, to, directory, save_id=save_id, shard=self.number, shards=self.count)
 
     def states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Write other states, by the name of the file."""
         from recckpt.dense.saver import save_state
 
         self._files += [save_state(state, self._to, self.directory, name) for name, state in states.items()]
 
     def record(self) -> ShardRecord:
-        """Write the catalog, and return what the manifest says of the shard."""
+        """Write the catalog, and return the shard's part of the manifest."""
         catalog, name = self.catalog, layout.catalog(self.number, self.count)
         entry = write_small(self._to, self.directory, name, catalogs.encode(catalog))
         if self._is_read_back:
@@ -135,7 +128,6 @@ class ShardWriter:
 
 
 def write_small(files: NewFiles, directory: str, name: str, data: bytes) -> FileEntry:
-    """Write a small file and return its entry."""
     with files.create(layout.join(directory, name)) as sink:
         hashing = HashingSink(sink)
         hashing.write(data)
@@ -143,7 +135,7 @@ def write_small(files: NewFiles, directory: str, name: str, data: bytes) -> File
 
 
 def with_shards(head: _ContentT, records: Sequence[ShardRecord]) -> _ContentT:
-    """Return a manifest, or what is to become one, with its shards and their files beside those that it has."""
+    """Return a manifest, or its content, with these shards; their files are added to those it has."""
     files = (*head.files, *(file for record in records for file in record.files))
     return replace(
         head,
@@ -154,13 +146,7 @@ def with_shards(head: _ContentT, records: Sequence[ShardRecord]) -> _ContentT:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A directory that no other attempt has written to.
-
-    Attributes:
-        storage: the output dir.
-        intent: whose attempt it is.
-        seq: number of the commit that it is to be, where that is known here.
-    """
+    """A directory that no other attempt has written to; ``seq`` is the number of the commit, 0 for an offer."""
 
     storage: Storage
     intent: Intent
@@ -183,7 +169,7 @@ class Attempt:
 
     @classmethod
     def begin_offer(cls, storage: Storage, of: Manifest, epoch: int) -> Attempt:
-        """Begin what is to be offered in the place of a delta, to the owner of an epoch."""
+        """Begin what is to be offered in place of a delta, to the owner of an epoch."""
         intent = _intent_of_offer(of, epoch)
         storage.make_dir(intent.directory)
         write_intent(storage, intent)
@@ -191,20 +177,18 @@ class Attempt:
 
     @property
     def directory(self) -> str:
-        """Where it lies in the output dir."""
         return self.intent.directory
 
     @property
     def save_id(self) -> str:
-        """What its files repeat."""
         return self.intent.save_id
 
     def shard(self, number: int, count: int, files: NewFiles | None = None) -> ShardWriter:
-        """Return the writer of one of so many shards, whose files are made in ``files``; None for the storage."""
+        """Return the writer of one of ``count`` shards; ``files`` as of :class:`ShardWriter`."""
         return ShardWriter(self.storage, self.intent, number, count, files)
 
     def write(self, name: str, data: bytes) -> FileEntry:
-        """Write a small file, read it back, and return its entry; CorruptCheckpointError where it is another."""
+        """Write a small file, and read it back; CorruptCheckpointError if it differs."""
         entry = write_small(self.storage, self.directory, name, data)
         read_checked(self.storage, self.directory, entry)
         return entry
@@ -214,7 +198,7 @@ class Attempt:
         return commit(self.storage, fence, self.directory, record, visible)
 
     def offer(self, of: Checkpoint, content: Content) -> None:
-        """Offer what was written, durable by now, in the place of a delta: all of its manifest but the number."""
+        """Offer what was written, durable by now, in place of a delta: a whole manifest except its number."""
         path, delta = layout.join(self.directory, layout.OFFER_JSON), of.manifest
         record = Manifest(
             ckpt_id=delta.ckpt_id,
@@ -233,10 +217,9 @@ class Attempt:
 
     @contextmanager
     def abandoned_on_error(self, is_idle: Callable[[BaseException], bool] = lambda error: True) -> Iterator[None]:
-        """Remove what was written where the block fails, unless it is another's to judge.
+        """Remove what was written if the block fails, unless a new owner, or readers, may need it.
 
-        Args:
-            is_idle: says whether, after an error, no other rank is still writing there.
+        ``is_idle`` says whether, after an error, no other rank is still writing there.
         """
         try:
             yield
@@ -248,7 +231,7 @@ class Attempt:
             raise
 
     def abandon(self) -> None:
-        """Remove what was written, so that it takes no room; a failure is logged."""
+        """Remove what was written to free its space; a failure is logged."""
         rotation.abandon(self.storage, self.directory)
 
     def withdraw(self) -> None:
@@ -265,16 +248,16 @@ def _intent_of_offer(of: Manifest, epoch: int) -> Intent:
 def commit_new(
     storage: Storage, ckpt_id: str, step: int | None, write: Callable[[Attempt], Content]
 ) -> tuple[str, Manifest]:
-    """Have the files of a checkpoint written, and commit it; return its directory and its manifest.
+    """Have ``write`` write the files of a checkpoint, and commit it; return its directory and its manifest.
 
     Raises:
         ValueError: the output dir is the directory of a checkpoint.
         CheckpointExistsError: the id is committed there already.
-        RecckptError: it is a mirror, or ids are yet to be forgotten there.
+        RecckptError: it is a mirror, or a request to forget ids is pending there.
         WriterFencedError: another writer took the output dir over.
         OSError: the storage failed; nothing is committed.
         CommitNotDurableError: the manifest is there, or may yet be, so all files stay.
-        Exception: what ``write`` raised; what it wrote is removed.
+        Exception: from ``write``; what it wrote is removed.
     """
     refuse_mirror(storage)
     storage.prepare()
@@ -299,18 +282,17 @@ def commit_new(
 
 
 def copied_bytes(checkpoint: Checkpoint) -> int:
-    """Return the bytes of the files that are copied as they are."""
     return sum(entry.n_bytes for entry in _copied(checkpoint))
 
 
 def copy_others(
     storage: Storage, checkpoint: Checkpoint, to: Attempt, advance: Advance, threads: int
 ) -> list[FileEntry]:
-    """Copy dense state, registered objects and positions, and return the entries of the new files.
+    """Copy dense state, registered objects and positions; return the entries of the new files.
 
     Raises:
         CheckpointRemovedError: the checkpoint was removed meanwhile.
-        CorruptCheckpointError: a file is damaged, or its copy.
+        CorruptCheckpointError: a file or its copy is damaged.
         OSError: the storage failed.
     """
     manifest, directory = checkpoint.manifest, checkpoint.directory

@@ -1,4 +1,4 @@
-"""A checkpoint opened for reading, with its parents; every reader opens one here (no torch, but for states)."""
+"""A checkpoint opened for reading, with its parents; every reader opens one here. Imports torch for states only."""
 
 from __future__ import annotations
 
@@ -30,13 +30,7 @@ Buckets = Mapping[str, Sequence[tuple[int, int]]]  # table -> ranges [begin, end
 
 
 class OpenLink:
-    """A checkpoint and its files; reads its catalogs, and indexes its tables, when they are first asked for.
-
-    Args:
-        checkpoint: it; what it stands on is not looked at.
-        files: its files, as far as they are open already.
-        catalogs: of all shards, where the caller has read them.
-    """
+    """A checkpoint without its parents, and its files; reads catalogs and indexes tables on first use."""
 
     def __init__(self, checkpoint: Checkpoint, files: OpenFiles, catalogs: Sequence[Catalog] | None = None) -> None:
         self.checkpoint, self.files = checkpoint, files
@@ -59,8 +53,8 @@ class OpenLink:
         """Return the catalogs of some shards, each read once.
 
         Raises:
-            CorruptCheckpointError: a catalog is damaged, or not what the manifest says of its shard; or, once
-                all are read, rows or deletes do not add up to what it says.
+            CorruptCheckpointError: a catalog is damaged or differs from the manifest; or, once all are read, rows or
+                deletes do not add up to the manifest's.
         """
         new = [number for number in numbers if number not in self._by_shard]
         for number in new:
@@ -71,10 +65,10 @@ class OpenLink:
         return [self._by_shard[number] for number in numbers]
 
     def reader(self, table: str, slots: Sequence[str], ids: IdSet | None = None) -> TableReader:
-        """Return the reader of what its own files hold of a table; with ids, only of shards that may have any of them.
+        """Return the reader of a table in this link alone; with ids, only of shards that may have any of them.
 
         Raises:
-            CorruptCheckpointError: a catalog is damaged, or it lacks the table, on which newer links stand.
+            CorruptCheckpointError: a catalog is damaged, or the table is missing though newer links stand on it.
         """
         from recckpt.sparse.files.table_reader import TableReader
 
@@ -98,10 +92,8 @@ class OpenLink:
     def open_parts(self, tables: Collection[str], slices: Collection[Slice | None]) -> Mapping[int, Sequence[Part]]:
         """Open the files that may have rows or deletes of tables in some slices.
 
-        Reads the catalogs of the shards that the slices meet, and no others.
-
-        Returns:
-            All parts of these shards, by number: ranks that share batches look at the same ones.
+        Reads only the catalogs of the shards that meet the slices. Returns all parts of these shards, by shard: ranks
+        that share batches must see the same parts.
         """
         self.files.keep_open(file.name for file in self.catalog_files(slices))
         catalogs = self.catalogs_of(met_shards(self.manifest, slices))
@@ -116,22 +108,20 @@ class OpenLink:
 
 
 def files_of(storage: Storage, checkpoint: Checkpoint, n_links: int = 1) -> OpenFiles:
-    """Return the files of one of so many checkpoints that are read together; none is open yet."""
+    """Return the files of one of ``n_links`` checkpoints that are read together; none is open yet."""
     sizes = {file.name: file.n_bytes for file in checkpoint.manifest.files}
     return OpenFiles(checkpoint.near_dir or storage, checkpoint.directory, sizes, (), n_links)
 
 
 class OpenChain:
-    """The links of a checkpoint and its other files. Every byte that it gives out was checked.
+    """The links of a checkpoint and its other files. Every byte read through it is checked.
 
-    A file that is not kept open is opened when it is read, and may be gone by then; those that are kept open stay whole
-    though a writer removes the checkpoint, where the storage has maps.
+    A file that is not kept open is opened when it is read, and may be gone by then. If the storage has maps, files that
+    are kept open stay readable after their writer removes them.
 
     Attributes:
-        storage: where it lies.
-        checkpoint: what was opened.
         links: what its rows are read from, newest first.
-        files: those of its own files that have no rows.
+        files: its own files without rows.
     """
 
     def __init__(self, storage: Storage, checkpoint: Checkpoint, links: Sequence[OpenLink], files: OpenFiles) -> None:
@@ -157,7 +147,7 @@ class OpenChain:
 
         Raises:
             CheckpointRemovedError: it is gone already.
-            CorruptCheckpointError: a file is missing, or a table of which there is an index is damaged.
+            CorruptCheckpointError: a file is missing, or an indexed table is damaged.
         """
         chain = cls.of(storage, checkpoint, before).open_all()
         links = before.links if before is not None else ()
@@ -167,7 +157,7 @@ class OpenChain:
         return chain
 
     def open_all(self) -> OpenChain:
-        """Open all files that are not open yet, and return the chain."""
+        """Open all files that are not open yet; return this chain."""
         if not self._is_open:
             for link in self.links:
                 rows = (file.name for file in link.manifest.files if layout.has_rows(file.name))
@@ -177,7 +167,7 @@ class OpenChain:
         return self
 
     def close(self) -> None:
-        """Close all files; a map ends with the last view of it."""
+        """Close all files; a map lives until the last view of it is released."""
         for files in (self.files, *(link.files for link in self.links)):
             files.close()
 
@@ -187,16 +177,13 @@ class OpenChain:
         return OpenChain(self.storage, self.checkpoint, links, self.files.twin())
 
     def newest(self, count: int) -> OpenChain:
-        """Return a chain of the newest ``count`` links alone, without their parents."""
+        """Return a chain of the newest ``count`` links, without their parents."""
         return OpenChain(self.storage, self.checkpoint, self.links[:count], self.files)
 
     def table(self, name: str, slots: Sequence[str], ids: Int64s | None = None) -> ChainTable:
         """Return the reader of a table, whose rows are merged from the links down to one that holds all of it.
 
-        Args:
-            name: of the table.
-            slots: to read.
-            ids: sorted, each once: the only ones that are looked for, so that shards without them are not opened.
+        Only shards that may have any of ``ids`` (sorted, unique) are opened, if given.
 
         Raises:
             CorruptCheckpointError: a catalog is damaged, or a link lacks the table or has it with other slots.
@@ -208,12 +195,12 @@ class OpenChain:
         return ChainTable(down_to_whole(link.reader(name, slots, sought) for link in self.links))
 
     def table_with(self, name: str, columns: Collection[str] | None, ids: Int64s | None = None) -> ChainTable:
-        """Return the reader of a table with the slots that ``columns`` asks for, all where it is None.
+        """Return the reader of a table with the slots in ``columns``; None for all. ``ids`` as of :meth:`table`.
 
         Raises:
             KeyError: no such table or slot.
             TypeError: ``columns`` is a single name.
-            CorruptCheckpointError: as :meth:`table`, whose ``ids`` these are.
+            CorruptCheckpointError: as :meth:`table`.
         """
         from recckpt.sparse.files.table_reader import asked_slots
 
@@ -221,10 +208,10 @@ class OpenChain:
         return self.table(name, [slot.name for slot in slots], ids)
 
     def find(self, table: str, ids: Int64s, slot: SlotSpec, default: Any) -> AlignedRows:
-        """Return a slot of the rows of ids, in their order; reads a link only for ids that no newer one knows.
+        """Return a slot of the rows of ids, in their order; reads a link only for ids that no newer one has.
 
         Raises:
-            ValueError: ``default`` is not a value or a row of the slot.
+            ValueError: ``default`` is neither a value nor a row of the slot.
             CorruptCheckpointError: a file is damaged, or an id is twice in a link.
             CheckpointRemovedError: its writer removed it, and the storage has no maps.
         """
@@ -233,22 +220,22 @@ class OpenChain:
         return aligned_rows(self._indexes(table), table, ids, slot, default)
 
     def _indexes(self, table: str) -> Iterator[RowIndex]:
-        """Yield where the rows lie in each link of a table, newest first; makes an index when it is asked for."""
+        """Yield the index of a table in each link, newest first; each is made when it is reached."""
         for link, reader in zip(self.links, self.table(table, []).links, strict=False):
             yield link.index(reader)
 
     def batches(
         self, slices: Collection[Slice | None], known: str = "", unknown: Collection[str] = ()
     ) -> tuple[Sequence[LinkBatches], Collection[str]]:
-        """Open the files that may have rows or deletes of some slices, and return what a load reads, newest link first.
+        """Open the files that may have rows or deletes of some slices; return what a load reads, newest link first.
 
         Args:
             slices: None for all ids.
-            known: save id of the newest link whose rows the model already has; "" if it has no rows.
-            unknown: tables whose rows it does not have even so.
+            known: save id of the newest link whose rows the model already has; "" if it has none.
+            unknown: tables whose rows it lacks nevertheless.
 
         Returns:
-            The batches of each link that has rows to read; and the tables that go on from the known link.
+            The batches of each link with rows to read; and the tables that go on from the known link.
         """
         from recckpt.sparse.files.part_reader import LinkBatches
 
@@ -265,13 +252,12 @@ class OpenChain:
 
     @cached_property
     def tensors(self) -> DenseTensors:
-        """The dense tensors."""
         return DenseTensors(self.files, self.directory, self.manifest)
 
     def state(self, name: str, *, is_mapped: bool = True) -> dict[str, Any]:
-        """Return the dict in a ``.pt`` file, checked; empty where the checkpoint has no such file. Imports torch.
+        """Return the dict in a ``.pt`` file, checked; empty without such a file. Imports torch.
 
-        It is read, not mapped, where a disk that cannot read it is not to end the process.
+        With ``is_mapped=False`` it is read: a bad disk under a map would kill the process.
         """
         from recckpt.dense.loader import load_state
 
@@ -280,9 +266,9 @@ class OpenChain:
 
     @contextmanager
     def mapped(self, buckets: Buckets) -> Iterator[OpenChain]:
-        """Give the same chain with the files kept open that have rows or deletes in some buckets, and no others.
+        """Yield the same chain with only the files kept open that have rows or deletes in some buckets.
 
-        They are mapped once, where the storage has maps, and closed at the end of the block.
+        Each is mapped once, if the storage has maps, and closed at the end of the block.
         """
         n_links = len(self.links)
         files = [files_of(self.storage, link.checkpoint, n_links) for link in self.links]

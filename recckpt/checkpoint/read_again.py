@@ -1,4 +1,4 @@
-"""Reads a compacted checkpoint again before what it supersedes is removed: it was checked in page cache only."""
+"""Reads a compacted checkpoint back from disk before what it supersedes is removed: only cached pages were checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a load takes, as people write it: a ``load_conf``, or a bank of them; parsed with every fault named."""
+"""Parses what a load takes: a ``load_conf``, or a bank of them. Errors name every fault."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ ACTIONS = ("error", "skip", "cast", "resize")
 
 @dataclass(frozen=True)
 class Renames:
-    """``oname``: rules, model name -> name in the checkpoint, with the same wildcards on both sides, or none.
+    """``oname``: rules, model name -> name in the checkpoint, with the same wildcards on both sides, or without.
 
-    A rule for a table renames all of its slots, but for those that a rule for ``table@slot`` speaks of. A rule for
-    the ids or embeddings of a table is one for the table: its rows come from one.
+    A rule for a table renames all of its slots, except those with a rule of their own (``table@slot``). A rule for the
+    ids or embeddings of a table counts as one for the table.
     """
 
     rules: tuple[tuple[str, str], ...] = ()
 
     def source(self, name: Name) -> str:
-        """Return what ``name`` is called in the checkpoint, or raise ValueError where rules give it different names."""
+        """Return what ``name`` is called in the checkpoint; ValueError if rules give it different names."""
         if not self.rules:
             return name.text
         if not name.is_slot:
@@ -49,12 +49,12 @@ class Renames:
         return _only(name.text, matches) if matches else f"{table}@{name.slot}"
 
     def is_explicit(self, text: str) -> bool:
-        """Say whether a rule without wildcards speaks of a name or table."""
+        """Say whether a rule without wildcards names this name or table."""
         return text in self._sides[0]
 
     @cached_property
     def _sides(self) -> tuple[dict[str, list[str]], list[tuple[str, str]]]:
-        """The rules without wildcards, by the name in the model, and those with."""
+        """The rules without wildcards, by the name in the model, and those with wildcards."""
         explicit: dict[str, list[str]] = {}
         for model_side, checkpoint_side in self.rules:
             if not WILDCARD.findall(model_side):
@@ -62,7 +62,7 @@ class Renames:
         return explicit, [rule for rule in self.rules if WILDCARD.findall(rule[0])]
 
     def _matches(self, text: str, *, of_slots: bool = False) -> _Matches:
-        """Return the names that rules give to a text, each with its rule; several where stars share it out so."""
+        """Return the names that rules give to a text, each with its rule; wildcards may match in several ways."""
         explicit, starred = self._sides
         matches = {other: (text, other) for other in explicit.get(text, ())}
         for rule in starred:
@@ -76,7 +76,6 @@ class Renames:
 
 
 def parse_renames(value: Any) -> Renames:
-    """Return the rules of an ``oname`` value, or raise ValueError where it has none."""
     dicts = [value] if isinstance(value, Mapping) else value
     if not is_list(dicts) or not all(isinstance(d, Mapping) for d in dicts):
         raise ValueError(f"found {value!r}, expected a dict or a list of dicts, model name -> name in the checkpoint")
@@ -90,7 +89,7 @@ def parse_renames(value: Any) -> Renames:
 
 
 def _only(text: str, matches: _Matches) -> str:
-    """Return the one name that rules give to a text; itself where there is none."""
+    """Return the one name that rules give to a text; the text itself without a rule."""
     if len(matches) > 1:
         rules = " and ".join(sorted({f"{rule[0]!r}: {rule[1]!r}" for rule in matches.values()}))
         raise ValueError(f"{text!r} is ambiguous: {' or '.join(map(repr, sorted(matches)))}, by {rules}")
@@ -99,24 +98,23 @@ def _only(text: str, matches: _Matches) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """One source of a load, and what to take of it.
+    """One source of a load, and what to take from it.
 
     Attributes:
-        label: how messages call it, such as ``bank[1]``.
+        label: its name in messages, such as ``bank[1]``.
         path: a checkpoint or an output dir, any URL; "" for the checkpoint that the call names.
         load: what is taken ...
-        exclude: ... but for these.
-        renames: what names of the model are called there.
-        hashtable_clear: whether tables are emptied first; otherwise rows are merged in and the loaded ones win.
+        exclude: ... except these.
+        hashtable_clear: whether tables are emptied first; otherwise rows are merged, and the loaded ones win.
         ignore_error: whether problems with names are warnings.
         is_dynamic: whether ``reload_dynamic`` looks at it again.
-        strict: whether names must match both ways; None: those of ``dense``, where that group is named.
-        on_mismatch: table or tensor pattern -> what to do where dtype or shape differ; a name goes before patterns.
+        strict: whether names must match both ways; None: only dense ones, if ``load`` names that group.
+        on_mismatch: table or tensor pattern -> what to do if dtype or shape differ; a name wins over patterns.
         where: which rows are taken.
-        convert: whether slots with a value for each range of columns may be brought to other ranges, or to whole rows.
-        out_of_range: what becomes of ids that a table with a fixed number of rows has no row for.
-        zch: what becomes of ids that are more than a table of managed collisions has rows.
-        is_own: whether this is the run's own output dir, from which a run is resumed.
+        convert: whether slots with one value per range of columns may be converted to other ranges, or to whole rows.
+        out_of_range: what happens to ids that a table of fixed length has no row for.
+        zch: what happens to ids beyond the size of a table with managed collisions.
+        is_own: whether this is the run's own output dir, from which it resumes.
         keeps_settings: whether hyper-parameters of optimizers, and base rates of schedulers, stay those of this run.
         only: the names that may be taken at all, None for any.
         serves: whether the model is to be evaluated or served: what only training needs is neither taken nor missed.
@@ -144,9 +142,8 @@ class Entry:
     def wants(self, name: Name, *, is_schedule: bool = False) -> bool:
         """Say whether the entry asks for ``name``.
 
-        Ids come along with the embeddings, the state of a dense optimizer with its parameters, and the step with the
-        own run. The step, the positions, the settings of optimizers and the schedules of another run are only taken
-        where they are named.
+        Ids come with the embeddings, the state of a dense optimizer with its parameters, and the step with the own run.
+        The step, positions, optimizer settings and schedules of another run are only taken if they are named.
         """
         if (self.only is not None and name not in self.only) or self._excludes(name):
             return False
@@ -167,13 +164,12 @@ class Entry:
 
     @property
     def strict_groups(self) -> frozenset[str]:
-        """The groups whose names must match both ways."""
         if self.strict is None:
             return frozenset({"dense"} if Pattern("dense") in self.load else ())
         return frozenset({"dense", "sparse"} if self.strict else ())
 
     def action(self, name: Name) -> str:
-        """Return what to do where dtype or shape of ``name`` differ: a rule for it alone goes first."""
+        """Return what to do if dtype or shape of ``name`` differ."""
         actions = [(not pattern.is_explicit, action) for pattern, action in self.on_mismatch if pattern.matches(name)]
         return min(actions, key=lambda rule: rule[0], default=(False, "error"))[1]
 
@@ -182,7 +178,7 @@ def parse_load_conf(conf: Mapping[str, Any] | None, *, own: bool = False) -> Ent
     """Return what a ``load_conf`` asks for; None asks for everything, strictly.
 
     Raises:
-        LoadConfError: unknown keys, or values of another type; all of them.
+        LoadConfError: lists all unknown keys and values of another type.
     """
     if conf is None:
         return Entry(strict=True, is_own=own)
@@ -194,10 +190,11 @@ def parse_load_conf(conf: Mapping[str, Any] | None, *, own: bool = False) -> Ent
 
 
 def as_bank(bank: Bank, conf: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
-    """Return the entries of a bank that may be given as one entry, or as a path and the rest of its entry, or as None.
+    """Return the entries of a bank, which may also be given as one entry, as a path and the rest of its entry, or as
+    None.
 
     Raises:
-        LoadConfError: the rest of an entry is not a dict, or there is no path that it belongs to.
+        LoadConfError: the rest of an entry is not a dict, or comes without a path.
     """
     if isinstance(bank, str | PathLike):
         if not isinstance(conf, Mapping | None):
@@ -211,7 +208,7 @@ def as_bank(bank: Bank, conf: Mapping[str, Any] | None) -> Sequence[Mapping[str,
 
 
 def parse_bank(bank: Sequence[Mapping[str, Any]], problems: list[str]) -> list[Entry]:
-    """Return the entries of a bank that are not skipped, in order; what is wrong with them is added to ``problems``."""
+    """Return the entries of a bank that are not skipped, in order; adds to ``problems``."""
     if not is_list(bank):
         problems.append(f"bank: found {type(bank).__name__}, expected a list of dicts")
         return []
@@ -220,7 +217,7 @@ def parse_bank(bank: Sequence[Mapping[str, Any]], problems: list[str]) -> list[E
 
 
 def _parse(label: str, conf: Any, problems: list[str], *, with_path: bool, own: bool) -> Entry | None:
-    """Return an entry, None where it is to be skipped; a value that is wrong leaves its default and a problem."""
+    """Return an entry, None if it is skipped; a wrong value adds a problem and leaves the default."""
     if not isinstance(conf, Mapping):
         problems.append(f"{label}: found {type(conf).__name__}, expected a dict")
         return None

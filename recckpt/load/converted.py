@@ -41,10 +41,10 @@ _WITHOUT_STEP = "SGD"
 
 
 class TensorRows:
-    """The dense tensors of one checkpoint that fill live tables, as tables of their names.
+    """The dense tensors of one checkpoint that fill live tables here.
 
     Raises:
-        StateMismatchError: the state of an optimizer is not one of these rows; names all.
+        StateMismatchError: optimizer states do not have one value for each of these rows; names all.
         CorruptCheckpointError: a registered state is not what the manifest says.
     """
 
@@ -69,9 +69,9 @@ class TensorRows:
             raise StateMismatchError(source.at.label, mismatched=mismatched, remedy=_STATE_REMEDY)
 
     def settled(self, items: Sequence[Planned]) -> list[Planned]:
-        """Return what is planned without the slots of which the optimizer has no state, as before its first step.
+        """Return the plan without slots that the optimizer has no state for, as before its first step.
 
-        Those that only the settings of the checkpoint make slots of the table stand behind its ids.
+        Slots that the table has only with the checkpoint's settings are inserted behind its ids.
         """
         planned: dict[Name, list[Planned]] = {}
         for item in self._planned:
@@ -87,7 +87,7 @@ class TensorRows:
         return [each for item in items for each in planned.get(item.name, [item])]
 
     def _of_settings(self) -> list[Planned]:
-        """Return the slots that a table has only with the settings of the checkpoint, where there is such a state."""
+        """Return the slots that a table has only with the checkpoint's settings, if their state exists."""
         names = {item.name for item in self._planned}
         others = [
             replace(item, name=slot_name(item.name.table, slot.name), source=f"{item.thing.tensor}@{slot.name}")
@@ -99,7 +99,7 @@ class TensorRows:
 
     @property
     def entries(self) -> dict[str, TableEntry]:
-        """Tensor -> what it is as a table."""
+        """Tensor -> its description as a table."""
         n_rows = {item.thing.tensor: item.thing.rows for item in self._planned}
         entries = {}
         for tensor, columns in self._columns.items():
@@ -109,9 +109,9 @@ class TensorRows:
         return entries
 
     def has_slots(self, table: str, slots: Iterable[str], *, is_live: bool = False) -> bool:
-        """Say whether the optimizer of a table kept just these slots, as far as is known.
+        """Say whether the optimizer of a table kept exactly these slots, as far as is known.
 
-        That of a live table may be an akin one, or have kept more or less with other settings.
+        That of a live table may be of an akin class, or have kept other optional slots with other settings.
         """
         entry = self.source.at.checkpoint.manifest.table(table)
         if entry is None:
@@ -123,7 +123,7 @@ class TensorRows:
         return {*map(common_slot, there)} - OPTIONAL == {*map(common_slot, slots)} - OPTIONAL
 
     def has_other_decay(self, table: str, slots: Sequence[str]) -> bool:
-        """Say whether an akin optimizer trained a table, to which weight decay is another thing."""
+        """Say whether an optimizer trained a table for which weight decay means something else."""
         entry = self.source.at.checkpoint.manifest.table(table)
         if entry is None:
             things = (item.thing for item in self._planned if item.thing.tensor == table and item.thing.lineage)
@@ -134,7 +134,7 @@ class TensorRows:
 
     @cached_property
     def scalars(self) -> dict[str, Any]:
-        """The steps of tables and tensors, and the settings of who trained them, as sparse optimizers give them."""
+        """The steps of tables and tensors, and the settings of their optimizers, in the form of sparse optimizers."""
         trained = {item.thing.tensor: item.thing.optimizer for item in self._planned if item.thing.optimizer}
         saved = self.source.row_scalars()
         steps, groups = {**saved.get("state", {})}, [*saved.get("param_groups", [])]
@@ -150,7 +150,7 @@ class TensorRows:
         return {**saved, "state": steps, "param_groups": groups}
 
     def read(self, filler: Filler) -> Iterator[BatchRows]:
-        """Yield the rows of a tensor that this rank has in a table, and those that no rank has, some at a time."""
+        """Yield the rows of a tensor that this rank has in its table, then those beyond the table, step by step."""
         tensor, n_rows = filler.entry.name, filler.entry.rows
         table = self._live.live_tables[filler.target.table.name]
         (first, end), size = table.rows.box.rows, table.live.n_rows
@@ -167,7 +167,7 @@ class TensorRows:
             yield BatchRows(tensor, 0, path, np.arange(begin, stop, dtype=np.int64), values)
 
     def _value(self, item: Planned) -> StoredValue | None:
-        """Return what fills a slot; None for ids, and where there is no such state."""
+        """Return the tensor that fills a slot; None for ids, and without such a state."""
         tensor, slot = item.thing.tensor, _slot_there(item)
         if slot == ID:
             return None
@@ -184,7 +184,7 @@ class TensorRows:
         return self.source.under_names_of(self._live.tensor_names, self.source.tensors.model)
 
     def _state(self, tensor: str, optimizer: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return what a registered optimizer has of a tensor, and its settings."""
+        """Return the state that a registered optimizer has of a tensor, and its settings."""
         if (tensor, optimizer) in self._states:
             return self._states[tensor, optimizer]
         source, shard = self.source, self._live.shard
@@ -219,7 +219,7 @@ def _slot_there(item: Planned) -> str:
 
 
 def _misfit(item: Planned, value: Any, live: LiveState) -> tuple[object, object] | None:
-    """Return (found, expected) where a state is not one of the rows of a table."""
+    """Return (found, expected) if a state does not have one value for each row."""
     if item.name.slot == EMBEDDING:
         return None  # the plan has looked at it
     others = {slot.name: slot for slot in live.other_slots(item.name.table)}
@@ -233,26 +233,22 @@ def _misfit(item: Planned, value: Any, live: LiveState) -> tuple[object, object]
 
 @dataclass
 class _Gathered:
-    """A table whose rows are gathered in tensors, by their numbers; it never says that it has rows to lose."""
+    """A table whose rows are gathered in tensors, by their numbers; its length is 0, so a load may always fill it."""
 
     name: str
     columns: Mapping[str, Tensor]
 
     def ids(self) -> Tensor:
-        """Return the row numbers."""
         return torch.arange(len(self.columns[EMBEDDING]), device="cpu")
 
     def embeddings(self) -> Tensor:
-        """Return the values."""
         return self.columns[EMBEDDING]
 
     @property
     def slots(self) -> Mapping[str, Tensor]:
-        """The other slots."""
         return {slot: values for slot, values in self.columns.items() if slot != EMBEDDING}
 
     def insert(self, ids: Tensor, embeddings: Tensor, slots: Mapping[str, Tensor] | None = None) -> None:
-        """Set rows; an id that is the number of none is refused."""
         outside = ids[(ids < 0) | (ids >= len(self.columns[EMBEDDING]))]
         if len(outside):
             expected = f"the numbers of {len(self.columns[EMBEDDING])} rows"
@@ -272,7 +268,7 @@ class _Gathered:
 
 
 class TableTensors:
-    """The tables of one checkpoint that fill dense tensors: every rank reads all of their rows, as it does dense state.
+    """The tables of one checkpoint that fill dense tensors. Every rank reads all of their rows, as with dense state.
 
     Raises:
         CorruptCheckpointError: a file is damaged.
@@ -310,11 +306,9 @@ class TableTensors:
                 raise count_error(source.at.checkpoint.directory, entry.name, entry.rows, n_rows)
 
     def tensor(self, item: Planned) -> Tensor:
-        """Return the values of a dense tensor."""
         return self._tables[item.thing.table].embeddings()
 
     def state(self, item: Planned) -> Mapping[str, Any]:
-        """Return the state of a parameter for a dense optimizer."""
         kind, slots = self._keys(item)
         columns, scalars = self._tables[item.thing.table].columns, self._source.row_scalars()
         values: dict[str, Any] = {key: columns[slot] for key, slot in slots.items()}
@@ -327,14 +321,13 @@ class TableTensors:
         return values
 
     def settings(self, item: Planned) -> Mapping[str, Any]:
-        """Return the settings that a parameter had with the rows of its table, {} where there are none."""
         for group in self._source.row_scalars().get("param_groups", []):
             if item.thing.table in group["tables"]:
                 return {key: value for key, value in group.items() if key != "tables"}
         return {}
 
     def _keys(self, item: Planned) -> tuple[str, Mapping[str, str]]:
-        """Return the class of the optimizer that takes a state, and key -> slot of it; nothing of a tensor."""
+        """Return the class of the optimizer that takes a state, and key -> slot; empty for a tensor itself."""
         if not item.name.parameter:
             return "", {}
         kind = self._live.inventory[Name("dense_opt", item.name.optimizer)].lineage[0]

@@ -1,4 +1,4 @@
-"""All state but the rows of tables: read and checked as a whole, and the dense state on its way into a model."""
+"""All state except table rows: read and checked as a whole, and the dense state on its way into a model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _EXTRA_STATE = "_extra_state"
 
 @dataclass(frozen=True)
 class OtherState:
-    """What a load gives to those that are not tables."""
+    """What a load gives to everything but tables."""
 
     dense: Mapping[str, Any]  # the model's state, by the model's names
     extra: Mapping[str, Any]  # states of registered objects, and of names that nobody registered
@@ -59,8 +59,7 @@ def read_other_state(
 ) -> OtherState:
     """Read and check what is planned; with ``rng`` also the random generators, from the last source.
 
-    ``tensors`` are, for each source, its dense tensors that a table of this model takes as rows; ``tables`` are its
-    tables that this model has as dense tensors.
+    ``tensors`` are the dense tensors of each source that are rows here, ``tables`` its tables that are tensors here.
     """
     taken: dict[str, list[tuple[Planned, OpenSource]]] = {"dense": [], "extra": [], "io_state": []}
     for item in items:
@@ -109,7 +108,7 @@ def _dense_state(
 def _dense_values(
     items: Sequence[Planned], live: LiveState, source: OpenSource
 ) -> tuple[frozenset[Name], Mapping[str, Any]]:
-    """Return the names of tensors that a model to be served has already, and what the others are read from."""
+    """Return the names whose values a model to be served has already, and a mapping to read the others from."""
     names = live.tensor_names
     stored = source.under_names_of(names, source.tensors.model)
     if source.at.entry.serves and all(item.source in stored for item in items):
@@ -121,7 +120,7 @@ def _dense_values(
 
 
 def _extra_state(live: LiveState, item: Planned, source: OpenSource) -> Any:
-    """Return the state of a registered object, its sharded tensors as they lie here."""
+    """Return the state of a registered object, its sharded tensors laid out as they are here."""
     of_all = source.registered_on_all(item.source, live.shard)
     gathered = live.extra.gathered(item.name.text, of_all, source.tensors.of_extra)
     if gathered is not None:
@@ -131,7 +130,7 @@ def _extra_state(live: LiveState, item: Planned, source: OpenSource) -> Any:
 
 
 def _unclaimed_extra(live: LiveState, sources: Sequence[OpenSource]) -> dict[str, Any]:
-    """Return states of names that nobody registered, for ``Saver.get_extra_data``."""
+    """Return the states of unregistered names, for ``Saver.get_extra_data``."""
     states: dict[str, Any] = {}
     for source in sources:
         names = [name for name in registered_names(source.at.checkpoint) if source.at.entry.wants(name)]
@@ -142,7 +141,7 @@ def _unclaimed_extra(live: LiveState, sources: Sequence[OpenSource]) -> dict[str
 
 
 def _position(live: LiveState, item: Planned, source: OpenSource) -> Any:
-    """Return this rank's position in the data, made from those of all where another number of ranks saved."""
+    """Return this rank's position in the data; merged from all positions if another number of ranks saved."""
     if source.at.shards == live.shards:
         return source.own_state("io_state", item.source, live.shard)
     files = [source.state(layout.of_rank("io_state", shard)) for shard in range(source.at.shards)]
@@ -166,7 +165,7 @@ class ModelLoad:
     """A load of dense state that fits into a model, which takes it over.
 
     Raises:
-        StateMismatchError: tensors lie in memory that is read-only, and have other values; names all.
+        StateMismatchError: tensors lie in read-only memory, and have other values; names all.
     """
 
     def __init__(self, live: LiveState, state: Mapping[str, Any]) -> None:
@@ -184,14 +183,13 @@ class ModelLoad:
         self.may_be_refused = bool(self._state) and any(map(_has_own_load, live.model.modules()))
 
     def load(self) -> None:
-        """Fill the model."""
         if self._state:
             self._live.live_tables.load_dense(self._model, self._state)
         if self._put:
             self._set(self._put)
 
     def _set(self, values: Mapping[str, Tensor]) -> None:
-        """Give values to tensors that torch does not fill: as one of inference where it is one, else other memory."""
+        """Set tensors that torch's load cannot fill; inference tensors in place, others by replacing their memory."""
         for name, value in values.items():
             module, key = self._owner(name)
             members: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
@@ -208,7 +206,7 @@ class ModelLoad:
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
-        """Fill the model, and give it back what it had where it refuses something, or the block fails."""
+        """Fill the model; restore its former state if it refuses something, or the block fails."""
         own = {name: self._live.dense[name] for name in self._state}
         before = {name: value.clone() for name, value in own.items() if _can_go_back(value)}
         before |= {name: copy.deepcopy(value) for name, value in own.items() if not isinstance(value, Tensor)}
@@ -244,7 +242,7 @@ class ModelLoad:
             log.warning("%s: the model keeps what was loaded, though the load failed: load again", name, exc_info=True)
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:
-        """Return the module that has a name without wrappers, and its name in it."""
+        """Return the module that has an unwrapped name, and the name within that module."""
         key = name.rpartition(".")[2]
         wrappers = wrappers_in(self._model)
         names = self._model.named_modules(remove_duplicate=False)
@@ -257,14 +255,14 @@ class ModelLoad:
 
 
 def _can_go_back(live: Any) -> bool:
-    """Say whether a tensor can be copied and filled again: not a lazy one, nor one of TorchRec's."""
+    """Say whether a tensor can be copied and filled again: lazy tensors and those of TorchRec cannot."""
     if not isinstance(live, Tensor) or is_lazy(live):
         return False
     return not is_sharded(live) or hasattr(live, "device_mesh") or hasattr(live, GEOMETRY[1])
 
 
 def _has_own_load(module: nn.Module) -> bool:
-    """Say whether a module, or a hook in it, does what torch does not when its state is loaded."""
+    """Say whether a module, or a hook of it, loads state in another way than torch does."""
     kind = type(module)
     hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
     for method in (kind._load_from_state_dict, kind.load_state_dict, kind.set_extra_state, *hooks):

@@ -26,11 +26,7 @@ _RATES = ("base_lrs", "max_lrs", "min_lrs")  # what torch's schedulers make lear
 
 
 class HyperParameters:
-    """Those of all optimizers of a run, as they are when this is made: before a load.
-
-    Attributes:
-        kept: whether those of this run are to stay.
-    """
+    """The hyper-parameters of all optimizers of a run, taken before a load; ``kept``: the load must not change them."""
 
     def __init__(self, live: LiveState, *, kept: bool) -> None:
         self.kept = kept
@@ -46,10 +42,10 @@ class HyperParameters:
                 self._schedules.setdefault(name, []).append((one, rates))
 
     def after_load(self, label: str, loaded: Collection[str], akin: Mapping[str, str], *, with_log: bool) -> None:
-        """Put those of this run back where they are kept, and say in one line what a load has replaced.
+        """Restore the run's own where they are kept, and log what the load has replaced.
 
-        ``loaded`` are the registered objects that were loaded, of optimizers those whose settings were; ``akin`` those
-        that took the settings of an akin class, and keep their weight decay, with the reason.
+        ``loaded`` are the registered objects that were loaded (optimizers: if their settings were); ``akin`` the
+        optimizers that took settings of an akin class, and keep their weight decay, with the reason.
         """
         for name, reason in akin.items() if not self.kept else ():
             if with_log and (differences := list(self._differences([name], DECAY))):
@@ -74,7 +70,7 @@ class HyperParameters:
                 _keep_rates(schedules)
 
     def _differences(self, names: Iterable[str], keys: Collection[str] = ()) -> Iterator[tuple[str, Any, Any]]:
-        """Yield (name, value of this run, value that was loaded) of these optimizers; with ``keys`` of these alone."""
+        """Yield (name, value of this run, loaded value) for these optimizers; only ``keys`` if given."""
         for name, (optimizer, groups) in ((name, self._groups[name]) for name in names):
             for number, (before, now) in enumerate(zip(groups, groups_of(optimizer), strict=True)):
                 which = name
@@ -88,7 +84,7 @@ class HyperParameters:
                         yield f"{which} {key}", own, loaded
 
     def _is_alone(self, scheduler: LRScheduler, loaded: Collection[str]) -> bool:
-        """Say whether a scheduler was loaded without the rates that it has made: those of its optimizer are others."""
+        """Say whether a scheduler was loaded, but not the learning rates of its optimizer."""
         own = scheduler.optimizer.param_groups
         of_it = {name for name, (one, _) in self._groups.items() if any(a is b for a in groups_of(one) for b in own)}
         is_other = [plain(group["lr"]) for group in own] != scheduler.get_last_lr()
@@ -96,10 +92,10 @@ class HyperParameters:
 
 
 def _keep_rates(schedules: Sequence[tuple[LRScheduler, dict[str, Any]]]) -> None:
-    """Go on from the place in the schedule that was loaded, with the rates of this run.
+    """Go on from the loaded place in the schedule, with the rates of this run.
 
-    The schedule has made something of the rates that it began with, such as a tenth: the same of those of this run is
-    the learning rate now.
+    The schedule has scaled its base rates, to a tenth for example; the same factor is applied to the base rates of this
+    run.
     """
     outer = schedules[0][0]
     with_bases = [(one, rates["base_lrs"]) for one, rates in schedules if "base_lrs" in rates]
@@ -120,6 +116,6 @@ def _keep_rates(schedules: Sequence[tuple[LRScheduler, dict[str, Any]]]) -> None
 
 
 def _comparable(value: Any) -> Any:
-    """Return a setting as one compares and prints it: numbers in place of tensors, tuples in place of lists."""
+    """Return a setting so that it can be compared and printed: numbers for tensors, tuples for lists."""
     value = plain(value) if not isinstance(value, Tensor) or value.numel() == 1 else value.tolist()
     return tuple(value) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""What a model and a checkpoint have, by name: found without reading rows, and without torch."""
+"""What a model and a checkpoint have, by name, without reading rows. Does not import torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _N_AVERAGED = "n_averaged"  # of AveragedModel, which wraps as DistributedDataPa
 
 @dataclass(frozen=True)
 class Thing:
-    """What is known of a name without reading it."""
+    """What is known of a name without reading its value."""
 
     dtype: str = ""  # of a slot or tensor, or PLAIN; "" where it is not known or does not matter
     shape: tuple[int, ...] = ()  # of one row of a slot, or of a tensor
@@ -53,7 +53,7 @@ Inventory = Mapping[Name, Thing]
 
 @dataclass(frozen=True)
 class LoadCandidate:
-    """What a checkpoint has, and what an entry asks for of it."""
+    """What a checkpoint has, and what an entry of a bank asks of it."""
 
     entry: Entry  # of the model bank
     label: str  # the checkpoint's path
@@ -64,14 +64,14 @@ class LoadCandidate:
 
     @property
     def called(self) -> str:
-        """What messages call it: the entry of a bank, and where it is."""
+        """Its name in messages: the entry of a bank, and the path."""
         return f"{self.entry.label} ({self.label})" if self.entry.path else self.label
 
 
 def checkpoint_inventory(
     checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor], model_dense: Iterable[str]
 ) -> Inventory:
-    """Return the names that a checkpoint has, its ``tensors`` by the names that the model has for them."""
+    """Return the names in a checkpoint. Its ``tensors`` are listed under the model's names for them."""
     manifest = checkpoint.manifest
     things: dict[Name, Thing] = {}
     for table in manifest.tables:
@@ -104,7 +104,7 @@ def checkpoint_inventory(
 
 
 def registered_names(checkpoint: Checkpoint) -> list[Name]:
-    """Return the names of registered objects, and of the sparse optimizer's scalars, whose state a checkpoint has."""
+    """Return the names of registered objects and sparse optimizer scalars with state in a checkpoint."""
     names = checkpoint.manifest.names
     extra = [Name("sparse_opt" if name == SPARSE_OPTIM else "extra", name) for name in names.extra]
     extra += [Name("extra", name) for name in names.extra_of_ranks]
@@ -112,7 +112,7 @@ def registered_names(checkpoint: Checkpoint) -> list[Name]:
 
 
 def names_here(saved: Iterable[str], model: Iterable[str]) -> dict[str, str]:
-    """Return what the model calls each name in a checkpoint: wrappers that one side alone had are looked through."""
+    """Return saved name -> the model's name for it; looks through wrappers that only one side had."""
     saved, model = list(saved), {*model}
     plain = {name: ".".join(part for part in name.split(".") if part != _COMPILED) for name in saved}
     if len({*plain.values()}) < len(plain) or any(_COMPILED in name.split(".") for name in model):
@@ -130,13 +130,18 @@ def names_here(saved: Iterable[str], model: Iterable[str]) -> dict[str, str]:
 def listed_inventory(lines: Iterable[str]) -> Inventory:
     """Return the names of a model from a list, as ``Saver.names`` makes it.
 
-    A line is one name; group, dtype, shape and the other names of a tied parameter, or of a dense optimizer the names
-    of its classes, or of a slot the names of its dense tensor and its ranges of columns, as ``columns 0:4,4:8``, or
-    ``schedule`` of a registered object that is one, or last ``embedding weight`` of a tensor that is one, may follow
-    it, behind tabs. Names that begin with ``"`` are JSON strings.
+    A line is a name, followed by tab-separated fields, all optional: group, dtype, shape, and then
+
+    - for a tied parameter: its other names;
+    - for a dense optimizer: the names of its classes;
+    - for a slot: the names of its dense tensor, and its ranges of columns as ``columns 0:4,4:8``;
+    - for a registered object that makes learning rates: ``schedule``;
+    - for the weight of an embedding: ``embedding weight``, as the last field.
+
+    Names that begin with ``"`` are JSON strings.
 
     Raises:
-        LoadConfError: a group that does not exist, a shape that is not one, or a string that does not end.
+        LoadConfError: an unknown group, an invalid shape, or a string without its end.
     """
     things: dict[Name, Thing] = {}
     for line in lines:

@@ -1,4 +1,4 @@
-"""What a load fills, looked up once a load, and the names of a plan that do not fit it."""
+"""What a load fills, looked up once per load; and checks of a plan against it."""
 
 from __future__ import annotations
 
@@ -44,13 +44,7 @@ _SCALARS = Name("sparse_opt", SPARSE_OPTIM)
 
 @dataclass(eq=False)
 class LiveState:
-    """The model of this rank, its companions, and which rank of how many this is.
-
-    Attributes:
-        tables: the tables by name.
-        dense: the dense state.
-        row_optimizers: the optimizers of the rows of all tables.
-    """
+    """The model of this rank, its companions, and which rank of how many this is."""
 
     model: nn.Module
     sparse_optim: Optimizer | None
@@ -69,7 +63,6 @@ class LiveState:
 
     @cached_property
     def targets(self) -> Mapping[str, LoadTarget]:
-        """What fills the tables, by name."""
         return {
             name: table.target_type(table) if isinstance(table, AttachedTable) else target_of(table)
             for name, table in self.tables.items()
@@ -77,17 +70,16 @@ class LiveState:
 
     @cached_property
     def tensor_names(self) -> list[str]:
-        """The names that a checkpoint may have for dense tensors: of the dense state, and of live tables."""
+        """The names of dense tensors, and those that live tables may have as dense tensors in a checkpoint."""
         return [*self.dense, *(tensor for name in self.live_tables for tensor in self.live_tables.tensors_of(name))]
 
     @cached_property
     def optimizers(self) -> Mapping[str, NamedOptimizer]:
-        """The registered dense optimizers whose state goes by the names of parameters."""
         return self.extra.optimizers
 
     @cached_property
     def needs(self) -> Needs:
-        """What this rank reads of what each rank reads some of."""
+        """What this rank reads of files that belong to single ranks."""
         slices = {name: self.targets[name.table].slice for name in self.inventory if name.is_slot}
         gathers = any(map(self.extra.gathers, self.extra))
         values = self.dense.items()
@@ -97,7 +89,6 @@ class LiveState:
 
     @cached_property
     def inventory(self) -> Inventory:
-        """The names that can be loaded."""
         things: dict[Name, Thing] = {Name(GLOBAL_STEP, GLOBAL_STEP): Thing(PLAIN)}
         for name, table in self.tables.items():
             things |= _slots_of(name, table, self.live_tables)
@@ -114,7 +105,7 @@ class LiveState:
         return things
 
     def inventory_beside(self, sources: Iterable[LocatedCheckpoint]) -> Inventory:
-        """Return the names that can be loaded of checkpoints, one of which may bring settings that need more slots."""
+        """Return the inventory, with slots that settings of these checkpoints may add to live tables."""
         things = dict(self.inventory)
         for source in sources:
             manifest, entry = source.checkpoint.manifest, source.entry
@@ -134,7 +125,6 @@ class LiveState:
 
 
 def _slots_of(name: str, table: SavableTable, live_tables: LiveTables) -> dict[Name, Thing]:
-    """Return the slots of a table; ``columns`` of those of a live one with a value for each range of columns."""
     if not isinstance(table, AttachedTable):
         slots = (SlotSpec(ID, "int64", ()), *source_of(table).slots)
         return {slot_name(name, slot.name): Thing(slot.dtype, slot.shape) for slot in slots}
@@ -174,7 +164,7 @@ def _dense_things(model: nn.Module, dense: Mapping[str, Any]) -> dict[Name, Thin
 def check_live(
     live: LiveState, sources: Sequence[LocatedCheckpoint], items: Sequence[Planned], problems: Problems
 ) -> None:
-    """Add what does not fit the live objects of a plan: states of other ranks, tables that are not ours, lengths."""
+    """Add what does not fit the live objects: states of other ranks, tables that are not ours, lengths."""
     for item, source in ((item, sources[item.offer]) for item in items if item.offer is not None):
         if item.name.group == "io_state":
             _check_positions(live, source, item.name.text, problems)
@@ -201,7 +191,7 @@ def _check_positions(live: LiveState, source: LocatedCheckpoint, name: str, prob
 
 
 def _check_own_state(live: LiveState, source: LocatedCheckpoint, item: Planned, problems: Problems) -> None:
-    """A state that each rank has saved of its own goes to as many ranks again; one of a single rank goes to all."""
+    """States that each rank saved need as many ranks again; one saved by a single rank fits any number."""
     registry = live.extra
     name, there = (text.rpartition("@")[2] if item.name.parameter else text for text in (item.name.text, item.source))
     is_for_all = there not in source.extras_of_ranks or source.shards == 1 or registry.gathers(name)
@@ -214,7 +204,7 @@ def _check_own_state(live: LiveState, source: LocatedCheckpoint, item: Planned, 
 
 
 def _check_room(source: LocatedCheckpoint, item: Planned, table: AttachedTable, problems: Problems) -> None:
-    """A live table that gives ids places has no more of them than it has rows."""
+    """Refuse more ids than a live table with managed collisions has rows."""
     most, entry = table.most_ids, source.entry
     if most is None or entry.zch != "error" or entry.where != RowFilter():
         return
@@ -225,7 +215,7 @@ def _check_room(source: LocatedCheckpoint, item: Planned, table: AttachedTable, 
 
 
 def _check_length(source: LocatedCheckpoint, item: Planned, table: AttachedTable, problems: Problems) -> None:
-    """Warn of a live table that is longer here, and refuse one that is shorter, unless it may be resized."""
+    """Warn of a live table that is longer here; refuse one that is shorter, unless it may be resized."""
     saved, here, entry = item.thing.rows, table.live.n_rows, source.entry
     there = source.checkpoint.manifest.table(item.source.rpartition("@")[0])
     if entry.where != RowFilter() or (not item.thing.tensor and (there is None or there.live is None)):
@@ -246,7 +236,7 @@ def _warn_of_new(source: LocatedCheckpoint, name: str, saved: int, here: int, pr
 def _check_foreign(
     live: LiveState, sources: Sequence[LocatedCheckpoint], items: Iterable[Planned], problems: Problems
 ) -> None:
-    """A table that is not ours has no way to take anything but whole rows, as they are."""
+    """A table that is not ours can only take whole rows, as they are."""
     foreign = {name for name, target in live.targets.items() if not target.takes_slots}
     taken: dict[str, dict[str, Planned]] = {}
     for item in items:
@@ -266,8 +256,9 @@ def check_memory(live: LiveState, planned: LoadPlan, sources: Sequence[OpenSourc
     """Refuse a model that cannot hold what is planned.
 
     Raises:
-        StateMismatchError: tensors or tables are on the device ``meta``, or a tied parameter would get the values of
-            one name and the optimizer's state of another; names all.
+        StateMismatchError: tensors or tables are on the device ``meta``, or a tied parameter would get values and
+            optimizer
+            state from two different names; lists all.
     """
     what, mismatched = " and ".join(planned.sources), dict[str, tuple[object, object]]()
     for name in (item.name for item in planned.taken if item.name.is_slot or item.name.group == "dense"):
@@ -293,7 +284,7 @@ def check_memory(live: LiveState, planned: LoadPlan, sources: Sequence[OpenSourc
 def _untied(
     live: LiveState, taken: Sequence[Planned], sources: Sequence[OpenSource]
 ) -> dict[str, tuple[Planned, Planned]]:
-    """Return the names of tied tensors that would get two different values, each with whom it is tied to."""
+    """Return the tied tensors that would get two different values, each with one that it is tied to."""
     dense = {item.name.text: item for item in taken if item.name.group == "dense"}
     tied = {text: live.inventory[item.name].tied for text, item in dense.items()}
     if not any(tied.values()):
@@ -308,7 +299,7 @@ def _untied(
 
 
 def _differ(one: Planned, other: Planned, stored: Sequence[Mapping[str, StoredTensor]]) -> bool:
-    """Say whether two tensors are from two places of other bytes, as their checksums say."""
+    """Say whether two tensors come from different places whose checksums differ."""
     if (one.offer, one.thing.table or one.source) == (other.offer, other.thing.table or other.source):
         return False
     tensors = [stored[item.offer or 0].get(item.source) for item in (one, other)]

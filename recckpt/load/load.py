@@ -1,4 +1,4 @@
-"""The hallway of a load: plan, read what is small, give it to those who may refuse it, fill the tables, the rest."""
+"""The hallway of a load: plan, read what is small, give it to those who may refuse it, fill tables, then the rest."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def row_loads(
     download_dir: WorkDir | None,
     concurrency: int,
 ) -> tuple[list[LinkLoad], list[OtherRows]]:
-    """Return what fills the tables: rows of links, in the order of the bank, link by link, and rows beside them.
+    """Return what fills the tables: rows of links, in the order of the bank, link by link, and rows of tensors.
 
     ``sources`` come with the dense tensors of each that are taken as tables; ``step`` is the one that is taken over.
     """
@@ -106,7 +106,7 @@ def _fillers(
 
 
 def plan(live: LiveState, sources: Sequence[OpenSource], problems: Problems) -> LoadPlan:
-    """Decide what is loaded from where, as :func:`recckpt.load.plan.plan_load`; reads no rows and changes nothing."""
+    """Decide what is loaded from where, as :func:`recckpt.load.plan.plan_load`. Reads no rows and changes nothing."""
     located = [source.at for source in sources]
     check, inventory = partial(check_live, live, located), live.inventory_beside(located)
     planned = plan_load(inventory, [source.offer(inventory) for source in sources], problems, check)
@@ -125,22 +125,22 @@ def load(
     rng: bool,
     meetings: Meetings,
 ) -> LoadReport:
-    """Fill live state; whatever does not fit is refused before anything changes. Collective.
+    """Fill live state; refuse whatever does not fit before anything changes. Collective.
 
     Args:
         live: what to fill.
-        sources: checkpoints that are open for it, in the order of the bank; of those that have a name, the last counts.
+        sources: open checkpoints, in the order of the bank; the last that has a name counts.
         problems: what is wrong with the bank already.
         concurrency: number of reader threads.
-        download_dir: where to copy files that cannot be mapped, before they are read; None reads them where they lie.
+        download_dir: where to copy files that cannot be mapped, before reading; None reads them where they are.
         rng: whether to restore the random generators from the last source, if as many ranks wrote it.
         meetings: where this rank meets those that load with it.
 
     Raises:
         LoadConfError, StateMismatchError: as :func:`plan`.
         CorruptCheckpointError: a file is damaged.
-        CheckpointRemovedError: its writer removed a checkpoint before it was read; loading the one that is there by
-            now makes up for what has been changed.
+        CheckpointRemovedError: its writer removed a checkpoint before it was read; loading its successor undoes partial
+            changes.
         PartlyLoadedError: reading failed after tables that had rows began to change.
     """
     begin = time.perf_counter()
@@ -176,7 +176,7 @@ def load(
 
 
 def _report(live: LiveState, planned: LoadPlan, loaded: Loaded, step: int | None, seconds: float) -> LoadReport:
-    """Return the plan with as many rows as were taken: a slice, a filter or a full table may leave some out."""
+    """Return the plan with the rows that were taken: a slice, a filter or a full table may leave some out."""
     items, rows_taken = [], {**loaded.rows_taken}
     for item in planned.items:
         name, there = item.name, item.thing
@@ -201,7 +201,7 @@ def _report(live: LiveState, planned: LoadPlan, loaded: Loaded, step: int | None
 
 
 def _finish(live: LiveState, planned: LoadPlan, sources: Sequence[OpenSource], settings: HyperParameters) -> None:
-    """Settle what all that was loaded decides: hyper-parameters, and the counts of ids that have rows now."""
+    """Settle hyper-parameters, and the counts of ids that have rows now."""
     objects = {item.name.text for item in planned.taken if item.name.is_settings or item.name.is_object}
     akin = {
         item.name.text: item.conversion
@@ -245,7 +245,7 @@ def _apply(live: LiveState, other: OtherState, fill: Callable[..., Loaded], prog
 
 @contextmanager
 def _optimizer_loaded(optimizer: Optimizer | RowOptimizers | None, state: Mapping[str, Any] | None) -> Iterator[None]:
-    """Load the sparse optimizer's scalars, and undo it if the block fails."""
+    """Load the sparse optimizer's scalars; undo it if the block fails."""
     if optimizer is None or state is None:
         yield
         return

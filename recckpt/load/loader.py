@@ -42,7 +42,7 @@ Counts = Mapping[tuple[str, str], tuple[OwnedIds, int]]  # table there and here 
 
 
 def rows_read(live: LiveState, report: LoadReport, number: int) -> Counts:
-    """Return how many rows of the source of this number were read for each table that it alone has filled."""
+    """Return how many rows of a source were read for each table that it alone has filled."""
     filled = {item.name.table for item in report.items if item.name.is_slot and item.offer == number}
     filled -= {item.name.table for item in report.items if item.name.is_slot and item.offer not in (None, number)}
     counts = {}
@@ -56,7 +56,7 @@ def rows_read(live: LiveState, report: LoadReport, number: int) -> Counts:
 
 
 def row_errors(checkpoint: Checkpoint, of_ranks: Sequence[Counts]) -> Iterator[CorruptCheckpointError]:
-    """Yield an error for each table of which the ranks, whose ids make up all ids, have read more or fewer rows."""
+    """Yield an error for each table whose ranks together own all ids, but have read more or fewer rows than it has."""
     for key in dict.fromkeys(key for counts in of_ranks for key in counts):
         rows = dict(counts[key] for counts in of_ranks if key in counts)
         spans = sorted(span for owned in rows for span in _spans(owned) if span[0] < span[1])
@@ -68,7 +68,7 @@ def row_errors(checkpoint: Checkpoint, of_ranks: Sequence[Counts]) -> Iterator[C
 
 
 def _spans(owned: OwnedIds) -> Iterator[tuple[Fraction, Fraction]]:
-    """Yield what parts of all buckets, or of all ids, it is."""
+    """Yield the owned fractions of all buckets, or of all ids."""
     if isinstance(owned, Slice):
         yield Fraction(owned.begin, owned.size), Fraction(owned.end, owned.size)
     elif isinstance(owned, IdBlock):
@@ -84,16 +84,15 @@ class Loader:
 
     Attributes:
         storage: the own output dir.
-        concurrency: threads that read.
-        download_dir: where to copy files that cannot be mapped, before they are read.
-        run: the job, as metrics name it.
-        before_load: is called with the output dirs of what was located, before any of it is opened.
-        on_whole_restore: is called with a checkpoint of the own output dir and the tables of this rank once these have
-            become exactly those of the checkpoint; None where nobody asks.
+        download_dir: where to copy files that cannot be mapped, before reading.
+        run: the name of the job in metrics.
+        before_load: called with the output dirs of a load, before anything in them is opened.
+        on_whole_restore: called with a checkpoint of the own output dir and the tables of this rank, once these have
+            exactly
+            its rows.
         live_tables: those of the model that are not ours.
-        after_load: is called after each load.
         is_resumed: whether a checkpoint of the own output dir was loaded.
-        loaded_step: the step that was taken over last, None where none was.
+        loaded_step: the step that was taken over last, None if none was.
     """
 
     model: nn.Module
@@ -112,7 +111,7 @@ class Loader:
     loaded_step: int | None = field(default=None, init=False)
 
     def load_located(self, locate: Callable[[], LocatedBank], shard_id: int | None = None) -> LoadReport:
-        """Load what ``locate`` returns; it is asked again where that is removed before it is read."""
+        """Load what ``locate`` returns; it is called again if that is removed before it is read."""
         return first_whole(locate, partial(self.load_once, shard_id), instead=KnownDamage().instead)
 
     def plan_located(
@@ -127,7 +126,7 @@ class Loader:
         return first_whole(locate, plan, instead=KnownDamage().instead)
 
     def load_once(self, shard_id: int | None, bank: LocatedBank) -> LoadReport:
-        """Load what was located, once; whoever calls it makes up for what is removed or damaged meanwhile."""
+        """Load what was located, once; the caller handles removal and damage."""
         self.before_load([source.storage for source in bank.sources])
         live = self.live_state(shard_id)
         with opened(bank.sources, live.needs) as sources:
@@ -145,7 +144,7 @@ class Loader:
         meetings: Meetings,
         rng: bool = False,
     ) -> LoadReport:
-        """Load from checkpoints that are open; what every load and restore comes down to. Collective."""
+        """Load from open checkpoints; every load and restore ends here. Collective."""
         self.is_resumed = self.is_resumed or any(source.at.entry.is_own for source in sources)
         records = [source.at.checkpoint.manifest for source in sources]
         attributes: dict[str, str | int] = {"id": ", ".join(record.ckpt_id for record in records)}
@@ -170,9 +169,9 @@ class Loader:
             return report
 
     def note_if_whole(self, live: LiveState, sources: Sequence[OpenSource], report: LoadReport) -> None:
-        """Call ``on_whole_restore`` after a load, on all ranks where they load together, if it was one of all.
+        """Call ``on_whole_restore`` if a load was whole; after loads of several ranks, on all of them.
 
-        All of one source has to be loaded, unconverted and by its own names, and no live table may have other rows.
+        Whole means: everything of one source, unconverted, under its own names, and no live table has other rows.
         """
         numbers = {item.offer for item in report.items if item.offer is not None}
         if self.on_whole_restore is None or len(numbers) != 1 or any(item.conversion for item in report.items):

@@ -1,4 +1,4 @@
-"""A checkpoint of a bank with its files open: what it offers, and its state and rows (torch only to read state)."""
+"""A checkpoint of a bank with its files open: what it offers, its state and rows. Imports torch only to read state."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Needs:
-    """What a rank reads from the files that the ranks share out among themselves."""
+    """What a rank reads from files that belong to single ranks."""
 
     shard: int  # number of this rank
     shards: int  # number of ranks
@@ -46,11 +46,9 @@ class Needs:
 
 
 class OpenSource:
-    """What a load takes of a checkpoint: its files are open until it is closed, whoever removes it.
+    """The open files of a checkpoint that is loaded; they can be read even if its owner removes it.
 
-    Args:
-        at: the checkpoint.
-        needs: what a rank reads of the files of ranks; None for a plan, which reads nothing of them.
+    ``needs`` is None for a plan, which reads no files of single ranks.
 
     Raises:
         CheckpointRemovedError: it is gone already.
@@ -78,7 +76,7 @@ class OpenSource:
         self.states, self._batches = {}, ()
 
     def _open_needed(self, needs: Needs) -> None:
-        """Open the files of ranks that are needed, and in all links those that may have rows for this rank."""
+        """Open the needed files of single ranks, and in all links the files that may have rows for this rank."""
         everyone, own = range(self.at.shards), (0, needs.shard)
         is_resharded = self.at.shards != needs.shards
         of_ranks = [layout.of_rank("rng", needs.shard)]
@@ -105,11 +103,11 @@ class OpenSource:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of files that were read so far, but for rows."""
+        """Bytes of files read so far, without rows."""
         return self._n_bytes + self.tensors.bytes_read
 
     def offer(self, model: Inventory) -> LoadCandidate:
-        """Return what it has of the names of a model."""
+        """Return what the checkpoint has of the names of a model."""
         dense = [name.text for name in model if name.group == "dense"]
         dense += [tensor for name, thing in model.items() if name.slot == EMBEDDING for tensor in thing.tied]
         inventory = checkpoint_inventory(self.at.checkpoint, self.tensors.model, dense)
@@ -120,7 +118,7 @@ class OpenSource:
     def rows(
         self, number: int, fillers: Sequence[Filler], download_dir: WorkDir | None, concurrency: int
     ) -> list[LinkLoad]:
-        """Return what fills tables, link by link, the newest first: a full checkpoint has one link, itself."""
+        """Return what fills tables, link by link, the newest first."""
         from recckpt.sparse.files.link_pass import LinkLoad  # torch, which a plan does without
 
         loads = []
@@ -133,7 +131,7 @@ class OpenSource:
         return loads
 
     def state(self, name: str, *, is_kept: bool = True) -> Mapping[str, Any]:
-        """Return the dict in a ``.pt`` file, checked; empty where the checkpoint has no such file."""
+        """Return the dict in a ``.pt`` file, checked; empty without such a file. Cached if ``is_kept``."""
         if name in self.states:
             return self.states[name]
         entry = self._manifest.file(name)
@@ -144,20 +142,20 @@ class OpenSource:
         return state
 
     def value(self, name: str, key: str) -> Any:
-        """Return what a ``.pt`` file has under a key, which the manifest says that it has."""
+        """Return the value of a key that the manifest lists for a ``.pt`` file."""
         state = self.state(name)
         if key not in state:
             raise self.corrupt(name, repr(key), found="nothing", expected="its state, as the manifest says")
         return state[key]
 
     def registered(self, name: str, shard: int) -> Any:
-        """Return the state of a registered object; of a rank, as :meth:`own_state`, where each saved its own."""
+        """Return the state of a registered object; if each rank saved its own, as :meth:`own_state`."""
         if name not in self.at.extras_of_ranks:
             return self.value(layout.EXTRA, name)
         return self.own_state("extra", name, shard)
 
     def registered_on_all(self, name: str, first: int) -> Iterator[Any]:
-        """Yield the states that ranks have saved of an object, that of one rank first; or the one for all."""
+        """Yield the states that ranks saved of an object, rank ``first`` first; or the one for all."""
         if name not in self.at.extras_of_ranks:
             yield self.value(layout.EXTRA, name)
             return
@@ -167,7 +165,7 @@ class OpenSource:
                 yield states[name]
 
     def own_state(self, content: str, name: str, shard: int) -> Any:
-        """Return the state of a rank; where it had none, that of rank 0, or of the first that had one."""
+        """Return the state of a rank; if it had none, that of the first rank that had one."""
         own = self.state(layout.of_rank(content, shard))
         if name in own:
             return own[name]
@@ -180,7 +178,7 @@ class OpenSource:
         return self.value(layout.of_rank(content, shard), name)  # an error: the manifest says that a rank has one
 
     def row_scalars(self) -> dict[str, Any]:
-        """Return the scalars of the optimizers of rows, of the shape that these give; {} where there are none."""
+        """Return the scalars of the optimizers of rows, checked; {} if none were saved."""
         is_there = layout.SPARSE_OPTIM in self._manifest.names.extra
         state = self.value(layout.EXTRA, layout.SPARSE_OPTIM) if is_there else {}
         groups = state.get("param_groups", []) if isinstance(state, dict) else None
@@ -192,7 +190,6 @@ class OpenSource:
         return dict(state)
 
     def corrupt(self, name: str, where: str, *, found: object, expected: object) -> CorruptCheckpointError:
-        """Return the error that says what is wrong with a file."""
         return CorruptCheckpointError(layout.join(self._directory, name), where, found=found, expected=expected)
 
     def dense(self, live: Iterable[str]) -> dict[str, Any]:
@@ -206,14 +203,14 @@ class OpenSource:
         return self.under_names_of(live, values)
 
     def under_names_of(self, live: Iterable[str], values: Mapping[str, _T]) -> dict[str, _T]:
-        """Return values under the model's names, which differ from those of the checkpoint where one was wrapped."""
+        """Return values under the model's names, which differ if only one side was wrapped."""
         here = names_here(self._manifest.names.dense, live)
         return {here.get(name, name): value for name, value in values.items()}
 
 
 @contextmanager
 def opened(sources: Iterable[LocatedCheckpoint], needs: Needs | None = None) -> Iterator[list[OpenSource]]:
-    """Open checkpoints until the end of the block; arguments and errors as of :class:`OpenSource`."""
+    """Open checkpoints until the end of the block; errors as of :class:`OpenSource`."""
     with collected_rarely(), ExitStack() as stack:
         opened_sources = []
         for source in sources:
@@ -223,9 +220,9 @@ def opened(sources: Iterable[LocatedCheckpoint], needs: Needs | None = None) -> 
 
 
 def needed_files(manifest: Manifest, needs: Needs, *, is_whole: bool = True) -> frozenset[str]:
-    """Return the files that a rank reads to restore a near save: of rows, those of shards that may have rows for it.
+    """Return the files that a rank reads to restore a near save, including shards that may have rows for it.
 
-    Where it is not whole, parts of it may have other names there, so that the rank may read any rows.
+    If the restore is not whole, names may differ there, so any shard may have rows for it.
     """
     names = {file.name for file in manifest.files}
     is_any = bool(needs.slices or needs.tensors) and not is_whole

@@ -52,12 +52,12 @@ def sparse_optimizer_state(
     sources: Sequence[OpenSource],
     tensors: Sequence[TensorRows],
 ) -> dict[str, Any] | None:
-    """Return the scalars to load into the sparse optimizer, None where there are none to take.
+    """Return the scalars to load into the sparse optimizer, None if nothing changes.
 
-    The step of a table comes from where its slots come from, since they belong together; it starts from 0 where the
-    table is emptied and its slots start fresh. The hyper-parameters come from the checkpoint that ``sparse_optim`` is
-    taken from, group by group where one there holds all of its tables, and has the slots that they have; from another
-    run that has to be asked for. ``tensors`` are what each of the sources gives to live tables as rows.
+    The step of a table comes from the source of its slots; it starts from 0 if the table is emptied and its slots start
+    fresh. Hyper-parameters come from the source of ``sparse_optim``, group by group, if one group there has all of its
+    tables and the same slots; from another run only if asked for. ``tensors`` are what each source gives to live
+    tables.
     """
     if optimizer is None:
         return None
@@ -95,9 +95,9 @@ def sparse_optimizer_state(
 
 
 def _saved_at(items: Sequence[Planned], tensors: Sequence[TensorRows]) -> tuple[int, str] | None:
-    """Return the checkpoint and table that the step of a table belongs to, None where it is not loaded.
+    """Return the source and table that the step of a table comes from, None if it is not loaded.
 
-    A rule without slots has a step all the same, which comes along with the rows.
+    An optimizer without slots has a step all the same, which comes with the rows.
     """
     own = [item for item in items if item.name.group == "sparse_opt"]
     taken = next((item for item in own or items if item.offer is not None and item.name.slot != ID), None)
@@ -113,7 +113,7 @@ def _saved_at(items: Sequence[Planned], tensors: Sequence[TensorRows]) -> tuple[
 def _foreign_steps(
     live: Mapping[str, Any], items: Iterable[Planned], sources: Sequence[OpenSource]
 ) -> dict[str, Any] | None:
-    """Return the state of an optimizer that is not ours with the settings it has, from where the last slots come."""
+    """Return the state of an optimizer that is not ours, from the source of the last slots; settings stay."""
     offers = [item.offer for item in items if item.name.is_slot and item.name.group == "sparse_opt"]
     taken = [offer for offer in offers if offer is not None]
     saved = sources[max(taken)].row_scalars() if taken else {}
@@ -128,10 +128,10 @@ def _with_settings(
     alike: Container[str],
     other_decay: Container[str],
 ) -> dict[str, Any]:
-    """Return a group with the hyper-parameters of the saved one that holds its tables, under their names there.
+    """Return a group with the hyper-parameters of the saved group that holds its tables.
 
-    Those of a group with other slots than the tables have, which are not in ``alike``, are those of another optimizer;
-    to one that trained tables of ``other_decay``, weight decay is another thing.
+    They stay if a table is not in ``alike``: then another optimizer trained it. Weight decay stays for ``other_decay``,
+    where it means something else. ``there`` is table -> its name in the checkpoint.
     """
     tables = {there.get(table, table) for table in live["tables"]}
     if others := [table for table in live["tables"] if table not in alike]:
@@ -154,12 +154,12 @@ def _with_settings(
 def dense_optimizer_states(
     live: LiveState, items: Iterable[Planned], sources: Sequence[OpenSource], tables: Sequence[TableTensors]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the states to load into the registered dense optimizers, and lines that say which of them start fresh.
+    """Return the states to load into the registered dense optimizers, and notes on those that start fresh.
 
-    A parameter that is loaded takes the state it has there; where it has none, its state starts fresh. All others
-    keep what they have, and so do the settings of the groups, where they are not planned. What an optimizer keeps for
-    all parameters together comes with its settings, or else from the one checkpoint that all their states come from.
-    ``tables`` are those of each source that are dense tensors here.
+    A parameter that is loaded takes its state from the same source, or starts fresh if there is none. All others keep
+    their state, and groups keep their settings unless those are planned. State for all parameters together comes with
+    the settings, or else from the one source of all states. ``tables`` are those of each source that are dense tensors
+    here.
     """
     planned = {item.name: item for item in items}
     pairs = [*zip(sources, tables, strict=True)]
@@ -169,11 +169,7 @@ def dense_optimizer_states(
 
 
 class _Composer:
-    """Puts the state of one dense optimizer together.
-
-    Attributes:
-        notes: what starts fresh since it goes by the places of parameters.
-    """
+    """Puts the state of one dense optimizer together; ``notes`` lists what starts fresh."""
 
     def __init__(
         self,
@@ -192,7 +188,7 @@ class _Composer:
         self.notes: list[str] = []
 
     def state(self) -> Any:
-        """Return the state to load, None where the optimizer keeps what it has."""
+        """Return the state to load, None if the optimizer keeps its own."""
         settings = self._planned[Name("dense_opt", self._name)]
         groups = None
         if settings.offer is not None and not settings.thing.table:
@@ -226,7 +222,7 @@ class _Composer:
         return self._optimizer.composed(states, groups, shared) if is_loaded else None
 
     def _shared(self, settings: Planned) -> Shared | None:
-        """Return what the optimizer keeps for all parameters together; None where it keeps what it has."""
+        """Return the state for all parameters together; None to keep the optimizer's own."""
         saved_at = self._saved_at()
         if settings.offer is not None and not settings.thing.table:
             saved_at = settings.offer, settings.source
@@ -248,14 +244,14 @@ class _Composer:
         return shared.without(left)
 
     def _saved_at(self) -> tuple[int, str] | None:
-        """Return the checkpoint and the optimizer there from which all parameters take their states, if it is one."""
+        """Return the source and optimizer that all parameters take their states from, if there is only one."""
         items = [self._planned[state_name(parameter, self._name)] for parameter in self._parameters]
         places = {(item.offer, item.source.rpartition("@")[2]) for item in items if not item.thing.table}
         number, name = places.pop() if len(places) == 1 else (None, "")
         return None if number is None or any(item.thing.table for item in items) else (number, name)
 
     def _is_in_order(self, number: int, name: str) -> bool:
-        """Say whether the groups there have the parameters that those here have, in the same order."""
+        """Say whether the groups there have the same parameters as those here, in the same order."""
         source = self._sources[number]
         groups = self._value(source, name)["param_groups"]
         shapes = [list(map(tuple, group[SHAPES])) for group in groups]
@@ -276,13 +272,13 @@ class _Composer:
         ]
 
     def _names_here(self, groups: Sequence[Mapping[str, Any]], source: OpenSource) -> list[list[str]]:
-        """Return the names of each saved group as the model has them, all looked up at once."""
+        """Return the model's names of the parameters of each saved group."""
         named = {name: name for group in groups for name in group[NAMES]}
         here = {there: name for name, there in source.under_names_of(self._live.tensor_names, named).items()}
         return [[here.get(name, name) for name in group[NAMES]] for group in groups]
 
     def _called_there(self, known: Container[str], source: OpenSource) -> dict[str, str]:
-        """Return parameter -> that of the ``known`` names which it has in a checkpoint, "" where it has none."""
+        """Return parameter -> its name in a checkpoint, one of ``known``; "" if it has none."""
         there: dict[str, list[str]] = {}
         for first, names in self._names.items():
             for name in names:
@@ -298,7 +294,7 @@ class _Composer:
         return {first: next((text for text in texts if text in known), "") for first, texts in there.items()}
 
     def _state_of(self, parameter: str, item: Planned, offer: int) -> Mapping[str, Any] | None:
-        """Return the state of a parameter, None where it had none; its tensors keep the dtypes that they had."""
+        """Return the state of a parameter, None if it had none. Tensors keep their saved dtypes."""
         tensor = self._parameters[parameter]
         if item.thing.table:
             of_rows = self._tables[offer].state(item)
@@ -326,7 +322,7 @@ class _Composer:
         return deepcopy(values) if self._uses[offer, item.source] > 1 else values  # torch takes the tensors over
 
     def _cast(self, parameter: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a state with moments cast as their parameter is, where a rule has cast that."""
+        """Return a state whose moments are cast like their parameter, if a rule has cast that."""
         items = (self._planned.get(Name("dense", name)) for name in self._names[parameter])
         saved = next((item.thing.dtype for item in items if item is not None and item.offer is not None), "")
         dtype = self._parameters[parameter].dtype
@@ -363,7 +359,7 @@ class _Composer:
 
 
 def as_here(saved: Any, beside: Callable[[], tuple[Any, Any]], source: OpenSource, *, is_spread: bool = False) -> Any:
-    """Return state, its sharded tensors as they lie here; where there are any, ``beside`` gives live state."""
+    """Return state with its sharded tensors laid out as here; ``beside`` returns the state and the live one."""
     try:
         may_be = is_spread or may_be_sharded() or has_stand_ins(saved)
         return fitted(*beside(), source.tensors) if may_be else saved

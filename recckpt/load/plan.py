@@ -1,4 +1,4 @@
-"""Which name of the model is taken from where: decided from names and shapes alone, before a row is read."""
+"""Decides which name of the model is taken from where, by names and shapes alone, before any row is read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _EXTRA_STATE = "_extra_state"  # torch's: what a module gives it takes back, of 
 
 
 def regroups(saved: Thing, live: Thing) -> bool:
-    """Say whether a slot has one value a range of columns on one side, and of other ranges, or a row, on the other."""
+    """Say whether a slot has one value per range of columns on one side, and not the same ranges on the other."""
     if live.columns:
         return saved.columns != live.columns
     return bool(saved.columns) and live.shape == ()
@@ -48,12 +48,7 @@ def _values_of(thing: Thing) -> str:
 
 
 class Match:
-    """An offer beside the names of the model.
-
-    Attributes:
-        model: the names of the model.
-        there: name of the model that the entry asks for -> its name in the checkpoint.
-    """
+    """The names of a candidate beside those of the model; ``there``: asked name -> its name in the checkpoint."""
 
     def __init__(self, model: Inventory, offer: LoadCandidate, problems: Problems) -> None:
         self.offer, self.model = offer, model
@@ -112,7 +107,7 @@ class Match:
             problems.warn(entry, f"{label} has the state of what is not registered: {first_few(objects)}; {remedy}")
 
     def _left(self) -> list[Name]:
-        """Return what the entry asks for, is there, and is nothing of the model."""
+        """Return what the entry asks for and the model lacks."""
         entry, inventory = self.offer.entry, self.offer.inventory
         left = [name for name in inventory if name not in self._known and entry.wants(name)]
         if not entry.serves:
@@ -125,7 +120,7 @@ class Match:
         return [name for name in left if name.table not in counts]
 
     def fit(self, name: Name) -> tuple[str, str]:
-        """Return (conversion, why it is left out) of a name that is there; a ValueError says (found, expected)."""
+        """Return (conversion, reason why it is left out) for a name; raises ValueError(found, expected)."""
         saved, live = self.offer.inventory[self.there[name]], self.model[name]
         if name.is_settings and saved.lineage:
             other, decay = misfit(saved.lineage, live.lineage), other_decay(saved.lineage, live.lineage)
@@ -145,7 +140,7 @@ class Match:
         return "", ""
 
     def is_trained_alike(self, table: str) -> bool:
-        """Say whether an optimizer there has kept of the rows of a table what that of the model keeps, if anything."""
+        """Say whether the optimizer there kept the same slots of a table as the model's."""
         name = slot_name(table, ID)
         there = self.there.get(name, name)
         thing = self.offer.inventory.get(there)
@@ -161,19 +156,19 @@ class Match:
         return live == saved
 
     def called(self, source: Name) -> str:
-        """Return the table where all of it is missing, else the name itself."""
+        """Return the table if all of it is missing, else the name itself."""
         is_missing = bool(source.table) and slot_name(source.table, ID) not in self.offer.inventory
         return source.table if is_missing else source.text
 
 
 def _slots(inventory: Inventory, table: str | None = None) -> set[str]:
-    """Return the slots that optimizers have in a table, or in all of them."""
+    """Return the optimizer slots of a table; None for those of all tables."""
     slots = (name for name in inventory if name.is_slot and name.group == "sparse_opt")
     return {name.slot for name in slots if table in (None, name.table)}
 
 
 def _source(name: Name, tied: tuple[str, ...], offer: LoadCandidate) -> Name:
-    """Return the checkpoint's name for a name of the model; for a tied parameter, any of its names that is there."""
+    """Return the checkpoint's name for a name of the model; for a tied parameter, any of its names that exists."""
     renames = offer.entry.renames
     text = renames.source(Name("dense_opt", name.optimizer) if name.parameter else name)
     if name.parameter:
@@ -193,7 +188,7 @@ def _source(name: Name, tied: tuple[str, ...], offer: LoadCandidate) -> Name:
 
 
 def as_rows(name: Name, saved: Thing) -> str:
-    """Say what becomes of a dense tensor, or of its state, whose rows go into a table; or of a table."""
+    """Describe the conversion of a dense tensor, or its state, to rows of a table; or back."""
     if saved.table:
         return f"rows of table {saved.table!r} -> {'state of ' if name.parameter else ''}dense tensor"
     where = f" in {saved.optimizer!r}" if saved.optimizer else ""
@@ -202,9 +197,9 @@ def as_rows(name: Name, saved: Thing) -> str:
 
 
 def _conversion(saved: Thing, live: Thing, action: str, *, of_rows: bool, regrouped: bool) -> str:
-    """Say how ``saved`` becomes ``live``, or raise ValueError(found, expected) where the action does not allow it.
+    """Describe how ``saved`` becomes ``live``; ValueError(found, expected) if the action does not allow it.
 
-    Rows of tables, which lie one after the other in their files, get another last dimension only.
+    For rows of tables only the last dimension can be resized: rows lie one after the other in their files.
     """
     steps = []
     if regroups(saved, live):
@@ -240,12 +235,13 @@ def plan_load(
 ) -> LoadPlan:
     """Decide what is loaded from where.
 
-    If several offers have a name, the last counts; ``check`` adds problems that only live objects show.
+    If several candidates have a name, the last counts; ``check`` adds problems that only live objects show.
 
     Raises:
-        LoadConfError: names or keys that do not exist; all of them, and all that does not fit beside them.
-        StateMismatchError: there is nothing but state that does not fit.
-        CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError: one entry's checkpoint cannot be read.
+        LoadConfError: unknown names or keys; lists all, and everything that does not fit as well.
+        StateMismatchError: the only problems are states that do not fit.
+        CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError: the only problem is one unreadable
+            checkpoint.
     """
     problems = copy.deepcopy(problems)
     items = resolve(model, offers, problems)
@@ -258,7 +254,7 @@ def plan_load(
 
 
 def resolve(model: Inventory, offers: Sequence[LoadCandidate], problems: Problems) -> list[Planned]:
-    """Take each name once, from the last offer that has it; what is wrong is added to ``problems``."""
+    """Plan each name once, from the last candidate that has it; adds to ``problems``."""
     offers = [with_tables_as_tensors(model, with_tensors_as_tables(model, offer)) for offer in offers]
     matches = [Match(model, offer, problems) for offer in offers]
     for match in matches:
@@ -329,7 +325,7 @@ def _follow(name: Name, tied: Sequence[str], planned: Mapping[Name, Planned], ma
 
 
 def _state_of(name: Name, number: int, matches: Sequence[Match]) -> Planned:
-    """Take the state of a parameter from one offer, or say why it has none."""
+    """Plan the state of a parameter from one candidate, or say why it has none."""
     match = matches[number]
     source, inventory = match.there[name], match.offer.inventory
     saved = inventory.get(source)
@@ -347,7 +343,7 @@ def _state_of(name: Name, number: int, matches: Sequence[Match]) -> Planned:
 
 
 def _checked_optimizer(item: Planned, match: Match) -> Planned:
-    """Leave out the scalars of another sparse optimizer, which is known by the slots of its tables."""
+    """Leave out the scalars of another sparse optimizer, which is recognized by the slots of its tables."""
     left_out = {slot for each in match.offer.reduced.values() for slot in each.slots if is_optimizer_slot(slot)}
     saved, live = sorted(_slots(match.offer.inventory) | left_out), sorted(_slots(match.model))
     if saved == live or any(map(match.is_trained_alike, {name.table for name in match.model if name.is_slot})):
@@ -356,7 +352,7 @@ def _checked_optimizer(item: Planned, match: Match) -> Planned:
 
 
 def _check_filters(planned: Iterable[Planned], offers: Sequence[LoadCandidate], problems: Problems) -> None:
-    """The slots that ``where`` looks at must be in the tables that are taken, and be one number a row."""
+    """The slots that ``where`` uses must be in the tables that are taken, with one number per row."""
     for item in planned:
         if item.offer is None or not item.name.is_slot:
             continue
@@ -371,7 +367,7 @@ def _check_filters(planned: Iterable[Planned], offers: Sequence[LoadCandidate], 
 
 
 def _excuse(model: Inventory, offers: Sequence[LoadCandidate], items: Sequence[Planned], problems: Problems) -> None:
-    """A run that resumes may do without a bank that is gone, where its own checkpoint has all that was asked of it."""
+    """Let a run resume without a bank that is gone, if its own checkpoint has all that was asked of it."""
     own = {number for number, offer in enumerate(offers) if offer.entry.is_own}
     for entry, error in list(problems.not_found):
         names = {name for name, thing in model.items() if entry.wants(name, is_schedule=thing.is_schedule)}

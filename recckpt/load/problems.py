@@ -1,4 +1,4 @@
-"""What is wrong with a load, gathered so that one error can say all of it, and what a user can do about it."""
+"""Gathers what is wrong with a load, so that one error can say all of it, and what a user can do about it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ _RENAME = "'oname': {'NAME IN THE MODEL': 'NAME IN THE CHECKPOINT'}"
 
 @dataclass
 class Problems:
-    """Problems by kind, and what deserves a warning.
+    """Problems by kind, and warnings.
 
     Attributes:
         conf: with keys, values and names.
-        missing: what the model has, and the checkpoints that must have it lack.
-        unexpected: what a checkpoint has, and the model that must have it lacks.
+        missing: names of the model that a strict entry lacks.
+        unexpected: names of a strict entry that the model lacks.
         mismatched: name -> (found, expected) of dtypes, shapes and numbers of shards.
         misfits: labels of the entries that these are about.
         not_found: entries whose checkpoint cannot be read, with the reason.
-        warnings: what is not an error.
     """
 
     conf: list[str] = field(default_factory=list)
@@ -46,7 +45,7 @@ class Problems:
     _actions: dict[str, tuple[Entry, dict[str, str]]] = field(default_factory=dict)  # table or tensor -> what to do
 
     def refuse(self, entry: Entry, problem: str, *, of_names: bool = False) -> None:
-        """Add a problem; of one with names an entry may ask to be only warned."""
+        """Add a problem; an entry may turn those with names into warnings."""
         _add(self.warnings if of_names and entry.ignore_error else self.conf, f"{entry.label}: {problem}")
 
     def warn(self, entry: Entry, text: str) -> None:
@@ -55,7 +54,7 @@ class Problems:
     def misfit(
         self, entry: Entry, name: str, found: object, expected: object, action: tuple[str, str] | None = None
     ) -> None:
-        """Add a name whose state does not fit; ``action`` is what could be done with which table or tensor."""
+        """Add a name whose state does not fit; ``action`` is a remedy for (table or tensor, what to do)."""
         self.mismatched[name] = (found, expected)
         self._mismatched_in[name] = entry.label
         _add(self.misfits, entry.label)
@@ -71,13 +70,13 @@ class Problems:
             self._renames[entry.label] = entry
 
     def raise_if_any(self, what: Sequence[str]) -> None:
-        """Raise one error that says all of it; ``what`` does not fit.
+        """Raise one error with all problems; ``what`` does not fit.
 
         Raises:
             LoadConfError: there are problems with names and keys, or of several kinds.
-            StateMismatchError: there is nothing but state that does not fit.
-            CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError: there is nothing but one checkpoint
-                that cannot be read.
+            StateMismatchError: the only problems are states that do not fit.
+            CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError: the only problem is one unreadable
+                checkpoint.
         """
         mismatched = self.mismatched
         if not any((self.conf, self.missing, self.unexpected, mismatched, self.not_found)):
@@ -111,7 +110,7 @@ class Problems:
         raise LoadConfError(texts)
 
     def remedy(self) -> str:
-        """Return what a user can say in a ``load_conf``, or in an entry of a bank, about state that does not fit."""
+        """Return what a user can write in a ``load_conf``, or in an entry of a bank, about state that does not fit."""
         parts = []
         if self.missing and self.unexpected:
             rules = ", ".join(_addition(entry, _RENAME) for entry in self._renames.values())
@@ -139,7 +138,7 @@ def _addition(entry: Entry, keys: str) -> str:
 
 
 def _as_code(values: Mapping[str, str]) -> str:
-    """Return a dict as code; one value for all where they are many and alike."""
+    """Return a dict as code; a single value if there are many and all are equal."""
     items = [f"{key!r}: {value!r}" for key, value in values.items()]
     different = {*values.values()}
     if len(items) > _SHOWN and len(different) == 1:
@@ -148,7 +147,6 @@ def _as_code(values: Mapping[str, str]) -> str:
 
 
 def nearest_names(missing: Sequence[str], there: Sequence[str]) -> dict[str, str]:
-    """Return the names of the checkpoint that are most like those that it lacks, where any is like one."""
     if len(missing) * len(there) > _MOST_PAIRS:
         return {}
     close = {name: difflib.get_close_matches(name, there, n=1) for name in missing}
@@ -156,10 +154,10 @@ def nearest_names(missing: Sequence[str], there: Sequence[str]) -> dict[str, str
 
 
 def fitting_action(name: Name, saved: Thing, live: Thing) -> tuple[str, str]:
-    """Return the table or tensor of state of another dtype or shape, and the action that keeps most of it.
+    """Return the table or tensor, and the action that keeps most of a state of another dtype or shape.
 
-    Columns behind the first dimension are others where their number is another: behind a concatenation a layer would
-    get the weights of one input for those of the next.
+    A tensor whose later dimensions differ is skipped: after a concatenation, a layer would get weights of another
+    input.
     """
     key = name.table or name.text
     if PLAIN in (saved.dtype, live.dtype) or len(saved.shape) != len(live.shape):
@@ -171,7 +169,7 @@ def fitting_action(name: Name, saved: Thing, live: Thing) -> tuple[str, str]:
 
 
 def check_patterns(entry: Entry, model: Inventory, there: Collection[Name], problems: Problems) -> None:
-    """Add what is wrong with the names in an entry, beside those of the model and of the checkpoint."""
+    """Add what is wrong with the names in an entry, by those of the model and of the checkpoint."""
     everything = [*model, *there]
     patterns: list[tuple[str, Pattern, Collection[Name]]] = [("load", pattern, model) for pattern in entry.load]
     patterns += [("exclude", pattern, everything) for pattern in entry.exclude]
@@ -215,6 +213,5 @@ def _doubts(
 
 
 def names_and_tables(names: Iterable[Name]) -> set[str]:
-    """Return all that a name may be written as."""
     names = list(names)
     return {name.text for name in names} | {name.table for name in names if name.is_slot}

@@ -1,4 +1,4 @@
-"""A load on paper, before and after: what people and programs read of it."""
+"""A load on paper, before and after, for people and programs."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Planned:
     """Where one name of the model comes from, or why it stays as it is.
 
     Attributes:
-        name: of the model.
-        offer: number of the offer that it is taken from, None where it stays.
+        name: in the model.
+        offer: number of the candidate that it is taken from, None if it stays.
         source: name in that checkpoint.
-        thing: what is there; of a slot in a report, as many rows of it as were taken.
-        conversion: "", or what is done to it, such as ``cast float32 -> float16``.
-        reason: why it stays; "" where it is taken.
+        thing: what is there; in a report, ``rows`` of a slot are the rows taken.
+        conversion: such as ``cast float32 -> float16``; "" if unconverted.
+        reason: why it stays; "" if it is taken.
     """
 
     name: Name
@@ -52,13 +52,13 @@ class Planned:
 
     @property
     def table(self) -> str:
-        """The table whose rows these are, in the model or, of a dense tensor, in the checkpoint; "" for other state."""
+        """The table that these rows belong to, in the model or, for a dense tensor, in the checkpoint; "" otherwise."""
         return self.name.table if self.name.is_slot else self.thing.table if self.name.group == "dense" else ""
 
 
 @dataclass(frozen=True, repr=False)
 class LoadPlan:
-    """For every name of the model where it comes from, or why it stays at its initial value.
+    """For every name of the model where it comes from, or why it keeps its initial value.
 
     Prints as text, in which ``[0]`` is the first of the sources, and shows as a table in notebooks.
 
@@ -78,12 +78,11 @@ class LoadPlan:
         return [item for item in self.items if item.offer is not None]
 
     def comes_only_from(self, number: int) -> bool:
-        """Say whether all names that are loaded come from the source of this number."""
         return all(item.offer == number for item in self.taken)
 
     @property
     def fresh(self) -> list[Planned]:
-        """The names that stay at their initial values."""
+        """The names that keep their initial values."""
         return [item for item in self.items if item.offer is None]
 
     @property
@@ -93,11 +92,9 @@ class LoadPlan:
         return tuple(f"{optimizer}: {parameter}" for parameter, _, optimizer in names)
 
     def source_of(self, item: Planned) -> str:
-        """Return the checkpoint that an item is taken from, "" where it stays."""
         return "" if item.offer is None else self.sources[item.offer]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain data."""
         return {
             "items": [
                 {
@@ -136,24 +133,22 @@ class LoadPlan:
         return html.body("load", parts, _STYLE)
 
     def _read(self) -> str:
-        """Say what was read; nothing of a plan."""
         return ""
 
     def _verdict(self) -> str:
-        """Say how much of the model is loaded, in a few words."""
         sources = escaped(self.sources[0]) if len(self.sources) == 1 else plural(len(self.sources), "checkpoint")
         loaded = f"{count(len(self.taken))} of {plural(len(self.items), 'name')} from {sources}"
         return ": ".join(filter(None, [loaded, self._read()]))
 
     def log_summary(self) -> None:
-        """Log how much comes from where, and as a warning what starts from scratch."""
+        """Log how much comes from where, and as warnings what starts from scratch."""
         for line in self._taken_lines():
             log.info("%s", line)
         for line in [*self._fresh_lines(), *self.warnings]:
             log.warning("%s", one_line(line))
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-        """Return names of columns, and rows; without that of other names where all are the same."""
+        """Return column names and rows; without the column of other names if there are none."""
         rows = []
         for item in self.items:
             thing, has_rows = item.thing, item.offer is not None and item.table
@@ -174,12 +169,11 @@ class LoadPlan:
         return head, others
 
     def _notes(self) -> list[str]:
-        """Say what starts from scratch, and the warnings."""
         lines = [*self._fresh_lines(), *(f"warning: {one_line(text)}" for text in self.warnings)]
         return list(map(self._in_short, lines))
 
     def _in_short(self, text: str) -> str:
-        """Return text with the numbers of the sources in place of their paths, which stand above."""
+        """Replace paths of sources by their numbers."""
         numbers = {one_line(source): number for number, source in enumerate(self.sources)}
         if not numbers:
             return text
@@ -187,7 +181,7 @@ class LoadPlan:
         return re.sub(rf"({paths})(?![\w/])", lambda match: f"[{numbers[match[1]]}]", text)
 
     def _fresh_lines(self) -> list[str]:
-        """Say what starts from scratch, one line a reason."""
+        """Say what starts from scratch, one line per reason."""
         tensors = {item.name.text for item in self.fresh if item.name.group == "dense"}
         items = [item for item in self.fresh if item.name.parameter not in tensors]
         # A table stands for its slots where its embedding is one of those with a reason.
@@ -220,14 +214,14 @@ class LoadPlan:
 
 @dataclass(frozen=True, repr=False)
 class LoadReport(LoadPlan):
-    """A plan and what came of it: rows and bytes of its items are those that this rank has taken.
+    """A plan and its outcome: rows and bytes of its items are those that this rank has taken.
 
     Attributes:
         rows_taken: table -> rows that were loaded, on this rank; dense tensors that a table filled are listed too.
         rows_filtered: table -> rows that ``where`` left out.
-        bytes_read: bytes of column values and whole files that were read.
+        bytes_read: bytes of column values and whole files.
         seconds: for all of it.
-        global_step: the step that was taken over, None where none was.
+        global_step: the step that was taken over, None if none was.
     """
 
     rows_taken: Mapping[str, int] = field(default_factory=dict)
@@ -237,7 +231,6 @@ class LoadReport(LoadPlan):
     global_step: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain data."""
         return {
             **super().to_dict(),
             "rows_taken": dict(self.rows_taken),

@@ -28,13 +28,7 @@ _THREADS = 4  # that read
 
 
 class Taken:
-    """What was loaded last of a run that goes on. Not thread-safe.
-
-    Args:
-        names: the names of the model that are loaded from it.
-        source: what was loaded just now.
-        live: what it was loaded into.
-    """
+    """The last load of a run that goes on. ``names`` are the names of the model that it loads. Not thread-safe."""
 
     def __init__(self, names: Collection[Name], source: LocatedCheckpoint, live: LiveState) -> None:
         self._names, self._tracker = names, Tracker()
@@ -47,18 +41,18 @@ class Taken:
             self._tracker.begin(table, self.manifest.name)
 
     def is_in(self, live: LiveState) -> bool:
-        """Say whether there are such tables, and their rows are still as they were loaded; never wrongly so."""
+        """Say whether the tables still have the rows as they were loaded. A False may be wrong, a True never is."""
         tables = self._tables(live)
         return bool(tables) and all(self._tracker.is_unchanged(table, self.manifest.name) for table in tables or ())
 
     def since(self, newer: LocatedCheckpoint, live: LiveState) -> LocatedCheckpoint:
-        """Return what to read of a newer checkpoint: its new links, if the tables are still as they were loaded."""
+        """Return what to read of a newer checkpoint: only new links, if the tables are still as they were loaded."""
         name = self.manifest.name
         stands_on_it = any(link.manifest.name == name for link in newer.checkpoint.links)
         return replace(newer, loaded_save_id=name) if stands_on_it and self.is_in(live) else newer
 
     def _tables(self, live: LiveState) -> list[HashTable] | None:
-        """Return the tables that are filled, None where one could not go on from what was loaded into it."""
+        """Return the tables that are filled, None if one cannot go on from its last load."""
         names, tables = set(self._names), []
         for name in sorted({name.table for name in names if name.is_slot}):
             table = live.tables[name]
@@ -77,16 +71,15 @@ def load_into(
 ) -> LoadReport:
     """Load the tables and the dense state of a trained model, to evaluate or serve it; writes nothing.
 
-    What only training needs (optimizers, registered objects, positions in the data) is neither loaded nor missed. Call
-    ``model.eval()`` to look up without making rows. Not collective: under ``torchrun`` each rank that calls it loads
-    the ids that its tables own. Not thread-safe: the model must not be in use meanwhile.
+    Optimizers, registered objects and positions in the data, which only training needs, are neither loaded nor missed.
+    Call ``model.eval()`` to look up without making rows. Not collective: under ``torchrun`` each rank that calls it
+    loads the ids that its tables own. Not thread-safe: the model must not be in use meanwhile.
 
     Args:
-        model: any module; what it has must be in the checkpoint, and the other way round, where ``load_conf`` does
-            not say otherwise.
+        model: any module; it must have the same names as the checkpoint, unless ``load_conf`` says otherwise.
         path: a checkpoint, or an output dir, which stands for its newest checkpoint; a path or any fsspec URL, which
-            need not be writable. Or one that is open, as :func:`recckpt.follow` yields it.
-        load_conf: what to take, as of :meth:`recckpt.Saver.load`; None for all of the model.
+            need not be writable. Or an open checkpoint, as :func:`recckpt.follow` yields it.
+        load_conf: what to take, as in :meth:`recckpt.Saver.load`; None for all of the model.
 
     Returns:
         What was taken from where; its ``global_step`` is that of the checkpoint.
@@ -96,7 +89,7 @@ def load_into(
         CheckpointNotFoundError: there is no checkpoint.
         LoadConfError, StateMismatchError: what is asked for does not exist or does not fit; nothing has changed.
         CorruptCheckpointError, CheckpointRemovedError: a file is damaged, or was removed before it was read.
-        PartlyLoadedError: reading failed when tables that had rows had been changed.
+        PartlyLoadedError: reading failed after tables that had rows had changed.
     """
     entry, place = serving_entry(model, load_conf), place_of(path)
     loader = serving_loader(model, place, is_whole=load_conf is None)
@@ -104,7 +97,7 @@ def load_into(
 
 
 def serving_entry(model: nn.Module, load_conf: Mapping[str, Any] | None) -> Entry:
-    """Return what is to be loaded into a model that is not trained; TypeError, LoadConfError where that cannot be."""
+    """Return what to load into a model that is not trained; TypeError, LoadConfError for wrong arguments."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found a {type(model).__name__}")
     entry = replace(parse_load_conf(load_conf), serves=True)
@@ -116,14 +109,14 @@ def serving_entry(model: nn.Module, load_conf: Mapping[str, Any] | None) -> Entr
 
 
 def place_of(path: str | os.PathLike[str] | OpenCheckpoint) -> str | OpenCheckpoint:
-    """Return a path wherever the process goes, and what is open as it is."""
+    """Return an absolute path: the process may change its directory."""
     return path if isinstance(path, OpenCheckpoint) else absolute(os.fspath(path))
 
 
 def serving_loader(model: nn.Module, place: str | OpenCheckpoint, *, is_whole: bool = False) -> Loader:
-    """Return what loads into a model that is not trained, ``is_whole`` where each load takes the place of all rows.
+    """Return what loads into a model that is not trained; ``is_whole`` if each load replaces all rows.
 
-    A saver of the model may come later: it is to know which ids were not forgotten yet when the rows were read.
+    A saver made later for this model must know which ids had not been forgotten yet when the rows were read.
     """
 
     def before_load(storages: Iterable[Storage]) -> None:
@@ -137,10 +130,10 @@ def serving_loader(model: nn.Module, place: str | OpenCheckpoint, *, is_whole: b
 class Standby:
     """Loads one checkpoint after another into a model, to evaluate or serve it, as :func:`recckpt.load_into` does.
 
-    Where a checkpoint stands on the one that was loaded before, as deltas of one run do, the tables read only the links
-    that are new; otherwise, and where rows have changed here since, all is read. Dense tensors that the model has
-    already, by their checksums, are not read where they are most of the bytes. Not collective. Not thread-safe: while
-    it loads, look-ups of other threads may meet rows of either checkpoint.
+    If a checkpoint stands on the one loaded before, as deltas of one run do, tables read only the new links; otherwise,
+    and if rows have changed here since, all is read. If most bytes of the dense tensors are unchanged by their
+    checksums, only the others are read. Not collective. Not thread-safe: during a load, look-ups of other threads may
+    see rows of either checkpoint.
 
     Args:
         model: any module, as of :func:`recckpt.load_into`.
@@ -156,11 +149,11 @@ class Standby:
 
     @property
     def global_step(self) -> int | None:
-        """The step of the checkpoint that was loaded last; None before the first, and of one saved without a step."""
+        """The step of the checkpoint that was loaded last; None before the first, or if it was saved without a step."""
         return None if self._taken is None else self._taken.manifest.step
 
     def load(self, path: str | os.PathLike[str] | OpenCheckpoint) -> LoadReport | None:
-        """Bring the model to a checkpoint, and say what was read; None where it is there, and its tables are unchanged.
+        """Bring the model to a checkpoint; return what was read, None if it is there already, with unchanged tables.
 
         Args:
             path: as of :func:`recckpt.load_into`: an output dir for its newest, or what :func:`recckpt.follow` yields.

@@ -1,4 +1,4 @@
-"""Where the checkpoints of a load are, and what else there is where one is damaged (no torch here)."""
+"""Locates the checkpoints of a load, and replacements for damaged ones. Does not import torch."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ class OpenCheckpoint(Protocol):
 
 @dataclass(frozen=True)
 class LocatedCheckpoint:
-    """A checkpoint that was located, and what is to be loaded of it."""
-
     entry: Entry  # what is to be loaded
     storage: Storage  # the output dir that it lies in
     checkpoint: Checkpoint  # the newest link, with those below
@@ -40,17 +38,14 @@ class LocatedCheckpoint:
 
     @property
     def label(self) -> str:
-        """Where it is."""
         return (self.checkpoint.near_dir or self.storage).url_of(self.checkpoint.directory)
 
     @property
     def shards(self) -> int:
-        """How many ranks wrote it."""
         return len(self.checkpoint.manifest.shards)
 
     @property
     def extras_of_ranks(self) -> tuple[str, ...]:
-        """The names of objects of which each rank has saved a state of its own."""
         return self.checkpoint.manifest.names.extra_of_ranks
 
 
@@ -63,7 +58,7 @@ class LocatedBank:
 
 
 def locate_given(entry: Entry, place: str | os.PathLike[str] | OpenCheckpoint) -> LocatedCheckpoint:
-    """Return the checkpoint that a caller means: one that is open, that at a path, or the newest in an output dir."""
+    """Return an open checkpoint, the one at a path, or the newest in an output dir."""
     if isinstance(place, OpenCheckpoint):
         chain = place.chain
         return LocatedCheckpoint(entry, chain.storage, chain.checkpoint, opened=chain)
@@ -71,7 +66,6 @@ def locate_given(entry: Entry, place: str | os.PathLike[str] | OpenCheckpoint) -
 
 
 def locate_bank(bank: Sequence[Mapping[str, Any]]) -> LocatedBank:
-    """Return the checkpoints that the entries of a bank mean."""
     problems, sources = Problems(), []
     for entry in parse_bank(bank, problems.conf):
         if entry.path:
@@ -88,7 +82,7 @@ def locate_bank(bank: Sequence[Mapping[str, Any]]) -> LocatedBank:
 def locate_asked(
     own: Storage, ckpt_path: str | None, ckpt_id: str | None, direct_path: bool
 ) -> tuple[Storage, Checkpoint]:
-    """Return the checkpoint that :meth:`recckpt.Saver.load` means by these, ``own`` being the own output dir."""
+    """Return the checkpoint that these arguments of :meth:`recckpt.Saver.load` mean."""
     if direct_path:
         try:
             return open_checkpoint(str(ckpt_path))
@@ -123,16 +117,15 @@ class KnownDamage:
     _errors: dict[str, dict[str, CorruptCheckpointError]] = field(default_factory=dict)
 
     def note(self, storage: Storage, directory: str, error: CorruptCheckpointError) -> None:
-        """Note what is wrong in a directory of an output dir."""
         self._errors.setdefault(storage.url, {})[directory] = error
 
     def whole(self, storage: Storage) -> Listing:
-        """Return the listing of an output dir without what needs anything damaged; OSError as of a listing."""
+        """Return the listing of an output dir without checkpoints that need anything damaged."""
         listing = list_checkpoints(storage)
         return replace(listing, committed=chained(listing.committed, self._errors.get(storage.url, {}))[0])
 
     def instead(self, bank: LocatedBank, error: CorruptCheckpointError) -> LocatedBank | None:
-        """Return a bank with what stands in for checkpoints that an error may be about; None where nothing does.
+        """Return a bank with replacements for checkpoints that an error may be about; None if there are none.
 
         The error names a directory, which several output dirs may have: what has the same name has the same rows.
         """
@@ -141,7 +134,7 @@ class KnownDamage:
         return replace(bank, sources=sources) if any(others) else None
 
     def stand_in(self, source: LocatedCheckpoint, error: CorruptCheckpointError) -> LocatedCheckpoint | None:
-        """Return another of the name of a checkpoint that an error may be about; None where there is none."""
+        """Return another checkpoint of the same name if an error may be about this one; None if there is none."""
         directory = damaged_link(source.checkpoint, error)
         if directory is None:
             return None
@@ -158,6 +151,6 @@ class KnownDamage:
 
 
 def damaged_link(checkpoint: Checkpoint, error: CorruptCheckpointError) -> str | None:
-    """Return the directory that an error is about, of a checkpoint or a link that it stands on; None if elsewhere."""
+    """Return the directory that an error is about, if it belongs to the checkpoint or its parents."""
     directories = (link.directory for link in checkpoint.links)
     return next((name for name in directories if error.path.startswith(f"{name}/")), None)

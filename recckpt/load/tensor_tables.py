@@ -1,7 +1,4 @@
-"""Dense tensors of a checkpoint offered as live tables, and tables as dense tensors: what else a model has them as.
-
-There is no torch here.
-"""
+"""Offers dense tensors of a checkpoint as live tables, and tables as dense tensors. Does not import torch."""
 
 from __future__ import annotations
 
@@ -23,10 +20,10 @@ _COLLECTIONS = ("embedding_bags", "embeddings")  # under which TorchRec's collec
 
 
 def with_tensors_as_tables(model: Inventory, offer: LoadCandidate) -> LoadCandidate:
-    """Return an offer with tables in place of the dense tensors that are live tables in a model.
+    """Return a candidate with tables in place of the dense tensors that are live tables in a model.
 
-    They have the names of the tensors. Their slots are the state that a registered optimizer kept for the tensor,
-    if its class is that of the optimizer that trains the table.
+    They have the names of the tensors. Their slots are the state that a registered optimizer kept for the tensor, if
+    its class is that of the optimizer that trains the table.
     """
     there: dict[Name, Thing] = {}
     taken: set[str] = set()
@@ -56,9 +53,9 @@ def names_of_table(table: str, renamed: str, tied: Sequence[str]) -> tuple[str, 
 
 
 def with_tables_as_tensors(model: Inventory, offer: LoadCandidate) -> LoadCandidate:
-    """Return an offer with dense tensors in place of the tables that a model has as tensors of as many rows.
+    """Return a candidate with dense tensors in place of the tables that are tensors of as many rows in a model.
 
-    The registered optimizers that train them there find what was kept of the rows, and their settings.
+    Their states and settings become those of the registered optimizers that train the tensors here.
     """
     there: dict[Name, Thing] = {}
     gone: dict[str, bool] = {}  # table -> whether an optimizer here takes its slots
@@ -78,14 +75,14 @@ def with_tables_as_tensors(model: Inventory, offer: LoadCandidate) -> LoadCandid
 
 
 def tables_of_tensor(text: str) -> tuple[str, ...]:
-    """Return what a dense tensor may be called as a table: by its path, of TorchRec by its last part."""
+    """Return the names that a dense tensor may have as a table: its path, or for TorchRec the last part."""
     path = text.removesuffix(_WEIGHT)
     above, _, last = path.rpartition(".")
     return (path, last) if above.rpartition(".")[2] in _COLLECTIONS else (path,)
 
 
 def _table_of(name: Name, thing: Thing, model: Inventory, offer: LoadCandidate) -> str | None:
-    """Return the table that has the rows of a dense tensor, None where there is none."""
+    """Return the table that has the rows of a dense tensor."""
     if name.group != "dense" or thing.dtype == PLAIN or len(thing.shape) < 2:
         return None
     try:
@@ -104,7 +101,6 @@ def _table_of(name: Name, thing: Thing, model: Inventory, offer: LoadCandidate) 
 
 
 def _as_tensor(name: Name, table: str, model: Inventory, offer: LoadCandidate) -> dict[Name, Thing]:
-    """Return a table as a dense tensor, with its states."""
     renames, inventory = offer.entry.renames, offer.inventory
     text, rows = renames.source(name), inventory[slot_name(table, EMBEDDING)]
     slots = [one.slot for one in inventory if one.table == table and one.group == "sparse_opt"]
@@ -122,7 +118,7 @@ def _as_tensor(name: Name, table: str, model: Inventory, offer: LoadCandidate) -
 
 
 def _tensor_of(name: Name, tied: Sequence[str], offer: LoadCandidate) -> str | None:
-    """Return the dense tensor that has the rows of a live table; None where there is none, or a table has them."""
+    """Return the dense tensor that has the rows of a live table; None if a table has them."""
     try:
         renamed = offer.entry.renames.source(name).rpartition("@")[0]
     except ValueError:  # the rules give it several names, which is refused elsewhere
@@ -135,7 +131,6 @@ def _tensor_of(name: Name, tied: Sequence[str], offer: LoadCandidate) -> str | N
 
 
 def _things(tensor: str, table: str, model: Inventory, offer: LoadCandidate) -> dict[Name, Thing]:
-    """Return the slots of a tensor as a table."""
     inventory = offer.inventory
     saved = inventory[Name("dense", tensor)]
     n_rows, *shape = saved.shape
@@ -163,7 +158,7 @@ def _things(tensor: str, table: str, model: Inventory, offer: LoadCandidate) -> 
 
 
 def _trainers(tensor: str, slots: Sequence[str], inventory: Inventory) -> Iterator[tuple[str, str]]:
-    """Yield (name, class) of the registered optimizers with the states of a tensor that go into a table's slots."""
+    """Yield (name, class) of the registered optimizers whose states of a tensor fit a table's slots."""
     names = {tensor, *inventory[Name("dense", tensor)].tied}
     for state in (name for name in inventory if name.parameter in names):
         kind = next(iter(inventory.get(Name("dense_opt", state.optimizer), Thing()).lineage), "")

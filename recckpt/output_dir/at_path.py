@@ -1,4 +1,4 @@
-"""The checkpoint that a path or URL means, and what is there of one that is damaged."""
+"""Finds the checkpoint at a path or URL, and what is left of a damaged one."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ log = logging.getLogger("recckpt")
 
 
 def read_checkpoint(storage: Storage, directory: str) -> Checkpoint | None:
-    """Return the committed checkpoint in a directory, None where there is no manifest; of a delta with its links.
+    """Return the committed checkpoint in a directory, with its links; None without a manifest.
 
-    Where it is not whole and another of its name is, that is returned. Raises CheckpointNotFoundError where a writer
-    committed it after it had lost the output dir, CorruptCheckpointError where it or a link is damaged or a file is
-    missing, FormatVersionError where a newer format wrote it.
+    If it is damaged and another of the same name is whole, that one is returned. Raises CheckpointNotFoundError if a
+    writer committed it after losing the output dir, CorruptCheckpointError if it or a link is damaged or a file is
+    missing, FormatVersionError if a newer format wrote it.
     """
     record = read_manifest(storage, directory)
     if record is None:
@@ -62,7 +62,7 @@ def read_checkpoint(storage: Storage, directory: str) -> Checkpoint | None:
 
 
 def _by_hints(storage: Storage, directory: str, record: Manifest, takeover: Takeover) -> Checkpoint | None:
-    """Return a delta whose links are all where its manifest says, None for any other."""
+    """Return a delta if all its links are where its manifest says, else None."""
     hints = [link.directory for link in record.chain]
     try:
         read = run_all(partial(read_manifest, storage), hints, storage.threads(_THREADS))
@@ -78,9 +78,9 @@ def _by_hints(storage: Storage, directory: str, record: Manifest, takeover: Take
 
 
 def _by_listing(storage: Storage, directory: str, record: Manifest) -> Checkpoint | None:
-    """Return what readers take by the name of a checkpoint, None where it has just been removed.
+    """Return what readers take for the name of a checkpoint; None if it was just removed.
 
-    Raises CorruptCheckpointError or FormatVersionError where it, or a link, is damaged or missing.
+    Raises CorruptCheckpointError or FormatVersionError if it, or a link, is damaged or missing.
     """
     try:
         listing = look_around(storage)
@@ -96,7 +96,7 @@ def _by_listing(storage: Storage, directory: str, record: Manifest) -> Checkpoin
 
 
 def _alone(storage: Storage, listing: Listing, directory: str, record: Manifest) -> CorruptCheckpointError | None:
-    """Return the error of a delta beside which links are missing, as of one that was copied elsewhere."""
+    """Return the error of a delta whose links are missing beside it, as after copying it elsewhere."""
     there = {checkpoint.manifest.name for checkpoint in (*listing.committed, *listing.lost)}
     links = [link.directory for link in record.chain if link.save_id not in there]
     missing = [name for name in links if not has_manifest(storage, name)]
@@ -108,7 +108,7 @@ def _alone(storage: Storage, listing: Listing, directory: str, record: Manifest)
 
 
 def open_checkpoint(path: str) -> tuple[Storage, Checkpoint]:
-    """Return the storage around a checkpoint's own path or URL, and it; errors as of ``read_checkpoint``."""
+    """Return the checkpoint at its own path or URL, and the storage around it; errors as of ``read_checkpoint``."""
     storage, directory = open_parent(path)
     checkpoint = read_checkpoint(storage, directory) or counted_back(storage, directory)
     if checkpoint is None:
@@ -120,13 +120,13 @@ def open_checkpoint(path: str) -> tuple[Storage, Checkpoint]:
 
 
 def locate_path(path: str) -> tuple[Storage, Checkpoint]:
-    """Return the checkpoint at ``path``, or the newest one where ``path`` is an output dir.
+    """Return the checkpoint at ``path``, or the newest one if ``path`` is an output dir.
 
-    ``latest`` in place of the checkpoint's own name is the newest of its output dir, ``latest~1`` the one before, if
-    nothing else has that name.
+    In place of a checkpoint's name, ``latest`` is the newest of its output dir and ``latest~1`` the one before, unless
+    a checkpoint has that name.
 
-    Raises CheckpointNotFoundError where there is none, CorruptCheckpointError where there are only damaged ones,
-    FormatVersionError where there are only such as a newer recckpt wrote.
+    Raises CheckpointNotFoundError if there is none, CorruptCheckpointError if all are damaged, FormatVersionError if
+    all were written by a newer recckpt.
     """
     storage, directory = open_parent(path)
     checkpoint = read_checkpoint(storage, directory)
@@ -146,7 +146,7 @@ def locate_path(path: str) -> tuple[Storage, Checkpoint]:
 
 
 def locate_id(storage: Storage, ckpt_id: str) -> Checkpoint:
-    """As :func:`recckpt.output_dir.listing.locate`, of ``latest`` and ``latest~N`` too where these are no ids."""
+    """As :func:`recckpt.output_dir.listing.locate`; also for ``latest`` and ``latest~N`` if these are not ids."""
     try:
         return locate(storage, ckpt_id)
     except CheckpointNotFoundError:
@@ -157,9 +157,9 @@ def locate_id(storage: Storage, ckpt_id: str) -> Checkpoint:
 
 
 def counted_back(storage: Storage, name: str) -> Checkpoint | None:
-    """Return the checkpoint that ``latest`` or ``latest~N`` means in an output dir, None for any other name.
+    """Return the checkpoint that ``latest`` or ``latest~N`` means, None for any other name.
 
-    Raises CheckpointNotFoundError where there are not so many.
+    Raises CheckpointNotFoundError if there are not so many.
     """
     match = _LATEST.fullmatch(name)
     if match is None:
@@ -174,7 +174,7 @@ def counted_back(storage: Storage, name: str) -> Checkpoint | None:
 
 
 def _later_attempt(storage: Storage, directory: str) -> Checkpoint | None:
-    """Return the newest in ``<directory>.<epoch>``, where the id of a crashed attempt lives on, or compacted."""
+    """Return the newest in ``<directory>.<epoch>``, where an id goes on after a crashed attempt or compaction."""
     try:
         names = [name for name in attempt_dirs(storage) if layout.is_later_attempt(name, directory)]
     except OSError:  # of a bucket or directory that may be entered but not listed
@@ -187,7 +187,7 @@ def locate_damaged(path: str) -> tuple[Storage, Checkpoint, list[CorruptCheckpoi
     """Return the checkpoint at a path, or a whole one of its name; of an output dir the newest, damaged or not.
 
     Returns:
-        Its storage, it, and of an output dir what is wrong with the manifests of others, which may be newer.
+        Its storage, the checkpoint, and for an output dir the damage of other manifests, which may be newer.
 
     Raises:
         CheckpointNotFoundError: there is none.
@@ -213,7 +213,7 @@ def locate_damaged(path: str) -> tuple[Storage, Checkpoint, list[CorruptCheckpoi
 
 
 def _newest(storage: Storage) -> tuple[Checkpoint | None, list[CorruptCheckpointError]]:
-    """Return the newest checkpoint whose manifest can be read, and what is wrong with others that may be newer."""
+    """Return the newest checkpoint with a readable manifest, and the damage of others that may be newer."""
     listing = look_around(storage)
     for error in listing.damaged.values():
         if isinstance(error, FormatVersionError):  # which may be the newest, or says what counts
@@ -234,7 +234,7 @@ def _newest(storage: Storage) -> tuple[Checkpoint | None, list[CorruptCheckpoint
 
 
 def _damage_of(directory: str, error: Damage) -> CorruptCheckpointError:
-    """Return what is wrong with a manifest; raise what is no damage."""
+    """Return the damage of a manifest; raise an error that is no damage."""
     try:
         with lost_is_damage(layout.join(directory, layout.MANIFEST)):
             raise error
@@ -243,7 +243,7 @@ def _damage_of(directory: str, error: Damage) -> CorruptCheckpointError:
 
 
 def links_there(storage: Storage, newest: Checkpoint) -> Iterator[Checkpoint | CorruptCheckpointError]:
-    """Yield the links of a checkpoint, the newest first, as far as they are there; then the error of one."""
+    """Yield the links of a checkpoint, newest first, until one is missing or damaged; then its error."""
     above = newest.manifest
     yield replace(newest, below=())
     yield from newest.below
@@ -260,7 +260,7 @@ def links_there(storage: Storage, newest: Checkpoint) -> Iterator[Checkpoint | C
 
 
 def _found(storage: Storage, hint: Link, parent: Parent | None) -> Checkpoint | CorruptCheckpointError:
-    """Return a link, or another of its name, one that misses no file if there is one; the error where there is none."""
+    """Return a link, or another checkpoint of its name, preferably without missing files; else the error."""
     path, found = layout.join(hint.directory, layout.MANIFEST), "no such file"
     there: Checkpoint | None = None
     try:
@@ -286,6 +286,6 @@ def _found(storage: Storage, hint: Link, parent: Parent | None) -> Checkpoint | 
 
 
 def _is_meant(record: Manifest, hint: Link, parent: Parent | None) -> bool:
-    """Say whether this has the name of the link; the link above has its checksum."""
+    """Say whether a manifest has the link's name and, if the link above has it, its checksum."""
     checksum = parent.manifest if parent is not None and parent.save_id == hint.save_id else None
     return record.name == hint.save_id and checksum in (None, record.name_xxh3)

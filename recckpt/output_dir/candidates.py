@@ -1,4 +1,4 @@
-"""What a run may start from: the checkpoints of its output dir, and what guests have beside them."""
+"""What a run may start from: the checkpoints of its output dir, and those that guests add."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 class CandidateFinder:
-    """Finds what a run may start from, newest first: its checkpoints. A guest that has more to offer overrides it.
+    """Finds what a run may start from, newest first: its checkpoints. A guest that has more overrides it.
 
     Collective; not thread-safe.
     """
@@ -22,12 +22,12 @@ class CandidateFinder:
     is_shared = False  # whether all ranks look together, also for a plan
 
     def find(self, ranks: Ranks, bank: Callable[[], _T], usable: Usable, needed: Needed) -> tuple[_T, list[Checkpoint]]:
-        """Return a bank, which rank 0 locates, and what a run may start from.
+        """Return a bank and the candidates.
 
         Args:
             ranks: those that restore.
-            bank: for rank 0.
-            usable: lists the output dir, and returns the checkpoints that can be used, too, newest first; for rank 0.
+            bank: locates the bank; called on rank 0.
+            usable: lists the output dir, and its usable checkpoints, newest first; called on rank 0.
             needed: the files of a candidate that this rank reads.
         """
         return ranks.on_first(lambda: (bank(), usable()[1]))
@@ -35,12 +35,12 @@ class CandidateFinder:
     def without_damage(
         self, ranks: Ranks, before: Sequence[Checkpoint], left: Sequence[Checkpoint], needed: Needed
     ) -> Sequence[Checkpoint]:
-        """Return those of ``before`` that a run may start from; rank 0 found no damage in what ``left`` need."""
+        """Return the candidates among ``before`` that remain; ``left`` need nothing that rank 0 knows as damaged."""
         return left
 
 
 def merged(checkpoints: Sequence[Checkpoint], saves: Iterable[Checkpoint]) -> list[Checkpoint]:
-    """Return checkpoints and near saves in one order; both are newest first, and so is the whole."""
+    """Return checkpoints and near saves in one order; all are newest first."""
     together, rest = list[Checkpoint](), list(checkpoints)
     for save in saves:
         while rest and rest[0].manifest.order > save.manifest.order:

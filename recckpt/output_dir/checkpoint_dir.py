@@ -1,4 +1,4 @@
-"""What lies in the directory of one checkpoint: whose attempt it is, its manifest, and the files that this lists."""
+"""What lies in the directory of one checkpoint: its INTENT, its manifest, and the files that this lists."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ Damage = CorruptCheckpointError | FormatVersionError | OSError
 
 
 def state_of(error: Damage) -> str:
-    """Return what is the matter with a file or directory, in a word."""
     return error.state if isinstance(error, FormatVersionError) else "damaged"
 
 
@@ -43,7 +42,7 @@ class Intent:
 
 
 def write_intent(storage: Storage, intent: Intent) -> None:
-    """Mark a directory as this attempt's; FileExistsError where it is another's."""
+    """Mark a directory as this attempt's; FileExistsError if it is another's."""
     storage.put_if_absent(layout.join(intent.directory, layout.INTENT), encode_intent(intent))
 
 
@@ -53,14 +52,14 @@ def encode_intent(intent: Intent) -> bytes:
 
 
 def intent_of(manifest: Manifest) -> bytes:
-    """Return what the file holds with which a checkpoint was begun."""
+    """Return the ``INTENT`` that a checkpoint was begun with."""
     return encode_intent(Intent("", manifest.epoch, manifest.save_id, manifest.step, manifest.is_compacted))
 
 
 def read_intent(storage: Storage, directory: str, file: str = layout.INTENT) -> Intent | None:
-    """Return which save a directory was made for, by a file in it; None if it has no such file.
+    """Return which save a directory was made for; None without such a file.
 
-    Raises OSError where the file cannot be read, CorruptCheckpointError where it is damaged.
+    Raises OSError if the file cannot be read, CorruptCheckpointError if it is damaged.
     """
     name = layout.join(directory, file)
 
@@ -77,9 +76,9 @@ def read_intent(storage: Storage, directory: str, file: str = layout.INTENT) -> 
 
 
 def read_manifest(storage: Storage, directory: str) -> Manifest | None:
-    """Return the manifest in a directory, None if there is none of ours; does not look at its files.
+    """Return the manifest in a directory, None if there is none of ours; does not check its files.
 
-    Raises CorruptCheckpointError where it is damaged or not a file, FormatVersionError where a newer format wrote it.
+    Raises CorruptCheckpointError if it is damaged or not a file, FormatVersionError if a newer format wrote it.
     """
     return read_twice(storage, layout.join(directory, layout.MANIFEST), partial(_read_manifest, storage, directory))
 
@@ -113,7 +112,7 @@ def has_manifest(storage: Storage, directory: str) -> bool:
 
 
 def refuse_checkpoint(storage: Storage) -> None:
-    """Raise ValueError where what is to be an output dir is the directory of a checkpoint, or of a save."""
+    """Raise ValueError if the intended output dir is the directory of a checkpoint, or of a save."""
     is_attempt = False
     with suppress(OSError):
         is_attempt = storage.size(layout.INTENT) >= 0
@@ -125,7 +124,7 @@ def refuse_checkpoint(storage: Storage) -> None:
 
 
 def _is_foreign(storage: Storage, directory: str, data: bytes) -> bool:
-    """Say whether a file is another program's: it does not name our format, and no save has made its directory."""
+    """Say whether a manifest is another program's: it does not name our format, and there is no INTENT."""
     if not data or f'"{manifest.KIND.format}"'.encode() in data[:_HEAD_BYTES]:
         return False
     try:
@@ -140,8 +139,8 @@ def _is_foreign(storage: Storage, directory: str, data: bytes) -> bool:
 class Manifests:
     """The manifests that a writer has read: each is read once, since manifests never change.
 
-    A file that was put in its place has another size or stamp in the listing, and is read. Damage that changes
-    neither is not seen here; readers keep nothing, so they see it. Several threads may read, each other directories.
+    A replaced file has another size or stamp in the listing, and is read again. Damage that changes neither goes unseen
+    here; readers keep nothing, so they see it. Several threads may read at a time, from different directories.
     """
 
     def __init__(self) -> None:
@@ -149,12 +148,12 @@ class Manifests:
         self._files: Mapping[str, Mapping[str, Listed]] | None = None
 
     def directories(self, storage: Storage) -> list[str]:
-        """Return what :func:`attempt_dirs` does, by one listing of all files where the storage has such."""
+        """As :func:`attempt_dirs`; lists all files at once if the storage can."""
         self._files = storage.listed_by_dir()
         return attempt_dirs(storage) if self._files is None else sorted(set(self._files).difference([layout.OWN_DIR]))
 
     def read(self, storage: Storage, directory: str) -> tuple[Manifest | None, Mapping[str, Listed]]:
-        """Return what :func:`read_manifest` does, and the files of the directory as far as a listing shows them."""
+        """As :func:`read_manifest`; also returns the files of the directory, as far as a listing shows them."""
         listed = listed_files(storage, directory) if self._files is None else self._files.get(directory, {})
         entry = listed.get(layout.MANIFEST)
         known = self._known.pop(directory, None)
@@ -169,7 +168,7 @@ class Manifests:
 
 @dataclass(frozen=True)
 class Look:
-    """What a look at one directory found: its manifest, if it has one, or what is wrong with that."""
+    """What a look at one directory found: its manifest, if it has one, or the damage of that."""
 
     directory: str
     record: Manifest | None = None
@@ -178,12 +177,12 @@ class Look:
 
 
 def attempt_dirs(storage: Storage) -> list[str]:
-    """Return the directories of an output dir, committed or not, but for recckpt's own."""
+    """Return the directories of an output dir, committed or not, without recckpt's own."""
     return [name for name in storage.list_dirs() if name != layout.OWN_DIR]
 
 
 def listed_files(storage: Storage, directory: str) -> dict[str, Listed]:
-    """Return the files that one listing shows, {} where it cannot be made; each has to be asked for then."""
+    """Return the files that one listing shows; {} if listing is not permitted: then each has to be asked for."""
     try:
         return storage.listed(directory)
     except OSError:  # of a bucket or directory that may be entered but not listed
@@ -191,14 +190,14 @@ def listed_files(storage: Storage, directory: str) -> dict[str, Listed]:
 
 
 def unlisted(files: Iterable[FileEntry], listed: Mapping[str, Listed]) -> list[FileEntry]:
-    """Return the files of a manifest that a listing does not show with their size: it may lag behind."""
+    """Return the files of a manifest that a listing does not show with their size: listings may lag behind."""
     return [file for file in files if file.name not in listed or listed[file.name].n_bytes != file.n_bytes]
 
 
 def file_problems(
     storage: Storage, directory: str, files: Iterable[FileEntry], listed: Mapping[str, Listed] | None = None
 ) -> Iterator[CorruptCheckpointError]:
-    """Yield an error for each file of a manifest that is not there with its size, by this listing or a new one."""
+    """Yield an error for each file of a manifest that is missing or has another size."""
     for file in unlisted(files, listed_files(storage, directory) if listed is None else listed):
         name = layout.join(directory, file.name)
         try:
@@ -213,7 +212,7 @@ def file_problems(
 def read_checked(storage: Files, directory: str, entry: FileEntry, most: int | None = None) -> bytes:
     """Return the bytes of a file after checking its size, which may be ``most``, and its checksum.
 
-    Raises CorruptCheckpointError where it is missing, of another size, too large, or of another checksum.
+    Raises CorruptCheckpointError if the file is missing, has another size or checksum, or is too large.
     """
     path = layout.join(directory, entry.name)
     if most is not None and entry.n_bytes > most:  # before it is read
@@ -222,7 +221,7 @@ def read_checked(storage: Files, directory: str, entry: FileEntry, most: int | N
 
 
 def map_checked(storage: Files, directory: str, entry: FileEntry) -> bytes | memoryview:
-    """Return what :func:`read_checked` does, as a memory map that takes no memory yet where the storage has maps."""
+    """As :func:`read_checked`, but a memory map, which takes no memory yet, if the storage has maps."""
     path = layout.join(directory, entry.name)
     return read_twice(storage, path, partial(_read_checked, storage, path, entry, storage.map))
 

@@ -1,4 +1,4 @@
-"""Who may write to an output dir, read from the claims that its writers left there, and what follows for readers.
+"""Who may write to an output dir, by the claims that its writers left there, and what that means for readers.
 
 Follows "Readers" of the commit protocol (docs/format.md, section 8).
 """
@@ -22,7 +22,7 @@ _TRIES = 3  # looks, where a list goes before it is read, since a newer one was 
 
 
 class Claim(JsonRecord, frozen=True):
-    """A writer's claim on an output dir; the one of the highest epoch owns it."""
+    """A writer's claim on an output dir; the claim with the highest epoch owns it."""
 
     epoch: Count  # number of the claim
     nonce: str  # 32 hex digits that no other claim has
@@ -44,7 +44,7 @@ class Takeover:
     near: NearList  # which near saves count
 
     def excludes(self, record: Manifest) -> str | None:
-        """Say why a manifest does not count; None where it does."""
+        """Say why a manifest does not count; None if it does."""
         if record.epoch >= self.epoch or record.save_id in self.save_ids:
             return None
         return (
@@ -53,7 +53,7 @@ class Takeover:
         )
 
     def has_seen(self, directory: str) -> bool:
-        """Say by its name whether a directory is of an earlier writer: this one and later ones never make it."""
+        """Say, by the name alone, whether a directory may belong to an earlier writer: later ones never use it."""
         step, epoch = layout.parse_step(directory), layout.parse_step_epoch(directory)
         if step is None:
             return directory in self.directories
@@ -79,9 +79,9 @@ def claimed_epochs(storage: Storage) -> list[int]:
 
 
 def last_takeover(storage: Storage) -> Takeover:
-    """Return the newest takeover that was published; errors as of ``read_claim``.
+    """Return the newest published takeover; errors as of ``read_claim``.
 
-    One that goes before it is read has a successor, and is never passed over for none: late commits would count.
+    One that vanishes before it is read has a successor, so it never counts as missing: late commits would count.
     """
     for is_last in (*[False] * (_TRIES - 1), True):
         names = storage.list_files(layout.OWNER_DIR)
@@ -111,8 +111,8 @@ def read_takeover(storage: Storage, epoch: int) -> Takeover:
 def read_claim(storage: Storage, epoch: int) -> Claim:
     """Return the claim of an epoch.
 
-    Raises FileNotFoundError where there is none, CorruptCheckpointError where it is damaged, FormatVersionError where a
-    newer format wrote it.
+    Raises FileNotFoundError if there is none, CorruptCheckpointError if it is damaged, FormatVersionError if a newer
+    format wrote it.
     """
     return _read(storage, layout.claim(epoch), epoch).read(Claim)
 
@@ -123,7 +123,7 @@ def encode_claim(claim: Claim) -> bytes:
 
 
 def encode_takeover(claim: Claim, takeover: Takeover) -> bytes:
-    """Return the bytes of the list that a writer publishes when it takes over."""
+    """Return the list that a writer publishes when it takes over."""
     own = {
         "epoch": claim.epoch,
         "nonce": claim.nonce,

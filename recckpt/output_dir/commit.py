@@ -1,4 +1,4 @@
-"""The beginning and the end of a save: a directory of its own, and the manifest that makes it count (and who wrote it).
+"""The beginning and the end of a save: a directory of its own, and the manifest that makes it count.
 
 Follows the commit protocol of docs/format.md, section 7.
 """
@@ -29,9 +29,9 @@ def begin(
 ) -> tuple[Intent, int]:
     """Make a directory for a checkpoint that no other attempt has written; return it with its sequence number.
 
-    Raises CheckpointExistsError where the id is committed and not to be overwritten, WriterFencedError where another
-    writer owns the output dir, ValueError for what cannot be an id, FileNotFoundError where ``base``, the save id of
-    what a delta is to stand on, has no chain.
+    Raises CheckpointExistsError if the id is committed and not to be overwritten, WriterFencedError if another writer
+    owns the output dir, ValueError for an invalid id, FileNotFoundError if ``base``, the save id of a delta's parent,
+    has no chain.
     """
     layout.encode_id(ckpt_id)
     fence.hold()
@@ -67,9 +67,9 @@ def commit(storage: Storage, fence: Fence, directory: str, record: Manifest, vis
 
     Raises:
         CorruptCheckpointError, ValueError: the manifest could not be read back; nothing is committed.
-        OSError: a file does not have the size that was written, what a delta stands on is gone, or the manifest could
+        OSError: a file does not have the size that was written, the parent of a delta is gone, or the manifest could
             not be put; nothing is committed.
-        CommitNotDurableError: the manifest is there, or may be, but the storage would not say that it is durable.
+        CommitNotDurableError: the manifest is there, or may be, but may not be durable.
         WriterFencedError: another writer has taken over; readers count this checkpoint only if that one saw it.
     """
     path, data = layout.join(directory, layout.MANIFEST), manifest.encode(record)
@@ -99,7 +99,7 @@ def commit(storage: Storage, fence: Fence, directory: str, record: Manifest, vis
 
 
 def chain_of(listing: Listing, name: str) -> tuple[Checkpoint, ...]:
-    """Return what a delta on the checkpoint of this name stands on, newest link first; () where it is not whole."""
+    """Return the links of the checkpoint of this name, newest first; () if its chain is not whole."""
     checkpoint = listing.named(name)
     return checkpoint.links if checkpoint else ()
 
@@ -114,10 +114,9 @@ def _check_base(storage: Storage, listing: Listing, base: str | None) -> None:
 
 
 def check_files(storage: Storage, fence: Fence, directory: str, record: Manifest, visible: RetryPolicy) -> None:
-    """Look at the size of each file that a manifest lists.
+    """Check the size of each file in a manifest.
 
-    Raises OSError where one is not there, or has another size; WriterFencedError where a later writer may have removed
-    it.
+    Raises OSError if one is missing or has another size; WriterFencedError if a later writer may have removed it.
     """
     late = unlisted(record.files, listed_files(storage, directory))
     if late:
@@ -127,7 +126,7 @@ def check_files(storage: Storage, fence: Fence, directory: str, record: Manifest
 
 
 def _is_there(storage: Storage, directory: str, record: Manifest) -> bool | None:
-    """Say whether a manifest is there whose put failed, None where that is not known."""
+    """Say whether a manifest exists although its put failed, None if unknown."""
     try:
         manifest_there = read_manifest(storage, directory)
     except (OSError, CorruptCheckpointError, FormatVersionError):
@@ -136,11 +135,11 @@ def _is_there(storage: Storage, directory: str, record: Manifest) -> bool | None
 
 
 class Lookout:
-    """Looks for files that another host may have written: a network file system may show them a little late.
+    """Looks for files that another host may have written: a network file system may show them late.
 
-    It looks as often, and for as long for all of them, as the policy says; once, where ``is_patient`` is false.
-    ``check_owner`` raises where a later writer owns the output dir, which removes what earlier ones have written: it is
-    called each time that something is missing.
+    Retries by the policy, whose deadline is for all files together; never if not ``is_patient``. Whenever something is
+    missing, it calls ``check_owner``, which raises if a later writer owns the output dir: that one removes what earlier
+    ones have written.
     """
 
     def __init__(
@@ -153,7 +152,7 @@ class Lookout:
             self._operation = f"looking for up to {policy.deadline_sec:g} s for what was written"
 
     def check_size(self, name: str, n_bytes: int) -> None:
-        """Return once a file is there with its size; OSError where it is not in time, or is longer."""
+        """Return once a file has its size; OSError if that takes too long, or the file is longer."""
 
         def look() -> None:
             try:
@@ -172,7 +171,7 @@ class Lookout:
         self._retries.call(self._operation, look, again=self._is_patient, url=self._storage.url_of(name))
 
     def check_intent(self, intent: Intent) -> None:
-        """Return once the directory of an attempt can be seen here; OSError where it cannot in time."""
+        """Return once the directory of an attempt is visible here; OSError if that takes too long."""
         name = layout.join(intent.directory, layout.INTENT)
 
         def look() -> None:

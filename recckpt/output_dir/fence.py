@@ -42,21 +42,21 @@ _made_at: dict[str, str] = {}  # nonce of a claim of this process -> where its w
 
 
 class NearAtTakeover:
-    """What a writer that takes over says of near saves: here nothing, so that none made before counts any more.
+    """What a new owner says of near saves: by default that none made so far counts any more.
 
-    Rule *forget_names_none*: that is what a forgetting says, and who makes no near saves.
+    Rule *forget_names_none*: so do writers that forget ids, and those that make no near saves.
     """
 
     def look(self) -> None:
         """Look at the near dirs: after the claim, before the output dir is listed (rule *claim_before_list*)."""
 
     def near_list(self, listing: Listing, before: Takeover, by: str) -> NearList:
-        """Return what the list of this takeover says.
+        """Return what the list of this takeover says of near saves.
 
         Args:
             listing: what counts in the output dir.
-            before: what the list before this one says.
-            by: epoch and nonce of this takeover, as names of near saves begin with them.
+            before: the previous takeover.
+            by: epoch and nonce of this takeover, with which the names of its near saves begin.
         """
         return replace(before.near, is_void=True)
 
@@ -69,7 +69,7 @@ class PassedOn(NearAtTakeover):
 
 
 class NamesNone(NearAtTakeover):
-    """That of a run that has forgotten ids: near saves count from this takeover on."""
+    """A takeover by a run that has forgotten ids: near saves count from this takeover on."""
 
     def near_list(self, listing: Listing, before: Takeover, by: str) -> NearList:
         return NearList(by)
@@ -81,7 +81,7 @@ NAMES_NONE = NamesNone()
 
 
 def claim_next(storage: Storage, known: Manifests, above: int, purpose: str) -> Claim:
-    """Claim an output dir by the next number that no writer and no checkpoint has; RecckptError for a mirror."""
+    """Claim an output dir with the next number that no writer and no checkpoint has; RecckptError for a mirror."""
     refuse_mirror(storage)
     while True:
         listing = list_checkpoints(storage, known)
@@ -111,7 +111,7 @@ def claim_next(storage: Storage, known: Manifests, above: int, purpose: str) -> 
 
 
 def remove_older(storage: Storage, epoch: int, is_kind: Callable[[str], bool]) -> None:
-    """Remove the claims, or the lists, of epochs below one, durably."""
+    """Remove the claims, or the lists, of lower epochs, durably."""
     names = filter(is_kind, storage.list_files(layout.OWNER_DIR))
     older = [name for name in names if (layout.parse_owner_file(name) or epoch) < epoch]
     for name in older:
@@ -125,7 +125,7 @@ def _new_claim(epoch: int, purpose: str) -> Claim:
 
 
 def put_claim(storage: Storage, claim: Claim) -> None:
-    """Claim an output dir; FileExistsError where another has that number."""
+    """Claim an output dir; FileExistsError if another writer has that number."""
     storage.put_if_absent(layout.claim(claim.epoch), encode_claim(claim))
 
 
@@ -147,7 +147,7 @@ def make_durable(storage: Storage, listing: Listing) -> None:
 def publish(
     storage: Storage, claim: Claim, listing: Listing, near: NearAtTakeover, clean: frozenset[str] | None = None
 ) -> Takeover:
-    """Publish what is committed, or ``clean`` alone: late commits of older writers are ignored now, and near saves."""
+    """Publish what is committed, or only ``clean``: late commits and near saves of older writers no longer count."""
     names = {directory for directory in listing.directories if not layout.is_offer_dir(directory)}
     adopted = (checkpoint for checkpoint in listing.committed if layout.is_offer_dir(checkpoint.directory))
     names |= {layout.encode_id(checkpoint.ckpt_id) for checkpoint in adopted}  # the name that its delta may have had
@@ -174,22 +174,22 @@ class _UnclaimedError(FileNotFoundError):
 
 
 class Fence:
-    """A writer's hold on an output dir; claims it when it is first asked to. Not thread-safe, not collective.
+    """A writer's hold on an output dir, which it claims on first use. Not thread-safe, not collective.
 
     Args:
         storage: the output dir.
-        made_at: where in the program the writer was made, for a later one of this process that takes over from it.
-        purpose: the command that it is of, for the error of the one that it takes over from; "" of one that trains.
-        near: what it says of near saves where it takes over.
+        made_at: where in the program the writer was made, for the error of a writer of this process that it fences.
+        purpose: the command that writes, for the error of a writer that it fences; "" for training.
+        near: what it says of near saves when it takes over.
         seen_before: returns the requests to forget ids that count as seen before :meth:`note_requests` was called; None
-            where this process has read nothing.
+            if this process has read nothing.
 
     Attributes:
         listing: what was committed when :meth:`hold` last looked, and what this writer has committed and removed since.
-        requests_seen: the requests to forget ids whose ids the tables of this process do not contain: those that were
-            there when it last read the output dir, or first took it over, and its own. None of what has no tables.
-        is_settled: whether it has carried out all requests to forget ids, those that earlier owners have left too.
-        newest_at_takeover: place of the newest in the list that it published when it took over, damaged ones included.
+        requests_seen: the requests to forget ids whose ids the tables of this process do not contain: those that
+            existed when it last read the output dir, or first took it over, and its own. None without tables.
+        is_settled: whether it has carried out all requests to forget ids, including those of earlier owners.
+        newest_at_takeover: place of the newest checkpoint at its takeover, including damaged ones.
     """
 
     listing = Listing((), {}, {})
@@ -228,11 +228,9 @@ class Fence:
     def hold(self, *, is_resumed: bool = True) -> None:
         """Take the output dir over, or check that it is still held, and list what is committed.
 
-        A run that began anew, which is not ``is_resumed``, is warned where it takes over checkpoints of another.
-
-        Where it was removed and made anew since, and nobody has claimed it, it is taken over again. Raises
-        WriterFencedError where somebody else has taken it over, FileNotFoundError while it is gone, RecckptError where
-        it is a mirror.
+        Without ``is_resumed`` a run began anew: it is warned if it takes over checkpoints of another. If the output dir
+        was removed and made anew, and nobody has claimed it, it is taken over again. Raises WriterFencedError if
+        somebody else has taken it over, FileNotFoundError while it is gone, RecckptError for a mirror.
         """
         self._storage.check_there()
         if self._claim is None:
@@ -251,12 +249,12 @@ class Fence:
             self._take_over()
 
     def hold_once(self, *, is_resumed: bool) -> None:
-        """Take the output dir over if this writer never has, as :meth:`hold`; without a request where it has."""
+        """Take the output dir over, as :meth:`hold`, if this writer never has; otherwise do nothing."""
         if self._claim is None:
             self.hold(is_resumed=is_resumed)
 
     def note_requests(self, seen: Iterable[str]) -> None:
-        """Note the requests to forget ids that were there when this process read the output dir."""
+        """Note the requests to forget ids that existed when this process read the output dir."""
         self.requests_seen = frozenset(seen)
 
     def note_own_request(self, request: str) -> None:
@@ -266,7 +264,7 @@ class Fence:
 
     @contextmanager
     def settling(self) -> Iterator[None]:
-        """Count the requests to forget ids as carried out once the block ends without an error; a later one goes on."""
+        """Set ``is_settled`` if the block ends without an error."""
         self.is_settled = False
         yield
         self.is_settled = True
@@ -310,7 +308,7 @@ class Fence:
         self._used.update(listing.directories)
 
     def _publish(self, claim: Claim, near: NearAtTakeover, clean: frozenset[str] | None = None) -> Listing:
-        """Publish what is committed, or ``clean`` alone, and return it; then remove what earlier writers began."""
+        """Publish what is committed, or only ``clean``, and return it; then remove what earlier writers began."""
         listing = list_checkpoints(self._storage, self._known)
         left = self.leftovers(listing, claim.epoch - 1)
         # Those of the usual names, whose writers died before they wrote the first file.
@@ -334,9 +332,9 @@ class Fence:
         return listing
 
     def close_list(self, clean: frozenset[str]) -> None:
-        """Claim the next epoch, and name these saves alone: nothing else that was made until now counts any more.
+        """Claim the next epoch, and name only these saves: nothing else that was made until now counts any more.
 
-        No late commit does, no offer, no copy that somebody puts back, wherever it comes from, and no near save (rule
+        That excludes late commits, offers, copies that somebody puts back from anywhere, and near saves (rule
         *forget_in_new_epoch*).
 
         Raises:
@@ -367,7 +365,7 @@ class Fence:
             )
 
     def free_dirs(self, ckpt_id: str) -> Iterator[str]:
-        """Yield names for the directory of an attempt, best first: no attempt has had, or will have, one of them."""
+        """Yield names for the directory of an attempt, best first; no other attempt has had or will have them."""
         for directory in layout.attempt_dirs(ckpt_id, self.epoch):
             if directory not in self._used and not self.is_spent(directory):
                 self._used.add(directory)
@@ -380,15 +378,15 @@ class Fence:
     def leftovers(self, listing: Listing, epoch: int) -> list[Intent]:
         """Return the attempts of writers up to an epoch that never committed or are half removed.
 
-        An attempt whose ``INTENT`` does not say whose it is stays, and is logged once.
+        An attempt whose ``INTENT`` is unreadable stays, and is logged once.
         """
         return rotation.leftovers(self._storage, listing, epoch, self._passed_over)
 
     def remove(self, victims: Iterable[Checkpoint], concurrency: int) -> list[str]:
-        """Remove checkpoints, in this order, as long as nobody has taken over; return the directories that went.
+        """Remove checkpoints in this order, while nobody has taken over; return the removed directories.
 
-        Where one could not be removed, what it stands on stays with it, and later ones of its id, so that it is not
-        read in their place. Raises as :meth:`check`.
+        If one cannot be removed, the links that it stands on stay with it, and so do later ones of its id: otherwise it
+        would be read in their place. Raises as :meth:`check`.
         """
         removed: list[str] = []
         needed, ids_left = set[str](), set[str]()  # of what could not be removed
@@ -406,7 +404,7 @@ class Fence:
         return removed
 
     def write_index(self) -> None:
-        """Replace the index file by the listing, unless RecIS has one there, as a run of it may from any time on."""
+        """Write the index file from the listing, unless a run of RecIS has one there, which may begin at any time."""
         if self._is_of_recis or self.listing.uncommitted:  # one of its checkpoints would be there
             was_of_recis, self._is_of_recis = self._is_of_recis, is_of_recis(self._storage)
             if self._is_of_recis and not was_of_recis:
@@ -415,13 +413,13 @@ class Fence:
             self._storage.replace(layout.INDEX_FILE, layout.encode_index(self.listing.ckpt_ids))
 
     def check(self, *, is_thorough: bool = False) -> None:
-        """Do nothing while nobody has taken the output dir over.
+        """Raise if somebody has taken the output dir over.
 
-        Whoever does removes the claim of this writer before it looks at anything, so one look at that is enough to go
-        on. A thorough check looks for others' claims and lists, too: of one that has just come, or was copied in.
+        A new owner removes this writer's claim before it looks at anything, so one look at the claim is enough to go
+        on. A thorough check also looks for claims and lists of others that have just come, or were copied in.
 
-        Raises WriterFencedError where somebody has, FileNotFoundError where the output dir or all its claims are
-        gone: this save fails then, and the next may work.
+        Raises WriterFencedError after a takeover, FileNotFoundError if the output dir or all its claims are gone: then
+        this save fails, and the next may work.
         """
         if self._lost is None:
             self._lost = self._why_lost(is_thorough)
@@ -450,7 +448,7 @@ class Fence:
 
 
 def check_epoch(storage: Storage, epoch: int) -> None:
-    """Raise WriterFencedError where another writer has taken over from that of an epoch, as any rank may ask."""
+    """Raise WriterFencedError if another writer has taken over since an epoch. Any rank may ask."""
     last = max(claimed_epochs(storage), default=0)
     if last > epoch:
         raise _fenced(storage, epoch, last)

@@ -1,4 +1,5 @@
-"""The requests to forget ids in an output dir: asked for, done, and the audit of them (docs/format.md, section 14)."""
+"""The requests to forget ids in an output dir, and the audit of those that were carried out (docs/format.md, section
+14)."""
 
 from __future__ import annotations
 
@@ -39,14 +40,14 @@ class Forgotten:
     """What was done about one request.
 
     Attributes:
-        table: the table.
-        n_ids: how many ids were to be forgotten.
+        table: name of the table.
+        n_ids: number of ids to forget.
         rewritten: directory of a checkpoint -> that of the one without the ids that supersedes it.
         n_rows: id of a checkpoint -> how many of the ids had a row in it.
-        removed: directories that went: what was replaced, superseded checkpoints, late commits and leftovers.
+        removed: directories that were removed: replaced and superseded checkpoints, late commits, leftovers.
         is_resumed: whether an earlier process had made the request.
-        near_hosts: the hosts on which near saves were noted, which may have the ids until they are removed there.
-        mirrors_left: a mirror that was named and may still have the ids -> why; of the last request alone.
+        near_hosts: noted hosts whose near saves may contain the ids until they are removed there.
+        mirrors_left: a named mirror that may still have the ids -> why; only set for the last request.
     """
 
     table: str
@@ -60,18 +61,18 @@ class Forgotten:
 
 
 def tables_of(table: str) -> tuple[str, ...]:
-    """Return the tables in which the ids of a table are: it, and that of counts of ids which wait for a row."""
+    """Return the table and the table of counts of ids which wait for a row in it."""
     return table, f"{table}.candidates"
 
 
 def meant_in(record: Manifest | None, table: str) -> tuple[str, ...]:
-    """Return those of :func:`tables_of` that a checkpoint has; a table of rows with such a name does not count."""
+    """As :func:`tables_of`, without a table of counts that has rows in this checkpoint."""
     counts = record.table(f"{table}.candidates") if record else None
     return (table,) if counts is not None and counts.slots != _COUNTS else tables_of(table)
 
 
 def put_request(storage: Storage, request: Request) -> None:
-    """Make a request durable; from now on whoever owns the output dir has to carry it out."""
+    """Make a request durable; from now on every owner of the output dir has to carry it out."""
     for directory in (layout.OWN_DIR, layout.FORGET_DIR):
         with suppress(FileExistsError):
             storage.make_dir(directory)
@@ -83,7 +84,7 @@ def put_request(storage: Storage, request: Request) -> None:
 
 
 def requests(storage: Storage) -> dict[str, bool]:
-    """Return all requests of an output dir: what each is called, and whether it is done."""
+    """Return the names of all requests of an output dir, and whether each is done."""
     requests: dict[str, bool] = {}
     for name in storage.list_files(layout.FORGET_DIR):
         parsed = layout.parse_forget_request(name)
@@ -93,9 +94,9 @@ def requests(storage: Storage) -> dict[str, bool]:
 
 
 def note_read(modules: Iterable[object], storage: Storage, *, is_anew: bool) -> None:
-    """Note that a model of these modules is about to get rows from an output dir, ``is_anew`` in place of all it has.
+    """Note that a model of these modules is about to get rows from an output dir.
 
-    They may have the ids of any request that is not done by now.
+    They may have the ids of any request that is not done by now. ``is_anew``: the rows replace all it has.
     """
     try:
         done = frozenset(name for name, is_done in requests(storage).items() if is_done)
@@ -107,13 +108,13 @@ def note_read(modules: Iterable[object], storage: Storage, *, is_anew: bool) -> 
 
 
 def seen_by(modules: Iterable[object], storage: Storage) -> frozenset[str] | None:
-    """Return the requests that were done when parts of a model got rows of an output dir; None where none has."""
+    """Return the requests that were done when parts of a model got rows of an output dir; None if no part did."""
     seen = [by_url[storage.url] for reader in modules if storage.url in (by_url := _rows_read.get(reader, {}))]
     return frozenset.intersection(*seen) if seen else None
 
 
 def check_none_pending(storage: Storage, remedy: str) -> frozenset[str]:
-    """Return all requests; RecckptError while ids wait to be forgotten: what is read would spread these ids."""
+    """Return all requests; RecckptError if one is pending: what is read would spread its ids."""
     known = requests(storage)
     if not all(known.values()):
         raise RecckptError(
@@ -133,7 +134,7 @@ def check_none_since(storage: Storage, known: frozenset[str]) -> None:
 
 
 def pending(storage: Storage) -> list[Request]:
-    """Return the requests that have not been carried out to their end, oldest first.
+    """Return the requests that have not been completed, oldest first.
 
     Raises:
         CorruptCheckpointError: one of them is damaged.
@@ -162,7 +163,7 @@ def _read(storage: Storage, path: str) -> Request | None:
 
 
 def close_request(storage: Storage, request: Request, done: Mapping[str, Any]) -> None:
-    """Note in the audit what was done, and remove the request, which is the last file with its ids."""
+    """Note in the audit what was done, and remove the request, the last file with its ids."""
     before = _audit_bytes(storage)
     if not any(line.get("request") == request.request for line in forgetting.decode_audit(before, layout.FORGOTTEN)):
         line_values: dict[str, Any] = {
@@ -188,7 +189,7 @@ def remove_drafts(storage: Storage) -> None:
 
 
 def audit(storage: Storage) -> list[dict[str, Any]]:
-    """Return the lines of the audit, [] where nothing was forgotten; CorruptCheckpointError where it is damaged."""
+    """Return the lines of the audit, [] if nothing was forgotten; CorruptCheckpointError if it is damaged."""
     return forgetting.decode_audit(_audit_bytes(storage), layout.FORGOTTEN)
 
 
@@ -200,7 +201,7 @@ def _audit_bytes(storage: Storage) -> bytes:
 
 
 def key(storage: Storage) -> bytes:
-    """Return the key of the digests of this output dir; b"" where it has none, or none any more."""
+    """Return the key of the digests of this output dir; b"" if it has none."""
     try:
         secret = bytes.fromhex(storage.read(layout.FORGET_KEY, 2 * _KEY_BYTES + 1).decode())
     except (*ABSENT, ValueError):
@@ -209,7 +210,7 @@ def key(storage: Storage) -> bytes:
 
 
 def _made_key(storage: Storage) -> bytes:
-    """Put a new key in place of one that is gone or damaged: digests without a key could be tested by anybody."""
+    """Replace a key that is gone or damaged: anybody could test digests without a key."""
     made = secrets.token_bytes(_KEY_BYTES)
     storage.replace(layout.FORGET_KEY, made.hex().encode())
     return made
@@ -222,7 +223,7 @@ def digests(with_key: bytes, ids: Iterable[int] | npt.NDArray[np.int64]) -> list
 
 
 def forgotten_among(storage: Storage, table: str | None, ids: npt.NDArray[np.int64]) -> set[int]:
-    """Return the ids for which the audit has a request to forget, in a table, or in any table if it is None.
+    """Return the ids that the audit lists as forgotten, in a table, or in any table if it is None.
 
     Raises:
         CorruptCheckpointError: the audit is damaged.

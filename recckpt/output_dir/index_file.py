@@ -1,4 +1,4 @@
-"""Files that nothing depends on: the index file and the timeline, which are for people and scripts.
+"""Files that nothing depends on: the index file and the timeline, for people and scripts.
 
 RecIS has an index file of this name too: its output dirs are recognised, logged, and not touched.
 """
@@ -41,7 +41,7 @@ ENDED = "ended"  # the kind of the line of a run that ended well
 
 
 def index_problem(storage: Storage, ckpt_ids: Sequence[str]) -> str:
-    """Say what is wrong with the index file, given the committed ids, oldest first; "" where it is right."""
+    """Say what is wrong with the index file, given the committed ids, oldest first; "" if it is right."""
     expected = layout.encode_index(ckpt_ids)
     try:
         content = storage.read(layout.INDEX_FILE, 2 * len(expected) + layout.MAX_ID_BYTES)
@@ -65,7 +65,7 @@ def warn_of_index(
 ) -> None:
     """Log what is wrong with the index file; nothing depends on it, so nothing fails.
 
-    ``look_again`` lists the ids anew, where another process may be saving: what comes of its saves is no problem.
+    ``look_again`` lists the ids anew if another process may be saving, whose unfinished update is no problem.
     """
     problem = index_problem(storage, ckpt_ids)
     if problem not in ("", _MISSING, _STALE) and look_again:
@@ -97,7 +97,7 @@ def is_of_recis(storage: Storage) -> bool:
 
 
 def why_nothing(storage: Storage) -> str:
-    """Return what is there instead of checkpoints: nothing at all, what a save left, or files of others."""
+    """Return what is there instead of checkpoints: nothing at all, an unfinished save, or files of other programs."""
     reason, others = storage.why_empty() or "found no committed checkpoint", of_others(storage)
     if others is not None:
         return f"{reason}; {others}: {_AS_IT_IS}, `recckpt import` makes a checkpoint of it"
@@ -116,7 +116,7 @@ def why_nothing(storage: Storage) -> str:
 
 
 def of_others(storage: Storage) -> str | None:
-    """Return which other program's checkpoint this is, None where it does not look like one that is known."""
+    """Return which other program's checkpoint this is, None if unknown."""
     if storage.url.endswith(_FILES_OF_OTHERS) and _has(*open_parent(storage.url)):
         return "this is a file as other programs save one"
     program = next((program for name, program in _OF_OTHERS.items() if _has(storage, name)), None)
@@ -149,11 +149,7 @@ def append_timeline(storage: Storage, lines: Sequence[str]) -> None:
 
 
 def read_timeline(storage: Storage) -> list[dict[str, Any]]:
-    """Return the saves in the timeline, oldest first, [] without one; lines that are no JSON objects are passed over.
-
-    Raises:
-        OSError: the storage failed.
-    """
+    """Return the saves in the timeline, oldest first, [] without one; skips lines that are not JSON objects."""
     try:
         lines = storage.read(layout.TIMELINE, 2 * _TIMELINE_BYTES).splitlines()
     except ABSENT:

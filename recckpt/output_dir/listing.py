@@ -1,4 +1,4 @@
-"""What is committed, by the manifests, which alone decide it, and what each delta stands on (docs/format.md, 12.3)."""
+"""What is committed, decided by manifests alone, and what each delta stands on (docs/format.md, 12.3)."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _TRIES = 3  # looks, where rotation may have removed meanwhile what a commit has
 
 
 def age(directory: str, record: Manifest) -> tuple[object, ...]:
-    """Return the key of the one order of checkpoints: by place, and within a place by their own commits.
+    """Return the sort key of checkpoints: by place, and within a place by their own commits.
 
-    Of one id readers take the last that is whole. Of copies of one manifest ours is the last.
+    Of one id readers take the last whole one. Among copies of one manifest ours comes last.
     """
     own = record.epoch, record.seq
     return record.place, own, record.save_id, layout.is_attempt(directory, record.ckpt_id)
@@ -44,11 +44,11 @@ class Chains:
 
     Args:
         manifests: directory -> its manifest; all that count.
-        damaged: directory -> what is wrong in it by itself; also of directories whose manifest cannot be read.
+        damaged: directory -> what is wrong in it by itself; also of directories with unreadable manifests.
 
     Attributes:
         broken: directory -> what is wrong in it, or in a link that it needs and nothing replaces.
-        is_incomplete: whether a parent is missing; what supersedes it may have come after the directories were listed.
+        is_incomplete: whether a parent is missing; its replacement may have come after the directories were listed.
     """
 
     def __init__(self, manifests: Mapping[str, Manifest], damaged: Mapping[str, Damage]) -> None:
@@ -66,7 +66,7 @@ class Chains:
                 self._stand(directory)
 
     def named(self, name: str) -> list[str]:
-        """Return the directories of this name that have a chain, the one that readers take first."""
+        """Return the directories of this name that have a chain; readers take the first."""
         return [directory for directory in self._named.get(name, ()) if directory not in self.broken]
 
     def links(self, directory: str) -> tuple[str, ...]:
@@ -77,12 +77,12 @@ class Chains:
         return tuple(links)
 
     def closure(self, names: Collection[str]) -> set[str]:
-        """Return the directories without which the checkpoints of these names could not be read."""
+        """Return all directories that the checkpoints of these names are read from."""
         best = (links[0] for name in names if (links := self.named(name)))
         return {link for directory in best for link in self.links(directory)}
 
     def _stand(self, directory: str) -> None:
-        """Find the best link below, or say why there is none."""
+        """Find the best parent, or note why there is none."""
         record = self._manifests[directory]
         if record.parent is None:
             self._n_links[directory] = 1
@@ -100,7 +100,7 @@ class Chains:
         self.broken[directory] = _in_chain(causes[0], directory, record)
 
     def _problems(self, directory: str, record: Manifest, parent: Parent, below: str) -> Iterator[Damage]:
-        """Yield why a delta cannot stand on what has the name of its parent."""
+        """Yield why a delta cannot stand on a checkpoint with the name of its parent."""
         link = self._manifests[below]
 
         def wrong(found: str, expected: str) -> CorruptCheckpointError:
@@ -129,7 +129,7 @@ class Chains:
 
 
 def whole_one(ckpt_id: str) -> str:
-    """Say what to do where the links of a delta are elsewhere."""
+    """Say what to do if the links of a delta are elsewhere."""
     return f"copy its links too, or make a whole one of it where they are: `recckpt compact DIR {ckpt_id} --out OTHER`"
 
 
@@ -141,7 +141,7 @@ def _wrong_parent(
 
 
 def _misfits(record: Manifest, link: Manifest) -> Iterator[tuple[str, str]]:
-    """Yield (found, expected) for each way in which the rows of a delta do not fit the link below it."""
+    """Yield (found, expected) for each way in which the rows of a delta do not fit its parent."""
     for table in record.tables:
         below = link.table(table.name)
         if table.is_whole:
@@ -165,7 +165,7 @@ def _live(table: TableEntry) -> str:
 
 
 def _in_chain(cause: Damage, directory: str, record: Manifest) -> Damage:
-    """Return damage of a link as that of a delta which stands on it."""
+    """Return damage of a link as damage of a delta that stands on it."""
     is_own = isinstance(cause, CorruptCheckpointError) and cause.path == layout.join(directory, layout.MANIFEST)
     if not isinstance(cause, CorruptCheckpointError) or is_own:
         return cause
@@ -176,7 +176,7 @@ def _in_chain(cause: Damage, directory: str, record: Manifest) -> Damage:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed checkpoint and the directory it lies in; of a delta, the links that it stands on as well."""
+    """A committed checkpoint and its directory; a delta also has its parents."""
 
     directory: str  # where it lies in the output dir
     manifest: Manifest  # what it is
@@ -191,7 +191,7 @@ class Checkpoint:
 
     @property
     def links(self) -> tuple[Checkpoint, ...]:
-        """What its rows are read from, newest first: itself, and what it stands on."""
+        """What its rows are read from, newest first: itself and its parents."""
         return (self, *self.below)
 
 
@@ -199,9 +199,9 @@ class Checkpoint:
 class Listing:
     """The checkpoints of an output dir, oldest first.
 
-    Oldest is by place: what supersedes a checkpoint stands right after it. ``damaged`` holds deltas without a chain
-    too, and a damaged file that says who owns the output dir, under its own name. ``unreadable`` is empty unless
-    :func:`look_around` made the listing.
+    Ordered by place: what supersedes a checkpoint comes right after it. ``damaged`` also has deltas without a chain,
+    and a damaged file that says who owns the output dir, under its own name. ``unreadable`` is only set by
+    :func:`look_around`.
     """
 
     committed: tuple[Checkpoint, ...]  # all of them: those that were overwritten or superseded, too
@@ -216,20 +216,19 @@ class Listing:
 
     @property
     def uncommitted(self) -> list[str]:
-        """The directories without a known manifest: attempts that died or still run, and what is not ours."""
+        """The directories without a known manifest: attempts that died or still run, and foreign ones."""
         known = {checkpoint.directory for checkpoint in self.committed}
         known |= self.damaged.keys() | self.fenced.keys() | self.unreadable.keys()
         return sorted(set(self.directories) - known)
 
     @cached_property
     def chains(self) -> Chains:
-        """What stands on what."""
         manifests = {c.directory: c.manifest for c in (*self.committed, *self.lost)}
         return Chains(manifests, {**self.damaged, **self.unreadable})
 
     @property
     def newest_place(self) -> tuple[int, int]:
-        """The place of the newest checkpoint that counts, damaged or not; (0, 0) where there is none."""
+        """The place of the newest checkpoint that counts, damaged or not; (0, 0) without one."""
         return max((checkpoint.manifest.place for checkpoint in (*self.committed, *self.lost)), default=(0, 0))
 
     def plus(self, checkpoint: Checkpoint) -> Listing:
@@ -280,7 +279,7 @@ class Listing:
 
 
 def chained(counted: Sequence[Checkpoint], damaged: Mapping[str, Damage]) -> tuple[tuple[Checkpoint, ...], Chains]:
-    """Return the checkpoints that are whole with the links below them, oldest first, and all chains."""
+    """Return the whole checkpoints with their parents, oldest first, and all chains."""
     links = {checkpoint.directory: replace(checkpoint, below=()) for checkpoint in counted}
     chains = Chains({name: link.manifest for name, link in links.items()}, damaged)
     whole = [name for name in links if name not in chains.broken]
@@ -290,14 +289,14 @@ def chained(counted: Sequence[Checkpoint], damaged: Mapping[str, Damage]) -> tup
 
 
 def list_checkpoints(storage: Storage, known: Manifests | None = None, own: Takeover | None = None) -> Listing:
-    """Read all manifests of an output dir, but those its writer knows, and check that their files are there.
+    """Read the manifests of an output dir, and check that their files are there.
 
     Args:
         storage: the output dir.
-        known: manifests that a writer has read, and of this listing after it.
-        own: the takeover of a writer that checks afterwards that none is newer; None for the newest that is there.
+        known: manifests that a writer has read, which are not read again; updated.
+        own: the takeover of a writer that checks afterwards that none is newer; None to read the newest.
 
-    Raises OSError where the storage failed, or refuses to read a checkpoint.
+    Raises OSError if the storage failed, or refuses to read a checkpoint.
     """
     listing = look_around(storage, known, own)
     for error in listing.unreadable.values():
@@ -306,7 +305,7 @@ def list_checkpoints(storage: Storage, known: Manifests | None = None, own: Take
 
 
 def look_around(storage: Storage, known: Manifests | None = None, own: Takeover | None = None) -> Listing:
-    """Return the listing of an output dir whose checkpoints need not all be readable; arguments as above."""
+    """As :func:`list_checkpoints`, but lists unreadable checkpoints instead of raising."""
 
     def look(directory: str) -> Look:
         try:
@@ -331,7 +330,7 @@ def look_around(storage: Storage, known: Manifests | None = None, own: Takeover 
 def _list(
     storage: Storage, directories: Sequence[str], looks: Sequence[Look], own: Takeover | None, threads: int
 ) -> tuple[Listing, bool]:
-    """Return the listing of these directories, and whether every link was in one of them."""
+    """Return the listing of these directories, and whether no link is missing."""
     damaged: dict[str, Damage] = {look.directory: look.damage for look in looks if look.damage is not None}
     with_manifest = [Checkpoint(look.directory, look.record) for look in looks if look.record is not None]
     files = {look.directory: look.files for look in looks if look.files is not None}
@@ -381,7 +380,7 @@ def _takeover(storage: Storage, damaged: dict[str, Damage]) -> Takeover:
 def locate(storage: Storage, ckpt_id: str) -> Checkpoint:
     """Return the committed checkpoint of an id.
 
-    Raises CheckpointNotFoundError, which says what there is, and CorruptCheckpointError where it is damaged.
+    Raises CheckpointNotFoundError, which lists what there is; CorruptCheckpointError if it is damaged.
     """
     listing = list_checkpoints(storage)
     for path, error in listing.damaged.items():
@@ -402,10 +401,10 @@ def locate(storage: Storage, ckpt_id: str) -> Checkpoint:
 
 
 def newest_first(storage: Storage) -> list[Checkpoint]:
-    """Return the committed checkpoints that can be used, [] where nothing was ever saved; damaged ones are logged.
+    """Return the usable committed checkpoints, [] if nothing was ever saved; logs damaged ones.
 
-    Raises FormatVersionError where a newer recckpt wrote one, which may be the newest of all, CorruptCheckpointError
-    where there are only damaged ones.
+    Raises FormatVersionError if a newer recckpt wrote one, which may be the newest; CorruptCheckpointError if all are
+    damaged.
     """
     return usable(storage, list_checkpoints(storage))
 
@@ -424,7 +423,7 @@ def usable(storage: Storage, listing: Listing) -> list[Checkpoint]:
 
 
 def newest(storage: Storage) -> Checkpoint:
-    """Return the newest checkpoint that can be used; CheckpointNotFoundError where there is none."""
+    """Return the newest usable checkpoint; CheckpointNotFoundError without one."""
     checkpoints = newest_first(storage)
     if not checkpoints:
         raise CheckpointNotFoundError(f"{storage.url}: {why_nothing(storage)}")

@@ -1,4 +1,4 @@
-"""Notes in an output dir of what lies elsewhere: a mirror, and hosts with near saves (docs/format.md, 15 and 16)."""
+"""Notes in an output dir about other places: mirrors, and hosts with near saves (docs/format.md, 15 and 16)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NEAR_HOST_REMEDY = "remove it: the next near save on that host notes it again"
 
 
 def _put(storage: Storage, path: str, data: bytes) -> None:
-    """Put a note in place of the one that is there, unless it is the same."""
+    """Replace a note, unless it is unchanged."""
     with suppress(*ABSENT):
         if storage.read(path, _MAX_BYTES) == data:
             return
@@ -36,7 +36,7 @@ def _paths_of_hosts(storage: Storage) -> list[str]:
 
 
 def _read(storage: Storage, path: str, kind: FileKind, record: type[_T], remedy: str) -> _T | None:
-    """Return what a note says, None where it is not there; the remedy is for a damaged one, which is an error."""
+    """Return what a note says, None without one; ``remedy`` is for the error of a damaged one."""
     try:
         return read_twice(storage, path, lambda: kind.open(storage.read(path, _MAX_BYTES), path).read(record))
     except ABSENT:
@@ -66,7 +66,7 @@ def put_mirror_note(storage: Storage, note: MirrorNote) -> None:
 
 
 def mirror_note(storage: Storage) -> MirrorNote | None:
-    """Return the note of a mirror; None where an output dir is not one.
+    """Return the note of a mirror; None if an output dir is not one.
 
     Raises:
         CorruptCheckpointError: the note is damaged.
@@ -76,7 +76,7 @@ def mirror_note(storage: Storage) -> MirrorNote | None:
 
 
 def refuse_mirror(storage: Storage) -> None:
-    """Raise RecckptError where an output dir is a mirror: the next pass would remove what is saved there."""
+    """Raise RecckptError if an output dir is a mirror: the next pass would remove what is saved there."""
     note = mirror_note(storage)
     if note is not None:
         raise RecckptError(
@@ -87,7 +87,7 @@ def refuse_mirror(storage: Storage) -> None:
 
 
 class NearHost(JsonRecord, frozen=True):
-    """A host with near saves of an output dir, as it is noted there."""
+    """A host with near saves of an output dir, as noted there."""
 
     host: str  # the id in its near dir
     name: str  # of the machine, for people
@@ -105,18 +105,17 @@ class NearHost(JsonRecord, frozen=True):
 
 
 def note_near_host(storage: Storage, host: NearHost) -> None:
-    """Note a host, unless it is noted like this."""
     _put(storage, near_seal.host_note(host.host), _NEAR_HOST.encode(plain(host)))
 
 
 def one_of_the_hosts(storage: Storage) -> tuple[NearHost | None, int]:
-    """Return a host that is noted, None where none is, and how many there are; reads one note."""
+    """Return one of the noted hosts, None without any, and how many there are; reads one note."""
     paths = _paths_of_hosts(storage)
     return _read_or_damage(storage, paths[0]) if paths else None, len(paths)
 
 
 def noted_hosts(storage: Storage) -> list[NearHost]:
-    """Return the hosts on which near saves of an output dir may lie, those whose notes cannot be read among them."""
+    """Return the hosts on which near saves may lie, including those whose notes cannot be read."""
     hosts = [_read_or_damage(storage, path) for path in _paths_of_hosts(storage)]
     return [host for host in hosts if host is not None]
 

@@ -1,4 +1,4 @@
-"""Offers of compactors: manifests as they are to be, which the owner of the output dir may commit (format.md, 12.6).
+"""Offers of compactors: complete manifests, which the owner of the output dir may commit (format.md, 12.6).
 
 An offer belongs to the epoch under which its compactor began: later owners remove it, as they do any attempt.
 """
@@ -25,7 +25,7 @@ log = logging.getLogger("recckpt")
 
 @dataclass(frozen=True)
 class Offer:
-    """A directory for an offer that was not adopted."""
+    """A directory with an offer that was not adopted."""
 
     directory: str  # where it lies
     # the manifest as it is to be, but for its number; None where it is not finished, or damaged
@@ -34,7 +34,6 @@ class Offer:
 
 
 def offers_in(storage: Storage, listing: Listing) -> list[Offer]:
-    """Return the offers in the directories that a listing knows."""
     return [_look_at(storage, name) for name in listing.uncommitted if layout.is_offer_dir(name)]
 
 
@@ -54,7 +53,7 @@ def _look_at(storage: Storage, directory: str) -> Offer:
 
 
 def why_not(offer: Offer, epoch: int, listing: Listing) -> str | None:
-    """Return why the owner of an epoch is not to adopt an offer, None where it is; pure."""
+    """Return why the owner of an epoch must not adopt an offer, None if it may. Pure."""
     if offer.record is None or offer.problem:
         return offer.problem
     return next(_reasons_against(offer.record, epoch, listing), None)
@@ -77,7 +76,7 @@ def _reasons_against(record: Manifest, epoch: int, listing: Listing) -> Iterator
 
 
 def delta_of(record: Manifest, listing: Listing) -> Checkpoint | None:
-    """Return the delta that an offer supersedes, None where it does not count."""
+    """Return the delta that an offer supersedes, None if it does not count."""
     of, counting = record.supersedes, (c for c in listing.committed if c.manifest.kind == "delta")
     identity = of and (of.save_id, of.manifest, record.place, record.ckpt_id)
     same = (c for c in counting if (c.manifest.save_id, c.manifest.xxh3, c.manifest.place, c.ckpt_id) == identity)
@@ -85,10 +84,10 @@ def delta_of(record: Manifest, listing: Listing) -> Checkpoint | None:
 
 
 def adopt_offers(storage: Storage, fence: Fence, visible: RetryPolicy) -> list[Checkpoint]:
-    """Commit the offers that fit, as the owner of the output dir, and return them as the checkpoints that they are now.
+    """Commit the offers that fit, as the owner of the output dir; return their checkpoints.
 
-    A failure is logged, not raised, but for WriterFencedError: the caller no longer owns the output dir. It removes
-    nothing: the manifest may be there.
+    Errors are logged, except WriterFencedError, after which the caller no longer owns the output dir. Removes nothing:
+    the manifest may be there.
     """
     adopted = []
     for offer in offers_in(storage, fence.listing):

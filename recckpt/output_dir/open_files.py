@@ -1,4 +1,4 @@
-"""Files of a checkpoint that its writer may remove while they are read: they are opened first, or looked for again."""
+"""Files that their writer may remove while they are read: they are opened first, or looked for again."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _Result = TypeVar("_Result")
 
 
 class OpenFiles:
-    """Files of one checkpoint, mapped where the storage has maps: those stay whole though a writer removes them.
+    """Files of one checkpoint, mapped if the storage has maps: then they stay readable after removal.
 
-    On other storage a file may be gone when it is read: CheckpointRemovedError where the manifest is gone too,
-    CorruptCheckpointError otherwise, from every method. Thread-safe.
+    On other storage a file may be gone when it is read. Then every method raises CheckpointRemovedError if the manifest
+    is gone too, otherwise CorruptCheckpointError. Thread-safe.
 
     Args:
         storage: where the checkpoint lies.
@@ -71,7 +71,7 @@ class OpenFiles:
         return twin
 
     def close(self) -> None:
-        """Release all files; a map ends with the last view of it."""
+        """Release all files; a map lives until the last view of it is released."""
         self._maps = {}
 
     def open(self, name: str) -> BinaryIO:
@@ -81,7 +81,6 @@ class OpenFiles:
         return cast(BinaryIO, _RemovableFile(self._reached(name, self._storage.open), partial(self._missing, name)))
 
     def map(self, name: str) -> memoryview | None:
-        """Return a file's bytes as a memory map, None where the storage has no maps."""
         mapped = self._maps.get(name)
         return self._reached(name, self._storage.map) if mapped is None else mapped
 
@@ -90,14 +89,13 @@ class OpenFiles:
         return self._reached(name, self._storage.size) if mapped is None else len(mapped)
 
     def read(self, name: str, max_bytes: int, begin: int = 0) -> bytes:
-        """Return at most ``max_bytes`` of a file, from ``begin`` on."""
         mapped = self._maps.get(name)
         if mapped is None:
             return self._reached(name, lambda path: self._storage.read(path, max_bytes, begin))
         return bytes(mapped[begin : begin + max_bytes])
 
     def drop_cached(self, name: str) -> bool:
-        """Drop the copy of a file, if it is one; say whether it is not local, as :class:`Storage` does."""
+        """Drop the copy of a file, if it is one; say whether the file is remote, as :class:`Storage` does."""
         is_remote = self._storage.drop_cached(name)
         if is_remote:
             self._maps.pop(name, None)
@@ -107,9 +105,9 @@ class OpenFiles:
         return self._storage.threads(requested)
 
     def fetch(self, names: Iterable[str], download_dir: WorkDir, concurrency: int) -> None:
-        """Copy files that have no map to a directory of this host, and read the copies from now on.
+        """Copy files without a map to a directory of this host, and read the copies from now on.
 
-        Raises OSError where one cannot be read or the download dir has no room for them all.
+        Raises OSError if one cannot be read or the download dir has no room for them all.
         """
         absent = [name for name in names if name not in self._maps]
         download_dir.check_room(sum(self._sizes[name] for name in absent))
@@ -132,7 +130,7 @@ class OpenFiles:
             raise self._missing(path, error) from error
 
     def _missing(self, path: str, error: OSError) -> RecckptError:
-        """Say why a file is not there; a checkpoint without a manifest was removed, since rotation begins with it."""
+        """Return why a file is not there; rotation removes the manifest first."""
         try:
             if not isinstance(error, NotPlainError):
                 self._storage.size(layout.join(self._directory, layout.MANIFEST))
@@ -143,7 +141,7 @@ class OpenFiles:
 
 
 class MappedFile(io.RawIOBase):
-    """A file object over memory, without a copy of it."""
+    """A file object over memory, without copying it."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory, self._at = memory, 0
@@ -155,7 +153,6 @@ class MappedFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a position, which may be behind the end."""
         start = (0, self._at, len(self._memory))[whence]
         if start + offset < 0:
             raise ValueError(f"a position is not negative, found {start + offset}")
@@ -203,16 +200,15 @@ def first_whole(
     instead: Callable[[_Located, CorruptCheckpointError], _Located | None] = lambda located, error: None,
     first: _Located | None = None,
 ) -> _Result:
-    """Locate a checkpoint and use it; look again where its writer removes it meanwhile, or where it is damaged.
+    """Locate a checkpoint and use it; look again if its writer removes it meanwhile, or if it is damaged.
 
     Ranks that act together all call this: ``locate`` and ``instead`` return the same on all of them, and an error of
     ``use`` on one of them is raised on all, so that all look again alike.
 
     Args:
         locate: returns what is there now.
-        use: may be called again, and has to make up for what it has done so far.
-        instead: returns what to use in place of what an error names as damaged, such as another of its name; None where
-            there is nothing.
+        use: may be called again; it has to undo or repeat what it has done so far.
+        instead: returns what to use in place of what an error names as damaged, such as another of its name; or None.
         first: what was located already.
 
     Raises:

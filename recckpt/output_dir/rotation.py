@@ -1,6 +1,6 @@
-"""Which checkpoints go, and how they go: the manifest first, so that no reader trusts what a crash leaves.
+"""Which checkpoints are removed, and how: the manifest first, so that no reader trusts what a crash leaves.
 
-Pinned ones stay, by a small file each, so that any process may pin.
+Pinned ones stay, each by a small file, so that any process may pin.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ def expired(
 ) -> list[Checkpoint]:
     """Return the checkpoints to remove, in this order: those that no remaining checkpoint is read from.
 
-    The newest of all stays whatever the policy says. So do pinned ones, the newest that a manager made (a save by hand
-    takes nothing of what a run goes on from), and what a person has copied under a name of its own. An ephemeral
-    checkpoint stays only while it is the newest of all; the policy does not see it. Links that others stand on stay and
-    do not count. Damaged and fenced checkpoints neither count nor go, but for one that a whole one stands in for, where
-    one of the two was compacted.
+    Whatever the policy says, these stay: the newest of all; pinned ones; the newest that a manager made (a save by hand
+    removes nothing that a run resumes from); and copies that a person made under another name. An ephemeral checkpoint
+    stays only while it is the newest of all; the policy does not see it. Parents of others stay and do not count.
+    Damaged and fenced checkpoints neither count nor go, except a damaged one with a whole replacement, if one of the
+    two was compacted.
 
     Args:
         listing: what is there.
         keep: the policy.
         pinned: ids.
-        base: save id of the checkpoint that the writer counts changes from, None where it has none.
+        base: save id of the checkpoint that the writer counts changes from, None without one.
         now: the time for the policy.
         step_prefix: of the ids that a manager gives.
-        near_bases: save ids of what near saves stand on that may be restored.
+        near_bases: save ids of the parents of near saves that may be restored.
     """
     kept = chosen(listing, keep, pinned, now or datetime.now(timezone.utc), step_prefix)
     stay = listing.chains.closure([*(c.manifest.name for c in kept), *([base] if base else []), *near_bases])
@@ -77,16 +77,16 @@ def chosen(
 
 
 def _is_replaced(damaged: Checkpoint, listing: Listing) -> bool:
-    """Say whether readers have another checkpoint of the name of a damaged one, and one of the two is compacted."""
+    """Say whether readers have another checkpoint of a damaged one's name, and one of the two is compacted."""
     there = listing.named(damaged.manifest.name)
     is_ours = layout.is_attempt(damaged.directory, damaged.ckpt_id)
     return is_ours and there is not None and (damaged.manifest.is_compacted or there.manifest.is_compacted)
 
 
 def in_order(gone: Sequence[Checkpoint], listing: Listing) -> list[Checkpoint]:
-    """Return them in the order of removal: again and again one on which none of the others stands.
+    """Return them in the order of removal: always one that none of the remaining others stands on.
 
-    Of these first one that readers do not take, then the earliest: after a crash none that was superseded is read.
+    Among these first those that readers do not take, then the earliest: after a crash no superseded one is read.
     """
     taken = {c.directory for c in listing.current}
     ages = {c.directory: (c.directory in taken, age(c.directory, c.manifest)) for c in gone}
@@ -105,14 +105,14 @@ def in_order(gone: Sequence[Checkpoint], listing: Listing) -> list[Checkpoint]:
 
 
 def sync_superseders(storage: Storage, listing: Listing, gone: Sequence[Checkpoint]) -> None:
-    """Make what supersedes durable before others go, what is to go itself too: others stand on it until then."""
+    """Make superseding checkpoints durable before others go, even if they go too: others stand on them until then."""
     superseders = [c.directory for c in listing.committed if c.manifest.supersedes]
     for directory in [*superseders, ""] if superseders and gone else []:
         storage.sync_dir(directory)
 
 
 def pin(storage: Storage, ckpt_id: str) -> None:
-    """Keep a checkpoint, whatever the policy says; CheckpointNotFoundError where it is not, or no longer, there."""
+    """Keep a checkpoint, whatever the policy says; CheckpointNotFoundError if it is not there, or no longer."""
     locate(storage, ckpt_id)
     for directory in (layout.OWN_DIR, layout.PINS_DIR):
         with suppress(FileExistsError):
@@ -123,12 +123,12 @@ def pin(storage: Storage, ckpt_id: str) -> None:
 
 
 def unpin(storage: Storage, ckpt_id: str) -> None:
-    """Unpin a checkpoint, so that the next save may remove it; does nothing to one that is not pinned."""
+    """Unpin a checkpoint, so that the next save may remove it; does nothing if it is not pinned."""
     storage.remove(layout.pin(ckpt_id))
 
 
 def pinned_ids(storage: Storage) -> set[str]:
-    """Return the ids that are pinned, even of checkpoints that are gone."""
+    """Return the pinned ids, including those of removed checkpoints."""
     names = map(layout.parse_pin, storage.list_files(layout.PINS_DIR))
     return {ckpt_id for ckpt_id in names if ckpt_id is not None}
 
@@ -136,8 +136,8 @@ def pinned_ids(storage: Storage) -> set[str]:
 def leftovers(storage: Storage, listing: Listing, epoch: int, passed_over: set[str] | None = None) -> list[Intent]:
     """Return the attempts that never committed or are half removed, by writers up to ``epoch``.
 
-    Those writers must be dead, or be the caller between two saves. A directory whose ``INTENT`` cannot be read holds
-    nothing that counts: it is logged, passed over, and not looked at again where it is among ``passed_over``.
+    Those writers must be dead, or be the caller between two saves. A directory with an unreadable ``INTENT`` holds
+    nothing that counts: it is logged, skipped, and added to ``passed_over``, which are not looked at again.
     """
     passed_over = set() if passed_over is None else passed_over
     leftovers = []
@@ -164,10 +164,7 @@ def leftovers(storage: Storage, listing: Listing, epoch: int, passed_over: set[s
 
 
 def remove(storage: Storage, checkpoint: Checkpoint, concurrency: int) -> bool:
-    """Remove what recckpt wrote of a checkpoint, with several threads, and say whether its manifest is gone.
-
-    A failure is logged and never fails a save.
-    """
+    """Remove what recckpt wrote of a checkpoint; say whether its manifest is gone. Failures are logged."""
     is_gone = False
     try:
         storage.remove(layout.join(checkpoint.directory, layout.MANIFEST))  # first: readers trust nothing without it
@@ -189,9 +186,9 @@ def remove_leftover(storage: Storage, directory: str, concurrency: int) -> None:
 
 
 def abandon(storage: Storage, directory: str) -> None:
-    """Remove what a failed attempt wrote, so that it takes no room; a failure is logged.
+    """Remove what a failed attempt wrote to free its space; a failure is logged.
 
-    INTENT stays until the next save: all ranks must be through with the directory before its name is free.
+    INTENT stays until the next save: all ranks must have left the directory before its name is free.
     """
     try:
         names = storage.list_files(directory)
@@ -203,7 +200,7 @@ def abandon(storage: Storage, directory: str) -> None:
 
 
 def _remove_files(storage: Storage, directory: str, listed: Collection[str], concurrency: int) -> None:
-    """Remove our files, and the directory if it is empty then; last the file that says whose leftover this is."""
+    """Remove our files, INTENT last: it says whose leftover this is. Then remove the directory if it is empty."""
     names = [name for name in storage.list_files(directory) if name in listed or layout.is_ours(name)]
     paths = [layout.join(directory, name) for name in names if name != layout.INTENT]
     run_all(storage.remove, paths, storage.threads(concurrency))  # of 1,024 ranks, 11,000 requests
@@ -219,13 +216,13 @@ def deletable(
 
     Args:
         listing: what is there.
-        ckpt_id: the id, of a checkpoint that is committed.
+        ckpt_id: the id of a committed checkpoint.
         pinned: ids.
         place: the output dir, for messages.
-        near_bases: save ids of what near saves stand on that may be restored.
+        near_bases: save ids of the parents of near saves that may be restored.
 
     Raises:
-        CheckpointInUseError: it stays, and why.
+        CheckpointInUseError: it must stay; says why.
     """
     victims = [checkpoint for checkpoint in listing.committed if checkpoint.ckpt_id == ckpt_id]
     reason = _reason(listing, victims, ckpt_id, pinned)
@@ -237,7 +234,7 @@ def deletable(
 
 
 def _reason(listing: Listing, victims: Collection[Checkpoint], ckpt_id: str, pinned: Collection[str]) -> str | None:
-    """Say why an id stays, and what to do; None where it may go."""
+    """Say why an id must stay, and what to do; None if it may go."""
     directories = {victim.directory for victim in victims}
     others = [checkpoint for checkpoint in listing.committed if checkpoint.ckpt_id != ckpt_id]
     standing = [c.ckpt_id for c in others if directories & {link.directory for link in c.below}]

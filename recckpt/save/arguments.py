@@ -35,11 +35,10 @@ from recckpt.types import SavableTable, flag, positive_int
 
 
 def check_parts(model: object, sparse_optim: object) -> dict[str, SavableTable]:
-    """Refuse a model and an optimizer that a save or load would only stumble over, or leave out; return the tables.
+    """Return the tables of a model, after checking that an optimizer trains these and no dense parameters.
 
     Raises:
-        TypeError: one of them is of another kind.
-        ValueError: two tables share a name, or the optimizer trains none of the tables.
+        TypeError, ValueError: otherwise; or two tables share a name.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found a {type(model).__name__}")
@@ -63,11 +62,11 @@ def check_parts(model: object, sparse_optim: object) -> dict[str, SavableTable]:
 
 
 def live_tables_of(model: nn.Module, tables: object) -> LiveTables:
-    """Return the live tables that a saver is given, none for None.
+    """Return the live tables that a saver is given; NO_TABLES for None.
 
     Raises:
         TypeError: they are something else.
-        ValueError: they are those of another model, or have the name of a table of the model.
+        ValueError: they belong to another model, or share a name with a table of this one.
         LiveTableError: they are closed.
     """
     if tables is None:
@@ -85,17 +84,11 @@ def live_tables_of(model: nn.Module, tables: object) -> LiveTables:
 
 
 def form_of_registered(model: nn.Module, live: LiveTables) -> Callable[[Any], Any]:
-    """Return the function that gives a registered object the form in which its state is saved: :func:`by_name`."""
+    """Return the function that gives a registered object the form in which it is saved: :func:`by_name`."""
     return lambda obj: by_name(obj, lambda: parameters_of(model), lambda one: live.is_live(one, obj), live.has_key)
 
 
 def checked_options(max_keep: Any, concurrency: Any, on_save: Any, transfers: Any) -> Transfers:
-    """Refuse options of a saver that are not what it takes, and return the transfers, by default where they are None.
-
-    Raises:
-        ValueError: ``concurrency`` is not in its range, or ``max_keep`` is not a policy.
-        TypeError: ``on_save`` cannot be called, or ``transfers`` is of another kind.
-    """
     as_keep(max_keep)
     positive_int("concurrency", concurrency)
     if on_save is not None and not callable(on_save):
@@ -106,12 +99,6 @@ def checked_options(max_keep: Any, concurrency: Any, on_save: Any, transfers: An
 
 
 def check_near(near: object, *, has_deltas: bool) -> None:
-    """Refuse what is no place for near saves, and a saver without deltas.
-
-    Raises:
-        TypeError: it is neither None nor a :class:`Near`.
-        ValueError: the saver writes no deltas, so that it has no marks of what changed.
-    """
     if near is None:
         return
     if not isinstance(near, Near):
@@ -121,7 +108,11 @@ def check_near(near: object, *, has_deltas: bool) -> None:
 
 
 def transport_of(transfers: Transfers, output_dir: Any) -> Transport:
-    """Return what carries the files of a saver, and make its work dir; OSError where that cannot be written."""
+    """Return what carries the files of a saver, and create its work dir.
+
+    Raises:
+        OSError: the work dir cannot be written.
+    """
     slots, url, work_dir = None, str(output_dir), None
     if transfers.max_uploads is not None:
         to = url if "://" in url else str(Path(url).absolute())
@@ -135,10 +126,10 @@ def transport_of(transfers: Transfers, output_dir: Any) -> Transport:
 
 
 def output_dir_of(path: Any, run: Any) -> tuple[Storage, str]:
-    """Return the output dir, made and tried for writing, and what metrics call the job: ``run``, else its URL.
+    """Return the output dir, created and tried for writing, and the name of the job in metrics.
 
     Raises:
-        TypeError, ValueError: ``run`` is no name; as :func:`recckpt.storage.open_storage`; or it is a checkpoint.
+        TypeError, ValueError: ``run`` is not a name, the path is not one, or it is a checkpoint.
         RecckptError: it is a mirror.
         OSError: it cannot be written.
     """
@@ -153,11 +144,6 @@ def output_dir_of(path: Any, run: Any) -> tuple[Storage, str]:
 
 
 def check_registered(name: str, obj: object, sparse_optim: Optimizer | None) -> None:
-    """Refuse an optimizer that is saved otherwise, or whose states could not be named.
-
-    Raises:
-        ValueError: it is one of tables, one made of several, or one of dense parameters with an ``@`` in its name.
-    """
     what = f"register_for_checkpointing: {name!r} is an optimizer of tables"
     if obj is sparse_optim and obj is not None:
         raise ValueError(f"{what}, which the saver has and saves already: do not register it")
@@ -174,16 +160,12 @@ def check_registered(name: str, obj: object, sparse_optim: Optimizer | None) -> 
 
 
 def _unprepared(obj: object) -> object:
-    """Return the optimizer that accelerate has wrapped in another one, or what else is given."""
+    """Return the optimizer that accelerate has wrapped; anything else as it is."""
     return getattr(obj, "optimizer", obj) if isinstance(obj, Optimizer) else obj
 
 
 def check_trained(sparse_optim: Optimizer | None, tables: Mapping[str, SavableTable]) -> None:
-    """Refuse an optimizer of tables that would not be saved, since the model does not have them.
-
-    Raises:
-        ValueError: there are such tables; names them.
-    """
+    """Raise ValueError if the optimizer trains tables that the model lacks: their rows would not be saved."""
     inner = _unprepared(sparse_optim)
     if not isinstance(inner, SparseOptimizer):
         return
@@ -197,11 +179,6 @@ def check_trained(sparse_optim: Optimizer | None, tables: Mapping[str, SavableTa
 
 
 def check_save(ckpt_id: str, step: int | None, *, overwrite: bool, ephemeral: bool) -> None:
-    """Refuse what no directory can be called, what no manifest can hold as its step, and flags that are not one.
-
-    Raises:
-        ValueError: the id cannot be one, the step is not an int between 0 and 10^18, or a flag neither True nor False.
-    """
     layout.encode_id(ckpt_id)
     flag("overwrite", overwrite)
     flag("ephemeral", ephemeral)
@@ -210,16 +187,11 @@ def check_save(ckpt_id: str, step: int | None, *, overwrite: bool, ephemeral: bo
 
 
 def tables_in(model: nn.Module) -> list[HashTable]:
-    """Return our tables among the modules of a model."""
     return [module for module in model.modules() if isinstance(module, HashTable)]
 
 
 def check_moment(tables: Iterable[HashTable]) -> None:
-    """Refuse a call in the middle of a change of a table by this thread: it might wait for a thread that waits for it.
-
-    Raises:
-        RuntimeError: there is such a change; names the table.
-    """
+    """Raise RuntimeError in the middle of a change of a table by this thread, whose lock the caller may wait for."""
     for table in tables:
         lock: Any = table.store.lock
         if lock._is_owned():  # says whether this thread has it; left out of the documents
@@ -231,12 +203,7 @@ def check_moment(tables: Iterable[HashTable]) -> None:
 
 
 def check_state(state: Mapping[str, StateValue] | None, metrics: Mapping[str, float] | None) -> None:
-    """Refuse what a save would refuse. Cheap enough for every batch: waits for no device.
-
-    Raises:
-        TypeError: one of the two is neither mapping nor None.
-        ValueError: JSON has no such value as an entry of ``state``, or one of ``metrics`` is not a number; names it.
-    """
+    """Raise for what a save would refuse. Cheap enough for every batch: waits for no device."""
     for name, value in _mapping("state", state).items():
         _as_value(_named("state", name), value, waits=False)
     for name, value in _mapping("metrics", metrics).items():
@@ -247,17 +214,16 @@ def check_state(state: Mapping[str, StateValue] | None, metrics: Mapping[str, fl
 def as_state_values(
     state: Mapping[str, StateValue] | None, what: str = "state", level: int = 0
 ) -> dict[str, StateValue]:
-    """Return the entries of a state, or of what lies so deep in one, as JSON has them; raise as :func:`check_state`."""
+    """Return the entries of a state as JSON values; raises as :func:`check_state`."""
     return {name: _as_value(_named(what, name), value, level) for name, value in _mapping(what, state).items()}
 
 
 def as_numbers(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    """Return metrics as Python's numbers, or raise as :func:`check_state`."""
     return {name: _as_number(name, value) for name, value in _mapping("metrics", metrics).items()}
 
 
 def _as_value(place: str, value: Any, level: int = 0, *, waits: bool = True) -> StateValue:
-    """Return a value as JSON has it; where it does not wait for a device, None for what may be on one."""
+    """Return a value as JSON has it; with ``waits=False``, None for a number that may still be on a device."""
     if level > MAX_NESTED:
         raise ValueError(f"{place:.200}: it holds itself, or is nested more than {MAX_NESTED} deep")
     if isinstance(value, Mapping):
@@ -283,14 +249,13 @@ def _as_value(place: str, value: Any, level: int = 0, *, waits: bool = True) -> 
 
 
 def _named(place: str, name: Any) -> str:
-    """Return the place of an entry; ValueError where it has no name that JSON could have."""
+    """Return the place of an entry, for messages; ValueError if JSON cannot have its name."""
     if not isinstance(name, str) or not is_encodable(name):
         raise ValueError(f"{place}[{name!r}]: expected a name that is text, encodable as UTF-8")
     return f"{place}[{name!r}]"
 
 
 def _as_number(name: Any, value: Any) -> float:
-    """Return a metric as a Python number, from a tensor or a number of numpy too."""
     try:
         if isinstance(value, str | bytes | bytearray):  # which float() would parse
             raise TypeError("text is not a number")
@@ -300,7 +265,6 @@ def _as_number(name: Any, value: Any) -> float:
 
 
 def _is_number_tensor(value: Any) -> bool:
-    """Say whether this is a tensor of one number, whose value may be under way on a device still."""
     return isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
 
 

@@ -22,11 +22,11 @@ _OF_PARENT = "of the process that this one was forked from"
 
 
 class SaveHandle:
-    """A save that was asked for.
+    """A save in progress or ended.
 
     Attributes:
         committed: the manifest once the checkpoint is durable; the error of a save that failed.
-        info: how the save went, so far.
+        info: the course of the save so far.
     """
 
     def __init__(self, info: SaveInfo) -> None:
@@ -52,15 +52,15 @@ class SaveHandle:
         return f"committed: {info.kind} of {rows}, {size(info.n_bytes)}"
 
     def done(self) -> bool:
-        """Say whether the save has ended, well or not."""
+        """Say whether the save has ended, with or without an error."""
         return self.committed.done()
 
     def wait(self, timeout_sec: float | None = None) -> Manifest:
-        """Return the manifest once the checkpoint is durable. Not collective.
+        """Wait until the checkpoint is durable, and return its manifest. Not collective.
 
         Raises:
             TypeError: ``timeout_sec`` is neither a number nor None.
-            TimeoutError: that takes longer; the save goes on.
+            TimeoutError: the save takes longer; it goes on.
             RecckptError: the save failed; the saver does not raise this again.
             ForkedError: this is a forked child, which has no save.
         """
@@ -93,11 +93,11 @@ class SaveRunner:
 
     @property
     def is_running(self) -> bool:
-        """Whether a save is under way."""
+        """Whether a save has not ended yet."""
         return self._worker.task is not None and not self._worker.task.done()
 
     def check_caller(self) -> None:
-        """Refuse the thread of the save that is under way, in which ``on_save`` is: it would wait for itself."""
+        """Refuse the thread of the running save: ``on_save`` would wait for itself there."""
         if self._worker.is_caller:
             raise RuntimeError(
                 "on_save is part of the save that it is called from, and cannot wait for it: save, load and step in "
@@ -106,7 +106,7 @@ class SaveRunner:
 
     @contextmanager
     def one_save(self) -> Iterator[None]:
-        """Refuse a save in the middle of one of the same thread, which no lock holds off."""
+        """Refuse a save that begins within another one of the same thread: the saver's lock is reentrant."""
         if self._is_in_save:
             raise RuntimeError(
                 "save was called in the middle of another save of this thread, from on_save or a signal handler: set a "
@@ -121,13 +121,9 @@ class SaveRunner:
     def run(
         self, work: Callable[[], Manifest], handle: SaveHandle, rank: int, called_off: Callable[[], object]
     ) -> SaveHandle:
-        """Do the work of a save here, or begin it in a thread.
+        """Do the work of a save here, or start it in a thread if ``handle.info.background``.
 
-        Args:
-            work: writes and commits; on an error it leaves nothing open.
-            handle: of the save; says whether it is one in the background.
-            rank: of this process, for the error of a thread.
-            called_off: called where no thread could be started.
+        ``work`` leaves nothing open on an error; ``called_off`` is called if no thread could be started.
         """
 
         def aside() -> None:
@@ -147,11 +143,11 @@ class SaveRunner:
         return handle
 
     def settle(self, timeout_sec: float | None = None) -> bool:
-        """Wait for the save that is under way, and say whether it has ended.
+        """Wait for the running save; return whether it has ended.
 
         Raises:
             TypeError: ``timeout_sec`` is neither a number nor None.
-            RecckptError: it failed, and its error was not raised yet.
+            RecckptError: the save failed, and its error has not been raised yet.
         """
         check_timeout(timeout_sec)
         handle = self._worker.task
@@ -167,24 +163,17 @@ class SaveRunner:
 
 
 def check_timeout(timeout_sec: float | None) -> None:
-    """Raise TypeError where a time to wait is no number of seconds and not None."""
+    """Raise TypeError unless this is a number of seconds, or None."""
     is_number = isinstance(timeout_sec, int | float) and not isinstance(timeout_sec, bool)
     if timeout_sec is not None and not is_number:
         raise TypeError(f"timeout_sec must be a number of seconds, or None to wait to the end, found {timeout_sec!r}")
 
 
 def settle_on_all(settle: Callable[[], object], ranks: Ranks) -> None:
-    """Wait on all ranks for the save that is under way; raise its error if a rank has not raised it yet. Collective.
+    """Wait on all ranks for the running save; raise its error if any rank has not raised it yet. Collective.
 
-    One rank may have raised it by :meth:`SaveHandle.wait`, and another not: all raise it then. If it failed because a
-    rank is missing, each rank raises its own error: the ranks no longer reach each other.
-
-    Args:
-        settle: waits on this rank.
-        ranks: all of them, which raise the errors of the save that is to follow.
-
-    Raises:
-        RecckptError: the save failed, or a rank is missing.
+    One rank may have raised it by :meth:`SaveHandle.wait`, and another not: then all raise it. If the save failed
+    because a rank is missing, each rank raises its own error, since the ranks no longer reach each other.
     """
     failure: Exception | None = None
     try:
@@ -202,7 +191,7 @@ def settle_on_all(settle: Callable[[], object], ranks: Ranks) -> None:
 
 
 def _failure(error: BaseException, info: SaveInfo, rank: int) -> BaseException:
-    """Return the error of a save in the background: one of ours, whatever went wrong between the ranks."""
+    """Return the error of a background save as a RecckptError, unless it is no Exception."""
     if isinstance(error, RecckptError) or not isinstance(error, Exception):
         return error
     failure = info.failure(rank, f"{type(error).__name__}: {error}")

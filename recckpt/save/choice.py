@@ -24,10 +24,10 @@ class Choice:
     """Which slots and rows of which tables are saved, and in which dtypes.
 
     Attributes:
-        slots: what is saved beside ids and embeddings; None for all ...
-        without: ... but for these.
-        where: the rows of tables; a name goes before patterns.
-        store: the dtype of slots; a name goes before patterns.
+        slots: saved beside ids and embeddings; None for all ...
+        without: ... except these.
+        where: row filters; a table's name wins over patterns.
+        store: dtypes of slots; a slot's name wins over patterns.
     """
 
     slots: tuple[Pattern, ...] | None = None
@@ -37,18 +37,17 @@ class Choice:
 
     @property
     def is_everything(self) -> bool:
-        """Whether tables are saved as they are."""
         return self.slots is None and not (self.without or self.where or self.store)
 
     @property
     def leaves_out_optimizers(self) -> bool:
-        """Whether no slot of an optimizer is saved, as for an export that is only looked up."""
+        """Whether no optimizer slot is saved, as in an export for serving."""
         return self.slots == () or Pattern("sparse_opt") in self.without
 
     def of_table(self, table: SavableTable) -> Choice:
         """Return the choice for a table; for a table of counts, only entries that name it in full apply.
 
-        Patterns apply to the tables that users make: a table of counts has no slots, and in a Bloom filter other ids.
+        Patterns are meant for tables that users make: a table of counts has no slots, and in a Bloom filter other ids.
         """
         if self.is_everything or getattr(table, "is_trained", True):
             return self
@@ -57,7 +56,7 @@ class Choice:
         return replace(self, where=where, store=store)
 
     def of(self, table: str, slots: Iterable[SlotSpec]) -> TableChoice | None:
-        """Return which slots and rows of a table to save, and how; None for all as they are."""
+        """Return which slots and rows of a table to save, and how; None to save all as they are."""
         if self.is_everything:
             return None
         kept = [slot for slot in slots if slot.name == EMBEDDING or self._keeps(table, slot.name)]
@@ -72,10 +71,9 @@ class Choice:
         return TableChoice(in_order(stored), where, Reduced(left_out, record, 0, tuple(sorted(narrowed, key=str))))
 
     def check(self, tables: Mapping[str, SavableTable], *, of_store: bool = False) -> None:
-        """Refuse what tables cannot be saved as; ``of_store`` looks at dtypes alone, of slots that are there already.
+        """Raise one ValueError that lists every choice that tables cannot be saved with.
 
-        Raises:
-            ValueError: a slot cannot be stored so, or rows are chosen by a slot that a table does not have; all of it.
+        ``of_store`` checks dtypes only, and only of slots that exist already.
         """
         tables = {} if self.is_everything or (of_store and not self.store) else tables
         problems = [
@@ -87,7 +85,7 @@ class Choice:
             raise ValueError("; ".join(problems))
 
     def unmatched(self, tables: Mapping[str, SavableTable]) -> frozenset[str]:
-        """Return a message for each option that matches no table or slot, with the nearest name that there is."""
+        """Return a message for each option that matches no table or slot, with the nearest known name."""
         if self.is_everything:
             return frozenset()
         slots = {name: slots_of_table(table) for name, table in tables.items()}
@@ -140,7 +138,6 @@ class Choice:
 
 
 def choice_of(choose: Any) -> Choice:
-    """Return what a saver is asked to save, None standing for all; TypeError where it is not a :class:`Choose`."""
     if choose is None:
         return Choice()
     if not isinstance(choose, Choose):
@@ -149,19 +146,17 @@ def choice_of(choose: Any) -> Choice:
 
 
 def slots_of_table(table: SavableTable) -> Sequence[SlotSpec]:
-    """Return the slots of a table, of our own or a user's."""
     if isinstance(table, AttachedTable):
         return table.specs
     return [column.spec for column in table.store.columns.values()] if is_stored(table) else source_of(table).slots
 
 
 def _is_of(pattern: Pattern, table: str) -> bool:
-    """Say whether a pattern of tables means this one."""
+    """Say whether a pattern of tables matches this one."""
     return pattern.matches(slot_name(table, EMBEDDING))
 
 
 def _hint(text: str, known: Sequence[str]) -> str:
-    """Say what may have been meant by a name."""
     slots = {name.rpartition("@")[2] for name in known if "@" in name}
     if text in slots:
         return f"; '*@{text}' is that slot of all tables"

@@ -31,13 +31,13 @@ log = logging.getLogger("recckpt")
 
 
 def head_of(staged: Staged, plan: SavePlan, attempt: Attempt, job: Job) -> Manifest:
-    """Return what a manifest says whatever the ranks write; rank 0 knows all of it. Collective.
+    """Return the manifest apart from what the ranks write; only rank 0's is complete. Collective.
 
-    What ranks do not have alike, as far as the plan knows, is compared in detail.
+    Compares the ranks in detail where the plan says that they may differ; a difference in what rank 0 saves for all is
+    a warning.
 
     Raises:
-        SaveFailedError: the ranks do not have the parts of one state. Where they differ in what rank 0 saves for all,
-            a warning says so.
+        SaveFailedError: the ranks do not have the parts of one state.
     """
     ranks, digest = job.ranks, staged.digest
     shares: Sequence[Mapping[str, Share]] = [staged.sharded.shares]
@@ -74,19 +74,11 @@ def head_of(staged: Staged, plan: SavePlan, attempt: Attempt, job: Job) -> Manif
 def commit(
     records: Sequence[RankRecord], head: Manifest, job: Job, to: Destination, *, attempt: Attempt, kind: Kind
 ) -> tuple[Manifest, dict[str, Any]]:
-    """Make visible, as rank 0, what all ranks wrote; return the manifest, and fields of SaveInfo that say of it.
-
-    Args:
-        records: what each rank wrote.
-        head: the rest of the manifest.
-        job: the save.
-        to: where it goes.
-        attempt: what the ranks wrote for.
-        kind: what the save is.
+    """Commit what all ranks wrote, on rank 0; return the manifest and totals, which are fields of SaveInfo.
 
     Raises:
         SaveFailedError: a rank wrote for another attempt.
-        StateMismatchError: the ranks do not have the same slots of a table.
+        StateMismatchError: the slots of a table differ between ranks.
         Exception: as :func:`recckpt.output_dir.commit.commit`.
     """
     info = job.info
@@ -107,7 +99,7 @@ def commit(
 
 
 def standing_on(links: Sequence[Checkpoint], record: Manifest) -> Manifest:
-    """Name in the manifest of a delta what it stands on: by its name, wherever that is read."""
+    """Return the manifest of a delta with its chain: the base first, in ``links``, then what that stands on."""
     chain = tuple(Link(link.ckpt_id, link.manifest.name, link.directory) for link in links)
     parent = Parent(chain[0].ckpt_id, chain[0].save_id, chain[0].directory, links[0].manifest.name_xxh3)
     tables = tuple(_with_errors_below(table, links[0].manifest.table(table.name)) for table in record.tables)
@@ -115,14 +107,14 @@ def standing_on(links: Sequence[Checkpoint], record: Manifest) -> Manifest:
 
 
 def _with_errors_below(table: TableEntry, below: TableEntry | None) -> TableEntry:
-    """Return the table with the largest error of its narrowed slots, over its own rows and those of its parents."""
+    """Return the table with the largest rounding error of its narrowed slots over the whole chain."""
     if table.is_whole or table.reduced is None or below is None or below.reduced is None:
         return table
     return table.but(reduced=table.reduced.no_better(below.reduced))
 
 
 def rotate(job: Job, to: Destination) -> None:
-    """Bring index file and directory up to date; the checkpoint is safe already, so a failure is a warning."""
+    """Rotate and update the index file. Failures are warnings: the checkpoint is durable already."""
     storage, fence, info = to.storage, to.fence, job.info
     try:
         with info.timed("rotate"):
@@ -155,7 +147,7 @@ def rotate(job: Job, to: Destination) -> None:
 
 
 def _expired(listing: Listing, job: Job, pinned: set[str], to: Destination) -> list[Checkpoint]:
-    """Return what goes; nothing does where a policy of the caller's own fails."""
+    """Return what rotation removes; nothing if a policy of the caller's own fails."""
     base = to.changes.base.save_id if to.changes and to.changes.base else None
     try:
         bases, prefix = to.bases_of_guests(listing), job.step_prefix

@@ -1,4 +1,4 @@
-"""What a save is, decided once for all ranks from what each proposes; whether a delta will do says deltas.py; pure."""
+"""Decides once, for all ranks, what a save is. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Range = tuple[float, float, int]  # part of the ids from 0 to 1, and the rank t
 
 
 class Phase(IntEnum):
-    """What a rank does before it proposes, in this order. Where ranks fail in several, the first counts."""
+    """What a rank does before it proposes, in this order. If ranks fail in several phases, the first counts."""
 
     SETTLE = 1  # waits for the save before
     CHECK = 2  # checks its model
@@ -37,13 +37,13 @@ class Phase(IntEnum):
 
     @property
     def is_of_all(self) -> bool:
-        """Whether its errors of recckpt are those of all ranks, which raise them as they are."""
+        """Whether all ranks raise a RecckptError of this phase as it is."""
         return self in (Phase.SETTLE, Phase.AGREE, Phase.CONFIRM)
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What failed on a rank before there is a save: an error of recckpt for all ranks, of others the text."""
+    """What failed on a rank before there is a save: a RecckptError for all ranks, otherwise its text."""
 
     phase: Phase
     reason: Exception | str
@@ -53,7 +53,7 @@ class RankFailure:
         """Raise it on a rank, as the error of this save; ``own`` is what failed there in the same phase, if anything.
 
         Raises:
-            Exception: what failed on this rank itself, or, where it is an error of all, on the first that failed.
+            Exception: what failed on this rank or, for an error of all ranks, on the first rank that failed.
             SaveFailedError: that was an OSError, or another rank failed.
         """
         if own is not None and (rank == self.rank or not self.phase.is_of_all):
@@ -72,13 +72,12 @@ def _is_of_storage(error: Exception) -> bool:
 
 
 def as_text(error: Exception) -> str:
-    """Return an error as text for the other ranks."""
     return f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True)
 class WorkRoom:
-    """The room of a work dir; ranks whose work dirs are on one device of one host share it."""
+    """The free space of a work dir; ranks share it if their work dirs are on one device of one host."""
 
     url: str
     device: tuple[str, int] | None
@@ -87,7 +86,7 @@ class WorkRoom:
 
 @dataclass(frozen=True)
 class Room:
-    """The room that a rank sees for a save; bytes are None where a storage does not know its room."""
+    """The free space that a rank sees for a save; None if the storage does not know it."""
 
     url: str  # of the output dir
     free_bytes: int | None
@@ -119,7 +118,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What all ranks do next; what is in it does not grow with their number."""
+    """What all ranks do next. Its size does not grow with the number of ranks."""
 
     kind: Kind = FULL
     displaced: str | None = None  # why a full save was due, in place of which there is room for a delta only
@@ -131,7 +130,7 @@ class SavePlan:
 
 
 def decide(proposals: Sequence[Proposal]) -> SavePlan:
-    """Return what a save is, or what fails first, in the order of phases."""
+    """Return what a save is, or the first failure in the order of phases."""
     rooms, sizes = [each.room for each in proposals if each.room is not None], [each.n_bytes for each in proposals]
     writes_deltas = proposals[0].writes_deltas
     refusal = (
@@ -159,14 +158,14 @@ def decide(proposals: Sequence[Proposal]) -> SavePlan:
 
 
 def _failed_in(proposals: Sequence[Proposal], *phases: Phase) -> RankFailure | None:
-    """Return what failed first in these phases, and on which rank."""
+    """Return the first failure in these phases."""
     failures = [(each.failure, rank) for rank, each in enumerate(proposals) if each.failure is not None]
     of_these = [replace(failure, rank=rank) for failure, rank in failures if failure.phase in phases]
     return min(of_these, key=lambda failure: (failure.phase, failure.rank), default=None)
 
 
 def _difference(proposals: Sequence[Proposal]) -> RankFailure | None:
-    """Refuse ranks that are not at the same save, or own the same ids."""
+    """Return why the ranks are not at the same save, or do not own every id exactly once; None if all is well."""
     first = proposals[0]
     for rank, each in enumerate(proposals):
         if (each.ckpt_id, each.step) != (first.ckpt_id, first.step):
@@ -184,12 +183,7 @@ def _difference(proposals: Sequence[Proposal]) -> RankFailure | None:
 
 
 def shortage(rooms: Sequence[Room], needs: Sequence[int]) -> RankFailure | None:
-    """Return which rank is the first that sees too little room for what all write; pure.
-
-    Args:
-        rooms: what each rank sees.
-        needs: about how many bytes each rank writes.
-    """
+    """Return the first rank that sees too little room for what all write, each ``needs`` bytes."""
     by_device = Counter[Any]()
     for room, n_bytes in zip(rooms, needs, strict=True):
         if room.work is not None:
@@ -207,11 +201,7 @@ def shortage(rooms: Sequence[Room], needs: Sequence[int]) -> RankFailure | None:
 
 
 def why_shared(owned: Sequence[Owned]) -> str | None:
-    """Return which tables have ids that several ranks own, and what to do; None where there are none.
-
-    Args:
-        owned: names of the tables of each rank, by the ids that it owns of them.
-    """
+    """Return which tables have ids that several ranks own, and what to do; None if there are no such tables."""
     ranges: dict[Sequence[str], list[_Range]] = {}  # by names of tables that are owned alike, mostly all of them
     for rank, of_rank in enumerate(owned):
         for own, names in of_rank.items():
@@ -244,7 +234,7 @@ def why_shared(owned: Sequence[Owned]) -> str | None:
 
 
 def why_missing(owned: Sequence[Owned]) -> str | None:
-    """Return which rows of live tables no rank saves, and what to do; None where there are none."""
+    """Return which rows of live tables no rank saves, and what to do; None if there are no such rows."""
     ranges: dict[tuple[str, int], list[RowShare]] = {}
     for of_rank in owned:
         for own, names in of_rank.items():

@@ -1,4 +1,4 @@
-"""Whether a save is full or a delta: the base it counts changes from, and one answer from what all ranks propose."""
+"""Whether a save is full or a delta: the base that changes count from, and one answer for all ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger("recckpt")
 
 @dataclass(frozen=True)
 class DeltaBase:
-    """A committed checkpoint that deltas may stand on, whatever stands in for it."""
+    """A committed checkpoint that deltas may stand on, under its own name whatever replaces it."""
 
     save_id: str  # its name
     place: tuple[int, int]  # where it stands in the order of commits
@@ -42,18 +42,14 @@ class DeltaBase:
 
 
 class Changes:
-    """What changes in the tables of a saver, and since which checkpoint. Each rank has one; not thread-safe.
+    """What changes in the tables of a saver, and since which checkpoint. One per rank; not thread-safe.
 
-    An acknowledged commit makes a base. A restore makes a candidate, which the next save confirms on rank 0, or drops:
-    where another writer has gone on from it, it may be removed at any time.
-
-    Args:
-        policy: when a save is full all the same.
+    An acknowledged commit becomes the base. A restored checkpoint becomes a candidate, which the next save confirms on
+    rank 0, or drops: if another writer has gone on from it, it may be removed at any time.
 
     Attributes:
-        tracker: the marks of the tables.
-        freeze: what a save takes tables by, with their marks.
-        base: from which they count; None where the next save is full.
+        freeze: what a save takes tables with, together with their marks.
+        base: what changes count from; None if the next save is full.
     """
 
     def __init__(self, policy: Deltas) -> None:
@@ -63,11 +59,10 @@ class Changes:
 
     @property
     def has_candidate(self) -> bool:
-        """Whether the base is yet to be confirmed."""
         return self.base is not None and self.base.is_candidate
 
     def on_whole_restore(self, checkpoint: Checkpoint, tables: Iterable[SavableTable]) -> None:
-        """Count changes from a checkpoint of the own output dir, whose rows are exactly those of these tables.
+        """Count changes from a checkpoint of this output dir, whose rows are exactly those of these tables.
 
         Not if the checkpoint lacks the slots that say which rows are saved: rows could differ without being touched.
         """
@@ -77,7 +72,7 @@ class Changes:
                     self.tracker.begin(table, checkpoint.manifest.name)
 
     def resume_from(self, record: Manifest) -> bool:
-        """Count from a checkpoint that was restored; return False where it cannot be counted from."""
+        """Make a restored checkpoint the candidate; return False if changes cannot be counted from it."""
         restored = _base_of(record)
         if any(reduced.forgets_why for reduced in restored.reduced.values()):
             return False
@@ -86,7 +81,7 @@ class Changes:
         return True
 
     def is_in_doubt(self, storage: Storage, fence: Fence) -> bool:
-        """Say whether to confirm the base: it was restored, or is gone, where asking for that costs no request."""
+        """Say whether to confirm the base: it is a candidate, or gone as far as a storage says without a request."""
         if self.base is None or self.base.is_candidate or not storage.asking_is_free:
             return self.has_candidate
         return any(not _is_there(storage, link) for link in chain_of(fence.listing, self.base.save_id))
@@ -94,7 +89,7 @@ class Changes:
     def confirm(self, storage: Storage, fence: Fence, *, is_resumed: bool) -> None:
         """Take the output dir over, or check that it is held, and drop a base that no delta can stand on.
 
-        That is one that is gone, and a candidate that others may remove; the takeover has made the others durable.
+        That is a base that is gone, or a candidate that others may remove. The takeover has made the others durable.
 
         Raises:
             WriterFencedError, OSError: as :meth:`Fence.hold`; or the storage failed.
@@ -120,11 +115,10 @@ class Changes:
         self.base = _base_of(record)
 
     def drop_base(self) -> None:
-        """Let the next save be full."""
         self.base = None
 
     def chain(self, fence: Fence) -> Chain | None:
-        """Return what the policy has to know of what a delta would stand on, as the owner has last seen it."""
+        """Return the chain that a delta would extend, as the owner last listed it."""
         links = chain_of(fence.listing, self.base.save_id) if self.base else ()
         if not links:
             return None
@@ -132,14 +126,13 @@ class Changes:
         return Chain(len(deltas), sum(deltas), full)
 
     def due_compaction(self, fence: Fence) -> tuple[Checkpoint, str] | None:
-        """Return what the next delta would stand on, and why it is to be compacted; None where it is not."""
+        """Return the base of the next delta, and why to compact it; None if it need not be."""
         chain = self.chain(fence)
         reason = self.policy.why_compact(chain) if chain else None
         return (chain_of(fence.listing, self.base.save_id)[0], reason) if self.base and reason else None
 
 
 def changes_of(deltas: bool | Deltas) -> Changes | None:
-    """Return what a saver counts with, None where all its saves are full; ValueError where it is neither."""
     policy = as_deltas(deltas)
     return Changes(policy) if policy else None
 
@@ -161,15 +154,13 @@ def _is_there(storage: Storage, link: Checkpoint) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class TableChanges:
-    """The tables on one rank: in columns, since rank 0 is sent those of all ranks and adds them up.
+    """The tables of one rank, in columns: rank 0 gets those of all ranks and adds them up.
 
     Attributes:
-        names: of the tables; each column has a value of each.
         n_changed: rows and deleted ids that a delta would hold.
-        n_rows: all rows.
-        row_bytes: 0 where conditions choose the rows: the room that they take is not known before they are written.
+        row_bytes: 0 if a filter chooses the rows, whose number is not known before they are written.
         is_replaced: whether a delta would have to hold all rows.
-        is_saved_otherwise: than in the base, by what the saver was asked to save.
+        is_saved_otherwise: whether ``choose=`` differs from that of the base.
     """
 
     names: tuple[str, ...]
@@ -181,14 +172,14 @@ class TableChanges:
 
     @classmethod
     def of(cls, rows: Mapping[str, tuple[int, int, int, bool, bool]]) -> TableChanges:
-        """Return those of tables by name; a row has the values of a table, in the order of the columns."""
+        """``rows`` has the values of each table in the order of the columns."""
         columns = np.array(list(rows.values()), np.int64).reshape(-1, 5).T
         return cls(tuple(rows), *columns[:3], *columns[3:].astype(np.bool_))
 
 
 @dataclass(frozen=True)
 class DeltaProposal:
-    """What a rank would write as a delta; rank 0 knows the chain that it would stand on, where there is one."""
+    """What a rank would write as a delta. Only rank 0 knows the chain."""
 
     policy: Deltas
     base: str | None
@@ -198,8 +189,6 @@ class DeltaProposal:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a save is."""
-
     base: str | None = None  # save id of the checkpoint that a delta stands on; None of a full one
     replaced: frozenset[str] = frozenset()  # tables of which a delta holds all rows
     why_full: str | None = None  # why it is no delta, where deltas are on
@@ -208,7 +197,6 @@ class Kind:
 
     @property
     def name(self) -> str:
-        """``"full"`` or ``"delta"``."""
         return "full" if self.base is None else "delta"
 
 
@@ -224,16 +212,6 @@ def delta_proposal(
     choices: Mapping[str, TableChoice],
     layouts: Mapping[str, LiveLayout],
 ) -> DeltaProposal:
-    """Return what a rank would write.
-
-    Args:
-        changes: from which checkpoint it counts.
-        chain: that a delta would stand on.
-        tables: all rows.
-        frozen: by name, which of them have changed.
-        choices: by name, what is saved of tables that are not saved whole.
-        layouts: by name, how live tables lie.
-    """
     base = changes.base
 
     def changes_of(table: TableSource) -> tuple[int, int, int, bool, bool]:
@@ -257,7 +235,7 @@ def delta_proposal(
 
 
 def agreed_kind(proposals: Sequence[DeltaProposal | None]) -> Kind:
-    """Return what the save is, by what each rank proposes, None where it writes no deltas; pure."""
+    """Return what the save is; proposals are None where deltas are off."""
     first = proposals[0]
     if first is None:
         return FULL
@@ -279,7 +257,7 @@ def agreed_kind(proposals: Sequence[DeltaProposal | None]) -> Kind:
 
 
 def _changes_of_all(ranks: Sequence[TableChanges]) -> TableChanges:
-    """Add up the tables of the ranks; what is true of one on a rank is true of it in all."""
+    """Add up the tables of the ranks; a flag that is set on one rank is set for all."""
     alike: defaultdict[tuple[str, ...], list[TableChanges]] = defaultdict(list)
     for tables in ranks:
         alike[tables.names].append(tables)
@@ -296,7 +274,7 @@ def _changes_of_all(ranks: Sequence[TableChanges]) -> TableChanges:
 
 
 def spared_bytes(kind: Kind, proposal: DeltaProposal | None) -> int:
-    """Return about how many bytes less than all its rows a rank writes."""
+    """Return about how many bytes a rank does not write because the save is a delta."""
     if kind.base is None or proposal is None:
         return 0
     tables = proposal.tables

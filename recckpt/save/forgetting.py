@@ -39,7 +39,7 @@ class Removal:
         """Note what has been forgotten before one rank reads the output dir, by whatever path it was named.
 
         Raises:
-            RecckptError: a request is not ended, so that what is read may have its ids.
+            RecckptError: a request is pending, so what is read may still have its ids.
         """
         if all(storage.url != self._to.storage.url for storage in storages):
             return
@@ -48,7 +48,7 @@ class Removal:
         self._to.fence.note_requests(known)
 
     def before_restore(self, ranks: Ranks) -> Left:
-        """End what is pending before all ranks read the output dir; return what could not be. Collective."""
+        """Carry out pending requests before all ranks read the output dir; return those that remain. Collective."""
         return _forgetting(ranks).on_first(self._end_pending)
 
     def _end_pending(self) -> Left:
@@ -65,12 +65,11 @@ class Removal:
         return left
 
     def after_restore(self, left: Left, model: nn.Module) -> None:
-        """Drop the rows of ids that could not be removed from what was restored."""
         for table, ids in left:
             self._erase(_live(model, table), ids)
 
     def forget(self, ranks: Ranks, model: nn.Module, table: str, ids: Iterable[int] | Tensor) -> list[Forgotten]:
-        """As :meth:`recckpt.CheckpointManager.forget`. Collective; no save is under way."""
+        """As :meth:`recckpt.CheckpointManager.forget`. Collective; no save may be running."""
         ranks = _forgetting(ranks)
         checked = ranks.on_each(lambda: checked_ids(ids.detach().cpu().numpy() if isinstance(ids, Tensor) else ids))
         digests = ranks.gather((table, hashlib.sha256(checked.tobytes()).hexdigest()))
@@ -94,7 +93,6 @@ class Removal:
             log.warning("%s: near saves on %s may still have the ids", self._to.storage.url, ", ".join(hosts))
 
     def _forget_here(self, table: str, ids: Ids) -> tuple[list[Forgotten], int]:
-        """Return what was done, and the epoch of this owner."""
         storage, fence = self._to.storage, self._to.fence
         self._to.end_compactions()
         for guest in self._to.guests:
@@ -102,13 +100,12 @@ class Removal:
         return self._to.forgets.forget_as_owner(storage, fence, table, ids, _BY), fence.epoch
 
     def _check(self, table: str, ids: Ids, *, is_live: bool) -> None:
-        """Refuse what cannot be forgotten, before anything changes but the owner of the output dir."""
         storage, fence = self._to.storage, self._to.fence
         fence.hold()
         self._to.forgets.check(storage, fence.listing, table, ids, is_live=is_live)
 
     def _erase(self, live: SavableTable | None, ids: Ids) -> None:
-        """Drop rows of this rank; the next save is full, since a delta would name the ids as deleted."""
+        """Erase rows of this rank. The next save is full: a delta would name the ids as deleted."""
         if self._to.changes is not None:
             self._to.changes.drop_base()
         if live is not None:
@@ -116,7 +113,7 @@ class Removal:
             erase(torch.from_numpy(ids.copy()))
 
     def delete(self, ranks: Ranks, ckpt_id: str) -> None:
-        """Remove a checkpoint; as :meth:`recckpt.CheckpointManager.delete`. Collective; no save is under way."""
+        """As :meth:`recckpt.CheckpointManager.delete`. Collective; no save may be running."""
         failed = partial(_failed, "deleting")
         ranks = ranks if ranks.size == 1 else ranks.raising(failed)
         for rank, other in enumerate(ranks.gather(ckpt_id)):
@@ -129,7 +126,7 @@ class Removal:
         ranks.on_first(lambda: self._remove(ckpt_id))
 
     def _chosen(self, ckpt_id: str) -> list[Checkpoint]:
-        """Take the output dir over, or check that it is held, and return what goes."""
+        """Take the output dir over, or check that it is held; return what to remove."""
         storage, fence = self._to.storage, self._to.fence
         locate(storage, ckpt_id)  # before anything changes
         fence.hold()
@@ -148,11 +145,11 @@ class Removal:
 
 
 def end_pending(to: Destination) -> bool:
-    """Carry out, as the owner, what earlier owners were asked; say whether nothing is left.
+    """Carry out pending requests, as the owner; say whether none is left.
 
     Raises:
         WriterFencedError: another writer has taken the output dir over.
-        RecckptError: a request waits, and this saver cannot end it.
+        RecckptError: a request waits, and this saver cannot carry it out.
     """
     if not to.fence.is_settled:
         to.end_compactions()
@@ -160,7 +157,7 @@ def end_pending(to: Destination) -> bool:
 
 
 def _live(model: nn.Module, table: str) -> SavableTable | None:
-    """Return a table of the model, or that of the counts of one, None where it has no such table."""
+    """Return a table of the model, or the table of counts of one."""
     tables = filter_out_sparse_param(model)
     counts = (getattr(each, "candidates", None) for each in tables.values())
     return tables.get(table) or next((each for each in counts if each is not None and each.name == table), None)
@@ -176,5 +173,5 @@ def _failed(what: str, rank: int, cause: str) -> RecckptError:
 
 
 def _forgetting(ranks: Ranks) -> Ranks:
-    """Return the ranks; where one is alone, its error says enough by itself."""
+    """Return the ranks with the errors of forgetting; a rank that is alone raises its own."""
     return ranks if ranks.size == 1 else ranks.raising(partial(_failed, "forgetting"))

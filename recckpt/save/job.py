@@ -41,7 +41,7 @@ OnSave = Callable[[SaveInfo], object]
 
 
 class SparseSaver:
-    """Writes the tables of one shard with several threads, each of which keeps one buffer from save to save.
+    """Writes the tables of one shard with several threads, each with a buffer that it keeps from save to save.
 
     Memory beyond the tables: a buffer of ``PIECE_BYTES`` a thread, and ``order_bytes`` for the order of the rows;
     larger tables are ordered in passes.
@@ -56,11 +56,11 @@ class SparseSaver:
     def save(self, tables: Sequence[TableSource], shard: ShardWriter, advance: Callable[[int], object]) -> None:
         """Write the rows of tables, and the ids that a delta has to name as deleted.
 
-        ``advance`` is called with the bytes of each batch once it is written, from several threads.
+        ``advance`` is called with the bytes of each written batch, from several threads.
 
         Raises:
             StateMismatchError: a table has an id twice.
-            OSError: the storage failed; other files of the shard may be there, without a catalog.
+            OSError: the storage failed; files of the shard may remain, without a catalog.
         """
         holds: PartKind
         for holds, sources in (("rows", tables), ("deletes", [deleted_from(table) for table in tables])):
@@ -70,10 +70,7 @@ class SparseSaver:
 
 @dataclass(frozen=True)
 class Live:
-    """What is saved: a model, the optimizer of its tables, registered objects; and which part of the tables.
-
-    ``trainers`` knows who trains the model, and ``live_tables`` are those of its tables that are not ours.
-    """
+    """What a saver saves: a model, the optimizer of its tables, registered objects; and which part of the tables."""
 
     model: nn.Module
     sparse_optim: Optimizer | None
@@ -85,11 +82,7 @@ class Live:
 
     @property
     def parts(self) -> tuple[dict[str, SavableTable], dict[str, Any]]:
-        """The tables of the model by name, and its dense state.
-
-        Raises:
-            ValueError: two tables share a name.
-        """
+        """The tables of the model by name, and its dense state; ValueError if two tables share a name."""
         return self.live_tables.joined(*state_of(self.model))
 
 
@@ -109,7 +102,7 @@ class Job:
 
 
 class Guest(Protocol):
-    """What is made of a saver beside its checkpoints, such as near saves; checkpoints ask for no more than this."""
+    """What a saver makes beside its checkpoints, such as near saves."""
 
     def hold_together(self, ranks: Ranks, hold: Callable[[], object]) -> None:
         """Let rank 0 take the output dir over, before the first save. Collective."""
@@ -118,10 +111,10 @@ class Guest(Protocol):
         """Return the number of a staging."""
 
     def bases(self, newest: tuple[int, int]) -> Collection[str]:
-        """Return the save ids of checkpoints that are to stay, beside the newest, which has this order."""
+        """Return the save ids of checkpoints to keep beside the newest, whose order is ``newest``."""
 
     def void(self) -> None:
-        """Stop counting what the guest has made so far, which may hold ids that are to be forgotten; on rank 0."""
+        """Stop counting what the guest has made so far, which may hold ids to be forgotten; on rank 0."""
 
     def forget_together(self, ranks: Ranks, epoch: int) -> None:
         """Remove what was made up to the epoch of a forgetting. Collective."""
@@ -131,29 +124,26 @@ class Forgets(Protocol):
     """Carries out requests to forget ids. A request binds every saver, with this guest or without it."""
 
     def check(self, storage: Storage, listing: Listing, table: str, ids: Ids, *, is_live: bool) -> None:
-        """Refuse what cannot be forgotten, before anything changes; ``is_live``: the model has the table."""
+        """Raise, before anything changes, if these ids cannot be forgotten; ``is_live``: the model has the table."""
 
     def forget_as_owner(self, storage: Storage, fence: Fence, table: str, ids: Ids, by: str) -> list[Forgotten]:
-        """Make a request and carry it out, after those that are pending; the tables lack the ids by now."""
+        """Make a request and carry it out after those that are pending; the tables lack the ids already."""
 
     def settle(self, storage: Storage, fence: Fence) -> bool:
-        """Carry out what earlier owners were asked, once for each takeover; say whether nothing is left."""
+        """Carry out the requests of earlier owners, once for each takeover; say whether none is left."""
 
 
 class ForgetsNothing:
-    """A saver without that guest: it refuses to save while a request waits, whose ids its save would keep."""
+    """The default: refuses to save while a request waits, whose ids the save would keep."""
 
     def check(self, storage: Storage, listing: Listing, table: str, ids: Ids, *, is_live: bool) -> None:
-        """Refuse."""
         raise RecckptError(f"{storage.url}: this saver cannot forget ids of {table!r}: use `recckpt forget DIR`")
 
     def forget_as_owner(self, storage: Storage, fence: Fence, table: str, ids: Ids, by: str) -> list[Forgotten]:
-        """Refuse."""
         self.check(storage, fence.listing, table, ids, is_live=True)
         return []
 
     def settle(self, storage: Storage, fence: Fence) -> bool:
-        """Refuse while there is a request."""
         if not fence.is_settled:
             with fence.settling():
                 check_none_pending(storage, FORGET_FIRST)
@@ -161,13 +151,13 @@ class ForgetsNothing:
 
 
 class Compactor(Protocol):
-    """Makes full checkpoints of chains beside the saves, such as a thread does."""
+    """Makes full checkpoints of chains while saves go on, for example in a thread."""
 
     def begin(self, storage: Storage, listing: Listing, checkpoint: Checkpoint, reason: str) -> None:
-        """Begin to compact a checkpoint, which is the newest in the listing, unless one is under way or waits."""
+        """Start compacting a checkpoint, the newest of the listing, unless a compaction runs or waits."""
 
     def close(self) -> None:
-        """End what is at work, which leaves nothing."""
+        """Stop; what was begun leaves no files."""
 
 
 @dataclass(frozen=True)
@@ -191,11 +181,10 @@ class Destination:
     compactors: tuple[Compactor, ...] = ()  # of chains, where the policy wants that
 
     def bases_of_guests(self, listing: Listing) -> set[str]:
-        """Return the save ids of checkpoints that are to stay since what is newer stands on them."""
         newest = max((checkpoint.manifest.order for checkpoint in listing.committed), default=(0, 0))
         return {base for guest in self.guests for base in guest.bases(newest)}
 
     def end_compactions(self) -> None:
-        """End what compactors are at, as before ids are forgotten: they would go on writing rows of these."""
+        """Stop the compactors before ids are forgotten: they would go on writing rows of these."""
         for compactor in self.compactors:
             compactor.close()

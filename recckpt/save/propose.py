@@ -1,4 +1,4 @@
-"""What a rank does before the ranks agree on a save: it settles the one before, checks its model, and stages."""
+"""What a rank does before the ranks agree on a save: it settles the previous one, checks its model, and stages."""
 
 from __future__ import annotations
 
@@ -28,21 +28,19 @@ from recckpt.types import RowShare, SavableTable
 
 @dataclass(frozen=True)
 class Preparation:
-    """What a rank proposes; and what stays there: the state that it has staged, or the error that it had."""
+    """What a rank proposes; its staged state and its error stay on the rank."""
 
     proposal: Proposal
     staged: Staged | None = None
     error: Exception | None = None
 
     def raise_refusal(self, plan: SavePlan, job: Job) -> None:
-        """Raise why there is no save, if there is none; as :meth:`recckpt.save.decide.RankFailure.raise_on`."""
         refusal, failure = plan.refusal, self.proposal.failure
         if refusal is not None:
             own = self.error if failure is not None and failure.phase is refusal.phase else None
             refusal.raise_on(job.ranks.rank, own, job.info)
 
     def planned(self, plan: SavePlan) -> Staged:
-        """Return what is staged, as it is to be written."""
         if self.staged is None:
             raise self.error or AssertionError("a save that nothing was staged for")
         return self.staged.written_as(plan.kind)
@@ -51,19 +49,13 @@ class Preparation:
 def propose(
     live: Live, job: Job, to: Destination, settle: Callable[[], object], closed_on_error: ExitStack
 ) -> Preparation:
-    """Prepare a save on this rank, and propose it; what goes wrong is proposed too.
+    """Prepare a save on this rank, and propose it; errors become part of the proposal.
 
-    Collective where live tables are spread over ranks, so that each knows their settings; otherwise not.
-
-    Args:
-        live: what is saved.
-        job: the save.
-        to: where it goes.
-        settle: waits for the save before, and raises its error where it was not raised yet.
-        closed_on_error: closes what is staged, unless there is a save.
+    Collective if live tables are spread over ranks, which share their settings; otherwise not. ``settle`` waits for the
+    previous save and raises its error; ``closed_on_error`` closes the staged state unless there is a save.
 
     Raises:
-        RecckptError: the save before has failed, and there is nobody to agree with: no other rank, or one that is lost.
+        RecckptError: the previous save has failed, and no other rank can be reached.
     """
     ranks, changes = job.ranks, to.changes
     errors: list[tuple[Phase, Exception]] = []
@@ -111,12 +103,12 @@ def check(
 ) -> tuple[Owned, frozenset[str], int]:
     """Check the tables and the dense state of the model of this rank.
 
-    Returns: what others have to know of them: who owns ids, the options that match no table, and about how many bytes
-    this rank writes in a full save.
+    Returns: the owned ids, the options that match no table, and about how many bytes a full save of this rank has.
 
     Raises:
-        ValueError: the optimizer trains other tables, an option cannot apply to what it matches, or UTF-8 cannot encode
-            the name of a tensor.
+        ValueError: the optimizer trains other tables, an option cannot apply to its table, or the name of a tensor
+            cannot be
+            encoded as UTF-8.
     """
     if not is_encodable("".join(dense)):
         name = next(name for name in dense if not is_encodable(name))
@@ -168,11 +160,7 @@ def _with_staged(proposal: Proposal, staged: Staged, to: Destination) -> Proposa
 
 
 def measured_room(to: Destination) -> Room:
-    """Return the room that this rank sees.
-
-    Raises:
-        OSError: the output dir is gone, or the storage failed.
-    """
+    """Return the room that this rank sees; OSError if the output dir is gone, or the storage failed."""
     to.storage.check_there()
     work_dir = to.transport.work_dir
     work = WorkRoom(work_dir.url, work_dir.device, work_dir.free_bytes()) if work_dir else None
@@ -180,9 +168,9 @@ def measured_room(to: Destination) -> Room:
 
 
 def estimated_bytes(tables: Mapping[str, SavableTable], dense: Mapping[str, Any], rank: int, choice: Choice) -> int:
-    """Return about how many bytes a rank writes: its rows, its pieces, and as rank 0 the dense state.
+    """Return about how many bytes a rank writes: its rows, its shards, and as rank 0 the dense state.
 
-    0 where nothing can be said, of a state that staging refuses.
+    0 for a state that staging will refuse.
     """
     try:
         tensors = [value for value in dense.values() if isinstance(value, Tensor)]
@@ -193,7 +181,7 @@ def estimated_bytes(tables: Mapping[str, SavableTable], dense: Mapping[str, Any]
 
 
 def _rows_bytes(table: SavableTable, choice: Choice) -> int:
-    """Return the bytes of the rows of a table; 0 where conditions choose them, and a save finds out how many it has."""
+    """Return the bytes of the rows of a table; 0 if a filter chooses them, whose number the save will find out."""
     slots = slots_of_table(table)
     chosen = None if choice.is_everything else choice.of_table(table).of(table.name, slots)
     if chosen is not None and chosen.where is not None:

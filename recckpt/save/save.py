@@ -34,7 +34,6 @@ log = logging.getLogger("recckpt")
 
 
 def span_of(info: SaveInfo, ranks: Ranks, run: str, storage: Storage) -> Operation:
-    """Return the span of a save that begins; rank 0 reports for all."""
     attributes: dict[str, str | int] = {"id": info.ckpt_id}
     if info.step is not None:
         attributes["step"] = info.step
@@ -43,7 +42,6 @@ def span_of(info: SaveInfo, ranks: Ranks, run: str, storage: Storage) -> Operati
 
 @contextmanager
 def failure_reported(job: Job, to: Destination) -> Iterator[None]:
-    """Report the error that leaves the block."""
     try:
         yield
     except Exception as error:
@@ -52,7 +50,7 @@ def failure_reported(job: Job, to: Destination) -> Iterator[None]:
 
 
 def _report(job: Job, to: Destination, error: Exception | None = None) -> None:
-    """Report a save: to OpenTelemetry, to the timeline where it has failed, and to the caller's ``on_save``."""
+    """Report a save to OpenTelemetry, a failed one to the timeline, and call ``on_save``."""
     info, storage = job.info, to.storage
     flags = {"background": info.background, "ephemeral": info.ephemeral}
     attributes: dict[str, str | int] = {"kind": info.kind, "links": info.n_links, **flags}
@@ -81,9 +79,9 @@ def save(live: Live, job: Job, to: Destination, runner: SaveRunner) -> SaveHandl
     """Agree with all ranks on what is saved, and do the rest in the thread that the runner chooses. Collective.
 
     Raises:
-        RecckptError: the save before has failed, and its error was not raised yet.
+        RecckptError: the previous save has failed, and its error has not been raised yet.
         Exception: the state of this rank cannot be saved.
-        SaveFailedError: that of another cannot, or a rank is missing, or the ranks are not at the same save.
+        SaveFailedError: that of another rank cannot, a rank is missing, or the ranks are not at the same save.
     """
     handle, ranks = SaveHandle(job.info), job.ranks
     with job.span, collected_rarely(), ExitStack() as closed_on_error:
@@ -121,11 +119,12 @@ def _note_kind(plan: SavePlan, job: Job, to: Destination) -> None:
 
 
 def write_and_commit(staged: Staged, plan: SavePlan, job: Job, to: Destination) -> Manifest:
-    """Write, commit and rotate. Collective: all ranks return the manifest, or all raise alike.
+    """Write, commit and rotate. Collective: all ranks return the manifest, or all raise the same error.
 
     Raises:
         CheckpointExistsError: the id is committed already and is not to be superseded.
-        SaveFailedError: a rank failed, and nothing was committed; or one is missing: the message says what is known.
+        SaveFailedError: a rank failed, and nothing was committed; or a rank is missing, and the message says what is
+            known.
         CommitNotDurableError: committed, but the storage failed before that was surely durable.
         WriterFencedError: another writer has taken the output dir over.
     """
@@ -143,23 +142,18 @@ def write_and_commit(staged: Staged, plan: SavePlan, job: Job, to: Destination) 
             to.changes.committed(record)
         if ranks.rank == 0:
             rotate(job, to)
-            _compact_if_due(to)
+            if to.changes is not None and (due := to.changes.due_compaction(to.fence)):
+                for compactor in to.compactors:
+                    compactor.begin(to.storage, to.fence.listing, *due)
     info.note_unblocked()
     _report(job, to)
     return record
 
 
-def _compact_if_due(to: Destination) -> None:
-    due = to.changes.due_compaction(to.fence) if to.changes else None
-    if due is not None:
-        for compactor in to.compactors:
-            compactor.begin(to.storage, to.fence.listing, *due)
-
-
 def _commit(staged: Staged, head: Manifest, attempt: Attempt, job: Job, to: Destination) -> Manifest:
     """Write on all ranks, and commit on rank 0 what they wrote. Collective.
 
-    Rank 0 returns the manifest; on another rank it lists the files of that rank only.
+    Rank 0 returns the whole manifest; any other rank one that lists only its own files.
     """
     info, ranks, begin = job.info, job.ranks, time.perf_counter()
     own, of_first = list[RankRecord](), list[Manifest]()
@@ -197,5 +191,5 @@ def _begin(staged: Staged, job: Job, to: Destination) -> tuple[Intent, int]:
 
 
 def _is_idle(error: BaseException, ranks: Ranks) -> bool:
-    """Say whether this is rank 0, and all ranks know of an error, so that none of them is at work."""
+    """Say whether this is rank 0 and every rank knows of the error, so that none is still writing."""
     return isinstance(error, RecckptError) and ranks.rank == 0 and not ranks.has_lost

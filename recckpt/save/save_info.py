@@ -1,4 +1,4 @@
-"""How a save went: what it was, where its time went, and why it failed; and the line that it leaves in the timeline."""
+"""How a save went: what it was, where its time went, why it failed; and its line in the timeline."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _MOST = 100  # lines that wait to be written; the oldest go
 
 @dataclass(frozen=True)
 class OutcomeWords:
-    """What the error of a save says of its outcome.
+    """What an error says of the outcome of its save.
 
     Attributes:
-        failed: where a rank failed.
-        lost: where a rank is missing before there was anything to commit.
-        is_open: where one is missing, and this rank cannot know whether rank 0 has committed.
-        is_committed: where one is missing, and rank 0, which this is, has committed.
+        failed: a rank failed.
+        lost: a rank was lost before there was anything to commit.
+        is_open: a rank was lost, and this rank cannot know whether rank 0 has committed.
+        is_committed: a rank was lost, and this rank, rank 0, has committed.
     """
 
     failed: str = NOTHING_COMMITTED
@@ -48,16 +48,16 @@ class OutcomeWords:
 
 @dataclass
 class SaveInfo:
-    """One save, as it went so far.
+    """The course of one save so far.
 
     Attributes:
-        ckpt_id: the checkpoint.
-        step: global step, None where the caller counts none.
-        ephemeral: whether only the newest of its kind stays.
+        ckpt_id: name of the checkpoint.
+        step: global step, None if the caller counts none.
+        ephemeral: whether only the newest of its kind is kept.
         background: whether training went on meanwhile.
-        kind: ``"full"``, ``"delta"``: what has changed since another checkpoint, or ``"near"`` of a near save.
-        why_full: where the saver writes deltas, why this is not one.
-        n_links: of the chain that a restore reads: 1 of a full checkpoint.
+        kind: ``"full"``; ``"delta"``: the changes since another checkpoint; or ``"near"`` for a near save.
+        why_full: if the saver writes deltas, why this is not one.
+        n_links: checkpoints in the chain that a restore reads: 1 for a full one.
         stage_sec: taking the state; training stands still.
         write_sec: writing all files of the slowest shard.
         agree_sec: waiting for the other ranks.
@@ -67,18 +67,18 @@ class SaveInfo:
         n_rows: of all tables, whether they were written or had not changed.
         n_upserts: rows that were written.
         n_deletes: ids that were written as deleted.
-        n_left_out: rows of the tables that ``Choose(where=...)`` leaves out.
-        largest_errors: slots that ``store`` makes narrower -> by how much a value of the checkpoint is off at most.
+        n_left_out: rows of the tables that ``Choice(where=...)`` leaves out.
+        largest_errors: slot that ``store`` makes narrower -> largest rounding error of a value in the checkpoint.
         n_evicted: rows that policies of the tables have evicted since the tables were made, on all ranks.
         kept_rows: rows that were copied aside, on all ranks, because training changed them meanwhile.
-        slowest_shard: the shard that wrote longest, the number of its rank.
+        slowest_shard: rank whose shard took longest to write.
         max_stage_sec: ``stage_sec`` of the slowest rank.
-        max_rank_bytes: what the rank that wrote most has written.
-        path: where the checkpoint lies, a path or URL; empty until it is committed.
+        max_rank_bytes: bytes of the rank that wrote most.
+        path: path or URL of the checkpoint; empty until it is committed.
         metrics: the numbers of its ``state``, once it is committed.
         words: what its errors say of its outcome.
-        outcome: that of these which is true where a rank turns out to be missing now; None before it writes.
-        error: why it failed, None where it has not. A save may be committed and fail all the same: it has a path then.
+        outcome: the one of these that is true if a rank turns out to be lost now; None before it writes.
+        error: why it failed, None if it has not. A committed save may fail all the same: it has a path then.
     """
 
     ckpt_id: str
@@ -115,13 +115,13 @@ class SaveInfo:
     _others_blocked_sec: float = field(default=0.0, repr=False)  # up to where each rank had written
 
     def failure(self, rank: int, cause: str) -> SaveFailedError:
-        """Internal: return the error of this save where a rank failed."""
+        """Internal: return the error of this save if a rank failed."""
         return SaveFailedError(self.ckpt_id, rank, cause, step=self.step, outcome=self.words.failed)
 
     def raising(self, ranks: Ranks, before: Callable[[], RecckptError | None] = lambda: None) -> Ranks:
-        """Internal: return the ranks so that one that fails or is missing raises the failure of this save.
+        """Internal: return the ranks with errors of this save: one that fails or is lost raises them.
 
-        If one is missing, the error of an earlier save is raised instead, if ``before`` has one.
+        If a rank is lost, the error of an earlier save is raised instead, if ``before`` returns one.
         """
 
         def lost(error: RankLostError) -> RecckptError:
@@ -136,7 +136,7 @@ class SaveInfo:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Internal: count the seconds of a block to a phase, such as ``stage``."""
+        """Internal: add the seconds of a block to a phase, such as ``stage``."""
         begin = clock.perf_counter()
         try:
             yield
@@ -145,30 +145,30 @@ class SaveInfo:
             setattr(self, name, getattr(self, name) + clock.perf_counter() - begin)
 
     def note_unblocked(self) -> None:
-        """Internal: note that the caller of ``save`` goes on now; the first time counts."""
+        """Internal: note that the caller of ``save`` goes on now; only the first call counts."""
         self._blocked_sec = self.blocked_sec
 
     @property
     def blocked_sec(self) -> float:
-        """How long the caller of ``save`` waited for it, a save before it included."""
+        """How long the caller of ``save`` waited, including for the previous save."""
         return self.seconds if self._blocked_sec is None else self._blocked_sec
 
     @property
     def max_blocked_sec(self) -> float:
-        """``blocked_sec`` of the rank that waited longest, known once all have written; of a blocking save its own."""
+        """``blocked_sec`` of the rank that waited longest, once all have written; of a blocking save, its own."""
         return max(self.blocked_sec, self._others_blocked_sec)
 
     def note(self, **values: Any) -> None:
-        """Internal: set fields by name, as the save learns of them."""
+        """Internal: set fields by name."""
         assert values.keys() <= vars(self).keys(), values
         vars(self).update(values)
 
     def note_failure(self, error: Exception) -> None:
-        """Internal: note why and when it has failed; one that is committed keeps the time of its commit."""
+        """Internal: note why and when the save failed; a committed one keeps the time of its commit."""
         self.error, self.time = error, self.time or time_now()
 
     def note_committed(self, manifest: Manifest) -> None:
-        """Internal: note what a manifest says of the checkpoint."""
+        """Internal: note time, metrics and rounding errors from the manifest."""
         self.time = manifest.time
         self.largest_errors = {
             f"{table.name}@{narrowed.slot}": narrowed.error
@@ -185,12 +185,12 @@ class SaveInfo:
 
     @property
     def error_text(self) -> str | None:
-        """Why it failed, in one line; None where it has not."""
+        """Why it failed, in one line; None if it has not."""
         error = self.error
         return None if error is None else one_line(f"{type(error).__name__}: {error}")[:_ERROR_LENGTH]
 
     def to_json(self, more: Mapping[str, Any] = {}) -> str:
-        """Internal: return one line for the timeline, with more fields; ``error`` is in those of saves that failed."""
+        """Internal: return one line for the timeline, with more fields; only failed saves have ``error``."""
         values = {
             name: value for name, value in vars(self).items() if not name.startswith("_") and name not in _LEFT_OUT
         }
@@ -207,9 +207,9 @@ class SaveInfo:
 
 
 class Timeline:
-    """The lines of one saver, of which those that could not be written wait for the next.
+    """The lines of one saver; those that could not be written wait for the next.
 
-    One thread at a time adds; any may keep a line meanwhile, as that of a near save does that has failed.
+    One thread at a time adds. :meth:`keep` may be called from any thread, for example for a failed near save.
     """
 
     def __init__(self) -> None:
@@ -222,23 +222,23 @@ class Timeline:
         self._more.append(more)
 
     def add(self, storage: Storage, info: SaveInfo) -> None:
-        """Write the line of a save that is committed.
+        """Write the line of a committed save.
 
         Raises:
-            OSError: the storage failed; the next line brings it along.
+            OSError: the storage failed; the line is written with the next one.
         """
         self.keep(info, {name: value for more in self._more for name, value in more(info.step).items()})
         self._write(storage)
 
     def keep(self, info: SaveInfo, more: Mapping[str, Any] = {}) -> None:
-        """Let a line wait for the next one, which brings it along."""
+        """Keep a line, which is written with the next one."""
         with self._changing:
             self._waiting = [*self._waiting, info.to_json(more)][-_MOST:]
 
     def add_failure(self, storage: Storage, fence: Fence, info: SaveInfo) -> None:
-        """Write the line of a save that has failed, if this process holds the output dir; whatever comes of it.
+        """Write the line of a failed save, if this process holds the output dir; raises nothing.
 
-        Where the network has failed, it is not asked once more, for minutes, before training learns of the error.
+        After an error of the network the line waits: writing could take minutes before training learns of the error.
         """
         if isinstance(info.error, WriterFencedError):
             return

@@ -1,4 +1,4 @@
-"""Take what a save writes: checked in full here, so that nothing is written of a state that cannot be saved."""
+"""Takes the state that a save writes. Checks all of it, so that nothing is written of a state that cannot be saved."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ class Staged:
 
     @property
     def sparse_bytes(self) -> int:
-        """Bytes of all rows, ids included."""
+        """Bytes of all rows, including ids."""
         return sum(t.n_rows * (8 + sum(slot.row_bytes for slot in t.slots)) for t in self.tables)
 
     def take_tables(
         self, tables: Mapping[str, SavableTable], freeze: Freeze | None, choice: Choice, *, detached: bool
     ) -> None:
-        """Take the rows as they are now, and of tables of ours which of them have changed, if ``freeze`` says so."""
+        """Take the rows as they are now; with ``freeze`` also which rows of our tables have changed."""
         for table in tables.values():
             if isinstance(table, AttachedTable):
                 table.prepare()
@@ -94,7 +94,7 @@ class Staged:
                 self.choices[table.name] = chosen
 
     def _take_live(self, table: AttachedTable) -> None:
-        """Note how a live table lies, whose rows are taken."""
+        """Note the layout of a live table whose rows were just taken."""
         rows, box = self.tables[-1], table.rows.box
         assert isinstance(rows, Snapshot)
         self.live.append((table, rows))
@@ -104,17 +104,17 @@ class Staged:
         self.tables[-1] = table.source(rows)
 
     def check_live(self) -> None:
-        """Make sure that all that was read of live tables is what was staged.
+        """Check that all that was read of live tables is what was staged.
 
         Raises:
-            LiveTableError: something has written to them meanwhile that was not announced.
+            LiveTableError: something has written to them meanwhile without announcing it.
         """
         for table, snapshot in self.live:
             table.look()
             snapshot.check()
 
     def written_as(self, kind: Kind) -> Staged:
-        """Return what is to be written; a delta keeps only the rows that have changed, and releases the others."""
+        """Return what is to be written; a delta keeps only changed rows, and releases the others."""
         sources = [self._source(table, kind) for table in self.tables]
         chosen = [(source, self.choices.get(source.name)) for source in sources]
         joins = defaultdict[Callable[[Sequence[Any], Meetings], None], list[RowsInParts]](list)
@@ -139,17 +139,16 @@ class Staged:
         return frozen.delta(kind.base, narrows=not is_filtered)
 
     def release(self) -> None:
-        """Release the tables: training need not copy rows aside for them."""
+        """Release the tables: training no longer has to copy rows aside for them."""
         for table in self.tables:
             table.close()
 
     def committed(self, save_id: str) -> None:
-        """Count changes from here on: this is the base now."""
         for frozen in self.frozen.values():
             frozen.committed(save_id)
 
     def close(self) -> None:
-        """Release the tables; unless this is the base now, what has changed by then is in the next delta too."""
+        """Release the tables; unless :meth:`committed` was called, the next delta has these changes too."""
         self.release()
         for frozen in self.frozen.values():
             frozen.failed()
@@ -166,21 +165,21 @@ def stage(
     digest: RankDigest | None,
     freeze: Freeze | None,
 ) -> Staged:
-    """Take the state of a model and its companions as it is now; of our tables a snapshot, which stays as they change.
+    """Take the state of a model and its companions as it is now; our tables as snapshots, which stay as they change.
 
     Args:
         live: what is saved.
         tables: those of the model.
-        dense: the rest of its state.
-        state: what readers without torch want to know.
-        buffers: where all other tensors are copied to; None where nothing changes before all is written.
-        rank: of those that stage together; what is the same on all is looked at by each, and taken by the first.
-        digest: takes digests of that; None where there is one rank.
-        freeze: takes tables of ours, and knows what has changed in them; None where all of them is saved.
+        dense: the rest of the model's state.
+        state: values for readers without torch.
+        buffers: where dense tensors are copied to; None if nothing changes before all is written.
+        rank: among the ranks that stage together; all check what is the same on all, and the first takes it.
+        digest: of what is the same on all; None if there is one rank.
+        freeze: takes tables of ours with their changes; None to save them whole.
 
     Raises:
-        ValueError, TypeError: what could not be loaded back safely, or is neither number nor string in ``state``.
-        StateMismatchError: a foreign table that does not fit the protocol, or has an id twice.
+        ValueError, TypeError: something could not be loaded back safely.
+        StateMismatchError: a foreign table does not fit the protocol, or has an id twice.
     """
     optim = row_optimizers(live.sparse_optim, live.live_tables)
     groups = () if optim is None else optim.param_groups
@@ -220,7 +219,6 @@ def _common(
     sharded: ShardedTensors,
     copy: Copy,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return dense tensors and extras, which are the same on all ranks."""
     extras = live.extra.dump(sharded.from_extra(copy))
     if optim is not None:
         extras[SPARSE_OPTIM] = portable("the sparse optimizer", copy(("sparse optimizer",), optim.state_dict()))

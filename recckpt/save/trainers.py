@@ -1,4 +1,4 @@
-"""What trains a model and would be missing from a checkpoint, as its saves see it."""
+"""What trains a model and would be missing from a checkpoint."""
 
 from __future__ import annotations
 
@@ -63,15 +63,17 @@ _savers = weakref.WeakValueDictionary[int, "Trainers"]()  # of this process, by 
 
 
 class Steps:
-    """What has trained since this was made, and which optimizers did not step meanwhile, as one look after another saw.
+    """Which parameters have trained, and which optimizers have not stepped, from one look to the next.
 
-    A parameter trains that was written several times between two looks, or once and has a gradient: one write may be a
-    copy of weights from elsewhere, and of gradients alone nothing may come. What torch does not count is not seen:
-    values that fused kernels change, or that are changed through ``parameter.data``.
+    A parameter has trained if it was written several times between two looks, or once and has a gradient: a single
+    write may be a copy of weights from elsewhere, and gradients alone may come to nothing. Not seen are writes that
+    torch does
+    not count:
+    by fused kernels, or through ``parameter.data``.
 
     Attributes:
         trained: names of the parameters that train.
-        resting: names of the optimizers that have not stepped while others trained parameters of theirs.
+        resting: names of the optimizers that have not stepped while others trained their parameters.
         scheduled: names of the optimizers whose learning rate a scheduler sets.
     """
 
@@ -80,7 +82,7 @@ class Steps:
         self._seen = _seen(parameters, optimizers)
 
     def look(self, parameters: Mapping[str, Tensor], optimizers: Mapping[str, Optimizer]) -> None:
-        """See what has changed since the last look, of parameters that require gradients and of named optimizers."""
+        """See what has changed since the last look. ``parameters`` are those that require gradients."""
         (written, states, rates), self._seen = self._seen, _seen(parameters, optimizers)
         written_now, states_now, rates_now = self._seen
         moved = {name for name in rates.keys() & rates_now.keys() if rates[name] != rates_now[name]}
@@ -101,13 +103,13 @@ class Steps:
 
 
 def values_of(*optimizers: Optimizer) -> set[int]:
-    """Return the parameters that have values, by id: one without marks a module that has no parameters of its own."""
+    """Return the ids of the parameters that have values; an empty one only marks a module."""
     groups = (group for optimizer in optimizers for group in groups_of(optimizer))
     return {id(parameter) for group in groups for parameter in group["params"] if has_values(parameter)}
 
 
 def _rests(optimizer: Optimizer, before: Sequence[Any], now: Sequence[Any]) -> bool:
-    """Say whether an optimizer has not stepped, as far as its state can say: some keep none."""
+    """Say whether an optimizer has not stepped, as far as its state shows: some keep none."""
     inner = updater(optimizer)
     is_plain = isinstance(inner, SGD) and not any(group.get("momentum") for group in groups_of(inner))
     keeps_state = bool(now) or (type(inner).__module__.startswith("torch.optim.") and not is_plain)
@@ -115,7 +117,7 @@ def _rests(optimizer: Optimizer, before: Sequence[Any], now: Sequence[Any]) -> b
 
 
 def _is_scheduled(optimizer: Optimizer, *, has_moved: bool) -> bool:
-    """Say whether a scheduler is there: torch's mark ``step``, others a group, where a load leaves the mark too."""
+    """Say whether a scheduler is there: torch's wraps ``step``; others mark a group, but so does a load."""
     if any(hasattr(getattr(one, "step", None), "_wrapped_by_lr_sched") for one in layers(optimizer)):
         return True
     return has_moved and any("initial_lr" in group for group in groups_of(optimizer))
@@ -124,10 +126,7 @@ def _is_scheduled(optimizer: Optimizer, *, has_moved: bool) -> bool:
 def _seen(
     parameters: Mapping[str, Tensor], optimizers: Mapping[str, Optimizer]
 ) -> tuple[dict[str, _Mark], dict[str, list[_Mark]], dict[str, list[_Mark]]]:
-    """Return by name what changes as parameters are written, as optimizers step, and as their learning rates are set.
-
-    Of an optimizer, counters of the states of a few parameters.
-    """
+    """Return marks of parameters, optimizer states and learning rates, by name; they change when values do."""
     states, rates = dict[str, list[_Mark]](), dict[str, list[_Mark]]()
     for name, one in optimizers.items():
         few = islice(getattr(updater(one), "state", {}).values(), _FEW)
@@ -137,17 +136,17 @@ def _seen(
 
 
 def _mark(value: Any) -> tuple[Any, int]:
-    """Return which value this is, and of a tensor how often it was written."""
+    """Return the identity of a value, and of a tensor how often it was written."""
     if isinstance(value, Tensor):
         return id(value), 0 if value.is_inference() else value._version
     return value if isinstance(value, int | float) else id(value), 0
 
 
 class Trainers:
-    """What trains the model of a saver. Logs a warning, once, for each parameter and table whose trainer is not saved.
+    """What trains the model of a saver. Warns once for each parameter and table whose trainer is not saved.
 
-    A trainer is not missing where another saver of this process saves it, or this one leaves optimizer slots out on
-    purpose. The model's parameters and tables, and what is registered, are looked up anew at each save.
+    No warning if another saver of this process saves the trainer, or this one leaves out optimizer slots on purpose.
+    The model's parameters and tables, and registered objects, are looked up anew at each save.
     """
 
     def __init__(
@@ -166,11 +165,11 @@ class Trainers:
         _savers[id(self)] = self
 
     def look_anew(self) -> None:
-        """Count what trains from here on, as after a load, which changes parameters too."""
+        """Count what trains from here on, for example after a load, which changes parameters too."""
         self._steps = Steps(self._parameters(), self._optimizers())
 
     def unsaved(self, tables: Mapping[str, SavableTable], extras: Mapping[str, Any], *, is_logged: bool) -> Unsaved:
-        """Return what a save lacks that has taken these states of registered objects; log it if ``is_logged``."""
+        """Return what is missing from a save with these states of registered objects; log it if ``is_logged``."""
         if self._is_for_serving:
             return Unsaved()
         parameters, optimizers = self._parameters(), self._optimizers()
@@ -192,7 +191,7 @@ class Trainers:
         return Unsaved(tuple(names), tuple(resting), trained, piled, scheduled, tuple(strange))
 
     def check_restore(self, *, is_logged: bool) -> None:
-        """Warn before a restore of tables alone: what trains dense parameters is seen at a save."""
+        """Warn of tables before a restore; what trains dense parameters shows only at a save."""
         if is_logged and not self._is_for_serving:
             self._warn_of_tables(self._tables_left(state_of(self._model)[0])[0], ())
 
@@ -204,7 +203,7 @@ class Trainers:
         return {name: obj for name, obj in self._extra.objects.items() if isinstance(obj, Optimizer)}
 
     def _optimizers(self) -> dict[str, Optimizer]:
-        """Return the optimizers whose steps are looked at, by name: TorchRec's need not be of torch's form."""
+        """Return by name the optimizers whose steps are watched; not TorchRec's, which have another form."""
         listed = {f"optimizers[{i}] of live_tables": one for i, one in enumerate(self._live_tables.optimizers)}
         sparse = {SPARSE_OPTIM: self._sparse_optim} if self._sparse_optim is not None else {}
         named = {**listed, **self._registered(), **sparse}
@@ -214,7 +213,7 @@ class Trainers:
     def _names_left(
         self, parameters: Mapping[str, Tensor], extras: Mapping[str, Any], known: Sequence[Optimizer]
     ) -> list[str]:
-        """Return the parameters that train, and no registered object nor table has the state of their optimizer."""
+        """Return the parameters that train while neither a registered object nor a table has their optimizer state."""
         in_hand = values_of(*known) | {id(weight) for weight in self._live_tables.weights_with_states()}
         left = [name for name, one in parameters.items() if name in self._steps.trained and id(one) not in in_hand]
         if not left:
@@ -225,7 +224,7 @@ class Trainers:
         return left if len({id(parameters[name]) for name in left}) > sum(map(_n_optimized, others)) else []
 
     def _keys_left(self, known: Sequence[Any]) -> list[str]:
-        """Return the names of the parameters of which an optimizer of TorchRec has a state that is not saved."""
+        """Return the parameters whose state in an optimizer of TorchRec is not saved."""
         saved = {key for one in known if is_keyed(one) for key in one.params}
         in_hand = values_of(*known)
         return [
@@ -237,7 +236,7 @@ class Trainers:
         ]
 
     def _tables_left(self, tables: Mapping[str, SavableTable]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the tables whose optimizer is not saved, and those whose gradients no optimizer takes."""
+        """Return the tables whose optimizer is not saved, and those whose gradients no optimizer uses."""
         optimizers, saved = _alive(sparse_optimizers.made), [saver._sparse_optim for saver in _alive(_savers)]
         trained, piled = list[str](), list[str]()
         for name, table in tables.items():
@@ -250,7 +249,7 @@ class Trainers:
         return tuple(trained), tuple(piled)
 
     def _schedules_left(self, optimizers: Mapping[str, Optimizer], extras: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the optimizers whose scheduler no registered object is, nor has in its state."""
+        """Return the optimizers whose scheduler is neither registered nor in the state of a registered object."""
         left = [name for name in optimizers if name in self._steps.scheduled]
         others = [name for name, obj in self._extra.objects.items() if not scheduled_by(obj)] if left else []
         if any("last_epoch" in state for name in others for state in _mappings_in(extras.get(name))):
@@ -260,7 +259,7 @@ class Trainers:
         return tuple(name for name in left if known.isdisjoint(map(id, layers(optimizers[name]))))
 
     def _strange(self) -> dict[str, int]:
-        """Return the registered optimizers that have trained parameters which are not saved, and how many of them."""
+        """Return how many unsaved parameters each registered optimizer has trained."""
         stepped = {
             name: values_of(one) & {id(key) for key in getattr(updater(one), "state", ())}
             for name, one in self._registered().items()
@@ -300,18 +299,17 @@ def _alive(known: weakref.WeakValueDictionary[int, Any]) -> list[Any]:
 
 
 def _objects() -> list[Any]:
-    """Return the objects that are registered with savers of this process."""
+    """Return the objects that are registered with any saver of this process."""
     return [obj for saver in _alive(_savers) for obj in saver._extra.objects.values()]
 
 
 def _saved_parameters() -> set[int]:
-    """Return the parameters that savers of this process save, by id: those of models, and of registered modules."""
+    """Return the ids of the parameters that savers of this process save, by model or registered module."""
     modules = [*(saver._model for saver in _alive(_savers)), *(obj for obj in _objects() if isinstance(obj, nn.Module))]
     return {id(one) for module in modules for one in module.parameters()}
 
 
 def _mappings_in(state: Any) -> Iterator[Mapping[Any, Any]]:
-    """Yield the mappings in the state of an object, which may be that of an optimizer or a scheduler."""
     if isinstance(state, Mapping):
         yield state
     for value in state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ():
@@ -319,6 +317,6 @@ def _mappings_in(state: Any) -> Iterator[Mapping[Any, Any]]:
 
 
 def _n_optimized(state: Any) -> int:
-    """Return of how many parameters a state has that of an optimizer: an object of the user's own may save one."""
+    """Return how many parameters the optimizer states within a state cover: an object may save an optimizer."""
     lists = (groups for each in _mappings_in(state) if isinstance(groups := each.get("param_groups"), list))
     return sum(len(group.get("params", ())) for groups in lists for group in groups if isinstance(group, Mapping))

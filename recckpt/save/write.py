@@ -43,22 +43,21 @@ class NamesAndSlots:
 
     @classmethod
     def of(cls, slots: Mapping[str, Slots]) -> NamesAndSlots:
-        """Return those of tables by name."""
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(slots.values()))}
         return cls(tuple(slots), tuple(numbers), tuple(numbers[kind] for kind in slots.values()))
 
 
 @dataclass(frozen=True, eq=False)
 class WrittenTables:
-    """The tables that one rank wrote: in columns, since rank 0 is sent those of all ranks and adds them up.
+    """The tables that one rank wrote, in columns: rank 0 gets those of all ranks and adds them up.
 
     Attributes:
         heads: their names and slots.
-        counts: of each table its rows; in a delta upserts and deletes too. Shape (1 or 3, tables).
-        reduced: by name, what the tables had more; of those that were not saved as they were.
-        evicted_to: by name, the step up to which eviction was done; of those where rows are evicted in steps.
-        clock: by name, when the clock has dated rows; of those where it has.
-        live: by name, how the table lies, the same on all ranks; of live tables.
+        counts: rows of each table; in a delta also upserts and deletes. Shape (1 or 3, tables).
+        reduced: by name, what was left out of tables that were not saved whole.
+        evicted_to: by name, the step up to which rows were evicted, if eviction goes by steps.
+        clock: by name, when the clock has dated rows, if it has.
+        live: by name, the layout of a live table, the same on all ranks.
     """
 
     heads: NamesAndSlots
@@ -70,14 +69,10 @@ class WrittenTables:
 
 
 def tables_of_all(ranks: Sequence[WrittenTables], replaced: Collection[str]) -> tuple[TableEntry, ...]:
-    """Add up the tables of the ranks, which all wrote a full checkpoint, or all a delta.
-
-    Args:
-        ranks: what each of them wrote.
-        replaced: names of the tables that a delta holds whole.
+    """Add up the tables of the ranks; ``replaced`` names those that a delta holds whole.
 
     Raises:
-        StateMismatchError: the slots of a table are not the same on all ranks; names it.
+        StateMismatchError: the slots of a table differ between ranks.
     """
     alike: defaultdict[NamesAndSlots, list[int]] = defaultdict(list)
     for rank, tables in enumerate(ranks):
@@ -113,7 +108,7 @@ def tables_of_all(ranks: Sequence[WrittenTables], replaced: Collection[str]) -> 
 
 
 def _slots_of_all(first_ranks: Mapping[NamesAndSlots, int]) -> dict[str, Slots]:
-    """Return the slots of all tables by name, from the first ranks that have some of them, in order of rank."""
+    """Return the slots of all tables by name; the first rank that has a table decides."""
     slots: dict[str, Slots] = {}
     for heads, rank in first_ranks.items():
         for name, kind in zip(heads.names, heads.kind_of, strict=True):
@@ -128,7 +123,6 @@ def _slots_of_all(first_ranks: Mapping[NamesAndSlots, int]) -> dict[str, Slots]:
 
 
 def _by_name(of_ranks: Iterable[Mapping[str, _T]]) -> dict[str, list[_T]]:
-    """Return what ranks have of tables, by table."""
     lists: defaultdict[str, list[_T]] = defaultdict(list)
     for own in of_ranks:
         for name, value in own.items():
@@ -138,7 +132,7 @@ def _by_name(of_ranks: Iterable[Mapping[str, _T]]) -> dict[str, list[_T]]:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank wrote, and how that went; ``blocked_sec`` of a blocking save ends when it has written."""
+    """What one rank wrote, and its times; ``blocked_sec`` of a blocking save ends when the rank has written."""
 
     shard: ShardRecord
     tables: WrittenTables
@@ -150,7 +144,7 @@ class RankRecord:
 
 
 def write(staged: Staged, intent: Intent, job: Job, to: Destination, progress: Progress) -> RankRecord:
-    """Write the files of this rank into the directory of an attempt: dense beside sparse, and the catalog last.
+    """Write the files of this rank into the directory of an attempt: dense beside sparse, the catalog last.
 
     Raises:
         OSError: the storage failed.
@@ -190,7 +184,6 @@ def write(staged: Staged, intent: Intent, job: Job, to: Destination, progress: P
 
 
 def _written_tables(staged: Staged, catalog: Catalog) -> WrittenTables:
-    """Return what this rank has of each table."""
     tables, deletes = staged.tables, catalog.counts("deletes")
     counts = [[table.n_all for table in tables]]
     if staged.kind.base is not None:
@@ -206,7 +199,7 @@ def _written_tables(staged: Staged, catalog: Catalog) -> WrittenTables:
 
 
 def totals_of(records: Sequence[RankRecord], tables: Sequence[TableEntry]) -> dict[str, Any]:
-    """Return what a save wrote in all, by fields of SaveInfo; ``tables`` are those of all ranks."""
+    """Return the totals of a save, as fields of SaveInfo; ``tables`` are those of all ranks."""
     seconds = [each.write_sec for each in records]
     n_bytes = [sum(file.n_bytes for file in each.shard.files) for each in records]
     return {
