@@ -44,8 +44,6 @@ _STEP_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What was written of one shard."""
-
     save_id: str  # the attempt that it belongs to
     shard: ShardEntry  # its catalog
     files: tuple[FileEntry, ...]  # all its files
@@ -118,7 +116,6 @@ class ShardWriter:
         self._files += [save_state(state, self._to, self.directory, name) for name, state in states.items()]
 
     def record(self) -> ShardRecord:
-        """Write the catalog, and return the shard's part of the manifest."""
         catalog, name = self.catalog, layout.catalog(self.number, self.count)
         entry = write_small(self._to, self.directory, name, catalogs.encode(catalog))
         if self._is_read_back:
@@ -135,7 +132,6 @@ def write_small(files: NewFiles, directory: str, name: str, data: bytes) -> File
 
 
 def with_shards(head: _ContentT, records: Sequence[ShardRecord]) -> _ContentT:
-    """Return a manifest, or its content, with these shards; their files are added to those it has."""
     files = (*head.files, *(file for record in records for file in record.files))
     return replace(
         head,
@@ -169,7 +165,6 @@ class Attempt:
 
     @classmethod
     def begin_offer(cls, storage: Storage, of: Manifest, epoch: int) -> Attempt:
-        """Begin what is to be offered in place of a delta, to the owner of an epoch."""
         intent = _intent_of_offer(of, epoch)
         storage.make_dir(intent.directory)
         write_intent(storage, intent)

@@ -46,7 +46,6 @@ class OpenLink:
 
     @cached_property
     def catalogs(self) -> Sequence[Catalog]:
-        """The catalogs of all shards; errors as of :meth:`catalogs_of`."""
         return self.catalogs_of(range(len(self.manifest.shards)))
 
     def catalogs_of(self, numbers: Collection[int]) -> list[Catalog]:
@@ -67,8 +66,7 @@ class OpenLink:
     def reader(self, table: str, slots: Sequence[str], ids: IdSet | None = None) -> TableReader:
         """Return the reader of a table in this link alone; with ids, only of shards that may have any of them.
 
-        Raises:
-            CorruptCheckpointError: a catalog is damaged, or the table is missing though newer links stand on it.
+        Raises CorruptCheckpointError if a catalog is damaged, or the table is missing though newer links stand on it.
         """
         from recckpt.sparse.files.table_reader import TableReader
 
@@ -102,7 +100,6 @@ class OpenLink:
         return {catalog.shard: catalog.parts for catalog in catalogs}
 
     def catalog_files(self, slices: Collection[Slice | None]) -> list[FileEntry]:
-        """Return the catalogs of the shards that may have rows of some slices."""
         names = {self.manifest.shards[number].catalog for number in met_shards(self.manifest, slices)}
         return [file for file in self.manifest.files if file.name in names]
 

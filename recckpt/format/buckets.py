@@ -1,4 +1,4 @@
-"""Ids: how they are spread over ranks and ordered in files, and sets of them (numpy only, no numba and no torch)."""
+"""How ids are spread over ranks and ordered in files, and sets of ids. Imports numpy only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ M1, M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 def mix64(z: Any) -> Any:
     """Hash uint64 values: the finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014). Part of the format.
 
-    Works on numpy arrays as it stands, and compiled by numba on scalars.
+    Works on numpy arrays, and on scalars when compiled by numba.
     """
     z = (z ^ (z >> _S30)) * M1
     z = (z ^ (z >> _S27)) * M2
@@ -36,7 +36,7 @@ def bucket_of(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 @lru_cache(maxsize=64)
 def random_odds(first: int, n: int) -> npt.NDArray[np.uint64]:
-    """Return random odd numbers of 64 bits by their places from ``first`` on: an odd factor loses no bit."""
+    """Return ``n`` random odd 64-bit numbers, from number ``first`` of the sequence on: odd factors lose no bits."""
     odds: npt.NDArray[np.uint64] = mix64(np.arange(first + 1, first + n + 1, dtype=np.uint64)) | np.uint64(1)
     return odds
 
@@ -101,7 +101,6 @@ def gen_slice(shard_index: int, shard_num: int, slice_size: int = N_BUCKETS) -> 
 
 
 def distinct(*values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the different values of arrays of integers, in ascending order."""
     ordered = np.sort(values[0] if len(values) == 1 else np.concatenate(values))
     is_first = np.ones(len(ordered), np.bool_)
     np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
@@ -109,13 +108,12 @@ def distinct(*values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def repeated(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the values that are there more than once, each once, in ascending order."""
+    """Return the values that occur more than once, each once, ascending."""
     ordered = np.sort(values)
     return distinct(ordered[1:][ordered[1:] == ordered[:-1]])
 
 
 def is_among(values: npt.NDArray[Any], ordered: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Return a mask of the values that occur in ``ordered``, which is sorted."""
     if not len(ordered):
         return np.zeros(len(values), np.bool_)
     mask: npt.NDArray[np.bool_] = ordered[np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)] == values

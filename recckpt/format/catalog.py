@@ -43,8 +43,6 @@ class Batch(JsonRecord, frozen=True):
 
 
 class Part(JsonRecord, frozen=True, dict=True):
-    """One Arrow file."""
-
     file: str  # name in the checkpoint
     n_bytes: int
     frame: int  # checksum of all bytes but the column values
@@ -54,7 +52,6 @@ class Part(JsonRecord, frozen=True, dict=True):
 
     @cached_property
     def names(self) -> tuple[bytes, bytes]:
-        """Where each name of a table begins and ends, and the names, as Arrow has them."""
         return joined(self.tables)
 
     @cached_property
@@ -66,7 +63,7 @@ class Part(JsonRecord, frozen=True, dict=True):
         return np.array([batch.rows for batch in self.batches], np.int64)
 
     def batch_ends(self, widths: tuple[int, ...], head_bytes: int) -> npt.NDArray[np.int64]:
-        """Return where each batch ends, from the first on: columns of these widths, in whole words, behind a head."""
+        """Return where each batch of the file ends: columns of these widths, padded to words, behind a head."""
         key = widths, head_bytes
         if key not in self._batch_ends:  # of all readers of the part: each table has its own
             bodies = sum(-(-width * self.rows // 8) * 8 for width in widths)
@@ -79,8 +76,6 @@ class Part(JsonRecord, frozen=True, dict=True):
 
 
 class Catalog(JsonRecord, frozen=True, dict=True):
-    """All that one shard wrote of its tables."""
-
     save_id: str
     shard: int
     shards: int
@@ -94,11 +89,9 @@ class Catalog(JsonRecord, frozen=True, dict=True):
 
     @cached_property
     def ids(self) -> Mapping[str, IdRange]:
-        """The range of the ids of its rows by table, of the tables that have any."""
         return id_ranges(self.parts)
 
     def counts(self, kind: PartKind) -> dict[str, int]:
-        """Return how many rows, or deleted ids, it has by table."""
         counts: dict[str, int] = {}
         for part in self.parts:
             for batch in part.batches if part.holds == kind else ():
@@ -106,16 +99,13 @@ class Catalog(JsonRecord, frozen=True, dict=True):
         return counts
 
     def parts_of(self, table: str, kind: PartKind | None = None) -> Iterator[tuple[Part, list[int]]]:
-        """Yield the parts that hold rows, or deleted ids, of a table, each with the numbers of its batches of them.
-
-        ``kind`` is None for those that hold either.
-        """
+        """Yield the parts with rows or deletes of a table, and the numbers of its batches; None for either kind."""
         parts = self._by_table.get(table, ())
         return ((part, numbers) for part, numbers in parts if kind in (None, part.holds))
 
     @cached_property
     def _by_table(self) -> Mapping[str, Sequence[tuple[Part, list[int]]]]:
-        """Table -> its parts: found once for all tables, since who reads all of them asks for each."""
+        """Table -> its parts, found at once: a reader of all tables asks for each."""
         tables: dict[str, list[tuple[Part, list[int]]]] = {}
         for part in self.parts:
             numbers: dict[str, list[int]] = {}
@@ -127,13 +117,12 @@ class Catalog(JsonRecord, frozen=True, dict=True):
 
 
 def joined(names: Sequence[str]) -> tuple[bytes, bytes]:
-    """Return where each name begins and ends in UTF-8, as int32, and the names, one after the other."""
+    """Return where each name begins and ends in UTF-8, as int32, and the concatenated names."""
     encoded = [name.encode() for name in names]
     return np.cumsum([0, *map(len, encoded)], dtype="<i4").tobytes(), b"".join(encoded)
 
 
 def id_ranges(parts: Iterable[Part]) -> dict[str, IdRange]:
-    """Return the range of the ids of rows by table, of the tables that have any in these parts."""
     ranges: dict[str, IdRange] = {}
     for batch in (batch for part in parts if part.holds == "rows" for batch in part.batches):
         least, greatest = ranges.get(batch.table, batch.ids)
@@ -173,8 +162,8 @@ def encode(catalog: Catalog) -> bytes:
 def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> Catalog:
     """Return the catalog in ``data``, checked against its manifest.
 
-    Raises CorruptCheckpointError where it is not a whole catalog of this shard of this save, FormatVersionError where a
-    newer format wrote it.
+    Raises CorruptCheckpointError if it is not a whole catalog of this shard of this save, FormatVersionError if a newer
+    format wrote it.
     """
     of = (manifest.save_id, shard, len(manifest.shards))
     document = open_of_shard(data, path, KIND, of)
@@ -204,7 +193,6 @@ def _batch_json(batch: Batch, table: int, names: Mapping[str, str]) -> str:
 
 
 def _part(document: Document, where: str, part: _PartFields, manifest: Manifest) -> Part:
-    """Return a part after checking that its manifest lists it, and that it has tables and columns of its kind."""
     listed = manifest.file(part.file)
     if listed is None or listed.n_bytes != part.n_bytes:
         found = f"{part.file} of {part.n_bytes} bytes"

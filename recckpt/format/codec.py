@@ -1,4 +1,4 @@
-"""JSON files: sealed by a checksum of themselves, parsed strictly, and decoded into records with types and bounds."""
+"""JSON files: sealed with their own checksum, parsed strictly, and decoded into typed records with bounds."""
 
 from __future__ import annotations
 
@@ -56,36 +56,33 @@ if TYPE_CHECKING:  # what a record has of them; in JSON they are strings that mu
 else:
 
     class _Plain(type):
-        """The class of what is parsed into a plain value."""
-
         def __instancecheck__(cls, value: object) -> bool:
             return True
 
     class Checksum(metaclass=_Plain):
-        """16 hex digits."""
+        pass
 
     class CkptId(metaclass=_Plain):
-        """The id of a checkpoint."""
+        pass
 
     class FileName(metaclass=_Plain):
         """A name that does not lead out of the checkpoint."""
 
 
 class JsonRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The fields of a JSON object. A field equal to its default is not written; unknown ones are ignored on reading."""
+    """The fields of a JSON object. Those equal to their default are not written; unknown ones are ignored when read."""
 
     def but(self: _R, **changes: Any) -> _R:
-        """Return it with other values in some fields."""
         return msgspec.structs.replace(self, **changes)
 
 
 class _UnfitError(ValueError):
-    """A string that is not of the form it must have: what was found, and what was expected."""
+    """A string without the required form; args: what was found, what was expected."""
 
 
 @dataclass(frozen=True)
 class FileKind:
-    """A kind of file: how it begins and ends, and how large it may be."""
+    """A kind of file: its format, version and seal, and how large it may be."""
 
     format: str
     version: int
@@ -93,14 +90,14 @@ class FileKind:
     max_bytes: int
 
     def encode(self, fields: Mapping[str, Any]) -> bytes:
-        """Return a file with these fields, one a line, whose last one is the checksum of all before it."""
+        """Return a file with these fields, one a line; the last is the checksum of all before it."""
         return seal({"format": self.format, "version": self.version, "reader": READER, **fields}, self.seal)
 
     def open(self, data: bytes, path: str) -> Document:
         """Return the JSON object of a file.
 
-        Raises CorruptCheckpointError where it is of another kind or not as it was written, FormatVersionError where a
-        newer version wrote it: that is looked at before the seal, since it may be sealed in another way.
+        Raises CorruptCheckpointError if it is of another kind or damaged, FormatVersionError if a newer version wrote
+        it. That is checked before the seal, which may have changed too.
         """
         if len(data) > self.max_bytes:
             raise CorruptCheckpointError(path, "its size", found=f"over {self.max_bytes} bytes", expected="less")
@@ -117,13 +114,13 @@ class FileKind:
 
 
 def seal(values: Mapping[str, Any], key: str) -> bytes:
-    """Return a JSON object, one field a line, whose last field ``key`` is the checksum of all before it."""
+    """Return a JSON object, one field a line; the last, ``key``, is the checksum of all before it."""
     body = ("{\n" + ",\n".join(f"  {_dumps(name)}: {_lines(value)}" for name, value in values.items())).encode()
     return body + b',\n  "%s": "%016x"\n}\n' % (key.encode(), xxhash.xxh3_64_intdigest(body))
 
 
 def check_seal(data: bytes, key: str, path: str) -> None:
-    """Raise CorruptCheckpointError where the checksum ``key`` at the end of a file is not that of the rest."""
+    """Raise CorruptCheckpointError if the checksum ``key`` at the end of a file is not that of the rest."""
     size = _SEAL_BYTES + len(key)
     match = _SEAL.fullmatch(data[-size:])
     if match is None or match[1] != key.encode():
@@ -165,12 +162,7 @@ def parse(data: bytes, path: str) -> Document:
 
 
 class Document:
-    """A JSON object that was parsed, and what errors say of it.
-
-    Attributes:
-        values: its fields.
-        path: the file that it was read from.
-    """
+    """A JSON object that was parsed, and its errors. ``path`` is the file that it was read from."""
 
     def __init__(self, values: dict[str, Any], path: str, data: bytes) -> None:
         self.values, self.path, self._data = values, path, data
@@ -178,8 +170,9 @@ class Document:
     def read(self, kind: type[_T], key: str = "") -> _T:
         """Return the record in it, or in one of its fields.
 
-        CorruptCheckpointError names the field that is missing, of another type or unfit. A whole file that lacks one is
-        of an older form: FormatVersionError.
+        CorruptCheckpointError names the field that is missing or wrong. If an intact file lacks a field, an older
+        format wrote it:
+        FormatVersionError.
         """
         if key and key not in self.values:
             raise self.absent(key)
@@ -212,7 +205,6 @@ class Document:
 
     @property
     def xxh3(self) -> int:
-        """The checksum at its end, of a file that is sealed."""
         return int(self._data[-20:-4], 16)
 
     def _parsed(self, kind: type, value: object) -> object:
@@ -266,7 +258,6 @@ class Document:
 
 @cache
 def _has_sums(kind: Any) -> bool:
-    """Say whether values of a type may have checksums in them."""
     if isinstance(kind, type) and (issubclass(kind, JsonRecord) or is_dataclass(kind)):
         return bool(_fields_with_sums(kind))
     return kind is Checksum or any(map(_has_sums, get_args(kind)))
@@ -274,14 +265,14 @@ def _has_sums(kind: Any) -> bool:
 
 @cache
 def _fields_with_sums(kind: type) -> list[tuple[str, str]]:
-    """Return the names, here and in JSON, of the fields that may have checksums in them."""
+    """Return (name, name in JSON) of the fields that may contain checksums."""
     is_record = issubclass(kind, JsonRecord)
     keys = {field.name: field.encode_name for field in msgspec.structs.fields(kind)} if is_record else {}
     return [(name, keys.get(name, name)) for name, of in get_type_hints(kind).items() if _has_sums(of)]
 
 
 def plain(value: Any) -> Any:
-    """Return the JSON of a record: without the fields that have their defaults, and with checksums as hex digits."""
+    """Return the JSON of a record: without fields that have their defaults, and with checksums as hex digits."""
     if isinstance(value, tuple):
         return [plain(each) for each in value]
     if isinstance(value, int):  # of a field with checksums
@@ -295,7 +286,7 @@ def plain(value: Any) -> Any:
 
 
 def sums_of(texts: Mapping[str, str]) -> dict[str, int] | None:
-    """Return the checksums in strings of 16 hex digits each; None where one is of another form."""
+    """Return checksums from strings of 16 hex digits each; None if any string is not one."""
     together = ",".join(texts.values())
     if texts and not (len(together) == 17 * len(texts) - 1 and _SUMS.fullmatch(together)):
         return None  # in the other case no string has a comma in it
@@ -306,7 +297,7 @@ Shard = tuple[str, int, int]  # of what: its save id, its number, how many shard
 
 
 def encode_of_shard(kind: FileKind, shard: Shard, key: str, entries: Iterable[str], **more: object) -> bytes:
-    """Return a file of one shard: a head, and the list ``key`` with an entry of JSON a line."""
+    """Return a file of one shard: a head, and the list ``key`` with one JSON entry a line."""
     head = {
         "format": kind.format,
         "version": kind.version,
@@ -327,7 +318,6 @@ def open_of_shard(data: bytes, path: str, kind: FileKind, shard: Shard) -> Docum
 
 
 def first_repeat(names: Iterable[str]) -> str | None:
-    """Return the first name that occurs a second time, None if all differ."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -337,12 +327,12 @@ def first_repeat(names: Iterable[str]) -> str | None:
 
 
 def time_now() -> str:
-    """Return the time of now as files have it: UTC, in seconds."""
+    """Return the current time as files have it: UTC, in seconds."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def time_of(text: object) -> datetime | None:
-    """Return a moment with its zone, UTC where it names none; None for text that is not a moment."""
+    """Return a moment with its time zone, UTC by default; None for text that is not a moment."""
     try:
         moment = datetime.fromisoformat(str(text).replace("Z", "+00:00"))  # Python 3.10 does not know Z
     except ValueError:
@@ -375,7 +365,6 @@ def _finite(text: str) -> float:
 
 
 def _lines(value: Any) -> str:
-    """Put each list item on a line of its own, for people."""
     if isinstance(value, list) and value:
         return "[\n    " + ",\n    ".join(_dumps(item) for item in value) + "\n  ]"
     return _dumps(value)

@@ -30,8 +30,6 @@ Ids = npt.NDArray[np.int64]  # ascending, all different
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What is to be forgotten, and who asked for it."""
-
     request: str  # 32 hex digits that no other has
     table: str
     ids: Ids
@@ -66,7 +64,7 @@ def encode_request(request: Request) -> bytes:
 def decode_request(data: bytes, path: str) -> Request:
     """Return the request in ``data``.
 
-    Raises CorruptCheckpointError where it is not a whole one, FormatVersionError where a newer format wrote it.
+    Raises CorruptCheckpointError if it is not a whole one, FormatVersionError if a newer format wrote it.
     """
     document = KIND.open(data, path)
     try:
@@ -78,13 +76,12 @@ def decode_request(data: bytes, path: str) -> Request:
 
 
 def encode_line(values: Mapping[str, Any], before: bytes) -> bytes:
-    """Return a line with these fields, to follow the bytes ``before``."""
     body = json.dumps(values, allow_nan=False).encode().removesuffix(b"}")
     return body + b', "line_xxh3": "%016x"}\n' % xxhash.xxh3_64_intdigest(before + body)
 
 
 def decode_audit(data: bytes, path: str) -> list[dict[str, Any]]:
-    """Return the lines; CorruptCheckpointError where one is cut, changed, missing or not of this format."""
+    """Return the lines; CorruptCheckpointError if one is cut, changed, missing or not of this format."""
 
     def damaged(number: int, found: object, expected: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(path, f"line {number}", found=found, expected=expected, remedy=_REMEDY)

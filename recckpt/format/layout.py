@@ -75,13 +75,12 @@ def encode_id(ckpt_id: str) -> str:
 
 
 def encode_name(name: str) -> str:
-    """Return a non-empty name, which UTF-8 can hold, in characters that every file system takes."""
+    """Return a non-empty name in characters that every file system takes; it must be encodable as UTF-8."""
     encoded = quote(name, safe="").replace("~", "%7E")
     return f"%{ord(encoded[0]):02X}{encoded[1:]}" if encoded[0] in ".-" else encoded
 
 
 def encode_index(ckpt_ids: Iterable[str]) -> bytes:
-    """Return the index file of checkpoints, oldest first: their encoded ids, one a line."""
     return "".join(f"{encode_id(ckpt_id)}\n" for ckpt_id in ckpt_ids).encode()
 
 
@@ -102,17 +101,15 @@ def is_attempt(directory: str, ckpt_id: str) -> bool:
 
 
 def is_later_attempt(directory: str, first: str) -> bool:
-    """Say whether a directory has the name of a later attempt at what the directory ``first`` was made for."""
     return directory.startswith(first) and _LATER.fullmatch(directory, len(first)) is not None
 
 
 def offer_dir(ckpt_id: str, save_id: str) -> str:
-    """Return the directory name of the offer of a checkpoint with this save id, which no other offer has."""
     return f"{encode_id(ckpt_id)}.{save_id}"
 
 
 def is_offer_dir(directory: str) -> bool:
-    """Say whether a directory has the name of one for an offer, which it keeps once that is adopted."""
+    """Say whether a directory has the name of an offer, which it keeps when the offer is adopted."""
     return _OFFER_DIR.fullmatch(directory) is not None
 
 
@@ -121,18 +118,15 @@ def claim(epoch: int) -> str:
 
 
 def takeover(epoch: int) -> str:
-    """Return the name of the list of what was committed when a writer took over."""
     return f"{OWNER_DIR}/{epoch}.list.json"
 
 
 def parse_owner_file(name: str) -> int | None:
-    """Return the epoch of a claim or list in the owner directory, None for any other name."""
     match = _OWNER_FILE.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def is_claim(name: str) -> bool:
-    """Say whether a file in the owner directory is a claim, and not the list of a takeover."""
     match = _OWNER_FILE.fullmatch(name)
     return match is not None and match[2] is None
 
@@ -147,17 +141,15 @@ def pin(ckpt_id: str) -> str:
 
 
 def parse_pin(name: str) -> str | None:
-    """Return the checkpoint id that a file in the pins' directory pins, None for any other name."""
     return unquote(name.removesuffix(".json")) if name.endswith(".json") else None
 
 
 def forget_request(request: str, *, is_done: bool = False) -> str:
-    """Return the name of a request to forget ids, or of the file that says that it is done."""
     return f"{FORGET_DIR}/{request}{'.done' if is_done else ''}.json"
 
 
 def parse_forget_request(name: str) -> tuple[str, bool] | None:
-    """Return the request that a file in the directory of requests is of, and whether it says that it is done."""
+    """Return the request that a file in the requests directory belongs to, and whether it marks it as done."""
     match = _FORGET_REQUEST.fullmatch(name)
     return (match[1], match[2] is not None) if match else None
 
@@ -173,30 +165,25 @@ def step_of_id(ckpt_id: str, prefix: str = STEP_PREFIX) -> int | None:
 
 
 def parse_step(directory: str) -> int | None:
-    """Return the step of a directory for an id of the usual prefix, None for any other name."""
     match = _STEP_DIR.fullmatch(directory)
     return int(match[1]) if match else None
 
 
 def parse_step_epoch(directory: str) -> int | None:
-    """Return the epoch in the name of a directory for such an id, None where its name has none."""
     match = _STEP_DIR.fullmatch(directory)
     return int(match[2]) if match and match[2] else None
 
 
 def of_rank(content: str, rank: int) -> str:
-    """Return the name of what one rank, or shard, has of its own.
+    """Return the name of a file that belongs to one rank.
 
-    Args:
-        content: ``"io_state"``, ``"rng"``, or ``"extra"`` for the states of registered objects; ``"checkpoint"`` in a
-            checkpoint of the state-dict API.
-        rank: its number.
+    ``content`` is ``"io_state"``, ``"rng"``, or ``"extra"`` for states of registered objects; ``"checkpoint"`` in a
+    checkpoint of the state-dict API.
     """
     return f"{content}_{rank}.pt"
 
 
 def content_of_rank(name: str) -> str | None:
-    """Return what a file of one rank holds, ``"io_state"``, ``"rng"`` or ``"extra"``; None for any other file."""
     match = _OF_RANK.fullmatch(name)
     return match[1] if match else None
 
@@ -206,7 +193,6 @@ def catalog(shard: int, shards: int) -> str:
 
 
 def part(shard: int, shards: int, group: int | None, number: int) -> str:
-    """Return the name of a part with rows of a group of tables; None for one with deletes."""
     holds = "deletes" if group is None else f"g{group}"
     return f"{SPARSE_DIR}/{shard:05d}-of-{shards:05d}.{holds}.{number:02d}.arrow"
 
@@ -216,12 +202,10 @@ def holds_deletes(name: str) -> bool:
 
 
 def is_part_of(name: str, catalog: str) -> bool:
-    """Say whether a file is a part of the shard whose catalog has this name."""
     return is_part(name) and name.startswith(f"{catalog.removesuffix('.json')}.")
 
 
 def pattern_of_parts(name: str) -> str:
-    """Return the pattern for a part and the others of its group, of all shards."""
     return re.sub(r"\d+-of-\d+(\.g\d+)\.\d+(?=\.arrow$)", r"*\1.*", name)
 
 
@@ -234,7 +218,6 @@ def dense_data(shard: int, shards: int) -> str:
 
 
 def has_tensors(name: str) -> bool:
-    """Say whether a file is one of those that hold dense tensors."""
     return name == MODEL or name.startswith(f"{DENSE_DIR}/")
 
 
@@ -243,7 +226,6 @@ def is_torch_file(name: str) -> bool:
 
 
 def has_rows(name: str) -> bool:
-    """Say whether a file is one of those that hold rows of tables, or a catalog of them."""
     return name.startswith(f"{SPARSE_DIR}/") or is_part(name)
 
 
@@ -261,12 +243,11 @@ def may_have_rows(name: str) -> bool:
 
 
 def is_ours(name: str) -> bool:
-    """Say whether a name inside a checkpoint directory is one that recckpt writes."""
     return _OURS.fullmatch(name) is not None
 
 
 def subdirectories(names: Iterable[str]) -> set[str]:
-    """Return the directories in which files of a checkpoint lie; "" is that of the checkpoint itself."""
+    """Return the directories of files in a checkpoint; "" is that of the checkpoint itself."""
     return {"", *(name.rpartition("/")[0] for name in names)}
 
 
@@ -276,27 +257,24 @@ def join(*names: str) -> str:
 
 
 def temporary(name: str) -> str:
-    """Return a fresh name beside a file, for what is being written and takes its place."""
     return f"{name}.{secrets.token_hex(8)}{_DRAFT}"
 
 
 def probe() -> str:
-    """Return a fresh name for a file that shows what a storage can do."""
     return f".probe-{secrets.token_hex(8)}{_DRAFT}"
 
 
 def is_draft(name: str, of: str | None = None) -> bool:
-    """Say whether a name is one of :func:`temporary`: beside any file, or beside the file ``of``."""
+    """Say whether :func:`temporary` gave a name: beside any file, or beside the file ``of``."""
     return name.endswith(_DRAFT) and (of is None or name.startswith(f"{of}."))
 
 
 def is_temporary(name: str) -> bool:
-    """Say whether a name in the output dir is that of a file that is still being written."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
 def is_encodable(name: str) -> bool:
-    """Say whether a name can be written down as UTF-8: half a surrogate pair, as of a cut emoji, cannot."""
+    """Say whether UTF-8 can encode a name: half a surrogate pair, from a cut emoji, cannot be encoded."""
     return _SURROGATE.search(name) is None
 
 

@@ -50,7 +50,7 @@ _GAPS = {
 
 
 class FileEntry(JsonRecord, frozen=True, rename={"n_bytes": "bytes"}):
-    """A file of a checkpoint; parts have no checksum here, their catalog has several."""
+    """A file of a checkpoint; parts have no checksum here, since their catalog has several."""
 
     name: FileName
     n_bytes: Count
@@ -58,16 +58,12 @@ class FileEntry(JsonRecord, frozen=True, rename={"n_bytes": "bytes"}):
 
 
 class ShardEntry(JsonRecord, frozen=True):
-    """Where a shard's catalog is, and which buckets [begin, end) and ids its rows have."""
-
     catalog: FileName
     buckets: Buckets
     ids: Mapping[str, IdRange] | None = None  # by table; None where only the catalog says that
 
 
 class Names(JsonRecord, frozen=True):
-    """What a checkpoint has state of, beside its tables."""
-
     dense: tuple[str, ...]  # the model's tensors, and its plain values in model.pt
     extra: tuple[str, ...]  # registered objects
     io_state: tuple[str, ...]  # datasets, on any rank
@@ -76,8 +72,6 @@ class Names(JsonRecord, frozen=True):
 
 
 class Unsaved(JsonRecord, frozen=True):
-    """What trained the model, or should have, and left no state in the checkpoint."""
-
     parameters: tuple[str, ...] = ()  # dense ones that train, and no registered optimizer has them
     optimizers: tuple[str, ...] = ()  # registered ones that did not step while others trained their parameters
     tables: tuple[str, ...] = ()  # tables that a sparse optimizer trains
@@ -87,19 +81,16 @@ class Unsaved(JsonRecord, frozen=True):
 
     @property
     def descriptions(self) -> list[str]:
-        """A line for each thing that the checkpoint lacks."""
         return [text.format(first_few(names)) for kind, text in _GAPS.items() if (names := getattr(self, kind))]
 
 
 class Training(JsonRecord, frozen=True):
-    """The optimizers of a run."""
-
     optimizers: Mapping[str, Lineage] = {}  # registered name -> class
     unsaved: Unsaved = Unsaved()
 
 
 class Link(JsonRecord, frozen=True):
-    """A checkpoint that a delta stands on, and the directory where it was: a hint."""
+    """A parent of a delta, and a hint at its directory."""
 
     ckpt_id: CkptId
     save_id: str
@@ -107,13 +98,13 @@ class Link(JsonRecord, frozen=True):
 
 
 class Parent(Link, frozen=True):
-    """The checkpoint that a delta was written against, with the checksum of its manifest: the truth."""
+    """The checkpoint that a delta was written against, identified by the checksum of its manifest."""
 
     manifest: Checksum
 
 
 class Supersedes(JsonRecord, frozen=True):
-    """The save that a checkpoint holds anew: it stands in its place."""
+    """The save that a checkpoint replaces in the order of commits."""
 
     save_id: str  # of that; where the rows are the same, these two are the name of both
     manifest: Checksum
@@ -128,7 +119,7 @@ class Supersedes(JsonRecord, frozen=True):
 
 @dataclass(frozen=True)
 class Content:
-    """What a checkpoint holds, whoever commits it, and when."""
+    """What a checkpoint holds, regardless of who commits it, and when."""
 
     shards: tuple[ShardEntry, ...] = field(repr=False)  # as all that grows with the checkpoint
     tables: tuple[TableEntry, ...] = field(repr=False)
@@ -141,7 +132,6 @@ class Content:
 
     @property
     def content(self) -> dict[str, Any]:
-        """Its fields, to make another of the same content."""
         return {each.name: getattr(self, each.name) for each in fields_of(Content)}
 
     @property
@@ -171,18 +161,17 @@ class Manifest(Content):
 
     @property
     def kind(self) -> str:
-        """Whether it is ``"full"`` or a ``"delta"``."""
         return "full" if self.parent is None else "delta"
 
     @property
     def place(self) -> tuple[int, int]:
-        """Where it stands in the order of commits: where the save does that it holds, which may have been anew."""
+        """Its place in the order of commits: that of the save which it supersedes, if any."""
         of = self.supersedes or self
         return of.epoch, of.seq
 
     @property
     def order(self) -> tuple[int, int]:
-        """Where it stands among all that can be restored, near saves included: by epoch and cut."""
+        """Its place among all that can be restored, including near saves: (epoch, cut)."""
         return self.place[0], self.cut or 0
 
     @property
@@ -192,12 +181,12 @@ class Manifest(Content):
 
     @property
     def name(self) -> str:
-        """The save id by which deltas name the rows: of what was compacted that of the delta."""
+        """The save id by which deltas refer to these rows: of a compacted checkpoint, that of the delta."""
         return self.supersedes.save_id if self.supersedes and self.is_compacted else self.save_id
 
     @property
     def name_xxh3(self) -> int:
-        """The checksum by which deltas name the rows, likewise."""
+        """The checksum by which deltas refer to these rows, likewise."""
         return self.supersedes.manifest if self.supersedes and self.is_compacted else self.xxh3
 
     def file(self, name: str) -> FileEntry | None:
@@ -207,7 +196,7 @@ class Manifest(Content):
         return self._tables_by_name.get(name)
 
     def named_table(self, name: str) -> TableEntry:
-        """Return the entry of a table; KeyError, with the names that there are, if the checkpoint does not have it."""
+        """Return the entry of a table; KeyError with the known names if the checkpoint does not have it."""
         entry = self.table(name)
         if entry is None:
             raise KeyError(f"no table {name!r} in {self.ckpt_id!r}{instead_of(name, self._tables_by_name)}")
@@ -227,8 +216,6 @@ class _Flags(JsonRecord, frozen=True):
 
 
 class _ContentFields(JsonRecord, frozen=True, kw_only=True):
-    """The fields of a file that say what a checkpoint holds."""
-
     shards: tuple[ShardEntry, ...]
     tables: tuple[TableEntry, ...]
     files: tuple[FileEntry, ...]
@@ -240,7 +227,7 @@ class _ContentFields(JsonRecord, frozen=True, kw_only=True):
 
 
 class _RecordFields(JsonRecord, frozen=True, kw_only=True):
-    """The other fields of a manifest but for its head, which the seal of a near save has too."""
+    """The other fields of a manifest without its head; the seal of a near save has them too."""
 
     ckpt_id: CkptId
     save_id: str
@@ -271,7 +258,7 @@ def decode(data: bytes, path: str) -> Manifest:
 
     Raises:
         CorruptCheckpointError: it is not a whole, sealed and consistent manifest.
-        FormatVersionError: written by a newer format.
+        FormatVersionError: a newer format wrote it.
     """
     document = KIND.open(data, path)
     if (kind := document.text("kind")) not in ("full", "delta"):
@@ -281,7 +268,6 @@ def decode(data: bytes, path: str) -> Manifest:
 
 
 def record_json(manifest: Manifest) -> dict[str, Any]:
-    """Return the JSON fields of a manifest but for its head, which the seal of a near save has, too."""
     training = {key: value for key, value in plain(manifest.training).items() if value}
     return {
         "ckpt_id": manifest.ckpt_id,
@@ -307,7 +293,7 @@ def record_json(manifest: Manifest) -> dict[str, Any]:
 
 
 def manifest_of(document: Document) -> Manifest:
-    """Return what :func:`record_json` wrote; CorruptCheckpointError where it contradicts itself."""
+    """Return what :func:`record_json` wrote; CorruptCheckpointError if it contradicts itself."""
     fields = document.read(_RecordFields)
     if not _GONE_FIELDS.isdisjoint(document.values):  # it would be read at another place
         raise document.absent("supersedes")
@@ -336,7 +322,7 @@ def manifest_of(document: Document) -> Manifest:
 
 
 def _link_problems(fields: _RecordFields) -> Iterator[tuple[str, str, str]]:
-    """Yield where what is said of other checkpoints contradicts the kind: the field, what was found, and expected."""
+    """Yield (field, found, expected) for links to other checkpoints that contradict the kind."""
     parent, chain = fields.parent, fields.chain
     if fields.kind != "delta":
         present = (key for key in ("parent", "chain") if getattr(fields, key) is not None)
@@ -350,7 +336,7 @@ def _link_problems(fields: _RecordFields) -> Iterator[tuple[str, str, str]]:
 
 
 def content_of(document: Document, *, of_delta: bool) -> dict[str, Any]:
-    """Return the fields of a :class:`Content`; CorruptCheckpointError where they contradict themselves."""
+    """Return the fields of a :class:`Content`; CorruptCheckpointError if they contradict themselves."""
     fields = document.read(_ContentFields)
     for where, found, expected in _content_problems(fields, of_delta=of_delta):
         raise document.wrong(where, found, expected)
@@ -368,7 +354,7 @@ def content_of(document: Document, *, of_delta: bool) -> dict[str, Any]:
 
 
 def _content_problems(fields: _ContentFields, *, of_delta: bool) -> Iterator[tuple[str, object, object]]:
-    """Yield what contradicts itself: the field, what was found, and what was expected."""
+    """Yield (field, found, expected) for contradictions."""
     for number, shard in enumerate(fields.shards):
         if not shard.buckets[0] <= shard.buckets[1]:
             yield f"shards[{number}].buckets", shard.buckets, "[begin, end) within 0 to 65536"
@@ -420,7 +406,7 @@ def overlap(spans: Sequence[tuple[int, int]]) -> bool:
 
 
 def in_manifest(shards: Sequence[ShardEntry]) -> tuple[ShardEntry, ...]:
-    """Return what a manifest says of shards: their ids where buckets do not say which shard has an id."""
+    """Return shards as the manifest lists them: with ids only if buckets do not tell which shard has an id."""
     n_ranges = sum(len(shard.ids or ()) for shard in shards)
     if n_ranges <= _MAX_RANGES and overlap([shard.buckets for shard in shards]):
         return tuple(shards)
@@ -428,12 +414,12 @@ def in_manifest(shards: Sequence[ShardEntry]) -> tuple[ShardEntry, ...]:
 
 
 def misfit(saved: Lineage, live: Lineage) -> str:
-    """Say by whom a state was saved that an optimizer does not take; "" where one class inherits from the other."""
+    """Say who saved a state that an optimizer cannot take; "" if one class inherits from the other."""
     is_akin = not saved or not live or saved[0] in live or live[0] in saved
     return "" if is_akin else f"{saved[0]}, this one is {live[0]}"
 
 
 def other_decay(saved: Lineage, live: Lineage) -> str:
-    """Say by whom a weight decay was saved that is another thing here: of Adam a part of the gradient, of AdamW not."""
+    """Say who saved a weight decay with another meaning: Adam adds it to the gradient, AdamW does not."""
     is_other = saved and live and ("AdamW" in saved) != ("AdamW" in live)
     return f"{saved[0]}, this one is {live[0]}" if is_other else ""

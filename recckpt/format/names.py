@@ -1,4 +1,4 @@
-"""Names of what a checkpoint has: table slots, tensors, registered objects; and patterns of names."""
+"""Names of the contents of a checkpoint: table slots, tensors, registered objects; and patterns of names."""
 
 from __future__ import annotations
 
@@ -23,25 +23,20 @@ WILDCARD = re.compile(r"\*|\?|\[(?:!.|[^!])[^\]]*\]", re.DOTALL)
 class Name(NamedTuple("Name", [("group", str), ("text", str)])):  # a load looks names up 50 times a table
     """One thing that can be loaded.
 
-    Attributes:
-        group: one of :data:`GROUPS`.
-        text: ``table@slot``, ``parameter@optimizer`` of the group ``dense_opt``, or the name of a tensor or
-            registered object.
+    ``text`` is ``table@slot``, ``parameter@optimizer`` in the group ``dense_opt``, or the name of a tensor or
+    registered object.
     """
 
     @cached_property
     def table(self) -> str:
-        """The table of a slot; "" for everything else."""
         return self.text.rpartition("@")[0] if self.is_slot else ""
 
     @cached_property
     def slot(self) -> str:
-        """The slot of a table; "" for everything else."""
         return self.text.rpartition("@")[2] if self.is_slot else ""
 
     @property
     def is_slot(self) -> bool:
-        """Whether this is a slot of a table, its ids included."""
         return self.group == "sparse" or (self.group == "sparse_opt" and self.text != SPARSE_OPTIM)
 
     @cached_property
@@ -51,19 +46,16 @@ class Name(NamedTuple("Name", [("group", str), ("text", str)])):  # a load looks
 
     @property
     def optimizer(self) -> str:
-        """The dense optimizer whose state of :attr:`parameter` this is."""
         return self.text.rpartition("@")[2]
 
     @property
     def is_settings(self) -> bool:
-        """Whether this is the hyper-parameters of an optimizer."""
         if self.group == "sparse_opt":
             return self.text == SPARSE_OPTIM
         return self.group == "dense_opt" and not self.parameter
 
     @property
     def is_object(self) -> bool:
-        """Whether this is a registered object as a whole."""
         return self.group in ("extra", "io_state") or (self.group == "dense_opt" and not self.parameter)
 
     @property
@@ -72,31 +64,30 @@ class Name(NamedTuple("Name", [("group", str), ("text", str)])):  # a load looks
 
     @property
     def is_of_training(self) -> bool:
-        """Whether only training needs this: the state of an optimizer, a registered object, a position in the data."""
+        """Whether only training needs this: state of an optimizer, a registered object, a position in the data."""
         return self.group in ("sparse_opt", "dense_opt", "extra", "io_state")
 
     def is_in(self, group: str) -> bool:
-        """Say whether a group means this: dense optimizers are registered objects, and some of those positions."""
+        """Say whether a group includes this: dense optimizers are registered objects, and so are some positions."""
         others = {"extra": self.group == "dense_opt", "io_state": self.is_position}
         return self.group == group or others.get(group, False)
 
 
 def state_name(parameter: str, optimizer: str) -> Name:
-    """Return the name of the state that a registered dense optimizer has for a parameter."""
     return Name("dense_opt", f"{parameter}@{optimizer}")
 
 
 def slot_name(table: str, slot: str) -> Name:
-    """Return the name of a slot of a table; its group is ``sparse_opt`` where the sparse optimizer owns it."""
+    """Return the name of a slot of a table; its group is ``sparse_opt`` if the sparse optimizer owns it."""
     return Name("sparse_opt" if is_optimizer_slot(slot) else "sparse", f"{table}@{slot}")
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A group, a name, or a pattern of names as in :mod:`fnmatch`, in which case matters.
+    """A group, a name, or a pattern of names as in :mod:`fnmatch`, but case-sensitive.
 
-    The name of a table means all of its slots. A group's name means the group, whatever else may be called so. What
-    is called exactly as a pattern is written is meant by it, too.
+    The name of a table matches all of its slots. A group's name means the group, even if something else has that name.
+    A name that is spelled exactly like a pattern is matched by it, too.
     """
 
     text: str
@@ -112,7 +103,6 @@ class Pattern:
 
     @property
     def is_everything(self) -> bool:
-        """Whether there is no name that this does not match."""
         return not self.text.strip("*")
 
     def matches(self, name: Name) -> bool:
@@ -129,9 +119,9 @@ class Pattern:
 
 @lru_cache(maxsize=4096)
 def wildcard_regex(text: str, *, lazy: bool = False) -> re.Pattern[str]:
-    """Return a regular expression that matches what :mod:`fnmatch` does, with a group for each wildcard.
+    """Return a regular expression that matches as :mod:`fnmatch` does, with a group for each wildcard.
 
-    With ``lazy`` the first stars match as little as they can, else as much.
+    With ``lazy`` the first stars match as little as possible, else as much.
     """
     run = "(.*?)" if lazy else "(.*)"
     simple = {"*": run, "?": "(.)"}  # of [...] with an end before its begin, fnmatch makes what matches nothing

@@ -23,7 +23,7 @@ KIND = FileKind("recckpt-near", 1, "near_xxh3", MAX_BYTES)  # part of the format
 
 
 def is_place(name: str) -> bool:
-    """Say whether a directory is named for an output dir, by its checksum."""
+    """Say whether a directory is named after an output dir, by its checksum."""
     return _PLACE.fullmatch(name) is not None
 
 
@@ -36,12 +36,11 @@ def host_note(host: str) -> str:
 
 
 def host_of_note(path: str) -> str:
-    """Return the host that a note is of, by its path."""
     return path.rpartition("/")[2].removesuffix(".json")
 
 
 def near_name(epoch: int, nonce: str, cut: int) -> str:
-    """Return the name of a near save, which its files repeat in place of a save id."""
+    """Return the name of a near save, which its files have in place of a save id."""
     return f"{epoch}.{nonce}.{cut}"
 
 
@@ -50,18 +49,17 @@ def near_dir(name: str) -> str:
 
 
 def parse_near(name: str) -> tuple[int, str, int] | None:
-    """Return epoch, nonce and cut in the name or the directory of a near save, None for any other name."""
     match = _NEAR.fullmatch(name)
     return (int(match[1]), match[2], int(match[3])) if match else None
 
 
 @dataclass(frozen=True)
 class NearList:
-    """What a list says of near saves.
+    """What a takeover says of near saves.
 
     Attributes:
-        by: ``<epoch>.<nonce>`` of the newest writer that makes any, whose near saves count; "" where none has.
-        names: of those of earlier ones that count, too.
+        by: ``<epoch>.<nonce>`` of the newest writer of near saves, which count; "" without one.
+        names: near saves of earlier writers that count, too.
         is_void: whether none counts any more.
     """
 
@@ -83,10 +81,10 @@ class NearSeal:
     """What is known of a near save without opening its other files.
 
     Attributes:
-        manifest: as of a delta; its save id is the name of the near save.
+        manifest: of a delta; its save id is the name of the near save.
         place: 16 hex digits of the output dir that it belongs to.
-        hosts: of each shard, the host that wrote it.
-        copies: of each host that has one, the other hosts that have the files of its shards too.
+        hosts: for each shard, the host that wrote it.
+        copies: host -> the other hosts that have copies of the files it wrote.
     """
 
     manifest: Manifest
@@ -110,7 +108,7 @@ def decode(data: bytes, path: str) -> NearSeal:
 
     Raises:
         CorruptCheckpointError: it is not a whole, sealed and consistent one of a delta.
-        FormatVersionError: written by a newer format.
+        FormatVersionError: a newer format wrote it.
     """
     document = KIND.open(data, path)
     world, manifest = document.read(_World, "world"), manifest_of(document)

@@ -1,4 +1,4 @@
-"""The tables of a checkpoint, as its manifest lists them, and what they had more (docs/format.md, section 3)."""
+"""The tables of a checkpoint in its manifest, and what was left out of them (docs/format.md, section 3)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Problem = tuple[str, object, object]  # a field, what was found there, and what 
 
 
 class Where(JsonRecord, frozen=True, rename={"minimum": "min", "n_ids": "ids"}):
-    """Conditions of the rows that were saved, all of them; of a list of ids, how many and their checksum."""
+    """Conditions that all saved rows meet; a list of ids is recorded as its length and checksum."""
 
     minimum: Mapping[str, int | float]  # scalar slot -> the least value
     sample: Annotated[float, Meta(ge=0, le=1)]  # the share of all ids, by their hash
@@ -41,8 +41,6 @@ class Where(JsonRecord, frozen=True, rename={"minimum": "min", "n_ids": "ids"}):
 
 @dataclass(frozen=True)
 class Narrowed:
-    """A slot that was stored in a narrower dtype than the table has."""
-
     slot: str
     dtype: str  # of the table
     error: Number = field(compare=False)  # of a value of any row, at most
@@ -50,8 +48,6 @@ class Narrowed:
 
 @dataclass(frozen=True)
 class Reduced:
-    """How a table was not saved as it is."""
-
     slots: tuple[str, ...]  # that were left out
     where: Where | None  # what the rows have to meet; None for all rows
     rows: Count = field(compare=False)  # that were left out, over all shards
@@ -63,7 +59,7 @@ class Reduced:
 
     @property
     def forgets_why(self) -> bool:
-        """Whether a table that is loaded from this cannot tell which rows would be saved: what says so is not there."""
+        """Whether a table loaded from this lacks the values that say which rows would be saved."""
         looked_at = set(self.where.minimum) if self.where else set[str]()
         return not looked_at.isdisjoint({*self.slots, *self.dtypes})
 
@@ -74,7 +70,7 @@ class Reduced:
         return "; ".join(parts)
 
     def of_slots(self, names: Collection[str]) -> Reduced:
-        """Return what was left out of some slots, and the rows that were left out of all."""
+        """Return what was left out of some slots; the rows left out stay."""
         slots = tuple(slot for slot in self.slots if slot in names)
         return replace(self, slots=slots, narrowed=tuple(each for each in self.narrowed if each.slot in names))
 
@@ -83,27 +79,25 @@ class Reduced:
         return replace(self.no_better(other), rows=self.rows + other.rows)
 
     def no_better(self, other: Reduced) -> Reduced:
-        """Return this with the errors of rows that are in another checkpoint, or shard, as well."""
+        """Return this with errors no smaller than those of another checkpoint or shard."""
         errors = {each.slot: each.error for each in other.narrowed}
         worst = (replace(each, error=max(each.error, errors.get(each.slot, 0.0))) for each in self.narrowed)
         return replace(self, narrowed=tuple(worst))
 
 
 def _number(value: int | float) -> str:
-    """Return a whole number in full, any other in short."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def is_narrower(dtype: str, than: str) -> bool:
-    """Say whether values may be stored in a dtype, narrower than that of their table: both are of numbers with a point.
+    """Say whether floating-point values of dtype ``than`` may be stored in ``dtype``.
 
-    float16 and bfloat16 have the same width, and neither holds all of the other.
+    float16 and bfloat16 have the same width, and neither holds all values of the other.
     """
     return dtype in FLOATS and than in FLOATS and ITEM_BYTES[dtype] < ITEM_BYTES[than]
 
 
 def descriptions_of(tables: Mapping[str, Reduced]) -> list[str]:
-    """Return a line for each kind of what was left out, if there is any, with the tables that it was left out of."""
     groups: dict[tuple[object, ...], tuple[list[str], list[Reduced]]] = {}
     for name, reduced in tables.items():
         names, alike = groups.setdefault((reduced.slots, repr(reduced.where), reduced.narrowed), ([], []))
@@ -118,7 +112,7 @@ def descriptions_of(tables: Mapping[str, Reduced]) -> list[str]:
 
 
 def counted_table(name: str) -> str:
-    """Return the table whose waiting ids another one counts, by the name of that; "" where it counts none."""
+    """Return the table whose waiting ids are counted by the table of this name; "" if it counts none."""
     match = _COUNTED.fullmatch(name)
     return match[1] if match else ""
 
@@ -138,12 +132,11 @@ class ClockDates(JsonRecord, frozen=True):
     last: Number
 
     def joined(self, other: ClockDates | None) -> ClockDates:
-        """Return what includes both."""
         return self if other is None else ClockDates(min(self.first, other.first), max(self.last, other.last))
 
 
 class LiveLayout(JsonRecord, frozen=True):
-    """How a table lay in memory of another library, as rows in places with numbers."""
+    """The layout of a table in memory of another library: numbered places for rows."""
 
     n_rows: Count  # how many rows it has places for
     # Ranges [begin, end) with a value each in slots; () where none has.
@@ -151,7 +144,7 @@ class LiveLayout(JsonRecord, frozen=True):
 
 
 class TableEntry(JsonRecord, frozen=True):
-    """A table as it was saved: rows over all shards, and its slots; of a delta, also which rows it has itself."""
+    """A table as it was saved: rows over all shards, and its slots; in a delta, also the rows of the delta."""
 
     name: str
     rows: Count  # of the checkpoint, not of the delta
@@ -164,7 +157,6 @@ class TableEntry(JsonRecord, frozen=True):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row, the id included."""
         return 8 + sum(slot.row_bytes for slot in self.slots)
 
     @property
@@ -177,7 +169,6 @@ class TableEntry(JsonRecord, frozen=True):
 
 
 def table_problems(table: TableEntry, *, of_delta: bool) -> Iterator[Problem]:
-    """Yield what contradicts itself in the entry of a table, of a delta or of a full checkpoint."""
     try:
         check_table_name(table.name)
     except ValueError as error:
@@ -218,7 +209,6 @@ def _slot_problems(slot: SlotSpec) -> Iterator[Problem]:
 
 
 def _reduced_problems(reduced: Reduced, saved: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield what cannot be left out of a table with these slots and dtypes."""
     left_out, where, slots = reduced.slots, reduced.where, [each.slot for each in reduced.narrowed]
     if len({*left_out, *saved}) < len(left_out) + len(saved) or "" in left_out:
         yield "reduced.slots", left_out, "different slots that are not in the checkpoint"

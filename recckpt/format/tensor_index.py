@@ -1,4 +1,4 @@
-"""The index of what one shard wrote of dense tensors: which chunks lie where (docs/format.md, section 6; no torch)."""
+"""The index of one shard's dense tensors: which chunks lie where (docs/format.md, section 6). Imports no torch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ MODEL, EXTRA = "model", "extra"  # part of the format: whose tensor it is
 
 
 def widened(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return bfloat16 bit patterns as the float32 that they are."""
     wide: npt.NDArray[Any] = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return wide
 
@@ -73,8 +72,6 @@ class TensorChunk(JsonRecord, frozen=True):
 
 
 class TensorIndex(JsonRecord, frozen=True):
-    """What one shard wrote of dense tensors; fields as in docs/format.md."""
-
     save_id: str
     shard: int
     shards: int
@@ -83,13 +80,12 @@ class TensorIndex(JsonRecord, frozen=True):
 
 
 def block_checksums(data: memoryview) -> tuple[int, ...]:
-    """Return the checksums of the blocks of a chunk, as writers cut it."""
     blocks = (data[begin : begin + BLOCK_BYTES] for begin in range(0, len(data), BLOCK_BYTES))
     return tuple(xxhash.xxh3_64_intdigest(block) for block in blocks)
 
 
 def encode(index: TensorIndex) -> bytes:
-    """Return the bytes of the file; ValueError names a tensor whose name no JSON could have."""
+    """Return the bytes of the file; ValueError names a tensor whose name JSON cannot encode."""
     for name in (chunk.name for chunk in index.chunks if not layout.is_encodable(chunk.name)):
         raise ValueError(f"tensor {name!r}: expected a name encodable as UTF-8; rename it")
     shard, chunks = (index.save_id, index.shard, index.shards), (json.dumps(plain(chunk)) for chunk in index.chunks)
@@ -99,8 +95,8 @@ def encode(index: TensorIndex) -> bytes:
 def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> TensorIndex:
     """Return the index in ``data``, checked against its manifest.
 
-    Raises CorruptCheckpointError where it is not a whole index of this shard of this save, FormatVersionError where a
-    newer format wrote it.
+    Raises CorruptCheckpointError if it is not a whole index of this shard of this save, FormatVersionError if a newer
+    format wrote it.
     """
     of = (manifest.save_id, shard, len(manifest.shards))
     document = open_of_shard(data, path, KIND, of)
@@ -119,7 +115,7 @@ def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> TensorInde
 
 
 def _box_problems(chunk: TensorChunk, block_bytes: int) -> Iterator[Problem]:
-    """Yield why a chunk is no box of a tensor, or has not a checksum for each of its blocks."""
+    """Yield why a chunk is not a box of a tensor, or lacks checksums of its blocks."""
     shape, offsets, sizes = chunk.shape, chunk.offsets, chunk.sizes
     if chunk.of not in (MODEL, EXTRA):
         yield "of", repr(chunk.of), f"{MODEL!r} or {EXTRA!r}"
@@ -150,6 +146,5 @@ def _place_problems(
 
 
 def damaged(directory: str, chunk: TensorChunk, begin: int, found: int, expected: int) -> CorruptCheckpointError:
-    """Return the error for the checksum of a block, which begins at a byte of a chunk."""
     path, where = layout.join(directory, chunk.file), f"tensor {chunk.name!r}, bytes {chunk.at + begin} on"
     return CorruptCheckpointError(path, where, found=f"{found:016x}", expected=f"{expected:016x}")

@@ -54,7 +54,6 @@ class Renames:
 
     @cached_property
     def _sides(self) -> tuple[dict[str, list[str]], list[tuple[str, str]]]:
-        """The rules without wildcards, by the name in the model, and those with wildcards."""
         explicit: dict[str, list[str]] = {}
         for model_side, checkpoint_side in self.rules:
             if not WILDCARD.findall(model_side):
@@ -89,7 +88,6 @@ def parse_renames(value: Any) -> Renames:
 
 
 def _only(text: str, matches: _Matches) -> str:
-    """Return the one name that rules give to a text; the text itself without a rule."""
     if len(matches) > 1:
         rules = " and ".join(sorted({f"{rule[0]!r}: {rule[1]!r}" for rule in matches.values()}))
         raise ValueError(f"{text!r} is ambiguous: {' or '.join(map(repr, sorted(matches)))}, by {rules}")
@@ -169,7 +167,6 @@ class Entry:
         return frozenset({"dense", "sparse"} if self.strict else ())
 
     def action(self, name: Name) -> str:
-        """Return what to do if dtype or shape of ``name`` differ."""
         actions = [(not pattern.is_explicit, action) for pattern, action in self.on_mismatch if pattern.matches(name)]
         return min(actions, key=lambda rule: rule[0], default=(False, "error"))[1]
 

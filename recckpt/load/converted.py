@@ -99,7 +99,6 @@ class TensorRows:
 
     @property
     def entries(self) -> dict[str, TableEntry]:
-        """Tensor -> its description as a table."""
         n_rows = {item.thing.tensor: item.thing.rows for item in self._planned}
         entries = {}
         for tensor, columns in self._columns.items():
@@ -167,7 +166,6 @@ class TensorRows:
             yield BatchRows(tensor, 0, path, np.arange(begin, stop, dtype=np.int64), values)
 
     def _value(self, item: Planned) -> StoredValue | None:
-        """Return the tensor that fills a slot; None for ids, and without such a state."""
         tensor, slot = item.thing.tensor, _slot_there(item)
         if slot == ID:
             return None
@@ -184,7 +182,6 @@ class TensorRows:
         return self.source.under_names_of(self._live.tensor_names, self.source.tensors.model)
 
     def _state(self, tensor: str, optimizer: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return the state that a registered optimizer has of a tensor, and its settings."""
         if (tensor, optimizer) in self._states:
             return self._states[tensor, optimizer]
         source, shard = self.source, self._live.shard
@@ -260,8 +257,7 @@ class _Gathered:
         for slot, values in {EMBEDDING: embeddings, **(slots or {})}.items():
             self.columns[slot][ids] = values
 
-    def clear(self) -> None:
-        """Do nothing: every row is written."""
+    def clear(self) -> None: ...
 
     def __len__(self) -> int:
         return 0

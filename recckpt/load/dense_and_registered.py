@@ -120,7 +120,6 @@ def _dense_values(
 
 
 def _extra_state(live: LiveState, item: Planned, source: OpenSource) -> Any:
-    """Return the state of a registered object, its sharded tensors laid out as they are here."""
     of_all = source.registered_on_all(item.source, live.shard)
     gathered = live.extra.gathered(item.name.text, of_all, source.tensors.of_extra)
     if gathered is not None:
@@ -242,7 +241,6 @@ class ModelLoad:
             log.warning("%s: the model keeps what was loaded, though the load failed: load again", name, exc_info=True)
 
     def _owner(self, name: str) -> tuple[nn.Module, str]:
-        """Return the module that has an unwrapped name, and the name within that module."""
         key = name.rpartition(".")[2]
         wrappers = wrappers_in(self._model)
         names = self._model.named_modules(remove_duplicate=False)

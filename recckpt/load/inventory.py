@@ -27,8 +27,6 @@ _N_AVERAGED = "n_averaged"  # of AveragedModel, which wraps as DistributedDataPa
 
 @dataclass(frozen=True)
 class Thing:
-    """What is known of a name without reading its value."""
-
     dtype: str = ""  # of a slot or tensor, or PLAIN; "" where it is not known or does not matter
     shape: tuple[int, ...] = ()  # of one row of a slot, or of a tensor
     rows: int = 0  # of the table; 0 for what is neither a slot nor the rows of a table as a tensor
@@ -64,7 +62,6 @@ class LoadCandidate:
 
     @property
     def called(self) -> str:
-        """Its name in messages: the entry of a bank, and the path."""
         return f"{self.entry.label} ({self.label})" if self.entry.path else self.label
 
 
@@ -104,7 +101,6 @@ def checkpoint_inventory(
 
 
 def registered_names(checkpoint: Checkpoint) -> list[Name]:
-    """Return the names of registered objects and sparse optimizer scalars with state in a checkpoint."""
     names = checkpoint.manifest.names
     extra = [Name("sparse_opt" if name == SPARSE_OPTIM else "extra", name) for name in names.extra]
     extra += [Name("extra", name) for name in names.extra_of_ranks]

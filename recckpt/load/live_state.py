@@ -44,8 +44,6 @@ _SCALARS = Name("sparse_opt", SPARSE_OPTIM)
 
 @dataclass(eq=False)
 class LiveState:
-    """The model of this rank, its companions, and which rank of how many this is."""
-
     model: nn.Module
     sparse_optim: Optimizer | None
     extra: Registry

@@ -176,7 +176,6 @@ def load(
 
 
 def _report(live: LiveState, planned: LoadPlan, loaded: Loaded, step: int | None, seconds: float) -> LoadReport:
-    """Return the plan with the rows that were taken: a slice, a filter or a full table may leave some out."""
     items, rows_taken = [], {**loaded.rows_taken}
     for item in planned.items:
         name, there = item.name, item.thing
@@ -201,7 +200,6 @@ def _report(live: LiveState, planned: LoadPlan, loaded: Loaded, step: int | None
 
 
 def _finish(live: LiveState, planned: LoadPlan, sources: Sequence[OpenSource], settings: HyperParameters) -> None:
-    """Settle hyper-parameters, and the counts of ids that have rows now."""
     objects = {item.name.text for item in planned.taken if item.name.is_settings or item.name.is_object}
     akin = {
         item.name.text: item.conversion
@@ -220,7 +218,6 @@ def _finish(live: LiveState, planned: LoadPlan, sources: Sequence[OpenSource], s
 
 
 def _apply(live: LiveState, other: OtherState, fill: Callable[..., Loaded], progress: Progress) -> Loaded:
-    """Change the live state; return what was loaded into tables."""
     model = ModelLoad(live, other.dense)
     with ExitStack() as undone_on_error:  # what can refuse its state goes first
         undone_on_error.enter_context(_optimizer_loaded(live.row_optimizers, other.sparse_optim))

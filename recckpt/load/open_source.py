@@ -103,11 +103,9 @@ class OpenSource:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of files read so far, without rows."""
         return self._n_bytes + self.tensors.bytes_read
 
     def offer(self, model: Inventory) -> LoadCandidate:
-        """Return what the checkpoint has of the names of a model."""
         dense = [name.text for name in model if name.group == "dense"]
         dense += [tensor for name, thing in model.items() if name.slot == EMBEDDING for tensor in thing.tied]
         inventory = checkpoint_inventory(self.at.checkpoint, self.tensors.model, dense)
@@ -142,14 +140,12 @@ class OpenSource:
         return state
 
     def value(self, name: str, key: str) -> Any:
-        """Return the value of a key that the manifest lists for a ``.pt`` file."""
         state = self.state(name)
         if key not in state:
             raise self.corrupt(name, repr(key), found="nothing", expected="its state, as the manifest says")
         return state[key]
 
     def registered(self, name: str, shard: int) -> Any:
-        """Return the state of a registered object; if each rank saved its own, as :meth:`own_state`."""
         if name not in self.at.extras_of_ranks:
             return self.value(layout.EXTRA, name)
         return self.own_state("extra", name, shard)
@@ -178,7 +174,6 @@ class OpenSource:
         return self.value(layout.of_rank(content, shard), name)  # an error: the manifest says that a rank has one
 
     def row_scalars(self) -> dict[str, Any]:
-        """Return the scalars of the optimizers of rows, checked; {} if none were saved."""
         is_there = layout.SPARSE_OPTIM in self._manifest.names.extra
         state = self.value(layout.EXTRA, layout.SPARSE_OPTIM) if is_there else {}
         groups = state.get("param_groups", []) if isinstance(state, dict) else None

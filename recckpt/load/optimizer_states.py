@@ -188,7 +188,6 @@ class _Composer:
         self.notes: list[str] = []
 
     def state(self) -> Any:
-        """Return the state to load, None if the optimizer keeps its own."""
         settings = self._planned[Name("dense_opt", self._name)]
         groups = None
         if settings.offer is not None and not settings.thing.table:
@@ -261,7 +260,6 @@ class _Composer:
         return here == there
 
     def _renamed(self, groups: Sequence[Mapping[str, Any]], source: OpenSource) -> list[dict[str, Any]]:
-        """Return saved groups with the names that their parameters have here."""
         called = self._names_here(groups, source)
         parameters: dict[str, list[str]] = {}
         for parameter, name in self._called_there(set().union(*called), source).items():
@@ -272,7 +270,6 @@ class _Composer:
         ]
 
     def _names_here(self, groups: Sequence[Mapping[str, Any]], source: OpenSource) -> list[list[str]]:
-        """Return the model's names of the parameters of each saved group."""
         named = {name: name for group in groups for name in group[NAMES]}
         here = {there: name for name, there in source.under_names_of(self._live.tensor_names, named).items()}
         return [[here.get(name, name) for name in group[NAMES]] for group in groups]
@@ -336,7 +333,6 @@ class _Composer:
         }
 
     def _read(self, offer: int, name: str) -> _States:
-        """Return the states that an optimizer has in a checkpoint, by the names in the plan."""
         source, shard = self._sources[offer], self._live.shard
         is_gathered = name in source.at.extras_of_ranks and self._live.extra.gathers(self._name)
         items = [self._planned[state_name(parameter, self._name)] for parameter in self._parameters]

@@ -107,7 +107,6 @@ class Match:
             problems.warn(entry, f"{label} has the state of what is not registered: {first_few(objects)}; {remedy}")
 
     def _left(self) -> list[Name]:
-        """Return what the entry asks for and the model lacks."""
         entry, inventory = self.offer.entry, self.offer.inventory
         left = [name for name in inventory if name not in self._known and entry.wants(name)]
         if not entry.serves:
@@ -140,7 +139,6 @@ class Match:
         return "", ""
 
     def is_trained_alike(self, table: str) -> bool:
-        """Say whether the optimizer there kept the same slots of a table as the model's."""
         name = slot_name(table, ID)
         there = self.there.get(name, name)
         thing = self.offer.inventory.get(there)
@@ -156,13 +154,11 @@ class Match:
         return live == saved
 
     def called(self, source: Name) -> str:
-        """Return the table if all of it is missing, else the name itself."""
         is_missing = bool(source.table) and slot_name(source.table, ID) not in self.offer.inventory
         return source.table if is_missing else source.text
 
 
 def _slots(inventory: Inventory, table: str | None = None) -> set[str]:
-    """Return the optimizer slots of a table; None for those of all tables."""
     slots = (name for name in inventory if name.is_slot and name.group == "sparse_opt")
     return {name.slot for name in slots if table in (None, name.table)}
 
@@ -188,7 +184,6 @@ def _source(name: Name, tied: tuple[str, ...], offer: LoadCandidate) -> Name:
 
 
 def as_rows(name: Name, saved: Thing) -> str:
-    """Describe the conversion of a dense tensor, or its state, to rows of a table; or back."""
     if saved.table:
         return f"rows of table {saved.table!r} -> {'state of ' if name.parameter else ''}dense tensor"
     where = f" in {saved.optimizer!r}" if saved.optimizer else ""
@@ -325,7 +320,6 @@ def _follow(name: Name, tied: Sequence[str], planned: Mapping[Name, Planned], ma
 
 
 def _state_of(name: Name, number: int, matches: Sequence[Match]) -> Planned:
-    """Plan the state of a parameter from one candidate, or say why it has none."""
     match = matches[number]
     source, inventory = match.there[name], match.offer.inventory
     saved = inventory.get(source)

@@ -110,7 +110,6 @@ class Problems:
         raise LoadConfError(texts)
 
     def remedy(self) -> str:
-        """Return what a user can write in a ``load_conf``, or in an entry of a bank, about state that does not fit."""
         parts = []
         if self.missing and self.unexpected:
             rules = ", ".join(_addition(entry, _RENAME) for entry in self._renames.values())
@@ -169,7 +168,6 @@ def fitting_action(name: Name, saved: Thing, live: Thing) -> tuple[str, str]:
 
 
 def check_patterns(entry: Entry, model: Inventory, there: Collection[Name], problems: Problems) -> None:
-    """Add what is wrong with the names in an entry, by those of the model and of the checkpoint."""
     everything = [*model, *there]
     patterns: list[tuple[str, Pattern, Collection[Name]]] = [("load", pattern, model) for pattern in entry.load]
     patterns += [("exclude", pattern, everything) for pattern in entry.exclude]
@@ -196,7 +194,6 @@ def check_patterns(entry: Entry, model: Inventory, there: Collection[Name], prob
 def _doubts(
     entry: Entry, key: str, pattern: Pattern, meant: Collection[Name], model: Collection[Name]
 ) -> Iterator[str]:
-    """Yield what a pattern probably was not meant to say."""
     if not meant:
         if not pattern.is_explicit:
             yield " matches nothing in the model"

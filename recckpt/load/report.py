@@ -148,7 +148,6 @@ class LoadPlan:
             log.warning("%s", one_line(line))
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-        """Return column names and rows; without the column of other names if there are none."""
         rows = []
         for item in self.items:
             thing, has_rows = item.thing, item.offer is not None and item.table
@@ -173,7 +172,6 @@ class LoadPlan:
         return list(map(self._in_short, lines))
 
     def _in_short(self, text: str) -> str:
-        """Replace paths of sources by their numbers."""
         numbers = {one_line(source): number for number, source in enumerate(self.sources)}
         if not numbers:
             return text
@@ -181,7 +179,6 @@ class LoadPlan:
         return re.sub(rf"({paths})(?![\w/])", lambda match: f"[{numbers[match[1]]}]", text)
 
     def _fresh_lines(self) -> list[str]:
-        """Say what starts from scratch, one line per reason."""
         tensors = {item.name.text for item in self.fresh if item.name.group == "dense"}
         items = [item for item in self.fresh if item.name.parameter not in tensors]
         # A table stands for its slots where its embedding is one of those with a reason.

@@ -51,8 +51,6 @@ class LocatedCheckpoint:
 
 @dataclass(frozen=True)
 class LocatedBank:
-    """The checkpoints of a bank, in its order, and what is wrong with its entries."""
-
     sources: Sequence[LocatedCheckpoint]
     problems: Problems
 
@@ -82,7 +80,6 @@ def locate_bank(bank: Sequence[Mapping[str, Any]]) -> LocatedBank:
 def locate_asked(
     own: Storage, ckpt_path: str | None, ckpt_id: str | None, direct_path: bool
 ) -> tuple[Storage, Checkpoint]:
-    """Return the checkpoint that these arguments of :meth:`recckpt.Saver.load` mean."""
     if direct_path:
         try:
             return open_checkpoint(str(ckpt_path))

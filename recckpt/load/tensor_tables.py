@@ -82,7 +82,6 @@ def tables_of_tensor(text: str) -> tuple[str, ...]:
 
 
 def _table_of(name: Name, thing: Thing, model: Inventory, offer: LoadCandidate) -> str | None:
-    """Return the table that has the rows of a dense tensor."""
     if name.group != "dense" or thing.dtype == PLAIN or len(thing.shape) < 2:
         return None
     try:
@@ -118,7 +117,6 @@ def _as_tensor(name: Name, table: str, model: Inventory, offer: LoadCandidate) -
 
 
 def _tensor_of(name: Name, tied: Sequence[str], offer: LoadCandidate) -> str | None:
-    """Return the dense tensor that has the rows of a live table; None if a table has them."""
     try:
         renamed = offer.entry.renames.source(name).rpartition("@")[0]
     except ValueError:  # the rules give it several names, which is refused elsewhere

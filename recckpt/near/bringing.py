@@ -1,4 +1,4 @@
-"""What a host lacks of a near save is brought there from hosts that have it whole (no torch here)."""
+"""Brings what a host lacks of a near save there from hosts that have it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,17 +28,15 @@ _REMOVED = "the process that makes near saves there is probably alive: end it be
 
 @dataclass(frozen=True)
 class WholeFiles:
-    """What a host has of a near save."""
-
     rank: int  # the first rank there
     names: frozenset[str]  # the files that are whole
     errors: tuple[Exception, ...] = ()  # what is wrong with others
 
 
 def whole_files(save: Checkpoint, names: Collection[str], concurrency: int, rank: int) -> WholeFiles:
-    """Read those files of a near save that this host has, and return which are whole.
+    """Read those files of a near save that this host has, and return which are intact.
 
-    A file with rows is only whole beside its catalog, which has its checksums.
+    A file with rows needs its catalog, which has its checksums.
     """
     assert save.near_dir is not None
     link, whole, errors = OpenLink.of(save.near_dir, save), set[str](), list[Exception]()
@@ -75,7 +73,6 @@ def whole_files(save: Checkpoint, names: Collection[str], concurrency: int, rank
 
 
 def _of_near_save(save: Checkpoint, near_dir: Storage, error: Exception) -> Exception:
-    """Return an error that says what it means of a near save, and on which host, where that is not as elsewhere."""
     host = socket.gethostname()
     if isinstance(error, CorruptCheckpointError):
         path = f"{host}:{near_dir.url_of(error.path)}"
@@ -86,7 +83,7 @@ def _of_near_save(save: Checkpoint, near_dir: Storage, error: Exception) -> Exce
 
 
 def lacking(save: Checkpoint, of_hosts: Iterable[WholeFiles]) -> Exception | None:
-    """Return why a near save cannot be restored from what hosts have; None where each file is whole on one.
+    """Return why a near save cannot be restored from what hosts have; None if each file is intact on one.
 
     Rules *all_pieces* and *verify_before_choice*.
     """
@@ -123,14 +120,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Bringing:
-    """The files of a near save that hosts lack and their ranks read, as all ranks know of them."""
+    """The files of a near save that hosts lack and their ranks read; the same on all ranks."""
 
     places: Sequence[Place]  # of all ranks
     moves: Sequence[Move]  # of the files, each to the first rank of a host
 
     @classmethod
     def of(cls, save: Checkpoint, places: Sequence[Place], of_hosts: Sequence[WholeFiles]) -> Bringing:
-        """Return what is to be brought, of what hosts have whole; pure."""
+        """Decide what is to be brought. Pure."""
         # What each host lacks of what its ranks read, by its first rank.
         first, lacks = dict[HostSeen | None, int](), dict[int, frozenset[str]]()
         whole = {host.rank: host.names for host in of_hosts}
@@ -147,19 +144,16 @@ class Bringing:
         return cls(places, moves)
 
     def shortage(self) -> OSError | None:
-        """Return why it is not begun, where a host has no room for what comes to it."""
         for rank, place in enumerate(self.places):
             if place.free_bytes is not None and place.free_bytes < self._n_bytes(rank):
                 return self.failure(rank, f"found {size(place.free_bytes)} free there: make room")
         return None
 
     def failure(self, rank: int, reason: str) -> OSError:
-        """Return the error that says what a host, which this is a rank of, could not take."""
         needs = f"which needs {size(self._n_bytes(rank))} of it"
         return OSError(f"it cannot be brought to {self.places[rank].name}, {needs}: {reason}")
 
     def in_words(self) -> Iterator[str]:
-        """Yield how much comes to each host, and from where."""
         for rank in sorted({each.receiver for each in self.moves}):
             senders = sorted({self.places[each.sender].name for each in self.moves if each.receiver == rank})
             yield f"{size(self._n_bytes(rank))} to {self.places[rank].name} from {', '.join(senders)}"

@@ -1,4 +1,4 @@
-"""The marks of a saver and near saves: one reads them and leaves them, and a restore of one sets them anew."""
+"""The marks of a saver and near saves: making one leaves them as they are, restoring one sets them anew."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _ANY = 1e18  # times the bytes of a full checkpoint
 class PeekedChanges(Changes):
     """What changes, for a near save: marks and base are read, and stay (rule *keeps_marks*).
 
-    However long the chain is, a near save is none of its links; only where much has changed it is not worth its bytes.
+    The length of the chain does not matter, since a near save is not a link. If too much has changed, it is not worth
+    its bytes.
     """
 
     def __init__(self, changes: Changes) -> None:
@@ -33,12 +34,12 @@ class PeekedChanges(Changes):
         self.freeze = partial(changes.tracker.freeze, keeps_marks=True)
 
     def is_in_doubt(self, storage: Storage, fence: Fence) -> bool:
-        """Say no: rank 0 has looked before."""
+        """Say no: rank 0 has checked before."""
         return False
 
 
 def count_from(changes: Changes, restored: Checkpoint, tables: Iterable[SavableTable]) -> None:
-    """Count changes from a checkpoint; of a near save, from that below it, and what it holds has changed since."""
+    """Count changes from a restored checkpoint; after a near save, from its parent, with its rows as changed."""
     if restored.near_dir is None:
         changes.on_whole_restore(restored, tables)
     elif changes.resume_from(restored.below[0].manifest):

@@ -1,4 +1,4 @@
-"""What became of the near saves of a saver: in all, since the newest line of the timeline, and as metrics."""
+"""The outcomes of a saver's near saves: in all, since the newest line of the timeline, and as metrics."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ WhySkipped = Literal["under_way", "too_much_changed", "stopped"]
 
 @dataclass(frozen=True)
 class NearCounts:
-    """What became of the near saves of a saver: acknowledged, failed, and not made."""
-
     made: int = 0
     failed: int = 0
     skipped: int = 0
@@ -26,8 +24,6 @@ class NearCounts:
 
 @dataclass(frozen=True)
 class _SinceLine:
-    """What became of near saves since a line; sums are those of the ones that were made."""
-
     made: int = 0
     failed: int = 0
     skipped: Mapping[WhySkipped, int] = field(default_factory=dict)
@@ -46,7 +42,7 @@ class _SinceLine:
 
 
 class NearTally:
-    """Counts the near saves of one saver. Thread-safe: the threads of training, near saves and checkpoints use it."""
+    """Counts the near saves of one saver. Thread-safe: threads of training, near saves and checkpoints use it."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -58,7 +54,7 @@ class NearTally:
         return self._counts
 
     def go_on(self, step: int) -> None:
-        """Count from a step at which the run goes on, as after a restore."""
+        """Count from a step at which the run goes on, such as after a restore."""
         with self._lock:
             self._counted_step = step
 
@@ -78,14 +74,12 @@ class NearTally:
             self._note_counted(info.step)
 
     def note_failed(self, info: SaveInfo) -> None:
-        """Count one that has failed, and remember why."""
         with self._lock:
             self._counts = replace(self._counts, failed=self._counts.failed + 1)
             before = self._since.due(info.step)
             self._since = replace(before, failed=before.failed + 1, error=info.error_text)
 
     def note_skipped(self, step: int | None, why: WhySkipped) -> None:
-        """Count one that was due and was not begun."""
         with self._lock:
             self._counts = replace(self._counts, skipped=self._counts.skipped + 1)
             before = self._since.due(step)
@@ -93,11 +87,7 @@ class NearTally:
             self._since = replace(before, skipped=skipped)
 
     def take(self, step: int | None) -> dict[str, Any]:
-        """Return the field ``near`` for the line of a checkpoint, none where there is nothing to say; count anew.
-
-        Args:
-            step: of the checkpoint.
-        """
+        """Return the field ``near`` for the line of a checkpoint of this step, {} without any; then count anew."""
         with self._lock:
             self._note_counted(step)
             since, self._since = self._since, _SinceLine()
@@ -118,22 +108,13 @@ class NearTally:
 
 
 class NearMetrics:
-    """Records the metrics of the near saves of one saver, on rank 0. Thread-safe.
-
-    Args:
-        run: the job, as its series name it.
-    """
+    """Records the metrics of the near saves of one saver, on rank 0. Thread-safe. ``run`` names the job."""
 
     def __init__(self, run: str) -> None:
         self._run, self._newest_step = run, 0  # of those that this process has made
 
     def due(self, info: SaveInfo, listing: Listing) -> None:
-        """Record what a loss would have cost when one was due, whether it began or not.
-
-        Args:
-            info: of the near save.
-            listing: what is committed in the output dir.
-        """
+        """Record what a loss would have cost when one was due, whether it began or not."""
         step = info.step or 0
         durable = listing.committed[-1].manifest.step or 0 if listing.committed else 0
         lags = {"lag": step - durable, "near.lag": step - max(durable, self._newest_step)}

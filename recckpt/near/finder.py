@@ -1,4 +1,4 @@
-"""What a restore may take beside checkpoints: near saves of which each byte is right, on whichever host it lies."""
+"""What a restore may take beside checkpoints: near saves whose bytes are all intact, on whichever hosts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 def skipped(
     seen: Iterable[SeenSave], near_list: NearList, candidates: Sequence[Checkpoint]
 ) -> list[tuple[Checkpoint, str]]:
-    """Return the near saves that are newer than the first candidate, oldest first, and why each cannot be restored.
+    """Return the near saves newer than the first candidate, oldest first, and why each cannot be restored.
 
     Args:
         seen: what all hosts have.
@@ -55,14 +55,7 @@ def skipped(
 
 
 class NearFinder(CandidateFinder):
-    """Finds what a restore may take, near saves among it. Collective; not thread-safe.
-
-    Args:
-        dir: the near saves on this host.
-        storage: the output dir.
-        concurrency: number of threads that read.
-        noted: the note of this host in the output dir.
-    """
+    """Finds what a restore may take, including near saves. Collective; not thread-safe."""
 
     is_shared = True
 
@@ -75,9 +68,8 @@ class NearFinder(CandidateFinder):
     def find(self, ranks: Ranks, bank: Callable[[], _T], usable: Usable, needed: Needed) -> tuple[_T, list[Checkpoint]]:
         """Return what may be restored: checkpoints and near saves, newest first; arguments as of the base.
 
-        Each byte of the first is read, if it is a near save (rule *verify_before_choice*), and what other hosts have of
-        it is brought to those that need it. Where something that was listed is gone, all is listed once more (rule
-        *relist_when_gone*).
+        If the first is a near save, each byte of it is read (rule *verify_before_choice*), and hosts get what they lack
+        of it. If something that was listed is gone, all is listed once more (rule *relist_when_gone*).
         """
         located = ranks.on_first(bank)
         for _ in range(_LOOKS):
@@ -108,7 +100,6 @@ class NearFinder(CandidateFinder):
     def without_damage(
         self, ranks: Ranks, before: Sequence[Checkpoint], left: Sequence[Checkpoint], needed: Needed
     ) -> list[Checkpoint]:
-        """Return what rank 0 has left of what was found, from the first that is whole on."""
         own = self._here(left)
         return own if own == before else self._from_first_whole(ranks, own, needed)
 
@@ -133,19 +124,17 @@ class NearFinder(CandidateFinder):
         return candidates
 
     def _here(self, candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
-        """Return candidates of rank 0 as this rank sees them, whose near dir may be another. Not collective."""
+        """Return candidates of rank 0 with the near dir of this rank, which may differ. Not collective."""
         own = self._dir.storage
         return [each if each.near_dir is None else replace(each, near_dir=own) for each in candidates]
 
     def _from_first_whole(
         self, ranks: Ranks, candidates: Sequence[Checkpoint], needed: Needed, *, is_first_look: bool = False
     ) -> list[Checkpoint]:
-        """Return the candidates without those before the first checkpoint or near save whose bytes are all right.
-
-        Arguments as of :meth:`find`.
+        """Return the candidates from the first checkpoint or intact near save on.
 
         Raises:
-            CheckpointRemovedError: one is gone, at the first look after it was listed.
+            CheckpointRemovedError: at the first look, one is gone since it was listed.
         """
         for number, candidate in enumerate(candidates):
             if candidate.near_dir is None:
@@ -161,7 +150,7 @@ class NearFinder(CandidateFinder):
         return []
 
     def _problem_of(self, ranks: Ranks, save: Checkpoint, needed: Needed) -> Exception | None:
-        """Return why all ranks pass a near save over; else bring here what is needed. Rule *one_choice*."""
+        """Return why all ranks skip a near save; None once what is needed was brought here. Rule *one_choice*."""
         problem, of_hosts = ranks.concluded(lambda: self._checked_here(save, ranks.rank), partial(_concluded, save))
         if problem is not None or ranks.size == 1:
             return problem
@@ -189,14 +178,14 @@ class NearFinder(CandidateFinder):
         return None if names is None else whole_files(save, names, self._concurrency, rank)
 
     def _remove(self, save: Checkpoint) -> None:
-        """Remove what was brought to this host, which has no seal of it, so that it takes no room there."""
+        """Remove what was brought to this host without a seal, to free its space."""
         try:
             self._dir.remove(save.directory)
         except OSError as error:
             log.warning("could not remove all of %s/%s: %s", self._dir.storage.url, save.directory, error)
 
     def _note(self, save: Checkpoint) -> None:
-        """Note this host before rows come to it; where that fails, a restore goes on, and the next near save tries."""
+        """Note this host before it gets rows. Failures are logged only: the next near save tries again."""
         try:
             self._noted.note(save.manifest.epoch)
         except OSError as error:
@@ -204,6 +193,5 @@ class NearFinder(CandidateFinder):
 
 
 def _concluded(save: Checkpoint, checked: Sequence[WholeFiles | None]) -> tuple[Exception | None, Sequence[WholeFiles]]:
-    """Return, as rank 0, why a near save cannot be restored, or None, and what each host has of it."""
     of_hosts = [each for each in checked if each is not None]
     return lacking(save, of_hosts), of_hosts

@@ -1,4 +1,4 @@
-"""Moves files of one near save between the hosts of its ranks, in rounds that bound what is in memory."""
+"""Moves files of one near save between the hosts of its ranks, in rounds that bound memory."""
 
 from __future__ import annotations
 
@@ -23,11 +23,9 @@ ROUND_BYTES = 8 << 20  # that a rank sends, or is sent, at a meeting
 
 
 def copies_of(hosts: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
-    """Return of each host the ``copies`` hosts that follow it, all others where there are fewer; {} without copies.
+    """Return host -> the ``copies`` hosts that follow it, or all others if there are fewer; {} without copies.
 
-    Args:
-        hosts: the host of each rank.
-        copies: how many other hosts are to have the files of a host.
+    ``hosts`` has the host of each rank.
     """
     ring = sorted(set(hosts))
     n_copies = min(copies, len(ring) - 1)
@@ -37,13 +35,9 @@ def copies_of(hosts: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
 
 
 def receivers(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
-    """Return of each rank the ranks that take its files, one on each host that is to have a copy.
+    """Return for each rank the ranks that take its files, one on each host that gets a copy.
 
-    The ranks of a host share that by their order: the second takes the files of the second of the other host.
-
-    Args:
-        hosts: the host of each rank.
-        copies: as for :func:`copies_of`.
+    The ranks of a host share the work by their order: the second takes the files of the other host's second.
     """
     targets = copies_of(hosts, copies)
     ranks_on = {host: [rank for rank, other in enumerate(hosts) if other == host] for host in set(hosts)}
@@ -55,12 +49,7 @@ def receivers(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
 
 
 def writers(hosts: Sequence[str], copies: int) -> list[frozenset[int]]:
-    """Return of each rank those whose files lie on its host: of its own ranks, and copies.
-
-    Args:
-        hosts: the host of each rank.
-        copies: as for :func:`copies_of`.
-    """
+    """Return for each rank the ranks whose files lie on its host: the ranks there, and those that it has copies of."""
     targets = copies_of(hosts, copies)
     return [
         frozenset(rank for rank, host in enumerate(hosts) if here in (host, *targets.get(host, ()))) for here in hosts
@@ -69,8 +58,6 @@ def writers(hosts: Sequence[str], copies: int) -> list[frozenset[int]]:
 
 @dataclass(frozen=True)
 class Move:
-    """One file of a near save that goes from one rank to another."""
-
     name: str  # within the directory of the near save
     n_bytes: int  # its size
     xxh3: int | None  # its checksum; None where none is known, so that what arrives is compared with what was read
@@ -80,15 +67,13 @@ class Move:
 
 @dataclass(frozen=True)
 class MoveFailure:
-    """A file that did not arrive."""
-
     move: Move  # which
     reason: str  # what was found, where, and what was expected
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Bytes [begin, end) of what a move sends: the file, and the checksum of what was read of it."""
+    """Bytes [begin, end) of what a move sends: the file, followed by the checksum of what was read."""
 
     number: int  # of the move
     begin: int
@@ -104,11 +89,9 @@ Rounds = list[list[Stretch]]  # what one rank sends another, round by round
 
 
 def rounds_by_pair(moves: Sequence[Move], round_bytes: int) -> dict[tuple[int, int], Rounds]:
-    """Return what each sender sends each receiver in each round; the files of a pair follow each other, in order.
+    """Return what each sender sends each receiver in each round; files of a pair follow each other, in order.
 
-    Args:
-        moves: all of them.
-        round_bytes: the most that a rank sends or receives in one round, but at least one byte for each peer.
+    No rank sends or receives more than ``round_bytes`` in one round, but at least one byte for each peer.
     """
     pairs: dict[tuple[int, int], dict[int, int]] = {}
     for number, each in enumerate(moves):
@@ -137,11 +120,7 @@ def _rounds(sizes: Mapping[int, int], share: int) -> Rounds:
 
 
 class Outgoing:
-    """A file that this rank sends, read from its start to its end. Not thread-safe.
-
-    Attributes:
-        failure: why it cannot be read, None while it can.
-    """
+    """A file that this rank sends, read from start to end; ``failure`` says why it cannot be read. Not thread-safe."""
 
     def __init__(self, storage: Storage, directory: str, of: Move) -> None:
         self._storage, self._path, self._n_bytes = storage, layout.join(directory, of.name), of.n_bytes
@@ -156,7 +135,7 @@ class Outgoing:
             self.failure = str(error)
 
     def fill(self, parcel: Parcel, begin: int) -> None:
-        """Fill a parcel with what comes at ``begin``; it stays as it is once that has failed."""
+        """Fill a parcel with the bytes from ``begin`` on; after a failure its contents are arbitrary."""
         n_bytes = min(len(parcel), max(0, self._n_bytes - begin))
         try:
             if self.failure is None:
@@ -188,7 +167,7 @@ class Outgoing:
 
 
 class Incoming:
-    """A file that this rank is sent, which appears once it is published. Not thread-safe."""
+    """A file that this rank receives, visible once it is published. Not thread-safe."""
 
     def __init__(self, storage: Storage, directory: str, of: Move) -> None:
         self._storage, self._path, self._of = storage, layout.join(directory, of.name), of
@@ -197,7 +176,7 @@ class Incoming:
         self._failure: str | None = None
 
     def take(self, parcel: Parcel, begin: int) -> None:
-        """Write what comes at ``begin``; it is dropped once that has failed."""
+        """Write the bytes from ``begin`` on; after a failure they are dropped."""
         n_bytes = min(len(parcel), max(0, self._of.n_bytes - begin))
         self._digest += parcel[n_bytes:].tobytes()
         if self._failure is not None:
@@ -214,7 +193,7 @@ class Incoming:
             self._failure = str(error)
 
     def publish(self) -> str | None:
-        """Let the file appear if it has its size and its checksum; say why it does not."""
+        """Publish the file if its size and checksum are right; otherwise say what is wrong."""
         found, expected = self._hash.intdigest(), self._of.xxh3
         if expected is None:
             expected = int.from_bytes(self._digest, "big")
@@ -236,7 +215,7 @@ class Incoming:
 
 @dataclass(frozen=True)
 class MoveBuffers:
-    """Memory for what a rank sends and what it is sent in a round, kept for the next. Not thread-safe."""
+    """Memory for what a rank sends and receives in a round, reused in the next. Not thread-safe."""
 
     sent: ReusedBuffer = field(default_factory=ReusedBuffer)
     received: ReusedBuffer = field(default_factory=ReusedBuffer)
@@ -253,16 +232,16 @@ def move(
 ) -> list[MoveFailure]:
     """Move files of a near save, and return those that did not arrive, the same on all ranks. Collective.
 
-    A file appears at its receiver once it has its size and its checksum (rule *copy_checked*), in the place of one that
-    was there. One that cannot be read, does not fit or cannot be written is a failure of its own move alone.
+    A file appears at its receiver once its size and checksum are right (rule *copy_checked*), and replaces one that was
+    there. A file that cannot be read, does not fit or cannot be written only fails its own move.
 
     Args:
         meetings: where the ranks meet.
         storage: of the near saves on the host of this rank.
         directory: that of the near save.
         moves: the same on all ranks, in the same order; none from a rank to itself.
-        buffers: kept from one near save to the next; None for those of this call.
-        round_bytes: that a rank sends, or is sent, at a meeting.
+        buffers: kept from one near save to the next; None for new ones.
+        round_bytes: that a rank sends, or receives, at a meeting.
 
     Raises:
         RecckptError: another rank has failed.
@@ -296,7 +275,6 @@ def _exchange(
     received: Mapping[int, Incoming],
     buffers: MoveBuffers,
 ) -> None:
-    """Send what goes from each rank to each other, round by round, and take what is sent to this rank."""
     rank = meetings.rank
 
     def stretches(sender: int, receiver: int, number: int) -> Sequence[Stretch]:
@@ -313,7 +291,6 @@ def _exchange(
 
 
 def _packed(sent: Mapping[int, Outgoing], to_ranks: Sequence[Sequence[Stretch]], buffer: ReusedBuffer) -> list[Parcel]:
-    """Return what goes to each rank, one after the other in the buffer."""
     all_bytes = buffer.take(sum(stretch.n_bytes for stretches in to_ranks for stretch in stretches))
     parcels, at = [], 0
     for stretches in to_ranks:
@@ -335,19 +312,19 @@ def copy_files(
     copies: int,
     buffers: MoveBuffers,
 ) -> None:
-    """Copy the files of each rank to the hosts that follow its own, and return once all are there. Collective.
+    """Copy the files of each rank to the hosts that follow its own; return once all are there. Collective.
 
     Args:
         meetings: where the ranks meet.
         storage: of the near saves on the host of this rank.
-        directory: that of the near save, which each host has made.
+        directory: that of the near save, which each host has created.
         files: what this rank has written there.
         hosts: the host of each rank, the same on all ranks.
         copies: how many other hosts get a copy, the same on all ranks.
         buffers: kept from one near save to the next.
 
     Raises:
-        RecckptError: a copy did not arrive, on all ranks alike; or another rank has failed, or is missing.
+        RecckptError: a copy did not arrive (the same error on all ranks); or another rank has failed, or is missing.
     """
     takers = receivers(hosts, copies)
     moves = [

@@ -34,7 +34,7 @@ _URL_BYTES = 1 << 16
 
 
 class NearStorage(LocalStorage):
-    """Files of near saves, which take at most so many bytes together; None for as many as there is room for."""
+    """Files of near saves, which may take ``most_bytes`` together; None for all the space there is."""
 
     def __init__(self, path: str, most_bytes: int | None) -> None:
         super().__init__(path)
@@ -51,11 +51,10 @@ class NearStorage(LocalStorage):
         return min(free, self._most_bytes - self.used_bytes)
 
     def free_on_disk(self) -> int | None:
-        """Return what the file system has left, more than near saves may take included."""
         return super().free_bytes()
 
     def check_room(self) -> None:
-        """Raise OSError where there is more by now than may be: estimates leave out what is small."""
+        """Raise OSError if near saves take more than they may: estimates leave out what is small."""
         if self._most_bytes is not None and (used := self.used_bytes) > self._most_bytes:
             problem = f"found {size(used)} of near saves, expected {size(self._most_bytes)} at most (max_bytes)"
             raise OSError(errno.ENOSPC, f"{problem}; three times the largest is enough", self.url)
@@ -63,15 +62,13 @@ class NearStorage(LocalStorage):
 
 @dataclass(frozen=True)
 class Sealed:
-    """A near save that is sealed here."""
-
     directory: str  # in the near dir
     seal: bytes  # the bytes of its ``near.json``
     files: frozenset[str]  # those that are there with their size
 
 
 class NearDir:
-    """Where the near saves of one output dir lie on this host. Makes nothing before it is first asked for its host.
+    """Where the near saves of one output dir lie on this host. Creates nothing before it is first asked for its host.
 
     Attributes:
         path: the near dir, of all output dirs.
@@ -85,7 +82,7 @@ class NearDir:
 
     @classmethod
     def of(cls, near: Near, url: str) -> NearDir:
-        """Return that of an output dir; PermissionError where the near dir is a link, or of another user."""
+        """Return that of an output dir; PermissionError if the near dir is a link, or belongs to another user."""
         path = Path(os.path.expanduser(near.path))  # noqa: PTH111  # as below
         with suppress(*ABSENT):
             check_owner(path, _OWN, may_be_of_root=True)
@@ -96,14 +93,12 @@ class NearDir:
 
     @property
     def root(self) -> Path:
-        """Where near saves of all output dirs lie."""
         return Path(self.path, near_seal.NEAR_ROOT)
 
     def host(self) -> str:
-        """Return the id of this host, which all have that see the same directory; make both where they are missing.
+        """Return the id of this host, the same wherever this directory is mounted; creates both if missing.
 
-        Raises:
-            OSError: files cannot be written there, or the one with the id is damaged.
+        Raises OSError if files cannot be written there, or the one with the id is damaged.
         """
         with suppress(*ABSENT):
             return self._host()
@@ -118,7 +113,7 @@ class NearDir:
         return self._host()
 
     def known_host(self) -> str | None:
-        """Return the id of this host; None where it has none that can be read. Makes nothing."""
+        """Return the id of this host; None if it has no readable one. Creates nothing."""
         with suppress(OSError):
             return self._host()
         return None
@@ -131,30 +126,28 @@ class NearDir:
         return host
 
     def url(self) -> str | None:
-        """Return where the output dir is, as the first writer here reached it; None where that is not known."""
+        """Return the output dir as its first writer here named it; None if unknown."""
         with suppress(*ABSENT, NotPlainError, UnicodeDecodeError):
             url = self.storage.read(near_seal.NEAR_URL, _URL_BYTES).decode()
             return url if _place(url) == self.place else None
         return None
 
     def begin(self, intent: Intent) -> None:
-        """Make the directory of a near save; OSError where that fails. Rule *never_overwrite*: no other has had it."""
+        """Make the directory of a near save; OSError if that fails. Rule *never_overwrite*: no other has had it."""
         with suppress(FileExistsError):
             self.storage.make_dir(intent.directory.rpartition("/")[0])
         self.storage.make_dir(intent.directory)
         write_intent(self.storage, intent)
 
     def seal(self, intent: Intent, seal: NearSeal) -> None:
-        """Make a near save whole, whose files are all there."""
         path, data = layout.join(intent.directory, near_seal.NEAR_JSON), near_seal.encode(seal)
         near_seal.decode(data, path)  # never seal what no reader would accept
         self.storage.put_if_absent(path, data)
 
     def sealed(self) -> Iterator[Sealed]:
-        """Yield all near saves that are sealed, whether their files are there or not; damaged seals are logged.
+        """Yield all sealed near saves, even if files are missing; damaged seals are logged.
 
-        Raises:
-            OSError: the directory cannot be read.
+        Raises OSError if the directory cannot be read.
         """
         for directory in self.directories():
             data = self._read(layout.join(directory, near_seal.NEAR_JSON))
@@ -165,7 +158,7 @@ class NearDir:
                 yield Sealed(directory, data, frozenset(files - missing))
 
     def opened(self, directory: str, data: bytes) -> Checkpoint | None:
-        """Return what a seal says, None where it is not that of a near save of this place; that is logged."""
+        """Return the near save of a seal; None, with a log line, if the seal is damaged or of another place."""
         path = layout.join(directory, near_seal.NEAR_JSON)
         try:
             seal = near_seal.decode(data, path)
@@ -183,7 +176,7 @@ class NearDir:
             yield from sorted(name for name in names if near_seal.parse_near(name) is not None)
 
     def clear(self) -> list[str]:
-        """Remove all near saves, sealed or not, and return their directories; OSError where some of it is left."""
+        """Remove all near saves, sealed or not, and return their directories; OSError if some of it is left."""
         directories = list(self.directories())
         for directory in directories:
             self.remove(directory)
@@ -192,8 +185,7 @@ class NearDir:
     def remove(self, directory: str) -> None:
         """Remove a near save; its seal goes first, so that nobody takes the rest for whole.
 
-        Raises:
-            OSError: some of it is left.
+        Raises OSError if some of it is left.
         """
         self.storage.remove(layout.join(directory, near_seal.NEAR_JSON))
         for name in self.storage.list_files(directory):
@@ -203,10 +195,9 @@ class NearDir:
             self.storage.remove_empty_dirs(directory.rpartition("/")[0])
 
     def remove_drafts(self, directory: str) -> None:
-        """Remove what was still being written to a near save when its writer, or who restored it, died.
+        """Remove the drafts in a near save that its dead writer, or a dead restore, left.
 
-        Raises:
-            OSError: some of it is left.
+        Raises OSError if some of it is left.
         """
         for name in filter(layout.is_draft, self.storage.list_files(directory)):
             self.storage.remove(layout.join(directory, name))
@@ -222,11 +213,7 @@ class NearDir:
 
 
 def places(near: Near) -> list[NearDir]:
-    """Return the directories of all output dirs of which near saves were made at a path.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return the directories of all output dirs with near saves at a path; OSError if it cannot be read."""
     names = LocalStorage(layout.join(_path(near), near_seal.NEAR_ROOT)).list_dirs()
     return [NearDir(near, name) for name in names if near_seal.is_place(name)]
 
@@ -251,10 +238,9 @@ class NotedHost:
         self._epoch: int | None = None  # in which it was noted: an output dir that is made anew has lost it
 
     def note(self, epoch: int, reach: Callable[[], object] = lambda: None) -> None:
-        """Note the host before there are rows on it, once an epoch; ``reach`` is called before that.
+        """Note the host before it gets rows, once an epoch; ``reach`` is called before that.
 
-        Raises:
-            OSError: the near dir or the output dir does not let that be done.
+        Raises OSError if the near dir or the output dir cannot be used.
         """
         if self._epoch != epoch:
             reach()
@@ -262,7 +248,7 @@ class NotedHost:
             self._epoch = epoch
 
     def remove(self) -> None:
-        """Take the note back, since no near save is on this host any more; a failure is logged."""
+        """Remove the note, since no near save is left on this host; a failure is logged."""
         self._epoch = None
         try:
             self._storage.remove(near_seal.host_note(self._dir.host()))

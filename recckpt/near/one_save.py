@@ -1,4 +1,4 @@
-"""One near save, from what is staged to what is kept: steps 3 to 9 (docs/format.md, section 16)."""
+"""One near save, from its staged state to what is kept: steps 3 to 9 (docs/format.md, section 16)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from recckpt.text import Progress
 
 @dataclass(frozen=True)
 class NearSave:
-    """What one near save is made of."""
+    """One near save that all ranks have agreed on."""
 
     begun: BegunNear  # the directory
     # what it stands on, newest first; known to rank 0. Rule *staged_base*: as it was when it was staged.
@@ -45,7 +45,7 @@ class NearSave:
 
         Raises:
             SaveFailedError: a rank has failed, or is missing.
-            WriterFencedError: another writer has taken the output dir over; it may have named the near save or not.
+            WriterFencedError: another writer has taken the output dir over, whether or not it has named the near save.
         """
         ranks, info, intent = self.job.ranks, self.job.info, self.begun.intent
         with closing(staged):
@@ -63,12 +63,11 @@ class NearSave:
         info.note(**totals)
 
     def _make(self) -> None:
-        """Make the directory on this host, by its first rank."""
         if self.begun.is_first_of_host(self.job.ranks.rank):
             self.tier.make(self.begun.intent, self.job.ranks.size)
 
     def _written(self, staged: Staged) -> Callable[[], RankRecord]:
-        """Return what gives the record of this rank; once other hosts have copies, where there are any. Collective."""
+        """Return what gives the record of this rank, after copying to other hosts, if any. Collective."""
         if not self.begun.copies:
             return partial(self._write_own, staged)
         record = self.job.ranks.in_meetings(partial(self._write_and_copy, staged))
@@ -82,7 +81,7 @@ class NearSave:
         return record
 
     def _write_own(self, staged: Staged) -> RankRecord:
-        """Write the files of this rank; unlike a save, without a line in the log."""
+        """Write the files of this rank; unlike a save, without a log line."""
         progress, directory = Progress("near save", staged.sparse_bytes, has_bar=False), self.begun.intent.directory
         record = write(staged, self.begun.intent, self.job, self.to, progress)
         for problem in file_problems(self.to.storage, directory, record.shard.files):
@@ -90,7 +89,6 @@ class NearSave:
         return record
 
     def _composed(self, head: Manifest, totals: dict[str, Any], records: Sequence[RankRecord]) -> NearSeal:
-        """Return the seal of what all ranks have written, and note how much that is."""
         tables = tables_of_all([record.tables for record in records], self.plan.kind.replaced)
         record = with_shards(replace(head, time=time_now(), tables=tables), [each.shard for each in records])
         totals.update(totals_of(records, tables))
@@ -101,7 +99,6 @@ class NearSave:
         return NearSeal(record, self.tier.dir.place, hosts, copies_of(hosts, self.begun.copies))
 
     def _acknowledged(self) -> Kept:
-        """Acknowledge what is sealed on all hosts, and return what stays there."""
         # Rule *check_after_seal*: a successor that has not named it must not find it acknowledged.
         self.tier.in_time(self.fence.check, self.job.ranks.size)
         kept = self.tier.acknowledge()

@@ -1,4 +1,4 @@
-"""The ids in a near save: what has changed since the checkpoint that it stands on (no torch here)."""
+"""The ids in a near save: what has changed since its parent. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,10 @@ Int64s = npt.NDArray[np.int64]
 
 
 class Payload:
-    """What a near save holds of tables, in the shards that may have ids of slices; files are opened when they are read.
+    """The ids of tables in a near save, in the shards that may have ids of slices; files are opened when they are read.
 
-    Args:
-        save: the near save.
-        slices: of the ids that are asked for; None for all of them. A host may lack the files of other shards.
-
-    Errors of all methods: CorruptCheckpointError where a file is damaged, CheckpointRemovedError where it is gone.
+    ``slices`` are the ids that are asked for, None for all; a host may lack the files of other shards. All methods
+    raise CorruptCheckpointError if a file is damaged, CheckpointRemovedError if it is gone.
     """
 
     def __init__(self, save: Checkpoint, slices: Collection[Slice | None]) -> None:
@@ -34,7 +31,7 @@ class Payload:
         self._save, self._slices, self._files = save, slices, files_of(save.near_dir, save)
 
     def is_whole(self, table: str) -> bool:
-        """Say whether it holds all rows of a table, since it was not known which have changed."""
+        """Say whether it holds all rows of a table, since it was unknown which have changed."""
         entry = self._save.manifest.table(table)
         return entry is None or entry.is_whole
 
@@ -42,7 +39,7 @@ class Payload:
         return self._ids(table, "rows")
 
     def deleted(self, table: str) -> Int64s:
-        """Return the ids that it names as deleted, those included that have a row in another shard."""
+        """Return the ids that it names as deleted, including those that have a row in another shard."""
         return self._ids(table, "deletes")
 
     @cached_property

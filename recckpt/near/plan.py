@@ -1,4 +1,4 @@
-"""What a near save is, decided once for all ranks from what each of them proposes; pure."""
+"""Decides once, for all ranks, what a near save is. Pure."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ _REMEDY = "make room on that host, raise max_bytes where Near has it, or save ch
 
 @dataclass(frozen=True)
 class NearStand:
-    """What rank 0 knows of a near save before the ranks agree on it."""
-
     intent: Intent  # the directory, which is yet to be made
     cut: int  # its number
     seq: int  # the sequence number of its time
@@ -28,7 +26,8 @@ class NearStand:
     def is_of_young_run(self) -> bool:
         """Whether the run has made half as many steps since its newest checkpoint as before it, or more.
 
-        So there are few checkpoints in place of near saves, each at 1.5 times the step of the one before or later.
+        This bounds the checkpoints made in place of near saves: each is at 1.5 times the step of the previous one, or
+        later.
         """
         step, base = self.intent.step, self.links[0].manifest.step
         return step is not None and base is not None and step >= 1.5 * max(base, self.stood_in)
@@ -36,7 +35,7 @@ class NearStand:
 
 @dataclass(frozen=True)
 class NearProposal:
-    """What a rank proposes: what it has staged; its host, "" where that is not known; whether it saves a checkpoint."""
+    """What a rank has staged; its host, "" if unknown; whether it is saving a checkpoint."""
 
     save: Proposal
     host: str
@@ -45,8 +44,6 @@ class NearProposal:
 
 @dataclass(frozen=True)
 class BegunNear:
-    """A near save that all ranks have agreed on."""
-
     intent: Intent  # the directory on each host
     cut: int  # its number
     seq: int  # the sequence number of its time
@@ -59,8 +56,6 @@ class BegunNear:
 
 @dataclass(frozen=True)
 class NearPlan:
-    """What all ranks do next."""
-
     save: SavePlan  # what they have agreed on
     begun: BegunNear | None  # the near save that begins; None where none does
     is_saving: bool  # whether a rank saves a checkpoint
@@ -68,24 +63,23 @@ class NearPlan:
 
     @property
     def is_too_large(self) -> bool:
-        """Whether none begins because so much has changed."""
         return self.begun is None and self.save.kind.stand_in is not None and not self.is_outgrown
 
     @property
     def needs_checkpoint(self) -> bool:
-        """Whether none begins before there is a checkpoint to stand on, and none is under way.
+        """Whether no near save begins because there is no checkpoint to stand on, and none is being saved.
 
-        While one is, the ranks count from it one by one.
+        While one is being saved, the ranks get their base at different moments.
         """
         return self.begun is None and not self.is_too_large and not self.is_saving
 
 
 def decide_near(stand: NearStand | None, copies: int | None, proposals: Sequence[NearProposal]) -> NearPlan:
-    """Return what becomes of a near save; that there is none may be a refusal, as of any save.
+    """Return what becomes of a near save; its refusal, if any, is as that of any save.
 
     Args:
-        stand: what rank 0 knows of it, None where it has nothing that it could stand on.
-        copies: how many other hosts are to have the files of a host; None for one where there are several.
+        stand: what rank 0 knows of it, None without a checkpoint to stand on.
+        copies: how many other hosts get the files of a host; None for one, if there are several hosts.
         proposals: of all ranks.
     """
     saves, is_saving = [each.save for each in proposals], any(each.is_saving for each in proposals)

@@ -1,4 +1,4 @@
-"""Near saves: what has changed since the newest checkpoint, written by the ordinary writer to a near dir.
+"""Near saves: changes since the newest checkpoint, written by the ordinary writer to a near dir.
 
 The steps are those of docs/format.md, section 16. Only the first two are on the path of training.
 """
@@ -44,11 +44,11 @@ _WORDS = OutcomeWords(
 
 
 class LeftOutNear:
-    """Counts what is left out while work is under way, so that all ranks leave out the same.
+    """Makes all ranks skip the same near saves while one is running.
 
-    Its threads end at different moments, while the ranks train at different steps. So they meet when the work is done,
-    each says how much it has left out by then, and all leave out as much as the one that has left out most. So no rank
-    asks the others when something is due, and what is left out costs nothing.
+    Its threads end at different moments, while the ranks train at different steps. So when the work is done, the ranks
+    meet, each says how many it has skipped by then, and all go on to skip as many as the one that has skipped most. No
+    rank has to ask the others when one is due, and skipping costs nothing.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class LeftOutNear:
         self._over = Latch()
 
     def leaves_out(self) -> bool:
-        """Say whether what is due now is left out; waits while the ranks meet. For the thread that trains."""
+        """Say whether to skip what is due now; waits while the ranks meet. Called by the training thread."""
         with self._lock:
             if not self._is_counted:
                 self._n_left_out += 1
@@ -68,16 +68,15 @@ class LeftOutNear:
         return is_left_out
 
     def agree(self, ranks: Ranks) -> None:
-        """Let all ranks know how much is left out. Collective.
+        """Agree on the number to skip. Collective.
 
-        Raises:
-            RecckptError: a rank is missing.
+        Raises RecckptError if a rank is missing.
         """
         self._count()
         self._n_of_all = max(ranks.on_all(lambda: self._n_left_out))
 
     def end(self) -> None:
-        """Leave out no more than all ranks have agreed on; nothing more where they have not."""
+        """Skip no more than the ranks have agreed on; without an agreement, nothing more."""
         self._count()
         self._over.set()
 
@@ -87,16 +86,9 @@ class LeftOutNear:
 
 
 class NearSaves:
-    """The near saves of one saver, of which one may be under way. They raise nothing but WriterFencedError.
+    """The near saves of one saver, one at a time. They raise nothing but WriterFencedError.
 
-    Collective where there are several ranks; not thread-safe.
-
-    Args:
-        live: what is saved.
-        to: where checkpoints go.
-        tier: where near saves go.
-        runner: runs the saves of checkpoints.
-        loader: says whether the run goes on from a checkpoint of the output dir, and how metrics call it.
+    Collective if there are several ranks; not thread-safe.
     """
 
     def __init__(
@@ -138,20 +130,19 @@ class NearSaves:
         return self._tally.counts
 
     def go_on(self, step: int) -> None:
-        """Count from a step at which the run goes on, as after a restore."""
+        """Count from a step at which the run goes on, such as after a restore."""
         self._tally.go_on(step)
         self._stood_in = 0
 
     def is_newest(self, order: tuple[int, int]) -> bool:
-        """Say whether the output dir has no newer checkpoint than a near save of this order. Not collective."""
+        """Say whether the output dir has no checkpoint newer than a near save of this order. Not collective."""
         current = list_checkpoints(self._durable.storage).current
         return all(each.manifest.order < order for each in current)
 
     def begin(self, rank: int, size: int, step: int, state: State) -> bool:
-        """Begin a near save of this step; return False where a checkpoint has to be made before there can be one.
+        """Begin a near save of this step; return False if a checkpoint has to be made first.
 
-        Raises:
-            WriterFencedError: another process has taken the output dir over.
+        Raises WriterFencedError if another process has taken the output dir over.
         """
         if self._is_off:
             self._check_fence()
@@ -174,11 +165,10 @@ class NearSaves:
             return True
 
     def settle(self, timeout_sec: float | None = None) -> bool:
-        """Wait for the near save that is under way, and say whether it has ended. Not collective."""
+        """Wait for the running near save, and say whether it has ended. Not collective."""
         return self._worker.wait(timeout_sec)
 
     def _check_fence(self) -> None:
-        """Raise WriterFencedError where a near save has found that another process has taken the output dir over."""
         if self._fenced is not None:
             raise self._fenced.with_traceback(None)
 
@@ -228,7 +218,6 @@ class NearSaves:
 
     @property
     def _has_base(self) -> bool:
-        """Whether this rank has a checkpoint to count from; not while the first of this writer is yet to be settled."""
         is_settled = self.fence.is_settled or not self.fence.epoch or not self._runner.is_running
         return self._changes.base is not None and is_settled
 
@@ -241,9 +230,10 @@ class NearSaves:
         return self.fence.epoch
 
     def _look(self, ranks: Ranks, step: int | None) -> tuple[Changes, str, NearStand | None, Exception | None]:
-        """Return what this rank knows of a near save of a step. Raises nothing, and makes nothing but a host id.
+        """Return what this rank knows of a near save: changes, host ("" if unknown), as rank 0 its stand, and a
+        failure.
 
-        That is: what it counts from; its host, "" where that is not known; as rank 0, what it stands on; what failed.
+        Raises nothing, and creates nothing but a host id.
         """
         host, failure = outcome_of(lambda: self._prepared(ranks))
         changes = PeekedChanges(self._changes)
@@ -255,7 +245,7 @@ class NearSaves:
         return changes, host, stand, failure
 
     def _prepared(self, ranks: Ranks) -> str:
-        """Return the id of this host; rank 0 first confirms the base and ends pending requests to forget."""
+        """Return the id of this host; rank 0 first confirms the base and carries out pending requests to forget."""
         has_work = self._changes.has_candidate or not self.fence.is_settled
         if ranks.rank == 0 and self._has_base and has_work:
             self.tier.reach(ranks.size)
@@ -278,10 +268,9 @@ class NearSaves:
         return NearStand(intent, cut, fence.listing.next_seq, links, self._stood_in)
 
     def _without_base(self, ranks: Ranks) -> NearPlan | None:
-        """Return that there is none since a rank has no base; None where all have. Collective until that is known.
+        """Return the plan to make none since a rank has no base; None if all have. Collective until all have one.
 
-        What the ranks stage before they agree would be for nothing then: so this is asked first until all have one.
-        Then hosts make room, too.
+        Asked before staging, which would be useless then. When all have a base, hosts make room, too.
         """
         own = self.ranks.of(ranks.rank, ranks.size)
         if self._based is own:
@@ -294,13 +283,12 @@ class NearSaves:
         return None
 
     def _presence(self) -> tuple[bool, bool]:
-        """Return whether this rank has a base to count from, and whether it saves a checkpoint."""
         self._check_fence()  # which ranks may find out one by one
         self.tier.dir.host()  # no checkpoint is made in place of one for which a host has no near dir
         return self._has_base, self._runner.is_running
 
     def _passed_over(self, plan: NearPlan, info: SaveInfo, ranks: Ranks) -> bool:
-        """Return True if this near save is simply skipped, False if a checkpoint has to be made first."""
+        """Return True if this near save is skipped, False if a checkpoint has to be made first."""
         self.tier.give_up()
         if not plan.is_too_large:
             self._based = None
@@ -316,7 +304,7 @@ class NearSaves:
         return True
 
     def _run(self, save: NearSave, staged: Staged, turn: LeftOutNear) -> None:
-        """Be the thread of a near save: whatever goes wrong is its own failure."""
+        """Be the thread of a near save: all errors are its own failure."""
         info, ranks = save.job.info, save.job.ranks
         try:
             try:

@@ -1,4 +1,4 @@
-"""The near saves of a run: begun when they are due, and no other save was."""
+"""The near saves of a run: begun when one is due, and no checkpoint was."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ _NO_INTERVAL = "near= has no interval: no near save will be made; give Near(PATH
 class NearSteps:
     """Begins the near saves of a run. Collective; not thread-safe.
 
-    Args:
-        saves: of the saver.
-        regular: when checkpoints are made; the log says where their intervals make near saves none, or few.
-        begin: where the run begins.
-        is_first: whether this is the rank that logs.
+    ``regular``, the interval of checkpoints, is for a warning if it leaves few near saves or none.
     """
 
     def __init__(self, saves: NearSaves, regular: When, begin: Moment, is_first: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""What one saver knows of near saves: of those that are there, and of its own (docs/format.md, section 16)."""
+"""The near saves that one saver knows: those found, and its own (docs/format.md, section 16)."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ log = logging.getLogger("recckpt")
 
 @dataclass(frozen=True)
 class Generation:
-    """A near save that is kept, or under way."""
-
     directory: str  # in the near dir
     order: tuple[int, int]  # its epoch and cut
     base: str  # save id of the checkpoint that it stands on
@@ -43,13 +41,13 @@ class Generation:
 
 
 def newest(generations: Iterable[Generation]) -> tuple[Generation, ...]:
-    """Return those that stay. Rule *two_generations*: damage of the newest lets the one before be restored."""
+    """Return those that stay. Rule *two_generations*: if the newest is damaged, the one before can be restored."""
     return tuple(sorted(generations, key=lambda each: each.order)[-_GENERATIONS:])
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What stays on every host: once a near save is acknowledged, or before the first one of a job."""
+    """What stays on every host when a near save is acknowledged, or before the first one of a job."""
 
     epoch: int  # near saves up to this one go (rule *gc_by_epoch*)
     directories: frozenset[str] = frozenset()  # but for these
@@ -59,13 +57,6 @@ class NearTier(NearAtTakeover):
     """The near saves of one saver and of those before it. Not thread-safe.
 
     Rank 0 decides which count, and which stay. The first rank of each host makes directories there, seals and removes.
-
-    Attributes:
-        dir: where they lie.
-        finder: finds those that a restore may take.
-        timeout_sec: how long ranks wait for each other.
-        copies: how many other hosts are to get what a host writes; None for one where there are several.
-        copy_buffers: for what they get.
     """
 
     def __init__(self, near: Near, storage: Storage, concurrency: int) -> None:
@@ -84,12 +75,13 @@ class NearTier(NearAtTakeover):
         self._made: str | None = None  # the directory of what is under way, on the first rank of each host
 
     def next_cut(self) -> int:
-        """Return the number of a staging. Rule *cut_is_unique*: going back does not take it back."""
+        """Return the number of a staging. Rule *cut_is_unique*: numbers are never reused."""
         self._cut += 1
         return self._cut
 
     def in_time(self, ask: Callable[[], object], n_ranks: int = 2) -> None:
-        """Ask the output dir for something, for half as long as other ranks wait for this one: it is not lost.
+        """Ask the output dir for something, for half the time that other ranks wait before they call this one lost.
+        lost.
 
         Raises:
             TimeoutError: the output dir does not answer. This near save fails; the next one asks again.
@@ -101,15 +93,16 @@ class NearTier(NearAtTakeover):
             in_time(self.timeout_sec / 2, ask, self._storage.url)
 
     def reach(self, n_ranks: int) -> None:
-        """Do nothing if the output dir answers, before what may not be left half done; errors as of :meth:`in_time`."""
+        """Check that the output dir answers, before work that must be finished; errors as of :meth:`in_time`."""
         self.in_time(lambda: self._storage.list_files(layout.OWNER_DIR), n_ranks)
 
     # At a takeover
 
     def hold_together(self, ranks: Ranks, hold: Callable[[], object]) -> None:
-        """Let rank 0 take the output dir over, and see then what all hosts have; once in a job. Collective.
+        """Let rank 0 take the output dir over, and then see what all hosts have; once in a job. Collective.
 
-        Rule *claim_before_list* asks for that order: what is acknowledged after a look counts no more after the claim.
+        Rule *claim_before_list* requires this order: a near save acknowledged after the look no longer counts after the
+        claim.
 
         Raises:
             Exception: what ``hold`` raises on rank 0; on several ranks, as :meth:`Ranks.in_meetings`.
@@ -143,7 +136,7 @@ class NearTier(NearAtTakeover):
     def near_list(self, listing: Listing, before: Takeover, by: str) -> NearList:
         """Name each near save that counts, whether it was restored or not (rule *list_names_near*).
 
-        While ids wait to be forgotten none is named (rule *forget_names_none*), since its rows may have them.
+        While a request to forget ids is pending, none is named (rule *forget_names_none*): their rows may have the ids.
         """
         is_forgetting = not all(requests(self._storage).values())
         saves = [] if is_forgetting else counting(self._seen, listing, before.near)
@@ -154,11 +147,7 @@ class NearTier(NearAtTakeover):
     # At rotation
 
     def bases(self, newest: tuple[int, int]) -> set[str]:
-        """Return what near saves stand on that are newer than the newest checkpoint (rule *keep_near_base*).
-
-        Args:
-            newest: the order of that checkpoint.
-        """
+        """Return the parents of near saves newer than the newest checkpoint's order (rule *keep_near_base*)."""
         under_way = self._under_way  # before what is kept, where it is once it is not under way any more
         generations = (*self._named, *self._kept, *([under_way] if under_way else []))
         return {each.base for each in generations if each.order > newest}
@@ -166,9 +155,9 @@ class NearTier(NearAtTakeover):
     # In a near save
 
     def begin(self, epoch: int, nonce: str, step: int | None, base: str) -> tuple[Intent, int]:
-        """Name the directory of a near save on the checkpoint of this save id, as rank 0, and return it with its cut.
+        """Name the directory of a near save on the checkpoint of this save id, as rank 0; return it with its cut.
 
-        Nothing is made yet, but rotation keeps that checkpoint from now on.
+        Nothing is created yet, but rotation keeps that checkpoint from now on.
         """
         cut = self.next_cut()
         name = near_seal.near_name(epoch, nonce, cut)
@@ -177,26 +166,22 @@ class NearTier(NearAtTakeover):
         return intent, cut
 
     def make(self, intent: Intent, n_ranks: int) -> None:
-        """Make the directory of a near save that rank 0 has begun, as the first rank of a host.
-
-        Raises:
-            OSError: that failed.
-        """
+        """Make the directory of a near save that rank 0 has begun, as the first rank of a host."""
         self._made = intent.directory
         # First: a forgetting has to know where its ids may lie.
         self._noted.note(intent.epoch, lambda: self.reach(n_ranks))
         self.dir.begin(intent)
 
     def seal(self, intent: Intent, seal: NearSeal) -> None:
-        """Make it whole on this host; OSError where that fails, or near saves take more than they may."""
+        """Seal it on this host; OSError if that fails, or near saves take more than they may."""
         if self._made is not None:
             self.dir.storage.check_room()
             self.dir.seal(intent, seal)
 
     def acknowledge(self) -> Kept:
-        """Keep the near save that is under way, as rank 0, and return which stay on all hosts.
+        """Keep the near save that was being made, as rank 0, and return which stay on all hosts.
 
-        Rule *two_generations*: the newest two stay, of those that were acknowledged or named at the takeover. What goes
+        Rule *two_generations*: of those that were acknowledged or named at the takeover, the newest two stay. What goes
         is decided here, so a writer that was overtaken since removes nothing that its successor has named.
         """
         done = self._under_way
@@ -206,29 +191,26 @@ class NearTier(NearAtTakeover):
         return Kept(done.order[0], frozenset(each.directory for each in newest((*self._named, *self._kept))))
 
     def keep(self, kept: Kept) -> None:
-        """Remove from this host what an acknowledged near save replaces. The first rank of each host alone does so."""
+        """Remove from this host what an acknowledged near save replaces; only the first rank of each host does."""
         if self._made is not None:
             self._made = None
             self._remove_others(kept)
 
     def give_up(self) -> None:
-        """Remove what was written here of the near save that is under way; a failure is logged."""
+        """Remove what was written here of the near save that is being made; a failure is logged."""
         failed, self._made, self._under_way = self._made, None, None
         if failed is not None:
             self._remove(failed)
 
     def void(self) -> None:
-        """Name and keep none any more, as rank 0: all hold ids that are to be forgotten."""
+        """Name and keep none any more, as rank 0: all may hold ids that are to be forgotten."""
         self._named = self._kept = ()
 
     def clear_together(self, ranks: Ranks, epoch: Callable[[], int]) -> None:
-        """Remove from all hosts what does not count, such as half of one that died, or of a file of one. Collective.
+        """Remove from all hosts what does not count, such as remains of dead near saves and drafts. Collective.
 
-        It would take the room of those to come: three times the largest is to be enough.
-
-        Args:
-            ranks: all of the run.
-            epoch: gives that of the takeover, as rank 0, once the list of it is there; what it raises is raised.
+        It would take the room of those to come: three times the largest is to be enough. ``epoch`` returns that of the
+        takeover, on rank 0, once its list is there; what it raises is raised.
         """
 
         def kept(_: object) -> Kept:
@@ -255,7 +237,7 @@ class NearTier(NearAtTakeover):
                 log.warning("could not remove all of %s/%s: %s", self.dir.storage.url, directory, error)
 
     def _remove_others(self, kept: Kept) -> bool:
-        """Remove near saves from this host, sealed or not, but for those that are kept; say whether all have gone."""
+        """Remove other near saves from this host, sealed or not; say whether all are gone."""
         try:
             directories = list(self.dir.directories())
         except OSError as error:
@@ -269,7 +251,6 @@ class NearTier(NearAtTakeover):
         return have_all_gone
 
     def _remove(self, directory: str) -> bool:
-        """Remove a near save, and say whether all of it has gone; a failure is logged."""
         try:
             self.dir.remove(directory)
         except OSError as error:

@@ -23,21 +23,19 @@ SeenSave = tuple[Checkpoint, set[str]]  # of which a host has a seal, and its fi
 
 @dataclass(frozen=True)
 class HostView:
-    """The near saves on one host, by its first rank."""
-
     rank: int
     saves: Sequence[Sealed]
 
 
 def look_together(near_dir: NearDir, rank: int, gather: Gather) -> list[HostView]:
-    """Look at the near dirs of all hosts, each by its first rank, which logs what fails there. Collective."""
+    """Look at the near dirs of all hosts, each by its first rank, which logs failures. Collective."""
     is_first = is_first_of_host(near_dir, rank, gather)
     views: list[HostView | None] = gather(HostView(rank, _sealed(near_dir)) if is_first else None)
     return [view for view in views if view is not None]
 
 
 def is_first_of_host(near_dir: NearDir, rank: int, gather: Gather) -> bool:
-    """Say whether a rank is the first of those that see its near dir; none is where it cannot be used. Collective."""
+    """Say whether a rank is the first of those that see its near dir; False if it cannot be used. Collective."""
     hosts: list[HostSeen | None] = gather(host_of(near_dir))
     return hosts[rank] is not None and hosts.index(hosts[rank]) == rank
 
@@ -47,7 +45,6 @@ def complete(saves: Iterable[SeenSave]) -> list[Checkpoint]:
 
 
 def seen(near_dir: NearDir, views: Iterable[HostView]) -> list[SeenSave]:
-    """Return what all hosts have together; the seal of the first host that has one counts."""
     saves: dict[str, SeenSave] = {}
     for sealed in (sealed for view in views for sealed in view.saves):
         save = near_dir.opened(sealed.directory, sealed.seal) if sealed.directory not in saves else None
@@ -64,7 +61,6 @@ def is_complete(save: Checkpoint, files: Collection[str]) -> bool:
 
 
 def host_of(near_dir: NearDir) -> HostSeen | None:
-    """Return what this host is known by, None where its near dir cannot be used; that is logged."""
     try:
         # Its id and the file that has it: a near dir that was copied from another host has its id too.
         host, file = near_dir.host(), Path(near_dir.storage.url_of(near_seal.NEAR_HOST)).stat()
@@ -83,12 +79,12 @@ def _sealed(near_dir: NearDir) -> Sequence[Sealed]:
 
 
 def counting(saves: Iterable[Checkpoint], listing: Listing, near_list: NearList) -> list[Checkpoint]:
-    """Return the near saves that count, each with what it stands on, newest first.
+    """Return the near saves that count, each with its parents, newest first.
 
     Args:
-        saves: those of which each file is on some host.
+        saves: those whose files are each on some host.
         listing: what is committed in the output dir.
-        near_list: what the newest list there says.
+        near_list: what the newest takeover there says.
     """
     # Rule *epoch_rule*: what an overtaken writer seals afterwards is not named.
     whole = [save for save in saves if near_list.counts(save.manifest.save_id)]
@@ -99,8 +95,6 @@ def counting(saves: Iterable[Checkpoint], listing: Listing, near_list: NearList)
 
 @dataclass(frozen=True)
 class NearHere:
-    """A near save as a host sees it."""
-
     save: Checkpoint  # what the seal says
     n_shards: int  # how many shards it has
     n_here: int  # of how many all files are here
@@ -109,11 +103,7 @@ class NearHere:
 
 
 def near_saves_here(near_dir: NearDir) -> Iterator[NearHere]:
-    """Yield the near saves of an output dir that are sealed on this host.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
+    """Yield the near saves of an output dir that are sealed on this host; OSError if the directory cannot be read."""
     host = near_dir.known_host()
     for sealed in near_dir.sealed():
         save = near_dir.opened(sealed.directory, sealed.seal)
@@ -131,10 +121,10 @@ def near_saves_here(near_dir: NearDir) -> Iterator[NearHere]:
 def counting_here(storage: Storage, listing: Listing, near: Near) -> list[NearHere]:
     """Return the near saves of an output dir on this host that count, newest first; takes nothing over.
 
-    A near save with only some of its parts here counts as if the other hosts had theirs.
+    One with only some of its shards here counts as if the other hosts had theirs.
 
     Raises:
-        CorruptCheckpointError, FormatVersionError: the list of the newest takeover is damaged, or of a newer recckpt.
+        CorruptCheckpointError, FormatVersionError: the newest list is damaged, or of a newer recckpt.
         OSError: a directory cannot be read.
     """
     here = {each.save.directory: each for each in near_saves_here(NearDir.of(near, storage.url)) if not each.is_lost}
@@ -144,7 +134,7 @@ def counting_here(storage: Storage, listing: Listing, near: Near) -> list[NearHe
 
 
 def _shards_of(names: Sequence[str], n_shards: int) -> dict[str, int]:
-    """Return the shard that wrote each file, by its name; the first shard wrote all files that name no shard."""
+    """Return the shard that wrote each file, by its name; the first shard wrote the files without a shard's name."""
     named, begins = dict[str, int](), dict[str, int]()
     for number in range(n_shards):
         named |= {layout.of_rank(content, number): number for content in ("io_state", "extra", "rng")}

@@ -62,7 +62,6 @@ def read_checkpoint(storage: Storage, directory: str) -> Checkpoint | None:
 
 
 def _by_hints(storage: Storage, directory: str, record: Manifest, takeover: Takeover) -> Checkpoint | None:
-    """Return a delta if all its links are where its manifest says, else None."""
     hints = [link.directory for link in record.chain]
     try:
         read = run_all(partial(read_manifest, storage), hints, storage.threads(_THREADS))
@@ -213,7 +212,6 @@ def locate_damaged(path: str) -> tuple[Storage, Checkpoint, list[CorruptCheckpoi
 
 
 def _newest(storage: Storage) -> tuple[Checkpoint | None, list[CorruptCheckpointError]]:
-    """Return the newest checkpoint with a readable manifest, and the damage of others that may be newer."""
     listing = look_around(storage)
     for error in listing.damaged.values():
         if isinstance(error, FormatVersionError):  # which may be the newest, or says what counts
@@ -234,7 +232,6 @@ def _newest(storage: Storage) -> tuple[Checkpoint | None, list[CorruptCheckpoint
 
 
 def _damage_of(directory: str, error: Damage) -> CorruptCheckpointError:
-    """Return the damage of a manifest; raise an error that is no damage."""
     try:
         with lost_is_damage(layout.join(directory, layout.MANIFEST)):
             raise error
@@ -286,6 +283,5 @@ def _found(storage: Storage, hint: Link, parent: Parent | None) -> Checkpoint | 
 
 
 def _is_meant(record: Manifest, hint: Link, parent: Parent | None) -> bool:
-    """Say whether a manifest has the link's name and, if the link above has it, its checksum."""
     checksum = parent.manifest if parent is not None and parent.save_id == hint.save_id else None
     return record.name == hint.save_id and checksum in (None, record.name_xxh3)

@@ -52,7 +52,6 @@ def encode_intent(intent: Intent) -> bytes:
 
 
 def intent_of(manifest: Manifest) -> bytes:
-    """Return the ``INTENT`` that a checkpoint was begun with."""
     return encode_intent(Intent("", manifest.epoch, manifest.save_id, manifest.step, manifest.is_compacted))
 
 
@@ -101,7 +100,6 @@ def _read_manifest(storage: Storage, directory: str) -> Manifest | None:
 
 
 def has_manifest(storage: Storage, directory: str) -> bool:
-    """Say whether a directory has a manifest of ours, damaged or not."""
     path = layout.join(directory, layout.MANIFEST)
     try:
         return not _is_foreign(storage, directory, storage.read(path, _HEAD_BYTES))
@@ -168,8 +166,6 @@ class Manifests:
 
 @dataclass(frozen=True)
 class Look:
-    """What a look at one directory found: its manifest, if it has one, or the damage of that."""
-
     directory: str
     record: Manifest | None = None
     files: Mapping[str, Listed] | None = None  # as far as one listing shows them; None where they were not listed
@@ -177,7 +173,6 @@ class Look:
 
 
 def attempt_dirs(storage: Storage) -> list[str]:
-    """Return the directories of an output dir, committed or not, without recckpt's own."""
     return [name for name in storage.list_dirs() if name != layout.OWN_DIR]
 
 

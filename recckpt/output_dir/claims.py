@@ -34,8 +34,6 @@ class Claim(JsonRecord, frozen=True):
 
 @dataclass(frozen=True)
 class Takeover:
-    """What was there when a writer took over."""
-
     epoch: int  # of the writer
     save_ids: frozenset[str]  # what was committed; a manifest of an older epoch counts only if it is here
     highest_step: int  # of the directories ``ckpt_<step>`` at this takeover and all before; -1 for none
@@ -123,7 +121,6 @@ def encode_claim(claim: Claim) -> bytes:
 
 
 def encode_takeover(claim: Claim, takeover: Takeover) -> bytes:
-    """Return the list that a writer publishes when it takes over."""
     own = {
         "epoch": claim.epoch,
         "nonce": claim.nonce,

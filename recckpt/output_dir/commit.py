@@ -126,7 +126,6 @@ def check_files(storage: Storage, fence: Fence, directory: str, record: Manifest
 
 
 def _is_there(storage: Storage, directory: str, record: Manifest) -> bool | None:
-    """Say whether a manifest exists although its put failed, None if unknown."""
     try:
         manifest_there = read_manifest(storage, directory)
     except (OSError, CorruptCheckpointError, FormatVersionError):

@@ -125,7 +125,6 @@ def _new_claim(epoch: int, purpose: str) -> Claim:
 
 
 def put_claim(storage: Storage, claim: Claim) -> None:
-    """Claim an output dir; FileExistsError if another writer has that number."""
     storage.put_if_absent(layout.claim(claim.epoch), encode_claim(claim))
 
 
@@ -217,12 +216,10 @@ class Fence:
 
     @property
     def epoch(self) -> int:
-        """Number of the claim; 0 before there is one."""
         return self._claim.epoch if self._claim else 0
 
     @property
     def nonce(self) -> str:
-        """The nonce of the claim; "" before there is one."""
         return self._claim.nonce if self._claim else ""
 
     def hold(self, *, is_resumed: bool = True) -> None:
@@ -455,7 +452,6 @@ def check_epoch(storage: Storage, epoch: int) -> None:
 
 
 def _fenced(storage: Storage, own: int, epoch: int) -> WriterFencedError:
-    """Return the error that names the writer of ``epoch``, as far as its claim can be read."""
     by, since, writes = f"the writer of epoch {epoch}", None, "process"
     remedy = "stop one of the two, or give each an output dir of its own"
     with suppress(OSError, CorruptCheckpointError, FormatVersionError):  # it only says who

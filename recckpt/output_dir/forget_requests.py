@@ -84,7 +84,6 @@ def put_request(storage: Storage, request: Request) -> None:
 
 
 def requests(storage: Storage) -> dict[str, bool]:
-    """Return the names of all requests of an output dir, and whether each is done."""
     requests: dict[str, bool] = {}
     for name in storage.list_files(layout.FORGET_DIR):
         parsed = layout.parse_forget_request(name)
@@ -136,8 +135,7 @@ def check_none_since(storage: Storage, known: frozenset[str]) -> None:
 def pending(storage: Storage) -> list[Request]:
     """Return the requests that have not been completed, oldest first.
 
-    Raises:
-        CorruptCheckpointError: one of them is damaged.
+    Raises CorruptCheckpointError if one of them is damaged.
     """
     requests = []
     for name in storage.list_files(layout.FORGET_DIR):
@@ -163,7 +161,6 @@ def _read(storage: Storage, path: str) -> Request | None:
 
 
 def close_request(storage: Storage, request: Request, done: Mapping[str, Any]) -> None:
-    """Note in the audit what was done, and remove the request, the last file with its ids."""
     before = _audit_bytes(storage)
     if not any(line.get("request") == request.request for line in forgetting.decode_audit(before, layout.FORGOTTEN)):
         line_values: dict[str, Any] = {
@@ -201,7 +198,6 @@ def _audit_bytes(storage: Storage) -> bytes:
 
 
 def key(storage: Storage) -> bytes:
-    """Return the key of the digests of this output dir; b"" if it has none."""
     try:
         secret = bytes.fromhex(storage.read(layout.FORGET_KEY, 2 * _KEY_BYTES + 1).decode())
     except (*ABSENT, ValueError):
@@ -225,8 +221,7 @@ def digests(with_key: bytes, ids: Iterable[int] | npt.NDArray[np.int64]) -> list
 def forgotten_among(storage: Storage, table: str | None, ids: npt.NDArray[np.int64]) -> set[int]:
     """Return the ids that the audit lists as forgotten, in a table, or in any table if it is None.
 
-    Raises:
-        CorruptCheckpointError: the audit is damaged.
+    Raises CorruptCheckpointError if the audit is damaged.
     """
     lines = [line for line in audit(storage) if table in (None, line.get("table"))]
     with_key = key(storage) if lines else b""

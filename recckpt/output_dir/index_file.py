@@ -41,7 +41,6 @@ ENDED = "ended"  # the kind of the line of a run that ended well
 
 
 def index_problem(storage: Storage, ckpt_ids: Sequence[str]) -> str:
-    """Say what is wrong with the index file, given the committed ids, oldest first; "" if it is right."""
     expected = layout.encode_index(ckpt_ids)
     try:
         content = storage.read(layout.INDEX_FILE, 2 * len(expected) + layout.MAX_ID_BYTES)
@@ -97,7 +96,6 @@ def is_of_recis(storage: Storage) -> bool:
 
 
 def why_nothing(storage: Storage) -> str:
-    """Return what is there instead of checkpoints: nothing at all, an unfinished save, or files of other programs."""
     reason, others = storage.why_empty() or "found no committed checkpoint", of_others(storage)
     if others is not None:
         return f"{reason}; {others}: {_AS_IT_IS}, `recckpt import` makes a checkpoint of it"
@@ -116,7 +114,6 @@ def why_nothing(storage: Storage) -> str:
 
 
 def of_others(storage: Storage) -> str | None:
-    """Return which other program's checkpoint this is, None if unknown."""
     if storage.url.endswith(_FILES_OF_OTHERS) and _has(*open_parent(storage.url)):
         return "this is a file as other programs save one"
     program = next((program for name, program in _OF_OTHERS.items() if _has(storage, name)), None)

@@ -77,12 +77,10 @@ class Chains:
         return tuple(links)
 
     def closure(self, names: Collection[str]) -> set[str]:
-        """Return all directories that the checkpoints of these names are read from."""
         best = (links[0] for name in names if (links := self.named(name)))
         return {link for directory in best for link in self.links(directory)}
 
     def _stand(self, directory: str) -> None:
-        """Find the best parent, or note why there is none."""
         record = self._manifests[directory]
         if record.parent is None:
             self._n_links[directory] = 1
@@ -100,7 +98,6 @@ class Chains:
         self.broken[directory] = _in_chain(causes[0], directory, record)
 
     def _problems(self, directory: str, record: Manifest, parent: Parent, below: str) -> Iterator[Damage]:
-        """Yield why a delta cannot stand on a checkpoint with the name of its parent."""
         link = self._manifests[below]
 
         def wrong(found: str, expected: str) -> CorruptCheckpointError:
@@ -129,7 +126,6 @@ class Chains:
 
 
 def whole_one(ckpt_id: str) -> str:
-    """Say what to do if the links of a delta are elsewhere."""
     return f"copy its links too, or make a whole one of it where they are: `recckpt compact DIR {ckpt_id} --out OTHER`"
 
 
@@ -141,7 +137,6 @@ def _wrong_parent(
 
 
 def _misfits(record: Manifest, link: Manifest) -> Iterator[tuple[str, str]]:
-    """Yield (found, expected) for each way in which the rows of a delta do not fit its parent."""
     for table in record.tables:
         below = link.table(table.name)
         if table.is_whole:
@@ -165,7 +160,6 @@ def _live(table: TableEntry) -> str:
 
 
 def _in_chain(cause: Damage, directory: str, record: Manifest) -> Damage:
-    """Return damage of a link as damage of a delta that stands on it."""
     is_own = isinstance(cause, CorruptCheckpointError) and cause.path == layout.join(directory, layout.MANIFEST)
     if not isinstance(cause, CorruptCheckpointError) or is_own:
         return cause
@@ -176,8 +170,6 @@ def _in_chain(cause: Damage, directory: str, record: Manifest) -> Damage:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed checkpoint and its directory; a delta also has its parents."""
-
     directory: str  # where it lies in the output dir
     manifest: Manifest  # what it is
     # what stands for the parent first; the full one last. Each of these is a link only: its own is ().
@@ -262,7 +254,6 @@ class Listing:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no checkpoints, not even damaged ones."""
         return not self.committed and not self.damaged
 
     @property
@@ -330,7 +321,6 @@ def look_around(storage: Storage, known: Manifests | None = None, own: Takeover 
 def _list(
     storage: Storage, directories: Sequence[str], looks: Sequence[Look], own: Takeover | None, threads: int
 ) -> tuple[Listing, bool]:
-    """Return the listing of these directories, and whether no link is missing."""
     damaged: dict[str, Damage] = {look.directory: look.damage for look in looks if look.damage is not None}
     with_manifest = [Checkpoint(look.directory, look.record) for look in looks if look.record is not None]
     files = {look.directory: look.files for look in looks if look.files is not None}
@@ -340,7 +330,6 @@ def _list(
     counted = [c for c in with_manifest if c.directory not in fenced]
 
     def problem_of(checkpoint: Checkpoint) -> Damage | None:
-        """Return what is wrong with the files of one, or that it was removed meanwhile."""
         directory, record = checkpoint.directory, checkpoint.manifest
         try:
             problem = next(file_problems(storage, directory, record.files, files.get(directory)), None)

@@ -20,7 +20,6 @@ _NEAR_HOST_REMEDY = "remove it: the next near save on that host notes it again"
 
 
 def _put(storage: Storage, path: str, data: bytes) -> None:
-    """Replace a note, unless it is unchanged."""
     with suppress(*ABSENT):
         if storage.read(path, _MAX_BYTES) == data:
             return
@@ -36,7 +35,6 @@ def _paths_of_hosts(storage: Storage) -> list[str]:
 
 
 def _read(storage: Storage, path: str, kind: FileKind, record: type[_T], remedy: str) -> _T | None:
-    """Return what a note says, None without one; ``remedy`` is for the error of a damaged one."""
     try:
         return read_twice(storage, path, lambda: kind.open(storage.read(path, _MAX_BYTES), path).read(record))
     except ABSENT:
@@ -48,8 +46,6 @@ def _read(storage: Storage, path: str, kind: FileKind, record: type[_T], remedy:
 
 
 class MirrorNote(JsonRecord, frozen=True):
-    """What the mirror is of, and who wrote there last."""
-
     url: str  # where the run was, as its mirror reached it
     run: str  # nonce of the first claim there, by which the run is known again; "" of one without claims
     nonce: str  # 32 hex digits of the one that mirrors: another that takes the mirror over puts its own
@@ -87,8 +83,6 @@ def refuse_mirror(storage: Storage) -> None:
 
 
 class NearHost(JsonRecord, frozen=True):
-    """A host with near saves of an output dir, as noted there."""
-
     host: str  # the id in its near dir
     name: str  # of the machine, for people
     path: str  # of its near dir, there

@@ -25,8 +25,6 @@ log = logging.getLogger("recckpt")
 
 @dataclass(frozen=True)
 class Offer:
-    """A directory with an offer that was not adopted."""
-
     directory: str  # where it lies
     # the manifest as it is to be, but for its number; None where it is not finished, or damaged
     record: Manifest | None
@@ -76,7 +74,6 @@ def _reasons_against(record: Manifest, epoch: int, listing: Listing) -> Iterator
 
 
 def delta_of(record: Manifest, listing: Listing) -> Checkpoint | None:
-    """Return the delta that an offer supersedes, None if it does not count."""
     of, counting = record.supersedes, (c for c in listing.committed if c.manifest.kind == "delta")
     identity = of and (of.save_id, of.manifest, record.place, record.ckpt_id)
     same = (c for c in counting if (c.manifest.save_id, c.manifest.xxh3, c.manifest.place, c.ckpt_id) == identity)

@@ -141,8 +141,6 @@ class OpenFiles:
 
 
 class MappedFile(io.RawIOBase):
-    """A file object over memory, without copying it."""
-
     def __init__(self, memory: memoryview) -> None:
         self._memory, self._at = memory, 0
 

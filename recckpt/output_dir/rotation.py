@@ -123,12 +123,10 @@ def pin(storage: Storage, ckpt_id: str) -> None:
 
 
 def unpin(storage: Storage, ckpt_id: str) -> None:
-    """Unpin a checkpoint, so that the next save may remove it; does nothing if it is not pinned."""
     storage.remove(layout.pin(ckpt_id))
 
 
 def pinned_ids(storage: Storage) -> set[str]:
-    """Return the pinned ids, including those of removed checkpoints."""
     names = map(layout.parse_pin, storage.list_files(layout.PINS_DIR))
     return {ckpt_id for ckpt_id in names if ckpt_id is not None}
 

@@ -1,4 +1,4 @@
-"""What belongs to the process that made it: its threads take turns, and forks and copies of it are refused."""
+"""Objects that belong to the process that made them: their threads take turns; forks and copies are refused."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _Self = TypeVar("_Self", bound="OneProcess")
 
 
 class OneProcess(ABC):
-    """Base of what holds threads, locks or a claim, which a forked child or a copy would not have.
+    """Base of objects with threads, locks or a claim, which a forked child or a copy would not have.
 
-    As a context manager it is closed at the end; what is being raised already goes before the error of that.
+    As a context manager it is closed at the end; an exception of the block takes precedence over an error of closing.
 
     Attributes:
         made_at: file and line of the caller that made it.
@@ -37,10 +37,9 @@ class OneProcess(ABC):
         self._lock = threading.RLock()  # one thread may come in again, as from a handler of a signal
 
     def _turn(self) -> AbstractContextManager[Any]:
-        """Return what lets one thread in at a time.
+        """Return the lock that lets one thread in at a time.
 
-        Raises:
-            ForkedError: this process is not the one that made it.
+        Raises ForkedError if this process is not the one that made it.
         """
         self._check_process()
         return self._lock  # the lock itself: an interrupt between it and a wrapper of ours would leave it locked
@@ -51,7 +50,7 @@ class OneProcess(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for what is under way, and raise its error."""
+        """Wait for running work, and raise its error."""
 
     def __enter__(self: _Self) -> _Self:
         self._check_process()
@@ -82,9 +81,9 @@ class _Guard(threading.Condition):
 
 
 class OwnFuture(Future[_T]):
-    """A future of a thread of this process; in a forked child, where that thread is not, it raises ForkedError.
+    """A future of a thread of this process; in a forked child, where that thread is missing, it raises ForkedError.
 
-    Who waits for it may be interrupted, and the thread goes on.
+    An interrupted wait leaves the thread running.
     """
 
     def __init__(self) -> None:
@@ -107,7 +106,7 @@ class OwnFuture(Future[_T]):
         self._ended.set()
 
     def run(self, work: Callable[[], _T]) -> None:
-        """Do work here, and end with what it returns or raises."""
+        """Do work here; its result or error becomes that of the future."""
         try:
             result = work()
         except BaseException as error:
@@ -128,7 +127,6 @@ class OwnFuture(Future[_T]):
         return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait, and return the error if there is one."""
         if not self.wait(timeout):
             raise futures.TimeoutError
         return super().exception()

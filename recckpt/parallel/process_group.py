@@ -1,4 +1,4 @@
-"""The processes of a job, and how they reach each other: the only place that talks to ``torch.distributed``."""
+"""The processes of a job, and how they reach each other: the only place that uses ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -27,31 +27,29 @@ _made = count()  # the same on all ranks, which make groups together
 
 
 class ReusedBuffer:
-    """Memory for bytes, made once and kept for the next that need it. Not thread-safe."""
+    """A buffer that grows as needed and is reused. Not thread-safe."""
 
     def __init__(self) -> None:
         self._bytes = np.empty(0, np.uint8)
 
     def take(self, n_bytes: int) -> npt.NDArray[np.uint8]:
-        """Return so many bytes, uint8, of any content; they are good until the next are taken."""
+        """Return ``n_bytes`` of arbitrary content, valid until the next call."""
         if len(self._bytes) < n_bytes:
             self._bytes = np.empty(n_bytes, np.uint8)
         return self._bytes[:n_bytes]
 
 
 class GlooGroup:
-    """A gloo group, closed by a finalizer: once its :class:`ProcessGroup` is gone, and at the end of the interpreter.
+    """A gloo group, closed by a finalizer when its :class:`ProcessGroup` is gone, and at the end of the interpreter.
 
     A thread of gloo drops the tensors of a collective after the collective has returned, and needs the interpreter to
     do so. If the interpreter is ending, CPython ends the thread inside a destructor, and the process aborts
     (https://github.com/pytorch/pytorch/issues/190489). A closed group has no threads.
 
     Closing waits for the threads of this process, never for other ranks. So a group is left open if a collective may
-    be under way in it, as in a daemon thread or after an interrupt, or if it was made before this process was forked:
-    its threads do not exist here.
-
-    Args:
-        group: of ``torch.distributed``; nothing else may hold it.
+    still be
+    running in it, as in a daemon thread or after an interrupt, or if it was made before this process was forked:
+    its threads do not exist here. Nothing else may hold the group.
     """
 
     def __init__(self, group: Any) -> None:
@@ -60,8 +58,7 @@ class GlooGroup:
     def run(self, work: Callable[[Any], _T]) -> _T:
         """Return what work makes of the group. One thread at a time.
 
-        Raises:
-            RecckptError: the interpreter is ending, and the group is closed.
+        Raises RecckptError if the interpreter is ending, and the group is closed.
         """
         if self._group is None:
             raise RecckptError("the interpreter is ending, and ranks no longer reach each other: save before it ends")
@@ -75,7 +72,7 @@ class GlooGroup:
         return result
 
     def close(self) -> None:
-        """Close it; not to be called twice."""
+        """Close it; call at most once."""
         import torch.distributed as dist
 
         if not self._is_idle or os.getpid() != self._made_by:
@@ -87,26 +84,26 @@ class GlooGroup:
 
 
 class Group(Protocol):
-    """Ranks that all call the same things in the same order."""
+    """Ranks that all call the same methods in the same order."""
 
     rank: int
     size: int
 
     @property
     def is_lost(self) -> bool:
-        """Whether a rank is known to be missing, so that everything collective raises at once."""
+        """Whether a rank is known to be missing, so that all collective methods raise at once."""
 
     @property
     def is_over(self) -> bool:
         """Whether it belongs to a process group that has been destroyed."""
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the value of every rank, in order of rank, to all of them. Collective."""
+        """Return the values of all ranks, in order of rank, to all of them. Collective."""
 
     def gather_to_first(self, value: Any) -> list[Any] | None:
-        """Return the value of every rank, in order of rank, to rank 0, and None to the others. Collective.
+        """Return the values of all ranks, in order of rank, to rank 0, and None to the others. Collective.
 
-        No rank returns before all have come: what a rank waits for next has the whole timeout.
+        No rank returns before all have come, so the next wait has the whole timeout.
         """
 
     def broadcast(self, value: Any) -> Any:
@@ -115,9 +112,9 @@ class Group(Protocol):
     def exchange(
         self, mark: int, parcels: Sequence[Parcel], into: ReusedBuffer | None = None
     ) -> tuple[list[int], list[Parcel]]:
-        """Send a mark to all ranks and a parcel to each, by its number; return those of all. Collective.
+        """Send a mark to all ranks and a parcel to each; return the marks and parcels of all. Collective.
 
-        What a rank sends itself is dropped. What it receives is in the buffer ``into``, or in memory of its own.
+        What a rank sends itself is dropped. What it receives is in the buffer ``into``, or in new memory.
         """
 
     def twin(self) -> Group:
@@ -125,16 +122,10 @@ class Group(Protocol):
 
 
 class ProcessGroup:
-    """The ranks of ``torch.distributed``, over a gloo group of their own, so that no training collective is met.
+    """The ranks of ``torch.distributed``, over their own gloo group, so that training's collectives are never met.
 
-    Making one is collective. Whatever one of its groups finds to be lost is lost for its twins too.
-
-    Attributes:
-        call: says which rank is missing.
-
-    Args:
-        timeout_sec: how long a rank waits for the others before it raises.
-        call: of the group that this one is a twin of.
+    Making one is collective. A rank that one of its groups finds lost is lost for its twins too. ``call`` finds out
+    which rank is missing; a rank waits ``timeout_sec`` for the others.
 
     Raises:
         RankLostError: here as in all methods: a rank is dead or did not answer in time.
@@ -163,7 +154,7 @@ class ProcessGroup:
         return values
 
     def gather_to_first(self, value: Any) -> list[Any] | None:
-        """Return the value of every rank on rank 0; ``gather_object`` would send the sizes of all values to all."""
+        """As of the protocol; ``gather_object`` would send the sizes of all values to all."""
         import torch
 
         own = bytearray(pickle.dumps(value)) if self.rank else bytearray()  # that of rank 0 stays where it is
@@ -212,11 +203,11 @@ class ProcessGroup:
         return ProcessGroup(self.timeout_sec, self.call)
 
     def _collective(self, work: Callable[[Any], _T]) -> _T:
-        """Do with the group what all ranks do together, or find out which of them does not."""
+        """Do collective work with the group, or find out which rank does not take part."""
         return self._found_out(lambda: self._group.run(work), self._close)
 
     def _found_out(self, work: Callable[[], _T], close: Callable[[], object] = lambda: None) -> _T:
-        """Do work, or find out which rank does not, once this one is closed to those that still wait for it."""
+        """Do work, or find out which rank does not, after closing this group for ranks that still wait for it."""
         self.call.check()
         begin = time.monotonic()
         try:
@@ -238,7 +229,7 @@ class ProcessGroup:
 
 
 def group_of(shard_id: int, shard_num: int, timeout_sec: float) -> ProcessGroup:
-    """Return the group of several ranks, of which this is one. Collective.
+    """Return the group of several ranks, including this one. Collective.
 
     Raises:
         ValueError: there is no process group, or the numbers are not those of this process in it.
@@ -261,13 +252,13 @@ def group_of(shard_id: int, shard_num: int, timeout_sec: float) -> ProcessGroup:
 
 
 def _joined(parcels: Sequence[Parcel]) -> Parcel:
-    """Return the bytes of all parcels; of one that is alone as they are, where torch takes them."""
+    """Return the bytes of all parcels; without copying if only one is filled and torch takes it."""
     filled = [parcel for parcel in parcels if len(parcel)]
     return filled[0] if len(filled) == 1 and filled[0].flags.writeable else np.concatenate(parcels)
 
 
 def shared_store(name: str) -> Any:
-    """Return a part of the key-value store that the ranks of the process group met at, kept apart by its name."""
+    """Return a part, with this name, of the key-value store that the ranks of the process group met at."""
     import torch.distributed as dist
 
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the ranks it starts again

@@ -36,20 +36,14 @@ def outcome_of(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
 
 
 def sendable(failure: Exception | None) -> Reason | None:
-    """Return an error as it is sent to other ranks: ours as they are, others by their text."""
+    """Return an error as it is sent to other ranks: ours as they are, others as text."""
     if failure is None or isinstance(failure, RecckptError):
         return failure
     return f"{type(failure).__name__}: {failure}"
 
 
 def error_of(rank: int, reason: Reason, failed: Failed | None) -> RecckptError:
-    """Return what a rank raises for the failure of another one.
-
-    Args:
-        rank: the one that failed.
-        reason: as it was sent.
-        failed: makes the error of one that is not ours; None for a plain one.
-    """
+    """Return what a rank raises for the failure of another; ``failed`` makes errors of text, None for a plain one."""
     if isinstance(reason, RecckptError):
         return reason
     return RecckptError(f"rank {rank} failed: {reason}") if failed is None else failed(rank, reason)
@@ -86,18 +80,14 @@ def _call() -> tuple[str, str]:
 
 
 class Meetings:
-    """Meetings of ranks that do the same work, and come to them in the same order and equally often.
+    """Meetings of ranks that do the same work: all come to the same meetings in the same order.
 
-    All of them have one form, so a rank that fails comes to one more, whichever that is for the others: they raise its
-    error there, and there are no further ones. Not thread-safe.
-
-    Attributes:
-        rank: number of this rank.
-        size: number of ranks.
+    All meetings have one form, so a rank that fails comes to one more, which may be any for the others: they raise its
+    error there, and no further meetings follow. Not thread-safe.
 
     Args:
         group: how the ranks reach each other; None for a rank that is alone.
-        failed: makes the error that ranks raise where another had one that is not ours; None for a plain one.
+        failed: makes the error that ranks raise if another had one that is not ours; None for a plain one.
 
     Raises:
         RecckptError: in all methods: another rank has failed.
@@ -111,11 +101,9 @@ class Meetings:
         self._is_over = False
 
     def exchange(self, parcels: Sequence[Parcel], into: ReusedBuffer | None = None) -> list[Parcel]:
-        """Send bytes to each rank, by its number, and return what each has sent; nothing from itself. Collective.
+        """Send bytes to each rank, and return what each has sent; nothing from itself. Collective.
 
-        Args:
-            parcels: for each rank.
-            into: the buffer for what is received; None for memory of its own.
+        Received bytes are in the buffer ``into``; with None in new memory.
         """
         marks, received = self._meet(_GOES_ON, parcels, into)
         if _FAILED in marks:
@@ -123,7 +111,7 @@ class Meetings:
         return received
 
     def gather(self, value: _T) -> list[_T]:
-        """Return the values of all ranks, in their order. Collective."""
+        """Return the values of all ranks, in order of rank. Collective."""
         if self.size == 1:
             self.wait()
             return [value]
@@ -136,10 +124,9 @@ class Meetings:
         self.exchange(self._nothing)
 
     def end(self, failure: Exception | None) -> None:
-        """Come to the last meeting, unless one before has been the last; ``failure`` is that of this rank. Collective.
+        """Come to the last meeting, unless that has been; ``failure`` is that of this rank. Collective.
 
-        Raises:
-            RecckptError: another rank has failed since, and this one has not.
+        Raises RecckptError if another rank has failed since, and this one has not.
         """
         if failure is not None:
             self._fail(failure)
@@ -148,7 +135,7 @@ class Meetings:
 
     @contextmanager
     def ended_by_errors(self) -> Iterator[None]:
-        """Let the other ranks raise an error of the block as it is, before this rank makes up for it."""
+        """Let the other ranks raise an error of the block as it is, before this rank handles it."""
         try:
             yield
         except Exception as error:
@@ -180,10 +167,9 @@ class Meetings:
 
 
 class Connection:
-    """Two ways for ranks to reach each other, made when first used: for the caller and for a thread. Thread-safe.
+    """Two groups of the same ranks, made on first use: for the caller and for a thread. Thread-safe.
 
-    Args:
-        connect: makes the group of the caller. Collective where there are several ranks.
+    ``connect`` makes the caller's; it is collective if there are several ranks.
     """
 
     def __init__(self, connect: Callable[[], Group]) -> None:
@@ -192,7 +178,7 @@ class Connection:
 
     @property
     def groups(self) -> tuple[Group, Group]:
-        """The group of the caller, and one for a thread, which must not meet what the caller does meanwhile."""
+        """The group of the caller, and one for a thread, so that the two never meet each other's collectives."""
         with self._lock:
             if self._groups is None:
                 front = self._connect()
@@ -216,9 +202,9 @@ class Ranks:
         rank: number of this rank.
         size: number of ranks.
         connection: how they reach each other; None for a rank that is alone.
-        failed: makes the error that all ranks raise where one had an error that is not ours: (rank, text) -> error;
-            None where a rank raises its own as it is.
-        lost: makes the error that is raised where a rank is missing; None for RankLostError as it is.
+        failed: makes the error that all ranks raise if one had an error that is not ours: (rank, text) -> error; with
+            None a rank raises its own as it is.
+        lost: makes the error that is raised if a rank is missing; None for RankLostError as it is.
         is_background: whether they act in a thread of their own.
     """
 
@@ -230,7 +216,6 @@ class Ranks:
     is_background: bool = False
 
     def raising(self, failed: Failed, lost: Lost | None = None) -> Ranks:
-        """Return the same ranks, which raise these errors."""
         return replace(self, failed=failed, lost=lost)
 
     @property
@@ -240,7 +225,7 @@ class Ranks:
 
     @property
     def has_lost(self) -> bool:
-        """Whether a rank is known to be missing, so that all these methods raise at once. Not collective."""
+        """Whether a rank is known to be missing, so that all collective methods raise at once. Not collective."""
         return self.connection is not None and self.connection.is_lost
 
     @property
@@ -249,7 +234,7 @@ class Ranks:
         return self.connection is not None and self.connection.is_over
 
     def gather(self, own: Any) -> list[Any]:
-        """Return the values of all ranks, in their order. Collective.
+        """Return the values of all ranks, in order of rank. Collective.
 
         Raises:
             RankLostError: a rank is missing; or what ``lost`` makes of it, here as in all methods.
@@ -277,7 +262,7 @@ class Ranks:
             return [result for result, _ in outcomes]
 
     def on_each(self, work: Callable[[], _T]) -> _T:
-        """Do work on every rank and return what it gave here; no rank is sent the result of another. Collective.
+        """Do work on every rank and return this rank's result; results are not sent. Collective.
 
         Raises:
             RecckptError: as :meth:`on_all`.
@@ -290,7 +275,7 @@ class Ranks:
         """Do work on rank 0, and return its result on all ranks. Collective.
 
         Raises:
-            RecckptError: work failed there; all raise alike.
+            RecckptError: work failed there; all raise the same error.
         """
         if self.connection is None:
             return self._alone(work)
@@ -302,17 +287,16 @@ class Ranks:
             return cast(_T, result)
 
     def concluded(self, work: Callable[[], _T], conclude: Callable[[list[_T]], _R]) -> _R:
-        """Do work on every rank, send the results to rank 0, and return on all what it concludes from them. Collective.
+        """Do work on every rank, send the results to rank 0, and return its conclusion from them on all. Collective.
 
-        What crosses the wire grows with the number of ranks, where each of them gets the results of all by
-        :meth:`on_all`.
+        Traffic grows with the number of ranks; with :meth:`on_all` it grows with its square.
 
         Args:
             work: what each rank does.
-            conclude: what rank 0 makes of all results, in order of rank; not called where work failed on a rank.
+            conclude: called on rank 0 with all results, in order of rank, unless work failed on a rank.
 
         Raises:
-            RecckptError: as :meth:`on_all`; or ``conclude`` failed, and all raise alike.
+            RecckptError: as :meth:`on_all`; or ``conclude`` failed, and all raise the same error.
         """
         if self.connection is None:
             return self._alone(lambda: conclude([work()]))
@@ -333,11 +317,11 @@ class Ranks:
             return cast(_R, conclusion)
 
     def in_meetings(self, work: Callable[[Meetings], _T]) -> _T:
-        """Do work on every rank, in which all come to the same meetings, and return what it gave here. Collective.
+        """Do work on every rank, in which all come to the same meetings; return this rank's result. Collective.
 
         Raises:
-            RecckptError: work failed on a rank, here or there: those that are at a meeting, or come to one, raise its
-                failure from there, and in the end all raise alike; where tables have changed, what says so.
+            RecckptError: work failed on a rank. Ranks that are at a meeting, or come to one, raise the failure there,
+                and in the end all raise the same error; if tables have changed, a PartlyLoadedError.
         """
         if self.connection is None:
             return self._alone(lambda: work(Meetings()))
@@ -358,7 +342,6 @@ class Ranks:
             raise error_of(rank, reasons[rank], self.failed) from own
 
     def _alone(self, work: Callable[[], _T]) -> _T:
-        """Do work as the only rank; what goes wrong is raised as where there are several."""
         try:
             return work()
         except RecckptError:
@@ -370,7 +353,6 @@ class Ranks:
 
     @contextmanager
     def _group(self, connection: Connection) -> Iterator[Group]:
-        """Give the group to act with; where a rank is missing, raise what says so here."""
         try:
             yield connection.groups[self.is_background]
         except RankLostError as error:
@@ -379,7 +361,7 @@ class Ranks:
             raise self.lost(error) from error
 
     def _raise_alike(self, rank: int, reason: Reason | None, own: Exception | None) -> None:
-        """Raise what went wrong on a rank, if something did: where it is this rank, by its own error."""
+        """Raise the failure of a rank, if there is one; on that rank, with its own error as the cause."""
         if reason is None:
             return
         if isinstance(reason, str) and self.failed is not None:
@@ -388,11 +370,7 @@ class Ranks:
 
 
 class RanksNow(dict[tuple[int, int], Ranks]):
-    """The ranks of a saver by (rank, size), as the process group is now; they connect when they first act.
-
-    Args:
-        timeout_sec: how long a rank waits for the others.
-    """
+    """The ranks of a saver by (rank, size), as the process group is now; they connect on first use."""
 
     def __init__(self, timeout_sec: float) -> None:
         super().__init__()
@@ -401,8 +379,7 @@ class RanksNow(dict[tuple[int, int], Ranks]):
     def of(self, shard_id: int | None, shard_num: int | None) -> Ranks:
         """Return the ranks that act together. Not collective.
 
-        Raises:
-            ValueError: the numbers do not fit each other.
+        Raises ValueError if the numbers do not fit each other.
         """
         rank, size = key = this_rank(shard_id, shard_num)
         if key not in self or self[key].is_over:
@@ -412,20 +389,19 @@ class RanksNow(dict[tuple[int, int], Ranks]):
 
     @property
     def has_lost(self) -> bool:
-        """Whether a rank is known to be missing, so that all that is collective raises."""
+        """Whether a rank is known to be missing, so that everything collective raises."""
         return any(ranks.has_lost for ranks in self.values())
 
 
 def this_rank(shard_id: int | None = None, shard_num: int | None = None) -> tuple[int, int]:
-    """Return the number of this rank and of all: as given, else of the process group, else of RANK and WORLD_SIZE.
+    """Return the number of this rank and of all: as given, else by :func:`rank_and_size`.
 
     Args:
-        shard_id: None for that of this process; 0 where it is one of one.
+        shard_id: None for that of this process; 0 if it is alone.
         shard_num: None for those of this job; 1 for a process that works for itself.
 
     Raises:
-        ValueError: the numbers do not fit each other, or those of the environment are needed and are
-            not numbers, or one of the two is missing.
+        ValueError: the numbers do not fit each other, or the environment is needed and has no valid numbers.
     """
     is_given = shard_num == 1 or None not in (shard_id, shard_num)
     rank, size = (0, 1) if is_given else rank_and_size()
@@ -439,8 +415,7 @@ def this_rank(shard_id: int | None = None, shard_num: int | None = None) -> tupl
 def rank_and_size() -> tuple[int, int]:
     """Return the rank of this process and the number of ranks, by the process group, else by RANK and WORLD_SIZE.
 
-    Raises:
-        ValueError: one of the two variables is not a number, or is missing where the other means several ranks.
+    Raises ValueError if one of the two variables is not a number, or is missing although the other means several ranks.
     """
     dist = sys.modules.get("torch.distributed")  # without which there is no process group
     if dist is not None and dist.is_available() and dist.is_initialized():

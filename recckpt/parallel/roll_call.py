@@ -1,4 +1,4 @@
-"""Finds out which rank is missing when ranks that work together no longer reach each other (no torch here)."""
+"""Finds out which rank is missing when ranks no longer reach each other. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 class Attendance:
-    """One place where ranks meet; its keys in the store, which all of them share, begin with ``prefix``."""
+    """One place where ranks meet; its keys in their shared store begin with ``prefix``."""
 
     def __init__(self, store: Store, rank: int, size: int, prefix: str = "") -> None:
         self._store, self._rank, self._size, self._prefix = store, rank, size, prefix
@@ -34,7 +34,7 @@ class Attendance:
         return self._store.check([f"{self._prefix}here/{rank}" for rank in range(self._size)])
 
     def missing(self, ranks: range | None = None) -> list[int]:
-        """Return the ranks, of some or of all, that have not come; by few requests where few are missing."""
+        """Return the ranks that have not come; few requests if few are missing."""
         ranks = range(self._size) if ranks is None else ranks
         if self._store.check([f"{self._prefix}here/{rank}" for rank in ranks]):
             return []
@@ -42,7 +42,7 @@ class Attendance:
         return [*self.missing(ranks[:half]), *self.missing(ranks[half:])] if half else list(ranks)
 
     def leave(self, timeout_sec: float, lost: Collection[int] = ()) -> bool:
-        """Say that this rank leaves; rank 0 waits until all but the lost ones have, and says whether they did.
+        """Note that this rank leaves; rank 0 waits for all ranks that are not lost, and says whether they left.
 
         Rank 0 leaves last because the store may live in its process, which may end after this.
         """
@@ -56,7 +56,7 @@ class Attendance:
 
 
 def moments(timeout_sec: float) -> Iterator[None]:
-    """Yield until the timeout, ever less often; the last time after it."""
+    """Yield until the timeout, at growing intervals; once more after it."""
     deadline, pause = time.monotonic() + timeout_sec, _SHORTEST_SLEEP_SEC
     while True:
         left = deadline - time.monotonic()
@@ -119,9 +119,9 @@ class RollCall:
 
 
 def in_time(seconds: float, work: Callable[[], _T], what: str) -> _T:
-    """Return what ``work`` returns, or raise what it raises; TimeoutError where it is still at it after so long.
+    """Return what ``work`` returns, or raise its error; TimeoutError if it takes longer than ``seconds``.
 
-    It goes on aside then. So others, who wait for this rank no longer than they said, do not take it for lost.
+    It goes on in its thread then. So other ranks do not take this one as lost.
     """
     errand = Errand(work)
     start(threading.Thread(target=errand.run, name="recckpt-in-time", daemon=True))

@@ -1,8 +1,8 @@
-"""Threads, started and waited for so that an interrupt leaves no lock held, and work given to them.
+"""Threads that are started and waited for so that an interrupt leaves no lock held, and work for them.
 
 An interrupt (Ctrl-C, or any handler that raises) may come between taking the lock of a ``threading.Condition`` and the
-block that gives it back, since taking it runs Python. It is not given back then, and what takes it next waits for
-ever. That is true of all that is built on one: ``Event``, ``Semaphore``, ``Queue``, ``Future``, executors, and
+block that gives it back, since taking it runs Python. Then it is never given back, and the next taker waits forever.
+That holds for everything built on conditions: ``Event``, ``Semaphore``, ``Queue``, ``Future``, executors, and
 ``Thread.start``, which waits for an ``Event`` that the new thread sets. A plain lock in a ``with`` is safe.
 """
 
@@ -38,7 +38,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Latch:
-    """An event that happens once. Thread-safe; each that waits has a lock of its own, so an interrupt leaks none."""
+    """An event that happens once. Thread-safe; each waiter has a lock of its own, so an interrupt leaks none."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -48,13 +48,12 @@ class Latch:
         return self._is_set
 
     def set(self) -> None:
-        """Let it happen: all that wait go on."""
         self._is_set = True  # first: whoever begins to wait after the last waiter was taken here sees it
         while self._waiters:
             self._waiters.pop().release()
 
     def wait(self, timeout_sec: float | None = None) -> bool:
-        """Wait until it has happened, or for so many seconds; say whether it has."""
+        """Wait until it has happened, or for ``timeout_sec``; say whether it has."""
         waiter = threading.Lock()
         waiter.acquire()  # given back by set()
         self._waiters.append(waiter)
@@ -64,10 +63,7 @@ class Latch:
 
 
 class Starting:
-    """Threads that are being started: where the caller is the main thread, by another one.
-
-    Attributes:
-        started: those that are.
+    """Threads that are being started; if the caller is the main thread, by another one. ``started`` lists them.
 
     Raises:
         RuntimeError: there is no room for a thread, or the interpreter is about to end; here or in :meth:`wait`.
@@ -106,12 +102,12 @@ class Starting:
 
 
 def start(thread: threading.Thread) -> None:
-    """Start a thread, and return once it runs; where that is interrupted, it may run or not."""
+    """Start a thread, and return once it runs; if this is interrupted, it may run or not."""
     Starting([thread]).wait()
 
 
 class Errand(Generic[_T]):
-    """Work that a thread does, and what comes of it once it is over."""
+    """Work for a thread; ``over`` happens when it has ended."""
 
     def __init__(self, work: Callable[[], _T]) -> None:
         self._work, self.over = work, Latch()
@@ -126,16 +122,16 @@ class Errand(Generic[_T]):
             self.over.set()
 
     def result(self) -> _T:
-        """Return what it returned, or raise what it raised, once it is over."""
+        """Return what it returned, or raise what it raised; only once it is over, and only once."""
         if self._errors:
             raise self._errors.pop()  # which refers to this by its traceback
         return self._results.pop()
 
 
 def aside(work: Callable[[], _T], give_up: Callable[[], object]) -> _T:
-    """Return what work returns, which waits by what an interrupt may leak: in another thread, if this is the main one.
+    """Return what work returns; if this is the main thread, in another one, since work waits by leaky locks.
 
-    Where this is interrupted, it calls ``give_up``, which is to end the work soon, and raises once that has ended.
+    If this is interrupted, it calls ``give_up``, which must end the work soon, and raises once that has ended.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
@@ -153,10 +149,9 @@ def aside(work: Callable[[], _T], give_up: Callable[[], object]) -> _T:
 
 
 class Worker(Generic[_T]):
-    """Does one task at a time in a thread that gives way to training. Not thread-safe.
+    """Does one task at a time in a thread of low priority. Not thread-safe.
 
-    Attributes:
-        task: the one at work, or the last that was begun; None before, and once it was dropped.
+    ``task`` is the current task, or the last one begun; None before, and after :meth:`drop`.
     """
 
     def __init__(self, name: str, *, is_daemon: bool = False) -> None:
@@ -176,12 +171,12 @@ class Worker(Generic[_T]):
         return self._thread is threading.current_thread()
 
     def begin(self, task: _T, work: Callable[[], object], called_off: Callable[[], object] = lambda: None) -> None:
-        """Begin a task once the one before is over.
+        """Begin a task once the previous one is over.
 
         Args:
-            task: what others see of it.
+            task: the task as others see it.
             work: does it; raises nothing.
-            called_off: called where it is not begun.
+            called_off: called if it is not begun.
 
         Raises:
             RuntimeError: there is no room for a thread, or the interpreter is about to end.
@@ -222,9 +217,9 @@ class Worker(Generic[_T]):
 
 
 class InOrder:
-    """Work that threads do one after another, in the order in which it came. Thread-safe.
+    """Work that threads do one after another, in the order of submission. Thread-safe.
 
-    An interpreter that ends waits for it.
+    The interpreter waits for it at its end.
     """
 
     def __init__(self, name: str) -> None:
@@ -237,7 +232,7 @@ class InOrder:
         start(threading.Thread(target=self.finish, name=self._name))
 
     def finish(self) -> None:
-        """Return once all work is done: that which no thread has begun, by this one."""
+        """Return once all work is done; this thread does what no other has begun."""
         with self._turn:
             while not self._works.empty():
                 self._works.get()()
@@ -254,7 +249,7 @@ def give_way() -> None:
 def run_all(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int) -> list[_R]:
     """Return ``work`` of each item, in order, done by up to ``concurrency`` threads; with one, by this thread.
 
-    After an error no further work begins, and what runs is waited for; then the error of the first item is raised.
+    After an error no further work begins, and running work is waited for; then the error of the first item is raised.
     """
     items = list(items)
     if min(concurrency, len(items)) <= 1:
@@ -281,8 +276,7 @@ def run_all(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int) -> 
 class _Crew(Generic[_T, _R]):
     """Threads that take items one after another until all are taken, or one has failed.
 
-    Attributes:
-        over: happens once all items are done, or one has failed and nothing runs.
+    ``over`` happens once all items are done, or one has failed and nothing runs.
     """
 
     def __init__(self, work: Callable[[_T], _R], items: list[_T]) -> None:
@@ -323,9 +317,9 @@ class _Crew(Generic[_T, _R]):
 
 
 def made_ahead(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int) -> Iterator[_R]:
-    """Yield ``work`` of each item, in order; threads make up to two results each before they are asked for.
+    """Yield ``work`` of each item, in order; threads make up to two results each ahead.
 
-    With one thread the caller does the work. Where the caller stops early, no further work begins.
+    With one thread the caller does the work. If the caller stops early, no further work begins.
     """
     if concurrency <= 1:
         yield from map(work, items)
@@ -345,7 +339,7 @@ def made_ahead(work: Callable[[_T], _R], items: Iterable[_T], concurrency: int) 
 
 
 class StoppedError(Exception):
-    """The caller asked to stop."""
+    pass
 
 
 def run_on(
@@ -356,10 +350,10 @@ def run_on(
     on_done: Callable[[_T], object],
     is_stopped: Callable[[], bool],
 ) -> list[_R]:
-    """Return ``work`` of each task, in order, done by the workers of an executor, or else by the caller.
+    """Return ``work`` of each task, in order, done by the workers of an executor, or by the caller without one.
 
-    An error of recckpt or of the storage ends it; any other, such as that a worker was lost, has the task done again,
-    three times at most. When this returns or raises, no task runs any more, as far as the executor knows.
+    An error of recckpt or of the storage ends it. After any other, such as a lost worker, the task is done again, three
+    times at most. When this returns or raises, no task is running any more, as far as the executor knows.
 
     Raises:
         StoppedError: ``is_stopped`` said so.
@@ -411,7 +405,7 @@ def _run_on(
 
 
 class _Block:
-    """Stands for a block in which the collector runs rarely."""
+    """A block in which the collector runs rarely."""
 
 
 class _Collector:
@@ -424,12 +418,12 @@ class _Collector:
 
     @contextmanager
     def rarely(self) -> Iterator[None]:
-        """Let it run once in 100,000 new objects at most, until the end of the block.
+        """Let the garbage collector run at most once per 100,000 new objects until the end of the block.
 
         A load of 10,000 tables makes a million objects, none of them garbage, and the collector walks over them again
-        and again: a fifth of the load; of a save it may double the pause. It is not turned off: other threads may serve
-        or train for as long as a load takes. A threshold that is higher already stays, and so does a collector that is
-        off. Blocks may overlap.
+        and again:
+        that is a fifth of the load, and may double the pause of a save. It is not turned off: other threads may serve
+        or train during a load. A higher threshold stays, and so does a collector that is off. Blocks may overlap.
         """
         block = _Block()
         try:

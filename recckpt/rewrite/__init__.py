@@ -1,4 +1,4 @@
-"""What an output dir has, written again: compacted, without ids that were forgotten, or in another place."""
+"""An output dir written again: compacted, without ids that were forgotten, or in another place."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""``recckpt.rewrite.compact``: a full checkpoint made of a delta's chain, offered to the output dir, or elsewhere.
+"""``recckpt.rewrite.compact``: a full checkpoint made from a delta's chain, offered to the output dir, or elsewhere.
 
-The compactor owns nothing: it writes in the directory of its offer alone, and commits nothing (docs/format.md, 12.6).
+The compactor owns nothing: it writes only to the directory of its offer, and commits nothing (docs/format.md, 12.6).
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class Compacted:
     """What :func:`compact` did.
 
     Attributes:
-        ckpt_id: the checkpoint.
+        ckpt_id: name of the checkpoint.
         url: the output dir that was written to.
-        directory: of the full checkpoint in it, an offer or a committed one; None where nothing was written.
-        n_links: how many the chain has.
+        directory: of the full checkpoint in it, an offer or a committed one; None if nothing was written.
+        n_links: length of the chain.
         n_rows: of all tables.
-        n_bytes: of all files; 0 where nothing was written.
-        reason: why nothing was written; "" where it was.
-        is_committed: whether it is a checkpoint by now, and not an offer.
-        removed: directories of the deltas that went, since they were compacted.
+        n_bytes: of all files; 0 if nothing was written.
+        reason: why nothing was written; "" if something was.
+        is_committed: whether it is a checkpoint by now, not an offer.
+        removed: directories of the deltas that were removed after compaction.
     """
 
     ckpt_id: str
@@ -75,21 +75,20 @@ def compact(
 ) -> Compacted:
     """Merge the chain of a delta into a full checkpoint, beside a trainer or without one.
 
-    The result is an offer in the output dir, which the trainer adopts at its next save; one that no save has adopted
-    is void once the trainer restarts. Nothing else there is changed. With ``out`` it is a committed checkpoint of
-    another output dir. Every byte that is read is checked, and what was written is read back and compared with the
-    chain.
+    The result is an offer in the output dir, which the trainer adopts at its next save, unless it restarts before.
+    Nothing else there is changed. With ``out`` it is a committed checkpoint of another output dir. Every byte that is
+    read is checked, and what was written is read back and compared with the chain.
 
     Args:
         path: an output dir, or a checkpoint itself; any fsspec URL.
         ckpt_id: which checkpoint of the output dir, ``latest~1`` too; None for the newest.
-        out: an output dir that the checkpoint is written to, full or not; it is taken over from whoever writes there.
-        adopt: whether to take the output dir over, adopt the offer, and remove the deltas that were compacted: where no
-            trainer runs. One that still writes there raises WriterFencedError at its next save.
-        executor: does the work: threads, processes, or those of a cluster, which reach ``path`` and ``out`` by the same
-            names and have recckpt. None for threads of this process.
-        budget_bytes: memory beside what the interpreter takes: of this process, or of each worker of the executor.
-        threads: how many threads write where there is no executor, and copy; locally at most one a core.
+        out: an output dir that the checkpoint is written to, even if it is full; another writer there is fenced.
+        adopt: whether to take the output dir over, adopt the offer, and remove the deltas that were compacted; for runs
+            without a trainer. One that still writes there raises WriterFencedError at its next save.
+        executor: does the work: threads, processes, or workers of a cluster, which reach ``path`` and ``out`` by the
+            same names and have recckpt. None for threads of this process.
+        budget_bytes: memory, without the interpreter's: of this process, or of each worker of the executor.
+        threads: threads that copy, and without an executor write; locally at most one a core.
 
     Raises:
         ValueError: an argument is invalid.
@@ -98,8 +97,8 @@ def compact(
         CheckpointRemovedError: links were removed while they were read, four times in a row.
         CorruptCheckpointError: a link is damaged, or what was written cannot be read back; nothing is offered.
         OSError: a storage failed; nothing is offered.
-        RecckptError: ids are yet to be forgotten in one of the output dirs.
-        WriterFencedError: another writer took the output dir over, where it was to be adopted or ``out`` was given.
+        RecckptError: a request to forget ids is pending in one of the output dirs.
+        WriterFencedError: with ``adopt`` or ``out``: another writer took the output dir over.
     """
     if adopt and out is not None:
         raise ValueError("adopt is for an offer in the output dir; with out the checkpoint is committed already")
@@ -123,7 +122,7 @@ def compact(
 
 
 def make_offer(storage: Storage, checkpoint: Checkpoint, means: Means) -> Compacted:
-    """Offer what is to supersede a delta; errors as of :func:`compact`, StoppedError where the means say so."""
+    """Offer a replacement for a delta; errors as of :func:`compact`, StoppedError if ``means`` say so."""
     epoch = max(claimed_epochs(storage), default=0)  # first: what a later owner changes makes the offer void
     known, listing = check_none_pending(storage, FORGET_FIRST), list_checkpoints(storage)
     there = listing.named(checkpoint.manifest.name)
@@ -151,7 +150,7 @@ def make_offer(storage: Storage, checkpoint: Checkpoint, means: Means) -> Compac
 
 
 def _make_and_adopt(storage: Storage, checkpoint: Checkpoint, means: Means) -> Compacted:
-    """Take the output dir over, offer what is to supersede a delta, adopt it, and remove what was superseded."""
+    """Take the output dir over, offer a replacement for a delta, adopt it, and remove what was superseded."""
     check_none_pending(storage, FORGET_FIRST)
     fence = Fence(storage, near=PASSED_ON)
     fence.hold()
@@ -191,7 +190,7 @@ def _nothing(storage: Storage, checkpoint: Checkpoint, reason: str) -> Compacted
 class BackgroundCompactor:
     """Makes offers beside the trainer that adopts them, one at a time, in a thread. Not thread-safe.
 
-    An error is logged and fails nothing: a later save is full where the chain is too long by then.
+    An error is logged and fails nothing: a later save is full if the chain has become too long.
     """
 
     def __init__(self) -> None:
@@ -200,7 +199,7 @@ class BackgroundCompactor:
         self._offered: str | None = None
 
     def begin(self, storage: Storage, listing: Listing, checkpoint: Checkpoint, reason: str) -> None:
-        """Begin an offer of a checkpoint, unless one is under way, or waits to be adopted."""
+        """Begin an offer of a checkpoint, unless one is being made, or waits to be adopted."""
         if self._worker.is_at_work or self._offered in listing.uncommitted:
             return
         log.info("%s: compacting in the background: %s", storage.url, reason)
@@ -208,7 +207,7 @@ class BackgroundCompactor:
         self._worker.begin(stop, partial(self._make, storage, checkpoint, stop))
 
     def close(self) -> None:
-        """End what is at work, which leaves nothing; an offer may be begun again."""
+        """End running work, which leaves nothing; an offer may be begun again."""
         if self._worker.task is not None:
             self._worker.task.set()
         self._worker.wait()

@@ -1,4 +1,4 @@
-"""``recckpt.rewrite.forget``: the rows of some ids go from all checkpoints of an output dir, and from mirrors of it."""
+"""``recckpt.rewrite.forget``: removes the rows of ids from all checkpoints of an output dir, and from its mirrors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PURPOSE = "recckpt forget"
 
 @dataclass(frozen=True)
 class _Present(Keep):
-    """What a mirror has: whoever names it here does not know the policy that it has been given."""
+    """Keeps what a mirror has: its own policy is unknown here."""
 
     ckpt_ids: frozenset[str]
 
@@ -47,7 +47,7 @@ class _Present(Keep):
 
 
 def checked_mirrors(run: str, mirrors: Iterable[str | os.PathLike[str]]) -> list[str]:
-    """Return the places of mirrors, before anything changes; TypeError or ValueError where one cannot be a mirror."""
+    """Return the places of mirrors; TypeError or ValueError if one cannot be a mirror."""
     if isinstance(mirrors, (str, os.PathLike)):
         raise TypeError(f"mirrors is a list of paths or URLs, found {mirrors!r}: write [{os.fspath(mirrors)!r}]")
     places = [os.fspath(each) for each in mirrors]
@@ -59,7 +59,7 @@ def checked_mirrors(run: str, mirrors: Iterable[str | os.PathLike[str]]) -> list
 def forget_in_mirrors(run: str, mirrors: Iterable[str]) -> dict[str, str]:
     """Bring what was forgotten in a run into its mirrors; return those that may still have the ids, and why.
 
-    No mirror is made, and none gets checkpoints of ids that it did not have, but for the newest.
+    No mirror is created, and none gets checkpoints of ids that it did not have, except the newest.
     """
     left = {}
     for place in mirrors:
@@ -83,27 +83,27 @@ def forget(
 ) -> list[Forgotten]:
     """Remove ids from a table in all that lies in an output dir, and note that in ``forgotten.jsonl``.
 
-    The output dir is taken over: the next save of a trainer that still writes there raises WriterFencedError, and it
-    saves no more. What an earlier call has begun and not ended is ended first. All rows of other ids keep their bytes.
-    Near saves stay on their hosts until they are removed there: :attr:`Forgotten.near_hosts`.
+    The output dir is taken over: a trainer that still writes there gets WriterFencedError at its next save, and saves
+    no more. Unfinished earlier calls are finished first. All rows of other ids keep their bytes. Near saves stay on
+    their hosts until they are removed there: :attr:`Forgotten.near_hosts`.
 
     Args:
         path: an output dir; a path or any fsspec URL.
         table: name of the table.
         ids: int64, in any order; at most 67 million.
         mirrors: mirrors of the output dir, by path or URL; each gets a pass. One that cannot be reached is logged, and
-            forgets with its next pass: :attr:`Forgotten.mirrors_left`. Nobody else knows of mirrors: name them all.
-        by: what the audit says asked for it.
+            forgets with its next pass: :attr:`Forgotten.mirrors_left`. Mirrors are recorded nowhere: name them all.
+        by: who asked for it, for the audit.
 
     Returns:
         What was done, for each request that was carried out; that of this call is the last.
 
     Raises:
         CheckpointNotFoundError: it is not an output dir.
-        TypeError, ValueError: there is no such table, no id, or a place that cannot be a mirror; nothing was changed.
-        CorruptCheckpointError: a checkpoint is damaged, so that it is not known what it holds.
+        TypeError, ValueError: there is no such table, no id, or a place cannot be a mirror; nothing was changed.
+        CorruptCheckpointError: a checkpoint is damaged, so its contents are unknown.
         RecckptError: the output dir is a mirror itself.
-        WriterFencedError: another writer took the output dir over meanwhile; it ends what was begun.
+        WriterFencedError: another writer took the output dir over meanwhile; it finishes what was begun.
         OSError: the storage failed; call it again.
     """
     checked, storage = checked_ids(ids), open_storage(os.fspath(path))
@@ -119,7 +119,7 @@ def forget(
 
 
 def finish(path: str | os.PathLike[str]) -> list[Forgotten]:
-    """End what earlier calls of :func:`forget` have begun; errors as there."""
+    """Finish earlier calls of :func:`forget` that did not end; errors as there."""
     storage = open_storage(os.fspath(path))
     readable_listing(storage)
     fence = Fence(storage, purpose=_PURPOSE)
@@ -130,7 +130,7 @@ def finish(path: str | os.PathLike[str]) -> list[Forgotten]:
 def readable_listing(storage: Storage) -> Listing:
     """Return the checkpoints of an output dir.
 
-    Raises CheckpointNotFoundError where it is not one, CorruptCheckpointError where a checkpoint is damaged.
+    Raises CheckpointNotFoundError if it is not one, CorruptCheckpointError if a checkpoint is damaged.
     """
     listing = list_checkpoints(storage)
     if listing.is_empty:
@@ -162,7 +162,7 @@ class ForgetPlan:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that would be read and written."""
+        """Bytes to read and to write."""
         return sum(each.n_bytes for each in self.rewritten)
 
 
@@ -171,12 +171,8 @@ def plan_forget(
 ) -> list[ForgetPlan]:
     """Return what :func:`recckpt.rewrite.forget` would do, request by request, and change nothing.
 
-    Each request is looked at by itself; where one is pending, a later one rewrites what that leaves.
-
-    Args:
-        path: an output dir; a path or any fsspec URL.
-        table: name of the table; None for the requests that are pending alone.
-        ids: int64, in any order.
+    Each request is planned by itself; if one is pending, a later one would rewrite what that leaves. Without ``table``
+    and ``ids``, only pending requests are planned.
 
     Raises:
         CheckpointNotFoundError, TypeError, ValueError, CorruptCheckpointError: as of :func:`recckpt.rewrite.forget`.

@@ -1,4 +1,4 @@
-"""What is copied into a mirror: checkpoints, byte for byte, each file checked on the way; and what lies beside them."""
+"""What is copied into a mirror: checkpoints, byte for byte, each file checked on the way; and other files."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _PINNED = b'{"by": "recckpt mirror"}\n'  # a pin of the run; others in the mirro
 class CheckpointCopier:
     """Copies checkpoints of a run into a mirror.
 
-    A file that is there with its size was written whole by an earlier copy, for drafts appear whole or not at all, and
-    is not copied again: so whoever was interrupted goes on, and two that copy at once write the same bytes.
+    A file that has its size was written whole by an earlier copy, since drafts appear whole or not at all, and is not
+    copied again: an interrupted copy goes on, and two that copy at once write the same bytes.
     """
 
     run: Storage  # the output dir that is read
@@ -46,13 +46,12 @@ class CheckpointCopier:
     threads: int  # files to copy at once
 
     def missing(self, checkpoint: Checkpoint) -> list[FileEntry]:
-        """Return the files that a mirror lacks."""
         return unlisted(checkpoint.manifest.files, listed_files(self.to, checkpoint.directory))
 
     def copy(self, checkpoint: Checkpoint, advance: Advance) -> int:
         """Copy what is missing of a checkpoint, and commit it; return how many bytes were copied.
 
-        What it stands on is there already.
+        Its parents must be there already.
 
         Raises:
             CheckpointRemovedError: its writer removed it meanwhile; it is not committed.
@@ -84,7 +83,7 @@ class CheckpointCopier:
         return sum(entry.n_bytes for entry in entries)
 
     def _manifest_bytes(self, checkpoint: Checkpoint) -> bytes:
-        """Return the manifest as it is in the run: fields that this version does not know are copied, too."""
+        """Return the manifest as it is in the run, including fields that this version does not know."""
         path = layout.join(checkpoint.directory, layout.MANIFEST)
 
         def read() -> bytes:
@@ -101,7 +100,6 @@ class CheckpointCopier:
         return read_twice(self.run, path, read)
 
     def _begin(self, directory: str, record: Manifest, data: bytes) -> None:
-        """Make the directory as the run has made it, or find it made by an earlier copy."""
         first = intent_of(record)
         path, manifest_path = (layout.join(directory, each) for each in (layout.INTENT, layout.MANIFEST))
         with suppress(FileExistsError):
@@ -128,7 +126,6 @@ class CheckpointCopier:
         )
 
     def _parts(self, checkpoint: Checkpoint, files: OpenFiles) -> Mapping[str, Part]:
-        """Return the parts of a checkpoint by their names, as its catalogs describe them."""
         link = OpenLink(checkpoint, files)
         return {part.file: part for catalog in link.catalogs for part in catalog.parts}
 
@@ -150,7 +147,7 @@ class CheckpointCopier:
                 advance(len(piece))
 
     def _commit(self, checkpoint: Checkpoint, data: bytes) -> None:
-        """Put the manifest once all files are there, durable and of their sizes, as it was put in the run."""
+        """Put the manifest once all files are there, durable and with their sizes."""
         directory, record = checkpoint.directory, checkpoint.manifest
         if not has_manifest(self.run, directory):  # as after ids were forgotten in it: nobody is to have it any more
             raise CheckpointRemovedError(self.run.url_of(directory))
@@ -177,7 +174,6 @@ class CheckpointCopier:
 def _check(
     data: memoryview, files: OpenFiles, checkpoint: Checkpoint, entry: FileEntry, parts: Mapping[str, Part]
 ) -> None:
-    """Raise CorruptCheckpointError where bytes are not those of a file."""
     path = layout.join(checkpoint.directory, entry.name)
     if len(data) != entry.n_bytes:
         raise CorruptCheckpointError(path, "its size", found=f"{len(data)} bytes", expected=f"{entry.n_bytes} bytes")
@@ -197,7 +193,7 @@ def _check(
 
 
 def copy_informative(run: Storage, to: Storage) -> None:
-    """Bring the timeline, the audit of what was forgotten, and its key, as they are in the run by now."""
+    """Bring the timeline, the audit of what was forgotten, and its key up to date with the run."""
     for name in (layout.TIMELINE, layout.FORGOTTEN, layout.FORGET_KEY):
         data = _content(run, name)
         if data is not None:
@@ -207,7 +203,6 @@ def copy_informative(run: Storage, to: Storage) -> None:
 
 
 def copy_pins(run: Storage, to: Storage, ckpt_ids: Collection[str]) -> None:
-    """Pin what is pinned in the run, and unpin what is not any more, of the checkpoints that are in the mirror."""
     pinned, there = pinned_ids(run).intersection(ckpt_ids), pinned_ids(to)
     if pinned - there:
         _make_dirs(to, layout.PINS_DIR)
@@ -220,7 +215,7 @@ def copy_pins(run: Storage, to: Storage, ckpt_ids: Collection[str]) -> None:
 
 
 def mark_forgotten(to: Storage, requests: Iterable[str]) -> None:
-    """Note that what the run was asked to forget is forgotten in the mirror, so that who restored from it is known."""
+    """Note in the mirror that requests of the run were carried out, which concerns whoever restored from it."""
     requests = list(requests)
     if requests:
         _make_dirs(to, layout.FORGET_DIR)

@@ -1,4 +1,4 @@
-"""A mirror's hold on the output dir that it writes, by the note there: of two mirrors the later one goes on."""
+"""A mirror's hold on the output dir that it writes, by a note there: the later of two mirrors goes on."""
 
 from __future__ import annotations
 
@@ -17,23 +17,18 @@ _ELSEWHERE = "mirror to another output dir"
 
 
 class NoMirrorError(RecckptError):
-    """A place is no mirror of the run, or none any more; it does not become one by itself."""
+    """A place is not a mirror of the run, or no longer; it does not become one by itself."""
 
 
 class MirrorHold:
-    """A mirror's hold on the output dir that it writes. Not thread-safe.
-
-    Args:
-        run: the output dir that is mirrored.
-        to: the one that is written.
-    """
+    """A mirror's hold on the output dir ``to`` that it writes. Not thread-safe."""
 
     def __init__(self, run: Storage, to: Storage) -> None:
         self._run, self._to = run, to
         self._note = MirrorNote(run.url, "", secrets.token_hex(16), socket.gethostname(), os.getpid(), time_now())
 
     def look(self) -> None:
-        """Check, without writing, that the output dir is empty or a mirror of this run; NoMirrorError where not."""
+        """Check, without writing, that the output dir is empty or a mirror of this run; else NoMirrorError."""
         # By what the run is known, also where only a mirror of it is copied; "" of one that none has taken over.
         copied = mirror_note(self._run)
         self._note = self._note.but(run=last_takeover(self._run).run if copied is None else copied.run)
@@ -53,7 +48,7 @@ class MirrorHold:
         self._refuse_writers()
 
     def take(self) -> bool:
-        """Note that this one mirrors from now on, so that others write nothing more there; say if it did not before."""
+        """Note that this process mirrors from now on, so that others stop writing there; say if that is new."""
         before = mirror_note(self._to)
         if before == self._note:
             return False
@@ -67,7 +62,7 @@ class MirrorHold:
         return True
 
     def check(self) -> None:
-        """Do nothing while this one mirrors; RecckptError where another does, NoMirrorError where it is no mirror."""
+        """Raise RecckptError if another process mirrors now, NoMirrorError if the note is gone."""
         now = mirror_note(self._to)
         if now is None:
             raise NoMirrorError(f"{self._to.url} is no mirror any more: {layout.MIRROR} is gone; {_ELSEWHERE}")
@@ -86,9 +81,9 @@ class MirrorHold:
             )
 
     def _first_found(self) -> str:
-        """Return what is in a place; "" for nothing, and for what is left where no note was made yet.
+        """Return what is in a place; "" for nothing, and for remains from before a note was made.
 
-        Directories are known: only where there are none are files listed, of which there are few then.
+        Only if there are no directories are files listed, which are few then.
         """
         directories = [name for name in self._to.list_dirs() if name != layout.OWN_DIR]
         if directories:

@@ -1,4 +1,4 @@
-"""What belongs in a mirror, decided by the listings alone: what is to be brought, in which order, and what goes."""
+"""Decides, by the listings alone, what belongs in a mirror: what to copy, in which order, and what to remove."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from recckpt.policies.keep import Keep
 
 
 def damaged_below(directory: str, broken: Mapping[str, Damage]) -> str:
-    """Return the directory of the damaged link that a broken checkpoint stands on; "" where it is damaged itself.
+    """Return the directory of the damaged parent of a broken checkpoint; "" if it is damaged itself.
 
-    Args:
-        directory: that of the checkpoint.
-        broken: directory -> what is wrong in it or below it, as of :class:`recckpt.output_dir.listing.Chains`.
+    ``broken``: directory -> what is wrong in it or its parents, as of :class:`recckpt.output_dir.listing.Chains`.
     """
     error = broken[directory]
     if isinstance(error, CorruptCheckpointError):
@@ -56,11 +54,10 @@ def select(
     Args:
         run: what the run has.
         there: what the mirror has.
-        keep: which checkpoints belong there, of those that the run or the mirror has; None for those of the run.
+        keep: which checkpoints of the run or the mirror belong there; None for those of the run.
         pinned: ids that belong there whatever the policy says.
-        damaged: directories of the run that turned out to be damaged; neither they nor what stands on them is copied.
-        is_forgotten: whether ids were forgotten in the run since the mirror was made, so that nothing stays there which
-            the run has no more.
+        damaged: directories of the run that turned out to be damaged; neither they nor deltas on them are copied.
+        is_forgotten: whether ids were forgotten in the run since the last pass: then nothing stays that the run lacks.
         now: the time, for the policy.
     """
     whole, chains = chained([*run.committed, *run.lost], {**run.damaged, **run.unreadable, **damaged})
@@ -93,12 +90,12 @@ def select(
 
 
 def going(there: Listing, stay: Collection[str], *, has_all: bool) -> list[Checkpoint]:
-    """Return the checkpoints of a mirror that do not belong there, what stands on others before those.
+    """Return the checkpoints of a mirror that do not belong there, deltas before their parents.
 
     Args:
         there: what the mirror has.
         stay: directories of what belongs there.
-        has_all: whether damaged ones go, too, and copies that a person made under a name of their own.
+        has_all: whether damaged ones go, too, and copies that a person made under another name.
     """
     ours = (c for c in there.committed if layout.is_attempt(c.directory, c.ckpt_id))
     gone = [c for c in ((*there.committed, *there.lost) if has_all else ours) if c.directory not in stay]
@@ -106,7 +103,7 @@ def going(there: Listing, stay: Collection[str], *, has_all: bool) -> list[Check
 
 
 def check_same(run: Listing, there: Listing, url: str) -> None:
-    """Raise RecckptError where a directory of the mirror holds another save than that of the run."""
+    """Raise RecckptError if a directory of the mirror holds another save than that of the run."""
     own = {c.directory: c.manifest for c in (*run.committed, *run.lost)}
     for checkpoint in (*there.committed, *there.lost):
         record = own.get(checkpoint.directory)

@@ -41,15 +41,16 @@ class OnePass:
 
     Args:
         copier: copies checkpoints of the run into the mirror.
-        look: returns what the run has, and what the mirror has.
+        look: lists the run and the mirror.
         keep: what belongs in the mirror; None for what the run has.
         is_forgotten: whether ids were forgotten in the run since the last pass.
 
     Attributes:
-        run, there: what the run and the mirror had when they were last listed.
-        copied: directories of the checkpoints that were copied.
-        n_bytes: bytes of the files that were copied.
-        damaged: directories of the run -> what turned out to be wrong in them.
+        run: its last listing.
+        there: the last listing of the mirror.
+        copied: directories of the copied checkpoints.
+        n_bytes: bytes of the copied files.
+        damaged: directory of the run -> what turned out to be wrong in it.
     """
 
     run = there = Listing((), {}, {})
@@ -62,7 +63,7 @@ class OnePass:
         self.damaged: dict[str, CorruptCheckpointError] = {}
 
     def bring(self, run: Listing, there: Listing) -> str | None:
-        """Copy what is missing, passing over what is damaged; return the id of the newest that belongs there."""
+        """Copy what is missing, skipping what is damaged; return the id of the newest that belongs there."""
         self.run, self.there = run, there
         n_left = _TRIES
         self._select()
@@ -86,11 +87,11 @@ class OnePass:
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """What the mirror lacks since it stands on what is damaged: directory -> that of the damaged one."""
+        """What the mirror lacks since a parent is damaged: directory -> that of the damaged one."""
         return self._selection.left_out
 
     def remove(self) -> list[str]:
-        """Remove what does not belong there; return the directories of those that were checkpoints.
+        """Remove what does not belong there; return the directories of removed checkpoints.
 
         Raises:
             RecckptError: something could not be removed that may hold ids which were forgotten in the run.
@@ -139,7 +140,7 @@ class OnePass:
                 progress.add_rows(checkpoint.manifest.rows)
 
     def _unfinished(self) -> Iterator[str]:
-        """Yield what copies have begun and what does not belong there; after a forgetting, damaged ones too."""
+        """Yield unfinished copies that do not belong there; after a forgetting, damaged checkpoints too."""
         broken = self.there.damaged.keys() - {c.directory for c in self.there.lost} if self._is_forgotten else set()
         for directory in {*self.there.uncommitted, *broken} & {*self.there.directories} - self._selection.stay:
             names = self._copier.to.list_files(directory)
@@ -147,7 +148,7 @@ class OnePass:
                 yield directory
 
     def _check_gone(self) -> None:
-        """Raise where a directory that does not belong there has parts left, which may hold what was forgotten."""
+        """Raise if a directory that does not belong there has parts left, which may hold forgotten ids."""
         to = self._copier.to
         to.sync_dir("")
         for directory in set(self.there.directories) - self._selection.stay:
@@ -165,12 +166,12 @@ class Mirrored:
 
     Attributes:
         url: the mirror.
-        copied: directories of the checkpoints that are new there, in the order in which they were committed.
-        removed: directories of those that went.
-        n_bytes: how many bytes of files were copied.
-        newest: id of the newest checkpoint of the run that belongs there, None where there is none.
+        copied: directories of new checkpoints, in the order in which they were committed.
+        removed: directories of removed checkpoints.
+        n_bytes: bytes of the copied files.
+        newest: id of the newest checkpoint of the run that belongs there, None without any.
         damaged: directory in the run -> what is wrong with it, so that it was not copied.
-        left_out: directory in the run -> that of a damaged one which it stands on, so that it was not copied.
+        left_out: directory in the run -> that of its damaged parent, so that it was not copied.
     """
 
     url: str
@@ -196,27 +197,27 @@ def mirror(
     keep: int | Keep | None = None,
     threads: int = THREADS,
 ) -> Mirrored:
-    """Copy what is new in an output dir to another one, and remove there what does not belong there any more.
+    """Copy what is new in an output dir to another one, and remove there what no longer belongs there.
 
-    Checkpoints are copied byte for byte, those that others stand on first, each manifest after all files, and every
-    file is checked against its checksums on the way: whatever interrupts it, all that readers see in ``to`` is whole.
-    Calling it again goes on, and copies nothing that is there. The run goes on meanwhile. Readers and warm starts take
-    ``to`` as they take any output dir; nobody else may save there.
+    Checkpoints are copied byte for byte, parents first, each manifest after all files, and every file is checked
+    against its checksums on the way: even after an interruption, all that readers see in ``to`` is whole. Calling it
+    again goes on, and copies only what is missing. The run goes on meanwhile. ``to`` can be read, and warm-started
+    from, like any output dir; nobody else may save there.
 
     Args:
-        run: an output dir, a mirror too; a path or any fsspec URL.
+        run: an output dir, or itself a mirror; a path or any fsspec URL.
         to: an empty place, or a mirror of this run.
-        keep: what belongs in the mirror, of the checkpoints that are in the run or in the mirror: so many of the
-            newest, or a policy as of ``Saver(max_keep=)``. None for what the run has.
+        keep: which checkpoints of the run or the mirror belong in the mirror: the number of the newest, or a policy
+            as of ``Saver(max_keep=)``. None for what the run has.
         threads: files to copy at once; locally at most one a core.
 
     Returns:
-        What was done. Damaged checkpoints of the run, and what stands on them, are logged, named in it, and not copied.
+        What was done. Damaged checkpoints of the run, and deltas on them, are logged, listed in it, and not copied.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint in the run.
-        RecckptError: ``to`` is something else than a mirror of this run, or another pass over it has begun; or ids are
-            yet to be forgotten in the run, or were forgotten in ``to`` alone.
+        RecckptError: ``to`` is not a mirror of this run, or another pass over it has begun; or a request to forget ids
+            is pending in the run, or ids were forgotten only in ``to``.
         CheckpointRemovedError: the run removed what was being copied, four times in a row.
         ValueError: an argument is invalid, or the two places are in one another.
         OSError: a storage failed.
@@ -286,7 +287,6 @@ class Mirror:
         return Mirrored(self._to.url, tuple(this.copied), tuple(removed), this.n_bytes, newest, damaged, this.left_out)
 
     def _look(self) -> tuple[Listing, Listing]:
-        """Return what the run has, and what the mirror has."""
         return self._look_at_run(), list_checkpoints(self._to, self._known_there)
 
     def _look_at_run(self) -> Listing:

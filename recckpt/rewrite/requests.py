@@ -1,7 +1,7 @@
 """The owner of an output dir carries out requests to forget ids, and takes up those that a crash has left.
 
 Every checkpoint that holds one of the ids, or stands on one that does, is committed again at its place without them;
-then what that supersedes goes, with all leftovers, and a list is published that names only what is clean. At each
+then the superseded ones are removed, with all leftovers, and a list is published that names only clean ones. At each
 moment every checkpoint is there, whole, with the ids or without (docs/format.md, section 14).
 """
 
@@ -46,7 +46,7 @@ def forget_as_owner(
     The caller owns the output dir, and the tables of this process, if it has any, no longer contain the ids.
 
     Raises:
-        CorruptCheckpointError: a checkpoint is damaged, so that nobody can say what it holds; the request stays.
+        CorruptCheckpointError: a checkpoint is damaged, so its contents are unknown; the request stays.
         OSError: the storage failed; the request stays, and the next owner takes it up.
         WriterFencedError: another writer has taken the output dir over, and takes the request up.
     """
@@ -61,8 +61,7 @@ def forget_as_owner(
 def settle(storage: Storage, fence: Fence) -> bool:
     """As :func:`finish_pending`, once for each takeover; say whether nothing is left, and log why if not.
 
-    Raises:
-        WriterFencedError: another writer has taken the output dir over.
+    Raises WriterFencedError if another writer has taken the output dir over.
     """
     if fence.is_settled:
         return True
@@ -78,7 +77,7 @@ def settle(storage: Storage, fence: Fence) -> bool:
 
 
 def finish_pending(storage: Storage, fence: Fence, *, has_bar: bool = False) -> list[Forgotten]:
-    """Carry out what earlier owners were asked and have not ended; errors as of :func:`forget_as_owner`."""
+    """Carry out the requests that earlier owners left; errors as of :func:`forget_as_owner`."""
     remove_drafts(storage)
     left, done = pending(storage), []
     fence.check_forgotten()  # or they would be ended, and the next save would have the ids again
@@ -96,14 +95,9 @@ def finish_pending(storage: Storage, fence: Fence, *, has_bar: bool = False) -> 
 
 
 def check(storage: Storage, listing: Listing, table: str, ids: Ids, *, is_live: bool = False) -> None:
-    """Refuse what cannot be forgotten, before anything changes.
+    """Raise, before anything changes, if ids cannot be forgotten.
 
-    Args:
-        storage: the output dir.
-        listing: what is there.
-        table: name of the table.
-        ids: those to forget.
-        is_live: whether the model has the table, so that no checkpoint need have it.
+    With ``is_live`` the model has the table, so no checkpoint need have it.
 
     Raises:
         ValueError: no checkpoint has such a table.
@@ -117,14 +111,13 @@ def check(storage: Storage, listing: Listing, table: str, ids: Ids, *, is_live: 
 
 
 def check_table(listing: Listing, table: str, url: str) -> None:
-    """Raise ValueError where no checkpoint has such a table."""
     names: Collection[str] = {entry.name for c in listing.committed for entry in c.manifest.tables}
     if table not in names:
         raise ValueError(f"{url}: found no table {table!r} in any checkpoint{instead_of(table, sorted(names))}")
 
 
 def check_readable(listing: Listing) -> None:
-    """Raise where a checkpoint is damaged: nobody could say whether it holds the ids."""
+    """Raise if a checkpoint is damaged: nobody could say whether it holds the ids."""
     for directory, error in listing.damaged.items():
         if isinstance(error, FormatVersionError):
             raise error
@@ -139,12 +132,11 @@ def scan(storage: Storage, listing: Listing, table: str, ids: Ids) -> dict[str, 
 
 
 def touched(listing: Listing, contents: Mapping[str, IdsInFiles]) -> list[Checkpoint]:
-    """Return the checkpoints that contain any of the ids, or are read from one that does; contents by directory."""
+    """Return the checkpoints that contain any of the ids, or have a parent that does."""
     return [c for c in listing.committed if any(files_with(contents[link.directory]) for link in c.links)]
 
 
 def needed(listing: Listing) -> set[str]:
-    """Return the directories that readers go to: those of the current checkpoints and of what they stand on."""
     return {link.directory for c in listing.current for link in c.links}
 
 
@@ -213,7 +205,7 @@ def _remove_leftovers(storage: Storage, fence: Fence) -> list[str]:
 
 
 def leftovers(storage: Storage, listing: Listing) -> Iterator[str]:
-    """Yield the directories of attempts and offers, by files that nobody else makes: others have a model.pt too."""
+    """Yield the directories of attempts and offers, recognized by files that only recckpt makes, unlike a model.pt."""
     for directory in listing.uncommitted:
         names = storage.list_files(directory)
         if layout.MANIFEST not in names and any(
@@ -223,7 +215,7 @@ def leftovers(storage: Storage, listing: Listing) -> Iterator[str]:
 
 
 def _check_gone(storage: Storage, fence: Fence, directories: Sequence[str], request: Request) -> None:
-    """Raise where rows of the ids may be left in a directory that was removed; make the removals durable."""
+    """Raise if rows of the ids may be left in a removed directory; make the removals durable."""
     storage.sync_dir("")
     fence.look_again()
     there = {c.directory: c for c in fence.listing.committed}  # such as one that was copied in since

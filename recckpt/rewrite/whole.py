@@ -1,7 +1,7 @@
-"""A chain written as one whole: cut into parts by ranges of buckets, each merged, written and read back by any worker.
+"""A chain written as one whole: cut into parts by ranges of buckets, each merged, written and read back by a worker.
 
-A task travels to a worker: it is names and numbers, and its result is what a catalog says of the part. One that is
-done again, because its worker was lost, takes another part number, since the lost one may still be writing.
+A task is names and numbers, which travel to a worker; its result is the catalog entry of the part. A task that is
+repeated because its worker was lost takes another part number, since the lost one may still be writing.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def opened(name: ChainName) -> OpenChain:
 
     Raises:
         CheckpointRemovedError: a link was removed meanwhile.
-        CorruptCheckpointError: a link has another manifest than the chain was named with, or a catalog is damaged.
+        CorruptCheckpointError: a link has another manifest than when the chain was named, or a catalog is damaged.
     """
     storage = open_storage(name.url)
     newest, *below = (_named(storage, directory, xxh3) for directory, xxh3 in name.links)
@@ -83,7 +83,7 @@ def _named(storage: Storage, directory: str, xxh3: int) -> Checkpoint:
 
 @dataclass(frozen=True)
 class ChainRows:
-    """The rows of a table in a chain, merged; ``used`` is called with those of each batch that is read."""
+    """The merged rows of a table in a chain; ``used`` is called with the used rows of each batch that is read."""
 
     links: Sequence[TableReader]  # newest first
     budget_bytes: int = 0
@@ -102,8 +102,6 @@ class ChainRows:
 
 @dataclass(frozen=True)
 class CompactionTask:
-    """One part to be written, of one of the shards."""
-
     chain: ChainName  # what is read
     url: str  # the output dir that is written to
     directory: str  # of the new checkpoint in it, where only this task writes
@@ -139,7 +137,7 @@ def tasks_of(name: ChainName, chain: OpenChain, url: str, directory: str, budget
 
 
 def write_task(task: CompactionTask) -> Part | None:
-    """Write the part and return its catalog entry, None where it would have no rows.
+    """Write the part and return its catalog entry, None if it would have no rows.
 
     Raises:
         CheckpointRemovedError: a link was removed meanwhile.
@@ -158,7 +156,6 @@ def write_task(task: CompactionTask) -> Part | None:
 
 
 def _write(task: CompactionTask, chain: OpenChain, storage: Storage, sums: RowSums) -> Part | None:
-    """Write the part; add up the rows of the chain that are to be in it."""
     plan = task.plan
 
     def create() -> tuple[str, Sink]:
@@ -195,7 +192,7 @@ class Means:
 
 
 def write_whole(storage: Storage, checkpoint: Checkpoint, to: Attempt, means: Means) -> Content:
-    """Write all files of a full checkpoint with the content of one that may be a delta, synced and read once more.
+    """Write all files of a full checkpoint with the contents of one that may be a delta, synced and read back.
 
     Raises:
         CheckpointRemovedError: a link was removed meanwhile.
@@ -232,7 +229,6 @@ def write_whole(storage: Storage, checkpoint: Checkpoint, to: Attempt, means: Me
 def _finished(
     checkpoint: Checkpoint, to: Attempt, written: Sequence[tuple[CompactionTask, Part | None]], files: list[FileEntry]
 ) -> Content:
-    """Write the catalogs of the parts, and return what lies there beside the other files."""
     count, records, rows = len(checkpoint.manifest.shards), [], Counter[str]()
     tables = tuple(table.but(delta=None) for table in checkpoint.manifest.tables)
     for number in range(count):

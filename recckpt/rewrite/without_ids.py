@@ -52,12 +52,12 @@ IdsInFiles = dict[str, IdsInTable]  # the same for several tables, by name
 
 
 def files_with(ids: IdsInFiles) -> frozenset[str]:
-    """Return the files that contain any of the ids, as a row or as a delete."""
     return frozenset[str]().union(*(table.parts for table in ids.values()))
 
 
 def ids_in_files(storage: Storage, checkpoint: Checkpoint, table: str, ids: Ids) -> IdsInFiles:
-    """Look for ids of a table, and of its counts, in the files of one checkpoint; only batches that can hold them.
+    """Look for ids of a table, and of its counts, in the files of one checkpoint; reads only batches that can hold
+    them.
 
     Raises:
         CorruptCheckpointError: a file is damaged.
@@ -85,14 +85,14 @@ def _of_table(link: OpenLink, entry: TableEntry | None, ids: Ids) -> IdsInTable:
 
 
 def _mark(flags: _Flags, ids: Ids, there: npt.NDArray[np.int64]) -> int:
-    """Mark the ids that are there, and return how many."""
+    """Mark the ids that are in ``there``, and return how many are."""
     common = there[is_among(there, ids)]
     flags[np.searchsorted(ids, common)] = True
     return len(common)
 
 
 def rows_in_chain(links: Sequence[tuple[Checkpoint, IdsInFiles]], table: str) -> int:
-    """Return how many of the ids have a row in the checkpoint whose links these are, newest first; pure."""
+    """Return how many of the ids have a row in the checkpoint with these links, newest first. Pure."""
     of_table: list[IdsInTable] = []
     for checkpoint, of_link in links:
         entry = checkpoint.manifest.table(table)
@@ -104,7 +104,6 @@ def rows_in_chain(links: Sequence[tuple[Checkpoint, IdsInFiles]], table: str) ->
 
 
 def _kept(reader: PartReader, slots: tuple[SlotSpec, ...], rewrite: Rewrite, sums: RowSums) -> Iterator[RowBatch]:
-    """Yield what stays of each batch; add it up."""
     for number, batch in enumerate(reader.part.batches):
         piece = RowPiece.of(reader, number, reader.read(number), is_checked=True)
         columns = piece.columns
@@ -119,8 +118,6 @@ def _kept(reader: PartReader, slots: tuple[SlotSpec, ...], rewrite: Rewrite, sum
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A checkpoint that is to be committed again."""
-
     checkpoint: Checkpoint  # the one that is superseded, with its chain
     contents: Sequence[IdsInFiles]  # which of the ids each of its links contains, newest first
     # of a delta, what the new one stands on, newest link first: what supersedes its parent, where that is; () of a full
@@ -131,7 +128,6 @@ class Rewrite:
     request: str  # because of which
 
     def n_rows(self, table: str) -> int:
-        """Return how many of the ids have a row of a table in the checkpoint."""
         return rows_in_chain(list(zip(self.checkpoint.links, self.contents, strict=True)), table)
 
 
@@ -141,7 +137,7 @@ def commit_without(storage: Storage, fence: Fence, rewrite: Rewrite, threads: in
     Raises:
         CorruptCheckpointError: the checkpoint is damaged; nothing is committed.
         OSError: the storage failed; nothing is committed.
-        CommitNotDurableError: committed, perhaps, but not known to be durable.
+        CommitNotDurableError: perhaps committed, but not known to be durable.
         WriterFencedError: another writer has taken the output dir over.
     """
     of = rewrite.checkpoint.manifest
@@ -155,7 +151,6 @@ def commit_without(storage: Storage, fence: Fence, rewrite: Rewrite, threads: in
 def _write(
     storage: Storage, rewrite: Rewrite, to: Attempt, threads: int, advance: Advance
 ) -> tuple[Sequence[FileEntry], Sequence[ShardRecord]]:
-    """Write all files; return the entries of those that are of no shard, and the shards."""
     link, records = OpenLink.of(storage, rewrite.checkpoint), []
     files = copy_others(storage, rewrite.checkpoint, to, advance, threads)
     for catalog in link.catalogs:
@@ -166,7 +161,7 @@ def _write(
 
 
 def _part(link: OpenLink, part: Part, to: Attempt, rewrite: Rewrite, advance: Advance) -> Part | None:
-    """Write a part, without the ids if it has any, and return its catalog entry, None where nothing is left of it.
+    """Write a part, without the ids if it has any; return its catalog entry, None if nothing is left of it.
 
     All other rows keep their bytes and their order; what was written is read back and compared with the source.
     """
@@ -189,7 +184,6 @@ def _part(link: OpenLink, part: Part, to: Attempt, rewrite: Rewrite, advance: Ad
 
 
 def _head(rewrite: Rewrite, attempt: Attempt, files: Sequence[FileEntry]) -> Manifest:
-    """Return the manifest but for its shards."""
     of, below, parent = rewrite.checkpoint.manifest, rewrite.below, None
     if below:
         base = below[0]
@@ -209,7 +203,6 @@ def _head(rewrite: Rewrite, attempt: Attempt, files: Sequence[FileEntry]) -> Man
 
 
 def _entry(table: TableEntry, rewrite: Rewrite) -> TableEntry:
-    """Return the entry of a table with the counts of what is left."""
     if table.name not in rewrite.tables:
         return table
     own, delta = rewrite.contents[0][table.name], table.delta

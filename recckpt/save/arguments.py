@@ -108,11 +108,7 @@ def check_near(near: object, *, has_deltas: bool) -> None:
 
 
 def transport_of(transfers: Transfers, output_dir: Any) -> Transport:
-    """Return what carries the files of a saver, and create its work dir.
-
-    Raises:
-        OSError: the work dir cannot be written.
-    """
+    """Return what carries the files of a saver, and create its work dir; OSError if the work dir cannot be written."""
     slots, url, work_dir = None, str(output_dir), None
     if transfers.max_uploads is not None:
         to = url if "://" in url else str(Path(url).absolute())
@@ -160,7 +156,6 @@ def check_registered(name: str, obj: object, sparse_optim: Optimizer | None) -> 
 
 
 def _unprepared(obj: object) -> object:
-    """Return the optimizer that accelerate has wrapped; anything else as it is."""
     return getattr(obj, "optimizer", obj) if isinstance(obj, Optimizer) else obj
 
 
@@ -214,7 +209,6 @@ def check_state(state: Mapping[str, StateValue] | None, metrics: Mapping[str, fl
 def as_state_values(
     state: Mapping[str, StateValue] | None, what: str = "state", level: int = 0
 ) -> dict[str, StateValue]:
-    """Return the entries of a state as JSON values; raises as :func:`check_state`."""
     return {name: _as_value(_named(what, name), value, level) for name, value in _mapping(what, state).items()}
 
 

@@ -56,7 +56,6 @@ class Choice:
         return replace(self, where=where, store=store)
 
     def of(self, table: str, slots: Iterable[SlotSpec]) -> TableChoice | None:
-        """Return which slots and rows of a table to save, and how; None to save all as they are."""
         if self.is_everything:
             return None
         kept = [slot for slot in slots if slot.name == EMBEDDING or self._keeps(table, slot.name)]
@@ -152,7 +151,6 @@ def slots_of_table(table: SavableTable) -> Sequence[SlotSpec]:
 
 
 def _is_of(pattern: Pattern, table: str) -> bool:
-    """Say whether a pattern of tables matches this one."""
     return pattern.matches(slot_name(table, EMBEDDING))
 
 

@@ -98,8 +98,6 @@ class Room:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a rank has to save, or why it cannot."""
-
     ckpt_id: str
     step: int | None
     choice: Choice
@@ -130,7 +128,6 @@ class SavePlan:
 
 
 def decide(proposals: Sequence[Proposal]) -> SavePlan:
-    """Return what a save is, or the first failure in the order of phases."""
     rooms, sizes = [each.room for each in proposals if each.room is not None], [each.n_bytes for each in proposals]
     writes_deltas = proposals[0].writes_deltas
     refusal = (
@@ -158,7 +155,6 @@ def decide(proposals: Sequence[Proposal]) -> SavePlan:
 
 
 def _failed_in(proposals: Sequence[Proposal], *phases: Phase) -> RankFailure | None:
-    """Return the first failure in these phases."""
     failures = [(each.failure, rank) for rank, each in enumerate(proposals) if each.failure is not None]
     of_these = [replace(failure, rank=rank) for failure, rank in failures if failure.phase in phases]
     return min(of_these, key=lambda failure: (failure.phase, failure.rank), default=None)

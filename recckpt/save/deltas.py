@@ -111,7 +111,6 @@ class Changes:
         self.base = replace(base, is_candidate=False)
 
     def committed(self, record: Manifest) -> None:
-        """Count from a checkpoint of this saver, which is acknowledged and not ephemeral."""
         self.base = _base_of(record)
 
     def drop_base(self) -> None:
@@ -172,7 +171,6 @@ class TableChanges:
 
     @classmethod
     def of(cls, rows: Mapping[str, tuple[int, int, int, bool, bool]]) -> TableChanges:
-        """``rows`` has the values of each table in the order of the columns."""
         columns = np.array(list(rows.values()), np.int64).reshape(-1, 5).T
         return cls(tuple(rows), *columns[:3], *columns[3:].astype(np.bool_))
 

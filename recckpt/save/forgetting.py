@@ -38,8 +38,7 @@ class Removal:
     def before_load(self, storages: Iterable[Storage]) -> None:
         """Note what has been forgotten before one rank reads the output dir, by whatever path it was named.
 
-        Raises:
-            RecckptError: a request is pending, so what is read may still have its ids.
+        Raises RecckptError if a request is pending, so what is read may still have its ids.
         """
         if all(storage.url != self._to.storage.url for storage in storages):
             return
@@ -126,7 +125,6 @@ class Removal:
         ranks.on_first(lambda: self._remove(ckpt_id))
 
     def _chosen(self, ckpt_id: str) -> list[Checkpoint]:
-        """Take the output dir over, or check that it is held; return what to remove."""
         storage, fence = self._to.storage, self._to.fence
         locate(storage, ckpt_id)  # before anything changes
         fence.hold()

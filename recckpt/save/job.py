@@ -88,8 +88,6 @@ class Live:
 
 @dataclass(frozen=True)
 class Job:
-    """One save."""
-
     info: SaveInfo  # its name, and how it goes
     ranks: Ranks  # that take part; one that fails is the failure of this save
     state: State  # what readers without torch want to know
@@ -107,8 +105,7 @@ class Guest(Protocol):
     def hold_together(self, ranks: Ranks, hold: Callable[[], object]) -> None:
         """Let rank 0 take the output dir over, before the first save. Collective."""
 
-    def next_cut(self) -> int:
-        """Return the number of a staging."""
+    def next_cut(self) -> int: ...
 
     def bases(self, newest: tuple[int, int]) -> Collection[str]:
         """Return the save ids of checkpoints to keep beside the newest, whose order is ``newest``."""
@@ -162,8 +159,6 @@ class Compactor(Protocol):
 
 @dataclass(frozen=True)
 class Destination:
-    """Where the saves of one saver go, and what they share."""
-
     storage: Storage  # the output dir
     fence: Fence  # the saver's hold on it
     transport: Transport  # how files go up

@@ -67,7 +67,7 @@ class SaveInfo:
         n_rows: of all tables, whether they were written or had not changed.
         n_upserts: rows that were written.
         n_deletes: ids that were written as deleted.
-        n_left_out: rows of the tables that ``Choice(where=...)`` leaves out.
+        n_left_out: rows of the tables that ``Choose(where=...)`` leaves out.
         largest_errors: slot that ``store`` makes narrower -> largest rounding error of a value in the checkpoint.
         n_evicted: rows that policies of the tables have evicted since the tables were made, on all ranks.
         kept_rows: rows that were copied aside, on all ranks, because training changed them meanwhile.

@@ -40,8 +40,6 @@ from recckpt.types import SavableTable
 
 @dataclass(frozen=True)
 class Staged:
-    """The state of one step on this rank."""
-
     tables: list[TableSource]  # rows that this rank writes
     dense: dict[str, Any]  # tensor name -> tensor; written by rank 0, empty elsewhere
     extra: dict[str, Any]  # registered name -> state; written by rank 0, empty elsewhere
@@ -65,7 +63,6 @@ class Staged:
 
     @property
     def sparse_bytes(self) -> int:
-        """Bytes of all rows, including ids."""
         return sum(t.n_rows * (8 + sum(slot.row_bytes for slot in t.slots)) for t in self.tables)
 
     def take_tables(
@@ -106,8 +103,7 @@ class Staged:
     def check_live(self) -> None:
         """Check that all that was read of live tables is what was staged.
 
-        Raises:
-            LiveTableError: something has written to them meanwhile without announcing it.
+        Raises LiveTableError if something has written to them meanwhile without announcing it.
         """
         for table, snapshot in self.live:
             table.look()
@@ -129,7 +125,6 @@ class Staged:
         )
 
     def _source(self, table: TableSource, kind: Kind) -> TableSource:
-        """Return the rows of a table that are written, with all slots that are read."""
         if kind.base is None or table.name in kind.replaced:
             return table
         frozen, chosen = self.frozen[table.name], self.choices.get(table.name)

@@ -82,7 +82,6 @@ class Steps:
         self._seen = _seen(parameters, optimizers)
 
     def look(self, parameters: Mapping[str, Tensor], optimizers: Mapping[str, Optimizer]) -> None:
-        """See what has changed since the last look. ``parameters`` are those that require gradients."""
         (written, states, rates), self._seen = self._seen, _seen(parameters, optimizers)
         written_now, states_now, rates_now = self._seen
         moved = {name for name in rates.keys() & rates_now.keys() if rates[name] != rates_now[name]}

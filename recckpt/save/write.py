@@ -71,8 +71,7 @@ class WrittenTables:
 def tables_of_all(ranks: Sequence[WrittenTables], replaced: Collection[str]) -> tuple[TableEntry, ...]:
     """Add up the tables of the ranks; ``replaced`` names those that a delta holds whole.
 
-    Raises:
-        StateMismatchError: the slots of a table differ between ranks.
+    Raises StateMismatchError if the slots of a table differ between ranks.
     """
     alike: defaultdict[NamesAndSlots, list[int]] = defaultdict(list)
     for rank, tables in enumerate(ranks):
@@ -199,7 +198,6 @@ def _written_tables(staged: Staged, catalog: Catalog) -> WrittenTables:
 
 
 def totals_of(records: Sequence[RankRecord], tables: Sequence[TableEntry]) -> dict[str, Any]:
-    """Return the totals of a save, as fields of SaveInfo; ``tables`` are those of all ranks."""
     seconds = [each.write_sec for each in records]
     n_bytes = [sum(file.n_bytes for file in each.shard.files) for each in records]
     return {

@@ -74,7 +74,6 @@ def open_storage(url: str) -> Storage:
 
 
 def _check_url(url: object) -> None:
-    """Refuse what is neither path nor URL; raises ValueError."""
     if not isinstance(url, str) or not url:
         raise ValueError(f"an output dir is a path or URL, found {url!r}")
     if "\0" in url:
@@ -104,7 +103,7 @@ def _schemes() -> frozenset[str]:
 
 
 def absolute(path: str) -> str:
-    """Return a path or URL that means the same wherever the process goes; ValueError as of :func:`open_storage`."""
+    """Return a path or URL that means the same in every working directory; ValueError as of :func:`open_storage`."""
     _check_url(path)
     return str(_on_this_host(path)) if _is_local(path) else path
 
@@ -131,7 +130,7 @@ def open_parent(path: str) -> tuple[Storage, str]:
 
 @contextmanager
 def new_file(path: str) -> Iterator[Sink]:
-    """Write a new file at a path or URL; FileExistsError, which says what to do, where there is one."""
+    """Write a new file at a path or URL; FileExistsError, which says what to do, if it exists."""
     storage, name = open_parent(path)
     try:
         try:

@@ -51,7 +51,7 @@ def missing(path: str, error: OSError, expected: str) -> CorruptCheckpointError:
 
 @contextmanager
 def lost_is_damage(path: str) -> Iterator[None]:
-    """Raise CorruptCheckpointError where a disk or a store has a file and cannot read it; other errors stay."""
+    """Raise CorruptCheckpointError if a disk or a store has a file but cannot read it; other errors stay."""
     try:
         yield
     except OSError as error:
@@ -62,7 +62,7 @@ def lost_is_damage(path: str) -> Iterator[None]:
 
 
 def refused(found: str, path: str) -> NotPlainError:
-    """Return the error for something else in the place of a file or directory."""
+    """Return the error for something that is not a plain file or directory."""
     is_link = found.startswith(_KINDS[stat.S_IFLNK])
     if not is_link:
         error = NotPlainError(errno.EINVAL, f"found {found}, expected a plain file; recckpt does not open it", path)
@@ -75,7 +75,7 @@ def refused(found: str, path: str) -> NotPlainError:
 
 
 def kind_of(mode: int) -> str:
-    """Return what kind of thing a mode that is not a file's says."""
+    """Return a name for the kind of a thing that is not a file, by its mode."""
     return _KINDS.get(stat.S_IFMT(mode), "something unknown")
 
 
@@ -121,7 +121,7 @@ class Draft(Sink):
 
     @abstractmethod
     def seal(self) -> None:
-        """Make the bytes durable but not visible yet, so that closing can hardly fail; closing calls this if needed."""
+        """Make the bytes durable but not visible yet, so that closing can hardly fail; closing does this if needed."""
 
 
 class Listed(NamedTuple):
@@ -154,17 +154,17 @@ class Files(Protocol):
         """Return the bytes of a file; errors as of :meth:`open`."""
 
     def read(self, name: str, max_bytes: int, begin: int = 0) -> bytes:
-        """Return at most ``max_bytes`` of a file, from ``begin`` on; of an object store, by one request."""
+        """Return at most ``max_bytes`` of a file, from ``begin`` on; object stores do it in one request."""
         with self.open(name) as file:
             file.seek(begin)
             return file.read(max_bytes)
 
     def drop_cached(self, name: str) -> bool:
-        """Drop what is kept of a file; say whether it is not local, so that another read may give other bytes."""
+        """Drop what is cached of a file; say whether it is remote, so that another read may give other bytes."""
         return False
 
     def threads(self, requested: int) -> int:
-        """Return how many of the ``requested`` threads make it faster."""
+        """Return how many of the ``requested`` threads make reading faster."""
         return requested
 
 
@@ -176,7 +176,7 @@ class NewFiles(Protocol):
         """Open a new file; FileExistsError if the name is taken."""
 
     def threads(self, requested: int) -> int:
-        """Return how many of the ``requested`` threads make it faster."""
+        """Return how many of the ``requested`` threads make writing faster."""
 
 
 class Storage(Files, NewFiles, ABC):
@@ -201,13 +201,13 @@ class Storage(Files, NewFiles, ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Make the root where it can be made, and raise OSError where files cannot be written to it."""
+        """Make the root if possible; raise OSError if files cannot be written to it."""
 
     def check_there(self) -> None:  # many storages have no root beside the files in it
-        """Raise FileNotFoundError where the root is gone."""
+        """Raise FileNotFoundError if the root is gone."""
 
     def give_up_after(self, seconds: float) -> None:  # a disk is not tried again
-        """Limit how long a file is tried again after the network failed."""
+        """Limit how long requests for a file are retried after network failures."""
 
     @contextmanager
     def giving_up_after(self, seconds: float) -> Iterator[None]:
@@ -254,16 +254,16 @@ class Storage(Files, NewFiles, ABC):
         """
 
     def listed_by_dir(self) -> Mapping[str, Mapping[str, Listed]] | None:
-        """Return what :meth:`listed` does of every directory in the root; None where that takes a request for each."""
+        """Return :meth:`listed` of every directory in the root; None if that takes a request for each."""
         return None
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file; it need not exist."""
+        """Remove a file, if it exists."""
 
     @abstractmethod
     def remove_empty_dirs(self, name: str) -> None:
-        """Remove a directory and those below it; OSError where files are left in it."""
+        """Remove a directory and those below it; OSError if files are left in it."""
 
     def why_empty(self) -> str:
         """Say why nothing is found here, "" if there is nothing to add."""

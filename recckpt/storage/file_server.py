@@ -1,4 +1,4 @@
-"""Servers of files behind fsspec, such as SFTP's: directories and renames, but no put that fails where a file is.
+"""Servers of files behind fsspec, such as SFTP's: they have directories and renames, but no put-if-absent.
 
 Their backends keep one connection, which takes one request at a time, and cannot sync.
 """
@@ -21,7 +21,7 @@ from recckpt.storage.retry import Retries, is_transient
 
 
 class FileServer(ObjectStorage):
-    """Files below a directory of a server. Each is written beside its place, and renamed to it once it is whole."""
+    """Files below a directory of a server. Each is written under a temporary name, and renamed once it is whole."""
 
     may_be_conditional: ClassVar[bool] = False
 
@@ -39,7 +39,6 @@ class FileServer(ObjectStorage):
         self._call("making a directory", name, lambda: self._fs.mkdir(self._path(name)))
 
     def make_dirs(self, path: str) -> None:
-        """Make a directory and those that it is in, beside others that make them."""
         if not path or self._fs.isdir(path):
             return
         self.make_dirs(path.rpartition("/")[0])
@@ -53,7 +52,6 @@ class FileServer(ObjectStorage):
         return _NewFile(self, self._path(name), self._retries(name), replaces=False)
 
     def draft(self, name: str) -> Draft:
-        """Open a file that is renamed over the older one when it closes."""
         return _NewFile(self, self._path(name), self._retries(name), replaces=True)
 
     def remove_empty_dirs(self, name: str) -> None:
@@ -74,7 +72,7 @@ class FileServer(ObjectStorage):
         return 1
 
     def _revive(self) -> None:
-        """Connect anew if the server does not answer over this connection any more."""
+        """Connect anew if the server no longer answers over this connection."""
         try:
             self.fs.info(self._root)
         except FileNotFoundError:  # an answer
@@ -86,7 +84,7 @@ class FileServer(ObjectStorage):
                 self._keep(fs)
 
     def _keep(self, fs: Any) -> None:
-        """Use a connection from now on, and end it with this storage."""
+        """Use a connection from now on, and close it with this storage."""
         self._fs = fs
         # SSH is to send each request at once, which waits for an answer anyway: Nagle's algorithm adds 40 ms to each.
         with suppress(AttributeError):  # no SSH, or over a proxy command, which is not a socket
@@ -95,11 +93,10 @@ class FileServer(ObjectStorage):
 
     @property
     def fs(self) -> Any:
-        """The backend, as long as its connection lasts."""
         return self._fs
 
     def _attempt(self, work: Callable[[], Any], handled: BaseException | None) -> Any:
-        """Do work in turn with others, and leave behind a connection that answers."""
+        """Do work, one thread at a time; after an error leave a connection that answers."""
         with self._lock:
             try:
                 return work()
@@ -125,7 +122,7 @@ class FileServer(ObjectStorage):
         return {path: entry for path, entry in self._entries_below(top).items() if entry["type"] != "directory"}
 
     def _entries_below(self, top: str) -> dict[str, dict[str, Any]]:
-        """Return files and directories, each directory before what is in it; ``find`` of fsspec passes over errors."""
+        """Return files and directories, each directory before its contents; fsspec's ``find`` ignores errors."""
         below: dict[str, dict[str, Any]] = {}
         with suppress(FileNotFoundError):  # removed meanwhile
             for entry in self._fs.ls(top, detail=True):
@@ -136,7 +133,6 @@ class FileServer(ObjectStorage):
         return below
 
     def _write(self, path: str, data: bytes, **mode: str) -> None:
-        """Write a small file beside its place, and rename it."""
         beside = layout.temporary(path)
         try:
             self._fs.pipe_file(beside, data)
@@ -148,7 +144,7 @@ class FileServer(ObjectStorage):
 
 
 class _NewFile(Draft):
-    """A new file, written under a temporary name and renamed on close; not continued after a lost connection."""
+    """A new file under a temporary name, renamed on close; not continued after a lost connection."""
 
     def __init__(self, storage: FileServer, path: str, retries: Retries, *, replaces: bool) -> None:
         self._storage, self._path, self._retries, self._replaces = storage, path, retries, replaces
@@ -162,7 +158,7 @@ class _NewFile(Draft):
         return len(view)
 
     def seal(self) -> None:
-        """Write all of it, under the other name. Nothing of fsspec makes it durable."""
+        """Write all of it under the temporary name; fsspec cannot make it durable."""
         file, self._file = self._file, None
         self._retries.call("closing", file.close, again=False)
         size = int(self._retries.call("checking", lambda: self._storage.fs.info(self._beside))["size"])

@@ -64,7 +64,7 @@ class LocalStorage(Storage):
         return LocalSink(path)
 
     def put_if_absent(self, name: str, data: bytes) -> None:
-        """Link a finished, synced file to its name, which fails where the name is taken."""
+        """Link a finished, synced file to its name, which fails if the name is taken."""
         path = self._new(name)
         temporary = _write_beside(path, data)
         try:
@@ -88,7 +88,6 @@ class LocalStorage(Storage):
         sync_entries(path.parent)
 
     def draft(self, name: str) -> Draft:
-        """Open a temporary file beside the older one, making the directory it is in."""
         path = self._new(name)
         _make_dirs(path.parent)
         return LocalDraft(path)
@@ -116,7 +115,7 @@ class LocalStorage(Storage):
             return open_plain(plain_file(self._root, name))
 
     def read(self, name: str, max_bytes: int, begin: int = 0) -> bytes:
-        """Return at most ``max_bytes`` of a file; the buffer is of the size of the file."""
+        """Return at most ``max_bytes`` of a file; the buffer is no larger than the file."""
         with doing("reading", self._root / name), open_plain(plain_file(self._root, name)) as file:
             file.seek(begin)
             return file.read(min(max_bytes, os.fstat(file.fileno()).st_size + 1))
@@ -134,7 +133,7 @@ class LocalStorage(Storage):
             return plain_file(self._root, name).stat().st_mtime
 
     def list_dirs(self) -> list[str]:
-        """Return the directories of the root, and links of that place, which all reads refuse by name."""
+        """Return the directories of the root, and links that stand for checkpoints, which all reads refuse by name."""
         with doing("listing", self._root):
             try:
                 entries = list(os.scandir(self._root))
@@ -144,7 +143,7 @@ class LocalStorage(Storage):
         return sorted(name for name in names if name != "lost+found")  # of the file system; root alone may look inside
 
     def _is_checkpoint_elsewhere(self, entry: os.DirEntry[str]) -> bool:
-        """Say whether an entry is a link out of the root to what was a checkpoint, or to what is not there now."""
+        """Say whether an entry is a link out of the root to a former checkpoint, or to nothing."""
         if not entry.is_symlink():
             return False
         target = os.path.realpath(entry.path)
@@ -163,12 +162,12 @@ class LocalStorage(Storage):
         return sorted(names_below)
 
     def listed(self, directory: str) -> dict[str, Listed]:
-        """Return the plain files below a directory; links, and what goes meanwhile, are left out."""
+        """Return the plain files below a directory, without links and files that vanish meanwhile."""
         with doing("listing", self._root / directory):
             return dict(_plain_files(real_directory(self._root, directory)))
 
     def remove(self, name: str) -> None:
-        """Unlink a name; what a link points to stays."""
+        """Unlink a name; the target of a link stays."""
         with doing("removing", self._root / name):
             new_place(self._root, name).unlink(missing_ok=True)
 
@@ -193,7 +192,7 @@ def _write_beside(path: Path, data: bytes) -> Path:
 
 
 def _make_dirs(path: Path) -> None:
-    """Make a directory and those it is in, each durable in its parent."""
+    """Make a directory and its parents, each durable in its own parent."""
     if not _is_dir(path):
         _make_dirs(path.parent)
         with doing("making a directory", path):
@@ -221,6 +220,6 @@ def _plain_files(top: Path, below: str = "") -> Iterator[tuple[str, Listed]]:
 
 
 def _unless_missing(error: OSError) -> None:
-    """Raise an error of a walk, but for a directory that is gone."""
+    """Raise an error of a walk, unless the directory is gone."""
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error

@@ -42,9 +42,9 @@ def real_directory(root: Path, name: str) -> Path:
 
 
 def check_owner(path: Path, remedy: str, *, may_be_of_root: bool = False) -> None:
-    """Raise PermissionError where what is to be a directory of this user is another's, who could change it, or a link.
+    """Raise PermissionError if a directory of this user belongs to another one, or is a link.
 
-    Raises FileNotFoundError where there is none.
+    Raises FileNotFoundError if it does not exist.
     """
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode):
@@ -57,7 +57,7 @@ def check_owner(path: Path, remedy: str, *, may_be_of_root: bool = False) -> Non
 
 
 def new_place(root: Path, name: str) -> Path:
-    """Return the path of a file that is to be made or removed; NotPlainError if a directory of it is a link."""
+    """Return the path of a file to make or remove; NotPlainError if a directory of it is a link."""
     parent, _, last = name.rpartition("/")
     return real_directory(root, parent) / last
 
@@ -108,7 +108,7 @@ def _followed(root: Path, name: str) -> Path:
 
 
 def map_file(descriptor: int, path: str) -> memoryview:
-    """Return the bytes of an open file, for reading; they stay when it is closed and its name removed."""
+    """Map an open file for reading; the map survives closing the file and removing its name."""
     n_bytes = os.fstat(descriptor).st_size
     if n_bytes == 0:
         return memoryview(b"")
@@ -122,7 +122,7 @@ def map_file(descriptor: int, path: str) -> memoryview:
 
 
 def drop_pages(mapped: memoryview) -> None:
-    """Give back the memory of the part of a memory map that has been read, but for pages that are not all of it."""
+    """Release the memory of a memory map, except pages that it does not cover completely."""
     import numpy as np  # which takes its time: a writer process does without
 
     address = np.frombuffer(mapped, np.uint8).ctypes.data
@@ -203,7 +203,6 @@ class LocalDraft(LocalSink, Draft):
 
 
 def sync_entries(path: Path) -> None:
-    """Make the entries of a directory durable."""
     with doing("syncing", path):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -213,15 +212,14 @@ def sync_entries(path: Path) -> None:
 
 
 class doing:  # noqa: N801  # a word of its callers; by hand, since a save enters it hundreds of times
-    """Add operation and path to an OSError that leaves the block; calls on a descriptor know neither."""
+    """Add operation and path to an OSError that leaves the block; errors of descriptors have neither."""
 
     __slots__ = ("_operation", "_path")
 
     def __init__(self, operation: str, path: Path | str) -> None:
         self._operation, self._path = operation, path
 
-    def __enter__(self) -> None:
-        """Do nothing."""
+    def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):

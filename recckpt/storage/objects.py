@@ -1,4 +1,4 @@
-"""Object stores: no directories, no renames, nothing published on an error; the first writer wins a name."""
+"""Object stores: no directories, no renames, nothing published on an error; the first writer of a name wins."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class ObjectStorage(Storage):
     """Objects below a URL. Follows "Object stores" of the commit protocol.
 
     Attributes:
-        policy: how often, and for how long, a request is tried again.
-        may_be_conditional: whether a put can be asked to fail where the name is taken; if so, this is tried.
+        policy: how often, and for how long, a request is retried.
+        may_be_conditional: whether to try puts that fail if the name is taken.
         is_reached: whether its server has ever answered.
     """
 
@@ -108,7 +108,7 @@ class ObjectStorage(Storage):
         return True
 
     def make_dir(self, name: str) -> None:
-        """Refuse a prefix under which there are objects; stores have no directories to make."""
+        """Raise FileExistsError if there are objects under this prefix; stores have no directories."""
         if self.list_files(name):
             raise FileExistsError(errno.EEXIST, "making a directory failed: exists already", self.url_of(name))
 
@@ -116,7 +116,6 @@ class ObjectStorage(Storage):
         return self._upload(name, lambda data: self._put(name, data), replaces=False)
 
     def draft(self, name: str) -> Draft:
-        """Open an upload that is published when it closes."""
         return self._upload(name, lambda data: self._fs.pipe_file(self._path(name), data), replaces=True)
 
     def put_if_absent(self, name: str, data: bytes) -> None:
@@ -171,7 +170,7 @@ class ObjectStorage(Storage):
         return Retries(self.policy, self.url_of(name), self.count_retry, self._attempt)
 
     def _attempt(self, work: Callable[[], Any], handled: BaseException | None) -> Any:
-        """Do work; it is not tried again where an address that has never answered refuses the connection."""
+        """Do work. If an address that has never answered refuses the connection, raise an error that is not retried."""
         try:
             result = work()
         except Exception as error:
@@ -187,7 +186,7 @@ class ObjectStorage(Storage):
         return self._retries(name).call(operation, work)
 
     def count_retry(self) -> None:
-        """Count a request that is tried again; of several threads at once, one may be lost: it is for metrics."""
+        """Count a retry; with several threads one may be lost, since this is for metrics."""
         self.n_retries += 1
 
     def _path(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""What fsspec has behind a URL, and a file of it that is read though connections are lost."""
+"""The fsspec backend of a URL, and a file of it that survives lost connections."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _NO_LISTINGS = frozenset({"sftp", "ssh"})  # keep none, and would pass an option
 
 
 def connect(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL, new, and the path of the URL in it.
+    """Return a new fsspec file system for a URL, and the path of the URL in it.
 
     Raises:
-        ValueError: there is no backend for the URL, or it does not take it; the message names what to install.
+        ValueError: no backend knows the URL; the message names what to install.
         OSError: a backend that connects at once cannot.
     """
     protocol = url.partition("://")[0]
@@ -57,7 +57,6 @@ class RangedFile(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move; sends nothing to the server."""
         to = (0, self._at, self._size)[whence] + offset
         if to < 0:
             raise ValueError(f"a position is not negative, found {to}")

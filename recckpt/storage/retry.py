@@ -1,4 +1,4 @@
-"""What failed in the network, or came broken from there, is tried again: full jitter, and a deadline for each file.
+"""Retries what failed in the network, or arrived broken: full jitter, and a deadline for each file.
 
 Follows "Exponential Backoff And Jitter" (M. Brooker, AWS Architecture Blog, 2015).
 """
@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 class NobodyAnswersError(ConnectionError):
-    """Nothing was ever reached at an address: it is wrong, rather than down for a while."""
+    """Nothing was ever reached at an address: it is probably wrong, not down."""
 
 
 _jitter = random.Random()  # its own: a retry must not change the random numbers of training
@@ -83,8 +83,8 @@ class Retries:
     Args:
         policy: how long to wait, and when to give up.
         url: of the file.
-        on_retry: called before each attempt but the first.
-        attempt: makes one of (work, what was being handled when the call began); None to do the work alone.
+        on_retry: called before each attempt except the first.
+        attempt: makes an attempt, given the work and what was being handled when the call began; None to call the work.
     """
 
     def __init__(
@@ -98,10 +98,10 @@ class Retries:
         self._policy, self._left_sec, self._on_retry, self._attempt = policy, policy.deadline_sec, on_retry, attempt
 
     def call(self, operation: str, work: Callable[[], _T], *, again: bool = True, url: str | None = None) -> _T:
-        """Return what ``work`` returns; try it again after a failure that may pass, if ``again``.
+        """Return what ``work`` returns; retry after a failure that may pass, if ``again``.
 
-        Raises an OSError that names the operation and ``url``, None for that of the file, when the deadline has passed,
-        or no retry may help.
+        Raises an OSError that names the operation and ``url`` (None for the file's) when the deadline has passed, or
+        retrying cannot help.
         """
         handled = sys.exc_info()[1]
         n_failures, url = 0, url or self.url
@@ -133,8 +133,8 @@ def is_transient(error: BaseException, handled: BaseException | None = None) -> 
     """Say whether the same call may work a little later.
 
     True for timeouts, lost connections, 408, 429, 5xx and SlowDown; false for other answers of a server (400, 401, 403,
-    404, a missing bucket) and for a device that is full or read-only.
-    ``handled`` was being handled when the call began: it is the context of ``error``, but not a cause.
+    404, a missing bucket) and for a device that is full or read-only. ``handled`` was being handled when the call
+    began: it is the context of ``error``, but not a cause.
     """
     if isinstance(error, TryAgainError):
         return True
@@ -153,7 +153,7 @@ def is_transient(error: BaseException, handled: BaseException | None = None) -> 
 
 
 def is_broken(error: BaseException, handled: BaseException | None = None) -> bool:
-    """Say whether bytes arrived here or in the store that are not those that were sent, by a checksum of theirs."""
+    """Say whether a checksum found that bytes were changed on the way, here or in the store."""
     return any(map(_is_broken, _chain(error, handled)))
 
 
@@ -168,7 +168,7 @@ def is_unreachable(error: BaseException, handled: BaseException | None = None) -
 
 
 def is_answer(error: BaseException, handled: BaseException | None = None) -> bool:
-    """Say whether a server is there that answered; backends call a file missing as well that they cannot ask for."""
+    """Say whether a server answered. Backends also report a missing file when they cannot ask for it."""
     links = list(_chain(error, handled))
     if any(_answer(link)[0] is not None for link in links):
         return True
@@ -176,12 +176,11 @@ def is_answer(error: BaseException, handled: BaseException | None = None) -> boo
 
 
 def is_conflict(error: BaseException) -> bool:
-    """Say whether a conditional put was refused because of its condition: 409, 412, or what backends make of them."""
+    """Say whether a conditional put was refused because of its condition: 409, 412, or FileExistsError."""
     return isinstance(error, FileExistsError) or status_of(error) in (409, 412)
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status that led to an error."""
     return next((status for link in _chain(error) if (status := _answer(link)[0]) is not None), None)
 
 
@@ -201,7 +200,7 @@ def os_error(error: BaseException, operation: str, url: str) -> OSError:
 
 
 def _chain(error: BaseException, handled: BaseException | None = None) -> Iterator[BaseException]:
-    """Yield an error and what led to it."""
+    """Yield an error and its causes."""
     link: BaseException | None = error
     for _ in range(_MOST_LINKS):
         if link is None or link is handled:
@@ -211,7 +210,7 @@ def _chain(error: BaseException, handled: BaseException | None = None) -> Iterat
 
 
 def _answer(error: BaseException) -> tuple[int | None, str]:
-    """Return the HTTP status and the error code that a server gave, as far as there are any."""
+    """Return the HTTP status and the error code of a server's answer; (None, "") without one."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -238,14 +237,14 @@ def _is_of_the_network(error: BaseException) -> bool:
 
 
 def read_twice(files: Files, path: str, read: Callable[[], _T], reopen: Callable[[], object] = lambda: None) -> _T:
-    """Return what ``read`` reads of a file and checks; where it finds damage, and the file is not local, once more.
+    """Return what ``read`` reads and checks; if it finds damage, and the file is remote, read once more.
 
     A bit may have been flipped on the way, or in a cache. The log says which it was.
 
     Args:
         files: where the file lies.
         path: its name there.
-        read: raises CorruptCheckpointError or FormatVersionError where what it has read is not what was written.
+        read: raises CorruptCheckpointError or FormatVersionError if the file is not what was written.
         reopen: called before the second time, to drop what the caller keeps of the file.
     """
     try:
@@ -264,7 +263,7 @@ def read_twice(files: Files, path: str, read: Callable[[], _T], reopen: Callable
 
 
 def check_twice(files: Files, path: str, check: Callable[[], _T], errors_of: Callable[[_T], Sized]) -> _T:
-    """Return the result of ``check`` on a file; if it has errors and the file is not local, check it once more."""
+    """Return the result of ``check`` on a file; if it has errors and the file is remote, check it once more."""
     problems = check()
     if not errors_of(problems) or not files.drop_cached(path):
         return problems
@@ -278,7 +277,7 @@ def check_twice(files: Files, path: str, check: Callable[[], _T], errors_of: Cal
 
 @cache
 def _log_damage(url: str, path: str) -> None:
-    """Say once of a file what does not change: each save and each look at the output dir may meet it."""
+    """Log once per file: each save and each listing may meet it."""
     log.warning("%s/%s was read twice, and is damaged in the storage itself", url, path)
 
 

@@ -1,4 +1,4 @@
-"""How the files of saves and loads travel between this host and a storage: slots, work dir, outbox."""
+"""How files travel between this host and a storage: upload slots, work dir, outbox."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _CHUNK_BYTES = 8 << 20
 
 
 class UploadSlots:
-    """So many uploads to one URL at once, over all processes of this user that share a temporary directory.
+    """Limits uploads to one URL, over all processes of this user that share a temporary directory.
 
-    Each slot is a small file, locked while it is taken. Whoever gives one back removes it, and the directory once it is
-    empty; those of a process that was killed go with the next that is given back.
+    Each slot is a small file, locked while it is taken. Freeing a slot removes its file, those of killed processes, and
+    the directory once it is empty.
 
     Args:
-        count: how many there are; of several processes that say different numbers, each keeps to its own.
+        count: number of slots; processes with different numbers each keep to their own.
         url: where the uploads go.
-        timeout_sec: how long to wait for one before OSError is raised.
+        timeout_sec: how long to wait for a slot before OSError is raised.
     """
 
     def __init__(self, count: int, url: str, timeout_sec: float) -> None:
@@ -109,7 +109,7 @@ class UploadSlots:
 
 
 def _is_at(slot: int, path: Path) -> bool:
-    """Say whether a path is that of an open file still."""
+    """Say whether a path still is that of an open file."""
     try:
         return os.path.samestat(os.fstat(slot), path.lstat())
     except FileNotFoundError:
@@ -127,7 +127,7 @@ class WorkDir(LocalStorage):
         self.device = socket.gethostname(), self._root.stat().st_dev
 
     def new_file(self, n_bytes: int = 0) -> IO[bytes]:
-        """Open a file without a name, with room for ``n_bytes``: to write them through a mapping cannot fail then."""
+        """Open a file without a name, with room for ``n_bytes``: writing them through a mapping cannot fail then."""
         try:
             with ExitStack() as closed_on_error:
                 file = closed_on_error.enter_context(
@@ -152,21 +152,19 @@ class WorkDir(LocalStorage):
             raise
 
     def check_room(self, n_bytes: int) -> None:
-        """Raise OSError if ``n_bytes`` do not fit."""
         free = self.free_bytes()
         if free is not None and free < n_bytes:
             raise no_work_room(self.url, free, n_bytes)
 
 
 def no_work_room(url: str, free: int, n_bytes: int) -> OSError:
-    """Return the error of a work dir in which ``n_bytes`` do not fit."""
     problem = f"found {size(free)} free in the work dir, expected {size(n_bytes)}; make room, or use another"
     return OSError(errno.ENOSPC, problem, url)
 
 
 @dataclass(frozen=True)
 class Transport:
-    """How files travel; by default, straight up and straight down."""
+    """How files travel; by default directly."""
 
     slots: UploadSlots | None = None  # each file that goes up takes one of them
     work_dir: WorkDir | None = None  # where a save writes its files first
@@ -190,7 +188,7 @@ class Outbox:
             copy.discard()
 
     def create(self, name: str) -> Sink:
-        """Open a new file, once there is a slot for it; FileExistsError where one has that name."""
+        """Open a new file, once there is a slot for it; FileExistsError if the name is taken."""
         if self._work_dir is None:
             return self._sent(name)
         copy = _StagedFile(name, self._work_dir)
@@ -279,13 +277,12 @@ class _StagedFile(Sink):
         return total
 
     def close(self) -> None:
-        """Do nothing: it is whole, and stays until it is sent."""
+        """Do nothing: it stays until it is sent."""
 
     def discard(self) -> None:
         self._file.close()
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield what was written."""
         with self._work_dir.named_errors():
             self._file.seek(0)
             while chunk := self._file.read(_CHUNK_BYTES):

@@ -23,10 +23,10 @@ class Upload(Draft):
         fs: the fsspec file system.
         path: of the object, as ``fs`` knows it.
         retries: of this object.
-        put: sends a small object in one request; FileExistsError where there is another one.
-        in_one: send even a large object in one request, since ``fs`` cannot hold back a file that it has opened.
+        put: sends a small object in one request; FileExistsError if there is another one.
+        in_one: send even a large object in one request, since ``fs`` publishes a file as soon as it is opened.
         repeats: whether a part may be sent again, and nothing is published before ``commit``.
-        replaces: whether it takes the place of an older one; else it is refused where there is one.
+        replaces: whether it replaces an older object; otherwise it fails if there is one.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Upload(Draft):
                 raise
 
     def _has_size(self, n_bytes: int | None) -> bool:
-        """Say whether there is an object of this size, or of any."""
+        """Say whether there is an object of this size, or of any size if it is None."""
         try:
             return self._size() == n_bytes or n_bytes is None
         except FileNotFoundError:

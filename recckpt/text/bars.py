@@ -1,6 +1,6 @@
 """Bars of what takes long: saves, loads and commands of more than two seconds, on a terminal or in a notebook.
 
-A bar never fails what it stands for: where it cannot be drawn, it is dropped.
+A bar never fails its work: if it cannot be drawn, it is dropped.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class Progress:
                 self._bar.call("update", n_bytes)
 
     def add_rows(self, n_rows: int) -> None:
-        """Count ``n_rows`` more, for the log line."""
         with self._lock:
             self.n_rows += n_rows
 
@@ -106,7 +105,7 @@ class ElapsedTime:
 
 
 class _Bar:
-    """A bar of tqdm, dropped at its first error: a closed stderr, a terminal or a kernel that is gone."""
+    """A bar of tqdm, dropped at its first error: a closed stderr, or a terminal or kernel that is gone."""
 
     def __init__(self, **options: Any) -> None:
         self._bar: Any = None
@@ -130,7 +129,7 @@ class _Bar:
 
 
 def are_shown() -> bool:
-    """Say whether bars are to be drawn: by TQDM_DISABLE and RECCKPT_PROGRESS, else on a terminal or in a notebook."""
+    """Say whether to draw bars: by TQDM_DISABLE and RECCKPT_PROGRESS, else on a terminal or in a notebook."""
     setting = "0" if os.environ.get(OFF) else os.environ.get(SWITCH, "").strip()
     if setting in ("0", "1"):
         return setting == "1"
@@ -157,7 +156,7 @@ def aside() -> Iterator[None]:
 
 
 def _is_notebook() -> bool:
-    """Say whether this is the kernel of a notebook; IPython is there already where it is."""
+    """Say whether this is the kernel of a notebook; then IPython is loaded already."""
     try:
         shell = sys.modules["IPython"].get_ipython()
         return "IPKernelApp" in shell.config

@@ -14,8 +14,6 @@ Tone = Literal["damaged", "unsure", "good", "newest", "pinned", "past"]  # of a 
 
 
 class Heading(str):
-    """A line over others."""
-
     __slots__ = ()
 
 
@@ -26,10 +24,10 @@ class Table:
     Attributes:
         head: names of the columns.
         rows: one text a column.
-        right: names of the columns to align on the right, such as numbers, which are never broken.
-        tones: number of a row -> what it means.
+        right: columns aligned on the right, such as numbers, which are never broken.
+        tones: number of a row -> its meaning.
         indent: spaces before each line.
-        whole: names of other columns that are never broken, such as times.
+        whole: other columns that are never broken, such as times.
     """
 
     head: Sequence[str]
@@ -47,25 +45,18 @@ Line = str | Table
 
 
 def plain(lines: Iterable[Line]) -> Iterator[str]:
-    """Yield lines of text, those of tables among them."""
     for line in lines:
         yield from line.lines() if isinstance(line, Table) else (line,)
 
 
 def section(title: str, lines: Iterable[Line]) -> list[Line]:
-    """Return lines under a heading, after an empty one; [] where there are none."""
+    """Return lines under a heading, after an empty one; [] without lines."""
     listed = [replace(line, indent=_INDENT) if isinstance(line, Table) else " " * _INDENT + line for line in lines]
     return ["", Heading(title), *listed] if listed else []
 
 
 def grid(head: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = ()) -> list[str]:
-    """Return lines with aligned columns.
-
-    Args:
-        head: names of the columns.
-        rows: one text a column.
-        right: names of the columns to align on the right, such as numbers.
-    """
+    """Return lines with aligned columns; ``right`` names those aligned on the right."""
     lines = [list(head), *(list(row) for row in rows)]
     widths = [max(width_of(line[column]) for line in lines) for column in range(len(head))]
 
@@ -77,14 +68,12 @@ def grid(head: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[s
 
 
 def pairs(values: Iterable[tuple[str, str]]) -> list[str]:
-    """Return lines of aligned names and values."""
     listed = list(values)
     width = max((width_of(name) for name, _ in listed), default=0)
     return [f"{name}{' ' * (width - width_of(name))}{_GAP}{value}".rstrip() for name, value in listed]
 
 
 def width_of(text: str) -> int:
-    """Return the columns that a terminal gives to a text."""
     if text.isascii():
         return len(text)
     wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)

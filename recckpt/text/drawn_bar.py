@@ -1,4 +1,4 @@
-"""Bars of tqdm, on a terminal or below the cell of a notebook; bars.py imports them late, as tqdm takes its time."""
+"""Bars of tqdm, on a terminal or below the cell of a notebook. bars.py imports them late: tqdm is slow to import."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ log = logging.getLogger("recckpt")
 
 
 class TerminalBar(tqdm):  # type: ignore[misc]  # tqdm has no types
-    """A bar on stderr, which is over at its first error: tqdm keeps the lock of all bars where one is raised."""
+    """A bar on stderr, dropped at its first error: tqdm keeps the lock of all bars if one raises."""
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-        """Show the bar, or a text in its place; tqdm calls it as often as a bar is drawn."""
+        """Show the bar, or a text in its place; called by tqdm for each update."""
         try:
             return self._draw(msg, pos)
         except Exception as error:
@@ -29,7 +29,7 @@ class TerminalBar(tqdm):  # type: ignore[misc]  # tqdm has no types
 
 
 class NotebookBar(TerminalBar):
-    """A bar that is text, replaced as it moves: no widgets, which a saved notebook lacks, and empty when it is over."""
+    """A bar that is text, replaced as it moves: no widgets, which a saved notebook lacks, and empty at the end."""
 
     def __init__(self, **options: Any) -> None:
         self._output: Any = None

@@ -1,4 +1,4 @@
-"""Words that users bring from elsewhere, or from an earlier recckpt, and what to write here in their place."""
+"""Words that users bring from elsewhere, or from an earlier recckpt, and what to write here instead."""
 
 from __future__ import annotations
 
@@ -106,13 +106,13 @@ _GONE = {  # the same in either place, of an earlier recckpt
 
 
 def write_instead(word: str, *, in_shell: bool = False) -> str:
-    """Return what to say of an unknown word that is known elsewhere, as the end of a message; empty for any other."""
+    """Return the end of a message for an unknown word that is known elsewhere; empty for any other."""
     instead = {**(_IN_SHELL if in_shell else _IN_PYTHON), **_GONE}.get(word)
     return f": {instead}" if instead else ""
 
 
 def unknown_name(module: str, name: str) -> Exception:
-    """Return the error of a name that the module whose ``__getattr__`` asks does not have.
+    """Return the error for a name that a module lacks; called by the module's ``__getattr__``.
 
     ``from module import name`` drops the text of an AttributeError, and shows that of an ImportError; ``hasattr`` and
     the like need the former.
@@ -124,16 +124,15 @@ def unknown_name(module: str, name: str) -> Exception:
 
 
 def unknown_attribute(obj: object, name: str) -> AttributeError:
-    """Return the error of an attribute that an object does not have, with what to write in its place."""
+    """Return the error for an attribute that an object lacks, with what to write instead."""
     text = f"{type(obj).__name__!r} object has no attribute {name!r}{write_instead(name)}"
     return AttributeError(text, name=name, obj=obj)
 
 
 def answers_by(example: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Return a decorator of what answers arguments that it does not take by what to write in their place.
+    """Return a decorator that adds what to write to the error for unknown arguments.
 
-    Args:
-        example: a call that would do; of a class with subclasses its arguments alone, in parentheses.
+    ``example`` is a correct call; for a class with subclasses only its arguments, in parentheses.
     """
 
     def decorated(call: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -156,7 +155,6 @@ def answers_by(example: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 
 
 def _misfit(error: TypeError, call: Callable[..., object], name: str, options: Mapping[str, Any]) -> str:
-    """Return Python's message about arguments that do not fit, with what to write instead of unknown ones."""
     known = inspect.signature(call).parameters
     problem = str(error).partition(". Did you mean")[0]  # Python's own guess, from 3.13 on
     problem = problem.replace(call.__qualname__, name.rpartition(".")[2])

@@ -1,4 +1,4 @@
-"""Pages that need no other file, no network and no script: their skeleton and style, and text that cannot break out."""
+"""HTML pages that need no other file, no network and no script: skeleton, style, and escaped text."""
 
 from __future__ import annotations
 
@@ -38,24 +38,21 @@ _BODY = "<style>body { color: CanvasText; margin: 1.2em auto; max-width: 75em; p
 
 
 def page(title: str, body: str) -> str:
-    """Return a whole page; its title is text, and its body is of :func:`body`."""
+    """Return a whole page from a text title and a :func:`body`."""
     return f"{_HEAD}<title>{text(title)}</title></head><body>{_BODY}{body}</body></html>\n"
 
 
 def body(kind: str, parts: Iterable[str], style: str) -> str:
-    """Return what a notebook shows, in its own colours: parts that are HTML, with a style beside that of all pages.
+    """Return what a notebook shows, in its own colours, from parts in HTML.
 
-    Args:
-        kind: of page. Many stand in one notebook, where the style of one is that of all: so each rule of ``style``
-            begins with ``.recckpt.kind``.
-        parts: of the page.
-        style: of this kind of page alone.
+    A notebook applies the style of each page to all: so each rule of ``style`` must begin with ``.recckpt.kind``, for
+    this ``kind`` of page.
     """
     return f'<style>{_STYLE}{style}</style><div class="recckpt {kind}">{"".join(parts)}</div>'
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[str]) -> str:
-    """Return a table of cells that are HTML already; the columns that are numbers are aligned on the right."""
+    """Return a table from cells in HTML; columns with numbers are aligned on the right."""
     heads = "".join(f"<th{_kind(name, '', numbers)}>{name.lower()}</th>" for name in head)
     lines = (
         "".join(f"<td{_kind(name, cell, numbers)}>{cell}</td>" for name, cell in zip(head, row, strict=True))
@@ -71,13 +68,12 @@ def _kind(name: str, cell: str, numbers: Collection[str]) -> str:
 
 
 def section(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[str]) -> list[str]:
-    """Return a heading and a table of cells that are text, or nothing where there are no rows."""
+    """Return a heading and a table from cells of text; [] without rows."""
     cells = [list(map(text, row)) for row in rows]
     return [f"<h2>{text(title)}</h2>", table(head, cells, numbers)] if cells else []
 
 
 def lines(of: Iterable[Line]) -> Iterator[str]:
-    """Yield lines of text, those under a heading and tables among them, as HTML."""
     for line in of:
         if isinstance(line, Table):
             yield table([text(name) for name in line.head], [list(map(text, row)) for row in line.rows], line.right)
@@ -87,5 +83,5 @@ def lines(of: Iterable[Line]) -> Iterator[str]:
 
 
 def text(of: str) -> str:
-    """Return text as HTML; control characters, and such as turn the direction of text, as escapes."""
+    """Return text as HTML; control characters, and those that change the direction of text, are escaped."""
     return escape(of if of.isprintable() else escaped(of))

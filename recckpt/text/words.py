@@ -1,4 +1,4 @@
-"""Words for people: counts, sizes, durations, values, safe names, and what a prompt shows of an object."""
+"""Words for people: counts, sizes, durations, values, safe names, and short descriptions of objects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def escaped(name: str) -> str:
-    """Return a name as it is, or as a JSON string where it would break a line or be misread."""
+    """Return a name as it is, or as a JSON string if it would break a line or be misread."""
     plain = name.isprintable() and name == name.strip() and not name.startswith('"') and name
     return name if plain else json.dumps(name)
 
@@ -27,7 +27,6 @@ def one_line(text: str) -> str:
 
 
 def size(n_bytes: int) -> str:
-    """Return bytes in decimal units."""
     value = float(n_bytes)
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if round(value, 1) < 1000:
@@ -37,7 +36,7 @@ def size(n_bytes: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as people say them, by the two largest units."""
+    """Return seconds in the two largest units."""
     if seconds < 60:
         return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
     unit, n_sec, smaller, n_smaller = next(each for each in _UNITS if seconds >= each[1])
@@ -55,25 +54,24 @@ def plural(number: int, what: str) -> str:
 
 
 def nearest(name: object, allowed: Iterable[str]) -> str:
-    """Return a hint at the name that was probably meant, or nothing."""
+    """Return a hint at the name that was probably meant, or ""."""
     close = difflib.get_close_matches(str(name), [each for each in allowed if each != name], n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def first_few(names: Sequence[str], most: int = 5) -> str:
-    """Return the first of many names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(repr, names[:most])) + more
 
 
 def instead_of(name: str, names: Iterable[str]) -> str:
-    """Return which names there are in place of one that is not, and which of them was probably meant."""
+    """Return which names exist in place of an unknown one, and which was probably meant."""
     names = list(names)
     return f"; there {'is' if len(names) == 1 else 'are'} {first_few(names, 20) or 'none'}{nearest(name, names)}"
 
 
 def cell(value: Any) -> str:
-    """Return a value of a slot, long vectors cut short."""
+    """Return a value of a slot; long vectors are cut."""
     if isinstance(value, list):
         shown = [cell(item) for item in value[:_MAX_VALUES]]
         if len(value) > _MAX_VALUES:
@@ -87,9 +85,9 @@ def cell(value: Any) -> str:
 
 
 def shown(describe: Callable[[_T], str]) -> Callable[[_T], str]:
-    """Make a ``__repr__`` of what describes an object in a few words.
+    """Make a ``__repr__`` from a function that describes an object in a few words.
 
-    It never raises: debuggers show objects whose ``__init__`` has not ended, and those that it left half made.
+    It never raises: debuggers show objects whose ``__init__`` has not ended or has failed.
     """
 
     @functools.wraps(describe)
@@ -104,12 +102,11 @@ def shown(describe: Callable[[_T], str]) -> Callable[[_T], str]:
 
 
 def quoted(name: str) -> str:
-    """Return a name as Python writes it, cut where it is long."""
     return repr(name if len(name) <= _MOST else f"{name[:_MOST]}...")
 
 
 def sparkline(values: Sequence[float | None]) -> str:
-    """Return a bar for each number, as high as its share of the largest; a dot where there is no number."""
+    """Return a bar for each number, relative to the largest; a dot for None."""
     most = max((value for value in values if value is not None), default=0.0)
     heights = (None if value is None else int(len(_BARS) * (value / most)) if most > 0 else 0 for value in values)
     return "".join("·" if height is None else _BARS[min(len(_BARS) - 1, height)] for height in heights)
