@@ -226,13 +226,8 @@ class OpenChain:
     ) -> tuple[Sequence[LinkBatches], Collection[str]]:
         """Open the files that may have rows or deletes of some slices; return what a load reads, newest link first.
 
-        Args:
-            slices: None for all ids.
-            known: save id of the newest link whose rows the model already has; "" if it has none.
-            unknown: tables whose rows it lacks nevertheless.
-
-        Returns:
-            The batches of each link with rows to read; and the tables that go on from the known link.
+        ``known`` is the save id of the newest link whose rows the model already has, except in ``unknown`` tables; ""
+        for none. Also returns the tables that go on from the known link.
         """
         from recckpt.sparse.files.part_reader import LinkBatches
 

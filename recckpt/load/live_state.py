@@ -255,8 +255,7 @@ def check_memory(live: LiveState, planned: LoadPlan, sources: Sequence[OpenSourc
 
     Raises:
         StateMismatchError: tensors or tables are on the device ``meta``, or a tied parameter would get values and
-            optimizer
-            state from two different names; lists all.
+            optimizer state from two different names; lists all.
     """
     what, mismatched = " and ".join(planned.sources), dict[str, tuple[object, object]]()
     for name in (item.name for item in planned.taken if item.name.is_slot or item.name.group == "dense"):

@@ -127,19 +127,14 @@ def load(
 ) -> LoadReport:
     """Fill live state; refuse whatever does not fit before anything changes. Collective.
 
-    Args:
-        live: what to fill.
-        sources: open checkpoints, in the order of the bank; the last that has a name counts.
-        problems: what is wrong with the bank already.
-        concurrency: number of reader threads.
-        download_dir: where to copy files that cannot be mapped, before reading; None reads them where they are.
-        rng: whether to restore the random generators from the last source, if as many ranks wrote it.
-        meetings: where this rank meets those that load with it.
+    Of the ``sources``, in the order of the bank, the last that has a name counts; ``problems`` are known already. Files
+    that cannot be mapped are copied to ``download_dir`` before reading; None reads them where they are. ``rng``
+    restores the random generators from the last source, if as many ranks wrote it.
 
     Raises:
         LoadConfError, StateMismatchError: as :func:`plan`.
         CorruptCheckpointError: a file is damaged.
-        CheckpointRemovedError: its writer removed a checkpoint before it was read; loading its successor undoes partial
+        CheckpointRemovedError: a checkpoint was removed before it was read; loading its successor undoes partial
             changes.
         PartlyLoadedError: reading failed after tables that had rows began to change.
     """

@@ -87,10 +87,7 @@ class Loader:
         download_dir: where to copy files that cannot be mapped, before reading.
         run: the name of the job in metrics.
         before_load: called with the output dirs of a load, before anything in them is opened.
-        on_whole_restore: called with a checkpoint of the own output dir and the tables of this rank, once these have
-            exactly
-            its rows.
-        live_tables: those of the model that are not ours.
+        on_whole_restore: called with a checkpoint of the own output dir and this rank's tables, once these equal it.
         is_resumed: whether a checkpoint of the own output dir was loaded.
         loaded_step: the step that was taken over last, None if none was.
     """

@@ -7,12 +7,19 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
+
+from recckpt.checkpoint.chain import OpenLink
 from recckpt.errors import RecckptError
-from recckpt.near.payload import Payload
+from recckpt.format.catalog import PartKind
 from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import Checkpoint
 from recckpt.policies.deltas import MAX_DELTAS, Deltas
 from recckpt.save.deltas import Changes
+from recckpt.sparse.files.catalogs import met_shards
+from recckpt.sparse.files.pieces import ids_of
+from recckpt.sparse.files.table_reader import TableReader
 from recckpt.sparse.table.store import is_stored
 from recckpt.storage import Storage
 from recckpt.types import SavableTable
@@ -48,17 +55,25 @@ def count_from(changes: Changes, restored: Checkpoint, tables: Iterable[SavableT
 
 def mark(changes: Changes, save: Checkpoint, tables: Iterable[SavableTable]) -> None:
     """Mark in tables what a near save holds of them (rule *payload_is_marks*)."""
+    assert save.near_dir is not None
     base, stored = save.below[0].manifest.name, [table for table in tables if is_stored(table)]
-    slices = {table.name: getattr(table, "slice", None) for table in stored}
-    payload = Payload(save, set(slices.values()))
+    slices, link = {table.name: getattr(table, "slice", None) for table in stored}, OpenLink.of(save.near_dir, save)
+
+    def payload(table: str, kind: PartKind) -> npt.NDArray[np.int64]:
+        """Return the ids of rows or deletes in shards that may have ids of the tables: a host may lack the others."""
+        catalogs = link.catalogs_of(met_shards(save.manifest, set(slices.values())))
+        reader = TableReader(link.files, save.directory, catalogs, save.manifest.named_table(table), ())
+        return ids_of(piece for catalog in catalogs for _, _, piece in reader.batches(catalog, kind, None))
+
     try:
         for table in stored:
-            if payload.is_whole(table.name):
+            entry, own = save.manifest.table(table.name), slices[table.name]
+            if entry is None or entry.is_whole:  # it was unknown which rows had changed
                 changes.tracker.forget(table)
                 continue
-            deleted, own = payload.deleted(table.name), slices[table.name]
+            deleted = payload(table.name, "deletes")  # also ids that have a row in another shard
             deleted = deleted if own is None else deleted[own.owns(deleted)]
-            changes.tracker.resume(table, base, payload.changed(table.name), deleted)
+            changes.tracker.resume(table, base, payload(table.name, "rows"), deleted)
     except (RecckptError, OSError) as error:  # all is restored by now
         log.warning("the next save is full: %s cannot be read once more: %s", save.manifest.save_id, error)
         changes.drop_base()

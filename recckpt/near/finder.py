@@ -33,13 +33,7 @@ _T = TypeVar("_T")
 def skipped(
     seen: Iterable[SeenSave], near_list: NearList, candidates: Sequence[Checkpoint]
 ) -> list[tuple[Checkpoint, str]]:
-    """Return the near saves newer than the first candidate, oldest first, and why each cannot be restored.
-
-    Args:
-        seen: what all hosts have.
-        near_list: says which count.
-        candidates: what can be restored, newest first.
-    """
+    """Return the near saves newer than the first candidate, oldest first, and why each cannot be restored."""
     newest = candidates[0].manifest.order if candidates else (0, 0)
     saves = []
     for save, files in sorted(seen, key=lambda each: each[0].manifest.order):
@@ -170,19 +164,12 @@ class NearFinder(CandidateFinder):
                 log.info("near save %s: brought %s", save.manifest.save_id, what)
             return None
         if is_taking and save.directory not in self._files_here:
-            self._remove(save)
+            self._dir.try_remove(save.directory)  # what was brought here has no seal, and would take room
         return bringing.failure(failures[0].move.receiver, failures[0].reason)
 
     def _checked_here(self, save: Checkpoint, rank: int) -> WholeFiles | None:
         names = self._files_here.get(save.directory)
         return None if names is None else whole_files(save, names, self._concurrency, rank)
-
-    def _remove(self, save: Checkpoint) -> None:
-        """Remove what was brought to this host without a seal, to free its space."""
-        try:
-            self._dir.remove(save.directory)
-        except OSError as error:
-            log.warning("could not remove all of %s/%s: %s", self._dir.storage.url, save.directory, error)
 
     def _note(self, save: Checkpoint) -> None:
         """Note this host before it gets rows. Failures are logged only: the next near save tries again."""

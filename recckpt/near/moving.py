@@ -233,15 +233,9 @@ def move(
     """Move files of a near save, and return those that did not arrive, the same on all ranks. Collective.
 
     A file appears at its receiver once its size and checksum are right (rule *copy_checked*), and replaces one that was
-    there. A file that cannot be read, does not fit or cannot be written only fails its own move.
-
-    Args:
-        meetings: where the ranks meet.
-        storage: of the near saves on the host of this rank.
-        directory: that of the near save.
-        moves: the same on all ranks, in the same order; none from a rank to itself.
-        buffers: kept from one near save to the next; None for new ones.
-        round_bytes: that a rank sends, or receives, at a meeting.
+    there. A file that cannot be read, does not fit or cannot be written only fails its own move. ``moves`` are the same
+    on all ranks, in the same order, none from a rank to itself. A rank sends, and receives, ``round_bytes`` at a
+    meeting.
 
     Raises:
         RecckptError: another rank has failed.
@@ -314,14 +308,8 @@ def copy_files(
 ) -> None:
     """Copy the files of each rank to the hosts that follow its own; return once all are there. Collective.
 
-    Args:
-        meetings: where the ranks meet.
-        storage: of the near saves on the host of this rank.
-        directory: that of the near save, which each host has created.
-        files: what this rank has written there.
-        hosts: the host of each rank, the same on all ranks.
-        copies: how many other hosts get a copy, the same on all ranks.
-        buffers: kept from one near save to the next.
+    ``files`` are those of this rank, in a directory that each host has created; ``hosts`` has the host of each rank.
+    All but ``storage`` and ``files`` are the same on all ranks.
 
     Raises:
         RecckptError: a copy did not arrive (the same error on all ranks); or another rank has failed, or is missing.

@@ -194,6 +194,15 @@ class NearDir:
         with suppress(OSError):  # others of its epoch are left
             self.storage.remove_empty_dirs(directory.rpartition("/")[0])
 
+    def try_remove(self, directory: str) -> bool:
+        """Remove a near save; log a failure, and say whether all of it is gone."""
+        try:
+            self.remove(directory)
+        except OSError as error:
+            log.warning("could not remove all of %s/%s: %s", self.storage.url, directory, error)
+            return False
+        return True
+
     def remove_drafts(self, directory: str) -> None:
         """Remove the drafts in a near save that its dead writer, or a dead restore, left.
 

@@ -77,10 +77,7 @@ class NearPlan:
 def decide_near(stand: NearStand | None, copies: int | None, proposals: Sequence[NearProposal]) -> NearPlan:
     """Return what becomes of a near save; its refusal, if any, is as that of any save.
 
-    Args:
-        stand: what rank 0 knows of it, None without a checkpoint to stand on.
-        copies: how many other hosts get the files of a host; None for one, if there are several hosts.
-        proposals: of all ranks.
+    Rank 0 has no ``stand`` without a checkpoint to stand on. ``copies`` is None for one, if there are several hosts.
     """
     saves, is_saving = [each.save for each in proposals], any(each.is_saving for each in proposals)
     failures = [save.failure for save in saves if save.failure is not None]

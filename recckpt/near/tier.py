@@ -200,7 +200,7 @@ class NearTier(NearAtTakeover):
         """Remove what was written here of the near save that is being made; a failure is logged."""
         failed, self._made, self._under_way = self._made, None, None
         if failed is not None:
-            self._remove(failed)
+            self.dir.try_remove(failed)
 
     def void(self) -> None:
         """Name and keep none any more, as rank 0: all may hold ids that are to be forgotten."""
@@ -247,13 +247,5 @@ class NearTier(NearAtTakeover):
         for directory in directories:
             parsed = near_seal.parse_near(directory)
             if parsed is not None and parsed[0] <= kept.epoch and directory not in kept.directories:
-                have_all_gone &= self._remove(directory)
+                have_all_gone &= self.dir.try_remove(directory)
         return have_all_gone
-
-    def _remove(self, directory: str) -> bool:
-        try:
-            self.dir.remove(directory)
-        except OSError as error:
-            log.warning("could not remove all of %s/%s: %s", self.dir.storage.url, directory, error)
-            return False
-        return True

@@ -79,13 +79,7 @@ def _sealed(near_dir: NearDir) -> Sequence[Sealed]:
 
 
 def counting(saves: Iterable[Checkpoint], listing: Listing, near_list: NearList) -> list[Checkpoint]:
-    """Return the near saves that count, each with its parents, newest first.
-
-    Args:
-        saves: those whose files are each on some host.
-        listing: what is committed in the output dir.
-        near_list: what the newest takeover there says.
-    """
+    """Return the near saves that count, each with its parents, newest first; each file of ``saves`` is on some host."""
     # Rule *epoch_rule*: what an overtaken writer seals afterwards is not named.
     whole = [save for save in saves if near_list.counts(save.manifest.save_id)]
     # Rules *base_by_save_id* and *parent_is_name*: what it stands on is found as that of a delta is.

@@ -24,11 +24,8 @@ class CandidateFinder:
     def find(self, ranks: Ranks, bank: Callable[[], _T], usable: Usable, needed: Needed) -> tuple[_T, list[Checkpoint]]:
         """Return a bank and the candidates.
 
-        Args:
-            ranks: those that restore.
-            bank: locates the bank; called on rank 0.
-            usable: lists the output dir, and its usable checkpoints, newest first; called on rank 0.
-            needed: the files of a candidate that this rank reads.
+        Rank 0 calls ``bank``, which locates the bank, and ``usable``, which lists the output dir and its usable
+        checkpoints. ``needed`` returns the files of a candidate that this rank reads.
         """
         return ranks.on_first(lambda: (bank(), usable()[1]))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -147,8 +147,10 @@ class Manifests:
 
     def directories(self, storage: Storage) -> list[str]:
         """As :func:`attempt_dirs`; lists all files at once if the storage can."""
-        self._files = storage.listed_by_dir()
-        return attempt_dirs(storage) if self._files is None else sorted(set(self._files).difference([layout.OWN_DIR]))
+        files = self._files = storage.listed_by_dir()
+        names = attempt_dirs(storage) if files is None else sorted(set(files).difference([layout.OWN_DIR]))
+        self._known = {name: self._known[name] for name in names if name in self._known}
+        return names
 
     def read(self, storage: Storage, directory: str) -> tuple[Manifest | None, Mapping[str, Listed]]:
         """As :func:`read_manifest`; also returns the files of the directory, as far as a listing shows them."""
@@ -159,17 +161,6 @@ class Manifests:
         if record is not None and entry is not None and entry.stamp:
             self._known[directory] = entry, record
         return record, listed
-
-    def forget_others(self, directories: Collection[str]) -> None:
-        self._known = {name: known for name, known in self._known.items() if name in directories}
-
-
-@dataclass(frozen=True)
-class Look:
-    directory: str
-    record: Manifest | None = None
-    files: Mapping[str, Listed] | None = None  # as far as one listing shows them; None where they were not listed
-    damage: Damage | None = None
 
 
 def attempt_dirs(storage: Storage) -> list[str]:

@@ -33,7 +33,7 @@ from recckpt.output_dir.claims import (
 from recckpt.output_dir.forget_requests import requests
 from recckpt.output_dir.index_file import is_of_recis, warn_of_index, warn_of_recis
 from recckpt.output_dir.listing import Checkpoint, Listing, list_checkpoints
-from recckpt.output_dir.notes import refuse_mirror
+from recckpt.output_dir.notes import make_own_dir, refuse_mirror
 from recckpt.storage import Storage
 from recckpt.text import plural
 
@@ -51,13 +51,7 @@ class NearAtTakeover:
         """Look at the near dirs: after the claim, before the output dir is listed (rule *claim_before_list*)."""
 
     def near_list(self, listing: Listing, before: Takeover, by: str) -> NearList:
-        """Return what the list of this takeover says of near saves.
-
-        Args:
-            listing: what counts in the output dir.
-            before: the previous takeover.
-            by: epoch and nonce of this takeover, with which the names of its near saves begin.
-        """
+        """Return what the list of this takeover says of near saves, whose names will begin with ``by``."""
         return replace(before.near, is_void=True)
 
 
@@ -88,9 +82,7 @@ def claim_next(storage: Storage, known: Manifests, above: int, purpose: str) -> 
         for error in listing.damaged.values():
             if isinstance(error, FormatVersionError):  # before there is a claim, which would take it over
                 raise error
-        for directory in (layout.OWN_DIR, layout.OWNER_DIR):
-            with suppress(FileExistsError):
-                storage.make_dir(directory)
+        make_own_dir(storage, layout.OWNER_DIR)
         highest = max([above, *claimed_epochs(storage), listing.highest_epoch])
         if highest + 1 >= COUNT_LIMIT:
             found, expected = f"a file or checkpoint of epoch {highest}", "a number that a next one can follow"
@@ -364,13 +356,10 @@ class Fence:
     def free_dirs(self, ckpt_id: str) -> Iterator[str]:
         """Yield names for the directory of an attempt, best first; no other attempt has had or will have them."""
         for directory in layout.attempt_dirs(ckpt_id, self.epoch):
-            if directory not in self._used and not self.is_spent(directory):
+            # An earlier writer may still write to a directory that the takeover has seen, though it is gone.
+            if directory not in self._used and not self._takeover.has_seen(directory):
                 self._used.add(directory)
                 yield directory
-
-    def is_spent(self, directory: str) -> bool:
-        """Say whether an earlier writer may still write to a directory of this name, though it is gone."""
-        return self._takeover.has_seen(directory)
 
     def leftovers(self, listing: Listing, epoch: int) -> list[Intent]:
         """Return the attempts of writers up to an epoch that never committed or are half removed.

@@ -18,7 +18,7 @@ from recckpt.errors import CorruptCheckpointError, RecckptError
 from recckpt.format import forgetting, layout
 from recckpt.format.forgetting import Request
 from recckpt.format.manifest import Manifest
-from recckpt.output_dir.notes import NearHost
+from recckpt.output_dir.notes import NearHost, make_own_dir
 from recckpt.storage import ABSENT, NotPlainError, Storage, missing
 from recckpt.storage.retry import read_twice
 from recckpt.types import EMBEDDING, SlotSpec
@@ -73,9 +73,7 @@ def meant_in(record: Manifest | None, table: str) -> tuple[str, ...]:
 
 def put_request(storage: Storage, request: Request) -> None:
     """Make a request durable; from now on every owner of the output dir has to carry it out."""
-    for directory in (layout.OWN_DIR, layout.FORGET_DIR):
-        with suppress(FileExistsError):
-            storage.make_dir(directory)
+    make_own_dir(storage, layout.FORGET_DIR)
     with suppress(FileExistsError):
         storage.put_if_absent(layout.FORGET_KEY, secrets.token_hex(_KEY_BYTES).encode())
     storage.put_if_absent(layout.forget_request(request.request), forgetting.encode_request(request))

@@ -13,7 +13,6 @@ from recckpt.format.manifest import MAX_LINKS, Manifest, Parent
 from recckpt.format.tables import TableEntry
 from recckpt.output_dir.checkpoint_dir import (
     Damage,
-    Look,
     Manifests,
     attempt_dirs,
     file_problems,
@@ -22,9 +21,11 @@ from recckpt.output_dir.checkpoint_dir import (
 from recckpt.output_dir.claims import NO_TAKEOVER, Takeover, last_takeover
 from recckpt.output_dir.index_file import why_nothing
 from recckpt.parallel.threads import run_all
-from recckpt.storage import Storage
+from recckpt.storage import Listed, Storage
 
 log = logging.getLogger("recckpt")
+# Of a directory: its manifest, or what is wrong with that; and its files, None if they were not listed.
+_Look = tuple[Manifest | Damage | None, Mapping[str, Listed] | None]
 _GONE = FileNotFoundError()  # removed since its manifest was read
 _LOOKS_AT_ONCE = 16  # at directories of an object store
 _TRIES = 3  # looks, where rotation may have removed meanwhile what a commit has replaced
@@ -298,32 +299,27 @@ def list_checkpoints(storage: Storage, known: Manifests | None = None, own: Take
 def look_around(storage: Storage, known: Manifests | None = None, own: Takeover | None = None) -> Listing:
     """As :func:`list_checkpoints`, but lists unreadable checkpoints instead of raising."""
 
-    def look(directory: str) -> Look:
+    def look(directory: str) -> _Look:
         try:
             if known is None:
-                return Look(directory, read_manifest(storage, directory))
-            return Look(directory, *known.read(storage, directory))
+                return read_manifest(storage, directory), None
+            return known.read(storage, directory)
         except (CorruptCheckpointError, FormatVersionError, OSError) as error:
-            return Look(directory, damage=error)
+            return error, None
 
     threads = 1 if storage.asking_is_free else storage.threads(_LOOKS_AT_ONCE)
     for _ in range(_TRIES):
         directories = attempt_dirs(storage) if known is None else known.directories(storage)
-        looks = run_all(look, directories, threads)
-        listing, is_complete = _list(storage, directories, looks, own, threads)
+        looks = dict(zip(directories, run_all(look, directories, threads), strict=True))
+        listing, is_complete = _list(storage, looks, own, threads)
         if is_complete and (listing.committed or not directories):
             break
-    if known:
-        known.forget_others(directories)
     return listing
 
 
-def _list(
-    storage: Storage, directories: Sequence[str], looks: Sequence[Look], own: Takeover | None, threads: int
-) -> tuple[Listing, bool]:
-    damaged: dict[str, Damage] = {look.directory: look.damage for look in looks if look.damage is not None}
-    with_manifest = [Checkpoint(look.directory, look.record) for look in looks if look.record is not None]
-    files = {look.directory: look.files for look in looks if look.files is not None}
+def _list(storage: Storage, looks: Mapping[str, _Look], own: Takeover | None, threads: int) -> tuple[Listing, bool]:
+    damaged: dict[str, Damage] = {name: found for name, (found, _) in looks.items() if isinstance(found, Exception)}
+    with_manifest = [Checkpoint(name, found) for name, (found, _) in looks.items() if isinstance(found, Manifest)]
     # After the manifests: a commit in between is only missed, never miscounted.
     takeover = _takeover(storage, damaged) if own is None else own
     fenced = {c.directory: reason for c in with_manifest if (reason := takeover.excludes(c.manifest))}
@@ -332,7 +328,7 @@ def _list(
     def problem_of(checkpoint: Checkpoint) -> Damage | None:
         directory, record = checkpoint.directory, checkpoint.manifest
         try:
-            problem = next(file_problems(storage, directory, record.files, files.get(directory)), None)
+            problem = next(file_problems(storage, directory, record.files, looks[directory][1]), None)
             is_gone = problem is not None and read_manifest(storage, directory) is None
         except OSError as error:
             return error
@@ -350,7 +346,7 @@ def _list(
         highest_seq=max((c.manifest.seq for c in with_manifest), default=0),
         highest_epoch=max((c.manifest.epoch for c in with_manifest), default=0),
         save_ids=frozenset(c.manifest.save_id for c in counted),
-        directories=tuple(directories),
+        directories=tuple(looks),
         unreadable={name: error for name, error in chains.broken.items() if isinstance(error, OSError)},
         lost=tuple(checkpoint for checkpoint in there if checkpoint.directory in chains.broken),
     )

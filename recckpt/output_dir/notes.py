@@ -19,13 +19,18 @@ _NEAR_HOST = FileKind("recckpt-near-host", 1, "near_host_xxh3", 64 << 20)  # par
 _NEAR_HOST_REMEDY = "remove it: the next near save on that host notes it again"
 
 
+def make_own_dir(storage: Storage, directory: str) -> None:
+    """Make one of recckpt's own directories in an output dir, unless it exists."""
+    for name in (layout.OWN_DIR, directory):
+        with suppress(FileExistsError):
+            storage.make_dir(name)
+
+
 def _put(storage: Storage, path: str, data: bytes) -> None:
     with suppress(*ABSENT):
         if storage.read(path, _MAX_BYTES) == data:
             return
-    for directory in (layout.OWN_DIR, path.rpartition("/")[0]):
-        with suppress(FileExistsError):
-            storage.make_dir(directory)
+    make_own_dir(storage, path.rpartition("/")[0])
     storage.replace(path, data)
 
 

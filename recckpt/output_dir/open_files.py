@@ -32,12 +32,8 @@ class OpenFiles:
     On other storage a file may be gone when it is read. Then every method raises CheckpointRemovedError if the manifest
     is gone too, otherwise CorruptCheckpointError. Thread-safe.
 
-    Args:
-        storage: where the checkpoint lies.
-        directory: the checkpoint's directory in it.
-        sizes: name of a file in the checkpoint -> its bytes, by the manifest.
-        first: the files that are opened at once; None for all.
-        n_links: how many checkpoints are open at a time, as links of a chain.
+    ``sizes`` has the bytes of each file by the manifest. The ``first`` files are opened at once; None for all.
+    ``n_links`` checkpoints are open at a time, as links of a chain.
     """
 
     def __init__(

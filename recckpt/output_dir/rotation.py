@@ -16,6 +16,7 @@ from recckpt.errors import CheckpointInUseError, CorruptCheckpointError
 from recckpt.format import layout
 from recckpt.output_dir.checkpoint_dir import Intent, has_manifest, read_intent
 from recckpt.output_dir.listing import Checkpoint, Listing, age, locate
+from recckpt.output_dir.notes import make_own_dir
 from recckpt.parallel.threads import run_all
 from recckpt.policies.keep import Keep, as_keep
 from recckpt.storage import Storage
@@ -42,14 +43,8 @@ def expired(
     Damaged and fenced checkpoints neither count nor go, except a damaged one with a whole replacement, if one of the
     two was compacted.
 
-    Args:
-        listing: what is there.
-        keep: the policy.
-        pinned: ids.
-        base: save id of the checkpoint that the writer counts changes from, None without one.
-        now: the time for the policy.
-        step_prefix: of the ids that a manager gives.
-        near_bases: save ids of the parents of near saves that may be restored.
+    ``base`` is the save id of the checkpoint that the writer counts changes from; ``near_bases`` are those of the
+    parents of near saves that may be restored. ``step_prefix`` begins the ids that a manager gives.
     """
     kept = chosen(listing, keep, pinned, now or datetime.now(timezone.utc), step_prefix)
     stay = listing.chains.closure([*(c.manifest.name for c in kept), *([base] if base else []), *near_bases])
@@ -114,9 +109,7 @@ def sync_superseders(storage: Storage, listing: Listing, gone: Sequence[Checkpoi
 def pin(storage: Storage, ckpt_id: str) -> None:
     """Keep a checkpoint, whatever the policy says; CheckpointNotFoundError if it is not there, or no longer."""
     locate(storage, ckpt_id)
-    for directory in (layout.OWN_DIR, layout.PINS_DIR):
-        with suppress(FileExistsError):
-            storage.make_dir(directory)
+    make_own_dir(storage, layout.PINS_DIR)
     with suppress(FileExistsError):
         storage.put_if_absent(layout.pin(ckpt_id), b"{}\n")
     locate(storage, ckpt_id)
@@ -212,15 +205,7 @@ def deletable(
 ) -> list[Checkpoint]:
     """Return all that is committed under an id, in the order of removal: what it superseded must not come back.
 
-    Args:
-        listing: what is there.
-        ckpt_id: the id of a committed checkpoint.
-        pinned: ids.
-        place: the output dir, for messages.
-        near_bases: save ids of the parents of near saves that may be restored.
-
-    Raises:
-        CheckpointInUseError: it must stay; says why.
+    Raises CheckpointInUseError if it must stay; ``near_bases`` as of :func:`expired`.
     """
     victims = [checkpoint for checkpoint in listing.committed if checkpoint.ckpt_id == ckpt_id]
     reason = _reason(listing, victims, ckpt_id, pinned)

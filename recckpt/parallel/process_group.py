@@ -47,9 +47,8 @@ class GlooGroup:
     (https://github.com/pytorch/pytorch/issues/190489). A closed group has no threads.
 
     Closing waits for the threads of this process, never for other ranks. So a group is left open if a collective may
-    still be
-    running in it, as in a daemon thread or after an interrupt, or if it was made before this process was forked:
-    its threads do not exist here. Nothing else may hold the group.
+    still be running in it, as in a daemon thread or after an interrupt, or if it was made before this process was
+    forked: its threads do not exist here. Nothing else may hold the group.
     """
 
     def __init__(self, group: Any) -> None:

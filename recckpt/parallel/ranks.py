@@ -396,12 +396,7 @@ class RanksNow(dict[tuple[int, int], Ranks]):
 def this_rank(shard_id: int | None = None, shard_num: int | None = None) -> tuple[int, int]:
     """Return the number of this rank and of all: as given, else by :func:`rank_and_size`.
 
-    Args:
-        shard_id: None for that of this process; 0 if it is alone.
-        shard_num: None for those of this job; 1 for a process that works for itself.
-
-    Raises:
-        ValueError: the numbers do not fit each other, or the environment is needed and has no valid numbers.
+    Raises ValueError if the numbers do not fit each other, or the environment is needed and has no valid numbers.
     """
     is_given = shard_num == 1 or None not in (shard_id, shard_num)
     rank, size = (0, 1) if is_given else rank_and_size()

@@ -171,15 +171,10 @@ class Worker(Generic[_T]):
         return self._thread is threading.current_thread()
 
     def begin(self, task: _T, work: Callable[[], object], called_off: Callable[[], object] = lambda: None) -> None:
-        """Begin a task once the previous one is over.
+        """Begin a task once the previous one is over; ``work`` does it and raises nothing.
 
-        Args:
-            task: the task as others see it.
-            work: does it; raises nothing.
-            called_off: called if it is not begun.
-
-        Raises:
-            RuntimeError: there is no room for a thread, or the interpreter is about to end.
+        ``called_off`` is called if the task is not begun. Raises RuntimeError if there is no room for a thread, or the
+        interpreter is about to end.
         """
         over, may_begin = Latch(), SimpleQueue[bool]()
 

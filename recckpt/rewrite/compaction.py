@@ -82,7 +82,7 @@ def compact(
     Args:
         path: an output dir, or a checkpoint itself; any fsspec URL.
         ckpt_id: which checkpoint of the output dir, ``latest~1`` too; None for the newest.
-        out: an output dir that the checkpoint is written to, even if it is full; another writer there is fenced.
+        out: an output dir to write the checkpoint to, even if it is not a delta; another writer there is fenced.
         adopt: whether to take the output dir over, adopt the offer, and remove the deltas that were compacted; for runs
             without a trainer. One that still writes there raises WriterFencedError at its next save.
         executor: does the work: threads, processes, or workers of a cluster, which reach ``path`` and ``out`` by the

@@ -17,6 +17,7 @@ from recckpt.format.catalog import Part
 from recckpt.format.manifest import FileEntry, Manifest
 from recckpt.output_dir.checkpoint_dir import has_manifest, intent_of, listed_files, unlisted
 from recckpt.output_dir.listing import Checkpoint, list_checkpoints
+from recckpt.output_dir.notes import make_own_dir
 from recckpt.output_dir.open_files import OpenFiles
 from recckpt.output_dir.rotation import pinned_ids
 from recckpt.parallel.threads import run_all
@@ -205,7 +206,7 @@ def copy_informative(run: Storage, to: Storage) -> None:
 def copy_pins(run: Storage, to: Storage, ckpt_ids: Collection[str]) -> None:
     pinned, there = pinned_ids(run).intersection(ckpt_ids), pinned_ids(to)
     if pinned - there:
-        _make_dirs(to, layout.PINS_DIR)
+        make_own_dir(to, layout.PINS_DIR)
     for ckpt_id in pinned - there:
         with suppress(FileExistsError):
             to.put_if_absent(layout.pin(ckpt_id), _PINNED)
@@ -218,7 +219,7 @@ def mark_forgotten(to: Storage, requests: Iterable[str]) -> None:
     """Note in the mirror that requests of the run were carried out, which concerns whoever restored from it."""
     requests = list(requests)
     if requests:
-        _make_dirs(to, layout.FORGET_DIR)
+        make_own_dir(to, layout.FORGET_DIR)
     for request in requests:
         with suppress(FileExistsError):
             to.put_if_absent(layout.forget_request(request, is_done=True), b"{}\n")
@@ -229,14 +230,8 @@ def replace_other(to: Storage, name: str, data: bytes) -> None:
     if _content(to, name) != data:
         directory = name.rpartition("/")[0]
         if directory:
-            _make_dirs(to, directory)
+            make_own_dir(to, directory)
         to.replace(name, data)
-
-
-def _make_dirs(to: Storage, directory: str) -> None:
-    for name in (layout.OWN_DIR, directory):
-        with suppress(FileExistsError):
-            to.make_dir(name)
 
 
 def _content(storage: Storage, name: str) -> bytes | None:

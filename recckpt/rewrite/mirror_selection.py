@@ -49,16 +49,10 @@ def select(
     is_forgotten: bool,
     now: datetime,
 ) -> Selection:
-    """Return what belongs in a mirror.
+    """Return what belongs in a mirror: what ``keep`` takes of the run's and the mirror's checkpoints, and pinned ids.
 
-    Args:
-        run: what the run has.
-        there: what the mirror has.
-        keep: which checkpoints of the run or the mirror belong there; None for those of the run.
-        pinned: ids that belong there whatever the policy says.
-        damaged: directories of the run that turned out to be damaged; neither they nor deltas on them are copied.
-        is_forgotten: whether ids were forgotten in the run since the last pass: then nothing stays that the run lacks.
-        now: the time, for the policy.
+    Without ``keep`` that is what the run has. ``damaged`` directories of the run, and deltas on them, are not copied.
+    If ids were forgotten since the last pass, nothing stays that the run lacks.
     """
     whole, chains = chained([*run.committed, *run.lost], {**run.damaged, **run.unreadable, **damaged})
     own = {c.directory: c for c in whole}
@@ -90,12 +84,9 @@ def select(
 
 
 def going(there: Listing, stay: Collection[str], *, has_all: bool) -> list[Checkpoint]:
-    """Return the checkpoints of a mirror that do not belong there, deltas before their parents.
+    """Return the checkpoints of a mirror that are not among ``stay``, deltas before their parents.
 
-    Args:
-        there: what the mirror has.
-        stay: directories of what belongs there.
-        has_all: whether damaged ones go, too, and copies that a person made under another name.
+    With ``has_all`` damaged ones go, too, and copies that a person made under another name.
     """
     ours = (c for c in there.committed if layout.is_attempt(c.directory, c.ckpt_id))
     gone = [c for c in ((*there.committed, *there.lost) if has_all else ours) if c.directory not in stay]

@@ -37,17 +37,9 @@ THREADS = 4
 
 
 class OnePass:
-    """One pass over a run; the mirror is held.
-
-    Args:
-        copier: copies checkpoints of the run into the mirror.
-        look: lists the run and the mirror.
-        keep: what belongs in the mirror; None for what the run has.
-        is_forgotten: whether ids were forgotten in the run since the last pass.
+    """One pass over a run; the mirror is held. ``look`` lists the run and the mirror, anew in ``run`` and ``there``.
 
     Attributes:
-        run: its last listing.
-        there: the last listing of the mirror.
         copied: directories of the copied checkpoints.
         n_bytes: bytes of the copied files.
         damaged: directory of the run -> what turned out to be wrong in it.

@@ -107,8 +107,7 @@ def check(
 
     Raises:
         ValueError: the optimizer trains other tables, an option cannot apply to its table, or the name of a tensor
-            cannot be
-            encoded as UTF-8.
+            cannot be encoded as UTF-8.
     """
     if not is_encodable("".join(dense)):
         name = next(name for name in dense if not is_encodable(name))

@@ -162,15 +162,10 @@ def stage(
 ) -> Staged:
     """Take the state of a model and its companions as it is now; our tables as snapshots, which stay as they change.
 
-    Args:
-        live: what is saved.
-        tables: those of the model.
-        dense: the rest of the model's state.
-        state: values for readers without torch.
-        buffers: where dense tensors are copied to; None if nothing changes before all is written.
-        rank: among the ranks that stage together; all check what is the same on all, and the first takes it.
-        digest: of what is the same on all; None if there is one rank.
-        freeze: takes tables of ours with their changes; None to save them whole.
+    Dense tensors are copied to ``buffers``; None if nothing changes before all is written. What is the same on all
+    ranks that stage together is checked by each, taken by rank 0, and compared by ``digest``, None if there is one
+    rank. ``freeze`` takes tables of ours with their changes; None to save them whole. ``state`` is for readers without
+    torch.
 
     Raises:
         ValueError, TypeError: something could not be loaded back safely.

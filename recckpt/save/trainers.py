@@ -66,10 +66,8 @@ class Steps:
     """Which parameters have trained, and which optimizers have not stepped, from one look to the next.
 
     A parameter has trained if it was written several times between two looks, or once and has a gradient: a single
-    write may be a copy of weights from elsewhere, and gradients alone may come to nothing. Not seen are writes that
-    torch does
-    not count:
-    by fused kernels, or through ``parameter.data``.
+    write may be a copy of weights from elsewhere, and gradients alone may come to nothing. Writes that torch does not
+    count go unseen: by fused kernels, or through ``parameter.data``.
 
     Attributes:
         trained: names of the parameters that train.

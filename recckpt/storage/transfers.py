@@ -34,12 +34,7 @@ class UploadSlots:
     """Limits uploads to one URL, over all processes of this user that share a temporary directory.
 
     Each slot is a small file, locked while it is taken. Freeing a slot removes its file, those of killed processes, and
-    the directory once it is empty.
-
-    Args:
-        count: number of slots; processes with different numbers each keep to their own.
-        url: where the uploads go.
-        timeout_sec: how long to wait for a slot before OSError is raised.
+    the directory once it is empty. Processes with different ``count`` each keep to their own.
     """
 
     def __init__(self, count: int, url: str, timeout_sec: float) -> None:

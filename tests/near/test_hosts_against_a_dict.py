@@ -197,7 +197,7 @@ BUGS = {
     "cuts are used twice": Plant(f"{TIER}.next_cut", "self._cut += 1", "self._cut = 2"),
     "one generation is kept": Plant("recckpt.near.tier:newest", "[-_GENERATIONS:]", "[-1:]"),
     "rows of a near save are no marks": Plant(
-        "recckpt.near.changes:mark", "payload.changed(table.name)", "deleted[:0]"
+        "recckpt.near.changes:mark", 'payload(table.name, "rows")', "deleted[:0]"
     ),
 }
 

@@ -84,7 +84,7 @@ MISSED = {
     "payload_is_marks": (
         tests.test_what_a_near_save_held_is_in_the_next_checkpoint,
         [
-            Plant("recckpt.near.changes:mark", "payload.changed(table.name)", "deleted[:0]"),
+            Plant("recckpt.near.changes:mark", 'payload(table.name, "rows")', "deleted[:0]"),
         ],
     ),
     "keep_near_base": (

@@ -273,7 +273,7 @@ def test_the_highest_step_is_that_of_any_attempt_and_is_handed_on(storage):
     for _ in range(2):
         fence = Fence(storage)
         fence.hold()
-        assert [fence.is_spent(f"ckpt_{step}") for step in (5, 9, 10)] == [True, True, False]
+        assert [last_takeover(storage).has_seen(f"ckpt_{step}") for step in (5, 9, 10)] == [True, True, False]
 
 
 def test_a_name_that_an_earlier_writer_may_be_at_work_in_is_never_used_again(storage):
@@ -286,7 +286,8 @@ def test_a_name_that_an_earlier_writer_may_be_at_work_in_is_never_used_again(sto
     for _ in range(2):
         intent, _ = begin(storage, fence, "best", step=None, overwrite=False, base=None)
         assert intent.directory == f"best.{fence.epoch}"
-        assert [fence.is_spent(name) for name in ("best", "last", "ckpt_3", "ckpt_4")] == [True, False, True, False]
+        names = ("best", "last", "ckpt_3", "ckpt_4")
+        assert [last_takeover(storage).has_seen(name) for name in names] == [True, False, True, False]
         fence = Fence(storage)
         fence.hold()
 
