@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from recckpt.checkpoint.chain import files_of
 from recckpt.dense.tensors import check_file, read_index
-from recckpt.errors import CommitNotDurableError, CorruptCheckpointError, RecckptError, WriterFencedError
+from recckpt.errors import CommitNotDurableError, CorruptCheckpointError, WriterFencedError
 from recckpt.format import catalog as catalogs
 from recckpt.format import layout, tensor_index
 from recckpt.format import manifest as manifests
@@ -178,9 +178,8 @@ class Attempt:
     def save_id(self) -> str:
         return self.intent.save_id
 
-    def shard(self, number: int, count: int, files: NewFiles | None = None) -> ShardWriter:
-        """Return the writer of one of ``count`` shards; ``files`` as of :class:`ShardWriter`."""
-        return ShardWriter(self.storage, self.intent, number, count, files)
+    def shard(self, number: int, count: int) -> ShardWriter:
+        return ShardWriter(self.storage, self.intent, number, count, None)
 
     def write(self, name: str, data: bytes) -> FileEntry:
         """Write a small file, and read it back; CorruptCheckpointError if it differs."""
@@ -222,17 +221,8 @@ class Attempt:
             raise  # the directory is the new owner's to judge, or holds a checkpoint
         except BaseException as error:
             if is_idle(error):
-                self.abandon()
+                rotation.abandon(self.storage, self.directory)
             raise
-
-    def abandon(self) -> None:
-        """Remove what was written to free its space; a failure is logged."""
-        rotation.abandon(self.storage, self.directory)
-
-    def withdraw(self) -> None:
-        """Remove what was to be offered, its first file last."""
-        with suppress(OSError, RecckptError):
-            rotation.remove_leftover(self.storage, self.directory, rotation.THREADS)
 
 
 def _intent_of_offer(of: Manifest, epoch: int) -> Intent:

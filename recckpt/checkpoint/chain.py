@@ -174,7 +174,6 @@ class OpenChain:
         return OpenChain(self.storage, self.checkpoint, links, self.files.twin())
 
     def newest(self, count: int) -> OpenChain:
-        """Return a chain of the newest ``count`` links, without their parents."""
         return OpenChain(self.storage, self.checkpoint, self.links[:count], self.files)
 
     def table(self, name: str, slots: Sequence[str], ids: Int64s | None = None) -> ChainTable:

@@ -82,8 +82,6 @@ class _UnfitError(ValueError):
 
 @dataclass(frozen=True)
 class FileKind:
-    """A kind of file: its format, version and seal, and how large it may be."""
-
     format: str
     version: int
     seal: str  # the field with its checksum; "" where other files have that
@@ -286,7 +284,6 @@ def plain(value: Any) -> Any:
 
 
 def sums_of(texts: Mapping[str, str]) -> dict[str, int] | None:
-    """Return checksums from strings of 16 hex digits each; None if any string is not one."""
     together = ",".join(texts.values())
     if texts and not (len(together) == 17 * len(texts) - 1 and _SUMS.fullmatch(together)):
         return None  # in the other case no string has a comma in it
@@ -327,7 +324,6 @@ def first_repeat(names: Iterable[str]) -> str | None:
 
 
 def time_now() -> str:
-    """Return the current time as files have it: UTC, in seconds."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 

@@ -149,7 +149,6 @@ def forget_request(request: str, *, is_done: bool = False) -> str:
 
 
 def parse_forget_request(name: str) -> tuple[str, bool] | None:
-    """Return the request that a file in the requests directory belongs to, and whether it marks it as done."""
     match = _FORGET_REQUEST.fullmatch(name)
     return (match[1], match[2] is not None) if match else None
 
@@ -159,7 +158,6 @@ def step_id(step: int, prefix: str = STEP_PREFIX) -> str:
 
 
 def step_of_id(ckpt_id: str, prefix: str = STEP_PREFIX) -> int | None:
-    """Return the step of an id that :func:`step_id` gave, None for any other id."""
     match = _STEP_ID.fullmatch(ckpt_id.removeprefix(prefix))
     return int(match[1]) if match and ckpt_id.startswith(prefix) else None
 
@@ -247,7 +245,6 @@ def is_ours(name: str) -> bool:
 
 
 def subdirectories(names: Iterable[str]) -> set[str]:
-    """Return the directories of files in a checkpoint; "" is that of the checkpoint itself."""
     return {"", *(name.rpartition("/")[0] for name in names)}
 
 

@@ -90,8 +90,6 @@ class Training(JsonRecord, frozen=True):
 
 
 class Link(JsonRecord, frozen=True):
-    """A parent of a delta, and a hint at its directory."""
-
     ckpt_id: CkptId
     save_id: str
     directory: FileName
@@ -196,7 +194,6 @@ class Manifest(Content):
         return self._tables_by_name.get(name)
 
     def named_table(self, name: str) -> TableEntry:
-        """Return the entry of a table; KeyError with the known names if the checkpoint does not have it."""
         entry = self.table(name)
         if entry is None:
             raise KeyError(f"no table {name!r} in {self.ckpt_id!r}{instead_of(name, self._tables_by_name)}")
@@ -336,7 +333,6 @@ def _link_problems(fields: _RecordFields) -> Iterator[tuple[str, str, str]]:
 
 
 def content_of(document: Document, *, of_delta: bool) -> dict[str, Any]:
-    """Return the fields of a :class:`Content`; CorruptCheckpointError if they contradict themselves."""
     fields = document.read(_ContentFields)
     for where, found, expected in _content_problems(fields, of_delta=of_delta):
         raise document.wrong(where, found, expected)
@@ -354,7 +350,6 @@ def content_of(document: Document, *, of_delta: bool) -> dict[str, Any]:
 
 
 def _content_problems(fields: _ContentFields, *, of_delta: bool) -> Iterator[tuple[str, object, object]]:
-    """Yield (field, found, expected) for contradictions."""
     for number, shard in enumerate(fields.shards):
         if not shard.buckets[0] <= shard.buckets[1]:
             yield f"shards[{number}].buckets", shard.buckets, "[begin, end) within 0 to 65536"

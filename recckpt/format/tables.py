@@ -118,8 +118,6 @@ def counted_table(name: str) -> str:
 
 
 class DeltaRows(JsonRecord, frozen=True):
-    """Rows and deletes of a table in the files of a delta, over all shards."""
-
     upserts: Count  # rows that are new or have changed
     deletes: Count  # ids that were deleted, each counted as often as a shard has it
     replaced: bool  # whether these are all rows, and nothing of older links counts

@@ -115,7 +115,6 @@ def decode(data: bytes, path: str, manifest: Manifest, shard: int) -> TensorInde
 
 
 def _box_problems(chunk: TensorChunk, block_bytes: int) -> Iterator[Problem]:
-    """Yield why a chunk is not a box of a tensor, or lacks checksums of its blocks."""
     shape, offsets, sizes = chunk.shape, chunk.offsets, chunk.sizes
     if chunk.of not in (MODEL, EXTRA):
         yield "of", repr(chunk.of), f"{MODEL!r} or {EXTRA!r}"

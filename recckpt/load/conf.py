@@ -49,7 +49,6 @@ class Renames:
         return _only(name.text, matches) if matches else f"{table}@{name.slot}"
 
     def is_explicit(self, text: str) -> bool:
-        """Say whether a rule without wildcards names this name or table."""
         return text in self._sides[0]
 
     @cached_property
@@ -205,7 +204,6 @@ def as_bank(bank: Bank, conf: Mapping[str, Any] | None) -> Sequence[Mapping[str,
 
 
 def parse_bank(bank: Sequence[Mapping[str, Any]], problems: list[str]) -> list[Entry]:
-    """Return the entries of a bank that are not skipped, in order; adds to ``problems``."""
     if not is_list(bank):
         problems.append(f"bank: found {type(bank).__name__}, expected a list of dicts")
         return []

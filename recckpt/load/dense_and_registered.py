@@ -38,8 +38,6 @@ _EXTRA_STATE = "_extra_state"
 
 @dataclass(frozen=True)
 class OtherState:
-    """What a load gives to everything but tables."""
-
     dense: Mapping[str, Any]  # the model's state, by the model's names
     extra: Mapping[str, Any]  # states of registered objects, and of names that nobody registered
     io_state: Mapping[str, Any]  # positions of datasets
@@ -129,7 +127,6 @@ def _extra_state(live: LiveState, item: Planned, source: OpenSource) -> Any:
 
 
 def _unclaimed_extra(live: LiveState, sources: Sequence[OpenSource]) -> dict[str, Any]:
-    """Return the states of unregistered names, for ``Saver.get_extra_data``."""
     states: dict[str, Any] = {}
     for source in sources:
         names = [name for name in registered_names(source.at.checkpoint) if source.at.entry.wants(name)]

@@ -84,7 +84,6 @@ class HyperParameters:
                         yield f"{which} {key}", own, loaded
 
     def _is_alone(self, scheduler: LRScheduler, loaded: Collection[str]) -> bool:
-        """Say whether a scheduler was loaded, but not the learning rates of its optimizer."""
         own = scheduler.optimizer.param_groups
         of_it = {name for name, (one, _) in self._groups.items() if any(a is b for a in groups_of(one) for b in own)}
         is_other = [plain(group["lr"]) for group in own] != scheduler.get_last_lr()

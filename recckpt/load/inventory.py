@@ -169,7 +169,6 @@ def listed_inventory(lines: Iterable[str]) -> Inventory:
 
 
 def list_inventory(inventory: Inventory) -> list[str]:
-    """Return the lines that :func:`listed_inventory` reads."""
     return [
         "\t".join(
             (escaped(name.text), name.group, thing.dtype, ",".join(map(str, thing.shape)), *map(escaped, others))

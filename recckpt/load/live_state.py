@@ -117,7 +117,6 @@ class LiveState:
         return things
 
     def other_slots(self, table: str) -> Iterable[SlotSpec]:
-        """Return the slots that a live table would have with other settings of its optimizer."""
         live = self.live_tables[table].live
         return live.other_slots().values() if isinstance(live, TorchEmbedding) else ()
 

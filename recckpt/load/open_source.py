@@ -151,7 +151,6 @@ class OpenSource:
         return self.own_state("extra", name, shard)
 
     def registered_on_all(self, name: str, first: int) -> Iterator[Any]:
-        """Yield the states that ranks saved of an object, rank ``first`` first; or the one for all."""
         if name not in self.at.extras_of_ranks:
             yield self.value(layout.EXTRA, name)
             return

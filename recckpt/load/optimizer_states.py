@@ -243,14 +243,12 @@ class _Composer:
         return shared.without(left)
 
     def _saved_at(self) -> tuple[int, str] | None:
-        """Return the source and optimizer that all parameters take their states from, if there is only one."""
         items = [self._planned[state_name(parameter, self._name)] for parameter in self._parameters]
         places = {(item.offer, item.source.rpartition("@")[2]) for item in items if not item.thing.table}
         number, name = places.pop() if len(places) == 1 else (None, "")
         return None if number is None or any(item.thing.table for item in items) else (number, name)
 
     def _is_in_order(self, number: int, name: str) -> bool:
-        """Say whether the groups there have the same parameters as those here, in the same order."""
         source = self._sources[number]
         groups = self._value(source, name)["param_groups"]
         shapes = [list(map(tuple, group[SHAPES])) for group in groups]
@@ -275,7 +273,6 @@ class _Composer:
         return [[here.get(name, name) for name in group[NAMES]] for group in groups]
 
     def _called_there(self, known: Container[str], source: OpenSource) -> dict[str, str]:
-        """Return parameter -> its name in a checkpoint, one of ``known``; "" if it has none."""
         there: dict[str, list[str]] = {}
         for first, names in self._names.items():
             for name in names:

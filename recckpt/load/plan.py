@@ -164,7 +164,6 @@ def _slots(inventory: Inventory, table: str | None = None) -> set[str]:
 
 
 def _source(name: Name, tied: tuple[str, ...], offer: LoadCandidate) -> Name:
-    """Return the checkpoint's name for a name of the model; for a tied parameter, any of its names that exists."""
     renames = offer.entry.renames
     text = renames.source(Name("dense_opt", name.optimizer) if name.parameter else name)
     if name.parameter:
@@ -249,7 +248,6 @@ def plan_load(
 
 
 def resolve(model: Inventory, offers: Sequence[LoadCandidate], problems: Problems) -> list[Planned]:
-    """Plan each name once, from the last candidate that has it; adds to ``problems``."""
     offers = [with_tables_as_tensors(model, with_tensors_as_tables(model, offer)) for offer in offers]
     matches = [Match(model, offer, problems) for offer in offers]
     for match in matches:

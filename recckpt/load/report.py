@@ -74,7 +74,6 @@ class LoadPlan:
 
     @property
     def taken(self) -> list[Planned]:
-        """The names that are loaded."""
         return [item for item in self.items if item.offer is not None]
 
     def comes_only_from(self, number: int) -> bool:
@@ -82,7 +81,6 @@ class LoadPlan:
 
     @property
     def fresh(self) -> list[Planned]:
-        """The names that keep their initial values."""
         return [item for item in self.items if item.offer is None]
 
     @property

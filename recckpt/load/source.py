@@ -56,7 +56,6 @@ class LocatedBank:
 
 
 def locate_given(entry: Entry, place: str | os.PathLike[str] | OpenCheckpoint) -> LocatedCheckpoint:
-    """Return an open checkpoint, the one at a path, or the newest in an output dir."""
     if isinstance(place, OpenCheckpoint):
         chain = place.chain
         return LocatedCheckpoint(entry, chain.storage, chain.checkpoint, opened=chain)
@@ -148,6 +147,5 @@ class KnownDamage:
 
 
 def damaged_link(checkpoint: Checkpoint, error: CorruptCheckpointError) -> str | None:
-    """Return the directory that an error is about, if it belongs to the checkpoint or its parents."""
     directories = (link.directory for link in checkpoint.links)
     return next((name for name in directories if error.path.startswith(f"{name}/")), None)

@@ -156,7 +156,6 @@ def _things(tensor: str, table: str, model: Inventory, offer: LoadCandidate) -> 
 
 
 def _trainers(tensor: str, slots: Sequence[str], inventory: Inventory) -> Iterator[tuple[str, str]]:
-    """Yield (name, class) of the registered optimizers whose states of a tensor fit a table's slots."""
     names = {tensor, *inventory[Name("dense", tensor)].tied}
     for state in (name for name in inventory if name.parameter in names):
         kind = next(iter(inventory.get(Name("dense_opt", state.optimizer), Thing()).lineage), "")

@@ -54,7 +54,6 @@ class NearTally:
         return self._counts
 
     def go_on(self, step: int) -> None:
-        """Count from a step at which the run goes on, such as after a restore."""
         with self._lock:
             self._counted_step = step
 

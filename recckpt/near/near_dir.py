@@ -195,7 +195,6 @@ class NearDir:
             self.storage.remove_empty_dirs(directory.rpartition("/")[0])
 
     def try_remove(self, directory: str) -> bool:
-        """Remove a near save; log a failure, and say whether all of it is gone."""
         try:
             self.remove(directory)
         except OSError as error:

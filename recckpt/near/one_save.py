@@ -29,8 +29,6 @@ from recckpt.text import Progress
 
 @dataclass(frozen=True)
 class NearSave:
-    """One near save that all ranks have agreed on."""
-
     begun: BegunNear  # the directory
     # what it stands on, newest first; known to rank 0. Rule *staged_base*: as it was when it was staged.
     links: Sequence[Checkpoint]

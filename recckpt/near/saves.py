@@ -130,7 +130,6 @@ class NearSaves:
         return self._tally.counts
 
     def go_on(self, step: int) -> None:
-        """Count from a step at which the run goes on, such as after a restore."""
         self._tally.go_on(step)
         self._stood_in = 0
 

@@ -32,8 +32,6 @@ def state_of(error: Damage) -> str:
 
 @dataclass(frozen=True)
 class Intent:
-    """One attempt at a checkpoint, as the file ``INTENT`` in its directory describes it."""
-
     directory: str  # written by this attempt alone
     epoch: int  # of the writer
     save_id: str  # 32 hex digits, fresh for each attempt

@@ -42,7 +42,6 @@ class Takeover:
     near: NearList  # which near saves count
 
     def excludes(self, record: Manifest) -> str | None:
-        """Say why a manifest does not count; None if it does."""
         if record.epoch >= self.epoch or record.save_id in self.save_ids:
             return None
         return (

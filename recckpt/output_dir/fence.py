@@ -253,7 +253,6 @@ class Fence:
 
     @contextmanager
     def settling(self) -> Iterator[None]:
-        """Set ``is_settled`` if the block ends without an error."""
         self.is_settled = False
         yield
         self.is_settled = True

@@ -86,7 +86,6 @@ def warn_of_recis(storage: Storage) -> None:
 
 
 def is_of_recis(storage: Storage) -> bool:
-    """Say whether the ``checkpoint`` file of an output dir is one of RecIS, or the dir itself is its checkpoint."""
     try:
         lines = storage.read(layout.INDEX_FILE, _MAX_BYTES).decode(errors="replace").split()
     except OSError:

@@ -271,7 +271,6 @@ class Listing:
 
 
 def chained(counted: Sequence[Checkpoint], damaged: Mapping[str, Damage]) -> tuple[tuple[Checkpoint, ...], Chains]:
-    """Return the whole checkpoints with their parents, oldest first, and all chains."""
     links = {checkpoint.directory: replace(checkpoint, below=()) for checkpoint in counted}
     chains = Chains({name: link.manifest for name, link in links.items()}, damaged)
     whole = [name for name in links if name not in chains.broken]
@@ -395,7 +394,6 @@ def newest_first(storage: Storage) -> list[Checkpoint]:
 
 
 def usable(storage: Storage, listing: Listing) -> list[Checkpoint]:
-    """As :func:`newest_first`, of a listing."""
     for directory, error in listing.damaged.items():
         if isinstance(error, FormatVersionError):
             raise error

@@ -20,7 +20,6 @@ _NEAR_HOST_REMEDY = "remove it: the next near save on that host notes it again"
 
 
 def make_own_dir(storage: Storage, directory: str) -> None:
-    """Make one of recckpt's own directories in an output dir, unless it exists."""
     for name in (layout.OWN_DIR, directory):
         with suppress(FileExistsError):
             storage.make_dir(name)

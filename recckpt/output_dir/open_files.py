@@ -161,8 +161,6 @@ class MappedFile(io.RawIOBase):
 
 
 class _RemovableFile(io.RawIOBase):
-    """A file of a storage that may vanish while it is read."""
-
     def __init__(self, file: BinaryIO, missing: Callable[[OSError], RecckptError]) -> None:
         self._file, self._missing = file, missing
 

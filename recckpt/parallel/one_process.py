@@ -133,7 +133,6 @@ class OwnFuture(Future[_T]):
 
 
 def _caller() -> str:
-    """Return file and line of the first caller outside of recckpt."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "recckpt":
         frame = frame.f_back

@@ -84,7 +84,6 @@ class RollCall:
         return self._lost is not None
 
     def check(self) -> None:
-        """Raise RankLostError if a rank is known to be missing."""
         if self._lost is not None:
             raise RankLostError(self._lost.ranks, self._lost.cause)
 

@@ -53,7 +53,6 @@ class Latch:
             self._waiters.pop().release()
 
     def wait(self, timeout_sec: float | None = None) -> bool:
-        """Wait until it has happened, or for ``timeout_sec``; say whether it has."""
         waiter = threading.Lock()
         waiter.acquire()  # given back by set()
         self._waiters.append(waiter)
@@ -400,12 +399,10 @@ def _run_on(
 
 
 class _Block:
-    """A block in which the collector runs rarely."""
+    pass
 
 
 class _Collector:
-    """Python's cyclic garbage collector, which is one for all threads."""
-
     def __init__(self) -> None:
         self._lock, self._blocks = threading.Lock(), WeakSet[_Block]()  # which forget one that an interrupt has ended
         self._before: tuple[int, int, int] | None = None

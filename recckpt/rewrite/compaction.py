@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import os
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 from recckpt.checkpoint.attempt import Attempt, commit_new
 from recckpt.checkpoint.read_again import remove_checked
-from recckpt.errors import CheckpointRemovedError
+from recckpt.errors import CheckpointRemovedError, RecckptError
 from recckpt.format import layout
 from recckpt.format.manifest import Content
 from recckpt.output_dir import rotation
@@ -143,7 +144,8 @@ def make_offer(storage: Storage, checkpoint: Checkpoint, means: Means) -> Compac
         check_none_since(storage, known)
         to.offer(checkpoint, whole)
     except BaseException:
-        to.withdraw()
+        with suppress(RecckptError):
+            rotation.remove_leftover(storage, to.directory, rotation.THREADS)  # its first file goes last
         raise
     log.info("%s/%s is offered in the place of %r", storage.url, to.directory, record.ckpt_id)
     return Compacted(record.ckpt_id, storage.url, to.directory, len(checkpoint.links), whole.rows, whole.n_bytes)

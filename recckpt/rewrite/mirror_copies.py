@@ -226,7 +226,6 @@ def mark_forgotten(to: Storage, requests: Iterable[str]) -> None:
 
 
 def replace_other(to: Storage, name: str, data: bytes) -> None:
-    """Replace a file, unless it has this content."""
     if _content(to, name) != data:
         directory = name.rpartition("/")[0]
         if directory:

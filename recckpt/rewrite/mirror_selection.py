@@ -29,8 +29,6 @@ def damaged_below(directory: str, broken: Mapping[str, Damage]) -> str:
 
 @dataclass(frozen=True)
 class Selection:
-    """What belongs in a mirror."""
-
     # checkpoints to copy, the newest and what it stands on first, each after what it stands on
     missing: tuple[Checkpoint, ...]
     stay: frozenset[str]  # directories of all that belongs there
@@ -60,7 +58,6 @@ def select(
     broken = run.damaged.keys() | run.unreadable.keys()
 
     def may_stay(directory: str) -> bool:
-        """Say whether the mirror may keep what cannot be read in the run, or is not there any more."""
         if directory in own or directory in run.fenced:
             return False
         return directory in counting or (not is_forgotten and (keep is not None or directory in broken))

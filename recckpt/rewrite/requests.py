@@ -132,7 +132,6 @@ def scan(storage: Storage, listing: Listing, table: str, ids: Ids) -> dict[str, 
 
 
 def touched(listing: Listing, contents: Mapping[str, IdsInFiles]) -> list[Checkpoint]:
-    """Return the checkpoints that contain any of the ids, or have a parent that does."""
     return [c for c in listing.committed if any(files_with(contents[link.directory]) for link in c.links)]
 
 

@@ -91,12 +91,10 @@ class ChainRows:
 
     @property
     def size(self) -> TableBytes:
-        """About how large the rows are in all links, in fractions of a byte."""
         entry, up_to = self.links[0].entry, bytes_up_to(self.links, 0)
         return TableBytes(entry.name, entry.slots, int(up_to[-1]), lambda: up_to)
 
     def batches(self, begin: int, end: int) -> Iterator[RowBatch]:
-        """Yield the rows in buckets [begin, end)."""
         return merged_range(self.links, (begin, end), self.budget_bytes, self.used, is_reused=True)
 
 
@@ -181,8 +179,6 @@ def _write(task: CompactionTask, chain: OpenChain, storage: Storage, sums: RowSu
 
 @dataclass(frozen=True)
 class Means:
-    """What a compaction may use."""
-
     # does the work on the parts; None for threads of this process, which with one is the caller
     executor: Executor | None
     threads: int  # how many, and how many files are copied at once

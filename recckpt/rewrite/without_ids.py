@@ -85,7 +85,6 @@ def _of_table(link: OpenLink, entry: TableEntry | None, ids: Ids) -> IdsInTable:
 
 
 def _mark(flags: _Flags, ids: Ids, there: npt.NDArray[np.int64]) -> int:
-    """Mark the ids that are in ``there``, and return how many are."""
     common = there[is_among(there, ids)]
     flags[np.searchsorted(ids, common)] = True
     return len(common)

@@ -233,7 +233,6 @@ def delta_proposal(
 
 
 def agreed_kind(proposals: Sequence[DeltaProposal | None]) -> Kind:
-    """Return what the save is; proposals are None where deltas are off."""
     first = proposals[0]
     if first is None:
         return FULL
@@ -255,7 +254,6 @@ def agreed_kind(proposals: Sequence[DeltaProposal | None]) -> Kind:
 
 
 def _changes_of_all(ranks: Sequence[TableChanges]) -> TableChanges:
-    """Add up the tables of the ranks; a flag that is set on one rank is set for all."""
     alike: defaultdict[tuple[str, ...], list[TableChanges]] = defaultdict(list)
     for tables in ranks:
         alike[tables.names].append(tables)

@@ -155,7 +155,6 @@ def end_pending(to: Destination) -> bool:
 
 
 def _live(model: nn.Module, table: str) -> SavableTable | None:
-    """Return a table of the model, or the table of counts of one."""
     tables = filter_out_sparse_param(model)
     counts = (getattr(each, "candidates", None) for each in tables.values())
     return tables.get(table) or next((each for each in counts if each is not None and each.name == table), None)

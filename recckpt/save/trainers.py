@@ -133,7 +133,6 @@ def _seen(
 
 
 def _mark(value: Any) -> tuple[Any, int]:
-    """Return the identity of a value, and of a tensor how often it was written."""
     if isinstance(value, Tensor):
         return id(value), 0 if value.is_inference() else value._version
     return value if isinstance(value, int | float) else id(value), 0
@@ -296,7 +295,6 @@ def _alive(known: weakref.WeakValueDictionary[int, Any]) -> list[Any]:
 
 
 def _objects() -> list[Any]:
-    """Return the objects that are registered with any saver of this process."""
     return [obj for saver in _alive(_savers) for obj in saver._extra.objects.values()]
 
 

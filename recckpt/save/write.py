@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from recckpt.checkpoint.attempt import Attempt, ShardRecord
+from recckpt.checkpoint.attempt import ShardRecord, ShardWriter
 from recckpt.errors import StateMismatchError
 from recckpt.format import layout
 from recckpt.format.catalog import Catalog
@@ -107,7 +107,6 @@ def tables_of_all(ranks: Sequence[WrittenTables], replaced: Collection[str]) -> 
 
 
 def _slots_of_all(first_ranks: Mapping[NamesAndSlots, int]) -> dict[str, Slots]:
-    """Return the slots of all tables by name; the first rank that has a table decides."""
     slots: dict[str, Slots] = {}
     for heads, rank in first_ranks.items():
         for name, kind in zip(heads.names, heads.kind_of, strict=True):
@@ -155,7 +154,7 @@ def write(staged: Staged, intent: Intent, job: Job, to: Destination, progress: P
         if rank:
             Lookout(to.storage, to.transport.visible, check_owner).check_intent(intent)
         with Outbox(to.storage, to.transport) as outbox:
-            shard = Attempt(to.storage, intent).shard(rank, job.ranks.size, outbox)
+            shard = ShardWriter(to.storage, intent, rank, job.ranks.size, outbox)
             states: dict[str, Mapping[str, Any]] = {
                 layout.of_rank("io_state", rank): staged.io_state,
                 layout.of_rank("rng", rank): staged.rng,

@@ -68,7 +68,6 @@ class FileServer(ObjectStorage):
         self._call("removing", name, remove)
 
     def threads(self, requested: int) -> int:
-        """Return 1: there is one connection."""
         return 1
 
     def _revive(self) -> None:
@@ -115,8 +114,7 @@ class FileServer(ObjectStorage):
             raise FileNotFoundError(errno.ENOENT, "a directory, no file", self.url_of(name))
         return super()._open(name)
 
-    def listed_by_dir(self) -> None:
-        """Return None: each directory takes a request."""
+    def listed_by_dir(self) -> None: ...
 
     def _files_below(self, top: str) -> dict[str, dict[str, Any]]:
         return {path: entry for path, entry in self._entries_below(top).items() if entry["type"] != "directory"}

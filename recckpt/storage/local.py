@@ -184,7 +184,6 @@ class LocalStorage(Storage):
 
 
 def _write_beside(path: Path, data: bytes) -> Path:
-    """Write a synced temporary file in the directory of ``path``."""
     temporary = path.with_name(layout.temporary(path.name))
     with LocalSink(temporary) as sink:
         sink.write(data)
@@ -220,6 +219,5 @@ def _plain_files(top: Path, below: str = "") -> Iterator[tuple[str, Listed]]:
 
 
 def _unless_missing(error: OSError) -> None:
-    """Raise an error of a walk, unless the directory is gone."""
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error

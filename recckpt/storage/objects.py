@@ -142,7 +142,6 @@ class ObjectStorage(Storage):
         return sorted(self._find(directory))
 
     def listed(self, directory: str) -> dict[str, Listed]:
-        """Return all objects below a prefix: one request for a thousand of them."""
         files = self._find(directory).items()
         sized = {n: e for n, e in files if e.get("type") == "file" and isinstance(e.get("size"), int)}
         stamps = {name: [str(entry[key]) for key in _STAMPS if entry.get(key)] for name, entry in sized.items()}

@@ -73,7 +73,6 @@ class RetryPolicy:
     clock: Callable[[], float] = time.monotonic
 
     def wait_sec(self, n_failures: int) -> float:
-        """Return how long to wait after ``n_failures`` in a row."""
         return _jitter.uniform(0, min(self.cap_sec, self.first_sec * 2.0 ** min(n_failures - 1, 60)))
 
 
@@ -126,7 +125,7 @@ class Retries:
 
 
 class TryAgainError(OSError):
-    """A failure that may pass by itself."""
+    pass
 
 
 def is_transient(error: BaseException, handled: BaseException | None = None) -> bool:
@@ -200,7 +199,6 @@ def os_error(error: BaseException, operation: str, url: str) -> OSError:
 
 
 def _chain(error: BaseException, handled: BaseException | None = None) -> Iterator[BaseException]:
-    """Yield an error and its causes."""
     link: BaseException | None = error
     for _ in range(_MOST_LINKS):
         if link is None or link is handled:

@@ -104,7 +104,6 @@ class UploadSlots:
 
 
 def _is_at(slot: int, path: Path) -> bool:
-    """Say whether a path still is that of an open file."""
     try:
         return os.path.samestat(os.fstat(slot), path.lstat())
     except FileNotFoundError:

@@ -142,7 +142,6 @@ class Upload(Draft):
                 raise
 
     def _has_size(self, n_bytes: int | None) -> bool:
-        """Say whether there is an object of this size, or of any size if it is None."""
         try:
             return self._size() == n_bytes or n_bytes is None
         except FileNotFoundError:

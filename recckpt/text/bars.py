@@ -137,7 +137,6 @@ def are_shown() -> bool:
 
 
 def is_terminal(stream: Any) -> bool:
-    """Say whether a stream, which may be None or closed, is a terminal."""
     try:
         return bool(stream.isatty())
     except (AttributeError, ValueError, OSError):

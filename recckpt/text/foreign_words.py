@@ -124,7 +124,6 @@ def unknown_name(module: str, name: str) -> Exception:
 
 
 def unknown_attribute(obj: object, name: str) -> AttributeError:
-    """Return the error for an attribute that an object lacks, with what to write instead."""
     text = f"{type(obj).__name__!r} object has no attribute {name!r}{write_instead(name)}"
     return AttributeError(text, name=name, obj=obj)
 

@@ -38,7 +38,6 @@ _BODY = "<style>body { color: CanvasText; margin: 1.2em auto; max-width: 75em; p
 
 
 def page(title: str, body: str) -> str:
-    """Return a whole page from a text title and a :func:`body`."""
     return f"{_HEAD}<title>{text(title)}</title></head><body>{_BODY}{body}</body></html>\n"
 
 

@@ -71,7 +71,6 @@ def instead_of(name: str, names: Iterable[str]) -> str:
 
 
 def cell(value: Any) -> str:
-    """Return a value of a slot; long vectors are cut."""
     if isinstance(value, list):
         shown = [cell(item) for item in value[:_MAX_VALUES]]
         if len(value) > _MAX_VALUES:
