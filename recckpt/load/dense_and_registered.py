@@ -250,7 +250,7 @@ class ModelLoad:
 
 
 def _can_go_back(live: Any) -> bool:
-    """Say whether a tensor can be copied and filled again: lazy tensors and those of TorchRec cannot."""
+    """Say whether a tensor can be copied and filled again: lazy tensors and TorchRec's cannot."""
     if not isinstance(live, Tensor) or is_lazy(live):
         return False
     return not is_sharded(live) or hasattr(live, "device_mesh") or hasattr(live, GEOMETRY[1])

@@ -47,7 +47,7 @@ def row_loads(
 ) -> tuple[list[LinkLoad], list[OtherRows]]:
     """Return what fills the tables: rows of links, in the order of the bank, link by link, and rows of tensors.
 
-    ``sources`` come with the dense tensors of each that are taken as tables; ``step`` is the one that is taken over.
+    ``sources`` come with the dense tensors that fill tables; ``step`` is the global step that is taken over.
     """
     fresh: dict[str, set[str]] = {}  # the slots of each table that nothing gives
     for item in items:

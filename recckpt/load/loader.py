@@ -212,13 +212,13 @@ class Loads(OneProcess):
             ckpt_id: which checkpoint in it; None for the newest.
             load_conf: what to take: an entry of a bank without ``path``; None for everything.
             shard_id: number of this rank, whose dataset positions are taken; None as in :meth:`save`.
-            direct_path: ``ckpt_path`` is a checkpoint itself, and nothing else will do; None loads nothing.
+            direct_path: whether ``ckpt_path`` must be a checkpoint itself; then None loads nothing.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.
             LoadConfError, StateMismatchError: what is asked for does not exist or does not fit; nothing has changed.
             CorruptCheckpointError, CheckpointRemovedError: a file is damaged, or was removed before it was read.
-            PartlyLoadedError: reading failed when tables that had rows had been changed.
+            PartlyLoadedError: reading failed after tables that had rows had changed.
         """
         with self._turn():
             loader, entry = self.loader, parse_load_conf(load_conf)
@@ -237,11 +237,11 @@ class Loads(OneProcess):
     def load_by_config(
         self, bank: Bank, conf: Mapping[str, Any] | None = None, *, shard_id: int | None = None
     ) -> LoadReport:
-        """Load what a model bank says: entries with a ``path``, of which the last that offers a name counts.
+        """Load what a model bank says: entries with a ``path``; if several offer a name, the last counts.
 
         Args:
             bank: a list of entries, or one entry, or the path of one; see docs/load.md. None loads nothing.
-            conf: the rest of the entry, where ``bank`` is a path.
+            conf: the rest of the entry, if ``bank`` is a path.
             shard_id: number of this rank; None as in :meth:`save`.
 
         Raises:

@@ -82,7 +82,7 @@ class NearDir:
 
     @classmethod
     def of(cls, near: Near, url: str) -> NearDir:
-        """Return that of an output dir; PermissionError if the near dir is a link, or belongs to another user."""
+        """Return the near dir of an output dir; PermissionError if it is a link, or belongs to another user."""
         path = Path(os.path.expanduser(near.path))  # noqa: PTH111  # as below
         with suppress(*ABSENT):
             check_owner(path, _OWN, may_be_of_root=True)

@@ -75,7 +75,7 @@ class NearPlan:
 
 
 def decide_near(stand: NearStand | None, copies: int | None, proposals: Sequence[NearProposal]) -> NearPlan:
-    """Return what becomes of a near save; its refusal, if any, is as that of any save.
+    """Return what becomes of a near save; it may be refused like any save.
 
     Rank 0 has no ``stand`` without a checkpoint to stand on. ``copies`` is None for one, if there are several hosts.
     """

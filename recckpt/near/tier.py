@@ -207,10 +207,10 @@ class NearTier(NearAtTakeover):
         self._named = self._kept = ()
 
     def clear_together(self, ranks: Ranks, epoch: Callable[[], int]) -> None:
-        """Remove from all hosts what does not count, such as remains of dead near saves and drafts. Collective.
+        """Remove from all hosts what does not count, such as drafts and unfinished near saves. Collective.
 
-        It would take the room of those to come: three times the largest is to be enough. ``epoch`` returns that of the
-        takeover, on rank 0, once its list is there; what it raises is raised.
+        This frees space for new ones: three times the largest is to be enough. Rank 0 calls ``epoch``, which returns
+        the epoch of the takeover once its list is there, or raises.
         """
 
         def kept(_: object) -> Kept:

@@ -64,7 +64,7 @@ def warn_of_index(
 ) -> None:
     """Log what is wrong with the index file; nothing depends on it, so nothing fails.
 
-    ``look_again`` lists the ids anew if another process may be saving, whose unfinished update is no problem.
+    ``look_again`` lists the ids anew if another process may be saving: its unfinished update is not a problem.
     """
     problem = index_problem(storage, ckpt_ids)
     if problem not in ("", _MISSING, _STALE) and look_again:

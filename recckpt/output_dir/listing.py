@@ -317,8 +317,8 @@ def look_around(storage: Storage, known: Manifests | None = None, own: Takeover 
 
 
 def _list(storage: Storage, looks: Mapping[str, _Look], own: Takeover | None, threads: int) -> tuple[Listing, bool]:
-    damaged: dict[str, Damage] = {name: found for name, (found, _) in looks.items() if isinstance(found, Exception)}
-    with_manifest = [Checkpoint(name, found) for name, (found, _) in looks.items() if isinstance(found, Manifest)]
+    damaged: dict[str, Damage] = {name: error for name, (error, _) in looks.items() if isinstance(error, Exception)}
+    with_manifest = [Checkpoint(name, record) for name, (record, _) in looks.items() if isinstance(record, Manifest)]
     # After the manifests: a commit in between is only missed, never miscounted.
     takeover = _takeover(storage, damaged) if own is None else own
     fenced = {c.directory: reason for c in with_manifest if (reason := takeover.excludes(c.manifest))}

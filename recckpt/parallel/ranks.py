@@ -124,7 +124,7 @@ class Meetings:
         self.exchange(self._nothing)
 
     def end(self, failure: Exception | None) -> None:
-        """Come to the last meeting, unless that has been; ``failure`` is that of this rank. Collective.
+        """Come to the last meeting, unless it is over; ``failure`` is this rank's own. Collective.
 
         Raises RecckptError if another rank has failed since, and this one has not.
         """

@@ -128,7 +128,8 @@ class Errand(Generic[_T]):
 
 
 def aside(work: Callable[[], _T], give_up: Callable[[], object]) -> _T:
-    """Return what work returns; if this is the main thread, in another one, since work waits by leaky locks.
+    """Return what work returns, done in another thread if this is the main one, where an interrupt would leak its
+    locks.
 
     If this is interrupted, it calls ``give_up``, which must end the work soon, and raises once that has ended.
     """

@@ -96,7 +96,7 @@ def forget(
         by: who asked for it, for the audit.
 
     Returns:
-        What was done, for each request that was carried out; that of this call is the last.
+        What was done, for each request that was carried out; this call's is the last.
 
     Raises:
         CheckpointNotFoundError: it is not an output dir.

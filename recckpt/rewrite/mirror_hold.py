@@ -83,7 +83,7 @@ class MirrorHold:
     def _first_found(self) -> str:
         """Return what is in a place; "" for nothing, and for remains from before a note was made.
 
-        Only if there are no directories are files listed, which are few then.
+        Files are listed only if there are no directories: then they are few.
         """
         directories = [name for name in self._to.list_dirs() if name != layout.OWN_DIR]
         if directories:

@@ -79,7 +79,7 @@ class OnePass:
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """What the mirror lacks since a parent is damaged: directory -> that of the damaged one."""
+        """What the mirror lacks because a parent is damaged: directory -> directory of that parent."""
         return self._selection.left_out
 
     def remove(self) -> list[str]:

@@ -191,7 +191,7 @@ def settle_on_all(settle: Callable[[], object], ranks: Ranks) -> None:
 
 
 def _failure(error: BaseException, info: SaveInfo, rank: int) -> BaseException:
-    """Return the error of a background save as a RecckptError, unless it is no Exception."""
+    """Return the error of a background save as a RecckptError; KeyboardInterrupt and the like as they are."""
     if isinstance(error, RecckptError) or not isinstance(error, Exception):
         return error
     failure = info.failure(rank, f"{type(error).__name__}: {error}")
