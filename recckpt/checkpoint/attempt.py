@@ -44,9 +44,9 @@ _STEP_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class ShardRecord:
-    save_id: str  # the attempt that it belongs to
-    shard: ShardEntry  # its catalog
-    files: tuple[FileEntry, ...]  # all its files
+    save_id: str  # of the attempt
+    shard: ShardEntry
+    files: tuple[FileEntry, ...]
 
 
 class ShardWriter:

@@ -47,7 +47,7 @@ class Slice:
 
     begin: int  # first part that is inside
     end: int  # first part after it
-    size: int = N_BUCKETS  # number of parts of the whole space, 65536 where nothing else is asked for
+    size: int = N_BUCKETS  # number of parts of the whole space
 
     def __post_init__(self) -> None:
         if not (1 <= self.size <= N_BUCKETS and 0 <= self.begin <= self.end <= self.size):

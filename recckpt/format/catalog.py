@@ -38,14 +38,14 @@ class Batch(JsonRecord, frozen=True):
     table: str
     rows: int  # at least 1
     buckets: tuple[int, int]  # [begin, end) of its first and last row
-    ids: IdRange  # by which a reader of this batch alone can see that no other has one of its ids
+    ids: IdRange  # lets a reader check a single batch for ids that other batches have
     xxh3: dict[str, int]  # column name -> checksum of its values
 
 
 class Part(JsonRecord, frozen=True, dict=True):
     file: str  # name in the checkpoint
     n_bytes: int
-    frame: int  # checksum of all bytes but the column values
+    frame: int  # checksum of all bytes except column values
     tables: tuple[str, ...]  # the dictionary of its ``table`` column
     batches: tuple[Batch, ...]  # in file order
     holds: PartKind = "rows"

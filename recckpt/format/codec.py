@@ -84,7 +84,7 @@ class _UnfitError(ValueError):
 class FileKind:
     format: str
     version: int
-    seal: str  # the field with its checksum; "" where other files have that
+    seal: str  # the field with its checksum; "" if another file has the checksum
     max_bytes: int
 
     def encode(self, fields: Mapping[str, Any]) -> bytes:

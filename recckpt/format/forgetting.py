@@ -30,10 +30,10 @@ Ids = npt.NDArray[np.int64]  # ascending, all different
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    request: str  # 32 hex digits that no other has
+    request: str  # 32 hex digits, unique
     table: str
     ids: Ids
-    asked: str  # when, UTC
+    asked: str  # time, UTC
     by: str  # the command or method
     version: str  # of recckpt
 

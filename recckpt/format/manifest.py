@@ -60,24 +60,24 @@ class FileEntry(JsonRecord, frozen=True, rename={"n_bytes": "bytes"}):
 class ShardEntry(JsonRecord, frozen=True):
     catalog: FileName
     buckets: Buckets
-    ids: Mapping[str, IdRange] | None = None  # by table; None where only the catalog says that
+    ids: Mapping[str, IdRange] | None = None  # by table; None if only the catalog has them
 
 
 class Names(JsonRecord, frozen=True):
-    dense: tuple[str, ...]  # the model's tensors, and its plain values in model.pt
+    dense: tuple[str, ...]  # tensors of the model, and plain values in model.pt
     extra: tuple[str, ...]  # registered objects
-    io_state: tuple[str, ...]  # datasets, on any rank
-    extra_of_ranks: tuple[str, ...] = ()  # registered objects of which each rank has a state of its own
-    dense_opt: tuple[str, ...] = ()  # parameter@name of the dense optimizers among the registered objects
+    io_state: tuple[str, ...]  # datasets of any rank
+    extra_of_ranks: tuple[str, ...] = ()  # registered objects with one state per rank
+    dense_opt: tuple[str, ...] = ()  # parameter@name for registered dense optimizers
 
 
 class Unsaved(JsonRecord, frozen=True):
-    parameters: tuple[str, ...] = ()  # dense ones that train, and no registered optimizer has them
+    parameters: tuple[str, ...] = ()  # dense ones that train without a registered optimizer
     optimizers: tuple[str, ...] = ()  # registered ones that did not step while others trained their parameters
     tables: tuple[str, ...] = ()  # tables that a sparse optimizer trains
-    gradients: tuple[str, ...] = ()  # tables with gradients that no optimizer takes
-    schedules: tuple[str, ...] = ()  # optimizers that are saved, and the scheduler of their learning rate is not
-    weights: tuple[str, ...] = ()  # registered optimizers that train parameters which are not saved
+    gradients: tuple[str, ...] = ()  # tables whose gradients no optimizer uses
+    schedules: tuple[str, ...] = ()  # saved optimizers whose scheduler is not saved
+    weights: tuple[str, ...] = ()  # registered optimizers of parameters that are not saved
 
     @property
     def descriptions(self) -> list[str]:
@@ -104,22 +104,22 @@ class Parent(Link, frozen=True):
 class Supersedes(JsonRecord, frozen=True):
     """The save that a checkpoint replaces in the order of commits."""
 
-    save_id: str  # of that; where the rows are the same, these two are the name of both
+    save_id: str  # of the superseded save; with the same rows, deltas name both by this and ``manifest``
     manifest: Checksum
-    directory: FileName  # where that was
+    directory: FileName  # of the superseded save
     epoch: Count  # its place in the order of commits
     seq: Count
     rows: str  # "same" or "fewer"
     why: str  # for people
-    request: str = ""  # of fewer rows: because of which
-    n_rows: Count = 0  # and how many there were more
+    request: str = ""  # that asked for fewer rows
+    n_rows: Count = 0  # that were left out
 
 
 @dataclass(frozen=True)
 class Content:
     """What a checkpoint holds, regardless of who commits it, and when."""
 
-    shards: tuple[ShardEntry, ...] = field(repr=False)  # as all that grows with the checkpoint
+    shards: tuple[ShardEntry, ...] = field(repr=False)  # not in ``repr``: it grows with the checkpoint
     tables: tuple[TableEntry, ...] = field(repr=False)
     files: tuple[FileEntry, ...] = field(repr=False)
     names: Names = field(default=Names((), (), ()), repr=False)
@@ -150,11 +150,11 @@ class Manifest(Content):
     seq: int
     time: str
     epoch: int = 0
-    cut: int | None = None  # number of the staging in its epoch, where near saves are made, too
+    cut: int | None = None  # number of the staging in its epoch, if near saves are made
     step: int | None = None
     parent: Parent | None = None  # of a delta
-    chain: tuple[Link, ...] = field(default=(), repr=False)  # hints where the links below are, the parent first
-    supersedes: Supersedes | None = None  # of one that holds a save anew: compacted, or without forgotten ids
+    chain: tuple[Link, ...] = field(default=(), repr=False)  # hints at all parents' directories, nearest first
+    supersedes: Supersedes | None = None  # of a compacted one, or one without forgotten ids
     xxh3: int = field(default=0, compare=False)  # its checksum, by which a delta names it; of what was read only
 
     @property

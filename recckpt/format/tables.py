@@ -28,7 +28,7 @@ class Where(JsonRecord, frozen=True, rename={"minimum": "min", "n_ids": "ids"}):
     """Conditions that all saved rows meet; a list of ids is recorded as its length and checksum."""
 
     minimum: Mapping[str, int | float]  # scalar slot -> the least value
-    sample: Annotated[float, Meta(ge=0, le=1)]  # the share of all ids, by their hash
+    sample: Annotated[float, Meta(ge=0, le=1)]  # share of all ids, by their hash
     n_ids: Count | None = None  # None for all ids
     ids_xxh3: Checksum | None = None
 
@@ -42,15 +42,15 @@ class Where(JsonRecord, frozen=True, rename={"minimum": "min", "n_ids": "ids"}):
 @dataclass(frozen=True)
 class Narrowed:
     slot: str
-    dtype: str  # of the table
-    error: Number = field(compare=False)  # of a value of any row, at most
+    dtype: str  # in the table
+    error: Number = field(compare=False)  # largest rounding error
 
 
 @dataclass(frozen=True)
 class Reduced:
-    slots: tuple[str, ...]  # that were left out
-    where: Where | None  # what the rows have to meet; None for all rows
-    rows: Count = field(compare=False)  # that were left out, over all shards
+    slots: tuple[str, ...]  # left out
+    where: Where | None  # condition of saved rows; None for all rows
+    rows: Count = field(compare=False)  # left out, over all shards
     narrowed: tuple[Narrowed, ...]
 
     @property
@@ -118,9 +118,9 @@ def counted_table(name: str) -> str:
 
 
 class DeltaRows(JsonRecord, frozen=True):
-    upserts: Count  # rows that are new or have changed
-    deletes: Count  # ids that were deleted, each counted as often as a shard has it
-    replaced: bool  # whether these are all rows, and nothing of older links counts
+    upserts: Count  # new or changed rows
+    deletes: Count  # deleted ids, counted once per shard that has them
+    replaced: bool  # whether these are all rows, so that no parent is needed
 
 
 class ClockDates(JsonRecord, frozen=True):
@@ -136,7 +136,7 @@ class ClockDates(JsonRecord, frozen=True):
 class LiveLayout(JsonRecord, frozen=True):
     """The layout of a table in memory of another library: numbered places for rows."""
 
-    n_rows: Count  # how many rows it has places for
+    n_rows: Count  # places for rows
     # Ranges [begin, end) with a value each in slots; () where none has.
     columns: Annotated[tuple[tuple[Count, Count], ...], Meta(min_length=1)] = ()
 
@@ -145,13 +145,13 @@ class TableEntry(JsonRecord, frozen=True):
     """A table as it was saved: rows over all shards, and its slots; in a delta, also the rows of the delta."""
 
     name: str
-    rows: Count  # of the checkpoint, not of the delta
+    rows: Count  # of the checkpoint, even in a delta
     slots: tuple[SlotSpec, ...]
     delta: DeltaRows | None = None
-    reduced: Reduced | None = None  # what the table had more; None where it was saved as it was
-    evicted_to: Count | None = None  # the step up to which eviction was done; None where nothing is evicted in steps
-    clock: ClockDates | None = None  # of ``last_time`` in rows; None where it has no date of the clock
-    live: LiveLayout | None = None  # of a table that was another library's
+    reduced: Reduced | None = None  # what was left out; None if it was saved whole
+    evicted_to: Count | None = None  # step up to which rows were evicted; None without eviction by steps
+    clock: ClockDates | None = None  # of ``last_time``; None if the clock has dated no rows
+    live: LiveLayout | None = None  # of a table of another library
 
     @property
     def row_bytes(self) -> int:

@@ -39,11 +39,11 @@ _EXTRA_STATE = "_extra_state"
 @dataclass(frozen=True)
 class OtherState:
     dense: Mapping[str, Any]  # the model's state, by the model's names
-    extra: Mapping[str, Any]  # states of registered objects, and of names that nobody registered
+    extra: Mapping[str, Any]  # of registered objects, and of unregistered names
     io_state: Mapping[str, Any]  # positions of datasets
-    sparse_optim: dict[str, Any] | None  # the sparse optimizer's scalars; None where there are none to take
-    generators: Mapping[str, Any]  # states of random generators; empty where they stay as they are
-    notes: Sequence[str] = ()  # what starts fresh, as only its state shows
+    sparse_optim: dict[str, Any] | None  # scalars of the sparse optimizer; None to keep its own
+    generators: Mapping[str, Any]  # states of random generators; empty to keep them
+    notes: Sequence[str] = ()  # what starts fresh, as only the states show
 
 
 def read_other_state(

@@ -27,20 +27,20 @@ _N_AVERAGED = "n_averaged"  # of AveragedModel, which wraps as DistributedDataPa
 
 @dataclass(frozen=True)
 class Thing:
-    dtype: str = ""  # of a slot or tensor, or PLAIN; "" where it is not known or does not matter
+    dtype: str = ""  # of a slot or tensor, or PLAIN; "" if unknown or irrelevant
     shape: tuple[int, ...] = ()  # of one row of a slot, or of a tensor
-    rows: int = 0  # of the table; 0 for what is neither a slot nor the rows of a table as a tensor
-    n_bytes: int = 0  # to read, 0 where that is not known
+    rows: int = 0  # of the table; 0 for anything but a slot or a table's rows as a tensor
+    n_bytes: int = 0  # to read; 0 if unknown
     tied: tuple[str, ...] = ()  # other names of a tensor there, or of the parameter whose optimizer state this is;
     # of a slot of a live table the names of the dense tensor that has its rows in a checkpoint without live tables
-    lineage: Lineage = ()  # of the class of a dense optimizer; () where that is not known
-    tensor: str = ""  # of a slot: the dense tensor whose rows these are, by its name in the model; "" in a table
-    table: str = ""  # of a dense tensor, and its states in optimizers: the table that has them there
-    state: str = ""  # of a slot: the sharded tensor beside the model that has it
-    optimizer: str = ""  # the registered optimizer that has the states of these rows, and their step
-    columns: tuple[tuple[int, int], ...] = ()  # ranges of them with one value each in a slot; () where they have none
-    is_embedding: bool = False  # whether a dense tensor is the weight of an embedding, whose rows may become more
-    is_schedule: bool = False  # whether a registered object makes learning rates from step to step
+    lineage: Lineage = ()  # class of a dense optimizer; () if unknown
+    tensor: str = ""  # of a slot: the model's name for the dense tensor with these rows; "" in a table
+    table: str = ""  # of a dense tensor and its optimizer states: the table that has them in the checkpoint
+    state: str = ""  # of a slot: the sharded tensor with its values
+    optimizer: str = ""  # the registered optimizer with the states of these rows, and their step
+    columns: tuple[tuple[int, int], ...] = ()  # ranges with one value each in a slot; () without
+    is_embedding: bool = False  # whether a dense tensor is the weight of an embedding, which may get more rows
+    is_schedule: bool = False  # whether a registered object changes learning rates over time
 
     def __str__(self) -> str:
         return f"{self.dtype} {self.shape}" if self.dtype not in ("", PLAIN) else self.dtype or "state"
@@ -53,12 +53,12 @@ Inventory = Mapping[Name, Thing]
 class LoadCandidate:
     """What a checkpoint has, and what an entry of a bank asks of it."""
 
-    entry: Entry  # of the model bank
+    entry: Entry  # of the bank
     label: str  # the checkpoint's path
-    inventory: Inventory  # its names
-    reduced: Mapping[str, Reduced] = field(default_factory=dict)  # of tables that were not saved as they were
-    unsaved: Unsaved = field(default_factory=Unsaved)  # what it should have and lacks
-    sharded: Collection[StoredTensor] = ()  # sharded tensors beside the model, as of TorchRec's optimizers
+    inventory: Inventory
+    reduced: Mapping[str, Reduced] = field(default_factory=dict)  # tables that were not saved whole
+    unsaved: Unsaved = field(default_factory=Unsaved)
+    sharded: Collection[StoredTensor] = ()  # sharded tensors outside the model, such as TorchRec's optimizer states
 
     @property
     def called(self) -> str:

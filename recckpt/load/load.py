@@ -49,7 +49,7 @@ def row_loads(
 
     ``sources`` come with the dense tensors that fill tables; ``step`` is the global step that is taken over.
     """
-    fresh: dict[str, set[str]] = {}  # the slots of each table that nothing gives
+    fresh: dict[str, set[str]] = {}  # slots of each table that no source has
     for item in items:
         if item.offer is None and item.name.is_slot:
             fresh.setdefault(item.name.table, set()).add(item.name.slot)
@@ -202,7 +202,7 @@ def _finish(live: LiveState, planned: LoadPlan, sources: Sequence[OpenSource], s
         if item.name.is_settings and DECAY_STAYS in item.conversion
     }
     settings.after_load(" and ".join(planned.sources), objects, akin, with_log=live.shard == 0)
-    offers: dict[str, set[int]] = {}  # counts stay where rows and counts are those of one checkpoint
+    offers: dict[str, set[int]] = {}  # counts stay if rows and counts come from one checkpoint
     for item in planned.items:
         if item.offer is not None and item.name.slot == ID:
             offers.setdefault(item.name.table, set()).add(item.offer)

@@ -37,12 +37,12 @@ _T = TypeVar("_T")
 class Needs:
     """What a rank reads from files that belong to single ranks."""
 
-    shard: int  # number of this rank
-    shards: int  # number of ranks
-    slices: Mapping[Name, Slice | None]  # slot of a table of the model -> the ids that this rank owns, None for all
+    shard: int
+    shards: int
+    slices: Mapping[Name, Slice | None]  # slot in the model -> ids that this rank owns, None for all
     positions: bool  # whether it has positions in the data
-    gathers: bool  # whether a registered object takes what it needs from the states of all ranks that saved
-    tensors: Collection[str]  # dense tensors that may be tables there
+    gathers: bool  # whether a registered object needs the states of all ranks that saved
+    tensors: Collection[str]  # dense tensors that may be tables in the checkpoint
 
 
 class OpenSource:

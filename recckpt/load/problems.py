@@ -41,8 +41,10 @@ class Problems:
     not_found: list[tuple[Entry, RecckptError]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     _mismatched_in: dict[str, str] = field(default_factory=dict)
-    _renames: dict[str, Entry] = field(default_factory=dict)  # entries whose names are not those of the model
-    _actions: dict[str, tuple[Entry, dict[str, str]]] = field(default_factory=dict)  # table or tensor -> what to do
+    _renames: dict[str, Entry] = field(default_factory=dict)  # entries with missing or unexpected names
+    _actions: dict[str, tuple[Entry, dict[str, str]]] = field(
+        default_factory=dict
+    )  # by label: what to do with which name
 
     def refuse(self, entry: Entry, problem: str, *, of_names: bool = False) -> None:
         """Add a problem; an entry may turn those with names into warnings."""

@@ -31,10 +31,10 @@ class OpenCheckpoint(Protocol):
 @dataclass(frozen=True)
 class LocatedCheckpoint:
     entry: Entry  # what is to be loaded
-    storage: Storage  # the output dir that it lies in
-    checkpoint: Checkpoint  # the newest link, with those below
-    loaded_save_id: str = ""  # of the link whose rows the model's tables still have as they were loaded; "" for none
-    opened: OpenChain | None = None  # its files, where the caller has them open; they stay the caller's
+    storage: Storage  # output dir
+    checkpoint: Checkpoint  # with its parents
+    loaded_save_id: str = ""  # save id of the link whose rows the model's tables have, unchanged; "" for none
+    opened: OpenChain | None = None  # open files, if the caller has them; the caller closes them
 
     @property
     def label(self) -> str:

@@ -58,7 +58,7 @@ def with_tables_as_tensors(model: Inventory, offer: LoadCandidate) -> LoadCandid
     Their states and settings become those of the registered optimizers that train the tensors here.
     """
     there: dict[Name, Thing] = {}
-    gone: dict[str, bool] = {}  # table -> whether an optimizer here takes its slots
+    gone: dict[str, bool] = {}  # table -> whether an optimizer here uses its slots
     for name, thing in model.items():
         table = _table_of(name, thing, model, offer)
         if table is not None:

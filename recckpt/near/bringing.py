@@ -29,8 +29,8 @@ _REMOVED = "the process that makes near saves there is probably alive: end it be
 @dataclass(frozen=True)
 class WholeFiles:
     rank: int  # the first rank there
-    names: frozenset[str]  # the files that are whole
-    errors: tuple[Exception, ...] = ()  # what is wrong with others
+    names: frozenset[str]  # intact files
+    errors: tuple[Exception, ...] = ()  # of other files
 
 
 def whole_files(save: Checkpoint, names: Collection[str], concurrency: int, rank: int) -> WholeFiles:
@@ -104,10 +104,10 @@ def lacking(save: Checkpoint, of_hosts: Iterable[WholeFiles]) -> Exception | Non
 class Place:
     """What a rank says of its host before anything is brought there."""
 
-    host: HostSeen | None  # what it is known by, None where its near dir cannot be used
-    name: str  # what its errors call it
+    host: HostSeen | None  # its identity; None if its near dir cannot be used
+    name: str  # for messages
     needed: frozenset[str]  # the files of the near save that this rank reads
-    free_bytes: int | None  # the room of its file system; None where that is not known
+    free_bytes: int | None  # of its file system; None if unknown
 
     @classmethod
     def of(cls, near_dir: NearDir, needed: frozenset[str]) -> Place:
@@ -123,7 +123,7 @@ class Bringing:
     """The files of a near save that hosts lack and their ranks read; the same on all ranks."""
 
     places: Sequence[Place]  # of all ranks
-    moves: Sequence[Move]  # of the files, each to the first rank of a host
+    moves: Sequence[Move]  # each to the first rank of a host
 
     @classmethod
     def of(cls, save: Checkpoint, places: Sequence[Place], of_hosts: Sequence[WholeFiles]) -> Bringing:

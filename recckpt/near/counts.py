@@ -27,14 +27,14 @@ class _SinceLine:
     made: int = 0
     failed: int = 0
     skipped: Mapping[WhySkipped, int] = field(default_factory=dict)
-    steps: tuple[int, ...] = ()  # the first and the last at which one was due
-    gap_steps: int | None = None  # the most from what counts, a near save or a checkpoint, to the next that does
-    hosts: int | None = None  # of the newest that was made
+    steps: tuple[int, ...] = ()  # first and last step at which one was due
+    gap_steps: int | None = None  # largest gap between saves that count, near ones and checkpoints
+    hosts: int | None = None  # of the newest one made
     copies: int | None = None
     blocked_sec: float = 0.0
     total_sec: float = 0.0
     n_bytes: int = 0
-    error: str | None = None  # of the newest that has failed
+    error: str | None = None  # of the newest failure
 
     def due(self, step: int | None) -> _SinceLine:
         steps = sorted({*self.steps, *([] if step is None else [step])})

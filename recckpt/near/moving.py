@@ -59,15 +59,15 @@ def writers(hosts: Sequence[str], copies: int) -> list[frozenset[int]]:
 @dataclass(frozen=True)
 class Move:
     name: str  # within the directory of the near save
-    n_bytes: int  # its size
+    n_bytes: int
     xxh3: int | None  # its checksum; None where none is known, so that what arrives is compared with what was read
     sender: int  # the rank that has it
-    receiver: int  # the rank that is to have it, on another host
+    receiver: int  # the rank that gets it, on another host
 
 
 @dataclass(frozen=True)
 class MoveFailure:
-    move: Move  # which
+    move: Move
     reason: str  # what was found, where, and what was expected
 
 

@@ -63,8 +63,8 @@ class NearStorage(LocalStorage):
 @dataclass(frozen=True)
 class Sealed:
     directory: str  # in the near dir
-    seal: bytes  # the bytes of its ``near.json``
-    files: frozenset[str]  # those that are there with their size
+    seal: bytes  # its ``near.json``
+    files: frozenset[str]  # those present with their size
 
 
 class NearDir:

@@ -29,14 +29,14 @@ from recckpt.text import Progress
 
 @dataclass(frozen=True)
 class NearSave:
-    begun: BegunNear  # the directory
+    begun: BegunNear
     # what it stands on, newest first; known to rank 0. Rule *staged_base*: as it was when it was staged.
     links: Sequence[Checkpoint]
-    plan: SavePlan  # what all ranks have agreed on
-    job: Job  # the save
-    to: Destination  # where its files go
-    fence: Fence  # the hold on the output dir
-    tier: NearTier  # the near saves there
+    plan: SavePlan
+    job: Job
+    to: Destination
+    fence: Fence
+    tier: NearTier
 
     def write(self, staged: Staged) -> None:
         """Write on all ranks by the ordinary writer, seal on all hosts, and acknowledge. Collective.

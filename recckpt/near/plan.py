@@ -16,11 +16,11 @@ _REMEDY = "make room on that host, raise max_bytes where Near has it, or save ch
 
 @dataclass(frozen=True)
 class NearStand:
-    intent: Intent  # the directory, which is yet to be made
-    cut: int  # its number
-    seq: int  # the sequence number of its time
-    links: Sequence[Checkpoint]  # what it stands on, newest first. Rule *staged_base*: as it was when it was staged.
-    stood_in: int = 0  # the last step at which a checkpoint was to take the place of one; it may have failed
+    intent: Intent  # of the directory, which does not exist yet
+    cut: int
+    seq: int  # sequence number of the next commit
+    links: Sequence[Checkpoint]  # its parents, newest first. Rule *staged_base*: as they were at staging.
+    stood_in: int = 0  # last step at which a checkpoint was to replace a near save, even if that failed
 
     @property
     def is_of_young_run(self) -> bool:
@@ -44,9 +44,9 @@ class NearProposal:
 
 @dataclass(frozen=True)
 class BegunNear:
-    intent: Intent  # the directory on each host
-    cut: int  # its number
-    seq: int  # the sequence number of its time
+    intent: Intent  # of the directory on each host
+    cut: int
+    seq: int  # sequence number of the next commit
     hosts: tuple[str, ...]  # the host of each rank
     copies: int  # how many other hosts get the files of a host
 
@@ -56,10 +56,10 @@ class BegunNear:
 
 @dataclass(frozen=True)
 class NearPlan:
-    save: SavePlan  # what they have agreed on
-    begun: BegunNear | None  # the near save that begins; None where none does
-    is_saving: bool  # whether a rank saves a checkpoint
-    is_outgrown: bool = False  # whether none begins because a young run has outgrown its newest checkpoint
+    save: SavePlan
+    begun: BegunNear | None  # None if no near save begins
+    is_saving: bool  # whether any rank is saving a checkpoint
+    is_outgrown: bool = False  # whether none begins because a young run needs a new checkpoint first
 
     @property
     def is_too_large(self) -> bool:

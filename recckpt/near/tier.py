@@ -30,8 +30,8 @@ log = logging.getLogger("recckpt")
 @dataclass(frozen=True)
 class Generation:
     directory: str  # in the near dir
-    order: tuple[int, int]  # its epoch and cut
-    base: str  # save id of the checkpoint that it stands on
+    order: tuple[int, int]  # (epoch, cut)
+    base: str  # save id of its parent
 
     @classmethod
     def of(cls, save: Checkpoint) -> Generation:
@@ -49,8 +49,8 @@ def newest(generations: Iterable[Generation]) -> tuple[Generation, ...]:
 class Kept:
     """What stays on every host when a near save is acknowledged, or before the first one of a job."""
 
-    epoch: int  # near saves up to this one go (rule *gc_by_epoch*)
-    directories: frozenset[str] = frozenset()  # but for these
+    epoch: int  # near saves up to this one are removed (rule *gc_by_epoch*)
+    directories: frozenset[str] = frozenset()  # except these
 
 
 class NearTier(NearAtTakeover):

@@ -89,11 +89,11 @@ def counting(saves: Iterable[Checkpoint], listing: Listing, near_list: NearList)
 
 @dataclass(frozen=True)
 class NearHere:
-    save: Checkpoint  # what the seal says
-    n_shards: int  # how many shards it has
-    n_here: int  # of how many all files are here
-    is_lost: bool  # whether a file of it is neither here nor, by the seal, on another host
-    is_elsewhere: bool  # whether other hosts have all of it, by the seal, so that it outlives this one
+    save: Checkpoint
+    n_shards: int
+    n_here: int  # shards with all files here
+    is_lost: bool  # whether a file is neither here nor, by the seal, on another host
+    is_elsewhere: bool  # whether, by the seal, other hosts have all of it
 
 
 def near_saves_here(near_dir: NearDir) -> Iterator[NearHere]:

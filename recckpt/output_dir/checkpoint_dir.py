@@ -32,11 +32,11 @@ def state_of(error: Damage) -> str:
 
 @dataclass(frozen=True)
 class Intent:
-    directory: str  # written by this attempt alone
+    directory: str  # only this attempt writes there
     epoch: int  # of the writer
     save_id: str  # 32 hex digits, fresh for each attempt
-    step: int | None  # None where the writer does not count
-    is_offer: bool = False  # whether a compactor has begun it, which leaves it to the owner
+    step: int | None  # None if the writer does not count
+    is_offer: bool = False  # whether it is a compactor's, to be committed by the owner
 
 
 def write_intent(storage: Storage, intent: Intent) -> None:

@@ -24,21 +24,21 @@ _TRIES = 3  # looks, where a list goes before it is read, since a newer one was 
 class Claim(JsonRecord, frozen=True):
     """A writer's claim on an output dir; the claim with the highest epoch owns it."""
 
-    epoch: Count  # number of the claim
-    nonce: str  # 32 hex digits that no other claim has
-    host: str  # where the writer runs
-    pid: Count  # its process
+    epoch: Count
+    nonce: str  # 32 hex digits, unique
+    host: str
+    pid: Count
     time: str  # when it made the claim, UTC; for people only
-    purpose: str = ""  # the command that made it; "" of one that trains
+    purpose: str = ""  # the command that writes; "" for training
 
 
 @dataclass(frozen=True)
 class Takeover:
     epoch: int  # of the writer
-    save_ids: frozenset[str]  # what was committed; a manifest of an older epoch counts only if it is here
-    highest_step: int  # of the directories ``ckpt_<step>`` at this takeover and all before; -1 for none
-    directories: frozenset[str]  # the names of all others
-    run: str  # nonce of the first claim there was, by which the run is known again
+    save_ids: frozenset[str]  # what was committed: manifests of older epochs count only if listed here
+    highest_step: int  # highest step of a directory ``ckpt_<step>`` at this takeover or before; -1 for none
+    directories: frozenset[str]  # all other directories
+    run: str  # nonce of the first claim, which identifies the run
     near: NearList  # which near saves count
 
     def excludes(self, record: Manifest) -> str | None:

@@ -171,8 +171,8 @@ def _in_chain(cause: Damage, directory: str, record: Manifest) -> Damage:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    directory: str  # where it lies in the output dir
-    manifest: Manifest  # what it is
+    directory: str
+    manifest: Manifest
     # what stands for the parent first; the full one last. Each of these is a link only: its own is ().
     below: tuple[Checkpoint, ...] = field(default=(), compare=False, repr=False)
     # where a near save lies, which stands on checkpoints of the output dir; None of a checkpoint
@@ -197,15 +197,15 @@ class Listing:
     :func:`look_around`.
     """
 
-    committed: tuple[Checkpoint, ...]  # all of them: those that were overwritten or superseded, too
+    committed: tuple[Checkpoint, ...]  # including overwritten and superseded ones
     damaged: dict[str, CorruptCheckpointError | FormatVersionError]  # directory -> what is wrong with it
     fenced: dict[str, str]  # directory -> why a late commit is ignored
-    highest_seq: int = 0  # seen in any manifest, of a damaged checkpoint too
+    highest_seq: int = 0  # in any manifest, even a damaged checkpoint's
     highest_epoch: int = 0
-    save_ids: frozenset[str] = frozenset()  # of all whose manifest counts, whether their files are whole or not
-    directories: tuple[str, ...] = ()  # committed or not, but for recckpt's own
+    save_ids: frozenset[str] = frozenset()  # of all manifests that count, even if files are damaged
+    directories: tuple[str, ...] = ()  # committed or not, without recckpt's own
     unreadable: dict[str, OSError] = field(default_factory=dict)
-    lost: tuple[Checkpoint, ...] = ()  # the damaged ones whose manifests count
+    lost: tuple[Checkpoint, ...] = ()  # damaged ones whose manifests count
 
     @property
     def uncommitted(self) -> list[str]:

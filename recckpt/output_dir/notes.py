@@ -50,11 +50,11 @@ def _read(storage: Storage, path: str, kind: FileKind, record: type[_T], remedy:
 
 
 class MirrorNote(JsonRecord, frozen=True):
-    url: str  # where the run was, as its mirror reached it
-    run: str  # nonce of the first claim there, by which the run is known again; "" of one without claims
-    nonce: str  # 32 hex digits of the one that mirrors: another that takes the mirror over puts its own
-    host: str  # where that runs
-    pid: Count  # its process
+    url: str  # URL of the run, as the mirror reaches it
+    run: str  # nonce of the run's first claim, which identifies it; "" without claims
+    nonce: str  # 32 hex digits of this mirror process; another one puts its own
+    host: str
+    pid: Count
     time: str  # when it began, UTC; for people only
 
 
@@ -87,10 +87,10 @@ def refuse_mirror(storage: Storage) -> None:
 
 
 class NearHost(JsonRecord, frozen=True):
-    host: str  # the id in its near dir
+    host: str  # id in its near dir
     name: str  # of the machine, for people
-    path: str  # of its near dir, there
-    damage: str = ""  # why its note cannot be read; name and path are "" then
+    path: str  # of its near dir
+    damage: str = ""  # why its note cannot be read; then name and path are ""
 
     @property
     def shown(self) -> str:

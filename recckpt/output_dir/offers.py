@@ -25,10 +25,10 @@ log = logging.getLogger("recckpt")
 
 @dataclass(frozen=True)
 class Offer:
-    directory: str  # where it lies
+    directory: str
     # the manifest as it is to be, but for its number; None where it is not finished, or damaged
     record: Manifest | None
-    problem: str = ""  # why it is not whole; "" where it is
+    problem: str = ""  # what is wrong with it; "" if it is whole
 
 
 def offers_in(storage: Storage, listing: Listing) -> list[Offer]:

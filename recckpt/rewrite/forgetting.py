@@ -143,20 +143,20 @@ def readable_listing(storage: Storage) -> Listing:
 class Rewriting:
     """A checkpoint that would be written again."""
 
-    ckpt_id: str  # its id
-    directory: str  # where it lies
-    n_rows: int  # how many of the ids have a row in it
-    n_bytes: int  # of its files, all of which are read, and written again or copied
+    ckpt_id: str
+    directory: str
+    n_rows: int  # rows of the ids in it
+    n_bytes: int  # of its files: all are read, and rewritten or copied
 
 
 @dataclass(frozen=True)
 class ForgetPlan:
     """What one request would do."""
 
-    table: str  # the table
-    n_ids: int  # how many ids are to be forgotten
-    is_pending: bool  # whether the request was made earlier, and not ended
-    rewritten: tuple[Rewriting, ...]  # the checkpoints that would be written again, oldest first
+    table: str
+    n_ids: int
+    is_pending: bool  # whether the request was made earlier, and is unfinished
+    rewritten: tuple[Rewriting, ...]  # checkpoints that would be written again, oldest first
     # directories that would go beside those: superseded checkpoints, late commits and leftovers
     removed: tuple[str, ...]
 

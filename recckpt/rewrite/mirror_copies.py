@@ -43,7 +43,7 @@ class CheckpointCopier:
 
     run: Storage  # the output dir that is read
     to: Storage  # the mirror
-    hold: MirrorHold  # on the mirror
+    hold: MirrorHold
     threads: int  # files to copy at once
 
     def missing(self, checkpoint: Checkpoint) -> list[FileEntry]:

@@ -31,8 +31,8 @@ def damaged_below(directory: str, broken: Mapping[str, Damage]) -> str:
 class Selection:
     # checkpoints to copy, the newest and what it stands on first, each after what it stands on
     missing: tuple[Checkpoint, ...]
-    stay: frozenset[str]  # directories of all that belongs there
-    newest: Checkpoint | None  # the newest of them; None where nothing can be copied
+    stay: frozenset[str]  # directories that belong there
+    newest: Checkpoint | None  # None if nothing can be copied
     # directory of a checkpoint of the run -> that of a damaged one which it stands on, so that the mirror lacks it
     left_out: Mapping[str, str]
 

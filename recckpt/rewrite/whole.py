@@ -101,9 +101,9 @@ class ChainRows:
 @dataclass(frozen=True)
 class CompactionTask:
     chain: ChainName  # what is read
-    url: str  # the output dir that is written to
-    directory: str  # of the new checkpoint in it, where only this task writes
-    budget_bytes: int  # memory for merging, about
+    url: str  # output dir that is written to
+    directory: str  # of the new checkpoint; nobody else writes there
+    budget_bytes: int  # for merging, about
     shard: int
     shards: int
     plan: PartPlan
@@ -181,9 +181,9 @@ def _write(task: CompactionTask, chain: OpenChain, storage: Storage, sums: RowSu
 class Means:
     # does the work on the parts; None for threads of this process, which with one is the caller
     executor: Executor | None
-    threads: int  # how many, and how many files are copied at once
+    threads: int  # that do the work, and copy files
     budget_bytes: int  # memory: of this process without an executor, else of each of its workers
-    is_stopped: Callable[[], bool] = lambda: False  # asked now and then whether to give up
+    is_stopped: Callable[[], bool] = lambda: False  # asked now and then
     has_bar: bool = True  # whether a long one shows a bar
 
 

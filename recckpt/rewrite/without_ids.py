@@ -39,7 +39,7 @@ class IdsInTable:
     """Which of the ids a table has in the checkpoint's own files, not counting its parents."""
 
     rows: _Flags  # the ids that have a row
-    n_deletes: int  # deletes of the ids, each counted as often as the files have it
+    n_deletes: int  # each counted as often as it occurs
     deletes: _Flags  # the ids that have a delete
     parts: frozenset[str]  # the files that contain any of the ids
 
@@ -117,14 +117,12 @@ def _kept(reader: PartReader, slots: tuple[SlotSpec, ...], rewrite: Rewrite, sum
 
 @dataclass(frozen=True)
 class Rewrite:
-    checkpoint: Checkpoint  # the one that is superseded, with its chain
-    contents: Sequence[IdsInFiles]  # which of the ids each of its links contains, newest first
-    # of a delta, what the new one stands on, newest link first: what supersedes its parent, where that is; () of a full
-    # checkpoint
-    below: Sequence[Checkpoint]
-    tables: tuple[str, ...]  # of which rows are left out
-    ids: Ids  # those of the rows
-    request: str  # because of which
+    checkpoint: Checkpoint  # superseded; with its chain
+    contents: Sequence[IdsInFiles]  # of each link, newest first
+    below: Sequence[Checkpoint]  # parents of the new one, newest first: rewritten ones, if any; () if it is full
+    tables: tuple[str, ...]  # that lose rows
+    ids: Ids  # of the rows
+    request: str  # that asked for it
 
     def n_rows(self, table: str) -> int:
         return rows_in_chain(list(zip(self.checkpoint.links, self.contents, strict=True)), table)

@@ -88,11 +88,11 @@ class WorkRoom:
 class Room:
     """The free space that a rank sees for a save; None if the storage does not know it."""
 
-    url: str  # of the output dir
+    url: str  # output dir
     free_bytes: int | None
-    min_free_bytes: int  # what is to be left
+    min_free_bytes: int  # space that must stay free
     work: WorkRoom | None
-    ranks: frozenset[int] | None = None  # whose files take of it; None for all
+    ranks: frozenset[int] | None = None  # ranks whose files use this space; None for all
     remedy: str = "make room, or lower max_keep"
 
 
@@ -104,13 +104,13 @@ class Proposal:
     writes_deltas: bool
     failure: RankFailure | None = None
     owned: Owned = field(default_factory=dict)
-    unmatched: frozenset[str] = frozenset()  # messages: its options that match no table that it has
-    n_bytes: int = 0  # about what it writes in a full save
+    unmatched: frozenset[str] = frozenset()  # messages on options that match none of its tables
+    n_bytes: int = 0  # estimate for a full save
     room: Room | None = None
     delta: DeltaProposal | None = None
-    sharded: Summary | None = None  # of its pieces of sharded tensors
-    digest: int = 0  # of what rank 0 saves for all
-    own_extra: tuple[str, ...] = ()  # names of registered objects of which each rank saves its own state
+    sharded: Summary | None = None  # of its shards of sharded tensors
+    digest: int = 0  # of the state that rank 0 saves for all
+    own_extra: tuple[str, ...] = ()  # registered objects of which each rank saves its own state
     io_state: tuple[str, ...] = ()  # names of positions in the data
 
 
@@ -119,10 +119,10 @@ class SavePlan:
     """What all ranks do next. Its size does not grow with the number of ranks."""
 
     kind: Kind = FULL
-    displaced: str | None = None  # why a full save was due, in place of which there is room for a delta only
-    is_whole: bool = True  # whether the pieces of sharded tensors are known to be whole; else shares are compared
-    has_differences: bool = False  # whether ranks differ in what rank 0 saves for all, which digests then name
-    own_extra: tuple[str, ...] = ()  # names of what any rank has
+    displaced: str | None = None  # why a full save was due, if there is only room for a delta
+    is_whole: bool = True  # whether sharded tensors are known to be complete; otherwise shares are compared
+    has_differences: bool = False  # whether what rank 0 saves for all differs between ranks; digests say where
+    own_extra: tuple[str, ...] = ()  # names on any rank
     io_state: tuple[str, ...] = ()
     refusal: RankFailure | None = None
 

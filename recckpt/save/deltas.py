@@ -33,12 +33,12 @@ log = logging.getLogger("recckpt")
 class DeltaBase:
     """A committed checkpoint that deltas may stand on, under its own name whatever replaces it."""
 
-    save_id: str  # its name
-    place: tuple[int, int]  # where it stands in the order of commits
-    slots: Mapping[str, tuple[SlotSpec, ...]]  # those of its tables
-    reduced: Mapping[str, Reduced]  # what was left out of those that were not saved as they were
-    live: Mapping[str, LiveLayout]  # how those lay that were live
-    is_candidate: bool = False  # whether it was restored, and is yet to be confirmed
+    save_id: str
+    place: tuple[int, int]  # in the order of commits
+    slots: Mapping[str, tuple[SlotSpec, ...]]  # by table
+    reduced: Mapping[str, Reduced]  # by table, if something was left out
+    live: Mapping[str, LiveLayout]  # by live table
+    is_candidate: bool = False  # whether it was restored, and must be confirmed
 
 
 class Changes:
@@ -187,11 +187,11 @@ class DeltaProposal:
 
 @dataclass(frozen=True)
 class Kind:
-    base: str | None = None  # save id of the checkpoint that a delta stands on; None of a full one
-    replaced: frozenset[str] = frozenset()  # tables of which a delta holds all rows
-    why_full: str | None = None  # why it is no delta, where deltas are on
-    n_links: int = 1  # of the chain, this one included
-    stand_in: Kind | None = None  # of a full one that the policy asks for: the delta, where there is no room for it
+    base: str | None = None  # save id of the parent of a delta; None for a full save
+    replaced: frozenset[str] = frozenset()  # tables that the delta holds whole
+    why_full: str | None = None  # why this is not a delta, if deltas are on
+    n_links: int = 1  # length of the chain, including this save
+    stand_in: Kind | None = None  # the delta to save instead of a full one if there is no room for that
 
     @property
     def name(self) -> str:

@@ -88,15 +88,15 @@ class Live:
 
 @dataclass(frozen=True)
 class Job:
-    info: SaveInfo  # its name, and how it goes
-    ranks: Ranks  # that take part; one that fails is the failure of this save
-    state: State  # what readers without torch want to know
-    overwrite: bool  # whether it supersedes a committed checkpoint of its name
-    is_resumed: bool  # whether it goes on from a checkpoint of the output dir
-    max_keep: int | Keep | None  # which checkpoints stay
-    span: Operation = field(default_factory=lambda: Operation("save", {}, is_reported=False))  # of OpenTelemetry
-    step_prefix: str = layout.STEP_PREFIX  # of the ids that a manager gives
-    cut: int | None = None  # number of its staging, where guests count them; known to rank 0
+    info: SaveInfo
+    ranks: Ranks  # if one fails, this save fails
+    state: State  # for readers without torch
+    overwrite: bool  # whether it may supersede a committed checkpoint of its name
+    is_resumed: bool  # whether the run goes on from a checkpoint of the output dir
+    max_keep: int | Keep | None
+    span: Operation = field(default_factory=lambda: Operation("save", {}, is_reported=False))  # for OpenTelemetry
+    step_prefix: str = layout.STEP_PREFIX  # begins the ids that a manager gives
+    cut: int | None = None  # number of the staging if there are guests; known to rank 0
 
 
 class Guest(Protocol):
@@ -161,19 +161,19 @@ class Compactor(Protocol):
 class Destination:
     storage: Storage  # the output dir
     fence: Fence  # the saver's hold on it
-    transport: Transport  # how files go up
+    transport: Transport  # how files travel
     sparse_saver: SparseSaver  # writes the tables of this rank
-    concurrency: int  # threads that write and remove; with one, a save makes none, but where it takes over
-    min_free_bytes: int  # what a save leaves of the storage's room
-    on_save: OnSave | None  # called with each save that is committed, or has failed
-    changes: Changes | None  # what deltas are made of; None where all saves are full
-    buffers: DenseBuffers = field(default_factory=DenseBuffers)  # where staging copies dense tensors to
-    digests: RankDigests = field(default_factory=RankDigests)  # of the state that one rank saves for all
-    logged: set[tuple[str, str]] = field(default_factory=set)  # directories and what is wrong there, once it was logged
-    timeline: Timeline = field(default_factory=Timeline)  # where saves leave a line each
-    guests: tuple[Guest, ...] = ()  # what is made of the same saver beside checkpoints
-    forgets: Forgets = field(default_factory=ForgetsNothing)  # ends requests to forget ids
-    compactors: tuple[Compactor, ...] = ()  # of chains, where the policy wants that
+    concurrency: int  # threads that write and remove; with 1, only a takeover starts any
+    min_free_bytes: int  # space that a save must leave free
+    on_save: OnSave | None  # called with each save that was committed or has failed
+    changes: Changes | None  # for deltas; None if all saves are full
+    buffers: DenseBuffers = field(default_factory=DenseBuffers)  # memory for staged dense tensors
+    digests: RankDigests = field(default_factory=RankDigests)  # of the state that rank 0 saves for all
+    logged: set[tuple[str, str]] = field(default_factory=set)  # (directory, problem) pairs that were logged
+    timeline: Timeline = field(default_factory=Timeline)  # gets a line per save
+    guests: tuple[Guest, ...] = ()  # such as near saves
+    forgets: Forgets = field(default_factory=ForgetsNothing)  # carries out requests to forget ids
+    compactors: tuple[Compactor, ...] = ()
 
     def bases_of_guests(self, listing: Listing) -> set[str]:
         newest = max((checkpoint.manifest.order for checkpoint in listing.committed), default=(0, 0))

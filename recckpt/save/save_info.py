@@ -112,7 +112,7 @@ class SaveInfo:
     outcome: str | None = field(default=None, repr=False)
     _begin: float = field(default_factory=clock.perf_counter, repr=False)
     _blocked_sec: float | None = field(default=None, repr=False)
-    _others_blocked_sec: float = field(default=0.0, repr=False)  # up to where each rank had written
+    _others_blocked_sec: float = field(default=0.0, repr=False)  # until each rank had written
 
     def failure(self, rank: int, cause: str) -> SaveFailedError:
         """Internal: return the error of this save if a rank failed."""

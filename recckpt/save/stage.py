@@ -45,19 +45,19 @@ class Staged:
     extra: dict[str, Any]  # registered name -> state; written by rank 0, empty elsewhere
     io_state: dict[str, Any]  # registered name -> state of this shard
     rng: dict[str, Any]  # generator -> state of this rank
-    state: Mapping[str, StateValue]  # what readers without torch want to know of the training
-    sharded: ShardedState = field(default_factory=ShardedState)  # this rank's pieces of sharded tensors
+    state: Mapping[str, StateValue]  # values for readers without torch
+    sharded: ShardedState = field(default_factory=ShardedState)  # this rank's shards of sharded tensors
     own_extra: dict[str, Any] = field(default_factory=dict)  # registered name -> state of this rank
-    digest: RankDigest | None = None  # what other ranks compare with theirs; None where there are none
-    frozen: dict[str, FrozenRows] = field(default_factory=dict)  # tables by name whose changes are counted
+    digest: RankDigest | None = None  # compared with those of other ranks; None if there are none
+    frozen: dict[str, FrozenRows] = field(default_factory=dict)  # table -> its marks, if its changes are counted
     kind: Kind = FULL  # whether it is written as a delta
-    choices: dict[str, TableChoice] = field(default_factory=dict)  # by name, of tables that are not saved whole
-    training: Training = field(default_factory=Training)  # the optimizers, and which of their state is not saved
-    n_evicted: int = 0  # rows that tables of ours have evicted by then
-    evicted_to: dict[str, int | None] = field(default_factory=dict)  # tables of ours by name: up to which step
-    clock: dict[str, ClockDates | None] = field(default_factory=dict)  # the same: when the clock has dated rows
-    live: list[tuple[AttachedTable, Snapshot]] = field(default_factory=list)  # live tables, as they are read
-    layouts: dict[str, LiveLayout] = field(default_factory=dict)  # by name, how live tables lie
+    choices: dict[str, TableChoice] = field(default_factory=dict)  # table -> what is saved of it, if that is not all
+    training: Training = field(default_factory=Training)  # the optimizers, and whose state is missing
+    n_evicted: int = 0  # rows that our tables have evicted so far
+    evicted_to: dict[str, int | None] = field(default_factory=dict)  # table of ours -> step up to which it has evicted
+    clock: dict[str, ClockDates | None] = field(default_factory=dict)  # likewise -> when the clock has dated rows
+    live: list[tuple[AttachedTable, Snapshot]] = field(default_factory=list)  # live tables and their snapshots
+    layouts: dict[str, LiveLayout] = field(default_factory=dict)  # live table -> its layout
     # What joins rows of which ranks have parts: of which tables.
     joins: Mapping[Callable[[Sequence[Any], Meetings], None], list[RowsInParts]] = field(default_factory=dict)
 

@@ -38,8 +38,8 @@ class NamesAndSlots:
     """The names and the slots of the tables of a rank; most ranks have the same."""
 
     names: tuple[str, ...]
-    kinds: tuple[Slots, ...]  # all that occur
-    kind_of: tuple[int, ...]  # of each table, the number of its kind
+    kinds: tuple[Slots, ...]  # all distinct ones
+    kind_of: tuple[int, ...]  # index into ``kinds`` for each table
 
     @classmethod
     def of(cls, slots: Mapping[str, Slots]) -> NamesAndSlots:
@@ -138,7 +138,7 @@ class RankRecord:
     blocked_sec: float
     write_sec: float
     n_kept: int  # rows that were copied aside because training changed them meanwhile
-    n_evicted: int  # rows that its tables have evicted
+    n_evicted: int  # by its tables
 
 
 def write(staged: Staged, intent: Intent, job: Job, to: Destination, progress: Progress) -> RankRecord:

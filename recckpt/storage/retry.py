@@ -66,9 +66,9 @@ _ERRNO_OF_TYPE = (
 class RetryPolicy:
     """How long to wait between attempts, and for how long to go on."""
 
-    first_sec: float = 0.2  # the longest wait after the first failure; it doubles with each further one
-    cap_sec: float = 20.0  # the longest wait of all
-    deadline_sec: float = 600.0  # what failed attempts at one file and the waits between them may take together
+    first_sec: float = 0.2  # longest wait after the first failure; doubles with each further one
+    cap_sec: float = 20.0  # longest wait of all
+    deadline_sec: float = 600.0  # for failed attempts at one file and the waits between them
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
 

@@ -113,7 +113,7 @@ def _is_at(slot: int, path: Path) -> bool:
 class WorkDir(LocalStorage):
     """A local directory of files without names: the system frees each when its last descriptor is closed."""
 
-    device: tuple[str, int] | None = None  # the host and the file system, once it is prepared
+    device: tuple[str, int] | None = None  # host and file system, once it is prepared
 
     def prepare(self) -> None:
         """Make the directory, check that files can be written to it, and note its file system."""
@@ -160,10 +160,10 @@ def no_work_room(url: str, free: int, n_bytes: int) -> OSError:
 class Transport:
     """How files travel; by default directly."""
 
-    slots: UploadSlots | None = None  # each file that goes up takes one of them
+    slots: UploadSlots | None = None  # each upload takes one
     work_dir: WorkDir | None = None  # where a save writes its files first
-    download_dir: WorkDir | None = None  # where a load copies files to that cannot be mapped in the storage
-    visible: RetryPolicy = VISIBLE  # how, and for how long, to look for files that other hosts have written
+    download_dir: WorkDir | None = None  # where a load copies files that cannot be mapped
+    visible: RetryPolicy = VISIBLE  # how long to look for files of other hosts
 
 
 class Outbox:
