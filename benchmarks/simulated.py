@@ -9,7 +9,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -269,6 +269,6 @@ def save_as_rank_0(
     max_keep: int | None,
 ) -> Manifest:
     """Save, as rank 0 of many."""
-    ranks = Ranks(0, job.ranks, Connection(lambda: group))
+    ranks = Ranks(0, job.ranks, Connection(lambda: cast(Any, group)))
     one = SaveJob(info, ranks, None, overwrite=False, is_resumed=True, max_keep=max_keep)
     return write_and_commit(staged(job), SavePlan(io_state=("stream",)), one, _destination(job, storage, fence))

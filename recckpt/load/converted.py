@@ -292,7 +292,20 @@ class TableTensors:
         self.bytes_read = 0
         if not entries:
             return
-        links = source.rows(number, [_filler_of(self._tables[e.name], e) for e in entries], download_dir, concurrency)
+        fillers = [
+            Filler(
+                target=LoadTarget(self._tables[entry.name]),
+                entry=entry,
+                slots={slot: slot for slot in self._tables[entry.name].columns},
+                with_rows=True,
+                clear=True,
+                where=RowFilter(),
+                is_update=False,
+                ages=Ages(),
+            )
+            for entry in entries
+        ]
+        links = source.rows(number, fillers, download_dir, concurrency)
         loaded = load_tables(
             links, concurrency=concurrency, advance=lambda n: n, when_checked=lambda: None, meetings=Meetings()
         )
@@ -329,19 +342,6 @@ class TableTensors:
         kind = self._live.inventory[Name("dense_opt", item.name.optimizer)].lineage[0]
         entry = self._source.at.checkpoint.manifest.named_table(item.thing.table)
         return kind, {key: slot.name for slot in entry.slots if (key := key_of(kind, slot.name))}
-
-
-def _filler_of(table: _Gathered, entry: TableEntry) -> Filler:
-    return Filler(
-        target=LoadTarget(table),
-        entry=entry,
-        slots={slot: slot for slot in table.columns},
-        with_rows=True,
-        clear=True,
-        where=RowFilter(),
-        is_update=False,
-        ages=Ages(),
-    )
 
 
 def _gathered(entry: TableEntry, slots: Collection[str]) -> _Gathered:

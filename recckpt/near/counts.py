@@ -46,12 +46,8 @@ class NearTally:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._counts, self._since = NearCounts(), _SinceLine()
+        self.counts, self._since = NearCounts(), _SinceLine()
         self._counted_step: int | None = None  # the newest of what counts
-
-    @property
-    def counts(self) -> NearCounts:
-        return self._counts
 
     def go_on(self, step: int) -> None:
         with self._lock:
@@ -59,7 +55,7 @@ class NearTally:
 
     def note_made(self, info: SaveInfo, hosts: int, copies: int) -> None:
         with self._lock:
-            self._counts = replace(self._counts, made=self._counts.made + 1)
+            self.counts = replace(self.counts, made=self.counts.made + 1)
             before = self._since.due(info.step)
             self._since = replace(
                 before,
@@ -74,13 +70,13 @@ class NearTally:
 
     def note_failed(self, info: SaveInfo) -> None:
         with self._lock:
-            self._counts = replace(self._counts, failed=self._counts.failed + 1)
+            self.counts = replace(self.counts, failed=self.counts.failed + 1)
             before = self._since.due(info.step)
             self._since = replace(before, failed=before.failed + 1, error=info.error_text)
 
     def note_skipped(self, step: int | None, why: WhySkipped) -> None:
         with self._lock:
-            self._counts = replace(self._counts, skipped=self._counts.skipped + 1)
+            self.counts = replace(self.counts, skipped=self.counts.skipped + 1)
             before = self._since.due(step)
             skipped = {**before.skipped, why: before.skipped.get(why, 0) + 1}
             self._since = replace(before, skipped=skipped)

@@ -20,7 +20,6 @@ from recckpt.near.one_save import NearSave
 from recckpt.near.plan import NearPlan, NearProposal, NearStand, decide_near
 from recckpt.near.tier import NearTier
 from recckpt.output_dir.commit import chain_of
-from recckpt.output_dir.fence import Fence
 from recckpt.output_dir.listing import list_checkpoints
 from recckpt.parallel.ranks import Ranks, RanksNow, outcome_of
 from recckpt.parallel.threads import Latch, Worker
@@ -100,7 +99,7 @@ class NearSaves:
         loader: Loader,
     ) -> None:
         assert to.changes is not None  # near= is refused without
-        self._live, self._durable, self._changes, self.tier = live, to, to.changes, tier
+        self._live, self._durable, self._changes, self.tier, self.fence = live, to, to.changes, tier, to.fence
         self._runner, self._loader, self._metrics = runner, loader, NearMetrics(loader.run)
         self._to = replace(
             to,
@@ -120,10 +119,6 @@ class NearSaves:
         self._fenced: WriterFencedError | None = None
         self._tally = NearTally()
         to.timeline.bring_along(self._tally.take)  # of those before a checkpoint
-
-    @property
-    def fence(self) -> Fence:
-        return self._durable.fence
 
     @property
     def counts(self) -> NearCounts:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -82,44 +82,6 @@ class GlooGroup:
             dist.destroy_process_group(group)
 
 
-class Group(Protocol):
-    """Ranks that all call the same methods in the same order."""
-
-    rank: int
-    size: int
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether a rank is known to be missing, so that all collective methods raise at once."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it belongs to a process group that has been destroyed."""
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in order of rank, to all of them. Collective."""
-
-    def gather_to_first(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks, in order of rank, to rank 0, and None to the others. Collective.
-
-        No rank returns before all have come, so the next wait has the whole timeout.
-        """
-
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value to all. Collective."""
-
-    def exchange(
-        self, mark: int, parcels: Sequence[Parcel], into: ReusedBuffer | None = None
-    ) -> tuple[list[int], list[Parcel]]:
-        """Send a mark to all ranks and a parcel to each; return the marks and parcels of all. Collective.
-
-        What a rank sends itself is dropped. What it receives is in the buffer ``into``, or in new memory.
-        """
-
-    def twin(self) -> Group:
-        """Return another group of the same ranks, for another thread. Collective."""
-
-
 class ProcessGroup:
     """The ranks of ``torch.distributed``, over their own gloo group, so that training's collectives are never met.
 
@@ -148,12 +110,17 @@ class ProcessGroup:
         self._close = weakref.finalize(self, self._group.close)  # torch would keep the group, its threads and files
 
     def all_gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in order of rank, to all of them. Collective."""
         values: list[Any] = [None] * self.size
         self._collective(lambda group: self._dist.all_gather_object(values, value, group=group))
         return values
 
     def gather_to_first(self, value: Any) -> list[Any] | None:
-        """As of the protocol; ``gather_object`` would send the sizes of all values to all."""
+        """Return the values of all ranks, in order of rank, to rank 0, and None to the others. Collective.
+
+        No rank returns before all have come, so the next wait has the whole timeout. ``gather_object`` would send the
+        sizes of all values to all ranks.
+        """
         import torch
 
         own = bytearray(pickle.dumps(value)) if self.rank else bytearray()  # that of rank 0 stays where it is
@@ -174,6 +141,7 @@ class ProcessGroup:
         return [value, *(pickle.loads(each.numpy()) for each in received[1:])]  # pickles end before the padding
 
     def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value to all. Collective."""
         values = [value]
         self._collective(lambda group: self._dist.broadcast_object_list(values, src=0, group=group))
         return values[0]
@@ -181,6 +149,10 @@ class ProcessGroup:
     def exchange(
         self, mark: int, parcels: Sequence[Parcel], into: ReusedBuffer | None = None
     ) -> tuple[list[int], list[Parcel]]:
+        """Send a mark to all ranks and a parcel to each; return the marks and parcels of all. Collective.
+
+        What a rank sends itself is dropped. What it receives is in the buffer ``into``, or in new memory.
+        """
         import torch
 
         sent = [parcel if to != self.rank else parcel[:0] for to, parcel in enumerate(parcels)]
@@ -199,6 +171,7 @@ class ProcessGroup:
         return self._collective(exchange)
 
     def twin(self) -> ProcessGroup:
+        """Return another group of the same ranks, for another thread. Collective."""
         return ProcessGroup(self.timeout_sec, self.call)
 
     def _collective(self, work: Callable[[Any], _T]) -> _T:
@@ -220,10 +193,12 @@ class ProcessGroup:
 
     @property
     def is_lost(self) -> bool:
+        """Whether a rank is known to be missing, so that all collective methods raise at once."""
         return self.call.is_lost
 
     @property
     def is_over(self) -> bool:
+        """Whether the process group has been destroyed."""
         return self._world is not self._dist.group.WORLD
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from recckpt.errors import PartlyLoadedError, RankLostError, RecckptError
-from recckpt.parallel.process_group import Group, Parcel, ReusedBuffer, group_of
+from recckpt.parallel.process_group import Parcel, ProcessGroup, ReusedBuffer, group_of
 from recckpt.text.foreign_words import answers_by
 
 _T = TypeVar("_T")
@@ -94,7 +94,7 @@ class Meetings:
         RankLostError: in all methods: another rank is missing.
     """
 
-    def __init__(self, group: Group | None = None, failed: Failed | None = None) -> None:
+    def __init__(self, group: ProcessGroup | None = None, failed: Failed | None = None) -> None:
         self.rank, self.size = (group.rank, group.size) if group is not None else (0, 1)
         self._group, self._failed = group, failed
         self._nothing: list[Parcel] = [np.empty(0, np.uint8)] * self.size  # for each rank
@@ -172,12 +172,12 @@ class Connection:
     ``connect`` makes the caller's; it is collective if there are several ranks.
     """
 
-    def __init__(self, connect: Callable[[], Group]) -> None:
+    def __init__(self, connect: Callable[[], ProcessGroup]) -> None:
         self._connect, self._lock = connect, threading.Lock()
-        self._groups: tuple[Group, Group] | None = None
+        self._groups: tuple[ProcessGroup, ProcessGroup] | None = None
 
     @property
-    def groups(self) -> tuple[Group, Group]:
+    def groups(self) -> tuple[ProcessGroup, ProcessGroup]:
         """The group of the caller, and one for a thread, so that the two never meet each other's collectives."""
         with self._lock:
             if self._groups is None:
@@ -352,7 +352,7 @@ class Ranks:
             raise self.failed(0, f"{type(error).__name__}: {error}") from error
 
     @contextmanager
-    def _group(self, connection: Connection) -> Iterator[Group]:
+    def _group(self, connection: Connection) -> Iterator[ProcessGroup]:
         try:
             yield connection.groups[self.is_background]
         except RankLostError as error:
