@@ -60,10 +60,6 @@ class LoadCandidate:
     unsaved: Unsaved = field(default_factory=Unsaved)
     sharded: Collection[StoredTensor] = ()  # sharded tensors outside the model, such as TorchRec's optimizer states
 
-    @property
-    def called(self) -> str:
-        return f"{self.entry.label} ({self.label})" if self.entry.path else self.label
-
 
 def checkpoint_inventory(
     checkpoint: Checkpoint, tensors: Mapping[str, StoredTensor], model_dense: Iterable[str]

@@ -243,7 +243,8 @@ def plan_load(
     if problems.not_found:
         _excuse(model, offers, items, problems)
     misfits = [offer for offer in offers if offer.entry.label in problems.misfits] or offers
-    problems.raise_if_any([offer.called for offer in misfits] or ["the bank"])
+    places = [f"{offer.entry.label} ({offer.label})" if offer.entry.path else offer.label for offer in misfits]
+    problems.raise_if_any(places or ["the bank"])
     return LoadPlan(tuple(items), tuple(offer.label for offer in offers), tuple(problems.warnings))
 
 

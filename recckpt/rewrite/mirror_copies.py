@@ -76,7 +76,8 @@ class CheckpointCopier:
                 self.to.remove(layout.join(directory, name))
         entries, files = self.missing(checkpoint), files_of(self.run, checkpoint)
         files.keep_open(entry.name for entry in entries)
-        parts = self._parts(checkpoint, files) if any(layout.is_part(entry.name) for entry in entries) else {}
+        catalogs = OpenLink(checkpoint, files).catalogs if any(layout.is_part(entry.name) for entry in entries) else ()
+        parts = {part.file: part for catalog in catalogs for part in catalog.parts}
         copy = partial(self._copy_file, checkpoint, files, parts, advance)
         run_all(copy, entries, self.to.threads(self.threads))
         files.close()
@@ -125,10 +126,6 @@ class CheckpointCopier:
             f"{self.to.url_of(directory)}: found another save than that of {self.run.url_of(directory)}, expected the "
             "same one: it is a mirror of another run; mirror to another output dir"
         )
-
-    def _parts(self, checkpoint: Checkpoint, files: OpenFiles) -> Mapping[str, Part]:
-        link = OpenLink(checkpoint, files)
-        return {part.file: part for catalog in link.catalogs for part in catalog.parts}
 
     def _copy_file(
         self, checkpoint: Checkpoint, files: OpenFiles, parts: Mapping[str, Part], advance: Advance, entry: FileEntry
