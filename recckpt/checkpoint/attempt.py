@@ -275,10 +275,7 @@ def copy_others(
 ) -> list[FileEntry]:
     """Copy dense state, registered objects and positions; return the entries of the new files.
 
-    Raises:
-        CheckpointRemovedError: the checkpoint was removed meanwhile.
-        CorruptCheckpointError: a file or its copy is damaged.
-        OSError: the storage failed.
+    Raises CheckpointRemovedError, or CorruptCheckpointError if a file or its copy is damaged.
     """
     manifest, directory = checkpoint.manifest, checkpoint.directory
     files = files_of(storage, checkpoint)

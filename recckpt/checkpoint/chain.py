@@ -51,9 +51,8 @@ class OpenLink:
     def catalogs_of(self, numbers: Collection[int]) -> list[Catalog]:
         """Return the catalogs of some shards, each read once.
 
-        Raises:
-            CorruptCheckpointError: a catalog is damaged or differs from the manifest; or, once all are read, rows or
-                deletes do not add up to the manifest's.
+        Raises CorruptCheckpointError if one is damaged or differs from the manifest, or if, once all are read, their
+        rows or deletes do not add up to the manifest's.
         """
         new = [number for number in numbers if number not in self._by_shard]
         for number in new:
@@ -142,9 +141,7 @@ class OpenChain:
     def open(cls, storage: Storage, checkpoint: Checkpoint, before: OpenChain | None = None) -> OpenChain:
         """Open all files, sharing links with ``before``, and index the tables that ``before`` has indexed.
 
-        Raises:
-            CheckpointRemovedError: it is gone already.
-            CorruptCheckpointError: a file is missing, or an indexed table is damaged.
+        Raises CheckpointRemovedError, or CorruptCheckpointError if a file is missing or an indexed table is damaged.
         """
         chain = cls.of(storage, checkpoint, before).open_all()
         links = before.links if before is not None else ()
@@ -179,10 +176,8 @@ class OpenChain:
     def table(self, name: str, slots: Sequence[str], ids: Int64s | None = None) -> ChainTable:
         """Return the reader of a table, whose rows are merged from the links down to one that holds all of it.
 
-        Only shards that may have any of ``ids`` (sorted, unique) are opened, if given.
-
-        Raises:
-            CorruptCheckpointError: a catalog is damaged, or a link lacks the table or has it with other slots.
+        Only shards that may have any of ``ids`` (sorted, unique) are opened, if given. Raises CorruptCheckpointError if
+        a catalog is damaged, or a link lacks the table or has it with other slots.
         """
         from recckpt.sparse.files.chain_table import ChainTable
         from recckpt.sparse.files.merged_rows import down_to_whole
@@ -191,12 +186,9 @@ class OpenChain:
         return ChainTable(down_to_whole(link.reader(name, slots, sought) for link in self.links))
 
     def table_with(self, name: str, columns: Collection[str] | None, ids: Int64s | None = None) -> ChainTable:
-        """Return the reader of a table with the slots in ``columns``; None for all. ``ids`` as of :meth:`table`.
+        """As :meth:`table`, with the slots in ``columns``, or all; KeyError if they do not exist.
 
-        Raises:
-            KeyError: no such table or slot.
-            TypeError: ``columns`` is a single name.
-            CorruptCheckpointError: as :meth:`table`.
+        Raises TypeError if ``columns`` is a single name.
         """
         from recckpt.sparse.files.table_reader import asked_slots
 
@@ -206,10 +198,8 @@ class OpenChain:
     def find(self, table: str, ids: Int64s, slot: SlotSpec, default: Any) -> AlignedRows:
         """Return a slot of the rows of ids, in their order; reads a link only for ids that no newer one has.
 
-        Raises:
-            ValueError: ``default`` is neither a value nor a row of the slot.
-            CorruptCheckpointError: a file is damaged, or an id is twice in a link.
-            CheckpointRemovedError: its writer removed it, and the storage has no maps.
+        Raises ValueError if ``default`` is neither a value nor a row of the slot, CorruptCheckpointError if an id is
+        twice in a link.
         """
         from recckpt.sparse.files.chain_table import aligned_rows
 

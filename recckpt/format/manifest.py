@@ -253,9 +253,7 @@ def encode(manifest: Manifest) -> bytes:
 def decode(data: bytes, path: str) -> Manifest:
     """Return the manifest in ``data``, the bytes of the file ``path``.
 
-    Raises:
-        CorruptCheckpointError: it is not a whole, sealed and consistent manifest.
-        FormatVersionError: a newer format wrote it.
+    Raises CorruptCheckpointError if it is not whole and consistent, FormatVersionError if a newer format wrote it.
     """
     document = KIND.open(data, path)
     if (kind := document.text("kind")) not in ("full", "delta"):

@@ -106,9 +106,7 @@ def encode(of: NearSeal) -> bytes:
 def decode(data: bytes, path: str) -> NearSeal:
     """Return the seal in ``data``, the bytes of the file ``path``.
 
-    Raises:
-        CorruptCheckpointError: it is not a whole, sealed and consistent one of a delta.
-        FormatVersionError: a newer format wrote it.
+    Raises CorruptCheckpointError if it is not a whole one of a delta, FormatVersionError if a newer format wrote it.
     """
     document = KIND.open(data, path)
     world, manifest = document.read(_World, "world"), manifest_of(document)

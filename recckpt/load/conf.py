@@ -173,8 +173,7 @@ class Entry:
 def parse_load_conf(conf: Mapping[str, Any] | None, *, own: bool = False) -> Entry:
     """Return what a ``load_conf`` asks for; None asks for everything, strictly.
 
-    Raises:
-        LoadConfError: lists all unknown keys and values of another type.
+    Raises a LoadConfError that lists all unknown keys and values of another type.
     """
     if conf is None:
         return Entry(strict=True, is_own=own)
@@ -186,11 +185,9 @@ def parse_load_conf(conf: Mapping[str, Any] | None, *, own: bool = False) -> Ent
 
 
 def as_bank(bank: Bank, conf: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
-    """Return the entries of a bank, which may also be given as one entry, as a path and the rest of its entry, or as
-    None.
+    """Return the entries of a bank, which may also be one entry, a path and the rest of its entry, or None.
 
-    Raises:
-        LoadConfError: the rest of an entry is not a dict, or comes without a path.
+    Raises LoadConfError if the rest of an entry is not a dict, or comes without a path.
     """
     if isinstance(bank, str | PathLike):
         if not isinstance(conf, Mapping | None):

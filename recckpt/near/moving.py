@@ -236,10 +236,6 @@ def move(
     there. A file that cannot be read, does not fit or cannot be written only fails its own move. ``moves`` are the same
     on all ranks, in the same order, none from a rank to itself. A rank sends, and receives, ``round_bytes`` at a
     meeting.
-
-    Raises:
-        RecckptError: another rank has failed.
-        RankLostError: another rank is missing.
     """
     if not moves:
         return []
@@ -309,10 +305,8 @@ def copy_files(
     """Copy the files of each rank to the hosts that follow its own; return once all are there. Collective.
 
     ``files`` are those of this rank, in a directory that each host has created; ``hosts`` has the host of each rank.
-    All but ``storage`` and ``files`` are the same on all ranks.
-
-    Raises:
-        RecckptError: a copy did not arrive (the same error on all ranks); or another rank has failed, or is missing.
+    All but ``storage`` and ``files`` are the same on all ranks. If a copy did not arrive, all raise the same
+    RecckptError.
     """
     takers = receivers(hosts, copies)
     moves = [

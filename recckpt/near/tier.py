@@ -81,11 +81,8 @@ class NearTier(NearAtTakeover):
 
     def in_time(self, ask: Callable[[], object], n_ranks: int = 2) -> None:
         """Ask the output dir for something, for half the time that other ranks wait before they call this one lost.
-        lost.
 
-        Raises:
-            TimeoutError: the output dir does not answer. This near save fails; the next one asks again.
-            Exception: what ``ask`` raises.
+        Raises TimeoutError if it does not answer. This near save fails then; the next one asks again.
         """
         if n_ranks == 1:
             ask()

@@ -115,11 +115,8 @@ def near_saves_here(near_dir: NearDir) -> Iterator[NearHere]:
 def counting_here(storage: Storage, listing: Listing, near: Near) -> list[NearHere]:
     """Return the near saves of an output dir on this host that count, newest first; takes nothing over.
 
-    One with only some of its shards here counts as if the other hosts had theirs.
-
-    Raises:
-        CorruptCheckpointError, FormatVersionError: the newest list is damaged, or of a newer recckpt.
-        OSError: a directory cannot be read.
+    One with only some of its shards here counts as if the other hosts had theirs. Raises CorruptCheckpointError or
+    FormatVersionError if the newest list is damaged, or of a newer recckpt.
     """
     here = {each.save.directory: each for each in near_saves_here(NearDir.of(near, storage.url)) if not each.is_lost}
     near_list = last_takeover(storage).near  # rule *list_read_last*

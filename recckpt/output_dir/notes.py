@@ -66,12 +66,7 @@ def put_mirror_note(storage: Storage, note: MirrorNote) -> None:
 
 
 def mirror_note(storage: Storage) -> MirrorNote | None:
-    """Return the note of a mirror; None if an output dir is not one.
-
-    Raises:
-        CorruptCheckpointError: the note is damaged.
-        FormatVersionError: a newer recckpt wrote it.
-    """
+    """Return the note of a mirror; None if an output dir is not one. Raises an error if the note is damaged."""
     return _read(storage, layout.MIRROR, _MIRROR, MirrorNote, _MIRROR_REMEDY)
 
 

@@ -205,9 +205,7 @@ class ProcessGroup:
 def group_of(shard_id: int, shard_num: int, timeout_sec: float) -> ProcessGroup:
     """Return the group of several ranks, including this one. Collective.
 
-    Raises:
-        ValueError: there is no process group, or the numbers are not those of this process in it.
-        RankLostError: not all ranks came in time.
+    Raises ValueError without a process group or with wrong numbers, RankLostError if not all ranks came in time.
     """
     import torch.distributed as dist
 

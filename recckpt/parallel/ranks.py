@@ -49,7 +49,7 @@ def error_of(rank: int, reason: Reason, failed: Failed | None) -> RecckptError:
     return RecckptError(f"rank {rank} failed: {reason}") if failed is None else failed(rank, reason)
 
 
-def _gathered(group: Group, value: _T, failed: Failed | None) -> list[_T]:
+def _gathered(group: ProcessGroup, value: _T, failed: Failed | None) -> list[_T]:
     """Return the values of all ranks; each sends with it in which call it is. Collective.
 
     Raises:
@@ -236,9 +236,8 @@ class Ranks:
     def gather(self, own: Any) -> list[Any]:
         """Return the values of all ranks, in order of rank. Collective.
 
-        Raises:
-            RankLostError: a rank is missing; or what ``lost`` makes of it, here as in all methods.
-            RecckptError: a rank is in another call; here as in :meth:`on_all`.
+        As in all methods, a missing rank raises RankLostError, or what ``lost`` makes of it; a rank that is in another
+        call raises RecckptError, as in :meth:`on_all`.
         """
         if self.connection is None:
             return [own]
@@ -246,11 +245,7 @@ class Ranks:
             return _gathered(group, own, self.failed)
 
     def on_all(self, work: Callable[[], _T]) -> list[_T]:
-        """Do work on every rank and return all results, in order of rank. Collective.
-
-        Raises:
-            RecckptError: work failed on a rank; all raise the failure of the first.
-        """
+        """Do work on every rank and return all results, in order of rank; all raise the first failure. Collective."""
         if self.connection is None:
             return [self._alone(work)]
 
@@ -262,21 +257,13 @@ class Ranks:
             return [result for result, _ in outcomes]
 
     def on_each(self, work: Callable[[], _T]) -> _T:
-        """Do work on every rank and return this rank's result; results are not sent. Collective.
-
-        Raises:
-            RecckptError: as :meth:`on_all`.
-        """
+        """Do work on every rank, as :meth:`on_all`, and return this rank's result; results are not sent. Collective."""
         results: list[_T] = []
         self.on_all(lambda: results.append(work()))
         return results[0]
 
     def on_first(self, work: Callable[[], _T]) -> _T:
-        """Do work on rank 0, and return its result on all ranks. Collective.
-
-        Raises:
-            RecckptError: work failed there; all raise the same error.
-        """
+        """Do work on rank 0, and return its result on all ranks; all raise its failure. Collective."""
         if self.connection is None:
             return self._alone(work)
 
@@ -289,14 +276,8 @@ class Ranks:
     def concluded(self, work: Callable[[], _T], conclude: Callable[[list[_T]], _R]) -> _R:
         """Do work on every rank, send the results to rank 0, and return its conclusion from them on all. Collective.
 
-        Traffic grows with the number of ranks; with :meth:`on_all` it grows with its square.
-
-        Args:
-            work: what each rank does.
-            conclude: called on rank 0 with all results, in order of rank, unless work failed on a rank.
-
-        Raises:
-            RecckptError: as :meth:`on_all`; or ``conclude`` failed, and all raise the same error.
+        Traffic grows with the number of ranks; with :meth:`on_all` it grows with its square. ``conclude`` gets all
+        results, in order of rank, unless work failed on a rank. All raise the first failure, or that of ``conclude``.
         """
         if self.connection is None:
             return self._alone(lambda: conclude([work()]))

@@ -348,10 +348,8 @@ def run_on(
     """Return ``work`` of each task, in order, done by the workers of an executor, or by the caller without one.
 
     An error of recckpt or of the storage ends it. After any other, such as a lost worker, the task is done again, three
-    times at most. When this returns or raises, no task is running any more, as far as the executor knows.
-
-    Raises:
-        StoppedError: ``is_stopped`` said so.
+    times at most. When this returns or raises, no task is running any more, as far as the executor knows. Raises
+    StoppedError if ``is_stopped`` says so.
     """
     if executor is None:
         here = list[_R]()

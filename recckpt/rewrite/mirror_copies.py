@@ -52,13 +52,9 @@ class CheckpointCopier:
     def copy(self, checkpoint: Checkpoint, advance: Advance) -> int:
         """Copy what is missing of a checkpoint, and commit it; return how many bytes were copied.
 
-        Its parents must be there already.
-
-        Raises:
-            CheckpointRemovedError: its writer removed it meanwhile; it is not committed.
-            CorruptCheckpointError: a file of it is damaged; it is not committed.
-            RecckptError: the mirror has another checkpoint in this place, or another pass over it has begun.
-            OSError: a storage failed; it is not committed.
+        Its parents must be there already. After any error it is not committed: CheckpointRemovedError,
+        CorruptCheckpointError, or RecckptError if the mirror has another checkpoint in this place, or another pass over
+        it has begun.
         """
         data = self._manifest_bytes(checkpoint)
         try:

@@ -95,13 +95,9 @@ def finish_pending(storage: Storage, fence: Fence, *, has_bar: bool = False) -> 
 
 
 def check(storage: Storage, listing: Listing, table: str, ids: Ids, *, is_live: bool = False) -> None:
-    """Raise, before anything changes, if ids cannot be forgotten.
+    """Raise, before anything changes, if ids cannot be forgotten. With ``is_live`` the model has the table.
 
-    With ``is_live`` the model has the table, so no checkpoint need have it.
-
-    Raises:
-        ValueError: no checkpoint has such a table.
-        CorruptCheckpointError: a checkpoint, or the audit, is damaged.
+    Raises ValueError if no checkpoint has such a table, CorruptCheckpointError if one, or the audit, is damaged.
     """
     check_readable(listing)
     if not is_live:

@@ -59,9 +59,8 @@ class ChainName:
 def opened(name: ChainName) -> OpenChain:
     """Return a chain; a process reads its catalogs once, for all the parts that it writes.
 
-    Raises:
-        CheckpointRemovedError: a link was removed meanwhile.
-        CorruptCheckpointError: a link has another manifest than when the chain was named, or a catalog is damaged.
+    Raises CheckpointRemovedError, or CorruptCheckpointError if a link has another manifest than when the chain was
+    named.
     """
     storage = open_storage(name.url)
     newest, *below = (_named(storage, directory, xxh3) for directory, xxh3 in name.links)
@@ -137,10 +136,7 @@ def tasks_of(name: ChainName, chain: OpenChain, url: str, directory: str, budget
 def write_task(task: CompactionTask) -> Part | None:
     """Write the part and return its catalog entry, None if it would have no rows.
 
-    Raises:
-        CheckpointRemovedError: a link was removed meanwhile.
-        CorruptCheckpointError: the chain is damaged, or what was written is not what the chain holds.
-        OSError: the storage failed.
+    Raises CheckpointRemovedError, or CorruptCheckpointError if what was written is not what the chain holds.
     """
     named, storage = opened(task.chain), open_storage(task.url)
     sums = RowSums()
@@ -190,11 +186,7 @@ class Means:
 def write_whole(storage: Storage, checkpoint: Checkpoint, to: Attempt, means: Means) -> Content:
     """Write all files of a full checkpoint with the contents of one that may be a delta, synced and read back.
 
-    Raises:
-        CheckpointRemovedError: a link was removed meanwhile.
-        CorruptCheckpointError: the chain is damaged, or what was written is not what the chain holds.
-        OSError: the storage failed.
-        StoppedError: the caller asked to stop.
+    Errors as of :func:`write_task`; StoppedError if the caller asks to stop.
     """
     name = ChainName(storage.url, tuple((link.directory, link.manifest.xxh3) for link in checkpoint.links))
     chain = opened(name)

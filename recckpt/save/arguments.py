@@ -35,11 +35,7 @@ from recckpt.types import SavableTable, flag, positive_int
 
 
 def check_parts(model: object, sparse_optim: object) -> dict[str, SavableTable]:
-    """Return the tables of a model, after checking that an optimizer trains these and no dense parameters.
-
-    Raises:
-        TypeError, ValueError: otherwise; or two tables share a name.
-    """
+    """Return the tables of a model; TypeError or ValueError if the optimizer trains others, or dense parameters."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found a {type(model).__name__}")
     tables, dense = state_of(model)
@@ -62,12 +58,9 @@ def check_parts(model: object, sparse_optim: object) -> dict[str, SavableTable]:
 
 
 def live_tables_of(model: nn.Module, tables: object) -> LiveTables:
-    """Return the live tables that a saver is given; NO_TABLES for None.
+    """Return the live tables that a saver is given, NO_TABLES for None.
 
-    Raises:
-        TypeError: they are something else.
-        ValueError: they belong to another model, or share a name with a table of this one.
-        LiveTableError: they are closed.
+    Raises TypeError, ValueError or LiveTableError if they are something else, belong to another model, or are closed.
     """
     if tables is None:
         return NO_TABLES
@@ -124,10 +117,7 @@ def transport_of(transfers: Transfers, output_dir: Any) -> Transport:
 def output_dir_of(path: Any, run: Any) -> tuple[Storage, str]:
     """Return the output dir, created and tried for writing, and the name of the job in metrics.
 
-    Raises:
-        TypeError, ValueError: ``run`` is not a name, the path is not one, or it is a checkpoint.
-        RecckptError: it is a mirror.
-        OSError: it cannot be written.
+    Raises TypeError or ValueError for wrong arguments, RecckptError for a mirror, OSError if it cannot be written.
     """
     storage = open_storage(os.fspath(path) if isinstance(path, os.PathLike) else path)
     if run is not None and (not isinstance(run, str) or not run):

@@ -143,12 +143,7 @@ class SaveRunner:
         return handle
 
     def settle(self, timeout_sec: float | None = None) -> bool:
-        """Wait for the running save; return whether it has ended.
-
-        Raises:
-            TypeError: ``timeout_sec`` is neither a number nor None.
-            RecckptError: the save failed, and its error has not been raised yet.
-        """
+        """Wait for the running save, and say whether it has ended; raise its error if nobody has seen that yet."""
         check_timeout(timeout_sec)
         handle = self._worker.task
         if handle is None:

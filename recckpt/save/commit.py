@@ -33,11 +33,8 @@ log = logging.getLogger("recckpt")
 def head_of(staged: Staged, plan: SavePlan, attempt: Attempt, job: Job) -> Manifest:
     """Return the manifest apart from what the ranks write; only rank 0's is complete. Collective.
 
-    Compares the ranks in detail where the plan says that they may differ; a difference in what rank 0 saves for all is
-    a warning.
-
-    Raises:
-        SaveFailedError: the ranks do not have the parts of one state.
+    Compares the ranks in detail if the plan says that they may differ. A difference in what rank 0 saves for all is a
+    warning; SaveFailedError if they do not have the parts of one state.
     """
     ranks, digest = job.ranks, staged.digest
     shares: Sequence[Mapping[str, Share]] = [staged.sharded.shares]
@@ -76,10 +73,8 @@ def commit(
 ) -> tuple[Manifest, dict[str, Any]]:
     """Commit what all ranks wrote, on rank 0; return the manifest and totals, which are fields of SaveInfo.
 
-    Raises:
-        SaveFailedError: a rank wrote for another attempt.
-        StateMismatchError: the slots of a table differ between ranks.
-        Exception: as :func:`recckpt.output_dir.commit.commit`.
+    Raises SaveFailedError if a rank wrote for another attempt; further errors as of
+    :func:`recckpt.output_dir.commit.commit`.
     """
     info = job.info
     with info.timed("commit"):

@@ -143,12 +143,7 @@ class Removal:
 
 
 def end_pending(to: Destination) -> bool:
-    """Carry out pending requests, as the owner; say whether none is left.
-
-    Raises:
-        WriterFencedError: another writer has taken the output dir over.
-        RecckptError: a request waits, and this saver cannot carry it out.
-    """
+    """Carry out pending requests, as the owner; say whether none is left. RecckptError if this saver cannot."""
     if not to.fence.is_settled:
         to.end_compactions()
     return to.forgets.settle(to.storage, to.fence)

@@ -56,11 +56,8 @@ class SparseSaver:
     def save(self, tables: Sequence[TableSource], shard: ShardWriter, advance: Callable[[int], object]) -> None:
         """Write the rows of tables, and the ids that a delta has to name as deleted.
 
-        ``advance`` is called with the bytes of each written batch, from several threads.
-
-        Raises:
-            StateMismatchError: a table has an id twice.
-            OSError: the storage failed; files of the shard may remain, without a catalog.
+        ``advance`` is called with the bytes of each written batch, from several threads. Raises StateMismatchError if a
+        table has an id twice.
         """
         holds: PartKind
         for holds, sources in (("rows", tables), ("deletes", [deleted_from(table) for table in tables])):

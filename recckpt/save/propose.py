@@ -101,13 +101,9 @@ def propose(
 def check(
     live: Live, tables: Mapping[str, SavableTable], dense: Mapping[str, Any], rank: int
 ) -> tuple[Owned, frozenset[str], int]:
-    """Check the tables and the dense state of the model of this rank.
+    """Check the tables and the dense state of the model of this rank; ValueError if they cannot be saved.
 
-    Returns: the owned ids, the options that match no table, and about how many bytes a full save of this rank has.
-
-    Raises:
-        ValueError: the optimizer trains other tables, an option cannot apply to its table, or the name of a tensor
-            cannot be encoded as UTF-8.
+    Returns the owned ids, the options that match no table, and about how many bytes a full save of this rank has.
     """
     if not is_encodable("".join(dense)):
         name = next(name for name in dense if not is_encodable(name))

@@ -144,9 +144,7 @@ class RankRecord:
 def write(staged: Staged, intent: Intent, job: Job, to: Destination, progress: Progress) -> RankRecord:
     """Write the files of this rank into the directory of an attempt: dense beside sparse, the catalog last.
 
-    Raises:
-        OSError: the storage failed.
-        WriterFencedError: another writer has taken over, and may have removed what was written.
+    Raises WriterFencedError if another writer has taken over, which may have removed what was written.
     """
     rank, begin = job.ranks.rank, time.perf_counter()
     check_owner = partial(check_epoch, to.storage, intent.epoch)

@@ -21,9 +21,7 @@ _NO_LISTINGS = frozenset({"sftp", "ssh"})  # keep none, and would pass an option
 def connect(url: str) -> tuple[Any, str]:
     """Return a new fsspec file system for a URL, and the path of the URL in it.
 
-    Raises:
-        ValueError: no backend knows the URL; the message names what to install.
-        OSError: a backend that connects at once cannot.
+    Raises ValueError if no backend knows the URL, with what to install; OSError if a backend cannot connect.
     """
     protocol = url.partition("://")[0]
     options = {} if protocol in _NO_LISTINGS else {"use_listings_cache": False}  # others write too
