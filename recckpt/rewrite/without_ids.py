@@ -56,7 +56,7 @@ def files_with(ids: IdsInFiles) -> frozenset[str]:
 
 
 def ids_in_files(storage: Storage, checkpoint: Checkpoint, table: str, ids: Ids) -> IdsInFiles:
-    """Look for ids of a table, and of its counts, in one checkpoint's own files; skips batches that cannot have them."""
+    """Look for ids of a table, and of its counts, in one checkpoint's own files; skips batches without them."""
     link = OpenLink.of(storage, checkpoint)
     meant = meant_in(checkpoint.manifest, table)
     entries = {name: checkpoint.manifest.table(name) if name in meant else None for name in tables_of(table)}
