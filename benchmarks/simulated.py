@@ -26,6 +26,7 @@ from recckpt.output_dir.fence import Fence
 from recckpt.parallel.process_group import Parcel, ReusedBuffer
 from recckpt.parallel.ranks import Connection, Ranks
 from recckpt.policies.deltas import Chain, Deltas
+from recckpt.rewrite import requests
 from recckpt.save.choice import Choice
 from recckpt.save.decide import Owned, Proposal, Room, SavePlan
 from recckpt.save.deltas import DeltaProposal, TableChanges
@@ -257,7 +258,7 @@ def write_shard(job: Job, rank: int, storage: Storage, intent: Intent) -> RankRe
 
 def _destination(job: Job, storage: Storage, fence: Fence) -> Destination:
     saver = HollowSaver(job, storage.url)
-    return Destination(storage, fence, Transport(), saver, 1, min_free_bytes=0, on_save=None, changes=None)
+    return Destination(storage, fence, Transport(), saver, 1, 0, on_save=None, changes=None, forgets=requests)
 
 
 def save_as_rank_0(

@@ -144,6 +144,8 @@ class Saver(Loads):
         on_save: OnSave | None = None,
         run: str | None = None,
     ) -> None:
+        from recckpt.rewrite import requests  # as guests: once it is asked for
+
         super().__init__()
         transfers = arguments.checked_options(max_keep, concurrency, on_save, transfers)
         changes, choice = changes_of(deltas), choice_of(choose)
@@ -159,7 +161,8 @@ class Saver(Loads):
         tier = _tier_of(near, storage, concurrency)
         fence = Fence(storage, self.made_at, near=tier or VOIDED, seen_before=lambda: seen_by(model.modules(), storage))
         writers, room = (fence, transport, SparseSaver(concurrency)), transfers.min_free_bytes
-        self._to = _with_guests(Destination(storage, *writers, concurrency, room, on_save, changes), tier)
+        to = Destination(storage, *writers, concurrency, room, on_save, changes, requests)
+        self._to = _with_guests(to, tier)
         self.removal, self.counted_run = Removal(self._to), CountedRun()
         self.loader = self._loader(name, live, _counting_from(changes, tier))
         self._runner, self.ranks = SaveRunner(), RanksNow(transfers.timeout_sec)
@@ -352,9 +355,7 @@ class Saver(Loads):
 
 
 def _with_guests(to: Destination, tier: NearTier | None) -> Destination:
-    from recckpt.rewrite import requests
-
-    to = replace(to, guests=(tier,) if tier else (), forgets=requests)
+    to = replace(to, guests=(tier,) if tier else ())
     if not (to.changes and to.changes.policy.compact):
         return to
     from recckpt.rewrite.compaction import BackgroundCompactor

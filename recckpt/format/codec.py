@@ -41,7 +41,7 @@ _R = TypeVar("_R", bound="JsonRecord")
 
 Count = Annotated[int, Meta(ge=0, lt=COUNT_LIMIT)]
 PositiveCount = Annotated[int, Meta(ge=1, lt=COUNT_LIMIT)]
-HighestCount = Annotated[int, Meta(ge=-1, lt=COUNT_LIMIT)]  # of some counts; -1 where there is none
+HighestCount = Annotated[int, Meta(ge=-1, lt=COUNT_LIMIT)]  # the highest of several counts; -1 if there are none
 Number = Annotated[float, Meta(ge=0)]
 _Id = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 _Bucket = Annotated[int, Meta(ge=0, le=65536)]
@@ -196,7 +196,7 @@ class Document:
     def absent(self, where: str) -> CorruptCheckpointError | FormatVersionError:
         if "." not in where and {"format", "version"} <= self.values.keys():
             match = _SEAL.fullmatch(self._data, max(0, self._data.rfind(b",\n")))
-            # A whole file of ours, whose checksum holds: no damage has taken the field from it.
+            # The checksum holds, so no damage has taken the field from the file.
             if match is not None and xxhash.xxh3_64_intdigest(self._data[: match.start()]) == self.xxh3:
                 return FormatVersionError(self.path, found=0, supported=1, missing=where)
         return self.wrong(where, "no such field", "one")

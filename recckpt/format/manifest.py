@@ -34,7 +34,7 @@ MAX_NESTED = 8  # part of the format: how deep lists and objects in the state ar
 MAX_LINKS = 1000  # part of the format: of a chain, the full one included
 _MAX_RANGES = 1 << 16  # of all shards: every listing reads manifests, and tables times shards may be a million
 
-Lineage = tuple[str, ...]  # the name of a class, and of those that it inherits from
+Lineage = tuple[str, ...]  # names of a class and its base classes
 StateValue = str | int | float | bool | Sequence["StateValue"] | Mapping[str, "StateValue"] | None
 NOT_FINITE = ("nan", "inf", "-inf")  # part of the format: numbers that JSON does not have
 
@@ -76,7 +76,7 @@ class Unsaved(JsonRecord, frozen=True):
     optimizers: tuple[str, ...] = ()  # registered ones that did not step while others trained their parameters
     tables: tuple[str, ...] = ()  # tables that a sparse optimizer trains
     gradients: tuple[str, ...] = ()  # tables whose gradients no optimizer uses
-    schedules: tuple[str, ...] = ()  # saved optimizers whose scheduler is not saved
+    schedules: tuple[str, ...] = ()  # saved optimizers with an unsaved scheduler
     weights: tuple[str, ...] = ()  # registered optimizers of parameters that are not saved
 
     @property

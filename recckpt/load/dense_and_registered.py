@@ -261,7 +261,7 @@ def _has_own_load(module: nn.Module) -> bool:
     kind = type(module)
     hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
     for method in (kind._load_from_state_dict, kind.load_state_dict, kind.set_extra_state, *hooks):
-        function: Any = getattr(method, "hook", method)  # torch wraps those that it calls with their module
+        function: Any = getattr(method, "hook", method)  # torch wraps hooks that it passes the module to
         while isinstance(function, partial):
             function = function.func
         if str(getattr(function, "__module__", "")).partition(".")[0] not in LOADS_AS_TORCH:

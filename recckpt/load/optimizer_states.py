@@ -304,7 +304,7 @@ class _Composer:
             found, expected = f"no parameter {there!r}", "the one that the manifest names"
             raise source.corrupt(layout.EXTRA, repr(name), found=found, expected=expected)
         shape, values = states[there]
-        if shape_of(tensor) not in (shape, (-1,)):  # only of those that are not in the state dict
+        if shape_of(tensor) not in (shape, (-1,)):  # only for parameters that are not in the state dict
             log.warning("%s: %r has another shape here: its state in %r starts fresh", source.at.label, there, name)
             return None
         if values is None:

@@ -64,7 +64,7 @@ def whole_files(save: Checkpoint, names: Collection[str], concurrency: int, rank
     for file in save.manifest.files:
         if file.name in names and file.name not in catalogs and not layout.is_part(file.name):
             problems = list[Exception]()
-            try:  # all checksums, of which nothing else matters here
+            try:  # this only checks the checksums
                 problems += check_file(link.files, save.directory, file, index=None, advance=lambda _: None)
             except (RecckptError, OSError) as error:
                 problems.append(error)

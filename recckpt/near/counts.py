@@ -106,7 +106,7 @@ class NearMetrics:
     """Records the metrics of the near saves of one saver, on rank 0. Thread-safe. ``run`` names the job."""
 
     def __init__(self, run: str) -> None:
-        self._run, self._newest_step = run, 0  # of those that this process has made
+        self._run, self._newest_step = run, 0  # of near saves made by this process
 
     def due(self, info: SaveInfo, listing: Listing) -> None:
         """Record what a loss would have cost when one was due, whether it began or not."""

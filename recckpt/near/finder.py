@@ -57,7 +57,7 @@ class NearFinder(CandidateFinder):
         self._dir, self._storage, self._concurrency, self._noted = dir, storage, concurrency, noted
         self._files_here: Mapping[str, frozenset[str]] = {}  # by directory, as of the last look
         self._skipped: Sequence[tuple[Checkpoint, str]] = ()  # as of the last look, on rank 0
-        self._logged = set[str]()  # directories of those that the log has named
+        self._logged = set[str]()  # directories of near saves that were logged
 
     def find(self, ranks: Ranks, bank: Callable[[], _T], usable: Usable, needed: Needed) -> tuple[_T, list[Checkpoint]]:
         """Return what may be restored: checkpoints and near saves, newest first; arguments as of the base.

@@ -30,7 +30,7 @@ from recckpt.text import Progress
 @dataclass(frozen=True)
 class NearSave:
     begun: BegunNear
-    # what it stands on, newest first; known to rank 0. Rule *staged_base*: as it was when it was staged.
+    # the checkpoints below, newest first; known to rank 0. Rule *staged_base*: as of staging.
     links: Sequence[Checkpoint]
     plan: SavePlan
     job: Job
@@ -47,7 +47,7 @@ class NearSave:
         """
         ranks, info, intent = self.job.ranks, self.job.info, self.begun.intent
         with closing(staged):
-            if ranks.rank:  # which may not learn what becomes of it from now on
+            if ranks.rank:  # from now on this rank may not learn the outcome
                 info.note(outcome=info.words.is_open)
             ranks.on_each(self._make)  # before any rank of the host writes there
             for join, sources in staged.joins.items():

@@ -110,9 +110,9 @@ class NearSaves:
             buffers=DenseBuffers(),
             digests=RankDigests(),
         )
-        # Groups of their own, that are no twins: a near save whose rank does not answer fails no checkpoint.
+        # Separate groups: a rank that does not answer in a near save must not fail a checkpoint.
         self.ranks, self._worker = RanksNow(tier.timeout_sec), Worker[LeftOutNear]("recckpt-near")
-        self._based: Ranks | None = None  # those of which all are known to have a base
+        self._based: Ranks | None = None  # ranks that all have a base
         self._logged = False  # what has gone wrong since the last near save that was acknowledged
         self._is_off = self._has_said_fewer = False
         self._stood_in = 0  # the step of the last checkpoint in place of one, whether it was made or has failed
@@ -277,8 +277,8 @@ class NearSaves:
         return None
 
     def _presence(self) -> tuple[bool, bool]:
-        self._check_fence()  # which ranks may find out one by one
-        self.tier.dir.host()  # no checkpoint is made in place of one for which a host has no near dir
+        self._check_fence()  # ranks may lose the output dir one by one
+        self.tier.dir.host()  # fails here if a host has no near dir, before a checkpoint would be made instead
         return self._has_base, self._runner.is_running
 
     def _passed_over(self, plan: NearPlan, info: SaveInfo, ranks: Ranks) -> bool:

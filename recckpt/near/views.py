@@ -18,7 +18,7 @@ from recckpt.storage import Storage
 
 log = logging.getLogger("recckpt")
 Gather = Callable[[Any], list[Any]]  # the values of all ranks, in their order; collective
-SeenSave = tuple[Checkpoint, set[str]]  # of which a host has a seal, and its files that hosts have, with their size
+SeenSave = tuple[Checkpoint, set[str]]  # a near save that a host has sealed, and its files that any host has whole
 
 
 @dataclass(frozen=True)

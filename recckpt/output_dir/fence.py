@@ -203,8 +203,8 @@ class Fence:
         self._takeover = NO_TAKEOVER
         self._lost: WriterFencedError | None = None
         self._is_of_recis = False
-        self._used = set[str]()  # names of directories that this writer has seen or made, those that are gone included
-        self._passed_over: set[str] = set()  # directories whose INTENT cannot be read
+        self._used = set[str]()  # directories that this writer has seen or made, even if they are gone
+        self._passed_over: set[str] = set()  # directories with an unreadable INTENT
 
     @property
     def epoch(self) -> int:
@@ -269,7 +269,7 @@ class Fence:
         self.check_forgotten()  # before anything changes
         claim = claim_next(self._storage, self._known, self.epoch, self._purpose)
         try:
-            check_epoch(self._storage, claim.epoch)  # its number may be one whose claim a later owner has removed
+            check_epoch(self._storage, claim.epoch)  # a later owner may have removed a claim of this number
         except WriterFencedError as error:
             self._claim, self._lost = claim, error
             raise

@@ -24,7 +24,7 @@ _OF_OTHERS = {  # a file that is in every checkpoint of a format, and in none of
     "model.safetensors.index.json": "Hugging Face",
     "pytorch_model.bin": "Hugging Face",
 }
-_SHARDS = ".safetensors"  # of which a directory without others may have any number, by names that say how many
+_SHARDS = ".safetensors"  # a directory without other files may have several; each name says how many
 _FILES_OF_OTHERS = (".pt", ".pth", ".bin", ".ckpt", _SHARDS, ".parquet", ".arrow", ".feather", ".npy", ".npz")
 _LOOSE_FILES = {  # endings of files that are no checkpoint as they lie there -> what they are, and what helps
     (".distcp",): "torch.distributed.checkpoint writes such, and its .metadata last, which is not here: that save did "

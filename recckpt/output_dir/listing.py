@@ -205,7 +205,7 @@ class Listing:
     save_ids: frozenset[str] = frozenset()  # of all manifests that count, even if files are damaged
     directories: tuple[str, ...] = ()  # committed or not, without recckpt's own
     unreadable: dict[str, OSError] = field(default_factory=dict)
-    lost: tuple[Checkpoint, ...] = ()  # damaged ones whose manifests count
+    lost: tuple[Checkpoint, ...] = ()  # damaged checkpoints with manifests that count
 
     @property
     def uncommitted(self) -> list[str]:

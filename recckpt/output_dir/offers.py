@@ -26,7 +26,7 @@ log = logging.getLogger("recckpt")
 @dataclass(frozen=True)
 class Offer:
     directory: str
-    # the manifest as it is to be, but for its number; None where it is not finished, or damaged
+    # the future manifest, except its number; None if it is unfinished or damaged
     record: Manifest | None
     problem: str = ""  # what is wrong with it; "" if it is whole
 

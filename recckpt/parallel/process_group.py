@@ -102,7 +102,7 @@ class ProcessGroup:
         def formed() -> Any:
             timeout = timedelta(seconds=timeout_sec)
             group = within(timeout_sec, lambda: dist.new_group(backend="gloo", timeout=timeout))
-            if group is None:  # a store whose host was stopped would never answer
+            if group is None:  # the store of a stopped host would never answer
                 raise RuntimeError("Timed out while the ranks formed a group")
             return group
 

@@ -95,7 +95,7 @@ class OnePass:
                 removed.append(checkpoint.directory)
         for directory in self._unfinished():
             copier.hold.check()
-            copier.to.remove(layout.join(directory, layout.MANIFEST))  # of one whose manifest is damaged
+            copier.to.remove(layout.join(directory, layout.MANIFEST))  # of a checkpoint with a damaged manifest
             rotation.remove_leftover(copier.to, directory, rotation.THREADS)
             if directory in self.there.damaged:  # others never were
                 removed.append(directory)

@@ -165,7 +165,7 @@ def _part(link: OpenLink, part: Part, to: Attempt, rewrite: Rewrite, advance: Ad
         rows = _kept(reader, slots, rewrite, sums)
         made = write_part(lambda: (part.file, to.storage.create(name)), part.tables, slots, rows, holds=part.holds)
         sums.check_written(to.storage, to.directory, tables, made)
-    else:  # a copy, of which every byte is held against the catalog
+    else:  # a copy: check every byte against the catalog
         with link.files.open(layout.join(link.directory, part.file)) as content, to.storage.create(name) as sink:
             while data := content.read(_STEP_BYTES):
                 sink.write(data)

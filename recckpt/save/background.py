@@ -72,7 +72,7 @@ class SaveHandle:
         return self.committed.result()
 
 
-_unraised: set[SaveHandle] = set()  # saves that failed, whose error is yet to be raised: at the latest at exit
+_unraised: set[SaveHandle] = set()  # failed saves with errors not yet raised; raised at exit at the latest
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_unraised.clear)  # the parent raises their errors
 

@@ -110,7 +110,7 @@ class Proposal:
     delta: DeltaProposal | None = None
     sharded: Summary | None = None  # of its shards of sharded tensors
     digest: int = 0  # of the state that rank 0 saves for all
-    own_extra: tuple[str, ...] = ()  # registered objects of which each rank saves its own state
+    own_extra: tuple[str, ...] = ()  # registered objects that each rank saves its own state of
     io_state: tuple[str, ...] = ()  # names of positions in the data
 
 

@@ -143,7 +143,7 @@ class Removal:
 
 
 def end_pending(to: Destination) -> bool:
-    """Carry out pending requests, as the owner; say whether none is left. RecckptError if this saver cannot."""
+    """Carry out pending requests, as the owner; say whether none is left."""
     if not to.fence.is_settled:
         to.end_compactions()
     return to.forgets.settle(to.storage, to.fence)

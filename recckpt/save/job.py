@@ -12,14 +12,13 @@ from torch.optim import Optimizer
 from recckpt.checkpoint.attempt import BATCH_BYTES, ShardWriter
 from recckpt.dense.registered import Registry
 from recckpt.dense.state_copy import DenseBuffers, RankDigests
-from recckpt.errors import RecckptError
 from recckpt.format import layout
 from recckpt.format.catalog import PartKind
 from recckpt.format.forgetting import Ids
 from recckpt.format.manifest import StateValue
 from recckpt.live.tables import NO_TABLES, LiveTables
 from recckpt.output_dir.fence import Fence
-from recckpt.output_dir.forget_requests import FORGET_FIRST, Forgotten, check_none_pending
+from recckpt.output_dir.forget_requests import Forgotten
 from recckpt.output_dir.listing import Checkpoint, Listing
 from recckpt.parallel.ranks import Ranks
 from recckpt.policies.keep import Keep
@@ -115,7 +114,7 @@ class Guest(Protocol):
 
 
 class Forgets(Protocol):
-    """Carries out requests to forget ids. A request binds every saver, with this guest or without it."""
+    """Carries out requests to forget ids."""
 
     def check(self, storage: Storage, listing: Listing, table: str, ids: Ids, *, is_live: bool) -> None:
         """Raise, before anything changes, if these ids cannot be forgotten; ``is_live``: the model has the table."""
@@ -125,23 +124,6 @@ class Forgets(Protocol):
 
     def settle(self, storage: Storage, fence: Fence) -> bool:
         """Carry out the requests of earlier owners, once for each takeover; say whether none is left."""
-
-
-class ForgetsNothing:
-    """The default: refuses to save while a request waits, whose ids the save would keep."""
-
-    def check(self, storage: Storage, listing: Listing, table: str, ids: Ids, *, is_live: bool) -> None:
-        raise RecckptError(f"{storage.url}: this saver cannot forget ids of {table!r}: use `recckpt forget DIR`")
-
-    def forget_as_owner(self, storage: Storage, fence: Fence, table: str, ids: Ids, by: str) -> list[Forgotten]:
-        self.check(storage, fence.listing, table, ids, is_live=True)
-        return []
-
-    def settle(self, storage: Storage, fence: Fence) -> bool:
-        if not fence.is_settled:
-            with fence.settling():
-                check_none_pending(storage, FORGET_FIRST)
-        return True
 
 
 class Compactor(Protocol):
@@ -164,12 +146,12 @@ class Destination:
     min_free_bytes: int  # space that a save must leave free
     on_save: OnSave | None  # called with each save that was committed or has failed
     changes: Changes | None  # for deltas; None if all saves are full
+    forgets: Forgets  # carries out requests to forget ids
     buffers: DenseBuffers = field(default_factory=DenseBuffers)  # memory for staged dense tensors
     digests: RankDigests = field(default_factory=RankDigests)  # of the state that rank 0 saves for all
     logged: set[tuple[str, str]] = field(default_factory=set)  # (directory, problem) pairs that were logged
     timeline: Timeline = field(default_factory=Timeline)  # gets a line per save
     guests: tuple[Guest, ...] = ()  # such as near saves
-    forgets: Forgets = field(default_factory=ForgetsNothing)  # carries out requests to forget ids
     compactors: tuple[Compactor, ...] = ()
 
     def bases_of_guests(self, listing: Listing) -> set[str]:

@@ -52,13 +52,13 @@ class Staged:
     frozen: dict[str, FrozenRows] = field(default_factory=dict)  # table -> its marks, if its changes are counted
     kind: Kind = FULL  # whether it is written as a delta
     choices: dict[str, TableChoice] = field(default_factory=dict)  # table -> what is saved of it, if that is not all
-    training: Training = field(default_factory=Training)  # the optimizers, and whose state is missing
+    training: Training = field(default_factory=Training)  # the optimizers, and what is trained but not saved
     n_evicted: int = 0  # rows that our tables have evicted so far
     evicted_to: dict[str, int | None] = field(default_factory=dict)  # table of ours -> step up to which it has evicted
     clock: dict[str, ClockDates | None] = field(default_factory=dict)  # likewise -> when the clock has dated rows
     live: list[tuple[AttachedTable, Snapshot]] = field(default_factory=list)  # live tables and their snapshots
     layouts: dict[str, LiveLayout] = field(default_factory=dict)  # live table -> its layout
-    # What joins rows of which ranks have parts: of which tables.
+    # Function that joins rows split over ranks -> the sources it joins.
     joins: Mapping[Callable[[Sequence[Any], Meetings], None], list[RowsInParts]] = field(default_factory=dict)
 
     @property

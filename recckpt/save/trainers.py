@@ -27,10 +27,10 @@ from recckpt.text import first_few, plural
 from recckpt.types import SavableTable
 
 _Mark = tuple[Any, int]  # which value, and how often it was written
-_FEW = 3  # parameters whose states stand for all that an optimizer has
+_FEW = 3  # states of this many parameters stand for all states of an optimizer
 _A_COPY = 1  # writes of a parameter by which weights come from elsewhere
 log = logging.getLogger("recckpt")
-_MANY_PASSES = 2  # whose gradients wait in a table without an optimizer: those of one may be about to be used by hand
+_MANY_PASSES = 2  # unused gradients of one backward pass are no sign of a missing optimizer: a user may step by hand
 _NAMED = 3  # parameters in a message
 _TRAIN_TABLES = (
     "model.parameters() has no rows of tables; make one of the tables, such as "
@@ -214,7 +214,7 @@ class Trainers:
         left = [name for name, one in parameters.items() if name in self._steps.trained and id(one) not in in_hand]
         if not left:
             return []
-        own = _saved_parameters()  # of which a wrapper may train copies, as SafeFP16Optimizer does
+        own = _saved_parameters()  # wrappers may train copies of them, as SafeFP16Optimizer does
         named = {name for name, one in self._registered().items() if is_keyed(one) or values_of(one) & own}
         others = (extras.get(name) for name in self._extra.objects.keys() - named)
         return left if len({id(parameters[name]) for name in left}) > sum(map(_n_optimized, others)) else []

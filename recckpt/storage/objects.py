@@ -234,7 +234,7 @@ class ObjectStorage(Storage):
         file: Any = self._fs.open(self._path(name), "rb", block_size=_READ_AHEAD_BYTES)
         if (getattr(file, "details", None) or {}).get("type") == "directory":
             raise FileNotFoundError(errno.ENOENT, "a directory, no file", self.url_of(name))
-        if isinstance(file, MemoryFile):  # the one and only, whose position all readers would share
+        if isinstance(file, MemoryFile):  # one object for all readers, which would share its position
             file = BytesIO(file.getvalue())
         return cast(BinaryIO, file)
 

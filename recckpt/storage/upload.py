@@ -109,7 +109,7 @@ class Upload(Draft):
 
         def write() -> None:
             nonlocal taken
-            if taken:  # it is in the file's buffer, of which a part could not be sent
+            if taken:  # it is in the file's buffer, but not all of the buffer was sent
                 self._revive()
                 self._file.flush()
             else:

@@ -78,7 +78,7 @@ def cell(value: Any) -> str:
         return f"[{', '.join(shown)}]"
     if not isinstance(value, float):
         return str(value)
-    if 1e6 <= abs(value) < 1e15:  # seconds since 1970, of which six digits would be a day of two weeks
+    if 1e6 <= abs(value) < 1e15:  # seconds since 1970: six digits would be as coarse as days
         return f"{value:.3f}".rstrip("0").rstrip(".")
     return f"{value:.6g}"
 

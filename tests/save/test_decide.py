@@ -142,7 +142,7 @@ def storage(tmp_path, monkeypatch):
 
 def room(storage, min_free_bytes=0):
     return measured_room(
-        Destination(storage, None, Transport(), None, 1, min_free_bytes=min_free_bytes, on_save=None, changes=None)
+        Destination(storage, None, Transport(), None, 1, min_free_bytes, on_save=None, changes=None, forgets=None)
     )
 
 
