@@ -112,8 +112,8 @@ def files_of(storage: Storage, checkpoint: Checkpoint, n_links: int = 1) -> Open
 class OpenChain:
     """The links of a checkpoint and its other files. Every byte read through it is checked.
 
-    A file that is not kept open is opened when it is read, and may be gone by then. If the storage has maps, files that
-    are kept open stay readable after their writer removes them.
+    A file that is not kept open is opened when it is read; by that time it may be gone. If the storage has maps, files
+    that are kept open stay readable after their writer removes them.
 
     Attributes:
         links: what its rows are read from, newest first.

@@ -97,7 +97,7 @@ def sparse_optimizer_state(
 def _saved_at(items: Sequence[Planned], tensors: Sequence[TensorRows]) -> tuple[int, str] | None:
     """Return the source and table that the step of a table comes from, None if it is not loaded.
 
-    An optimizer without slots has a step all the same, which comes with the rows.
+    The step of an optimizer without slots comes with the rows.
     """
     own = [item for item in items if item.name.group == "sparse_opt"]
     taken = next((item for item in own or items if item.offer is not None and item.name.slot != ID), None)

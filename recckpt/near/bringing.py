@@ -34,9 +34,9 @@ class WholeFiles:
 
 
 def whole_files(save: Checkpoint, names: Collection[str], concurrency: int, rank: int) -> WholeFiles:
-    """Read those files of a near save that this host has, and return which are intact.
+    """Read this host's files of a near save, and return which are intact.
 
-    A file with rows needs its catalog, which has its checksums.
+    A file with rows can only be checked with its catalog, which has its checksums.
     """
     assert save.near_dir is not None
     link, whole, errors = OpenLink.of(save.near_dir, save), set[str](), list[Exception]()
@@ -120,7 +120,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Bringing:
-    """The files of a near save that hosts lack and their ranks read; the same on all ranks."""
+    """The files of a near save that ranks need and their hosts lack; the same on all ranks."""
 
     places: Sequence[Place]  # of all ranks
     moves: Sequence[Move]  # each to the first rank of a host

@@ -49,7 +49,7 @@ def receivers(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
 
 
 def writers(hosts: Sequence[str], copies: int) -> list[frozenset[int]]:
-    """Return for each rank the ranks whose files lie on its host: the ranks there, and those that it has copies of."""
+    """Return for each rank the ranks whose files lie on its host: its own ranks, and ranks copied to it."""
     targets = copies_of(hosts, copies)
     return [
         frozenset(rank for rank, host in enumerate(hosts) if here in (host, *targets.get(host, ()))) for here in hosts

@@ -203,9 +203,9 @@ class NearDir:
         return True
 
     def remove_drafts(self, directory: str) -> None:
-        """Remove the drafts in a near save that its dead writer, or a dead restore, left.
+        """Remove the drafts that a dead writer or restore left in a near save.
 
-        Raises OSError if some of it is left.
+        Raises OSError if any could not be removed.
         """
         for name in filter(layout.is_draft, self.storage.list_files(directory)):
             self.storage.remove(layout.join(directory, name))

@@ -45,9 +45,9 @@ _WORDS = OutcomeWords(
 class LeftOutNear:
     """Makes all ranks skip the same near saves while one is running.
 
-    Its threads end at different moments, while the ranks train at different steps. So when the work is done, the ranks
-    meet, each says how many it has skipped by then, and all go on to skip as many as the one that has skipped most. No
-    rank has to ask the others when one is due, and skipping costs nothing.
+    The near save ends on each rank at another moment, and the ranks train at different steps. So the ranks meet once
+    after the work: each says how many it has skipped, and all skip as many as the rank with the most. No rank has to
+    ask the others when a near save is due, and skipping costs nothing.
     """
 
     def __init__(self) -> None:

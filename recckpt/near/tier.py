@@ -163,7 +163,7 @@ class NearTier(NearAtTakeover):
         return intent, cut
 
     def make(self, intent: Intent, n_ranks: int) -> None:
-        """Make the directory of a near save that rank 0 has begun, as the first rank of a host."""
+        """Make the directory of a near save that rank 0 has begun. Called by the first rank of each host."""
         self._made = intent.directory
         # First: a forgetting has to know where its ids may lie.
         self._noted.note(intent.epoch, lambda: self.reach(n_ranks))
@@ -176,10 +176,10 @@ class NearTier(NearAtTakeover):
             self.dir.seal(intent, seal)
 
     def acknowledge(self) -> Kept:
-        """Keep the near save that was being made, as rank 0, and return which stay on all hosts.
+        """Keep the near save being made, and return which near saves stay on all hosts. Called by rank 0.
 
-        Rule *two_generations*: of those that were acknowledged or named at the takeover, the newest two stay. What goes
-        is decided here, so a writer that was overtaken since removes nothing that its successor has named.
+        Rule *two_generations*: the newest two stay, among the acknowledged ones and those named at the takeover. This
+        call decides what goes, so a writer that is overtaken later removes nothing that its successor has named.
         """
         done = self._under_way
         assert done is not None
@@ -194,13 +194,13 @@ class NearTier(NearAtTakeover):
             self._remove_others(kept)
 
     def give_up(self) -> None:
-        """Remove what was written here of the near save that is being made; a failure is logged."""
+        """Remove this host's files of the near save being made; a failure is logged."""
         failed, self._made, self._under_way = self._made, None, None
         if failed is not None:
             self.dir.try_remove(failed)
 
     def void(self) -> None:
-        """Name and keep none any more, as rank 0: all may hold ids that are to be forgotten."""
+        """Stop naming and keeping near saves, since all may hold ids to be forgotten. Called by rank 0."""
         self._named = self._kept = ()
 
     def clear_together(self, ranks: Ranks, epoch: Callable[[], int]) -> None:

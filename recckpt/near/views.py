@@ -35,7 +35,7 @@ def look_together(near_dir: NearDir, rank: int, gather: Gather) -> list[HostView
 
 
 def is_first_of_host(near_dir: NearDir, rank: int, gather: Gather) -> bool:
-    """Say whether a rank is the first of those that see its near dir; False if it cannot be used. Collective."""
+    """Say whether a rank is the first that sees its near dir; False if the dir cannot be used. Collective."""
     hosts: list[HostSeen | None] = gather(host_of(near_dir))
     return hosts[rank] is not None and hosts.index(hosts[rank]) == rank
 

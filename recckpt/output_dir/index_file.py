@@ -131,7 +131,7 @@ def _has(storage: Storage, name: str) -> bool:
 def append_timeline(storage: Storage, lines: Sequence[str]) -> None:
     """Add lines, except those that are there already; only the owner of the output dir may.
 
-    After an OSError they may be there all the same.
+    After an OSError the lines may still have been added.
     """
     try:
         before = storage.read(layout.TIMELINE, 2 * _TIMELINE_BYTES)

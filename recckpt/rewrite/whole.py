@@ -184,7 +184,7 @@ class Means:
 
 
 def write_whole(storage: Storage, checkpoint: Checkpoint, to: Attempt, means: Means) -> Content:
-    """Write all files of a full checkpoint with the contents of one that may be a delta, synced and read back.
+    """Write a checkpoint, which may be a delta, as the files of a full one; sync them and read them back.
 
     Errors as of :func:`write_task`; StoppedError if the caller asks to stop.
     """
