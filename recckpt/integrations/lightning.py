@@ -29,6 +29,8 @@ from recckpt.types import is_hashtable
 __all__ = ["LightningCallback"]
 
 log = logging.getLogger("recckpt")
+EMERGENCY = "emergency"  # in the state of a manifest
+_LONGEST = 500  # characters of an error that it keeps
 
 
 class LightningCallback(SavesRun, Callback):
@@ -110,10 +112,14 @@ class LightningCallback(SavesRun, Callback):
             self.checkpoints.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Wait for the save that is under way; the exception is raised on."""
+        """Save with ``save_on_exception``, and wait for the save that is under way; the exception is raised on."""
+        last = next((callback for callback in trainer.callbacks if isinstance(callback, SavesLast)), None)
         _leave(trainer)
-        if hasattr(self, "checkpoints"):
-            self.checkpoints.close()
+        problem = last.save_for(trainer, exception) if last is not None and self._saves_on_exception else None
+        if hasattr(self, "checkpoints"):  # as the end of ``with``: this rank may be alone, so that none begins a save
+            self.checkpoints.__exit__(type(exception), exception, exception.__traceback__)
+        if problem is not None:
+            log.error("%s; a restart goes on from %s", problem, _newest(self.checkpoints))
 
 
 def _leave(trainer: Trainer) -> None:
@@ -273,10 +279,45 @@ class SavesLast(Checkpoint):
         if self._has_stepped:
             self._manager.save(metrics=numbers_in(trainer.callback_metrics))
 
+    def save_for(self, trainer: Trainer, exception: BaseException) -> str | None:
+        """Save what has been trained when ``fit`` ends by an exception, and return why that is not saved, if it is not.
+
+        Without metrics, so that it is never the best. Several ranks save nothing: one that fails alone would wait for
+        the others.
+        """
+        is_ahead = self._is_step_open or trainer.global_step != self._stepped  # of what the manager has counted
+        if not (is_ahead or self._has_stepped):
+            return None
+        manager, batches = self._manager, trainer.fit_loop.epoch_loop.batch_progress.current
+        error = f"{type(exception).__name__}: {exception}"[:_LONGEST]
+        missing = f"fit ended by {error}, and no emergency checkpoint is saved"
+        if trainer.world_size > 1:
+            rank = f"rank {trainer.global_rank} of {trainer.world_size}"
+            return f"{missing}: {rank} cannot know whether the others have failed too, and a save takes all"
+        try:
+            manager.wait_until_finished()
+        except Exception as failure:  # of the save before, which is no reason not to save
+            log.error("%s", failure)
+        mark = {"error": error, "within_step": batches.started > batches.processed}
+        try:
+            saved = manager.save(manager.global_step + is_ahead, state={EMERGENCY: mark})
+        except Exception as failure:
+            return f"{missing}: {type(failure).__name__}: {failure}"
+        if saved is not None:
+            log.warning("fit ended by %s: saved step %d, marked as emergency", error, manager.global_step)
+        return None
+
     def _count_step(self, trainer: Trainer, *, is_last: bool = False) -> None:
         if self._is_step_open and (is_last or not _is_last_of_epoch(trainer)):
             self._is_step_open = False
             self._manager.step(metrics=numbers_in(trainer.callback_metrics))
+
+
+def _newest(manager: CheckpointManager) -> str:
+    try:
+        return f"step {manager.latest_step() or 0}"
+    except Exception as failure:
+        return f"what is there: {type(failure).__name__}: {failure}"
 
 
 class _WithoutTables(_CheckpointConnector):

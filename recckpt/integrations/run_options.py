@@ -23,6 +23,7 @@ from recckpt.save.job import OnSave
 from recckpt.sparse.optim import SparseOptimizer
 from recckpt.sparse.split import state_of
 from recckpt.text.foreign_words import answers_by
+from recckpt.types import flag
 
 _COUNTED = {"event_time", "windows", "epochs"}  # by a manager
 NONE: Mapping[str, Any] = MappingProxyType({})
@@ -50,10 +51,15 @@ class SavesRun:
         sparse_optimizer: that of the tables, or a function that returns it, given the model; None for the one that has
             been made for them.
         restore: arguments of :meth:`recckpt.CheckpointManager.restore`, such as ``{"hyper_parameters": "keep"}``.
+        save_on_exception: save the step at which training ends by an exception, marked as ``emergency`` in its state;
+            for trainers of one rank that tell callbacks of exceptions, as Lightning's.
         max_keep: as of :meth:`recckpt.CheckpointManager.attach`, with its defaults; so are all others.
 
     Attributes:
         checkpoints: the manager, from the beginning of training on.
+
+    Raises:
+        ValueError: ``save_on_exception`` is not a bool, or the trainer tells callbacks of no exception.
     """
 
     checkpoints: CheckpointManager
@@ -66,6 +72,7 @@ class SavesRun:
         *,
         sparse_optimizer: GivenOptimizer = None,
         restore: RestoreOptions = _AS_SAVED,
+        save_on_exception: bool = False,
         max_keep: int | Keep | None = 2,
         async_save: bool | Backpressure = True,
         deltas: bool | Deltas = True,
@@ -83,6 +90,12 @@ class SavesRun:
     ) -> None:
         self._output_dir, self._save_interval, self._given_optimizer = output_dir, save_interval, sparse_optimizer
         self._restore, self._near = restore, near
+        self._saves_on_exception = flag("save_on_exception", save_on_exception)
+        if save_on_exception and not hasattr(self, "on_exception"):
+            raise ValueError(
+                f"{type(self).__name__}(save_on_exception=True): this trainer tells callbacks of no exception: call "
+                "callback.checkpoints.save() where you catch that of its train()"
+            )
         self._attach = partial(
             CheckpointManager.attach,
             output_dir=output_dir,

@@ -6,18 +6,22 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.paths import ROOT
+from support.rank_processes import run_script
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from recckpt import list_checkpoints
+from recckpt.inspect import connect
 from recckpt.integrations.lightning import LightningCallback
+from recckpt.policies import Transfers
 from recckpt.policies.keep import Best, Newest
 from recckpt.policies.when import EveryEpochs
 from recckpt.sparse import HashTable, SparseAdamW
@@ -63,7 +67,8 @@ def fit(
     torch.manual_seed(0)
     module, restore = Clicks(automatic, options.pop("lr", 0.01)), options.pop("restore", {})
     sparse = options.pop("sparse", lambda module: module.sparse_optim)
-    callback = LightningCallback(str(tmp_path / name), interval, sparse_optimizer=sparse, restore=restore)
+    own = options.pop("own", {})
+    callback = LightningCallback(str(tmp_path / name), interval, sparse_optimizer=sparse, restore=restore, **own)
     options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "max_epochs": 100, **options}
     options["default_root_dir"] = str(tmp_path / "lightning")
     quiet = {"enable_progress_bar": False, "enable_model_summary": False}
@@ -154,6 +159,111 @@ def test_the_example_goes_on_where_it_was(tmp_path):
     run(5)
     steps = [json.loads(line)["step"] for line in (tmp_path / "runs/timeline.jsonl").read_text().splitlines()]
     assert steps == [2, 3, 4, 5]
+
+
+class Fails(pl.Callback):
+    """Raises in one of its hooks, at a step of the trainer."""
+
+    def __init__(self, hook, step, error):
+        def fail(trainer, *_):
+            if trainer.global_step == step:
+                raise error
+
+        setattr(self, hook, fail)
+
+
+SAVES, BOOM = {"save_on_exception": True}, RuntimeError("boom")
+
+
+def fit_that_fails(tmp_path, hook, step, *callbacks, error=BOOM, own=SAVES, **options):
+    callbacks = [*callbacks, Fails(hook, step, error)]
+    with pytest.raises(type(error)) as raised:
+        fit(tmp_path, "runs", 100, callbacks=callbacks, own=own, **options)
+    assert raised.value is error
+    return [(one.step, one.state.get("emergency")) for one in list_checkpoints(str(tmp_path / "runs"))]
+
+
+@pytest.mark.parametrize(
+    ("hook", "step", "is_within"),
+    [
+        ("on_train_batch_start", 13, False),
+        ("on_before_backward", 13, True),  # of the step after
+        ("on_train_batch_end", 13, False),  # of that step, which the manager has not counted
+        ("on_before_optimizer_step", 14, True),
+        ("on_train_batch_end", 16, False),
+        ("on_train_epoch_end", 16, False),
+    ],
+)
+def test_a_fit_that_fails_saves_what_it_has_trained_and_a_restart_goes_on_from_it(tmp_path, hook, step, is_within):
+    mark = {"error": "RuntimeError: boom", "within_step": is_within}
+    assert fit_that_fails(tmp_path, hook, step)[-1] == (step, mark)
+    module, trainer = fit(tmp_path, "runs", 21)
+    assert (trainer.global_step, len(module.seen)) == (21, 21 - step)
+    assert list_checkpoints(str(tmp_path / "runs"))[-1].state.get("emergency") is None
+
+
+def test_a_fit_that_failed_between_two_steps_goes_on_as_one_that_did_not(tmp_path):
+    whole, _ = fit(tmp_path, "whole", 40)
+    fit_that_fails(tmp_path, "on_train_batch_end", 13)
+    resumed, _ = fit(tmp_path, "runs", 40)
+    assert resumed.seen == whole.seen[-27:]
+    ids = torch.arange(N_IDS)
+    assert torch.equal(whole.eval().table(ids), resumed.eval().table(ids))
+    assert all(map(torch.equal, whole.top.parameters(), resumed.top.parameters()))
+
+
+def test_a_batch_that_fails_at_the_end_of_an_epoch_is_passed_over(tmp_path):
+    _, whole = fit(tmp_path, "whole", 20)
+    fit_that_fails(tmp_path, "on_before_backward", 15, interval=100)
+    module, trainer = fit(tmp_path, "runs", 20)
+    assert (len(module.seen), trainer.current_epoch) == (5, whole.current_epoch)
+
+
+@pytest.mark.parametrize(("own", "step"), [({}, 13), (SAVES, 10)])  # which is saved already
+def test_a_fit_that_fails_saves_nothing_unless_asked_or_what_is_saved(tmp_path, own, step):
+    assert fit_that_fails(tmp_path, "on_before_backward", step, own=own) == [(5, None), (10, None)]
+
+
+def test_a_fit_that_fails_before_its_first_step_saves_nothing(tmp_path):
+    fit(tmp_path, "runs", 5)
+    assert fit_that_fails(tmp_path, "on_train_start", 5) == [(5, None)]
+
+
+def test_an_interrupt_is_an_exception_too(tmp_path):
+    with pytest.raises(SystemExit):  # which is Lightning's answer
+        fit(tmp_path, "runs", 9, callbacks=[Fails("on_train_batch_end", 7, KeyboardInterrupt())], own=SAVES)
+    mark = {"error": "KeyboardInterrupt: ", "within_step": False}
+    assert list_checkpoints(str(tmp_path / "runs"))[-1].state["emergency"] == mark
+
+
+class Logs(pl.Callback):
+    def on_train_batch_end(self, trainer, module, *_):
+        module.log("made", float(trainer.global_step))
+
+
+def test_an_emergency_checkpoint_is_never_the_best_and_rotates_as_any_other(tmp_path):
+    own = {**SAVES, "deltas": False, "max_keep": Newest(1) | Best(1, "made")}
+    kept = fit_that_fails(tmp_path, "on_before_backward", 13, Logs(), own=own)
+    assert [(step, mark is not None) for step, mark in kept] == [(10, False), (13, True)]
+    assert connect(tmp_path / "runs").sql("select step from checkpoints where emergency.within_step").fetchall() == [
+        (13,)
+    ]
+    fit(tmp_path, "runs", 15, callbacks=[Logs()], own=own)
+    assert [one.step for one in list_checkpoints(str(tmp_path / "runs"))] == [15]
+
+
+def test_an_emergency_save_that_fails_is_logged_with_the_step_that_a_restart_goes_on_from(tmp_path, caplog):
+    fit(tmp_path, "runs", 5)
+    own = {**SAVES, "transfers": Transfers(min_free_bytes=1 << 60)}
+    assert fit_that_fails(tmp_path, "on_before_backward", 8, own=own, interval=100) == [(5, None)]
+    [text] = [record.getMessage() for record in caplog.records if "no emergency checkpoint" in record.getMessage()]
+    assert text.startswith("fit ended by RuntimeError: boom, and no emergency checkpoint is saved: SaveFailedError: ")
+    assert text.endswith("a restart goes on from step 5")
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_alone_saves_nothing_and_says_so(tmp_path):
+    run_script(Path(__file__).with_name("trainer_ranks.py"), tmp_path, "failing")
 
 
 @pytest.mark.parametrize("automatic", [True, False])

@@ -213,3 +213,8 @@ def test_nothing_that_trains_is_said_to_be_missing(tmp_path, caplog):
     manifest = tmp_path / "run/ckpt_10/manifest.json"
     assert not [record for record in caplog.records if "trains" in record.getMessage()]
     assert json.loads(manifest.read_text())["training"] == {"optimizers": {"optimizer": ["AdamW", "Adam"]}}
+
+
+def test_a_trainer_that_tells_of_no_exception_refuses_to_save_on_one(tmp_path):
+    with pytest.raises(ValueError, match=r"tells callbacks of no exception: call callback\.checkpoints\.save\(\)"):
+        fit(tmp_path, "runs", saves={"save_on_exception": True})

@@ -43,6 +43,34 @@ def lightning(rank, root):
         assert of_resumed.seen == of_whole.seen
 
 
+def failing(rank, root):
+    """One rank raises alone, and the other loses it: neither saves, waits, or hides its exception."""
+    import test_lightning_resumes as alone
+
+    alone.Clicks.training_step = fails_on_rank_1(alone.Clicks.training_step, rank)
+    options = {"devices": SIZE, "strategy": "ddp", "max_steps": 10, "num_sanity_val_steps": 0}
+    try:
+        alone.fit(root, alone.ours(root / "ours", 2, save_on_exception=True), **options)
+        raise AssertionError("it is raised on")
+    except ValueError:
+        assert rank == 1
+    except RuntimeError:
+        assert rank == 0
+    [text] = [text for text in TOLD.texts if "no emergency checkpoint" in text]
+    assert f"rank {rank} of 2 cannot know whether the others have failed too" in text
+    assert text.endswith("a restart goes on from step 4"), text
+    os._exit(0)  # which is how the other rank learns that it is alone
+
+
+def fails_on_rank_1(step, rank):
+    def failing_step(module, *batch):
+        if rank == 1 and module.global_step == 5:
+            raise ValueError("bad batch")
+        return step(module, *batch)
+
+    return failing_step
+
+
 def transformers(rank, root):
     """From a step within an epoch and from its end: as a run that was never killed."""
     import test_transformers_resumes as alone
@@ -58,9 +86,9 @@ def transformers(rank, root):
 
 
 def work(rank, size, root, trainer):
-    logging.getLogger("recckpt").addHandler(told := Told())
-    {"lightning": lightning, "transformers": transformers}[trainer](rank, root)
-    assert not told.texts, told.texts
+    logging.getLogger("recckpt").addHandler(TOLD)
+    {"lightning": lightning, "transformers": transformers, "failing": failing}[trainer](rank, root)
+    assert not TOLD.texts, TOLD.texts
 
 
 class Told(logging.Handler):
@@ -72,6 +100,9 @@ class Told(logging.Handler):
 
     def emit(self, record):
         self.texts.append(record.getMessage())
+
+
+TOLD = Told()
 
 
 def of_rank(rank, size, root, trainer):
