@@ -19,7 +19,7 @@ from recckpt.sparse.sharded.all_to_all import Exchange, SharedGradients, agree, 
 from recckpt.sparse.sharded.lookup import DifferentiableRows, RoundTrip, flat_batches
 from recckpt.sparse.table.bags import Bags, Mode, bags_of, check_mode, pool
 from recckpt.sparse.table.checks import opaque
-from recckpt.sparse.table.eviction import Policy
+from recckpt.sparse.table.eviction import OnEvict, Policy
 from recckpt.sparse.table.initializers import InitializerLike
 from recckpt.sparse.table.nn_module import Sharing
 from recckpt.sparse.table.table import HashTable, inserts
@@ -89,6 +89,7 @@ class ShardedHashTable(HashTable):
         evict: as for a plain table; a capacity counts the rows of all ranks, which agree on those that go.
         evict_every: as for a plain table.
         budget_ms: as for a plain table.
+        on_evict: as for a plain table, called with the ids of this rank.
         group: the process group whose ranks share the table; None for the default group, or for one rank without a
             group. Its backend (gloo, nccl) carries the rows, and its timeout applies.
         gradients: ``"mean"`` divides the sum of gradients by the number of ranks, as DistributedDataParallel does for
@@ -113,6 +114,7 @@ class ShardedHashTable(HashTable):
         evict: Policy | Sequence[Policy] = (),
         evict_every: int | None = None,
         budget_ms: float | None = None,
+        on_evict: OnEvict | None = None,
         group: ProcessGroup | Exchange | None = None,
         gradients: Literal["mean", "sum"] = "mean",
     ) -> None:
@@ -132,6 +134,7 @@ class ShardedHashTable(HashTable):
             evict=evict,
             evict_every=evict_every,
             budget_ms=budget_ms,
+            on_evict=on_evict,
         )
         self.exchange, self.gradients = exchange, gradients
         self.sharing = SharedByRanks(exchange)

@@ -7,9 +7,10 @@ and resumed runs evict the same rows at the same steps.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from recckpt.sparse.table.row_store import RowStore
 from recckpt.sparse.table.rows import Visit
 from recckpt.types import EMBEDDING, SlotSpec, count_of, positive_number
 
+log = logging.getLogger("recckpt")
 Int64s = npt.NDArray[np.int64]
 TRACKED = {  # what ``track`` may name
     "count": SlotSpec(COUNT, "int64", ()),
@@ -35,6 +37,7 @@ TRACKED = {  # what ``track`` may name
 }
 MAX_EVENT_TIME = 1e11  # seconds: the year 5138; milliseconds are below it until 1973
 Policy = Evict | Capacity
+OnEvict = Callable[[str, torch.Tensor], object]
 MIN_PART_ROWS = 1024  # with a capacity: smaller parts would differ too much in their numbers of rows
 _PATIENCE = 1000  # training look-ups of one step, after which somebody seems to have forgotten to count steps
 _WORTH_A_WORD = 100  # rows: no warning if more than half of a smaller table goes
@@ -224,8 +227,8 @@ class _Pass(NamedTuple):
 class Eviction:
     """What a table evicts as it trains, and up to which step that is done."""
 
-    def __init__(self, table_time: TableTime, plan: Plan | None = None) -> None:
-        self.plan = plan or Plan()
+    def __init__(self, table_time: TableTime, plan: Plan | None = None, on_evict: OnEvict | None = None) -> None:
+        self.plan, self._on_evict = plan or Plan(), on_evict
         self.n_evicted = 0
         self._table_time = table_time
         self._evicted_to: tuple[object, int | None] = (None, None)  # the era of the rows, and the step
@@ -233,7 +236,7 @@ class Eviction:
         self._pass = _Pass()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Eviction:
-        twin = Eviction(copy.deepcopy(self._table_time, memo), copy.deepcopy(self.plan, memo))
+        twin = Eviction(copy.deepcopy(self._table_time, memo), copy.deepcopy(self.plan, memo), self._on_evict)
         twin.n_evicted, twin._n_looked_up = self.n_evicted, self._n_looked_up
         twin._pass = self._pass
         twin._evicted_to = self._evicted_to  # with the era itself, which is that of the copied rows too
@@ -314,12 +317,23 @@ class Eviction:
             elif problem is not None:
                 raise problem
             n_gone = sum(map(len, gone))
-        n_evicted = erase_rows(table, np.concatenate(gone)) if n_gone else 0
+        n_evicted = erase_rows(table, ids := np.concatenate(gone)) if n_gone else 0
         self.n_evicted += n_evicted
+        if self._on_evict is not None and n_evicted:
+            try:
+                self._on_evict(table.name, torch.from_numpy(ids))
+            except Exception:  # the other ranks, which have agreed on what goes, do not know of it
+                log.exception(
+                    "table %r: evicted %d rows, but on_evict=%r failed", table.name, n_evicted, self._on_evict
+                )
         return n_evicted
 
 
-def eviction_of(table: TableModule, table_time: TableTime, evict: Any, every: Any, budget_ms: Any) -> Eviction:
+def eviction_of(
+    table: TableModule, table_time: TableTime, evict: Any, every: Any, budget_ms: Any, *, on_evict: Any
+) -> Eviction:
+    if on_evict is not None and not callable(on_evict):
+        raise TypeError(f"table {table.name!r}: on_evict must be a function of a name and ids, found {on_evict!r:.100}")
     policies = list(evict) if isinstance(evict, Iterable) and not isinstance(evict, str) else [evict]
     if policies and every is None:
         raise ValueError(
@@ -329,9 +343,9 @@ def eviction_of(table: TableModule, table_time: TableTime, evict: Any, every: An
     if not policies and (every is not None or budget_ms is not None):
         raise ValueError(f"table {table.name!r}: found evict_every or budget_ms and nothing in evict to go by them")
     if not policies:
-        return Eviction(table_time)
+        return Eviction(table_time, on_evict=on_evict)
     plan = plan_of(table.name, policies, set(table.store.columns), every=every, budget_ms=budget_ms)
-    return Eviction(table_time, plan)
+    return Eviction(table_time, plan, on_evict)
 
 
 def _scan(table: TableModule, plan: Plan, part: HashRange, now: Now) -> _Scan:

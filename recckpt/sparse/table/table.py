@@ -16,7 +16,7 @@ from recckpt.policies.admit import Admit, AdmitFunction, as_admit
 from recckpt.sparse.table.admission import Admission, Fetched
 from recckpt.sparse.table.bags import Embedding, Mode, bags_of, check_mode, ids_of_embedding, pool
 from recckpt.sparse.table.checks import checked_padding, flat_ids, opaque
-from recckpt.sparse.table.eviction import Policy, eviction_of
+from recckpt.sparse.table.eviction import OnEvict, Policy, eviction_of
 from recckpt.sparse.table.gradients import Lookup, is_in_backward
 from recckpt.sparse.table.id_index import IdIndex
 from recckpt.sparse.table.initializers import InitializerLike, TorchInitializer
@@ -49,6 +49,7 @@ class TableOptions(TypedDict, total=False):
     evict: Policy | Sequence[Policy]
     evict_every: int | None
     budget_ms: float | None
+    on_evict: OnEvict | None
 
 
 class HashTable(RowTable):
@@ -77,12 +78,14 @@ class HashTable(RowTable):
         evict: policies of :mod:`recckpt.policies.evict`; a row goes during training if any of them evicts it.
         evict_every: number of steps in which all rows are examined once, some at each step; see docs/rows.md.
         budget_ms: if eviction takes longer in a step, one warning suggests an ``evict_every``; None for no warning.
+        on_evict: called as ``on_evict(name, ids)``, ids an int64 tensor, each time that rows were evicted, once they
+            have gone; in the thread of the look-up, which waits. What it raises is logged. See docs/rows.md.
 
     Attributes:
         name, dtype, padding_id: as they were given.
 
     Raises:
-        TypeError: ``admit`` is no policy.
+        TypeError: ``admit`` is no policy, or ``on_evict`` no function.
         ValueError: another argument is invalid, or ``evict`` needs a slot that is not tracked.
     """
 
@@ -102,6 +105,7 @@ class HashTable(RowTable):
         evict: Policy | Sequence[Policy] = (),
         evict_every: int | None = None,
         budget_ms: float | None = None,
+        on_evict: OnEvict | None = None,
     ) -> None:
         super().__init__(
             embedding_shape,
@@ -113,7 +117,7 @@ class HashTable(RowTable):
             track=track,
         )
         self.padding_id = checked_padding(name, padding_id)
-        self.eviction = eviction_of(self, self.time, evict, evict_every, budget_ms)
+        self.eviction = eviction_of(self, self.time, evict, evict_every, budget_ms, on_evict=on_evict)
         if admit is not None:
             self.admission = Admission(as_admit(admit), self.time, self._made_candidates)
 

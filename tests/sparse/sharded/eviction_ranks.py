@@ -31,7 +31,9 @@ class Model(torch.nn.Module):
             track=("count", "step", "time"),
             evict=[*rules, Capacity(60, by=by, room=0.3)],
             evict_every=5,
+            on_evict=lambda name, ids: self.told.extend(ids.tolist()),
         )
+        self.told = []
 
 
 def batch(step):
@@ -40,8 +42,12 @@ def batch(step):
 
 
 def train(model, optim, step, rank, size):
+    before, n_told = {*model.table.ids().tolist()}, len(model.told)
     model.table(batch(step)[rank::size]).sum().backward()
     optim.step()
+    gone = {*model.told[n_told:]}  # of this rank, some of which are back
+    assert before - {*model.table.ids().tolist()} <= gone <= before
+    assert len(model.told) == model.table.n_evicted
 
 
 def rows_of(table):

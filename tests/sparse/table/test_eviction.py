@@ -363,6 +363,71 @@ def test_the_norm_is_that_of_torch(dtype):
     assert 10 < table.evict(SmallNorm(5)) == int(expected.sum()) < 90
 
 
+BY_POLICY = {
+    "unseen": Unseen(steps=1),
+    "unseen for": UnseenFor(days=3),
+    "low count": LowCount(2) & Unseen(steps=1),
+    "small norm": SmallNorm(0.8),
+    "several": [LowCount(2) & Unseen(steps=2), SmallNorm(0.5)],
+    "capacity": Capacity(40, room=0.3),
+    "capacity by count": [Unseen(steps=4), Capacity(40, by="count")],
+}
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("policy", BY_POLICY.values(), ids=BY_POLICY)
+def test_who_asks_is_told_the_ids_that_go_once_they_have(policy, by_hand):
+    told, found = [], []
+
+    def tell(name, ids):
+        assert (name, ids.dtype) == ("t", torch.int64)
+        told.extend(ids.tolist())
+        found.extend(table.lookup(ids)[1].tolist())
+
+    options = {} if by_hand else {"evict": policy, "evict_every": 2}
+    table = copy.deepcopy(table_of(on_evict=tell, **options))  # a copy tells, too
+    n_told = 0
+    for step in range(12):
+        at(table, step, step * DAY)
+        before, ids = {*ids_of(table)}, torch.arange(10) ** 2 + 3 * step
+        if by_hand:
+            assert table.evict(*np.atleast_1d(policy)) == len(told)
+            assert {*ids_of(table)} == before - {*told}
+        table(ids)
+        assert {*told} <= before
+        assert {*ids_of(table)} == (before - {*told}) | {*ids.tolist()}
+        n_told += len(told)
+        told.clear()
+    assert n_told == table.n_evicted > 0
+    assert not any(found)
+
+
+def test_what_a_callback_of_evicted_ids_raises_is_logged_and_training_goes_on(caplog):
+    def fail(name, ids):
+        raise ZeroDivisionError("of the user")
+
+    table = table_of(10, evict=Unseen(steps=2), evict_every=1, on_evict=fail)
+    for step in range(1, 6):
+        table.step = step
+        table(torch.arange(5))
+    assert ids_of(table) == [0, 1, 2, 3, 4]
+    assert table.n_evicted == 5
+    [record] = caplog.records
+    assert record.getMessage().startswith("table 't': evicted 5 rows, but on_evict=<function ")
+    assert record.exc_info[0] is ZeroDivisionError
+    with pytest.raises(TypeError, match="table 't': on_evict must be a function of a name and ids, found 3"):
+        table_of(on_evict=3)
+
+
+def test_rows_that_are_erased_by_hand_are_not_said_to_be_evicted():
+    told = []
+    table = table_of(10, on_evict=lambda name, ids: told.append(ids))
+    table.erase(torch.arange(3))
+    table.clear()
+    assert table.evict(LowCount(2)) == 0
+    assert told == []
+
+
 def test_an_id_that_comes_back_starts_anew():
     table = table_of(3, evict=LowCount(2), evict_every=1)
     first = table.embeddings()
