@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import math
 import os
-import pickletools
-import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
-
-import xxhash
 
 from recckpt.checkpoint.chain import OpenChain
 from recckpt.dense.tensors import check_file
 from recckpt.format import layout
 from recckpt.format.manifest import FileEntry
 from recckpt.format.tables import descriptions_of
-from recckpt.inspect.diff_result import CheckpointDiff, Side, Status, TableDiff, ValueDiff
+from recckpt.inspect.diff_result import CheckpointDiff, KeyDiff, Side, Status, TableDiff, ValueDiff
+from recckpt.inspect.diff_states import Keys, compare_keys, states_in
 from recckpt.inspect.diff_tables import compare_table, slots_of
 from recckpt.inspect.diff_tensors import comparable, compare_tensors
 from recckpt.output_dir.at_path import locate_path
@@ -33,9 +29,7 @@ _GROUPS = {  # file, or what a file of one rank holds -> group of the values in 
     "io_state": "position",
     "rng": "random state",
 }
-_GENERATORS = ("torch", "cuda", "numpy", "python")  # part of the format: in this order
-_MAX_BYTES = 64 << 20  # states of all devices take a few kB each
-_PLACES = ("BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET")  # which differ where nothing else does
+_GENERATORS = ("torch", "cuda", "numpy", "python")  # part of the format
 
 Advance = Callable[[int], object]
 Groups = Mapping[str, tuple[Collection[str], Mapping[str, FileEntry]]]  # group -> its names, and the files that hold it
@@ -94,7 +88,7 @@ def diff(
         tables = tuple(_tables(one, other, compare))
         dense = [comparable(side.tensors) for side in sides]
         tensors = tuple(compare_tensors(dense[0], dense[1], tolerance, progress.advance))
-    values = tuple(_compare_values(one, other, *groups))
+    values = tuple(_compare_values(one, other, *groups, tolerance))
     return CheckpointDiff(side_of(one), side_of(other), float(tolerance), tables, tensors, values)
 
 
@@ -127,7 +121,7 @@ def side_of(opened: OpenChain) -> Side:
 
 
 def _groups_of(side: OpenChain) -> Groups:
-    """Return what lies in ``.pt`` files, which are compared by their checksums: no pickle is run."""
+    """Return what lies in ``.pt`` files, which are compared by their checksums, and by keys where these differ."""
     names, files = side.manifest.names, dict[str, dict[str, FileEntry]]()
     for file in side.manifest.files:
         if group := _GROUPS.get(layout.content_of_rank(file.name) or file.name):
@@ -137,16 +131,18 @@ def _groups_of(side: OpenChain) -> Groups:
         "extra of ranks": names.extra_of_ranks,
         "position": names.io_state,
         "plain value": [name for name in names.dense if name not in side.tensors.model],
-        "random state": ["all generators"] if "random state" in files else [],
+        "random state": _GENERATORS if "random state" in files else (),
     }
     return {group: (of_group, files.get(group, {})) for group, of_group in names_of.items()}
 
 
-def _compare_values(before: OpenChain, after: OpenChain, groups: Groups, other_groups: Groups) -> Iterator[ValueDiff]:
+def _compare_values(
+    before: OpenChain, after: OpenChain, groups: Groups, other_groups: Groups, tolerance: float
+) -> Iterator[ValueDiff]:
     """Yield what became of training state, by its values, and of what lies in ``.pt`` files.
 
-    Random generators are compared one by one where both sides know theirs. Of other files that hold several values and
-    differ, no checksum says which of them have changed.
+    These are compared key by key where a checksum differs. Of files with several values that are not of the form that
+    recckpt writes, no checksum says which of the values have changed.
     """
     state, other_state = ({"step": side.manifest.step, **side.manifest.state} for side in (before, after))
     for name in {**state, **other_state}:
@@ -154,19 +150,20 @@ def _compare_values(before: OpenChain, after: OpenChain, groups: Groups, other_g
         is_nan = all(isinstance(value, float) and math.isnan(value) for value in (one, other))
         is_same = is_nan or (type(one) is type(other) and one == other)
         yield ValueDiff("training state", name, _status(name, state, other_state, is_same), one, other)
-    generators, other_generators = _generators_of(before), _generators_of(after)
-    for name in generators if other_generators else ():
-        is_same = generators[name] == other_generators.get(name)
-        yield ValueDiff("random state", name, "same" if is_same else "changed")
     for group, (names, files) in groups.items():
-        if group == "random state" and generators and other_generators:
-            continue
         other_names, other_files = other_groups[group]
         sums, other_sums = ({name: file.xxh3 for name, file in each.items()} for each in (files, other_files))
         every = dict.fromkeys([*names, *other_names])
         changed: Status = "changed" if len(every) == 1 and group != "plain value" else "unclear"
+        states = dict[str, Keys](), dict[str, Keys]()
+        if every and sums != other_sums:
+            states = states_in(before, files.values()), states_in(after, other_files.values())
         for name in every:
-            yield ValueDiff(group, name, _status(name, names, other_names, sums == other_sums, changed))
+            status, inside = _status(name, names, other_names, sums == other_sums, changed), tuple[KeyDiff, ...]()
+            if status == changed and all(states) and any(name in side for side in states):
+                inside = tuple(compare_keys(states[0].get(name, {}), states[1].get(name, {}), tolerance))
+                status, inside = "changed" if inside else "same", () if group == "random state" else inside
+            yield ValueDiff(group, name, status, inside=inside)
 
 
 def _status(
@@ -175,34 +172,3 @@ def _status(
     if name in before and name in after:
         return "same" if is_same else changed
     return "gone" if name in before else "added"
-
-
-def _generators_of(side: OpenChain) -> Mapping[str, tuple[int, ...]]:
-    """Return a checksum of the state of each generator on each rank; {} where a file is of another form."""
-    sums: dict[str, list[int]] = {name: [] for name in _GENERATORS}
-    for file in sorted(file.name for file in side.manifest.files if layout.content_of_rank(file.name) == "rng"):
-        of_rank = _digests_in(side.files.read(layout.join(side.directory, file), _MAX_BYTES))
-        if of_rank.keys() != sums.keys():
-            return {}
-        for name, checksum in of_rank.items():
-            sums[name].append(checksum)
-    return {name: tuple(each) for name, each in sums.items() if each}
-
-
-def _digests_in(data: bytes) -> dict[str, int]:
-    """Return a checksum of what the pickle has after the name of each generator, with the bytes of its tensors."""
-    digests: dict[str, xxhash.xxh3_64] = {}
-    names, current = list(_GENERATORS), xxhash.xxh3_64()
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            records = {name.rpartition("/")[2]: archive.read(name) for name in archive.namelist() if "/data/" in name}
-            [pickled] = [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]
-        for opcode, argument, _ in pickletools.genops(pickled):
-            if names and argument == names[0]:
-                current = digests[names.pop(0)] = xxhash.xxh3_64()
-            elif opcode.name not in _PLACES:
-                record = records.get(str(argument)) if opcode.name == "BINUNICODE" else None
-                current.update(f"{opcode.name} {argument!r}\n".encode() if record is None else record)
-    except (zipfile.BadZipFile, ValueError, KeyError, NotImplementedError):
-        return {}
-    return {name: digest.intdigest() for name, digest in digests.items()}

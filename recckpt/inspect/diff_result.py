@@ -24,7 +24,9 @@ SLOT_HEAD = (
 MOVED_HEAD = ("TABLE", "ID", "L2", "COSINE")
 TENSOR_HEAD = ("TENSOR", "STATUS", "RELATIVE", "LARGEST", "AT", "KIND")
 VALUE_HEAD = ("WHAT", "NAME", "STATUS", "BEFORE", "AFTER")
-UNCLEAR = "unclear: one of these differs; they share a file that is checksummed as a whole"
+KEY_HEAD = ("KEY", "STATUS", "LARGEST", "BEFORE", "AFTER")
+_MOST_KEYS = 20  # of one object, that are listed in text
+UNCLEAR = "unclear: one of these differs; they share a file that recckpt has not written, checksummed as a whole"
 _TONES: dict[str, Tone] = {"added": "good", "gone": "damaged", "changed": "unsure", "unclear": "unsure"}
 NUMBERS = frozenset({*TABLE_HEAD[1:], *SLOT_HEAD[4:], "CHANGED", "ID", "L2", "COSINE", "RELATIVE", "LARGEST"})
 _SHARES = ("added", "gone", "changed", "same")
@@ -114,6 +116,19 @@ class TensorDiff:
 
 
 @dataclass(frozen=True)
+class KeyDiff:
+    """A key that differs in the state of something, such as ``.param_groups[0].lr``; the whole state has the key ""."""
+
+    key: str
+    status: Status  # ``"changed"``, ``"added"`` or ``"gone"``
+    before: (
+        Any  # a number as it is, dtype and shape of a tensor, all else as text, cut short; None where it is not there
+    )
+    after: Any  # the same on the other side
+    largest: float | None = None  # of tensors, the largest difference of a single value; NaN where a NaN came or went
+
+
+@dataclass(frozen=True)
 class ValueDiff:
     """Something with a name beside tables and tensors."""
 
@@ -121,9 +136,11 @@ class ValueDiff:
     # dataset; ``"plain value"``, of the model; ``"random state"``
     group: str
     name: str
-    status: Status  # what became of it; ``"unclear"`` where the file differs that holds it together with others
+    # what became of it; ``"unclear"`` where the file that holds it with others differs, and is not of recckpt's form
+    status: Status
     before: Any = None  # its value before, of training state
     after: Any = None  # its value after, of training state
+    inside: tuple[KeyDiff, ...] = ()  # what differs in it, of all else but random states
 
 
 @dataclass(frozen=True, repr=False)
@@ -184,7 +201,11 @@ class CheckpointDiff:
 
 def lines_of(diff: CheckpointDiff) -> list[Line]:
     """Return the lines that ``recckpt diff`` prints; what is the same is counted, not listed."""
-    lines: list[Line] = list(pairs([("before", _side_text(diff.before)), ("after", _side_text(diff.after))]))
+    lines: list[Line] = [
+        verdict(diff),
+        "",
+        *pairs([("before", _side_text(diff.before)), ("after", _side_text(diff.after))]),
+    ]
     if diff.tolerance:
         lines += pairs([("tolerance", f"{diff.tolerance:g}")])
     tables = ("tables", TABLE_HEAD, [_table_row(table) for table in diff.tables])
@@ -194,11 +215,11 @@ def lines_of(diff: CheckpointDiff) -> list[Line]:
         lines += section(title, [Table(head, rows, NUMBERS, tones)] if rows else [])
     if any(each.status == "unclear" for each in diff.values):
         lines.append(f"  {UNCLEAR}")
-    return [*lines, "", verdict(diff)]
+    return lines
 
 
 def verdict(diff: CheckpointDiff) -> str:
-    """Return the last line: whether the two are equal, and how many things differ."""
+    """Return the first line: whether the two are equal, and how many things differ."""
     if diff.is_equal:
         else_too = " and all else" if diff.values else ""
         return f"equal: {plural(len(diff.tables), 'table')}, {plural(len(diff.tensors), 'tensor')}{else_too}"
@@ -242,6 +263,7 @@ def _sections(diff: CheckpointDiff) -> list[_Section]:
         ("embeddings that moved most", MOVED_HEAD, [*moved]),
         ("dense tensors", TENSOR_HEAD, [_tensor_row(each) for each in diff.tensors if each.status != "same"]),
         ("all else", VALUE_HEAD, [_value_row(each) for each in diff.values if each.status != "same"]),
+        ("inside of that", KEY_HEAD, [row for each in diff.values for row in _key_rows(each)]),
     ]
 
 
@@ -284,3 +306,12 @@ def _value_row(value: ValueDiff) -> Sequence[str]:
     if value.status in ("added", "gone") and is_state:
         sides[0 if value.status == "added" else 1] = "-"
     return value.group, escaped(value.name), value.status, *sides
+
+
+def _key_rows(value: ValueDiff) -> Iterable[Sequence[str]]:
+    for each in value.inside[:_MOST_KEYS]:
+        sides = ["-" if side is None else one_line(cell(side)) for side in (each.before, each.after)]
+        largest = "" if each.largest is None else f"{each.largest:.4g}"
+        yield escaped(value.name + each.key), each.status, largest, *sides
+    if len(value.inside) > _MOST_KEYS:
+        yield escaped(value.name), f"and {plural(len(value.inside) - _MOST_KEYS, 'more key')}", "", "", ""

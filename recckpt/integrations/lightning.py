@@ -119,7 +119,11 @@ class LightningCallback(SavesRun, Callback):
         if hasattr(self, "checkpoints"):  # as the end of ``with``: this rank may be alone, so that none begins a save
             self.checkpoints.__exit__(type(exception), exception, exception.__traceback__)
         if problem is not None:
-            log.error("%s; a restart goes on from %s", problem, _newest(self.checkpoints))
+            try:
+                newest = f"step {self.checkpoints.latest_step() or 0}"
+            except Exception as failure:
+                newest = f"what is there: {type(failure).__name__}: {failure}"
+            log.error("%s; a restart goes on from %s", problem, newest)
 
 
 def _leave(trainer: Trainer) -> None:
@@ -311,13 +315,6 @@ class SavesLast(Checkpoint):
         if self._is_step_open and (is_last or not _is_last_of_epoch(trainer)):
             self._is_step_open = False
             self._manager.step(metrics=numbers_in(trainer.callback_metrics))
-
-
-def _newest(manager: CheckpointManager) -> str:
-    try:
-        return f"step {manager.latest_step() or 0}"
-    except Exception as failure:
-        return f"what is there: {type(failure).__name__}: {failure}"
 
 
 class _WithoutTables(_CheckpointConnector):
