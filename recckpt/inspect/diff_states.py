@@ -29,20 +29,20 @@ Keys = Mapping[str, Any]  # what an object holds, by the place in its state: pla
 
 def states_in(side: OpenChain, files: Iterable[FileEntry]) -> dict[str, Keys]:
     """Return what each name in some files holds, by key; {} where a file is of another form than the format's."""
-    found: dict[str, dict[str, Any]] = {}
+    states: dict[str, dict[str, Any]] = {}
     for file in files:
         path = layout.join(side.directory, file.name)
-        rank = file.name.removesuffix(".pt").rpartition("_")[2] if layout.content_of_rank(file.name) else None
+        rank = file.name.rpartition("_")[2].partition(".")[0] if layout.content_of_rank(file.name) else None
         try:
             with side.files.open(path) as content:
-                state = _Unpickler(check_loadable(content, path), partial(side.files.read, path)).load()
+                state = _StateReader(check_loadable(content, path), partial(side.files.read, path)).load()
             for name, value in state.items():
-                found.setdefault(name, {}).update(_leaves("" if rank is None else f" of rank {rank}: ", value))
+                states.setdefault(name, {}).update(_leaves("" if rank is None else f" of rank {rank}: ", value))
         except (OSError, CheckpointRemovedError):
             raise
         except Exception:  # whatever was written there: its bytes are those of its checksum
             return {}
-    return dict(found)
+    return dict(states)
 
 
 def compare_keys(before: Keys, after: Keys, tolerance: float) -> Iterator[KeyDiff]:
@@ -80,7 +80,7 @@ def _leaves(at: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield at, value
 
 
-class _Unpickler(pickle.Unpickler):
+class _StateReader(pickle.Unpickler):
     """Knows what :func:`check_loadable` lets pass, and gives each tensor as what reads it."""
 
     def __init__(self, archive: LoadableArchive, read: Callable[[int, int], bytes]) -> None:
