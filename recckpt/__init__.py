@@ -1,4 +1,4 @@
-"""recckpt: checkpoints for recommendation models. Nothing is imported before it is used, torch least of all."""
+"""recckpt: checkpoints for recommendation models. Nothing is imported before it is used, torch last of all."""
 
 from __future__ import annotations
 

@@ -48,10 +48,9 @@ Counted = tuple[int | None, Mapping[str, StateValue]]  # the step of a run, and 
 
 
 class CountedRun:
-    """The step of the run that a saver saves, and what else its manager counts; nothing where no manager counts.
+    """The step of the run that a saver saves, and what else its manager counts; nothing without a manager.
 
-    Attributes:
-        prefix: of the ids that the manager gives.
+    ``prefix`` is that of the manager's ids.
     """
 
     def __init__(self) -> None:
@@ -60,24 +59,18 @@ class CountedRun:
 
     @property
     def step(self) -> int | None:
-        """The step that the manager is at."""
         return self._now()[0]
 
     def follow(self, now: Callable[[], Counted], prefix: str) -> None:
-        """Take both from a manager, and how it names steps; the last one that was made for a saver counts."""
+        """Read both from a manager; the last manager made for a saver counts."""
         self._now, self.prefix = now, prefix
 
     def step_and_state(
         self, step: int | None, state: Mapping[str, StateValue] | None
     ) -> tuple[int | None, Mapping[str, StateValue] | None]:
-        """Return the step of a save and its state, to which a save of the run's own step adds what its manager counts.
+        """Return the step and state of a save; a save of the run's own step gets the manager's counts too.
 
-        Args:
-            step: None for that of the run.
-            state: what the caller gives.
-
-        Raises:
-            ValueError: the caller gives another value for what the manager counts.
+        ``step`` None means the run's. ValueError if the caller gives another value for what the manager counts.
         """
         now, counted = self._now()
         if step not in (None, now) or not isinstance(state, Mapping | None):  # another kind is refused where it is read
@@ -331,7 +324,7 @@ class Saver(Loads):
             self._to.end_compactions()
 
     def _turn(self) -> AbstractContextManager[Any]:
-        """Return the lock of the saver and its manager; refuse a fork, and a caller that might wait for itself."""
+        """Return the lock of the saver and its manager; refuse forks, and callers that would wait for themselves."""
         lock = super()._turn()
         self._runner.check_caller()
         arguments.check_moment(self._tables)
@@ -372,7 +365,7 @@ def _tier_of(near: Near | None, storage: Storage, concurrency: int) -> NearTier 
 
 
 def _counting_from(changes: Changes | None, tier: NearTier | None) -> OnWhole | None:
-    """Return what counts changes from what is restored."""
+    """Return what makes deltas count from a restored checkpoint."""
     if changes is None:
         return None
     if tier is None:

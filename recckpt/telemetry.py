@@ -1,8 +1,8 @@
-"""Metrics and spans of saves and loads for OpenTelemetry, where its API is installed; nothing otherwise.
+"""Metrics and spans of saves and loads for OpenTelemetry, if its API is installed.
 
-Each series and span has the attribute ``recckpt.run``, by which one Prometheus distinguishes the jobs. Nothing of
-OpenTelemetry is imported before the first save or load. What goes wrong in it, as in a processor or provider of the
-user's, is logged once and fails nothing.
+Each series and span has the attribute ``recckpt.run``, by which one Prometheus tells jobs apart. OpenTelemetry is not
+imported before the first save or load. Its errors, as of a user's processor or provider, are logged once and fail
+nothing.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _SECONDS = [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300
 
 
 class _Tools:
-    """A tracer, instruments by name, and the operations of this process that have not ended."""
+    """A tracer, instruments by name, and this process's operations that have not ended."""
 
     def __init__(self, tracer: Tracer, meter: Meter) -> None:
         self.tracer = tracer
@@ -78,7 +78,6 @@ class _Tools:
         meter.create_observable_gauge(_PREFIX + name, [lambda _: self._seconds_under_way()], unit, description)
 
     def record(self, run: str, measured: Mapping[str, float]) -> None:
-        """Record values by the names of instruments."""
         attributes_of_run = {_PREFIX + "run": run}
         for name, value in measured.items():
             if name in self.counters:
@@ -89,12 +88,12 @@ class _Tools:
                 self.gauges[name].set(value, attributes_of_run)
 
     def _forget(self) -> None:
-        """Forget the saves that were under way at a fork: a child never learns how they end."""
+        """Forget the saves that were running at a fork: a child never learns how they end."""
         self.open.clear()
         self.runs.clear()
 
     def _seconds_under_way(self) -> Iterator[Observation]:
-        """Give for each run how long its save has gone on, the oldest where several savers share the name."""
+        """Yield for each run how long its save has taken so far; the oldest if savers share a name."""
         from opentelemetry.metrics import Observation
 
         now, saves = time.perf_counter(), [each for each in self.open.copy() if each.what == "save"]
@@ -104,16 +103,11 @@ class _Tools:
 
 
 class Operation:
-    """A save or load under way, which is one span; ends once, whatever becomes of it.
+    """A running save or load, which is one span; ends once, whatever happens.
 
-    As a context manager it ends with the error that leaves the block, control-C included, and stays open without one.
-
-    Args:
-        what: a save or a load.
-        attributes: of its span.
-        run: the job, as its series and spans name it.
-        retries: returns how many requests to the storage were tried again so far.
-        is_reported: whether this process reports it; of several ranks one does.
+    As a context manager it ends with the error that leaves the block, and stays open without one. ``retries`` returns
+    how many storage requests were retried so far; ``is_reported`` is whether this process reports it: one of several
+    ranks does.
     """
 
     def __init__(
@@ -158,10 +152,8 @@ class Operation:
     ) -> None:
         """Report how it went; only the first call has an effect.
 
-        Args:
-            error: why it failed.
-            attributes: of its span, beside those that it has begun with; the ``kind`` is one of its metrics too.
-            measured: values by the names of instruments; some are recorded for successes only.
+        ``attributes`` are added to its span; ``kind`` also becomes an attribute of its metrics. ``measured`` has values
+        by names of instruments; some are recorded for successes only.
         """
         if self._tools is None or not self._once.acquire(blocking=False):
             return
@@ -197,7 +189,6 @@ class Operation:
 
 
 def measure(run: str, measured: Mapping[str, float]) -> None:
-    """Record values of a run by the names of instruments, beside those of its saves and loads."""
     tools = _guarded(_tools)
     if tools is not None:
         _guarded(lambda: tools.record(run, measured))
@@ -205,7 +196,7 @@ def measure(run: str, measured: Mapping[str, float]) -> None:
 
 @cache
 def _tools() -> _Tools | None:
-    """Return the tracer and the meter of OpenTelemetry, None where its API is not installed."""
+    """Return the tracer and the meter of OpenTelemetry; None if its API is not installed."""
     try:
         from opentelemetry import metrics, trace
     except ImportError:
@@ -219,7 +210,7 @@ def _named(attributes: Attributes) -> dict[str, str | int]:
 
 
 def _guarded(work: Callable[[], Any]) -> Any:
-    """Return what OpenTelemetry gives, None where it fails."""
+    """Return the result, or None after an error of OpenTelemetry, which is logged once."""
     try:
         return work()
     except Exception as error:
@@ -230,5 +221,4 @@ def _guarded(work: Callable[[], Any]) -> Any:
 
 @cache
 def _say(kind: str) -> None:
-    """Say once of each kind of error that it comes from there."""
     log.warning("OpenTelemetry failed, and saves and loads go on without it: %s", kind, exc_info=True)

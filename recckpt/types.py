@@ -1,4 +1,4 @@
-"""What a table is to the rest of recckpt, and what callers may give: checked here, without torch."""
+"""What a table is to the rest of recckpt, and checks of callers' arguments; without torch."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def _is_table_class(kind: type) -> bool:
 
 
 def check_table_name(name: Any) -> str:
-    """Return ``name``, or raise ValueError where no table can have it."""
+    """Return ``name``; ValueError if no table can have it."""
     if not isinstance(name, str) or not name:
         raise ValueError(f"a table name is a non-empty string, found {name!r}")
     if "\0" in name:
@@ -251,30 +251,25 @@ def check_table_name(name: Any) -> str:
 
 
 def is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    """Say whether a value of a configuration is a list of whatever kind; a string is not."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
 
 
 def positive_int(name: str, value: Any) -> int:
-    """Return ``value``, or raise ValueError where it is not an int of at least 1."""
+    """Return ``value``; ValueError if it is not an int of at least 1."""
     if type(value) is not int or value < 1:
         raise ValueError(f"{name} must be an int of at least 1, found {value!r}")
     return value
 
 
 def count_of(name: str, value: Any) -> int:
-    """Return ``value``, or raise ValueError where it is not an int from 1 to 2**53, as all that is counted is."""
+    """Return ``value``; ValueError if it is not an int from 1 to 2**53."""
     if positive_int(name, value) > MAX_EXACT_COUNT:
         raise ValueError(f"{name} must be at most {MAX_EXACT_COUNT}, found {value}")
     return int(value)
 
 
 def byte_count(name: str, value: Any) -> int:
-    """Return a number of bytes, given as an int of at least 1 or as a text such as ``"2 TB"`` or ``"16GiB"``.
-
-    Raises:
-        ValueError: it is neither, or not from 1 to 2**63 - 1 bytes.
-    """
+    """Return a number of bytes, given as an int or as text such as ``"2 TB"`` or ``"16GiB"``; ValueError if wrong."""
     match = _BYTES.fullmatch(value.strip()) if type(value) is str else None
     number = value if type(value) is int else 0
     if match:
@@ -288,14 +283,14 @@ def byte_count(name: str, value: Any) -> int:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Return ``value``, or raise ValueError where it is neither True nor False: others would count as one."""
+    """Return ``value``; ValueError if it is neither True nor False."""
     if type(value) is not bool:
         raise ValueError(f"{name} must be True or False, found {value!r:.100}")
     return value
 
 
 def positive_number(name: str, value: Any) -> float:
-    """Return ``value``, or raise ValueError where it is not a finite number above 0."""
+    """Return ``value``; ValueError if it is not a finite number above 0."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value <= sys.float_info.max:  # which NaN is not
         raise ValueError(f"{name} must be a finite number above 0, found {value!r}")

@@ -1,1 +1,1 @@
-"""Tables of TorchRec and FBGEMM as live ones: a guest, which finds them in a model and saves and loads them its way."""
+"""Tables of TorchRec and FBGEMM as live tables: a guest, which finds them in a model and says how they are saved."""

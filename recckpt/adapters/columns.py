@@ -1,7 +1,7 @@
-"""A table that lies by columns, while it is saved: ranks exchange columns, and each saves some of the rows whole.
+"""Saves a table divided by columns: ranks exchange columns, and each saves some of the rows whole.
 
-Of W ranks each saves a W-th of the rows. What it lacks comes in windows, at meetings of all ranks, so that a rank that
-fails ends the exchange for all.
+Of W ranks each saves a W-th of the rows. The columns that it lacks come in windows, at meetings of all ranks, so that a
+failing rank ends the exchange for all.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ID_SPEC = SlotSpec("id", "int64", ())
 
 @dataclass(frozen=True)
 class Head:
-    """What other ranks have to know of the part of a table that a rank has."""
+    """What other ranks need to know of a rank's part of a table."""
 
     box: Box
     slots: tuple[SlotSpec, ...]
@@ -50,18 +50,11 @@ class Piece:
 
 
 def join_columns(sources: Sequence[ColumnRows], meetings: Meetings, *, window_bytes: int | None = None) -> None:
-    """Make whole rows of what the ranks have of tables; all have the same tables, in one order. Collective.
+    """Exchange columns so that each rank has whole rows; all ranks have the same tables in the same order. Collective.
 
-    The rows of a delta are those that have changed on any of the ranks that have columns of them.
-
-    Args:
-        sources: of this rank.
-        meetings: where the ranks meet.
-        window_bytes: that a rank sends at a meeting, about; None for ``WINDOW_BYTES``.
-
-    Raises:
-        LiveTableError: what the ranks have is not all parts of the rows, or something has written to a table unseen.
-        RecckptError: another rank has failed.
+    A row belongs to a delta if it changed on any rank that has columns of it. A rank sends about ``window_bytes`` at a
+    meeting. LiveTableError if parts of rows are missing, or something wrote to a table unseen; RecckptError if another
+    rank failed.
     """
     exchange = _Exchange(sources, meetings, window_bytes or WINDOW_BYTES)
     exchange.agree()
@@ -71,7 +64,7 @@ def join_columns(sources: Sequence[ColumnRows], meetings: Meetings, *, window_by
 
 
 class _Exchange:
-    """One exchange of columns. Of each table it knows the source here, and who has which part of the same rows."""
+    """One exchange of columns: for each table its source here, and the ranks with the other parts of its rows."""
 
     def __init__(self, sources: Sequence[ColumnRows], meetings: Meetings, window_bytes: int) -> None:
         self._meetings = meetings
@@ -103,7 +96,7 @@ class _Exchange:
             source.begin(bits)
 
     def send_all(self) -> None:
-        """Send the columns of this rank to those that save the rows, and take theirs, window by window."""
+        """Send this rank's columns to the ranks that save the rows, and take theirs, window by window."""
         size, rank = self._meetings.size, self._meetings.rank
         sent = [self._windows(to, rank) for to in range(size)]
         taken = [self._windows(rank, sender) for sender in range(size)]
@@ -119,7 +112,7 @@ class _Exchange:
             source.take(part, piece.begin, piece.end, source.send(part, piece.begin, piece.end))
 
     def _windows(self, to: int, sender: int) -> list[list[Piece]]:
-        """Return what one rank sends another, or takes of its own, window by window; both know it alike."""
+        """Return what one rank sends another, window by window; both compute the same."""
         sizes = {
             n: (source.n_chosen(heads[to].box.part), sum(spec.row_bytes for spec in heads[sender].slots))
             for n, (source, heads) in enumerate(self._tables)
@@ -128,7 +121,6 @@ class _Exchange:
         return windows(sizes, self._limit)
 
     def _packed(self, some: Sequence[Sequence[Piece]], to: int) -> Bytes:
-        """Return the bytes of a window, or of none; of none for this rank itself."""
         values: list[Bytes] = []
         for piece in (piece for window in some for piece in window if to != self._meetings.rank):
             source, heads = self._tables[piece.table]
@@ -148,11 +140,7 @@ class _Exchange:
 
 
 def holders_of(name: str, number: int, of_ranks: Sequence[Sequence[Head]], rank: int) -> dict[int, Head]:
-    """Return the ranks that have columns of the same rows of a table as ``rank``, each with what it has.
-
-    Raises:
-        LiveTableError: they do not have all parts, each once and of the same slots.
-    """
+    """Return the ranks with columns of the same rows as ``rank``; LiveTableError if they lack or repeat parts."""
     own = of_ranks[rank][number]
     if own.box.rows[0] == own.box.rows[1]:
         return {}
@@ -172,7 +160,7 @@ def holders_of(name: str, number: int, of_ranks: Sequence[Sequence[Head]], rank:
 
 
 def windows(sizes: Mapping[int, tuple[int, int]], limit: int) -> list[list[Piece]]:
-    """Return windows of about ``limit`` bytes; ``sizes`` are (rows, bytes of a row) by table; pure."""
+    """Return windows of about ``limit`` bytes; ``sizes`` has (rows, bytes of a row) by table. Pure."""
     made: list[list[Piece]] = []
     left = 0
     for table, (n_rows, row_bytes) in sizes.items():
@@ -193,14 +181,10 @@ def _joined(pieces: Iterable[Bytes]) -> Bytes:
 
 
 class ColumnRows(RowsInParts):
-    """Rows of a table that lies by columns: a source of whole rows once ranks have sent each other their columns.
+    """Rows of a table divided by columns: a source of whole rows once ranks have exchanged columns.
 
-    Before that, it is known how many rows it has of a full save alone. What is read of the table is read once.
-
-    Args:
-        snapshot: the columns of this rank, of all rows of the box.
-        box: what this rank has.
-        changed: returns a bit a row of the snapshot, 1 for those of a delta; None where all rows are saved.
+    ``snapshot`` has this rank's columns of all rows of ``box``. ``changed`` returns a bit a row, 1 for those of a
+    delta; None saves all rows, and only then the number of rows is known before the exchange. Each value is read once.
     """
 
     join = staticmethod(join_columns)
@@ -216,24 +200,23 @@ class ColumnRows(RowsInParts):
 
     @property
     def is_delta(self) -> bool:
-        """Whether some of the rows are saved."""
         return self._changed is not None
 
     def since(self, changed: Callable[[], Bytes]) -> ColumnRows:
         return ColumnRows(self._snapshot, self.box, changed)
 
     def share_of(self, n_changed: int) -> int:
-        """Return about how many of the rows that changed here are saved here, in all as many as have changed."""
+        """Return about how many of the changed rows are saved here."""
         part, n_parts = self.box.part, len(self.box.columns)
         return n_changed * (part + 1) // n_parts - n_changed * part // n_parts
 
     def bits(self) -> Bytes:
-        """Return a bit a row of the box, 1 for those that have changed here, in whole words of 8 bytes."""
+        """Return a bit a row of the box, 1 if it changed here, in whole words of 8 bytes."""
         bits = b"" if self._changed is None else self._changed()
         return np.frombuffer(bits, np.uint8)[: 8 * -(-self._snapshot.n_rows // 64)]
 
     def begin(self, bits: Bytes) -> None:
-        """Choose the rows that are saved, by a bit a row of the box that all its parts agree on; any bits for all."""
+        """Choose the rows to save, by bits that all parts agreed on; ignored if all rows are saved."""
         rows = None
         if self.is_delta:
             self._snapshot.narrow(bits)
@@ -245,7 +228,6 @@ class ColumnRows(RowsInParts):
         self._joining = rows, values
 
     def n_chosen(self, part: int) -> int:
-        """Return how many rows are saved of the share of a part."""
         begin, end = self._share(self._joined[0], part)
         return end - begin
 
@@ -253,7 +235,7 @@ class ColumnRows(RowsInParts):
         self._source.read_slots(rows, targets, is_last=is_last)
 
     def send(self, part: int, begin: int, end: int) -> list[Bytes]:
-        """Return the columns of this rank, slot by slot, of those rows that a part saves; they are not read again."""
+        """Return this rank's columns, slot by slot, of rows that a part saves; each is read only once."""
         chosen, _ = self._joined
         first, _ = self._share(chosen, part)
         rows = np.arange(first + begin, first + end) if chosen is None else chosen[first + begin : first + end]
@@ -262,13 +244,13 @@ class ColumnRows(RowsInParts):
         return [targets[spec.name] for spec in self.parts]
 
     def take(self, part: int, begin: int, end: int, values: Sequence[Bytes]) -> None:
-        """Put the columns that a part has sent, slot by slot, into rows that this rank saves."""
+        """Put a part's columns, slot by slot, into rows that this rank saves."""
         for spec, some in zip(self.parts, values, strict=True):
             first, last = place_in_row(spec, self.box, part)
             self._joined[1][spec.name][begin:end, first:last] = some.reshape(end - begin, last - first)
 
     def end(self) -> None:
-        """Be the whole rows from now on: all have been taken."""
+        """Become the whole rows, now that all columns have been taken."""
         rows, values = self._joined
         begin, end = self._share(rows, self.box.part)
         first = self.box.rows[0]
@@ -283,12 +265,11 @@ class ColumnRows(RowsInParts):
 
     @property
     def n_rows(self) -> int:
-        """Number of rows that this rank writes."""
         return self.n_all if self._whole is None else self._whole.n_rows
 
     @property
     def n_all(self) -> int:
-        """Rows of its share, those that have not changed included."""
+        """Number of rows in its share, unchanged ones included."""
         begin, end = self.box.own_rows
         return end - begin
 
@@ -301,7 +282,6 @@ class ColumnRows(RowsInParts):
         return self._snapshot.n_kept
 
     def deletes(self) -> Int64s:
-        """Return nothing: all rows are there always."""
         return np.empty(0, np.int64)
 
     def close(self) -> None:
@@ -321,7 +301,7 @@ class ColumnRows(RowsInParts):
         return self._joining
 
     def _share(self, rows: Int64s | None, part: int) -> tuple[int, int]:
-        """Return where the rows that a part saves begin and end among those that are saved, None for all."""
+        """Return the range of a part's share among the saved ``rows``; None stands for all rows."""
         begin, end = (row - self.box.rows[0] for row in self.box.shares[part])
         if rows is None:
             return begin, end
@@ -330,7 +310,7 @@ class ColumnRows(RowsInParts):
 
 
 class AttachedColumns(AttachedTable):
-    """A live table of which this rank has some columns; arguments as of :class:`AttachedTable`."""
+    """A live table of which this rank has some columns."""
 
     def source(self, rows: Snapshot) -> TableSource:
         return ColumnRows(rows, self.rows.box)

@@ -1,7 +1,6 @@
-"""FBGEMM's ``SplitTableBatchedEmbeddingBagsCodegen`` as live tables: its rules, its hooks, and a table for each of it.
+"""FBGEMM's ``SplitTableBatchedEmbeddingBagsCodegen`` as live tables: its optimizers, its hooks, its tables.
 
-Proven of its optimizers is that a step changes no rows but those that were looked up: bit for bit, on the CPU, over
-random models.
+For the proven optimizers, a step changes no rows but those looked up: bit for bit on the CPU, over random models.
 """
 
 from __future__ import annotations
@@ -64,12 +63,10 @@ _MEMORY = tuple(
 
 
 def slots_and_reason(kernel: Any) -> tuple[Sequence[str], str | None]:
-    """Return the slots of a kernel, in the order of its ``split_optimizer_states()``.
+    """Return a kernel's slots in the order of ``split_optimizer_states()``, and why other rows may change.
 
-    And why rows may change that were not looked up, None where it is proven that none do.
-
-    Raises:
-        LiveTableError: its states cannot be saved by rows.
+    The reason is None if it is proven that only rows looked up change. LiveTableError if its states cannot be saved by
+    rows.
     """
     kind = str(kernel.optimizer.value)
     if kind not in _SLOTS:
@@ -92,12 +89,9 @@ def slots_and_reason(kernel: Any) -> tuple[Sequence[str], str | None]:
 class KernelHooks:
     """The hooks of one kernel, for all of its tables; they never raise.
 
-    The rows that a backward pass changes are read from the node of the autograd graph that writes them, just before it
-    does: forward passes that nothing follows announce nothing, and ids are those that the kernel has checked.
-
-    Args:
-        kernel: a ``SplitTableBatchedEmbeddingBagsCodegen``.
-        is_proven: whether a pass changes no rows but those that it looks up.
+    The rows that a backward pass changes are read from the autograd node that writes them, just before it does: forward
+    passes without a backward pass announce nothing, and the kernel has checked the ids. ``is_proven``: a pass changes
+    no rows but those looked up.
     """
 
     def __init__(self, kernel: Any, *, is_proven: bool) -> None:
@@ -107,14 +101,14 @@ class KernelHooks:
         self.was_written = True  # since the cache was last written back; what was before is not known
 
     def attach(self, table: int, door: Door) -> Callable[[], object]:
-        """Announce what changes in a table; return what ends that."""
+        """Announce what changes in a table; return what stops that."""
         if not self._doors:
             self._install()
         self._doors[table] = WeakDoor(door)
         return partial(self._detach, table)
 
     def after_forward(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Ask the node that will write the rows to announce them before it does."""
+        """Make the node that will write the rows announce them first."""
         node = getattr(output, "grad_fn", None)
         if node is None or not self._doors:
             return
@@ -124,7 +118,7 @@ class KernelHooks:
     def before_backward(
         self, indices: Tensor, offsets: Tensor, sizes: Sequence[Sequence[int]] | None, *gradients: Any
     ) -> None:
-        """Announce the rows that these inputs look up; ``sizes`` are those of batches by feature and rank, or None."""
+        """Announce the rows that these inputs look up; ``sizes``: batch sizes by feature and rank, or None."""
         self.was_written = True
         try:
             if not self._is_proven or is_capturing():
@@ -138,7 +132,7 @@ class KernelHooks:
     def before_reset(
         self, pruned_indices: Tensor, pruned_indices_offsets: Tensor, logical_table_ids: Tensor, buffer_ids: Tensor
     ) -> None:
-        """Announce the rows that are about to be reset, by arguments of :meth:`reset_embedding_weight_momentum`."""
+        """Announce the rows about to be reset; arguments of :meth:`reset_embedding_weight_momentum`."""
         self.was_written = True
         try:
             bounds, tables = pruned_indices_offsets.tolist(), logical_table_ids.tolist()
@@ -149,7 +143,6 @@ class KernelHooks:
             self._fail(error)
 
     def announce_all(self, *args: Any, **kwargs: Any) -> None:
-        """Announce that any row of any table is about to change."""
         self.was_written = True
         for door in self._doors.values():
             door.announce_all()
@@ -159,7 +152,6 @@ class KernelHooks:
             door.replaced()
 
     def note_written_back(self) -> None:
-        """Take what the cache has for no newer than what lies below it."""
         self.was_written = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KernelHooks:
@@ -177,7 +169,6 @@ class KernelHooks:
     def _rows(
         self, indices: Tensor, offsets: Tensor, sizes: Sequence[Sequence[int]] | None
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (table, rows) of each feature that looks a table up whose changes are announced."""
         tables = self._kernel.feature_table_map
         indices, offsets = indices.detach().cpu(), offsets.cpu()  # once for all features: each copy waits for a device
         if sizes is None:
@@ -213,9 +204,9 @@ _ARGUMENTS = ((0, "indices"), (1, "offsets"), (4, "batch_size_per_feature_per_ra
 
 
 class _Announced:
-    """A method of an object, which says that it is called, with which arguments, before it is.
+    """A method of an object that announces its calls, with their arguments, before they happen.
 
-    In a copy of the object, and once it is unpickled, the method is the plain one.
+    In a copy or an unpickled object it is the plain method.
     """
 
     def __init__(self, obj: object, name: str, announce: Callable[..., object]) -> None:
@@ -233,7 +224,7 @@ class _Announced:
 
 
 def announce_calls(obj: Any, name: str, announce: Callable[..., object]) -> Callable[[], object]:
-    """Call ``announce`` before each call of a method, with its arguments; return what ends that."""
+    """Call ``announce`` before each call of a method, with its arguments; return what stops that."""
     announced = _Announced(obj, name, announce)
     vars(obj)[name] = announced
 
@@ -245,21 +236,17 @@ def announce_calls(obj: Any, name: str, announce: Callable[..., object]) -> Call
 
 
 def _looked_up(ids: Tensor, n_rows: int) -> Tensor:
-    """Return rows that are there: for an id that is not, the kernel takes row 0 (``BoundsCheckMode.WARNING``)."""
+    """Return existing rows: for an unknown id the kernel takes row 0 (``BoundsCheckMode.WARNING``)."""
     if int(ids.min()) >= 0 and int(ids.max()) < n_rows:
         return ids
     return torch.where((ids >= 0) & (ids < n_rows), ids, 0)
 
 
 class Kernel:
-    """A fused kernel with all of its tables: it has one step, one learning rate, and one set of hooks.
+    """A fused kernel with all of its tables: they share a step, a learning rate, and hooks.
 
-    Args:
-        module: the kernel.
-        owner: of TorchRec, whose fused optimizer sets the learning rate at each step from its parameter group.
-
-    Raises:
-        LiveTableError: its tables cannot be saved by rows; says why.
+    ``owner`` is TorchRec's module whose fused optimizer sets the learning rate at each step. LiveTableError says why
+    its tables cannot be saved by rows.
     """
 
     def __init__(self, module: Any, owner: Any = None) -> None:
@@ -278,7 +265,6 @@ class Kernel:
             )
 
     def tensors(self, table: int) -> Mapping[str, Tensor]:
-        """Return the slots of a table, as they lie now."""
         memory = (getattr(self.module, name, None) for name in _MEMORY)
         places = tuple(0 if tensor is None else tensor.data_ptr() for tensor in memory)
         if self._split is None or self._split[0] != places:
@@ -297,7 +283,6 @@ class Kernel:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of its optimizer as they stand in a parameter group."""
         kind, arguments = str(self.module.optimizer.value), self.module.optimizer_args
         settings: dict[str, Any] = {"lr": float(self.module.get_learning_rate())}
         if any(part in kind for part in _WITH_BETAS):
@@ -306,9 +291,9 @@ class Kernel:
         return settings | {name: float(getattr(arguments, name)) for name in names}
 
     def prepare(self) -> None:
-        """Write back the rows that are newer in a cache, once for all tables until training writes the next.
+        """Write back rows that are newer in a cache; once for all tables, until training writes again.
 
-        What evicts a row of the cache later writes one that was announced before it changed, or one that is the same.
+        A row that is evicted later was announced before it changed, or is the same.
         """
         if self.hooks.was_written and self.module.lxu_cache_weights.numel():
             # A stream that fetches rows ahead changes the cache too, so nothing else runs while it is written back.
@@ -318,7 +303,7 @@ class Kernel:
         self.hooks.note_written_back()
 
     def resume(self, step: int | None, rate: float | None) -> None:
-        """Take over steps and the learning rate, and let caches read anew the rows that were written beneath them."""
+        """Take over step and learning rate, and make caches reread rows that were written beneath them."""
         if step is not None:
             self.module.iter.fill_(step)
             self.module.iter_cpu.fill_(step)  # the kernel takes it from the other at its first step only
@@ -331,17 +316,9 @@ class Kernel:
 
 
 class FbgemmTable:
-    """One table of a kernel, or the part of one that is on this rank.
+    """One table of a kernel, or this rank's part of one.
 
-    Settings travel with checkpoints; a load takes over the steps and the learning rate. What else the kernel was made
-    with, such as ``eps``, stays.
-
-    Args:
-        name: in checkpoints.
-        kernel: the kernel.
-        table: its number there.
-        box: which rows these are.
-        n_rows: of the table over all ranks.
+    A load takes over steps and learning rate; other settings of the kernel, such as ``eps``, stay.
     """
 
     def __init__(self, name: str, kernel: Kernel, table: int, box: Box, n_rows: int) -> None:
@@ -356,20 +333,11 @@ class FbgemmTable:
         return self._box
 
     def prepare(self) -> None:
-        """Write caches back.
-
-        Raises:
-            LiveTableError: the weights lie elsewhere for now.
-        """
         self._check_there()
         self._kernel.prepare()
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the weights and states of the optimizer, as they lie in the kernel.
-
-        Raises:
-            LiveTableError: the weights lie elsewhere for now.
-        """
+        """Return weights and optimizer states in the kernel's memory; LiveTableError if they are stashed elsewhere."""
         self._check_there()
         return self._kernel.tensors(self._table)
 
@@ -401,7 +369,7 @@ class FbgemmTable:
 
 
 def kernel_tables(search: Search) -> Iterator[Candidate]:
-    """Yield the tables of FBGEMM's kernels that are modules of the model; note those that cannot be live ones."""
+    """Yield the tables of FBGEMM kernels that are modules of the model; note those that cannot be live."""
     wrappers, left = wrappers_in(search.model), search.left
     for at, module in search.model.named_modules():
         path = unwrapped(at, wrappers)

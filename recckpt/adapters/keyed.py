@@ -29,7 +29,7 @@ _ID = SlotSpec("id", "int64", ())
 
 @dataclass(frozen=True)
 class IdMap:
-    """Which rows of a box belong to which ids: int64 ``ids``, ascending, their ``rows``, and int64 slots of them."""
+    """Which rows of a box belong to which ids: ascending int64 ``ids``, their ``rows``, and int64 slots of them."""
 
     ids: Tensor
     rows: Tensor
@@ -38,35 +38,29 @@ class IdMap:
 
 @runtime_checkable
 class KeyedLiveTable(LiveTable, Protocol):
-    """A live table whose rows belong to ids that come and go; it is saved by id, those that went as deletes.
+    """A live table whose rows belong to ids that come and go; saved by id, ids that went as deletes.
 
-    Attributes:
-        n_ids: how many ids there can be over all ranks; None where those that have no place are left out.
+    ``n_ids`` is how many ids fit on all ranks; None if ids without room are dropped.
     """
 
     n_ids: int | None
 
     def id_map(self) -> IdMap:
-        """Return the ids of now; asked at every save. Tensors that change no more."""
+        """Return the present ids, in tensors that never change; called at every save."""
 
     @property
     def owned_ids(self) -> OwnedIds:
-        """Which ids this rank takes in a load."""
+        """The ids that this rank takes in a load."""
 
     def place(self, ids: Tensor, meta: Mapping[str, Tensor], *, drops: bool) -> Tensor:
-        """Return the rows that ids are to have, -1 for none; LiveTableError where that drops some, and may not."""
+        """Return the rows for ids, -1 for none; LiveTableError if some have none and ``drops`` is False."""
 
     def take_ids(self, id_map: IdMap) -> None:
-        """Make these the ids, once a load has written their rows."""
+        """Take over the ids, after a load wrote their rows."""
 
 
 class KeyedStore(PlacedStore):
-    """What is saved of a keyed live table: the rows of its ids, and what else is known of these.
-
-    Args:
-        live: the table.
-        rows: its rows by their numbers.
-    """
+    """The saved part of a keyed live table: the rows of its ids, and slots stored by id."""
 
     def __init__(self, live: KeyedLiveTable, rows: LiveStore) -> None:
         self._live, self._rows = live, rows
@@ -77,11 +71,7 @@ class KeyedStore(PlacedStore):
         return self._rows
 
     def placed(self) -> IdPlaces:
-        """Return which id has which row now.
-
-        Raises:
-            LiveTableError: the map is not one, or has rows that are not on this rank.
-        """
+        """Return which id has which row now; LiveTableError if the map is invalid."""
         id_map = self._live.id_map()
         ids, rows = (tensor.cpu().numpy() for tensor in (id_map.ids, id_map.rows))
         is_map = len(ids) == len(rows) and bool((ids[1:] > ids[:-1]).all())
@@ -101,8 +91,7 @@ class KeyedStore(PlacedStore):
         return Column.over(_ID, torch.from_numpy(self.placed().ids))
 
     @property
-    def columns(self) -> Mapping[str, Column]:
-        """A copy of the rows of the ids, in their order."""
+    def columns(self) -> Mapping[str, Column]:  # a copy, in the order of the ids
         placed = self.placed()
         values = {name: column.gather(placed.places) for name, column in self._rows.saved_columns.items()}
         values |= {name: torch.from_numpy(meta) for name, meta in placed.meta.items()}
@@ -110,7 +99,6 @@ class KeyedStore(PlacedStore):
 
     @property
     def saved_columns(self) -> Mapping[str, Column]:
-        """The same: all of it is saved."""
         return self.columns
 
     @property
@@ -119,7 +107,6 @@ class KeyedStore(PlacedStore):
         return in_order((*specs, *(SlotSpec(name, "int64", ()) for name in self._live.id_map().meta)))
 
     def snapshot(self, name: str, slots: Collection[str] | None = None) -> PlacedRows:
-        """Return the rows and ids as they are now, which stay so."""
         with self.lock:
             placed = self.placed()
             of_ids = tuple(slot for slot in placed.slots if slots is None or slot.name in slots)
@@ -132,7 +119,7 @@ class KeyedStore(PlacedStore):
 
 
 def _are_distinct(rows: Int64s, n_rows: int) -> bool:
-    """Say whether rows are all different, and among so many: training waits for this, so nothing is sorted."""
+    """Say whether rows are distinct and in range; without sorting, as training waits for it."""
     if len(rows) and not 0 <= rows.min() <= rows.max() < n_rows:
         return False
     is_taken = np.zeros(n_rows, np.bool_)
@@ -141,10 +128,10 @@ def _are_distinct(rows: Int64s, n_rows: int) -> bool:
 
 
 class KeyedTarget(OwnTarget):
-    """A table of ours with the rows of a keyed live one, which takes them over when all are there.
+    """Collects loaded rows in an own table, which the live table takes over when all are there.
 
-    Until then the live table is as it was: what is damaged, or does not fit, has changed nothing of it. The load needs
-    memory for the rows of this rank a second time.
+    Until then the live table is unchanged, so damaged or unfitting rows do no harm. The load needs memory for this
+    rank's rows twice.
     """
 
     def __init__(self, table: AttachedKeyedTable) -> None:
@@ -170,7 +157,7 @@ class KeyedTarget(OwnTarget):
         return self._attached.live.owned_ids
 
     def clear(self, fresh: Collection[str]) -> None:
-        """Drop all rows; slots of the optimizer have the values of its first step in the rows that come."""
+        """Drop all rows; optimizer slots of new rows begin with their first values."""
         self._is_begun = True
         super().clear(fresh)
         first = float(self._attached.live.settings().get("initial_accumulator_value", 0.0))
@@ -178,7 +165,7 @@ class KeyedTarget(OwnTarget):
             self._store.rows.initial[name] = first
 
     def start(self, initial: Mapping[str, float], n_rows: int | None) -> Mapping[str, float]:
-        """Prepare for rows, which go among those of now, unless these were cleared."""
+        """Prepare for rows, which are merged with the present ones unless these were cleared."""
         self._begin_with_own()
         return super().start(initial, n_rows)
 
@@ -188,7 +175,7 @@ class KeyedTarget(OwnTarget):
         return super().write_present(ids, values)
 
     def _begin_with_own(self) -> None:
-        """Gather the rows of now, unless that is done, or they were cleared."""
+        """Collect the present rows, unless that is done or they were cleared."""
         if not self._is_begun:
             store = self._attached.store
             ids = store.placed().ids
@@ -196,20 +183,12 @@ class KeyedTarget(OwnTarget):
             self._is_begun, self.aside, self.was_empty = True, None, len(ids) == 0
 
     def check_room(self, *, drops: bool) -> None:
-        """Refuse more ids than there are rows on this rank.
-
-        Raises:
-            LiveTableError: there are, and it is not asked for that some are dropped.
-        """
+        """Raise LiveTableError for more ids than rows on this rank, unless ``drops``."""
         if self._is_begun and self.has_limited_room:
             self._attached.place(*_rows_of(self._store), drops=drops)
 
     def finish(self, *, drops: bool = False) -> int:
-        """Give the live table its ids and rows; return how many have no place in it.
-
-        Raises:
-            LiveTableError: there are more than it can take, and it is not asked for that some are dropped.
-        """
+        """Give the live table its ids and rows; return how many ids had no room; LiveTableError unless ``drops``."""
         super().finish()
         if not self._is_begun:
             return 0
@@ -226,7 +205,7 @@ def _rows_of(store: RowStore) -> tuple[Int64s, dict[str, Tensor]]:
 
 
 class AttachedKeyedTable(AttachedTable):
-    """A keyed live table; arguments as of :class:`AttachedTable`."""
+    """A keyed live table as a saver attaches it."""
 
     is_by_id, target_type = True, KeyedTarget
     live: KeyedLiveTable
@@ -244,7 +223,6 @@ class AttachedKeyedTable(AttachedTable):
 
     @property
     def specs(self) -> tuple[SlotSpec, ...]:
-        """The slots of an id in a checkpoint: those of its row, and what else is known of it."""
         return self.store.slots
 
     @property
@@ -252,7 +230,7 @@ class AttachedKeyedTable(AttachedTable):
         return len(self.store)
 
     def has_all_of(self, n_rows: int) -> bool:
-        """Say whether all ids and rows are as the last load found them in a checkpoint."""
+        """Say whether all ids and rows are still as the last load found them in a checkpoint."""
         return self._is_as_loaded
 
     def embeddings(self) -> Tensor:
@@ -263,11 +241,7 @@ class AttachedKeyedTable(AttachedTable):
         return {name: column.blocks[0] for name, column in self.store.columns.items() if name != EMBEDDING}
 
     def write(self, ids: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Set slots of the rows of ids.
-
-        Raises:
-            LiveTableError: an id has no row, or what is to be set is known of the id and not of its row.
-        """
+        """Write slots of the rows of ids; LiveTableError if an id has no row, or a slot belongs to ids, not rows."""
         placed = self.store.placed()
         at = np.searchsorted(placed.ids, ids.numpy())
         at[at == len(placed.ids)] = 0
@@ -282,10 +256,9 @@ class AttachedKeyedTable(AttachedTable):
     def place(
         self, ids: Int64s, values: Mapping[str, Tensor], *, drops: bool
     ) -> tuple[IdPlaces, dict[str, Tensor], Tensor]:
-        """Return ids in ascending order with their meta, the slots of their rows, and the rows, -1 where there is none.
+        """Return the sorted ids with their own slots, the slots of rows, and the rows, -1 for none.
 
-        Raises:
-            LiveTableError: there are more ids than can have a row, and it is not asked for that some are dropped.
+        LiveTableError if there are more ids than rows and ``drops`` is False.
         """
         order = np.argsort(ids)
         values = {name: tensor[torch.from_numpy(order)] for name, tensor in values.items()}
@@ -295,11 +268,9 @@ class AttachedKeyedTable(AttachedTable):
         return asked, values, self.live.place(torch.from_numpy(asked.ids), meta, drops=drops)
 
     def replace(self, ids: Int64s, values: Mapping[str, Tensor], *, drops: bool) -> int:
-        """Make these the ids, all different, with these rows and meta; return how many of them got no row.
+        """Make these distinct ids the table's ids, with their rows; return how many got no row.
 
-        Raises:
-            LiveTableError: there are more than can have one, and it is not asked for that some are dropped. Nothing
-                has changed then.
+        LiveTableError if some would get none and ``drops`` is False; nothing has changed then.
         """
         asked, values, rows = self.place(ids, values, drops=drops)
         meta = {name: torch.from_numpy(column) for name, column in asked.meta.items()}

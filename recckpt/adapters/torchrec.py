@@ -1,4 +1,4 @@
-"""The tables of TorchRec's collections as live ones: where their attributes keep them, which TorchRec 1.8 has."""
+"""The tables of TorchRec's collections as live tables, found by the attributes that TorchRec 1.8 has."""
 
 from __future__ import annotations
 
@@ -52,8 +52,6 @@ _COLLIDING = "torchrec.distributed.mc_embedding_modules", "BaseShardedManagedCol
 
 @dataclass(frozen=True)
 class Collection:
-    """A collection of tables in a model."""
-
     module: Any  # the collection
     path: str  # of it in the model, without wrappers
     is_sharded: bool  # whether its tables are spread over ranks
@@ -63,14 +61,13 @@ class Collection:
 
     @property
     def configs(self) -> Mapping[str, Any]:
-        """The configs of its tables by name, of those of all ranks."""
         names = ("_embedding_bag_configs", "_embedding_configs")
         configs = next(getattr(self.module, name) for name in names if hasattr(self.module, name))
         return {config.name: config for config in configs}
 
     @property
     def kernels(self) -> Iterator[tuple[Any, Sequence[Any]]]:
-        """What has a kernel on this rank, and the configs of its tables in the order of the kernel."""
+        """The modules with a kernel on this rank, each with its tables' configs in the kernel's order."""
         if not self.is_sharded:
             yield from zip(self.module._emb_modules, self.module._key_to_tables.values(), strict=True)
             return
@@ -79,7 +76,7 @@ class Collection:
             yield from ((owner, owner._config.embedding_tables) for owner in inner._emb_modules)
 
     def sharding_of(self, table: str) -> str | None:
-        """Return how a table is spread over ranks; None where it is not."""
+        """Return how a table is sharded; None if it is not."""
         return str(self.module.module_sharding_plan[table].sharding_type) if self.is_sharded else None
 
     def module_of(self, table: str) -> Any:
@@ -91,7 +88,7 @@ class Collection:
 
 
 def collections_of(model: nn.Module) -> Iterator[Collection]:
-    """Yield the collections of a model that recckpt knows, but for those whose tables are plain modules of torch."""
+    """Yield the known collections of a model, except those whose tables are plain torch modules."""
     named, of_torch = list(model.named_modules()), dict(wrappers_in(model))
     wrappers = []  # where a module is wrapped, outer ones first, by torch or by TorchRec
     for name, module in named:
@@ -120,13 +117,7 @@ def collections_of(model: nn.Module) -> Iterator[Collection]:
 
 
 class CollectionTable(FbgemmTable):
-    """A table in a fused kernel that a collection owns, which loads it and its optimizer in ways of its own.
-
-    Args:
-        name, box, n_rows: as of FbgemmTable.
-        kernel, number: where it is on this rank.
-        collection: whose state dict has the weights.
-    """
+    """A table in a fused kernel of a collection, which loads it and its optimizer in its own ways."""
 
     def __init__(self, name: str, kernel: Kernel, number: int, box: Box, n_rows: int, *, collection: nn.Module) -> None:
         super().__init__(name, kernel, number, box, n_rows)
@@ -162,8 +153,7 @@ class _Local:
 def _candidates(search: Search, of_torch: Sequence[Candidate]) -> list[Candidate]:
     """Return the tables of collections and kernels, and those of torch.
 
-    Of these, the ones in unsharded collections go by the names of their configs, and by raw ids behind managed
-    collision.
+    Tables of torch in unsharded collections are named by their configs, and saved by raw ids behind managed collision.
     """
     modules, collisions = search.model.modules(), collisions_of(search.model)
     in_collections = {id(table) for one in modules if is_a(one, *_UNSHARDED) for table in one.modules()}
@@ -180,19 +170,17 @@ def _candidates(search: Search, of_torch: Sequence[Candidate]) -> list[Candidate
 
 
 def _fitted(table: FoundTable) -> FoundTable:
-    """Return a table as it is attached: by the ids or by the columns that it has here, or as any other."""
+    """Choose how a table is attached: by ids, by columns, or as any other."""
     if isinstance(table.live, KeyedLiveTable):
         return replace(table, attached=AttachedKeyedTable)
     return replace(table, attached=AttachedColumns) if table.live.box().columns else table
 
 
 def _collection_tables(search: Search) -> list[Candidate]:
-    """Return the tables of all collections. Collective where the model has sharded ones.
+    """Return the tables of all collections. Collective if the model has sharded ones.
 
-    What the ranks have of those that are excluded need not make up a table.
-
-    Raises:
-        LiveTableError: what the ranks have does not make up the tables; says all that is wrong. Or options differ.
+    One LiveTableError lists all tables that the ranks' parts do not make up; excluded ones are not checked. It is also
+    raised if options differ.
     """
     ranks, options = search.ranks, search.options
     collections = collections_of(search.model)
@@ -230,7 +218,6 @@ def _collection_tables(search: Search) -> list[Candidate]:
 
 
 def _locals(collection: Collection, optimizers: Sequence[Optimizer]) -> Iterator[_Local]:
-    """Yield the tables of a collection as they are on this rank."""
     kernels: dict[int, Kernel | str] = {}
     placed: dict[str, list[tuple[Any, Any, int, Any]]] = {}
     for owner, configs in collection.kernels:
@@ -289,7 +276,6 @@ def _part(config: Any, kernel: Kernel, number: int, config_here: Any) -> RankPar
 
 
 def _box(part: RankPart, parts: Sequence[RankPart]) -> Box:
-    """Return what a rank has, of the columns that other ranks have the rest of."""
     columns = column_ranges(parts)
     return Box(part.rows, columns=columns, part=columns.index(part.columns) if part.columns in columns else 0)
 
@@ -304,11 +290,7 @@ def _copied(collection: Collection, table: str, n_rows: int, optimizers: Sequenc
 
 
 def _made(local: _Local, parts: Sequence[RankPart], name: str) -> FoundTable:
-    """Return the table of this rank.
-
-    Raises:
-        LiveTableError: it is to stay dense on all ranks.
-    """
+    """Return the table of this rank; LiveTableError if it stays dense on all ranks."""
     if local.part.refusal:
         raise LiveTableError(local.part.refusal)
     collection, table, n_rows = local.collection, local.table, local.part.n_rows
@@ -344,15 +326,11 @@ def _made(local: _Local, parts: Sequence[RankPart], name: str) -> FoundTable:
 
 
 def load_around(collections: Mapping[nn.Module, Set[str]], model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load dense state by the names that it has without wrappers; the rest of the model stays as it is.
+    """Load dense state by names without wrappers; the rest of the model stays unchanged.
 
-    TorchRec's sharded collections load all their tables or fail: those without dense tensors are not called; the others
-    get the current values of their live tables, which changes nothing.
-
-    Args:
-        collections: collections, with the keys of their live tables, as the state dict of the collection has them.
-        model: the model.
-        state: dense state by name.
+    TorchRec's sharded collections load all their tables or fail: collections without dense tensors are skipped; others
+    get the present values of their live tables, which changes nothing. ``collections`` has, for each, the keys of its
+    live tables in its state dict.
     """
     if model in collections:
         own = model.state_dict()

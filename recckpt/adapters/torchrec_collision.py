@@ -1,4 +1,4 @@
-"""Tables behind TorchRec's managed collision (MCH, ZCH) as live ones: by raw ids, read from the buffers of its map."""
+"""Tables behind TorchRec's managed collision (MCH, ZCH) as live tables by raw id, read from its map's buffers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,7 @@ _UNSHARDED = "torchrec.modules.mc_embedding_modules", "BaseManagedCollisionEmbed
 
 
 class SharedRows:
-    """A live table whose rows are saved as two: those that belong to an id, and the others. It announces to both.
-
-    Args:
-        live: the table.
-    """
+    """A live table saved as two: rows with an id, and the others. Announces changes to both."""
 
     def __init__(self, live: LiveTable) -> None:
         self.live = live
@@ -54,20 +50,11 @@ class SharedRows:
 
 
 class CollisionMap:
-    """The map of one module of managed collision. Its rows are those of the shard of this rank, the last is nobody's.
+    """The map of one managed-collision module. Rows are those of this rank's shard; the last has no id.
 
-    Args:
-        module: a ``MCHManagedCollisionModule``.
-
-    Attributes:
-        first: the first row of the shard, of those of all ranks.
-        n_rows: how many rows the shard has.
-        fallback: the row of the shard that all ids without a row share.
-        buffers: those that are made anew from what is saved.
-        id_bytes: bytes that are copied of each id at a save.
-
-    Raises:
-        LiveTableError: it is another module, whose map lies elsewhere.
+    ``first`` is the shard's first row in the whole table, ``fallback`` the row that all ids without a row share,
+    ``buffers`` are those rebuilt by a load, and ``id_bytes`` are copied for each id at a save. LiveTableError if it is
+    another kind of module.
     """
 
     def __init__(self, module: Any) -> None:
@@ -89,21 +76,16 @@ class CollisionMap:
 
     @property
     def looked_up(self) -> IdBlock:
-        """The raw ids that TorchRec looks up on this rank, one of those that the table is divided over.
+        """The raw ids that TorchRec looks up on this rank.
 
-        Those of its part of the input, others in turn, as ``fbgemm::block_bucketize_sparse_features``, by which
-        TorchRec sends them there.
+        As ``fbgemm::block_bucketize_sparse_features`` sends them: ids of the rank's part of the input, others in turn.
         """
         segments = [row for row in self._buffer("_output_segments_tensor").tolist() if row >= 0]  # and the end
         n_shards, size = len(segments) - 1, int(self._module._input_hash_size)
         return IdBlock(segments.index(self.first), n_shards, -(-size // n_shards))
 
     def check(self) -> None:
-        """Make sure that the last row is nobody's, as rows are counted here.
-
-        Raises:
-            LiveTableError: it is not.
-        """
+        """Raise LiveTableError unless the last row has no id, as counted here."""
         last = int(getattr(self._module, _ROWS)[-1]) - self.first
         if last != self.fallback or int(getattr(self._module, _IDS)[-1]) != _EMPTY:
             raise LiveTableError(
@@ -112,7 +94,7 @@ class CollisionMap:
             )
 
     def read(self) -> IdMap:
-        """Return the ids of now, with their rows of the shard."""
+        """Return the present ids, with their rows of the shard."""
         ids = self._buffer(_IDS)
         n_ids = int(torch.searchsorted(ids, torch.tensor([_EMPTY], device=ids.device)))
         rows = self._buffer(_ROWS)[:n_ids].clone()
@@ -120,17 +102,16 @@ class CollisionMap:
         return IdMap(ids[:n_ids].clone(), rows - self.first, {_ROW: rows, **meta})
 
     def free(self) -> Tensor:
-        """Return the rows that no id has, in ascending order; not the one that is nobody's."""
+        """Return the rows without an id, ascending, except the fallback row."""
         is_free = torch.ones(self.n_rows, dtype=torch.bool, device="cpu")
         is_free[self.read().rows.cpu()] = False
         is_free[self.fallback] = False
         return is_free.nonzero().flatten()
 
     def place(self, ids: Tensor, meta: Mapping[str, Tensor], *, drops: bool) -> Tensor:
-        """Return the rows for ids, in ascending order: those that they had where all of them have one here.
+        """Return the rows for ids, in ascending order: their former rows if all are on this shard.
 
-        Raises:
-            LiveTableError: there are more ids than rows, and none is to be dropped.
+        LiveTableError if there are more ids than rows and ``drops`` is False.
         """
         rows = meta[_ROW] - self.first
         is_here = bool(((rows >= 0) & (rows < self.fallback)).all())
@@ -148,7 +129,7 @@ class CollisionMap:
         return places
 
     def write(self, id_map: IdMap) -> None:
-        """Make these the ids; what was looked up since the last eviction is forgotten, as by a load of TorchRec's."""
+        """Make these the ids; look-ups since the last eviction are forgotten, as in TorchRec's own load."""
         module, n_ids, device = self._module, len(id_map.ids), self._buffer(_IDS).device
         is_free = torch.ones(self.n_rows, dtype=torch.bool, device="cpu")
         is_free[id_map.rows] = False
@@ -172,33 +153,18 @@ class CollisionMap:
 
 
 class _OfSharedRows:
-    """What both tables of shared rows have of the rows.
-
-    Args:
-        name: in checkpoints.
-        rows: the rows of this rank.
-        ids: which raw id has which of them.
-    """
-
     def __init__(self, name: str, rows: SharedRows, ids: CollisionMap) -> None:
         self.name, self.n_rows = name, rows.live.n_rows
         self._live, self._ids = rows.live, ids
         self.box, self.tensors, self.attach = rows.live.box, rows.live.tensors, rows.attach
 
     def look(self) -> None:
-        """Look for writes that were not announced, where the rows can say so."""
         if isinstance(self._live, WatchedTable):
             self._live.look()
 
 
 class RawIdTable(_OfSharedRows):
-    """The rows that have an id, by their raw ids.
-
-    Args:
-        n_ids: how many ids there can be over all ranks.
-        owned_ids: the raw ids that this rank has rows for.
-        others: as of the base.
-    """
+    """The rows with an id, by raw id. ``owned_ids`` are the raw ids that this rank has rows for."""
 
     def __init__(self, name: str, rows: SharedRows, ids: CollisionMap, n_ids: int, owned_ids: OwnedIds) -> None:
         super().__init__(name, rows, ids)
@@ -208,11 +174,7 @@ class RawIdTable(_OfSharedRows):
         self.id_map, self.take_ids = ids.read, ids.write
 
     def prepare(self) -> None:
-        """Bring rows and map up to date.
-
-        Raises:
-            LiveTableError: the buffers of the map are not as its module leaves them; or as of the rows.
-        """
+        """Bring rows and map up to date; LiveTableError if the map's buffers are not as its module leaves them."""
         self._live.prepare()
         try:
             self._ids.check()
@@ -227,10 +189,10 @@ class RawIdTable(_OfSharedRows):
 
 
 class UnassignedTable(_OfSharedRows):
-    """The rows that no id has: an id that is admitted starts from what lies there.
+    """The rows without an id: a newly admitted id starts from their values.
 
-    Their ids are the numbers of rows; that of the row ``r`` which all ids without a row of a shard share is ``~r``.
-    What is known of the optimizer stands with the raw ids, whose table prepares for both.
+    Their ids are row numbers; the fallback row ``r`` of a shard has the id ``~r``. The optimizer's scalars and settings
+    belong to the table of raw ids, which also prepares for both.
     """
 
     n_ids: int | None = None
@@ -240,11 +202,9 @@ class UnassignedTable(_OfSharedRows):
         self.scalars: Callable[[], Mapping[str, int | float]] = dict
         self.settings: Callable[[], Mapping[str, Any]] = dict
 
-    def prepare(self) -> None:
-        """Do nothing."""
+    def prepare(self) -> None: ...
 
-    def finish(self, scalars: Mapping[str, int | float], settings: Mapping[str, Any]) -> None:
-        """Do nothing."""
+    def finish(self, scalars: Mapping[str, int | float], settings: Mapping[str, Any]) -> None: ...
 
     def id_map(self) -> IdMap:
         fallback, free = torch.tensor([self._ids.fallback], device="cpu"), self._ids.free()
@@ -253,13 +213,13 @@ class UnassignedTable(_OfSharedRows):
 
     @property
     def owned_ids(self) -> OwnedIds:
-        """The rows on this rank, and those that stand for all ids without a row."""
+        """The rows on this rank, and the ids of fallback rows."""
         first = self._ids.first
         own = IdSpan.of_rows(first, first + self._ids.n_rows, self.n_rows)
         return IdSpans((IdSpan(LEAST, -1), own)) if first else own
 
     def place(self, ids: Tensor, meta: Mapping[str, Tensor], *, drops: bool) -> Tensor:
-        """Return the rows for what they were; in a table of another size only the shared row has one, the first one."""
+        """Return the same rows as before; in a table of another size only the first fallback row."""
         places, shared = torch.full_like(ids, -1), ~ids[ids < 0]
         if not len(shared):
             return places
@@ -276,19 +236,17 @@ class UnassignedTable(_OfSharedRows):
         return places
 
     def take_ids(self, id_map: IdMap) -> None:
-        """Do nothing: rows have no id where no raw id has them."""
+        """Do nothing: which rows have no id follows from the raw ids."""
 
 
 @dataclass(frozen=True)
 class Collision:
-    """The module that maps raw ids to the rows of an embedding."""
-
     module: Any  # the module
     path: str  # of it in the model
 
 
 def collisions_of(model: nn.Module) -> dict[int, Collision]:
-    """Return what maps the ids of embeddings of unsharded collections behind managed collision, by id of the module."""
+    """Return the managed-collision module of each unsharded embedding behind one, by id of the embedding."""
     collisions, wrappers = dict[int, Collision](), wrappers_in(model)
     for path, wrapper in model.named_modules():
         if is_a(wrapper, *_UNSHARDED):
@@ -299,7 +257,7 @@ def collisions_of(model: nn.Module) -> dict[int, Collision]:
 
 
 def collisions_in(path: str, wrapper: Any, wrappers: list[tuple[str, str]]) -> dict[str, Collision]:
-    """Return what maps the ids of the tables of a collection behind managed collision, sharded or not, by table."""
+    """Return the managed-collision modules of a collection, sharded or not, by table."""
     collection = "_managed_collision_collection", "_managed_collision_modules"
     modules = wrapper._managed_collision_collection._managed_collision_modules
     paths = {name: ".".join(part for part in (path, *collection, name) if part) for name in modules}
@@ -307,10 +265,9 @@ def collisions_in(path: str, wrapper: Any, wrappers: list[tuple[str, str]]) -> d
 
 
 def unsharded_table(table: FoundTable, collision: Collision) -> FoundTable:
-    """Return a table of numbered rows as one of raw ids, with the rows without one beside it.
+    """Return a table of numbered rows as one of raw ids, with its rows without an id as a companion.
 
-    Raises:
-        LiveTableError: it cannot be saved by raw ids; says why.
+    LiveTableError says why it cannot be saved by raw ids.
     """
     ids = CollisionMap(collision.module)
     if rank_and_size()[1] > 1:
@@ -321,18 +278,14 @@ def unsharded_table(table: FoundTable, collision: Collision) -> FoundTable:
 
 
 def sharded_table(table: FoundTable, collision: Collision) -> FoundTable:
-    """Return the rows of a shard as a table of the raw ids that are looked up there, as of :func:`unsharded_table`.
-
-    Raises:
-        LiveTableError: it cannot be saved by raw ids; says why.
-    """
+    """Return a shard's rows as a table of the raw ids looked up there; see :func:`unsharded_table`."""
     ids = CollisionMap(collision.module)
     owned = ids.looked_up
     return _by_raw_ids(table, ids, collision.path, table.live.n_rows - owned.size, owned)
 
 
 def _by_raw_ids(table: FoundTable, ids: CollisionMap, path: str, n_ids: int, owned_ids: OwnedIds) -> FoundTable:
-    """Return a table of numbered rows as one of raw ids; ``path`` is that of what maps them."""
+    """Return a table of numbered rows as one of raw ids; ``path`` is that of the module that maps them."""
     rows = table.live
     shared = SharedRows(rows)
     cost = f"the map of its ids, {ids.id_bytes} bytes each, is copied at a save while training waits"

@@ -1,4 +1,4 @@
-"""Checkpointers for those who only have a nested state dict: one ``.pt`` file a rank, written here or in a process."""
+"""Checkpointers for a nested state dict: one ``.pt`` file a rank, written by this process or by one of its own."""
 
 from __future__ import annotations
 

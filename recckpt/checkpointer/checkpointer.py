@@ -1,4 +1,4 @@
-"""Checkpointers of a nested state dict: one that waits until all is written, one that only waits for the copy."""
+"""Checkpointers of a nested state dict: one waits for the write, the other only for the copy."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def _pass_on(to: OwnFuture[None], copied: Future[StagedState]) -> None:
 
 
 def _print_unseen(pending: list[SaveFuture]) -> None:
-    """Print the error of a save whose checkpointer is gone; where it still runs, when it ends."""
+    """Print the errors of saves whose checkpointer is gone; of a running save when it ends."""
 
     def print_if_unseen(outcome: Future[None]) -> None:
         try:
@@ -281,7 +281,7 @@ def make_async_checkpointer(
 def _rank_and_barrier(
     rank_info: RankInfo | None, commit_hook: WriterHook | None, timeout_sec: float
 ) -> tuple[RankInfo, Barrier]:
-    """Check what all checkpointers are given, and return their rank and where it agrees with others."""
+    """Check the arguments common to all checkpointers, and return rank and barrier."""
     if not isinstance(rank_info, RankInfo | None):
         raise TypeError(f"rank_info must be a RankInfo or None, found {rank_info!r}; such as RankInfo(0, 1)")
     if not isinstance(commit_hook, WriterHook | None):

@@ -1,4 +1,4 @@
-"""The writer process as its parent holds it: kept warm, and spawned again when it has died (no torch here)."""
+"""The writer process, as its parent controls it: kept running, and spawned again when it has died."""
 
 from __future__ import annotations
 
@@ -51,15 +51,11 @@ _REAP_SEC = 10.0
 
 
 class DiedError(Exception):
-    """The writer process ended while it was needed."""
+    pass
 
 
 class SaveFuture(OwnFuture[None]):
-    """A future that knows whether its error has been seen.
-
-    Attributes:
-        seen: whether the error was got from :meth:`result` or :meth:`exception`.
-    """
+    """A future; ``seen`` is whether its error was retrieved by :meth:`result` or :meth:`exception`."""
 
     seen = False
 
@@ -85,7 +81,7 @@ class SaveFuture(OwnFuture[None]):
 
 
 class RemoteTracebackError(Exception):
-    """Where in the writer process an error came from; the cause of that error."""
+    """The writer process's traceback, as the cause of its error."""
 
 
 class CheckpointProcess:
@@ -203,7 +199,7 @@ class CheckpointProcess:
             raise failed(url, self._rank_info.global_rank, describe(error)) from error
 
     def _begun(self, staged: StagedState, url: str, kwargs: bytes) -> Child:
-        """Return a writer process that has begun; one that died while it was idle costs nothing but time."""
+        """Return a writer process that has begun; one that died while idle is replaced."""
         for is_last in (False, True):
             if not (self._children and self._children[0].is_running()):
                 self._respawn()
@@ -227,9 +223,9 @@ class CheckpointProcess:
 
 
 class Child:
-    """A writer process: spawned, not forked, with nothing of its parent but one socket and the module path.
+    """A writer process: spawned, not forked, sharing only a socket and the module path with its parent.
 
-    It does not get the signals of the parent's terminal, and ends with the parent. ``setup`` is a pickled ``Setup``.
+    It is shielded from the terminal's signals, and ends with the parent. ``setup`` is a pickled ``Setup``.
     """
 
     def __init__(self, setup: bytes) -> None:
@@ -254,21 +250,13 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id."""
         return self._process.pid
 
     def is_running(self) -> bool:
-        """Say whether the process is alive."""
         return self._process.poll() is None
 
     def wait_ready(self, timeout_sec: float) -> None:
-        """Wait until the process can take a request.
-
-        Raises:
-            DiedError: it has ended.
-            TimeoutError: it takes too long.
-            Exception: its initialisation failed, with this.
-        """
+        """Wait until it takes requests; raises DiedError, TimeoutError, or the error of its initialisation."""
         if self._ready:
             return
         if not self._connection.poll(timeout_sec):
@@ -279,7 +267,7 @@ class Child:
         self._ready = True
 
     def request(self, url: str, pickled: bytes, spans: list[tuple[int, int]], arena: Arena, kwargs: bytes) -> None:
-        """Send a request to write, and wait until the process has begun; DiedError where it ended before that."""
+        """Send a request to write, and wait until the process has begun; DiedError if it ended before that."""
         new_memory = self._arena is not arena
         self.send(Write(url, pickled, spans, arena.n_bytes, new_memory, kwargs))
         if new_memory:
@@ -291,14 +279,12 @@ class Child:
         self.receive()
 
     def send(self, message: object) -> None:
-        """Send a message."""
         try:
             self._connection.send(message)
         except OSError as error:
             raise self._died() from error
 
     def receive(self) -> tuple[str, Any]:
-        """Return the next message, (kind, value)."""
         try:
             message: tuple[str, Any] = self._connection.recv()
         except (EOFError, OSError) as error:
@@ -330,7 +316,7 @@ def _end_all(children: list[Child], timeout_sec: float) -> None:
 
 
 def _check_init(fn: Callable[..., object] | None, args: tuple[Any, ...]) -> None:
-    """Refuse what the writer process could not call; raises TypeError."""
+    """Raise TypeError for what the writer process could not call."""
     if not (fn is None or callable(fn)):
         raise TypeError(f"subprocess_init_fn must be a function or None, found {fn!r}")
     if not isinstance(args, tuple):
@@ -347,7 +333,7 @@ def _check_init(fn: Callable[..., object] | None, args: tuple[Any, ...]) -> None
 
 
 def sendable(what: str, value: object) -> bytes:
-    """Return a value pickled for the writer process, or raise ValueError where it cannot be loaded there."""
+    """Return a value pickled for the writer process; ValueError if it cannot be loaded there."""
     try:
         data = pickle.dumps(value, protocol=2)
     except Exception as error:
@@ -358,7 +344,6 @@ def sendable(what: str, value: object) -> bytes:
 
 
 def log_done(what: str, path: str, begin: float) -> None:
-    """Log a save or load that went well, and how long it has taken."""
     _log.info("%s %s in %.2f s", what, escaped(path), time.perf_counter() - begin)
 
 

@@ -1,4 +1,4 @@
-"""The file of one rank, read: all of it, or what a state dict asks for and no other bytes."""
+"""Reads one rank's file: all of it, or only the bytes that a state dict asks for."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class StateReader:
 
 
 class Comparison:
-    """What a template, a state dict, asks of a tree, as a StoredState has it; None takes all that is there."""
+    """What a template asks of a stored tree: missing and mismatched paths, and parts taken whole (None)."""
 
     def __init__(self, template: Any, tree: Any) -> None:
         self.missing: list[str] = []  # dotted paths that the tree lacks
@@ -126,7 +126,7 @@ def _found(tree: Any) -> str:
 
 
 def _expected(template: Any) -> str:
-    """Return what a part of a template takes, in the words of :func:`_found`."""
+    """Describe what a part of a template takes, in the words of :func:`_found`."""
     if isinstance(template, np.ndarray):
         if not template.flags.writeable:
             return "a read-only numpy array, not to be filled"
@@ -144,15 +144,11 @@ def _expected(template: Any) -> str:
 
 
 class StoredState:
-    """The state in a file, whose tensors have no values until they are read from there. Not thread-safe.
+    """The state in a file, whose tensors have no values until they are read. Not thread-safe.
 
-    New tensors go where ``place`` puts a block of bytes, whose storage it returns.
-
-    Attributes:
-        tree: the state; its tensors are on the device ``meta``.
-
-    Raises:
-        CorruptCheckpointError: it is damaged, or holds more than tensors and plain data. Nothing of it was run.
+    ``tree`` is the state, with tensors on the device ``meta``. New tensors go where ``place`` puts a block of bytes; it
+    returns their storage. CorruptCheckpointError if the file is damaged or holds more than tensors and plain data; no
+    code in it is run.
     """
 
     def __init__(self, file: BinaryIO, path: str, place: Callable[[Tensor], Any]) -> None:
@@ -172,7 +168,7 @@ class StoredState:
         return empty
 
     def _check(self, value: Any, depth: int, outer: set[int], seen: set[int]) -> None:
-        """Check that a value is plain data and tensors, and does not hold itself."""
+        """Check that a value consists of plain data and tensors, and does not contain itself."""
         if isinstance(value, dict | list) or type(value) is tuple:
             if id(value) in outer or depth > _MAX_DEPTH:
                 raise self._corrupt("", "a value that holds itself, or is nested too deep", f"{_MAX_DEPTH} levels")
@@ -192,7 +188,7 @@ class StoredState:
             self._ranges[key] = (min(lowest, begin), max(highest, end))
 
     def filled(self, name: str, template: Any, tree: Any) -> Any:
-        """Return a template with the values of a tree that it was compared with; containers and tensors stay the same.
+        """Fill a template with the values of a compared tree, in place; return it.
 
         A tuple that holds more than tensors is made anew.
         """
@@ -214,7 +210,7 @@ class StoredState:
         return tree
 
     def _whole(self, tree: Any) -> Any:
-        """Return a part of the tree with its values; what was shared when it was saved is shared again."""
+        """Return a part of the tree with its values; what was shared when saved is shared again."""
         if isinstance(tree, Tensor):
             key = tree.untyped_storage()._cdata
             begin, end = self._ranges[key]
@@ -233,7 +229,6 @@ class StoredState:
         return self._made[id(tree)]
 
     def _fill(self, target: Tensor, stored: Tensor, name: str) -> None:
-        """Read the values of a tensor into another one of its shape and dtype."""
         begin, end = _bytes_of(stored)
         target, where = target.detach(), f"tensor {name!r}"
         steps = zip(target.shape, target.stride(), stored.stride(), strict=True)
@@ -250,7 +245,7 @@ class StoredState:
         return memory
 
     def _read_into(self, stored: Tensor, begin: int, data: npt.NDArray[np.uint8], where: str) -> None:
-        """Fill ``data`` with the storage of a tensor from byte ``begin`` on, and check the checksum of a whole one."""
+        """Fill ``data`` from a tensor's storage, from byte ``begin`` on; check the checksum if that is all of it."""
         record = self._records[stored.untyped_storage()._cdata]
         self._file.seek(record.header_offset)
         header = self._file.read(_HEADER.size)
@@ -274,7 +269,7 @@ class StoredState:
 
 
 def _tensors_in(tree: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yield the tensors of a tree; of what is there twice once."""
+    """Yield the tensors of a tree, each once."""
     if isinstance(tree, Tensor):
         yield tree
     elif (isinstance(tree, dict | list) or type(tree) is tuple) and id(tree) not in seen:
@@ -284,7 +279,6 @@ def _tensors_in(tree: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 def _bytes_of(stored: Tensor) -> tuple[int, int]:
-    """Return where in its storage a tensor begins and ends."""
     begin = int(stored.storage_offset()) * stored.element_size()
     return begin, begin + span(stored) * stored.element_size()
 
@@ -297,7 +291,7 @@ def _view(storage: Any, stored: Tensor, begin: int) -> Tensor:
 
 
 def _placing(map_location: Any) -> Callable[[Tensor], Any]:
-    """Return what moves a block of bytes, all of which were saved from a CPU, and gives its storage."""
+    """Return a function that moves a block of bytes saved from a CPU, and returns its storage."""
     if isinstance(map_location, dict):
         map_location = map_location.get("cpu")
     if map_location is None:

@@ -1,4 +1,4 @@
-"""The state to be saved, taken so that training may change it: packed, and copied into memory that is kept."""
+"""Takes a state so that training may change it: packs it, and copies it into reused memory."""
 
 from __future__ import annotations
 
@@ -32,13 +32,10 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 def pack(state_dict: Mapping[str, Any]) -> tuple[bytes, list[Tensor]]:
     """Return the pickle of a state dict, and the pieces by whose numbers it refers to its tensors.
 
-    A piece is bytes of one dimension, on the device of the state and mostly its own memory. Tensors that share memory
-    share it in the file too, unless that would store more than they hold: of a tensor that is a part of a larger one,
-    only its own part is stored.
+    A piece is one-dimensional bytes on the state's device, mostly the state's own memory. Tensors that share memory
+    share it in the file, unless that would store more than they hold: of a view only its own part is stored.
 
-    Raises:
-        TypeError: it is not a dict.
-        ValueError: there is something in it that cannot be loaded back safely; names the place.
+    TypeError if it is not a dict; ValueError names a place that could not be loaded back safely.
     """
     if type(state_dict) not in (dict, OrderedDict):
         raise TypeError(f"a state dict is a dict or OrderedDict, found a {type(state_dict).__name__}")
@@ -60,19 +57,18 @@ class _Reference:
 
 
 def span(tensor: Tensor) -> int:
-    """Return the items from the first value of a tensor up to its last."""
+    """Return the number of items from a tensor's first value to its last."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def child(name: str, key: object) -> str:
-    """Return the dotted path of an entry of a dict."""
     return f"{name}.{key}" if name else str(key)
 
 
 def _walk(name: str, value: Any, references: list[_Reference], depth: int) -> Any:
-    """Return a copy of the containers, with references for tensors and plain data otherwise."""
+    """Copy the containers, with references for tensors and plain data otherwise."""
     if depth > MAX_DEPTH:
         raise ValueError(f"{name[:200]}: it holds itself, or is nested deeper than {MAX_DEPTH}")
     if type(value) is str:
@@ -105,7 +101,7 @@ def _holds_tensor(values: Iterable[Any]) -> bool:
 
 
 def _piece(number: int, members: list[_Reference], places: dict[int, Placed]) -> Tensor:
-    """Return the bytes that overlapping tensors are stored in, and note the place of each there."""
+    """Return the bytes that overlapping tensors are stored in, and note each one's place in them."""
     tensor, begin, end = members[0].tensor, members[0].begin, max(member.end for member in members)
     is_copied = len(_by_place(members)) == 1 and end - begin > tensor.numel()  # gaps that nothing else lies in
     if is_copied:
@@ -120,7 +116,7 @@ def _piece(number: int, members: list[_Reference], places: dict[int, Placed]) ->
 
 
 def _stored_together(references: list[_Reference]) -> Iterator[list[_Reference]]:
-    """Yield tensors that overlap together, but apart where that would store more than they hold."""
+    """Yield groups of overlapping tensors; apart if a group would store more than they hold."""
     by_storage: dict[Any, list[_Reference]] = defaultdict(list)
     for reference in references:
         tensor, storage = reference.tensor, reference.tensor.untyped_storage()
@@ -142,7 +138,7 @@ def _stored_together(references: list[_Reference]) -> Iterator[list[_Reference]]
 
 
 def _by_place(members: list[_Reference]) -> list[list[_Reference]]:
-    """Return tensors in groups of those that are one and the same part of memory."""
+    """Group tensors that are the same part of memory."""
     places: dict[Any, list[_Reference]] = defaultdict(list)
     for member in members:
         places[member.begin, member.tensor.shape, member.tensor.stride()].append(member)
@@ -150,10 +146,10 @@ def _by_place(members: list[_Reference]) -> list[list[_Reference]]:
 
 
 class Arena:
-    """One block of shared memory, which grows and is kept between saves.
+    """One block of shared memory, which grows and is reused by later saves.
 
-    Not in ``/dev/shm``, whose size is small in many containers and whose files outlive a killed process. The other
-    process gets the descriptor ``fd``.
+    Not in ``/dev/shm``, which is small in many containers and whose files outlive a killed process. The writer process
+    gets the descriptor ``fd``.
     """
 
     def __init__(self) -> None:
@@ -166,7 +162,7 @@ class Arena:
                 self.fd = os.dup(file.fileno())
 
     def reserve(self, n_bytes: int) -> None:
-        """Map the block anew where it is smaller than ``n_bytes``; memory itself is taken as it is written to."""
+        """Map a larger block if ``n_bytes`` needs one; memory is only taken when written to."""
         if n_bytes > self.n_bytes:
             os.ftruncate(self.fd, n_bytes)
             self.memory, self.n_bytes = mmap.mmap(self.fd, n_bytes), n_bytes
@@ -268,10 +264,10 @@ class SharedMemoryStager(CheckpointStager):
         self._arena = None
 
     def _enqueue(self, copies: list[tuple[Tensor, Tensor]]) -> list[torch.cuda.Event]:
-        """Enqueue copies, (target, source) each, on a stream for each device; return events of their ends.
+        """Enqueue copies, (target, source) each, on a stream a device; return events of their ends.
 
-        What training enqueued before is copied; what it enqueues afterwards on the stream that was current runs behind
-        the copies. So nothing torn is read, and only the devices wait, not the caller.
+        They run after what training enqueued before, and before what it enqueues next on the current stream. So no torn
+        value is read, and only the devices wait.
         """
         if copies and self._pinned is None:
             address, n_bytes = self._bytes.data_ptr(), self._bytes.numel()

@@ -1,6 +1,6 @@
-"""The file of one rank, put in place together with those of the others; and the process that does only this.
+"""Writes one rank's file and puts it in place together with those of other ranks; and the process that does so.
 
-It imports no torch, but to look through a state.
+Imports no torch, except to look through a state.
 """
 
 from __future__ import annotations
@@ -93,12 +93,7 @@ class PartlyCommittedError(SaveFailedError):
 
 
 class RankFailedError(Exception):
-    """A rank failed, or did not come, at a barrier.
-
-    Attributes:
-        rank: the first that is known of.
-        reason: its error, in words.
-    """
+    """A rank failed, or did not come, at a barrier: the first known ``rank``, and its error as text."""
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(rank, reason)
@@ -126,16 +121,10 @@ class Barrier:
 
 
 class StoreBarrier(Barrier):
-    """Agrees over a key-value store: the first rank to write an answer decides, and all ranks read that answer.
+    """Agrees over a key-value store: the first rank to write an answer decides, and all ranks read it.
 
-    A rank that comes late finds the answer and fails like the others. Each save has keys of its own, so the failure of
-    one leaves nothing behind for the next, as it would in a process group whose collective timed out. Not thread-safe.
-
-    Args:
-        store: this barrier's own, or own part of one.
-        rank: this rank.
-        size: number of ranks.
-        timeout_sec: how long a rank waits for the others each time.
+    A rank that comes late finds the answer and fails like the others. Each save has keys of its own, so its failure
+    leaves nothing behind for the next, unlike a process group whose collective timed out. Not thread-safe.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_sec: float) -> None:
@@ -144,11 +133,10 @@ class StoreBarrier(Barrier):
         self._before: str | None = None
 
     def begin(self) -> None:
-        """Begin a save."""
         self._save, self._question = self._save + 1, 0
 
     def agree(self, *, last: bool = False) -> None:
-        """Wait for the others; then forget the question before, whose answer all have read."""
+        """Wait for the others; then delete the previous question, whose answer all have read."""
         place = self._next_place()
         ranks = self._ranks(place)
         try:
@@ -168,7 +156,7 @@ class StoreBarrier(Barrier):
             raise RankFailedError(*json.loads(answer))
 
     def refuse(self, reason: str) -> None:
-        """Tell the others, those too that come later."""
+        """Tell the others, also those that come later."""
         try:
             self._decide(self._next_place(), self._rank, reason)
         except RuntimeError:  # they will notice by themselves; this rank has its own error to raise
@@ -185,7 +173,7 @@ class StoreBarrier(Barrier):
         return self._store.compare_set(f"{place}answer", "", json.dumps([rank, reason]))
 
     def _wait(self, place: str) -> bytes:
-        """Return the answer: rank 0 gives it once all ranks are here, and any rank once its timeout is up."""
+        """Return the answer: rank 0 gives it once all ranks came, and any rank after its timeout."""
         answer, ranks = f"{place}answer", self._ranks(place)
         for _ in moments(self._timeout_sec):
             if self._store.check([answer]):
@@ -287,12 +275,7 @@ def describe(error: BaseException) -> str:
 
 
 def storage_at(path: str | os.PathLike[str]) -> Storage:
-    """Return the storage whose root is the directory of a checkpoint.
-
-    Raises:
-        TypeError: it is not a path.
-        ValueError: nothing can be saved there.
-    """
+    """Return the storage of a checkpoint's directory; TypeError if it is not a path, ValueError for a wrong one."""
     if not isinstance(path, str | os.PathLike):
         hint = "; the state comes first and then the path" if isinstance(path, Mapping) else ""
         raise TypeError(f"path is a directory or URL, found a {type(path).__name__}{hint}")
@@ -300,8 +283,6 @@ def storage_at(path: str | os.PathLike[str]) -> Storage:
 
 
 class Setup(NamedTuple):
-    """The first message to a writer process."""
-
     rank_info: RankInfo
     commit_hook: WriterHook | None
     init_fn: Callable[..., object] | None
@@ -309,7 +290,7 @@ class Setup(NamedTuple):
 
 
 class Write(NamedTuple):
-    """A request to write. A descriptor of shared memory follows where there is a new one."""
+    """A request to write; a descriptor of shared memory follows if ``new_memory``."""
 
     url: str
     pickle: bytes
@@ -320,11 +301,11 @@ class Write(NamedTuple):
 
 
 class OrphanedError(BaseException):
-    """The process that asked for the save is gone."""
+    pass
 
 
 def _failure(error: Exception) -> tuple[str, Any]:
-    """Return the message that brings an error with its cause to the parent, as text where it does not pickle."""
+    """Return the message that sends an error with its cause to the parent; as text if it does not pickle."""
     trace = "".join(traceback.format_exception(error.__cause__ or error))
     sent: list[BaseException | None] = []
     for each in (error, error.__cause__):
@@ -337,7 +318,7 @@ def _failure(error: Exception) -> tuple[str, Any]:
 
 
 class _AskingBarrier(Barrier):
-    """Asks the parent to wait for the other ranks, which it knows how to reach; it has begun the save."""
+    """Asks the parent, which reaches the other ranks and has begun the save, to agree with them."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

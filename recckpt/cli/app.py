@@ -28,14 +28,7 @@ _OPTION = re.compile(r"--[a-z][a-z-]*")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        argv: arguments without the program's name; ``sys.argv`` where None.
-
-    Returns:
-        0 good, 1 a problem was found, 2 wrong usage; 130 and 143 where SIGINT and SIGTERM have ended it.
-    """
+    """Run one command; return 0 if all is good, 1 for a problem, 2 for wrong usage, 130 or 143 after a signal."""
     try:
         with _ended_by_signals():
             code = _main(sys.argv[1:] if argv is None else list(argv))
@@ -87,9 +80,9 @@ def _run(args: argparse.Namespace) -> CommandResult:
 def _refuse_misspelt(
     parser: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser], words: Sequence[str]
 ) -> None:
-    """End by wrong usage where a command, the first of the words, or a long option does not exist; say what was meant.
+    """End with wrong usage if the command or a long option does not exist, and suggest what was meant.
 
-    argparse would say so too, but of an option only after the value behind it was taken for something else.
+    argparse does too, but after it has taken an option's value for something else.
     """
     if not words:
         return
@@ -109,9 +102,9 @@ def _refuse_misspelt(
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """End the block by SystemExit at SIGTERM and SIGINT, so that files that are half written go.
+    """End the block by SystemExit at SIGTERM and SIGINT, so that half-written files are removed.
 
-    As process 1 of a container, too, where the kernel drops signals that are not handled.
+    Also as process 1 of a container, where the kernel drops unhandled signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -134,7 +127,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _written(code: int, write: Callable[[], object]) -> int:
-    """Write to stdout, whose reader may be gone, and return the exit code: another where a disk is full."""
+    """Write to stdout and return the exit code; a closed pipe is no error, a full disk is."""
     if sys.stdout is None or sys.stdout.closed:
         return code
     try:

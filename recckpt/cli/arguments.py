@@ -51,14 +51,12 @@ seconds.__name__, int64.__name__ = "number of seconds", "id"  # as argparse call
 
 
 class Argument(NamedTuple):
-    """An argument of a command, as argparse takes it."""
-
     names: tuple[str, ...]
     options: dict[str, Any]
 
 
 def argument(usage: str, what: str | None = None, **options: Any) -> Argument:
-    """Return an argument by its usage, such as ``dir DIR``, ``--once`` for a flag or ``-a,--all N``, and its help."""
+    """Return an argument; ``usage`` is such as ``dir DIR``, ``--once`` for a flag or ``-a,--all N``."""
     names, _, metavar = usage.partition(" ")
     if metavar:
         options["metavar"] = metavar
@@ -68,7 +66,6 @@ def argument(usage: str, what: str | None = None, **options: Any) -> Argument:
 
 
 def page(what: str) -> Argument:
-    """Return where the page goes, by either name in each command that writes one."""
     return argument("--out,--html FILE.html", f"{what}; it needs no other file", dest="out")
 
 

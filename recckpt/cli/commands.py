@@ -1,7 +1,7 @@
-"""All commands: what each does, examples, and the module that has its arguments and its work.
+"""All commands: what each does, examples, and the module with its arguments and its work.
 
-Of command ``ls``, ``ARGUMENTS["ls"]`` are the arguments, and ``run_ls(args)`` does the work. A module is imported when
-its command is asked for, and what takes long to import only when it runs: `recckpt --help` and a shell do not wait.
+For the command ``ls``, ``ARGUMENTS["ls"]`` are the arguments, and ``run_ls(args)`` does the work. A module is imported
+when its command is used, and slow imports happen when it runs: `recckpt --help` and shells do not wait.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def module_of(command: str) -> ModuleType:
 
 
 def parsers(only: str | None = None) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """Return the parser of all commands, and that of each; with the arguments of ``only`` one, where that is given."""
+    """Return the parser of all commands, and that of each; with arguments for ``only`` one if given."""
     parser = argparse.ArgumentParser(
         prog="recckpt",
         description="Look into checkpoints, without torch and without the model.",
@@ -134,7 +134,7 @@ def parsers(only: str | None = None) -> tuple[argparse.ArgumentParser, Mapping[s
 
 
 class _Version(argparse.Action):
-    """Looks the version up only on request."""
+    """Looks up the version only on request."""
 
     def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
         from recckpt.format.manifest import KIND

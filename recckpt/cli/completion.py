@@ -16,7 +16,7 @@ _PLACES = ("checkpoint", "path", "before", "after")  # arguments that are a chec
 
 
 def complete(parser: argparse.ArgumentParser, **how: Any) -> None:
-    """Answer the shell and end the process, where argcomplete is installed; ``how`` is for it."""
+    """Answer the shell and end the process, if argcomplete is installed; ``how`` is passed to it."""
     try:
         import argcomplete
     except ImportError:
@@ -26,7 +26,7 @@ def complete(parser: argparse.ArgumentParser, **how: Any) -> None:
 
 
 def _candidates(prefix: str, action: argparse.Action, parsed_args: argparse.Namespace, **_: object) -> Iterable[str]:
-    """Return the words that may stand for an argument; none after any error, which would break the line."""
+    """Return the candidates for an argument; none after any error, which would break the shell's line."""
     ways: dict[str, Callable[[], Iterable[str]]] = {
         **dict.fromkeys(_PLACES, lambda: _paths(prefix, with_checkpoints=True)),
         "dir": lambda: _paths(prefix),
@@ -45,7 +45,7 @@ def _candidates(prefix: str, action: argparse.Action, parsed_args: argparse.Name
 
 
 def _paths(prefix: str, *, with_checkpoints: bool = False, with_files: bool = False) -> Iterable[str]:
-    """Yield local paths; of a URL none, since a store may take long to answer. Reads no manifests."""
+    """Yield local paths without reading manifests; none for URLs, as a store may be slow."""
     if "://" in prefix:
         return
     folder, slash, begun = prefix.rpartition("/")
@@ -61,7 +61,6 @@ def _paths(prefix: str, *, with_checkpoints: bool = False, with_files: bool = Fa
 
 
 def _names_in(output_dir: Path) -> list[str]:
-    """Return the names of the checkpoints of an output dir, by their manifests' being there."""
     names = sorted(entry.name for entry in os.scandir(output_dir) if Path(entry.path, layout.MANIFEST).is_file())
     return [*names, *["latest", *(f"latest~{back}" for back in range(1, len(names)))][: len(names)]]
 

@@ -1,4 +1,4 @@
-"""``recckpt import``, ``export`` and ``consolidate``: what other programs saved, and what they read."""
+"""``recckpt import``, ``export`` and ``consolidate``."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _lines_of_import(done: ImportPlan, output_dir: str) -> Iterator[Line]:
 
 
 def _value(item: tuple[str, Any]) -> str:
-    """Return the name of a value, and how many tensors are inside one that is not plain itself."""
+    """Return the name of a value, and how many tensors are inside it."""
     n_tensors = _tensors_in(item[1])
     return escaped(item[0]) + (f" (with {plural(n_tensors, 'tensor')} inside)" if n_tensors else "")
 
@@ -257,8 +257,7 @@ def _lines_of_export(done: Exported) -> Iterator[Line]:
     yield f"{escaped(done.ckpt_id)}: wrote {one_line(done.target)}, {size(done.n_bytes)}"
 
 
-def _skipped(skipped: Sequence[Skipped]) -> Iterator[str]:
-    """Yield a line for each table of which rows are missing, and for each other thing that is."""
+def _skipped(skipped: Sequence[Skipped]) -> Iterator[str]:  # a line a table, and for anything else
     for table in dict.fromkeys(each.table for each in skipped if each.table):
         rows = [each.rows for each in skipped if each.table == table]
         known = plural(sum(n for n in rows if n is not None), "row")

@@ -38,10 +38,6 @@ ARGUMENTS = {
 
 
 def run_ls(args: argparse.Namespace) -> CommandResult:
-    """List committed checkpoints, oldest first, then what is damaged or was never finished; or a directory's runs.
-
-    Of what another program saved, its tables and tensors.
-    """
     from recckpt.cli.others import source_at
     from recckpt.cli.show import contents_of
     from recckpt.output_dir.listing import look_around
@@ -125,7 +121,7 @@ def _problems(storage: Storage, listing: Listing) -> list[str]:
 
 
 def _unfinished(storage: Storage, listing: Listing) -> dict[str, str]:
-    """Return what directories are that a save began and did not finish, that are half removed, or that look so."""
+    """Describe the directories of saves that did not end, that are half removed, or that look like these."""
     unfinished: dict[str, str] = {}
     for directory in listing.uncommitted:
         names = storage.list_files(directory)
@@ -176,7 +172,7 @@ def _data(checkpoint: Checkpoint, marks: list[str], kept_for: list[str]) -> dict
 
 
 def _metrics(listing: Listing) -> list[str]:
-    """Return the names of metrics of checkpoints: the floats of their states that no part of recckpt put there."""
+    """Return the names of metrics: floats in the checkpoints' states that recckpt did not put there."""
     states = (checkpoint.manifest.state for checkpoint in listing.committed)
     names = dict.fromkeys(name for state in states for name, value in state.items() if isinstance(value, float))
     return [name for name in names if name != EVENT_TIME and not name.startswith(layout.SPARSE_LR)][:_MOST_METRICS]

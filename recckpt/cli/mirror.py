@@ -1,4 +1,4 @@
-"""``recckpt mirror``: an output dir copied to another place, once or as the run goes on."""
+"""``recckpt mirror``: copies an output dir to another place, once or continuously."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run_mirror(args: argparse.Namespace) -> CommandResult:
 
 
 def keep_policy(text: str) -> Keep:
-    """Parse a keep policy as it is written on the command line; ValueError if it cannot be parsed."""
+    """Parse a keep policy of the command line; ValueError if it cannot be parsed."""
     from recckpt.policies import keep
 
     policies: dict[str, Callable[[str], Keep]] = {
@@ -81,9 +81,9 @@ def keep_policy(text: str) -> Keep:
 
 
 def _follow(made: Mirror, interval_sec: float, *, as_json: bool) -> None:
-    """Print a line for each pass that changed something, and what is wrong when that changes.
+    """Print a line for each pass that changed something, and problems whenever they change.
 
-    What is wrong with a place from the start does not mend itself, but for a run that has no checkpoint yet.
+    Problems at the first pass end it, except that a run may have no checkpoint yet.
     """
     from recckpt.rewrite.mirror_hold import NoMirrorError
 

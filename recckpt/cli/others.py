@@ -1,4 +1,4 @@
-"""Checkpoints of other programs, as the commands that look into one read them."""
+"""Checkpoints of other programs, for the commands that look into a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,11 +25,9 @@ _UNSEEN = "values that have changed go unseen; `recckpt import` it, and verify s
 
 
 def source_at(path: str) -> SourceReader | None:
-    """Open what another program saved at a path as it is; None where it does not look like that at a glance.
+    """Open what another program saved at a path; None if it does not look like that.
 
-    Raises:
-        ConversionError: a file is damaged, or its format is not clear.
-        MissingLibraryError: it takes torch, which is not installed.
+    ConversionError if a file is damaged or its format is unclear; MissingLibraryError if it needs torch.
     """
     from recckpt.convert.reader import SourceReader
     from recckpt.output_dir.index_file import is_of_recis, of_others
@@ -40,7 +38,7 @@ def source_at(path: str) -> SourceReader | None:
 
 
 def reader_at(path: str) -> CheckpointReader | SourceReader:
-    """Open the checkpoint at a path, or what another program saved there; errors as of both."""
+    """Open the checkpoint at a path, or what another program saved there."""
     from recckpt.inspect.reader import CheckpointReader
 
     try:
@@ -53,7 +51,7 @@ def reader_at(path: str) -> CheckpointReader | SourceReader:
 
 
 def verified(source: SourceReader, *, deep: bool) -> CommandResult:
-    """Read all there is, unless not ``deep``, and say what cannot be read, and what the format cannot promise."""
+    """Read everything if ``deep``, and report what cannot be read, and what the format cannot promise."""
     contents, problems = source.contents, list[str]()
     items: list[SourceTable | SourceTensor] = [*contents.tables, *contents.dense]
     sizes = [*(table.n_rows * table.row_bytes for table in contents.tables), *(one.nbytes for one in contents.dense)]
@@ -76,7 +74,6 @@ def verified(source: SourceReader, *, deep: bool) -> CommandResult:
 
 
 def views_of(source: SourceReader) -> tuple[duckdb.DuckDBPyConnection, Sequence[StreamedDataset]]:
-    """Return a connection with a view of each table, and of each tensor with rows, and what they read."""
     from recckpt.errors import needed
     from recckpt.inspect.sql import create_views
 
@@ -87,10 +84,10 @@ def views_of(source: SourceReader) -> tuple[duckdb.DuckDBPyConnection, Sequence[
 
 
 def diff_of_others(before: str, after: str, tolerance: float) -> tuple[CheckpointDiff, list[str]] | None:
-    """Compare the dense tensors of two checkpoints by name, and nothing else; None where both are ours.
+    """Compare dense tensors by name; None if both are checkpoints of recckpt.
 
-    Where one side has them below a name, such as ``model.``, that is left out. Returned beside it are the names of the
-    tables on either side, which are not compared.
+    Returns also the names of tables, which are not compared. If one side's names have a common prefix such as
+    ``model.``, it is ignored.
     """
     from recckpt.inspect.diff_result import CheckpointDiff
     from recckpt.inspect.diff_tensors import compare_tensors
@@ -108,7 +105,6 @@ def diff_of_others(before: str, after: str, tolerance: float) -> tuple[Checkpoin
 
 
 def _side(path: str, source: SourceReader | None) -> tuple[Side, list[Comparable], list[str]]:
-    """Return a side, its dense tensors, and the names of its tables."""
     from recckpt.inspect.diff import side_of
     from recckpt.inspect.diff_result import Side
     from recckpt.inspect.diff_tensors import Comparable, comparable
@@ -131,7 +127,7 @@ def _rows(tensor: SourceTensor, begin: int, end: int) -> Any:
 
 
 def _called_alike(old: Sequence[Comparable], new: Sequence[Comparable]) -> tuple[list[Comparable], list[Comparable]]:
-    """Return both sides, one of them without a name before its own where more are called alike so."""
+    """Return both sides, one of them without a prefix of its names if more names agree so."""
 
     def shorter(tensors: Sequence[Comparable]) -> Iterator[list[Comparable]]:
         yield list(tensors)

@@ -1,4 +1,4 @@
-"""``recckpt diff``, ``report`` and ``plan``: what differs, how a run is, and what a load would take from where."""
+"""``recckpt diff``, ``report`` and ``plan``."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ ARGUMENTS = {
 
 
 def run_diff(args: argparse.Namespace) -> CommandResult:
-    """Compare two checkpoints; like that of files, the exit code is 1 where they differ and 2 after an error."""
+    """Compare two checkpoints; as in diff(1), the exit code is 1 if they differ and 2 after an error."""
     from recckpt.cli.others import diff_of_others
     from recckpt.inspect.diff import diff
     from recckpt.inspect.diff_result import lines_of, verdict
@@ -97,7 +97,7 @@ def run_diff(args: argparse.Namespace) -> CommandResult:
 
 
 def run_report(args: argparse.Namespace) -> CommandResult:
-    """Look at a run and write a page; with ``--json`` the page is written only where it is asked for."""
+    """Report on a run and write a page; with ``--json`` only if ``--out`` is given."""
     from recckpt.errors import needed
     from recckpt.inspect.report import report
     from recckpt.inspect.report_text import lines_of, verdict
@@ -121,7 +121,6 @@ def run_report(args: argparse.Namespace) -> CommandResult:
 
 
 def run_plan(args: argparse.Namespace) -> CommandResult:
-    """Print where each name of a model would come from, or all that is wrong with the bank."""
     from recckpt.load.inventory import listed_inventory
     from recckpt.load.open_source import opened
     from recckpt.load.plan import plan_load

@@ -18,8 +18,6 @@ GOOD, PROBLEM, USAGE = 0, 1, 2
 
 @dataclass(frozen=True)
 class CommandResult:
-    """The result of a command, before any of it is printed."""
-
     data: Any  # for --json: dicts, lists, numbers, strings, bools and None
     lines: Sequence[Line]  # for people
     problems: Sequence[str] = field(default=())  # a line each, for stderr; any makes the exit code 1
@@ -36,7 +34,7 @@ SHOWN = CommandResult(None, [])  # of a command that was printed as it came
 
 
 class CommandError(Exception):
-    """A command cannot be carried out; the message is one line for stderr."""
+    """A command failed; the message is one line for stderr."""
 
     def __init__(self, message: str, code: int = PROBLEM) -> None:
         super().__init__(message)
@@ -44,12 +42,12 @@ class CommandError(Exception):
 
 
 class UsageError(Exception):
-    """Wrong arguments; the usage of the command goes before the message, and the exit code is 2."""
+    """Wrong arguments; the command's usage is printed before the message, and the exit code is 2."""
 
 
 @contextmanager
 def usage_checked() -> Iterator[None]:
-    """Turn the ValueError for a path that no storage takes into wrong usage."""
+    """Turn a ValueError, as for a path that no storage takes, into wrong usage."""
     try:
         yield
     except ValueError as error:
@@ -57,7 +55,7 @@ def usage_checked() -> Iterator[None]:
 
 
 def leave_stdout() -> None:
-    """Point stdout, whose reader is gone, to nothing: the interpreter flushes it when it ends, and would complain."""
+    """Redirect stdout, whose reader is gone, to nothing, so that the interpreter's last flush cannot fail."""
     with suppress(OSError, ValueError):  # where it is no file, nothing is flushed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -65,7 +65,7 @@ def run_head(args: argparse.Namespace) -> CommandResult:
 
 
 def run_get(args: argparse.Namespace) -> CommandResult:
-    """Print rows by id, in the order asked for, where ids that the table lacks are a problem; or a dense tensor."""
+    """Print rows by id, in the order of the arguments, or a dense tensor; missing ids are a problem."""
     if None in args.ids:
         return _read(args, lambda reader: _tensor(reader, args))
     ids = list(dict.fromkeys(args.ids))
@@ -79,7 +79,7 @@ def run_get(args: argparse.Namespace) -> CommandResult:
 
 
 def _read(args: argparse.Namespace, use: Callable[[CheckpointReader | SourceReader], _Answer]) -> _Answer:
-    """Use a checkpoint, or a newer one if its writer removes it meanwhile; an unknown name is a CommandError."""
+    """Use a checkpoint, or a newer one if its writer removes it meanwhile."""
     from recckpt.cli.others import reader_at
     from recckpt.output_dir.open_files import first_whole
 
@@ -93,7 +93,7 @@ def _read(args: argparse.Namespace, use: Callable[[CheckpointReader | SourceRead
 def _rows(
     reader: CheckpointReader | SourceReader, args: argparse.Namespace, ids: Iterable[int] | None, n: int | None = None
 ) -> tuple[list[str], list[Row]]:
-    """Return the columns that are asked for, and the first ``n`` rows, all where it is None."""
+    """Return the requested columns, and the first ``n`` rows or all; CommandError for unknown names."""
     from recckpt.sparse.files.arrow_format import column_values, ids_in
 
     try:
@@ -144,7 +144,6 @@ def _table_of_rows(columns: Sequence[str], rows: Sequence[Row]) -> list[Line]:
 
 
 def run_history(args: argparse.Namespace) -> CommandResult:
-    """Show rows by id, in the order asked for; ids that no checkpoint has, and damage, are problems."""
     from recckpt.inspect.row_history import history, lines_of
 
     with usage_checked():
@@ -196,7 +195,7 @@ def run_sql(args: argparse.Namespace) -> CommandResult:
 
 
 def _answer(connection: duckdb.DuckDBPyConnection, query: str) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """Run all statements, and return the columns and rows that the last one gives."""
+    """Run all statements, and return the columns and rows of the last."""
     import duckdb
 
     statements = duckdb.extract_statements(query)
@@ -218,7 +217,7 @@ def _answer(connection: duckdb.DuckDBPyConnection, query: str) -> tuple[list[str
 
 
 def _with_times_as_text(query: str, kinds: Sequence[str]) -> str:
-    """Return a query that gives times with a time zone as text: to make Python's times of them, duckdb needs pytz."""
+    """Return a query with times with time zones as text: as Python objects, duckdb needs pytz for them."""
     import duckdb
 
     for end in (at for at in range(len(query) - 1, -1, -1) if query[at] == ";"):
@@ -247,7 +246,7 @@ def _table_of_answer(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> lis
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it: what it lacks, such as dates, as text."""
+    """Return a value as JSON has it; types that JSON lacks, such as dates, as text."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

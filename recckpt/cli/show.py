@@ -69,7 +69,7 @@ def run_show(args: argparse.Namespace) -> CommandResult:
 
 
 def contents_of(source: SourceReader) -> CommandResult:
-    """Describe all that there is, and what an import would leave out."""
+    """Describe a source, and what an import would leave out."""
     contents = source.contents
     tables = [_described(table.name, table.n_rows, table.row_bytes, table.slots) for table in contents.tables]
     tensors = [
@@ -91,7 +91,7 @@ def contents_of(source: SourceReader) -> CommandResult:
 
 
 def _with_tensors(found: tuple[Storage, Checkpoint]) -> tuple[Storage, Checkpoint, list[dict[str, Any]], list[str]]:
-    """Describe the dense tensors; without CheckpointReader, since importing Arrow takes as long as all of this."""
+    """Describe the dense tensors; not by CheckpointReader, as importing Arrow takes longer than all of this."""
     from recckpt.checkpoint.chain import OpenChain
 
     storage, checkpoint = found
@@ -193,7 +193,6 @@ def _slots(slots: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _registered(manifest: Manifest) -> list[dict[str, Any]]:
-    """Describe the registered objects: of which each rank has a state, and the class and parameters of optimizers."""
     names, classes = manifest.names, manifest.training.optimizers
     parameters = [name.rpartition("@")[2] for name in names.dense_opt]
     objects = [*((name, False) for name in names.extra), *((name, True) for name in names.extra_of_ranks)]
@@ -209,7 +208,6 @@ def _registered(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _table_of_registered(manifest: Manifest) -> list[Line]:
-    """Return a table of the registered objects, and of the positions in the data, which are registered too."""
     rows = []
     for entry in _registered(manifest):
         parts = ["one state a rank"] if entry["per_rank"] else []
@@ -222,7 +220,6 @@ def _table_of_registered(manifest: Manifest) -> list[Line]:
 
 
 def _table_of_tables(manifest: Manifest) -> list[Line]:
-    """Return a table of the tables; in a delta with what it holds of each, of which some keep no marks."""
     head, rows = ["NAME", "ROWS", "SIZE"], []
     has_live = any(table.live for table in manifest.tables)
     for table in manifest.tables:
@@ -239,7 +236,6 @@ def _table_of_tables(manifest: Manifest) -> list[Line]:
 
 
 def _files_of_tables(storage: Storage, checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """Return table -> the files that have rows of it, by the catalogs."""
     from recckpt.checkpoint.chain import OpenLink
 
     files: dict[str, list[str]] = {table.name: [] for table in checkpoint.manifest.tables}

@@ -1,6 +1,6 @@
-"""What people see: tables in colour where there is a terminal and `rich` (extra `cli`), else the same as plain text.
+"""What people see: tables in colour on a terminal if `rich` (extra `cli`) is installed, else plain text.
 
-Colours mean something: red is damaged, yellow not sure, bold what is newest or pinned, faint what is past.
+Red is damaged, yellow uncertain, bold newest or pinned, faint past.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ _GAP = 2
 
 
 def print_lines(lines: Sequence[Line]) -> None:
-    """Write lines to stdout, whose encoding may lack characters."""
     console = console_of(sys.stdout)
     if console is None:
         print_text("".join(f"{line.rstrip()}\n" for line in plain(lines)))
@@ -48,13 +47,12 @@ def print_text(text: str) -> None:
 
 
 def print_at_once(line: str) -> None:
-    """Write a line to stdout for whoever reads it meanwhile."""
     print_text(f"{line}\n")
     sys.stdout.flush()
 
 
 def complain(message: str, style: str = "bold red") -> None:
-    """Write a message to stderr in one line; does nothing where stderr is closed."""
+    """Write a message to stderr in one line; do nothing if stderr is closed."""
     line = one_line(message)
     try:
         console = console_of(sys.stderr)
@@ -67,7 +65,7 @@ def complain(message: str, style: str = "bold red") -> None:
 
 
 class LogLines(logging.Handler):
-    """Writes what is logged as messages, clear of the bars."""
+    """Writes log records as messages, clear of the progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with aside():
@@ -75,7 +73,7 @@ class LogLines(logging.Handler):
 
 
 def console_of(stream: Any) -> Console | None:
-    """Return what writes in colour, None where that is not wanted or not possible."""
+    """Return a console that writes in colour; None if that is not wanted or not possible."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb" or not is_terminal(stream):
         return None
     try:
@@ -87,7 +85,7 @@ def console_of(stream: Any) -> Console | None:
 
 
 def _take_all(stream: Any) -> None:
-    """Let characters that the encoding of a stream lacks be written as escapes."""
+    """Make a stream write characters that its encoding lacks as escapes."""
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="backslashreplace")
 
@@ -99,7 +97,7 @@ def _print(console: Console, pieces: Iterable[tuple[str, str]]) -> None:
 
 
 def drawn(console: Console, *lines: Line) -> RenderableType:
-    """Return lines as one thing that a terminal shows, in which nothing is markup."""
+    """Return lines as one renderable, without markup."""
     from rich.console import Group
     from rich.text import Text
 
@@ -127,9 +125,9 @@ def _grid(table: Table, widths: Sequence[int]) -> RenderableType:
 
 
 def _widths(table: Table, room: int) -> list[int] | None:
-    """Return how wide each column is, None where there is no room; numbers and times are never broken.
+    """Return the width of each column, None if there is no room; numbers and times are never broken.
 
-    rich by itself cuts a column that has to be narrower than it may be.
+    rich alone would cut a column that has to be narrower than its minimum.
     """
     widths = [max(map(width_of, column)) for column in zip(table.head, *table.rows, strict=True)]
     least = [_LEAST_WIDTH] * (len(widths) - 1) + [_LEAST_LAST_WIDTH]

@@ -1,4 +1,4 @@
-"""``recckpt repair``, ``compact`` and ``forget``: what changes the files of an output dir, beside training."""
+"""``recckpt repair``, ``compact`` and ``forget``: changes to an output dir's files, beside training."""
 
 from __future__ import annotations
 
@@ -100,7 +100,6 @@ def _state(left: Leftover, done: Repaired, args: argparse.Namespace) -> str:
 
 
 def run_compact(args: argparse.Namespace) -> CommandResult:
-    """Make an offer, or a checkpoint elsewhere, and adopt it where that is asked for."""
     from recckpt.rewrite.compaction import compact
 
     if args.out is not None and args.adopt:
@@ -138,7 +137,7 @@ def _compacted(done: Compacted) -> str:
 
 
 def passed_by(output_dir: str, ckpt_id: str, planned_step: int | None) -> list[str]:
-    """Say which of a later step ``restore()`` does not take once this one is committed, which it may be already."""
+    """Say which checkpoint of a later step ``restore()`` will skip once this one is committed."""
     from recckpt.output_dir.listing import list_checkpoints
     from recckpt.storage import open_storage
 
@@ -154,7 +153,6 @@ def passed_by(output_dir: str, ckpt_id: str, planned_step: int | None) -> list[s
 
 
 def run_forget(args: argparse.Namespace) -> CommandResult:
-    """Forget ids, or end what an earlier call has begun; then in each mirror that is named."""
     from recckpt.inspect.absent import read_ids
     from recckpt.output_dir.notes import noted_hosts
     from recckpt.rewrite.forgetting import checked_mirrors, finish, forget, forget_in_mirrors
@@ -241,7 +239,6 @@ def _forgotten(done: Forgotten) -> Iterator[str]:
 
 
 def _may_have_forgotten(host: NearHost) -> str:
-    """Say of a host that near saves there may have ids that are being forgotten, and what to do."""
     if host.damage:
         return f"near saves of a host may have what was forgotten, and its note is damaged: {one_line(host.damage)}"
     path = escaped(host.path)

@@ -78,8 +78,7 @@ def run_verify(args: argparse.Namespace) -> CommandResult:
     return CommandResult(data, lines, problems)
 
 
-def _age(report: Report) -> tuple[bool, tuple[int, int], str]:
-    """Sort oldest first; those without a readable manifest last."""
+def _age(report: Report) -> tuple[bool, tuple[int, int], str]:  # sorts oldest first, without a manifest last
     return report.manifest is None, report.manifest.place if report.manifest else (0, 0), report.directory
 
 
@@ -92,7 +91,7 @@ def _row(report: Report) -> tuple[str, ...]:
 
 
 def _lacks(report: Report) -> list[str]:
-    """Return what its writer knew to be missing, in words: no damage, and a resume starts it from scratch."""
+    """Return what its writer knew to be missing: not damage, but a resume starts it from scratch."""
     return [] if report.manifest is None else report.manifest.training.unsaved.descriptions
 
 
@@ -110,7 +109,7 @@ def _data(report: Report) -> dict[str, Any]:
 
 
 def _absent(args: argparse.Namespace) -> CommandResult:
-    """List what still holds any of the ids, and what cannot be read; say which ids only if asked."""
+    """List what still holds any of the ids, and what cannot be read; name the ids only if asked to."""
     from recckpt.format.buckets import distinct
     from recckpt.inspect.absent import look_for, read_ids
 

@@ -1,4 +1,4 @@
-"""``recckpt watch``: a run, or all runs in a directory, as they save, look after look; `ls` has a line a run, too."""
+"""``recckpt watch``: a run, or all runs in a directory, look after look; `ls` uses its line a run."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ _TONES: dict[str, Tone] = {"bad": "damaged", "doubtful": "unsure", "good": "good
 
 
 class _Looks(Protocol[_Look_co]):
-    def look(self) -> _Look_co:
-        """Return what is known now; OSError where the storage failed."""
+    def look(self) -> _Look_co: ...
 
 
 ARGUMENTS = {
@@ -85,7 +84,6 @@ def run_watch(args: argparse.Namespace) -> CommandResult:
 
 
 def refuse_checkpoint(path: str) -> None:
-    """Raise CommandError where the path is a checkpoint itself."""
     from recckpt.output_dir.at_path import open_checkpoint
 
     try:
@@ -106,13 +104,7 @@ def _problems(status: Status) -> list[str]:
 
 
 def runs_in(storage: Storage, args: argparse.Namespace) -> tuple[RunsWatcher, RunsStatus] | None:
-    """Return what looks at the runs in a directory, and its first look.
-
-    None where the directory is an output dir itself, or has no run.
-
-    Raises:
-        CommandError: it has runs, and near saves were asked for, which are those of one.
-    """
+    """Return a watcher of the runs in a directory and its first look; None if it has no runs, or is one itself."""
     from recckpt.inspect.watch import RunsWatcher, is_output_dir
 
     if storage.why_empty() or is_output_dir(storage):
@@ -126,7 +118,7 @@ def runs_in(storage: Storage, args: argparse.Namespace) -> tuple[RunsWatcher, Ru
 
 
 def listed(status: RunsStatus, *, with_overdue: bool) -> CommandResult:
-    """Return a line for each run; a problem for each that is not good, of those that are overdue where asked for."""
+    """Return a line a run, and a problem for each bad run, overdue ones only if asked for."""
     moods = {"bad", "doubtful"} if with_overdue else {"bad"}
     wrong = [run for run in status.runs if run.health[1] in moods]
     problems = [f"{status.url}/{escaped(run.name)}: {run.health[0]}" for run in wrong]
@@ -157,7 +149,7 @@ def _go_on(
     lines: Callable[[_Look, str], _Lines],
     drawn: Callable[[Console, _Look, str], RenderableType],
 ) -> CommandResult:
-    """Show look after look, until control-C or SIGTERM, or until the output is closed."""
+    """Show look after look, until SIGINT, SIGTERM, or a closed output."""
     log, trouble = logging.getLogger("recckpt"), ""
     before = log.level
     log.setLevel(logging.ERROR)  # a network that fails is shown, not logged into the table
@@ -182,7 +174,7 @@ def _shown_by(
     lines: Callable[[_Look, str], _Lines],
     drawn: Callable[[Console, _Look, str], RenderableType],
 ) -> Iterator[Callable[[_Look, str], object]]:
-    """Give what shows a look: a table that changes on a terminal; elsewhere JSON, or the lines that have changed."""
+    """Yield what shows a look: a live table on a terminal, else JSON, or the lines that changed."""
     console = terminal.console_of(sys.stdout)
     if args.json:
         yield _show_json

@@ -1,4 +1,4 @@
-"""Other formats, in and out: what users have, and what they use it for (docs/convert.md)."""
+"""Other formats, in and out (docs/convert.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of rows: IPC files (Feather) and streams of Arrow, and directories of them, to ids, vectors and slots."""
+"""Arrow files (Feather), streams and directories of them; columns of files of rows to ids, vectors and slots."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ _END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream
 
 
 class Columns:
-    """How the columns of files of rows become ids and slots, by the first of their batches.
+    """How the columns of files of rows become ids and slots, judged by the first batch.
 
-    Raises:
-        ConversionError: a column is missing, or has a type that no slot has.
+    ConversionError if a column is missing or has a type that no slot has.
     """
 
     def __init__(self, first: pa.RecordBatch, options: ImportOptions, path: str) -> None:
@@ -66,7 +65,7 @@ class Columns:
         self.slots = tuple(self._slot(slot, schema.field(name), first.column(name)) for slot, name in pairs)
 
     def rows(self, batch: pa.RecordBatch) -> SourceRows:
-        """Return the rows of a batch; ConversionError for nulls, and for what is not as in the first one."""
+        """Return the rows of a batch; ConversionError for nulls, and for types unlike those of the first batch."""
         for column in (self._ids, *self._names):
             if batch.column(column).null_count:
                 raise ConversionError(self._path, f"column {column!r}", found="nulls", expected="a value in each row")
@@ -127,18 +126,9 @@ class Columns:
 def file_rows(
     format: str, files: SourceFiles, names: Sequence[str], batches: Batches, options: ImportOptions, *, n_rows: int
 ) -> ImportSource:
-    """Return a source that is one table in files of rows, one after another, all with one schema.
+    """Return a source of one table in files of rows, read one after another, with one schema and ``n_rows`` in all.
 
-    Args:
-        format: its name.
-        files: of the source.
-        names: those with rows.
-        batches: reads one of them.
-        options: what the columns are.
-        n_rows: of all.
-
-    Raises:
-        ConversionError: there is no row that shows what the columns are, or a table cannot have such.
+    ConversionError if no row shows what the columns are, or a table cannot have them.
     """
     with whole(files, names[0]):
         first = next((batch for name in names for batch in batches(name) if batch.num_rows), None)
@@ -168,7 +158,7 @@ def file_rows(
 
 @contextmanager
 def whole(files: SourceFiles, name: str, kind: str = "file") -> Iterator[None]:
-    """Say in an error of Arrow which file it is about."""
+    """Name the file in errors of Arrow."""
     try:
         yield
     except (pa.ArrowException, UnicodeDecodeError, EOFError) as error:

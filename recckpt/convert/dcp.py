@@ -1,6 +1,6 @@
-"""torch.distributed.checkpoint, in and out, without a process group: tensors put together from pieces of all ranks.
+"""torch.distributed.checkpoint, in and out, without a process group: tensors are joined from all ranks' pieces.
 
-Its ``.metadata`` is a pickle, which is read without its classes: it can name no code to run.
+Its ``.metadata`` is a pickle, read without its classes, so that it cannot run code.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _CLASSES = {
 
 
 class StoredChunk(NamedTuple):
-    """A piece of a tensor, or the bytes of a value, and where it lies."""
+    """A piece of a tensor, or the bytes of a value, and where it is stored."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -61,7 +61,7 @@ _Entry = tuple[str, str, tuple[int, ...], list[StoredChunk]]  # name, dtype ("" 
 
 
 class _StandIn:
-    """Stands for an object of a class that is not looked at."""
+    """Stands for an object whose class is not loaded."""
 
     def __init__(self, *_: Any) -> None:
         self.state: Any = None
@@ -73,7 +73,7 @@ class _StandIn:
 
 
 class _Reader(pickle.Unpickler):
-    """Knows the names of the format's classes and of dtypes, and makes none of them."""
+    """Accepts the names of the format's classes and of dtypes, and loads none of them."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch", "Size"):
@@ -86,11 +86,7 @@ class _Reader(pickle.Unpickler):
 
 
 def _read_metadata(files: SourceFiles) -> list[_Entry]:
-    """Return all names and where their bytes lie.
-
-    Raises:
-        ConversionError: it is damaged, needs code, or names what is not in the files.
-    """
+    """Return all entries; ConversionError if the metadata is damaged, needs code, or names missing bytes."""
     path = files.path(files.need(METADATA, "the metadata that every DCP checkpoint has"))
     try:
         metadata = _Reader(io.BytesIO(files.read(METADATA, _MAX_BYTES))).load()
@@ -148,18 +144,13 @@ def recognises(files: SourceFiles) -> bool:
 
 
 def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
-    """Open a checkpoint.
-
-    Raises:
-        ConversionError: a file is missing or cut, pieces do not make up a tensor, or a pickle needs code.
-    """
     tensors, values = read_tensors(files)
     tables = wished_tables(tensors, options, files.url)
     return tensor_source(SourceContents("dcp", values=values), tensors, tables, files.url)
 
 
 def read_tensors(files: SourceFiles) -> tuple[dict[str, SourceTensor], dict[str, Any]]:
-    """Return the tensors, whose values are read later, and the plain values; errors as of :func:`open_source`."""
+    """Return the tensors, whose values are read later, and the plain values."""
     pieces, tensors, values = _Pieces(files), dict[str, SourceTensor](), dict[str, Any]()
     for name, dtype, shape, boxes in _read_metadata(files):
         if not dtype:
@@ -174,7 +165,7 @@ def read_tensors(files: SourceFiles) -> tuple[dict[str, SourceTensor], dict[str,
 
 
 class _Pieces:
-    """Loads pieces, each a file of torch.save inside another; keeps the last one."""
+    """Loads pieces, each a file of torch.save inside another; caches the last one."""
 
     def __init__(self, files: SourceFiles) -> None:
         self._files = files
@@ -195,7 +186,7 @@ class _Pieces:
             raise ConversionError(path, repr(name), found=found, expected="a tensor") from error
 
     def rows(self, name: str, dtype: str, box: StoredChunk, begin: int, end: int) -> Array:
-        """Return rows of a piece of a tensor; of a scalar its value."""
+        """Return rows of a piece of a tensor; a scalar's value."""
         import torch
 
         if self._last is None or self._last[0] is not box:
@@ -214,7 +205,7 @@ class _Pieces:
 
 
 def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOut]:
-    """Write a checkpoint by the library itself, from files that are mapped, and take it to the target."""
+    """Write a checkpoint with the library itself to temporary files, and copy it to the target."""
     with ExitStack() as stack:
         state: dict[str, Any] = {}
         for tensor in export.dense():
@@ -256,7 +247,7 @@ def _save(state: dict[str, Any], made: Path) -> None:
 
 
 def _columns(table: TableView, stack: ExitStack, progress: Progress) -> list[tuple[str, Array, str]]:
-    """Return (name, values, dtype) of the columns of a table, each in a file without a name."""
+    """Return (name, values, dtype) of the columns of a table, each mapped from a temporary file."""
     columns, begin = list[tuple[str, Array, str]](), 0
     for slot in (ID_SPEC, *table.slots):
         values = scratch(stack, NUMPY_DTYPES[slot.dtype], (table.n_rows, *slot.shape))
@@ -271,7 +262,7 @@ def _columns(table: TableView, stack: ExitStack, progress: Progress) -> list[tup
 
 
 def _torch(values: Array, dtype: str, shape: tuple[int, ...]) -> Any:
-    """Return an array as a tensor of torch over the same memory."""
+    """Return an array as a torch tensor over the same memory."""
     import torch
 
     kind = getattr(torch, dtype)

@@ -1,8 +1,8 @@
 """A dump of dynamicemb (NVIDIA), in and out.
 
-A dump has a directory a collection, and in it for each table and rank files of plain numbers: int64 keys, float32
-values, int64 scores and float32 optimizer states, row by row the same; and once a table its optimizer's settings.
-An export is one collection as of one rank, which any number of ranks loads.
+A dump has a directory a collection, with files for each table and rank: int64 keys, float32 values, int64 scores and
+float32 optimizer states, one row a key; and the optimizer's settings once a table. An export is one collection as of
+one rank, which any number of ranks loads.
 """
 
 from __future__ import annotations
@@ -61,10 +61,8 @@ _NAMED = "is in several collections, and has its name with that of the collectio
 
 @dataclass(frozen=True)
 class DumpedTable:
-    """The files of a table."""
-
-    name: str  # of the table; with the directory of its collection where another one has its name too
-    # of keys, values, scores and states, one a rank; without scores or states where there are none
+    name: str  # with the collection's directory if several collections have a table of this name
+    # item (keys, values, perhaps scores and states) -> its file on each rank
     files: Mapping[str, Sequence[str]]
     n_rows: Sequence[int]  # of each rank
     widths: Mapping[str, int]  # values a row of each of ``files`` but the keys
@@ -73,7 +71,7 @@ class DumpedTable:
 
     @property
     def optimizer(self) -> str:
-        """The kind of the optimizer whose states become slots; empty where there are none that could."""
+        """The kind of the optimizer whose states become slots; "" if no states do."""
         kind, width, dim = self.settings.get("opt_type"), self.widths.get(_STATES), self.widths[_VALUES]
         if kind not in _SLOTS or not width:
             return ""
@@ -82,7 +80,7 @@ class DumpedTable:
 
     @property
     def score_slot(self) -> str:
-        """The slot of the scores, which are counts by one strategy."""
+        """The slot for the scores, which are look-up counts under one eviction strategy."""
         is_count = str(self.settings.get("evict_strategy", "")).endswith("KLfu")
         return _COUNT if is_count and self.widths[_SCORES] == 1 else _SCORE
 
@@ -92,11 +90,6 @@ def recognises(files: SourceFiles) -> bool:
 
 
 def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
-    """Open a dump, or the directory of one of its collections.
-
-    Raises:
-        ConversionError: a file is missing or cut, or there is no table.
-    """
     dumped = {table.name: table for table in _dumped_tables(files)}
     if not dumped:
         expected = "files such as <table>_emb_keys.rank_0.world_size_1"
@@ -139,7 +132,7 @@ def _by_slot(table: DumpedTable, columns: Mapping[str, Array]) -> dict[str, Arra
 
 
 def _listed(table: DumpedTable, left: list[LeftOut]) -> SourceTable:
-    """Return a table with its slots; what does not become one is listed."""
+    """Return a table with its slots; list what does not become one."""
     dim, name, kind = table.widths[_VALUES], f"table {table.name}", table.optimizer
     slots = [SlotSpec(EMBEDDING, "float32", (dim,))]
     slots += [SlotSpec(slot, "float32", () if kind == _ROWWISE else (dim,)) for slot in _SLOTS.get(kind, ())]
@@ -163,11 +156,7 @@ def _listed(table: DumpedTable, left: list[LeftOut]) -> SourceTable:
 
 
 def _dumped_tables(files: SourceFiles) -> Iterator[DumpedTable]:
-    """Yield the tables of a dump.
-
-    Raises:
-        ConversionError: a file of a rank is missing, of another size than it must have, or the settings are damaged.
-    """
+    """Yield the tables of a dump; ConversionError for missing or cut files and damaged settings."""
     ranks: dict[tuple[str, str], dict[str, dict[int, str]]] = {}
     sizes: dict[tuple[str, str], set[int]] = {}
     places = [(path.rpartition("/")[0], _NAME.fullmatch(path.rpartition("/")[2])) for path in files.names]
@@ -202,7 +191,7 @@ def _dumped_tables(files: SourceFiles) -> Iterator[DumpedTable]:
 
 
 def _of_all_ranks(files: SourceFiles, table: str, item: str, of_ranks: Mapping[int, str], sizes: set[int]) -> list[str]:
-    """Return the file of each rank; ConversionError where there is none, or files of two dumps."""
+    """Return the file of each rank; ConversionError if one is missing, or there are files of two dumps."""
     where = f"table {table!r}, its {item}"
     if len(sizes) > 1:
         found = f"files of dumps of {' and of '.join(map(str, sorted(sizes)))} ranks"
@@ -217,7 +206,7 @@ def _of_all_ranks(files: SourceFiles, table: str, item: str, of_ranks: Mapping[i
 def _measured(
     files: SourceFiles, name: str, paths: Mapping[str, Sequence[str]], settings: Mapping[str, Any]
 ) -> DumpedTable:
-    """Return a table with its rows and widths, which the sizes of files say."""
+    """Return a table with its rows and widths, derived from the sizes of its files."""
     if _KEYS not in paths or _VALUES not in paths:
         found, expected = f"files of {', '.join(sorted(paths))}", f"{_KEYS} and {_VALUES}"
         raise ConversionError(files.url, f"table {name!r}", found=found, expected=expected)
@@ -250,7 +239,7 @@ def _width(files: SourceFiles, paths: Sequence[str], n_rows: Sequence[int], item
 
 
 def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOut]:
-    """Write keys, values, scores, and the states of optimizers that both have, with their settings."""
+    """Write keys, values, scores, and optimizer states with their settings if dynamicemb has the optimizer."""
     left = export.no_dense("a dump of dynamicemb is for rows; use dcp")
     needs_state = any(_kind_of(table) for table in export.tables)
     scalars = export.state(layout.EXTRA).get(layout.SPARSE_OPTIM, {}) if needs_state else {}
@@ -286,7 +275,7 @@ def _kind_of(table: TableView) -> str:
 
 
 def _settings_of(table: TableView, scalars: Mapping[str, Any], left: list[LeftOut]) -> dict[str, Any]:
-    """Return the settings of the optimizer as a dump has them; empty where its states cannot go there."""
+    """Return the optimizer's settings as a dump has them; {} if its states cannot be exported."""
     kind = _kind_of(table)
     if not kind:
         return {}
@@ -306,7 +295,7 @@ def _settings_of(table: TableView, scalars: Mapping[str, Any], left: list[LeftOu
 
 
 def _kept(table: TableView, has_states: bool, left: list[LeftOut]) -> TableView:
-    """Return a table with the slots that a dump has a place for; ConversionError for vectors that it cannot hold."""
+    """Return a table without slots that a dump cannot hold; ConversionError for vectors that it cannot hold."""
     vectors = {slot.name: slot for slot in table.slots}.get(EMBEDDING)
     if vectors is None or vectors.dtype not in _FLOATS or len(vectors.shape) != 1:
         found = "no vectors" if vectors is None else f"vectors of {vectors.dtype} {vectors.shape}"
@@ -320,6 +309,6 @@ def _kept(table: TableView, has_states: bool, left: list[LeftOut]) -> TableView:
 
 
 def _score_slot(table: TableView) -> str:
-    """Return the slot whose values are scores there: those of an import, or counts; empty where there is none."""
+    """Return the slot whose values become scores: imported ones, or counts; "" if there is none."""
     dtypes = {slot.name: slot.dtype for slot in table.slots}
     return next((name for name in (_SCORE, _COUNT) if dtypes.get(name) == "int64"), "")

@@ -1,4 +1,4 @@
-"""A dense matrix a table for ``nn.Embedding``: row i is that of id i, zeros where there is none."""
+"""A dense matrix a table for ``nn.Embedding``: row i is that of id i; rows without an id are zeros."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STEP_BYTES = 8 << 20
 
 
 def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOut]:
-    """Write ``<table>.npy`` of each table, and of each chosen slot ``<table>.<slot>.npy``."""
+    """Write ``<table>.npy`` of each table, and ``<table>.<slot>.npy`` of each chosen slot."""
     for table in export.tables:
         n_matrix = _rows_of_matrix(table)
         for slot in table.slots:
@@ -42,7 +42,7 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
 
 
 def _rows_of_matrix(table: TableView) -> int:
-    """Return 1 + the highest id; ConversionError where ids are no places in a matrix."""
+    """Return 1 + the highest id; ConversionError for negative ids and nearly empty matrices."""
     n_rows, lowest, highest = 0, 0, -1
     for ids in table.ids():
         n_rows += len(ids)

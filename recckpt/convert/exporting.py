@@ -34,10 +34,10 @@ class Exported:
         ckpt_id: of the checkpoint.
         target: where to.
         format: which.
-        metadata: what the target says of itself: rows and slots of each table, the largest error of narrowed vectors.
-        left_out: what the target has no place for.
-        n_bytes: of its files.
-        skipped: of ``skip_damaged``: what is missing because it, or what is newer, is damaged.
+        metadata: description in the target: rows and slots of each table, largest error of narrowed vectors.
+        left_out: what the format cannot hold.
+        n_bytes: size of its files.
+        skipped: with ``skip_damaged``: what is missing because of damage, to it or to a newer link.
     """
 
     ckpt_id: str
@@ -51,14 +51,12 @@ class Exported:
 
 @dataclass(frozen=True)
 class _Choice:
-    """What is asked for."""
-
     tables: Collection[str] | None
     slots: Collection[str] | None
     where: RowFilter
     dtype: str | None
     since: str | None
-    all_slots: bool  # where slots is None
+    all_slots: bool  # if slots is None
 
 
 def export_checkpoint(
@@ -73,7 +71,7 @@ def export_checkpoint(
     since: str | None = None,
     skip_damaged: bool = False,
 ) -> Exported:
-    """Write tables and tensors of a checkpoint, or of a chain, in another format; see docs/convert.md.
+    """Write tables and tensors of a checkpoint in another format; see docs/convert.md.
 
     Every byte that is read is checked. After an error nothing of the target is left.
 
@@ -82,16 +80,16 @@ def export_checkpoint(
         target: what to write, which must not exist; any fsspec URL.
         to: a name of ``recckpt.convert.TARGETS``.
         tables: only these; None for all.
-        slots: beside the ids; None for what the format takes by itself, which is ``embedding`` where it is for serving,
+        slots: columns beside the ids; None for the format's default, which is ``embedding`` in formats for serving,
             and all with ``skip_damaged``.
-        where: which rows, as in a load_conf.
+        where: a filter of rows, as in a load_conf.
         dtype: ``float16`` or ``bfloat16`` for the vectors, and for the dense tensors of floats where the format holds
             them; ``int8`` for the vectors alone, whose largest error is in the metadata.
-        since: a checkpoint that this one is or stands on, its id or path: only what has changed since, and what was
+        since: id or path of this checkpoint or one in its chain: write only rows changed since then, and ids
             deleted.
-        skip_damaged: what is damaged is left out and listed, in ``skipped`` and in the metadata; of an output dir the
-            newest is meant though it is damaged. Each row that comes out is as the checkpoint has it: where a link of a
-            delta has lost rows, those of older links in the same buckets, which may be out of date, are left out too.
+        skip_damaged: leave out what is damaged and list it in ``skipped`` and in the metadata. The newest checkpoint of
+            an output dir is taken even if it is damaged. Each exported row is as the checkpoint has it: if a link of a
+            delta lost rows, older links' rows in the same buckets are left out too, as they may be out of date.
 
     Raises:
         CheckpointNotFoundError, CorruptCheckpointError, FormatVersionError: as of CheckpointReader; with
@@ -163,7 +161,7 @@ def _opened(storage: Storage, checkpoint: Checkpoint, choice: _Choice, *, with_t
 def _opened_damaged(
     storage: Storage, checkpoint: Checkpoint, choice: _Choice, skipped: list[Skipped], *, with_tensors: bool
 ) -> Export:
-    """Open what is whole, and add to ``skipped`` what is not."""
+    """Open what is undamaged; add the rest to ``skipped``."""
     chosen, chain, views = _chosen(checkpoint, choice), OpenChain.of(storage, checkpoint), []
     for table in chosen:
         rows = WholeRows(storage, checkpoint, table.name)
@@ -191,7 +189,7 @@ def _metadata(storage: Storage, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _chosen(checkpoint: Checkpoint, choice: _Choice) -> list[TableEntry]:
-    """Return the tables that are asked for; ConversionError for one that is not there."""
+    """Return the requested tables; ConversionError if one does not exist."""
     names = [table.name for table in checkpoint.manifest.tables]
     for name in choice.tables or ():
         if name not in names:
@@ -217,7 +215,7 @@ def _view(table: TableEntry, choice: _Choice, n_rows: int | None, batches: Batch
 
 
 def _check_narrowed(export: Export, path: str, *, with_tensors: bool) -> None:
-    """Raise ConversionError where a dtype changes nothing, or gives a table two slots of one name."""
+    """Raise ConversionError if a dtype changes nothing, or gives a table two slots of one name."""
     views, dtype = export.tables, export.dtype
     for view in views:
         names = [slot.name for slot in view.slots]
@@ -237,7 +235,7 @@ def _check_narrowed(export: Export, path: str, *, with_tensors: bool) -> None:
 def _states_left(
     checkpoint: Checkpoint, export: Export, skipped: Sequence[Skipped], *, with_states: bool
 ) -> list[LeftOut]:
-    """List registered objects, positions and plain values, for a target that has no place for them."""
+    """List registered objects, positions and plain values, for a format that cannot hold them."""
     names = checkpoint.manifest.names
     lost = [*names.extra_of_ranks]
     if not with_states:
@@ -248,11 +246,7 @@ def _states_left(
 
 
 def _links_since(storage: Storage, checkpoint: Checkpoint, since: str) -> int:
-    """Return how many links of a chain, newest first, are newer than the one of that id or path; 0 of the newest.
-
-    Raises:
-        ConversionError: the checkpoint does not stand on it.
-    """
+    """Return how many links of a chain are newer than the one of this id or path; ConversionError if none is it."""
     around, name = open_parent(since) if "/" in since else (storage, since)
     ours, theirs = (each.url if "://" in each.url else os.path.realpath(each.url) for each in (storage, around))
     for number, link in enumerate(checkpoint.links):

@@ -1,6 +1,6 @@
-"""The formats: those that are read, found by name or by looking at the files, and those that are written.
+"""The formats: those that are read, by name or recognised by their files, and those that are written.
 
-One format is one module: ``recognises(files)`` and ``open_source(files, options)`` read it, ``write(export, files,
+A format is a module: ``recognises(files)`` and ``open_source(files, options)`` read it, ``write(export, files,
 progress)`` writes it.
 """
 
@@ -32,7 +32,7 @@ _SCALE = SlotSpec(EMBEDDING + SCALE, "float32", ())
 
 
 def format_module(argument: str, name: str, names: tuple[str, ...]) -> ModuleType:
-    """Return the module of a format; ValueError where it is not one of these."""
+    """Return the module of a format; ValueError if it is none of ``names``."""
     if name not in names:
         hint = write_instead(name, in_shell=True) or nearest(name, names)
         raise ValueError(f"{argument}: found {name!r}, expected one of {', '.join(names)}{hint}")
@@ -40,7 +40,6 @@ def format_module(argument: str, name: str, names: tuple[str, ...]) -> ModuleTyp
 
 
 def open_source(files: SourceFiles, format: str | None, options: ImportOptions) -> ImportSource:
-    """Open a source; errors as of :func:`recckpt.convert.import_checkpoint`."""
     for name in SOURCES if format is None else (format,):
         module = format_module("format", name, SOURCES)
         if format is not None or module.recognises(files):
@@ -63,7 +62,7 @@ def open_source(files: SourceFiles, format: str | None, options: ImportOptions) 
 
 
 def _check_options(files: SourceFiles, name: str, options: ImportOptions) -> None:
-    """Refuse options for tensors where there are files of rows, and the other way round."""
+    """Refuse options for tensors if the source is files of rows, and vice versa."""
     plain, asked = ImportOptions(), dict[str, bool]()
     if name in _OF_ROWS | _OF_TABLES:
         asked["tensors that are to be tables"] = bool(options.as_table)
@@ -80,11 +79,7 @@ def _check_options(files: SourceFiles, name: str, options: ImportOptions) -> Non
 
 
 def _named(source: ImportSource, names: Mapping[str, str], path: str) -> ImportSource:
-    """Return a source whose tables, and the state of its sparse optimizer, have other names.
-
-    Raises:
-        ConversionError: the source has no table of a name.
-    """
+    """Return a source with renamed tables, in its sparse optimizer's state too; ConversionError for unknown names."""
     contents = source.contents
     there = [table.name for table in contents.tables]
     for name in names:
@@ -104,7 +99,7 @@ def _named(source: ImportSource, names: Mapping[str, str], path: str) -> ImportS
 
 
 def _in_floats(source: ImportSource) -> ImportSource:
-    """Return a source whose vectors are floats where an export has put them into int8, with a scale a row beside."""
+    """Return a source whose vectors are floats where an export wrote int8 and a scale a row."""
     contents, narrow = source.contents, dict[str, SourceTable]()
     for table in contents.tables:
         kinds = {slot.name: slot for slot in table.slots}

@@ -43,12 +43,12 @@ class ImportPlan:
     """What an import does, or has done.
 
     Attributes:
-        source: where from.
+        source: path or URL of the source.
         ckpt_id: of the checkpoint.
         step: of the checkpoint.
-        contents: what goes into it, and what does not.
-        directory: of the checkpoint in the output dir, "" as long as it is only planned.
-        rows: rows of each table once they are read; before, as the source says, which is at least as many.
+        contents: what is imported, and what is left out.
+        directory: of the checkpoint in the output dir; "" if nothing was written.
+        rows: rows of each table; before they are read, an upper bound that the source states.
         n_bytes: of its files.
     """
 
@@ -77,15 +77,15 @@ def import_checkpoint(
 ) -> ImportPlan:
     """Read what another program saved, and commit it as a full checkpoint; see docs/convert.md.
 
-    Everything is read and checked before anything is written to the output dir, which is then taken over from whoever
-    writes there. Memory is about ``budget_bytes`` and the largest dense tensor; rows wait in a file of the work dir.
+    Reads and checks everything before it writes to the output dir, which it then takes over from any running
+    writer. Needs memory for ``budget_bytes`` and the largest dense tensor; rows wait in a file of the work dir.
 
     Args:
         source: a file or a directory; a path or any fsspec URL.
         output_dir: an output dir, new or not; any fsspec URL.
         format: a name of ``recckpt.convert.SOURCES``; None to look at the files.
         tables: only these tables, by their names in the checkpoint; None for all. Dense state comes along either way.
-        options: what the source does not say itself.
+        options: what the source does not say about itself.
         model: of a file of ``torch.save``: the model whose parameters the optimizers in it have, or one with tables in
             place of embeddings; the moments of both go to their parameters and rows by its names. Not needed where the
             file names them, or where they are in the order of its tensors.
@@ -93,7 +93,7 @@ def import_checkpoint(
             parameters, or others than all in order; a sparse optimizer gives the names of the slots.
         step: the step of the checkpoint; None for the source's, or 0.
         dry_run: read no rows and write nothing.
-        work_dir: where rows wait; None for the output dir where it is local, else the system's directory of temporary
+        work_dir: where rows wait; None for the output dir if it is local, else the system's directory of temporary
             files.
         budget_bytes: memory for rows.
 
@@ -101,7 +101,7 @@ def import_checkpoint(
         CheckpointExistsError: the output dir has a checkpoint of this step.
         ConversionError: the source is damaged, or holds what a checkpoint cannot; nothing was written.
         OSError: a storage failed; nothing is committed.
-        RecckptError: ids are yet to be forgotten in the output dir.
+        RecckptError: a request to forget ids has not ended in the output dir.
     """
     positive_int("budget_bytes", budget_bytes)
     url, wishes, live = os.fspath(output_dir), options or ImportOptions(), optimizers or {}
@@ -128,7 +128,7 @@ def import_checkpoint(
 
 
 def _chosen(contents: SourceContents, tables: Collection[str] | None, source: str) -> SourceContents:
-    """Return the contents with only these tables, whose names a checkpoint can have."""
+    """Return the contents with only these tables; ConversionError for names that a checkpoint cannot have."""
     there = [table.name for table in contents.tables]
     for name in tables or ():
         if name not in there:
@@ -143,7 +143,7 @@ def _chosen(contents: SourceContents, tables: Collection[str] | None, source: st
 
 
 def _near(url: str) -> str:
-    """Return a directory of this host, on the disk of the output dir where that is local."""
+    """Return a directory on this host, on the output dir's disk if that is local."""
     if "://" in url and not url.startswith(("file://", "local://")):
         return tempfile.gettempdir()
     path = Path(url.split("://", 1)[-1]).expanduser().absolute()
@@ -153,7 +153,7 @@ def _near(url: str) -> str:
 def _imported(
     source: ImportSource, plan: ImportPlan, storage: Storage, waiting: WorkDir, budget_bytes: int
 ) -> ImportPlan:
-    """Read all rows, in order, then write and commit; return the plan with what it has come to."""
+    """Read all rows into bucket order, then write and commit; return the plan with its results."""
     tables = plan.contents.tables
     n_bytes = sum(table.n_rows * (table.row_bytes + row_bytes(table.slots)) for table in tables)
     with ExitStack() as stack:
@@ -180,9 +180,9 @@ def _imported(
 
 
 def _write(to: Attempt, plan: ImportPlan, tables: Sequence[RowRuns], advance: Callable[[int], object]) -> Content:
-    """Write all files of a checkpoint, whose rows are in order, and return what it holds.
+    """Write all files of a checkpoint and return its content.
 
-    It has as many shards as there are positions: each rank that goes on takes its own.
+    It has a shard for each position in the data, so that each rank that resumes takes its own.
     """
     records, rows, contents = [], Counter[str](), plan.contents
     n_shards = max(1, len(contents.io_state))
@@ -205,7 +205,7 @@ def _write(to: Attempt, plan: ImportPlan, tables: Sequence[RowRuns], advance: Ca
 
 
 def _write_state(shard: ShardWriter, contents: SourceContents, number: int) -> None:
-    """Write the positions of one shard, and of the first one all dense state; a tensor at a time is in memory."""
+    """Write the positions of one shard; in the first, also all dense state, one tensor in memory at a time."""
     states = {}
     if number == 0 and contents.extra:
         states[layout.EXTRA] = "extra", contents.extra

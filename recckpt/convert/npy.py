@@ -1,4 +1,4 @@
-"""numpy, in and out: ``id.npy`` beside a matrix a slot in a directory; read too from one ``.npz``, or one matrix."""
+"""numpy, in and out: a directory with ``id.npy`` and a matrix a slot; reads also one ``.npz`` or one matrix."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _array(files: SourceFiles, name: str, opened: Callable[[], BinaryIO]) -> Sou
 
 
 def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOut]:
-    """Write a directory a table, ready for faiss, hnswlib and usearch; of an increment one of deleted ids beside it."""
+    """Write a directory a table, ready for faiss, hnswlib and usearch; an increment's deleted ids beside it."""
     for table in export.tables:
         specs = (ID_SPEC, *table.slots)
         with ExitStack() as stack:
@@ -133,7 +133,7 @@ def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOu
 
 
 def write_header(sink: Sink, slot: SlotSpec, n_rows: int) -> None:
-    """Write the head of an ``.npy`` file, which has bfloat16 as float32."""
+    """Write the head of an ``.npy`` file; bfloat16 is declared as float32."""
     descr = np.lib.format.dtype_to_descr(np.dtype(in_float32(slot).dtype))
     header = {"descr": descr, "fortran_order": False, "shape": (n_rows, *slot.shape)}
     np.lib.format.write_array_header_1_0(SinkFile(sink), header)

@@ -1,4 +1,4 @@
-"""Parquet, in and out: a column of ids, one of vectors, and others as slots; an export has a directory a table."""
+"""Parquet, in and out: a column of ids, one of vectors, others as slots; an export has a directory a table."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
 
 
 def _exported_table(schema: pa.Schema, path: str) -> str:
-    """Return the table that an export of recckpt says a file is of, "" for a file of others."""
+    """Return the table that a file is an export of; "" for files of other programs."""
     try:
         record = json.loads((schema.metadata or {}).get(_KEY, b"{}"))
     except ValueError:
@@ -72,7 +72,7 @@ def _exported_table(schema: pa.Schema, path: str) -> str:
 
 
 def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOut]:
-    """Write all tables; of an increment the deleted ids in a directory beside each."""
+    """Write all tables; an increment's deleted ids in a directory beside each."""
     of_ids = pa.field("id", pa.int64(), nullable=False)
     for table in export.tables:
         fields = [of_ids]
@@ -106,7 +106,7 @@ def _write(
     batches: Iterator[pa.RecordBatch],
     record: Mapping[str, object],
 ) -> None:
-    """Write files of about a gigabyte, one at least, so that who reads them finds the columns."""
+    """Write files of about a gigabyte; at least one, so that readers find the columns."""
     from pyarrow import parquet  # which takes its time
 
     described = schema.with_metadata({_KEY: json.dumps(record)})

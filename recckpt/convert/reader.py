@@ -1,4 +1,4 @@
-"""Looking into what another program saved, without importing it: tables, rows, tensors (no torch of its own here)."""
+"""``recckpt.convert.SourceReader``: looks into what another program saved, without importing it."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ Ids = Iterable[int] | npt.NDArray[np.integer[Any]]
 class SourceReader(AbstractContextManager["SourceReader"]):
     """Reads what another program saved as :class:`recckpt.CheckpointReader` reads a checkpoint; nothing is written.
 
-    A dense tensor of one dimension or more is a table as well, if slots can have its dtype: its rows by their numbers,
-    under ``embedding``. Nothing has checksums: damage to values goes unseen. A look-up reads the whole table, but of a
-    tensor those rows alone. Files of ``torch.save`` and DCP need torch. For one thread.
+    A dense tensor of one dimension or more is also a table, if slots can have its dtype: its rows by number,
+    under ``embedding``. There are no checksums: damage to values is not noticed. A look-up reads the whole table,
+    or only the rows asked for if it is a tensor. Files of ``torch.save`` and DCP need torch. Not thread-safe.
 
     Args:
         path: a file or directory of a format in ``recckpt.convert.SOURCES``; any fsspec URL.
         format: its name; None to look at the files.
-        options: what the source does not say itself, as of an import.
+        options: what the source does not say about itself, as for an import.
 
     Attributes:
         path: of the source.
         contents: what it holds.
-        with_rows: the names of the tables, and of the tensors that are tables as well.
+        with_rows: the names of the tables, and of the tensors that are also tables.
 
     Raises:
-        ConversionError: there is nothing that is known, or a file is damaged.
-        MissingLibraryError: it takes torch, which is not installed.
+        ConversionError: no format is recognised, or a file is damaged.
+        MissingLibraryError: the format needs torch, which is not installed.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class SourceReader(AbstractContextManager["SourceReader"]):
         """Do nothing: files are open only while they are read."""
 
     def tables(self) -> list[str]:
-        """Return the names of the tables, without those of tensors."""
+        """Return the names of the tables, not those of tensors."""
         return [table.name for table in self.contents.tables]
 
     def slots(self, name: str) -> Sequence[SlotSpec]:
@@ -143,7 +143,7 @@ class SourceReader(AbstractContextManager["SourceReader"]):
         return AlignedRows(values, is_there)
 
     def dataset(self, name: str) -> StreamedDataset:
-        """Return the rows of a table or tensor as a ``pyarrow.dataset.Dataset``, which reads them for each query.
+        """Return the rows of a table or tensor as a ``pyarrow.dataset.Dataset``, read anew for each query.
 
         float16 and bfloat16 come as float32.
 
@@ -217,7 +217,7 @@ class SourceReader(AbstractContextManager["SourceReader"]):
         return self._tables[name][0]
 
     def _rows(self, table: SourceTable, ids: Int64s | None = None) -> Iterator[SourceRows]:
-        """Yield all rows, or those of ids, which are sorted, each once."""
+        """Yield all rows, or those of sorted, distinct ids."""
         if ids is None or table in self.contents.tables:
             for rows in self._tables[table.name][1](table):
                 kept = slice(None) if ids is None else np.flatnonzero(is_among(rows.ids, ids))

@@ -51,7 +51,7 @@ _MOST_ID = 2**52
 
 @dataclass(frozen=True)
 class TableSlice:
-    """What one rank wrote of a table: ids in [begin, end) of their remainder by ``size``, and slots beside them."""
+    """One rank's part of a table: ids whose remainder by ``size`` lies in [begin, end), and their slots."""
 
     begin: int
     end: int
@@ -61,17 +61,13 @@ class TableSlice:
 
 
 def recognises(files: SourceFiles) -> bool:
-    """Say whether these are files of this format: of a checkpoint, or of an output dir with several."""
+    """Say whether these are files of a checkpoint, or of an output dir with several."""
     names = {name.rpartition("/")[2] for name in files.names}
     return bool({_INDEX, _TENSOR_KEYS} & names) and any(map(_SHARD.fullmatch, files.names))
 
 
 def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
-    """Open a checkpoint; of an output dir the newest.
-
-    Raises:
-        ConversionError: a file is missing, cut or contradicts another, or a pickle needs code.
-    """
+    """Open a checkpoint; the newest of an output dir."""
     if "checkpoint" in files.names and _INDEX not in files.names:
         lines = files.read("checkpoint", 1 << 24).decode("utf-8", "replace").split()
         if not lines:
@@ -153,11 +149,7 @@ def _positions(files: SourceFiles) -> list[Mapping[str, Any]]:
 
 
 def _read_blocks(files: SourceFiles) -> tuple[dict[str, list[TableSlice]], dict[str, SourceTensor]]:
-    """Read the index, the keys and the headers of all files: the slices of each table in order, dense blocks by name.
-
-    Raises:
-        ConversionError: a file is missing or cut, or they contradict each other.
-    """
+    """Read index, keys and file headers; return each table's slices in order, and the dense blocks by name."""
     for name in (_INDEX, _TENSOR_KEYS):
         files.need(name, "a file that every RecIS checkpoint has; without it nothing can be loaded")
     index, keys = (files.json_object(name, _MAX_JSON_BYTES) for name in (_INDEX, _TENSOR_KEYS))
@@ -205,11 +197,7 @@ def _slices(
 
 
 def _whole(url: str, table: str, slices: Mapping[tuple[int, int, int], dict[str, SourceTensor]]) -> list[TableSlice]:
-    """Return the slices of a table in order, with slots of optimizers as they are here.
-
-    Raises:
-        ConversionError: they do not tile the ids, or do not agree in their slots.
-    """
+    """Return a table's slices in order, with this package's slot names; ConversionError if they do not tile the ids."""
     where, at, listed = f"table {table!r}", 0, []
     first = next(iter(slices.values()))
     for (size, begin, end), slots in sorted(slices.items()):
@@ -307,7 +295,6 @@ def _served(header: dict[str, Any], tensors: list[FileTensor], keys: dict[str, s
 
 
 def _write_states(export: Export, files: TargetFiles, directory: str, extra: dict[str, Any]) -> None:
-    """Write the dense state, registered objects, and the positions of all ranks."""
     import torch
 
     from recckpt.dense.saver import Later, write_state

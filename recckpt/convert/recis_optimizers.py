@@ -1,4 +1,4 @@
-"""The sparse optimizers of RecIS: what their slots and steps are called there and here, and both ways between them."""
+"""The sparse optimizers of RecIS: names of slots and steps there and here, and the conversion both ways."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ Slots = Mapping[str, Sequence[str]]  # table -> its slots, by their names here
 
 @dataclass(frozen=True)
 class Rule:
-    """An optimizer of RecIS."""
-
     prefix: str  # begins the names of its slots and scalars in RecIS
     slots: Mapping[str, str]  # names of its slots in RecIS -> here, in the order of the optimizer here
     # whether it keeps one value a row, of shape (1,) in RecIS and () here, and counts steps by table
@@ -63,17 +61,7 @@ class _Step(NamedTuple):
 def state_here(
     dense: Mapping[str, SourceTensor], tables: Slots, left: list[LeftOut], url: str
 ) -> tuple[dict[str, Any], list[SourceTensor]]:
-    """Return the state of the sparse optimizer in the form it has here, and the dense blocks that are not part of it.
-
-    Args:
-        dense: the dense blocks by name, among them the optimizer's steps and betas.
-        tables: of the checkpoint.
-        left: is given what does not come, or comes in another form.
-        url: of the checkpoint, for messages.
-
-    Raises:
-        ConversionError: a step is not a number.
-    """
+    """Return the sparse optimizer's state in the form it has here, and the dense blocks that do not belong to it."""
     users = {rule.prefix: [t for t, slots in tables.items() if set(rule.here) <= set(slots)] for rule in RULES}
     steps, others = [], []
     for name, tensor in dense.items():
@@ -105,9 +93,9 @@ def state_here(
 
 
 def _owner(name: str, tables: Slots, users: Mapping[str, Sequence[str]]) -> tuple[Rule, str | None] | None:
-    """Return the optimizer, and the table if it is of one, whose steps a dense block counts; None for other blocks.
+    """Return the optimizer (and table, if it counts by table) whose steps a dense block counts; None for others.
 
-    If a name can be read in two ways (``..._sum_step``: a table ``sum``?), the one whose slots are there wins.
+    A name may have two readings (is ``..._sum_step`` of a table ``sum``?): the one whose slots exist wins.
     """
     owners: list[tuple[Rule, str | None]] = []
     for rule in RULES:
@@ -128,7 +116,7 @@ def _number(tensor: SourceTensor, name: str, url: str) -> int:
 
 
 def _by_table(steps: Sequence[_Step], names: Sequence[str], left: list[LeftOut]) -> dict[str, Any]:
-    """Return the step of each table: its own, else that of all, else the highest of merged tables."""
+    """Return the step of each table: its own, else the common one, else the highest of merged tables."""
     own = {step.table: step.n for step in steps if step.table in names}
     merged = [step for step in steps if step.table is not None and step.table not in names]
     shared = next((step.n for step in steps if step.table is None), max((step.n for step in merged), default=None))
@@ -143,13 +131,7 @@ def _by_table(steps: Sequence[_Step], names: Sequence[str], left: list[LeftOut])
 
 
 def scalars_there(state: Mapping[str, Any], tables: Slots, left: list[LeftOut]) -> Iterator[tuple[str, Array]]:
-    """Yield the scalars of the sparse optimizer as RecIS names them.
-
-    Args:
-        state: of the optimizer here; empty where there is none.
-        tables: those that are exported.
-        left: is given what RecIS has no place for.
-    """
+    """Yield the sparse optimizer's scalars as RecIS names them; list in ``left`` what RecIS cannot hold."""
     slots = set(state.get("slots", ()))
     rule = next((each for each in RULES if slots and slots == set(each.here)), None)
     names = [name for name, its_slots in tables.items() if slots <= set(its_slots)] if rule else []

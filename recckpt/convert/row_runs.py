@@ -1,7 +1,7 @@
-"""Rows in any order to rows in the order of their buckets, through files on disk: memory has a bound, whatever comes.
+"""Sorts rows by bucket through files on disk, in bounded memory.
 
 Rows are collected up to the bound, sorted by the hash of their ids, and written to a file as a *run*. A range of
-buckets is then the same range of every run.
+buckets is then one range of every run.
 """
 
 from __future__ import annotations
@@ -26,25 +26,23 @@ _RANGE_BYTES = 32 << 20  # of rows that are put in order at once
 
 
 class _SortedRun(NamedTuple):
-    """One sorted run: its hashes, its ids and its slots, each mapped from the file."""
+    """One sorted run: hashes, ids and slots, mapped from the file."""
 
     hashes: Hashes
     columns: Sequence[npt.NDArray[np.void]]  # ids first
 
     def at(self, bucket: int) -> int:
-        """Return the first row of a bucket, or of one behind it."""
+        """Return the first row at or after a bucket."""
         if bucket == N_BUCKETS:
             return len(self.hashes)
         return int(np.searchsorted(self.hashes, np.uint64(bucket << 48)))
 
 
 class RowRuns:
-    """The rows of one table, added in any order and given back in bucket order. Not thread-safe.
+    """The rows of one table, added in any order and read in bucket order. Not thread-safe.
 
-    Args:
-        table: their slots.
-        budget_bytes: memory for rows that are not in the file yet, about.
-        new_file: opens a file without a name, which goes when it is closed.
+    ``budget_bytes`` is about the memory for rows not yet in the file; ``new_file`` opens a temporary file that goes
+    when it is closed.
     """
 
     def __init__(self, table: SourceTable, budget_bytes: int, new_file: Callable[[], IO[bytes]]) -> None:
@@ -66,11 +64,7 @@ class RowRuns:
             self._write_run()
 
     def finish(self) -> None:
-        """Write what is left, and check that no id is there twice.
-
-        Raises:
-            ConversionError: one is.
-        """
+        """Write the remaining rows; ConversionError if an id is there twice."""
         if self._n_waiting:
             self._write_run()
         self._runs = [] if self._file is None else self._mapped(np.memmap(self._file, np.uint8, "r"))
@@ -93,7 +87,6 @@ class RowRuns:
         return TableBytes(table.name, table.slots, self.n_rows * n_bytes, lambda: self._rows_up_to() * n_bytes)
 
     def batches(self, begin: int, end: int) -> Iterator[RowBatch]:
-        """Yield the rows in buckets [begin, end), in their order."""
         table = self.table
         batch_rows = max(1, BATCH_BYTES // row_bytes(table.slots))
         for cut in self._ranges(begin, end, table.row_bytes):
@@ -102,13 +95,12 @@ class RowRuns:
                 yield RowBatch.of(table.name, table.slots, [column[first : first + batch_rows] for column in columns])
 
     def _rows_up_to(self) -> Int64s:
-        """Return for each bucket how many rows lie in it and in those before it."""
         ends = np.arange(1, N_BUCKETS, dtype=np.uint64) << np.uint64(48)
         up_to = sum((np.searchsorted(run.hashes, ends) for run in self._runs), start=np.zeros(N_BUCKETS - 1, np.int64))
         return np.append(up_to, self.n_rows)
 
     def _between(self, begin: int, end: int) -> list[npt.NDArray[np.void]]:
-        """Return the rows of buckets [begin, end) in their order: one array of bytes for the ids and each slot."""
+        """Return the rows of buckets [begin, end) in order: an array of bytes for the ids and each slot."""
         places = [(run, slice(run.at(begin), run.at(end))) for run in self._runs]
         order = np.argsort(np.concatenate([run.hashes[place] for run, place in places]), kind="stable")
         of_runs = [[column[place] for column in run.columns] for run, place in places]
@@ -135,7 +127,6 @@ class RowRuns:
         self._waiting, self._n_waiting = [], 0
 
     def _put(self, values: Array) -> int:
-        """Write values and return where they begin."""
         assert self._file is not None
         begin, data = self._at, values.view(np.uint8).reshape(-1).data
         while data:

@@ -1,7 +1,7 @@
 """safetensors, in and out: one file, several with an index, or the shards that torch writes.
 
-``HuggingFaceStorageWriter(save_distributed=True)`` writes files that each have parts of tensors. The metadata of every
-file of this writer says where its tensors begin, also of whole ones; how many shards there are it does not say.
+``HuggingFaceStorageWriter(save_distributed=True)`` writes files with parts of tensors. The metadata of each file says
+where its tensors begin, of whole ones too, but not how many shards there are.
 """
 
 from __future__ import annotations
@@ -42,11 +42,7 @@ def recognises(files: SourceFiles) -> bool:
 
 
 def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
-    """Open one file, those that an index names, the only one of a directory, or all shards in it.
-
-    Raises:
-        ConversionError: a file is missing, cut or contradicts itself, or an option cannot be met.
-    """
+    """Open one file, those that an index names, the only one of a directory, or all shards in it."""
     if files.is_file and files.names[0].endswith(_INDEX_SUFFIX):
         files = SourceFiles(files.url.rpartition("/")[0] or ".")
     parts = {name: read_header(files, name) for name in _parts(files)}
@@ -64,7 +60,6 @@ def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
 
 
 def _whole(parts: dict[str, TensorFile], files: SourceFiles) -> dict[str, SourceTensor]:
-    """Return the tensors of all files, each of which is whole in one."""
     if len(parts) != 1 and not files.ending(_INDEX_SUFFIX):
         what = f"{len(parts)} files {_SUFFIX} and no index"
         raise ConversionError(files.url, "", found=what, expected="one file, or one index", remedy="name the file")
@@ -96,7 +91,7 @@ def _parts(files: SourceFiles) -> list[str]:
 def _own_tables(
     parts: dict[str, TensorFile], tensors: dict[str, SourceTensor], files: SourceFiles
 ) -> list[TensorTable]:
-    """Return the tables that an export of recckpt has said it wrote: name -> names of its slots."""
+    """Return the tables that an export of recckpt declared in the metadata."""
     names = []
     for name, part in parts.items():
         try:
@@ -116,11 +111,7 @@ def _own_tables(
 
 
 def _joined(parts: Mapping[str, TensorFile], files: SourceFiles) -> dict[str, SourceTensor]:
-    """Return the tensors of a directory of shards.
-
-    Raises:
-        ConversionError: it is one file of them, a file is no shard, or values are missing or there twice.
-    """
+    """Return the tensors of a directory of shards; ConversionError for missing or repeated values."""
     if files.is_file:
         found = "a file whose tensors may go on in other shards"
         expected = "the directory with all shards of the save"
@@ -147,7 +138,7 @@ def _tensor(key: str, its_pieces: list[tuple[SourceTensor, tuple[int, ...]]], fi
 
 
 def _offsets(name: str, part: TensorFile, files: SourceFiles) -> _Offsets:
-    """Return where the tensors of a file begin; ConversionError where its metadata does not say it of each."""
+    """Return where the tensors of a file begin; ConversionError if its metadata does not say so for each."""
     text = part.metadata.get(_SHARDING, "{}")
     try:
         listed = json.loads(text)
@@ -164,7 +155,6 @@ def _offsets(name: str, part: TensorFile, files: SourceFiles) -> _Offsets:
 
 
 def write(export: Export, files: TargetFiles, progress: Progress) -> list[LeftOut]:
-    """Write one file, whose header says what the tables are."""
     tensors = list(dense_tensors(export, files.url))
     for table in export.tables:
         tensors += table_tensors(table, partial("{}.{}".format, table.name))

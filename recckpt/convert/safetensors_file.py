@@ -1,4 +1,4 @@
-"""The safetensors format: a JSON header, checked before it is used, and the values after it (no library).
+"""The safetensors format: a JSON header, checked before use, and the values after it; without the library.
 
 Follows the format's own description (github.com/huggingface/safetensors). RecIS writes ``bool`` in lower case.
 """
@@ -32,18 +32,12 @@ _CODES = {name: code for code, name in _DTYPES.items() if code != "bool"}
 
 @dataclass(frozen=True)
 class TensorFile:
-    """The tensors of one file, and its metadata."""
-
     tensors: Mapping[str, SourceTensor]
     metadata: Mapping[str, str]
 
 
 def read_header(files: SourceFiles, name: str) -> TensorFile:
-    """Return the tensors of a file, whose values are read later.
-
-    Raises:
-        ConversionError: the header is not one, or says what the file does not have.
-    """
+    """Return the tensors of a file, whose values are read later; ConversionError for a wrong header."""
     path, size = files.path(name), files.size(name)
     with files.open(name) as file:
         head = file.read(8)
@@ -103,7 +97,7 @@ def _tensor(files: SourceFiles, name: str, key: str, entry: Any, begin: int) -> 
 
 
 def _check_places(path: str, header: Mapping[str, Any], n_bytes: int) -> None:
-    """Refuse values that overlap, that have gaps between them, or that the file does not have."""
+    """Refuse values that overlap, leave gaps, or exceed the file."""
     at = 0
     for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         if entry["data_offsets"][0] != at:
@@ -121,7 +115,7 @@ def _are_counts(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a file, and its bytes piece by piece."""
+    """A tensor to write, and its bytes in pieces."""
 
     name: str
     dtype: str
@@ -130,7 +124,6 @@ class FileTensor:
 
 
 def header_of(tensors: Sequence[FileTensor], metadata: Mapping[str, str] | None = None) -> dict[str, object]:
-    """Return the header of a file with tensors in this order."""
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     at = 0
     for tensor in tensors:
@@ -141,7 +134,7 @@ def header_of(tensors: Sequence[FileTensor], metadata: Mapping[str, str] | None 
 
 
 def write_file(sink: Sink, header: Mapping[str, object], tensors: Sequence[FileTensor], progress: Progress) -> None:
-    """Write a file; one space at least ends the header, as RecIS has it."""
+    """Write a file; at least one space ends the header, as in RecIS."""
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (8 - len(text) % 8)
     sink.write(len(text).to_bytes(8, "little") + text)
@@ -161,7 +154,7 @@ def dense_tensors(export: Export, url: str) -> Iterator[FileTensor]:
 
 
 def table_tensors(table: TableView, name_of: Callable[[str], str]) -> Iterator[FileTensor]:
-    """Yield the columns of a table, ids first, each of which is a pass over the rows."""
+    """Yield the columns of a table, ids first, each read by its own pass over the rows."""
     yield FileTensor(name_of("id"), "int64", (table.n_rows,), lambda: (ids.tobytes() for ids in table.ids()))
     for slot in table.slots:
         pieces = partial(table.column, slot.name)

@@ -1,4 +1,4 @@
-"""What is whole of a damaged checkpoint: the rows and tensors that it certainly has, and a list of what is skipped."""
+"""The undamaged rows and tensors of a damaged checkpoint, and a list of what is skipped."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _EVERYWHERE = (0, N_BUCKETS)
 
 @dataclass(frozen=True)
 class Skipped:
-    """Something that an export left out, because it is damaged, or because what is newer is.
+    """Something that an export left out because it, or a newer link, is damaged.
 
     Attributes:
-        file: what is damaged, as named under the output dir.
+        file: the damaged file, as named under the output dir.
         reason: what is wrong with it.
-        table: whose rows are missing; "" for what is no row.
-        batch: its number in the part; None for all batches of the table there.
-        buckets: the range of buckets [begin, end) in which rows are missing; None for what is no row.
-        rows: how many are missing, as far as the catalog says: None where it is damaged, 0 for deletes.
+        table: whose rows are missing; "" for anything but rows.
+        batch: number in the part; None for all batches of the table in it.
+        buckets: the range of buckets [begin, end) in which rows are missing; None for anything but rows.
+        rows: how many are missing by the catalog: None if that is damaged, 0 for deletes.
         tensor: name of a dense tensor; "" for anything else.
     """
 
@@ -52,7 +52,6 @@ class Skipped:
 
 
 def problem_of(error: CorruptCheckpointError | FormatVersionError) -> str:
-    """Return what an error says of its file: where, what is found, and what is expected."""
     if isinstance(error, FormatVersionError):
         return error.what
     where = f"{error.where}: " if error.where else ""
@@ -61,21 +60,19 @@ def problem_of(error: CorruptCheckpointError | FormatVersionError) -> str:
 
 @dataclass(frozen=True)
 class _Whole:
-    """A batch that is whole, and which of its rows count; None for all."""
-
     link: Checkpoint
     part: Part
     number: int
-    kept: npt.NDArray[np.bool_] | None
+    kept: npt.NDArray[np.bool_] | None  # mask of the rows that count; None for all
     n_rows: int
 
 
 class WholeRows:
-    """The rows of a table that are whole and that no newer link may have changed. Reads all of it when it is made.
+    """The undamaged rows of a table that no newer link may have changed. Reads the whole table when made.
 
-    A row of an older link does not count where a newer one has lost rows or deletes in its bucket: it may be out of
-    date, or deleted. So every row is as the checkpoint has it, and others are missing. Keeps 8 bytes for each row of
-    newer links, and a byte for each of older ones.
+    A row of an older link is left out if a newer link lost rows or deletes in its bucket: it may be out of date or
+    deleted. So every row is as the checkpoint has it. Keeps 8 bytes a row of newer links, and a byte a row of older
+    ones.
     """
 
     def __init__(self, storage: Storage, checkpoint: Checkpoint, table: str) -> None:
@@ -101,7 +98,7 @@ class WholeRows:
         return sum(whole.n_rows for whole in self._whole)
 
     def batches(self, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Yield the rows, with these slots; CorruptCheckpointError where a file has become damaged since."""
+        """Yield the rows with these slots; CorruptCheckpointError if a file has become damaged since."""
         for (directory, _), group in groupby(self._whole, lambda whole: (whole.link.directory, whole.part.file)):
             first, *others = group
             reader = DamagedPart(files_of(self._storage, first.link), directory, first.part, self._entry.slots, names)
@@ -110,7 +107,7 @@ class WholeRows:
                 yield record_batch(reader.specs, columns if whole.kept is None else [c[whole.kept] for c in columns])
 
     def _is_last(self, link: Checkpoint | CorruptCheckpointError) -> bool:
-        """Find what is whole in a link; say whether nothing older counts, or can be known to."""
+        """Find the undamaged rows of a link; say whether no older link counts, or none can be known to."""
         if isinstance(link, CorruptCheckpointError):
             self._skip(link.path, f"{link.found}: what it and older links have is unknown", _EVERYWHERE, None)
             return True
@@ -152,7 +149,7 @@ class WholeRows:
             self._compare_counts(link, catalogs)
 
     def _compare_counts(self, link: Checkpoint, catalogs: Sequence[Catalog]) -> None:
-        """Skip the rows and deletes that the manifest counts and no catalog has: which ids they name is unknown."""
+        """Skip the rows and deletes that the manifest counts and no catalog has: their ids are unknown."""
         entry = link.manifest.named_table(self._entry.name)
         path = layout.join(link.directory, layout.MANIFEST)
         deletes = entry.delta.deletes if entry.delta else 0
@@ -177,7 +174,7 @@ class WholeRows:
                 yield catalog
 
     def _batches(self, link: Checkpoint, catalogs: Sequence[Catalog]) -> Iterator[tuple[Part, int, Int64s]]:
-        """Yield the ids of the batches that are whole, but of rows that their shard deletes too; skip the others."""
+        """Yield the ids of undamaged batches; skip the others, and batches with ids that their shard deletes too."""
         for catalog in catalogs:
             deleted = NamedIds()
             for part, number, ids in self._whole_batches(link, catalog):
@@ -190,7 +187,7 @@ class WholeRows:
                 yield part, number, ids
 
     def _whole_batches(self, link: Checkpoint, catalog: Catalog) -> Iterator[tuple[Part, int, Int64s]]:
-        """Yield the ids of the batches all of whose columns are whole, of deletes first; skip the others."""
+        """Yield the ids of the batches with undamaged columns, deletes first; skip the others."""
         files = files_of(self._storage, link)
         for part, numbers, order in (
             (*each, order)
@@ -228,13 +225,9 @@ class WholeRows:
 
 
 def whole_tensors(files: OpenFiles, checkpoint: Checkpoint, skipped: list[Skipped], *, read: bool) -> DenseTensors:
-    """Return the dense tensors without those that have a damaged block; without any if an index is damaged.
+    """Return the dense tensors without those that have a damaged block; none if an index is damaged.
 
-    Args:
-        files: of the checkpoint.
-        checkpoint: it.
-        skipped: to which is added what is left out.
-        read: whether their values are looked at: who does not export them need not know.
+    What is left out is added to ``skipped``. Values are only checked with ``read``: not needed without exporting them.
     """
     directory, manifest = checkpoint.directory, checkpoint.manifest
     try:

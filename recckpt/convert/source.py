@@ -1,4 +1,4 @@
-"""What an import reads from, whatever its format: what it holds, said first, and then streamed (no torch here)."""
+"""What an import reads from, in any format: first its contents, then its rows as a stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RESERVED = frozenset({"", "id", "table", "op"})  # part of the format
 
 @dataclass(frozen=True)
 class SourceRows:
-    """Some rows of a table: their ids, and one array a slot, of shape (rows, *slot_shape), in the order of the slots.
+    """Some rows of a table: ids, and one array a slot, of shape (rows, *slot_shape), in the order of the slots.
 
     Values of bfloat16 come as uint16 bit patterns.
     """
@@ -34,7 +34,7 @@ class SourceRows:
     columns: Sequence[Array]
 
     def checked(self, table: SourceTable) -> SourceRows:
-        """Return the rows contiguous; ConversionError where they are not as the slots of their table say."""
+        """Return the rows, contiguous; ConversionError if they do not match the slots of their table."""
         for slot, column in zip(table.slots, self.columns, strict=True):
             expected: tuple[Any, ...] = (NUMPY_DTYPES[slot.dtype], (len(self.ids), *slot.shape))
             if (column.dtype, column.shape) != expected:
@@ -46,15 +46,12 @@ class SourceRows:
 
 @dataclass(frozen=True)
 class SourceTable:
-    """A table that a source has."""
-
     name: str
     n_rows: int
     slots: tuple[SlotSpec, ...]
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row, the id included."""
         return 8 + sum(slot.row_bytes for slot in self.slots)
 
     def steps(self, n_rows: int) -> Iterator[tuple[int, int]]:
@@ -63,7 +60,7 @@ class SourceTable:
         yield from ((begin, min(begin + step, n_rows)) for begin in range(0, n_rows, step))
 
     def check(self, source: str) -> None:
-        """Raise ConversionError where a checkpoint cannot have its name, or those of its slots."""
+        """Raise ConversionError if a checkpoint cannot have its name, or those of its slots."""
         try:
             check_table_name(self.name)
         except ValueError as error:
@@ -76,7 +73,7 @@ class SourceTable:
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """A tensor that a source has: its values are read when they are asked for, dtypes that numpy lacks as bits."""
+    """A tensor of a source; its values are read on request, as bits if numpy lacks the dtype."""
 
     name: str  # in the source
     dtype: str  # a name of :data:`recckpt.format.tensor_index.NUMPY_DTYPES`
@@ -87,17 +84,15 @@ class SourceTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all values."""
         return math.prod(self.shape) * NUMPY_DTYPES[self.dtype].itemsize
 
     def whole(self) -> Array:
-        """Return all values."""
         return self.read(0, self.shape[0] if self.shape else 1).reshape(self.shape)
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What a source has and the result will not have, or has in another form, and why."""
+    """Something of a source that the result lacks, or has in another form, and why."""
 
     name: str
     reason: str
@@ -105,8 +100,6 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class SourceContents:
-    """What a source holds."""
-
     format: str  # its name, such as ``"recis"``
     tables: tuple[SourceTable, ...] = ()  # in the order in which they are read
     dense: tuple[SourceTensor, ...] = ()  # tensors of the model
@@ -122,7 +115,7 @@ class SourceContents:
 
 @dataclass(frozen=True)
 class ImportSource:
-    """An open source; everything about it that can be checked without reading its rows has been."""
+    """An open source; all that can be checked without reading its rows has been."""
 
     contents: SourceContents  # what it holds
     # yields all rows of a table, in any order, some megabytes at a time; each file is closed once it is read.
@@ -132,17 +125,17 @@ class ImportSource:
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """What the caller says about a source that does not describe itself.
+    """What the caller adds about a source that does not describe itself.
 
     Attributes:
-        table: the name of the one table in files of rows; "" for that of the file.
+        table: the name of the one table in files of rows; "" for the file's name.
         ids: the column of ids in files of rows.
         embedding: the column of vectors in files of rows.
         slots: the other columns of Parquet and Arrow files that become slots; None for all.
-        as_table: tensors that are to be tables -> the tensor of their ids, None for 0 to n - 1.
-        names: tables, as the source calls them -> their names in the checkpoint; of any source.
-        model: whose parameters the optimizers in a file of torch.save have; None where the file says so itself.
-        optimizers: live optimizers over them, by the names that their states have in the file.
+        as_table: tensors to import as tables -> the tensor of their ids, None for 0 to n - 1.
+        names: names of tables in the source -> their names in the checkpoint; for any format.
+        model: the model of the optimizers in a file of torch.save; None if the file names their parameters.
+        optimizers: its live optimizers, by the names of their states in the file.
     """
 
     table: str = ""
@@ -156,7 +149,7 @@ class ImportOptions:
 
 
 def int64_ids(values: Array, path: str, where: str) -> Int64s:
-    """Return ids as int64; ConversionError for floats, NaN, what is beyond int64, and anything but one dimension."""
+    """Return ids as int64; ConversionError for floats, values beyond int64, and other than one dimension."""
     if values.ndim != 1:
         raise ConversionError(path, where, found=f"ids of shape {values.shape}", expected="one dimension")
     if values.dtype.kind not in "iu":
@@ -170,13 +163,12 @@ def int64_ids(values: Array, path: str, where: str) -> Int64s:
 
 
 def no_such_table(path: str, name: str, there: Sequence[str], why: str = "") -> ConversionError:
-    """Return the error for a table that is named and not there."""
     found, remedy = f"no table {name!r}{why}", nearest(name, there).strip("; ")
     return ConversionError(path, "", found=found, expected=f"one of {first_few(there, 20)}", remedy=remedy)
 
 
 def optimizer_state(steps: Mapping[str, int], slots: Sequence[str]) -> dict[str, Any]:
-    """Return the state of the sparse optimizer, by its name among the registered objects; empty without steps."""
+    """Return the sparse optimizer's entry among the registered objects; {} without steps."""
     state = {table: {"step": step} for table, step in steps.items()}
     groups = [{"tables": list(steps)}]
     return {SPARSE_OPTIM: {"slots": list(slots), "state": state, "param_groups": groups}} if steps else {}

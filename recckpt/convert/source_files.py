@@ -21,16 +21,10 @@ _MOST_LISTED = 20
 
 
 class SourceFiles:
-    """Lists and opens the files of a source. Links are followed: they are the caller's own, as those of a cache are.
+    """Lists and opens the files of a source. Follows links: they are the caller's own, as in a cache.
 
-    Attributes:
-        url: of the source.
-        names: of all files of a directory, relative to it, in order; of a single file its name alone.
-        is_file: whether the source is a single file.
-
-    Raises:
-        ConversionError: there is nothing, or it is a checkpoint of recckpt.
-        ValueError: no storage takes the URL.
+    ``names`` are relative to the directory, in order; a single file has its own name. ConversionError if there is
+    nothing, or a checkpoint of recckpt; ValueError if no storage takes the URL.
     """
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
@@ -69,30 +63,30 @@ class SourceFiles:
 
     @property
     def stem(self) -> str:
-        """The name of the source without its ending, for a table that has no name."""
+        """The name of the source without its suffix, for a table without a name."""
         name = self.url.rstrip("/").rpartition("/")[2]
         return name.partition(".")[0] if self.is_file else name
 
     def path(self, name: str) -> str:
-        """Return what a file is called in messages."""
+        """Return the name of a file for messages."""
         return self.url if self.is_file else f"{self.url.rstrip('/')}/{name}"
 
     def below(self, directory: str) -> SourceFiles:
         return SourceFiles(f"{self.url.rstrip('/')}/{directory}")
 
     def ending(self, *endings: str) -> list[str]:
-        """Return the names with one of these endings, but for those that Spark and Hive take for hidden."""
+        """Return the names with one of these suffixes, without those hidden by the rules of Spark and Hive."""
         parts = ((name, name.split("/")) for name in self.names)
         return [n for n, segments in parts if n.endswith(endings) and not any(s[0] in "_." for s in segments)]
 
     def need(self, name: str, why: str) -> str:
-        """Return a name; ConversionError where there is no such file."""
+        """Return a name; ConversionError if there is no such file."""
         if name not in self.names:
             raise ConversionError(self.path(name), "", found="no such file", expected=why, remedy="copy it there")
         return name
 
     def local(self, name: str) -> Path | None:
-        """Return where a file is on this host, None where it is elsewhere."""
+        """Return the path of a file on this host; None for a URL."""
         return (self._path if self.is_file else self._path / name) if self._is_local else None
 
     def open(self, name: str) -> BinaryIO:
@@ -104,7 +98,6 @@ class SourceFiles:
         return self._storage.size(name) if local is None else local.stat().st_size
 
     def read(self, name: str, max_bytes: int) -> bytes:
-        """Return a whole file; ConversionError where it has more than ``max_bytes``."""
         if self.size(name) > max_bytes:
             found = f"{self.size(name)} bytes"
             raise ConversionError(self.path(name), "its size", found=found, expected=f"at most {max_bytes}")
@@ -112,7 +105,6 @@ class SourceFiles:
             return file.read()
 
     def json_object(self, name: str, max_bytes: int) -> dict[str, Any]:
-        """Return the JSON object in a file; ConversionError where it is not one."""
         try:
             value = json.loads(self.read(name, max_bytes))
         except (ValueError, RecursionError) as error:
@@ -123,7 +115,7 @@ class SourceFiles:
         return value
 
     def array(self, name: str, begin: int, dtype: np.dtype[np.generic], shape: Sequence[int]) -> Array:
-        """Return values that begin at a byte of a file; ConversionError where the file ends before them."""
+        """Return values that begin at a byte of a file; ConversionError if the file is too short."""
         n_bytes = dtype.itemsize * int(np.prod(shape, dtype=object))
         values = np.empty(n_bytes, np.uint8)
         with self.open(name) as file:
@@ -138,7 +130,7 @@ class SourceFiles:
         return values.view(dtype).reshape(shape)
 
     def beside(self, names: Sequence[str], format: str) -> list[LeftOut]:
-        """List the partition columns of Hive, and the files that are not among ``names``, but for hidden ones."""
+        """List the partition columns of Hive, and all files but ``names`` and hidden ones."""
         if self.is_file:
             return []
         segments = {segment for name in names for segment in name.split("/")[:-1]}

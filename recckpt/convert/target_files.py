@@ -35,7 +35,7 @@ _EXISTS = "it exists, expected a new name: remove it, or write to another name"
 
 
 class TargetFiles:
-    """Writes the files of a target, a directory or one file; leaving the block by an error removes them all."""
+    """Writes the files of a target, a directory or one file; an error in the block removes them all."""
 
     def __init__(self, url: str) -> None:
         self.url, self._made = url, dict[str, Sink]()
@@ -68,8 +68,7 @@ class TargetFiles:
     def create(self, *names: str) -> Sink:
         """Open a new file below the target, or the target itself.
 
-        Raises:
-            ConversionError: there is one of this name already: an object store would take the second for the first.
+        ConversionError if it was made already: an object store would silently replace the first.
         """
         path = layout.join(self._name, *names)
         if path in self._made:
@@ -92,13 +91,13 @@ class TargetFiles:
 
 
 def scratch(stack: ExitStack, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    """Return an array of zeros, mapped from a file without a name that goes with the stack."""
+    """Return an array of zeros, mapped from a temporary file that goes with the stack."""
     file = stack.enter_context(WorkDir(tempfile.gettempdir()).new_file(int(np.prod(shape)) * dtype.itemsize))
     return np.memmap(file, dtype, "r+", shape=shape) if shape[0] else np.empty(shape, dtype)
 
 
 def file_name(table: str) -> str:
-    """Return a name of a table that every file system takes; ConversionError where it would be too long."""
+    """Return a table's name as any file system takes it; ConversionError if it is too long."""
     name = layout.encode_name(table)
     if len(name) > layout.MAX_ID_BYTES:
         found, expected = f"a name of {len(name)} bytes once encoded", f"at most {layout.MAX_ID_BYTES} in a file name"
@@ -108,11 +107,7 @@ def file_name(table: str) -> str:
 
 
 def exported_tables(files: SourceFiles, format: str) -> list[str]:
-    """Return the tables that an export of this format has here; [] where these are no files of one.
-
-    Raises:
-        ConversionError: it is an increment, which is no whole table.
-    """
+    """Return the tables of an export in this format; [] for other files; ConversionError for an increment."""
     name = RECORDS[format] if format in _READ_AGAIN else ""
     if files.is_file or name not in files.names:
         return []
@@ -128,14 +123,14 @@ def exported_tables(files: SourceFiles, format: str) -> list[str]:
 
 
 def check_is_whole(record: Mapping[str, Any], path: str) -> None:
-    """Refuse what an export says of an increment."""
+    """Refuse an export that is an increment."""
     if "since" in record:
         found = f"the rows that have changed since {record['since']!r}"
         raise ConversionError(path, "", found=found, expected="whole tables", remedy="export without --since")
 
 
 def check_is_one_table(files: SourceFiles, names: Sequence[str]) -> None:
-    """Refuse files of rows that are an increment's deleted ids."""
+    """Refuse files that are an increment's deleted ids."""
     for name in names:
         above = f"{files.url.rstrip('/')}/{name}" if not files.is_file else files.url
         if any(part.endswith(DELETES) for part in above.split("/")[:-1]):
@@ -149,7 +144,7 @@ def open_tables(
     options: ImportOptions,
     opened: Callable[[SourceFiles, ImportOptions], ImportSource],
 ) -> ImportSource:
-    """Open the directory of each table; ConversionError where one is missing, or an option is for one table alone."""
+    """Open the directory of each table; ConversionError if one is missing, or options are for one table."""
     left = [
         LeftOut(f"table {each}", "not asked for")
         for each in tables

@@ -1,4 +1,4 @@
-"""A source that is a bag of named tensors: dense state, but for those that are wished for as tables."""
+"""A source of named tensors: dense state, except those that are to be tables."""
 
 from __future__ import annotations
 
@@ -36,14 +36,13 @@ class TensorTable:
 
 @dataclass(frozen=True)
 class SourceBox:
-    """A box of a tensor; ``read`` returns rows [begin, end) of it, of a scalar ``read(0, 1)`` its value."""
+    """A box of a tensor; ``read`` returns its rows [begin, end); a scalar's value by ``read(0, 1)``."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     read: Callable[[int, int], Array]
 
     def meets(self, other: SourceBox) -> bool:
-        """Say whether both have a value in common."""
         sides = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         return all(at < there + length and there < at + size for at, size, there, length in sides)
 
@@ -51,16 +50,9 @@ class SourceBox:
 def tensor_source(
     contents: SourceContents, tensors: Mapping[str, SourceTensor], tables: Sequence[TensorTable], path: str
 ) -> ImportSource:
-    """Return a source of named tensors.
+    """Return a source whose dense tensors are those that no table is made of.
 
-    Args:
-        contents: what is neither tensors nor rows.
-        tensors: those that no table is made of are dense.
-        tables: made of tensors.
-        path: of the source, for messages.
-
-    Raises:
-        ConversionError: the tensors of a table do not belong together.
+    ``contents`` has what is neither tensors nor rows. ConversionError if a table's tensors do not fit together.
     """
     by_name = {table.name: table for table in tables}
     used = {tensor.name for table in tables for tensor in (*filter(None, [table.ids]), *table.slots.values())}
@@ -96,7 +88,7 @@ def _listed(table: TensorTable, path: str) -> SourceTable:
 
 
 def slot_of(name: str, tensor: SourceTensor, path: str) -> SlotSpec:
-    """Return the slot that holds a tensor; ConversionError for a dtype or shape that none can have."""
+    """Return the slot that holds a tensor; ConversionError for a dtype or shape that no slot has."""
     if tensor.dtype not in ITEM_BYTES or 0 in tensor.shape[1:]:
         found, expected = f"{tensor.dtype} {tensor.shape}", f"values of {', '.join(ITEM_BYTES)}, at least one a row"
         raise ConversionError(path, f"tensor {tensor.name!r}", found=found, expected=expected, remedy="cast it first")
@@ -110,7 +102,7 @@ def one_a_row(tensor: SourceTensor) -> SourceTensor:
 
 
 def wished_tables(tensors: Mapping[str, SourceTensor], options: ImportOptions, path: str) -> list[TensorTable]:
-    """Return the tables that are wished for; ConversionError where a tensor is not there, or has less than two dims."""
+    """Return the tables of ``as_table``; ConversionError if a tensor is missing or has less than two dimensions."""
     tables = []
     for name, ids in options.as_table.items():
         for pattern in filter(None, (name, ids)):
@@ -125,10 +117,9 @@ def wished_tables(tensors: Mapping[str, SourceTensor], options: ImportOptions, p
 
 
 def put_together(name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[SourceBox], url: str) -> SourceTensor:
-    """Return a tensor that several files have pieces of, whose values are read from these.
+    """Return a tensor whose values are read from pieces in several files.
 
-    Raises:
-        ConversionError: a piece leaves the tensor, or a value is missing or there twice.
+    ConversionError if a piece leaves the tensor, or a value is missing or there twice.
     """
     pieces = sorted(pieces, key=lambda piece: piece.offsets)
     for piece in pieces:
@@ -159,7 +150,7 @@ def put_together(name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence
 
 
 def _overlap(pieces: Sequence[SourceBox]) -> bool:
-    """Say whether two pieces, which are in the order of their offsets, have a value in common."""
+    """Say whether two pieces, sorted by offsets, share a value."""
     running: list[SourceBox] = []  # those that reach as far as the piece in the first dimension
     for piece in pieces:
         if not piece.offsets:

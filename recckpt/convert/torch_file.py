@@ -19,11 +19,7 @@ _BROKEN = (RuntimeError, EOFError, ValueError, KeyError, OSError, zipfile.BadZip
 
 
 def load_torch(files: SourceFiles, name: str) -> Any:
-    """Return what ``torch.load(weights_only=True)`` gives, tensors mapped from the file where it can be mapped.
-
-    Raises:
-        ConversionError: the pickle needs code, or the file is damaged.
-    """
+    """Return ``torch.load(weights_only=True)`` of a file, mapped if possible; ConversionError if it fails."""
     import torch
 
     path, local = files.path(name), files.local(name)
@@ -42,7 +38,7 @@ def load_torch(files: SourceFiles, name: str) -> Any:
 
 
 def _reason_of(error: Exception) -> str:
-    """Return what torch says is wrong, without its advice to load the file all the same."""
+    """Return torch's reason, without its advice to load the file all the same."""
     lines = [line.strip().partition("WeightsUnpickler error: ")[-1] or line.strip() for line in str(error).splitlines()]
     advice = ("weights_only", "Weights only load failed")
     lines = [line.partition(" Please ")[0] for line in lines if line and not any(words in line for words in advice)]
@@ -50,7 +46,6 @@ def _reason_of(error: Exception) -> str:
 
 
 def load_torch_dict(files: SourceFiles, name: str) -> dict[str, Any]:
-    """Return the dict in a file, whose keys are strings; errors as of :func:`load_torch`."""
     state = load_torch(files, name)
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise ConversionError(files.path(name), "", found=f"a {type(state).__name__}", expected="a dict by name")
@@ -58,7 +53,7 @@ def load_torch_dict(files: SourceFiles, name: str) -> dict[str, Any]:
 
 
 def tensor_of(name: str, value: Tensor, path: str) -> SourceTensor:
-    """Return a tensor of torch as one of a source; ConversionError for a kind that a checkpoint does not hold."""
+    """Return a tensor of torch as one of a source; ConversionError for a kind that a checkpoint cannot hold."""
     import torch
 
     from recckpt.dense.state_copy import plain_tensor
@@ -81,7 +76,6 @@ def tensor_of(name: str, value: Tensor, path: str) -> SourceTensor:
 
 
 def split_values(state: Mapping[str, Any], path: str) -> tuple[dict[str, SourceTensor], dict[str, Any]]:
-    """Return the tensors of a dict, and its other values, which are such as a checkpoint holds."""
     import torch
 
     tensors = {name: tensor_of(name, value, path) for name, value in state.items() if isinstance(value, torch.Tensor)}
@@ -89,7 +83,7 @@ def split_values(state: Mapping[str, Any], path: str) -> tuple[dict[str, SourceT
 
 
 def portable_values(values: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return values as a checkpoint holds them; ConversionError where it cannot."""
+    """Return values as a checkpoint holds them; ConversionError if it cannot."""
     from recckpt.dense.state_copy import portable
 
     try:

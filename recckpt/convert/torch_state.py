@@ -1,4 +1,4 @@
-"""A file of torch.save: a state dict, or a dict with one and beside it states of optimizers, by parameter and row."""
+"""A file of torch.save: a state dict, perhaps with optimizer states beside it, by parameter and row."""
 
 from __future__ import annotations
 
@@ -35,11 +35,6 @@ def recognises(files: SourceFiles) -> bool:
 
 
 def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
-    """Open the file; its tensors are mapped, where it can be mapped.
-
-    Raises:
-        ConversionError: the pickle needs code, the file is damaged, or an option cannot be met.
-    """
     from recckpt.dense.optimizers import state_names
 
     if not files.is_file:
@@ -65,7 +60,7 @@ def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
 
 
 def _number(value: Any) -> int | None:
-    """Return an int, which may lie in a tensor."""
+    """Return an int, which may be in a tensor; None for anything else."""
     import torch
 
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point():
@@ -74,7 +69,6 @@ def _number(value: Any) -> int | None:
 
 
 def _parted(saved: dict[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """Return the state of the model, and what lies beside it."""
     import torch
 
     has_tensors = any(isinstance(value, torch.Tensor) for value in saved.values())
@@ -88,7 +82,6 @@ def _parted(saved: dict[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Say whether a dict or a list has a tensor in it, at any depth."""
     import torch
 
     if isinstance(value, Mapping):
@@ -99,27 +92,21 @@ def _holds_tensors(value: Any) -> bool:
 
 @dataclass
 class PlacedStates:
-    """Where the states of optimizers go."""
+    """Where the states of optimizers go; filled step by step."""
 
-    extra: dict[str, Any]  # registered objects, dense optimizers with the names of their parameters
+    extra: dict[str, Any]  # registered objects; dense optimizers with their parameters' names
     slots: dict[str, dict[str, SourceTensor]] = field(default_factory=dict)  # table -> slot -> the tensor of it
     steps: dict[str, dict[str, int]] = field(default_factory=dict)  # table -> its state in the sparse optimizer
     groups: list[dict[str, Any]] = field(default_factory=list)  # of the sparse optimizer
     lineages: dict[str, Lineage] = field(default_factory=dict)  # of dense optimizers whose class is known
-    left: list[LeftOut] = field(default_factory=list)  # what has no place, or another form
+    left: list[LeftOut] = field(default_factory=list)  # what is left out, or changes its form
 
 
 def _placed(extra: Mapping[str, Any], order: ParameterOrder, optimizers: Mapping[str, Any], path: str) -> PlacedStates:
-    """Return where the states of optimizers go that lie beside a model.
+    """Sort the states of optimizers beside a model into slots of tables and dense optimizers.
 
-    Args:
-        extra: what lies beside it.
-        order: finds the names of parameters, and knows those that become tables.
-        optimizers: live ones, by the names of their states in the file.
-        path: of the file, for messages.
-
-    Raises:
-        ConversionError: an optimizer is given of which the file has no state, or one of other parameters.
+    ``optimizers`` are live ones, by the names of their states in the file. ConversionError if the file has no state of
+    one of them, or one of other parameters.
     """
     placed = PlacedStates(dict(_flat(extra)))
     states = {name: _numbered(value) for name, value in placed.extra.items() if _is_state(value)}
@@ -164,7 +151,7 @@ def _place_rows(
     live: Any,
     path: str,
 ) -> None:
-    """Put the state that an optimizer keeps of a table's rows into slots; list what no optimizer of tables has."""
+    """Put the state of a table's rows into slots; list what no optimizer of tables has."""
     table, what = weight.name, f"{optimizer}, table {weight.name}"
     prefix = PREFIXES["Adagrad"] if _SUM in values else ""  # of slots: by the class of the rule, or by what it has kept
     if values.keys() >= _MOMENTS:
@@ -195,7 +182,7 @@ def _place_rows(
 def _place_dense(
     placed: PlacedStates, name: str, saved: Mapping[str, Any], names: Sequence[str], order: ParameterOrder, *, live: Any
 ) -> None:
-    """Put the state of the parameters that stay dense back, with their names and shapes; one without any goes."""
+    """Put the state of dense parameters back, with their names and shapes; drop an optimizer without any."""
     from recckpt.dense.optimizers import SHAPES, lineage_of
 
     groups, state, of_parameters = [], dict[int, Any](), iter(names)
@@ -227,7 +214,7 @@ def _indices(saved: Mapping[str, Any]) -> list[Any]:
 
 
 def _numbered(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state with numbers and names of parameters, where it has names alone, as those of FSDP and DCP."""
+    """Return a state that numbers its parameters and names them beside; those of FSDP and DCP only have names."""
     if all(type(each) is int for each in _indices(saved)):
         return saved
     numbers, groups, state = count(), [], dict[int, Any]()
@@ -239,7 +226,7 @@ def _numbered(saved: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _flat(extra: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield objects by name; a list of states, as Lightning writes it, as one object a state."""
+    """Yield objects by name; each state in a list, as Lightning writes it, as its own object."""
     for name, value in extra.items():
         if isinstance(value, list | tuple) and value and all(map(_is_state, value)):
             yield from ((f"{name}_{number}", state) for number, state in enumerate(value))
@@ -248,27 +235,20 @@ def _flat(extra: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 class ParameterOrder:
-    """Finds the names of parameters: by the file, an optimizer that is given, a model, or the order of the tensors.
+    """Finds the names of parameters: by the file, a live optimizer, a model, or the order of the tensors.
 
-    Args:
-        tensors: of the model, as the file has them.
-        tables: those that become tables.
-        model: whose parameters they are, or a model in which tables stand in their place; None where there is none.
+    ``tensors`` are those of the file, ``tables`` those of them that become tables. ``model`` has the parameters, or
+    tables in their place.
     """
 
     def __init__(self, tensors: Mapping[str, SourceTensor], tables: Collection[str], model: Any) -> None:
         self.tensors, self.tables, self.model = tensors, tables, model
 
     def names(self, saved: Mapping[str, Any], optimizer: Any, *, n_saved: int) -> list[str]:
-        """Return the names for the indices of a saved state, in their order.
+        """Return the names for the indices of a saved state, in their order; ValueError says why they are unknown.
 
-        Args:
-            saved: state dict of an optimizer of torch.
-            optimizer: over the same parameters, live; None where there is none.
-            n_saved: how many parameters all optimizers of the file have.
-
-        Raises:
-            ValueError: they are not known; says why.
+        ``optimizer`` is a live one over the same parameters; ``n_saved`` counts the parameters of all optimizers in the
+        file.
         """
         indices = _indices(saved)
         n = len(indices)
@@ -308,7 +288,7 @@ class ParameterOrder:
     def _orders(self, n_saved: int) -> Iterator[list[str]]:
         """Yield the orders in which an optimizer may have been given the parameters.
 
-        Some of them only, those of tables or all others, are the parameters of one where others have the rest.
+        Only the tables, or all others, if the file's optimizers have all parameters together.
         """
         if self.model is None:
             first: dict[Hashable, str] = {}  # of tied tensors
@@ -325,7 +305,7 @@ class ParameterOrder:
                 yield [name for name in order if name in self.tables]
 
     def _in_file(self, name: str) -> str:
-        """Return what the file calls a parameter of the model, a table, or the parameter that stands for its rows."""
+        """Return the file's name for a model's parameter, a table, or the parameter that stands for its rows."""
         plain = name.removesuffix(".anchor")
         names = [name, f"{name}.weight", plain, f"{plain}.weight"]
         names += [prefix + each for each in names for prefix in _PREFIXES]

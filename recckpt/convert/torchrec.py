@@ -1,7 +1,7 @@
 """TorchRec: tables of embedding collections with their fused optimizer's state, from DCP or a file of torch.save.
 
-Nothing of TorchRec is imported: tables are known by the names that its modules give to their tensors. Other models use
-such names too, so the format has to be named.
+TorchRec is not imported: tables are recognised by the names that its modules give to tensors. Other models use such
+names too, so the format has to be named.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _Tensors = Mapping[str, SourceTensor]
 
 @dataclass(frozen=True)
 class PlacedIds:
-    """The id of each place of a matrix."""
+    """The id of each place (row) of a matrix."""
 
     n_places: int  # rows of the matrix
     ids: Int64s | None = None  # None for the places themselves
@@ -68,23 +68,19 @@ class PlacedIds:
         return int((self.ids != _FREE).sum()) if self.ids is not None and self.has_free else self.n_places
 
     def between(self, begin: int, end: int) -> tuple[Int64s, npt.NDArray[np.bool_]]:
-        """Return the ids of places [begin, end), and a mask of those that have one."""
+        """Return the ids of places [begin, end), and a mask of the places that have one."""
         ids = np.arange(begin, end, dtype=np.int64) if self.ids is None else self.ids[begin:end]
         kept = ids != _FREE if self.has_free else np.ones(end - begin, np.bool_)
         return ids[kept], kept
 
 
 def recognises(files: SourceFiles) -> bool:
-    """Say no: the names of its tensors are those of other models too."""
+    """Say no: other models name their tensors so too."""
     return False
 
 
 def open_source(files: SourceFiles, options: ImportOptions) -> ImportSource:
-    """Open a checkpoint of DCP, or a file with a state dict, and with optimizer states where they lie beside it.
-
-    Raises:
-        ConversionError: there is no table, or what belongs to one does not fit it.
-    """
+    """Open a checkpoint of DCP, or a file with a state dict and perhaps optimizer states beside it."""
     if METADATA in files.names:
         tensors, values = read_tensors(files)
     else:
@@ -147,7 +143,7 @@ def _flat(prefix: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _others(
     tensors: _Tensors, values: Mapping[str, Any], weights: Collection[str], left: list[LeftOut]
 ) -> SourceContents:
-    """Return what is neither table nor state of one, and list what does not come."""
+    """Return what is neither table nor state of one; list what is left out."""
     ids = [f"{weight}_id" for weight in weights if f"{weight}_id" in tensors]
     stores = [f"{name.removesuffix('.weight_id')}.{each}" for name in ids for each in _OF_KV_ZCH]
     for weight in weights:
@@ -169,9 +165,9 @@ def _table_of(weight: str) -> str:
 
 
 def _states(weight: str, tensors: _Tensors, weights: Collection[str], url: str) -> dict[str, SourceTensor]:
-    """Return the states of a fused optimizer for a matrix by name; ConversionError where two tensors are the same one.
+    """Return the fused optimizer's states of a matrix, by name; ConversionError if two tensors are the same state.
 
-    The name of a state ends as that of its matrix; what is before that differs, as the optimizer lies elsewhere.
+    A state's name ends like that of its matrix; the beginning differs, as the optimizer is elsewhere in the model.
     """
     own: dict[str, SourceTensor] = {}
     rivals = [other for other in weights if _table_of(other) == _table_of(weight)]
@@ -188,13 +184,13 @@ def _states(weight: str, tensors: _Tensors, weights: Collection[str], url: str) 
 
 
 def _common_end(one: str, other: str) -> int:
-    """Return how many parts two names share, from the end on."""
+    """Return how many parts two names share at their ends."""
     pairs = zip(reversed(one.split(".")), reversed(other.split(".")), strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(one.count("."), other.count(".")) + 1)
 
 
 def _slots(weight: SourceTensor, states: _Tensors, table: str, left: list[LeftOut]) -> dict[str, SourceTensor]:
-    """Return the states of the fused optimizer under the names that slots have here."""
+    """Return the fused optimizer's states under this package's slot names."""
     n_rows, slots = weight.shape[0], dict[str, SourceTensor]()
     is_adam = any(states[name].shape == weight.shape for name in _SECOND if name in states)
     has_second = any(name in states for name in _SECOND)  # then momentum1 is no sum of squares, whatever the shape
@@ -216,7 +212,7 @@ def _slots(weight: SourceTensor, states: _Tensors, table: str, left: list[LeftOu
 
 
 def _zch_of(weight: str, tensors: _Tensors, weights: Collection[str]) -> dict[str, SourceTensor]:
-    """Return the state of ZCH for a matrix by its own names; empty where it has none."""
+    """Return the state of ZCH for a matrix, by ZCH's names; {} if it has none."""
     matches = [match for name in tensors if (match := _ZCH_MODULE.fullmatch(name)) and match[2] == _table_of(weight)]
     if sum(_table_of(other) == _table_of(weight) for other in weights) > 1:  # then only that of the same wrapper
         wrappers = ((match, (match[1] or "").rpartition("_managed_collision_collection")[0]) for match in matches)
@@ -225,17 +221,17 @@ def _zch_of(weight: str, tensors: _Tensors, weights: Collection[str]) -> dict[st
 
 
 def _counters_in(own: _Tensors) -> list[str]:
-    """Return what the state of ZCH has of each id beside its place: the counters of its eviction policy."""
+    """Return the names of ZCH's eviction counters."""
     n_ids = own[_RAW].shape if _RAW in own else None
     others = (name for name in own if name.startswith(_COUNTERS) and name not in (_RAW, _PLACES))
     return [name for name in others if own[name].dtype == "int64" and own[name].shape == n_ids]
 
 
 def _row_ids(weight: str, table: str, tensors: _Tensors, weights: Collection[str], url: str) -> PlacedIds:
-    """Return the ids of the rows of a matrix: beside it, under ZCH, or the places; takes 8 bytes a row if not these.
+    """Return the ids of a matrix's rows: stored beside it, from ZCH, or the row numbers.
 
-    Raises:
-        ConversionError: they are not as many as the rows, or the remap of ZCH is damaged or of a kind that is not read.
+    Takes 8 bytes a row except for row numbers. ConversionError if they do not fit the rows, or ZCH's remap is damaged
+    or unknown.
     """
     n_places, beside = tensors[weight].shape[0], tensors.get(f"{weight}_id")
     if beside is not None:  # behind a key-value store

@@ -1,4 +1,4 @@
-"""What an export takes of a checkpoint: tables, with some slots and rows, in another dtype, or what has changed."""
+"""What an export reads of a checkpoint: tables with some slots and rows, in another dtype, or only changes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ Batches = Callable[[Sequence[str]], Iterator[pa.RecordBatch]]  # of these slots
 
 @dataclass(frozen=True)
 class TableView:
-    """The rows of a table that are exported, in the form they are exported in."""
-
     name: str  # of the table
     stored: tuple[SlotSpec, ...]  # the slots that are exported, as they are in the checkpoint
     n_stored: int | None  # rows of the table, before they are filtered
@@ -47,7 +45,7 @@ class TableView:
         return tuple(each for slot in self.stored for each in self._exported(slot))
 
     def rows(self, progress: Progress | None = None) -> Iterator[SourceRows]:
-        """Yield the rows, in bucket order within each shard; progress counts those that were taken."""
+        """Yield the rows, in bucket order within each shard; progress counts those taken."""
         for rows, _ in self._measured():
             yield rows
             if progress is not None:
@@ -66,19 +64,19 @@ class TableView:
 
     @cached_property
     def n_rows(self) -> int:
-        """How many rows are exported; where they are chosen, by reading the slots that choose."""
+        """Number of exported rows; with a filter, counted by reading its slots."""
         if self.n_stored is not None and self.where == RowFilter():
             return self.n_stored
         return sum(map(len, self.ids()))
 
     @cached_property
     def _largest_error(self) -> float:
-        """How far the worst value is from what the checkpoint has, by reading all that are narrowed."""
+        """The largest error of narrowed values, found by reading all of them."""
         narrow = tuple(slot for slot in self.stored if self._exported(slot) != (slot,))
         return max((error for _, error in replace(self, stored=narrow)._measured()), default=0.0)
 
     def description(self) -> dict[str, Any]:
-        """Return the entry of the table in the metadata of an export."""
+        """Return the table's entry in the metadata of an export."""
         slots = {slot.name: {"dtype": slot.dtype, "shape": list(slot.shape)} for slot in self.slots}
         values: dict[str, Any] = {"rows": self.n_rows, "slots": slots}
         if self.slots != self.stored:
@@ -88,14 +86,13 @@ class TableView:
         return values
 
     def _exported(self, slot: SlotSpec) -> tuple[SlotSpec, ...]:
-        """Return what a slot becomes: of int8 a scale a row beside it."""
+        """Return what a slot becomes: in int8, with a slot of scales beside it."""
         if self.dtype is None or slot.name != EMBEDDING or slot.dtype == self.dtype or slot.dtype not in _FLOATS:
             return (slot,)
         narrow = SlotSpec(slot.name, self.dtype, slot.shape)
         return (narrow, SlotSpec(slot.name + SCALE, "float32", ())) if self.dtype == "int8" else (narrow,)
 
-    def _measured(self) -> Iterator[tuple[SourceRows, float]]:
-        """Yield rows, and the largest error in them."""
+    def _measured(self) -> Iterator[tuple[SourceRows, float]]:  # rows, and the largest error in them
         names = dict.fromkeys([*(slot.name for slot in self.stored), *self.filtered])
         for batch in self.batches(list(names)):
             ids = ids_in(batch)
@@ -121,8 +118,6 @@ class TableView:
 
 @dataclass(frozen=True)
 class DenseView:
-    """A dense tensor in the dtype that it is exported in."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -132,8 +127,6 @@ class DenseView:
 
 @dataclass(frozen=True)
 class Export:
-    """All that a target is given."""
-
     tables: Sequence[TableView]  # in the order of the checkpoint
     tensors: DenseTensors  # the dense ones, as they are in the checkpoint
     dtype: str | None  # of vectors and of tensors of floats; None as they are, int8 for vectors alone
@@ -167,33 +160,32 @@ class Export:
         return dict(self.load(name))
 
     def no_dense(self, what: str) -> list[LeftOut]:
-        """List the dense tensors, for a target that has no place for them."""
+        """List the dense tensors, for a format that cannot hold them."""
         return [LeftOut(f"dense {name}", what) for name in self.tensors.model]
 
 
 def raw(column: pa.Array, slot: SlotSpec) -> Array:
-    """Return a column as it lies in the checkpoint, bfloat16 as bit patterns."""
+    """Return a column as stored, bfloat16 as bit patterns."""
     values: Array = np.frombuffer(column_buffer(column), NUMPY_DTYPES[slot.dtype])
     return values.reshape(len(column), *slot.shape)
 
 
 def numbers(column: Array, slot: SlotSpec) -> Array:
-    """Return a column with bfloat16 as float32, which holds it exactly."""
+    """Return a column with bfloat16 widened to float32, which is exact."""
     return widened(column) if slot.dtype == "bfloat16" else column
 
 
 def in_float32(slot: SlotSpec) -> SlotSpec:
-    """Return a slot with bfloat16 as float32, as :func:`numbers` gives its columns."""
+    """Return a slot with float32 in place of bfloat16, as :func:`numbers` gives its columns."""
     return replace(slot, dtype="float32") if slot.dtype == "bfloat16" else slot
 
 
 def narrowed(
     values: Array, slot: SlotSpec, dtype: str, path: str, ids: Int64s | None = None
 ) -> tuple[list[Array], float]:
-    """Return a slot of floats in another dtype, int8 with a scale a row, and how far the worst finite value is off.
+    """Return a slot of floats in another dtype (int8 with a scale a row), and the largest finite error.
 
-    Raises:
-        ConversionError: a value is beyond the range of the dtype; of int8 also where it is not finite.
+    ConversionError if a value is beyond the dtype's range; in int8 also if it is not finite.
     """
     exact = numbers(values, slot)
     exact = exact.astype(np.float64 if slot.dtype == "float64" else np.float32, copy=False)
@@ -225,7 +217,7 @@ def narrowed(
 
 
 def _bfloat16(exact: Array) -> Array:
-    """Return the bit patterns of the nearest ones."""
+    """Return the bit patterns of the nearest bfloat16 values."""
     bits = np.ascontiguousarray(exact, np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     quiet = (bits >> np.uint32(16)) | np.uint32(0x40)  # a NaN stays one

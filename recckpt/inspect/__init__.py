@@ -1,4 +1,4 @@
-"""What looks into checkpoints: as data sets, by SQL, row by row over a run; and reader, verify, repair."""
+"""Looking into checkpoints: as data sets, by SQL, row by row over a run; and reading, verifying, repairing them."""
 
 from __future__ import annotations
 

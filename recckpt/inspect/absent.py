@@ -1,4 +1,4 @@
-"""Looks for ids in every part that lies in a place, listed by a manifest or not, and reads files of ids."""
+"""Looks for ids in every part file that a place holds, listed by a manifest or not; reads files of ids."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass
 class Holding:
-    """What one directory holds of the ids in one table."""
+    """Sought ids that one directory holds in one table."""
 
     directory: str
-    ckpt_id: str | None  # None where no manifest says it: of a leftover, a near save, a copy of a part
+    ckpt_id: str | None  # None without a manifest: a leftover, a near save, a copy of a part
     table: str
     n_rows: int = 0
     n_deletes: int = 0
@@ -44,23 +44,21 @@ class Holding:
 
 @dataclass(frozen=True)
 class Absence:
-    """What :func:`look_for` found."""
-
     url: str  # where it looked
     holding: tuple[Holding, ...]  # what holds ids; empty where they are absent
     unread: dict[str, str]  # part that could not be read -> why
-    pending: dict[str, int]  # requests to forget that are not ended, and name ids: table -> how many of these
+    pending: dict[str, int]  # table -> how many of the ids a request to forget that has not ended names
     n_parts: int  # how many files were read
-    n_asked: int  # how many of the ids the audit has as asked to be forgotten, in the table or in any
+    n_asked: int  # how many of the ids the audit lists as requested to be forgotten
 
 
 def look_for(path: str, ids: Ids, table: str | None = None) -> Absence:
-    """Look for ids in a checkpoint and what it stands on, or in all that lies in a directory.
+    """Find which ids are still stored in a checkpoint and its chain, or anywhere in a directory.
 
     Args:
         path: a checkpoint, an output dir, a mirror, or a near dir of this host; any fsspec URL.
         ids: int64.
-        table: the table that is meant, with its counts of ids that have no row yet; None for all.
+        table: only this table, its counts of ids without a row included; None for all tables.
 
     Raises:
         CheckpointNotFoundError: there is nothing in which ids could be.
@@ -97,7 +95,7 @@ def look_for(path: str, ids: Ids, table: str | None = None) -> Absence:
 
 
 def _directories(path: str, unread: dict[str, str]) -> tuple[Storage, Sequence[str]]:
-    """Return where parts may lie, "" for files beside all directories; note what a checkpoint lacks that it needs."""
+    """Return the directories to search, "" for files outside all of them; list in ``unread`` what a chain lacks."""
     inside, (parent, directory) = open_storage(path), open_parent(path)
     if not has_manifest(parent, directory):
         directories = attempt_dirs(inside)
@@ -121,9 +119,9 @@ def _manifest(storage: Storage, directory: str) -> Manifest | None:
 
 
 def _parts(storage: Storage, top: str, unread: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the parts below a directory, and those that a manifest there has: one that is missing cannot be read.
+    """Yield (directory of a checkpoint, near save or copy; name in it) of each part below a directory.
 
-    Each is yielded as the directory of its checkpoint, near save or copy, and its name in that.
+    Parts that a manifest lists are included even if they are missing, so that reading them says so.
     """
     record = _manifest(storage, top)
     names = {file.name for file in record.files} if record else set()
@@ -140,7 +138,7 @@ def _parts(storage: Storage, top: str, unread: dict[str, str]) -> Iterator[tuple
 
 
 def _check_table(storage: Storage, table: str, manifests: Iterable[Manifest | None]) -> None:
-    """Raise ValueError for a table that is nowhere: that its ids are absent would prove nothing."""
+    """Raise ValueError for an unknown table: not finding its ids would prove nothing."""
     records = [record for record in manifests if record is not None]
     names = {entry.name for record in records for entry in record.tables}
     names |= {request.table for request in pending(storage)}
@@ -152,7 +150,7 @@ def _check_table(storage: Storage, table: str, manifests: Iterable[Manifest | No
 def _look(
     storage: Storage, directory: str, name: str, sought: Ids, tables: Sequence[str] | None
 ) -> Mapping[str, Ids] | str:
-    """Return which of the ids a part holds, by table; or why it cannot be read."""
+    """Return the sought ids in a part, by table; or why the part cannot be read."""
     ids_by_table: dict[str, list[Ids]] = {}
     try:
         for names, columns in unlisted_batches(mapped(storage, layout.join(directory, name))):
@@ -169,12 +167,7 @@ def _look(
 
 
 def read_ids(path: str) -> npt.NDArray[np.int64]:
-    """Return the ids in a file, in its order.
-
-    Raises:
-        ValueError: they are not int64, or there are none; says where.
-        OSError: the file cannot be read.
-    """
+    """Return the ids in a file, in its order; ValueError if there are none, or not int64."""
     file = Path(path)
     read = {".npy": _of_npy, ".parquet": _of_parquet}.get(file.suffix.lower(), _of_text)
     ids = read(file)

@@ -1,4 +1,4 @@
-"""What a checkpoint has that an older one had not: rows and deletes by table, and dense tensors (no torch here)."""
+"""What changed since an older checkpoint: rows and deletes by table, and dense tensors."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class RowChanges:
 
     Attributes:
         name: of the table.
-        replaced: whether these are all rows of it, and those of the older checkpoint count no more.
-        rows: how many rows are new or changed, at most: one that has changed in two deltas counts twice.
-        deleted: how many ids are gone, at most.
+        replaced: whether these are all rows of the table, and replace those of the older checkpoint.
+        rows: upper bound of new or changed rows: a row that changed in two deltas counts twice.
+        deleted: upper bound of deleted ids.
     """
 
     name: str
@@ -33,7 +33,7 @@ class RowChanges:
     _chain: OpenChain = field(repr=False)
 
     def upserts(self, columns: Collection[str] | None = None) -> Iterator[pa.RecordBatch]:
-        """Yield the rows that are new or changed, as they are now, as :meth:`recckpt.CheckpointReader.table` does.
+        """Yield the new or changed rows with their present values, as :meth:`recckpt.CheckpointReader.table` does.
 
         Raises:
             KeyError: no such slot.
@@ -44,16 +44,16 @@ class RowChanges:
         return table.all_rows() if self.replaced else table.upserts()
 
     def values(self, slot: str = EMBEDDING) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[Any]]]:
-        """Yield the ids of rows that are new or changed, and their values of one slot, of shape (ids, *slot_shape).
+        """Yield the ids of new or changed rows, and their values of one slot, of shape (ids, *slot_shape).
 
-        bfloat16 comes as float32. Raises as :meth:`upserts`.
+        bfloat16 comes as float32. Raises what :meth:`upserts` raises.
         """
         slots = {one.name: one for one in self._chain.manifest.named_table(self.name).slots}
         for batch in self.upserts([slot]):
             yield ids_in(batch), column_values(batch.column(slot), slots[slot])
 
     def deletes(self) -> Iterator[npt.NDArray[np.int64]]:
-        """Yield the ids that are gone; none where the table was replaced.
+        """Yield the deleted ids; nothing if the table was replaced.
 
         Raises:
             CorruptCheckpointError, CheckpointRemovedError: a file is damaged, or gone.
@@ -66,11 +66,11 @@ class CheckpointChanges:
     """What has changed from one checkpoint to another.
 
     Attributes:
-        is_whole: whether the checkpoint does not stand on the older one, so that this is all that it has.
-        tables: those of which rows have changed, by name.
-        dropped_tables: those that are gone; not known of an older one by its name alone that this does not stand on.
-        dense: the dense tensors that are new, or have other bytes, or lie in other pieces.
-        dropped_dense: those that are gone.
+        is_whole: whether the checkpoint is not based on the older one, so that these are all of its rows.
+        tables: name -> changes, of the tables with changed rows.
+        dropped_tables: tables that no longer exist; unknown if the older one is given by name and is not in the chain.
+        dense: dense tensors that are new, have other bytes, or are split into other chunks.
+        dropped_dense: dense tensors that no longer exist.
     """
 
     is_whole: bool
@@ -81,7 +81,7 @@ class CheckpointChanges:
 
 
 def changes_between(before: OpenChain | str | None, now: OpenChain) -> CheckpointChanges:
-    """Return what has changed since a checkpoint, or the save that is called so, which ``now`` may stand on."""
+    """Return what changed since a checkpoint, or since the save of that name, which may be a link of ``now``."""
     names = [link.manifest.name for link in now.links]
     name = before.manifest.name if isinstance(before, OpenChain) else before
     newest = now.newest(names.index(name)) if name in names else now

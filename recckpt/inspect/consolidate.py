@@ -21,18 +21,16 @@ _OTHER_KINDS = frozenset({".safetensors", ".arrow", ".npz", ".npy", ".h5", ".onn
 
 @dataclass(frozen=True)
 class Consolidated:
-    """What :func:`consolidate` wrote."""
-
     ckpt_id: str  # of the checkpoint
-    names: tuple[str, ...]  # of all that is in the file
-    sharded: tuple[str, ...]  # names of those that lay in chunks
+    names: tuple[str, ...]  # of all entries of the file
+    sharded: tuple[str, ...]  # names of the tensors that were stored in chunks
     n_bytes: int  # size of the file
 
 
 def consolidate(path: str, out: str) -> Consolidated:
-    """Write the dense state of a model as one ``model.pt``, whatever ranks and meshes it was saved on.
+    """Write a model's dense state as one ``model.pt``, whatever ranks and meshes saved it.
 
-    Everything that is read is checked. Tensors pass through memory one at a time.
+    Checks all that it reads. One tensor at a time is in memory.
 
     Args:
         path: a checkpoint, or an output dir, whose newest is meant; any fsspec URL.

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, of one run or of two, full or not, of any number of ranks (no torch)."""
+"""Compares two checkpoints, of one run or of two, full or delta, of any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints: as data, as text, and as a page of no other file (no torch here)."""
+"""The differences of two checkpoints: as data, as text, and as a self-contained page."""
 
 from __future__ import annotations
 
@@ -42,8 +42,6 @@ _STYLE = """
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two checkpoints."""
-
     path: str  # its own path or URL
     ckpt_id: str
     kind: str  # ``"full"`` or ``"delta"``
@@ -57,8 +55,6 @@ class Side:
 
 @dataclass(frozen=True)
 class SlotDiff:
-    """A slot of a table, over the rows whose ids are in both."""
-
     name: str
     before: str | None  # dtype and shape, such as ``float32[16]``; None where it is not there
     after: str | None  # the same on the other side
@@ -69,14 +65,11 @@ class SlotDiff:
 
     @property
     def is_same(self) -> bool:
-        """Whether dtype and shape agree and no row differs."""
         return self.before == self.after and self.changed == 0
 
 
 @dataclass(frozen=True)
 class MovedRow:
-    """A row among those that moved most."""
-
     id: int
     l2: float  # how far its embedding moved; NaN or infinite where a value is
     cosine: float  # cosine distance; NaN where there is none
@@ -84,8 +77,6 @@ class MovedRow:
 
 @dataclass(frozen=True)
 class TableDiff:
-    """A table."""
-
     name: str
     status: Status  # what became of it
     rows_before: int | None  # None where it is not there
@@ -101,8 +92,6 @@ class TableDiff:
 
 @dataclass(frozen=True)
 class TensorDiff:
-    """A dense tensor."""
-
     name: str
     of: str  # ``"model"``, or ``"extra"``: of a registered object, sharded over ranks
     status: Status  # what became of it
@@ -130,8 +119,6 @@ class KeyDiff:
 
 @dataclass(frozen=True)
 class ValueDiff:
-    """Something with a name beside tables and tensors."""
-
     # ``"training state"``, with values; ``"extra"`` or ``"extra of ranks"``, a registered object; ``"position"``, of a
     # dataset; ``"plain value"``, of the model; ``"random state"``
     group: str
@@ -145,7 +132,7 @@ class ValueDiff:
 
 @dataclass(frozen=True, repr=False)
 class CheckpointDiff:
-    """What differs between two checkpoints; prints as the text of ``recckpt diff``, and as a page in notebooks."""
+    """Prints as the text of ``recckpt diff``; a page in notebooks."""
 
     before: Side  # the one side
     after: Side  # the other
@@ -160,17 +147,14 @@ class CheckpointDiff:
 
     @property
     def differing(self) -> dict[str, int]:
-        """Number of differences per group; groups without any are omitted."""
         every = [("table", each.status) for each in self.tables] + [("tensor", each.status) for each in self.tensors]
         every += [(each.group, each.status) for each in self.values]
         return dict(Counter(group for group, status in every if status != "same"))
 
     def table(self, name: str) -> TableDiff:
-        """Return a table by its name; KeyError where neither side has it."""
         return {table.name: table for table in self.tables}[name]
 
     def to_dict(self) -> Mapping[str, Any]:
-        """Return all of it as dicts, lists, numbers and strings, as ``--json`` has it."""
         return {"equal": self.is_equal, **asdict(self)}
 
     def to_html(self) -> str:
@@ -252,7 +236,6 @@ def _table_row(table: TableDiff) -> Sequence[str]:
 
 
 def _sections(diff: CheckpointDiff) -> list[_Section]:
-    """Return what differs beside the counts of rows, each with its title and head."""
     moved = [
         (escaped(table.name), str(row.id), f"{row.l2:.4g}", "-" if math.isnan(row.cosine) else f"{row.cosine:.4g}")
         for table in diff.tables
@@ -268,7 +251,6 @@ def _sections(diff: CheckpointDiff) -> list[_Section]:
 
 
 def _slot_rows(tables: Iterable[TableDiff]) -> Iterable[Sequence[str]]:
-    """Yield a row for each distance of each slot that differs."""
     for table in tables:
         for slot in table.slots:
             if table.rows_before is None or table.rows_after is None or slot.is_same:

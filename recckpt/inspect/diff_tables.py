@@ -1,4 +1,4 @@
-"""One table of two checkpoints, compared in bucket order within a bound on memory (no torch here)."""
+"""Compares one table of two checkpoints, in bucket order, in bounded memory."""
 
 from __future__ import annotations
 
@@ -40,12 +40,7 @@ Columns = Callable[[int], tuple[Bytes, Bytes]]  # of both sides, by its number b
 def compare_table(
     before: OpenChain, after: OpenChain, name: str, *, tolerance: float, top: int, threads: int, advance: Advance
 ) -> TableDiff:
-    """Return what became of a table that both have.
-
-    Raises:
-        CorruptCheckpointError: a file is damaged, or an id is twice in one checkpoint.
-        CheckpointRemovedError: its writer removed it, and the storage is not a local file system.
-    """
+    """Compare a table that both checkpoints have; CorruptCheckpointError if an id is twice in one of them."""
     entries = before.manifest.named_table(name), after.manifest.named_table(name)
     others = {slot.name: slot for slot in entries[1].slots}
     there = [(slot, others[slot.name]) for slot in entries[0].slots if slot.name in others]
@@ -75,7 +70,7 @@ def compare_table(
 
 
 class _Room:
-    """Memory for a column of a chunk of rows, on both sides: kept, since the first touch of memory is slow."""
+    """Memory for one column of a chunk of rows, on both sides: reused, as the first touch of memory is slow."""
 
     def __init__(self, columns: Sequence[Sequence[SlotSpec]], pairs: Sequence[Pair]) -> None:
         self._rows = max(1, _CHUNK_BYTES // max(slot.row_bytes for side in columns for slot in side))
@@ -84,10 +79,10 @@ class _Room:
         self._in_order = [names.index(name) for name in (ID, *(pair[0].name for pair in pairs))]
 
     def chunks(self, sides: Sequence[RangeRows], at: Pairing) -> Iterator[tuple[slice, Columns]]:
-        """Yield what gives a column of rows of both sides, which are good until the next: 0 the ids, then the pairs.
+        """Yield a chunk, and a function from a column's number (0: ids, then the pairs) to its rows on both sides.
 
-        Cut also where a batch of the files ends on either side: within one, rows are not copied. Not where few rows lie
-        between the ends, as where the links of a chain are merged.
+        The rows are valid until the next chunk. Chunks also end at the ends of the files' batches, within which rows
+        are not copied, unless these are so close together that chunks would be small, as in merged chains.
         """
         n_rows = len(at[0])
         ends = np.concatenate([side.piece_ends(rows) for side, rows in zip(sides, at, strict=True)])
@@ -104,7 +99,7 @@ class _Room:
 
 
 class BucketDiff:
-    """What was found in some buckets of a table."""
+    """Differences in some buckets of a table."""
 
     def __init__(self, pairs: Sequence[Pair], tolerance: float, top: int) -> None:
         self._pairs = pairs
@@ -124,7 +119,6 @@ class BucketDiff:
         budget_bytes: int,
         advance: Advance,
     ) -> None:
-        """Read both sides of a range of buckets side by side, and compare the rows."""
         cursors = [[LinkCursor(link, buckets) for link in chain] for chain in chains]
         columns = [(ID_SPEC, *chain[0].specs) for chain in chains]
         room = _Room(columns, self._pairs)
@@ -152,7 +146,6 @@ class BucketDiff:
             few_changed = self.n_changed - n_changed <= _FEW * n_both
 
     def _compare_rows(self, column: Columns) -> None:
-        """Compare rows of the same ids, in the same order."""
         ids = column(0)[0].view(np.int64)
         changed = np.zeros(len(ids), np.bool_)
         for number, (name, comparer) in enumerate(self._comparers.items(), start=1):
@@ -208,7 +201,6 @@ class BucketDiff:
 
 
 def slots_of(before: Sequence[SlotSpec], after: Sequence[SlotSpec], diff: BucketDiff | None) -> tuple[SlotDiff, ...]:
-    """Return the slots of both sides, with the differences of those that could be compared."""
     one, other = ({slot.name: slot for slot in slots} for slots in (before, after))
     diffs = []
     for name in {**one, **other}:
@@ -221,11 +213,11 @@ def slots_of(before: Sequence[SlotSpec], after: Sequence[SlotSpec], diff: Bucket
 
 
 def paired(before: Hashes, after: Hashes) -> tuple[Int64s, Int64s]:
-    """Return where the ids that both sides have lie on the one and on the other, in the order of the first.
+    """Return the positions, on each side, of the ids that both sides have, in the order of the first.
 
-    On each side the hashes are all different and in the order of their buckets. Within a bucket, the rows of one run
-    keep their order as long as none goes, and new ones follow them. So each row is looked for at its place in the
-    bucket first, and only those that are not there are sorted and searched.
+    On each side hashes are distinct and ordered by bucket. Within a bucket, rows of one run keep their order while none
+    is deleted, and new rows follow them. So each row is looked for at its own place in the bucket; only the others are
+    sorted and searched.
     """
     if not len(before) or not len(after):
         return np.empty(0, np.int64), np.empty(0, np.int64)

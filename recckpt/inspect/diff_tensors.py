@@ -1,4 +1,4 @@
-"""Dense tensors of two checkpoints, compared a slab at a time (no torch here)."""
+"""Compares dense tensors of two checkpoints, a slab at a time."""
 
 from __future__ import annotations
 
@@ -20,12 +20,7 @@ Array = npt.NDArray[Any]
 
 
 class Comparable(NamedTuple):
-    """A tensor that can be compared, whoever saved it.
-
-    Attributes:
-        of: whose it is: ``"model"`` or ``"extra"``.
-        read: returns some rows as numbers, and of dtypes that numpy lacks, but for bfloat16, their bits.
-    """
+    """A tensor of either side. ``read(begin, end)`` gives rows as numbers; as bits for dtypes that numpy lacks."""
 
     of: str
     name: str
@@ -43,7 +38,6 @@ class Comparable(NamedTuple):
 
 
 def comparable(dense: DenseTensors) -> list[Comparable]:
-    """Return the dense tensors of a checkpoint, of the model and of registered objects that are sharded."""
     return [
         Comparable(one.of, one.name, one.dtype, one.shape, partial(_numbers, dense, one))
         for one in dense.tensors.values()
@@ -53,11 +47,6 @@ def comparable(dense: DenseTensors) -> list[Comparable]:
 def compare_tensors(
     before: Iterable[Comparable], after: Iterable[Comparable], tolerance: float, advance: Callable[[int], object]
 ) -> Iterator[TensorDiff]:
-    """Yield what became of each dense tensor.
-
-    Raises:
-        CorruptCheckpointError: bytes are not those that were saved.
-    """
     old, new = ({(each.of, each.name): each for each in side} for side in (before, after))
     for key in {**old, **new}:
         one, other = old.get(key), new.get(key)
@@ -104,7 +93,7 @@ def _compared(one: Comparable, other: Comparable, tolerance: float) -> TensorDif
 
 
 def _steps(before: Array, after: Array) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
-    """Return which values are the same, two NaN too, and by how much each differs."""
+    """Return which values are equal (NaN equals NaN), and by how much each differs."""
     same = np.asarray(before == after)
     if before.dtype.kind in "fc" and after.dtype.kind in "fc":
         same = same | (np.isnan(before) & np.isnan(after))
@@ -121,12 +110,12 @@ def _wide(values: Array) -> Array:
 
 
 def _is_number(dtype: str) -> bool:
-    """Say whether values of a dtype come as the numbers that they are."""
+    """Say whether values of a dtype are read as numbers, not as bits."""
     return dtype == "bfloat16" or NUMPY_DTYPES[dtype].name == dtype
 
 
 def _numbers(dense: DenseTensors, tensor: StoredTensor, begin: int, end: int) -> Array:
-    """Read some rows of a tensor as numbers; of dtypes that numpy lacks, but for bfloat16, their bits."""
+    """Read rows of a tensor as numbers; as bits if numpy lacks the dtype, bfloat16 excepted."""
     if not tensor.shape:
         values = dense.read(tensor)  # a scalar is one row
     else:

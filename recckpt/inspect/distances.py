@@ -1,6 +1,6 @@
-"""How far rows have moved: L2 and cosine distance, exact where float32 is not enough (no torch here).
+"""How far rows moved: L2 and cosine distance, in float64 where float32 is not exact enough.
 
-Two NaN at the same place are equal. A NaN against a number makes a distance of NaN.
+Two NaN at the same place are equal. NaN against a number makes the distance NaN.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ _WITHIN = (1e-240, 1e300)  # what stands for sums that float64 cannot hold eithe
 
 
 class Moves(NamedTuple):
-    """What became of a slot of the rows that were compared."""
-
     rows: npt.NDArray[np.int64]  # those that have changed, by number
     l2: Floats  # of each of these
     # distance of each of these, from 0 to 2; NaN where a side has none: one value, all zeros, or not finite
@@ -30,7 +28,7 @@ class Moves(NamedTuple):
 
 
 class SlotComparer:
-    """Compares rows of one slot; goes by bytes first while few rows change."""
+    """Compares rows of one slot, by their bytes first as long as few rows change. Not thread-safe."""
 
     def __init__(self, before: SlotSpec, after: SlotSpec, tolerance: float) -> None:
         self._before, self._after, self._tolerance = before, after, tolerance
@@ -39,7 +37,7 @@ class SlotComparer:
         self._steps, self._flags = np.empty(0, np.float32), np.empty(0, np.bool_)
 
     def differing(self, before: Array, after: Array) -> npt.NDArray[np.int64]:
-        """Return the rows of which any byte differs, by number; both sides have one dtype."""
+        """Return the numbers of rows in which any byte differs; both sides have one dtype."""
         n_bytes = before.dtype.itemsize
         words = np.dtype(next(f"u{width}" for width in (8, 4, 2, 1) if n_bytes % width == 0))
         n_words = before.nbytes // words.itemsize
@@ -52,7 +50,7 @@ class SlotComparer:
         return rows[np.concatenate([[True], rows[1:] != rows[:-1]])] if len(rows) else rows
 
     def moves(self, before: Array, after: Array) -> Moves:
-        """Return which rows have changed, by more than the tolerance in any of their values, and how far they moved."""
+        """Return the rows in which a value changed by more than the tolerance, and how far they moved."""
         n_rows = len(before)
         rows = np.arange(n_rows)
         if not self._most_changed and self._before.dtype == self._after.dtype:
@@ -75,7 +73,7 @@ class SlotComparer:
 
 
 def numbers(rows: Array, slot: SlotSpec) -> Array:
-    """Return the bytes of rows as numbers, one row a row, float32 where that holds them exactly."""
+    """Return bytes of rows as numbers, shape (rows, values); as float32 where that is exact."""
     values: Array
     if slot.dtype == "bfloat16":
         values = (rows.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -87,7 +85,7 @@ def numbers(rows: Array, slot: SlotSpec) -> Array:
 
 
 def _quick(before: Array, after: Array, step: Array, *, want_largest: bool) -> tuple[Floats, Floats, Floats]:
-    """Return L2, cosine distance and largest difference of float32 rows, in float32 where that is exact enough."""
+    """Return L2, cosine distance and largest difference of float32 rows, falling back to :func:`_exact`."""
     with np.errstate(all="ignore"):
         np.subtract(after, before, out=step)
         moved, along, size = (
@@ -116,7 +114,7 @@ def _quick(before: Array, after: Array, step: Array, *, want_largest: bool) -> t
 
 
 def _cosine_along(before: Array, after: Array) -> Floats:
-    """Return cosine distances of rows that have kept their direction, such as those that weight decay shrinks."""
+    """Return cosine distances of rows that kept their direction, as under weight decay."""
     one, other = before.astype(np.float64), after.astype(np.float64)
     size, along, size_after = (np.einsum("ij,ij->i", a, b) for a, b in ((one, one), (one, other), (other, other)))
     across = other - (along / size)[:, None] * one
@@ -149,10 +147,9 @@ def _exact(before: Array, after: Array) -> tuple[Floats, Floats, Floats]:
 
 
 def squares(values: Array) -> Array:
-    """Return the sum of squares of each row, exactly 0 of zeros alone; NaN where a value is not finite.
+    """Return the sum of squares of each row: exactly 0 for all zeros, NaN if a value is not finite.
 
-    Args:
-        values: shape (rows, values), one row at least.
+    ``values`` has the shape (rows, values) and at least one row.
     """
     if values.dtype.kind != "f":
         values = values.astype(np.float64)

@@ -1,4 +1,4 @@
-"""Which checkpoints there are, and which are kept for others, for programs that only want to know (no torch here)."""
+"""Which checkpoints exist, and which are kept because others need them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class CheckpointInfo:
         step: global step, None where the saver did not count.
         time: when it was committed, in UTC, as ISO 8601.
         kind: ``"full"`` or ``"delta"``.
-        ephemeral: whether it goes as soon as a newer one is committed.
-        n_bytes: of its own files.
-        state: the numbers and strings, metrics among them, that were given with the save.
+        ephemeral: whether it is removed once a newer one is committed.
+        n_bytes: size of its own files.
+        state: numbers and strings saved with it, such as metrics.
     """
 
     path: str
@@ -45,19 +45,19 @@ class CheckpointInfo:
 
 
 def list_checkpoints(path: Place, state: State | None = None) -> list[CheckpointInfo]:
-    """Return the checkpoints of an output dir that can be used, oldest first; [] of an empty one. Needs no torch.
+    """Return the usable checkpoints of an output dir, oldest first; [] if it is empty. Needs no torch.
 
-    Damaged ones are left out, with an error in the log.
+    Damaged checkpoints are left out and logged as errors.
 
     Args:
         path: an output dir; any fsspec URL.
-        state: only those that were saved with these entries, such as the label ``{"day": "2026-11-22"}``; None for all.
+        state: only checkpoints saved with these entries, such as the label ``{"day": "2026-11-22"}``; None for all.
 
     Raises:
         TypeError: ``state`` is not a mapping.
-        CheckpointNotFoundError: the path is that of a checkpoint itself, or no directory.
-        FormatVersionError: a newer recckpt wrote one.
-        CorruptCheckpointError: there are only damaged ones.
+        CheckpointNotFoundError: the path is a checkpoint itself, or not a directory.
+        FormatVersionError: a newer recckpt wrote one of them.
+        CorruptCheckpointError: all of them are damaged.
     """
     storage, present, labelled = _present(path, state)
     if not present and storage.why_empty():
@@ -80,15 +80,15 @@ def find_checkpoint(
     Args:
         path: an output dir; any fsspec URL.
         which: a step, ``"latest"``, ``"best"``, or an id such as ``"ckpt_300"``.
-        metric: for ``"best"``: name of the number that was given with the saves, or several with their weights, as of
+        metric: for ``"best"``: name of a number saved with the checkpoints, or several with weights, as in
             :class:`recckpt.policies.keep.Best`.
-        mode: for ``"best"``: whether the greatest or the least is best; of equal ones the newer is.
-        state: look only among those that were saved with these entries, such as the label ``{"day": "2026-11-22"}``.
+        mode: for ``"best"``: whether the greatest or the least value is best; the newest of equal ones.
+        state: only checkpoints saved with these entries, such as the label ``{"day": "2026-11-22"}``.
 
     Raises:
         TypeError: ``state`` is not a mapping.
         ValueError: ``"best"`` without a metric, or a metric without ``"best"``.
-        CheckpointNotFoundError: there is no such checkpoint; says which there are.
+        CheckpointNotFoundError: there is no such checkpoint; the message lists those that exist.
         FormatVersionError, CorruptCheckpointError: as :func:`list_checkpoints`.
     """
     if isinstance(which, bool) or not isinstance(which, int | str) or (which == "best") != (metric is not None):
@@ -112,7 +112,7 @@ def find_checkpoint(
 
 
 def is_checkpoint(path: Place) -> bool:
-    """Say whether a path or URL is that of a committed checkpoint itself, with all its files. Needs no torch."""
+    """Say whether a path or URL is a committed checkpoint itself, with all its files. Needs no torch."""
     try:
         return read_checkpoint(*open_parent(os.fspath(path))) is not None
     except (CheckpointNotFoundError, CorruptCheckpointError, ValueError):
@@ -120,14 +120,14 @@ def is_checkpoint(path: Place) -> bool:
 
 
 def refuse_checkpoint(path: Place) -> None:
-    """Raise CheckpointNotFoundError where the path of an output dir is that of a checkpoint itself."""
+    """Raise CheckpointNotFoundError if the path, meant as an output dir, is a checkpoint itself."""
     if is_checkpoint(path):
         what = "is a checkpoint itself, expected an output dir; name its parent"
         raise CheckpointNotFoundError(f"{os.fspath(path)}: {what}")
 
 
 def _id_of_step(checkpoints: Sequence[Checkpoint], step: int, place: str) -> str:
-    """Return the id of a step: the usual one, or that of a manager which gives its ids another prefix."""
+    """Return the id of a step: the usual one, or the one with a manager's own prefix."""
     usual, ending = layout.step_id(step), layout.step_id(step, "")
     named = [each.ckpt_id for each in checkpoints if each.manifest.step == step and each.ckpt_id.endswith(ending)]
     if not named or any(each.ckpt_id == usual for each in checkpoints):
@@ -139,7 +139,7 @@ def _id_of_step(checkpoints: Sequence[Checkpoint], step: int, place: str) -> str
 
 
 def _present(path: Place, state: State | None) -> tuple[Storage, list[Checkpoint], list[Checkpoint]]:
-    """Return an output dir, its checkpoints, newest first, and those of them that were saved with these entries."""
+    """Return an output dir, its checkpoints, newest first, and those saved with the entries of ``state``."""
     if not isinstance(state, Mapping | None):
         raise TypeError(f"state must be a mapping of names to values, or None, found {state!r:.200}")
     storage, labels = open_storage(os.fspath(path)), dict(state or {})
@@ -155,11 +155,11 @@ def _info(storage: Storage, checkpoint: Checkpoint) -> CheckpointInfo:
     return CheckpointInfo(path, *own, dict(record.state))
 
 
-SECOND_CHAIN = "second chain"  # the newest that does not need the full checkpoint which the newest of all needs
+SECOND_CHAIN = "second chain"  # see second_chain()
 
 
 def needed_by(listing: Listing) -> dict[str, list[Checkpoint]]:
-    """Return for each directory the current checkpoints that are read from it beside their own, oldest first."""
+    """Return for each directory the current checkpoints that have it as a base, oldest first."""
     needed: dict[str, list[Checkpoint]] = {}
     for checkpoint in listing.current:
         for link in checkpoint.below:
@@ -168,9 +168,9 @@ def needed_by(listing: Listing) -> dict[str, list[Checkpoint]]:
 
 
 def second_chain(listing: Listing) -> Checkpoint | None:
-    """Return the newest checkpoint apart from the chain of the newest one; None where that is not a delta.
+    """Return the newest checkpoint that needs another full one than the newest; None if that is not a delta.
 
-    Rotation keeps it, so that damage in one full checkpoint does not take all there is.
+    Rotation keeps it, so that one damaged full checkpoint does not make all checkpoints useless.
     """
     regular = [checkpoint for checkpoint in listing.current if not checkpoint.manifest.ephemeral]
     if not regular or not regular[-1].below:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run as they come, for a process beside it, such as one that evaluates them (no torch here)."""
+"""``recckpt.follow``: the checkpoints of a run as they are committed, for a process beside it."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def follow(
     :func:`recckpt.load_into`, :meth:`recckpt.Standby.load`, :func:`recckpt.diff`. It writes nothing.
 
     Args:
-        run: an output dir, which need not be there yet; any fsspec URL.
-        timeout_sec: ends when no checkpoint has come for so long, 0 after those that are there; None: never.
-        every_sec: how long to wait between two looks.
-        after: passes over what is there of steps up to this one, such as the last that was evaluated.
-        newest: passes over all but the newest where several wait, as where the caller is slower than the run.
-        ephemeral: whether ephemeral checkpoints come, too.
+        run: an output dir, which need not exist yet; any fsspec URL.
+        timeout_sec: end when no checkpoint came for this long; 0 ends after those that exist; None never ends.
+        every_sec: seconds between two looks.
+        after: skip existing checkpoints up to this step, such as the last one evaluated.
+        newest: if several wait, because the caller is slower than the run, skip all but the newest.
+        ephemeral: whether to yield ephemeral checkpoints too.
 
     Raises:
-        TypeError, ValueError: an argument is invalid; here and now.
-        CheckpointNotFoundError: ``run`` is a checkpoint itself; here and now.
+        TypeError, ValueError: an argument is invalid; raised by the call itself.
+        CheckpointNotFoundError: ``run`` is a checkpoint itself; raised by the call itself.
         FormatVersionError: a newer recckpt writes there.
     """
     if not isinstance(run, str | os.PathLike):
@@ -75,14 +75,7 @@ def follow(
 
 
 class RunFollower:
-    """Finds the checkpoints of an output dir that it has not returned yet. Not thread-safe.
-
-    Args:
-        storage: the output dir.
-        after: what the first look finds of steps up to this one is passed over.
-        only_newest: passes over all but the newest of what a look finds.
-        with_ephemeral: whether ephemeral checkpoints count.
-    """
+    """Finds the checkpoints of an output dir that it has not returned yet. Not thread-safe."""
 
     def __init__(self, storage: Storage, *, after: int, only_newest: bool, with_ephemeral: bool) -> None:
         self._storage, self._known = storage, ReadOnce()
@@ -93,7 +86,6 @@ class RunFollower:
         self._is_away = False
 
     def each(self, every_sec: float, timeout_sec: float) -> Iterator[CheckpointReader]:
-        """Yield each that is new, until none has come for so long."""
         begin = monotonic()
         while True:
             checkpoint = self._look()
@@ -110,11 +102,7 @@ class RunFollower:
                 log.warning("%s: nothing came: %s", self._storage.url, why_nothing(self._storage))
 
     def _look(self) -> CheckpointReader | None:
-        """Return the oldest checkpoint that is new, open; None where there is none, or the store is away.
-
-        Raises:
-            FormatVersionError: a newer recckpt wrote one.
-        """
+        """Return the oldest new checkpoint, open; None if there is none, or the store does not answer."""
         try:
             checkpoints = self._new()
             self._is_away = False
@@ -147,7 +135,7 @@ class RunFollower:
         return chosen
 
     def _opened(self, checkpoint: Checkpoint) -> CheckpointReader | None:
-        """Open a checkpoint, with the links that the one before has open; None where it is gone, or damaged."""
+        """Open a checkpoint, sharing the open links of the previous one; None if it is gone or damaged."""
         try:
             chain = OpenChain.open(self._storage, checkpoint, self._last)
         except (CheckpointRemovedError, CheckpointNotFoundError) as error:

@@ -297,7 +297,7 @@ class CheckpointReader:
         return values
 
     def _slot(self, name: str) -> tuple[TableEntry, SlotSpec] | None:
-        """Return the table and slot that ``table@slot`` names, ``table@id`` its ids; None for any other name."""
+        """Return the table and slot of a name ``table@slot`` or ``table@id``; None for any other name."""
         table, _, slot = name.rpartition("@")
         entry = None if name in self.chain.tensors.model or not table else self.manifest.table(table)
         if entry is None:
@@ -316,7 +316,7 @@ class CheckpointReader:
         return f"{one_line(self.path)}: {kind}, {content}, {size(manifest.n_bytes)}"
 
     def _repr_html_(self) -> str:
-        """Return a page of what the manifest says: nothing is opened or read for it."""
+        """Return a page made from the manifest alone: nothing is opened or read."""
         manifest, names = self.manifest, self.manifest.names
         tables = []
         for each in manifest.tables:
@@ -335,7 +335,7 @@ class CheckpointReader:
 
 
 def reader_of(chain: OpenChain) -> CheckpointReader:
-    """Return a reader that stays at a checkpoint which is open."""
+    """Return a reader of an open checkpoint; it never moves on."""
     reader = CheckpointReader.__new__(CheckpointReader)
     reader._path, reader._moving, reader._now = chain.storage.url_of(chain.directory), threading.Lock(), chain
     return reader

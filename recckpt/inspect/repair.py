@@ -1,4 +1,4 @@
-"""What crashes leave in an output dir: writes the index file again, tells leftovers apart, and removes dead ones."""
+"""What crashes leave in an output dir: rewrites the index file, classifies leftovers, and removes dead ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LOOKS_APART = 1.0  # seconds that a temporary file has to be there: a save that
 
 @dataclass(frozen=True)
 class Leftover:
-    """Something in an output dir that no reader looks at."""
+    """Files in an output dir that no reader looks at."""
 
     path: str  # of the directory or file, in the output dir
     what: str  # what it is, and whose
@@ -33,35 +33,25 @@ class Leftover:
 
 @dataclass(frozen=True)
 class Repaired:
-    """What :func:`repair` found and did."""
-
     url: str  # the output dir
-    checkpoints: tuple[str, ...]  # ids in the index file that it makes, newest last
-    index_problem: str  # what is wrong with the one that was there; "" where it was right
+    checkpoints: tuple[str, ...]  # ids in the new index file, newest last
+    index_problem: str  # what was wrong with the old index file; "" if nothing was
     leftovers: tuple[Leftover, ...]  # what crashes left
     damaged: dict[str, str]  # directory -> what is wrong, of damaged checkpoints, which are never removed
-    removed: tuple[str, ...]  # paths of the leftovers that are gone, or would go
+    removed: tuple[str, ...]  # paths of the removed leftovers; with dry_run, of those to remove
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """Paths of dead leftovers that are still there."""
+        """Paths of dead leftovers that could not be removed."""
         return tuple(left.path for left in self.leftovers if left.is_dead and left.path not in self.removed)
 
 
 def repair(url: str, *, clean: bool = False, dry_run: bool = False) -> Repaired:
-    """Write the index file of an output dir again, and find what crashes left.
+    """Rewrite the index file of an output dir, and list what crashes left; ``clean`` removes dead leftovers.
 
-    Damaged checkpoints, files that recckpt did not make, and all that the last writer made stay: it may be alive.
-
-    Args:
-        url: the output dir.
-        clean: whether to remove leftovers that no writer can still be writing.
-        dry_run: whether to change nothing, and only say what would be done.
-
-    Raises:
-        CheckpointNotFoundError: it is not an output dir.
-        FormatVersionError: a newer recckpt has written there.
-        OSError: the storage failed; what was being removed may be half removed, and no reader looks at it.
+    Never removes damaged checkpoints, files that recckpt did not make, or files of the last writer, which may be alive.
+    CheckpointNotFoundError if it is not an output dir, FormatVersionError if a newer recckpt wrote there. After an
+    OSError a leftover may be half removed; no reader looks at it.
     """
     storage = open_storage(url)
     listing = list_checkpoints(storage)
@@ -114,7 +104,7 @@ def _leftovers(storage: Storage, listing: Listing) -> Iterator[tuple[Leftover, _
 
 
 def known_takeover(storage: Storage) -> Takeover:
-    """Return the newest takeover; where it is damaged, one by which no writer is known to be dead."""
+    """Return the newest takeover; if it is damaged, one by which no writer is known to be dead."""
     try:
         return last_takeover(storage)
     except CorruptCheckpointError:
@@ -122,7 +112,7 @@ def known_takeover(storage: Storage) -> Takeover:
 
 
 def unfinished(storage: Storage, directory: str, last: Takeover, names: Sequence[str]) -> tuple[str, bool]:
-    """Say what a directory without a manifest is, and whether its writer is dead: it is once a later one took over."""
+    """Say what a directory without a manifest is, and whether its writer is dead, as a later writer took over."""
     died_at_once = bool(names) and all(layout.is_draft(name, layout.INTENT) for name in names)
     try:
         intent = read_intent(storage, directory, names[0] if died_at_once else layout.INTENT)
@@ -141,7 +131,7 @@ def unfinished(storage: Storage, directory: str, last: Takeover, names: Sequence
 
 
 def _clean(storage: Storage, leftovers: list[tuple[Leftover, _Removal]]) -> list[str]:
-    """Remove the dead leftovers, and return the paths of those that are gone afterwards."""
+    """Remove the dead leftovers, and return the paths that are gone afterwards."""
     dead = [(left.path, removal) for left, removal in leftovers if left.is_dead]
     directories = [path for path, _ in dead if not layout.is_temporary(path)]
     sizes = {path: sum(file.n_bytes for file in storage.listed(path).values()) for path in directories}

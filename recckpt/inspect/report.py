@@ -1,4 +1,4 @@
-"""A look at a run: its output dir, its timeline, and the rows of its newest checkpoint (no torch here)."""
+"""``recckpt.report``: the health of a run from its output dir, its timeline, and the rows of its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -126,11 +126,7 @@ def _report(storage: Storage, listing: Listing, threads: int) -> RunReport:
 
 
 def _read_newest(storage: Storage, checkpoint: Checkpoint, threads: int) -> tuple[list[TableHealth], list[str]]:
-    """Return how the tables of a checkpoint are, and what is wrong with its files that hold no rows.
-
-    Raises:
-        CheckpointRemovedError: its writer removed it meanwhile.
-    """
+    """Return the health of the tables of a checkpoint, and the damage of its files without rows."""
     manifest, directory = checkpoint.manifest, checkpoint.directory
     opened, look = OpenChain.open(storage, checkpoint), Checkup(storage, directory)
     n_bytes = sum(table.rows * table.row_bytes for table in manifest.tables)
@@ -150,7 +146,7 @@ def _read_newest(storage: Storage, checkpoint: Checkpoint, threads: int) -> tupl
 
 
 def _clock(manifest: Manifest) -> Clock:
-    """Return when a checkpoint was taken, by the time of its events where its run has one."""
+    """Return the step and time of a checkpoint, by event time if its run has it."""
     event_time, written = manifest.state.get(EVENT_TIME), time_of(manifest.time)
     try:
         if isinstance(event_time, int | float):
@@ -176,7 +172,6 @@ def _leftovers(storage: Storage, listing: Listing) -> Iterator[UnusableDirectory
 
 
 def _chains(listing: Listing) -> Iterator[ChainCost]:
-    """Yield what each chain costs; a link that several checkpoints are read from is kept once."""
     families: dict[str, list[Checkpoint]] = {}
     for checkpoint in listing.current:
         families.setdefault(checkpoint.links[-1].directory, []).append(checkpoint)
@@ -195,7 +190,7 @@ def _chains(listing: Listing) -> Iterator[ChainCost]:
 
 
 def _read_bytes(checkpoint: Checkpoint) -> int:
-    """Return the bytes that a restore reads: of the links below only those of files with rows."""
+    """Return how many bytes a restore reads: of base checkpoints only files with rows."""
     rows_below = [file for link in checkpoint.below for file in link.manifest.files if layout.has_rows(file.name)]
     return checkpoint.manifest.n_bytes + sum(file.n_bytes for file in rows_below)
 

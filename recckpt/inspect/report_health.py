@@ -1,4 +1,4 @@
-"""What is unhealthy in a run, what to do, and how often to save: pure judgement of what was found (no torch here)."""
+"""Judges a run: what is unhealthy, what to do about it, and how often to save."""
 
 from __future__ import annotations
 
@@ -87,12 +87,9 @@ _REMEDIES = {  # why near saves were left out -> what to do
 
 
 def findings_of(run: RunHealth, now: datetime, overdue_sec: float | None = None) -> list[Finding]:
-    """Return what is unhealthy, problems first; the findings that it has already do not count.
+    """Return the findings, problems first.
 
-    Args:
-        run: the run.
-        now: the time.
-        overdue_sec: the age of the newest checkpoint from which on a missing save is a problem; None for the usual.
+    ``overdue_sec`` is the age of the newest checkpoint at which a missing save is a problem; None for the usual.
     """
     findings = [*_of_dir(run)]
     if run.checkpoints:
@@ -189,13 +186,12 @@ def _of_table(where: str, table: TableHealth) -> Iterator[Finding]:
 
 
 def _first_of(damage: Sequence[str]) -> str:
-    """Name the first thing that is damaged, and say how many more are."""
     more = f" (and {count(len(damage) - 1)} more)" if len(damage) > 1 else ""
     return one_line(damage[0]) + more
 
 
 def _of_age(run: RunHealth, now: datetime, overdue_sec: float | None) -> Iterator[Finding]:
-    """Yield a missing save: a problem where the caller set the limit or reads no rows; else the run may have ended."""
+    """Yield a missing save: a problem if the caller set the limit or reads no rows; else the run may have ended."""
     if run.ended is not None:
         return
     newest = run.checkpoints[-1]
@@ -238,12 +234,7 @@ def _of_saves(saves: Sequence[SaveTimes]) -> Iterator[Finding]:
 
 
 def advice_of(saves: Sequence[SaveTimes], failures_per_day: float) -> IntervalAdvice | None:
-    """Return how often to save; None where the saves do not say how long they take.
-
-    Args:
-        saves: the last ones, oldest first, those that failed too.
-        failures_per_day: how often the run fails; above 0.
-    """
+    """Return how often to save; None if the timeline does not say how long saves take."""
     history = History.of_committed(saves)
     pauses = [save.blocked_sec for save in history.last if save.blocked_sec is not None]
     totals = [save.total_sec for save in history.last if save.total_sec is not None]
@@ -264,11 +255,7 @@ def advice_of(saves: Sequence[SaveTimes], failures_per_day: float) -> IntervalAd
 
 
 def near_health(saves: Sequence[SaveTimes]) -> NearHealth | None:
-    """Return what became of the near saves before the last checkpoints; None where there were none.
-
-    Args:
-        saves: the last ones, oldest first, those that failed too.
-    """
+    """Return how the near saves before the last checkpoints went; None if there were none."""
     history = History.of_committed(saves)
     entries = [save.near for save in history.last if save.near is not None and save.near.n_due]
     if not entries:
@@ -299,20 +286,19 @@ def near_health(saves: Sequence[SaveTimes]) -> NearHealth | None:
 
 
 def _mean(lines: Iterable[object], name: str, n: int | None = None) -> float | None:
-    """Return the average of a figure; with ``n``, of the sums that lines have of so many."""
+    """Return the mean of an attribute over those that have it; with ``n``, the sum divided by ``n``."""
     values = [value for line in lines if (value := getattr(line, name)) is not None]
     n = len(values) if n is None else n
     return sum(values) / n if values and n else None
 
 
 def _lost(gaps_steps: Sequence[int], total_sec: float | None, history: History) -> int | None:
-    """Return how many steps there are at most from what a save has until the next one counts."""
+    """Return the most steps between two saves, plus those trained until the next one counts."""
     pace = steps_per_sec([], history)
     return None if not gaps_steps or total_sec is None or pace is None else round(max(gaps_steps) + total_sec * pace)
 
 
 def near_findings(saves: Sequence[SaveTimes]) -> Iterator[Finding]:
-    """Yield what is unhealthy in the near saves before the newest checkpoint."""
     committed = [save for save in saves if save.error is None]
     last = committed[-1].near if committed else None
     if last is None:

@@ -1,4 +1,4 @@
-"""A report as a page that needs no other file, no network and no script; every name in it is escaped."""
+"""A report as a self-contained HTML page without scripts; every name in it is escaped."""
 
 from __future__ import annotations
 
@@ -60,18 +60,14 @@ Line = Sequence[float | None]
 
 
 class RunReport(RunHealth):
-    """How a run is; prints as the text of ``recckpt report``, and notebooks show its page."""
+    """Prints as the text of ``recckpt report``; a page in notebooks."""
 
     def to_html(self) -> str:
-        """Return a page that needs no other file, no network and no script.
-
-        Raises:
-            MissingLibraryError: matplotlib, which draws the plots, is not installed.
-        """
+        """Return a self-contained page; MissingLibraryError without matplotlib."""
         return html.page(f"recckpt: {one_line(self.url)}", _body_of(self))
 
     def _repr_html_(self) -> str | None:
-        """Return what a notebook shows; None without matplotlib, where it shows the text."""
+        """Return the page; None without matplotlib, which makes a notebook show the text."""
         try:
             return _body_of(self)
         except MissingLibraryError:
@@ -97,7 +93,6 @@ def _body_of(run: RunHealth) -> str:
 
 
 def _prose(words: str) -> str:
-    """Return text in which commands stand between backticks."""
     return re.sub("`([^`]+)`", r"<code>\1</code>", html.text(words))
 
 
@@ -106,7 +101,6 @@ def _note(words: str) -> str:
 
 
 def _metrics(run: RunHealth) -> Iterator[str]:
-    """Yield the metrics and learning rates of the last saves, drawn by step."""
     metrics = text.metrics_by_save(run.saves)
     yield from html.section("Metrics", text.METRIC_HEAD, text.metric_rows(run.saves), text.NUMBERS)
     if metrics:
@@ -178,7 +172,6 @@ def _saves(run: RunHealth) -> Iterator[str]:
 
 
 def _near(run: RunHealth) -> Iterator[str]:
-    """Yield what became of near saves, and what one costs beside a delta."""
     if run.near is None and run.near_now is None:
         return
     yield "<h2>Near saves</h2>"
@@ -205,7 +198,7 @@ def _near(run: RunHealth) -> Iterator[str]:
 
 
 def _along(steps: Sequence[int | None], what: str) -> tuple[list[float], str]:
-    """Return where things stand in a plot: at their steps, if these rise, or one beside the other."""
+    """Return x values and their name: steps if they rise, else consecutive numbers."""
     known = [step for step in steps if step is not None]
     if len(known) == len(steps) and len(set(known)) == len(known) and known == sorted(known):
         return [float(step) for step in known], "step"
@@ -259,7 +252,6 @@ def _chart(
     *,
     from_zero: bool = True,
 ) -> tuple[str, str]:
-    """Return lines with a key of their names, if they have any."""
     items = (
         f'<span><i style="background:{colour}"></i>{html.text(name)}</span>'
         for (name, _), colour in zip(series, COLOURS, strict=False)
@@ -277,7 +269,6 @@ def _plots(*plots: tuple[str, str]) -> str:
 
 
 def _short(name: str) -> str:
-    """Return a name as it is shown over and under plots; the table of all tables has it whole."""
     shown = escaped(name)
     return shown if len(shown) <= _NAME else f"{shown[:_NAME]}…"
 
@@ -285,8 +276,6 @@ def _short(name: str) -> str:
 def lines(
     x: Sequence[float], series: Sequence[Line], unit: Callable[[float, Any], str], *, from_zero: bool = True
 ) -> str:
-    """Return lines, from zero up or where they lie, one a colour; None is a gap."""
-
     def draw(axes: Any) -> None:
         marker = "o" if len(x) <= 40 else None
         for values, colour in zip(series, COLOURS, strict=False):
@@ -304,8 +293,6 @@ def lines(
 
 
 def histogram(bars: Bars, colour: str) -> str:
-    """Return bars over a scale of logarithms, as high as the logarithms of their counts."""
-
     def draw(axes: Any) -> None:
         edges, counts = np.array(bars.edges), np.array(bars.counts)
         axes.set_xscale("log")
@@ -321,7 +308,6 @@ def histogram(bars: Bars, colour: str) -> str:
 
 
 def short(value: float, _: Any = None) -> str:
-    """Return a number of an axis in few characters."""
     for unit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= unit:
             return f"{value / unit:.3g}{letter}"
@@ -333,7 +319,7 @@ def n_bytes(value: float, _: Any = None) -> str:
 
 
 def _drawn(draw: Callable[[Any], None]) -> str:
-    """Return a plot as SVG whose text has the colour of that of the page, light or dark."""
+    """Return a plot as SVG whose text takes the page's colour, light or dark."""
     library, figures = needed("matplotlib", "report"), needed("matplotlib.figure", "report")
     with library.rc_context(_SETTINGS), io.StringIO() as out:
         figure = figures.Figure(figsize=_INCHES)

@@ -1,4 +1,4 @@
-"""How a run is, as data (no torch here)."""
+"""The health of a run, as data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXPLODING = 100  # times the median of the norms
 
 @dataclass(frozen=True)
 class SaveCost:
-    """What a save of a kind costs, on the average of the last ones; None where that is not known."""
+    """Mean cost of the last saves of a kind; None for unknown figures."""
 
     pause_sec: float | None  # how long training stands still for it
     total_sec: float | None  # from the call until it counts
@@ -26,8 +26,6 @@ class SaveCost:
 
 @dataclass(frozen=True)
 class NearHealth:
-    """How near saves went, by what the timeline says of the last checkpoints."""
-
     due: int  # how many were due
     made: int  # how many were acknowledged
     failed: int  # how many have failed
@@ -43,8 +41,6 @@ class NearHealth:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is unhealthy."""
-
     level: Level  # ``"problem"`` where state is lost or wrong, ``"warning"`` where it may become so, or costs
     what: str  # what it is
     remedy: str  # what to do
@@ -52,8 +48,6 @@ class Finding:
 
 @dataclass(frozen=True)
 class CheckpointSize:
-    """A committed checkpoint."""
-
     ckpt_id: str
     directory: str  # where it lies in the output dir
     step: int | None  # global step, None where the saver did not count
@@ -71,23 +65,19 @@ class CheckpointSize:
 
 @dataclass(frozen=True)
 class LargeRow:
-    """A row among those of the largest embeddings."""
-
     id: int
     norm: float  # Euclidean norm of its embedding
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """How the numbers of a table's rows are spread: their norms, counts or ages."""
-
     spread: Spread  # least, most and quantiles
     bars: Bars | None  # the same to draw
 
 
 @dataclass(frozen=True)
 class ChainCost:
-    """A full checkpoint and the deltas that stand on it."""
+    """A full checkpoint and the deltas based on it."""
 
     base: str  # id of the full checkpoint
     newest: str  # id of the newest that stands on it, or its own
@@ -100,8 +90,6 @@ class ChainCost:
 
 @dataclass(frozen=True)
 class TableHealth:
-    """The rows of a table in the newest checkpoint."""
-
     name: str
     rows: int  # by the manifest
     row_bytes: int  # of one row, its id and all slots
@@ -126,8 +114,6 @@ class TableHealth:
 
 @dataclass(frozen=True)
 class IntervalAdvice:
-    """How often to save, by what the last saves have taken."""
-
     failures_per_day: float  # how often the run fails, as it was given
     pause_sec: float  # how long training stands still for a save; the median
     total_sec: float  # from the begin of a save until it is committed; the median
@@ -140,8 +126,6 @@ class IntervalAdvice:
 
 @dataclass(frozen=True)
 class UnusableDirectory:
-    """A directory that is no checkpoint which counts."""
-
     directory: str  # its name in the output dir
     # ``"damaged"``, ``"newer"`` or ``"older"`` than this recckpt reads, ``"unreadable"``, ``"fenced"``: committed too
     # late, or ``"unfinished"``
@@ -152,8 +136,6 @@ class UnusableDirectory:
 
 @dataclass(frozen=True, repr=False)
 class RunHealth:
-    """How a run is."""
-
     url: str  # the output dir
     findings: tuple[Finding, ...]  # what is unhealthy, problems first
     checkpoints: tuple[CheckpointSize, ...]  # those that can be used, oldest first
@@ -175,13 +157,10 @@ class RunHealth:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether there is no problem; there may be warnings."""
         return all(finding.level != "problem" for finding in self.findings)
 
     def table(self, name: str) -> TableHealth:
-        """Return a table by its name; KeyError where the newest checkpoint has none of it."""
         return {table.name: table for table in self.tables}[name]
 
     def to_dict(self) -> Mapping[str, Any]:
-        """Return all of it as dicts, lists, numbers and strings, as ``--json`` has it."""
         return {"healthy": self.is_healthy, **asdict(self)}

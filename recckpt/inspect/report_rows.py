@@ -1,4 +1,4 @@
-"""The tables of a checkpoint read once, every byte checked, and their rows counted as they pass (no torch here)."""
+"""Reads the tables of a checkpoint once, checks every byte, and gathers statistics of the rows."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ Rows = Int64s | slice  # of arrays: their numbers, or slice(None) for all
 
 
 def damage_text(error: Exception) -> str:
-    """Return the message of an error, without the remedy that every CorruptCheckpointError has."""
+    """Return an error's message without the remedy that all CorruptCheckpointErrors share."""
     return str(error).removesuffix(f"; {CorruptCheckpointError.REMEDY}")
 
 
 def read_parts(look: Checkup, files: Files, clock: Clock, threads: int, advance: Advance) -> list[TableHealth]:
-    """Read the parts of a full checkpoint whose other files have been checked, a part a thread.
+    """Read the parts of a full checkpoint, one a thread; its other files have been checked.
 
-    What is damaged is said of each table, and left out of its figures.
+    Damaged batches are listed with their table, and left out of its figures.
     """
     tasks = list(look.part_tasks())
     catalogs = (layout.MANIFEST, *(shard.catalog for shard in look.record.shards))
@@ -101,7 +101,7 @@ def _read_part(
 
 
 def read_chain(opened: OpenChain, clock: Clock, threads: int, advance: Advance) -> Iterator[TableHealth]:
-    """Read a delta and what it stands on: table by table, a range of buckets a thread; damage as of full ones."""
+    """Read a delta and its bases, table by table, a range of buckets a thread; damage as in :func:`read_parts`."""
     frames: dict[str, tuple[str, ...]] = {}
     for table in opened.manifest.tables:
         try:
@@ -121,9 +121,9 @@ def read_chain(opened: OpenChain, clock: Clock, threads: int, advance: Advance) 
 
 
 def _frame_damage(chain: Sequence[TableReader], known: dict[str, tuple[str, ...]]) -> list[str]:
-    """Return what is wrong between the values of the parts of a table, each looked at once for all of its tables.
+    """Return the damage between the values of a table's parts; each part is checked once for all its tables.
 
-    Of files that are not mapped it would all have to be read again, which a restore does not either.
+    Only mapped files are checked: others would have to be read again, which a restore does not do either.
     """
     found: list[str] = []
     for link in chain:
@@ -155,7 +155,10 @@ def _read_slice(
 
 
 class RowCounts:
-    """What some rows of a table come to; not thread-safe. Rows whose norm is not above a floor are not named."""
+    """Statistics of some rows of a table. Not thread-safe.
+
+    ``floor``: the largest rows are only named if their norm is above it.
+    """
 
     def __init__(self, entry: TableEntry, clock: Clock, floor: float = -1.0) -> None:
         self._floor = floor
@@ -168,7 +171,7 @@ class RowCounts:
         self.n_rows = self._dead = self._untrained = 0
 
     def add_piece(self, piece: RowPiece, rows: Int64s) -> None:
-        """Count some rows of a piece, which are in order and have all slots."""
+        """Add some rows of a piece with all slots; ``rows`` is sorted."""
         if not len(rows):
             return
         step = max(1, _CHUNK_BYTES // sum(column.itemsize for column in piece.columns))
@@ -182,9 +185,9 @@ class RowCounts:
             self.add(piece.ids[first:end], values, slice(None) if len(some) == end - first else some - first)
 
     def add(self, ids: Int64s, columns: Mapping[str, Array], rows: Rows = slice(None)) -> None:
-        """Count some of the rows: columns of all slots, each of shape (rows, values).
+        """Add rows, all but few of the columns, which have the shape (rows, values) and all slots.
 
-        Few rows are meant to be left out: sums are made of all, which takes less than to copy those that count.
+        Sums are taken over all rows and then selected, which is faster than to copy the selected rows.
         """
         ids = ids[rows]
         if not len(ids):
@@ -220,7 +223,6 @@ class RowCounts:
             self._untrained += len(left)
 
     def _add_not_finite(self, slot: str, ids: Int64s, sums: Array) -> None:
-        """Count the rows whose sum of squares is NaN: a value is not finite."""
         if np.isnan(sums.max()):
             wrong = np.flatnonzero(np.isnan(sums))
             self._name_not_finite(slot, len(wrong), map(int, ids[wrong[:_NAMED_ROWS]]))
@@ -231,7 +233,6 @@ class RowCounts:
 
     @property
     def least_named(self) -> float:
-        """The norm above which a row is among the largest so far."""
         return self._largest[-1].norm if len(self._largest) == _NAMED_ROWS else self._floor
 
     def _keep_largest(self, ids: Int64s, norms: Floats) -> None:

@@ -1,4 +1,4 @@
-"""A report as text for people: cells that the terminal and the page share."""
+"""A report as text: rows and lines that the terminal and the page share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ WHY_SKIPPED = {  # why a near save was left out, as the timeline says it -> as p
 
 
 def lines_of(run: RunHealth) -> list[Line]:
-    """Return the lines that ``recckpt report`` prints."""
     near: list[Line] = [*near_lines(run)]
     if run.near is not None and run.near.made:
         near.append(Table(NEAR_HEAD, list(near_rows(run.near)), NUMBERS))
@@ -45,7 +44,6 @@ def lines_of(run: RunHealth) -> list[Line]:
 
 
 def verdict(run: RunHealth) -> str:
-    """Return in one line how a run is."""
     n_problems = sum(finding.level == "problem" for finding in run.findings)
     n_warnings = len(run.findings) - n_problems
     counted = [plural(n, what) for n, what in ((n_problems, "problem"), (n_warnings, "warning")) if n]
@@ -54,7 +52,7 @@ def verdict(run: RunHealth) -> str:
 
 
 def metrics_by_save(saves: Iterable[SaveTimes]) -> dict[str, list[float | str | None]]:
-    """Return each metric, then each learning rate of tables, at each save that did not fail; None where it has none."""
+    """Return each metric, then each learning rate, at each committed save; None for a save without it."""
     saves = [save for save in saves if save.error is None]
     names = dict.fromkeys(name for save in saves for name in save.metrics)
     in_order = sorted(names, key=lambda name: name.startswith("sparse_lr_"))
@@ -92,7 +90,6 @@ def checkpoint_rows(checkpoints: Iterable[CheckpointSize]) -> Iterator[Sequence[
 
 
 def chain_rows(chains: Iterable[ChainCost]) -> Iterator[Sequence[str]]:
-    """Yield a row for each chain: what it costs to keep, and to restore its newest checkpoint."""
     for chain in chains:
         yield (
             escaped(chain.base),
@@ -107,7 +104,6 @@ def chain_rows(chains: Iterable[ChainCost]) -> Iterator[Sequence[str]]:
 
 
 def table_row(table: TableHealth) -> Sequence[str]:
-    """Return how the rows of a table are; "-" for what is not known, as where they were not read."""
     norms = table.norms.spread if table.norms else None
     return (
         escaped(table.name),
@@ -122,7 +118,6 @@ def table_row(table: TableHealth) -> Sequence[str]:
 
 
 def near_rows(near: NearHealth) -> Iterator[Sequence[str]]:
-    """Yield what a near save costs, and a delta."""
     for what, cost in (("near save", near.near), ("delta", near.delta)):
         if cost is not None:
             seconds = ("-" if sec is None else duration(sec) for sec in (cost.pause_sec, cost.total_sec))
@@ -130,7 +125,6 @@ def near_rows(near: NearHealth) -> Iterator[Sequence[str]]:
 
 
 def near_lines(run: RunHealth) -> Iterator[str]:
-    """Yield what people read of near saves, but for what one costs."""
     if (near := run.near) is not None:
         every = "" if near.every_steps is None else f" every {near.every_steps:.3g} steps"
         every = " every step" if near.every_steps == 1 else every
@@ -148,7 +142,6 @@ def near_lines(run: RunHealth) -> Iterator[str]:
 
 
 def advice_words(advice: IntervalAdvice) -> str:
-    """Return in one line how often to save."""
     failures = "one failure" if advice.failures_per_day == 1 else f"{advice.failures_per_day:g} failures"
     best = f"saving every {duration(advice.best_sec)} would cost {100 * advice.best_share:.2g} % of the time"
     usual = ""

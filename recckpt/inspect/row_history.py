@@ -1,4 +1,4 @@
-"""``recckpt.inspect.history``: rows of a table over the checkpoints of a run, read from what has changed (no torch)."""
+"""``recckpt.inspect.history``: rows of a table over the checkpoints of a run, read from what changed."""
 
 from __future__ import annotations
 
@@ -41,8 +41,6 @@ StoredRow = Mapping[str, npt.NDArray[Any]]  # slot -> its values, bfloat16 as fl
 
 @dataclass(frozen=True)
 class RowAt:
-    """A row in one checkpoint."""
-
     ckpt_id: str  # the checkpoint
     step: int | None  # its global step, None where the saver did not count
     time: str  # when it was committed, in UTC, as ISO 8601
@@ -62,15 +60,12 @@ class RowAt:
 
 @dataclass(frozen=True)
 class RowHistory:
-    """A row over the checkpoints of a run."""
-
     id: int  # its id
     states: tuple[RowAt, ...]  # the row in each checkpoint, oldest first
     was_forgotten: bool = False  # whether the audit has the id among those that were asked to be forgotten
 
     @property
     def is_known(self) -> bool:
-        """Whether the row is in any checkpoint."""
         return any(state.norm is not None for state in self.states)
 
 
@@ -82,7 +77,7 @@ class TableHistory:
         url: the output dir.
         table: name of the table.
         rows: in the order of the ids that were asked for.
-        damage: directory of a checkpoint -> what is wrong with it, or with a link that it stands on.
+        damage: directory of a checkpoint -> what is wrong with it or with a link of its chain.
     """
 
     url: str
@@ -91,11 +86,9 @@ class TableHistory:
     damage: Mapping[str, str]
 
     def row(self, id_: int) -> RowHistory:
-        """Return the history of an id; KeyError where it was not asked for."""
         return {row.id: row for row in self.rows}[id_]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as dicts, lists, numbers and strings, as ``--json`` has it."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -165,12 +158,9 @@ NamedRows = Mapping[int, StoredRow | None]  # id -> its row, None where it is de
 
 
 def _named_rows(storage: Storage, checkpoint: Checkpoint, table: str, ids: Int64s) -> NamedRows | str:
-    """Return the rows of sorted, distinct ids in a checkpoint's own files; or why this is unknown.
+    """Return the rows of sorted, distinct ids in a checkpoint's own files; or why they are unknown.
 
-    Batches that cannot contain them are not read.
-
-    Raises:
-        CheckpointRemovedError: its writer removed it meanwhile.
+    Batches that cannot contain them are not read. CheckpointRemovedError if its writer removed it meanwhile.
     """
     entry = checkpoint.manifest.table(table)
     if entry is None:
@@ -192,7 +182,7 @@ def _named_rows(storage: Storage, checkpoint: Checkpoint, table: str, ids: Int64
 def _states(
     id_: int, checkpoints: Sequence[Checkpoint], table: str, links: Mapping[str, NamedRows | str]
 ) -> Iterator[RowAt]:
-    """Yield a row in each of the checkpoints, oldest first, by what the own files of each of their links say of it."""
+    """Yield one row's state in each checkpoint, oldest first, by what the files of its links say."""
     before: StoredRow | None = None
     since: Checkpoint | None = None
     was_there, is_first = False, True
@@ -220,7 +210,7 @@ def _states(
 def _row_in(
     checkpoint: Checkpoint, table: str, id_: int, links: Mapping[str, NamedRows | str]
 ) -> StoredRow | str | None:
-    """Return a row by the newest link that names it, None where it is not there; a text where a link is damaged."""
+    """Return a row by the newest link that names it, None if it is absent, a text if a link is damaged."""
     for link in checkpoint.links:
         entry, named = link.manifest.table(table), links[link.directory]
         if entry is None:
@@ -259,12 +249,10 @@ def _row_at(
 
 
 def _norm(values: npt.NDArray[Any]) -> float:
-    """Return the Euclidean norm of an array, NaN where a value is not finite."""
     return float(np.sqrt(squares(np.reshape(values, (1, -1))), dtype=np.float64)[0]) if np.size(values) else 0.0
 
 
 def lines_of(history: TableHistory) -> list[Line]:
-    """Return a table for each row, and what is damaged."""
     lines: list[Line] = []
     for row in history.rows:
         forgotten = ", which was asked to be forgotten" if row.was_forgotten else ""

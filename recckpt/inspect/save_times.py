@@ -1,4 +1,4 @@
-"""The last saves and how they went, by ``timeline.jsonl``, where people may have edited fields: then they are None."""
+"""The last saves, from ``timeline.jsonl``. People may have edited it: a field of another type counts as missing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEAR = "near"  # the kind of a near save that has failed, which fails no checkpo
 
 @dataclass(frozen=True)
 class NearTimes:
-    """What became of the near saves between a checkpoint and the one before; None or 0 where no line says it."""
+    """The near saves between a checkpoint and the one before; None or 0 for what the line lacks."""
 
     made: int  # those that were acknowledged
     failed: int  # those that have failed
@@ -44,7 +44,7 @@ class NearTimes:
 
 @dataclass(frozen=True)
 class SaveTimes:
-    """A save by its line in ``timeline.jsonl``; what the line does not say, or says as no number, is None."""
+    """A save, from its line in ``timeline.jsonl``; None for what the line lacks."""
 
     ckpt_id: str | None  # the checkpoint
     step: int | None  # global step
@@ -76,7 +76,7 @@ def saves_of(lines: Iterable[Mapping[str, Any]]) -> list[SaveTimes]:
 
 
 def seconds_to_write(saves: Iterable[SaveTimes], n_bytes: int, n_checkpoints: int) -> float | None:
-    """Return how long so many bytes in so many checkpoints take at the pace of saves; None where no line says it."""
+    """Estimate how long this many bytes and checkpoints take at the pace of past saves; None if that is unknown."""
     lines = [save for save in saves if save.n_bytes and save.write_sec and save.error is None]
     if not lines:
         return None
@@ -104,7 +104,7 @@ def save_times(line: Mapping[str, Any]) -> SaveTimes:
 
 
 def _metrics(values: object) -> dict[str, float | str]:
-    """Return the numbers among them, and the names of those that are not finite; without the counts of a manager."""
+    """Return the numbers, and the names of non-finite ones, without the manager's counts."""
     named = values.items() if isinstance(values, Mapping) else ()
     numbers = ((name, value if value in NOT_FINITE else _finite(value)) for name, value in named)
     return {name: number for name, number in numbers if number is not None and name not in _COUNTS}
@@ -135,13 +135,11 @@ def _count(value: object) -> int | None:
 
 
 def _number(value: object) -> float | None:
-    """Return a number of seconds, bytes or rows, None for all else."""
     number = _finite(value)
     return number if number is not None and 0 <= number < 1e18 else None
 
 
 def _finite(value: object) -> float | None:
-    """Return a number that can be drawn, None for all else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -157,8 +155,6 @@ def _text(value: object) -> str | None:
 
 @dataclass(frozen=True)
 class Pause:
-    """How long training stood still: for the last save, and for the last ones."""
-
     last_sec: float
     median_sec: float
     max_sec: float
@@ -167,8 +163,6 @@ class Pause:
 
 @dataclass(frozen=True)
 class History:
-    """How the last saves went, oldest first."""
-
     saves: Sequence[SaveTimes]  # those that are committed
     failed: Sequence[SaveTimes]  # those that failed since the last of them
     ended: str | None = None  # when training ended well, if no save was begun since
@@ -183,13 +177,12 @@ class History:
 
     @property
     def pause(self) -> Pause | None:
-        """How long training stood still, None where no line says it."""
         pauses = [line.blocked_sec for line in self.last if line.blocked_sec is not None]
         return Pause(pauses[-1], median(pauses), max(pauses), len(pauses)) if pauses else None
 
     @property
     def every_sec(self) -> float | None:
-        """The usual seconds from one save to the next, None until that is known."""
+        """The usual seconds from one save to the next; None until known."""
         times = [time for line in self.last if (time := time_of(line.time)) is not None]
         if len(times) < 2:
             return None
@@ -199,7 +192,7 @@ class History:
 
     @property
     def overdue_sec(self) -> float | None:
-        """The age of the newest checkpoint from which on the next save is missed, None until that is known."""
+        """The age of the newest checkpoint at which the next save counts as missed; None until known."""
         return None if self.every_sec is None else max(_OVERDUE * self.every_sec, _LEAST_OVERDUE_SEC)
 
 

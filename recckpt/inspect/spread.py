@@ -1,4 +1,4 @@
-"""How values are spread, in bounded memory: exact ends, and quantiles of a histogram (no torch here)."""
+"""The spread of values in bounded memory: exact ends, quantiles from a histogram."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_WAITING = 1 << 13  # what counts them stays in the caches of a core
 
 @dataclass(frozen=True)
 class Spread:
-    """How the finite ones of some values, none negative, are spread."""
+    """Ends and quantiles of non-negative values; those that are not finite are counted apart."""
 
     n: int  # how many there are
     least: float  # the smallest one
@@ -29,17 +29,15 @@ class Spread:
 
 @dataclass(frozen=True)
 class Bars:
-    """A histogram to draw, of a few bars side by side."""
-
     zeros: int  # how many values are 0, which has no place on a scale of logarithms
     edges: tuple[float, ...]  # of the bars, in order, one more than there are bars; () where all values are 0
     counts: tuple[int, ...]  # how many values each has
 
 
 class Histogram:
-    """Counts values in bins of equal relative width, from the smallest to the largest that came; not thread-safe.
+    """Counts non-negative values in bins of equal relative width. Not thread-safe.
 
-    It takes 1 kB for each power of two between these, at most 2 MiB, whatever the number of values.
+    Takes 1 kB for each power of two between the smallest and largest value, at most 2 MiB.
     """
 
     def __init__(self) -> None:
@@ -50,7 +48,6 @@ class Histogram:
         self._n_waiting = 0
 
     def add(self, values: Floats) -> None:
-        """Count values, none of them negative."""
         self._waiting.append(values)
         self._n_waiting += len(values)
         if self._n_waiting >= _MOST_WAITING:
@@ -99,7 +96,6 @@ class Histogram:
         self._not_finite += other._not_finite
 
     def spread(self) -> Spread | None:
-        """Return how the values are spread, None where there were none."""
         self._count()
         up_to = self._zeros + np.concatenate([[0], np.cumsum(self._counts)])
         n = int(up_to[-1])
@@ -111,13 +107,13 @@ class Histogram:
         return Spread(n, self._least, self._most, quantiles, self._not_finite)
 
     def n_above(self, value: float) -> int:
-        """Return about how many values are larger than ``value``: those of its own bin do not count."""
+        """Return about how many values are larger than ``value``; those of its own bin do not count."""
         self._count()
         at = int(np.float64(value).view(np.int64) >> _SHIFT) + 1 - self._first
         return int(self._counts[max(0, at) :].sum())
 
     def n_that_carry(self, share: float) -> int:
-        """Return how many of the values, the largest first, make up a share of the sum of all."""
+        """Return how many values, largest first, make up this share of the sum."""
         self._count()
         counts, middles = self._counts[::-1], self._middles()[::-1]
         sums = np.cumsum(counts * middles)
@@ -129,7 +125,7 @@ class Histogram:
         return int(counts[:at].sum()) + int(np.ceil((carried - before) / middles[at]))
 
     def bars(self, most: int) -> Bars | None:
-        """Return a histogram of at most so many bars, each as wide as the others by its logarithm; None of nothing."""
+        """Return a histogram of at most ``most`` bars of equal width in the logarithm; None if empty."""
         self._count()
         bins = np.flatnonzero(self._counts) + self._first
         if not len(bins):
@@ -147,5 +143,4 @@ class Histogram:
 
 
 def _edge(bins: Int64s) -> Floats:
-    """Return the least value of each bin."""
     return (np.asarray(bins, np.int64) << _SHIFT).view(np.float64)

@@ -82,9 +82,9 @@ def connect(path: str | os.PathLike[str], *, checked: bool = True) -> duckdb.Duc
 
 
 def open_views(path: str | os.PathLike[str], *, checked: bool) -> tuple[duckdb.DuckDBPyConnection, Sequence[Dataset]]:
-    """Return what :func:`connect` makes, and the rows that its views are of; errors as there.
+    """Return what :func:`connect` returns, and the data sets behind its views.
 
-    duckdb makes an error of its own of what recckpt or the storage raises in a query: the ``problem`` of the rows.
+    duckdb turns an error of recckpt in a query into one of its own; the data sets keep the original as ``problem``.
     """
     library = needed("duckdb", "sql")
     opened = _opened(path)

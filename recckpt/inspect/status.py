@@ -1,4 +1,4 @@
-"""What is known of a run at one moment, and what its near saves would give back; pure."""
+"""The status of a run at one moment, and what its near saves would give back; pure."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from recckpt.output_dir.listing import Checkpoint, Listing
 
 @dataclass(frozen=True)
 class LastSave:
-    """The newest checkpoint that is committed."""
-
     ckpt_id: str
     step: int | None
     kind: str
@@ -37,8 +35,6 @@ class LastSave:
 
 @dataclass(frozen=True)
 class Failure:
-    """A save that failed."""
-
     ckpt_id: str | None
     step: int | None
     age_sec: float | None
@@ -47,8 +43,6 @@ class Failure:
 
 @dataclass(frozen=True)
 class NewestNear:
-    """The newest near save that counts."""
-
     name: str
     step: int | None
     time: str
@@ -62,7 +56,7 @@ class NewestNear:
 
 @dataclass(frozen=True)
 class Loss:
-    """What was trained since what would be restored: the seconds, and about how many steps that is, where known."""
+    """Training since the checkpoint that would be restored, in seconds and about so many steps; None if unknown."""
 
     sec: float | None
     steps: int | None
@@ -70,8 +64,6 @@ class Loss:
 
 @dataclass(frozen=True)
 class NearNow:
-    """The near saves of a run on one host at one moment."""
-
     newest: NewestNear | None  # the newest that counts; None where there is none
     n_saves: int  # how many count
     with_processes: Loss  # what is lost where the processes of the run die now
@@ -81,8 +73,6 @@ class NearNow:
 
 @dataclass(frozen=True)
 class Status:
-    """A run at one moment, as its output dir shows it."""
-
     url: str  # the output dir
     time: datetime  # of the look
     why_empty: str  # why there is no checkpoint, "" where there is one
@@ -112,7 +102,7 @@ class Status:
 
     @property
     def key(self) -> object:
-        """What has to differ for a look to be worth a line."""
+        """Two looks with the same key need no second line of output."""
         return (
             self.why_empty,
             self.last and (self.last.ckpt_id, self.last.time, self.last.n_links),
@@ -165,18 +155,10 @@ def status_of(
     overdue_sec: float | None = None,
     near_saves: Sequence[NearHere] | None = None,
 ) -> Status:
-    """Return what is known of a run.
+    """Put together what one look at an output dir found.
 
-    Args:
-        url: the output dir.
-        now: when it was looked at.
-        listing: its checkpoints.
-        history: its timeline.
-        writer: who owns it.
-        intents: the attempts that are not committed.
-        why_empty: what the storage says of an output dir without checkpoints.
-        overdue_sec: the age of the newest checkpoint from which on the next save is missed; None to go by the usual.
-        near_saves: those of this host that count, newest first; None where they are not looked at.
+    ``overdue_sec`` is the age of the newest checkpoint at which the next save counts as missed, None for the usual.
+    ``near_saves`` are those of this host that count, newest first; None if they are not looked at.
     """
     current = listing.current
     newest = current[-1] if current else None
@@ -226,7 +208,7 @@ def _last(checkpoint: Checkpoint, history: History, now: datetime) -> LastSave:
 def _attempts(
     intents: Iterable[Intent], writer: Claim | None, last: LastSave | None, failed: Iterable[Failure]
 ) -> list[Intent]:
-    """Return the saves that may be under way: the owner's, which have neither failed nor been left behind."""
+    """Return the owner's saves that may be under way: not failed, and not older than the newest checkpoint."""
     ended = set[str]()
     for each in failed:
         with suppress(ValueError):  # a name that no checkpoint has
@@ -241,20 +223,13 @@ def _attempts(
 
 
 def _age(time: str | None, now: datetime) -> float | None:
-    """Return the seconds since a moment by the clock of another machine, which may be ahead."""
+    """Return the seconds since a time by another machine's clock, which may be ahead."""
     moment = time_of(time)
     return None if moment is None else max(0.0, (now - moment).total_seconds())
 
 
 def near_now(saves: Sequence[NearHere], newest: Checkpoint | None, history: History, now: datetime) -> NearNow:
-    """Return what near saves would give back.
-
-    Args:
-        saves: those that count, newest first.
-        newest: the newest checkpoint.
-        history: the timeline of the run, by which its pace is known, and by its near saves.
-        now: the time.
-    """
+    """Return what the near saves (newest first) would give back."""
     pace = steps_per_sec([each.save for each in saves], history)
     elsewhere = [each for each in saves if each.is_elsewhere]
     losses = []
@@ -284,7 +259,7 @@ def _newest(near: NearHere, now: datetime) -> NewestNear:
 
 
 def steps_per_sec(saves: Sequence[Checkpoint], history: History) -> float | None:
-    """Return how fast the run trains, by the steps and times of its last saves; None until that is known."""
+    """Return the pace of training, from steps and times of the last saves; None until known."""
     made: list[tuple[str | None, int | None]] = [(each.manifest.time, each.manifest.step) for each in saves]
     made += [(line.time, line.step) for line in history.last]
     known = sorted((time, step) for text, step in made if step is not None and (time := time_of(text)) is not None)

@@ -1,4 +1,4 @@
-"""Checks whether checkpoints and what they stand on are whole, and reports all that is wrong (no torch here)."""
+"""Checks whether checkpoints and their chains are whole, and reports all damage."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ _COUNT_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Problem:
-    """One fault of a checkpoint."""
-
     directory: str  # of the checkpoint, in its output dir
     file: str  # the file, as named under the output dir
     where: str  # the place in it, or ""
@@ -48,19 +46,19 @@ class Problem:
 
 @dataclass(frozen=True)
 class Report:
-    """What was found in one checkpoint, in the files that say who owns the output dir, or in what a dead save left."""
+    """Problems of one checkpoint, of the ownership files of the output dir, or of a dead save's leftovers."""
 
     directory: str  # in the output dir
     manifest: Manifest | None  # None where it cannot be read
     problems: tuple[Problem, ...]  # all that is wrong, in the order of the files
-    absent_deletes: int = 0  # ids that a delta deletes and that are not there: allowed, and known from a deep check
-    is_checkpoint: bool = True  # False for what no checkpoint is read from
+    absent_deletes: int = 0  # ids that a delta deletes though its base lacks them: allowed; counted by deep checks
+    is_checkpoint: bool = True  # False for files that belong to no checkpoint
 
 
 def verify(
     path: str, *, deep: bool = True, threads: int | None = None, executor: Executor | None = None
 ) -> list[Problem]:
-    """Look for damage in a checkpoint and what it stands on, or in all checkpoints of an output dir.
+    """Look for damage in a checkpoint and its chain, or in all checkpoints of an output dir.
 
     A deep check reads every byte: the checksums of all files, columns and Arrow frames, ``INTENT`` against the
     manifest, and for each table that its ids are where the catalogs say, that none occurs twice, and that its rows add
@@ -87,8 +85,6 @@ def verify(
 
 @dataclass(frozen=True)
 class CheckpointsToVerify:
-    """The checkpoints to look at."""
-
     storage: Storage  # the output dir
     directories: Sequence[str]  # those with a manifest
     is_output_dir: bool = False  # whether it was the output dir that was asked for, and not one checkpoint
@@ -97,7 +93,7 @@ class CheckpointsToVerify:
 
 
 def find_checkpoints(path: str) -> CheckpointsToVerify:
-    """Return the directories with a manifest: ``path`` itself, or those in it; CheckpointNotFoundError for none."""
+    """Return ``path`` itself or the directories in it that have a manifest; CheckpointNotFoundError if none."""
     storage, directory = open_parent(path)
     if not has_manifest(storage, directory):
         inside = open_storage(path)
@@ -130,11 +126,10 @@ def find_checkpoints(path: str) -> CheckpointsToVerify:
 def verify_found(
     checkpoints: CheckpointsToVerify, *, deep: bool = True, threads: int | None = None, executor: Executor | None = None
 ) -> list[Report]:
-    """Look for damage; arguments as of :func:`verify`.
+    """Look for damage; arguments as in :func:`verify`.
 
-    A checkpoint that is removed meanwhile, as by rotation, has no report; CheckpointNotFoundError if none is left. Of
-    an output dir the last reports are of the files that say who owns it, if one is damaged, and of attempts whose
-    ``INTENT`` cannot be read.
+    A checkpoint that is removed meanwhile has no report; CheckpointNotFoundError if none is left. The last reports of
+    an output dir are about damaged ownership files and attempts whose ``INTENT`` cannot be read.
     """
     if threads is not None and (type(threads) is not int or threads < 1):
         raise ValueError(f"threads is an int of at least 1, found {threads!r}")
@@ -157,7 +152,7 @@ def verify_found(
 
 
 def _look_deep(storage: Storage, looks: Sequence[Checkup], threads: int, executor: Executor | None) -> None:
-    """Read everything, with a thread, or a task of the executor, for each file."""
+    """Read everything, with one thread or executor task a file."""
     manifests = [look.manifest for look in looks if look.manifest]
     what = manifests[0].ckpt_id if len(manifests) == 1 else f"{len(manifests)} checkpoints"
     with Progress(f"verifying {what}", sum(manifest.n_bytes for manifest in manifests)) as progress:
@@ -188,10 +183,9 @@ def _look_deep(storage: Storage, looks: Sequence[Checkup], threads: int, executo
 
 
 def _check_counts(looks: Sequence[Checkup], chains: Mapping[str, Sequence[str]], threads: int) -> Counter[str]:
-    """Count the rows after each link of the chains that are whole so far; ids are read once for all chains.
+    """Count the rows after each link of the undamaged chains; ids are read once for all chains.
 
-    Returns:
-        How many ids each directory deletes that are not there.
+    Returns how many ids each directory deletes though they were not there.
     """
     absent = Counter[str]()
     whole = {look.directory: look for look in looks if look.manifest and not _has_bad_rows(look)}
@@ -214,7 +208,7 @@ def _check_counts(looks: Sequence[Checkup], chains: Mapping[str, Sequence[str]],
 def _links_of(
     name: str, whole: Mapping[str, Checkup], chains: Sequence[Sequence[str]]
 ) -> list[tuple[Checkup, tuple[TableReader, int | None]]]:
-    """Return the links that hold rows or deletes of a table, older ones first, each with what it stands on."""
+    """Return the links that hold rows or deletes of a table, oldest first, each with its base."""
     below: dict[str, str | None] = {}
     for links in chains:
         for link, after in zip(links, [*links[1:], None], strict=True):
@@ -230,9 +224,9 @@ def _links_of(
 
 
 def _check_links(looks: Sequence[Checkup], checkpoints: CheckpointsToVerify) -> None:
-    """Say of each checkpoint that stands on a damaged link that it does; call it when all other errors are known.
+    """Report each checkpoint whose chain has a damaged link; call it when all other errors are known.
 
-    Of a link nothing counts but its rows, and that all of its files are there.
+    Only a link's rows matter, and that all of its files exist.
     """
     damaged = {look.directory for look in looks if _has_bad_rows(look)}
     for look in looks:
@@ -247,13 +241,13 @@ def _check_links(looks: Sequence[Checkup], checkpoints: CheckpointsToVerify) -> 
 
 
 def _has_bad_rows(look: Checkup) -> bool:
-    """Say whether what a checkpoint holds for those that stand on it is damaged."""
+    """Say whether damage to a checkpoint affects the deltas based on it."""
     names = {error.path.removeprefix(f"{look.directory}/") for error in look.errors}
     return any(name in (layout.MANIFEST, layout.SPARSE_DIR) or layout.has_rows(name) for name in names)
 
 
 def _other_reports(storage: Storage) -> Iterator[Report]:
-    """Check the claims on an output dir, their lists of commits, what was forgotten, and whose attempts there are."""
+    """Check the claims, the takeover lists, the requests to forget, and the ``INTENT`` of each attempt."""
     epochs = claimed_epochs(storage)
     checks: list[Callable[[], object]] = [partial(pending, storage), partial(audit, storage)]
     checks += [partial(read, storage, epoch) for epoch in epochs for read in (read_claim, read_takeover)]
@@ -284,7 +278,7 @@ def _problem(directory: str, error: CorruptCheckpointError) -> Problem:
 
 
 def _may_have_manifest(storage: Storage, directory: str) -> bool:
-    """Say whether a directory has a manifest, or cannot be looked into: then it has to be reported."""
+    """Say whether a directory has a manifest, or cannot be read and so must be reported."""
     try:
         return has_manifest(storage, directory)
     except OSError:

@@ -1,4 +1,4 @@
-"""All that can be wrong with one checkpoint, checked in steps of jobs that may run at once (no torch here)."""
+"""Checks one checkpoint, in steps of jobs that may run in parallel."""
 
 from __future__ import annotations
 
@@ -39,11 +39,10 @@ Advance = Callable[[int], object]
 
 
 class Checkup:
-    """Checks manifest and sizes when it is made, and the rest in steps: :meth:`check_files`, :meth:`part_tasks`, whose
-    results :meth:`take_parts` takes, and :meth:`check_ids`.
+    """Checks manifest and sizes when made, the rest in steps, each of which needs all results of the one before.
 
-    Each step comes after all jobs of the one before; :func:`run_step` runs them. ``manifest`` is None where it cannot
-    be read. Of a delta, this is of its own files.
+    The steps: :meth:`check_files`, :meth:`part_tasks` with :meth:`take_parts`, :meth:`check_ids`; :func:`run_step` runs
+    their jobs. ``manifest`` is None if it cannot be read. Checks a delta's own files, not its bases.
     """
 
     def __init__(self, storage: Storage, directory: str) -> None:
@@ -73,13 +72,12 @@ class Checkup:
 
     @property
     def record(self) -> Manifest:
-        """The manifest, which can be read where a step is taken."""
+        """The manifest; only for steps, which need it."""
         assert self.manifest is not None
         return self.manifest
 
     @property
     def catalogs(self) -> list[Catalog]:
-        """The catalogs that could be read, in the order of the shards."""
         return [self._shards[number] for number in sorted(self._shards)]
 
     def check_files(self, advance: Advance) -> Iterator[Job]:
@@ -102,7 +100,7 @@ class Checkup:
                 yield partial(_read, self._path(name), job)
 
     def part_tasks(self) -> Iterator[VerifyTask]:
-        """Check what the catalogs add up to; yield a task for each part that they name, and take what it finds."""
+        """Check that the catalogs agree with the manifest; yield a task for each part they name."""
         if len(self._shards) == len(self.record.shards):
             self.errors += count_errors(self.directory, self.record, self.catalogs)
             n_catalogs = Counter(part.file for shard in self.catalogs for part in shard.parts)
@@ -117,7 +115,7 @@ class Checkup:
                 yield VerifyTask(self._storage.url, self.directory, tables, part)
 
     def take_parts(self, checks: Iterable[PartCheck]) -> None:
-        """Take what came of the tasks, and check that tables go on from part to part as the parts say."""
+        """Take the results of the tasks; check that tables continue from part to part as the parts say."""
         parts = {check.path: check for check in checks}
         for check in parts.values():
             self.errors += check.errors
@@ -126,14 +124,14 @@ class Checkup:
             self.errors += between_parts(parts[path] for path in paths if path in parts)
 
     def check_ids(self, _: Advance) -> Iterator[Job]:
-        """Check what only several files together can show: that no id and no chunk of a tensor occurs twice."""
+        """Check what only several files together show: that no id and no tensor chunk occurs twice."""
         if len(self._indexes) == len(self._indexed):
             yield partial(_read, self._path(layout.DENSE_DIR), self._check_tensors)
         for table in self.record.tables:
             yield partial(self._check_table, table)
 
     def link(self) -> OpenLink:
-        """Return it as a link of chains; its catalogs are whole."""
+        """Return it as a link of a chain; all catalogs must be whole."""
         checkpoint = Checkpoint(self.directory, self.record)
         return OpenLink(checkpoint, files_of(self._storage, checkpoint), self.catalogs)
 
@@ -141,7 +139,7 @@ class Checkup:
         return layout.join(self.directory, name)
 
     def _check_first_file(self) -> Errors:
-        """Check ``INTENT``, which no list of files has: it must say what the manifest says."""
+        """Check ``INTENT``, which the manifest does not list: it must agree with the manifest."""
         path, expected = self._path(layout.INTENT), f"that of save {self.record.save_id}, as in {layout.MANIFEST}"
         try:
             data = self._storage.read(path, _FIRST_BYTES)
@@ -180,7 +178,7 @@ class Checkup:
         yield from check_twice(self._storage, path, check, list)
 
     def _check_indexed(self, number: int, advance: Advance) -> Errors:
-        """Check an index and the files whose tensors it lists; with a damaged index, only their whole checksums."""
+        """Check an index and the tensors it lists; if it is damaged, only the whole files' checksums."""
         index = None
         try:
             index = read_index(self._storage, self.directory, self.record, number)
@@ -218,14 +216,13 @@ class Checkup:
 def run_step(
     step: Callable[[Checkup, Advance], Iterable[Job]], looks: Sequence[Checkup], threads: int, advance: Advance
 ) -> None:
-    """Run the jobs of a step, some at a time, and add what they find to the errors of the checkpoints."""
     jobs = [(look, job) for look in looks for job in step(look, advance)]
     for (look, _), errors in zip(jobs, run_all(lambda pair: list(pair[1]()), jobs, threads), strict=True):
         look.errors.extend(errors)
 
 
 def _read(path: str, check: Job) -> Errors:
-    """Run a check; a file that cannot be read is an error like any other."""
+    """Run a check; report a file that cannot be read as damage."""
     try:
         yield from check()
     except CorruptCheckpointError as error:
@@ -237,7 +234,7 @@ def _read(path: str, check: Job) -> Errors:
 
 
 def as_damage(error: Exception, path: str, expected: str) -> CorruptCheckpointError:
-    """Return an error of damage; a newer format, or a file that the storage refuses to read, as one."""
+    """Turn a newer format or a read error of the storage into a CorruptCheckpointError."""
     if isinstance(error, CorruptCheckpointError):
         return error
     if isinstance(error, FormatVersionError):

@@ -1,4 +1,4 @@
-"""Looks at output dirs again and again, one or a directory of them, and reads what it has not read yet."""
+"""Looks at one output dir or a directory of them again and again, and reads only what is new."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _THREADS = 8
 
 
 class ReadOnce(Manifests):
-    """Manifests that are read once, as are the sizes of their files: later damage is for ``recckpt verify`` to find.
+    """Reads each manifest and the sizes of its files once; ``recckpt verify`` finds later damage.
 
-    So a look lists no directory, which may hold any number of files of others.
+    So a look lists no directory, which may hold many files of others.
     """
 
     def directories(self, storage: Storage) -> list[str]:
-        """Return the directories, which are not looked into."""
+        """Return the directories, without looking into them."""
         return attempt_dirs(storage)
 
     def read(self, storage: Storage, directory: str) -> tuple[Manifest | None, Mapping[str, Listed]]:
-        """Return a manifest, and the files that it lists as they were when it was new."""
+        """Return a manifest, and the files it lists as they were when it was new."""
         path = layout.join(directory, layout.MANIFEST)
         try:
             stamp = Listed(0, str(storage.modified(path) or storage.size(path)))
@@ -64,12 +64,9 @@ class ReadOnce(Manifests):
 
 
 class Watcher:
-    """Looks at one output dir. A manifest is read once, and the timeline when it has grown. Not thread-safe.
+    """Looks at one output dir. Reads a manifest once, the timeline when it has grown. Not thread-safe.
 
-    Args:
-        storage: the output dir.
-        overdue_sec: the age of the newest checkpoint from which on the next save is missed; None to go by the usual.
-        near: where near saves lie on this host; None where they are not looked at.
+    ``overdue_sec`` is as for :func:`status_of`; without ``near``, near saves are not looked at.
     """
 
     def __init__(self, storage: Storage, overdue_sec: float | None = None, near: Near | None = None) -> None:
@@ -79,11 +76,7 @@ class Watcher:
         self._timeline: tuple[object, History] = (None, history_of([]))
 
     def look(self) -> Status:
-        """Return what is known of the run now.
-
-        Raises:
-            OSError: the storage failed; the next look may work.
-        """
+        """Return the status of the run now. After an OSError of the storage the next look may work."""
         listing = look_around(self._storage, self._known)
         intents: dict[str, Intent] = {}
         for name in (name for name in listing.uncommitted if not layout.is_offer_dir(name)):
@@ -105,7 +98,7 @@ class Watcher:
         )
 
     def _history(self, listing: Listing) -> History:
-        """Return the timeline; one of the same size is not another, unless there is a new checkpoint."""
+        """Return the timeline; it is read again if its size or the newest checkpoint changed."""
         try:
             n_bytes = self._storage.size(layout.TIMELINE)
         except NOT_READABLE:
@@ -125,7 +118,7 @@ class Watcher:
 
 
 def near_saves_of(storage: Storage, listing: Listing, near: Near | None) -> list[NearHere] | None:
-    """Return the near saves of this host that count, newest first; None where they are not looked at."""
+    """Return the near saves of this host that count, newest first; None if they are not looked at."""
     try:
         return None if near is None else counting_here(storage, listing, near)
     except (CorruptCheckpointError, FormatVersionError):  # which is among the problems of the listing
@@ -134,15 +127,12 @@ def near_saves_of(storage: Storage, listing: Listing, near: Near | None) -> list
 
 @dataclass(frozen=True)
 class RunStatus:
-    """One run."""
-
     name: str  # of its output dir in the directory of runs
     status: Status | None  # None where the last look failed
     trouble: str = ""  # why it failed
 
     @property
     def health(self) -> tuple[str, Mood]:
-        """How it is, in a few words: the worst of what is known."""
         status = self.status
         if status is None:
             return f"cannot look: {self.trouble}", "bad"
@@ -156,7 +146,6 @@ class RunStatus:
 
     @property
     def overdue_by(self) -> str:
-        """For how long the next save has been missed, "-" where it is not."""
         status = self.status
         if status is None or not status.is_overdue or status.last is None:
             return "-"
@@ -170,8 +159,6 @@ class RunStatus:
 
 @dataclass(frozen=True)
 class RunsStatus:
-    """All runs of a directory at one moment."""
-
     url: str  # the directory
     time: datetime  # of the look
     runs: Sequence[RunStatus]  # by name
@@ -182,12 +169,9 @@ class RunsStatus:
 
 
 class RunsWatcher:
-    """Looks at the output dirs in a directory, new ones too. Not thread-safe.
+    """Looks at all output dirs in a directory, new ones too. Not thread-safe.
 
-    Args:
-        storage: the directory of runs.
-        overdue_sec: the age of a newest checkpoint from which on the next save is missed; None to go by the usual.
-        give_up_sec: when requests of a look are given up; None for as long as the storage tries.
+    ``give_up_sec`` is when requests of a look are given up; None for the storage's own limit.
     """
 
     def __init__(self, storage: Storage, overdue_sec: float | None = None, give_up_sec: float | None = None) -> None:
@@ -195,11 +179,7 @@ class RunsWatcher:
         self._watchers: dict[str, Watcher] = {}
 
     def look(self) -> RunsStatus:
-        """Return what is known of each run now; a run that cannot be looked at hides no other.
-
-        Raises:
-            OSError: the directory itself cannot be listed; the next look may work.
-        """
+        """Return the status of each run; one that fails hides no other. OSError if the directory cannot be listed."""
         names = sorted(name for name in self._storage.list_dirs() if name != layout.OWN_DIR)
         known = run_all(self._watcher, names, self._storage.threads(_THREADS))
         self._watchers = {name: watcher for name, watcher in zip(names, known, strict=True) if watcher is not None}
@@ -225,6 +205,6 @@ class RunsWatcher:
 
 
 def is_output_dir(storage: Storage) -> bool:
-    """Say whether a place is an output dir: a writer has saved there, or a checkpoint was copied there."""
+    """Say whether a writer has saved here, or a checkpoint was copied here."""
     directories = storage.list_dirs()
     return layout.OWN_DIR in directories or any(has_manifest(storage, directory) for directory in directories)

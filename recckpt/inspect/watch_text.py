@@ -1,4 +1,4 @@
-"""What people see of a run: names and values, or one line of log; pure."""
+"""The status of a run as people see it: names and values, or one line of a log; pure."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ Mood = Literal["plain", "good", "doubtful", "bad"]
 
 
 class Fact(NamedTuple):
-    """One thing that is shown."""
-
     name: str
     text: str
     mood: Mood = "plain"
 
 
 def facts(status: Status) -> Iterator[Fact]:
-    """Yield what is shown of a run, the most important first."""
     last = status.last
     if last is None:
         yield Fact("waits", one_line(status.why_empty), "doubtful")
@@ -60,7 +57,6 @@ def facts(status: Status) -> Iterator[Fact]:
 
 
 def _ended(status: Status) -> Iterator[Fact]:
-    """Yield whether it goes on: that it has ended, or that a save is missing."""
     if status.ended is not None:
         yield Fact("ended", f"well, {escaped(status.ended)}", "good")
     elif status.is_overdue and status.overdue_sec is not None:
@@ -88,7 +84,6 @@ def line(status: Status) -> str:
 
 
 def few(problems: Sequence[str]) -> list[str]:
-    """Return the first problems, a line each: one damaged link is a problem of all that stand on it."""
     more = len(problems) - _MOST_PROBLEMS
     first = [one_line(problem) for problem in problems[:_MOST_PROBLEMS]]
     return [*first, f"and {count(more)} more: `recckpt ls` lists all"] if more > 0 else first
@@ -105,7 +100,6 @@ def _near(status: Status) -> Iterator[Fact]:
 
 
 def near_facts(near: NearNow) -> Iterator[tuple[str, str]]:
-    """Yield what people see of near saves: names and values."""
     if (newest := near.newest) is None:
         yield "near", "no near save that counts"
     else:

@@ -1,1 +1,1 @@
-"""Callbacks and logs for trainers and trackers of others, each imported by its own name: nothing is imported here."""
+"""Callbacks and logs for other trainers and trackers; each is imported by its own name, nothing is imported here."""

@@ -1,4 +1,4 @@
-"""What a callback is given, from which it makes the manager once the trainer has made the rest."""
+"""The arguments of a callback, from which it makes the manager once the trainer has made the rest."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GivenOptimizer = SparseOptimizer | Callable[[Any], SparseOptimizer] | None  # or
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers among the metrics of a trainer, such as those that a policy keeps the best by."""
+    """Return the numbers among a trainer's metrics, without names that the manager counts."""
     return {name: value for name, value in metrics.items() if name not in _COUNTED and _is_number(value)}
 
 
@@ -117,7 +117,6 @@ class SavesRun:
         )
 
     def _optimizer_of(self, model: nn.Module) -> SparseOptimizer | None:
-        """Return the optimizer of the tables: the one that was given, else the one that has been made for them."""
         optimizer = self._given_optimizer
         if optimizer is None:
             return next(iter(trainers_of(state_of(model)[0])), None)

@@ -1,7 +1,7 @@
-"""Logs of saves for trackers of experiments: functions for ``Saver(on_save=...)``.
+"""Logs of saves for experiment trackers: functions for ``Saver(on_save=...)``.
 
-Each takes the tracker's own object, so that none of the trackers is imported here. Saves in the background are logged
-by the thread that saves, at the step that was saved and not at the one that training has reached.
+Each takes the tracker's own object, so no tracker is imported here. Background saves are logged by the saving thread,
+at the step that was saved, not the one that training has reached.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ _PREFIX = "recckpt/"
 
 
 def numbers(info: SaveInfo) -> dict[str, float]:
-    """Return what is a number of a save, under names such as ``recckpt/write_sec``; ``recckpt/delta`` is 0 or 1.
-
-    Of one that has failed that is ``recckpt/failed``, which is 1.
-    """
+    """Return the numbers of a save, under names such as ``recckpt/write_sec``; ``recckpt/failed`` is 1 if it failed."""
     if info.error is not None:
         return {_PREFIX + "failed": 1.0} | ({} if info.step is None else {_PREFIX + "step": float(info.step)})
     values = {field.name: getattr(info, field.name) for field in fields(info) if not field.name.startswith("_")}

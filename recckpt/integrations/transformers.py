@@ -64,12 +64,11 @@ class TransformersCallback(SavesRun, TrainerCallback):
     _steps: StepCounter
 
     def resume_point(self, trainer: Trainer) -> str | None:
-        """Return what ``train(resume_from_checkpoint=...)`` is to get: None where there is nothing to resume.
+        """Return the argument for ``train(resume_from_checkpoint=...)``; None if there is nothing to resume.
 
-        The callback becomes the first of the trainer's, and saves the states of the others.
-
-        It is a small temporary directory of the form that the trainer reads: its state and the random state. Rows,
-        tensors and optimizers are restored when training begins.
+        Makes this callback the first of the trainer's, and saves the states of the others. The result is a small
+        temporary directory as the trainer reads it, with its state and random state; rows, tensors and optimizers are
+        restored when training begins.
         """
         self._trainer, callbacks = trainer, trainer.callback_handler.callbacks
         callbacks.sort(key=lambda callback: callback is not self)
@@ -96,7 +95,6 @@ class TransformersCallback(SavesRun, TrainerCallback):
         return str(point)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Restore the checkpoint that :meth:`resume_point` found."""
         if self._tables is not None:  # of a training that ended in an exception
             self._tables.leave()
         if args.save_strategy != "no":
@@ -145,32 +143,28 @@ class TransformersCallback(SavesRun, TrainerCallback):
             self._tables = _TablesBeside(optimizer.optimizer, optimizer.scaler, sparse, _clip_in_place_of(args))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Clip the gradients of the model and of its tables; where one of them overflows, neither is to step."""
+        """Clip the gradients of model and tables together; if any overflows, neither steps."""
         if self._tables is not None:
             self._tables.clip(kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Forget the gradients of tables, as the trainer forgets the others; the step is yet to be evaluated."""
+        """Clear the tables' gradients, as the trainer clears the others; the step is counted later."""
         if self._tables is not None:
             self._tables.sparse.zero_grad()
         self._steps.end_step()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count the step before, and save if it is time."""
         self._steps.count()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count the epoch before, and save if it is time."""
         self._steps.count()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count the last step of an epoch, and save if it is time."""
         self._steps.count()
         if not (control.should_training_stop and state.epoch % 1):
             self._steps.end_epoch()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Note the metrics of the step or epoch that was evaluated."""
         if hasattr(self, "_steps"):  # in training
             self._steps.evaluated(metrics or {})
 
@@ -180,7 +174,7 @@ class TransformersCallback(SavesRun, TrainerCallback):
             logs["grad_norm"] = state.log_history[-1]["grad_norm"] = self._tables.norm.item()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save the last step, let the trainer clip again, and remove the point that was resumed."""
+        """Save the last step, let the trainer clip again, and remove the resume point."""
         self._steps.finish()
         if self._tables is not None:
             self._tables.leave()
@@ -191,7 +185,7 @@ class TransformersCallback(SavesRun, TrainerCallback):
 
 
 class _TablesBeside:
-    """The optimizer of tables beside the trainer's own, after which it steps, with gradients of one scale and norm."""
+    """Steps the tables' optimizer after the trainer's own, with gradients of one scale and norm."""
 
     def __init__(self, dense: Optimizer, scaler: GradScaler | None, sparse: SparseOptimizer, max_norm: float) -> None:
         self.sparse = sparse
@@ -201,13 +195,12 @@ class _TablesBeside:
         sparse.zero_grad()
 
     def clip(self, model: nn.Module) -> None:
-        """Unscale the gradients that are not yet, and clip all."""
+        """Unscale gradients that are still scaled, and clip all."""
         if self._scaler is not None:
             share_overflow(self._scaler, self._dense, self.sparse)
         self.norm = clip_grad_norm_(model, [self._dense, self.sparse], self._max_norm)
 
     def leave(self) -> None:
-        """Step no longer."""
         self._handle.remove()
 
     def _step(self, dense: Optimizer, *_: Any) -> None:
@@ -226,7 +219,7 @@ def _clip_in_place_of(args: Any) -> float:
 
 
 def _check(optimizer: Any, sparse: SparseOptimizer) -> None:
-    """Refuse what would step tables at another moment than the rest."""
+    """Refuse what would step tables at another time than the rest."""
     if type(optimizer) is not AcceleratedOptimizer or not isinstance(optimizer.optimizer, Optimizer):
         raise ValueError(
             f"found {type(optimizer).__name__} as the trainer's optimizer, expected one of torch: an engine that steps "
@@ -239,7 +232,7 @@ _SUMMARY = "train_runtime"  # in the line that a trainer logs once training is o
 
 
 class StateOfTrainer:
-    """What a trainer writes to its ``trainer_state.json``: epoch, losses so far, best metric, states of callbacks."""
+    """The trainer's ``trainer_state.json``: epoch, losses so far, best metric, states of callbacks."""
 
     def __init__(self) -> None:
         self._now: TrainerState | None = None
@@ -247,11 +240,10 @@ class StateOfTrainer:
         self.loaded: dict[str, Any] = {}
 
     def follow(self, state: TrainerState, trainer: Any) -> None:
-        """Take it from the state of a trainer from now on; None where only the state is known."""
+        """Take it from a trainer's state from now on; ``trainer`` is None if only the state is known."""
         self._now, self._trainer = state, trainer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it, with the states of callbacks as they are now."""
         if self._now is None:
             return self.loaded
         state = asdict(self._now)
@@ -264,15 +256,14 @@ class StateOfTrainer:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep it in :attr:`loaded`."""
         self.loaded = state
 
 
 class StepCounter:
-    """Counts a step or an epoch where the trainer would save: once it is logged and evaluated, by all callbacks.
+    """Counts a step or epoch where the trainer would save: after it was logged and evaluated by all callbacks.
 
-    No event says so, so that it is counted at the next one, before another callback has seen that. By then the data of
-    the next step may have been read: the random generators are those of before.
+    No event marks that moment, so it is counted at the next event, before other callbacks. The next step's data may
+    have been read by then: saved random generators are those of before.
     """
 
     def __init__(self, manager: CheckpointManager) -> None:
@@ -283,16 +274,13 @@ class StepCounter:
         self._has_stepped = False
 
     def end_step(self) -> None:
-        """Note that a step has ended."""
         self._has_stepped, self._metrics = True, NONE
         self._note(self._manager.step)
 
     def end_epoch(self) -> None:
-        """Note that an epoch has ended, after its last step."""
         self._note(self._manager.epoch)
 
     def evaluated(self, metrics: Mapping[str, Any]) -> None:
-        """Note the metrics of what has ended."""
         self._metrics = numbers_in(metrics)
         if self._count is not None:
             self._note(self._count)
@@ -305,7 +293,6 @@ class StepCounter:
                 count(metrics=self._metrics)
 
     def finish(self) -> None:
-        """Save the last step of a training that has ended well."""
         self.count()
         if self._has_stepped:
             self._manager.save(metrics=self._metrics)
@@ -316,7 +303,7 @@ class StepCounter:
 
 @contextmanager
 def generators_at(rng: Mapping[str, Any]) -> Iterator[None]:
-    """Have random generators as they were, within the block."""
+    """Set the random generators back within the block."""
     now = dump_rng()
     load_rng(rng)
     try:

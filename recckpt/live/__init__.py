@@ -1,6 +1,6 @@
-"""Tables that are not recckpt's, saved and restored where they lie: ``live_tables`` finds them in a model.
+"""Tables of other libraries, saved and restored in their own memory: ``live_tables`` finds them in a model.
 
-This file only gives names out. ``live_tables`` is in ``manager/attach.py``, since it brings adapters along.
+``live_tables`` itself is in ``manager/attach.py``, since it brings adapters along.
 """
 
 from __future__ import annotations

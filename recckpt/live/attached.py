@@ -1,4 +1,4 @@
-"""A live table: as it is found in a model, with its door as a saver takes it, and as a load fills it."""
+"""A live table as it is found in a model, as a saver attaches it, and as a load fills it."""
 
 from __future__ import annotations
 
@@ -34,12 +34,11 @@ _PIECE_ROWS = 1 << 17  # that are given first values at a time
 
 
 def is_a(obj: object, module: str, *names: str) -> bool:
-    """Say whether an object is of one of these classes of a module, or of a subclass of one."""
     return any(cls.__module__ == module and cls.__name__ in names for cls in type(obj).__mro__)
 
 
 class LiveTarget(LoadTarget):
-    """A live table: it has all its rows already, and those that a checkpoint lacks stay as they are."""
+    """Loads into a live table: all its rows exist already, and those that a checkpoint lacks stay unchanged."""
 
     takes_slots = True
 
@@ -59,16 +58,12 @@ class LiveTarget(LoadTarget):
         return IdSpan.of_rows(*self._attached.rows.box.rows, self._attached.live.n_rows)
 
     def placed(self, ids: Int64s) -> Int64s | None:
-        """Return at which places there are ids that have a row; None for all."""
+        """Return the positions of ids that have a row; None for all."""
         has_row = (ids >= 0) & (ids < self._attached.live.n_rows)
         return None if has_row.all() else np.flatnonzero(has_row)
 
     def check_ids(self, least: int, greatest: int) -> None:
-        """Refuse a checkpoint with ids from ``least`` to ``greatest`` if one of them has no row on any rank.
-
-        Raises:
-            LiveTableError: there is none.
-        """
+        """Raise LiveTableError if one of the ids ``least`` to ``greatest`` has no row on any rank."""
         n_rows = self._attached.live.n_rows
         if least < 0 or greatest >= n_rows:
             raise LiveTableError(
@@ -78,7 +73,7 @@ class LiveTarget(LoadTarget):
             )
 
     def clear(self, fresh: Collection[str]) -> None:
-        """Keep the rows, which are all written, or stay; slots of the optimizer get the values of its first step."""
+        """Keep the rows, which are overwritten or stay; reset optimizer slots to their first values."""
         store = self._attached.rows
         n_rows = store.box.rows[1] - store.box.rows[0]
         first = float(self._attached.live.settings().get("initial_accumulator_value", 0.0))
@@ -93,18 +88,14 @@ class LiveTarget(LoadTarget):
         return self.write_present(ids, values)
 
     def write_present(self, ids: Int64s, values: Values) -> int:
-        """Set slots of rows where they lie; those of memory that is read-only are there, as was checked."""
+        """Write slots of rows in place; rows in read-only memory were checked to be the same."""
         if not self.is_read_only:
             rows, values = self._fitted(ids, values)
             self._attached.rows.write(rows, values)
         return len(ids)
 
     def check_same(self, ids: Int64s, values: Values) -> None:
-        """Refuse rows that are not those which lie in memory that is read-only.
-
-        Raises:
-            LiveTableError: there are some.
-        """
+        """Raise LiveTableError for rows that differ from those in read-only memory."""
         rows, values = self._fitted(ids, values)
         for name, tensor in self._attached.live.tensors().items():
             if name in values and not torch.equal(tensor[torch.from_numpy(rows)].to(values[name].dtype), values[name]):
@@ -123,35 +114,26 @@ class LiveTarget(LoadTarget):
         return rows, fitted_to(store.columns, rows, values)
 
     def erase(self, ids: Int64s) -> None:
-        """Keep the rows of ids: a live table has all its rows always."""
+        """Do nothing: a live table always has all its rows."""
 
     def finish(self, *, drops: bool = False) -> int:
-        """Notify the owner, and look at the rows anew, so that the load is not taken for an unannounced change."""
+        """Notify the owner, and look anew, so that the load is not taken for an unannounced change."""
         self._attached.rows.wait()
         self._attached.live.finish({}, {})
         self._attached.look()
         return 0
 
     def undo(self, *, is_cleared: bool) -> None:
-        """Keep what was written: what was there before is gone."""
+        """Do nothing: the previous values are gone."""
 
 
 class AttachedTable:
-    """A live table whose changes are announced from now on, while this is referenced and not closed.
+    """A live table whose changes are announced as long as this is referenced and not closed.
 
-    Args:
-        live: the table.
-        is_announced: as of :class:`LiveStore`, as the others.
-        says_what_changes: whether marks are kept of the rows that change.
-        audit: at every how manyth save they are compared with fingerprints.
-
-    Attributes:
-        name: in checkpoints.
-        live: the table.
-        rows: its rows by their numbers.
-        is_by_id: whether its rows belong to ids that come and go; else they are numbered, and all there always.
-        target_type: what a load fills it by.
-        most_ids: how many ids there can be over all ranks; None where those that have no place are left out.
+    ``rows`` are its rows by number. ``is_by_id`` says whether rows belong to ids that come and go, instead of being
+    numbered and always present. ``target_type`` is what fills it in a load. ``most_ids`` is the number of ids that fit
+    on all ranks, None if ids without room are dropped. ``says_what_changes`` and ``audit`` are as for
+    :class:`LiveStore`.
     """
 
     is_by_id: ClassVar[bool] = False
@@ -173,16 +155,15 @@ class AttachedTable:
         return self.rows
 
     def close(self) -> None:
-        """End the announcements; the table can be saved and loaded no more."""
+        """Stop the announcements; the table cannot be saved or loaded any more."""
         if not self._is_closed:
             self._is_closed = True
             self._detach()
 
     def prepare(self) -> None:
-        """Bring the memory up to date, in the thread that calls the saver, before it is read or written.
+        """Bring the memory up to date before it is read or written, in the thread that calls the saver.
 
-        Raises:
-            LiveTableError: this is closed, or the table cannot be read now.
+        LiveTableError if this is closed, or the table cannot be read now.
         """
         if self._is_closed:
             raise LiveTableError(
@@ -192,17 +173,16 @@ class AttachedTable:
         self.live.prepare()
 
     def look(self) -> None:
-        """Take all rows for changed, and fail snapshots, where something wrote that was not announced."""
+        """If something wrote without announcing it, mark all rows as changed and fail snapshots."""
         if isinstance(self.live, WatchedTable):
             self.live.look()
 
     def source(self, rows: Snapshot) -> TableSource:
-        """Return what a save writes of the rows that it has taken."""
+        """Return what a save writes of the snapshot that it has taken."""
         return rows
 
     @property
     def share(self) -> RowShare:
-        """The rows that this rank saves, by their ids."""
         return RowShare(*self.rows.box.own_rows, self.live.n_rows)
 
     @property
@@ -212,7 +192,7 @@ class AttachedTable:
 
     @property
     def specs(self) -> tuple[SlotSpec, ...]:
-        """The slots of a row in a checkpoint, which has all its columns; as they stand there."""
+        """The slots of a whole row, as in a checkpoint, in the order they have there."""
         specs = [whole_spec(column.spec, self.rows.box) for column in self.rows.saved_columns.values()]
         return in_order(specs)
 
@@ -220,11 +200,10 @@ class AttachedTable:
         return len(self.store)
 
     def ids(self) -> Tensor:
-        """Return the numbers of the rows of which a save reads values here."""
         return self.store.ids.to_tensor(len(self))
 
     def has_all_of(self, n_rows: int) -> bool:
-        """Say whether a checkpoint of so many rows has all of the table, and a load of it leaves nothing otherwise."""
+        """Say whether loading a checkpoint of so many rows leaves no row of the table unchanged."""
         return n_rows == self.live.n_rows
 
     def embeddings(self) -> Tensor:
@@ -235,69 +214,52 @@ class AttachedTable:
         return {name: column.blocks[0] for name, column in self.store.saved_columns.items() if name != EMBEDDING}
 
     def insert(self, ids: Tensor, embeddings: Tensor, slots: Mapping[str, Tensor] | None = None) -> None:
-        """Set the rows of ``ids``.
-
-        Raises:
-            LiveTableError: there is no such row.
-        """
         self.write(ids, {EMBEDDING: embeddings, **(slots or {})})
 
     def write(self, ids: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Set slots of the rows of ``ids``, all different, where they lie; from any thread.
-
-        Raises:
-            LiveTableError: there is no such row on this rank.
-        """
+        """Write slots of the rows of distinct ids in place; LiveTableError if one is not on this rank. Thread-safe."""
         self.rows.write(ids.numpy() - self.rows.box.rows[0], values)
 
     def clear(self) -> None:
-        """Refuse: the rows of a live table are as many as its owner has made."""
+        """Refuse: the owner decides how many rows there are."""
         raise LiveTableError(f"table {self.name!r}: its rows are not recckpt's to drop; load into it instead")
 
 
 @dataclass(frozen=True)
 class FoundTable:
-    """A live table of a model."""
-
     live: LiveTable  # the table
     path: str  # of its module
     kind: str  # of module
     keys: tuple[str, ...]  # of its weight in the state dict of the model
     weights: Callable[[], tuple[Tensor, ...]]  # returns the parameters that are its rows by now
-    # how its changes are known: ``"gradient"`` by the optimizer's step, ``"backward"`` by that of a kernel, or ``OWN``
-    # by what an adapter announces, or ``FINGERPRINTS`` by looking at all rows at a save
+    # how changes are noticed: ``"gradient"`` in the optimizer's step, ``"backward"`` in a kernel's step, ``OWN``
+    # by an adapter's announcements, or ``FINGERPRINTS`` by looking at all rows at a save
     marks: str
-    is_announced: bool  # whether all that changes rows is announced; otherwise training waits while they are copied
+    is_announced: bool  # whether all changes of rows are announced; else training waits while they are copied
     optimizer: Optimizer | None = None  # that trains it; None where it is frozen, or updates itself
     why: str | None = None  # why ``marks`` is not the best kind; None if it is
-    is_tensor: bool = True  # whether the keys are of the tensor of its rows, and not of one around it, or of pieces
-    # of which the table is one, spread over ranks, and which loads all of them or fails; None where it is of none
+    is_tensor: bool = True  # whether the keys name the tensor of its rows, not one around it or pieces of it
+    # sharded collection that has this table and loads all its tables or fails; None if there is none
     collection: nn.Module | None = None
-    load_around: LoadAround | None = None  # loads a model so that such collections keep their live tables
-    # names under which a checkpoint without live tables has its rows, as one dense tensor
+    load_around: LoadAround | None = None  # loads a model without touching such collections' live tables
+    # names of the dense tensor with its rows in a checkpoint without live tables
     tensors: tuple[str, ...] = ()
-    companions: tuple[FoundTable, ...] = ()  # tables of rows that lie in the same memory
+    companions: tuple[FoundTable, ...] = ()  # tables of other rows of the same memory
     attached: type[AttachedTable] = AttachedTable  # what it is to a saver
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What may become a live table."""
-
     path: str  # of its module, by which ``names`` and ``exclude`` mean it
     name: str  # of the table, where ``names`` gives no other
     n_rows: int  # that it has over all ranks
-    make: Callable[[str], FoundTable]  # makes the table of this name; raises LiveTableError where it is to stay dense
-    together: str | None = None  # path of the module whose tables are one tensor, so that all of them are live, or none
-    module: nn.Module | None = None  # of torch, that it is made of; None for another
+    make: Callable[[str], FoundTable]  # makes the table of this name; LiveTableError says why it stays dense
+    together: str | None = None  # module whose tables are one tensor, so that all or none of them are live
+    module: nn.Module | None = None  # torch's embedding; None for other kinds
 
 
 def with_marks(tables: Sequence[FoundTable], marks: str | Mapping[str, str]) -> list[FoundTable]:
-    """Return the tables with the marks that are wanted for them.
-
-    Raises:
-        TypeError, ValueError: it is not a kind of marks, or a name is not one of a table.
-    """
+    """Return the tables with the marks asked for; TypeError or ValueError for unknown marks or tables."""
     if not isinstance(marks, str | Mapping):
         expected = f"'auto' or {FINGERPRINTS!r}, or a dict, name of a table -> one of them"
         raise TypeError(f"marks must be {expected}, found {marks!r:.200}")

@@ -1,4 +1,4 @@
-"""Where the rows of a table lie: what each rank has by rows and columns, and whether that makes up the table."""
+"""Which rows and columns of a table each rank has, and whether all ranks together have the whole table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from recckpt.types import EMBEDDING, Box, Door, SlotSpec
 
 
 def reshard(model: nn.Module) -> None:
-    """Let FSDP2 put the parts of parameters back in their places, where it has left what it gathered for a forward."""
+    """Make FSDP2 reshard parameters that it left gathered after a forward pass."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for module in model.modules() if hasattr(fsdp, "FSDPModule") else ():
         if isinstance(module, fsdp.FSDPModule):  # type: ignore[union-attr]  # it has the class, as looked for above
@@ -26,7 +26,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def why_not_by_rows(weight: Any) -> str | None:
-    """Return why a sharded weight cannot be saved by rows, None where it can."""
+    """Return why a sharded weight cannot be saved by rows; None if it can."""
     placements = getattr(weight, "placements", None)
     if placements is None:
         return f"its weight is a {type(weight).__name__}, which is saved in pieces: use DTensor"
@@ -47,7 +47,7 @@ def why_not_by_rows(weight: Any) -> str | None:
 
 
 def box_of(weight: Any) -> Box:
-    """Return the rows of a weight that this rank has; each dimension of the mesh cuts what those before it leave."""
+    """Return the rows of a weight on this rank; each mesh dimension divides what the previous ones leave."""
     mesh = weight.device_mesh
     first, end, replica, n_replicas = 0, int(weight.shape[0]), 0, 1
     for at, size, placement in zip(mesh.get_coordinate(), mesh.shape, weight.placements, strict=True):
@@ -60,12 +60,12 @@ def box_of(weight: Any) -> Box:
 
 
 def spread_of(tensor: Any) -> tuple[Any, ...]:
-    """Return what is equal of tensors that lie alike on all ranks."""
+    """Return a key that is equal for tensors with the same layout over ranks."""
     return tuple(tensor.shape), getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
 
 
 def local_of(tensor: Any) -> Tensor:
-    """Return what this rank has of a tensor, in the memory where it lies: all of one that is not sharded."""
+    """Return this rank's part of a tensor, in place; the whole tensor if it is not sharded."""
     if not is_sharded(tensor):
         return tensor  # type: ignore[no-any-return]  # it is one
     with torch.no_grad():  # else torch makes a view for a backward pass
@@ -73,7 +73,7 @@ def local_of(tensor: Any) -> Tensor:
 
 
 def version_of(tensor: Tensor) -> tuple[int, int]:
-    """Return where a tensor lies, and how often it was written in place: torch counts for a DTensor and its part."""
+    """Return a tensor's address, and how often it was written in place: a DTensor and its part count apart."""
     local = local_of(tensor)
     return local.data_ptr(), local._version + (0 if local is tensor else tensor._version)
 
@@ -99,20 +99,20 @@ class RankPart:
         return self.rows[0] < self.rows[1]
 
     def kind_of(self, slot: SlotSpec) -> str:
-        """Return a slot as text, which is the same for all parts of a table."""
+        """Return a slot as text that is equal for all parts of a table."""
         if self.columns is None or slot.shape != (self.columns[1] - self.columns[0],):
             return f"{slot.name} {slot.kind}"
         return f"{slot.name} {slot.dtype}[its columns of {self.width}]"
 
 
 def column_ranges(parts: Sequence[RankPart]) -> tuple[tuple[int, int], ...]:
-    """Return the ranges of columns over which ranks have divided a table, in order; none where it is not divided."""
+    """Return the ranges of columns into which ranks have divided a table, in order; () if it is not divided."""
     ranges = sorted({part.columns for part in parts if part.columns is not None and part.has_rows})
     return tuple(ranges) if len(ranges) > 1 else ()
 
 
 def problem_of(parts: Sequence[RankPart]) -> str | None:
-    """Return why the parts of the ranks do not make up a table, None where they do."""
+    """Return why the ranks' parts do not make up a table; None if they do."""
     sizes = sorted({part.n_rows for part in parts})
     if len(sizes) > 1:
         return f"found {' and '.join(map(str, sizes))} rows, expected as many on all ranks"
@@ -130,7 +130,6 @@ def problem_of(parts: Sequence[RankPart]) -> str | None:
 
 
 def _problem_of_rows(parts: Sequence[RankPart]) -> str | None:
-    """Return which rows no rank has, or several have."""
     n_rows = parts[0].n_rows
     having = [(n, part) for n, part in enumerate(parts) if part.has_rows]
     of_rows = {part.rows: n for n, part in having if part.columns is None or part.columns[0] == 0}
@@ -146,7 +145,7 @@ def _problem_of_rows(parts: Sequence[RankPart]) -> str | None:
 
 
 def _problem_of_columns(parts: Sequence[RankPart]) -> str | None:
-    """Return why the columns of some rows are not there once, on ranks that are divided as for all other rows."""
+    """Return which columns are missing or repeated, or divided differently from other rows."""
     by_rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for part in parts:
         if part.has_rows and part.columns is not None:
@@ -162,13 +161,7 @@ def _problem_of_columns(parts: Sequence[RankPart]) -> str | None:
 
 
 class AbsentTable:
-    """A live table that lies on other ranks.
-
-    Args:
-        name: in checkpoints.
-        there: what another rank has of it.
-        box: no rows, of the part that the other has.
-    """
+    """A live table without rows on this rank; ``there`` is what another rank has of it."""
 
     def __init__(self, name: str, there: RankPart, box: Box) -> None:
         self.name, self.n_rows, self.reason, self._box = name, there.n_rows, there.why, box
@@ -181,18 +174,16 @@ class AbsentTable:
     def box(self) -> Box:
         return self._box
 
-    def prepare(self) -> None:
-        """Do nothing: there are no rows."""
+    def prepare(self) -> None: ...
 
     def tensors(self) -> Mapping[str, Tensor]:
         return self._tensors
 
     def attach(self, door: Door) -> Callable[[], object]:
-        """Announce nothing: no rows change here."""
         return lambda: None
 
     def scalars(self) -> Mapping[str, int | float]:
-        """Return what other ranks had when they last told."""
+        """Return what other ranks last reported."""
         return self._scalars
 
     def settings(self) -> Mapping[str, Any]:
@@ -203,21 +194,21 @@ class AbsentTable:
 
 
 def whole_spec(spec: SlotSpec, box: Box) -> SlotSpec:
-    """Return a slot of whole rows: with the columns of all ranks, or one value for each range of columns."""
+    """Return a slot as whole rows have it: all ranks' columns, or one value a range of columns."""
     if not box.columns:
         return spec
     return replace(spec, shape=(box.columns[-1][1],) if spec.shape else (len(box.columns),))
 
 
 def place_in_row(spec: SlotSpec, box: Box, part: int) -> tuple[int, int]:
-    """Return the first byte, and the one after the last, that a part has in the value of a whole row."""
+    """Return the bytes [begin, end) of a whole row's value that a part has."""
     begin, end = box.columns[part] if spec.shape else (part, part + 1)
     n_bytes = whole_spec(spec, box).row_bytes // whole_spec(spec, box).shape[0]
     return begin * n_bytes, end * n_bytes
 
 
 def misfit_of(spec: SlotSpec, box: Box) -> str | None:
-    """Return what a slot of a part should be, None where it is that."""
+    """Return what a slot of a part should be; None if it is that."""
     if not box.columns:
         return None
     begin, end = box.columns[box.part]
@@ -228,6 +219,6 @@ def misfit_of(spec: SlotSpec, box: Box) -> str | None:
 
 
 def layout_of(n_rows: int, specs: Iterable[SlotSpec], box: Box) -> LiveLayout:
-    """Return how a table lay, as a manifest says it: with its ranges of columns where a slot has a value for each."""
+    """Return the table's layout for a manifest, with its column ranges if a slot has a value for each."""
     has_values_of_ranges = any(not spec.shape for spec in specs)
     return LiveLayout(n_rows, box.columns if has_values_of_ranges else ())

@@ -1,4 +1,4 @@
-"""Which modules of a model are live tables, under which names, trained by which optimizer; finders bring others."""
+"""Finds the live tables of a model: their names, and the optimizers that train them; finders add other libraries."""
 
 from __future__ import annotations
 
@@ -27,15 +27,13 @@ log = logging.getLogger("recckpt")
 
 @dataclass(frozen=True)
 class Search:
-    """A search for live tables."""
-
     model: nn.Module  # where
     optimizers: Sequence[Optimizer]  # that train it
     ranks: Ranks  # that have the model
     exclude: Collection[str]  # paths of modules that stay dense
-    options: str  # that choose tables, the same on all ranks
-    left: dict[str, str] = field(default_factory=dict)  # path -> why, of embeddings that are no live tables
-    missing: set[str] = field(default_factory=set)  # paths of those among them that no state dict has
+    options: str  # the arguments that choose tables, as text: the same on all ranks
+    left: dict[str, str] = field(default_factory=dict)  # path of an embedding that stays dense -> why
+    missing: set[str] = field(default_factory=set)  # those of them that no state dict has
 
 
 @dataclass(frozen=True)
@@ -59,12 +57,9 @@ def find_tables(
     exclude: Collection[str],
     adapters: Sequence[LiveTable] = (),
 ) -> tuple[list[FoundTable], dict[str, str]]:
-    """Return the tables of a model and of ``adapters``, and path -> why of embeddings that stay dense.
+    """Return the tables of a model and of ``adapters``, and why other embeddings stay dense, by path.
 
-    Collective where the model is sharded.
-
-    Raises:
-        LiveTableError: tables cannot be saved so, or a path is not one of an embedding; all of it.
+    Collective if the model is sharded. One LiveTableError lists all tables that cannot be saved, and wrong paths.
     """
     reshard(model)
     options = f"min_rows={min_rows}, names={dict(sorted(names.items()))}, exclude={sorted(exclude)}"
@@ -102,7 +97,7 @@ def find_tables(
 
 
 def _warn_of(left: Mapping[str, str], missing_paths: Collection[str]) -> None:
-    """Log which embeddings, with why by path, are saved otherwise than as live tables, or not at all."""
+    """Log which embeddings are saved as dense tensors, or not at all, and why."""
     dense = [f"{path!r}: {why}" for path, why in left.items() if path not in missing_paths]
     if dense:
         log.warning("no live tables, but dense tensors, saved whole each time, are %s", "; ".join(dense))
@@ -118,9 +113,9 @@ def _problems(
     known: Collection[str],
     exclude: Collection[str],
 ) -> Iterator[str]:
-    """Yield what is wrong: paths that are not of an embedding, tables of one tensor torn apart, and names given twice.
+    """Yield what is wrong: unknown paths, tables of one tensor torn apart, and names given twice.
 
-    ``unknown`` are such paths by the argument that has them.
+    ``unknown`` has the unknown paths by argument.
     """
     for argument, some in unknown.items():
         for path in sorted(some):
@@ -143,7 +138,7 @@ def _problems(
 
 
 def _torch_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Candidate]:
-    """Yield the embeddings of torch; those of a tied weight, which has several keys and several modules, are one."""
+    """Yield torch's embeddings; several modules with one tied weight are one candidate."""
     keys, modules = defaultdict[int, list[str]](list), defaultdict[int, list[nn.Module]](list)  # by id of a parameter
     for key, parameter in parameters_of(model):
         keys[id(parameter)].append(key)
@@ -177,11 +172,7 @@ def _torch_table(
     tied: Sequence[nn.Module],
     optimizers: Sequence[Optimizer],
 ) -> FoundTable:
-    """Return the table of a module of torch.
-
-    Raises:
-        LiveTableError: its weight is to stay a dense tensor; says why.
-    """
+    """Return the table of a torch module; LiveTableError says why its weight stays dense."""
     weight = module.weight
     if not keys:
         raise LiveTableError("its weight is made of other tensors, as by a parametrization: they are saved, as tensors")

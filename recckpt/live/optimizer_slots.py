@@ -1,4 +1,4 @@
-"""The slots that hold what optimizers of torch keep of each row of an embedding (no torch here)."""
+"""The slots that hold what torch's optimizers keep for each row of an embedding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ _KEYS = {short: key for key, short in _SHORT.items()}
 
 
 def slot_of(prefix: str, key: str) -> str:
-    """Return the slot of a state that an optimizer calls ``key``."""
     return f"{prefix}_{_SHORT.get(key, key)}"
 
 
@@ -28,7 +27,7 @@ DECAY = ("weight_decay", "decoupled_weight_decay")  # settings that are another 
 
 
 def key_of(kind: str, slot: str) -> str | None:
-    """Return what an optimizer of a class, or of an akin one, calls the state in a slot; None for slots of others."""
+    """Return the optimizer's own key for a slot, also for an akin class; None for slots of other optimizers."""
     for prefix in (f"{PREFIXES[each]}_" for each in (kind, _AKIN.get(kind, "")) if each in PREFIXES):
         if slot.startswith(prefix):
             short = slot.removeprefix(prefix)
@@ -37,7 +36,7 @@ def key_of(kind: str, slot: str) -> str | None:
 
 
 def akin_slot(slot: str) -> str | None:
-    """Return the slot in which an akin optimizer keeps the same moment; None where there is no such optimizer."""
+    """Return the slot in which an akin optimizer keeps the same moment; None if there is none."""
     for kind, other in _AKIN.items():
         if slot.startswith(f"{PREFIXES[kind]}_"):
             return PREFIXES[other] + slot.removeprefix(PREFIXES[kind])
@@ -45,10 +44,10 @@ def akin_slot(slot: str) -> str | None:
 
 
 def common_slot(slot: str) -> str:
-    """Return the slot of a moment by the name that it has for all akin optimizers."""
+    """Return the name of a moment's slot that all akin optimizers share."""
     return min(slot, akin_slot(slot) or slot)
 
 
 def are_own(kind: str, slots: Iterable[str]) -> bool:
-    """Say whether all of these are slots of a class itself, and not of one that is akin."""
+    """Say whether all slots are those of this class, not of an akin one."""
     return all(slot.startswith(f"{PREFIXES[kind]}_") for slot in slots)

@@ -1,4 +1,4 @@
-"""The rows of a live table as a store: what our own tables have in :class:`recckpt.sparse.table.row_store.RowStore`."""
+"""The rows of a live table as a store, as :class:`recckpt.sparse.table.row_store.RowStore` is for own tables."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PIECE_ROWS = 1 << 20  # rows announced at a time, of a table of which any row m
 
 
 class RowRange:
-    """The ids ``first`` to ``first + n - 1`` of the rows 0 to ``n - 1``. Thread-safe."""
+    """Ids ``first`` to ``first + n - 1`` for the rows 0 to ``n - 1``. Thread-safe."""
 
     def __init__(self, first: int, n: int) -> None:
         self.first, self.n = first, n
@@ -53,19 +53,14 @@ class RowRange:
 
 
 class LiveStore(Store):
-    """The rows of a live table that this rank saves, in the memory of their owner; and the door of its adapter.
+    """The rows of a live table that this rank saves, in their owner's memory; and the door of its adapter.
 
-    Thread-safe. ``announce`` and the like come from the threads that train; they never raise.
+    Thread-safe. The door's methods are called by the threads that train, and never raise.
 
-    Args:
-        table: whose tensors are asked for at each save and load.
-        is_announced: whether all that changes rows is announced; otherwise each snapshot is a copy.
-        says_what_changes: whether it is announced which rows change; otherwise fingerprints find them.
-        audit: at every how manyth save fingerprints of all rows say whether all changes were announced; 0 for never.
-
-    Attributes:
-        lock: is taken while rows are announced, and while a snapshot is taken.
-        box: the part of the table that is on this rank; each copy saves a part of it, and a load fills all.
+    ``is_announced``: whether all changes of rows are announced; if not, each snapshot is a copy. ``says_what_changes``:
+    whether it is announced which rows change; if not, fingerprints find them. ``audit``: fingerprints check every
+    ``audit``-th save, 0 for never. ``box`` is this rank's part of the table: each replica saves a share of it, and a
+    load fills all of it. ``lock`` is held while rows are announced and snapshots are taken.
     """
 
     def __init__(
@@ -96,23 +91,18 @@ class LiveStore(Store):
 
     @property
     def columns(self) -> Mapping[str, Column]:
-        """The slots by name, over the memory of now, with all rows of the box.
-
-        Raises:
-            LiveTableError: a tensor is not one that can be saved.
-        """
+        """The slots in their present memory, with all rows of the box; LiveTableError if one cannot be saved."""
         return self._columns(0, self.box.rows[1] - self.box.rows[0])
 
     @property
     def saved_columns(self) -> Mapping[str, Column]:
-        """The same, with the rows that this rank saves; of a table by columns, with all rows of the box."""
+        """The same with only the rows that this rank saves; all of the box for tables divided by columns."""
         return self._columns(self._begin, len(self))
 
     def snapshot(self, name: str, slots: Collection[str] | None = None) -> Snapshot:
-        """Return the rows as they are now, which stay so.
+        """Return the present rows, unaffected by later changes.
 
-        Raises:
-            LiveTableError: a tensor cannot be saved; or what the adapter has met since the last snapshot.
+        LiveTableError if a tensor cannot be saved, or the adapter failed since the last snapshot.
         """
         with self.lock:
             if self._is_in_graph:
@@ -131,7 +121,7 @@ class LiveStore(Store):
             return self._observers.snapshot(name, len(self), self._ids, columns, slots)
 
     def distrust(self) -> None:
-        """Take it from now on that rows change without a word: each snapshot is a copy."""
+        """Assume from now on that rows change unannounced: each snapshot is a copy."""
         super().distrust()
         self._is_distrusted = True
 
@@ -140,16 +130,12 @@ class LiveStore(Store):
             self._observers.track(marks)
 
     def mark_noted(self) -> None:
-        """Mark the rows that were noted on a device, for which this waits."""
+        """Mark the rows noted on a device; waits for the device."""
         with self.lock:
             self._observers.mark(self._noted.take(), len(self))
 
     def write(self, rows: Int64s, values: Mapping[str, Tensor]) -> None:
-        """Set slots of rows of the box, all different, where they lie.
-
-        Raises:
-            LiveTableError: there is no such row: what lies beyond is the memory of others.
-        """
+        """Write slots of distinct rows of the box in place; LiveTableError for rows outside of it."""
         n_rows = self.box.rows[1] - self.box.rows[0]
         if len(rows) and not 0 <= rows.min() <= rows.max() < n_rows:
             first, end = self.box.rows
@@ -182,7 +168,7 @@ class LiveStore(Store):
             self.failed(error)
 
     def announce_all(self) -> None:
-        """Make snapshots copy all rows that are yet to be written, and mark all rows as changed."""
+        """Make snapshots copy all rows not yet written, and mark all rows as changed."""
         try:
             if self._is_captured():
                 return
@@ -195,7 +181,7 @@ class LiveStore(Store):
             self.failed(error)
 
     def replaced(self) -> None:
-        """Mark all rows as changed, and fail the snapshots: the rows that they would read have been overwritten."""
+        """Mark all rows as changed, and fail open snapshots, whose rows have been overwritten."""
         with self.lock:
             self._observers.replaced()
             if not self._is_announced:  # then snapshots are copies
@@ -209,20 +195,20 @@ class LiveStore(Store):
             )
 
     def failed(self, error: Exception) -> None:
-        """Take all rows for changed; the next snapshot raises the error, which is logged."""
+        """Mark all rows as changed, and log the error; the next snapshot raises it."""
         log.error("table %r: its changes were not seen, and the next save fails: %r", self._table.name, error)
         self.replaced()
         self._failure = error
 
     def _is_captured(self) -> bool:
-        """Say whether a change is captured in a CUDA graph, from where no row can be copied; no save is right then."""
+        """Say whether a change was captured in a CUDA graph, where rows cannot be copied; saves then fail."""
         if is_capturing():
             self._is_in_graph = True
             self.replaced()
         return self._is_in_graph
 
     def _noted_columns(self) -> Mapping[str, Column]:
-        """Return the columns of now; where they lie elsewhere than before, all rows have changed."""
+        """Return the present columns; if their memory is another than before, mark all rows as changed."""
         columns = self.saved_columns
         memory = {}
         for slot, column in columns.items():
@@ -235,12 +221,11 @@ class LiveStore(Store):
         return columns
 
     def _own(self, rows: Int64s) -> Int64s:
-        """Return those rows of the box that this rank saves, counted from the first of them."""
+        """Return those rows of the box that this rank saves, relative to the first of them."""
         own = rows - self._begin
         return own[(own >= 0) & (own < len(self))]
 
     def _columns(self, begin: int, n_rows: int) -> Mapping[str, Column]:
-        """Return so many rows of the box, from ``begin`` on."""
         tensors = self._table.tensors()
         problems = [problem for name, tensor in tensors.items() if (problem := self._problem(name, tensor))]
         if EMBEDDING not in tensors:
@@ -253,11 +238,11 @@ class LiveStore(Store):
         }
 
     def wait(self) -> None:
-        """Wait until what was asked of the devices of the rows is done, in whichever stream."""
+        """Wait for all streams of the devices that hold the rows."""
         wait_for_devices(self._table.tensors().values())
 
     def _problem(self, name: str, tensor: Tensor) -> str | None:
-        """Return why a tensor cannot be saved, None where it can be read in place."""
+        """Return why a tensor cannot be saved; None if it can be read in place."""
         n_rows, spec = self.box.rows[1] - self.box.rows[0], spec_of(name, tensor)
         expected, place = misfit_of(spec, self.box), tensor.device.type
         if spec.dtype not in ITEM_BYTES or tensor.dim() == 0 or 0 in tensor.shape[1:]:

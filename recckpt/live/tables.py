@@ -1,4 +1,4 @@
-"""The live tables of a model: found, named, and attached once; what a saver takes as ``tables=``."""
+"""The live tables of a model, attached once: what a saver takes as ``tables=``."""
 
 from __future__ import annotations
 
@@ -28,11 +28,7 @@ _made: weakref.WeakValueDictionary[int, LiveTables] = weakref.WeakValueDictionar
 def check_options(
     model: Any, optimizers: Any, *, min_rows: Any, names: Any, exclude: Any, audit: Any, adapters: Any
 ) -> list[Optimizer]:
-    """Refuse arguments of ``live_tables`` that are not what they can be; return the optimizers as a list.
-
-    Raises:
-        TypeError, ValueError: one is not.
-    """
+    """Check the arguments of ``live_tables``; return the optimizers as a list."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, found a {type(model).__name__}")
     listed = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
@@ -59,12 +55,12 @@ def check_options(
 
 
 class LiveTables(Mapping[str, AttachedTable]):
-    """The live tables of a model by name; ``print`` shows what is saved how, and why not better.
+    """The live tables of a model by name; ``print`` shows how each is saved, and why not in a better way.
 
     Made by :func:`recckpt.live.live_tables`.
 
     Attributes:
-        optimizers: those that it was given, which may train other parameters too.
+        optimizers: the optimizers it was given; they may also train other parameters.
     """
 
     def __init__(
@@ -178,7 +174,7 @@ class LiveTables(Mapping[str, AttachedTable]):
                 yield from entry.weights()
 
     def close(self) -> None:
-        """Remove the hooks. Savers that have these tables refuse to save and load from now on; others can be made."""
+        """Remove the hooks. Savers with these tables refuse to save and load from now on; new ones can be made."""
         self._is_closed = True
         for table in self.values():
             table.close()
@@ -236,9 +232,7 @@ class LiveTables(Mapping[str, AttachedTable]):
     __repr__ = __str__
 
 
-class LiveTableOptions(TypedDict, total=False):
-    """Arguments of :func:`recckpt.live.live_tables`, for whoever calls it for others."""
-
+class LiveTableOptions(TypedDict, total=False):  # arguments of live_tables
     min_rows: int
     names: Mapping[str, str] | None
     exclude: Collection[str]
@@ -250,11 +244,7 @@ class LiveTableOptions(TypedDict, total=False):
 def attached_once(
     model: nn.Module, tables: Sequence[FoundTable], left: Mapping[str, str], ranks: Ranks, **options: Any
 ) -> LiveTables:
-    """Return the live tables that a model has already, else new ones; arguments as of :class:`LiveTables`.
-
-    Raises:
-        LiveTableError: those that it has are others; or some cannot be saved.
-    """
+    """Return the live tables that a model already has, else new ones; LiveTableError if those are others."""
     made = _made.get(id(model))
     if made is not None and made.model is model:
         made.check_same(tables)
@@ -264,11 +254,7 @@ def attached_once(
 
 
 def _attached_all(tables: Mapping[str, FoundTable], audit: int) -> dict[str, AttachedTable]:
-    """Attach all tables, or none of them.
-
-    Raises:
-        LiveTableError: some cannot be saved; says all that is wrong.
-    """
+    """Attach all tables or none; one LiveTableError lists all that cannot be saved."""
     attached, problems = dict[str, AttachedTable](), []
     for name, table in tables.items():
         how: dict[str, Any] = {"is_announced": table.is_announced, "says_what_changes": table.marks != FINGERPRINTS}
@@ -287,11 +273,9 @@ NO_TABLES = LiveTables(None, (), {})
 
 
 class RowOptimizers:
-    """What is saved beside the rows of all tables: the steps of each, and the settings of who trains it.
+    """What is saved beside the rows of all tables: optimizer steps by table, and settings.
 
-    Args:
-        sparse_optim: the optimizer of our tables, None where there is none.
-        tables: the live tables, each a group of its own.
+    ``sparse_optim`` is the optimizer of own tables, None without one; each live table is a group of its own.
     """
 
     def __init__(self, sparse_optim: Optimizer | None, tables: LiveTables) -> None:
@@ -304,7 +288,6 @@ class RowOptimizers:
         return [*own, *self._groups()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the slots of all optimizers, the steps by the names of tables, and the groups."""
         own = self._sparse_optim.state_dict() if self._sparse_optim is not None else {}
         slots = {slot for table in self._tables.values() for slot in table.live.tensors() if slot != EMBEDDING}
         steps = {
@@ -319,7 +302,7 @@ class RowOptimizers:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give each optimizer its part of a saved state; a live table of which it has no step begins anew."""
+        """Give each optimizer its part of a saved state; a live table without a saved step begins at 0."""
         groups = state["param_groups"]
         if self._sparse_optim is not None:
             ours = [group for group in groups if not {*group["tables"]} <= self._tables.keys()]
@@ -341,7 +324,6 @@ class RowOptimizers:
         return table in self._tables
 
     def set_settings(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Give each optimizer the settings of saved groups."""
         groups = list(groups)
         own = self._sparse_optim.param_groups if self._sparse_optim is not None else []
         for now, before in zip(own, groups, strict=False):
@@ -359,5 +341,5 @@ class RowOptimizers:
 
 
 def row_optimizers(sparse_optim: Optimizer | None, tables: LiveTables) -> Optimizer | RowOptimizers | None:
-    """Return what has the state of the optimizers of all rows; the sparse optimizer itself where no table is live."""
+    """Return what holds the optimizer state of all rows; the sparse optimizer itself without live tables."""
     return RowOptimizers(sparse_optim, tables) if tables else sparse_optim

@@ -1,4 +1,4 @@
-"""Embeddings of torch, those of DTensors too, as live tables with an optimizer of torch; hooks notice their writes."""
+"""Embeddings of torch, DTensors too, as live tables with a torch optimizer; hooks notice their writes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TorchAnnouncer:
         self._step_hooks: tuple[tuple[Any, ...], bool] = (), False  # its hooks, as last looked at; whether all are ours
 
     def install(self, modules: Iterable[Any], optimizer: Optimizer | None) -> Callable[[], object]:
-        """Hook the modules that have the weight, and the optimizer that trains it; return what removes the hooks."""
+        """Hook the modules with the weight, and its optimizer; return what removes the hooks."""
         handles: list[Any] = []
         if optimizer is not None:
             handles += [
@@ -60,7 +60,7 @@ class TorchAnnouncer:
 
     @outside_graphs
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Announce the rows that have a gradient; where a closure makes it, once that has."""
+        """Announce the rows that have a gradient; with a closure, after it has computed it."""
         hooks: Any = optimizer._optimizer_step_post_hooks
         # What comes after a step may write; then the hook of this table is to be the last of them. A hook that is added
         # changes one of these two: each has a new number.
@@ -83,13 +83,12 @@ class TorchAnnouncer:
 
     @outside_graphs
     def before_load(self, *args: Any) -> None:
-        """Announce that a state dict is about to be loaded."""
         with self._known_write():
             self._door.announce_all()
 
     @outside_graphs
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Announce the rows that ``max_norm`` may shorten; all where other hooks run between this and the end of it."""
+        """Announce the rows that ``max_norm`` may change; all rows if other hooks run in between."""
         with self._known_write():
             if self._are_ours(module._forward_pre_hooks, since=True) and self._are_ours(module._forward_hooks):
                 self._door.announce(args[0] if args else kwargs["input"])
@@ -98,17 +97,17 @@ class TorchAnnouncer:
 
     @outside_graphs
     def after_write(self, *args: Any) -> None:
-        """Take what was written for known."""
+        """Take what was written for announced."""
         self.guard.end()
 
     def _are_ours(self, hooks: Mapping[int, Any], *, since: bool = False) -> bool:
-        """Say whether no hook of other code comes before that of this table, or ``since`` it."""
+        """Say whether only recckpt's hooks come before this table's, or with ``since`` after it."""
         owners = [getattr(hook, "__self__", None) for hook in hooks.values()]
         place = next((number for number, owner in enumerate(owners) if owner is self), 0)
         return all(isinstance(owner, TorchAnnouncer) for owner in (owners[place:] if since else owners[:place]))
 
     def _announce_step(self, *, is_final: bool) -> None:
-        """Announce what a step changes, by the gradient where that ``is_final``."""
+        """Announce what a step changes, by the gradient if it ``is_final``."""
         with self._known_write():
             table = self._table()
             grad = table.weight.grad if table is not None else None
@@ -126,7 +125,7 @@ class TorchAnnouncer:
 
     @contextmanager
     def _known_write(self) -> Iterator[None]:
-        """Announce in the block a write that follows it; an error there is that of the next save."""
+        """Announce, in the block, the write that follows it; an error in it fails the next save."""
         try:
             self.guard.begin()
             yield
@@ -141,22 +140,12 @@ class TorchAnnouncer:
 
 
 def has_foreign(hooks: Mapping[int, Any]) -> bool:
-    """Say whether hooks of other code than recckpt's are among some."""
+    """Say whether hooks of other code than recckpt's are among these."""
     owners = (type(getattr(hook, "__self__", None)) for hook in hooks.values())
     return not all(owner.__module__.split(".")[0] == "recckpt" for owner in owners)
 
 
 class TorchEmbedding:
-    """The weight of an embedding, and what its optimizer keeps of each row.
-
-    Args:
-        name: in checkpoints.
-        module: whose ``weight`` it is.
-        optimizer: that trains it; None where the weight is frozen.
-        rule: of the optimizer.
-        tied: other modules that have the same weight.
-    """
-
     def __init__(
         self,
         name: str,
@@ -181,7 +170,7 @@ class TorchEmbedding:
 
     @property
     def reason(self) -> str | None:
-        """Why rows may change that have no gradient; None where none does."""
+        """Why rows without a gradient may change; None if they do not."""
         group = self._group
         return (self._rule.reason(group) or self._reason_of_load) if self._rule and group else None
 
@@ -189,10 +178,9 @@ class TorchEmbedding:
         return Box((0, self.n_rows), replica=self._rank, n_replicas=self._n_ranks)
 
     def prepare(self) -> None:
-        """Look for writes that were not announced, and give a new weight, or a setting, the states that it needs.
+        """Look for unannounced writes, and make the states that a new weight or setting needs.
 
-        Raises:
-            LiveTableError: the module has another weight by now, which its optimizer does not train.
+        LiveTableError if the module has another weight by now, which its optimizer does not train.
         """
         if self._optimizer is not None and not self._group:
             raise LiveTableError(
@@ -206,19 +194,17 @@ class TorchEmbedding:
         self._announcer.guard.look()
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the weight and the states of the optimizer that have a value a row."""
         whole = self.whole()
         return {**whole, EMBEDDING: whole[EMBEDDING].detach()}
 
-    def whole(self) -> Mapping[str, Tensor]:
-        """Return them as the module and the optimizer have them."""
+    def whole(self) -> Mapping[str, Tensor]:  # as module and optimizer hold them
         group, state = self._group, self._state  # once: each step asks for them, and they are looked for
         rule = self._rule if group else None
         states = {slot_of(rule.prefix, key): state.get(key) for key in rule.keys(group)} if rule is not None else {}
         return {EMBEDDING: self.weight, **{slot: value for slot, value in states.items() if isinstance(value, Tensor)}}
 
     def other_slots(self) -> Mapping[str, SlotSpec]:
-        """Return the slots that it gets once a load has given its optimizer settings that need them."""
+        """Return the slots it gets once a load sets optimizer settings that need them."""
         if self._rule is None:
             return {}
         slots = (slot_of(self._rule.prefix, key) for key in self._rule.others)
@@ -228,7 +214,6 @@ class TorchEmbedding:
         return gradient
 
     def attach(self, door: Door) -> Callable[[], object]:
-        """Announce what a step, a load, and in forward passes ``max_norm`` are about to change."""
         self._announcer = TorchAnnouncer(self, WeakDoor(door))
         return self._announcer.install((self._module, *self._tied), self._optimizer)
 
@@ -240,7 +225,7 @@ class TorchEmbedding:
         return {key: value for key, value in self._group.items() if key != "params"} if self._optimizer else {}
 
     def finish(self, scalars: Mapping[str, int | float], settings: Mapping[str, Any]) -> None:
-        """Take over the steps, and what settings the group of the weight has."""
+        """Take over the steps, and the settings that the weight's group has."""
         if self._optimizer is None:
             return
         if "step" in scalars:
@@ -269,17 +254,12 @@ class TorchEmbedding:
 
     @property
     def _group(self) -> dict[str, Any]:
-        """The group of the optimizer that has the weight."""
         weight, groups = self.weight, self._optimizer.param_groups if self._optimizer is not None else ()
         return next((group for group in groups if any(one is weight for one in group["params"])), {})
 
 
 class DTensorEmbedding(TorchEmbedding):
-    """The rows of an embedding that this rank has, as a part of them, a copy, or a copy of a part.
-
-    Args:
-        name, module, optimizer, rule, tied: as of TorchEmbedding.
-    """
+    """The rows of an embedding on this rank: a part, a copy, or a copy of a part."""
 
     def __init__(
         self,
@@ -303,11 +283,7 @@ class DTensorEmbedding(TorchEmbedding):
         return box_of(self.weight)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return what this rank has of the weight and of the states.
-
-        Raises:
-            LiveTableError: a state lies on other ranks than the weight.
-        """
+        """Return this rank's part of weight and states; LiveTableError if a state has another layout."""
         whole, expected = self.whole(), spread_of(self.weight)
         for slot, tensor in whole.items():
             if spread_of(tensor) != expected:

@@ -1,6 +1,6 @@
-"""The optimizers of torch whose states are slots of live tables: who trains a weight, and which rows a step changes.
+"""torch's optimizers whose states become slots of live tables: who trains a weight, and which rows a step changes.
 
-A rule says that no row without a gradient changes only where that follows from its arithmetic, bit for bit.
+A rule may only say that rows without a gradient stay unchanged if that follows bit for bit from its arithmetic.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _adam_reason(group: Group) -> str | None:
 
 
 def _lr_reason(group: Group) -> str | None:
-    """Return the reason where a gradient of 0 times the learning rate is NaN; one on a device is not waited for."""
+    """Return why a gradient of 0 times the learning rate may be NaN; a rate on a device is not read."""
     lr = group["lr"]
     is_known = not isinstance(lr, Tensor) or lr.device.type == "cpu"
     return None if not is_known or math.isfinite(lr) else f"a learning rate of {float(lr)} makes NaN of every row"
@@ -56,8 +56,6 @@ def _sgd_reason(group: Group) -> str | None:
 
 @dataclass(frozen=True)
 class TorchRule:
-    """One optimizer of torch."""
-
     prefix: str  # of the names of its slots; its keys follow
     keys: Callable[[Group], list[str]]  # of the states that have a value a row, by the settings of a group
     reason: Callable[[Group], str | None]  # why a step may change rows without a gradient, None where it does not
@@ -86,12 +84,11 @@ KNOWN = tuple(kind.__name__ for kind in _RULES)
 
 
 def rule_of(optimizer: Optimizer) -> TorchRule | None:
-    """Return the rule for an optimizer of exactly this class; None if it is not known."""
     return _RULES.get(type(optimizer))
 
 
 def make_state(optimizer: Optimizer, group: Group, parameter: Tensor, rule: TorchRule) -> None:
-    """Give a parameter the state that its first step would make, so that its slots are there from the beginning."""
+    """Give a parameter the state that its first step would make, so that its slots exist from the start."""
     keys = rule.keys(group)
     if not keys:  # SGD without momentum: optimizer.state would get an empty entry
         return
@@ -109,7 +106,6 @@ def make_state(optimizer: Optimizer, group: Group, parameter: Tensor, rule: Torc
 
 
 def set_step(optimizer: Optimizer, parameter: Tensor, step: int) -> None:
-    """Set the steps of a parameter, in place where torch keeps them in a tensor."""
     state = optimizer.state.get(parameter, {})
     if isinstance(state.get("step"), Tensor):
         state["step"].fill_(step)
@@ -118,14 +114,14 @@ def set_step(optimizer: Optimizer, parameter: Tensor, step: int) -> None:
 
 
 def optimizers_in(optimizers: Iterable[Optimizer], model: nn.Module) -> list[Optimizer]:
-    """Return the optimizers of torch in these, and those that the parameters of a model step in the backward pass."""
+    """Return all torch optimizers among these, and those that a model steps in its backward pass."""
     in_backward = (one for parameter in model.parameters() for one in getattr(parameter, "_in_backward_optimizers", ()))
     inner = [one for outer in (*optimizers, *in_backward) for one in _inner(outer)]
     return list({id(one): one for one in inner}.values())
 
 
 def _inner(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Yield the optimizers that one of TorchRec's consists of; one that consists of none itself."""
+    """Yield the optimizers inside one of TorchRec's; any other optimizer itself."""
     if is_keyed(optimizer):
         parts = [part for _, part in getattr(optimizer, "optimizers", ())]
         parts += [part for part in [getattr(optimizer, "_optimizer", None)] if part is not None]
@@ -136,10 +132,9 @@ def _inner(optimizer: Optimizer) -> Iterator[Optimizer]:
 
 
 def trainer_of(weight: Tensor, optimizers: Sequence[Optimizer]) -> tuple[Optimizer | None, TorchRule | None]:
-    """Return the optimizer that trains a weight, and what is known of it; None where the weight is frozen.
+    """Return the optimizer that trains a weight, and its rule; None for a frozen weight.
 
-    Raises:
-        LiveTableError: it cannot be saved by rows what there is; says why.
+    LiveTableError says why its state cannot be saved by rows.
     """
     own = [one for one in optimizers for group in groups_of(one) if any(weight is each for each in group["params"])]
     if len(own) > 1:

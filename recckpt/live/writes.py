@@ -1,4 +1,4 @@
-"""How writes to a live table are noticed: by hooks, by versions that torch counts, by rows noted on a device."""
+"""How writes to a live table are noticed: by hooks, by torch's version counters, by rows noted on a device."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ Int64s = npt.NDArray[np.int64]
 
 
 def is_capturing() -> bool:
-    """Say whether what this thread does on a device is recorded in a CUDA graph, and must not wait for the device."""
+    """Say whether this thread's work on the device is captured in a CUDA graph, so it must not wait."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def runs_apart(tensor: Tensor) -> bool:
-    """Say whether what is asked of a tensor is queued on a device, so that reading it here would wait for that."""
+    """Say whether a tensor's work is queued on a device, so that reading it here would wait."""
     return tensor.is_cuda
 
 
 def wait_for_devices(tensors: Iterable[Tensor]) -> None:
-    """Wait until all streams of the devices of some tensors have done what was asked of them; not for the CPU."""
+    """Wait for all streams of these tensors' devices, except the CPU."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.synchronize(device)
 
 
 def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let ``torch.compile`` break its graph at a hook: in a graph it would look at tensors before they are written."""
+    """Make ``torch.compile`` break its graph at a hook: inside, it would read tensors before they are written."""
     uncompiled: list[Callable[_P, _R]] = []
 
     @functools.wraps(function)
@@ -54,9 +54,9 @@ def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class WeakDoor:
-    """A door for hooks, which modules and optimizers keep: goes on to those doors that are still there, all of them.
+    """A door for hooks that modules and optimizers keep: forwards to those of its doors that still exist.
 
-    A copy of it, as in a deep copy of a model, or one that was pickled, goes on to none.
+    A copy of it, as in a deep copy or a pickle of a model, forwards to none.
     """
 
     def __init__(self, *doors: Door) -> None:
@@ -67,7 +67,7 @@ class WeakDoor:
             door.announce(rows)
 
     def announce_all(self, *args: Any, **kwargs: Any) -> None:
-        """As :meth:`recckpt.types.Door.announce_all`; a hook of whatever arguments."""
+        """As :meth:`recckpt.types.Door.announce_all`; usable as a hook with any arguments."""
         for door in self.open:
             door.announce_all()
 
@@ -76,7 +76,7 @@ class WeakDoor:
             door.replaced()
 
     def failed(self, error: Exception) -> None:
-        """As :meth:`recckpt.types.Door.failed`: the first fails the next save, which is one of all."""
+        """Fail the first door, which fails the next save; the others mark all rows as changed."""
         for number, door in enumerate(self.open):
             if number:
                 door.replaced()
@@ -95,16 +95,12 @@ class WeakDoor:
 
 
 class WriteGuard:
-    """Compares the versions of tensors between writes that were announced: torch counts each change in place.
+    """Finds unannounced writes by torch's version counters, which count each change in place. Thread-safe.
 
-    It does not count what goes past autograd: ``weight.data.mul_(2)``, the steps of fused optimizers, and of a DTensor
-    those with ``foreach``. Those of the optimizer that trains a table are announced all the same; for the former,
-    docs/your-tables.md says what to do.
-    Thread-safe.
+    Writes past autograd are not counted: ``weight.data.mul_(2)``, steps of fused optimizers, and ``foreach`` steps of a
+    DTensor. Steps of the table's own optimizer are announced anyway; for others see docs/your-tables.md.
 
-    Args:
-        tensors: returns those of now.
-        on_unseen: is called where they were written to.
+    ``tensors`` returns the present tensors; ``on_unseen`` is called if they were written to.
     """
 
     def __init__(self, tensors: Callable[[], Mapping[str, Tensor]], on_unseen: Callable[[], object]) -> None:
@@ -114,7 +110,7 @@ class WriteGuard:
         self._versions = self._now()
 
     def begin(self) -> None:
-        """Look once more before a write that was announced; one that has not ended was ended by an exception."""
+        """Look once more before an announced write; an unfinished one was ended by an exception."""
         with self._lock:
             self.settle()
             self._is_writing = True
@@ -125,7 +121,7 @@ class WriteGuard:
             self._is_writing, self._versions = False, self._now()
 
     def look(self) -> None:
-        """Call ``on_unseen`` where something wrote since the last look; not while a write is under way."""
+        """Call ``on_unseen`` if something wrote since the last look; not during an announced write."""
         with self._lock:
             if self._is_writing:
                 return
@@ -136,9 +132,9 @@ class WriteGuard:
                 self._on_unseen()
 
     def settle(self) -> None:
-        """Look in the thread that trains: a write that is still under way there was ended by an exception.
+        """Look in the thread that trains: an unfinished write was ended by an exception.
 
-        What it wrote itself is not told from what came after it, so that counts as not announced either.
+        Its own changes look like later ones, so they count as unannounced.
         """
         with self._lock:
             self._is_writing = False
@@ -149,13 +145,10 @@ class WriteGuard:
 
 
 class NotedRows:
-    """A byte a row on each device that names rows. Used under the lock of the store.
+    """A byte a row on each device where rows are announced. Used under the store's lock.
 
-    Several streams may note at once: all write the same value.
-
-    Args:
-        begin: first row of the box that is noted.
-        n_rows: how many are.
+    Several streams may note at once: all write the same value. Rows count from ``begin``, the first row of the box that
+    is noted.
     """
 
     def __init__(self, begin: int, n_rows: int) -> None:
@@ -164,11 +157,7 @@ class NotedRows:
 
     @torch.no_grad()
     def note(self, rows: Tensor) -> bool:
-        """Note rows, as :meth:`recckpt.types.Door.announce` takes them, once the current stream has made them.
-
-        Returns:
-            Whether it did: not where the device has no room.
-        """
+        """Note rows (as :meth:`recckpt.types.Door.announce` takes them) in stream order; False without memory."""
         noted = self._on(rows.device)
         if noted is None:
             return False
@@ -181,7 +170,7 @@ class NotedRows:
 
     @torch.no_grad()
     def take(self) -> Int64s:
-        """Return what was noted since the last time, all different; waits for the devices."""
+        """Return the distinct rows noted since the last call; waits for the devices."""
         all_noted = [noted for noted in self._noted.values() if noted is not None]
         wait_for_devices(all_noted)
         taken = [noted[1:-1].nonzero().flatten().cpu().numpy() for noted in all_noted]
@@ -192,7 +181,7 @@ class NotedRows:
 
     @torch.inference_mode(False)
     def _on(self, device: torch.device) -> Tensor | None:
-        """Return the bytes on a device; None where there is no room, for which training must not fail."""
+        """Return the bytes on a device; None if it has no memory for them, which must not fail training."""
         if device not in self._noted:
             try:
                 self._noted[device] = noted = torch.zeros(self._n_rows + 2, dtype=torch.bool, device=device)

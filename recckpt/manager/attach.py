@@ -1,4 +1,4 @@
-"""From a model and its optimizers to a manager: what is found, who trains it, what it is called, and what is wrong."""
+"""From a model and its optimizers to a manager: finds what to save, names it, and reports what is wrong."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _MEANINGS = {  # of options that the log names
 
 
 class _Item(NamedTuple):
-    """One argument, or one of those in it: what messages call it, its name where it has one, and itself."""
+    """One object among the arguments; ``label`` is for messages, ``name`` "" if the caller gave none."""
 
     label: str
     name: str
@@ -117,9 +117,9 @@ def attached(
     loader: OneOrMany[Any],
     tables: TablesOption,
 ) -> _Manager:
-    """As :meth:`recckpt.CheckpointManager.attach`: find a place for all, make a saver of it, and its manager.
+    """Find and name everything to save, make a saver of it, and its manager; see ``CheckpointManager.attach``.
 
-    ``saver`` and ``manager`` have their options already; the log names those that ``attach`` has defaults for.
+    ``saver`` and ``manager`` already have their options; the log names those with defaults in ``attach``.
     """
     wrong = list[str]()
     try:
@@ -160,9 +160,9 @@ def attached(
 def guests_of(
     saver: Saver, regular: When, begin: Moment, is_first: Callable[[], bool]
 ) -> tuple[Sequence[SideSaves], CandidateFinder]:
-    """Return what a manager makes beside checkpoints, which are made when ``regular`` says, and what it may restore.
+    """Return what a manager saves beside checkpoints, and what it may restore.
 
-    The run begins at ``begin``; ``is_first`` says whether this is the rank that logs.
+    ``regular`` says when checkpoints are made, ``begin`` where the run begins, ``is_first`` whether this rank logs.
     """
     saves = saver.near_saves
     if saves is None:
@@ -175,7 +175,6 @@ def guests_of(
 def _saved(
     saver: Saver, tables: Mapping[str, SavableTable], live: LiveTables | None, items: Iterable[_Item]
 ) -> Iterator[str]:
-    """Yield what is saved, each in a few words."""
     live = NO_TABLES if live is None else live
     if tables:
         by = "" if saver.sparse_optim is None else f" of {type(saver.sparse_optim).__name__}"
@@ -198,7 +197,7 @@ def _how(options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def trainers_of(tables: Mapping[str, SavableTable]) -> dict[SparseOptimizer, list[str]]:
-    """Return the optimizers of this process that the gradients of tables go to, each with the names of these."""
+    """Return this process's optimizers that train one of the tables, with the names of those tables."""
     alive = [one for reference in made.valuerefs() if (one := reference()) is not None]
     own = {name: table for name, table in tables.items() if isinstance(table, HashTable)}
     trained = {one: [name for name, table in own.items() if one.trains(table)] for one in alive}
@@ -206,7 +205,6 @@ def trainers_of(tables: Mapping[str, SavableTable]) -> dict[SparseOptimizer, lis
 
 
 def _items(argument: str, things: OneOrMany[Any]) -> list[_Item]:
-    """Return one thing, several, or several by name, with what messages call them."""
     if things is None:
         return []
     if isinstance(things, Mapping):
@@ -217,7 +215,7 @@ def _items(argument: str, things: OneOrMany[Any]) -> list[_Item]:
 
 
 def _renamed(items: Iterable[_Item], name: str) -> list[_Item]:
-    """Give a name to those that have none; of several with one, the second is called ``name_1``."""
+    """Give a name to those without one; the second of a name is called ``name_1``."""
     counts = Counter[str]()
     named = []
     for item in items:
@@ -228,7 +226,7 @@ def _renamed(items: Iterable[_Item], name: str) -> list[_Item]:
 
 
 def _parts(items: Iterable[_Item], problems: list[str]) -> Iterator[_Item]:
-    """Yield each optimizer once, those in a joint one in its place."""
+    """Yield each optimizer once, the parts of a joint one in its place."""
     seen = set[int]()
     for item in items:
         if not isinstance(item.obj, Optimizer):
@@ -242,7 +240,6 @@ def _parts(items: Iterable[_Item], problems: list[str]) -> Iterator[_Item]:
 
 
 def _about_tables(tables: Mapping[str, SavableTable], sparse: Sequence[_Item]) -> Iterator[str]:
-    """Yield what is wrong with the optimizers of tables."""
     for item in sparse:
         try:
             arguments.check_trained(item.obj, tables)
@@ -260,7 +257,7 @@ def _about_tables(tables: Mapping[str, SavableTable], sparse: Sequence[_Item]) -
 
 
 def _about_parameters(model: nn.Module, dense: Sequence[_Item]) -> Iterator[str]:
-    """Yield what is wrong with the optimizers of dense parameters, but for TorchRec's, which name their own."""
+    """Yield what is wrong with optimizers of dense parameters; TorchRec's name their own."""
     own = {id(parameter) for parameter in model.parameters()}
     for item in (item for item in dense if not is_keyed(item.obj)):
         parameters = [parameter for group in groups_of(item.obj) for parameter in group["params"]]
@@ -282,7 +279,6 @@ def _about_parameters(model: nn.Module, dense: Sequence[_Item]) -> Iterator[str]
 
 
 def _about_schedulers(schedulers: Sequence[_Item], optimizers: Sequence[Optimizer]) -> Iterator[str]:
-    """Yield what is wrong with schedulers: each is of optimizers that are saved too."""
     known = {id(one) for optimizer in optimizers if isinstance(optimizer, Optimizer) for one in layers(optimizer)}
     for item in schedulers:
         if isinstance(item.obj, Optimizer):
@@ -294,7 +290,7 @@ def _about_schedulers(schedulers: Sequence[_Item], optimizers: Sequence[Optimize
 
 
 def _about_names(objects: Sequence[_Item], positions: Sequence[_Item]) -> Iterator[str]:
-    """Yield what cannot be registered, as registering it shows."""
+    """Yield what cannot be registered, by trying it."""
     extra, io_state = extra_registry(), io_registry()
     for item in objects:
         try:
@@ -320,7 +316,7 @@ def _about_names(objects: Sequence[_Item], positions: Sequence[_Item]) -> Iterat
 def _live_tables(
     model: nn.Module, optimizers: Sequence[Optimizer], tables: TablesOption, *, is_all_well: bool
 ) -> LiveTables | None:
-    """Find the live tables of a model; those that were found for optimizers of before are closed where all is well."""
+    """Find a model's live tables; if all is well, close those found for earlier optimizers."""
     if tables is None or isinstance(tables, LiveTables):
         live = tables
     elif isinstance(tables, Mapping):

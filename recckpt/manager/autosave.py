@@ -1,4 +1,4 @@
-"""The saves of a run: begun when they are due or a signal asks for one, never two at a time."""
+"""The saves of a run: begun when due or when a signal asks for one, never two at a time."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ _LOST_SEC = 5.0  # that a save in the background has to end in, once a rank is k
 
 @dataclass(frozen=True)
 class AtSave:
-    """Where the run of a rank is, and what is kept of it beside the model: what all ranks compare at a save."""
+    """Where a rank's run is, and what it saves beside the model: all ranks compare it at a save."""
 
     step: int
-    is_saved: bool  # in a checkpoint that stays
+    is_saved: bool  # in a checkpoint that is not ephemeral
     event_time: float | None
     counted: str
     state: dict[str, StateValue]
 
 
 class GradientWindow:
-    """What is put off while gradients wait for the step that will use them: no checkpoint holds these.
+    """Puts saves off while gradients wait for the step that uses them, since no checkpoint holds them.
 
     A window is one of ``set_grad_accum_steps`` of an optimizer of tables, or of accelerate's
-    ``gradient_accumulation_steps``. Collective where something is due.
+    ``gradient_accumulation_steps``. Collective if something is due.
     """
 
     def __init__(self, saver: Saver) -> None:
@@ -68,12 +68,11 @@ class GradientWindow:
         return number if self._signal is None else None
 
     def take_signal(self) -> int | None:
-        """Return the signal that was put off, since no window will end any more."""
+        """Return the signal that was put off, as no window will end any more."""
         number, self._signal = self._signal, None
         return number
 
     def is_open(self) -> bool:
-        """Say whether gradients wait in this process."""
         saved = (self._saver.sparse_optim, *self._saver._extra.objects.values())
         optimizers = [updater(one) for one in saved if isinstance(one, Optimizer)]
         if any(isinstance(one, SparseOptimizer) and one.has_gradients_waiting for one in optimizers):
@@ -92,36 +91,32 @@ class SideSaves(Protocol):
         """Begin to count from where the run is, as after a restore."""
 
     def see(self, now: Moment) -> None:
-        """Take note of the first event time that is known, and of one that was set back."""
+        """Note the first known event time, and one that was set back."""
 
     def is_due(self, now: Moment, agreed: Agreed, is_window_open: Callable[[], bool], *, has_saved: bool) -> bool:
-        """Say whether to make one now: a checkpoint takes its place, and it waits while gradients wait."""
+        """Say whether to make one now: not if a checkpoint was just begun, and not while gradients wait."""
 
     def begin(self, ranks: Ranks, step: int, state: State) -> Kind | None:
-        """Begin one; return the kind of checkpoint to make in its place, where there is nothing yet that it stands on.
+        """Begin one; return the kind of checkpoint to make instead if it has no base yet.
 
-        Raises:
-            WriterFencedError: another process has taken the output dir over.
+        WriterFencedError if another process has taken the output dir over.
         """
 
     def has_restored_newest(self, ranks: Ranks, order: tuple[int, int] | None) -> bool:
-        """Say whether a run that makes these has restored one of this order, which is still the newest there."""
+        """Say whether the run restored the side save of this order, and it is still the newest."""
 
-    def counted(self, counts: SaveCounts) -> SaveCounts:
-        """Return the counts with those of these saves."""
+    def counted(self, counts: SaveCounts) -> SaveCounts: ...
 
 
 class Autosave:
     """Saves a run when its schedule says so; see :class:`recckpt.CheckpointManager`. Collective; not thread-safe.
 
-    Args:
-        ranks: returns those that save together, as they are now.
-        options: of the manager. With ``on_save_error`` the error of a save that a step has begun is raised, logged, or
-            given to what is called on every rank, alike on all of them. What another rank, another writer or the caller
-            has done wrong is raised in any case: no later save mends that.
-        sides: what steps save beside checkpoints.
-        reload: looks into a model bank for what is new there, and loads it: after each save, where :meth:`reload_when`
-            says nothing else, so that nothing of what is loaded is in the save.
+    ``ranks`` returns the ranks that save together now. ``on_save_error`` of the options covers errors of saves that a
+    step began, alike on all ranks; errors of other ranks, of a fence or of the caller are always raised, as no later
+    save mends them.
+
+    ``reload`` loads what is new in a model bank: after each save unless :meth:`reload_when` says otherwise, so that the
+    save holds nothing of it.
     """
 
     def __init__(
@@ -166,11 +161,11 @@ class Autosave:
         self._window, self._has_stepped = GradientWindow(self._saver), False
 
     def reload_when(self, when: When | None) -> None:
-        """Look into a model bank when a policy says so, from the next :meth:`start` on; None for after each save."""
+        """Reload by a policy from the next :meth:`start` on; None for after each save."""
         self._reload_trigger = None if when is None else Trigger(when, self._run.moment())
 
     def note_time(self) -> None:
-        """Take note of an event time that was set by hand: tables are dated by it, and policies count from it."""
+        """Take note of an event time set by hand: it dates tables, and policies count from it."""
         now = self._run.moment()
         self._schedule.see(now)
         for side in self._sides:
@@ -178,7 +173,7 @@ class Autosave:
         self.date_tables()
 
     def date_tables(self) -> None:
-        """Date the tables by the run: the rows that they look up next get its step and event time."""
+        """Date the tables: rows looked up from now on get the run's step and event time."""
         for table in self._tables:
             table.step = self._run.global_step
             if self._run.event_time is not None:  # else that of the table stays, which may have been set by hand
@@ -221,12 +216,11 @@ class Autosave:
         if kind is None and self._ranks.size > 1:  # not before: the others may be at a save, which raises on all
             check_step(state, metrics)
 
-    def _agreed(self, ask: Callable[[], bool]) -> bool:
-        """Return whether the answer is yes on any rank. Collective."""
+    def _agreed(self, ask: Callable[[], bool]) -> bool:  # collective
         return any(self._ranks.on_all(ask))
 
     def save(self, state: State, metrics: Metrics, step: int | None = None) -> Manifest | None:
-        """Save this step, or one of the caller's own count, and wait; None where a checkpoint that stays has it."""
+        """Save this step, or the caller's own ``step``, and wait; None if a lasting checkpoint already has it."""
         self._settle_for_save()
         if self._window.is_open():
             log.warning(
@@ -237,7 +231,7 @@ class Autosave:
         return saved.wait() if isinstance(saved, SaveHandle) else saved
 
     def should_save(self, step: int | None, metrics: Metrics) -> bool:
-        """Say whether a step that ends here, or at a step of the caller's own count, is to be saved. Collective."""
+        """Say whether a step that ends here, or at the caller's own ``step``, is to be saved. Collective."""
         run, ranks = self._run, self._ranks_now()
         at = run.global_step if step is None else step
         now = replace(run.moment(metrics), step=at)
@@ -256,9 +250,9 @@ class Autosave:
         return self._signals.is_ending
 
     def finish(self) -> None:
-        """Save the last step, also where the save before has failed, whose error is raised after.
+        """Save the last step, even if the previous save failed; its error is raised afterwards.
 
-        Without a step a near save alone is saved: all else would take the place of what was trained before.
+        Without a step, only a restored near save is saved: other loads changed nothing that was trained here.
         """
 
         def save_last() -> None:
@@ -269,7 +263,7 @@ class Autosave:
         self._settle_then(save_last)
 
     def _settle_then(self, save: Callable[[], object]) -> None:
-        """Wait for the save before, and save, though that has failed; raise its error then."""
+        """Wait for the previous save, then save; an error of the previous one is raised after that."""
         try:
             self._settle_for_save()
         except Exception:
@@ -278,9 +272,9 @@ class Autosave:
         save()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Make the save that was put off, wait for what is under way, and give signals back what they did before.
+        """Make the save that was put off, wait for running ones, and restore the signal handlers.
 
-        Where an ``error`` is being raised already, no save is made, and the error of one is only logged.
+        With an ``error`` that is being raised already, no save is made, and further errors are only logged.
         """
         try:
             kind = self._schedule.pending or self._window.kind
@@ -297,14 +291,14 @@ class Autosave:
             self._signals.release(self._window.take_signal())
 
     def settle(self, timeout_sec: float | None = None) -> bool:
-        """Wait for the save in the background, and raise its error unless it was raised before."""
+        """Wait for the background save, and raise its error unless it was raised before."""
         try:
             return self._saver.settle(timeout_sec)
         finally:
             self._note_failure()
 
     def settle_on_all(self) -> None:
-        """Wait on all ranks, and raise the error of the save unless all of them have raised it before. Collective."""
+        """Wait on all ranks; raise the save's error unless all of them raised it before. Collective."""
         settle_on_all(self.settle, self._ranks_now().raising(self._info.failure))
 
     def _settle_for_save(self) -> None:
@@ -312,7 +306,7 @@ class Autosave:
         settle_on_all(self.settle, self._info.raising(self._ranks_now()))
 
     def _save_due(self, kind: Kind, state: State, metrics: Metrics) -> None:
-        """Save this step as it is due, or a signal asks; the error is raised unless the run is to go on."""
+        """Save this step; an error is raised unless ``on_save_error`` lets the run go on."""
         save = partial(self._save, kind, state, metrics, background=self._options.async_save is not False)
         if self._options.tolerate is None:
             save()
@@ -322,10 +316,9 @@ class Autosave:
             self._schedule.missed(kind, self._run.moment())
 
     def _let_pass(self, work: Callable[[], object]) -> bool:
-        """Do what may raise the error of a save, and say whether it did not. Collective where it is let pass.
+        """Run ``work``; return False if a save's error was let pass. Collective if it is.
 
-        Raises:
-            Exception: the error, where it is not let pass; or what ``on_save_error`` has raised on any rank.
+        Raises the error if it is not let pass, and what ``on_save_error`` raised on any rank.
         """
         try:
             work()
@@ -352,7 +345,7 @@ class Autosave:
     def _save(
         self, kind: Kind, state: State, metrics: Metrics, step: int | None = None, *, background: bool
     ) -> Manifest | SaveHandle | None:
-        """Save this step, or that of the caller's own count, unless it is in a checkpoint that stays."""
+        """Save this step, or the caller's own ``step``, unless a lasting checkpoint has it."""
         run = self._run
         self._note_failure()
         own, is_saved = self._meet(step, state, metrics)
@@ -387,13 +380,10 @@ class Autosave:
         return saved
 
     def _meet(self, step: int | None, state: State, metrics: Metrics) -> tuple[AtSave, bool]:
-        """Return what this rank brings, and whether that is in a checkpoint which stays, of all ranks. Collective.
+        """Return this rank's part, and whether a lasting checkpoint of all ranks already has it. Collective.
 
-        The run moves to the step of the caller's own count, and to the latest event time of all ranks.
-
-        Raises:
-            TypeError, ValueError: an argument is invalid.
-            RecckptError: a rank has ended another window or epoch, though the steps are the same.
+        Moves the run to the caller's own ``step``, and to the latest event time of all ranks. RecckptError if a rank
+        counted other windows or epochs; TypeError, ValueError for invalid arguments.
         """
         run, ranks = self._run, self._ranks
 
@@ -415,12 +405,12 @@ class Autosave:
 
     @property
     def _ranks(self) -> Ranks:
-        """Those of now: what fails on one, or one that is missing, fails the save of this step; alone, as it is."""
+        """The present ranks; with several, a failing or missing one fails this step's save."""
         ranks = self._ranks_now()
         return ranks if ranks.size == 1 else self._info.raising(ranks, self._failure_before)
 
     def _failure_before(self) -> RecckptError | None:
-        """Return the error of the save in the background, which a missing rank fails before anything of this step."""
+        """Return the error of the background save, which a missing rank fails before anything of this step."""
         try:
             self.settle(_LOST_SEC)
         except RecckptError as error:
@@ -432,7 +422,7 @@ class Autosave:
         return SaveInfo(self._run.ckpt_id, self._run.global_step)
 
     def _note_failure(self) -> bool:
-        """Say whether the save in the background has failed since the last call; no checkpoint holds its step then."""
+        """Say whether the background save has failed since the last call; if so, its step is unsaved again."""
         handle = self._in_flight
         if handle is None or not handle.done():
             return False
@@ -449,7 +439,6 @@ class Autosave:
         self._failures += 1
 
     def _answer(self, number: int, state: State, metrics: Metrics) -> None:
-        """Save for a signal, and let the process end where it asks for that."""
         log.warning("signal %d: saving step %d", number, self._run.global_step)
         if goes_on(number):
             self._save_due("regular", state, metrics)
@@ -465,7 +454,7 @@ class Autosave:
             self._signals.follow(number)
 
     def _save_within(self, seconds: float | None, state: State, metrics: Metrics) -> bool:
-        """Save this step and say whether that, and the save before it, ended in time; None waits for both."""
+        """Save this step; say whether it and the previous save ended in time; None waits for both."""
         end = math.inf if seconds is None else time.monotonic() + seconds
 
         def left() -> float | None:

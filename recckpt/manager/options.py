@@ -1,4 +1,4 @@
-"""What a manager, a step, a window, an epoch or a save is given, checked before anything is made or counted."""
+"""Options of a manager, and arguments of its steps and saves, checked before anything happens."""
 
 from __future__ import annotations
 
@@ -29,11 +29,7 @@ Metrics = Mapping[str, float] | None
 
 @dataclass(frozen=True)
 class ManagerOptions:
-    """When a manager saves, and how; see :class:`recckpt.CheckpointManager`, whose arguments these are.
-
-    Raises:
-        ValueError: one of them is invalid.
-    """
+    """The arguments of :class:`recckpt.CheckpointManager`; ValueError if one is invalid."""
 
     save_interval: int | When
     async_save: bool | Backpressure = False
@@ -67,7 +63,6 @@ class ManagerOptions:
 
     @property
     def backpressure(self) -> Backpressure:
-        """What to do when a save is due while one is under way."""
         return "wait" if isinstance(self.async_save, bool) else self.async_save
 
     @cached_property
@@ -81,25 +76,25 @@ class ManagerOptions:
 
 
 def check_step(state: State, metrics: Metrics) -> None:
-    """Refuse what a save would refuse, without waiting for a device."""
+    """Raise for what a save would refuse, without waiting for a device."""
     check_state(state, metrics)
     _check_names(state, metrics)
 
 
 def as_state(state: State, metrics: Metrics) -> dict[str, StateValue]:
-    """Return what is kept with a checkpoint, or raise as :func:`check_step`."""
+    """Return the entries to keep with a checkpoint; raises as :func:`check_step`."""
     entries = {**as_numbers(metrics), **as_state_values(state)}
     _check_names(state, metrics)
     return entries
 
 
 def as_metadata(metadata: State) -> dict[str, StateValue]:
-    """Return the metadata of a run as a manifest has it, an entry of its state; or raise as :func:`check_step`."""
+    """Return a run's metadata as an entry of a manifest's state; raises as :func:`check_step`."""
     return as_state_values(metadata, METADATA, level=1)
 
 
 def _check_names(state: State, metrics: Metrics) -> None:
-    """Refuse entries that would take the place of what the manager counts; ValueError names the first."""
+    """Raise ValueError for entries named like what the manager itself keeps."""
     for what, values in (("state", state or {}), ("metrics", metrics or {})):
         name = next((name for name in (EVENT_TIME, WINDOWS, EPOCHS, METADATA) if name in values), None)
         if name is not None:
@@ -107,7 +102,7 @@ def _check_names(state: State, metrics: Metrics) -> None:
 
 
 def checked_event_time(event_time: float | None) -> float | None:
-    """Return a time; None for NaN and what is infinite. TypeError where it is no number, ValueError if far ahead."""
+    """Return a time; None if it is not finite. TypeError if it is not a number, ValueError if far ahead."""
     if event_time is None:
         return None
     try:

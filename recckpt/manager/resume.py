@@ -1,4 +1,4 @@
-"""How a run takes up where it was left: the newest own checkpoint that is whole, and what a model bank adds."""
+"""How a run resumes: from its newest undamaged checkpoint, and from a model bank."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ class RestoreOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Start:
-    """What a run may start from: the checkpoints of a bank, and its own, the best first, near saves among them."""
+    """What a run may start from: a bank's checkpoints, and its own, best first, near saves among them."""
 
     bank: LocatedBank
     own: Sequence[Checkpoint]
-    otherwise: Start | None = None  # where all that is in the bank is damaged too: without an own checkpoint
+    otherwise: Start | None = None  # to use if everything in the bank is damaged too
 
 
 class Restorer:
-    """Loads checkpoints into a run. Collective where there are several ranks; not thread-safe."""
+    """Loads checkpoints into a run. Collective; not thread-safe."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Restorer:
 
     @property
     def _ranks(self) -> Ranks:
-        """Those of now; where one is alone, its error says enough by itself."""
+        """The present ranks; a rank alone raises its own error unchanged."""
         ranks = self._ranks_now()
         if ranks.size == 1:
             return ranks
@@ -165,7 +165,7 @@ class Restorer:
         return [report for entry, taken in self._followed for report in self._reload(entry, taken)]
 
     def _reload(self, entry: Entry, taken: Taken) -> list[LoadReport]:
-        """Load what an entry has that is newer than what was taken of it, if there is something."""
+        """Load what is newer at an entry's path than what was taken from it."""
         damage = KnownDamage()
 
         def newer() -> LocatedCheckpoint | None:
@@ -199,9 +199,9 @@ class Restorer:
         return first_whole(locate, load, instead=instead)
 
     def _instead(self, damage: KnownDamage, start: Start, error: CorruptCheckpointError) -> Start | None:
-        """Return what to start from where something in ``start`` is damaged; None where there is nothing. Collective.
+        """Return what to start from without what is damaged in ``start``; None if nothing is left. Collective.
 
-        That is another of the name of a checkpoint of the bank, or the best own checkpoint that needs nothing damaged.
+        That is another checkpoint of the same name in the bank, or the best own one that needs nothing damaged.
         """
         other = self._ranks.on_first(lambda: _without_damage(damage, self._loader.storage, start, error))
         if other is not None:
@@ -217,7 +217,7 @@ class Restorer:
         return other
 
     def _load(self, entry: Entry, start: Start, *, rng: bool, is_whole: bool, with_bank: bool) -> LoadReport:
-        """Load the bank and the best of the own checkpoints, if there is one, and go on from its step."""
+        """Load the bank and the best own checkpoint, if any, and continue from its step."""
         live, n_bank = self._live(), len(start.bank.sources)
         own = [LocatedCheckpoint(entry, self._loader.storage, checkpoint) for checkpoint in start.own[:1]]
         with self._opened(live, [*start.bank.sources, *own]) as sources:
@@ -244,12 +244,12 @@ class Restorer:
 
     @contextmanager
     def _opened(self, live: LiveState, sources: Iterable[LocatedCheckpoint]) -> Iterator[list[OpenSource]]:
-        """Have all ranks open what they need before any of them changes anything: it may be gone for a late one."""
+        """Open on all ranks what they need before any of them changes anything: late ranks may find it removed."""
         with ExitStack() as stack:
             yield self._ranks.on_each(lambda: stack.enter_context(opened(sources, live.needs)))
 
     def _go_on(self, checkpoint: Checkpoint, report: LoadReport, wholes: Sequence[tuple[bool, bool]]) -> None:
-        """Continue the run from a checkpoint; each rank says whether it got all of it, and has no rows beside it."""
+        """Continue the run from a checkpoint; ``wholes``: each rank loaded all of it, and has no other rows."""
         is_whole, is_saved = map(all, zip(*wholes, strict=True))
         record, step = checkpoint.manifest, report.global_step
         if step is None and record.step is None:
@@ -263,7 +263,7 @@ class Restorer:
             self._measure({"last_save.time": time.timestamp()})
 
     def _measure(self, measured: Mapping[str, float]) -> None:
-        """Give figures to OpenTelemetry; the first rank does so for all."""
+        """Give figures to OpenTelemetry, on the first rank for all."""
         if self._ranks.rank == 0:
             telemetry.measure(self._loader.run, measured)
 
@@ -276,7 +276,7 @@ class Restorer:
         near: bool = True,
         is_whole: bool = True,
     ) -> Start:
-        """Return what to start from; the newest of what there is, where that is asked for, and ``near``. Collective."""
+        """Return what to start from: ``global_step``, or the newest, with near saves if ``near``. Collective."""
         if global_step is None and near:
             needed = self._needed(is_whole=is_whole)
             start = Start(*self._candidates.find(self._ranks, bank, self._usable, needed))
@@ -296,12 +296,11 @@ class Restorer:
             return [locate(storage, self._run.id_of(global_step))]
         return self._usable()[1]
 
-    def _needed(self, *, is_whole: bool) -> Callable[[Checkpoint], frozenset[str]]:
-        """Return what says which files of a near save this rank reads."""
+    def _needed(self, *, is_whole: bool) -> Callable[[Checkpoint], frozenset[str]]:  # files of a near save
         return lambda save: needed_files(save.manifest, self._live().needs, is_whole=is_whole)
 
     def _usable(self) -> tuple[Listing, list[Checkpoint]]:
-        """Return what is in the output dir, and the checkpoints that can be used, newest first."""
+        """Return the listing of the output dir, and its usable checkpoints, newest first."""
         storage = self._loader.storage
         listing = list_checkpoints(storage)
         if self._ranks.rank == 0:
@@ -313,7 +312,6 @@ class Restorer:
 
 
 def _dynamic_in(live: LiveState, bank: Sequence[OpenSource]) -> list[tuple[Entry, Taken]]:
-    """Return the dynamic entries of a bank, with the names that they win against the others, and what they gave."""
     if not any(source.at.entry.is_dynamic for source in bank):
         return []
     items = resolve(live.inventory, [source.offer(live.inventory) for source in bank], Problems())
@@ -326,9 +324,9 @@ def _dynamic_in(live: LiveState, bank: Sequence[OpenSource]) -> list[tuple[Entry
 
 
 def _without_damage(damage: KnownDamage, storage: Storage, start: Start, error: CorruptCheckpointError) -> Start | None:
-    """Return what there is to start from without what an error is about, in the bank or the own output dir.
+    """Return ``start`` without what an error is about, in the bank or the own output dir.
 
-    Its near saves are yet to be looked at by all ranks.
+    Its near saves are still to be checked by all ranks.
     """
     link = damaged_link(start.own[0], error) if start.own else None
     bank = damage.instead(start.bank, error)
@@ -348,7 +346,7 @@ def _without_damage(damage: KnownDamage, storage: Storage, start: Start, error: 
 
 
 class Resumable(OneProcess):
-    """The loads of a :class:`recckpt.CheckpointManager`; each waits for the save that is under way, and takes turns."""
+    """The loads of a :class:`recckpt.CheckpointManager`; each waits for the running save, and for other threads."""
 
     _saver: Saver
     _run: Run
@@ -358,14 +356,13 @@ class Resumable(OneProcess):
     _looks_for_loaders = True  # that were not given
 
     @abstractmethod
-    def _turn(self) -> AbstractContextManager[Any]:
-        """Return the lock of the manager and its saver."""
+    def _turn(self) -> AbstractContextManager[Any]: ...
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
-        """Let the run go on from what the block loads, once what is under way has ended. Collective.
+        """Let the run continue from what the block loads; waits for running saves first. Collective.
 
-        What is to be forgotten goes before the output dir is read.
+        Requests to forget are carried out before the output dir is read.
         """
         with self._turn():
             self._autosave.settle_on_all()
@@ -376,7 +373,7 @@ class Resumable(OneProcess):
             self._autosave.start()
 
     def _warn_of_loaders(self) -> None:
-        """Name the loaders of the calling code whose order does not come back; once, and none where one is saved."""
+        """Warn once of the calling code's loaders whose order is not saved; not if any loader is saved."""
         looks, self._looks_for_loaders = self._looks_for_loaders, False
         if not looks or len(self._saver.loader.io_state) or self._ranks().rank:
             return

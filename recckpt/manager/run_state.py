@@ -1,4 +1,4 @@
-"""Where a run is."""
+"""Where a run is: its counts, event time and metadata."""
 
 from __future__ import annotations
 
@@ -34,8 +34,6 @@ WINDOWS, EPOCHS, METADATA = "windows", "epochs", "metadata"  # part of the forma
 
 @dataclass
 class Run:
-    """Where a run is."""
-
     global_step: int = 0  # steps so far
     windows: int = 0  # windows of the data that have ended
     epochs: int = 0  # epochs that have ended
@@ -51,7 +49,7 @@ class Run:
         return layout.step_id(self.global_step, self.step_prefix)
 
     def id_of(self, step: Any) -> str:
-        """Return the id of the checkpoint of a step, or raise TypeError where it is not an int."""
+        """Return the id of a step's checkpoint; TypeError if the step is not an int."""
         try:
             return layout.step_id(index(step), self.step_prefix)
         except TypeError:
@@ -62,11 +60,9 @@ class Run:
             ) from None
 
     def checked_step(self, step: Any) -> int:
-        """Return the step that the run is to be at, None being where it is.
+        """Return the step to move to; None stays.
 
-        Raises:
-            TypeError: it is not an int.
-            ValueError: the run is past it, or no checkpoint can be of it.
+        TypeError if it is not an int, ValueError if the run is past it or no checkpoint can have it.
         """
         if step is None:
             return self.global_step
@@ -93,9 +89,9 @@ class Run:
         self.is_saved = is_saved
 
     def plausible(self, event_time: float | None) -> float | None:
-        """Return the event time of a batch, None where it is a day ahead of the clock and of the last: it is wrong.
+        """Return the event time of a batch; None if it is a day ahead of both clock and last one, so wrong.
 
-        A wrong one would be the latest of the run from then on.
+        A wrong one would stay the latest of the run.
         """
         if event_time is None:
             return None
@@ -116,15 +112,13 @@ class Run:
         return event_time if text is _LEAP else None
 
     def stand_at(self, event_time: float) -> None:
-        """Let a time count as that of the data, also where it is earlier."""
         self.event_time = event_time
 
     def describe(self, metadata: Mapping[str, StateValue]) -> None:
-        """Take what people are to know of the run."""
         self.metadata = metadata
 
     def note_event(self, *times: float | None) -> None:
-        """Move the event time on to the latest of these, if one of them is later; None is no time."""
+        """Move the event time on to the latest of these, if one is later."""
         self.event_time = max((time for time in (self.event_time, *times) if time is not None), default=None)
 
     def moment(self, metrics: Mapping[str, float] | None = None, ends: Ends = "step") -> Moment:
@@ -133,29 +127,25 @@ class Run:
 
     @property
     def counted(self) -> str:
-        """What ranks compare, in words."""
         return f"{plural(self.windows, 'window')} and {plural(self.epochs, 'epoch')}"
 
     @property
     def state(self) -> dict[str, StateValue]:
-        """What a manifest says of it, beside the step."""
+        """What a manifest holds of it, beside the step."""
         counts: dict[str, StateValue] = {WINDOWS: self.windows or None, EPOCHS: self.epochs or None}
         values = {EVENT_TIME: self.event_time, **counts, METADATA: self.metadata or None}
         return {name: value for name, value in values.items() if value is not None}
 
     def start_at(self, step: int | None) -> None:
-        """Count from a step that was loaded from another run, if one was."""
+        """Count from a step that was loaded from another run, if there was one."""
         self.global_step, self.is_saved, self.near_order = step or self.global_step, False, None
 
     def go_on(
         self, state: Mapping[str, StateValue], step: int | None, *, near_order: tuple[int, int] | None = None
     ) -> None:
-        """Go on from the state in a manifest: from its event time and metadata, if any, and its counts beside a step.
+        """Continue from a manifest's state: its event time and metadata, if any, and its counts if ``step`` is given.
 
-        Args:
-            state: that of the manifest.
-            step: from which steps are counted; None where the counts of this run stay.
-            near_order: that of the near save of which all was restored, where it was one.
+        ``near_order`` is that of the near save that everything was restored from.
         """
         self.near_order = near_order
         event_time, metadata = state.get(EVENT_TIME), state.get(METADATA)

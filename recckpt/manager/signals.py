@@ -17,23 +17,19 @@ _GO_ON = frozenset(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if h
 
 
 def goes_on(number: int) -> bool:
-    """Say whether a process goes on after a signal: SIGUSR1 and SIGUSR2 only ask for a save."""
+    """Say whether a signal only asks for a save, as SIGUSR1 and SIGUSR2 do."""
     return number in _GO_ON
 
 
 def most_urgent(numbers: Iterable[int | None]) -> int | None:
-    """Return the signal to answer, of those that came: the first that ends the process, else the first."""
+    """Return the signal to answer: the first that ends the process, else the first."""
     return min((number for number in numbers if number is not None), key=goes_on, default=None)
 
 
 class SignalWatch:
-    """Notes signals instead of following them, until it is released or forgotten. For the main thread alone.
+    """Notes signals instead of following them, until released or garbage-collected. Only in the main thread.
 
-    Args:
-        on_signal: which ones; none leaves all as they are.
-
-    Raises:
-        ValueError: one of them cannot be caught, or this is not the main thread.
+    ValueError if a signal cannot be caught, or this is not the main thread.
     """
 
     def __init__(self, on_signal: OnSignal) -> None:
@@ -52,16 +48,15 @@ class SignalWatch:
 
     @property
     def is_watching(self) -> bool:
-        """Whether there is a signal to wait for."""
         return bool(self._note.before) and not self._note.is_over
 
     @property
     def is_ending(self) -> bool:
-        """Whether a signal came, answered or not, that ends the process; its handler may let it go on all the same."""
+        """Whether a signal came, answered or not, that ends the process unless its handler does not."""
         return self._has_ended or not all(map(goes_on, tuple(self._note.noted)))
 
     def take(self) -> int | None:
-        """Return the signal to answer, of those that came since the last call."""
+        """Return the signal to answer, of those since the last call."""
         came = []
         while self._note.noted:  # one by one: another may come meanwhile
             came.append(self._note.noted.popleft())
@@ -69,7 +64,7 @@ class SignalWatch:
         return most_urgent(came)
 
     def follow(self, number: int) -> None:
-        """Do what a signal asks for: SIGUSR1 and SIGUSR2 only to save, the others what they did before the watch."""
+        """Do what a signal did before the watch; nothing for SIGUSR1 and SIGUSR2."""
         if not goes_on(number):
             self._give_back()
             signal.raise_signal(number)
@@ -77,7 +72,7 @@ class SignalWatch:
                 raise SystemExit(128 + number)  # no signal ends process 1, such as that of a container, by default
 
     def release(self, put_off: int | None = None) -> None:
-        """Give all signals back what they did before, and follow one that came and has not been answered."""
+        """Restore all handlers, and follow a signal that has not been answered."""
         self._give_back()
         number = most_urgent((put_off, self.take()))
         if number is not None:
@@ -85,7 +80,7 @@ class SignalWatch:
 
 
 class _Note:
-    """The handler of a watch."""
+    """The signal handler of a watch."""
 
     def __init__(self) -> None:
         self.noted: deque[int] = deque()
@@ -101,7 +96,7 @@ class _Note:
             signal.raise_signal(number)
 
     def give_back(self) -> None:
-        """Set the handlers that were there before, but where another has been set since."""
+        """Restore the previous handlers, except where another has been set since."""
         self.is_over = True
         for number in self.before:
             present: Any = signal.getsignal(number)
